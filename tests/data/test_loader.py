@@ -1,0 +1,179 @@
+"""The packed-row format: written, validated, read in a reproducible order."""
+
+import json
+
+import numpy as np
+import pytest
+from pod.data import PackedDataset, RowCursor, write_packed_rows
+
+CONTEXT = 16
+
+
+def make_rows(num_rows=10):
+    """Rows of two documents with unique token ids and two tokens of padding."""
+    ids = iter(range(10**6))
+    return [
+        [np.array([next(ids) for _ in range(size)], dtype=np.int32) for size in (9, 5)]
+        for _ in range(num_rows)
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "data"
+    write_packed_rows(
+        path,
+        make_rows(),
+        context_length=CONTEXT,
+        vocab_size=1000,
+        tokenizer_sha256="ab" * 32,
+        shard_bytes=3 * 8 * CONTEXT,
+    )
+    return path
+
+
+def edit_manifest(folder, **changes):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest.update(changes)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_rows_come_back_with_labels_inside_documents(folder):
+    data = PackedDataset(folder, verify=True)
+    assert len(data) == 10 and data.context_length == CONTEXT and len(data.manifest["shards"]) == 4
+    for index, documents in enumerate(make_rows()):
+        row = data[index]
+        labels = np.full(CONTEXT, -100)
+        labels[:8], labels[9:13] = documents[0][1:], documents[1][1:]
+        assert row["input_ids"].tolist() == [*documents[0], *documents[1], 0, 0]
+        assert row["doc_ids"].tolist() == [0] * 9 + [1] * 5 + [-1] * 2
+        assert row["labels"].tolist() == labels.tolist()
+    batch = data.rows([7, 2])
+    assert batch["input_ids"].shape == (2, CONTEXT)
+    assert batch["labels"][1].equal(data[2]["labels"])
+
+
+def test_order_is_a_permutation_of_seed_and_epoch(folder):
+    data = PackedDataset(folder)
+    first = data.order(seed=3, epoch=0)
+    assert sorted(first) == list(range(10))
+    assert first.tolist() == data.order(seed=3, epoch=0).tolist()
+    assert first.tolist() != data.order(seed=3, epoch=1).tolist()
+    assert first.tolist() != data.order(seed=4, epoch=0).tolist()
+    # Pinned: a resumed run must find the order of the release that started it.
+    assert first.tolist() == [0, 4, 9, 7, 1, 5, 6, 3, 8, 2]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_rows_for_step_partitions_the_stream(folder, ranks):
+    data = PackedDataset(folder)
+    stream = [
+        row
+        for step in range(5)
+        for rank in range(ranks)
+        for row in data.rows_for_step(step, rank, ranks, 6, seed=1)
+    ]
+    assert stream == [row for epoch in range(3) for row in data.order(1, epoch)]
+
+
+def test_cursor_resumes_on_other_rank_counts(folder):
+    data = PackedDataset(folder)
+    seen, state = [], None
+    for ranks, steps in ((2, 2), (1, 1), (3, 2)):
+        cursors = [data.cursor(seed=5) for _ in range(ranks)]
+        for cursor in cursors:
+            if state is not None:
+                cursor.load_state_dict(state)
+        for _ in range(steps):
+            for rank, cursor in enumerate(cursors):
+                seen.extend(cursor.take(2 * ranks, rank, ranks))
+        state = cursors[-1].state_dict()
+        assert all(cursor.position == state["position"] for cursor in cursors)
+    assert state["position"] == 22 == len(seen)
+    assert sorted(seen[:10]) == sorted(seen[10:20]) == list(range(10))
+
+
+def test_cursor_refuses_what_cannot_work():
+    with pytest.raises(ValueError, match="6 rows per step cannot be split over 4 data-parallel ranks"):
+        RowCursor(10).peek(6, 0, 4)
+    with pytest.raises(ValueError, match="rank 2 is not in 0..1"):
+        RowCursor(10).peek(2, 2, 2)
+    with pytest.raises(ValueError, match="data with 11 rows, this data has 10"):
+        RowCursor(10).load_state_dict({"num_rows": 11, "position": 0, "seed": 0})
+    with pytest.raises(ValueError, match="0 rows"):
+        RowCursor(0)
+
+
+def test_data_for_something_else_is_refused(folder):
+    with pytest.raises(ValueError, match="context of 16 tokens, 32 asked for"):
+        PackedDataset(folder, context_length=32)
+    with pytest.raises(ValueError, match="another tokenizer"):
+        PackedDataset(folder, tokenizer_sha256="cd" * 32)
+    with pytest.raises(ValueError, match="up to 999, the model's vocabulary has 500"):
+        PackedDataset(folder, vocab_size=500)
+    assert len(PackedDataset(folder, context_length=16, tokenizer_sha256="ab" * 32, vocab_size=1024)) == 10
+
+
+def test_damaged_folders_are_named(folder, tmp_path):
+    with pytest.raises(ValueError, match="holds no manifest.json: run launch/prepare_data.py"):
+        PackedDataset(tmp_path / "nothing")
+    shard = folder / "shard-00001.tokens.npy"
+    original = shard.read_bytes()
+    shard.write_bytes(original[:-4] + b"\x07\x00\x00\x00")
+    assert len(PackedDataset(folder)) == 10
+    with pytest.raises(ValueError, match="shard-00001.tokens.npy does not match its checksum"):
+        PackedDataset(folder, verify=True)
+    shard.write_bytes(original[:-4])
+    with pytest.raises(ValueError, match="shard-00001.tokens.npy has 316 bytes, the manifest says 320"):
+        PackedDataset(folder)
+    shard.write_bytes(b"\x00" * len(original))
+    with pytest.raises(ValueError, match="not a readable .npy array"):
+        PackedDataset(folder)
+    shard.unlink()
+    with pytest.raises(ValueError, match="shard-00001.tokens.npy is missing"):
+        PackedDataset(folder)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"format": "other"}, "not a manifest of packed rows"),
+        ({"schema_version": 2}, "schema version 2, this program reads 1"),
+        ({"context_length": None}, "lacks 'context_length'"),
+        ({"context_length": 8}, "expected int32 .3, 8."),
+        ({"num_rows": 11}, "hold 10 rows, the manifest says 11"),
+        ({"shards": [{"rows": 1}]}, "incomplete shard entry"),
+    ],
+)
+def test_foreign_manifests_are_refused(folder, changes, message):
+    edit_manifest(folder, **changes)
+    with pytest.raises(ValueError, match=message):
+        PackedDataset(folder)
+
+
+def test_shard_outside_the_folder_is_refused(folder):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["shards"][0]["tokens"]["file"] = "../elsewhere.npy"
+    edit_manifest(folder, shards=manifest["shards"])
+    with pytest.raises(ValueError, match="lies outside the folder"):
+        PackedDataset(folder)
+
+
+def test_failed_writes_leave_the_old_folder(folder, tmp_path):
+    def broken():
+        yield make_rows(1)[0]
+        raise RuntimeError("reader died")
+
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    with pytest.raises(RuntimeError, match="reader died"):
+        write_packed_rows(
+            folder, broken(), context_length=CONTEXT, vocab_size=1000, tokenizer_sha256="ab" * 32
+        )
+    with pytest.raises(ValueError, match="no packed row"):
+        write_packed_rows(folder, [], context_length=CONTEXT, vocab_size=1000, tokenizer_sha256="ab" * 32)
+    with pytest.raises(ValueError, match="do not fit a vocabulary of 10"):
+        write_packed_rows(
+            folder, make_rows(), context_length=CONTEXT, vocab_size=10, tokenizer_sha256="ab" * 32
+        )
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
