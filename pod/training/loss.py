@@ -1,0 +1,61 @@
+"""Cross entropy of a large vocabulary without the logits of the whole row.
+
+DeepSpeed's fused projection and cross entropy works through the tokens in chunks, keeps one fp32 log-sum-exp per
+token and recomputes the logits in vocabulary blocks during backward; the loss is fp32 and the gradients exact.
+"""
+
+import torch
+from torch import nn
+
+MEBIBYTE = 2**20
+
+
+class LossHead(nn.Module):
+    """Sum of the next-token losses of a row (slice), holding at most `chunk_mib` MiB of fp32 logits.
+
+    It registers the output projection (tied or not) as its own parameter: ZeRO-3 then gathers the weight around
+    this module's forward and backward as it does for any other module.
+
+    Args:
+        weight: output projection [V, hidden], usually `model.lm_head.weight`.
+        chunk_mib: MiB of fp32 logits held at a time.
+    """
+
+    def __init__(self, weight: nn.Parameter, chunk_mib: int = 256):
+        super().__init__()
+        self.weight = weight
+        self.chunk_bytes = chunk_mib * MEBIBYTE
+        self.vocab_size = weight.shape[0]
+
+    def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """hidden [B, n, hidden], labels [B, n] (already shifted, -100 = no label) -> fp32 scalar sum."""
+        from deepspeed.sequence.linear_cross_entropy import vocab_parallel_linear_cross_entropy
+
+        rows = max(1, min(labels.numel(), self.chunk_bytes // (4 * self.vocab_size)))
+        return vocab_parallel_linear_cross_entropy(
+            hidden, self.weight, labels, ignore_index=-100, reduction="sum", chunk_size=rows
+        )
+
+
+def causal_model(model: nn.Module) -> nn.Module:
+    """The PodForCausalLM inside a `peft` wrapper, or the model itself."""
+    unwrap = getattr(model, "get_base_model", None)
+    return unwrap() if unwrap is not None else model
+
+
+class LanguageModelLoss(nn.Module):
+    """Decoder plus chunked loss: the module that the DeepSpeed engine wraps.
+
+    Parameter names are those of `model` with the prefix "model."; the loss head's weight is the model's own.
+    """
+
+    def __init__(self, model: nn.Module, chunk_mib: int = 256):
+        super().__init__()
+        self.model = model
+        self.loss_head = LossHead(causal_model(model).lm_head.weight, chunk_mib)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, doc_ids: torch.Tensor) -> torch.Tensor:
+        """input_ids, labels: this rank's slice [B, n_local]; doc_ids: the whole rows [B, n]. Sum of the losses."""
+        decoder = causal_model(self.model).model
+        hidden = decoder(input_ids=input_ids, doc_ids=doc_ids).last_hidden_state
+        return self.loss_head(hidden, labels)
