@@ -1,0 +1,169 @@
+"""Writing files so that nothing half-written is ever kept: write under a temporary name, then rename. Standard library only."""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import socket
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PathLike = str | os.PathLike[str]
+
+_NEARLY_FULL = 1 << 20  # bytes; a write that fails with less free space than this failed for lack of space
+
+
+def atomic_write_bytes(path: PathLike, data: bytes) -> None:
+    """Write `data` to `path`, which holds afterwards either its old or its whole new content. Makes missing folders.
+
+    Raises: OSError with one line that says how much to free when the disk is full.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary_sibling(target)
+    try:
+        with explain_disk_full(target, needed_bytes=len(data)), open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def atomic_write_text(path: PathLike, text: str) -> None:
+    """`atomic_write_bytes` of `text` in UTF-8."""
+    atomic_write_bytes(path, text.encode("utf-8"))
+
+
+@contextlib.contextmanager
+def atomic_dir(path: PathLike, replace: bool = True) -> Iterator[Path]:
+    """Yield an empty temporary folder beside `path`; it becomes `path` when the block ends, and is removed when the block raises.
+
+    replace: True replaces an existing `path`; False keeps it and drops the new folder (two processes filling one cache).
+    Raises: OSError with one line that says how much to free when the disk is full.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(target)
+    temporary = _temporary_sibling(target)
+    temporary.mkdir()
+    try:
+        with explain_disk_full(target, written=temporary):
+            yield temporary
+        _move_into_place(temporary, target, replace)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def explain_disk_full(
+    path: PathLike, needed_bytes: int | None = None, written: Path | None = None
+) -> Iterator[None]:
+    """Turn any error of the block that a full disk caused into an OSError of one line that says what to do.
+
+    needed_bytes: size of what is being written, when known; otherwise what lies in the folder `written` is the lower bound.
+    Some libraries hide ENOSPC (NumPy, safetensors, torch), so a failed write onto a disk with < 1 MiB left counts too.
+    """
+    try:
+        yield
+    except Exception as error:  # not only OSError: safetensors' own class derives from Exception
+        disk_full = _disk_full_error(Path(path), error, needed_bytes, written)
+        if disk_full is None:
+            raise
+        raise disk_full from None
+
+
+def write_json(path: PathLike, obj: Any) -> None:
+    """Write `obj` as indented JSON, atomically. Raises ValueError for NaN and infinity, which JSON does not have."""
+    try:
+        text = json.dumps(obj, indent=2, allow_nan=False)
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: cannot be written as JSON ({error}); replace NaN and infinity by null"
+        ) from None
+    atomic_write_text(path, text + "\n")
+
+
+def read_json(path: PathLike) -> Any:
+    """The content of a JSON file. Raises ValueError with one line that names the file when it is missing or not JSON."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise ValueError(f"{path}: is a folder, expected a JSON file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not valid JSON ({error}); delete it and write it again") from None
+
+
+def sha256_file(path: PathLike) -> str:
+    """SHA-256 of a file's bytes as 64 hex digits, read in chunks."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _temporary_sibling(target: Path) -> Path:
+    """A hidden name on the same file system, with host and process, so that a later run can tell what was abandoned."""
+    return target.parent / f".{target.name}.tmp-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Remove temporary folders of `target` that killed processes of this machine left behind (a checkpoint can be large)."""
+    prefix = f".{target.name}.tmp-{socket.gethostname()}-"
+    for entry in target.parent.iterdir():
+        if entry.name.startswith(prefix) and not _is_running(entry.name.removeprefix(prefix).split("-")[0]):
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def _is_running(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, ValueError):
+        return True
+    return True
+
+
+def _move_into_place(temporary: Path, target: Path, replace: bool) -> None:
+    try:
+        os.rename(temporary, target)  # atomic, and works onto a missing or empty folder
+        return
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+    if not replace:
+        return
+    old = _temporary_sibling(target)
+    os.rename(target, old)
+    os.rename(temporary, target)
+    if old.is_dir():
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        old.unlink()
+
+
+def _disk_full_error(
+    path: Path, error: Exception, needed: int | None, written: Path | None
+) -> OSError | None:
+    """The OSError to raise instead of `error`, or None when the disk was not the reason."""
+    folder = path if path.is_dir() else path.parent
+    says_so = getattr(error, "errno", None) in (
+        errno.ENOSPC,
+        errno.EDQUOT,
+    ) or "No space left on device" in str(error)
+    # FileNotFoundError and its like have an errno of their own and say what is wrong; a hidden ENOSPC has none.
+    hidden = isinstance(error, (OSError, RuntimeError)) and getattr(error, "errno", None) is None
+    if not says_so and not (hidden and shutil.disk_usage(folder).free < _NEARLY_FULL):
+        return None
+    if needed is None and written is not None and written.is_dir():
+        needed = sum(file.stat().st_size for file in written.rglob("*") if file.is_file())
+    megabytes = (needed or 0) // 10**6 + 1
+    message = f"disk full while writing {path}: free at least {megabytes} MB or set another output_dir"
+    return OSError(message)

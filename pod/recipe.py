@@ -1,0 +1,277 @@
+"""One YAML file for every launcher: reading, checking, overriding and explaining it.
+
+A recipe is a dataclass of dataclasses. The string literal under each field is its documentation; `--help` prints it. A key that no
+field has is an error that names the nearest one. `run` is the command line that all launchers share.
+"""
+
+import argparse
+import dataclasses
+import os
+import sys
+import traceback
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pod.models import ModelArgs
+from pod.schema import (
+    Loader,
+    build,
+    check_key,
+    explain,
+    field_docs,
+    fields_of,
+    hints_of,
+    nearest,
+    one_line,
+    to_yaml,
+)
+
+
+def _landing(module: str, name: str) -> Any:
+    """A section whose module has not landed yet is an empty dataclass."""
+    import importlib
+
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ImportError:
+        return dataclass(kw_only=True)(type(name, (), {}))
+
+
+ExploreArgs = _landing("pod.training.similarity", "ExploreArgs")
+DataArgs = _landing("pod.data.args", "DataArgs")
+TrainArgs = _landing("pod.training.args", "TrainArgs")
+ExportArgs = _landing("pod.training.args", "ExportArgs")
+EvalArgs = _landing("pod.eval.args", "EvalArgs")
+
+
+@dataclass(kw_only=True)
+class Recipe:
+    """Everything one run needs; each launcher reads the sections that concern it."""
+
+    output_dir: str = "runs/run"
+    """Folder of everything the run writes: plan/, data/, train/, export/, eval/. Relative to the current folder."""
+
+    seed: int = 0
+    """Seed of every random choice (sampling of documents, order of rows, LoRA initialisation)."""
+
+    model: ModelArgs = field(default_factory=ModelArgs)
+    """The model to start from and its attention windows."""
+
+    explore: ExploreArgs = field(default_factory=ExploreArgs)
+    """How attention similarity is measured and turned into a sharing plan."""
+
+    data: DataArgs = field(default_factory=DataArgs)
+    """Where text comes from and how it is balanced and packed."""
+
+    train: TrainArgs = field(default_factory=TrainArgs)
+    """How the model is adapted to the plan."""
+
+    export: ExportArgs = field(default_factory=ExportArgs)
+    """How the adapted model is written for Hugging Face transformers."""
+
+    eval: EvalArgs = field(default_factory=EvalArgs)
+    """What is measured and which methods are compared."""
+
+    def __post_init__(self) -> None:
+        if not self.output_dir:
+            raise ValueError("output_dir is empty: name the folder that the run may write to, e.g. runs/demo")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed is {self.seed}, allowed are 0 to {2**32 - 1}")
+
+    @property
+    def plan_dir(self) -> Path:
+        """Where explore.py writes plan.json, similarity.safetensors and the pictures."""
+        return Path(self.output_dir) / "plan"
+
+    @property
+    def data_dir(self) -> Path:
+        """Where prepare_data.py writes the packed shards."""
+        return Path(self.output_dir) / "data"
+
+    @property
+    def train_dir(self) -> Path:
+        """Where train_pod.py writes step-N/, latest and metrics.jsonl."""
+        return Path(self.output_dir) / "train"
+
+    @property
+    def export_dir(self) -> Path:
+        """Where export_hf.py writes the Hugging Face folder."""
+        return Path(self.output_dir) / "export"
+
+    @property
+    def eval_dir(self) -> Path:
+        """Where run_eval.py writes its JSON and report.html."""
+        return Path(self.output_dir) / "eval"
+
+    def plan_path(self) -> Path | None:
+        """`model.plan`, else the plan that explore.py left in `plan_dir`, else None (a dense model).
+
+        Raises: ValueError when `model.plan` is set and does not exist.
+        """
+        if self.model.plan is not None:
+            if not Path(self.model.plan).is_file():
+                raise ValueError(
+                    f"model.plan: {self.model.plan} does not exist; run launch/explore.py or correct the path"
+                )
+            return Path(self.model.plan)
+        default = self.plan_dir / "plan.json"
+        return default if default.is_file() else None
+
+
+Main = Callable[[Recipe], None]
+Estimate = Callable[[Recipe], str]
+AddArguments = Callable[[argparse.ArgumentParser], Any]
+
+
+def run(
+    main: Main,
+    *,
+    sections: Sequence[str],
+    description: str | None = None,
+    estimate: Estimate | None = None,
+    extra_arguments: AddArguments | None = None,
+    argv: Sequence[str] | None = None,
+) -> None:
+    """The command line of a launcher: `--config --set --dry-run --help`, then `main(recipe)`.
+
+    sections: the recipe's sections that this launcher reads, the ones that `--help` explains.
+    estimate: text about time, memory and disk for `--dry-run`.
+    extra_arguments: called with the parser. An option whose `dest` holds a dot is a shorthand:
+        `parser.add_argument("--threshold", dest="explore.threshold")` equals `--set explore.threshold=…` and wins over it.
+    Ends the process with code 2 and one line on stderr for ValueError, OSError, RuntimeError and ImportError; POD_TRACEBACK=1 shows where.
+    """
+    parser = _parser(sections, description)
+    if extra_arguments is not None:
+        extra_arguments(parser)
+    arguments = parser.parse_args(argv)
+    shorthands = {key: value for key, value in vars(arguments).items() if "." in key and value is not None}
+    overrides = arguments.set + [f"{key}={value}" for key, value in shorthands.items()]
+    try:
+        recipe = load_recipe(arguments.config, overrides)
+        if arguments.dry_run:
+            print(to_yaml(recipe), end="")
+            print("---\n" + (estimate(recipe) if estimate else "No resource estimate for this step."))
+        else:
+            main(recipe)
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
+        _exit_with(error)
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
+
+
+def load_recipe(path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a YAML recipe and apply overrides `section.field=value` (values are YAML); checks every key, type and value.
+
+    path: None means all defaults. Raises: ValueError with one line that names the file or the key and what is allowed.
+    """
+    content = _read_yaml(Path(path)) if path is not None else {}
+    for override in overrides:
+        _apply_override(content, override)
+    try:
+        return build(Recipe, content)
+    except ValueError as error:
+        place = f"{path}: " if path is not None and not overrides else ""
+        raise ValueError(f"{place}{error}") from None
+
+
+def _apply_override(content: dict[str, Any], override: str) -> None:
+    """Put one `a.b=value` into the mapping, checking every part of the name so that a typo is named with its neighbour."""
+    name, sign, text = override.partition("=")
+    keys = name.strip().split(".")
+    if not sign or not all(keys):
+        raise ValueError(f"--set {override!r}: expected section.field=value, e.g. --set train.max_steps=10")
+    cls: Any = Recipe
+    place = content
+    for depth, key in enumerate(keys):
+        where = ".".join(keys[:depth])
+        if not dataclasses.is_dataclass(cls):
+            break  # inside a dict field: keys are free
+        try:
+            check_key(typing.cast(type, cls), key, where)
+        except ValueError as error:
+            raise ValueError(f"--set {override}: {error}") from None
+        cls = hints_of(typing.cast(type, cls))[key]
+    for key in keys[:-1]:
+        if place.get(key) is None:
+            place[key] = {}
+        place = place[key]
+        if not isinstance(place, dict):
+            raise ValueError(f"--set {override!r}: {key} is not a section")
+    try:
+        value = yaml.load(text, Loader=Loader)
+        # `data.sources=stdlib:` means the text, not the mapping {stdlib: null} that YAML sees in it
+        place[keys[-1]] = text if isinstance(value, dict) and not text.lstrip().startswith("{") else value
+    except yaml.YAMLError as error:
+        raise ValueError(f"--set {override!r}: the value is not valid YAML ({one_line(error)})") from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
+    except (FileNotFoundError, IsADirectoryError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"--config {path}: cannot be read ({one_line(error)}); see configs/ for examples"
+        ) from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"--config {path}: not valid YAML: {one_line(error)}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"--config {path}: holds {type(content).__name__}, expected sections ({', '.join(fields_of(Recipe))})"
+        )
+    return content
+
+
+def _parser(sections: Sequence[str], description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=description,
+        epilog=help_text(sections),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML recipe; see configs/")
+    parser.add_argument(
+        "--set", metavar="A.B=VALUE", action="append", default=[], help="override one field (repeatable)"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the resolved recipe and the resource estimate, then stop",
+    )
+    parser.add_argument(
+        "--local_rank", type=int, default=-1, help=argparse.SUPPRESS
+    )  # the deepspeed launcher passes it
+    return parser
+
+
+def help_text(sections: Sequence[str]) -> str:
+    """Every field of the given sections: name, type, default, meaning."""
+    lines = ["fields of the recipe (in --config or with --set):"]
+    lines += explain(Recipe, "", skip_sections=True)
+    for section in sections:
+        if section not in fields_of(Recipe):
+            raise ValueError(
+                f"section {section!r} is not in the recipe{nearest(section, list(fields_of(Recipe)))}"
+            )
+        lines += ["", f"[{section}] {field_docs(Recipe).get(section, '')}"]
+        lines += explain(hints_of(Recipe)[section], section)
+    return "\n".join(lines)
+
+
+def _exit_with(error: Exception) -> typing.NoReturn:
+    """One line on stderr and exit code 2. A RuntimeError of several lines is no message for a user: it keeps its traceback."""
+    if os.environ.get("POD_TRACEBACK") == "1" or (
+        isinstance(error, RuntimeError) and "\n" in str(error).strip()
+    ):
+        traceback.print_exc()
+    rank = int(os.environ.get("RANK", "0") or 0)
+    hint = " (POD_TRACEBACK=1 shows where)" if isinstance(error, RuntimeError) else ""
+    prefix = "error" if rank == 0 else f"error (rank {rank})"
+    print(f"{prefix}: {one_line(error) or type(error).__name__}{hint}", file=sys.stderr, flush=True)
+    sys.exit(2)
