@@ -1,0 +1,51 @@
+"""Section `explore` of a recipe. Standard library only, so that `--help` needs no torch."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(kw_only=True)
+class ExploreArgs:
+    """Section `explore` of a recipe: `launch/explore.py`."""
+
+    algorithm: Literal["dp", "greedy"] = "dp"
+    """How layers are grouped: `dp` finds the plan of least dissimilarity at `target_saving`, `greedy` is the
+    paper's Algorithm 1 at `threshold`."""
+
+    threshold: float = 0.5
+    """Greedy only: similarity from which two layers may share, 0 to 1 (paper: 0.5)."""
+
+    target_saving: float = 0.35
+    """Dp only: share of KV cache bytes to save in the limit of long sequences, 0 to below 0.5 (paper: about 0.35)."""
+
+    sources: list[str] = field(default_factory=list)
+    """Where the long texts come from, as in data.sources; empty = the recipe's data.sources. Texts are taken from
+    the part of the sources that is held out of training where that is possible."""
+
+    num_sequences: int = 64
+    """Sequences N to average over (paper: 1000)."""
+
+    sequence_length: int = 4096
+    """Tokens n per sequence (paper: 32768)."""
+
+    num_queries: int = 16
+    """Last query positions q per sequence whose attention rows are compared (paper: 16)."""
+
+    save_every: int = 8
+    """Sequences per process between two saves of the partial sums, from which an interrupted run continues."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.threshold <= 1.0:
+            raise ValueError(f"threshold is {self.threshold}, allowed are 0 to 1")
+        if not 0.0 <= self.target_saving < 0.5:
+            raise ValueError(
+                f"target_saving is {self.target_saving}, allowed are 0 to below 0.5: sharing keys cannot save values"
+            )
+        for name in ("num_sequences", "sequence_length", "num_queries", "save_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed are 1 and more")
+        if self.num_queries > self.sequence_length:
+            raise ValueError(
+                f"num_queries is {self.num_queries}, more than sequence_length ({self.sequence_length}): "
+                "ask for at most as many query positions as a sequence has"
+            )
