@@ -17,6 +17,8 @@ from typing import Any
 
 import yaml
 
+from pod.data.args import DataArgs
+from pod.eval.args import EvalArgs
 from pod.models import ModelArgs
 from pod.schema import (
     Loader,
@@ -30,23 +32,8 @@ from pod.schema import (
     one_line,
     to_yaml,
 )
-
-
-def _landing(module: str, name: str) -> Any:
-    """A section whose module has not landed yet is an empty dataclass."""
-    import importlib
-
-    try:
-        return getattr(importlib.import_module(module), name)
-    except ImportError:
-        return dataclass(kw_only=True)(type(name, (), {}))
-
-
-ExploreArgs = _landing("pod.training.similarity", "ExploreArgs")
-DataArgs = _landing("pod.data.args", "DataArgs")
-TrainArgs = _landing("pod.training.args", "TrainArgs")
-ExportArgs = _landing("pod.training.args", "ExportArgs")
-EvalArgs = _landing("pod.eval.args", "EvalArgs")
+from pod.training.args import ExportArgs, TrainArgs
+from pod.training.explore_args import ExploreArgs
 
 
 @dataclass(kw_only=True)
