@@ -1,0 +1,38 @@
+"""Compare PoD with the dense model and with token-dropping methods at equal bytes: perplexity by position, passkey retrieval,
+decode speed, bytes. Writes one JSON per method and report.html into <output_dir>/eval."""
+
+import argparse
+
+from pod.recipe import Recipe, run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Shorthands for `--set eval.methods=…` and `--set eval.tasks=…`."""
+    parser.add_argument(
+        "--methods", dest="eval.methods", metavar="A,B", help="methods to compare, comma-separated"
+    )
+    parser.add_argument("--tasks", dest="eval.tasks", metavar="A,B", help="tasks, comma-separated")
+
+
+def estimate(recipe: Recipe) -> str:
+    """What will be run, in tokens through a model."""
+    from pod.eval.estimate import estimate as estimate_tokens
+
+    return estimate_tokens(recipe)
+
+
+def main(recipe: Recipe) -> None:
+    """Evaluate as the recipe says."""
+    from pod.eval.runner import evaluate  # loads torch, which --help and --dry-run do not need
+
+    evaluate(recipe)
+
+
+if __name__ == "__main__":
+    run(
+        main,
+        sections=("model", "data", "eval"),
+        description=__doc__,
+        estimate=estimate,
+        extra_arguments=add_arguments,
+    )

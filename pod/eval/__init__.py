@@ -1,0 +1,1 @@
+"""How models and caches are judged: perplexity by position, passkey retrieval, bytes and speed, at equal bytes, in one report."""

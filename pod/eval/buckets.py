@@ -1,0 +1,32 @@
+"""Position buckets that double in length, and which of their tokens are scored. Standard library only."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Positions `start <= p < end` of a sequence, of which `first <= p < end` are scored."""
+
+    start: int
+    end: int
+    first: int
+
+    @property
+    def scored(self) -> int:
+        """Number of scored tokens, which is also the number of tokens fed after the prompt."""
+        return self.end - self.first
+
+    @property
+    def held_length(self) -> int:
+        """Tokens that the cache has seen when the last one is scored: that one itself is never fed."""
+        return self.end - 1
+
+
+def position_buckets(length: int, min_context: int, scored_tokens: int) -> list[Bucket]:
+    """Buckets [c, 2c), [2c, 4c) … from `min_context` up to `length`, the last one cut there. All in tokens."""
+    buckets, start = [], min_context
+    while start < length:
+        end = min(2 * start, length)
+        buckets.append(Bucket(start=start, end=end, first=max(start, end - scored_tokens)))
+        start = end
+    return buckets

@@ -1,0 +1,88 @@
+"""Equal bytes: what PoD really holds at a length, and the token budget that gives a token-dropping method as much."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+import pod
+from pod.eval.args import Method
+
+
+class ByteBudgets:
+    """Bytes that the PoD cache holds at each length, measured on one sequence, and the budgets that follow from them.
+
+    reference: a model with the sharing plan (adapted or not: the bytes depend on plan, windows and dtype only).
+    lengths: the lengths (tokens) that will be asked for; all are measured in one pass over the longest.
+    """
+
+    def __init__(self, reference: Any, lengths: Iterable[int]):
+        self.bytes_by_part = measure_bytes(reference, "pod", lengths)
+        self.bytes_per_token = native_bytes_per_token(reference)
+
+    def pod_bytes(self, length: int) -> int:
+        """Bytes that PoD holds for one sequence of `length` tokens."""
+        return sum(self.bytes_by_part[length].values())
+
+    def tokens(self, method: Method, length: int, fed: int) -> int | None:
+        """Budget of a method (tokens per KV head and layer) that fills PoD's bytes when the sequence has reached `length`.
+
+        fed: tokens fed after the prompt; a method that keeps every one of them gets so many slots less for its prompt, so
+        that the *largest* number of bytes it ever holds is PoD's. None for a method that takes no budget.
+        """
+        if not method.takes_budget:
+            return None
+        slots = self.pod_bytes(length) // self.bytes_per_token
+        budget = slots - (fed if method.grows else 0)
+        if budget < 1:
+            raise ValueError(
+                f"{method.name}: PoD's bytes at {length} tokens leave {budget} tokens for the prompt; score or generate fewer "
+                f"tokens than {slots} after it"
+            )
+        return budget
+
+
+def native_bytes_per_token(model: Any) -> int:
+    """Bytes of one token's K and V over all layers and KV heads, in the model's dtype."""
+    config = model.config
+    elements = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return elements * next(model.parameters()).element_size()
+
+
+@torch.no_grad()
+def measure_bytes(
+    model: Any, spec: str, lengths: Iterable[int], budget: int | None = None
+) -> dict[int, dict[str, int]]:
+    """Bytes by part that one sequence holds at each length, from a cache that is filled chunk by chunk.
+
+    Returns: {length: {part: bytes}}. The tokens fed are arbitrary: bytes do not depend on them.
+    """
+    cache = pod.make_cache(model, spec, budget=budget)
+    device = next(model.parameters()).device
+    measured, seen = {}, 0
+    for length in sorted(set(lengths)):
+        chunk = torch.arange(seen, length, device=device)[None] % model.config.vocab_size
+        model.model(input_ids=chunk, past_key_values=cache, use_cache=True)
+        measured[length], seen = dict(cache.nbytes_by_part()), length
+    return measured
+
+
+def stated(
+    budgets: ByteBudgets | None, bytes_per_token: int, length: int, budget: int | None, held: Sequence[int]
+) -> dict[str, Any]:
+    """What a result says about its bytes per sequence at `length` tokens.
+
+    budgets: PoD's bytes, None without a PoD model; bytes_per_token: of the dense model; budget: tokens that a token-dropping
+    method got; held: bytes of the caches that were used (the largest counts), empty when none was.
+    """
+    own = max(held) if held else None
+    reference = None if budgets is None else budgets.pod_bytes(length)
+    return {
+        "length": length,
+        "budget_tokens": budget,
+        "pod_bytes": reference,
+        "dense_bytes": bytes_per_token * length,
+        "bytes": own,
+        "bytes_over_pod": own / reference if own and reference else None,
+        "saving": 1 - own / (bytes_per_token * length) if own else None,
+    }

@@ -1,0 +1,134 @@
+"""The models that an evaluation compares: dense, dense weights under the plan, adapted export. Each is loaded once, when first needed."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import pod
+from pod.eval.args import METHODS
+from pod.eval.results import identity
+from pod.models import resolve_model
+
+if TYPE_CHECKING:
+    from pod.recipe import Recipe
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+class Models:
+    """Loads models by kind: `dense`, `unadapted`, `adapted` (see `pod.eval.args.Method.model`).
+
+    Raises: ValueError at once when a kind that the methods of the recipe need cannot be had.
+    """
+
+    def __init__(self, recipe: "Recipe"):
+        self.recipe = recipe
+        self.export = Path(recipe.eval.pod_model or recipe.export_dir)
+        self.plan = recipe.plan_path()
+        self.dense_path = resolve_model(recipe.model.path)
+        self._loaded: dict[str, Any] = {}
+        chosen = [METHODS[name] for name in recipe.eval.methods]
+        self.kinds = sorted({method.model for method in chosen})
+        self._check_available()
+        self.reference_kind = self._reference_kind()
+        budgeted = [method.name for method in chosen if method.takes_budget]
+        if self.reference_kind is None and budgeted:
+            raise ValueError(
+                f"{', '.join(budgeted)}: the byte budget is what PoD holds, and there is neither a PoD export in "
+                f"{self.export} nor a plan; run launch/explore.py or set model.plan"
+            )
+
+    def _check_available(self) -> None:
+        if "adapted" in self.kinds and not (self.export / "config.json").is_file():
+            raise ValueError(
+                f"method 'pod' needs the adapted model, and {self.export} holds none: run launch/export_hf.py, set "
+                "eval.pod_model, or compare 'pod-unadapted' instead"
+            )
+        if "unadapted" in self.kinds and self.plan is None:
+            raise ValueError("method 'pod-unadapted' needs a plan: run launch/explore.py or set model.plan")
+
+    def _reference_kind(self) -> str | None:
+        """Which PoD model tells the bytes: one that is compared anyway, else the cheapest to have."""
+        for kind in ("adapted", "unadapted"):
+            if kind in self.kinds:
+                return kind
+        if self.plan is not None:
+            return "unadapted"
+        return "adapted" if (self.export / "config.json").is_file() else None
+
+    def get(self, kind: str) -> Any:
+        """The model of a kind, in evaluation mode on the chosen device."""
+        if kind not in self._loaded:
+            self._loaded[kind] = self._load(kind)
+        return self._loaded[kind]
+
+    def _load(self, kind: str) -> Any:
+        args = self.recipe.model
+        options: dict[str, Any] = {
+            "dtype": _DTYPES[args.dtype],
+            "attention_backend": args.attention_backend,
+            "device": self.device,
+        }
+        if kind == "adapted":
+            model = pod.load_model(str(self.export), **options)
+        else:
+            plan = self.plan if kind == "unadapted" else None
+            model = pod.load_model(
+                self.dense_path,
+                plan=None if plan is None else str(plan),
+                num_sink_tokens=args.num_sink_tokens,
+                num_recent_tokens=args.num_recent_tokens,
+                gguf_file=args.gguf_file,
+                **options,
+            )
+        self._check_length(kind, model)
+        return model.eval()
+
+    def _check_length(self, kind: str, model: Any) -> None:
+        longest, limit = self.recipe.eval.longest(), model.config.max_position_embeddings
+        if longest > limit:
+            raise ValueError(
+                f"the tasks feed up to {longest} tokens and the {kind} model reads {limit}: lower eval.text_length, "
+                "eval.passkey_lengths or eval.efficiency_lengths"
+            )
+
+    @property
+    def device(self) -> str:
+        asked = self.recipe.eval.device
+        if asked != "auto":
+            return asked
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    def tokenizer(self) -> Any:
+        """The dense model's tokenizer, which the export carries too."""
+        return pod.load_tokenizer(self.dense_path, gguf_file=self.recipe.model.gguf_file)
+
+    def identity(self, kind: str | None) -> Any:
+        """What a result of this kind of model depends on: files, plan, windows, dtype."""
+        if kind is None:
+            return None
+        args = self.recipe.model
+        windows = [args.num_sink_tokens, args.num_recent_tokens, args.dtype, args.attention_backend]
+        if kind == "adapted":
+            return [identity(self.export), args.dtype, args.attention_backend]
+        plan = identity(self.plan) if kind == "unadapted" and self.plan else None
+        return [identity(self.dense_path), args.gguf_file, plan, windows]
+
+    def description(self, kind: str) -> dict[str, Any]:
+        """What the result file says about the model."""
+        model = self.get(kind)
+        plan = model.config.sharing_plan
+        return {
+            "kind": kind,
+            "path": str(self.export) if kind == "adapted" else self.recipe.model.path,
+            "dtype": self.recipe.model.dtype,
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "weight_bytes": sum(
+                parameter.numel() * parameter.element_size() for parameter in model.parameters()
+            ),
+            "num_sink_tokens": model.config.num_sink_tokens,
+            "num_recent_tokens": model.config.num_recent_tokens,
+            "share_non_lead": plan.share_non_lead,
+            "asymptotic_saving": plan.asymptotic_saving,
+        }

@@ -1,0 +1,129 @@
+"""Passkey retrieval (Mohtashami & Jaggi 2023): a five-digit number hidden at some depth of repetitive text.
+
+A prompt is correct when the first number in the answer is the key, which is InfiniteBench's rule too.
+"""
+
+import random
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TASK = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. "
+    "I will quiz you about the important information there."
+)
+FILLER = (
+    "The grass is green.",
+    "The sky is blue.",
+    "The sun is yellow.",
+    "Here we go.",
+    "There and back again.",
+)
+NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key."
+QUESTION = "What is the pass key?"
+ANSWER = "The pass key is"  # the answer's beginning is given: what is tested is retrieval, not obedience
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One passkey prompt: what was asked for (length in tokens, depth in [0, 1], sample number) and what came of it."""
+
+    length: int
+    depth: float
+    sample: int
+    key: str
+    text: str
+    token_ids: tuple[int, ...]
+
+
+def make_prompts(
+    tokenizer: Any, lengths: list[int], depths: list[float], samples: int, seed: int
+) -> list[Prompt]:
+    """Prompts of every length × depth × sample, at most one filler sentence shorter than asked, in that order.
+
+    Uses the tokenizer's chat template when it has one. The keys depend on (seed, length, depth, sample) only.
+    Raises: ValueError when a length cannot hold the question.
+    """
+    prompts = []
+    for length in lengths:
+        sentences = _filler_that_fits(tokenizer, length)
+        for depth in depths:
+            for sample in range(samples):
+                key = str(random.Random(f"{seed}/{length}/{depth}/{sample}").randrange(10_000, 100_000))
+                text = render(tokenizer, key, sentences, depth)
+                ids = tuple(encode(tokenizer, text))
+                prompts.append(
+                    Prompt(length=length, depth=depth, sample=sample, key=key, text=text, token_ids=ids)
+                )
+    return prompts
+
+
+def render(tokenizer: Any, key: str, sentences: int, depth: float) -> str:
+    """The prompt with `sentences` filler sentences and the key after `depth` of them, ending in the beginning of the answer."""
+    filler = [FILLER[index % len(FILLER)] for index in range(sentences)]
+    filler.insert(round(depth * sentences), NEEDLE.format(key=key))
+    question = f"{TASK}\n\n{' '.join(filler)}\n\n{QUESTION}"
+    if not getattr(tokenizer, "chat_template", None):
+        return f"{question} {ANSWER}"
+    messages = [{"role": "user", "content": question}]
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + ANSWER
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids; special tokens are added only where no chat template has written them already."""
+    templated = bool(getattr(tokenizer, "chat_template", None))
+    return list(tokenizer(text, add_special_tokens=not templated)["input_ids"])
+
+
+def is_correct(answer: str, key: str) -> bool:
+    """Whether the first run of digits in the answer is the key."""
+    number = re.search(r"[0-9]+", answer)
+    return number is not None and number.group() == key
+
+
+def _filler_that_fits(tokenizer: Any, length: int) -> int:
+    """The largest number of filler sentences with which a prompt has at most `length` tokens, by bisection."""
+
+    def tokens(sentences: int) -> int:
+        return len(encode(tokenizer, render(tokenizer, "55555", sentences, 0.5)))
+
+    if tokens(0) > length:
+        raise ValueError(
+            f"a passkey prompt of {length} tokens is too short: the question alone takes {tokens(0)} tokens"
+        )
+    low, high = 0, length
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if tokens(middle) <= length else (low, middle)
+    return low
+
+
+def left_padded(
+    rows: list[tuple[int, ...]], pad: int, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """`input_ids` and `attention_mask` [B, longest] with the padding on the left."""
+    longest = max(len(row) for row in rows)
+    ids = [[pad] * (longest - len(row)) + list(row) for row in rows]
+    mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+@torch.no_grad()
+def answer(model: Any, tokenizer: Any, cache: Any, prompts: list[Prompt], new_tokens: int) -> list[str]:
+    """Greedy answers to a batch of prompts (left padding) through `cache`, a new one."""
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    ids, mask = left_padded(
+        [prompt.token_ids for prompt in prompts], pad or 0, next(model.parameters()).device
+    )
+    out = model.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        past_key_values=cache,
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        pad_token_id=pad or 0,
+    )
+    return [tokenizer.decode(row[ids.shape[1] :], skip_special_tokens=True) for row in out]

@@ -1,0 +1,93 @@
+"""Intervals and spreads. Everything is resampled over sequences, which are independent, never over the tokens of one sequence."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+_Z95 = 1.959963984540054  # two-sided 95 % quantile of the normal distribution
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """Standard error of the mean of independent values; None for fewer than two."""
+    if len(values) < 2:
+        return None
+    return float(np.std(np.asarray(values, dtype=np.float64), ddof=1) / math.sqrt(len(values)))
+
+
+def mean_nll(sums: Sequence[float], counts: Sequence[int]) -> float:
+    """Token-weighted mean negative log-likelihood (nats per token) of per-sequence sums and token counts."""
+    return float(np.sum(np.asarray(sums, dtype=np.float64)) / np.sum(np.asarray(counts)))
+
+
+def perplexity_summary(sums: Sequence[float], counts: Sequence[int], resamples: int, seed: int = 0) -> dict:
+    """Mean NLL, its standard error, perplexity and its 95 % bootstrap interval.
+
+    Args:
+        sums: summed NLL of each sequence (nats); counts: scored tokens of each sequence.
+    Returns:
+        {"tokens", "sequences", "mean_nll", "standard_error", "perplexity", "ci95": [low, high] or None}; the interval and
+        the error are None for a single sequence.
+    """
+    means = np.asarray(sums, dtype=np.float64) / np.asarray(counts)
+    interval = None
+    if len(means) > 1:
+        drawn = _resampled_means([sums], counts, resamples, seed)[0]
+        interval = [math.exp(value) for value in np.quantile(drawn, [0.025, 0.975])]
+    return {
+        "tokens": int(np.sum(counts)),
+        "sequences": len(means),
+        "mean_nll": mean_nll(sums, counts),
+        "standard_error": standard_error(list(means)),
+        "perplexity": math.exp(mean_nll(sums, counts)),
+        "ci95": interval,
+    }
+
+
+def paired_change(
+    sums: Sequence[float], base_sums: Sequence[float], counts: Sequence[int], resamples: int, seed: int = 0
+) -> dict:
+    """Relative change of perplexity against a base method on the same tokens, with a paired 95 % bootstrap interval.
+
+    Pairing resamples the sequences once for both methods, so that easy and hard sequences cancel.
+    Returns: {"change", "ci95": [low, high] or None}; 0.05 = the perplexity is 5 % above the base.
+    Raises: ValueError when the two do not cover the same sequences.
+    """
+    if not len(sums) == len(base_sums) == len(counts):
+        raise ValueError(f"paired comparison needs the same sequences, got {len(sums)} and {len(base_sums)}")
+    interval = None
+    if len(sums) > 1:
+        drawn, base = _resampled_means([sums, base_sums], counts, resamples, seed)
+        interval = [math.expm1(value) for value in np.quantile(drawn - base, [0.025, 0.975])]
+    return {"change": math.expm1(mean_nll(sums, counts) - mean_nll(base_sums, counts)), "ci95": interval}
+
+
+def wilson_interval(successes: int, trials: int) -> list[float]:
+    """95 % Wilson score interval of a proportion (Wilson 1927): sound at 0 and at 1, where the normal one has width zero."""
+    if not 0 <= successes <= trials or trials < 1:
+        raise ValueError(
+            f"a proportion needs 0 <= successes <= trials and trials >= 1, got {successes} of {trials}"
+        )
+    share, z2 = successes / trials, _Z95**2
+    centre = (share + z2 / (2 * trials)) / (1 + z2 / trials)
+    half = _Z95 * math.sqrt(share * (1 - share) / trials + z2 / (4 * trials**2)) / (1 + z2 / trials)
+    return [max(0.0, centre - half), min(1.0, centre + half)]
+
+
+def spread(values: Sequence[float]) -> dict:
+    """Median, minimum, maximum and count of repeated measurements."""
+    return {
+        "median": float(np.median(values)),
+        "min": float(np.min(values)),
+        "max": float(np.max(values)),
+        "repeats": len(values),
+    }
+
+
+def _resampled_means(
+    columns: list[Sequence[float]], counts: Sequence[int], resamples: int, seed: int
+) -> list[np.ndarray]:
+    """Mean NLL of `resamples` draws of the sequences with replacement; the same draws for every column. Each [resamples]."""
+    drawn = np.random.default_rng(seed).integers(0, len(counts), size=(resamples, len(counts)))
+    tokens = np.asarray(counts)[drawn].sum(axis=1)
+    return [np.asarray(column, dtype=np.float64)[drawn].sum(axis=1) / tokens for column in columns]

@@ -1,0 +1,131 @@
+"""One row per method out of the result files: what tables, pictures and the demo print."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from pod.eval import stats
+from pod.eval.results import load_results
+
+SPEED_RUN = (
+    "efficiency"  # the one result file that is not a method's: speeds are only comparable within one process
+)
+BASE = "full"
+
+
+def summarise(folder: str | os.PathLike, methods: list[str]) -> list[dict[str, Any]]:
+    """Rows in the order of `methods`; a value that was not measured is None.
+
+    Keys: method, title, status, error, model; perplexity, perplexity_ci95, sequences, change, change_ci95 (relative to `full`,
+    paired over sequences); passkey, passkey_correct, passkey_prompts, passkey_ci95; length, bytes, dense_bytes, saving,
+    bytes_over_pod (one sequence, at the longest length that was measured); tokens_per_second, speed_over_full,
+    first_token_seconds, speed_length.
+    """
+    results = load_results(folder, methods)
+    speed = load_speed(folder)
+    base = results.get(BASE)
+    rows = []
+    for name, result in results.items():
+        row = {key: result.get(key) for key in ("method", "title", "status", "error", "model")}
+        row |= _perplexity_columns(result, base) | _passkey_columns(result)
+        row |= _byte_columns(result, speed, name) | _speed_columns(speed, name)
+        rows.append(row)
+    return rows
+
+
+def load_speed(folder: str | os.PathLike) -> list[dict[str, Any]]:
+    """[{"length", "methods": {name: row}}] of the speed run, empty when there is none."""
+    if not (Path(folder) / f"{SPEED_RUN}.json").is_file():
+        return []
+    try:
+        content = load_results(folder, [SPEED_RUN])[SPEED_RUN]
+    except ValueError:
+        return []
+    return content["parts"].get(SPEED_RUN, {}).get("lengths", [])
+
+
+def bucket_change(result: dict, base: dict | None, bucket: int) -> dict[str, Any] | None:
+    """Paired change of one bucket's perplexity against the base; None when the two were not scored on the same tokens."""
+    own = [sample for sample in _samples(result) if sample["bucket"] == bucket]
+    other = [sample for sample in _samples(base or {}) if sample["bucket"] == bucket]
+    return _paired(own, other, result)
+
+
+def _perplexity_columns(result: dict, base: dict | None) -> dict[str, Any]:
+    total = result["parts"].get("perplexity", {}).get("total")
+    if total is None:
+        return dict.fromkeys(("perplexity", "perplexity_ci95", "sequences", "change", "change_ci95"))
+    change = _paired(_samples(result), _samples(base or {}), result) or {}
+    return {
+        "perplexity": total["perplexity"],
+        "perplexity_ci95": total["ci95"],
+        "sequences": total["sequences"],
+        "change": change.get("change"),
+        "change_ci95": change.get("ci95"),
+    }
+
+
+def _samples(result: dict) -> list[dict]:
+    return result.get("parts", {}).get("perplexity", {}).get("samples", [])
+
+
+def _paired(own: list[dict], other: list[dict], result: dict) -> dict[str, Any] | None:
+    sums, counts = _per_sequence(own)
+    base_sums, base_counts = _per_sequence(other)
+    if not sums or counts != base_counts:
+        return None
+    numbers = sorted(sums)
+    return stats.paired_change(
+        [sums[n] for n in numbers],
+        [base_sums[n] for n in numbers],
+        [counts[n] for n in numbers],
+        resamples=result["config"]["bootstrap_samples"],
+        seed=result["seed"],
+    )
+
+
+def _per_sequence(samples: list[dict]) -> tuple[dict[int, float], dict[int, int]]:
+    sums: dict[int, float] = {}
+    counts: dict[int, int] = {}
+    for sample in samples:
+        number = sample["sequence"]
+        sums[number] = sums.get(number, 0.0) + sample["nll_sum"]
+        counts[number] = counts.get(number, 0) + sample["tokens"]
+    return sums, counts
+
+
+def _passkey_columns(result: dict) -> dict[str, Any]:
+    part = result["parts"].get("passkey", {})
+    return {
+        "passkey": part.get("accuracy"),
+        "passkey_correct": part.get("correct"),
+        "passkey_prompts": part.get("prompts"),
+        "passkey_ci95": part.get("ci95"),
+    }
+
+
+def _byte_columns(result: dict, speed: list[dict], name: str) -> dict[str, Any]:
+    """Bytes at the longest length, from whichever task measured it."""
+    stated = [bucket["bytes"] for bucket in result["parts"].get("perplexity", {}).get("buckets", [])]
+    stated += result["parts"].get("passkey", {}).get("bytes", [])
+    stated += [row["methods"][name]["bytes"] for row in speed if name in row["methods"]]
+    measured = [row for row in stated if row["bytes"]]
+    keys = ("length", "bytes", "dense_bytes", "saving", "bytes_over_pod", "budget_tokens")
+    if not measured:
+        return dict.fromkeys(keys)
+    longest = max(measured, key=lambda row: row["length"])
+    return {key: longest[key] for key in keys}
+
+
+def _speed_columns(speed: list[dict], name: str) -> dict[str, Any]:
+    rows = [row for row in speed if name in row["methods"]]
+    if not rows:
+        return dict.fromkeys(("tokens_per_second", "speed_over_full", "first_token_seconds", "speed_length"))
+    longest = max(rows, key=lambda row: row["length"])
+    own = longest["methods"][name]
+    return {
+        "tokens_per_second": own["decode_tokens_per_second"],
+        "speed_over_full": own.get("speed_over_full"),
+        "first_token_seconds": own["time_to_first_token_seconds"],
+        "speed_length": longest["length"],
+    }
