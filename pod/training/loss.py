@@ -4,6 +4,8 @@ DeepSpeed's fused projection and cross entropy works through the tokens in chunk
 token and recomputes the logits in vocabulary blocks during backward; the loss is fp32 and the gradients exact.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -37,7 +39,7 @@ class LossHead(nn.Module):
         )
 
 
-def causal_model(model: nn.Module) -> nn.Module:
+def causal_model(model: Any) -> Any:
     """The PodForCausalLM inside a `peft` wrapper, or the model itself."""
     unwrap = getattr(model, "get_base_model", None)
     return unwrap() if unwrap is not None else model

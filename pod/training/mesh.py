@@ -1,0 +1,103 @@
+"""Process groups: world = data parallel x sequence parallel, sequence-parallel groups of contiguous ranks."""
+
+import os
+import socket
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Mesh:
+    """Where this rank stands, and the groups it talks in.
+
+    Attributes:
+        rank, world_size: position among all ranks.
+        sp_size, sp_rank: ranks that share a row, and which slice of it this rank holds.
+        dp_size, dp_rank: groups that read different rows, and this rank's group.
+        sp_group: process group of the sequence-parallel group, None when sp_size is 1.
+        mpu: what `deepspeed.initialize` takes so that it knows the groups, None when sp_size is 1.
+        device: device of this rank.
+    """
+
+    def __init__(self, sp_size: int):
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.sp_size, self.dp_size = sp_size, self.world_size // sp_size
+        self.dp_rank, self.sp_rank = divmod(self.rank, sp_size)
+        self.device = torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+        self.mpu: ModuleType | None = None
+        self.sp_group: Any = None
+        if sp_size > 1:
+            from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+            parallel_state_sp.initialize_sequence_parallel(sp_size)
+            self.mpu, self.sp_group = parallel_state_sp, parallel_state_sp.get_sequence_parallel_group()
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Sums over all ranks, in fp64."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor)
+        return tensor.tolist()
+
+
+def local_rank() -> int:
+    """Position of this rank on its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def planned_world_size() -> int:
+    """Ranks that the launcher announced; 1 when there is none."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_world_size(world_size: int, sp_size: int) -> None:
+    """Raise ValueError when the ranks cannot be arranged in groups of `sp_size`, naming the sizes that can."""
+    if world_size % sp_size:
+        allowed = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
+        raise ValueError(
+            f"{world_size} ranks cannot form groups of sequence_parallel_size {sp_size}: use {allowed}, "
+            f"or start a multiple of {sp_size} ranks (deepspeed --num_gpus N)"
+        )
+
+
+def start_processes(sp_size: int) -> Mesh:
+    """Join the ranks that the `deepspeed` launcher or torchrun started; without a launcher, be the only one.
+
+    Raises:
+        ValueError: see `check_world_size`.
+    """
+    check_world_size(planned_world_size(), sp_size)
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if "RANK" not in os.environ:
+        alone = {
+            "RANK": 0,
+            "LOCAL_RANK": 0,
+            "WORLD_SIZE": 1,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": _free_port(),
+        }
+        os.environ.update({name: str(value) for name, value in alone.items()})
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank())
+    import deepspeed
+    from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
+
+    # The shared-memory op serves DeepSpeed's inference all-reduce only, and compiling it takes 75 s and a compiler.
+    deepspeed.ops.__compatible_ops__[ShareMemCommBuilder.NAME] = False
+    deepspeed.init_distributed(verbose=False)
+    return Mesh(sp_size)
+
+
+def stop_processes() -> None:
+    """Leave together: a rank that tears down before its peers have finished makes gloo abort now and then."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

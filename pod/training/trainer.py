@@ -1,0 +1,283 @@
+"""The training loop: ZeRO-3, sequence parallelism, token-weighted loss, exact resume.
+
+The loss of an optimizer step is the sum over all its labels (all ranks, all micro-batches) divided by their number,
+so that it equals one process whatever the split: a rank's sum is divided by the global number of labels and
+multiplied by the number of ranks, over which ZeRO-3 averages gradients.
+"""
+
+import contextlib
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pod.files import write_json
+from pod.modeling.sharing import SharingPlan
+from pod.training.args import TrainArgs
+from pod.training.checkpoint import (
+    Checkpointer,
+    TrainState,
+    check_identity,
+    identity_of,
+    latest_checkpoint,
+    read_state,
+)
+from pod.training.estimate import PREFETCH_ELEMENTS, REDUCE_BUCKET_ELEMENTS, checkpoint_bytes
+from pod.training.lora import add_lora, lora_settings
+from pod.training.loss import LanguageModelLoss
+from pod.training.mesh import Mesh
+from pod.training.metrics import Monitor
+from pod.training.optim import learning_rate, make_optimizer
+from pod.training.ulysses import Ulysses
+
+IGNORED_LABEL = -100
+
+
+def deepspeed_config(args: TrainArgs) -> dict[str, Any]:
+    """The engine's settings. `reduce_scatter` fixes the gradient scale that `Trainer` compensates."""
+    return {
+        "train_micro_batch_size_per_gpu": args.micro_batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "gradient_clipping": args.max_grad_norm,
+        "bf16": {"enabled": args.dtype == "bfloat16"},
+        "communication_data_type": "fp32",
+        "seq_parallel_communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_scatter": True,
+            "overlap_comm": torch.cuda.is_available(),
+            "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
+            "stage3_prefetch_bucket_size": PREFETCH_ELEMENTS,
+        },
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 2**31,
+        "wall_clock_breakdown": False,
+    }
+
+
+class Trainer:
+    """One training run on all ranks of a mesh.
+
+    Args:
+        args: section `train` of the recipe.
+        model: a PodForCausalLM with its plan, fp32, the same on every rank.
+        dataset: packed rows.
+        mesh: the ranks.
+        folder: <output_dir>/train.
+        seed: of the row order and of dropout.
+        config: the resolved recipe, stored in checkpoints.
+
+    Raises:
+        ValueError: anything that cannot work, before the first step.
+    """
+
+    def __init__(
+        self,
+        args: TrainArgs,
+        model: Any,
+        dataset: Any,
+        mesh: Mesh,
+        folder: Path,
+        seed: int = 0,
+        config: dict[str, Any] | None = None,
+    ):
+        self.args, self.mesh, self.folder, self.dataset = args, mesh, Path(folder), dataset
+        self.plan: SharingPlan = model.config.sharing_plan
+        self.lora = lora_settings(args) if args.method == "lora" else None
+        method = {"method": args.method, **(self.lora or {})}
+        self.identity = identity_of(model, self.plan, dataset.manifest, method, args.dtype)
+        self.state = TrainState(
+            world_size=mesh.world_size,
+            identity=self.identity,
+            config=config or {},
+            lora=self.lora,
+            tied_embeddings=bool(model.config.tie_word_embeddings),
+        )
+        self.resume_from = self._checkpoint_to_resume()
+        self.cursor = dataset.cursor(seed)
+        torch.manual_seed(seed + mesh.rank)
+        self.causal_model: Any = model
+        self.ulysses = self._attach_ulysses(model)
+        self._start_engine(model)
+        self.stop_signal: int | None = None
+
+    def _checkpoint_to_resume(self) -> Path | None:
+        checkpoint = latest_checkpoint(self.folder)
+        if checkpoint is None:
+            return None
+        if self.args.resume == "never":
+            raise ValueError(
+                f"{self.folder} already holds checkpoints: set train.resume=auto to continue, or another output_dir"
+            )
+        check_identity(read_state(checkpoint), self.identity, self.mesh.world_size, checkpoint)
+        return checkpoint
+
+    def _attach_ulysses(self, model: Any) -> Ulysses | None:
+        if self.mesh.sp_group is None:
+            return None
+        config = model.config
+        ulysses = Ulysses(
+            self.plan.lead,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            self.mesh.sp_group,
+            self.dataset.context_length,
+        )
+        model.model.sequence_parallel = ulysses
+        return ulysses
+
+    def _start_engine(self, model: Any) -> None:
+        import deepspeed
+
+        if self.args.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+        trained = add_lora(model, self.lora) if self.lora else model.requires_grad_(True)
+        module = LanguageModelLoss(trained, self.args.loss_chunk_mib).train()
+        needed = checkpoint_bytes(module, self.args.dtype)
+        settings = deepspeed_config(self.args)
+        assert settings["zero_optimization"]["reduce_scatter"], (
+            "without it gradients are averaged over world / sp"
+        )
+        self.engine: Any
+        self.engine, *_ = deepspeed.initialize(
+            model=module, optimizer=make_optimizer(module, self.args), config=settings, mpu=self.mesh.mpu
+        )
+        self.checkpointer = Checkpointer(
+            self.folder, self.engine, self.args.keep_last, needed, self._describe, self.mesh.device
+        )
+        if self.resume_from is not None:
+            self.state = read_state(self.resume_from)
+            self.checkpointer.load(self.resume_from, self.state)
+            self.cursor.load_state_dict(self.state.cursor)
+
+    def _describe(self, folder: Path) -> None:
+        """What export needs besides weights: configurations and plan."""
+        self.causal_model.config.save_pretrained(folder)
+        generation_config = getattr(self.causal_model, "generation_config", None)
+        if generation_config is not None:
+            write_json(folder / "generation_config.json", generation_config.to_dict())
+        self.plan.save(folder / "plan.json")
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of all ranks in one optimizer step."""
+        return self.args.micro_batch_size * self.args.gradient_accumulation_steps * self.mesh.dp_size
+
+    def train(self) -> TrainState:
+        """Run until `max_steps`, or until SIGTERM; saves at the end either way.
+
+        Raises:
+            RuntimeError: `max_skipped_steps` steps in a row had a NaN or infinite loss or gradient.
+            OSError: a checkpoint cannot be written.
+        """
+        tokens = self.rows_per_step * self.dataset.context_length
+        enabled = self.mesh.rank == 0
+        monitor = Monitor(self.folder, self.args, self.state.step, tokens, self.state.config, enabled)
+        saved_at = self.state.step if self.resume_from else -1
+        with self._catch_signals(), contextlib.closing(monitor):
+            while self.state.step < self.args.max_steps:
+                values = self.step()
+                monitor.step(self.state.step, values)
+                self._check_skips(values, monitor)
+                stop = self._should_stop()
+                every = self.args.save_every_steps
+                if stop or (every and self.state.step % every == 0):
+                    self.checkpointer.save(self.state)
+                    saved_at = self.state.step
+                if stop:
+                    monitor.note(
+                        f"stopped by a signal after step {self.state.step}; the checkpoint is complete"
+                    )
+                    return self.state
+            if saved_at != self.state.step:
+                self.checkpointer.save(self.state)
+        return self.state
+
+    def step(self) -> dict[str, float]:
+        """One optimizer step over the next rows; returns loss, learning rate, gradient norm and counts."""
+        batches = self._next_batches()
+        (num_labels,) = self.mesh.sum([float(sum((b["labels"] != IGNORED_LABEL).sum() for b in batches))])
+        rate = learning_rate(self.state.step, self.args)
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = rate
+        (total,) = self.mesh.sum([sum(self._accumulate(batch, num_labels) for batch in batches)])
+        skipped = bool(getattr(self.engine.optimizer, "overflow", False))
+        self.state.step += 1
+        self.state.cursor = self.cursor.state_dict()
+        self.state.consecutive_skips = self.state.consecutive_skips + 1 if skipped else 0
+        values = {"learning_rate": rate, "labels": num_labels, "skipped": float(skipped)}
+        loss, norm = total / max(num_labels, 1.0), _as_float(self.engine.get_global_grad_norm())
+        if math.isfinite(loss):
+            values["loss"] = loss
+        if not skipped and norm is not None:
+            values["grad_norm"] = norm
+        return values
+
+    def _accumulate(self, batch: dict[str, torch.Tensor], num_labels: float) -> float:
+        """Forward, backward and (on the last micro-batch) update; returns this rank's sum of losses."""
+        self.engine.train()
+        summed = self.engine(**batch)
+        # ZeRO-3 with reduce_scatter averages over all ranks; accumulation sums here, so its division is off.
+        scaled = summed * (self.mesh.world_size / max(num_labels, 1.0))
+        if not torch.isfinite(scaled):
+            scaled = (
+                scaled * math.nan
+            )  # an infinite loss can have finite gradients: make the engine skip this step
+        self.engine.backward(scaled, scale_wrt_gas=False)
+        self.engine.step()
+        return float(summed.detach())
+
+    def _next_batches(self) -> list[dict[str, torch.Tensor]]:
+        """This rank's micro-batches of the next step: its slice of the tokens, whole rows of document ids."""
+        indices = self.cursor.take(self.rows_per_step, self.mesh.dp_rank, self.mesh.dp_size)
+        batches = []
+        size = self.args.micro_batch_size
+        for start in range(0, len(indices), size):
+            rows = self.dataset.rows(indices[start : start + size])
+            mine = self.ulysses.slice if self.ulysses else slice(None)
+            batch = {
+                "input_ids": rows["input_ids"][:, mine],
+                "labels": rows["labels"][:, mine],
+                "doc_ids": rows["doc_ids"],
+            }
+            batches.append({name: value.contiguous().to(self.mesh.device) for name, value in batch.items()})
+        return batches
+
+    def _check_skips(self, values: dict[str, float], monitor: Monitor) -> None:
+        if not values["skipped"]:
+            return
+        monitor.note(f"step {self.state.step} skipped: the loss or a gradient was NaN or infinite")
+        if self.state.consecutive_skips >= self.args.max_skipped_steps:
+            raise RuntimeError(
+                f"{self.state.consecutive_skips} steps in a row had a NaN or infinite loss or gradient (last step "
+                f"{self.state.step}): lower train.learning_rate, check the data, or resume from an earlier checkpoint"
+            )
+
+    @contextlib.contextmanager
+    def _catch_signals(self):
+        """SIGTERM and SIGUSR1 (Slurm's warning) are noted; the loop saves at the next step boundary."""
+
+        def note(number, frame):
+            self.stop_signal = number
+
+        previous = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        try:
+            yield
+        finally:
+            if self.stop_signal is None:  # a launcher repeats SIGTERM while its ranks are leaving
+                for number, handler in previous.items():
+                    signal.signal(number, handler)
+
+    def _should_stop(self) -> bool:
+        """Whether any rank got a signal, the same answer on all ranks."""
+        flag = torch.tensor([self.stop_signal is not None], dtype=torch.int32, device=self.mesh.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+
+def _as_float(value: Any) -> float | None:
+    return None if value is None else float(value)
