@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+
 from pod.data import PackedDataset, RowCursor, write_packed_rows
 
 CONTEXT = 16
