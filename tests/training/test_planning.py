@@ -90,11 +90,14 @@ def test_greedy_compares_with_every_layer_of_the_block_not_only_its_lead():
 
 
 @pytest.mark.parametrize(
-    ("votes", "joins"), [("1", True), ("0", False), ("10", False), ("110", True), ("1100", False), ("1110", True)]
+    ("votes", "joins"),
+    [("1", True), ("0", False), ("10", False), ("110", True), ("1100", False), ("1110", True)],
 )
 def test_a_kv_head_needs_a_strict_majority_of_its_query_heads(votes, joins):
     values = np.array([float(vote) for vote in votes])
-    similarity = np.stack([np.stack([np.ones_like(values), values]), np.stack([values, np.ones_like(values)])])
+    similarity = np.stack(
+        [np.stack([np.ones_like(values), values]), np.stack([values, np.ones_like(values)])]
+    )
     assert greedy_plan(similarity, 1).lead == ((0,), (0 if joins else 1,))
 
 
