@@ -33,12 +33,11 @@ def draw_lengths(manifest: dict[str, Any], path: Path) -> None:
         axis.yaxis.set_major_formatter(lambda value, _: short_number(value))
         axis.spines[["top", "right"]].set_visible(False)
     equal = manifest["balance"]["equal_share_tokens"]
-    right.axhline(equal, color=WANTED, linewidth=1, linestyle="--")
-    right.set_ylim(0, max(right.get_ylim()[1], 1.1 * equal))
-    right.annotate(
-        f"equal share {short_number(equal)}", (1, equal), xycoords=("axes fraction", "data"),
-        xytext=(0, -10), textcoords="offset points", color=WANTED, fontsize=8, ha="right",
-    )  # fmt: skip
+    right.axhline(
+        equal, color=WANTED, linewidth=1, linestyle="--", label=f"equal share: {short_number(equal)}"
+    )
+    right.set_ylim(0, 1.15 * max(right.get_ylim()[1], equal))
+    right.legend(loc="upper right", fontsize=8, frameon=False)
     left.set_title(
         f"before: {short_number(sum(i['tokens_before'] for i in intervals))} tokens in the sources",
         fontsize=10,

@@ -146,6 +146,7 @@ def _is_object(line: str) -> bool:
 def _read_table(path: Path, builder: str, text_field: str) -> Iterator[str]:
     """Rows of a parquet or arrow file, streamed through `datasets`."""
     import datasets
+    from datasets.exceptions import DatasetsError
 
     number = 0
     try:
@@ -154,7 +155,7 @@ def _read_table(path: Path, builder: str, text_field: str) -> Iterator[str]:
             number += 1
     except (UnreadableFile, GeneratorExit):
         raise
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise UnreadableFile(
             f"{path} is not a readable {builder} file at row {number} ({one_line(error)})"
         ) from error
