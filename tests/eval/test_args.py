@@ -1,0 +1,66 @@
+"""The eval section: bad input is one line that says what is allowed."""
+
+import pytest
+
+from pod.eval.args import METHODS, EvalArgs
+from pod.eval.buckets import position_buckets
+from pod.eval.estimate import token_counts
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("snapvk", "snapkv"), ("streaming-llm", "streamingllm"), ("POD", "pod"), ("fulll", "full")]
+)
+def test_unknown_method_names_the_nearest(name, nearest):
+    with pytest.raises(ValueError, match=f"unknown method '{name}'; did you mean '{nearest}'"):
+        EvalArgs(methods=[name])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"methods": []}, "at least one method"),
+        ({"methods": ["full", "full"]}, "twice"),
+        ({"tasks": ["perplexty"]}, "did you mean 'perplexity'"),
+        ({"text_sequences": 0}, "text_sequences must be a whole number of at least 1, got 0"),
+        ({"passkey_lengths": []}, "passkey_lengths must be a list"),
+        ({"passkey_depths": [1.5]}, "from 0 .start. to 1 .end., got .1.5."),
+        ({"text_length": 256, "min_context": 256}, "less than eval.text_length = 256"),
+    ],
+)
+def test_wrong_values(values, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        EvalArgs(**values)
+    assert "\n" not in str(caught.value)
+
+
+def test_methods_that_drop_tokens_are_never_scored_in_one_pass():
+    assert {name for name, method in METHODS.items() if method.takes_budget} == {"streamingllm", "snapkv"}
+    assert not any(method.takes_budget and method.one_shot for method in METHODS.values())
+
+
+def test_longest_counts_generated_tokens():
+    args = EvalArgs(text_length=512, passkey_lengths=[600], passkey_new_tokens=9, efficiency_lengths=[64], min_context=16)
+    assert args.longest() == 609
+
+
+def test_position_buckets_double_and_score_their_end():
+    assert [(b.start, b.end, b.first) for b in position_buckets(1500, 256, 100)] == [
+        (256, 512, 412),
+        (512, 1024, 924),
+        (1024, 1500, 1400),
+    ]
+
+
+def test_position_buckets_score_everything_when_asked():
+    buckets = position_buckets(64, 8, 1000)
+    assert [bucket.first for bucket in buckets] == [8, 16, 32]
+    assert sum(bucket.scored for bucket in buckets) == 64 - 8
+
+
+def test_token_counts_of_the_estimate():
+    args = EvalArgs(
+        tasks=["perplexity"], text_length=64, min_context=16, scored_tokens=4, text_sequences=3, batch_size=2
+    )
+    # buckets end at 32 and 64: contexts 27 and 59 tokens, 4 decode steps each, 2 batches
+    assert token_counts(args, "snapkv") == (3 * (27 + 59), 2 * 8)
+    assert token_counts(args, "full") == (3 * 64, 0)

@@ -1,0 +1,53 @@
+"""Equal bytes: PoD's are measured, the others' budgets follow."""
+
+import pytest
+import torch
+
+import pod
+from pod.eval.args import METHODS
+from pod.eval.budget import ByteBudgets, measure_bytes, native_bytes_per_token, stated
+
+
+def test_bytes_per_token_by_hand(dense_model):
+    assert native_bytes_per_token(dense_model) == 2 * 4 * 2 * 8 * 8  # K and V, layers, KV heads, head_dim, fp64
+
+
+def test_pod_bytes_follow_the_plan(pod_model):
+    measured = measure_bytes(pod_model, "pod", [400, 900])
+    saving = pod_model.config.sharing_plan.saving(900, 4, 12)
+    dense = 900 * native_bytes_per_token(pod_model)
+    assert sum(measured[900].values()) == pytest.approx((1 - saving) * dense, rel=0.02)
+    assert sum(measured[400].values()) < sum(measured[900].values())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["streamingllm", "snapkv"])
+def test_budgets_hold_pods_bytes_at_the_end(name, dense_model, pod_model):
+    """Measured on the caches: after a prompt and 12 more tokens the method holds what PoD holds, within 2 %."""
+    length, fed, method = 900, 12, METHODS[name]
+    budgets = ByteBudgets(pod_model, [length])
+    cache = pod.make_cache(dense_model, name, budget=budgets.tokens(method, length, fed))
+    ids = torch.arange(length)[None] % 96
+    dense_model(input_ids=ids[:, : length - fed], past_key_values=cache, use_cache=True)
+    for position in range(length - fed, length):
+        dense_model(input_ids=ids[:, position : position + 1], past_key_values=cache, use_cache=True)
+    assert cache.nbytes == pytest.approx(budgets.pod_bytes(length), rel=0.02)
+    assert budgets.pod_bytes(length) < 0.8 * length * native_bytes_per_token(dense_model)
+
+
+def test_methods_without_budget_get_none(pod_model):
+    budgets = ByteBudgets(pod_model, [64])
+    assert budgets.tokens(METHODS["full"], 64, 4) is None
+    assert budgets.tokens(METHODS["pod"], 64, 4) is None
+
+
+def test_more_fed_tokens_than_bytes_is_an_error(pod_model):
+    with pytest.raises(ValueError, match="snapkv: PoD's bytes at 64 tokens leave -"):
+        ByteBudgets(pod_model, [64]).tokens(METHODS["snapkv"], 64, fed=80)
+
+
+def test_stated_bytes_without_pod_and_without_cache():
+    row = stated(None, 10, 5, None, [])
+    assert (row["dense_bytes"], row["bytes"], row["bytes_over_pod"], row["saving"]) == (50, None, None, None)
+    row = stated(None, 10, 5, None, [20, 30])
+    assert (row["bytes"], row["saving"]) == (30, pytest.approx(0.4))

@@ -1,0 +1,112 @@
+"""Passkey prompts and their scoring."""
+
+import re
+
+import pytest
+import torch
+
+from pod.eval import passkey
+from pod.models import byte_tokenizer
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+LONGEST_SENTENCE = len("There and back again. ")
+
+
+@pytest.fixture(params=["plain", "chat"])
+def tokenizer(request):
+    tokenizer = byte_tokenizer()
+    if request.param == "chat":
+        tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def test_prompts_fill_their_length(tokenizer):
+    prompts = passkey.make_prompts(tokenizer, [400, 700], [0.0, 0.5, 1.0], 2, seed=3)
+    assert len(prompts) == 12
+    for prompt in prompts:
+        assert prompt.length - LONGEST_SENTENCE <= len(prompt.token_ids) <= prompt.length
+        assert re.fullmatch(r"[1-9][0-9]{4}", prompt.key)
+        assert prompt.text.count(prompt.key) == 2
+        assert prompt.text.endswith(passkey.ANSWER)
+        assert prompt.text.startswith("<|user|>" if tokenizer.chat_template else passkey.TASK)
+    assert len({prompt.key for prompt in prompts}) == 12
+
+
+def test_depth_places_the_key(tokenizer):
+    by_depth = {prompt.depth: prompt for prompt in passkey.make_prompts(tokenizer, [1500], [0.0, 0.5, 1.0], 1, seed=0)}
+    needle = passkey.NEEDLE.format(key=by_depth[0.0].key)
+    assert f"{passkey.TASK}\n\n{needle} The grass" in by_depth[0.0].text
+    needle = passkey.NEEDLE.format(key=by_depth[1.0].key)
+    assert f"{needle}\n\n{passkey.QUESTION}" in by_depth[1.0].text
+    middle = by_depth[0.5].text
+    assert abs(middle.index(by_depth[0.5].key) / len(middle) - 0.5) < 0.1
+
+
+def test_keys_depend_on_the_seed_only(tokenizer):
+    first = passkey.make_prompts(tokenizer, [400], [0.5], 3, seed=1)
+    assert first == passkey.make_prompts(tokenizer, [400, 500], [0.5], 3, seed=1)[:3]
+    assert [p.key for p in first] != [p.key for p in passkey.make_prompts(tokenizer, [400], [0.5], 3, seed=2)]
+
+
+def test_too_short_length_is_refused(tokenizer):
+    with pytest.raises(ValueError, match=r"passkey prompt of 100 tokens is too short: the question alone takes \d+"):
+        passkey.make_prompts(tokenizer, [100], [0.5], 1, seed=0)
+
+
+def test_bos_is_added_without_template_only():
+    calls = []
+
+    class Tokenizer:
+        chat_template = None
+
+        def __call__(self, text, add_special_tokens):
+            calls.append(add_special_tokens)
+            return {"input_ids": [1]}
+
+    plain = Tokenizer()
+    passkey.encode(plain, "x")
+    plain.chat_template = "template"
+    passkey.encode(plain, "x")
+    assert calls == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("answer", "correct"),
+    [
+        (" 71432", True),
+        (" 71432. Remember it. 71432 is the pass key.", True),
+        ("The pass key is 71432", True),
+        (" 7143", False),
+        (" 714322", False),
+        (" 11111 or 71432", False),
+        ("unknown", False),
+        ("", False),
+    ],
+)
+def test_scoring(answer, correct):
+    assert passkey.is_correct(answer, "71432") is correct
+
+
+def test_left_padding():
+    ids, mask = passkey.left_padded([(5, 6, 7), (8,)], pad=9)
+    assert ids.tolist() == [[5, 6, 7], [9, 9, 8]]
+    assert mask.tolist() == [[1, 1, 1], [0, 0, 1]]
+
+
+def test_answer_passes_prompts_and_decodes_new_tokens_only():
+    tokenizer = byte_tokenizer()
+    prompts = passkey.make_prompts(tokenizer, [300, 340], [0.5], 1, seed=0)
+    reply = tokenizer(" 12345")["input_ids"]
+    seen = {}
+
+    class Model(torch.nn.Linear):
+        def generate(self, input_ids, **kwargs):
+            seen.update(kwargs, input_ids=input_ids)
+            return torch.cat((input_ids, torch.tensor([reply] * len(input_ids))), dim=1)
+
+    answers = passkey.answer(Model(1, 1), tokenizer, "the cache", prompts, new_tokens=6)
+    assert answers == [" 12345"] * 2
+    assert seen["past_key_values"] == "the cache" and seen["do_sample"] is False and seen["max_new_tokens"] == 6
+    assert seen["attention_mask"].sum(dim=1).tolist() == [len(prompt.token_ids) for prompt in prompts]

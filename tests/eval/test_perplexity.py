@@ -1,0 +1,108 @@
+"""Scoring: the metric by hand, one pass equal to the decode path where it is used, and compression never bypassed."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import pod
+from pod.eval.args import METHODS
+from pod.eval.buckets import Bucket, position_buckets
+from pod.eval.perplexity import forward_error, score_by_decode, score_by_forward, token_nll
+
+BUCKETS = position_buckets(64, 16, 6)
+
+
+class Bigram:
+    """A model whose next token depends on the last one only, through a table; records what it was fed."""
+
+    def __init__(self, vocab: int):
+        self.table = torch.randn(vocab, vocab, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        self.fed: list[int] = []
+        self.lm_head = lambda hidden: hidden
+
+    def model(self, input_ids, past_key_values=None, use_cache=None):
+        self.fed.append(input_ids.shape[1])
+        return type("Output", (), {"last_hidden_state": self.table[input_ids]})
+
+
+def expected_nll(table, tokens, bucket):
+    """-log p(token | previous token) for the scored positions, entry by entry."""
+    log_p = table.log_softmax(-1)
+    return torch.tensor(
+        [[-float(log_p[row[p - 1], row[p]]) for p in range(bucket.first, bucket.end)] for row in tokens], dtype=torch.float64
+    )
+
+
+def test_token_nll_of_uniform_logits_is_log_vocabulary():
+    nll = token_nll(lambda hidden: torch.zeros(len(hidden), 50), torch.zeros(2, 700, 4), torch.zeros(2, 700, dtype=torch.long))
+    assert nll.shape == (2, 700)
+    assert torch.allclose(nll, torch.full_like(nll, math.log(50)))
+
+
+def test_token_nll_is_at_least_fp32():
+    hidden = torch.randn(1, 3, 8, dtype=torch.bfloat16)
+    assert token_nll(lambda x: x, hidden, torch.zeros(1, 3, dtype=torch.long)).dtype == torch.float32
+
+
+def test_scored_positions_by_hand(text):
+    model = Bigram(96)
+    by_forward = score_by_forward(model, text, BUCKETS)
+    for bucket, nll in zip(BUCKETS, by_forward, strict=True):
+        assert torch.allclose(nll, expected_nll(model.table, text, bucket), atol=1e-12)
+        assert torch.allclose(score_by_decode(model, None, text, bucket), nll, atol=1e-12)
+
+
+def test_decode_scoring_holds_one_context_token_out_and_steps(text):
+    model = Bigram(96)
+    score_by_decode(model, None, text, Bucket(start=16, end=32, first=26))
+    assert model.fed == [25, 1, 1, 1, 1, 1, 1]  # 25 of 26 context tokens are the prompt; the last token is never fed
+
+
+@pytest.mark.parametrize("spec", ["full", "pod"])
+@pytest.mark.parametrize("bucket", [*BUCKETS, Bucket(start=4, end=64, first=4)])
+def test_one_pass_equals_decode_path(spec, bucket, text, dense_model, pod_model):
+    model = dense_model if spec == "full" else pod_model
+    by_forward = score_by_forward(model, text, [bucket])[0]
+    by_decode = score_by_decode(model, pod.make_cache(model, spec), text, bucket)
+    assert (by_forward - by_decode).abs().max() < 1e-9
+    assert forward_error(model, pod.make_cache(model, spec), text, bucket, checked=4) < 1e-9
+
+
+def test_forward_equals_full_logits(text, dense_model):
+    with torch.no_grad():
+        logits = dense_model(input_ids=text).logits
+    bucket = BUCKETS[-1]
+    expected = F.cross_entropy(
+        logits[:, bucket.first - 1 : bucket.end - 1].flatten(0, 1), text[:, bucket.first : bucket.end].flatten(), reduction="none"
+    )
+    assert torch.allclose(score_by_forward(dense_model, text, [bucket])[0].flatten(), expected, atol=1e-12)
+
+
+def test_pod_differs_from_dense_once_there_are_distant_tokens(text, dense_model, pod_model):
+    near, far = Bucket(start=4, end=16, first=4), Bucket(start=32, end=64, first=58)
+    dense, shared = (score_by_forward(model, text, [near, far]) for model in (dense_model, pod_model))
+    assert (dense[0] - shared[0]).abs().max() < 1e-9
+    assert (dense[1] - shared[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.takes_budget])
+@pytest.mark.parametrize("scored", [6, 1])
+def test_budget_below_the_length_changes_scores(name, scored, text, dense_model):
+    """Compression is not bypassed, not even when a single token is scored."""
+    bucket = Bucket(start=32, end=64, first=64 - scored)
+    params = {"window": 8} if name == "snapkv" else {}
+    full = score_by_forward(dense_model, text, [bucket])[0]
+    roomy = score_by_decode(dense_model, pod.make_cache(dense_model, name, budget=64, **params), text, bucket)
+    assert (roomy - full).abs().max() < 1e-9
+    tight = score_by_decode(dense_model, pod.make_cache(dense_model, name, budget=20, **params), text, bucket)
+    assert (tight[:, 0] - full[:, 0]).abs().min() > 1e-4
+
+
+def test_batch_scores_equal_rows_alone(text, pod_model):
+    bucket = BUCKETS[-1]
+    together = score_by_decode(pod_model, pod.make_cache(pod_model, "pod"), text, bucket)
+    for row in range(len(text)):
+        alone = score_by_decode(pod_model, pod.make_cache(pod_model, "pod"), text[row : row + 1], bucket)
+        assert (together[row] - alone[0]).abs().max() < 1e-9
