@@ -1,0 +1,38 @@
+"""pod-kv: long-context language models that hold less memory without forgetting (PoD, Proximal over Distant)."""
+
+from functools import partial
+
+from pod.kernels import api as _api
+from pod.modeling import attention as _attention
+from pod.modeling import reference as _reference
+from pod.modeling.cache import PodCache
+from pod.modeling.config import PodConfig
+from pod.modeling.llama import PodForCausalLM, PodModel
+from pod.modeling.loading import load_model, load_tokenizer
+from pod.modeling.methods import make_cache, methods
+from pod.modeling.sharing import SharingPlan
+
+__all__ = [
+    "PodCache",
+    "PodConfig",
+    "PodForCausalLM",
+    "PodModel",
+    "SharingPlan",
+    "load_model",
+    "load_tokenizer",
+    "make_cache",
+    "methods",
+]
+
+
+def _connect() -> None:
+    """Give the kernels their reference, and the model the kernels."""
+    _api.register(
+        "reference", _api.Entry(_reference.causal_attention, _reference.pod_attention, lambda q: None)
+    )
+    for name in ("auto", "flash"):
+        operations = partial(_api.causal_attention, backend=name), partial(_api.pod_attention, backend=name)
+        _attention.register_backend(name, _attention.Backend(*operations))
+
+
+_connect()

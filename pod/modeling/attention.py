@@ -1,0 +1,184 @@
+"""Attention of one layer: project, then hand un-rotated q, k, v to the cache or to a registered backend.
+
+The queries and keys of a lead travel to the layers that use them as an explicit *carry*: a flat tuple of
+``2·H`` entries, ``(q_0, k_0, q_1, k_1, …)``, each a tensor or None. It is passed after ``hidden_states`` by
+position, never as module state or keyword, which keeps it exact under activation checkpointing and ZeRO-3.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .config import PodConfig
+from .norm import RMSNorm
+from .reference import causal_attention, pod_attention
+from .rope import Rope
+
+Carry = tuple[Tensor | None, ...]
+
+
+class Backend(NamedTuple):
+    """The two operations that an attention backend offers; signatures as in ``reference``."""
+
+    causal_attention: Callable[..., Tensor]
+    pod_attention: Callable[..., Tensor]
+
+
+BACKENDS: dict[str, Backend] = {"reference": Backend(causal_attention, pod_attention)}
+"""Registered backends by name. ``auto`` means the entry of that name when a package filled it, else ``reference``."""
+
+
+def register_backend(name: str, backend: Backend) -> None:
+    """Make an attention backend available to ``PodConfig.attention_backend``."""
+    BACKENDS[name] = backend
+
+
+def get_backend(name: str) -> Backend:
+    """The backend of this name; an explicit name never falls back to another one."""
+    if name == "auto":
+        return BACKENDS.get("auto", BACKENDS["reference"])
+    if name not in BACKENDS:
+        known = ", ".join(sorted({*BACKENDS, "auto"}))
+        raise ValueError(f"attention_backend = {name!r} is not available here; choose one of {known}")
+    return BACKENDS[name]
+
+
+class SequenceParallel(Protocol):
+    """Ulysses as the model sees it: swap a shard of the sequence for a shard of the heads, and back."""
+
+    lead: tuple[tuple[int, ...], ...]
+
+    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def to_sequence(self, out: Tensor) -> Tensor: ...
+
+
+@dataclass
+class ForwardContext:
+    """What all layers of one forward pass share.
+
+    Attributes:
+        rope: rotation at the positions of this pass.
+        lead: plan of the KV heads computed here, ``[L][H]``.
+        doc_ids: ``[B, n]`` or None, see ``reference.pod_attention``.
+        backend: operations for attention without a cache.
+        step: the cache's view of this pass, None without a cache.
+        sequence_parallel: None, or how heads are exchanged between ranks.
+    """
+
+    rope: Rope
+    lead: tuple[tuple[int, ...], ...]
+    backend: Backend
+    doc_ids: Any = None
+    step: Any = None
+    sequence_parallel: SequenceParallel | None = None
+
+
+class PodAttention(nn.Module):
+    """Grouped-query attention of one layer of a PoD decoder (paper §2.2)."""
+
+    def __init__(self, config: PodConfig, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_sink_tokens = config.num_sink_tokens
+        self.num_recent_tokens = config.num_recent_tokens
+        query_size = config.num_attention_heads * config.head_dim
+        key_value_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_value_size, bias=config.attention_qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, key_value_size, bias=config.attention_qkv_bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_out_bias)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        else:
+            self.q_norm = self.k_norm = None
+
+    def forward(self, hidden_states: Tensor, context: ForwardContext, carry: Carry) -> tuple[Tensor, Carry]:
+        """``[B, n, hidden]`` and the carry to the same."""
+        q, k, v = self._project(hidden_states)
+        parallel = context.sequence_parallel
+        if context.step is not None:
+            out = context.step.layers[self.layer_idx].attend(q, k, v, context.step)
+        else:
+            if parallel is not None:
+                q, k, v = parallel.to_heads(q, k, v)
+            out, carry = self._attend_without_cache(q, k, v, context, carry)
+            if parallel is not None:
+                out = parallel.to_sequence(out)
+        out = out.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)
+        return self.o_proj(out), carry
+
+    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q = self.q_proj(hidden_states).view(shape)
+        k = self.k_proj(hidden_states).view(shape)
+        v = self.v_proj(hidden_states).view(shape)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def _attend_without_cache(self, q, k, v, context: ForwardContext, carry: Carry) -> tuple[Tensor, Carry]:
+        q, k = context.rope(q), context.rope(k)
+        leads, followers = split_heads(context.lead[self.layer_idx], self.layer_idx)
+        if not followers:
+            out = context.backend.causal_attention(q, k, v, doc_ids=context.doc_ids)
+            return out, next_carry(q, k, context.lead, self.layer_idx, carry)
+        groups = q.shape[1] // k.shape[1]
+        parts = []
+        if leads:
+            own = take_heads(q, leads, groups), take_heads(k, leads), take_heads(v, leads)
+            parts.append((leads, context.backend.causal_attention(*own, doc_ids=context.doc_ids)))
+        q_lead, k_lead = (torch.cat([carry[2 * head + part] for head in followers], dim=1) for part in (0, 1))
+        own = take_heads(q, followers, groups), take_heads(k, followers), take_heads(v, followers)
+        windows = self.num_sink_tokens, self.num_recent_tokens
+        out = context.backend.pod_attention(*own, q_lead, k_lead, *windows, doc_ids=context.doc_ids)
+        parts.append((followers, out))
+        return merge_heads(parts, groups), next_carry(q, k, context.lead, self.layer_idx, carry)
+
+
+def split_heads(lead_row: Sequence[int], layer_idx: int) -> tuple[list[int], list[int]]:
+    """KV heads of a layer that lead, and those that follow a lower layer."""
+    leads = [head for head, lead in enumerate(lead_row) if lead == layer_idx]
+    return leads, [head for head, lead in enumerate(lead_row) if lead != layer_idx]
+
+
+def take_heads(x: Tensor, heads: Sequence[int], groups: int = 1) -> Tensor:
+    """Heads ``heads`` (each ``groups`` wide) of ``[B, h, …]``: a view when they are neighbours, else a copy."""
+    if heads[-1] - heads[0] == len(heads) - 1:
+        return x[:, heads[0] * groups : (heads[-1] + 1) * groups]
+    index = [head * groups + g for head in heads for g in range(groups)]
+    return x[:, index]
+
+
+def merge_heads(parts: Sequence[tuple[Sequence[int], Tensor]], groups: int) -> Tensor:
+    """Inverse of ``take_heads`` over disjoint head sets: ``[B, Hq, n, d]`` in the order of the heads."""
+    if len(parts) == 1:
+        return parts[0][1]
+    pieces = {}
+    for heads, tensor in parts:
+        pieces.update(zip(heads, tensor.split(groups, dim=1), strict=True))
+    return torch.cat([pieces[head] for head in sorted(pieces)], dim=1)
+
+
+def next_carry(q: Tensor, k: Tensor, lead: Sequence[Sequence[int]], layer_idx: int, carry: Carry) -> Carry:
+    """The carry for the next layer: cloned where a used lead starts, kept while users follow, dropped after.
+
+    Clones, because a view of one head would keep the whole layer's queries and keys alive.
+    """
+    if layer_idx + 1 == len(lead):
+        return (None,) * len(carry)
+    groups = q.shape[1] // k.shape[1]
+    following: list[Tensor | None] = []
+    for head, own in enumerate(lead[layer_idx]):
+        if lead[layer_idx + 1][head] != own:
+            following += [None, None]
+        elif own == layer_idx:
+            following += [q[:, head * groups : (head + 1) * groups].clone(), k[:, head : head + 1].clone()]
+        else:
+            following += [carry[2 * head], carry[2 * head + 1]]
+    return tuple(following)

@@ -1,0 +1,236 @@
+"""Key-value caches whose layers do the attention themselves, because who stores decides what can be attended.
+
+``PodCache`` is a transformers ``Cache``. A forward pass asks it for a ``Step``, hands every layer's un-rotated
+q, k, v to ``cache.layers[i].attend(q, k, v, step)`` and closes the step. Layers never see padding: rows are
+left-aligned real tokens, so the token at position ``p`` of a row sits at slot ``p`` of a full store.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from .cache_layer import CacheLayer, Step
+from .config import PodConfig
+from .layout import PodCacheLayer
+from .padding import Compaction, compaction_of
+
+__all__ = ["CacheLayer", "PodCache", "Step"]
+
+
+class PodCache(Cache):
+    """The cache of a PoD (or dense) model, and the base of every other method.
+
+    Args:
+        config: the model's configuration.
+        make_layer: ``(config, layer_idx) -> CacheLayer``; the layout of the model's own plan when None.
+        spec: name shown in reports and errors.
+    """
+
+    def __init__(
+        self, config: PodConfig, make_layer: Callable[[PodConfig, int], CacheLayer] | None = None, spec=None
+    ):
+        make_layer = make_layer or PodCacheLayer
+        super().__init__(layers=[make_layer(config, i) for i in range(config.num_hidden_layers)])
+        self.config = config
+        self.spec = spec or ("full" if config.sharing_plan.is_dense else "pod")
+        self._forget()
+
+    def _forget(self) -> None:
+        self._columns = 0
+        self._lengths: Tensor | None = None
+        self._seen_mask: Tensor | None = None  # bool [B, columns]; None = no padding so far
+        self._seen_ids: list[Tensor] | None = []  # int32 [B, …]; None after inputs_embeds
+        self._prompt_columns_left = 0
+
+    # -- what the model calls --------------------------------------------------------------------------------
+
+    def begin_prompt(self, num_columns: int) -> None:
+        """Announce that the next ``num_columns`` columns are one prompt, however they are chunked.
+
+        Methods that select by the end of the prompt then compress once, at its end. Without an announcement
+        every forward pass of more than one column is a prompt of its own.
+        """
+        if num_columns < 0:
+            raise ValueError(
+                f"a prompt has at least 0 columns, got {num_columns}: is it already in the cache?"
+            )
+        self._prompt_columns_left = num_columns
+
+    def begin_step(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, input_ids: Tensor | None
+    ) -> tuple[Step, Compaction | None]:
+        """Check that ``[B, n, hidden]`` continues this cache, and describe the pass to the layers."""
+        batch, n = hidden_states.shape[:2]
+        device = hidden_states.device
+        if self._lengths is None:
+            self._lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        self._check_batch_and_mask(batch, attention_mask)
+        compaction = compaction_of(attention_mask, n)
+        counts = torch.full_like(self._lengths, n) if compaction is None else compaction.counts
+        announced = self._prompt_columns_left > 0
+        left = max(self._prompt_columns_left - n, 0)
+        step = Step(
+            layers=self.layers,
+            past=self._lengths,
+            counts=counts,
+            num_new=n if compaction is None else compaction.index.shape[1],
+            uniform_past=self._uniform_past(compaction),
+            ends_prompt=left == 0,
+            is_decode=n == 1 and self._columns > 0 and not announced,
+        )
+        self._remember(n, attention_mask, input_ids, compaction)
+        self._prompt_columns_left = left
+        return step, compaction
+
+    def end_step(self, step: Step) -> None:
+        """Count the tokens of the pass as seen and drop what layers shared."""
+        self._lengths = step.lengths
+        step.shared.clear()
+
+    def _uniform_past(self, compaction: Compaction | None) -> int | None:
+        if compaction is not None:
+            return None
+        if self._seen_mask is None:
+            return self._columns
+        first = int(self._lengths[0])
+        return first if bool((self._lengths == first).all()) else None
+
+    def _check_batch_and_mask(self, batch: int, attention_mask: Tensor | None) -> None:
+        if batch != self._lengths.shape[0]:
+            raise ValueError(
+                f"the cache holds {self._lengths.shape[0]} rows, the batch has {batch}: a filled cache cannot be used "
+                "with num_beams, num_return_sequences or another batch; start with an empty one"
+            )
+        if attention_mask is None:
+            if self._seen_mask is not None:
+                raise ValueError(
+                    "the cache holds padding: pass the whole attention_mask, seen and new columns"
+                )
+            return
+        seen = attention_mask[:, : self._columns].bool()
+        known = self._seen_mask
+        if not (seen.all() if known is None else torch.equal(seen, known.to(seen.device))):
+            raise ValueError(
+                "attention_mask marks tokens that are already in the cache differently than when they were fed (rows "
+                "that ended early are fed padding as real tokens): repeat the same mask, or start an empty cache"
+            )
+
+    def _remember(
+        self, n: int, attention_mask, input_ids: Tensor | None, compaction: Compaction | None
+    ) -> None:
+        if compaction is not None or self._seen_mask is not None:
+            self._seen_mask = attention_mask.bool().clone()
+        self._columns += n
+        if input_ids is None:
+            self._seen_ids = None
+        elif self._seen_ids is not None:
+            self._seen_ids.append(input_ids.to(torch.int32))
+
+    def check_continues(self, input_ids: Tensor, columns: int, has_embeds: bool) -> None:
+        """Refuse a ``generate()`` call that would re-feed or drop tokens of a filled cache.
+
+        Args:
+            input_ids: ``[B, …]`` as given to ``generate()``: everything, or only the new tokens.
+            columns: width of the whole attention mask (or of the inputs without one).
+        """
+        new = columns - self._columns
+        if new < 1:
+            raise ValueError(
+                f"the cache already holds {self._columns} columns and the mask has {columns}: pass at least one new "
+                "token, and an attention_mask over seen and new tokens"
+            )
+        if has_embeds or self._seen_ids is None or input_ids.shape[1] == new:
+            return
+        seen = torch.cat(self._seen_ids, dim=1)
+        given = input_ids[:, : self._columns].to(seen)
+        if input_ids.shape[1] != columns or given.shape != seen.shape or not self._same_tokens(given, seen):
+            raise ValueError(
+                f"input_ids do not start with the {self._columns} columns in the cache: pass the whole conversation, "
+                f"or only the {new} new tokens with an attention_mask of {columns} columns"
+            )
+
+    def _same_tokens(self, given: Tensor, seen: Tensor) -> bool:
+        equal = given == seen
+        return bool((equal if self._seen_mask is None else equal | ~self._seen_mask).all())
+
+    # -- bytes -----------------------------------------------------------------------------------------------
+
+    def _all_parts(self) -> Iterator[tuple[str, Tensor]]:
+        for layer in self.layers:
+            yield from layer.parts()
+        bookkeeping = [self._lengths, self._seen_mask, *(self._seen_ids or ())]
+        yield from (("bookkeeping", tensor) for tensor in bookkeeping if tensor is not None)
+
+    def nbytes_by_part(self) -> dict[str, int]:
+        """Bytes held, by part; every storage counts once, whole, whatever view of it is in use."""
+        seen: set[int] = set()
+        totals: dict[str, int] = {}
+        for name, tensor in self._all_parts():
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                totals[name] = totals.get(name, 0) + storage.nbytes()
+        return totals
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes really held."""
+        return sum(self.nbytes_by_part().values())
+
+    def predicted_nbytes(self) -> int:
+        """Bytes that the method's rule needs for the tokens seen, without bookkeeping and growth slack."""
+        return sum(layer.predicted_nbytes(int(self._lengths.max())) for layer in self.layers)
+
+    # -- what transformers calls -----------------------------------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns seen, padding included: the width that the seen part of an attention mask has."""
+        return self._columns
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    @property
+    def lengths(self) -> Tensor | None:
+        """``[B]`` real tokens seen per row, None before the first pass."""
+        return self._lengths
+
+    @property
+    def is_initialized(self) -> bool:
+        return self._lengths is not None
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self._lengths is None else self._lengths.shape[0]
+
+    def reset(self) -> None:
+        for layer in self.layers:
+            layer.clear()
+        self._forget()
+
+    def _select_rows(self, index: Tensor) -> None:
+        if self._lengths is None:
+            return
+        for layer in self.layers:
+            layer.select_rows(index)
+        index = index.to(self._lengths.device)
+        self._lengths = self._lengths[index]
+        if self._seen_mask is not None:
+            self._seen_mask = self._seen_mask[index]
+        if self._seen_ids:
+            self._seen_ids = [torch.cat(self._seen_ids, dim=1)[index]]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select_rows(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._select_rows(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self._lengths is not None:
+            self._select_rows(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise ValueError(f"crop is not supported by the {self.spec} cache: overwritten keys cannot come back")

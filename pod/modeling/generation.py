@@ -1,0 +1,52 @@
+"""`generate()` with our caches: supplies the default cache and refuses every use that would go wrong silently."""
+
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationMixin
+
+from .cache import PodCache
+
+
+class PodGenerationMixin(GenerationMixin):
+    """Stock generation (greedy, sampling, beams, left padding, chunked prefill) over a ``PodCache``."""
+
+    def generate_batch(self, *args: Any, **kwargs: Any):
+        raise ValueError(
+            "generate_batch (continuous batching) is not supported: it ignores the cache; use generate()"
+        )
+
+    def _get_candidate_generator(self, *args: Any, **kwargs: Any):
+        raise ValueError(
+            "assisted decoding is not supported: a window that moved on cannot be rolled back; leave it out"
+        )
+
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs: dict, *args: Any, **kwargs: Any
+    ) -> None:
+        if generation_config.cache_implementation is not None:
+            raise ValueError(
+                f"cache_implementation={generation_config.cache_implementation!r} is not supported: pass "
+                "past_key_values=pod.make_cache(model, …), or nothing for the model's own layout"
+            )
+        cache = model_kwargs.get("past_key_values")
+        if cache is None:
+            if generation_config.use_cache is not False:
+                model_kwargs["past_key_values"] = PodCache(self.config)
+        elif not hasattr(cache, "begin_step"):
+            raise ValueError(
+                f"a {type(cache).__name__} cannot serve a PoD model: make one with pod.make_cache(model, …)"
+            )
+        else:
+            cache._is_user_defined = True
+
+    def _prefill(self, input_ids: Tensor, generation_config, model_kwargs: dict, *args: Any, **kwargs: Any):
+        cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+        if cache is not None:
+            embeds = model_kwargs.get("inputs_embeds")
+            given = (input_ids if embeds is None else embeds).shape[1]
+            columns = given if mask is None else mask.shape[1]
+            if cache.get_seq_length():
+                cache.check_continues(input_ids, columns, embeds is not None)
+            cache.begin_prompt(columns - cache.get_seq_length())
+        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)

@@ -1,0 +1,219 @@
+"""The PoD layout of one cache layer: full keys for leads, window keys for followers, all values (paper §2.2)."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .attention import BACKENDS, merge_heads, split_heads, take_heads
+from .blocked import Source, blocked_attention
+from .cache_layer import CacheLayer, Step
+from .config import PodConfig
+from .stores import TokenStore
+
+
+class PodCacheLayer(CacheLayer):
+    """Keys and values of one layer. A dense model is the plan in which every head leads.
+
+    A lead leaves its queries for its followers in ``step.shared``; when decoding, it leaves its logits instead:
+    one buffer ``[B, H, G, n]`` goes from layer to layer, leads rewrite their heads, followers only the proximal
+    columns, so that no distant key is read twice in a step.
+    """
+
+    def __init__(self, config: PodConfig, layer_idx: int, lead: tuple[tuple[int, ...], ...] | None = None):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.lead = config.sharing_plan.lead if lead is None else lead
+        self.leads, self.followers = split_heads(self.lead[layer_idx], layer_idx)
+        self.num_sink_tokens = config.num_sink_tokens
+        self.num_recent_tokens = config.num_recent_tokens
+        self.scale = config.head_dim**-0.5
+        self.groups = config.num_key_value_groups
+        self.clear()
+
+    def clear(self) -> None:
+        self.values = TokenStore()
+        self.lead_keys = TokenStore()
+        self.window_keys = TokenStore(self.num_sink_tokens, self.num_recent_tokens)
+
+    def _stores(self) -> dict[str, TokenStore]:
+        return {"keys": self.lead_keys, "window_keys": self.window_keys, "values": self.values}
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        for name, store in self._stores().items():
+            yield from ((name, tensor) for tensor in store.tensors())
+
+    def select_rows(self, index: Tensor) -> None:
+        for store in self._stores().values():
+            store.select_rows(index)
+
+    def predicted_nbytes(self, length: int) -> int:
+        batch, heads, _, head_dim = self.values.data.shape
+        window = min(length, self.num_sink_tokens + self.num_recent_tokens)
+        slots = (heads + len(self.leads)) * length + len(self.followers) * window
+        return batch * slots * head_dim * self.values.data.element_size()
+
+    # -- attention -------------------------------------------------------------------------------------------
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        return self.attend_rotated(step.rope(q), step.rope(k), v, step)
+
+    def attend_rotated(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        """Store and attend, for queries and keys that are already rotated."""
+        _append(self.values, v, step)
+        if self.leads:
+            _append(self.lead_keys, take_heads(k, self.leads), step)
+        if step.num_new == 1 and step.uniform_past is not None:
+            if self.followers:
+                _append(self.window_keys, take_heads(k, self.followers), step)
+            return self._decode(q, step.uniform_past + 1, step.shared)
+        self._share_queries(q, step)
+        if _is_fresh(step) and step.backend is not BACKENDS["reference"]:
+            out = self._prefill(q, k, v, step)
+        else:
+            out = self._attend_blocked(q, k, step)
+        if self.followers:
+            _append(self.window_keys, take_heads(k, self.followers), step)
+        self._drop_queries(step)
+        return out
+
+    def _share_queries(self, q: Tensor, step: Step) -> None:
+        for index, head in enumerate(self.leads):
+            if self._is_followed(head):
+                q_head = q[:, head * self.groups : (head + 1) * self.groups].clone()
+                step.shared[head] = (q_head, self.lead_keys, index)
+
+    def _drop_queries(self, step: Step) -> None:
+        for head in self.followers:
+            if not self._is_followed(head):
+                step.shared.pop(head)
+
+    def _is_followed(self, head: int) -> bool:
+        following = self.layer_idx + 1
+        return following < len(self.lead) and self.lead[following][head] == self.lead[self.layer_idx][head]
+
+    def _lead_queries_and_keys(self, step: Step, length: int) -> tuple[Tensor, Tensor]:
+        """What this layer's followers share: ``[B, h·G, m, d]`` queries and ``[B, h, length, d]`` keys."""
+        shared = [step.shared[head] for head in self.followers]
+        keys = [store.read(length)[:, index : index + 1] for _, store, index in shared]
+        return torch.cat([entry[0] for entry in shared], dim=1), torch.cat(keys, dim=1)
+
+    def _prefill(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        """First pass over an empty cache: the training kernels on the rows as documents."""
+        doc_ids = None
+        if step.uniform_past is None:
+            doc_ids = -(torch.arange(step.num_new, device=q.device) >= step.counts[:, None]).long()
+        parts = []
+        if self.leads:
+            own = take_heads(q, self.leads, self.groups), take_heads(k, self.leads), take_heads(v, self.leads)
+            parts.append((self.leads, step.backend.causal_attention(*own, doc_ids=doc_ids)))
+        if self.followers:
+            heads = self.followers
+            own = take_heads(q, heads, self.groups), take_heads(k, heads), take_heads(v, heads)
+            shared = self._lead_queries_and_keys(step, step.num_new)
+            windows = self.num_sink_tokens, self.num_recent_tokens
+            parts.append((heads, step.backend.pod_attention(*own, *shared, *windows, doc_ids=doc_ids)))
+        return merge_heads(parts, self.groups)
+
+    def _attend_blocked(self, q: Tensor, k: Tensor, step: Step) -> Tensor:
+        """Any chunk behind any past, ragged or not."""
+        length = _max_length(step)
+        parts = []
+
+        def causal(query: Tensor) -> Tensor:
+            return torch.arange(length, device=query.device) <= query[..., None]
+
+        if self.leads:
+            values = take_heads(self.values.read(length), self.leads)
+            source = Source(self._grouped(q, self.leads), self.lead_keys.read(length), values, causal)
+            parts.append((self.leads, blocked_attention([source], step.positions, self.scale)))
+        if self.followers:
+            sources = [self._own_source(q, k, step, length), self._distant_source(step, length)]
+            parts.append((self.followers, blocked_attention(sources, step.positions, self.scale)))
+        return merge_heads(parts, self.groups)
+
+    def _grouped(self, q: Tensor, heads: list[int]) -> Tensor:
+        return take_heads(q, heads, self.groups).unflatten(1, (len(heads), self.groups))
+
+    def _own_source(self, q: Tensor, k: Tensor, step: Step, length: int) -> Source:
+        """Proximal tokens with this layer's own keys: the window before the chunk, and the chunk."""
+        keys, positions = take_heads(k, self.followers), step.positions
+        if self.window_keys.data is not None:
+            before = self.window_keys.slot_positions(step.past)
+            keys = torch.cat((self.window_keys.data[:, :, : before.shape[1]], keys), dim=2)
+            positions = torch.cat((before, positions), dim=1)
+        values = take_heads(self.values.read(length), self.followers)
+        index = positions.clamp(0, length - 1)[:, None, :, None]
+        values = values.gather(2, index.expand(-1, values.shape[1], -1, values.shape[3]))
+
+        def proximal(query: Tensor) -> Tensor:
+            key, query = positions[:, None], query[..., None]
+            near = (key < self.num_sink_tokens) | (query - key < self.num_recent_tokens)
+            return (key >= 0) & (key <= query) & near
+
+        return Source(self._grouped(q, self.followers), keys, values, proximal)
+
+    def _distant_source(self, step: Step, length: int) -> Source:
+        """Distant tokens with the lead's queries and keys, and this layer's values."""
+        queries, keys = self._lead_queries_and_keys(step, length)
+
+        def distant(query: Tensor) -> Tensor:
+            slot = torch.arange(length, device=query.device)
+            return (slot >= self.num_sink_tokens) & (slot <= query[..., None] - self.num_recent_tokens)
+
+        queries = queries.unflatten(1, (len(self.followers), self.groups))
+        values = take_heads(self.values.read(length), self.followers)
+        return Source(queries, keys, values, distant)
+
+    def _decode(self, q: Tensor, length: int, shared: dict) -> Tensor:
+        """One new token on rows of equal length. Reads: lead keys, window keys, the logits buffer and values."""
+        q = q.unflatten(1, (-1, self.groups)).squeeze(3) * self.scale
+        logits = shared.get("logits")
+        if logits is None or logits.shape[-1] != length:
+            compute = torch.promote_types(q.dtype, torch.float32)
+            logits = torch.empty(*q.shape[:3], length, dtype=compute, device=q.device)
+            shared["logits"] = logits
+        if self.leads:
+            own = take_heads(q, self.leads) @ self.lead_keys.read(length).transpose(2, 3)
+            _put_heads(logits, self.leads, slice(0, length), own)
+        if self.followers:
+            own = take_heads(q, self.followers) @ self.window_keys.read(length).transpose(2, 3)
+            for columns, slots in self._window_columns(length):
+                _put_heads(logits, self.followers, columns, own[..., slots])
+        weights = logits.softmax(-1).to(q.dtype)
+        return (weights @ self.values.read(length)).flatten(1, 2).unsqueeze(2)
+
+    def _window_columns(self, length: int) -> list[tuple[slice, slice]]:
+        """Pairs (columns = positions, slots of the window) after ``length`` tokens."""
+        sinks, recent = self.num_sink_tokens, self.num_recent_tokens
+        if length <= sinks + recent:
+            return [(slice(0, length), slice(0, length))]
+        wrap = (length - sinks) % recent  # ring slots before this one hold the newest `wrap` tokens
+        return [
+            (slice(0, sinks), slice(0, sinks)),
+            (slice(length - recent, length - wrap), slice(sinks + wrap, sinks + recent)),
+            (slice(length - wrap, length), slice(sinks, sinks + wrap)),
+        ]
+
+
+def _put_heads(logits: Tensor, heads: list[int], columns: slice, values: Tensor) -> None:
+    if len(heads) == logits.shape[1]:
+        logits[..., columns] = values
+    else:
+        index = slice(heads[0], heads[-1] + 1) if heads[-1] - heads[0] == len(heads) - 1 else heads
+        logits[:, index, :, columns] = values
+
+
+def _append(store: TokenStore, x: Tensor, step: Step) -> None:
+    if step.uniform_past is None:
+        store.append_ragged(x, step.past, step.counts)
+    else:
+        store.append(x, step.uniform_past)
+
+
+def _max_length(step: Step) -> int:
+    return int(step.lengths.max()) if step.uniform_past is None else step.uniform_past + step.num_new
+
+
+def _is_fresh(step: Step) -> bool:
+    return not bool(step.past.any()) if step.uniform_past is None else step.uniform_past == 0

@@ -1,0 +1,298 @@
+"""One decoder for Llama, Mistral, Qwen2 and Qwen3 weights, dense or with shared distant keys (PoD)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from .attention import Carry, ForwardContext, PodAttention, SequenceParallel, get_backend
+from .cache import PodCache
+from .config import PodConfig
+from .generation import PodGenerationMixin
+from .norm import RMSNorm
+from .padding import Compaction, compaction_of
+from .reference import document_positions
+from .rope import Rope, inverse_frequencies
+
+
+class PodMLP(nn.Module):
+    """Gated feed-forward layer."""
+
+    def __init__(self, config: PodConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class PodDecoderLayer(nn.Module):
+    """Attention and feed-forward with residuals. The carry follows ``hidden_states`` as flat positional tensors."""
+
+    def __init__(self, config: PodConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = PodAttention(config, layer_idx)
+        self.mlp = PodMLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, hidden_states: Tensor, context: ForwardContext, *carry: Tensor | None) -> tuple:
+        """``[B, n, hidden]`` and the carry to ``(hidden_states, *carry)``."""
+        attended, carry = self.self_attn(self.input_layernorm(hidden_states), context, carry)
+        hidden_states = hidden_states + attended
+        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        return hidden_states, *carry
+
+
+class PodPreTrainedModel(PreTrainedModel):
+    """What transformers needs to know about the decoder."""
+
+    config_class = PodConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["PodDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+
+    def _init_weights(self, module: nn.Module) -> None:
+        std = self.config.initializer_range
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=std)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=std)
+        elif isinstance(module, RMSNorm):
+            nn.init.ones_(module.weight)
+
+
+class PodModel(PodPreTrainedModel):
+    """Embedding, decoder layers and final norm."""
+
+    def __init__(self, config: PodConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(PodDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lead = config.sharing_plan.lead
+        self.sequence_parallel: SequenceParallel | None = None
+        self.gradient_checkpointing = False
+        self._frequencies: dict[torch.device, tuple[Tensor, float]] = {}
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embed_tokens = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: PodCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        doc_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states after the final norm.
+
+        Args:
+            input_ids: ``[B, n]``, or ``inputs_embeds`` ``[B, n, hidden]``.
+            attention_mask: ``[B, seen + n]`` padding mask, 1 = token, 0 = padding. Padding gets a zero output.
+            past_key_values: a cache from ``make_cache``; it holds the ``seen`` columns.
+            use_cache: True creates a cache when none is given.
+            doc_ids: ``[B, n]`` documents of packed rows (no cache); with sequence parallelism the ids of the
+                whole row, while ``input_ids`` is this rank's share.
+            position_ids: only checked: positions follow from the mask, the cache and the documents.
+
+        Raises:
+            ValueError: masks that are not 2-D, a cache that does not continue, documents together with a cache.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache and past_key_values is None:
+            past_key_values = PodCache(self.config)
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        _check_inputs(hidden_states, attention_mask, seen, doc_ids, past_key_values, self.sequence_parallel)
+        if past_key_values is not None:
+            hidden_states = self._forward_cached(
+                hidden_states, past_key_values, attention_mask, position_ids, input_ids
+            )
+        else:
+            hidden_states = self._forward_plain(hidden_states, attention_mask, doc_ids, position_ids)
+        return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
+
+    def _forward_plain(self, hidden_states, attention_mask, doc_ids, position_ids) -> Tensor:
+        """No cache: training, scoring, packed documents, sequence parallelism."""
+        compaction = compaction_of(attention_mask, hidden_states.shape[1])
+        if compaction is not None:
+            if doc_ids is not None:
+                raise ValueError(
+                    "give doc_ids or an attention_mask with padding, not both (doc_ids = -1 is padding)"
+                )
+            check_positions(position_ids, compaction.padded_positions(0), attention_mask)
+            hidden_states, doc_ids = compaction.gather(hidden_states), compaction.doc_ids
+        if doc_ids is not None:
+            positions = document_positions(doc_ids)
+        else:
+            positions = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None]
+        if compaction is None and self.sequence_parallel is None:
+            check_positions(position_ids, positions, None)
+        hidden_states = self._run_layers(
+            hidden_states, self._context(hidden_states, positions, doc_ids=doc_ids)
+        )
+        return hidden_states if compaction is None else compaction.scatter(hidden_states)
+
+    def _forward_cached(self, hidden_states, cache, attention_mask, position_ids, input_ids) -> Tensor:
+        """With a cache: padding is squeezed out first, so that layers see left-aligned rows of real tokens."""
+        step, compaction = cache.begin_step(hidden_states, attention_mask, input_ids)
+        expected = step.positions if compaction is None else compaction.padded_positions(step.past)
+        check_positions(position_ids, expected, attention_mask)
+        if compaction is not None:
+            hidden_states = compaction.gather(hidden_states)
+        context = self._context(hidden_states, step.positions)
+        context.step, step.rope, step.backend = step, context.rope, context.backend
+        hidden_states = self._run_layers(hidden_states, context)
+        cache.end_step(step)
+        return hidden_states if compaction is None else compaction.scatter(hidden_states)
+
+    def _context(
+        self, hidden_states: Tensor, position_ids: Tensor, doc_ids: Tensor | None = None
+    ) -> ForwardContext:
+        device = hidden_states.device
+        if device not in self._frequencies:
+            self._frequencies[device] = inverse_frequencies(self.config, device)
+        parallel = self.sequence_parallel
+        return ForwardContext(
+            rope=Rope(*self._frequencies[device], position_ids, hidden_states.dtype),
+            lead=self.lead if parallel is None else parallel.lead,
+            backend=get_backend(self.config.attention_backend),
+            doc_ids=doc_ids,
+            sequence_parallel=parallel,
+        )
+
+    def _run_layers(self, hidden_states: Tensor, context: ForwardContext) -> Tensor:
+        carry: Carry = (None,) * (2 * len(context.lead[0]))
+        for layer in self.layers:
+            if self.gradient_checkpointing and self.training:
+                hidden_states, *carry = self._checkpoint(layer, hidden_states, context, carry)
+            else:
+                hidden_states, *carry = layer(hidden_states, context, *carry)
+        return self.norm(hidden_states)
+
+    def _checkpoint(
+        self, layer: nn.Module, hidden_states: Tensor, context: ForwardContext, carry: Carry
+    ) -> Any:
+        function = getattr(self, "_gradient_checkpointing_func", None)
+        if function is None:
+            return checkpoint(layer, hidden_states, context, *carry, use_reentrant=False)
+        return function(layer.__call__, hidden_states, context, *carry)
+
+
+class PodForCausalLM(PodPreTrainedModel, PodGenerationMixin):
+    """The decoder with a language-model head; ``generate()`` works with caches from ``make_cache``."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: PodConfig):
+        super().__init__(config)
+        self.model = PodModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: PodCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        doc_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        logits_to_keep: int = 0,
+        return_dict: bool = True,
+    ) -> CausalLMOutputWithPast:
+        """Logits of the last ``logits_to_keep`` columns (0 = all), and the mean next-token loss for ``labels``.
+
+        ``labels`` ``[B, n]`` are shifted here (``labels = input_ids`` is usual); -100 and the last column are
+        ignored. With ``doc_ids`` no label crosses a document. Other arguments as in ``PodModel.forward``.
+        """
+        if not return_dict:
+            raise ValueError("return_dict=False is not supported: read the fields of the returned object")
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            doc_ids=doc_ids,
+            position_ids=position_ids,
+        )
+        hidden_states = outputs.last_hidden_state[:, -logits_to_keep if logits_to_keep else None :]
+        logits = self.lm_head(hidden_states)
+        loss = None
+        if labels is not None:
+            if logits_to_keep or self.model.sequence_parallel is not None:
+                raise ValueError(
+                    "labels need the logits of the whole row: no logits_to_keep, no sequence parallelism"
+                )
+            loss = next_token_loss(logits, labels, doc_ids)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
+
+
+def next_token_loss(logits: Tensor, labels: Tensor, doc_ids: Tensor | None) -> Tensor:
+    """Mean cross-entropy in nats over the labelled next tokens, in at least fp32."""
+    targets = labels[:, 1:]
+    if doc_ids is not None:
+        targets = targets.masked_fill(doc_ids[:, 1:] != doc_ids[:, :-1], -100)
+    wide = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32))
+    return nn.functional.cross_entropy(wide.flatten(0, 1), targets.flatten())
+
+
+def check_positions(position_ids: Tensor | None, expected: Tensor, attention_mask: Tensor | None) -> None:
+    """Positions that a caller passes must be those that mask and cache imply, wherever there is a token."""
+    if position_ids is None:
+        return
+    wrong = position_ids.to(expected.device) != expected
+    if attention_mask is not None:
+        wrong = wrong & attention_mask[:, -expected.shape[1] :].bool()
+    if wrong.any():
+        row, column = (int(i) for i in wrong.nonzero()[0])
+        given = int(position_ids.expand_as(wrong)[row, column])
+        raise ValueError(
+            f"position_ids[{row}, {column}] = {given}, but mask and cache make it "
+            f"{int(expected.expand_as(wrong)[row, column])}: leave position_ids out, or feed the tokens that continue"
+        )
+
+
+def _check_inputs(hidden_states, attention_mask, seen, doc_ids, cache, parallel) -> None:
+    columns = seen + hidden_states.shape[1]
+    if attention_mask is not None:
+        if attention_mask.dim() != 2:
+            raise ValueError(
+                f"attention_mask must be a 2-D padding mask [batch, {columns}], got {attention_mask.dim()}-D: "
+                "causal and window masks are part of the model"
+            )
+        if tuple(attention_mask.shape) != (hidden_states.shape[0], columns):
+            raise ValueError(
+                f"attention_mask is {list(attention_mask.shape)}, but {seen} columns are in the cache and "
+                f"{hidden_states.shape[1]} are new for {hidden_states.shape[0]} rows: pass a mask of "
+                f"[{hidden_states.shape[0]}, {columns}] and only the new tokens"
+            )
+    if doc_ids is not None and cache is not None:
+        raise ValueError("doc_ids are for packed training rows and cannot be combined with a cache")
+    if parallel is not None and (cache is not None or doc_ids is None):
+        raise ValueError("with sequence parallelism pass the doc_ids of the whole row and no cache")
+    if doc_ids is not None and parallel is None and doc_ids.shape != hidden_states.shape[:2]:
+        raise ValueError(f"doc_ids is {list(doc_ids.shape)}, expected {list(hidden_states.shape[:2])}")

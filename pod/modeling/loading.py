@@ -1,0 +1,185 @@
+"""Loading: any Llama, Mistral, Qwen2 or Qwen3 checkpoint, or a PoD export, into the one decoder."""
+
+import os
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from .config import ROPE_TYPES, PodConfig
+from .llama import PodForCausalLM
+from .sharing import SharingPlan
+
+_FAMILIES = {
+    "llama": {"qk_norm": False},
+    "mistral": {"qk_norm": False},
+    "qwen2": {"qk_norm": False},
+    "qwen3": {"qk_norm": True},
+}
+_COPIED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_act",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+)
+
+
+def convert_config(source: Any, **changes: Any) -> PodConfig:
+    """Our configuration from a transformers one.
+
+    Args:
+        source: configuration of a Llama, Mistral, Qwen2 or Qwen3 model.
+        changes: fields of ``PodConfig`` to set (plan, windows, backend).
+
+    Raises:
+        ValueError: another family, sliding-window layers, an unsupported RoPE type.
+    """
+    family = source.model_type
+    if family not in _FAMILIES:
+        raise ValueError(
+            f"model_type = {family!r} is not supported; supported are {', '.join(_FAMILIES)} and pod"
+        )
+    layer_types = set(getattr(source, "layer_types", None) or ["full_attention"])
+    if layer_types != {"full_attention"} or (family == "mistral" and source.sliding_window):
+        raise ValueError(
+            f"this {family} checkpoint uses sliding-window attention, which the PoD decoder does not have: "
+            "choose one with full attention in every layer (sliding_window = null)"
+        )
+    rope = dict(source.rope_parameters)
+    if rope.get("rope_type", "default") not in ROPE_TYPES:
+        raise ValueError(
+            f"rope_type = {rope['rope_type']!r} is not supported; supported are {', '.join(ROPE_TYPES)}"
+        )
+    if float(rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError("partial rotary embeddings are not supported")
+    fields = {name: getattr(source, name) for name in _COPIED if hasattr(source, name)}
+    fields |= {
+        "head_dim": getattr(source, "head_dim", None),
+        "rope_parameters": rope,
+        "source_model_type": family,
+    }
+    fields |= _FAMILIES[family] | _biases(source, family)
+    return PodConfig(**(fields | changes))
+
+
+def _biases(source: Any, family: str) -> dict[str, bool]:
+    if family == "qwen2":
+        return {"attention_qkv_bias": True, "attention_out_bias": False, "mlp_bias": False}
+    bias = bool(getattr(source, "attention_bias", False))
+    return {
+        "attention_qkv_bias": bias,
+        "attention_out_bias": bias,
+        "mlp_bias": bool(getattr(source, "mlp_bias", False)),
+    }
+
+
+def from_dense(source: PreTrainedModel, config: PodConfig) -> PodForCausalLM:
+    """A PoD model that takes over the weights of a stock model (same tensors, same names).
+
+    Raises:
+        ValueError: parameters that are missing, unexpected or of another shape.
+    """
+    with torch.device("meta"):
+        model = PodForCausalLM(config)
+    state = source.state_dict()
+    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
+    missing, unexpected = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
+    if missing or unexpected:
+        raise ValueError(
+            f"checkpoint does not fit: missing {missing[:3] or 'none'}, unexpected {unexpected[:3] or 'none'}"
+        )
+    for name, shape in expected.items():
+        if state[name].shape != shape:
+            raise ValueError(
+                f"checkpoint does not fit: {name} is {list(state[name].shape)}, expected {list(shape)}"
+            )
+    model.load_state_dict(state, assign=True)
+    model.tie_weights()
+    if source.generation_config is not None:
+        model.generation_config = source.generation_config
+    return model
+
+
+def load_model(
+    source: str | os.PathLike | PreTrainedModel,
+    plan: SharingPlan | str | os.PathLike | None = None,
+    num_sink_tokens: int | None = None,
+    num_recent_tokens: int | None = None,
+    dtype: torch.dtype | str | None = None,
+    gguf_file: str | None = None,
+    attention_backend: str = "auto",
+    device: torch.device | str | None = None,
+) -> PodForCausalLM:
+    """Load a dense checkpoint or a PoD export, in evaluation mode.
+
+    Args:
+        source: folder, hub id, or a transformers model that is already in memory (its weights are shared).
+        plan: sharing plan or path of a ``plan.json``; None keeps the checkpoint's own (dense for stock ones).
+        num_sink_tokens, num_recent_tokens: windows in tokens; None keeps the checkpoint's (16 and 4080).
+        dtype: of the weights; None keeps the checkpoint's.
+        gguf_file: name of a GGUF file inside ``source``.
+        attention_backend: ``auto`` or a registered name.
+        device: where to put the model; None = CPU.
+
+    Raises:
+        ValueError: families, keys or plans that do not fit; the message says what would.
+    """
+    changes: dict[str, Any] = {"attention_backend": attention_backend}
+    if num_sink_tokens is not None:
+        changes["num_sink_tokens"] = num_sink_tokens
+    if num_recent_tokens is not None:
+        changes["num_recent_tokens"] = num_recent_tokens
+    if plan is not None:
+        plan = plan if isinstance(plan, SharingPlan) else SharingPlan.load(plan)
+        changes["lead"] = [list(row) for row in plan.lead]
+    if not isinstance(source, PreTrainedModel) and gguf_file is None and _model_type(source) == "pod":
+        model = _load_export(source, changes, dtype)
+    else:
+        if not isinstance(source, PreTrainedModel):
+            options = {} if gguf_file is None else {"gguf_file": gguf_file}
+            source = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", **options)
+        elif dtype is not None:
+            source = source.to(_dtype(dtype))
+        model = from_dense(source, convert_config(source.config, dtype=source.dtype, **changes))
+    return model.to(device or "cpu").eval()
+
+
+def _load_export(source: str | os.PathLike, changes: dict, dtype) -> PodForCausalLM:
+    config = PodConfig.from_pretrained(source)
+    config = PodConfig(**(config.to_dict() | changes))
+    return PodForCausalLM.from_pretrained(source, config=config, dtype=dtype or "auto")
+
+
+def _model_type(source: str | os.PathLike) -> str | None:
+    try:
+        return PodConfig.get_config_dict(source)[0].get("model_type")
+    except OSError as error:
+        raise ValueError(f"cannot load a model from {source}: {str(error).splitlines()[0]}") from error
+
+
+def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+    return dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
+
+
+def load_tokenizer(source: str | os.PathLike, gguf_file: str | None = None):
+    """The tokenizer that belongs to a checkpoint (folder or hub id)."""
+    options = {} if gguf_file is None else {"gguf_file": gguf_file}
+    return AutoTokenizer.from_pretrained(source, **options)
+
+
+def register_auto_classes() -> None:
+    """Let transformers' Auto classes load ``model_type = "pod"`` without remote code while `pod` is imported."""
+    AutoConfig.register("pod", PodConfig, exist_ok=True)
+    AutoModelForCausalLM.register(PodConfig, PodForCausalLM, exist_ok=True)

@@ -1,0 +1,55 @@
+"""Squeezing padding out of a batch: layers see left-aligned rows of real tokens, whatever side the padding was on."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Compaction:
+    """Maps padded columns to left-aligned real tokens and back.
+
+    Attributes:
+        mask: ``[B, n]`` bool, True = token.
+        counts: ``[B]`` real tokens per row.
+        index: ``[B, m]`` column of the t-th real token of each row, ``m = max(counts, 1)``; the tail of shorter
+            rows holds arbitrary columns and must be ignored.
+    """
+
+    mask: Tensor
+    counts: Tensor
+    index: Tensor
+
+    @property
+    def doc_ids(self) -> Tensor:
+        """``[B, m]``: 0 for real tokens, -1 behind them."""
+        behind = torch.arange(self.index.shape[1], device=self.index.device) >= self.counts[:, None]
+        return -behind.long()
+
+    def gather(self, x: Tensor) -> Tensor:
+        """``[B, n, c]`` to ``[B, m, c]``."""
+        return x.gather(1, self.index[..., None].expand(-1, -1, x.shape[-1]))
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """``[B, m, c]`` back to ``[B, n, c]`` with zeros on padding."""
+        rank = (self.mask.long().cumsum(1) - 1).clamp(min=0)
+        restored = x.gather(1, rank[..., None].expand(-1, -1, x.shape[-1]))
+        return restored.masked_fill(~self.mask[..., None], 0.0)
+
+    def padded_positions(self, past: Tensor | int) -> Tensor:
+        """``[B, n]`` position of each column's token in its row, after ``past`` tokens per row."""
+        start = past[:, None] if isinstance(past, Tensor) else past
+        return self.mask.long().cumsum(1) - 1 + start
+
+
+def compaction_of(attention_mask: Tensor | None, n: int) -> Compaction | None:
+    """The compaction of the last ``n`` columns of a padding mask (nonzero = token); None when there is no padding."""
+    if attention_mask is None:
+        return None
+    mask = attention_mask[:, -n:].bool()
+    if mask.all():
+        return None
+    counts = mask.sum(1)
+    order = torch.argsort((~mask).long(), dim=1, stable=True)
+    return Compaction(mask=mask, counts=counts, index=order[:, : max(1, int(counts.max()))])

@@ -1,0 +1,54 @@
+"""Attention rows of the last queries, layer by layer, without ever holding an n x n matrix or all layers at once."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .attention import ForwardContext
+from .config import PodConfig
+from .llama import PodForCausalLM
+
+
+@torch.no_grad()
+def record_attention_rows(model: PodForCausalLM, input_ids: Tensor, num_queries: int) -> Iterator[Tensor]:
+    """Yield, per layer, the softmaxed attention of the last ``num_queries`` tokens (eq. 1 of the PoD paper).
+
+    Args:
+        model: without a sharing plan; similarity is measured on the dense model.
+        input_ids: ``[1, n]``.
+        num_queries: ``q``, 1 … n.
+
+    Yields:
+        ``[Hq, q, n]`` fp32 (fp64 for fp64 models), one per layer, zero above the diagonal.
+    """
+    config: PodConfig = model.config
+    n = input_ids.shape[1]
+    if not config.sharing_plan.is_dense:
+        raise ValueError("similarity is measured on the dense model: load it without a plan")
+    if input_ids.shape[0] != 1 or not 1 <= num_queries <= n:
+        raise ValueError(
+            f"need input_ids [1, n] and 1 <= num_queries <= n, got {list(input_ids.shape)}, {num_queries}"
+        )
+    decoder = model.model
+    hidden_states = decoder.embed_tokens(input_ids)
+    context: ForwardContext = decoder._context(hidden_states, torch.arange(n, device=input_ids.device)[None])
+    carry = (None,) * (2 * config.num_key_value_heads)
+    for layer in decoder.layers:
+        normed = layer.input_layernorm(hidden_states)
+        q, k, _ = layer.self_attn._project(normed)
+        q = context.rope(q)[0, :, n - num_queries :]
+        yield _rows(q, context.rope(k)[0], config.num_key_value_groups)
+        hidden_states, *carry = layer(hidden_states, context, *carry)
+
+
+def _rows(q: Tensor, k: Tensor, groups: int) -> Tensor:
+    """``[Hq, q, d]`` and ``[H, n, d]`` to ``[Hq, q, n]``."""
+    compute = torch.promote_types(q.dtype, torch.float32)
+    n, num_queries = k.shape[1], q.shape[1]
+    logits = (
+        q.to(compute) @ k.to(compute).repeat_interleave(groups, dim=0).transpose(1, 2) * q.shape[-1] ** -0.5
+    )
+    position = torch.arange(n - num_queries, n, device=q.device)
+    future = torch.arange(n, device=q.device) > position[:, None]
+    return logits.masked_fill(future, float("-inf")).softmax(-1)

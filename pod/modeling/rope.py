@@ -1,0 +1,60 @@
+"""Rotary position embedding without buffers: tables are computed in fp32 (or fp64) where they are used."""
+
+import torch
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from .config import PodConfig
+
+
+def inverse_frequencies(config: PodConfig, device: torch.device) -> tuple[Tensor, float]:
+    """Inverse frequencies ``[head_dim / 2]`` in fp32 and the factor on cos and sin (YaRN; 1.0 otherwise).
+
+    The same arithmetic as the stock models, so that a checkpoint sees the angles it was trained with.
+    """
+    rope_type = config.rope_parameters.get("rope_type", "default")
+    if rope_type != "default":
+        return ROPE_INIT_FUNCTIONS[rope_type](config, device)
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
+    return 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
+
+
+class Rope:
+    """Rotates queries and keys at the positions of one forward pass, or at others that a cache chooses.
+
+    Args:
+        frequencies: ``[d / 2]`` fp32.
+        attention_scaling: factor on cos and sin.
+        position_ids: ``[B or 1, n]`` integers.
+        dtype: dtype of the hidden states; angles and products use at least fp32.
+    """
+
+    def __init__(
+        self, frequencies: Tensor, attention_scaling: float, position_ids: Tensor, dtype: torch.dtype
+    ):
+        self.frequencies = frequencies
+        self.attention_scaling = attention_scaling
+        self.compute_dtype = torch.promote_types(dtype, torch.float32)
+        self.cos, self.sin = self._tables(position_ids)
+
+    def _tables(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position_ids[:, None, :, None].to(self.compute_dtype) * self.frequencies.to(
+            self.compute_dtype
+        )
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rotate ``[B, h, n, d]`` at the positions of this forward pass."""
+        return _rotate(x, self.cos, self.sin)
+
+    def at(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        """Rotate ``[B, h, n, d]`` at ``position_ids`` ``[B or 1, n]``."""
+        return _rotate(x, *self._tables(position_ids))
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    wide = x.to(cos.dtype)
+    turned = torch.cat((-wide[..., half:], wide[..., :half]), dim=-1)
+    return (wide * cos + turned * sin).to(x.dtype)
