@@ -41,7 +41,7 @@ def greedy_plan(
                 first = layer
             lead[layer, head] = first
     found = {"algorithm": "greedy", "threshold": threshold, **(provenance or {})}
-    return SharingPlan(lead=lead.tolist(), provenance=found)
+    return SharingPlan(lead=tuple(map(tuple, lead.tolist())), provenance=found)
 
 
 def dp_plan(
@@ -71,7 +71,7 @@ def dp_plan(
     for head, (share, (_, starts)) in enumerate(zip(shares, tables, strict=True)):
         lead[:, head] = lead_of_head(starts, num_layers - share)
     found = {"algorithm": "dp", "target_saving": target_saving, **(provenance or {})}
-    return SharingPlan(lead=lead.tolist(), provenance=found)
+    return SharingPlan(lead=tuple(map(tuple, lead.tolist())), provenance=found)
 
 
 def plan_cost(similarity: ArrayLike, plan: SharingPlan) -> float:

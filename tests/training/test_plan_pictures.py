@@ -1,0 +1,71 @@
+"""What the pictures of a plan show: one mark per lead, one cell per (layer, KV head), the measured numbers."""
+
+import matplotlib.image
+import numpy as np
+import pytest
+from matplotlib.patches import Rectangle
+
+from pod.modeling.sharing import SharingPlan
+from pod.training.plan_pictures import (
+    SINGLE_COLOUR,
+    adjacent_similarity,
+    block_picture,
+    head_maps,
+    save_pictures,
+)
+
+PLAN = SharingPlan(lead=((0, 0), (0, 1), (0, 1), (3, 1)))
+
+
+def similarity(num_layers=4, num_query_heads=6):
+    return np.random.default_rng(0).random((num_layers, num_layers, num_query_heads))
+
+
+def test_block_picture_marks_leads_and_greys_single_layers():
+    axes = block_picture(PLAN, "m").axes[0]
+    leads = {(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines}
+    assert leads == {(0, 0), (1, 1)}
+    cells = [patch for patch in axes.patches if isinstance(patch, Rectangle) and patch.get_fill()]
+    assert len(cells) == 8
+    grey = {
+        (round(cell.get_x() + 0.45), round(cell.get_y() + 0.5))
+        for cell in cells
+        if cell.get_facecolor()[:3]
+        == pytest.approx([int(SINGLE_COLOUR[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    }
+    assert grey == {(0, 3), (1, 0)}
+    assert "25.0%" in axes.get_title() and "4 blocks" in axes.get_title()
+
+
+def test_adjacent_curves_are_the_first_off_diagonal():
+    values = similarity()
+    lines = adjacent_similarity(values, 2, "m").axes[0].lines
+    expected = np.array([values[layer, layer - 1] for layer in (1, 2, 3)])
+    for head in range(6):
+        np.testing.assert_array_equal(lines[head].get_ydata(), expected[:, head])
+    np.testing.assert_allclose(lines[6].get_ydata(), expected.mean(1))
+
+
+@pytest.mark.parametrize(("query_heads", "kv_heads"), [(6, 2), (9, 3), (5, 5), (8, 1), (32, 8)])
+def test_one_heat_map_per_query_head(query_heads, kv_heads):
+    values = similarity(4, query_heads)
+    figure = head_maps(values, kv_heads, "m")
+    images = [axes.images[0] for axes in figure.axes if axes.images and axes.get_visible()]
+    maps = images[:query_heads]
+    assert len(images) >= query_heads
+    for head, image in enumerate(maps):
+        np.testing.assert_array_equal(image.get_array(), values[:, :, head])
+        assert image.axes.get_title() == f"query head {head} (KV head {head // (query_heads // kv_heads)})"
+
+
+def test_files_are_readable_pictures(tmp_path):
+    paths = save_pictures(tmp_path / "plan", similarity(), PLAN, "m")
+    assert sorted(path.name for path in paths) == [
+        "adjacent_similarity.png",
+        "blocks.png",
+        "similarity_heads.png",
+    ]
+    assert sorted(path.name for path in (tmp_path / "plan").iterdir()) == sorted(path.name for path in paths)
+    for path in paths:
+        pixels = matplotlib.image.imread(path)
+        assert min(pixels.shape[:2]) > 300 and pixels[..., :3].std() > 0.01
