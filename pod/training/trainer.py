@@ -59,6 +59,20 @@ def deepspeed_config(args: TrainArgs) -> dict[str, Any]:
     }
 
 
+def drop_carry_hooks(model: Any) -> None:
+    """Take ZeRO-3's hooks off the modules that hand on the carry and own no weight: decoder layers and attention.
+
+    The hooks fire once per carried tensor. How many there are depends on the heads that a rank computes, and ZeRO-3
+    stops ("disagreement on list contents") when ranks do not meet the same hooks. Their children's hooks gather all
+    weights.
+    """
+    for layer in model.model.layers:
+        for module in (layer, layer.self_attn):
+            assert not list(module.parameters(recurse=False)), "this module's weights need ZeRO-3's hooks"
+            module._forward_pre_hooks.clear()
+            module._forward_hooks.clear()
+
+
 class Trainer:
     """One training run on all ranks of a mesh.
 
@@ -146,6 +160,7 @@ class Trainer:
         self.engine, *_ = deepspeed.initialize(
             model=module, optimizer=make_optimizer(module, self.args), config=settings, mpu=self.mesh.mpu
         )
+        drop_carry_hooks(model)
         self.checkpointer = Checkpointer(
             self.folder, self.engine, self.args.keep_last, needed, self._describe, self.mesh.device
         )

@@ -1,0 +1,47 @@
+"""Starts the worker scripts of this folder: each pays its imports once and forks its ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+def worker_environment() -> dict[str, str]:
+    """One thread per rank, no GPU, no rank variables of an outer launcher."""
+    outer = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    paths = os.pathsep.join([str(ROOT), *filter(None, [outer.get("PYTHONPATH")])])
+    return {
+        **outer,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": paths,
+    }
+
+
+def run_worker(script: str, folder: Path, timeout: int = 240) -> dict[str, dict]:
+    """Run `script` (in this folder) with `folder` as its argument; returns its JSON results by name."""
+    command = [sys.executable, str(HERE / script), str(folder)]
+    done = subprocess.run(command, env=worker_environment(), capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, f"{script} failed:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")}
+
+
+@pytest.fixture(scope="session")
+def parallel_results(tmp_path_factory) -> dict[str, dict]:
+    """Results of worker_parallel.py."""
+    return run_worker("worker_parallel.py", tmp_path_factory.mktemp("parallel"))
+
+
+@pytest.fixture(scope="session")
+def run_results(tmp_path_factory) -> dict[str, dict]:
+    """Results of worker_runs.py."""
+    return run_worker("worker_runs.py", tmp_path_factory.mktemp("runs"))

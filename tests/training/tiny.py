@@ -1,0 +1,102 @@
+"""Tiny models, packed rows and forked ranks for the multi-process tests; imported by the worker scripts only."""
+
+import json
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import numpy as np
+import torch
+
+VOCAB = 89
+
+
+def plan_rows(layers: int = 4, heads: int = 3) -> list[list[int]]:
+    """A plan in which one head leads everywhere and the others share in blocks."""
+    rows = [[0, 0, 0], [1, 0, 0], [2, 0, 2], [3, 3, 2]]
+    return [row[:heads] for row in rows[:layers]]
+
+
+def make_model(
+    seed: int = 0, tied: bool = True, heads: tuple[int, int] = (6, 3), dtype=torch.float32, plan=True
+):
+    """PodForCausalLM of 4 layers with windows far shorter than the rows."""
+    import pod
+
+    torch.manual_seed(seed)
+    config = pod.PodConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        head_dim=8,
+        intermediate_size=48,
+        max_position_embeddings=256,
+        initializer_range=0.15,
+        tie_word_embeddings=tied,
+        num_sink_tokens=2,
+        num_recent_tokens=5,
+        lead=plan_rows(heads=heads[1]) if plan else None,
+        attention_backend="auto",
+    )
+    return pod.PodForCausalLM(config).to(dtype)
+
+
+def make_data(
+    folder: Path, context: int = 41, rows: int = 12, seed: int = 0, empty_tail: bool = False
+) -> Path:
+    """Packed rows of random documents of ragged lengths; documents straddle every border of every split.
+
+    empty_tail: each row holds one short document and padding, so that later ranks of a group have no label.
+    """
+    from pod.data import write_packed_rows
+
+    generator = np.random.default_rng(seed)
+    packed = []
+    for _ in range(rows):
+        lengths = [9] if empty_tail else []
+        while not empty_tail and sum(lengths) < context - 3:
+            lengths.append(int(min(generator.integers(3, 25), context - sum(lengths))))
+        packed.append([generator.integers(0, VOCAB, length).astype(np.int32) for length in lengths])
+    write_packed_rows(folder, packed, context_length=context, vocab_size=VOCAB, tokenizer_sha256="tiny")
+    return folder
+
+
+def run_ranks(world_size: int, function, *arguments) -> None:
+    """Fork `world_size` ranks that call function(*arguments); imports are paid once. Raises when one fails."""
+    sys.stdout.flush()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    children = []
+    for rank in range(world_size):
+        child = os.fork()
+        if child == 0:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            code = 1
+            try:
+                torch.set_num_threads(1)
+                function(*arguments)
+                code = 0
+            except BaseException:  # noqa: BLE001  the fork must end here, whatever happened
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if any(codes):
+        raise SystemExit(f"{function.__name__} on {world_size} ranks: exit codes {codes}")
+
+
+def write_result(folder: Path, name: str, content: dict) -> None:
+    (Path(folder) / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
