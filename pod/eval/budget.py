@@ -70,7 +70,7 @@ def measure_bytes(
 def stated(
     budgets: ByteBudgets | None, bytes_per_token: int, length: int, budget: int | None, held: Sequence[int]
 ) -> dict[str, Any]:
-    """What a result says about its bytes per sequence at `length` tokens.
+    """What a result says about its bytes per sequence of `length` tokens.
 
     budgets: PoD's bytes, None without a PoD model; bytes_per_token: of the dense model; budget: tokens that a token-dropping
     method got; held: bytes of the caches that were used (the largest counts), empty when none was.

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import PreTrainedConfig
 
 import pod
 from pod.eval.args import METHODS
@@ -31,6 +32,8 @@ class Models:
         chosen = [METHODS[name] for name in recipe.eval.methods]
         self.kinds = sorted({method.model for method in chosen})
         self._check_available()
+        for kind in self.kinds:
+            self._check_length(kind)
         self.reference_kind = self._reference_kind()
         budgeted = [method.name for method in chosen if method.takes_budget]
         if self.reference_kind is None and budgeted:
@@ -82,12 +85,15 @@ class Models:
                 gguf_file=args.gguf_file,
                 **options,
             )
-        self._check_length(kind, model)
         return model.eval()
 
-    def _check_length(self, kind: str, model: Any) -> None:
-        longest, limit = self.recipe.eval.longest(), model.config.max_position_embeddings
-        if longest > limit:
+    def _check_length(self, kind: str) -> None:
+        where, gguf_file = self.dense_path, self.recipe.model.gguf_file
+        if kind == "adapted":
+            where, gguf_file = str(self.export), None
+        config, _ = PreTrainedConfig.get_config_dict(where, **({"gguf_file": gguf_file} if gguf_file else {}))
+        longest, limit = self.recipe.eval.longest(), config.get("max_position_embeddings")
+        if limit is not None and longest > limit:
             raise ValueError(
                 f"the tasks feed up to {longest} tokens and the {kind} model reads {limit}: lower eval.text_length, "
                 "eval.passkey_lengths or eval.efficiency_lengths"

@@ -21,7 +21,7 @@ COLORS = {
 }
 _SPARE_COLORS = ["#7a5195", "#bc5090", "#ef5675", "#ffa600", "#003f5c"]
 _PARTS = ["#0b6e4f", "#7fc8a9", "#e07a1f", "#a23b72", "#8d99ae", "#333333"]
-_STYLE = {
+_STYLE: Any = {
     "font.size": 11,
     "axes.spines.top": False,
     "axes.spines.right": False,

@@ -48,6 +48,18 @@ class Evaluation:
             self.tokenizer, args.passkey_lengths, args.passkey_depths, args.passkey_samples, self.recipe.seed
         )
 
+    def prompt_batches(self) -> list[list[passkey.Prompt]]:
+        """The passkey prompts in batches of one asked-for length."""
+        size, batches = self.args.batch_size, []
+        for length in self.args.passkey_lengths if self.prompts else ():
+            prompts = [prompt for prompt in self.prompts if prompt.length == length]
+            batches += [prompts[start : start + size] for start in range(0, len(prompts), size)]
+        return batches
+
+    def answered_length(self, batch: list[passkey.Prompt]) -> int:
+        """Tokens in the cache after the longest prompt of a batch is answered; the last new token is never fed."""
+        return max(len(prompt.token_ids) for prompt in batch) + self.args.passkey_new_tokens - 1
+
     @property
     def budgets(self) -> ByteBudgets | None:
         """PoD's measured bytes; None when no PoD model is at hand (and no method needs them)."""
@@ -60,8 +72,7 @@ class Evaluation:
         lengths = set()
         if self.text is not None:
             lengths |= {bucket.held_length for bucket in self.buckets}
-        if self.prompts:
-            lengths |= {length + self.args.passkey_new_tokens for length in self.args.passkey_lengths}
+        lengths |= {self.answered_length(batch) for batch in self.prompt_batches()}
         if SPEED_RUN in self.args.tasks:
             lengths |= set(self.args.efficiency_lengths)
         return lengths
@@ -73,6 +84,17 @@ class Evaluation:
             assert self.budgets is not None, "Models refuses methods with a budget when there is no reference"
             budget = self.budgets.tokens(method, length, fed)
         return pod.make_cache(self.models.get(method.model), method.spec, budget=budget), budget
+
+    def check_budgets(self, method: Method, part: str) -> None:
+        """Make every cache that a part will use, so that a budget below the method's minimum is an error before any measuring."""
+        if part == "perplexity":
+            spans = [(bucket.held_length, bucket.scored) for bucket in self.buckets]
+        else:
+            spans = [
+                (self.answered_length(batch), self.args.passkey_new_tokens) for batch in self.prompt_batches()
+            ]
+        for length, fed in spans:
+            self.cache(method, length, fed)
 
     def stated_bytes(self, length: int, budget: int | None, held: list[int]) -> dict[str, Any]:
         """What a result says about its bytes; held: bytes per sequence of every cache that was used."""
@@ -124,8 +146,13 @@ def evaluate(recipe: "Recipe", log: Callable[[str], None] = print) -> dict[str, 
     folder = recipe.eval_dir
     errors = {}
     results = {name: _method_results(run, METHODS[name]) for name in recipe.eval.methods}
+    pending = {name: _pending_parts(run, METHODS[name], result) for name, result in results.items()}
+    for name, parts in pending.items():
+        for part in parts:
+            if METHODS[name].takes_budget:
+                run.check_budgets(METHODS[name], part)
     for name, result in results.items():
-        error = _measure_method(run, METHODS[name], result)
+        error = _measure_method(run, METHODS[name], result, pending[name])
         if error:
             errors[name] = error
     if SPEED_RUN in recipe.eval.tasks:
@@ -145,16 +172,20 @@ def _method_results(run: Evaluation, method: Method) -> RunResults:
     return RunResults(run.recipe.eval_dir / f"{method.name}.json", method.name, header)
 
 
-def _measure_method(run: Evaluation, method: Method, results: RunResults) -> str | None:
-    """Measure what is missing; returns the error line of a method that failed."""
+def _pending_parts(run: Evaluation, method: Method, results: RunResults) -> dict[str, str]:
+    """Parts to measure with the fingerprints of their inputs. Outdated parts are dropped from the results."""
     wanted = {part: run.fingerprint(part, method) for part in _PARTS if part in run.args.tasks}
     results.keep(wanted if run.args.reuse else {})
-    for part, inputs in wanted.items():
-        if results.finished(part, inputs):
-            run.log(
-                f"{method.name}: {part} kept from {results.content['parts'][part]['environment']['date']}"
-            )
-            continue
+    for part, kept in results.content["parts"].items():
+        run.log(f"{method.name}: {part} kept from {kept['environment']['date']}")
+    return {part: inputs for part, inputs in wanted.items() if not results.finished(part, inputs)}
+
+
+def _measure_method(
+    run: Evaluation, method: Method, results: RunResults, pending: dict[str, str]
+) -> str | None:
+    """Measure what is missing; returns the error line of a method that failed."""
+    for part, inputs in pending.items():
         began = time.perf_counter()
         try:
             payload = _PARTS[part](run, method)
@@ -246,14 +277,12 @@ def measure_passkey(run: Evaluation, method: Method) -> dict[str, Any]:
     model = run.models.get(method.model)
     samples, new_tokens = [], run.args.passkey_new_tokens
     held: dict[int, dict[str, Any]] = {}
-    for length in run.args.passkey_lengths:
-        prompts = [prompt for prompt in run.prompts if prompt.length == length]
-        for start in range(0, len(prompts), run.args.batch_size):
-            batch = prompts[start : start + run.args.batch_size]
-            cache, budget = run.cache(method, length + new_tokens, new_tokens)
-            answers = passkey.answer(model, run.tokenizer, cache, batch, new_tokens)
-            held[length] = run.stated_bytes(length + new_tokens, budget, [cache.nbytes // len(batch)])
-            samples += [_passkey_sample(prompt, text) for prompt, text in zip(batch, answers, strict=True)]
+    for batch in run.prompt_batches():
+        length = run.answered_length(batch)
+        cache, budget = run.cache(method, length, new_tokens)
+        answers = passkey.answer(model, run.tokenizer, cache, batch, new_tokens)
+        held[batch[0].length] = run.stated_bytes(length, budget, [cache.nbytes // len(batch)])
+        samples += [_passkey_sample(prompt, text) for prompt, text in zip(batch, answers, strict=True)]
     correct = sum(sample["correct"] for sample in samples)
     return {
         "prompts": len(samples),

@@ -8,7 +8,8 @@ from pod.eval.estimate import token_counts
 
 
 @pytest.mark.parametrize(
-    ("name", "nearest"), [("snapvk", "snapkv"), ("streaming-llm", "streamingllm"), ("POD", "pod"), ("fulll", "full")]
+    ("name", "nearest"),
+    [("snapvk", "snapkv"), ("streaming-llm", "streamingllm"), ("POD", "pod"), ("fulll", "full")],
 )
 def test_unknown_method_names_the_nearest(name, nearest):
     with pytest.raises(ValueError, match=f"unknown method '{name}'; did you mean '{nearest}'"):
@@ -39,7 +40,9 @@ def test_methods_that_drop_tokens_are_never_scored_in_one_pass():
 
 
 def test_longest_counts_generated_tokens():
-    args = EvalArgs(text_length=512, passkey_lengths=[600], passkey_new_tokens=9, efficiency_lengths=[64], min_context=16)
+    args = EvalArgs(
+        text_length=512, passkey_lengths=[600], passkey_new_tokens=9, efficiency_lengths=[64], min_context=16
+    )
     assert args.longest() == 609
 
 

@@ -9,7 +9,9 @@ from pod.eval.budget import ByteBudgets, measure_bytes, native_bytes_per_token, 
 
 
 def test_bytes_per_token_by_hand(dense_model):
-    assert native_bytes_per_token(dense_model) == 2 * 4 * 2 * 8 * 8  # K and V, layers, KV heads, head_dim, fp64
+    assert (
+        native_bytes_per_token(dense_model) == 2 * 4 * 2 * 8 * 8
+    )  # K and V, layers, KV heads, head_dim, fp64
 
 
 def test_pod_bytes_follow_the_plan(pod_model):

@@ -8,9 +8,7 @@ import torch
 from pod.eval import passkey
 from pod.models import byte_tokenizer
 
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+CHAT_TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 LONGEST_SENTENCE = len("There and back again. ")
 
 
@@ -35,7 +33,9 @@ def test_prompts_fill_their_length(tokenizer):
 
 
 def test_depth_places_the_key(tokenizer):
-    by_depth = {prompt.depth: prompt for prompt in passkey.make_prompts(tokenizer, [1500], [0.0, 0.5, 1.0], 1, seed=0)}
+    by_depth = {
+        prompt.depth: prompt for prompt in passkey.make_prompts(tokenizer, [1500], [0.0, 0.5, 1.0], 1, seed=0)
+    }
     needle = passkey.NEEDLE.format(key=by_depth[0.0].key)
     assert f"{passkey.TASK}\n\n{needle} The grass" in by_depth[0.0].text
     needle = passkey.NEEDLE.format(key=by_depth[1.0].key)
@@ -51,7 +51,9 @@ def test_keys_depend_on_the_seed_only(tokenizer):
 
 
 def test_too_short_length_is_refused(tokenizer):
-    with pytest.raises(ValueError, match=r"passkey prompt of 100 tokens is too short: the question alone takes \d+"):
+    with pytest.raises(
+        ValueError, match=r"passkey prompt of 100 tokens is too short: the question alone takes \d+"
+    ):
         passkey.make_prompts(tokenizer, [100], [0.5], 1, seed=0)
 
 
@@ -108,5 +110,7 @@ def test_answer_passes_prompts_and_decodes_new_tokens_only():
 
     answers = passkey.answer(Model(1, 1), tokenizer, "the cache", prompts, new_tokens=6)
     assert answers == [" 12345"] * 2
-    assert seen["past_key_values"] == "the cache" and seen["do_sample"] is False and seen["max_new_tokens"] == 6
+    assert (
+        seen["past_key_values"] == "the cache" and seen["do_sample"] is False and seen["max_new_tokens"] == 6
+    )
     assert seen["attention_mask"].sum(dim=1).tolist() == [len(prompt.token_ids) for prompt in prompts]

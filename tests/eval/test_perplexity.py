@@ -18,7 +18,9 @@ class Bigram:
     """A model whose next token depends on the last one only, through a table; records what it was fed."""
 
     def __init__(self, vocab: int):
-        self.table = torch.randn(vocab, vocab, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        self.table = torch.randn(
+            vocab, vocab, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+        )
         self.fed: list[int] = []
         self.lm_head = lambda hidden: hidden
 
@@ -31,12 +33,17 @@ def expected_nll(table, tokens, bucket):
     """-log p(token | previous token) for the scored positions, entry by entry."""
     log_p = table.log_softmax(-1)
     return torch.tensor(
-        [[-float(log_p[row[p - 1], row[p]]) for p in range(bucket.first, bucket.end)] for row in tokens], dtype=torch.float64
+        [[-float(log_p[row[p - 1], row[p]]) for p in range(bucket.first, bucket.end)] for row in tokens],
+        dtype=torch.float64,
     )
 
 
 def test_token_nll_of_uniform_logits_is_log_vocabulary():
-    nll = token_nll(lambda hidden: torch.zeros(len(hidden), 50), torch.zeros(2, 700, 4), torch.zeros(2, 700, dtype=torch.long))
+    nll = token_nll(
+        lambda hidden: torch.zeros(len(hidden), 50),
+        torch.zeros(2, 700, 4),
+        torch.zeros(2, 700, dtype=torch.long),
+    )
     assert nll.shape == (2, 700)
     assert torch.allclose(nll, torch.full_like(nll, math.log(50)))
 
@@ -57,7 +64,15 @@ def test_scored_positions_by_hand(text):
 def test_decode_scoring_holds_one_context_token_out_and_steps(text):
     model = Bigram(96)
     score_by_decode(model, None, text, Bucket(start=16, end=32, first=26))
-    assert model.fed == [25, 1, 1, 1, 1, 1, 1]  # 25 of 26 context tokens are the prompt; the last token is never fed
+    assert model.fed == [
+        25,
+        1,
+        1,
+        1,
+        1,
+        1,
+        1,
+    ]  # 25 of 26 context tokens are the prompt; the last token is never fed
 
 
 @pytest.mark.parametrize("spec", ["full", "pod"])
@@ -75,7 +90,9 @@ def test_forward_equals_full_logits(text, dense_model):
         logits = dense_model(input_ids=text).logits
     bucket = BUCKETS[-1]
     expected = F.cross_entropy(
-        logits[:, bucket.first - 1 : bucket.end - 1].flatten(0, 1), text[:, bucket.first : bucket.end].flatten(), reduction="none"
+        logits[:, bucket.first - 1 : bucket.end - 1].flatten(0, 1),
+        text[:, bucket.first : bucket.end].flatten(),
+        reduction="none",
     )
     assert torch.allclose(score_by_forward(dense_model, text, [bucket])[0].flatten(), expected, atol=1e-12)
 

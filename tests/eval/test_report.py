@@ -1,0 +1,201 @@
+"""The report out of hand-made result files: right numbers in the cells, one self-contained page, failures shown."""
+
+import base64
+import copy
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from pod.eval import results as result_files
+from pod.eval.pictures import training_curve
+from pod.eval.report import bucket_table, method_table, speed_table, table_notes, write_report
+from pod.eval.results import load_results
+from pod.eval.summary import load_speed, summarise
+from pod.recipe import Recipe
+
+NAMES = ["full", "pod", "snapkv"]
+
+
+def method_file(name, nll, held):
+    """Two sequences in one bucket of 4 tokens with mean NLL `nll` and `nll + 1`; 3 of 4 keys found."""
+    sums = [4 * nll, 4 * (nll + 1)]
+    stated = {
+        "length": 99,
+        "budget_tokens": 60 if name == "snapkv" else None,
+        "bytes": held,
+        "dense_bytes": 2000,
+    }
+    stated |= {"pod_bytes": 1200, "bytes_over_pod": held / 1200, "saving": 1 - held / 2000}
+    bucket = {
+        "start": 50,
+        "end": 100,
+        "first": 96,
+        "perplexity": math.exp(nll + 0.5),
+        "ci95": [1.0, 90.0],
+        "bytes": stated,
+    }
+    total = {"perplexity": math.exp(nll + 0.5), "ci95": [1.0, 90.0], "sequences": 2, "tokens": 8}
+    perplexity = {
+        "scored_by": "one forward pass",
+        "decode_path_check": None,
+        "buckets": [bucket],
+        "total": total,
+        "samples": [
+            {"sequence": i, "bucket": 0, "nll_sum": value, "tokens": 4} for i, value in enumerate(sums)
+        ],
+    }
+    passkey = {"accuracy": 0.75, "correct": 3, "prompts": 4, "ci95": [0.3, 0.95], "bytes": [], "samples": []}
+    passkey["cells"] = [{"length": 80, "depth": depth, "correct": 1, "prompts": 2} for depth in (0.0, 1.0)]
+    return {
+        "schema": 1,
+        "method": name,
+        "title": f"what {name} is",
+        "status": "finished",
+        "error": None,
+        "seed": 0,
+        "config": {"bootstrap_samples": 20},
+        "model": {"path": "some/model", "dtype": "float32"},
+        "environment": result_files.environment(),
+        "parts": {"perplexity": perplexity, "passkey": passkey},
+    }
+
+
+def speed_file():
+    rows = {}
+    for name, rate in zip(NAMES, (10.0, 12.5, 9.0), strict=True):
+        spread = {"median": rate, "min": rate - 1, "max": rate + 1, "repeats": 3}
+        rows[name] = {
+            "decode_tokens_per_second": spread,
+            "speed_over_full": {**spread, "median": rate / 10},
+            "time_to_first_token_seconds": 0.5,
+            "bytes": {
+                "length": 90,
+                "budget_tokens": None,
+                "bytes": 1000,
+                "dense_bytes": 2000,
+                "saving": 0.5,
+                "bytes_over_pod": 1.0,
+            },
+            "bytes_by_part": {"keys": 400, "values": 599, "bookkeeping": 1},
+        }
+    part = {"lengths": [{"length": 90, "methods": rows}], "failed": {}}
+    return {"schema": 1, "method": "efficiency", "status": "finished", "parts": {"efficiency": part}}
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    recipe = Recipe(output_dir=str(tmp_path))
+    recipe.eval.methods = list(NAMES)
+    recipe.eval_dir.mkdir()
+    contents = {
+        "full": method_file("full", 2.0, 2000),
+        "pod": method_file("pod", 2.1, 1200),
+        "snapkv": method_file("snapkv", 3.0, 1190),
+    }
+    for name, content in {**contents, "efficiency": speed_file()}.items():
+        (recipe.eval_dir / f"{name}.json").write_text(json.dumps(content))
+    return recipe
+
+
+def test_method_table_cells(recipe):
+    table = method_table(summarise(recipe.eval_dir, NAMES))
+    assert [row[0] for row in table] == ["method", *NAMES]
+    full, ours, snap = table[1:]
+    assert full[1].startswith(f"{math.exp(2.5):.2f} [") and full[2] == "–"
+    assert ours[2] == "+10.5% [+10.5%, +10.5%]"  # exp(0.1) - 1, the same for every sequence
+    assert snap[2].startswith("+171.8%")
+    assert ours[3:] == ["3/4", "0.0", "40%", "12.5", "1.25"]
+
+
+def test_other_tables(recipe):
+    found = load_results(recipe.eval_dir, NAMES)
+    table = bucket_table(found)
+    assert table[0] == ["method", "96–99"]
+    assert table[2] == ["pod", f"{math.exp(2.6):.2f} (+10.5%)"]
+    speed = speed_table(load_speed(recipe.eval_dir))
+    assert speed[2] == ["90", "pod", "12.5 (11.5–13.5)", "1.25", "0.50", "0.0", "100.0%"]
+
+
+def test_notes_state_budgets_and_lengths(recipe):
+    notes = " ".join(table_notes(summarise(recipe.eval_dir, NAMES)))
+    assert "snapkv 60" in notes and "of 99 tokens" in notes and "after 90 tokens" in notes
+    assert "Nothing is saved" not in notes
+
+
+class Page(HTMLParser):
+    """Collects tags, checks that they close, and keeps what images and links refer to."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.sources, self.titles = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        self.sources += [attributes[key] for key in ("src", "href") if key in attributes]
+        if tag == "img":
+            assert attributes["alt"]
+        if tag not in ("img", "meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "h2":
+            self.titles.append(data)
+
+
+def test_page_is_whole_and_self_contained(recipe):
+    recipe.plan_dir.mkdir()
+    (recipe.plan_dir / "heads.png").write_bytes(b"\x89PNG picture")
+    recipe.train_dir.mkdir()
+    lines = [json.dumps({"step": step, "loss": 3 - step / 10}) for step in range(5)]
+    (recipe.train_dir / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 5, "lo')
+    text = write_report(recipe).read_text()
+    page = Page(text)
+    assert not page.open
+    assert page.titles[0] == "Methods at equal bytes" and {"Adaptation", "Passkey retrieval"} <= set(
+        page.titles
+    )
+    assert page.sources and all(source.startswith("data:image/") for source in page.sources)
+    assert any(base64.b64decode(source.split(",")[1]) == b"\x89PNG picture" for source in page.sources)
+    assert not re.search(r"<script|@import|url\(|<link", text)
+    assert 'name="viewport"' in text
+    markdown = (recipe.eval_dir / "report.md").read_text()
+    assert (
+        f"| pod | {math.exp(2.6):.2f} [" in markdown
+        and "PoD reaches perplexity 13.46 (dense 12.18)" in markdown
+    )
+
+
+def test_failed_method_is_shown_and_escaped(recipe):
+    failed = method_file("snapkv", 1.0, 1)
+    failed |= {"status": "failed", "error": "perplexity: <b> & 'x'", "parts": {}}
+    (recipe.eval_dir / "snapkv.json").write_text(json.dumps(failed))
+    text = write_report(recipe).read_text()
+    assert "&lt;b&gt; &amp; &#x27;x&#x27;" in text and "<td>failed</td>" in text
+    assert "* snapkv: perplexity: <b>" in (recipe.eval_dir / "report.md").read_text()
+
+
+def test_a_missing_part_leaves_dashes(recipe):
+    content = copy.deepcopy(method_file("pod", 2.1, 1200))
+    del content["parts"]["passkey"]
+    (recipe.eval_dir / "pod.json").write_text(json.dumps(content))
+    (recipe.eval_dir / "efficiency.json").unlink()
+    table = method_table(summarise(recipe.eval_dir, NAMES))
+    assert table[2][3] == "–" and table[2][6:] == ["–", "–"]
+    assert write_report(recipe).is_file()
+
+
+def test_report_without_results_says_what_to_do(tmp_path):
+    with pytest.raises(ValueError, match="holds no evaluation results: run launch/run_eval.py"):
+        write_report(Recipe(output_dir=str(tmp_path)))
+
+
+def test_training_curve_needs_two_points(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"note": 1}\n')
+    assert training_curve(tmp_path / "metrics.jsonl") is None

@@ -1,0 +1,84 @@
+"""Result files: fingerprints, reuse, what a failure leaves."""
+
+import json
+import os
+
+import pytest
+
+from pod.eval.results import RunResults, environment, fingerprint, identity, load_results, one_line
+
+
+def test_part_is_finished_for_its_fingerprint_only(tmp_path):
+    run = RunResults(tmp_path / "pod.json", "pod", {"seed": 1})
+    run.store("perplexity", "abc", 1.23456, {"total": 5})
+    again = RunResults(tmp_path / "pod.json", "pod", {"seed": 1})
+    assert again.finished("perplexity", "abc") and not again.finished("perplexity", "abd")
+    assert not again.finished("passkey", "abc")
+    assert again.content["parts"]["perplexity"]["seconds"] == 1.235
+
+
+def test_file_of_another_method_schema_or_broken_is_not_used(tmp_path):
+    path = tmp_path / "pod.json"
+    RunResults(path, "pod", {}).store("perplexity", "abc", 0, {})
+    assert not RunResults(path, "full", {}).finished("perplexity", "abc")
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"schema": 0}))
+    assert not RunResults(path, "pod", {}).finished("perplexity", "abc")
+    path.write_text('{"schema": 1, "meth')
+    assert not RunResults(path, "pod", {}).finished("perplexity", "abc")
+
+
+def test_failure_keeps_what_finished(tmp_path):
+    run = RunResults(tmp_path / "pod.json", "pod", {})
+    run.store("perplexity", "abc", 0, {})
+    run.fail("passkey", KeyError("x"))
+    content = load_results(tmp_path)["pod"]
+    assert content["status"] == "failed" and content["error"] == "passkey: KeyError: 'x'"
+    assert list(content["parts"]) == ["perplexity"]
+
+
+def test_keep_drops_outdated_parts(tmp_path):
+    run = RunResults(tmp_path / "pod.json", "pod", {})
+    run.store("perplexity", "old", 0, {})
+    run.store("passkey", "same", 0, {})
+    run.keep({"perplexity": "new", "passkey": "same"})
+    assert list(run.content["parts"]) == ["passkey"]
+
+
+def test_identity_sees_content_and_time(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    large = tmp_path / "model.safetensors"
+    large.write_bytes(bytes(2 << 20))
+    before = identity(tmp_path)
+    os.utime(tmp_path / "config.json", ns=(1, 1))
+    assert identity(tmp_path) == before, "small files count by content"
+    os.utime(large, ns=(1, 1))
+    touched = identity(tmp_path)
+    assert touched != before
+    (tmp_path / "config.json").write_text("{ }")
+    assert identity(tmp_path) != touched
+    assert identity("owner/name") == "owner/name"
+
+
+def test_fingerprint_ignores_the_order_of_keys():
+    assert fingerprint({"a": 1, "b": [2]}) == fingerprint({"b": [2], "a": 1})
+    assert fingerprint({"a": 1}) != fingerprint({"a": 2})
+
+
+def test_environment_is_json_without_paths():
+    text = json.dumps(environment())
+    assert os.getcwd() not in text and os.path.dirname(__file__) not in text
+    assert {"date", "versions", "hardware", "commit"} <= set(environment())
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("a\n b"), "a b"),
+        (RuntimeError("x"), "RuntimeError: x"),
+        (ValueError(), "ValueError"),
+        (OSError("full"), "full"),
+    ],
+)
+def test_one_line(error, line):
+    assert one_line(error) == line

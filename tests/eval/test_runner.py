@@ -1,0 +1,244 @@
+"""A whole evaluation on a tiny random model: equal bytes, reuse, failures, bad input."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import pod
+from pod.eval import runner
+from pod.eval.summary import summarise
+from pod.modeling.methods.streamingllm import StreamingLayer
+from pod.models import resolve_model
+from pod.recipe import load_recipe
+
+METHODS = ["full", "pod", "pod-unadapted", "streamingllm", "snapkv"]
+ROOT = Path(__file__).parents[2]
+SETTINGS = {
+    "model.path": "package:tiny",
+    "model.num_sink_tokens": 4,
+    "model.num_recent_tokens": 60,
+    "eval.text_length": 256,
+    "eval.min_context": 128,
+    "eval.text_sequences": 3,
+    "eval.scored_tokens": 5,
+    "eval.passkey_lengths": [420],
+    "eval.passkey_depths": [0.0, 1.0],
+    "eval.passkey_samples": 1,
+    "eval.passkey_new_tokens": 4,
+    "eval.batch_size": 2,
+    "eval.efficiency_lengths": [300],
+    "eval.efficiency_tokens": 2,
+    "eval.efficiency_repeats": 2,
+    "eval.bootstrap_samples": 50,
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with text, a plan and an adapted export; the tiny model in a cache of its own."""
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("POD_CACHE", str(tmp_path_factory.mktemp("cache")))
+        (folder / "text.txt").write_text(
+            "".join(f"Sentence number {i}, said {i * 7919 % 97} times. " for i in range(80))
+        )
+        plan = pod.SharingPlan(lead=[[0, 0], [0, 0], [0, 2], [3, 2]])
+        (folder / "out" / "plan").mkdir(parents=True)
+        plan.save(folder / "out" / "plan" / "plan.json")
+        model = pod.load_model(
+            resolve_model("package:tiny"), plan=plan, num_sink_tokens=4, num_recent_tokens=60
+        )
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.98)
+        model.save_pretrained(folder / "out" / "export")
+        yield folder  # POD_CACHE stays set for the tests of this file
+
+
+def recipe_of(place, **changes):
+    settings = SETTINGS | {"output_dir": str(place / "out"), "eval.text": [str(place / "text.txt")]} | changes
+    return load_recipe(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
+
+
+@pytest.fixture(scope="module")
+def finished(place):
+    """(recipe, results) of a complete run, whose files other tests read."""
+    recipe = recipe_of(place)
+    return recipe, runner.evaluate(recipe, log=lambda line: None)
+
+
+def read(recipe, name):
+    return json.loads((recipe.eval_dir / f"{name}.json").read_text())
+
+
+def test_every_method_has_a_finished_file(finished):
+    recipe, results = finished
+    assert list(results) == METHODS
+    for name in METHODS:
+        content = read(recipe, name)
+        assert (content["schema"], content["method"], content["status"]) == (1, name, "finished")
+        assert set(content["parts"]) == {"perplexity", "passkey"}
+        assert content["environment"]["versions"]["torch"] == torch.__version__
+        assert len(content["parts"]["perplexity"]["samples"]) == 3 * 1
+        assert [s["key"] for s in content["parts"]["passkey"]["samples"]] == [
+            s["key"] for s in results["full"]["parts"]["passkey"]["samples"]
+        ]
+        assert content["config"]["text_sequences"] == 3
+    assert not list(recipe.eval_dir.glob(".*")), "temporary files left behind"
+
+
+def test_dropping_methods_hold_what_pod_holds(finished):
+    recipe, results = finished
+    for name in ("pod", "streamingllm", "snapkv"):
+        stated = results[name]["parts"]["perplexity"]["buckets"][-1]["bytes"]
+        assert stated["length"] == 255
+        assert stated["bytes_over_pod"] == pytest.approx(1, abs=0.02)
+        assert stated["bytes"] < 0.83 * stated["dense_bytes"]
+        assert results[name]["parts"]["passkey"]["bytes"][0]["bytes_over_pod"] == pytest.approx(1, abs=0.03)
+    speed = read(recipe, "efficiency")["parts"]["efficiency"]["lengths"][0]["methods"]
+    assert speed["snapkv"]["bytes"]["bytes_over_pod"] == pytest.approx(1, abs=0.02)
+    assert sum(speed["pod"]["bytes_by_part"].values()) == speed["pod"]["bytes"]["bytes"]
+
+
+def test_scores_differ_between_methods_and_add_up(finished):
+    _, results = finished
+    totals = {name: results[name]["parts"]["perplexity"]["total"]["mean_nll"] for name in METHODS}
+    assert len({round(total, 6) for total in totals.values()}) == len(METHODS)
+    for result in results.values():
+        part = result["parts"]["perplexity"]
+        total = sum(s["nll_sum"] for s in part["samples"]) / sum(s["tokens"] for s in part["samples"])
+        assert part["total"]["mean_nll"] == pytest.approx(total)
+
+
+def test_one_pass_methods_state_their_check(finished):
+    _, results = finished
+    for name in ("full", "pod", "pod-unadapted"):
+        part = results[name]["parts"]["perplexity"]
+        assert part["scored_by"] == "one forward pass"
+        assert part["decode_path_check"]["max_abs_difference_nats"] < 2e-4
+    assert results["snapkv"]["parts"]["perplexity"]["scored_by"] == "decode path, token by token"
+
+
+def test_finished_runs_are_kept_and_changed_ones_are_not(finished, monkeypatch):
+    recipe, _ = finished
+    before = {name: read(recipe, name)["parts"] for name in METHODS}
+    monkeypatch.setattr(pod, "make_cache", lambda *a, **k: pytest.fail("measured again"))
+    monkeypatch.setattr(pod, "load_model", lambda *a, **k: pytest.fail("loaded again"))
+    lines: list[str] = []
+    results = runner.evaluate(recipe, log=lines.append)
+    assert sum("kept from" in line for line in lines) == 11
+    assert {name: results[name]["parts"] for name in METHODS} == before
+    assert results["full"]["model"]["parameters"] > 0
+
+
+def test_changed_model_is_measured_again(place, tmp_path):
+    recipe = recipe_of(
+        place, output_dir=str(tmp_path), **{"eval.methods": ["full"], "eval.tasks": ["perplexity"]}
+    )
+    runner.evaluate(recipe, log=lambda line: None)
+    lines: list[str] = []
+    recipe.model.num_recent_tokens = 61
+    runner.evaluate(recipe, log=lines.append)
+    assert not any("kept from" in line for line in lines)
+
+
+def out_of_sinks(*_):
+    raise RuntimeError("out of\nsinks")
+
+
+def test_failed_method_is_recorded_and_the_others_go_on(place, tmp_path, monkeypatch):
+    recipe = recipe_of(place, output_dir=str(tmp_path), **{"model.plan": str(place / "out/plan/plan.json")})
+    recipe.eval.methods = ["streamingllm", "full"]
+    monkeypatch.setattr(StreamingLayer, "attend", out_of_sinks)
+    with pytest.raises(RuntimeError, match=r"1 of 2 methods failed .*streamingllm.*out of sinks"):
+        runner.evaluate(recipe, log=lambda line: None)
+    failed, fine = read(recipe, "streamingllm"), read(recipe, "full")
+    assert failed["status"] == "failed" and failed["error"] == "perplexity: RuntimeError: out of sinks"
+    assert fine["status"] == "finished" and "passkey" in fine["parts"]
+    assert read(recipe, "efficiency")["status"] == "failed"
+    report = (recipe.eval_dir / "report.html").read_text()
+    assert "out of sinks" in report and "failed" in report
+    monkeypatch.undo()
+    results = runner.evaluate(recipe, log=lambda line: None)
+    assert (
+        results["streamingllm"]["status"] == "finished" and read(recipe, "efficiency")["status"] == "finished"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"eval.pod_model": "/nowhere"},
+            "'pod' needs the adapted model, and /nowhere holds none: run launch/export_hf.py",
+        ),
+        (
+            {"eval.text_sequences": 3000},
+            "text for perplexity .eval.text.: 3000 sequences of 256 tokens asked for, ",
+        ),
+        ({"eval.passkey_lengths": [100]}, "passkey prompt of 100 tokens is too short"),
+        ({"model.plan": "/nowhere.json"}, "model.plan: /nowhere.json does not exist"),
+        ({"eval.text": ["/nowhere.txt"]}, "nowhere.txt"),
+        ({"eval.efficiency_lengths": [9000]}, "feed up to 9006 tokens and the adapted model reads 8192"),
+    ],
+)
+def test_bad_input_is_refused_before_any_computation(place, changes, message, monkeypatch):
+    monkeypatch.setattr(pod, "make_cache", lambda *a, **k: pytest.fail("computation began"))
+    with pytest.raises(ValueError, match=message) as caught:
+        runner.evaluate(recipe_of(place, **changes), log=lambda line: None)
+    assert "\n" not in str(caught.value)
+
+
+def test_methods_with_budget_need_a_plan(place, tmp_path):
+    recipe = recipe_of(place, output_dir=str(tmp_path), **{"eval.methods": ["full", "snapkv"]})
+    with pytest.raises(ValueError, match="snapkv: the byte budget is what PoD holds, and there is neither"):
+        runner.evaluate(recipe, log=lambda line: None)
+
+
+def test_budget_below_a_methods_minimum_is_refused_before_any_computation(place, tmp_path):
+    changes = {
+        "eval.text_length": 36,
+        "eval.min_context": 20,
+        "eval.tasks": ["perplexity"],
+        "eval.methods": ["snapkv"],
+    }
+    recipe = recipe_of(
+        place, output_dir=str(tmp_path), **{"model.plan": str(place / "out/plan/plan.json")}, **changes
+    )
+    with pytest.raises(ValueError, match=r"snapkv: budget = \d+ must exceed window = 32"):
+        runner.evaluate(recipe, log=lambda line: None)
+
+
+def test_summary_rows(finished):
+    recipe, results = finished
+    rows = {row["method"]: row for row in summarise(recipe.eval_dir, METHODS)}
+    assert list(rows) == METHODS
+    full, ours = rows["full"], rows["pod"]
+    assert full["change"] == 0 and full["saving"] == pytest.approx(0, abs=0.01)
+    assert ours["change"] == pytest.approx(ours["perplexity"] / full["perplexity"] - 1)
+    assert ours["length"] == max(s["length"] for s in results["pod"]["parts"]["passkey"]["bytes"])
+    assert ours["speed_over_full"]["repeats"] == 2 and full["speed_over_full"]["median"] == 1
+
+
+def test_command_line(place, tmp_path):
+    """The launcher from another folder: an unknown method is one line and exit code 2; --dry-run estimates."""
+    command = [sys.executable, str(ROOT / "launch" / "run_eval.py"), "--methods"]
+    wrong = subprocess.run(
+        [*command, "full,snapk"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert wrong.returncode == 2
+    assert wrong.stderr.strip().count("\n") == 0 and "did you mean 'snapkv'" in wrong.stderr
+    dry = subprocess.run(
+        [*command, "full,snapkv", "--dry-run"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert dry.returncode == 0 and "decode steps" in dry.stdout, dry.stderr
+    assert not list(tmp_path.iterdir())
