@@ -1,0 +1,290 @@
+"""pod/recipe.py and pod/schema.py: every mistake in a recipe is one line that says what to do."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from pod import recipe as recipes
+from pod.recipe import Recipe, load_recipe, run
+from pod.schema import build, convert, explain, field_docs, to_yaml, type_name
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults_and_overrides(tmp_path):
+    path = write(tmp_path, "output_dir: runs/a\nmodel: {num_sink_tokens: 4}\ntrain:\n  learning_rate: 2e-5\n")
+    recipe = load_recipe(path, ["train.max_steps=7", "model.num_sink_tokens=8", "data.sources=stdlib:"])
+    assert recipe.output_dir == "runs/a"
+    assert recipe.model.num_sink_tokens == 8
+    assert recipe.model.num_recent_tokens == 4080
+    assert recipe.train.learning_rate == 2e-5, "YAML 1.1 would read 2e-5 as text"
+    assert recipe.train.max_steps == 7
+    assert recipe.data.sources == ["stdlib:"], "the text, not the mapping {stdlib: null}"
+    assert load_recipe(None) == Recipe()
+    assert load_recipe(write(tmp_path, "# nothing\n")) == Recipe()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("modle: {}", "unknown key 'modle' (did you mean 'model'?)"),
+        (
+            "model: {num_sink_token: 3}",
+            "unknown key 'num_sink_token' in model (did you mean 'model.num_sink_tokens'?)",
+        ),
+        ("learning_rate: 1.0", "(did you mean 'train.learning_rate'?)"),
+        ("model: {num_sink_tokens: many}", "model.num_sink_tokens is 'many', expected int"),
+        ("model: {num_sink_tokens: 1.5}", "model.num_sink_tokens is 1.5, expected int"),
+        ("model: {num_sink_tokens: true}", "model.num_sink_tokens is True, expected int"),
+        ("model: {num_sink_tokens: -1}", "model.num_sink_tokens is -1, allowed are 0 and more"),
+        (
+            "model: {dtype: bfloat}",
+            "model.dtype is 'bfloat', allowed: float32, bfloat16, float64 (did you mean 'bfloat16'?)",
+        ),
+        ("model: [1]", "model is [1], expected a mapping"),
+        ("seed: -3", "seed is -3"),
+        ("seed: 1\nseed: 2", "key 'seed' stands twice"),
+        ("model: {", "not valid YAML"),
+        ("- a", "holds list, expected sections (output_dir"),
+        ("data: {sources: 3}", "data.sources is 3, expected list of str"),
+        ("data: {sources: [[a]]}", "data.sources[0] is ['a'], expected str"),
+    ],
+)
+def test_mistakes_in_the_file(tmp_path, text, message):
+    path = write(tmp_path, text)
+    with pytest.raises(ValueError) as caught:
+        load_recipe(path)
+    assert message in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.max_step=3", "unknown key 'max_step' in train (did you mean 'train.max_steps'?)"),
+        ("max_steps=3", "(did you mean 'train.max_steps'?)"),
+        ("train.max_steps", "expected section.field=value"),
+        (".max_steps=3", "expected section.field=value"),
+        ("train.max_steps=[", "the value is not valid YAML"),
+        ("train.max_steps=ten", "train.max_steps is 'ten', expected int"),
+        ("train=3", "train is 3, expected a mapping"),
+    ],
+)
+def test_mistakes_in_overrides(override, message):
+    with pytest.raises(ValueError) as caught:
+        load_recipe(None, [override])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_file_points_to_examples(tmp_path):
+    with pytest.raises(ValueError, match=r"nowhere.yaml: cannot be read .* see configs/"):
+        load_recipe(tmp_path / "nowhere.yaml")
+
+
+@dataclass(kw_only=True)
+class Inner:
+    rate: float
+    """Steps per
+    second."""
+
+
+@dataclass(kw_only=True)
+class Outer:
+    """A schema with every kind of type."""
+
+    inner: Inner
+    """One of these."""
+    names: list[str] = field(default_factory=list)
+    """Names."""
+    sizes: tuple[int, int] = (1, 2)
+    """Two sizes."""
+    either: int | str = 3
+    """A number or a word."""
+    maybe: float | None = None
+    """A number."""
+    mode: Literal["fast", "slow", 3] = "fast"
+    """How."""
+    table: dict[str, float] = field(default_factory=dict)
+    """Weights."""
+    many: list[Inner] = field(default_factory=list)
+    """Several."""
+    path: Path = Path("a")
+    """Where."""
+    anything: Any = None
+    """Anything."""
+    flag: bool = False
+    """Yes or no."""
+
+
+def test_every_kind_of_type():
+    made = build(
+        Outer,
+        {
+            "inner": {"rate": 2},
+            "names": "full, imdc(snapkv,4096),1",
+            "sizes": [3, 4.0],
+            "either": "5 tokens",
+            "maybe": 1,
+            "mode": 3,
+            "table": {"a": 1},
+            "many": [{"rate": 1.5}],
+            "path": "b/c",
+            "anything": {"x": [1]},
+            "flag": True,
+        },
+    )
+    assert made == Outer(
+        inner=Inner(rate=2.0),
+        names=["full", "imdc(snapkv,4096)", "1"],
+        sizes=(3, 4),
+        either="5 tokens",
+        maybe=1.0,
+        mode=3,
+        table={"a": 1.0},
+        many=[Inner(rate=1.5)],
+        path=Path("b/c"),
+        anything={"x": [1]},
+        flag=True,
+    )
+    assert isinstance(made.inner.rate, float)
+    assert isinstance(made.sizes[1], int)
+    assert build(Outer, {"inner": {"rate": 1}, "either": 4}).either == 4, (
+        "a number stays one where a word would do too"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({}, "inner is missing: set it in the config or with --set inner=…"),
+        ({"inner": {}}, "inner.rate is missing"),
+        ({"inner": {"rate": "x"}}, "inner.rate is 'x', expected float"),
+        (
+            {"inner": {"rate": 1}, "many": [{"rat": 1}]},
+            "unknown key 'rat' in many[0] (did you mean 'many[0].rate'?)",
+        ),
+        ({"inner": {"rate": 1}, "sizes": [1]}, "sizes has 1 entries, expected 2"),
+        ({"inner": {"rate": 1}, "either": [1]}, "either is [1], expected int or str"),
+        ({"inner": {"rate": 1}, "mode": "4"}, "mode is '4', allowed: fast, slow, 3"),
+        ({"inner": {"rate": 1}, "mode": True}, "mode is True, allowed"),
+        ({"inner": {"rate": 1}, "table": {"a": "b"}}, "table.a is 'b', expected float"),
+        ({"inner": {"rate": 1}, "table": 3}, "table is 3, expected mapping of str to float"),
+        ({"inner": {"rate": 1}, "flag": 1}, "flag is 1, expected bool"),
+        ({"inner": {"rate": 1}, "maybe": "high"}, "maybe is 'high', expected float"),
+    ],
+)
+def test_mistakes_name_their_place(content, message):
+    with pytest.raises(ValueError) as caught:
+        build(Outer, content)
+    assert message in str(caught.value)
+
+
+def test_documentation_comes_from_the_text_under_each_field():
+    assert field_docs(Inner) == {"rate": "Steps per second."}
+    assert list(field_docs(Outer)) == [item.name for item in dataclasses.fields(Outer)]
+    lines = explain(Outer, "outer")
+    assert "  outer.mode  (one of fast | slow | 3, default 'fast')" in lines
+    assert "  outer.inner  (Inner, required)" in lines
+    assert type_name(float | None) == "float or null"
+    assert convert("1", str, "x") == "1"
+
+
+def test_a_number_stays_a_number_whatever_the_order_of_a_union():
+    assert convert(4, str | int, "x") == 4
+    assert convert("4", int | str, "x") == "4"
+
+
+def test_yaml_round_trip_keeps_small_numbers(tmp_path):
+    recipe = load_recipe(None, ["train.learning_rate=1e-7", "output_dir='007'", "model.plan=null"])
+    assert load_recipe(write(tmp_path, to_yaml(recipe))) == recipe
+
+
+def test_plan_path(tmp_path):
+    recipe = load_recipe(None, [f"output_dir={tmp_path}"])
+    assert recipe.plan_path() is None
+    recipe.plan_dir.mkdir()
+    (recipe.plan_dir / "plan.json").write_text("{}")
+    assert recipe.plan_path() == tmp_path / "plan" / "plan.json"
+    recipe.model.plan = str(tmp_path / "other.json")
+    with pytest.raises(ValueError, match=r"model.plan: .*other.json does not exist; run launch/explore.py"):
+        recipe.plan_path()
+
+
+def started(main, argv, **settings):
+    run(main, sections=("model",), argv=argv, description="Test.", **settings)
+
+
+def test_run_hands_over_the_recipe_and_shorthands_win():
+    seen = []
+    add = lambda parser: parser.add_argument("--dtype", dest="model.dtype")  # noqa: E731
+    started(
+        seen.append,
+        ["--set", "model.dtype=float64", "--dtype", "bfloat16", "--local_rank", "1"],
+        extra_arguments=add,
+    )
+    assert seen[0].model.dtype == "bfloat16"
+
+
+def test_dry_run_prints_recipe_and_estimate_and_does_nothing(capsys):
+    started(
+        lambda recipe: pytest.fail("main ran"),
+        ["--dry-run", "--set", "seed=5"],
+        estimate=lambda r: f"needs {r.seed} GB",
+    )
+    output = capsys.readouterr().out
+    assert "seed: 5" in output
+    assert output.endswith("needs 5 GB\n")
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("bad\nthing"), OSError("disk full"), RuntimeError("NaN loss"), ImportError("wandb")]
+)
+def test_errors_are_one_line_and_code_2(error, capsys, monkeypatch):
+    monkeypatch.delenv("POD_TRACEBACK", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+
+    def main(_):
+        raise error
+
+    with pytest.raises(SystemExit) as caught:
+        started(main, [])
+    assert caught.value.code == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: " + " ".join(str(error).split()))
+    assert printed.count("\n") == 1
+    monkeypatch.setenv("POD_TRACEBACK", "1")
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SystemExit):
+        started(main, [])
+    printed = capsys.readouterr().err
+    assert "Traceback" in printed
+    assert "error (rank 3): " in printed
+
+
+def test_a_bug_keeps_its_traceback():
+    def main(_):
+        raise KeyError("bug")
+
+    with pytest.raises(KeyError):
+        started(main, [])
+
+
+def test_help_explains_the_sections_asked_for_and_no_others(capsys):
+    with pytest.raises(SystemExit) as caught:
+        started(print, ["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert "model.num_recent_tokens  (int, default 4080)" in text
+    assert "output_dir  (str" in text
+    assert "train.max_steps" not in text
+    with pytest.raises(ValueError, match="did you mean 'model'"):
+        recipes.help_text(["modle"])
