@@ -1,0 +1,105 @@
+"""Measure how similar the attention of the layers is on long held-out text, and turn it into a sharing plan.
+
+Writes plan.json, similarity.safetensors, summary.txt and three pictures into <output_dir>/plan. With the same model and
+text, another --algorithm, --threshold or --target-saving makes its plan from the similarity that is there. Several
+ranks (torchrun or deepspeed) divide the sequences; an interrupted run continues where it was.
+"""
+
+import argparse
+from typing import Any
+
+from pod.files import atomic_write_text
+from pod.recipe import Recipe, run
+
+
+def main(recipe: Recipe) -> None:
+    """Find the similarity, make the plan, draw both."""
+    from pod.models import resolve_model
+    from pod.training.explore import find_similarity, process_group, settings_of
+
+    args = recipe.model
+    settings = settings_of(
+        {"path": args.path, "gguf_file": args.gguf_file, "dtype": args.dtype},
+        recipe.explore,
+        recipe.data,
+        recipe.seed,
+    )
+    with process_group() as rank:
+        folder = resolve_model(args.path)
+        similarity = find_similarity(recipe.plan_dir, settings, folder, recipe.explore, recipe.data)
+        if rank == 0:
+            write_plan(recipe, similarity)
+
+
+def write_plan(recipe: Recipe, similarity: Any) -> None:
+    """plan.json, summary.txt and the pictures."""
+    from pod.training.plan_pictures import save_pictures
+    from pod.training.planning import describe_plan, dp_plan, greedy_plan, plan_cost
+
+    explore, heads = recipe.explore, similarity.num_key_value_heads
+    provenance = similarity.provenance
+    if explore.algorithm == "dp":
+        plan = dp_plan(similarity.values, heads, explore.target_saving, provenance)
+        how = f"dp at target saving {explore.target_saving:.1%}"
+    else:
+        plan = greedy_plan(similarity.values, heads, explore.threshold, provenance)
+        how = f"greedy at threshold {explore.threshold:g}"
+    name = provenance["model"].rstrip("/").split("/")[-1].removeprefix("package:")
+    what = f"{provenance['num_sequences']} x {provenance['sequence_length']:,} tokens, last {provenance['num_queries']} queries"
+    recipe.plan_dir.mkdir(parents=True, exist_ok=True)
+    pictures = save_pictures(recipe.plan_dir, similarity.values, plan, f"{name}, {what}; {how}")
+    args = recipe.model
+    n = provenance["sequence_length"]
+    summary = "\n".join(
+        (
+            f"plan: {how}, on {name}, {what}",
+            describe_plan(plan),
+            f"KV saving at {n:,} tokens with {args.num_sink_tokens} sink and {args.num_recent_tokens} recent tokens: "
+            f"{plan.saving(n, args.num_sink_tokens, args.num_recent_tokens):.1%}",
+            f"cost of the plan, sum of (1 - similarity with the lead): {plan_cost(similarity.values, plan):.2f}",
+        )
+    )
+    atomic_write_text(recipe.plan_dir / "summary.txt", summary + "\n")
+    plan.save(recipe.plan_dir / "plan.json")
+    print(summary)
+    print(f"written: {recipe.plan_dir / 'plan.json'}, {', '.join(path.name for path in pictures)}")
+
+
+def estimate(recipe: Recipe) -> str:
+    """Tokens, memory and disk; needs the model's config only."""
+    from transformers import AutoConfig
+
+    from pod.models import resolve_model
+    from pod.training.explore import check_model, describe_cost
+
+    try:
+        options = {"gguf_file": recipe.model.gguf_file} if recipe.model.gguf_file else {}
+        config = AutoConfig.from_pretrained(
+            resolve_model(recipe.model.path), local_files_only=True, **options
+        )
+    except (ValueError, OSError) as error:
+        return f"No estimate: {recipe.model.path} is not on this machine ({str(error).splitlines()[0]})"
+    check_model(config, recipe.explore)
+    return describe_cost(config, recipe.explore)
+
+
+def shorthands(parser: argparse.ArgumentParser) -> None:
+    """`--threshold 0.42` for `--set explore.threshold=0.42`, and its siblings."""
+    for option, field in (
+        ("--algorithm", "algorithm"),
+        ("--threshold", "threshold"),
+        ("--target-saving", "target_saving"),
+    ):
+        parser.add_argument(
+            option, dest=f"explore.{field}", metavar="VALUE", help=f"short for --set explore.{field}=VALUE"
+        )
+
+
+if __name__ == "__main__":
+    run(
+        main,
+        sections=("model", "explore", "data"),
+        description=__doc__,
+        estimate=estimate,
+        extra_arguments=shorthands,
+    )
