@@ -1,0 +1,29 @@
+"""Write the newest training checkpoint as a Hugging Face folder that loads with plain transformers.
+
+    python launch/export_hf.py --config configs/demo.yaml
+
+Reads <output_dir>/train, writes <output_dir>/export (safetensors, configuration, tokenizer, remote code).
+"""
+
+from functools import partial
+from pathlib import Path
+
+from pod.recipe import Recipe, run
+
+
+def main(recipe: Recipe) -> None:
+    import pod
+    from pod.models import resolve_model
+    from pod.training.export import checkpoint_to_export, export
+    from pod.training.start import load_start_model
+
+    checkpoint = checkpoint_to_export(Path(recipe.output_dir) / "train", recipe.export.checkpoint)
+    path = Path(recipe.export.path or Path(recipe.output_dir) / "export")
+    tokenizer = pod.load_tokenizer(resolve_model(recipe.model.path), gguf_file=recipe.model.gguf_file)
+    start_model = partial(load_start_model, recipe.model)
+    export(checkpoint, path, tokenizer, recipe.export.dtype, recipe.export.max_shard_size, start_model)
+    print(f"exported {checkpoint} to {path}", flush=True)
+
+
+if __name__ == "__main__":
+    run(main, sections=("model", "export"), description=__doc__)
