@@ -33,6 +33,11 @@ from pod.schema import to_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
+QUIET = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "PYTHONWARNINGS": "ignore::FutureWarning",
+    "PYTHONUNBUFFERED": "1",
+}
 RANKS = 2  # the least that shows ZeRO-3 and Ulysses at work
 _VERSIONED = ("torch", "transformers", "deepspeed", "tokenizers")
 
@@ -222,9 +227,9 @@ def run_step(step: Step, state: dict[str, Any], wanted: str, folder: Path) -> No
 def run_command(command: list[str], environment: dict[str, str]) -> tuple[int, int]:
     """Run a command with this terminal's output; returns exit code and peak memory in bytes (summed over its processes)."""
     full = {
+        **QUIET,
         **os.environ,
         "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",
-        "PYTHONUNBUFFERED": "1",
         **environment,
     }
     with subprocess.Popen(command, env=full) as process, _peak_memory(process.pid) as peak:
@@ -349,7 +354,7 @@ def check_export(recipe: Recipe) -> None:
     import pod
 
     folder = export_dir(recipe)
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     text = " ".join(Path(__file__).read_text(encoding="utf-8").split())
     length = min(
         2 * (recipe.model.num_sink_tokens + recipe.model.num_recent_tokens), recipe.data.context_length
@@ -389,18 +394,18 @@ def summary(recipe: Recipe, state: dict[str, Any], seconds: float) -> list[str]:
     peak = max(step["peak_bytes"] for step in state.values())
     spent = sum(step["seconds"] for step in state.values())
     return [
-        f"model     {recipe.model.path}, windows {recipe.model.num_sink_tokens} + {recipe.model.num_recent_tokens} tokens",
+        f"model       {recipe.model.path}, windows {recipe.model.num_sink_tokens} + {recipe.model.num_recent_tokens} tokens",
         _plan_line(recipe),
         _data_line(recipe),
         _training_line(recipe),
         _export_line(recipe),
-        "perplexity " + _per_method(rows, "perplexity", "{:.2f}".format),
-        "passkey   " + _per_method(rows, "passkey", "{:.0%}".format),
-        "bytes     "
+        "perplexity  " + _per_method(rows, "perplexity", "{:.2f}".format),
+        "passkey     " + _per_method(rows, "passkey", "{:.0%}".format),
+        "bytes       "
         + _per_method(rows, "bytes", lambda size: f"{size / 1e6:.2f} MB")
         + _length(rows, "length"),
-        "tokens/s  " + _per_method(rows, "tokens_per_second", _median) + _length(rows, "speed_length"),
-        f"report    {recipe.eval_dir / 'report.html'}  ({seconds:.0f} s now, {spent:.0f} s without caches, peak {peak / 1e9:.1f} GB)",
+        "tokens/s    " + _per_method(rows, "tokens_per_second", _median) + _length(rows, "speed_length"),
+        f"report      {recipe.eval_dir / 'report.html'}  ({seconds:.0f} s now, {spent:.0f} s without caches, peak {peak / 1e9:.1f} GB)",
     ]
 
 
@@ -432,7 +437,7 @@ def _plan_line(recipe: Recipe) -> str:
         recipe.data.context_length, recipe.model.num_sink_tokens, recipe.model.num_recent_tokens
     )
     return (
-        f"plan      {recipe.explore.algorithm}: {plan.share_non_lead:.0%} of {plan.num_layers} x {plan.num_key_value_heads} "
+        f"plan        {recipe.explore.algorithm}: {plan.share_non_lead:.0%} of {plan.num_layers} x {plan.num_key_value_heads} "
         f"(layer, KV head) pairs share, KV saving {plan.asymptotic_saving:.1%} in the limit, {now:.1%} at "
         f"{recipe.data.context_length} tokens"
     )
@@ -442,7 +447,7 @@ def _data_line(recipe: Recipe) -> str:
     from pod.data import PackedDataset
 
     rows = PackedDataset(recipe.data_dir)
-    return f"data      {len(rows)} packed rows of {rows.context_length} tokens from {', '.join(recipe.data.sources)}"
+    return f"data        {len(rows)} packed rows of {rows.context_length} tokens from {', '.join(recipe.data.sources)}"
 
 
 def _training_line(recipe: Recipe) -> str:
@@ -453,7 +458,7 @@ def _training_line(recipe: Recipe) -> str:
     first, last = sum(losses[:few]) / few, sum(losses[-few:]) / few
     rate = sorted(row["tokens_per_second"] for row in metrics)[len(metrics) // 2]
     return (
-        f"training  {metrics[-1]['step']} steps on {_ranks(recipe)} ranks (SP={recipe.train.sequence_parallel_size}), loss "
+        f"training    {metrics[-1]['step']} steps on {_ranks(recipe)} ranks (SP={recipe.train.sequence_parallel_size}), loss "
         f"{first:.3f} → {last:.3f} (means of the first and last {few} steps), {rate:,.0f} tokens/s"
     )
 
@@ -461,7 +466,7 @@ def _training_line(recipe: Recipe) -> str:
 def _export_line(recipe: Recipe) -> str:
     check = read_json(_check_file(recipe))
     return (
-        f"export    {export_dir(recipe)}, reloads in plain transformers with logits equal to "
+        f"export      {export_dir(recipe)}, reloads in plain transformers with logits equal to "
         f"{check['relative_logit_error']:.0e} of their scale"
     )
 
