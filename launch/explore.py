@@ -77,8 +77,8 @@ def estimate(recipe: Recipe) -> str:
         config = AutoConfig.from_pretrained(
             resolve_model(recipe.model.path), local_files_only=True, **options
         )
-    except (ValueError, OSError) as error:
-        return f"No estimate: {recipe.model.path} is not on this machine ({str(error).splitlines()[0]})"
+    except (ValueError, OSError):
+        return f"No estimate: the config of {recipe.model.path} is not on this machine."
     check_model(config, recipe.explore)
     return describe_cost(config, recipe.explore)
 

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -102,7 +103,9 @@ def _measure(
         device=_device(),
     )
     check_model(model.config, explore)
-    sequences = read_sequences(explore, data, model_folder, settings["gguf_file"], settings["seed"], say)
+    sequences, split = read_sequences(
+        explore, data, model_folder, settings["gguf_file"], settings["seed"], say
+    )
     fingerprint = settings | {
         "weights_sha256": model_fingerprint(model),
         "tokens_sha256": sequence_fingerprint(sequences),
@@ -124,7 +127,7 @@ def _measure(
     return Similarity(
         values=values,
         num_key_value_heads=model.config.num_key_value_heads,
-        provenance=wanted | fingerprint,
+        provenance=wanted | fingerprint | {"split_used": split},
     )
 
 
@@ -143,28 +146,31 @@ def read_sequences(
     gguf_file: str | None,
     seed: int,
     say: Callable[[str], None] = print,
-) -> Sequence[Tensor]:
+) -> tuple[Sequence[Tensor], str]:
     """N token sequences ``[n]`` of the settings: from explore.sources, else from what data.sources holds out of training.
 
+    Also returns which part of the sources they come from: all, held_out or train.
     Sources too small to hold enough out give training text instead, and a line says so: a plan only describes the model.
     """
     tokenizer = load_tokenizer(model_folder, gguf_file=gguf_file)
     take = partial(
         long_sequences,
-        explore.sources or data,
+        replace(data, sources=explore.sources or data.sources),
         tokenizer,
         explore.num_sequences,
         explore.sequence_length,
         seed=seed,
     )
+    split = "all" if explore.sources else "held_out"
     try:
-        tokens = take()
+        tokens = take(split=split)
     except ValueError as error:
         if explore.sources:
             raise
+        split = "train"
+        tokens = take(split=split)
         say(f"similarity: measured on training text, held-out text does not suffice ({error})")
-        tokens = take(split="train")
-    return list(torch.from_numpy(tokens))
+    return list(torch.from_numpy(tokens)), split
 
 
 def check_model(config: Any, explore: ExploreArgs) -> None:

@@ -1,0 +1,185 @@
+"""launch/explore.py from text to plan on a random four-layer model; what is measured again and what is not."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from pod.modeling.sharing import SharingPlan
+from pod.recipe import load_recipe, run
+from pod.training import explore as explore_module
+from pod.training.planning import dp_plan, greedy_plan
+from pod.training.similarity import Similarity
+
+LAUNCHER = Path(__file__).parents[2] / "launch" / "explore.py"
+WRITTEN = {
+    "plan.json",
+    "similarity.safetensors",
+    "summary.txt",
+    "adjacent_similarity.png",
+    "similarity_heads.png",
+    "blocks.png",
+}
+
+
+@pytest.fixture(scope="module")
+def launcher():
+    spec = importlib.util.spec_from_file_location("explore_launcher", LAUNCHER)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def overrides(tmp_path):
+    text = tmp_path / "texts" / "a.txt"
+    text.parent.mkdir()
+    text.write_text(" ".join(f"word{number} of a long text" for number in range(200)))
+    return [
+        f"output_dir={tmp_path / 'run'}",
+        "model.path=package:tiny",
+        f"explore.sources=[{text.parent}]",
+        "explore.num_sequences=3",
+        "explore.sequence_length=48",
+        "explore.num_queries=5",
+        "explore.target_saving=0.25",
+    ]
+
+
+def saved(tmp_path):
+    folder = tmp_path / "run" / "plan"
+    return SharingPlan.load(folder / "plan.json"), Similarity.load(folder / "similarity.safetensors")
+
+
+def test_writes_plan_similarity_summary_and_pictures(launcher, overrides, tmp_path, capsys):
+    launcher.main(load_recipe(None, overrides))
+    plan, similarity = saved(tmp_path)
+    assert {path.name for path in (tmp_path / "run" / "plan").iterdir()} == WRITTEN
+    assert plan.lead == dp_plan(similarity.values, 2, 0.25).lead
+    assert plan.asymptotic_saving == 0.25
+    assert plan.provenance["algorithm"] == "dp" and plan.provenance["num_queries"] == 5
+    assert len(plan.provenance["tokens_sha256"]) == 64
+    summary = (tmp_path / "run" / "plan" / "summary.txt").read_text()
+    assert "25.0%" in summary and summary in capsys.readouterr().out
+
+
+def test_similarity_is_that_of_stock_attention(launcher, overrides, tmp_path):
+    """The rows come from our decoder; here they come from transformers' eager attention."""
+    from transformers import AutoModelForCausalLM
+
+    from pod.models import resolve_model
+    from pod.training.similarity import jensen_shannon_similarity
+
+    recipe = load_recipe(None, [*overrides, "model.dtype=float64"])
+    launcher.main(recipe)
+    folder = resolve_model("package:tiny")
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    sequences, split = explore_module.read_sequences(recipe.explore, recipe.data, folder, None, recipe.seed)
+    expected = []
+    for sequence in sequences:
+        rows = stock(sequence[None], output_attentions=True).attentions
+        expected.append(jensen_shannon_similarity(torch.stack([row[0, :, -5:] for row in rows]).detach()))
+    assert len(expected) == 3 and split == "all"
+    # stock softmax computes in fp32 even for fp64 models
+    assert (saved(tmp_path)[1].values - torch.stack(expected).mean(0)).abs().max() < 1e-5
+
+
+def test_another_algorithm_measures_nothing_and_loads_no_model(launcher, overrides, tmp_path, monkeypatch):
+    launcher.main(load_recipe(None, overrides))
+    first = saved(tmp_path)[1]
+
+    def loaded_again(*args, **kwargs):
+        raise AssertionError("loaded the model again")
+
+    monkeypatch.setattr(explore_module, "load_model", loaded_again)
+    launcher.main(load_recipe(None, [*overrides, "explore.algorithm=greedy", "explore.threshold=0.2"]))
+    plan, second = saved(tmp_path)
+    assert torch.equal(first.values, second.values)
+    assert plan.lead == greedy_plan(first.values, 2, 0.2).lead
+    assert plan.provenance["threshold"] == 0.2 and "target_saving" not in plan.provenance
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["explore.num_queries=4", "explore.sequence_length=40", "model.dtype=float64", "explore.num_sequences=2"],
+)
+def test_other_settings_measure_again_and_keep_the_old_file(launcher, overrides, tmp_path, change, capsys):
+    launcher.main(load_recipe(None, overrides))
+    old = saved(tmp_path)[1].values
+    capsys.readouterr()
+    launcher.main(load_recipe(None, [*overrides, change]))
+    assert change.split("=")[0].split(".")[-1] in capsys.readouterr().out
+    assert not torch.equal(saved(tmp_path)[1].values, old)
+    (kept,) = (tmp_path / "run" / "plan").glob("similarity-*.safetensors")
+    assert torch.equal(Similarity.load(kept).values, old)
+
+
+def test_an_interrupted_launch_continues(launcher, overrides, tmp_path, monkeypatch):
+    launcher.main(load_recipe(None, [*overrides, f"output_dir={tmp_path / 'whole'}"]))
+    record = explore_module.record_attention_rows
+    calls = []
+
+    def interrupted(model, input_ids, num_queries):
+        calls.append(input_ids)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return record(model, input_ids, num_queries)
+
+    monkeypatch.setattr(explore_module, "record_attention_rows", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        launcher.main(load_recipe(None, [*overrides, "explore.save_every=1"]))
+    assert not (tmp_path / "run" / "plan" / "plan.json").exists()
+    with pytest.raises(ValueError, match=r"num_queries = 5 \(now 4\)"):
+        launcher.main(load_recipe(None, [*overrides, "explore.num_queries=4"]))
+    launcher.main(load_recipe(None, overrides))
+    assert len(calls) == 4  # the third sequence only
+    whole = Similarity.load(tmp_path / "whole" / "plan" / "similarity.safetensors")
+    assert torch.equal(saved(tmp_path)[1].values, whole.values)
+    assert {path.name for path in (tmp_path / "run" / "plan").iterdir()} == WRITTEN
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (["explore.target_saving=0.45"], "4 layers can save 0 to 0.375"),
+        (["explore.sequence_length=9000"], "the model reads 8192"),
+        (["explore.num_sequences=999"], "sequences of 48 tokens asked for"),
+        (["explore.sources=[/nowhere/at/all]"], "nowhere"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_no_plan(launcher, overrides, tmp_path, change, words, capsys):
+    argv = [part for override in [*overrides, *change] for part in ("--set", override)]
+    with pytest.raises(SystemExit) as ended:
+        run(launcher.main, sections=("model", "explore"), argv=argv)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and words in error
+    assert not (tmp_path / "run" / "plan" / "plan.json").exists()
+
+
+def test_shorthands_and_dry_run(launcher, overrides, capsys):
+    argv = [part for override in overrides for part in ("--set", override)]
+    argv += ["--algorithm", "greedy", "--threshold", "0.42", "--target-saving", "0.1", "--dry-run"]
+    run(
+        launcher.main,
+        sections=("model", "explore"),
+        estimate=launcher.estimate,
+        extra_arguments=launcher.shorthands,
+        argv=argv,
+    )
+    printed = capsys.readouterr().out
+    assert "algorithm: greedy" in printed and "threshold: 0.42" in printed and "target_saving: 0.1" in printed
+    assert "3 x 48 = 144 tokens" in printed
+
+
+def test_small_sources_give_training_text_and_say_so(launcher, overrides, tmp_path, capsys):
+    source = next(item for item in overrides if item.startswith("explore.sources")).split("=")[1]
+    kept = [item for item in overrides if not item.startswith("explore.sources")]
+    launcher.main(load_recipe(None, [*kept, f"data.sources={source}", "data.held_out_fraction=0.001"]))
+    assert "measured on training text" in capsys.readouterr().out
+    assert (
+        json.loads((tmp_path / "run" / "plan" / "plan.json").read_text())["provenance"]["split_used"]
+        == "train"
+    )
