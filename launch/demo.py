@@ -72,7 +72,9 @@ def steps_of(recipe: Recipe, config: Path) -> list[Step]:
 
 
 def _preparation(recipe: Recipe, given: list[str]) -> list[Step]:
-    search = ("pod/training/similarity.py", "pod/training/planning.py")
+    search = tuple(
+        f"pod/training/{name}.py" for name in ("explore", "explore_args", "similarity", "planning")
+    )
     return [
         Step(
             name="explore",
