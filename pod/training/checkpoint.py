@@ -188,6 +188,7 @@ class Checkpointer:
         except OSError:
             if self.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
+            dist.barrier()
             raise
         if self.rank == 0:
             shutil.rmtree(final, ignore_errors=True)
@@ -241,8 +242,13 @@ class Checkpointer:
         """Raise on all ranks when any of them has an error."""
         failed = torch.tensor([error is not None], dtype=torch.int32, device=self.device)
         dist.all_reduce(failed)
+        if isinstance(error, OSError) and "disk full" in str(error):
+            raise error
         if error is not None:
-            raise OSError(f"cannot write checkpoint {final}: {_first_line(error)}") from error
+            raise OSError(
+                f"cannot write checkpoint {final} ({_first_line(error)}): check space, quota and permissions there, "
+                "or set another output_dir"
+            ) from error
         if failed.item():
             raise OSError(f"cannot write checkpoint {final}: another rank failed, see its message")
 

@@ -1,0 +1,89 @@
+"""Whole runs: resumed equals uninterrupted, signals, NaN policy, LoRA, refusals, a full disk, export equals trained."""
+
+import pytest
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.mark.parametrize(
+    ("whole", "stopped", "resumed", "steps"),
+    [("whole", "stopped", "resumed", 2), ("lora", "lora_stopped", "lora_resumed", 3)],
+)
+def test_resumed_equals_uninterrupted_bit_for_bit(run_results, whole, stopped, resumed, steps):
+    expected, part, rest = (run_results[name] for name in (whole, stopped, resumed))
+    assert part["step"] == steps, "SIGTERM to one rank must stop all ranks after the step in which it came"
+    assert part["hash"] != expected["hash"]
+    assert rest["hash"] == expected["hash"]  # master weights and both moments
+    assert rest["steps"] == [1, 2, 3, 4, 5]  # each step once in metrics.jsonl
+    assert rest["losses"] == expected["losses"]
+
+
+def test_training_lowers_the_loss_and_moves_every_weight(run_results):
+    result = run_results["whole"]
+    assert result["losses"][-1] < 0.9 * result["losses"][0]
+    assert len(result["moved"]) == 4 * 9 + 2  # 9 weights a layer, the tied embedding and the last norm
+
+
+def test_lora_moves_adapters_only(run_results):
+    moved = run_results["lora"]["moved"]
+    assert len(moved) == 4 * 4 * 2
+    assert all("lora_" in name for name in moved)
+
+
+def test_latest_names_the_last_step_and_old_checkpoints_go(run_results):
+    assert run_results["whole"]["latest"] == "step-00000005"
+    assert run_results["whole"]["kept"] == ["step-00000004", "step-00000005"]
+
+
+def test_a_step_with_nan_on_one_rank_is_skipped_on_all(run_results):
+    result = run_results["nan"]
+    assert result["skips"] == [0, 1, 0, 0]
+    assert result["changed"] == [False, True, True]
+
+
+def test_run_stops_after_three_skipped_steps(run_results):
+    result = run_results["nan"]
+    assert result["stopped_at"] == 7
+    assert result["error"].startswith("3 steps in a row had a NaN")
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("plan", "belongs to another sharing plan: use"),
+        ("model", "belongs to another model: use"),
+        ("data", "belongs to other data: use"),
+        ("method", "belongs to another train.method"),
+        ("dtype", "belongs to another train.dtype"),
+        ("ranks", "was written by 2 ranks, now there are 1: start 2 ranks"),
+        ("never", "already holds checkpoints: set train.resume=auto"),
+    ],
+)
+def test_checkpoint_that_belongs_elsewhere_is_refused(run_results, case, says):
+    message = run_results["refusals"][case]
+    assert says in message
+    assert "\n" not in message
+
+
+def test_failed_write_is_one_line_on_every_rank_and_leaves_nothing(run_results):
+    for rank in (0, 1):
+        result = run_results[f"disk_rank{rank}"]
+        assert result["write"].startswith("cannot write checkpoint")
+        assert "disk full while writing" in result["space"]
+        assert "free at least 2 MB" in result["space"]
+        assert "\n" not in result["write"] + result["space"]
+        assert result["left"] == result["left_after"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"),
+    [("whole", "torch.float32", 0), ("half", "torch.bfloat16", 0), ("lora", "torch.float32", 2e-6)],
+)
+def test_export_reloads_with_the_trained_logits_and_generates(run_results, name, dtype, tolerance):
+    result = run_results[f"export_{name}"]
+    assert result["module"].startswith("transformers_modules"), "the export must bring its own code"
+    assert result["dtype"] == dtype
+    assert result["error"] <= tolerance  # merging adapters rounds; full fine-tuning is exact
+    assert result["generated"] == 4
+    assert result["first"]
+    assert {"config.json", "generation_config.json", "model.safetensors", "plan.json"} <= set(result["files"])
