@@ -23,7 +23,10 @@ class DataArgs:
     """File name patterns (`*.py`) that are read inside folders; empty = every file that is not hidden."""
     unreadable: Literal["error", "skip"] = "error"
     """A file that is corrupt, not UTF-8 or without the text field: `error` stops and names it; `skip` leaves (the rest of) it
-    out, counts it and lists it in the manifest."""
+    out, counts it and lists it in the manifest. The few deliberately broken files of `stdlib:` are always skipped."""
+    max_documents: int | None = None
+    """Documents to read from each source, in its own order; null = all. Hub data sets can be larger than the disk: set it
+    there, training and held-out text both come from what is read."""
     deduplicate: bool = True
     """Keep only the first of documents with identical text."""
 
@@ -71,5 +74,7 @@ class DataArgs:
             )
         if self.target_tokens is None and self.exhausted == "repeat":
             raise ValueError("exhausted='repeat' never ends without target_tokens: set target_tokens")
+        if self.max_documents is not None and self.max_documents < 1:
+            raise ValueError(f"max_documents must be at least 1 or null (all), got {self.max_documents}")
         if not 0 <= self.held_out_fraction < 1:
             raise ValueError(f"held_out_fraction must be in [0, 1), got {self.held_out_fraction}")

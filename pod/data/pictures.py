@@ -53,6 +53,6 @@ def draw_lengths(manifest: dict[str, Any], path: Path) -> None:
 def short_number(value: float) -> str:
     """1234567 → `1.23M`; three digits at most."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
+        if value >= 0.9995 * size:  # 999,999 is 1M, not 1e+03k
             return f"{value / size:.3g}{unit}"
     return f"{value:.3g}"

@@ -85,9 +85,10 @@ def load_documents(
     text_field: str = "text",
     include: Iterable[str] = (),
     unreadable: str = "error",
+    max_documents: int | None = None,
     reports: list[SourceReport] | None = None,
 ) -> Iterator[Document]:
-    """Stream the documents of `sources`, in a fixed order (files sorted by name).
+    """Stream the documents of `sources`, in a fixed order (files sorted by name), at most `max_documents` of each source.
 
     `reports`, when given, receives one `SourceReport` per source, complete once the source is read. Raises `ValueError`
     in one line for a source that does not exist or holds no text and, with `unreadable="error"`, for any unreadable file.
@@ -103,6 +104,8 @@ def load_documents(
             report.documents += 1
             report.characters += len(document.text)
             yield document
+            if report.documents == max_documents:
+                break
         if not report.documents:
             detail = f" ({report.skipped_files[0]})" if report.skipped_files else ""
             raise ValueError(

@@ -119,6 +119,7 @@ def select_documents(args: DataArgs, split: Split, report: ReadReport) -> Iterat
         text_field=args.text_field,
         include=args.include,
         unreadable=args.unreadable,
+        max_documents=args.max_documents,
         reports=report.sources,
     )
     for document in documents:

@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import itertools
 import json
 import sys
 
@@ -175,6 +176,19 @@ def test_standard_library_parts():
     assert reports[0].characters == sum(len(document.text) for document in documents)
     with pytest.raises(ValueError, match="holds no .py files"):
         texts_of("stdlib:no_such_part")
+
+
+def test_documents_per_source_can_be_limited(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    (tmp_path / "b.txt").write_text(" ")
+    assert texts_of(tmp_path, tmp_path / "a.jsonl", max_documents=2) == TEXTS[:2] * 2
+    assert texts_of(tmp_path / "a.jsonl", max_documents=3) == texts_of(tmp_path, max_documents=9) == TEXTS
+
+
+def test_endless_hub_data_sets_end_at_the_limit(monkeypatch):
+    endless = ({"text": f"text {number}"} for number in itertools.count())
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: endless)
+    assert texts_of("some/set", max_documents=4) == [f"text {number}" for number in range(4)]
 
 
 def test_package_files_without_import(tmp_path, monkeypatch):

@@ -168,6 +168,7 @@ def test_long_document_under_policy_error_is_named(corpus, tokenizer, tmp_path):
         ({"shortest_interval": 4096}, "shortest_interval 4096 is longer than context_length 2048"),
         ({"target_tokens": 100}, "target_tokens 100 is less than one row of 2048"),
         ({"exhausted": "repeat"}, "never ends without target_tokens"),
+        ({"max_documents": 0}, "max_documents must be at least 1 or null"),
         ({"held_out_fraction": 1.0}, r"held_out_fraction must be in \[0, 1\), got 1.0"),
     ],
 )
