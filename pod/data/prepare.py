@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from pod.data.args import DataArgs
 from pod.data.balance import IntervalReport, draw, interval_bounds
-from pod.data.loader import MANIFEST_NAME, PackedDataset, read_manifest
+from pod.data.loader import PackedDataset, read_manifest
 from pod.data.pack import pack_best_fit, pack_one_per_row
 from pod.data.pictures import draw_lengths, short_number
 from pod.data.shards import Row, write_into
@@ -209,6 +209,3 @@ def _balance(args: DataArgs, intervals: list[IntervalReport]) -> dict[str, Any]:
         )
     deviation = max(abs(tokens - share) for tokens in after) / share
     return {"equal_share_tokens": share, "largest_deviation": deviation, "notes": notes}
-
-
-__all__ = ["MANIFEST_NAME", "PICTURE_NAME", "estimate", "is_current", "prepare", "request_of", "summary"]

@@ -295,11 +295,15 @@ def _read_hub(name: str, config: str | None, split: str, text_field: str) -> Ite
     import datasets
 
     where = f"hub data set {name!r}" + (f" config {config!r}" if config else "") + f" split {split!r}"
+    number = 0
     try:
-        records = iter(datasets.load_dataset(name, config, split=split, streaming=True))
+        for record in datasets.load_dataset(name, config, split=split, streaming=True):
+            yield text_of(record, text_field, f"{where} record {number}")
+            number += 1
+    except UnreadableFile:
+        raise
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"{where} cannot be opened ({one_line(error)}): check the id, config and split, the network, or use a local copy"
+            f"{where} cannot be read at record {number} ({one_line(error)}): check the id, config and split, the "
+            "network, or use a local copy"
         ) from error
-    for number, record in enumerate(records):
-        yield text_of(record, text_field, f"{where} record {number}")

@@ -3,6 +3,7 @@
 import matplotlib.image
 import numpy as np
 import pytest
+
 from pod.data.pictures import AFTER, BEFORE, draw_lengths, short_number
 
 

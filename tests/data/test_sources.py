@@ -185,6 +185,18 @@ def test_documents_per_source_can_be_limited(tmp_path):
     assert texts_of(tmp_path / "a.jsonl", max_documents=3) == texts_of(tmp_path, max_documents=9) == TEXTS
 
 
+def test_hub_data_sets_that_break_off_are_named(monkeypatch):
+    def breaking():
+        yield {"text": "one"}
+        raise ConnectionError("connection reset")
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: breaking())
+    with pytest.raises(
+        ValueError, match="'some/set' split 'train' cannot be read at record 1 .connection reset"
+    ):
+        texts_of("some/set")
+
+
 def test_endless_hub_data_sets_end_at_the_limit(monkeypatch):
     endless = ({"text": f"text {number}"} for number in itertools.count())
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: endless)
@@ -228,7 +240,7 @@ def test_hub_data_sets_are_streamed(monkeypatch):
     assert texts_of("some/set", "hub:other:en@test") == TEXTS * 2
     assert asked == [("some/set", None, "train", True), ("other", "en", "test", True)]
     with pytest.raises(
-        ValueError, match="hub data set 'gone/set' split 'train' cannot be opened .*check the id"
+        ValueError, match="hub data set 'gone/set' split 'train' cannot be read at record 0 .*check the id"
     ) as info:
         texts_of("gone/set")
     assert "\n" not in str(info.value)
