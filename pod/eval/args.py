@@ -86,7 +86,7 @@ class EvalArgs:
     """what to measure: perplexity, passkey, efficiency"""
 
     pod_model: str | None = None
-    """folder of the adapted PoD export; default <output_dir>/export"""
+    """folder of the adapted PoD export; default is where export_hf.py writes, <output_dir>/export"""
 
     text: list[str] | None = None
     """files or folders to measure perplexity on; default: the held-out part of data.sources"""

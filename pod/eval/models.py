@@ -25,7 +25,7 @@ class Models:
 
     def __init__(self, recipe: "Recipe"):
         self.recipe = recipe
-        self.export = Path(recipe.eval.pod_model or recipe.export_dir)
+        self.export = Path(recipe.eval.pod_model or recipe.export.path or recipe.export_dir)
         self.plan = recipe.plan_path()
         self.dense_path = resolve_model(recipe.model.path)
         self._loaded: dict[str, Any] = {}

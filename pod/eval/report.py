@@ -13,12 +13,10 @@ from pod.files import atomic_write_text
 if TYPE_CHECKING:
     from pod.recipe import Recipe
 
-_PLAN_TITLES = {
+_PLAN_TITLES = {  # by a word of the file's name, the first that fits
     "adjacent": "Similarity of neighbouring layers",
-    "similarity": "Similarity of neighbouring layers",
-    "head": "Similarity of all layer pairs, per head",
-    "block": "Which layers share keys (one row per KV head)",
-    "plan": "Which layers share keys (one row per KV head)",
+    "head": "Similarity of all layer pairs, per KV head",
+    "block": "Which layers share keys, per KV head",
 }
 
 Row = dict[str, Any]

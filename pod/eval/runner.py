@@ -225,12 +225,9 @@ def measure_perplexity(run: Evaluation, method: Method) -> dict[str, Any]:
                 nll = perplexity.score_by_decode(model, cache, rows, bucket)
                 held[index].append(cache.nbytes // len(rows))
             sums[index] += nll.double().sum(dim=1).tolist()
-    check = _check_decode_path(run, method, tokens[:1]) if one_shot else None
-    if check is not None:
-        held[-1].append(check["bytes"])
     return {
         "scored_by": "one forward pass" if one_shot else "decode path, token by token",
-        "decode_path_check": check,
+        "decode_path_check": _check_decode_path(run, method, tokens[:1]) if one_shot else None,
         **_perplexity_payload(run, sums, held, budget),
     }
 
@@ -260,15 +257,16 @@ def _perplexity_payload(
 
 
 def _check_decode_path(run: Evaluation, method: Method, row: torch.Tensor) -> dict[str, Any]:
-    """The proof on this very model that one pass equals the decode path: the last tokens of the longest bucket."""
-    bucket = run.buckets[-1]
+    """The proof on this very model that one pass equals the decode path: the end of the shortest bucket with distant tokens."""
+    model = run.models.get(method.model)
+    window = model.config.num_sink_tokens + model.config.num_recent_tokens
+    bucket = next((bucket for bucket in run.buckets if bucket.end > 1.5 * window), run.buckets[-1])
     cache, _ = run.cache(method, bucket.held_length, bucket.scored)
-    error = perplexity.forward_error(run.models.get(method.model), cache, row, bucket, _CHECKED_TOKENS)
+    error = perplexity.forward_error(model, cache, row, bucket, _CHECKED_TOKENS)
     return {
         "tokens": min(_CHECKED_TOKENS, bucket.scored),
         "length": bucket.end,
         "max_abs_difference_nats": error,
-        "bytes": cache.nbytes,
     }
 
 

@@ -18,17 +18,20 @@ def summarise(folder: str | os.PathLike, methods: list[str]) -> list[dict[str, A
 
     Keys: method, title, status, error, model; perplexity, perplexity_ci95, sequences, change, change_ci95 (relative to `full`,
     paired over sequences); passkey, passkey_correct, passkey_prompts, passkey_ci95; length, bytes, dense_bytes, saving,
-    bytes_over_pod (one sequence, at the longest length that was measured); tokens_per_second, speed_over_full,
+    bytes_over_pod, budget_tokens (one sequence, at the
+    longest length that was measured for all); tokens_per_second, speed_over_full,
     first_token_seconds, speed_length.
     """
     results = load_results(folder, methods)
     speed = load_speed(folder)
     base = results.get(BASE)
+    stated = {name: _stated_bytes(result, speed, name) for name, result in results.items()}
+    length = _common_length(stated)
     rows = []
     for name, result in results.items():
         row = {key: result.get(key) for key in ("method", "title", "status", "error", "model")}
         row |= _perplexity_columns(result, base) | _passkey_columns(result)
-        row |= _byte_columns(result, speed, name) | _speed_columns(speed, name)
+        row |= _byte_columns(stated[name], length) | _speed_columns(speed, name)
         rows.append(row)
     return rows
 
@@ -104,17 +107,27 @@ def _passkey_columns(result: dict) -> dict[str, Any]:
     }
 
 
-def _byte_columns(result: dict, speed: list[dict], name: str) -> dict[str, Any]:
-    """Bytes at the longest length, from whichever task measured it."""
+def _stated_bytes(result: dict, speed: list[dict], name: str) -> dict[int, dict]:
+    """Measured bytes of a method by length (tokens), from whichever task measured them."""
     stated = [bucket["bytes"] for bucket in result["parts"].get("perplexity", {}).get("buckets", [])]
     stated += result["parts"].get("passkey", {}).get("bytes", [])
     stated += [row["methods"][name]["bytes"] for row in speed if name in row["methods"]]
-    measured = [row for row in stated if row["bytes"]]
+    return {row["length"]: row for row in stated if row["bytes"]}
+
+
+def _common_length(stated: dict[str, dict[int, dict]]) -> int | None:
+    """The longest length at which every method that has bytes has them, None when there is none."""
+    lengths = [set(rows) for rows in stated.values() if rows]
+    return max(set.intersection(*lengths), default=None) if lengths else None
+
+
+def _byte_columns(stated: dict[int, dict], length: int | None) -> dict[str, Any]:
+    """Bytes at `length`, else at the longest length of this method."""
     keys = ("length", "bytes", "dense_bytes", "saving", "bytes_over_pod", "budget_tokens")
-    if not measured:
+    if not stated:
         return dict.fromkeys(keys)
-    longest = max(measured, key=lambda row: row["length"])
-    return {key: longest[key] for key in keys}
+    row = stated[length] if length in stated else stated[max(stated)]
+    return {key: row[key] for key in keys}
 
 
 def _speed_columns(speed: list[dict], name: str) -> dict[str, Any]:
