@@ -1,7 +1,9 @@
 """Process groups: world = data parallel x sequence parallel, sequence-parallel groups of contiguous ranks."""
 
+import logging
 import os
 import socket
+import warnings
 from types import ModuleType
 from typing import Any
 
@@ -82,6 +84,12 @@ def start_processes(sp_size: int) -> Mesh:
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank())
     import deepspeed
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.WARNING)  # its information would break the progress bar
+    warnings.filterwarnings(
+        "ignore", message="`torch.distributed", category=FutureWarning
+    )  # DeepSpeed's own calls
     from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
 
     # The shared-memory op serves DeepSpeed's inference all-reduce only, and compiling it takes 75 s and a compiler.

@@ -72,15 +72,15 @@ def train(model_args: ModelArgs, args: TrainArgs, output_dir: str, seed: int, co
         ValueError, OSError, RuntimeError: in one line that says what to do; nothing has been trained for a ValueError.
     """
     check_recipe(args)
-    folder = Path(output_dir) / "train"
-    folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"{folder} is not writable: set another output_dir")
     model = load_start_model(model_args, plan_path(model_args, Path(output_dir)))
     kv_head_repeats(
         model.config.num_attention_heads, model.config.num_key_value_heads, args.sequence_parallel_size
     )
     dataset = open_data(model_args, Path(output_dir), model.config)
+    folder = Path(output_dir) / "train"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{folder} is not writable: set another output_dir")
     mesh = start_processes(args.sequence_parallel_size)
     from pod.training.trainer import Trainer
 

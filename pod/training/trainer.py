@@ -148,7 +148,11 @@ class Trainer:
         import deepspeed
 
         if self.args.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
+            # The first name is transformers' newer one; both checkpoint without re-entering autograd.
+            enable = (
+                getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            )
+            enable()
         trained = add_lora(model, self.lora) if self.lora else model.requires_grad_(True)
         module = LanguageModelLoss(trained, self.args.loss_chunk_mib).train()
         needed = checkpoint_bytes(module, self.args.dtype)

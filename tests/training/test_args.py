@@ -1,5 +1,6 @@
 """Checks of the train section, the schedule, the estimate and the head shares: no process group needed."""
 
+import itertools
 import json
 
 import pytest
@@ -40,7 +41,7 @@ def test_schedule_warms_up_then_follows_a_cosine_to_the_ratio():
     assert rates[:3] == [0.5, 1.0, 1.0]
     assert rates[6] == pytest.approx(0.55)  # halfway down
     assert rates[10] == pytest.approx(0.1)
-    assert all(a >= b for a, b in zip(rates[1:], rates[2:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(rates[1:]))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,140 @@
+"""The command lines as a user types them: the real `deepspeed` launcher, SIGTERM, resume, export, one-line errors."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pod.files import read_json
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory) -> dict[str, str]:
+    outer = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    path = os.pathsep.join([str(Path(sys.executable).parent), outer["PATH"]])
+    cache = str(tmp_path_factory.mktemp("cache"))
+    return {
+        **outer, "PATH": path, "POD_CACHE": cache, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory, environment) -> Path:
+    """A recipe on the tiny random model with rows of 64 tokens and a plan that shares half of the pairs."""
+    import pod
+    from pod.data import write_packed_rows
+    from pod.data.tokenize import tokenizer_sha256
+    from pod.models import byte_tokenizer
+
+    folder = tmp_path_factory.mktemp("run")
+    tokenizer, generator = byte_tokenizer(), np.random.default_rng(0)
+    rows = [[generator.integers(0, 256, size).astype(np.int32) for size in (23, 41)] for _ in range(8)]
+    write_packed_rows(
+        folder / "data", rows, context_length=64, vocab_size=256, tokenizer_sha256=tokenizer_sha256(tokenizer)
+    )
+    (folder / "plan").mkdir()
+    pod.SharingPlan(lead=[[0, 0], [0, 0], [2, 2], [2, 2]]).save(folder / "plan" / "plan.json")
+    recipe = f"""
+output_dir: {folder}
+model: {{path: "package:tiny", num_sink_tokens: 2, num_recent_tokens: 8}}
+train: {{max_steps: 1000000, sequence_parallel_size: 2, dtype: float32, save_every_steps: 0, gradient_checkpointing: false}}
+"""
+    (folder / "recipe.yaml").write_text(recipe, encoding="utf-8")
+    return folder / "recipe.yaml"
+
+
+def ranks_of(launcher: subprocess.Popen) -> list[int]:
+    """Process ids of the training ranks below the launcher, oldest first."""
+    import psutil
+
+    children = psutil.Process(launcher.pid).children(recursive=True)
+    return [
+        child.pid
+        for child in children
+        if "--local_rank=0" in child.cmdline() or "--local_rank=1" in child.cmdline()
+    ]
+
+
+def wait_for_steps(metrics: Path, launcher: subprocess.Popen, steps: int) -> None:
+    deadline = time.monotonic() + 150
+    while not metrics.is_file() or len(metrics.read_text(encoding="utf-8").splitlines()) < steps:
+        assert launcher.poll() is None, launcher.communicate()[0][-4000:]
+        assert time.monotonic() < deadline, "no step within 150 s"
+        time.sleep(0.2)
+
+
+def test_sigterm_to_a_rank_saves_and_every_process_exits_with_0_then_export(config, environment, tmp_path):
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        "deepspeed",
+        "--num_gpus",
+        "2",
+        "--master_port",
+        str(port),
+        "launch/train_pod.py",
+        "--config",
+        str(config),
+    ]
+    launcher = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    train = config.parent / "train"
+    try:
+        wait_for_steps(train / "metrics.jsonl", launcher, 2)
+        os.kill(ranks_of(launcher)[-1], signal.SIGTERM)
+        output = launcher.communicate(timeout=90)[0]
+    finally:
+        if launcher.poll() is None:
+            for pid in [*ranks_of(launcher), launcher.pid]:
+                os.kill(pid, signal.SIGKILL)
+    assert launcher.returncode == 0, output[-4000:]
+    last = json.loads((train / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])["step"]
+    assert (train / "latest").read_text(encoding="utf-8").strip() == f"step-{last:08d}"
+    state = read_json(train / f"step-{last:08d}" / "checkpoint.json")
+    assert (state["step"], state["cursor"]["position"], state["world_size"]) == (last, last, 2)
+
+    elsewhere = tmp_path / "cwd"  # launchers must not depend on the working directory
+    elsewhere.mkdir()
+    command = [sys.executable, str(ROOT / "launch" / "export_hf.py"), "--config", str(config)]
+    done = subprocess.run(
+        command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    files = {path.name for path in (config.parent / "export").iterdir()}
+    assert {"model.safetensors", "config.json", "tokenizer.json", "llama.py", "plan.json"} <= files
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train.sequence_parallel_size=2", "1 ranks cannot form groups of sequence_parallel_size 2"),
+        ("model.plan=nowhere.json", "nowhere.json"),
+        ("output_dir=nothing_here", "run launch/prepare_data.py first"),
+        ("train.max_step=3", "max_steps"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_exit_code_2(config, environment, tmp_path, override, says):
+    command = [sys.executable, str(ROOT / "launch" / "train_pod.py"), "--config", str(config)]
+    command += ["--set", "train.sequence_parallel_size=1", "--set", override]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert says in errors[0]
+    assert "Traceback" not in done.stderr
