@@ -133,12 +133,17 @@ class PodAttention(nn.Module):
         if leads:
             own = take_heads(q, leads, groups), take_heads(k, leads), take_heads(v, leads)
             parts.append((leads, context.backend.causal_attention(*own, doc_ids=context.doc_ids)))
-        q_lead, k_lead = (torch.cat([carry[2 * head + part] for head in followers], dim=1) for part in (0, 1))
+        q_lead, k_lead = (_carried(carry, followers, part) for part in (0, 1))
         own = take_heads(q, followers, groups), take_heads(k, followers), take_heads(v, followers)
         windows = self.num_sink_tokens, self.num_recent_tokens
         out = context.backend.pod_attention(*own, q_lead, k_lead, *windows, doc_ids=context.doc_ids)
         parts.append((followers, out))
         return merge_heads(parts, groups), next_carry(q, k, context.lead, self.layer_idx, carry)
+
+
+def _carried(carry: Carry, heads: Sequence[int], part: int) -> Tensor:
+    """Lead queries (part 0) or keys (part 1) of these KV heads, ``[B, h, n, d]``."""
+    return torch.cat([tensor for head in heads if (tensor := carry[2 * head + part]) is not None], dim=1)
 
 
 def split_heads(lead_row: Sequence[int], layer_idx: int) -> tuple[list[int], list[int]]:

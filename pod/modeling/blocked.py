@@ -47,7 +47,8 @@ def blocked_attention(sources: list[Source], position_ids: Tensor, scale: float)
         weights = (
             logits.softmax(-1).to(out.dtype).flatten(2, 3).split([s.k.shape[2] for s in sources], dim=-1)
         )
-        block_out = sum(w @ source.v for w, source in zip(weights, sources, strict=True))
+        products = [w @ source.v for w, source in zip(weights, sources, strict=True)]
+        block_out = torch.stack(products).sum(0) if len(products) > 1 else products[0]
         out[:, :, :, rows] = block_out.view(batch, heads, groups, size, head_dim)
     return out.flatten(1, 2)
 

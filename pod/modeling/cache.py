@@ -32,7 +32,9 @@ class PodCache(Cache):
         self, config: PodConfig, make_layer: Callable[[PodConfig, int], CacheLayer] | None = None, spec=None
     ):
         make_layer = make_layer or PodCacheLayer
-        super().__init__(layers=[make_layer(config, i) for i in range(config.num_hidden_layers)])
+        layers = [make_layer(config, i) for i in range(config.num_hidden_layers)]
+        super().__init__(layers=list(layers))
+        self.layers: list[CacheLayer] = layers  # type: ignore[assignment]
         self.config = config
         self.spec = spec or ("full" if config.sharing_plan.is_dense else "pod")
         self._forget()
@@ -66,7 +68,8 @@ class PodCache(Cache):
         device = hidden_states.device
         if self._lengths is None:
             self._lengths = torch.zeros(batch, dtype=torch.long, device=device)
-        self._check_batch_and_mask(batch, attention_mask)
+        self._check_batch(batch)
+        self._check_mask(attention_mask)
         compaction = compaction_of(attention_mask, n)
         counts = torch.full_like(self._lengths, n) if compaction is None else compaction.counts
         announced = self._prompt_columns_left > 0
@@ -94,15 +97,17 @@ class PodCache(Cache):
             return None
         if self._seen_mask is None:
             return self._columns
-        first = int(self._lengths[0])
-        return first if bool((self._lengths == first).all()) else None
+        first = int(self.lengths[0])
+        return first if bool((self.lengths == first).all()) else None
 
-    def _check_batch_and_mask(self, batch: int, attention_mask: Tensor | None) -> None:
-        if batch != self._lengths.shape[0]:
+    def _check_batch(self, batch: int) -> None:
+        if batch != self.batch_size:
             raise ValueError(
-                f"the cache holds {self._lengths.shape[0]} rows, the batch has {batch}: a filled cache cannot be used "
+                f"the cache holds {self.batch_size} rows, the batch has {batch}: a filled cache cannot be used "
                 "with num_beams, num_return_sequences or another batch; start with an empty one"
             )
+
+    def _check_mask(self, attention_mask: Tensor | None) -> None:
         if attention_mask is None:
             if self._seen_mask is not None:
                 raise ValueError(
@@ -135,6 +140,7 @@ class PodCache(Cache):
             input_ids: ``[B, …]`` as given to ``generate()``: everything, or only the new tokens.
             columns: width of the whole attention mask (or of the inputs without one).
         """
+        self._check_batch(input_ids.shape[0])
         new = columns - self._columns
         if new < 1:
             raise ValueError(
@@ -181,7 +187,7 @@ class PodCache(Cache):
 
     def predicted_nbytes(self) -> int:
         """Bytes that the method's rule needs for the tokens seen, without bookkeeping and growth slack."""
-        return sum(layer.predicted_nbytes(int(self._lengths.max())) for layer in self.layers)
+        return sum(layer.predicted_nbytes(int(self.lengths.max())) for layer in self.layers)
 
     # -- what transformers calls -----------------------------------------------------------------------------
 
@@ -193,8 +199,10 @@ class PodCache(Cache):
         return -1
 
     @property
-    def lengths(self) -> Tensor | None:
-        """``[B]`` real tokens seen per row, None before the first pass."""
+    def lengths(self) -> Tensor:
+        """``[B]`` real tokens seen per row."""
+        if self._lengths is None:
+            raise ValueError("the cache is empty: feed a prompt first")
         return self._lengths
 
     @property

@@ -1,6 +1,6 @@
 """Configuration of the PoD decoder: one explicit field for everything in which Llama, Mistral, Qwen2 and Qwen3 differ."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
@@ -28,22 +28,22 @@ class PodConfig(PreTrainedConfig):
     """
 
     model_type = "pod"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
 
     vocab_size: int = 32000
     hidden_size: int = 4096
     intermediate_size: int = 11008
     num_hidden_layers: int = 32
     num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    num_key_value_heads: int = None  # type: ignore[assignment]  # num_attention_heads
+    head_dim: int = None  # type: ignore[assignment]  # hidden_size // num_attention_heads
     hidden_act: str = "silu"
     max_position_embeddings: int = 2048
     initializer_range: float = 0.02
     rms_norm_eps: float = 1e-6
     use_cache: bool = True
     tie_word_embeddings: bool = False
-    rope_parameters: dict | None = None
+    rope_parameters: dict = None  # type: ignore[assignment]  # plain RoPE, theta 10000
     attention_qkv_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False

@@ -6,10 +6,13 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from .cache import PodCache
+from .config import PodConfig
 
 
 class PodGenerationMixin(GenerationMixin):
     """Stock generation (greedy, sampling, beams, left padding, chunked prefill) over a ``PodCache``."""
+
+    config: PodConfig
 
     def generate_batch(self, *args: Any, **kwargs: Any):
         raise ValueError(
@@ -45,8 +48,9 @@ class PodGenerationMixin(GenerationMixin):
         if cache is not None:
             embeds = model_kwargs.get("inputs_embeds")
             given = (input_ids if embeds is None else embeds).shape[1]
-            columns = given if mask is None else mask.shape[1]
+            # stock generate() drops a mask of ones and remembers its width
+            columns = getattr(generation_config, "_mask_length", given) if mask is None else mask.shape[1]
             if cache.get_seq_length():
                 cache.check_continues(input_ids, columns, embeds is not None)
             cache.begin_prompt(columns - cache.get_seq_length())
-        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]

@@ -32,12 +32,12 @@ class PodCacheLayer(CacheLayer):
         self.clear()
 
     def clear(self) -> None:
-        self.values = TokenStore()
+        self.all_values = TokenStore()
         self.lead_keys = TokenStore()
         self.window_keys = TokenStore(self.num_sink_tokens, self.num_recent_tokens)
 
     def _stores(self) -> dict[str, TokenStore]:
-        return {"keys": self.lead_keys, "window_keys": self.window_keys, "values": self.values}
+        return {"keys": self.lead_keys, "window_keys": self.window_keys, "values": self.all_values}
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         for name, store in self._stores().items():
@@ -48,10 +48,10 @@ class PodCacheLayer(CacheLayer):
             store.select_rows(index)
 
     def predicted_nbytes(self, length: int) -> int:
-        batch, heads, _, head_dim = self.values.data.shape
+        batch, heads, _, head_dim = self.all_values.data.shape
         window = min(length, self.num_sink_tokens + self.num_recent_tokens)
         slots = (heads + len(self.leads)) * length + len(self.followers) * window
-        return batch * slots * head_dim * self.values.data.element_size()
+        return batch * slots * head_dim * self.all_values.data.element_size()
 
     # -- attention -------------------------------------------------------------------------------------------
 
@@ -60,7 +60,7 @@ class PodCacheLayer(CacheLayer):
 
     def attend_rotated(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         """Store and attend, for queries and keys that are already rotated."""
-        _append(self.values, v, step)
+        _append(self.all_values, v, step)
         if self.leads:
             _append(self.lead_keys, take_heads(k, self.leads), step)
         if step.num_new == 1 and step.uniform_past is not None:
@@ -124,7 +124,7 @@ class PodCacheLayer(CacheLayer):
             return torch.arange(length, device=query.device) <= query[..., None]
 
         if self.leads:
-            values = take_heads(self.values.read(length), self.leads)
+            values = take_heads(self.all_values.read(length), self.leads)
             source = Source(self._grouped(q, self.leads), self.lead_keys.read(length), values, causal)
             parts.append((self.leads, blocked_attention([source], step.positions, self.scale)))
         if self.followers:
@@ -138,11 +138,11 @@ class PodCacheLayer(CacheLayer):
     def _own_source(self, q: Tensor, k: Tensor, step: Step, length: int) -> Source:
         """Proximal tokens with this layer's own keys: the window before the chunk, and the chunk."""
         keys, positions = take_heads(k, self.followers), step.positions
-        if self.window_keys.data is not None:
+        if not self.window_keys.is_empty:
             before = self.window_keys.slot_positions(step.past)
             keys = torch.cat((self.window_keys.data[:, :, : before.shape[1]], keys), dim=2)
             positions = torch.cat((before, positions), dim=1)
-        values = take_heads(self.values.read(length), self.followers)
+        values = take_heads(self.all_values.read(length), self.followers)
         index = positions.clamp(0, length - 1)[:, None, :, None]
         values = values.gather(2, index.expand(-1, values.shape[1], -1, values.shape[3]))
 
@@ -162,7 +162,7 @@ class PodCacheLayer(CacheLayer):
             return (slot >= self.num_sink_tokens) & (slot <= query[..., None] - self.num_recent_tokens)
 
         queries = queries.unflatten(1, (len(self.followers), self.groups))
-        values = take_heads(self.values.read(length), self.followers)
+        values = take_heads(self.all_values.read(length), self.followers)
         return Source(queries, keys, values, distant)
 
     def _decode(self, q: Tensor, length: int, shared: dict) -> Tensor:
@@ -181,7 +181,7 @@ class PodCacheLayer(CacheLayer):
             for columns, slots in self._window_columns(length):
                 _put_heads(logits, self.followers, columns, own[..., slots])
         weights = logits.softmax(-1).to(q.dtype)
-        return (weights @ self.values.read(length)).flatten(1, 2).unsqueeze(2)
+        return (weights @ self.all_values.read(length)).flatten(1, 2).unsqueeze(2)
 
     def _window_columns(self, length: int) -> list[tuple[slice, slice]]:
         """Pairs (columns = positions, slots of the window) after ``length`` tokens."""

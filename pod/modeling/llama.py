@@ -1,6 +1,6 @@
 """One decoder for Llama, Mistral, Qwen2 and Qwen3 weights, dense or with shared distant keys (PoD)."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from .cache import PodCache
 from .config import PodConfig
 from .generation import PodGenerationMixin
 from .norm import RMSNorm
-from .padding import Compaction, compaction_of
+from .padding import compaction_of
 from .reference import document_positions
 from .rope import Rope, inverse_frequencies
 
@@ -55,10 +55,11 @@ class PodPreTrainedModel(PreTrainedModel):
     """What transformers needs to know about the decoder."""
 
     config_class = PodConfig
+    config: PodConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["PodDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _no_split_modules: ClassVar[list[str]] = ["PodDecoderLayer"]
+    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
 
     def _init_weights(self, module: nn.Module) -> None:
         std = self.config.initializer_range
@@ -184,9 +185,10 @@ class PodModel(PodPreTrainedModel):
         carry: Carry = (None,) * (2 * len(context.lead[0]))
         for layer in self.layers:
             if self.gradient_checkpointing and self.training:
-                hidden_states, *carry = self._checkpoint(layer, hidden_states, context, carry)
+                hidden_states, *rest = self._checkpoint(layer, hidden_states, context, carry)
             else:
-                hidden_states, *carry = layer(hidden_states, context, *carry)
+                hidden_states, *rest = layer(hidden_states, context, *carry)
+            carry = tuple(rest)
         return self.norm(hidden_states)
 
     def _checkpoint(
@@ -201,7 +203,7 @@ class PodModel(PodPreTrainedModel):
 class PodForCausalLM(PodPreTrainedModel, PodGenerationMixin):
     """The decoder with a language-model head; ``generate()`` works with caches from ``make_cache``."""
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: PodConfig):
         super().__init__(config)

@@ -144,16 +144,18 @@ def load_model(
     if plan is not None:
         plan = plan if isinstance(plan, SharingPlan) else SharingPlan.load(plan)
         changes["lead"] = [list(row) for row in plan.lead]
-    if not isinstance(source, PreTrainedModel) and gguf_file is None and _model_type(source) == "pod":
-        model = _load_export(source, changes, dtype)
+    if isinstance(source, PreTrainedModel):
+        dense = source if dtype is None else source.to(dtype=_dtype(dtype))  # type: ignore[call-arg]
+    elif gguf_file is None and _model_type(source) == "pod":
+        return _place(_load_export(source, changes, dtype), device)
     else:
-        if not isinstance(source, PreTrainedModel):
-            options = {} if gguf_file is None else {"gguf_file": gguf_file}
-            source = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", **options)
-        elif dtype is not None:
-            source = source.to(_dtype(dtype))
-        model = from_dense(source, convert_config(source.config, dtype=source.dtype, **changes))
-    return model.to(device or "cpu").eval()
+        options = {} if gguf_file is None else {"gguf_file": gguf_file}
+        dense = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", **options)
+    return _place(from_dense(dense, convert_config(dense.config, dtype=dense.dtype, **changes)), device)
+
+
+def _place(model: PodForCausalLM, device: torch.device | str | None) -> PodForCausalLM:
+    return model.to(device=device or "cpu").eval()  # type: ignore[call-arg]
 
 
 def _load_export(source: str | os.PathLike, changes: dict, dtype) -> PodForCausalLM:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .attention import ForwardContext
 from .config import PodConfig
-from .llama import PodForCausalLM
+from .llama import PodDecoderLayer, PodForCausalLM
 
 
 @torch.no_grad()
@@ -34,7 +34,8 @@ def record_attention_rows(model: PodForCausalLM, input_ids: Tensor, num_queries:
     hidden_states = decoder.embed_tokens(input_ids)
     context: ForwardContext = decoder._context(hidden_states, torch.arange(n, device=input_ids.device)[None])
     carry = (None,) * (2 * config.num_key_value_heads)
-    for layer in decoder.layers:
+    layer: PodDecoderLayer
+    for layer in decoder.layers:  # type: ignore[assignment]
         normed = layer.input_layernorm(hidden_states)
         q, k, _ = layer.self_attn._project(normed)
         q = context.rope(q)[0, :, n - num_queries :]

@@ -1,5 +1,7 @@
 """Growing tensors that hold keys or values of a group of heads, token ``p`` of a row at a fixed slot."""
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -15,33 +17,47 @@ class TokenStore:
     """
 
     def __init__(self, num_sink_tokens: int | None = None, num_recent_tokens: int | None = None):
-        self.num_sink_tokens = num_sink_tokens
-        self.num_recent_tokens = num_recent_tokens
-        self.data: Tensor | None = None
+        self.has_window = num_recent_tokens is not None
+        self.num_sink_tokens = num_sink_tokens or 0
+        self.num_recent_tokens = num_recent_tokens or 0
+        self._data: Tensor | None = None
 
     @property
-    def limit(self) -> int | None:
-        """Number of slots of a window, None without a window."""
-        if self.num_recent_tokens is None:
-            return None
-        return self.num_sink_tokens + self.num_recent_tokens
+    def limit(self) -> int:
+        """Number of slots of a window; without one, more than any sequence."""
+        return self.num_sink_tokens + self.num_recent_tokens if self.has_window else sys.maxsize
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was ever written."""
+        return self._data is None
+
+    @property
+    def data(self) -> Tensor:
+        """``[B, h, capacity, d]``; use ``read`` for the slots in use."""
+        assert self._data is not None, "empty store"
+        return self._data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self._data = value
 
     def slots_of(self, position_ids: Tensor) -> Tensor:
         """Slot of each position."""
-        if self.limit is None:
+        if not self.has_window:
             return position_ids
         ring = self.num_sink_tokens + (position_ids - self.num_sink_tokens) % self.num_recent_tokens
         return torch.where(position_ids < self.limit, position_ids, ring)
 
     def used_slots(self, length: int) -> int:
         """Slots in use after ``length`` tokens."""
-        return length if self.limit is None else min(length, self.limit)
+        return min(length, self.limit)
 
     def slot_positions(self, lengths: Tensor) -> Tensor:
         """Position held by each used slot after ``lengths`` ``[B]`` tokens per row: ``[B, slots]``, -1 = empty."""
         slots = torch.arange(self.used_slots(int(lengths.max())), device=lengths.device)
         newest = lengths[:, None] - 1
-        if self.limit is None:
+        if not self.has_window:
             positions = slots.expand(lengths.shape[0], -1)
         else:
             behind = (newest - slots) % self.num_recent_tokens
@@ -52,11 +68,10 @@ class TokenStore:
         return positions.masked_fill(positions > newest, -1)
 
     def _reserve(self, like: Tensor, slots: int) -> Tensor:
-        if self.data is None:
+        if self.is_empty:
             self.data = like.new_empty(like.shape[0], like.shape[1], 0, like.shape[3])
         if self.data.shape[2] < slots:
-            wanted = slots + max(1, slots // _SLACK)
-            wanted = wanted if self.limit is None else min(wanted, self.limit)
+            wanted = min(slots + max(1, slots // _SLACK), self.limit)
             grown = self.data.new_zeros(*self.data.shape[:2], wanted, self.data.shape[3])
             grown[:, :, : self.data.shape[2]] = self.data
             self.data = grown
@@ -66,7 +81,7 @@ class TokenStore:
         """Write ``[B, h, m, d]`` when every row has ``past`` tokens and gets ``m`` more."""
         length = past + x.shape[2]
         data = self._reserve(x, self.used_slots(length))
-        if self.limit is None or length <= self.limit:
+        if length <= self.limit:
             data[:, :, past:length] = x
             return
         sinks = min(max(self.num_sink_tokens - past, 0), x.shape[2])
@@ -85,7 +100,7 @@ class TokenStore:
         steps = torch.arange(x.shape[2], device=x.device)
         position_ids = past[:, None] + steps
         keep = steps < counts[:, None]
-        if self.limit is not None:
+        if self.has_window:
             overwritten = position_ids < (past + counts - self.num_recent_tokens)[:, None]
             keep = keep & ~(overwritten & (position_ids >= self.num_sink_tokens))
         data = self._reserve(x, self.used_slots(int((past + counts).max())))
@@ -98,8 +113,8 @@ class TokenStore:
 
     def select_rows(self, index: Tensor) -> None:
         """Keep, repeat or reorder rows of the batch."""
-        if self.data is not None:
+        if not self.is_empty:
             self.data = self.data.index_select(0, index.to(self.data.device))
 
     def tensors(self) -> list[Tensor]:
-        return [] if self.data is None else [self.data]
+        return [] if self.is_empty else [self.data]

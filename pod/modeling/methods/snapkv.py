@@ -30,25 +30,24 @@ class SnapLayer(PodCacheLayer):
     def clear(self) -> None:
         super().clear()
         self.held: Tensor | None = None  # [B] tokens held per row; None = every token seen
-        self.last_queries: Tensor | None = None  # [B, Hq, window, d] of the unfinished prompt, right-aligned
-        self.num_queries: Tensor | None = None  # [B] how many of them are real
+        # last queries of the unfinished prompt, [B, Hq, window, d] right-aligned, and how many of them are real, [B]
+        self.observed: tuple[Tensor, Tensor] | None = None
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         yield from super().parts()
-        bookkeeping = self.held, self.last_queries, self.num_queries
-        yield from (("bookkeeping", x) for x in bookkeeping if x is not None)
+        yield from (("bookkeeping", x) for x in (self.held, *(self.observed or ())) if x is not None)
 
     def select_rows(self, index: Tensor) -> None:
         super().select_rows(index)
         self.held = None if self.held is None else self.held[index.to(self.held.device)]
-        if self.last_queries is not None:
-            index = index.to(self.last_queries.device)
-            self.last_queries, self.num_queries = self.last_queries[index], self.num_queries[index]
+        if self.observed is not None:
+            queries, counts = self.observed
+            self.observed = queries[index.to(queries.device)], counts[index.to(counts.device)]
 
     def predicted_nbytes(self, length: int) -> int:
-        batch, heads, _, head_dim = self.values.data.shape
+        batch, heads, _, head_dim = self.all_values.data.shape
         slots = length if self.held is None else int(self.held.max())
-        return 2 * batch * heads * slots * head_dim * self.values.data.element_size()
+        return 2 * batch * heads * slots * head_dim * self.all_values.data.element_size()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         q, k = step.rope(q), step.rope(k)
@@ -71,33 +70,33 @@ class SnapLayer(PodCacheLayer):
 
     def _remember_queries(self, q: Tensor, step: Step) -> None:
         """Keep the last ``window`` queries of the prompt, right-aligned per row."""
-        if self.last_queries is None:
-            self.last_queries = q.new_zeros(q.shape[0], q.shape[1], self.window, q.shape[3])
-            self.num_queries = torch.zeros_like(step.counts)
-        both = torch.cat((self.last_queries, q), dim=2)
+        if self.observed is None:
+            nothing = q.new_zeros(q.shape[0], q.shape[1], self.window, q.shape[3])
+            self.observed = nothing, torch.zeros_like(step.counts)
+        queries, counts = self.observed
         index = step.counts[:, None] + torch.arange(self.window, device=q.device)
-        self.last_queries = both.gather(2, index[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
-        self.num_queries = (self.num_queries + step.counts).clamp(max=self.window)
+        index = index[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
+        queries = torch.cat((queries, q), dim=2).gather(2, index)
+        self.observed = queries, (counts + step.counts).clamp(max=self.window)
 
     def _compress(self, lengths: Tensor) -> None:
-        queries, real = self.last_queries, self.num_queries.tolist()
-        self.last_queries = self.num_queries = None
+        assert self.observed is not None
+        (queries, counts), self.observed = self.observed, None
         if int(lengths.max()) <= self.budget:
             return
         held = lengths.clamp(max=self.budget)
-        stores = self.lead_keys, self.values
+        stores = self.lead_keys, self.all_values
         kept = [
             store.data.new_zeros(*store.data.shape[:2], self.budget, store.data.shape[3]) for store in stores
         ]
-        for row, length in enumerate(lengths.tolist()):
+        for row, (length, real) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
             keys, values = (store.data[row, :, :length] for store in stores)
-            index = self._select(queries[row, :, self.window - real[row] :], keys)[:, :, None].expand(
-                -1, -1, keys.shape[2]
-            )
+            index = self._select(queries[row, :, self.window - real :], keys)
+            index = index[:, :, None].expand(-1, -1, keys.shape[2])
             for target, source in zip(kept, (keys, values), strict=True):
                 target[row, :, : index.shape[1]] = source.gather(1, index)
-        self.lead_keys, self.values, self.held = TokenStore(), TokenStore(), held
-        self.lead_keys.data, self.values.data = kept
+        self.lead_keys, self.all_values, self.held = TokenStore(), TokenStore(), held
+        self.lead_keys.data, self.all_values.data = kept
 
     def _select(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Kept positions ``[H, min(n, budget)]`` in order, from ``[Hq, <= window, d]`` queries and ``[H, n, d]`` keys."""

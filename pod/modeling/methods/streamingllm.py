@@ -46,7 +46,7 @@ class StreamingLayer(CacheLayer):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         keys, values, positions = k, v, step.positions
-        if self.keys_store.data is not None:
+        if not self.keys_store.is_empty:
             before = self.keys_store.slot_positions(step.past)
             keys = torch.cat((self.keys_store.data[:, :, : before.shape[1]], k), dim=2)
             values = torch.cat((self.values_store.data[:, :, : before.shape[1]], v), dim=2)

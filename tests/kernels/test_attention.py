@@ -1,0 +1,186 @@
+"""PoD attention: the reference against loops written from the paper, the flash backend against the reference."""
+
+import math
+
+import pytest
+import torch
+
+import pod  # noqa: F401  (connects the reference to the kernels)
+from pod.kernels import api, flash
+from pod.modeling import reference
+
+NAMES = ("q", "k", "v", "q_lead", "k_lead")
+
+
+def tensors(batch, heads, groups, n, d, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes: list = [
+        (batch, heads * groups, n, d),
+        *[(batch, heads, n, d)] * 2,
+        (batch, heads * groups, n, d),
+        (batch, heads, n, d),
+    ]
+    return [torch.randn(s, generator=generator, dtype=torch.float64).mul(1.5).to(dtype) for s in shapes]
+
+
+def loops(q, k, v, q_lead, k_lead, num_sink, num_recent, docs=None):
+    """Equations 3 and 4, one query at a time, gate and all."""
+    batch, query_heads, n, d = q.shape
+    groups = query_heads // k.shape[1]
+    out = torch.zeros_like(q)
+    for b in range(batch):
+        ids = [0] * n if docs is None else docs[b].tolist()
+        for h in range(query_heads):
+            kv = h // groups
+            for i in range(n):
+                if ids[i] < 0:
+                    continue
+                start = min(j for j in range(n) if ids[j] == ids[i])
+                seen = list(range(start, i + 1))
+                near = [j for j in seen if j - start < num_sink or i - j < num_recent]
+                far = [j for j in seen if j not in near]
+                a_near = (k[b, kv, near] @ q[b, h, i]) / math.sqrt(d)
+                o_near = a_near.softmax(0) @ v[b, kv, near]
+                if not far:
+                    out[b, h, i] = o_near
+                    continue
+                a_far = (k_lead[b, kv, far] @ q_lead[b, h, i]) / math.sqrt(d)
+                gate = a_near.exp().sum() / (a_near.exp().sum() + a_far.exp().sum())
+                out[b, h, i] = gate * o_near + (1 - gate) * (a_far.softmax(0) @ v[b, kv, far])
+    return out
+
+
+def gradients(function, inputs, *args, **kwargs):
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = function(*leaves, *args, **kwargs)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(
+        out.dtype
+    )
+    grads = torch.autograd.grad((out * weights).sum(), leaves, allow_unused=True)
+    return out, [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)]
+
+
+def relative(a, b, size_of_zero=1.0):
+    """Relative error; a truth that is exactly zero is measured against ``size_of_zero``."""
+    size = b.norm().item()
+    return (a - b).norm().item() / (size if size > 1e-9 else size_of_zero)
+
+
+def packed(batch, n, seed=3):
+    """Random documents, with padding in the middle of one row and at the end of all."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for b in range(batch):
+        cuts = torch.randperm(n - 2, generator=generator)[:3].sort().values + 1
+        row = torch.bucketize(torch.arange(n), cuts, right=True)
+        row[row == 1] = -1 if b == 0 else 1
+        row[n - n // 8 :] = -1
+        rows.append(row)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("windows", [(0, 1), (2, 3), (4, 30), (5, 1)])
+@pytest.mark.parametrize("with_docs", [False, True])
+def test_reference_follows_the_paper(windows, with_docs):
+    inputs = tensors(2, 2, 2, 19, 4, torch.float64)
+    docs = packed(2, 19) if with_docs else None
+    expected = loops(*inputs, *windows, docs)
+    torch.testing.assert_close(
+        reference.pod_attention(*inputs, *windows, doc_ids=docs), expected, rtol=0, atol=1e-12
+    )
+
+
+def test_reference_blocks_do_not_change_the_result(monkeypatch):
+    inputs = tensors(1, 2, 3, 37, 8, torch.float64)
+    whole = reference.pod_attention(*inputs, 3, 9)
+    monkeypatch.setattr(reference, "_BLOCK_ELEMENTS", 6 * 37 * 5)
+    torch.testing.assert_close(reference.pod_attention(*inputs, 3, 9), whole, rtol=0, atol=1e-13)
+
+
+SHAPES = [  # n, n_s, n_r
+    (1, 4, 8),
+    (3, 4, 8),
+    (12, 4, 8),
+    (13, 4, 8),
+    (63, 4, 8),
+    (200, 0, 1),
+    (131, 0, 40),
+    (257, 16, 100),
+    (500, 3, 197),
+    (64, 4, 400),
+]
+
+
+@pytest.mark.parametrize("groups", [1, 3, 4])
+@pytest.mark.parametrize(
+    ("shape", "with_docs"),
+    [(s, docs) for s in SHAPES for docs in (False, True) if s[0] >= 12 or not docs],
+    ids=str,
+)
+def test_flash_equals_reference_with_all_gradients(groups, shape, with_docs):
+    n, *windows = shape
+    docs = packed(2, n) if with_docs else None
+    inputs = tensors(2, 2, groups, n, 16)
+    out, grads = gradients(flash.pod_attention, inputs, *windows, doc_ids=docs)
+    truth, true_grads = gradients(
+        reference.pod_attention, [x.double() for x in inputs], *windows, doc_ids=docs
+    )
+    assert relative(out, truth) <= 2e-6
+    size = max(x.norm().item() for x in true_grads)
+    for name, grad, true in zip(NAMES, grads, true_grads, strict=True):
+        assert relative(grad, true, size) <= 2e-6, name
+
+
+def test_flash_in_double_is_the_reference():
+    inputs = tensors(1, 2, 3, 150, 8, torch.float64)
+    docs = packed(1, 150)
+    out, grads = gradients(flash.pod_attention, inputs, 4, 20, doc_ids=docs)
+    truth, true_grads = gradients(reference.pod_attention, inputs, 4, 20, doc_ids=docs)
+    for a, b in zip([out, *grads], [truth, *true_grads], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_bfloat16_is_as_good_as_its_rounding():
+    inputs = tensors(1, 2, 3, 300, 16)
+    rounded = [x.bfloat16() for x in inputs]
+    truth = reference.pod_attention(*[x.double() for x in rounded], 4, 50)
+    error = relative(flash.pod_attention(*rounded, 4, 50).double(), truth)
+    reference_error = relative(reference.pod_attention(*rounded, 4, 50).double(), truth)
+    assert error <= 2 * (reference_error + torch.finfo(torch.bfloat16).eps)
+
+
+@pytest.mark.parametrize("with_docs", [False, True])
+def test_causal_is_dense_attention(with_docs):
+    q, k, v, *_ = tensors(2, 2, 3, 77, 8)
+    docs = packed(2, 77) if with_docs else None
+    out, grads = gradients(flash.causal_attention, (q, k, v), doc_ids=docs)
+    truth, true_grads = gradients(reference.causal_attention, [x.double() for x in (q, k, v)], doc_ids=docs)
+    for a, b in zip([out, *grads], [truth, *true_grads], strict=True):
+        assert relative(a, b) <= 2e-6
+
+
+def test_strided_inputs_and_outputs():
+    """Heads as the model makes them: a transposed view of a projection."""
+    q, k, v, q_lead, k_lead = (
+        x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors(2, 2, 2, 90, 8)
+    )
+    out, grads = gradients(flash.pod_attention, (q, k, v, q_lead, k_lead), 4, 16)
+    inputs = [x.contiguous() for x in (q, k, v, q_lead, k_lead)]
+    truth, true_grads = gradients(flash.pod_attention, inputs, 4, 16)
+    for a, b in zip([out, *grads], [truth, *true_grads], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_dispatch_names_what_is_wrong():
+    q, k, v, q_lead, k_lead = tensors(1, 2, 2, 8, 4)
+    with pytest.raises(ValueError, match="'nope' is unknown; choose auto"):
+        api.pod_attention(q, k, v, q_lead, k_lead, 1, 2, backend="nope")
+    with pytest.raises(ValueError, match="cannot run"):
+        api.causal_attention(q.int(), k.int(), v.int(), backend="flash")
+    with pytest.raises(ValueError, match="must divide"):
+        api.causal_attention(q[:, :3], k, v)
+    with pytest.raises(ValueError, match="n_r >= 1"):
+        api.pod_attention(q, k, v, q_lead, k_lead, 1, 0)
+    with pytest.raises(ValueError, match="doc_ids"):
+        api.causal_attention(q, k, v, doc_ids=torch.zeros(1, 7))
+    assert api.choose(q).pod_attention is flash.pod_attention

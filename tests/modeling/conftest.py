@@ -1,0 +1,110 @@
+"""Tiny models of every family, and a decoder written independently of ours as the oracle."""
+
+import pytest
+import torch
+import transformers
+
+import pod
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+FAMILIES = {
+    "llama": ("Llama", {}),
+    "llama-tied-biased-llama3": (
+        "Llama",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3},
+    ),
+    "llama-linear-mha": ("Llama", {"rope_parameters": LINEAR, "num_key_value_heads": 6}),
+    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
+    "qwen2-yarn": ("Qwen2", {"rope_parameters": YARN}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3-g3": ("Qwen3", {"head_dim": 8, "num_key_value_heads": 2, "rope_parameters": LLAMA3}),
+}
+LEAD = [[0, 0], [0, 1], [0, 1], [3, 1], [3, 4]]
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.25,
+}
+
+
+def make_stock(family="llama", dtype=torch.float64, **changes):
+    """A random stock model with weights large enough that attention is far from uniform."""
+    name, extra = FAMILIES[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**(SIZES | extra | changes))
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.2)
+    return model
+
+
+def lead_for(stock):
+    heads = stock.config.num_key_value_heads
+    return [[row[head % 2] for head in range(heads)] for row in LEAD]
+
+
+def make_pod(family="llama", dtype=torch.float64, windows=(4, 11), plan=True, backend="auto", **changes):
+    stock = make_stock(family, dtype, **changes)
+    plan = pod.SharingPlan(lead_for(stock)) if plan else None
+    return pod.load_model(
+        stock, plan=plan, num_sink_tokens=windows[0], num_recent_tokens=windows[1], attention_backend=backend
+    )
+
+
+def random_ids(batch, n, seed=0):
+    return torch.randint(3, 97, (batch, n), generator=torch.Generator().manual_seed(seed))
+
+
+def turn(x, position_ids, frequencies):
+    """RoPE as complex multiplication: pairs (i, i + d/2)."""
+    half = x.shape[-1] // 2
+    angle = position_ids.double()[:, None] * frequencies.double()
+    z = torch.complex(x[..., :half].double(), x[..., half:].double()) * torch.polar(
+        torch.ones_like(angle), angle
+    )
+    return torch.cat((z.real, z.imag), dim=-1)
+
+
+@torch.no_grad()
+def naive_logits(model, ids, attend):
+    """Logits of one sequence ``[n]``; ``attend(layer, q, k, v, turn)`` gets un-rotated ``[heads, n, d]`` in fp64."""
+    frequencies = model.model._context(
+        torch.zeros(1, 1, dtype=torch.float64), torch.zeros(1, 1)
+    ).rope.frequencies
+    hidden = model.model.embed_tokens(ids)
+    for index, layer in enumerate(model.model.layers):
+        q, k, v = layer.self_attn._project(layer.input_layernorm(hidden)[None])
+        out = attend(index, q[0], k[0], v[0], lambda x, p: turn(x, p, frequencies))
+        hidden = hidden + layer.self_attn.o_proj(out.transpose(0, 1).flatten(1))
+        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    return model.lm_head(model.model.norm(hidden))
+
+
+@pytest.fixture
+def tools():
+    """The helpers of this file, for tests in other files."""
+    import types
+
+    return types.SimpleNamespace(
+        make_stock=make_stock, make_pod=make_pod, random_ids=random_ids, naive_logits=naive_logits, lead=LEAD
+    )
