@@ -5,7 +5,7 @@
 The text is the novel as plain text (public domain; e.g. Project Gutenberg 158, or `emma` of the R package janeaustenr). It is
 cut before its first sentence and tokenised without special tokens. Similarity: the first six windows of 1,024 tokens, the last
 64 queries of each. Perplexity: windows of 2,048 tokens that similarity has not seen, every token but the first, 16 sink and 240
-recent tokens. Each dp plan is held against the greedy plan of the same saving, in the same run.
+recent tokens. (Begun one line break earlier, greedy saves 29.4 % and 36.1 % instead of 30.0 % and 36.1 %.) Each dp plan is held against the greedy plan of the same saving, in the same run.
 """
 
 import argparse
