@@ -42,6 +42,12 @@ def parallel_results(tmp_path_factory) -> dict[str, dict]:
 
 
 @pytest.fixture(scope="session")
-def run_results(tmp_path_factory) -> dict[str, dict]:
+def runs_folder(tmp_path_factory) -> Path:
+    """Where worker_runs.py writes its runs and exports."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="session")
+def run_results(runs_folder) -> dict[str, dict]:
     """Results of worker_runs.py."""
-    return run_worker("worker_runs.py", tmp_path_factory.mktemp("runs"))
+    return run_worker("worker_runs.py", runs_folder)

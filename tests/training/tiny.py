@@ -64,7 +64,7 @@ def make_data(
         lengths = [9] if empty_tail else []
         while not empty_tail and sum(lengths) < context - 3:
             lengths.append(int(min(generator.integers(3, 25), context - sum(lengths))))
-        packed.append([generator.integers(0, VOCAB, length).astype(np.int32) for length in lengths])
+        packed.append([generator.integers(0, VOCAB // 4, length).astype(np.int32) for length in lengths])
     write_packed_rows(folder, packed, context_length=context, vocab_size=VOCAB, tokenizer_sha256="tiny")
     return folder
 
