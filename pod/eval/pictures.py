@@ -10,7 +10,9 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, StrMethodFormatter
 
 COLORS = {
     "full": "#333333",
@@ -21,6 +23,9 @@ COLORS = {
 }
 _SPARE_COLORS = ["#7a5195", "#bc5090", "#ef5675", "#ffa600", "#003f5c"]
 _PARTS = ["#0b6e4f", "#7fc8a9", "#e07a1f", "#a23b72", "#8d99ae", "#333333"]
+_RIGHT_OR_WRONG = LinearSegmentedColormap.from_list(
+    "right", ["#f2b8b0", "#fbeec2", "#a9d9bd"]
+)  # dark text stays readable
 _STYLE: Any = {
     "font.size": 11,
     "axes.spines.top": False,
@@ -57,9 +62,11 @@ def perplexity_by_position(results: dict[str, dict]) -> str | None:
                 ends, values, yerr=errors, label=name, color=color(name), marker="o", capsize=3, linewidth=1.8
             )
         axes.set_xscale("log", base=2)
-        values = [bucket["perplexity"] for buckets in curves.values() for bucket in buckets]
-        if max(values) > 4 * min(values):
+        values = [value for buckets in curves.values() for bucket in buckets for value in _heights(bucket)]
+        if max(values) > 6 * min(values):
             axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         ends = sorted({bucket["end"] for buckets in curves.values() for bucket in buckets})
         axes.set_xticks(ends, [f"{end:,}" for end in ends])
         axes.minorticks_off()
@@ -68,6 +75,10 @@ def perplexity_by_position(results: dict[str, dict]) -> str | None:
         axes.grid(axis="y", alpha=0.25)
         figure.legend(loc="outside upper center", frameon=False, ncols=3, fontsize=10)
         return _svg(figure)
+
+
+def _heights(bucket: dict) -> list[float]:
+    return [bucket["perplexity"], *(bucket["ci95"] or ())]
 
 
 def _error_bars(buckets: list[dict]) -> list[list[float]] | None:
@@ -144,7 +155,7 @@ def _passkey_map(axes: Any, name: str, entries: list[dict]) -> None:
         shares[row][column] = cell["correct"] / cell["prompts"]
         text = f"{cell['correct']}/{cell['prompts']}"
         axes.text(column, row, text, ha="center", va="center", fontsize=9, color="black")
-    axes.imshow(shares, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto", alpha=0.85)
+    axes.imshow(shares, vmin=0, vmax=1, cmap=_RIGHT_OR_WRONG, aspect="auto")
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     axes.set_title(name, fontsize=10, color=color(name))

@@ -31,10 +31,8 @@ def write_report(recipe: "Recipe") -> Path:
     sections = [
         ("Methods at equal bytes", _table_html(method_table(rows)) + _notes_html(table_notes(rows))),
         *_failures(rows),
-        *_measured_pictures(results, speed),
+        *_measured_sections(results, speed),
         *_run_pictures(recipe),
-        ("Perplexity by position", _table_html(bucket_table(results))),
-        ("Speed and memory", _table_html(speed_table(speed))),
         ("How it was measured", _notes_html(method_notes(results))),
     ]
     sections = [(title, body) for title, body in sections if body]
@@ -220,16 +218,16 @@ def _origin(results: dict[str, dict]) -> str:
 # -- pictures ------------------------------------------------------------------------------------------------
 
 
-def _measured_pictures(results: dict[str, dict], speed: list[dict]) -> list[tuple[str, str]]:
+def _measured_sections(results: dict[str, dict], speed: list[dict]) -> list[tuple[str, str]]:
+    """Pictures of the measurements, each with its table."""
     curve, maps = pictures.perplexity_by_position(results), pictures.passkey_maps(results)
     sections = []
     if curve:
-        sections.append(("Perplexity by position (picture)", _svg_image(curve, "perplexity by position")))
+        body = _svg_image(curve, "perplexity by position") + _table_html(bucket_table(results))
+        sections.append(("Perplexity by position", body))
     if speed:
-        bars = "".join(
-            _svg_image(pictures.bytes_by_part(row), f"bytes by part at {row['length']}") for row in speed
-        )
-        sections.append(("Bytes held, by part", bars))
+        bars = (_svg_image(pictures.bytes_by_part(row), f"bytes by part at {row['length']}") for row in speed)
+        sections.append(("Bytes held and decode speed", "".join(bars) + _table_html(speed_table(speed))))
     if maps:
         sections.append(("Passkey retrieval", _svg_image(maps, "passkey accuracy by depth and length")))
     return sections
@@ -267,18 +265,26 @@ def _image(kind: str, data: bytes, label: str) -> str:
 _CSS = """
 :root { color-scheme: light; }
 body { font: 16px/1.5 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; color: #1d2528; background: #fff;
-  max-width: 46rem; margin: 0 auto; padding: 1rem; }
+  max-width: 54rem; margin: 0 auto; padding: 1rem; }
 h1 { font-size: 1.5rem; line-height: 1.25; margin: .5rem 0; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
 h3 { font-size: 1rem; margin: 1rem 0 .25rem; }
 p.lead { font-size: 1.1rem; } p.origin { color: #5b676d; font-size: .8rem; overflow-wrap: anywhere; }
-.scroll { overflow-x: auto; -webkit-overflow-scrolling: touch; }
-table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .35rem .6rem; border-bottom: 1px solid #dde3e6; text-align: right; vertical-align: top; white-space: nowrap; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; margin: .5rem 0; }
+th, td { padding: .35rem .5rem; border-bottom: 1px solid #dde3e6; text-align: right; vertical-align: top; white-space: nowrap; }
 th { font-weight: 600; border-bottom-width: 2px; } td small { display: block; color: #5b676d; }
-th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff; }
+th:first-child, td:first-child { text-align: left; }
 tr.ours td { background: #eef7f2; font-weight: 600; }
-img { display: block; width: 100%; height: auto; max-width: 40rem; }
+img { display: block; width: 100%; height: auto; max-width: 40rem; margin: .5rem 0; }
 ul { padding-left: 1.2rem; font-size: .9rem; } .failed { color: #a02020; overflow-wrap: anywhere; }
+@media (max-width: 44rem) {
+  table, tbody { display: block; } tr.head { display: none; }
+  tr { display: grid; grid-template-columns: repeat(auto-fill, minmax(8.2rem, 1fr)); border: 1px solid #dde3e6;
+    border-radius: .4rem; margin: .5rem 0; padding: .3rem; }
+  tr.ours { background: #eef7f2; } td { border: 0; padding: .2rem .4rem; text-align: left; }
+  td::before { content: attr(data-label); display: block; color: #5b676d; font-size: .75rem; font-weight: 400; }
+  td:first-child { font-weight: 700; }
+}
 """
 
 
@@ -299,8 +305,12 @@ def _table_html(table: Table) -> str:
     lines = []
     for row in table[1:]:
         kind = ' class="ours"' if "pod" in row[:2] else ""
-        lines.append(f"<tr{kind}>" + "".join(f"<td>{_cell_html(cell)}</td>" for cell in row) + "</tr>")
-    return f'<div class="scroll"><table><tr>{head}</tr>{"".join(lines)}</table></div>'
+        cells = (
+            f'<td data-label="{html.escape(label)}"><span>{_cell_html(cell)}</span></td>'
+            for label, cell in zip(table[0], row, strict=False)
+        )
+        lines.append(f"<tr{kind}>{''.join(cells)}</tr>")
+    return f'<div class="scroll"><table><tr class="head">{head}</tr>{"".join(lines)}</table></div>'
 
 
 def _cell_html(cell: str) -> str:

@@ -177,7 +177,7 @@ def test_failed_method_is_shown_and_escaped(recipe):
     failed |= {"status": "failed", "error": "perplexity: <b> & 'x'", "parts": {}}
     (recipe.eval_dir / "snapkv.json").write_text(json.dumps(failed))
     text = write_report(recipe).read_text()
-    assert "&lt;b&gt; &amp; &#x27;x&#x27;" in text and "<td>failed</td>" in text
+    assert "&lt;b&gt; &amp; &#x27;x&#x27;" in text and "<span>failed</span>" in text
     assert "* snapkv: perplexity: <b>" in (recipe.eval_dir / "report.md").read_text()
 
 
