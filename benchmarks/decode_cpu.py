@@ -12,6 +12,7 @@ dense layout is checked against stock transformers on a short prompt with true a
 """
 
 import argparse
+import os
 import time
 from pathlib import Path
 
@@ -143,6 +144,9 @@ def main() -> None:
         "schema": 1,
         "benchmark": "decode_cpu",
         "environment": environment(),
+        "load_average_at_start": os.getloadavg()[
+            0
+        ],  # above 1: other work took part of the cores, look at min and max
         "model": {
             "layers": LAYERS,
             "hidden": HIDDEN,

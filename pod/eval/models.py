@@ -121,6 +121,22 @@ class Models:
         plan = identity(self.plan) if kind == "unadapted" and self.plan else None
         return [identity(self.dense_path), args.gguf_file, plan, windows]
 
+    def reference_layout(self) -> Any:
+        """What PoD's bytes depend on: plan, windows, dtype. Training changes none of them."""
+        if self.reference_kind is None:
+            return None
+        args = self.recipe.model
+        if self.reference_kind == "unadapted" and self.plan is not None:
+            lead = pod.SharingPlan.load(self.plan).lead
+            return [lead, args.num_sink_tokens, args.num_recent_tokens, args.dtype]
+        config, _ = PreTrainedConfig.get_config_dict(self.export)
+        return [
+            config.get("lead"),
+            config.get("num_sink_tokens"),
+            config.get("num_recent_tokens"),
+            args.dtype,
+        ]
+
     def description(self, kind: str) -> dict[str, Any]:
         """What the result file says about the model."""
         model = self.get(kind)

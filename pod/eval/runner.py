@@ -1,5 +1,6 @@
 """One evaluation: check the inputs, measure every method on every task at equal bytes, keep each result, write the report."""
 
+import functools
 import hashlib
 import time
 from collections.abc import Callable
@@ -23,8 +24,11 @@ if TYPE_CHECKING:
     from pod.recipe import Recipe
 
 _CHECKED_TOKENS = (
-    8  # tokens whose two ways of scoring are compared on the real model, for methods scored in one pass
+    8  # tokens that a method scored in one pass also decodes, to compare the two on the real model
 )
+
+Log = Callable[[str], None]
+_print_now: Log = functools.partial(print, flush=True)
 
 
 class Evaluation:
@@ -33,7 +37,7 @@ class Evaluation:
     Raises: ValueError, before any computation, for whatever is missing.
     """
 
-    def __init__(self, recipe: "Recipe", log: Callable[[str], None] = print):
+    def __init__(self, recipe: "Recipe", log: Log = _print_now):
         self.recipe, self.args, self.log = recipe, recipe.eval, log
         self.models = Models(recipe)
         self.tokenizer = self.models.tokenizer()
@@ -107,7 +111,7 @@ class Evaluation:
         inputs: dict[str, Any] = {
             "part": part,
             "seed": self.recipe.seed,
-            "reference": models.identity(models.reference_kind),
+            "reference": models.reference_layout(),
         }
         if method is not None:
             inputs |= {"method": asdict(method), "model": models.identity(method.model)}
@@ -134,7 +138,7 @@ class Evaluation:
         return fingerprint(inputs)
 
 
-def evaluate(recipe: "Recipe", log: Callable[[str], None] = print) -> dict[str, dict]:
+def evaluate(recipe: "Recipe", log: Log = _print_now) -> dict[str, dict]:
     """Run the `eval` section of a recipe; returns the results by method.
 
     Writes <output_dir>/eval/<method>.json, efficiency.json, report.html and report.md. A method that fails is recorded in its
@@ -186,6 +190,7 @@ def _measure_method(
 ) -> str | None:
     """Measure what is missing; returns the error line of a method that failed."""
     for part, inputs in pending.items():
+        run.log(f"{method.name}: {part} …")
         began = time.perf_counter()
         try:
             payload = _PARTS[part](run, method)
@@ -325,9 +330,11 @@ def _measure_speed(run: Evaluation) -> dict[str, str]:
         run.log(f"speed: kept from {results.content['parts'][SPEED_RUN]['environment']['date']}")
         results.finish()
         return {}
+    run.log("speed: all methods in turns …")
     began = time.perf_counter()
     errors: dict[str, str] = {}
-    lengths = [_race(run, length, errors) for length in run.args.efficiency_lengths]
+    rows = [_race(run, length, errors) for length in run.args.efficiency_lengths]
+    lengths = [row for row in rows if row["methods"]]
     payload = {"lengths": lengths, "failed": errors}
     # A run with failures is never taken for a finished one.
     results.store(SPEED_RUN, inputs if not errors else "failed", time.perf_counter() - began, payload)
@@ -342,6 +349,8 @@ def _measure_speed(run: Evaluation) -> dict[str, str]:
 
 
 def _speed_headline(lengths: list[dict]) -> str:
+    if not lengths:
+        return "no method could be timed"
     rows = lengths[-1]["methods"]
     rates = (f"{name} {row['decode_tokens_per_second']['median']:.1f}" for name, row in rows.items())
     return f"tokens/s at {lengths[-1]['length']}: " + ", ".join(rates)
@@ -369,7 +378,7 @@ def _race(run: Evaluation, length: int, errors: dict[str, str]) -> dict[str, Any
         except Exception as error:  # noqa: BLE001 - one method's failure must not lose the others
             errors[name] = one_line(error)
     if not contestants:
-        raise RuntimeError(f"no method could be timed at {length} tokens: {errors}")
+        return {"length": length, "methods": {}}
     efficiency.race(contestants, args.efficiency_tokens, args.efficiency_repeats)
     base = next((contestant for contestant in contestants if contestant.name == "full"), None)
     for contestant in contestants:

@@ -1,6 +1,7 @@
 """A whole evaluation on a tiny random model: equal bytes, reuse, failures, bad input."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -145,6 +146,22 @@ def test_changed_model_is_measured_again(place, tmp_path):
     recipe.model.num_recent_tokens = 61
     runner.evaluate(recipe, log=lines.append)
     assert not any("kept from" in line for line in lines)
+
+
+def test_retraining_does_not_touch_results_of_other_models(place, tmp_path):
+    changes = {"model.plan": str(place / "out/plan/plan.json"), "eval.pod_model": str(tmp_path / "export")}
+    changes |= {"eval.methods": ["pod", "snapkv"], "eval.tasks": ["perplexity"]}
+    recipe = recipe_of(place, output_dir=str(tmp_path), **changes)
+    shutil.copytree(place / "out" / "export", tmp_path / "export")
+    runner.evaluate(recipe, log=lambda line: None)
+    weights = tmp_path / "export" / "model.safetensors"
+    weights.write_bytes(bytes([*weights.read_bytes()[:-1], 1]))
+    lines: list[str] = []
+    runner.evaluate(recipe, log=lines.append)
+    assert [line for line in lines if "kept from" in line] == [
+        line for line in lines if line.startswith("snapkv: perplexity kept")
+    ]
+    assert any(line.startswith("pod: perplexity") and "kept" not in line for line in lines)
 
 
 def out_of_sinks(*_):
