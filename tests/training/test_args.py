@@ -11,7 +11,7 @@ from pod.training.estimate import Shapes, carried_heads, training_bytes
 from pod.training.lora import add_lora, lora_settings
 from pod.training.loss import LossHead
 from pod.training.mesh import check_world_size
-from pod.training.metrics import JsonLines, check_tracker
+from pod.training.metrics import JsonLines, Monitor, check_tracker
 from pod.training.optim import learning_rate, make_optimizer
 from pod.training.ulysses import kv_head_repeats, offsets, split_evenly
 
@@ -143,3 +143,18 @@ def test_resumed_metrics_drop_repeated_and_half_written_lines(tmp_path):
     lines.log(3, {"loss": 1.0})
     lines.close()
     assert [json.loads(line)["step"] for line in file.read_text(encoding="utf-8").splitlines()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("tracker", "files"), [("tensorboard", "tensorboard/events.*"), ("wandb", "wandb/offline-run-*/*.wandb")]
+)
+def test_tracker_gets_the_numbers_of_a_step(tmp_path, tracker, files):
+    pytest.importorskip(tracker)
+    monitor = Monitor(tmp_path, TrainArgs(max_steps=2, tracker=tracker), 0, 64, {"seed": 0}, enabled=True)
+    monitor.step(1, {"loss": 2.5, "learning_rate": 0.1})
+    monitor.close()
+    (written,) = tmp_path.glob(files)
+    assert b"learning_rate" in written.read_bytes()
+    record = json.loads((tmp_path / "metrics.jsonl").read_text(encoding="utf-8"))
+    assert (record["step"], record["loss"]) == (1, 2.5)
+    assert record["tokens_per_second"] > 0
