@@ -101,9 +101,14 @@ def estimate(model_args: ModelArgs, args: TrainArgs, output_dir: str, context_le
     import pod
     from pod.modeling.loading import convert_config
 
-    path = resolve_model(model_args.path)
     options = {} if model_args.gguf_file is None else {"gguf_file": model_args.gguf_file}
-    source = AutoConfig.from_pretrained(path, **options)
+    try:
+        source = AutoConfig.from_pretrained(resolve_model(model_args.path), **options)
+    except OSError as error:
+        reason = str(error).splitlines()[0]
+        return (
+            f"No estimate: the configuration of model.path = {model_args.path} cannot be read here ({reason})"
+        )
     config = source if source.model_type == "pod" else convert_config(source)
     plan_file = plan_path(model_args, Path(output_dir))
     plan = pod.SharingPlan.load(plan_file) if plan_file else config.sharing_plan

@@ -138,3 +138,35 @@ def test_what_cannot_work_is_one_line_and_exit_code_2(config, environment, tmp_p
     assert len(errors) == 1
     assert says in errors[0]
     assert "Traceback" not in done.stderr
+
+
+def test_dry_run_prints_bytes_by_part_and_starts_nothing(config, environment, tmp_path):
+    command = [sys.executable, str(ROOT / "launch" / "train_pod.py"), "--config", str(config), "--dry-run"]
+    done = subprocess.run(
+        [*command, "--set", f"output_dir={tmp_path / 'new'}"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for word in (
+        "2 ranks = 1 data parallel x 2 sequence parallel",
+        "optimizer",
+        "carry",
+        "logits",
+        "disk per checkpoint",
+    ):
+        assert word in done.stdout
+    assert not (tmp_path / "new").exists()
+
+
+def test_dry_run_without_the_model_says_so(config, environment, tmp_path):
+    command = [
+        sys.executable,
+        str(ROOT / "launch" / "train_pod.py"),
+        "--dry-run",
+        "--set",
+        "model.path=nobody/nothing",
+    ]
+    offline = {**environment, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=offline, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "No estimate: the configuration of model.path = nobody/nothing cannot be read here" in done.stdout
