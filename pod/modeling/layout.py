@@ -197,11 +197,11 @@ class PodCacheLayer(CacheLayer):
 
 
 def _put_heads(logits: Tensor, heads: list[int], columns: slice, values: Tensor) -> None:
-    if len(heads) == logits.shape[1]:
-        logits[..., columns] = values
+    """Write ``[B, h, G, c]`` into these heads and columns: through a view when the heads are neighbours."""
+    if heads[-1] - heads[0] == len(heads) - 1:
+        logits[:, heads[0] : heads[-1] + 1, :, columns] = values
     else:
-        index = slice(heads[0], heads[-1] + 1) if heads[-1] - heads[0] == len(heads) - 1 else heads
-        logits[:, index, :, columns] = values
+        logits[:, heads, :, columns] = values.to(logits.dtype)
 
 
 def _append(store: TokenStore, x: Tensor, step: Step) -> None:

@@ -79,6 +79,21 @@ def test_decode_equals_full_forward_in_single_precision(tools):
     assert (logits - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
+@pytest.mark.parametrize("lead", [[2, 1, 0], [3, 1, 3], [2, 3, 0], [3, 1, 0]], ids=str)
+@torch.no_grad()
+def test_bfloat16_decodes_with_any_head_pattern(tools, lead):
+    """Leads and followers that are not neighbours are written by index, in the dtype of the logits."""
+    sizes = {"num_hidden_layers": 4, "num_key_value_heads": 3, "initializer_range": 0.1}
+    plan = pod.SharingPlan([[0, 0, 0], [0, 1, 0], [2, 1, 0], lead])
+    windows = {"plan": plan, "num_sink_tokens": 2, "num_recent_tokens": 7}
+    model = pod.load_model(tools.make_stock("llama", torch.bfloat16, **sizes), **windows)
+    ids = tools.random_ids(2, 40)
+    logits = feed(model, pod.make_cache(model), ids, [20] + [1] * 20).double()
+    one_shot = model(ids).logits.double()
+    exact = pod.load_model(tools.make_stock("llama", torch.bfloat16, **sizes).double(), **windows)(ids).logits
+    assert (logits - exact).norm() <= 2 * (one_shot - exact).norm()
+
+
 @pytest.mark.parametrize(
     "widths", [[70], [1] * 70, [7] * 10, [13, 1, 1, 30, 2, 23], [15, 55], [16, 54]], ids=str
 )
