@@ -16,10 +16,10 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 # ninja and deepspeed are looked up by name
 RUN := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python
 
-.PHONY: help install tools test demo lint format bench clean
+.PHONY: help install tools test demo check-export lint format bench clean
 
 help:  ## show this list
-	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 16
 
 install: $(STAMP)  ## create .venv and install everything (test, demo, lint and bench do it themselves)
 
@@ -30,6 +30,13 @@ test: $(STAMP)  ## run the test suite
 demo: $(STAMP)  ## the whole chain on SmolLM2-135M: explore, prepare, train on 2 ranks, export, evaluate, report
 	@echo "== demo"
 	@$(RUN) launch/demo.py
+
+check-export: $(STAMP)  ## load the demo's export in a second venv that holds only torch and transformers
+	@test -f runs/demo/export_check.safetensors || { echo "error: no export yet; run: make demo" >&2; exit 2; }
+	@test -x .venv-export/bin/python || "$(PYTHON)" -m venv .venv-export
+	@.venv-export/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) "$$(grep '^torch==' requirements.txt)"
+	@.venv-export/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) "$$(grep '^transformers==' requirements.txt)"
+	@cd .venv-export && bin/python ../examples/load_export.py ../runs/demo/export ../runs/demo/export_check.safetensors
 
 lint: $(STAMP)  ## formatting, lint rules and types
 	@echo "== lint: ruff format --check"; $(BIN)/ruff format --check .
@@ -43,7 +50,7 @@ bench: $(STAMP)  ## run every script of benchmarks/, which write JSON into bench
 	@set -e; for script in benchmarks/*.py; do echo "== bench: $$script"; $(RUN) $$script; done
 
 clean:  ## remove .venv and caches (keeps runs/ and converted models)
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv .venv-export .pytest_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What pip cannot install. Each missing tool is named with the command that installs it.

@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from pod.files import atomic_write_text, read_json, write_json
+from pod.files import atomic_write_bytes, atomic_write_text, read_json, write_json
 from pod.models import resolve_model
 from pod.recipe import Recipe, run
 from pod.schema import to_yaml
@@ -347,9 +347,10 @@ def _shown(part: str) -> str:
 def check_export(recipe: Recipe) -> None:
     """Load the export with plain transformers and its own remote code; compare logits and text with `pod.load_model`.
 
-    The prompt is longer than the windows, so that the shared part is at work. Writes export_check.json.
+    The prompt is longer than the windows, so that the shared part is at work. Writes export_check.json and, for examples/load_export.py, the last logits.
     Raises: RuntimeError when the logits differ by more than 2e-5 of their scale, or the generated tokens differ.
     """
+    import safetensors.torch
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -388,6 +389,8 @@ def check_export(recipe: Recipe) -> None:
         f"logits equal to {error:.1e} of their scale over {prompt.shape[1]} tokens; generated {result['generated']!r}"
     )
     write_json(_check_file(recipe), result)
+    saved = {"input_ids": prompt, "logits": ours[0, -1].contiguous()}
+    atomic_write_bytes(_check_file(recipe).with_suffix(".safetensors"), safetensors.torch.save(saved))
 
 
 def summary(recipe: Recipe, state: dict[str, Any], seconds: float) -> list[str]:

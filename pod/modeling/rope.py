@@ -35,9 +35,10 @@ class Rope:
         self.frequencies = frequencies
         self.attention_scaling = attention_scaling
         self.compute_dtype = torch.promote_types(dtype, torch.float32)
-        self.cos, self.sin = self._tables(position_ids)
+        self.own_tables = self.tables(position_ids)
 
-    def _tables(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def tables(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin ``[B or 1, 1, n, d]`` at ``position_ids`` ``[B or 1, n]``, for ``rotate``."""
         angles = position_ids[:, None, :, None].to(self.compute_dtype) * self.frequencies.to(
             self.compute_dtype
         )
@@ -46,14 +47,12 @@ class Rope:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate ``[B, h, n, d]`` at the positions of this forward pass."""
-        return _rotate(x, self.cos, self.sin)
-
-    def at(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        """Rotate ``[B, h, n, d]`` at ``position_ids`` ``[B or 1, n]``."""
-        return _rotate(x, *self._tables(position_ids))
+        return rotate(x, self.own_tables)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate ``[B, h, n, d]`` with the tables of its positions."""
+    cos, sin = tables
     half = x.shape[-1] // 2
     wide = x.to(cos.dtype)
     turned = torch.cat((-wide[..., half:], wide[..., :half]), dim=-1)

@@ -13,6 +13,7 @@ from pod.modeling.blocked import Source, blocked_attention
 from pod.modeling.cache import CacheLayer, PodCache, Step
 from pod.modeling.config import PodConfig
 from pod.modeling.methods.base import Method
+from pod.modeling.rope import rotate
 from pod.modeling.stores import TokenStore
 
 
@@ -63,8 +64,8 @@ class StreamingLayer(CacheLayer):
     def _recent(self, q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, step: Step) -> Source:
         """Window tokens: only distances matter, so positions are counted from the oldest token of the window."""
         oldest = (step.past - self.num_recent_tokens).clamp(min=0)[:, None]
-        queries = step.rope.at(q, step.positions - oldest)
-        keys = step.rope.at(keys, (positions - oldest).clamp(min=0))
+        queries = _turn(q, "recent queries", step, step.positions - oldest)
+        keys = _turn(keys, "recent keys", step, (positions - oldest).clamp(min=0))
 
         def visible(query: Tensor) -> Tensor:
             key, query = positions[:, None], query[..., None]
@@ -83,13 +84,20 @@ class StreamingLayer(CacheLayer):
         keys, values = keys.gather(2, index), values.gather(2, index)
         held = positions.gather(1, column)
         last = self.num_sink_tokens + self.num_recent_tokens - 1
-        queries = step.rope.at(q, step.positions.clamp(max=last))
-        keys = step.rope.at(keys, sinks[None])
+        queries = _turn(q, "sink queries", step, step.positions.clamp(max=last))
+        keys = _turn(keys, "sink keys", step, sinks[None])
 
         def visible(query: Tensor) -> Tensor:
             return ((held == sinks)[:, None]) & (sinks <= query[..., None])
 
         return Source(queries.unflatten(1, (-1, self.groups)), keys, values, visible)
+
+
+def _turn(x: Tensor, name: str, step: Step, position_ids: Tensor) -> Tensor:
+    """Rotate with tables that all layers of a pass share: their positions are the same."""
+    if name not in step.shared:
+        step.shared[name] = step.rope.tables(position_ids)
+    return rotate(x, step.shared[name])
 
 
 def _build(config: PodConfig, budget: int, num_sink_tokens: int) -> PodCache:
