@@ -104,7 +104,7 @@ class EvalArgs:
     """tokens scored at the end of every position bucket, at most; the rest of the bucket is context"""
 
     passkey_lengths: list[int] = field(default_factory=lambda: [1024, 2048])
-    """lengths of the passkey prompts (tokens, chat template included)"""
+    """lengths of the passkey prompts (tokens, a chat template included)"""
 
     passkey_depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
     """where the key stands in the prompt: 0 = start, 1 = end"""
@@ -114,6 +114,9 @@ class EvalArgs:
 
     passkey_new_tokens: int = 12
     """tokens generated per passkey prompt"""
+
+    passkey_chat_template: bool = False
+    """put the passkey question into the tokenizer's chat template instead of asking it as plain text (the paper's format)"""
 
     batch_size: int = 4
     """sequences or prompts run together"""

@@ -12,16 +12,10 @@ import torch
 from torch import Tensor
 
 TASK = (
-    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. "
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
     "I will quiz you about the important information there."
 )
-FILLER = (
-    "The grass is green.",
-    "The sky is blue.",
-    "The sun is yellow.",
-    "Here we go.",
-    "There and back again.",
-)
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = "What is the pass key?"
 ANSWER = "The pass key is"  # the answer's beginning is given: what is tested is retrieval, not obedience
@@ -40,42 +34,56 @@ class Prompt:
 
 
 def make_prompts(
-    tokenizer: Any, lengths: list[int], depths: list[float], samples: int, seed: int
+    tokenizer: Any,
+    lengths: list[int],
+    depths: list[float],
+    samples: int,
+    seed: int,
+    chat_template: bool = False,
 ) -> list[Prompt]:
-    """Prompts of every length × depth × sample, at most one filler sentence shorter than asked, in that order.
+    """Prompts of every length × depth × sample, at most one line of filler shorter than asked, in that order.
 
-    Uses the tokenizer's chat template when it has one. The keys depend on (seed, length, depth, sample) only.
-    Raises: ValueError when a length cannot hold the question.
+    chat_template: put the question into the tokenizer's chat template; see `render` for the format without it.
+    The keys depend on (seed, length, depth, sample) only.
+    Raises: ValueError when a length cannot hold the question, or when the tokenizer has no chat template to use.
     """
+    if chat_template and not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            "eval.passkey_chat_template is true and the tokenizer has no chat template: set it to false"
+        )
     prompts = []
     for length in lengths:
-        sentences = _filler_that_fits(tokenizer, length)
+        lines = _filler_that_fits(tokenizer, length, chat_template)
         for depth in depths:
             for sample in range(samples):
                 key = str(random.Random(f"{seed}/{length}/{depth}/{sample}").randrange(10_000, 100_000))
-                text = render(tokenizer, key, sentences, depth)
-                ids = tuple(encode(tokenizer, text))
+                text = render(tokenizer, key, lines, depth, chat_template)
+                ids = tuple(encode(tokenizer, text, chat_template))
                 prompts.append(
                     Prompt(length=length, depth=depth, sample=sample, key=key, text=text, token_ids=ids)
                 )
     return prompts
 
 
-def render(tokenizer: Any, key: str, sentences: int, depth: float) -> str:
-    """The prompt with `sentences` filler sentences and the key after `depth` of them, ending in the beginning of the answer."""
-    filler = [FILLER[index % len(FILLER)] for index in range(sentences)]
-    filler.insert(round(depth * sentences), NEEDLE.format(key=key))
-    question = f"{TASK}\n\n{' '.join(filler)}\n\n{QUESTION}"
-    if not getattr(tokenizer, "chat_template", None):
-        return f"{question} {ANSWER}"
+def render(tokenizer: Any, key: str, lines: int, depth: float, chat_template: bool = False) -> str:
+    """The prompt with `lines` lines of filler and the key's line after `depth` of them, ending in the beginning of the answer.
+
+    Without a chat template it is the paper's text. The key and the answer's beginning stand on lines of their own: in
+    running text the dense SmolLM2-135M misses the key at some depths, and the test would measure the wording.
+    """
+    filler = [FILLER] * lines
+    filler.insert(round(depth * lines), NEEDLE.format(key=key))
+    text = "\n".join(filler)
+    question = f"{TASK}\n\n{text}\n\n{QUESTION}"
+    if not chat_template:
+        return f"{question}\n{ANSWER}"
     messages = [{"role": "user", "content": question}]
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + ANSWER
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
+def encode(tokenizer: Any, text: str, chat_template: bool = False) -> list[int]:
     """Token ids; special tokens are added only where no chat template has written them already."""
-    templated = bool(getattr(tokenizer, "chat_template", None))
-    return list(tokenizer(text, add_special_tokens=not templated)["input_ids"])
+    return list(tokenizer(text, add_special_tokens=not chat_template)["input_ids"])
 
 
 def is_correct(answer: str, key: str) -> bool:
@@ -84,11 +92,12 @@ def is_correct(answer: str, key: str) -> bool:
     return number is not None and number.group() == key
 
 
-def _filler_that_fits(tokenizer: Any, length: int) -> int:
-    """The largest number of filler sentences with which a prompt has at most `length` tokens, by bisection."""
+def _filler_that_fits(tokenizer: Any, length: int, chat_template: bool) -> int:
+    """The largest number of lines of filler with which a prompt has at most `length` tokens, by bisection."""
 
-    def tokens(sentences: int) -> int:
-        return len(encode(tokenizer, render(tokenizer, "55555", sentences, 0.5)))
+    def tokens(lines: int) -> int:
+        text = render(tokenizer, "55555", lines, 0.5, chat_template)
+        return len(encode(tokenizer, text, chat_template))
 
     if tokens(0) > length:
         raise ValueError(

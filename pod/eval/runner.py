@@ -49,7 +49,12 @@ class Evaluation:
     def _make_prompts(self) -> list[passkey.Prompt]:
         args = self.args
         return passkey.make_prompts(
-            self.tokenizer, args.passkey_lengths, args.passkey_depths, args.passkey_samples, self.recipe.seed
+            self.tokenizer,
+            args.passkey_lengths,
+            args.passkey_depths,
+            args.passkey_samples,
+            self.recipe.seed,
+            args.passkey_chat_template,
         )
 
     def prompt_batches(self) -> list[list[passkey.Prompt]]:
@@ -289,6 +294,7 @@ def measure_passkey(run: Evaluation, method: Method) -> dict[str, Any]:
     correct = sum(sample["correct"] for sample in samples)
     return {
         "prompts": len(samples),
+        "format": "chat template" if run.args.passkey_chat_template else "plain text",
         "correct": correct,
         "accuracy": correct / len(samples),
         "ci95": stats.wilson_interval(correct, len(samples)),

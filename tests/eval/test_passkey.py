@@ -9,38 +9,47 @@ from pod.eval import passkey
 from pod.models import byte_tokenizer
 
 CHAT_TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-LONGEST_SENTENCE = len("There and back again. ")
+LINE = len(passkey.FILLER) + 1
 
 
 @pytest.fixture(params=["plain", "chat"])
-def tokenizer(request):
+def chat(request) -> bool:
+    return request.param == "chat"
+
+
+@pytest.fixture
+def tokenizer():
+    """It has a chat template, which is used only when asked for."""
     tokenizer = byte_tokenizer()
-    if request.param == "chat":
-        tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
-def test_prompts_fill_their_length(tokenizer):
-    prompts = passkey.make_prompts(tokenizer, [400, 700], [0.0, 0.5, 1.0], 2, seed=3)
+def test_prompts_fill_their_length(tokenizer, chat):
+    prompts = passkey.make_prompts(tokenizer, [400, 700], [0.0, 0.5, 1.0], 2, seed=3, chat_template=chat)
     assert len(prompts) == 12
     for prompt in prompts:
-        assert prompt.length - LONGEST_SENTENCE <= len(prompt.token_ids) <= prompt.length
+        assert prompt.length - LINE <= len(prompt.token_ids) <= prompt.length
         assert re.fullmatch(r"[1-9][0-9]{4}", prompt.key)
         assert prompt.text.count(prompt.key) == 2
-        assert prompt.text.endswith(passkey.ANSWER)
-        assert prompt.text.startswith("<|user|>" if tokenizer.chat_template else passkey.TASK)
+        assert prompt.text.endswith(
+            "<|assistant|>The pass key is" if chat else "What is the pass key?\nThe pass key is"
+        )
+        assert prompt.text.startswith("<|user|>" if chat else passkey.TASK)
     assert len({prompt.key for prompt in prompts}) == 12
 
 
-def test_depth_places_the_key(tokenizer):
+def test_depth_places_the_key(tokenizer, chat):
     by_depth = {
-        prompt.depth: prompt for prompt in passkey.make_prompts(tokenizer, [1500], [0.0, 0.5, 1.0], 1, seed=0)
+        prompt.depth: prompt
+        for prompt in passkey.make_prompts(tokenizer, [1500], [0.0, 0.5, 1.0], 1, seed=0, chat_template=chat)
     }
     needle = passkey.NEEDLE.format(key=by_depth[0.0].key)
-    assert f"{passkey.TASK}\n\n{needle} The grass" in by_depth[0.0].text
+    assert f"{passkey.TASK}\n\n{needle}\nThe grass" in by_depth[0.0].text
     needle = passkey.NEEDLE.format(key=by_depth[1.0].key)
     assert f"{needle}\n\n{passkey.QUESTION}" in by_depth[1.0].text
     middle = by_depth[0.5].text
+    assert f"\n{passkey.NEEDLE.format(key=by_depth[0.5].key)}\n" in middle, "the key has its own line"
     assert abs(middle.index(by_depth[0.5].key) / len(middle) - 0.5) < 0.1
 
 
@@ -57,20 +66,25 @@ def test_too_short_length_is_refused(tokenizer):
         passkey.make_prompts(tokenizer, [100], [0.5], 1, seed=0)
 
 
+def test_chat_template_that_is_missing_is_refused():
+    with pytest.raises(
+        ValueError, match="passkey_chat_template is true and the tokenizer has no chat template"
+    ):
+        passkey.make_prompts(byte_tokenizer(), [400], [0.5], 1, seed=0, chat_template=True)
+
+
 def test_bos_is_added_without_template_only():
     calls = []
 
     class Tokenizer:
-        chat_template = None
+        chat_template = "template"
 
         def __call__(self, text, add_special_tokens):
             calls.append(add_special_tokens)
             return {"input_ids": [1]}
 
-    plain = Tokenizer()
-    passkey.encode(plain, "x")
-    plain.chat_template = "template"
-    passkey.encode(plain, "x")
+    passkey.encode(Tokenizer(), "x")
+    passkey.encode(Tokenizer(), "x", chat_template=True)
     assert calls == [True, False]
 
 
