@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 import pod
 from pod.eval.args import METHODS
@@ -35,6 +35,8 @@ class Models:
         for kind in self.kinds:
             self._check_length(kind)
         self.reference_kind = self._reference_kind()
+        if "unadapted" in (*self.kinds, self.reference_kind):
+            self._check_plan()
         budgeted = [method.name for method in chosen if method.takes_budget]
         if self.reference_kind is None and budgeted:
             raise ValueError(
@@ -97,6 +99,20 @@ class Models:
             raise ValueError(
                 f"the tasks feed up to {longest} tokens and the {kind} model reads {limit}: lower eval.text_length, "
                 "eval.passkey_lengths or eval.efficiency_lengths"
+            )
+
+    def _check_plan(self) -> None:
+        assert self.plan is not None, "_check_available refuses 'unadapted' without a plan"
+        gguf_file = self.recipe.model.gguf_file
+        config = AutoConfig.from_pretrained(
+            self.dense_path, **({"gguf_file": gguf_file} if gguf_file else {})
+        )
+        plan = pod.SharingPlan.load(self.plan)
+        sizes = (config.num_hidden_layers, getattr(config, "num_key_value_heads", None))
+        if sizes != (plan.num_layers, plan.num_key_value_heads):
+            raise ValueError(
+                f"{self.plan} is for {plan.num_layers} layers x {plan.num_key_value_heads} KV heads, the model has "
+                f"{sizes[0]} x {sizes[1]}: make a plan for this model with launch/explore.py or correct model.plan"
             )
 
     @property

@@ -211,6 +211,17 @@ def test_bad_input_is_refused_before_any_computation(place, changes, message, mo
     assert "\n" not in str(caught.value)
 
 
+def test_plan_of_another_size_is_refused_before_any_computation(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(pod, "make_cache", lambda *a, **k: pytest.fail("computation began"))
+    pod.SharingPlan(lead=[[0] * 5 for _ in range(6)]).save(tmp_path / "plan.json")
+    changes = {"model.plan": str(tmp_path / "plan.json"), "eval.methods": ["pod-unadapted"]}
+    with pytest.raises(
+        ValueError, match=r"plan.json is for 6 layers x 5 KV heads, the model has 4 x 2: make a plan"
+    ):
+        runner.evaluate(recipe_of(place, output_dir=str(tmp_path), **changes), log=lambda line: None)
+    assert not (tmp_path / "eval").exists()
+
+
 def test_methods_with_budget_need_a_plan(place, tmp_path):
     recipe = recipe_of(place, output_dir=str(tmp_path), **{"eval.methods": ["full", "snapkv"]})
     with pytest.raises(ValueError, match="snapkv: the byte budget is what PoD holds, and there is neither"):
