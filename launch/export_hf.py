@@ -14,10 +14,12 @@ from pod.recipe import Recipe, run
 def main(recipe: Recipe) -> None:
     import pod
     from pod.models import resolve_model
-    from pod.training.export import checkpoint_to_export, export
+    from pod.training.export import check_plan, checkpoint_to_export, export
     from pod.training.start import load_start_model
 
     checkpoint = checkpoint_to_export(Path(recipe.output_dir) / "train", recipe.export.checkpoint)
+    if recipe.model.plan is not None:
+        check_plan(checkpoint, Path(recipe.model.plan))
     path = Path(recipe.export.path or Path(recipe.output_dir) / "export")
     tokenizer = pod.load_tokenizer(resolve_model(recipe.model.path), gguf_file=recipe.model.gguf_file)
     start_model = partial(load_start_model, recipe.model)

@@ -37,6 +37,8 @@ class Models:
         self.reference_kind = self._reference_kind()
         if "unadapted" in (*self.kinds, self.reference_kind):
             self._check_plan()
+        if {"adapted", "unadapted"} <= set(self.kinds):
+            self._check_same_plan()
         budgeted = [method.name for method in chosen if method.takes_budget]
         if self.reference_kind is None and budgeted:
             raise ValueError(
@@ -113,6 +115,16 @@ class Models:
             raise ValueError(
                 f"{self.plan} is for {plan.num_layers} layers x {plan.num_key_value_heads} KV heads, the model has "
                 f"{sizes[0]} x {sizes[1]}: make a plan for this model with launch/explore.py or correct model.plan"
+            )
+
+    def _check_same_plan(self) -> None:
+        assert self.plan is not None, "_check_available refuses 'unadapted' without a plan"
+        lead = [list(row) for row in pod.SharingPlan.load(self.plan).lead]
+        exported = PreTrainedConfig.get_config_dict(self.export)[0].get("lead")
+        if exported != lead:
+            raise ValueError(
+                f"the export {self.export} has another plan than {self.plan}: 'pod' and 'pod-unadapted' would not "
+                "compare the same plan; set model.plan to the export's plan.json, or train and export again"
             )
 
     @property

@@ -35,6 +35,15 @@ def checkpoint_to_export(train_folder: Path, checkpoint: str | None) -> Path:
     return found
 
 
+def check_plan(checkpoint: Path, plan_file: Path) -> None:
+    """Raise ValueError when `plan_file`, which a recipe names, is not the plan that the checkpoint was trained with."""
+    if SharingPlan.load(plan_file).lead != SharingPlan.load(checkpoint / "plan.json").lead:
+        raise ValueError(
+            f"checkpoint {checkpoint} was trained with another plan than model.plan = {plan_file}: unset model.plan to "
+            "export it with its own, or set another output_dir"
+        )
+
+
 def trained_weights(checkpoint: Path, state: TrainState) -> dict[str, torch.Tensor]:
     """fp32 master weights of all ranks by the trained module's names; only the adapters for LoRA.
 

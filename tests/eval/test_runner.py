@@ -222,6 +222,17 @@ def test_plan_of_another_size_is_refused_before_any_computation(place, tmp_path,
     assert not (tmp_path / "eval").exists()
 
 
+def test_export_under_another_plan_is_refused_before_any_computation(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(pod, "make_cache", lambda *a, **k: pytest.fail("computation began"))
+    pod.SharingPlan(lead=[[0, 0], [0, 0], [2, 2], [2, 2]]).save(tmp_path / "plan.json")
+    changes = {"model.plan": str(tmp_path / "plan.json"), "eval.pod_model": str(place / "out" / "export")}
+    with pytest.raises(
+        ValueError, match="has another plan than .*plan.json: 'pod' and 'pod-unadapted' would not"
+    ):
+        runner.evaluate(recipe_of(place, output_dir=str(tmp_path), **changes), log=lambda line: None)
+    assert not (tmp_path / "eval").exists()
+
+
 def test_methods_with_budget_need_a_plan(place, tmp_path):
     recipe = recipe_of(place, output_dir=str(tmp_path), **{"eval.methods": ["full", "snapkv"]})
     with pytest.raises(ValueError, match="snapkv: the byte budget is what PoD holds, and there is neither"):
