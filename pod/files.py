@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,6 +78,26 @@ def explain_disk_full(
         if disk_full is None:
             raise
         raise disk_full from None
+
+
+def check_can_write(folder: PathLike, setting: str) -> None:
+    """Raise ValueError, naming the recipe's `setting`, when files cannot be made in `folder`; leaves nothing behind.
+
+    A folder that does not exist yet is judged by the nearest one above it that does.
+    """
+    place = Path(os.path.abspath(folder))
+    while not os.path.lexists(place):
+        place = place.parent
+    if not place.is_dir():
+        raise ValueError(f"{setting} = {folder}: {place} is not a folder; set another {setting} or remove it")
+    try:
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return  # the writer knows how much space it needs, and says so
+        raise ValueError(
+            f"{setting} = {folder}: {place} is not writable ({os.strerror(error.errno or 0)}); set another {setting}"
+        ) from None
 
 
 def write_json(path: PathLike, obj: Any) -> None:

@@ -19,6 +19,7 @@ import yaml
 
 from pod.data.args import DataArgs
 from pod.eval.args import EvalArgs
+from pod.files import check_can_write
 from pod.models import ModelArgs
 from pod.schema import (
     Loader,
@@ -144,6 +145,8 @@ def run(
             print(to_yaml(recipe), end="")
             print("---\n" + (estimate(recipe) if estimate else "No resource estimate for this step."))
         else:
+            elsewhere = recipe.export.path if "export" in sections else None
+            check_can_write(elsewhere or recipe.output_dir, "export.path" if elsewhere else "output_dir")
             main(recipe)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         _exit_with(error)

@@ -127,3 +127,25 @@ def test_sha256(tmp_path):
     data = os.urandom(100_000)
     (tmp_path / "f").write_bytes(data)
     assert files.sha256_file(tmp_path / "f") == hashlib.sha256(data).hexdigest()
+
+
+def test_folder_that_cannot_be_written_is_named_with_its_setting(tmp_path):
+    (tmp_path / "file").write_text("kept")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(
+            ValueError, match=r"^output_dir = .*: .*file is not a folder; set another output_dir"
+        ):
+            files.check_can_write(folder, "output_dir")
+    files.check_can_write(tmp_path / "a" / "b", "output_dir")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_folder_without_permission_is_named_with_its_setting(tmp_path, monkeypatch):
+    def refuse(dir):
+        raise PermissionError(13, "Permission denied", str(dir))
+
+    monkeypatch.setattr(files.tempfile, "TemporaryFile", refuse)  # root may write everywhere
+    with pytest.raises(
+        ValueError, match=r"^output_dir = .*/new: .* is not writable \(Permission denied\); set another"
+    ):
+        files.check_can_write(tmp_path / "new", "output_dir")

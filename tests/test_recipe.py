@@ -234,6 +234,17 @@ def test_run_hands_over_the_recipe_and_shorthands_win():
     assert seen[0].model.dtype == "bfloat16"
 
 
+@pytest.mark.parametrize(("section", "setting"), [("model", "output_dir"), ("export", "export.path")])
+def test_run_refuses_a_file_in_the_place_of_its_folder_before_the_work(tmp_path, capsys, section, setting):
+    (tmp_path / "file").write_text("")
+    argv = ["--set", f"{setting}={tmp_path / 'file'}"]
+    with pytest.raises(SystemExit) as stopped:
+        run(lambda recipe: pytest.fail("main ran"), sections=(section,), argv=argv)
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"error: {setting} = " in error and "is not a folder" in error
+
+
 def test_dry_run_prints_recipe_and_estimate_and_does_nothing(capsys):
     started(
         lambda recipe: pytest.fail("main ran"),
