@@ -108,7 +108,8 @@ def _set_quotas(reports: list[IntervalReport], target_tokens: int | None, exhaus
     supply = np.array([report.tokens_before for report in reports])
     if not supply.sum():
         raise ValueError(
-            "no document is left to draw from: lower data.shortest_interval, keep short documents or add sources"
+            "no document is left to draw from: set data.long_documents to cut or data.short_documents to keep, lower "
+            "data.shortest_interval or add sources"
         )
     if target_tokens is None:
         share = int(supply.max() if exhausted == "redistribute" else supply.min())

@@ -115,7 +115,7 @@ def test_empty_intervals():
             run([100] * 50 + [10] * 50, 4000, exhausted)
     _, reports = run([100] * 50 + [10] * 100, 2000, "redistribute")
     assert [report.tokens_after for report in reports] == [1000, 1000, 0, 0]
-    with pytest.raises(ValueError, match="no document is left to draw from"):
+    with pytest.raises(ValueError, match="no document is left to draw from: set data.long_documents to cut"):
         run(np.empty(0, np.int64), 4000)
     with pytest.raises(ValueError, match="the draw is empty"):
         run([400] * 50, 100, "stop", bounds=[1, 512])
