@@ -14,8 +14,8 @@ def unsupported(q: Tensor) -> str | None:
         return f"device {q.device.type} has no flash op"
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"dtype {q.dtype} on CUDA (needs float16 or bfloat16)"
-    if q.shape[-1] > 256:
-        return f"head_dim {q.shape[-1]} on CUDA (at most 256)"
+    if q.shape[-1] > 256 or q.shape[-1] % 8:
+        return f"head_dim {q.shape[-1]} on CUDA (a multiple of 8, at most 256)"
     return None
 
 

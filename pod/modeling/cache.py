@@ -6,6 +6,7 @@ left-aligned real tokens, so the token at position ``p`` of a row sits at slot `
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from transformers.cache_utils import Cache
 from .cache_layer import CacheLayer, Step
 from .config import PodConfig
 from .layout import PodCacheLayer
-from .padding import Compaction, compaction_of
+from .padding import Compaction, check_positions, compaction_of
 
 __all__ = ["CacheLayer", "PodCache", "Step"]
 
@@ -45,6 +46,9 @@ class PodCache(Cache):
         self._seen_mask: Tensor | None = None  # bool [B, columns]; None = no padding so far
         self._seen_ids: list[Tensor] | None = []  # int32 [B, …]; None after inputs_embeds
         self._prompt_columns_left = 0
+        self._pending: Callable[[], None] | None = (
+            None  # what a pass in progress will have added when it ends
+        )
 
     # -- what the model calls --------------------------------------------------------------------------------
 
@@ -61,36 +65,53 @@ class PodCache(Cache):
         self._prompt_columns_left = num_columns
 
     def begin_step(
-        self, hidden_states: Tensor, attention_mask: Tensor | None, input_ids: Tensor | None
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        input_ids: Tensor | None,
+        position_ids: Tensor | None = None,
     ) -> tuple[Step, Compaction | None]:
-        """Check that ``[B, n, hidden]`` continues this cache, and describe the pass to the layers."""
+        """Check that ``[B, n, hidden]`` continues this cache, and describe the pass to the layers.
+
+        Nothing is remembered before ``end_step``; a pass that fails between the two leaves the cache unusable.
+        """
         batch, n = hidden_states.shape[:2]
-        device = hidden_states.device
-        if self._lengths is None:
-            self._lengths = torch.zeros(batch, dtype=torch.long, device=device)
-        self._check_batch(batch)
+        if self._pending is not None:
+            raise ValueError(
+                "the last pass over this cache failed half-way: call reset() and feed everything again"
+            )
+        past = self._lengths
+        if past is None:
+            past = torch.zeros(batch, dtype=torch.long, device=hidden_states.device)
+        else:
+            self._check_batch(batch)
         self._check_mask(attention_mask)
         compaction = compaction_of(attention_mask, n)
-        counts = torch.full_like(self._lengths, n) if compaction is None else compaction.counts
+        counts = torch.full_like(past, n) if compaction is None else compaction.counts
         announced = self._prompt_columns_left > 0
         left = max(self._prompt_columns_left - n, 0)
         step = Step(
             layers=self.layers,
-            past=self._lengths,
+            past=past,
             counts=counts,
             num_new=n if compaction is None else compaction.index.shape[1],
             uniform_past=self._uniform_past(compaction),
             ends_prompt=left == 0,
             is_decode=n == 1 and self._columns > 0 and not announced,
+            all_real=compaction is None,
         )
-        self._remember(n, attention_mask, input_ids, compaction)
-        self._prompt_columns_left = left
+        expected = step.positions if compaction is None else compaction.padded_positions(past)
+        check_positions(position_ids, expected, attention_mask)
+        self._pending = partial(self._remember, n, attention_mask, input_ids, compaction, left)
         return step, compaction
 
     def end_step(self, step: Step) -> None:
         """Count the tokens of the pass as seen and drop what layers shared."""
         self._lengths = step.lengths
         step.shared.clear()
+        if self._pending is not None:
+            self._pending()
+        self._pending = None
 
     def _uniform_past(self, compaction: Compaction | None) -> int | None:
         if compaction is not None:
@@ -99,6 +120,14 @@ class PodCache(Cache):
             return self._columns
         first = int(self.lengths[0])
         return first if bool((self.lengths == first).all()) else None
+
+    def check_fits(self, config: PodConfig) -> None:
+        """Raise ``ValueError`` unless the cache was made for a model of this shape, plan and windows."""
+        if _signature(config) != _signature(self.config):
+            raise ValueError(
+                f"this {self.spec} cache was made for a model of another shape, plan or windows: make one with "
+                "pod.make_cache(model, …) for this model"
+            )
 
     def _check_batch(self, batch: int) -> None:
         if batch != self.batch_size:
@@ -122,16 +151,15 @@ class PodCache(Cache):
                 "that ended early are fed padding as real tokens): repeat the same mask, or start an empty cache"
             )
 
-    def _remember(
-        self, n: int, attention_mask, input_ids: Tensor | None, compaction: Compaction | None
-    ) -> None:
+    def _remember(self, n: int, attention_mask, input_ids, compaction: Compaction | None, left: int) -> None:
+        self._prompt_columns_left = left
         if compaction is not None or self._seen_mask is not None:
             self._seen_mask = attention_mask.bool().clone()
         self._columns += n
         if input_ids is None:
             self._seen_ids = None
         elif self._seen_ids is not None:
-            self._seen_ids.append(input_ids.to(torch.int32))
+            self._seen_ids.append(input_ids.to(torch.int32, copy=True))
 
     def check_continues(self, input_ids: Tensor, columns: int, has_embeds: bool) -> None:
         """Refuse a ``generate()`` call that would re-feed or drop tokens of a filled cache.
@@ -227,6 +255,8 @@ class PodCache(Cache):
         self._lengths = self._lengths[index]
         if self._seen_mask is not None:
             self._seen_mask = self._seen_mask[index]
+            if self._seen_mask.all():
+                self._seen_mask = None
         if self._seen_ids:
             self._seen_ids = [torch.cat(self._seen_ids, dim=1)[index]]
 
@@ -242,3 +272,10 @@ class PodCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         raise ValueError(f"crop is not supported by the {self.spec} cache: overwritten keys cannot come back")
+
+
+def _signature(config: PodConfig) -> tuple:
+    """What a cache depends on; windows matter only with a plan."""
+    plan = config.sharing_plan
+    windows = None if plan.is_dense else (config.num_sink_tokens, config.num_recent_tokens)
+    return plan.lead, windows, config.num_attention_heads, config.head_dim

@@ -19,6 +19,7 @@ class Step:
         num_new: ``m``, width of the left-aligned chunk (rows with fewer tokens end in garbage).
         uniform_past: the common value of ``past`` when all rows agree and every row feeds ``m`` tokens, else None.
         ends_prompt: whether the prompt is complete after this pass (methods that compress do it then).
+        all_real: whether no row feeds padding in this pass.
         is_decode: one new token behind a non-empty cache, outside an announced prompt.
         rope, backend: set by the model.
         shared: what lead layers leave for their followers, by name or KV head; emptied with the step.
@@ -31,6 +32,7 @@ class Step:
     uniform_past: int | None
     ends_prompt: bool
     is_decode: bool
+    all_real: bool
     rope: Any = None
     backend: Any = None
     shared: dict = field(default_factory=dict)

@@ -63,10 +63,10 @@ class PodCacheLayer(CacheLayer):
         _append(self.all_values, v, step)
         if self.leads:
             _append(self.lead_keys, take_heads(k, self.leads), step)
-        if step.num_new == 1 and step.uniform_past is not None:
+        if step.num_new == 1 and step.all_real:
             if self.followers:
                 _append(self.window_keys, take_heads(k, self.followers), step)
-            return self._decode(q, step.uniform_past + 1, step.shared)
+            return self._decode(q, step)
         self._share_queries(q, step)
         if _is_fresh(step) and step.backend is not BACKENDS["reference"]:
             out = self._prefill(q, k, v, step)
@@ -165,23 +165,43 @@ class PodCacheLayer(CacheLayer):
         values = take_heads(self.all_values.read(length), self.followers)
         return Source(queries, keys, values, distant)
 
-    def _decode(self, q: Tensor, length: int, shared: dict) -> Tensor:
-        """One new token on rows of equal length. Reads: lead keys, window keys, the logits buffer and values."""
+    def _decode(self, q: Tensor, step: Step) -> Tensor:
+        """One new token per row. Reads: lead keys, window keys, the logits buffer and values."""
+        length = _max_length(step)
         q = q.unflatten(1, (-1, self.groups)).squeeze(3) * self.scale
-        logits = shared.get("logits")
-        if logits is None or logits.shape[-1] != length:
-            compute = torch.promote_types(q.dtype, torch.float32)
-            logits = torch.empty(*q.shape[:3], length, dtype=compute, device=q.device)
-            shared["logits"] = logits
+        logits = self._logits_buffer(q, length, step)
         if self.leads:
             own = take_heads(q, self.leads) @ self.lead_keys.read(length).transpose(2, 3)
+            if step.uniform_past is None:
+                behind = torch.arange(length, device=q.device) >= step.lengths[:, None]
+                own = own.masked_fill(behind[:, None, None], float("-inf"))
             _put_heads(logits, self.leads, slice(0, length), own)
         if self.followers:
             own = take_heads(q, self.followers) @ self.window_keys.read(length).transpose(2, 3)
-            for columns, slots in self._window_columns(length):
-                _put_heads(logits, self.followers, columns, own[..., slots])
-        weights = logits.softmax(-1).to(q.dtype)
+            if step.uniform_past is None:
+                self._scatter_window(logits, own, step)
+            else:
+                for columns, slots in self._window_columns(length):
+                    _put_heads(logits, self.followers, columns, own[..., slots])
+        weights = logits[..., :length].softmax(-1).to(q.dtype)
         return (weights @ self.all_values.read(length)).flatten(1, 2).unsqueeze(2)
+
+    def _logits_buffer(self, q: Tensor, length: int, step: Step) -> Tensor:
+        """``[B, H, G, length + 1]`` that goes from layer to layer; the last column takes what has no position."""
+        logits = step.shared.get("logits")
+        if logits is None or logits.shape[-1] != length + 1:
+            compute = torch.promote_types(q.dtype, torch.float32)
+            logits = torch.empty(*q.shape[:3], length + 1, dtype=compute, device=q.device)
+            step.shared["logits"] = logits
+        return logits
+
+    def _scatter_window(self, logits: Tensor, own: Tensor, step: Step) -> None:
+        """Put window logits ``[B, h, G, slots]`` to the columns of their positions, which differ by row."""
+        positions = self.window_keys.slot_positions(step.lengths)
+        columns = torch.where(positions < 0, logits.shape[-1] - 1, positions)[:, None, None]
+        for index, head in enumerate(self.followers):
+            target = own[:, index].unsqueeze(1).to(logits.dtype)
+            logits[:, head : head + 1].scatter_(3, columns.expand_as(target), target)
 
     def _window_columns(self, length: int) -> list[tuple[slice, slice]]:
         """Pairs (columns = positions, slots of the window) after ``length`` tokens."""

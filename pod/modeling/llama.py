@@ -14,7 +14,7 @@ from .cache import PodCache
 from .config import PodConfig
 from .generation import PodGenerationMixin
 from .norm import RMSNorm
-from .padding import compaction_of
+from .padding import check_positions, compaction_of
 from .reference import document_positions
 from .rope import Rope, inverse_frequencies
 
@@ -123,6 +123,10 @@ class PodModel(PodPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = PodCache(self.config)
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if past_key_values is not None and self.training and self.gradient_checkpointing:
+            raise ValueError(
+                "a cache cannot be filled under activation checkpointing: call model.eval() first"
+            )
         _check_inputs(hidden_states, attention_mask, seen, doc_ids, past_key_values, self.sequence_parallel)
         if past_key_values is not None:
             hidden_states = self._forward_cached(
@@ -155,10 +159,12 @@ class PodModel(PodPreTrainedModel):
 
     def _forward_cached(self, hidden_states, cache, attention_mask, position_ids, input_ids) -> Tensor:
         """With a cache: padding is squeezed out first, so that layers see left-aligned rows of real tokens."""
-        step, compaction = cache.begin_step(hidden_states, attention_mask, input_ids)
-        expected = step.positions if compaction is None else compaction.padded_positions(step.past)
-        check_positions(position_ids, expected, attention_mask)
+        cache.check_fits(self.config)
+        step, compaction = cache.begin_step(hidden_states, attention_mask, input_ids, position_ids)
         if compaction is not None:
+            if not compaction.counts.any():
+                cache.end_step(step)
+                return torch.zeros_like(hidden_states)
             hidden_states = compaction.gather(hidden_states)
         context = self._context(hidden_states, step.positions)
         context.step, step.rope, step.backend = step, context.rope, context.backend
@@ -249,37 +255,31 @@ class PodForCausalLM(PodPreTrainedModel, PodGenerationMixin):
                 raise ValueError(
                     "labels need the logits of the whole row: no logits_to_keep, no sequence parallelism"
                 )
-            loss = next_token_loss(logits, labels, doc_ids)
+            loss = next_token_loss(logits, labels, doc_ids, attention_mask)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
 
 
-def next_token_loss(logits: Tensor, labels: Tensor, doc_ids: Tensor | None) -> Tensor:
-    """Mean cross-entropy in nats over the labelled next tokens, in at least fp32."""
+def next_token_loss(
+    logits: Tensor, labels: Tensor, doc_ids: Tensor | None, attention_mask: Tensor | None
+) -> Tensor:
+    """Mean cross-entropy in nats over the labelled next tokens, in at least fp32.
+
+    Padding is no label and predicts none, and no label crosses a document.
+    """
     targets = labels[:, 1:]
     if doc_ids is not None:
-        targets = targets.masked_fill(doc_ids[:, 1:] != doc_ids[:, :-1], -100)
+        targets = targets.masked_fill((doc_ids[:, 1:] != doc_ids[:, :-1]) | (doc_ids[:, 1:] < 0), -100)
+    if attention_mask is not None:
+        real = attention_mask[:, -labels.shape[1] :].bool()
+        targets = targets.masked_fill(~(real[:, 1:] & real[:, :-1]), -100)
     wide = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32))
     return nn.functional.cross_entropy(wide.flatten(0, 1), targets.flatten())
 
 
-def check_positions(position_ids: Tensor | None, expected: Tensor, attention_mask: Tensor | None) -> None:
-    """Positions that a caller passes must be those that mask and cache imply, wherever there is a token."""
-    if position_ids is None:
-        return
-    wrong = position_ids.to(expected.device) != expected
-    if attention_mask is not None:
-        wrong = wrong & attention_mask[:, -expected.shape[1] :].bool()
-    if wrong.any():
-        row, column = (int(i) for i in wrong.nonzero()[0])
-        given = int(position_ids.expand_as(wrong)[row, column])
-        raise ValueError(
-            f"position_ids[{row}, {column}] = {given}, but mask and cache make it "
-            f"{int(expected.expand_as(wrong)[row, column])}: leave position_ids out, or feed the tokens that continue"
-        )
-
-
 def _check_inputs(hidden_states, attention_mask, seen, doc_ids, cache, parallel) -> None:
     columns = seen + hidden_states.shape[1]
+    if hidden_states.shape[1] == 0:
+        raise ValueError("input_ids has 0 columns: feed at least one token")
     if attention_mask is not None:
         if attention_mask.dim() != 2:
             raise ValueError(

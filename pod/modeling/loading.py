@@ -1,5 +1,6 @@
 """Loading: any Llama, Mistral, Qwen2 or Qwen3 checkpoint, or a PoD export, into the one decoder."""
 
+import copy
 import os
 from typing import Any
 
@@ -47,7 +48,7 @@ def convert_config(source: Any, **changes: Any) -> PodConfig:
     family = source.model_type
     if family not in _FAMILIES:
         raise ValueError(
-            f"model_type = {family!r} is not supported; supported are {', '.join(_FAMILIES)} and pod"
+            f"model_type = {family!r} is not supported; supported are {', '.join(_FAMILIES)}; exports of this project load from their folder"
         )
     layer_types = set(getattr(source, "layer_types", None) or ["full_attention"])
     if layer_types != {"full_attention"} or (family == "mistral" and source.sliding_window):
@@ -145,7 +146,9 @@ def load_model(
         plan = plan if isinstance(plan, SharingPlan) else SharingPlan.load(plan)
         changes["lead"] = [list(row) for row in plan.lead]
     if isinstance(source, PreTrainedModel):
-        dense = source if dtype is None else source.to(dtype=_dtype(dtype))  # type: ignore[call-arg]
+        dense = source
+        if dtype is not None and source.dtype != _dtype(dtype):
+            dense = copy.deepcopy(source).to(dtype=_dtype(dtype))  # type: ignore[call-arg]
     elif gguf_file is None and _model_type(source) == "pod":
         return _place(_load_export(source, changes, dtype), device)
     else:

@@ -53,3 +53,19 @@ def compaction_of(attention_mask: Tensor | None, n: int) -> Compaction | None:
     counts = mask.sum(1)
     order = torch.argsort((~mask).long(), dim=1, stable=True)
     return Compaction(mask=mask, counts=counts, index=order[:, : max(1, int(counts.max()))])
+
+
+def check_positions(position_ids: Tensor | None, expected: Tensor, attention_mask: Tensor | None) -> None:
+    """Positions that a caller passes must be those that mask and cache imply, wherever there is a token."""
+    if position_ids is None:
+        return
+    wrong = position_ids.to(expected.device) != expected
+    if attention_mask is not None:
+        wrong = wrong & attention_mask[:, -expected.shape[1] :].bool()
+    if wrong.any():
+        row, column = (int(i) for i in wrong.nonzero()[0])
+        given = int(position_ids.expand_as(wrong)[row, column])
+        raise ValueError(
+            f"position_ids[{row}, {column}] = {given}, but mask and cache make it "
+            f"{int(expected.expand_as(wrong)[row, column])}: leave position_ids out, or feed the tokens that continue"
+        )

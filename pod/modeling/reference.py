@@ -62,6 +62,9 @@ def _attention(q, k, v, q_lead, k_lead, num_sink_tokens, num_recent_tokens, doc_
     if doc_ids is None:
         doc_ids = torch.zeros(1, n, dtype=torch.long, device=q.device)
     position_ids = document_positions(doc_ids)
+    doc_ids = torch.where(
+        doc_ids < 0, -1, (position_ids == 0).long().cumsum(1)
+    )  # an id that returns is a new document
     if k_lead is not None:
         k_lead = k_lead.repeat_interleave(groups, dim=1).to(compute)
     block = max(1, _BLOCK_ELEMENTS // (batch * heads * n))

@@ -65,7 +65,7 @@ class SnapLayer(PodCacheLayer):
         """The step as the stores see it: slots instead of positions."""
         if self.held is None:
             return step
-        same = step.uniform_past is not None and bool((past == past[0]).all())
+        same = step.all_real and bool((past == past[0]).all())
         return dataclasses.replace(step, past=past, uniform_past=int(past[0]) if same else None)
 
     def _remember_queries(self, q: Tensor, step: Step) -> None:
@@ -84,13 +84,16 @@ class SnapLayer(PodCacheLayer):
         (queries, counts), self.observed = self.observed, None
         if int(lengths.max()) <= self.budget:
             return
-        held = lengths.clamp(max=self.budget)
+        held = torch.where(counts > 0, lengths.clamp(max=self.budget), lengths)  # no new token: leave the row
+        width = int(held.max())
         stores = self.lead_keys, self.all_values
-        kept = [
-            store.data.new_zeros(*store.data.shape[:2], self.budget, store.data.shape[3]) for store in stores
-        ]
+        kept = [store.data.new_zeros(*store.data.shape[:2], width, store.data.shape[3]) for store in stores]
         for row, (length, real) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
             keys, values = (store.data[row, :, :length] for store in stores)
+            if real == 0:
+                for target, source in zip(kept, (keys, values), strict=True):
+                    target[row, :, :length] = source
+                continue
             index = self._select(queries[row, :, self.window - real :], keys)
             index = index[:, :, None].expand(-1, -1, keys.shape[2])
             for target, source in zip(kept, (keys, values), strict=True):

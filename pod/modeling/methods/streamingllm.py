@@ -4,6 +4,7 @@ Keys are stored before RoPE and rotated at their index *in the cache*, so that p
 the input may be unbounded. The prompt is masked the same way, which makes the result independent of its chunking.
 """
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -15,6 +16,8 @@ from pod.modeling.config import PodConfig
 from pod.modeling.methods.base import Method
 from pod.modeling.rope import rotate
 from pod.modeling.stores import TokenStore
+
+_SMALLEST_CHUNK = 64
 
 
 class StreamingLayer(CacheLayer):
@@ -46,6 +49,22 @@ class StreamingLayer(CacheLayer):
         return 2 * batch * heads * slots * head_dim * self.values_store.data.element_size()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        """Chunk by chunk, so that a long prompt costs its length times the window."""
+        size = max(self.num_recent_tokens, _SMALLEST_CHUNK)
+        outputs = []
+        for start in range(0, step.num_new, size):
+            rows = slice(start, min(start + size, step.num_new))
+            chunk = dataclasses.replace(
+                step,
+                past=step.past + step.counts.clamp(max=start),
+                counts=(step.counts - start).clamp(0, size),
+                num_new=rows.stop - start,
+                shared=step.shared.setdefault(f"chunk at {start}", {}),
+            )
+            outputs.append(self._attend_chunk(q[:, :, rows], k[:, :, rows], v[:, :, rows], chunk))
+        return torch.cat(outputs, dim=2)
+
+    def _attend_chunk(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         keys, values, positions = k, v, step.positions
         if not self.keys_store.is_empty:
             before = self.keys_store.slot_positions(step.past)
