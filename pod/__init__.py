@@ -8,7 +8,7 @@ from pod.modeling import reference as _reference
 from pod.modeling.cache import PodCache
 from pod.modeling.config import PodConfig
 from pod.modeling.llama import PodForCausalLM, PodModel
-from pod.modeling.loading import load_model, load_tokenizer, register_auto_classes
+from pod.modeling.loading import load_model, load_tokenizer
 from pod.modeling.methods import make_cache, methods
 from pod.modeling.sharing import SharingPlan
 
@@ -26,8 +26,7 @@ __all__ = [
 
 
 def _connect() -> None:
-    """Give the kernels their reference, the model the kernels, and transformers the model."""
-    register_auto_classes()
+    """Give the kernels their reference, and the model the kernels."""
     _api.register(
         "reference", _api.Entry(_reference.causal_attention, _reference.pod_attention, lambda q: None)
     )

@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from .config import ROPE_TYPES, PodConfig
 from .llama import PodForCausalLM
@@ -180,11 +180,9 @@ def _dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 def load_tokenizer(source: str | os.PathLike, gguf_file: str | None = None):
     """The tokenizer that belongs to a checkpoint (folder or hub id)."""
-    options = {} if gguf_file is None else {"gguf_file": gguf_file}
-    return AutoTokenizer.from_pretrained(source, **options)
-
-
-def register_auto_classes() -> None:
-    """Let transformers' Auto classes load ``model_type = "pod"`` without remote code while `pod` is imported."""
-    AutoConfig.register("pod", PodConfig, exist_ok=True)
-    AutoModelForCausalLM.register(PodConfig, PodForCausalLM, exist_ok=True)
+    if gguf_file is not None:
+        return AutoTokenizer.from_pretrained(source, gguf_file=gguf_file)
+    if _model_type(source) != "pod":
+        return AutoTokenizer.from_pretrained(source)
+    # with our own configuration in hand transformers does not ask whether it may run the export's code
+    return AutoTokenizer.from_pretrained(source, config=PodConfig.from_pretrained(source))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from pod.files import atomic_dir
 from pod.modeling.config import PodConfig
@@ -81,6 +82,8 @@ def restore_model(checkpoint: Path, state: TrainState, start_model: Any = None) 
         if state.tied_embeddings:
             weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
         _load(model, weights, set(model.state_dict()), checkpoint)
+        if (checkpoint / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(checkpoint)
         return model.eval()
     base = start_model(SharingPlan.load(checkpoint / "plan.json")).float()
     adapted: Any = add_lora(base, state.lora)

@@ -89,6 +89,7 @@ def test_export_reloads_with_the_trained_logits_and_generates(run_results, name,
     result = run_results[f"export_{name}"]
     assert result["module"].startswith("transformers_modules"), "the export must bring its own code"
     assert result["dtype"] == dtype
+    assert len(result["eos"]) == 2, "the generation configuration must survive the export"
     assert result["error"] <= tolerance  # merging adapters rounds; full fine-tuning is exact
     assert len(result["generated"]) == 4, result["generated"]
     assert result["generated"][0] == result["next_token"]

@@ -46,7 +46,9 @@ def make_model(
         lead=plan_rows(heads=heads[1]) if plan else None,
         attention_backend="auto",
     )
-    return pod.PodForCausalLM(config).to(dtype)
+    model = pod.PodForCausalLM(config).to(dtype)
+    model.generation_config.eos_token_id = [VOCAB - 1, VOCAB - 2]  # more ends than the configuration knows
+    return model
 
 
 def make_data(

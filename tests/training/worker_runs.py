@@ -227,6 +227,7 @@ def exported(name, out, folder, dtype) -> None:
         generated = str(error)
     result = {"error": float((expected - got).abs().max() / expected.abs().max()), "dtype": str(got.dtype)}
     result |= {"generated": generated, "module": type(loaded).__module__}
+    result["eos"] = loaded.generation_config.eos_token_id
     result["next_token"] = int(expected[0, -1].argmax())
     result["files"] = sorted(path.name for path in (out / f"{name}_export").iterdir())
     tiny.write_result(out, f"export_{name}", result)
