@@ -123,7 +123,7 @@ class PodCache(Cache):
 
     def check_fits(self, config: PodConfig) -> None:
         """Raise ``ValueError`` unless the cache was made for a model of this shape, plan and windows."""
-        if _signature(config) != _signature(self.config):
+        if config is not self.config and _signature(config) != _signature(self.config):
             raise ValueError(
                 f"this {self.spec} cache was made for a model of another shape, plan or windows: make one with "
                 "pod.make_cache(model, …) for this model"
