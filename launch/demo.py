@@ -244,7 +244,7 @@ def run_command(command: list[str], environment: dict[str, str]) -> tuple[int, i
 
 
 @contextlib.contextmanager
-def _peak_memory(pid: int, interval: float = 0.5) -> Iterator[list[int]]:
+def _peak_memory(pid: int, interval: float = 1.0) -> Iterator[list[int]]:
     """A one-element list that holds the largest sum of resident bytes of a process and its descendants, sampled every `interval` s."""
     peak, stop = [0], threading.Event()
 
