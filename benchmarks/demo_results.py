@@ -6,7 +6,6 @@ python benchmarks/demo_results.py [runs/demo]
 import sys
 from pathlib import Path
 
-from pod.eval.results import environment
 from pod.eval.summary import summarise
 from pod.files import read_json, write_json
 from pod.modeling.sharing import SharingPlan
@@ -25,7 +24,7 @@ def main(folder: Path) -> None:
         )
     plan = SharingPlan.load(folder / "plan" / "plan.json")
     content = {
-        "environment": environment(),
+        "environment": read_json(folder / "eval" / "full.json")["environment"],
         "plan": {"asymptotic_saving": plan.asymptotic_saving, "share_non_lead": plan.share_non_lead},
         "export_check": read_json(folder / "export_check.json"),
         "steps": {
