@@ -55,19 +55,15 @@ clean:  ## remove .venv and caches (keeps runs/ and converted models)
 
 # What pip cannot install. Each missing tool is named with the command that installs it.
 tools:
-	@if command -v apt-get >/dev/null; then get="sudo apt-get install -y"; py="python3-dev python3-venv"; gxx="g++"; \
-	elif command -v dnf >/dev/null; then get="sudo dnf install -y"; py="python3.11-devel"; gxx="gcc-c++"; \
-	elif command -v brew >/dev/null; then get="brew install"; py="python@3.11"; gxx="gcc"; \
-	else get="install with your package manager:"; py="python 3.11 with headers and venv"; gxx="g++"; fi; \
+	@if command -v apt-get >/dev/null; then get="sudo apt-get install -y"; py="python3 python3-venv"; \
+	elif command -v dnf >/dev/null; then get="sudo dnf install -y"; py="python3.11"; \
+	elif command -v brew >/dev/null; then get="brew install"; py="python@3.11"; \
+	else get="install with your package manager:"; py="python 3.11 with venv"; fi; \
 	if [ -z "$(PYTHON)" ]; then echo "error: no Python 3.11 or newer found; run: $$get $$py   (or name one: make PYTHON=…)" >&2; exit 2; fi; \
 	if ! "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 		echo "error: $(PYTHON) is not a Python 3.11 or newer; run: $$get $$py   (or name one: make PYTHON=…)" >&2; exit 2; fi; \
 	if ! "$(PYTHON)" -c 'import venv, ensurepip' 2>/dev/null; then \
-		echo "error: $(PYTHON) cannot create virtual environments; run: $$get $$py" >&2; exit 2; fi; \
-	if ! "$(PYTHON)" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'; then \
-		echo "error: $(PYTHON) has no C headers (deepspeed compiles its CPU communication at first use); run: $$get $$py" >&2; exit 2; fi; \
-	if ! command -v g++ >/dev/null; then \
-		echo "error: g++ not found (deepspeed compiles its CPU communication at first use); run: $$get $$gxx" >&2; exit 2; fi
+		echo "error: $(PYTHON) cannot create virtual environments; run: $$get $$py" >&2; exit 2; fi
 
 $(STAMP): requirements.txt requirements-nodeps.txt pyproject.toml
 	@$(MAKE) --no-print-directory tools

@@ -253,7 +253,7 @@ def test_pinned_versions_are_installed_and_within_the_declared_ranges():
 
 
 def test_missing_tools_are_named_with_the_command_that_installs_them(tmp_path):
-    """`make tools` with a PATH that lacks Python, then one that lacks g++."""
+    """`make tools` without Python, with one that is too old, and with a good one and no compiler."""
     for name in ("bash", "sh", "grep", "sed", "dirname"):
         os.symlink(f"/bin/{name}" if Path(f"/bin/{name}").exists() else f"/usr/bin/{name}", tmp_path / name)
     (tmp_path / "apt-get").write_text("#!/bin/sh\n")
@@ -264,11 +264,12 @@ def test_missing_tools_are_named_with_the_command_that_installs_them(tmp_path):
     assert (
         bare.returncode != 0 and "no Python 3.11 or newer" in bare.stderr and "apt-get install" in bare.stderr
     )
-    python = f"PYTHON={sys.executable}"
-    no_compiler = subprocess.run(
-        [make, "tools", python], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert no_compiler.returncode != 0 and "sudo apt-get install -y g++" in no_compiler.stderr
+    (tmp_path / "old").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "old").chmod(0o755)
+    for python, code, message in (("old", 2, "is not a Python 3.11 or newer"), (sys.executable, 0, "")):
+        command = [make, "tools", f"PYTHON={python}"]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == code and message in done.stderr
 
 
 def test_ci_runs_what_the_readme_says():
