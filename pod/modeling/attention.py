@@ -16,6 +16,7 @@ from .config import PodConfig
 from .norm import RMSNorm
 from .reference import causal_attention, pod_attention
 from .rope import Rope
+from .sharing import is_followed
 
 Carry = tuple[Tensor | None, ...]
 
@@ -124,26 +125,58 @@ class PodAttention(nn.Module):
 
     def _attend_without_cache(self, q, k, v, context: ForwardContext, carry: Carry) -> tuple[Tensor, Carry]:
         q, k = context.rope(q), context.rope(k)
-        leads, followers = split_heads(context.lead[self.layer_idx], self.layer_idx)
-        if not followers:
-            out = context.backend.causal_attention(q, k, v, doc_ids=context.doc_ids)
-            return out, next_carry(q, k, context.lead, self.layer_idx, carry)
-        groups = q.shape[1] // k.shape[1]
-        parts = []
-        if leads:
-            own = take_heads(q, leads, groups), take_heads(k, leads), take_heads(v, leads)
-            parts.append((leads, context.backend.causal_attention(*own, doc_ids=context.doc_ids)))
-        q_lead, k_lead = (_carried(carry, followers, part) for part in (0, 1))
-        own = take_heads(q, followers, groups), take_heads(k, followers), take_heads(v, followers)
+        heads = split_heads(context.lead[self.layer_idx], self.layer_idx)
+
+        def from_carry() -> tuple[Tensor, Tensor]:
+            return _carried(carry, heads[1], 0), _carried(carry, heads[1], 1)
+
         windows = self.num_sink_tokens, self.num_recent_tokens
-        out = context.backend.pod_attention(*own, q_lead, k_lead, *windows, doc_ids=context.doc_ids)
+        out = attend_by_role(q, k, v, heads, from_carry, windows, context.backend, context.doc_ids)
+        return out, next_carry(q, k, context.lead, self.layer_idx, carry)
+
+
+def attend_by_role(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: tuple[list[int], list[int]],
+    lead_queries_and_keys: Callable[[], tuple[Tensor, Tensor]],
+    windows: tuple[int, int],
+    backend: Backend,
+    doc_ids: Tensor | None,
+) -> Tensor:
+    """Attention of whole rows: dense for the KV heads that lead, PoD for those that follow.
+
+    Args:
+        q: ``[B, Hq, n, d]``; k, v: ``[B, H, n, d]``, rotated.
+        heads: KV heads that lead and that follow, from ``split_heads``.
+        lead_queries_and_keys: called when there are followers; ``[B, h·G, n, d]`` and ``[B, h, n, d]`` for them.
+        windows: ``(n_s, n_r)`` in tokens.
+
+    Returns:
+        ``[B, Hq, n, d]``.
+    """
+    leads, followers = heads
+    groups = q.shape[1] // k.shape[1]
+    parts = []
+    if leads:
+        own = take_heads(q, leads, groups), take_heads(k, leads), take_heads(v, leads)
+        parts.append((leads, backend.causal_attention(*own, doc_ids=doc_ids)))
+    if followers:
+        own = take_heads(q, followers, groups), take_heads(k, followers), take_heads(v, followers)
+        out = backend.pod_attention(*own, *lead_queries_and_keys(), *windows, doc_ids=doc_ids)
         parts.append((followers, out))
-        return merge_heads(parts, groups), next_carry(q, k, context.lead, self.layer_idx, carry)
+    return merge_heads(parts, groups)
 
 
 def _carried(carry: Carry, heads: Sequence[int], part: int) -> Tensor:
     """Lead queries (part 0) or keys (part 1) of these KV heads, ``[B, h, n, d]``."""
-    return torch.cat([tensor for head in heads if (tensor := carry[2 * head + part]) is not None], dim=1)
+    tensors = []
+    for head in heads:
+        tensor = carry[2 * head + part]
+        assert tensor is not None, f"KV head {head} follows a lead that left nothing in the carry"
+        tensors.append(tensor)
+    return torch.cat(tensors, dim=1)
 
 
 def split_heads(lead_row: Sequence[int], layer_idx: int) -> tuple[list[int], list[int]]:
@@ -175,12 +208,10 @@ def next_carry(q: Tensor, k: Tensor, lead: Sequence[Sequence[int]], layer_idx: i
 
     Clones, because a view of one head would keep the whole layer's queries and keys alive.
     """
-    if layer_idx + 1 == len(lead):
-        return (None,) * len(carry)
     groups = q.shape[1] // k.shape[1]
     following: list[Tensor | None] = []
     for head, own in enumerate(lead[layer_idx]):
-        if lead[layer_idx + 1][head] != own:
+        if not is_followed(lead, layer_idx, head):
             following += [None, None]
         elif own == layer_idx:
             following += [q[:, head * groups : (head + 1) * groups].clone(), k[:, head : head + 1].clone()]

@@ -1,14 +1,16 @@
 """The PoD layout of one cache layer: full keys for leads, window keys for followers, all values (paper §2.2)."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from .attention import BACKENDS, merge_heads, split_heads, take_heads
+from .attention import BACKENDS, attend_by_role, merge_heads, split_heads, take_heads
 from .blocked import Source, blocked_attention
 from .cache_layer import CacheLayer, Step
 from .config import PodConfig
+from .sharing import is_followed
 from .stores import TokenStore
 
 
@@ -79,18 +81,14 @@ class PodCacheLayer(CacheLayer):
 
     def _share_queries(self, q: Tensor, step: Step) -> None:
         for index, head in enumerate(self.leads):
-            if self._is_followed(head):
+            if is_followed(self.lead, self.layer_idx, head):
                 q_head = q[:, head * self.groups : (head + 1) * self.groups].clone()
                 step.shared[head] = (q_head, self.lead_keys, index)
 
     def _drop_queries(self, step: Step) -> None:
         for head in self.followers:
-            if not self._is_followed(head):
+            if not is_followed(self.lead, self.layer_idx, head):
                 step.shared.pop(head)
-
-    def _is_followed(self, head: int) -> bool:
-        following = self.layer_idx + 1
-        return following < len(self.lead) and self.lead[following][head] == self.lead[self.layer_idx][head]
 
     def _lead_queries_and_keys(self, step: Step, length: int) -> tuple[Tensor, Tensor]:
         """What this layer's followers share: ``[B, h·G, m, d]`` queries and ``[B, h, length, d]`` keys."""
@@ -103,17 +101,9 @@ class PodCacheLayer(CacheLayer):
         doc_ids = None
         if step.uniform_past is None:
             doc_ids = -(torch.arange(step.num_new, device=q.device) >= step.counts[:, None]).long()
-        parts = []
-        if self.leads:
-            own = take_heads(q, self.leads, self.groups), take_heads(k, self.leads), take_heads(v, self.leads)
-            parts.append((self.leads, step.backend.causal_attention(*own, doc_ids=doc_ids)))
-        if self.followers:
-            heads = self.followers
-            own = take_heads(q, heads, self.groups), take_heads(k, heads), take_heads(v, heads)
-            shared = self._lead_queries_and_keys(step, step.num_new)
-            windows = self.num_sink_tokens, self.num_recent_tokens
-            parts.append((heads, step.backend.pod_attention(*own, *shared, *windows, doc_ids=doc_ids)))
-        return merge_heads(parts, self.groups)
+        heads, windows = (self.leads, self.followers), (self.num_sink_tokens, self.num_recent_tokens)
+        from_step = partial(self._lead_queries_and_keys, step, step.num_new)
+        return attend_by_role(q, k, v, heads, from_step, windows, step.backend, doc_ids)
 
     def _attend_blocked(self, q: Tensor, k: Tensor, step: Step) -> Tensor:
         """Any chunk behind any past, ragged or not."""

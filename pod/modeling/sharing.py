@@ -99,8 +99,7 @@ class SharingPlan:
 
     def has_users(self, layer: int, head: int) -> bool:
         """Whether a later layer uses the queries and keys of this (layer, KV head)."""
-        following = layer + 1
-        return following < self.num_layers and self.lead[following][head] == self.lead[layer][head]
+        return is_followed(self.lead, layer, head)
 
     def check_fits(self, num_layers: int, num_key_value_heads: int) -> None:
         """Raise ``ValueError`` unless the plan belongs to a model of this size."""
@@ -134,6 +133,11 @@ class SharingPlan:
             return cls(lead=content["lead"], provenance=content.get("provenance", {}))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+
+
+def is_followed(lead: Sequence[Sequence[int]], layer: int, head: int) -> bool:
+    """Whether the next layer belongs to the same block of this KV head, ``lead`` being ``[L][H]``."""
+    return layer + 1 < len(lead) and lead[layer + 1][head] == lead[layer][head]
 
 
 def _as_rows(lead: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
