@@ -1,0 +1,135 @@
+"""What eviction methods read from attention, without the ``n x n`` matrix: validation and dispatch.
+
+An explicit backend that cannot run raises; ``auto`` takes the first of its device that can. Results carry no gradient.
+"""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple, overload
+
+from torch import Tensor
+
+from pod.kernels import statistics_blocked, statistics_reference
+
+
+class Entry(NamedTuple):
+    """A backend: its two operations, and why it cannot run on given queries (None = it can)."""
+
+    attention_column_sums: Callable[..., Tensor | tuple[Tensor, Tensor]]
+    attention_rows: Callable[..., Tensor]
+    unsupported: Callable[[Tensor], str | None]
+
+
+BACKENDS: dict[str, Entry] = {
+    name: Entry(module.attention_column_sums, module.attention_rows, module.unsupported)
+    for name, module in (("blocked", statistics_blocked), ("reference", statistics_reference))
+}
+AUTO_ORDER: dict[str, list[str]] = {}
+"""What ``auto`` tries on a device type, fastest first; devices not named use ``blocked``."""
+
+
+def choose(q: Tensor, backend: str = "auto") -> Entry:
+    """The backend that will run; ``ValueError`` when the asked one cannot."""
+    if backend != "auto":
+        if backend not in BACKENDS:
+            raise ValueError(
+                f"statistics backend {backend!r} is unknown; choose auto or one of {', '.join(BACKENDS)}"
+            )
+        reason = BACKENDS[backend].unsupported(q)
+        if reason:
+            raise ValueError(
+                f"statistics backend {backend!r} cannot run: {reason}; choose auto or another backend"
+            )
+        return BACKENDS[backend]
+    for name in AUTO_ORDER.get(q.device.type, ["blocked"]):
+        if BACKENDS[name].unsupported(q) is None:
+            return BACKENDS[name]
+    raise ValueError(f"no statistics backend runs on {q.dtype} on {q.device.type}")
+
+
+@overload
+def attention_column_sums(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor | None = None,
+    scale: float | None = None,
+    squares: Literal[False] = False,
+    backend: str = "auto",
+) -> Tensor: ...
+@overload
+def attention_column_sums(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor | None = None,
+    scale: float | None = None,
+    *,
+    squares: Literal[True],
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]: ...
+def attention_column_sums(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor | None = None,
+    scale: float | None = None,
+    squares: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """How much attention every key received: ``Σ_i A_ij``, the accumulated score of H2O (Zhang et al., 2023, section 4).
+
+    D2O sums it over the prompt in the same way; RoCo (Ren and Zhu, 2024) also needs ``Σ_i A_ij²`` for the standard deviation.
+
+    Args:
+        q: ``[B, Hq, m, d]``, rotated: the queries of the last ``m`` of ``n`` positions; each sees the keys up to its own.
+        k: ``[B, H, n, d]``, rotated, with ``Hq = G·H``.
+        lse: ``[B, Hq, m]``, natural logarithm of the sum of ``exp`` of the scaled logits, as flash attention returns it; computed
+            when None. Weights are ``exp(logit - lse)``, so it may include keys that are not in ``k``.
+        scale: factor on logits, ``1/sqrt(d)`` when None.
+        squares: also return the sums of squared weights.
+
+    Returns:
+        ``[B, Hq, n]``, or two of them with ``squares``, in fp32 (fp64 for fp64 inputs); per query head, not averaged over G.
+
+    Raises:
+        ValueError: shapes that do not fit, or a backend that cannot run.
+    """
+    _check(q, k, lse)
+    run = choose(q, backend).attention_column_sums
+    return run(q, k, lse, q.shape[-1] ** -0.5 if scale is None else scale, squares)
+
+
+def attention_rows(q: Tensor, k: Tensor, scale: float | None = None, backend: str = "auto") -> Tensor:
+    """Softmax rows of the last queries, such as the observation window of SnapKV (Li et al., 2024, section 4.1).
+
+    Args:
+        q: ``[B, Hq, w, d]``, rotated: the queries of the last ``w`` of ``n`` positions; each sees the keys up to its own.
+        k: ``[B, H, n, d]``, rotated, with ``Hq = G·H``.
+        scale: factor on logits, ``1/sqrt(d)`` when None.
+
+    Returns:
+        ``[B, Hq, w, n]`` in fp32 (fp64 for fp64 inputs); every row sums to one, and is 0 after its own position.
+
+    Raises:
+        ValueError: shapes that do not fit, or a backend that cannot run.
+    """
+    _check(q, k, None)
+    return choose(q, backend).attention_rows(q, k, q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def _check(q: Tensor, k: Tensor, lse: Tensor | None) -> None:
+    if q.dim() != 4 or k.dim() != 4 or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        raise ValueError(
+            f"q and k are {list(q.shape)} and {list(k.shape)}; give [B, Hq, m, d] and [B, H, n, d] with equal B and d"
+        )
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads do not divide evenly among {k.shape[1]} KV heads")
+    if q.shape[2] > k.shape[2]:
+        raise ValueError(
+            f"{q.shape[2]} queries are more than {k.shape[2]} keys; k must hold the queries' own positions too"
+        )
+    if q.dtype != k.dtype or q.device != k.device or not q.dtype.is_floating_point:
+        raise ValueError(
+            f"q is {q.dtype} on {q.device}, k is {k.dtype} on {k.device}; give both in one float dtype on one device"
+        )
+    if lse is not None and (lse.shape != q.shape[:3] or lse.device != q.device):
+        raise ValueError(
+            f"lse is {list(lse.shape)} on {lse.device}, expected {list(q.shape[:3])} on {q.device}"
+        )
