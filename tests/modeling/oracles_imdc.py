@@ -22,10 +22,10 @@ Settled here, steps:
   chunk is compressed too, to m_{n-1} = m_max. Decoded tokens are appended; nothing is compressed until the next prompt.
 * Positions: in each layer its own slots 0 … (memory in order of age, then the chunk, then decoded tokens): keys and query are rotated at
   their slot, so layers with different memories use different positions. Keys are stored before RoPE. Uncompressed: natural.
-* Pruner snapkv (window, kernel, pool; capacity m = min(m_i, there)): the last min(window, m) slots always stay. If more than that fits: the
-  best of the slots before the last `window` by the attention (softmax over memory + chunk, causal, rotated as above) of the last
-  min(window, chunk) queries, summed over queries, averaged over the group's query heads, pooled over neighbouring slots (only the
-  slots before the window; zero padding, avg divides by kernel); ties: lower slot. No compression if m = what is there.
+* Pruner snapkv (window, kernel, pool; capacity m = min(m_i, there); the rule of snapkv in oracles_ranked.py with budget m and the chunk as the
+  prompt): o = min(window, tokens of the chunk). The attention (softmax over memory + chunk, causal, rotated as above) of the last o queries,
+  summed over queries, averaged over the group's query heads, pooled over the slots before the last o only (zero padding, avg divides by
+  kernel). Kept: the best m - o of these (ties: lower slot) and the last o; if m <= o: the last m. m = there: everything.
 * Pruner streamingllm (num_sink_tokens = 4): the first min(num_sink_tokens, m) slots of memory + chunk and the last m - that.
 * adaptive (im and imdc; per row): chunks are those of linear, as is m_i for i = 0 and 1, and whenever all ratios are 0. For i >= 2 a layer's ratio is
   ``p = kept slots of step i-1 that were memory before that step / kept slots``, counts summed over its KV heads (eq. 2 for step i-1). Total
