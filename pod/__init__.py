@@ -3,8 +3,10 @@
 from functools import partial
 
 from pod.kernels import api as _api
+from pod.kernels import statistics as _kernel_statistics
 from pod.modeling import attention as _attention
 from pod.modeling import reference as _reference
+from pod.modeling import statistics as _statistics
 from pod.modeling.cache import PodCache
 from pod.modeling.config import PodConfig
 from pod.modeling.llama import PodForCausalLM, PodModel
@@ -33,6 +35,9 @@ def _connect() -> None:
     for name in ("auto", "flash"):
         operations = partial(_api.causal_attention, backend=name), partial(_api.pod_attention, backend=name)
         _attention.register_backend(name, _attention.Backend(*operations))
+    _statistics.OPERATIONS |= {
+        name: getattr(_kernel_statistics, name) for name in ("attention_column_sums", "attention_rows")
+    }
 
 
 _connect()

@@ -95,6 +95,7 @@ class PodCache(Cache):
             past=past,
             counts=counts,
             num_new=n if compaction is None else compaction.index.shape[1],
+            columns=n,
             uniform_past=self._uniform_past(compaction),
             ends_prompt=left == 0,
             is_decode=n == 1 and self._columns > 0 and not announced,
@@ -106,12 +107,22 @@ class PodCache(Cache):
         return step, compaction
 
     def end_step(self, step: Step) -> None:
-        """Count the tokens of the pass as seen and drop what layers shared."""
+        """Count the tokens of the pass as seen."""
         self._lengths = step.lengths
-        step.shared.clear()
         if self._pending is not None:
             self._pending()
         self._pending = None
+
+    def pieces(self, step: Step) -> Iterator[Step]:
+        """The pass in the pieces in which it goes through the layers, one after the other; here one, the pass itself.
+
+        Methods that compress while a prompt runs give several, each with the ``starts`` of its columns.
+        """
+        yield step
+
+    def end_piece(self, piece: Step) -> None:
+        """All layers have seen the piece."""
+        piece.shared.clear()
 
     def _uniform_past(self, compaction: Compaction | None) -> int | None:
         if compaction is not None:

@@ -11,16 +11,20 @@ from transformers.cache_utils import CacheLayerMixin
 
 @dataclass
 class Step:
-    """What the layers of a cache share during one forward pass.
+    """What the layers of a cache share during one pass over new tokens.
 
     Attributes:
-        layers: the cache's layers.
+        layers: the cache's layers; in a group of rows, the group's layers.
         past: ``[B]`` real tokens per row before the pass; ``counts`` ``[B]`` real tokens fed by it.
         num_new: ``m``, width of the left-aligned chunk (rows with fewer tokens end in garbage).
+        columns: columns of the pass as the caller fed them, padding included.
         uniform_past: the common value of ``past`` when all rows agree and every row feeds ``m`` tokens, else None.
-        ends_prompt: whether the prompt is complete after this pass (methods that compress do it then).
+        ends_prompt: whether the prompt, or a chunk after which the method compresses, is complete after this pass.
         all_real: whether no row feeds padding in this pass.
         is_decode: one new token behind a non-empty cache, outside an announced prompt.
+        starts: ``[B]`` column of the pass at which each row's first token of this piece stands; None = the whole pass.
+        schedule, chunk_index, is_last_chunk: the method's chunks of this prompt, the one being fed, and whether it
+            is the prompt's last; None, 0, True for methods that do not chunk.
         rope, backend: set by the model.
         shared: what lead layers leave for their followers, by name or KV head; emptied with the step.
     """
@@ -29,10 +33,15 @@ class Step:
     past: Tensor
     counts: Tensor
     num_new: int
+    columns: int
     uniform_past: int | None
     ends_prompt: bool
     is_decode: bool
     all_real: bool
+    starts: Tensor | None = None
+    schedule: Any = None
+    chunk_index: int = 0
+    is_last_chunk: bool = True
     rope: Any = None
     backend: Any = None
     shared: dict = field(default_factory=dict)
@@ -49,7 +58,8 @@ class Step:
 
 
 class CacheLayer(CacheLayerMixin):
-    """One layer of a cache. A method implements ``attend``, ``parts`` and ``select_rows``."""
+    """One layer of a cache. A method implements ``attend``, ``settle``, ``parts``, ``select_rows``, ``clear`` and
+    ``predicted_nbytes``."""
 
     is_compileable = False
     is_croppable = False
@@ -65,6 +75,12 @@ class CacheLayer(CacheLayerMixin):
             ``[B, Hq, m, d]``.
         """
         raise NotImplementedError
+
+    def settle(self, step: Step) -> None:
+        """Compress: called after ``attend``, and with ``num_new`` 0 when a prompt ends without a new token of these rows.
+
+        Nothing is to be done unless ``step.ends_prompt`` or ``step.is_decode``.
+        """
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor that the layer holds, with the name of the part it counts towards."""

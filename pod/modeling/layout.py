@@ -11,7 +11,7 @@ from .blocked import Source, blocked_attention
 from .cache_layer import CacheLayer, Step
 from .config import PodConfig
 from .sharing import is_followed
-from .stores import TokenStore
+from .stores import NATIVE, Codec, Store
 
 
 class PodCacheLayer(CacheLayer):
@@ -22,10 +22,13 @@ class PodCacheLayer(CacheLayer):
     columns, so that no distant key is read twice in a step.
     """
 
-    def __init__(self, config: PodConfig, layer_idx: int, lead: tuple[tuple[int, ...], ...] | None = None):
+    evicts = False
+
+    def __init__(self, config: PodConfig, layer_idx: int, codec: Codec = NATIVE):
         super().__init__()
+        self.codec = codec
         self.layer_idx = layer_idx
-        self.lead = config.sharing_plan.lead if lead is None else lead
+        self.lead = config.sharing_plan.lead
         self.leads, self.followers = split_heads(self.lead[layer_idx], layer_idx)
         self.num_sink_tokens = config.num_sink_tokens
         self.num_recent_tokens = config.num_recent_tokens
@@ -34,11 +37,11 @@ class PodCacheLayer(CacheLayer):
         self.clear()
 
     def clear(self) -> None:
-        self.all_values = TokenStore()
-        self.lead_keys = TokenStore()
-        self.window_keys = TokenStore(self.num_sink_tokens, self.num_recent_tokens)
+        self.all_values = self.codec.tokens("values", self.evicts)
+        self.lead_keys = self.codec.tokens("keys", self.evicts)
+        self.window_keys = self.codec.window("keys", self.num_sink_tokens, self.num_recent_tokens)
 
-    def _stores(self) -> dict[str, TokenStore]:
+    def _stores(self) -> dict[str, Store]:
         return {"keys": self.lead_keys, "window_keys": self.window_keys, "values": self.all_values}
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
@@ -50,10 +53,12 @@ class PodCacheLayer(CacheLayer):
             store.select_rows(index)
 
     def predicted_nbytes(self, length: int) -> int:
-        batch, heads, _, head_dim = self.all_values.data.shape
-        window = min(length, self.num_sink_tokens + self.num_recent_tokens)
-        slots = (heads + len(self.leads)) * length + len(self.followers) * window
-        return batch * slots * head_dim * self.all_values.data.element_size()
+        return sum(store.predicted_nbytes(length) for store in self._stores().values() if not store.is_empty)
+
+    def settle(self, step: Step) -> None:
+        if step.ends_prompt or step.is_decode:
+            for store in self._stores().values():
+                store.settle(_max_length(step))
 
     # -- attention -------------------------------------------------------------------------------------------
 
@@ -130,7 +135,7 @@ class PodCacheLayer(CacheLayer):
         keys, positions = take_heads(k, self.followers), step.positions
         if not self.window_keys.is_empty:
             before = self.window_keys.slot_positions(step.past)
-            keys = torch.cat((self.window_keys.data[:, :, : before.shape[1]], keys), dim=2)
+            keys = torch.cat((self.window_keys.read(int(step.past.max())), keys), dim=2)
             positions = torch.cat((before, positions), dim=1)
         values = take_heads(self.all_values.read(length), self.followers)
         index = positions.clamp(0, length - 1)[:, None, :, None]
@@ -173,8 +178,13 @@ class PodCacheLayer(CacheLayer):
             else:
                 for columns, slots in self._window_columns(length):
                     _put_heads(logits, self.followers, columns, own[..., slots])
-        weights = logits[..., :length].softmax(-1).to(q.dtype)
+        weights = logits[..., :length].softmax(-1)
+        self.observe_weights(weights)
+        weights = weights.to(q.dtype)
         return (weights @ self.all_values.read(length)).flatten(1, 2).unsqueeze(2)
+
+    def observe_weights(self, weights: Tensor) -> None:
+        """Attention ``[B, H, G, length]`` of one new token per row, for methods that rank tokens by it."""
 
     def _logits_buffer(self, q: Tensor, length: int, step: Step) -> Tensor:
         """``[B, H, G, length + 1]`` that goes from layer to layer; the last column takes what has no position."""
@@ -214,7 +224,7 @@ def _put_heads(logits: Tensor, heads: list[int], columns: slice, values: Tensor)
         logits[:, heads, :, columns] = values.to(logits.dtype)
 
 
-def _append(store: TokenStore, x: Tensor, step: Step) -> None:
+def _append(store: Store, x: Tensor, step: Step) -> None:
     if step.uniform_past is None:
         store.append_ragged(x, step.past, step.counts)
     else:

@@ -14,9 +14,11 @@ from .cache import PodCache
 from .config import PodConfig
 from .generation import PodGenerationMixin
 from .norm import RMSNorm
-from .padding import check_positions, compaction_of
+from .padding import check_positions, compaction_of, piece_columns, put_columns, take_columns
 from .reference import document_positions
 from .rope import Rope, inverse_frequencies
+
+_MLP_TILE = 4096  # tokens
 
 
 class PodMLP(nn.Module):
@@ -30,7 +32,10 @@ class PodMLP(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        if torch.is_grad_enabled() or x.shape[1] <= _MLP_TILE:
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        # a long prompt would hold [n, intermediate_size] three times
+        return torch.cat([self.forward(tile) for tile in x.split(_MLP_TILE, dim=1)], dim=1)
 
 
 class PodDecoderLayer(nn.Module):
@@ -166,11 +171,22 @@ class PodModel(PodPreTrainedModel):
                 cache.end_step(step)
                 return torch.zeros_like(hidden_states)
             hidden_states = compaction.gather(hidden_states)
-        context = self._context(hidden_states, step.positions)
-        context.step, step.rope, step.backend = step, context.rope, context.backend
-        hidden_states = self._run_layers(hidden_states, context)
+        out = None
+        for piece in cache.pieces(step):
+            columns = None if piece.starts is None else piece_columns(piece.starts, piece.num_new)
+            part = hidden_states if columns is None else take_columns(hidden_states, columns)
+            context = self._context(part, piece.positions)
+            context.step, piece.rope, piece.backend = piece, context.rope, context.backend
+            part = self._run_layers(part, context)
+            cache.end_piece(piece)
+            if columns is None:
+                out = part
+            else:
+                out = torch.zeros_like(hidden_states) if out is None else out
+                put_columns(out, columns, piece.counts, part)
         cache.end_step(step)
-        return hidden_states if compaction is None else compaction.scatter(hidden_states)
+        assert out is not None, "a pass without a piece"
+        return out if compaction is None else compaction.scatter(out)
 
     def _context(
         self, hidden_states: Tensor, position_ids: Tensor, doc_ids: Tensor | None = None

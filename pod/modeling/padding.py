@@ -55,6 +55,23 @@ def compaction_of(attention_mask: Tensor | None, n: int) -> Compaction | None:
     return Compaction(mask=mask, counts=counts, index=order[:, : max(1, int(counts.max()))])
 
 
+def piece_columns(starts: Tensor, width: int) -> Tensor:
+    """``[B, width]`` columns of a piece that begins at column ``starts[b]`` of each row."""
+    return starts[:, None] + torch.arange(width, device=starts.device)
+
+
+def take_columns(x: Tensor, columns: Tensor) -> Tensor:
+    """``[B, n, c]`` to ``[B, width, c]``; columns beyond the last one repeat it."""
+    return x.gather(1, columns.clamp(max=x.shape[1] - 1)[..., None].expand(-1, -1, x.shape[2]))
+
+
+def put_columns(target: Tensor, columns: Tensor, counts: Tensor, x: Tensor) -> None:
+    """Write the first ``counts[b]`` of ``[B, width, c]`` to their columns of ``[B, n, c]``."""
+    real = torch.arange(columns.shape[1], device=columns.device) < counts[:, None]
+    rows, places = real.nonzero(as_tuple=True)
+    target[rows, columns[rows, places]] = x[rows, places]
+
+
 def check_positions(position_ids: Tensor | None, expected: Tensor, attention_mask: Tensor | None) -> None:
     """Positions that a caller passes must be those that mask and cache imply, wherever there is a token."""
     if position_ids is None:

@@ -1,5 +1,7 @@
 """Rotary position embedding without buffers: tables are computed in fp32 (or fp64) where they are used."""
 
+from copy import copy
+
 import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -44,6 +46,15 @@ class Rope:
         )
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+
+    def for_rows(self, rows: Tensor | None, num_new: int) -> "Rope":
+        """The same rotation for some rows of the batch (None = all) and their first ``num_new`` columns."""
+        part = copy(self)
+        part.own_tables = tuple(
+            (table if rows is None or table.shape[0] == 1 else table[rows])[:, :, :num_new]
+            for table in self.own_tables
+        )
+        return part
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate ``[B, h, n, d]`` at the positions of this forward pass."""

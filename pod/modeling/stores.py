@@ -1,11 +1,79 @@
-"""Growing tensors that hold keys or values of a group of heads, token ``p`` of a row at a fixed slot."""
+"""Growing tensors that hold keys or values of a group of heads, token ``p`` of a row at a fixed slot.
+
+A layer never makes a store itself: it asks a codec for one, and so works with packed keys and values as well.
+"""
 
 import sys
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 _SLACK = 128  # a store grows by 1/128 of its length: under 1 % of the bytes, and appending stays cheap
+
+
+class Store(Protocol):
+    """What a layer may do with keys or values ``[B, h, slots, d]``, whatever the form in which they are held.
+
+    ``past`` and ``length`` are tokens per row, equal in all rows; only ``append_ragged`` takes rows that differ.
+    """
+
+    has_window: bool
+
+    @property
+    def is_empty(self) -> bool: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(B, h, slots reserved, d)``."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def used_slots(self, length: int) -> int: ...
+
+    def slot_positions(self, lengths: Tensor) -> Tensor: ...
+
+    def append(self, x: Tensor, past: int) -> None: ...
+
+    def append_ragged(self, x: Tensor, past: Tensor, counts: Tensor) -> None: ...
+
+    def read(self, length: int) -> Tensor:
+        """``[B, h, used slots, d]``: a view, or a copy that the caller must not keep."""
+        ...
+
+    def settle(self, length: int) -> None:
+        """The prompt has ended, or a token was decoded: bring the store into the form in which it rests."""
+        ...
+
+    def keep(self, index: Tensor, length: int) -> None:
+        """Hold only the slots ``index`` ``[B, h, w]`` of the ``length`` in use, as slots ``0 … w-1``; free the rest."""
+        ...
+
+    def write(self, slots: Tensor, x: Tensor) -> None:
+        """Overwrite slots ``[B, h, c]`` with ``[B, h, c, d]``."""
+        ...
+
+    def select_rows(self, index: Tensor) -> None: ...
+
+    def tensors(self) -> list[Tensor]: ...
+
+    def predicted_nbytes(self, length: int) -> int:
+        """Bytes by the rule, without growth slack."""
+        ...
+
+
+class Codec(Protocol):
+    """How keys and values are held: makes the stores of a layer."""
+
+    def tokens(self, part: str, evicts: bool = False) -> Store:
+        """A store of tokens at slots 0, 1, …; ``part`` is ``keys`` or ``values``; ``evicts``: ``keep`` will be used."""
+        ...
+
+    def window(self, part: str, num_sink_tokens: int, num_recent_tokens: int) -> Store:
+        """A store of the first and the most recent tokens."""
+        ...
 
 
 class TokenStore:
@@ -41,6 +109,15 @@ class TokenStore:
     @data.setter
     def data(self, value: Tensor) -> None:
         self._data = value
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(B, h, capacity, d)``."""
+        return tuple(self.data.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
 
     def slots_of(self, position_ids: Tensor) -> Tensor:
         """Slot of each position."""
@@ -111,6 +188,22 @@ class TokenStore:
         """View of the used slots after at most ``length`` tokens per row."""
         return self.data[:, :, : self.used_slots(length)]
 
+    def settle(self, length: int) -> None:
+        """Nothing to do: tokens rest as they came."""
+
+    def keep(self, index: Tensor, length: int) -> None:
+        """Hold only the slots ``index`` ``[B, h, w]``, as slots ``0 … w-1``; the rest is freed."""
+        self.data = self.data.gather(2, index[..., None].expand(-1, -1, -1, self.data.shape[3]))
+
+    def write(self, slots: Tensor, x: Tensor) -> None:
+        """Overwrite slots ``[B, h, c]`` with ``[B, h, c, d]``."""
+        self.data.scatter_(2, slots[..., None].expand_as(x), x.to(self.dtype))
+
+    def predicted_nbytes(self, length: int) -> int:
+        """Bytes of the slots in use after ``length`` tokens."""
+        batch, heads, _, head_dim = self.shape
+        return batch * heads * self.used_slots(length) * head_dim * self.data.element_size()
+
     def select_rows(self, index: Tensor) -> None:
         """Keep, repeat or reorder rows of the batch."""
         if not self.is_empty:
@@ -118,3 +211,16 @@ class TokenStore:
 
     def tensors(self) -> list[Tensor]:
         return [] if self.is_empty else [self.data]
+
+
+class NativeCodec:
+    """Keys and values as the model computes them."""
+
+    def tokens(self, part: str, evicts: bool = False) -> Store:
+        return TokenStore()
+
+    def window(self, part: str, num_sink_tokens: int, num_recent_tokens: int) -> Store:
+        return TokenStore(num_sink_tokens, num_recent_tokens)
+
+
+NATIVE: Codec = NativeCodec()

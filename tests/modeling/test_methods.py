@@ -99,7 +99,7 @@ def test_snapkv(tools, family, kernel, pool, widths):
         start += width
     assert (torch.cat(outputs, 1)[0] - expected).abs().max() <= 1e-9
     assert (model(ids).logits[0] - expected).abs().max() > 1e-3
-    assert cache.layers[0].held.tolist() == [24]
+    assert cache.groups[0].layers[0].held == 24
 
 
 METHODS = [
@@ -144,11 +144,11 @@ def test_second_prompt_is_compressed_again(tools):
     ids = tools.random_ids(2, 60)
     model(ids[:, :30], past_key_values=cache)
     model(ids[:, 30:31], past_key_values=cache)
-    assert cache.layers[2].held.tolist() == [13, 13]
+    assert cache.groups[0].layers[2].held == 13
     out = model(ids[:, 31:35], past_key_values=cache).logits
     assert (
-        cache.layers[2].lead_keys.data.shape[2] == 12
-        and cache.layers[2].held.tolist() == [12, 12]
+        cache.groups[0].layers[2].lead_keys.shape[2] == 12
+        and cache.groups[0].layers[2].held == 12
         and out.isfinite().all()
     )
 
@@ -157,7 +157,7 @@ def test_requests_that_cannot_work_are_refused(tools):
     dense, shared = tools.make_pod("llama", plan=False), tools.make_pod("llama")
     for model, spec, options, message in [
         (dense, "snap", {}, "unknown method 'snap'"),
-        (dense, "pod+snapkv", {}, "combinations are not available"),
+        (dense, "snapkv+streamingllm", {}, "both choose the tokens that stay"),
         (dense, "snapkv", {}, "needs budget"),
         (dense, "full", {"budget": 4}, "takes no budget"),
         (dense, "snapkv", {"budget": 30}, "must exceed window = 32"),

@@ -155,7 +155,9 @@ def test_tracker_gets_the_numbers_of_a_step(tmp_path, tracker, files):
     monitor.step(1, {"loss": 2.5, "learning_rate": 0.1})
     monitor.close()
     (written,) = tmp_path.glob(files)
-    deadline = time.monotonic() + 60  # wandb's own process writes the file, and may do so after finish() returned
+    deadline = (
+        time.monotonic() + 60
+    )  # wandb's own process writes the file, and may do so after finish() returned
     while b"learning_rate" not in written.read_bytes():
         assert time.monotonic() < deadline, f"{written} holds only {written.read_bytes()[:200]!r}"
         time.sleep(0.1)

@@ -2,16 +2,17 @@
 
 from pod.modeling.cache import PodCache
 from pod.modeling.llama import PodForCausalLM
-from pod.modeling.methods import layouts, snapkv, streamingllm
+from pod.modeling.methods import layouts, pyramidkv, snapkv, streamingllm
 from pod.modeling.methods.base import Method
+from pod.modeling.methods.combine import build_cache
 
 _METHODS: dict[str, Method] = {
-    method.name: method for method in (*layouts.METHODS, streamingllm.METHOD, snapkv.METHOD)
+    method.name: method for method in (*layouts.METHODS, streamingllm.METHOD, snapkv.METHOD, pyramidkv.METHOD)
 }
 
 
 def methods() -> dict[str, Method]:
-    """All methods by name: paper, parameters with defaults and units, what they free, what they need."""
+    """All methods by name: axis, paper, parameters with defaults and units, what they free and refuse."""
     return dict(_METHODS)
 
 
@@ -21,18 +22,15 @@ def make_cache(
     """A new, empty cache for ``model``.
 
     Args:
-        spec: name of a method; None = the model's own layout (``pod`` with a sharing plan, else ``full``).
+        spec: a method, or methods of different axes joined by ``+``, as ``pod+snapkv+int4``; None = the model's own
+            layout (``pod`` with a sharing plan, else ``full``).
         budget: tokens per KV head and layer, sinks and windows included; for methods that drop tokens.
-        params: the method's own parameters, see ``methods()``.
+        params: parameters of the methods in the spec, see ``methods()``.
 
     Raises:
-        ValueError: unknown name or parameter, a combination that does not exist, a budget that is too small, a
-            method that does not fit the model.
+        ValueError: unknown name or parameter, methods that do not go together (with the reason), a budget that is too
+            small, a method that does not fit the model.
     """
     if spec is None:
         spec = "full" if model.config.sharing_plan.is_dense else "pod"
-    if "+" in spec:
-        raise ValueError(f"{spec!r}: combinations are not available yet; choose one of {', '.join(_METHODS)}")
-    if spec not in _METHODS:
-        raise ValueError(f"unknown method {spec!r}; choose one of {', '.join(_METHODS)}")
-    return _METHODS[spec].make(model.config, budget, params)
+    return build_cache(_METHODS, model.config, spec, budget, params)

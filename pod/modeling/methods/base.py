@@ -1,52 +1,73 @@
-"""What a method declares about itself."""
+"""What a method declares about itself, and what it is asked for.
 
-import difflib
+A cache is made along three independent axes: the *layout* says which layers hold keys and values, the *selection*
+which tokens stay, the *codec* in which form they are held. A spec names at most one method of each, joined by ``+``.
+"""
+
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pod.modeling.cache import PodCache
 from pod.modeling.config import PodConfig
+from pod.modeling.stores import NATIVE, Codec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What ``make_cache`` asks a method to build.
+
+    Attributes:
+        spec: as the user wrote it; for reports and errors.
+        params: every parameter of the methods in the spec, defaults filled in.
+        budget: tokens per KV head and layer; None for methods that take none.
+        layout: name of the layout.
+        codec: makes the stores.
+        inner: what stands in brackets behind the selection, as ``snapkv`` in ``imdc(snapkv)``.
+    """
+
+    spec: str
+    params: dict[str, Any]
+    budget: int | None = None
+    layout: str = "full"
+    codec: Codec = NATIVE
+    inner: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        """The budget of a method that takes one."""
+        assert self.budget is not None
+        return self.budget
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A named rule for what a cache keeps.
+    """A named rule for what a cache holds.
 
     Attributes:
         name: as in ``make_cache(model, name)``.
         paper: source.
         frees: what is not held any more.
-        build: ``(config, budget, **parameters) -> PodCache``.
+        axis: what the method decides.
+        build: ``(config, request) -> PodCache``, for layouts and selections.
+        codec: ``(config, params) -> Codec``, for codecs.
         parameters: name to (default, meaning with unit).
         takes_budget: whether ``budget`` means something; then it is required.
-        needs_dense: whether the model must not carry a sharing plan.
+        inner: methods that may stand in brackets behind the name; the first one is the default.
+        refuses: layouts and codecs that the method cannot be combined with, each with the reason.
     """
 
     name: str
     paper: str
     frees: str
-    build: Callable[..., PodCache]
+    axis: Literal["layout", "selection", "codec"]
+    build: Callable[[PodConfig, Request], PodCache] | None = None
+    codec: Callable[[PodConfig, dict[str, Any]], Codec] | None = None
     parameters: dict[str, tuple[Any, str]] = field(default_factory=dict)
     takes_budget: bool = False
-    needs_dense: bool = True
+    inner: tuple[str, ...] = ()
+    refuses: dict[str, str] = field(default_factory=dict)
 
-    def make(self, config: PodConfig, budget: int | None, params: dict[str, Any]) -> PodCache:
-        """Check the request and build the cache."""
-        for name in params:
-            if name not in self.parameters:
-                near = difflib.get_close_matches(name, self.parameters, n=1)
-                known = (
-                    f"did you mean {near[0]!r}?" if near else f"it has {', '.join(self.parameters) or 'none'}"
-                )
-                raise ValueError(f"{self.name} has no parameter {name!r}; {known}")
-        if self.needs_dense and not config.sharing_plan.is_dense:
-            raise ValueError(
-                f"{self.name} needs a model without a sharing plan: load the dense checkpoint, or use 'pod'"
-            )
-        if self.takes_budget and budget is None:
-            raise ValueError(f"{self.name} needs budget=…, the tokens to keep per KV head and layer")
-        if not self.takes_budget and budget is not None:
-            raise ValueError(f"{self.name} keeps every token and takes no budget; leave budget out")
-        values = {name: default for name, (default, _) in self.parameters.items()} | params
-        return self.build(config, budget, **values) if self.takes_budget else self.build(config, **values)
+    def defaults(self) -> dict[str, Any]:
+        """Parameters at their defaults."""
+        return {name: default for name, (default, _) in self.parameters.items()}

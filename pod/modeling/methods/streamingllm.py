@@ -13,7 +13,7 @@ from torch import Tensor
 from pod.modeling.blocked import Source, blocked_attention
 from pod.modeling.cache import CacheLayer, PodCache, Step
 from pod.modeling.config import PodConfig
-from pod.modeling.methods.base import Method
+from pod.modeling.methods.base import Method, Request
 from pod.modeling.rope import rotate
 from pod.modeling.stores import TokenStore
 
@@ -119,14 +119,15 @@ def _turn(x: Tensor, name: str, step: Step, position_ids: Tensor) -> Tensor:
     return rotate(x, step.shared[name])
 
 
-def _build(config: PodConfig, budget: int, num_sink_tokens: int) -> PodCache:
-    if num_sink_tokens < 0 or budget <= num_sink_tokens:
+def _build(config: PodConfig, request: Request) -> PodCache:
+    num_sink_tokens = request.params["num_sink_tokens"]
+    if num_sink_tokens < 0 or request.tokens <= num_sink_tokens:
         raise ValueError(
-            f"streamingllm: budget = {budget} must exceed num_sink_tokens = {num_sink_tokens}: raise the budget"
+            f"streamingllm: budget = {request.tokens} must exceed num_sink_tokens = {num_sink_tokens}: raise the budget"
         )
-    recent = budget - num_sink_tokens
+    recent = request.tokens - num_sink_tokens
     return PodCache(
-        config, lambda config, _: StreamingLayer(config, num_sink_tokens, recent), spec="streamingllm"
+        config, lambda config, _: StreamingLayer(config, num_sink_tokens, recent), spec=request.spec
     )
 
 
@@ -134,7 +135,9 @@ METHOD = Method(
     name="streamingllm",
     paper="StreamingLLM (Xiao et al., 2024)",
     frees="keys and values of all tokens but the first and the recent ones",
+    axis="selection",
     build=_build,
     parameters={"num_sink_tokens": (4, "first tokens that are always kept (tokens)")},
     takes_budget=True,
+    refuses={"pod": "a window has no distant token whose keys a block could share"},
 )

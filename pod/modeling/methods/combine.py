@@ -1,0 +1,108 @@
+"""From a spec such as ``pod+snapkv+int4`` to a cache: which methods it names, and whether they go together."""
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pod.modeling.cache import PodCache
+from pod.modeling.config import PodConfig
+from pod.modeling.methods.base import Method, Request
+from pod.modeling.stores import NATIVE
+
+_WHAT = {
+    "layout": "say which layers hold keys and values",
+    "selection": "choose the tokens that stay",
+    "codec": "say how keys and values are packed",
+}
+
+
+def build_cache(
+    registry: Mapping[str, Method], config: PodConfig, spec: str, budget: int | None, params: dict[str, Any]
+) -> PodCache:
+    """The cache of a spec; see ``make_cache``."""
+    chosen, inner = parse(registry, spec)
+    layout = chosen.get("layout") or registry["full"]
+    selection, codec = chosen.get("selection"), chosen.get("codec")
+    _check_combination(spec, layout, selection, codec)
+    if layout.name == "full" and not config.sharing_plan.is_dense:
+        raise ValueError(
+            f"{spec} needs a model without a sharing plan: load the dense checkpoint, or name the layout, as in "
+            f"{'pod' if spec == 'full' else f'pod+{spec}'!r}"
+        )
+    values = _parameters(spec, list(chosen.values()), params)
+    builder = selection or layout
+    if builder.takes_budget and (budget is None or budget < 1):
+        raise ValueError(f"{spec} needs budget=…, the tokens to keep per KV head and layer; got {budget}")
+    if not builder.takes_budget and budget is not None:
+        raise ValueError(f"{spec} takes no budget: its parameters say what it keeps; leave budget out")
+    make_codec = codec.codec if codec is not None else None
+    request = Request(
+        spec=spec,
+        params=values,
+        budget=budget,
+        layout=layout.name,
+        codec=NATIVE if make_codec is None else make_codec(config, values),
+        inner=inner,
+    )
+    assert builder.build is not None
+    return builder.build(config, request)
+
+
+def parse(registry: Mapping[str, Method], spec: str) -> tuple[dict[str, Method], str | None]:
+    """The methods of a spec by axis, and what stands in brackets behind the selection."""
+    chosen: dict[str, Method] = {}
+    inner = None
+    for part in spec.split("+"):
+        match = re.fullmatch(r"\s*([\w-]+)\s*(?:\(\s*([\w-]+)\s*\))?\s*", part)
+        if match is None or match[1] not in registry:
+            near = difflib.get_close_matches(part.strip(), registry, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(
+                f"unknown method {part.strip()!r} in {spec!r}; {hint}choose from {', '.join(registry)}"
+            )
+        method = registry[match[1]]
+        if method.axis in chosen:
+            raise ValueError(
+                f"{spec!r}: {chosen[method.axis].name} and {method.name} both {_WHAT[method.axis]}; take one of them"
+            )
+        if match[2] is not None and match[2] not in method.inner:
+            allowed = ", ".join(f"{method.name}({name})" for name in method.inner) or f"{method.name} alone"
+            raise ValueError(f"{part.strip()!r} is not possible; choose {allowed}")
+        if method.inner:
+            inner = match[2] or method.inner[0]
+        chosen[method.axis] = method
+    return chosen, inner
+
+
+def refusal(layout: Method, selection: Method | None, codec: Method | None) -> str | None:
+    """Why methods of different axes cannot be combined; None when they can."""
+    parts = [method for method in (selection, layout, codec) if method is not None]
+    for method in parts:
+        for other in parts:
+            if other.name in method.refuses:
+                return method.refuses[other.name]
+    return None
+
+
+def _check_combination(spec: str, layout: Method, selection: Method | None, codec: Method | None) -> None:
+    reason = refusal(layout, selection, codec)
+    if reason is not None:
+        raise ValueError(f"{spec!r} is not possible: {reason}")
+
+
+def _parameters(spec: str, chosen: list[Method], params: dict[str, Any]) -> dict[str, Any]:
+    """All parameters of the methods in a spec, defaults filled in."""
+    values: dict[str, Any] = {}
+    for method in chosen:
+        values |= method.defaults()
+    for name, value in params.items():
+        if name not in values:
+            near = difflib.get_close_matches(name, values, n=1)
+            known = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(values) or 'none'}"
+            raise ValueError(f"{spec} has no parameter {name!r}; {known}")
+        default = values[name]
+        if isinstance(default, int) and not isinstance(default, bool) and type(value) is not int:
+            raise ValueError(f"{spec}: {name} = {value!r} must be a whole number, as {default}")
+        values[name] = value
+    return values

@@ -1,0 +1,313 @@
+"""Caches whose layers see only rows that are alike: padding, ragged batches and reordering are solved here, once.
+
+A batch is split into *groups of rows* with the same tokens seen, the same new tokens and the same chunks. Each group
+has its own *child layers*, whose tensors are ``[b, …]`` over the group's rows, with no padding inside. So a method is
+written for rows of one length, and a row in a padded batch gets exactly what it gets alone.
+"""
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pod.modeling.cache import CacheLayer, PodCache, Step
+from pod.modeling.config import PodConfig
+
+
+class Schedule(Protocol):
+    """Where the chunks of one prompt end."""
+
+    def next_boundary(self, done: int) -> int:
+        """Tokens of the prompt, counted from its first, at which the chunk ends that follows after ``done`` tokens."""
+        ...
+
+
+class Chunks(Protocol):
+    """How prompts are cut into chunks after each of which the method compresses."""
+
+    def start_prompt(self, length: int, past: int) -> Schedule:
+        """The schedule of a prompt of ``length`` tokens behind ``past`` tokens seen."""
+        ...
+
+
+@dataclass(frozen=True)
+class FixedChunks:
+    """Every ``size`` tokens of a prompt: the ``streaming`` variant of methods that rank by attention."""
+
+    size: int
+
+    def start_prompt(self, length: int, past: int) -> Schedule:
+        return _FixedSchedule(self.size, length)
+
+
+@dataclass(frozen=True)
+class _FixedSchedule:
+    size: int
+    length: int
+
+    def next_boundary(self, done: int) -> int:
+        return min(self.length, (done // self.size + 1) * self.size)
+
+
+@dataclass
+class RowGroup:
+    """Rows that have lived through the same passes.
+
+    Attributes:
+        rows: their indices in the batch.
+        layers: one child layer per decoder layer.
+        seen: tokens seen by each of them.
+        prompt_length: tokens of the running prompt, None when unknown or none runs; ``prompt_done`` fed of them.
+        schedule, chunk_index: the running prompt's chunks.
+    """
+
+    rows: list[int]
+    layers: list[CacheLayer]
+    seen: int = 0
+    prompt_length: int | None = None
+    prompt_done: int = 0
+    schedule: Schedule | None = None
+    chunk_index: int = 0
+
+    def take(self, places: list[int], rows: list[int]) -> "RowGroup":
+        """The group of some of its rows (by their place in it), which become ``rows`` of the batch; tensors are copied."""
+        held = {id(tensor): tensor for layer in self.layers for _, tensor in layer.parts()}
+        configs = {id(layer.config): layer.config for layer in self.layers if hasattr(layer, "config")}
+        layers = deepcopy(
+            self.layers, {**held, **configs}
+        )  # tensors are shared until select_rows copies their rows
+        for layer in layers:
+            layer.select_rows(torch.tensor(places))
+        return replace(self, rows=rows, layers=layers)
+
+
+class GroupedCache(PodCache):
+    """A cache of child layers, one set per group of rows.
+
+    Args:
+        make_layer: ``(config, layer_idx) -> CacheLayer``: a child, which sees rows that are alike.
+        spec: name shown in reports and errors.
+        rowwise: every row is a group of its own, for methods that decide by the content of a row.
+        chunks: after which tokens of a prompt the method compresses; None = once, when the prompt ends.
+        after_layers: ``(children, step)``, called per group when all layers have seen a piece.
+    """
+
+    def __init__(
+        self,
+        config: PodConfig,
+        make_layer: Callable[[PodConfig, int], CacheLayer],
+        spec: str,
+        rowwise: bool = False,
+        chunks: Chunks | None = None,
+        after_layers: Callable[[list, Step], None] | None = None,
+    ):
+        self.make_child, self.rowwise, self.chunks, self.after_layers = (
+            make_layer,
+            rowwise,
+            chunks,
+            after_layers,
+        )
+        self.groups: list[RowGroup] = []
+        super().__init__(config, partial(_GroupedLayer, self), spec)
+
+    def reset(self) -> None:
+        self.groups.clear()
+        super().reset()
+
+    # -- one pass --------------------------------------------------------------------------------------------
+
+    def pieces(self, step: Step) -> Iterator[Step]:
+        """See ``PodCache.pieces``: rows advance to the end of their own chunk, or of the pass, at the same time."""
+        counts = [step.num_new] * step.past.shape[0] if step.all_real else step.counts.tolist()
+        self._split(counts, self._prompt_lengths(step, counts))
+        self._check_prompts(step, counts)
+        fed = [0] * len(counts)
+        while True:
+            passes = [self._next_pass(group, fed, counts, step) for group in self.groups]
+            piece = self._piece(step, passes, fed)
+            yield piece
+            for group, part in zip(self.groups, passes, strict=True):
+                for row in group.rows:
+                    fed[row] += part.num_new
+            if fed == counts:
+                return
+
+    def _split(self, counts: list[int], lengths: list[int | None]) -> None:
+        """Regroup so that the rows of a group feed equally many tokens of equally long prompts."""
+        if not self.groups:
+            self.groups = [RowGroup([row], []) for row in range(len(counts))]
+            if not self.rowwise:
+                self.groups = [RowGroup(list(range(len(counts))), [])]
+        split = []
+        for group in self.groups:
+            members: dict[tuple, list[int]] = {}
+            for place, row in enumerate(group.rows):
+                length = lengths[row] if group.prompt_length is None else group.prompt_length
+                members.setdefault((counts[row], length), []).append(place)
+            for (_, length), places in members.items():
+                rows = [group.rows[place] for place in places]
+                part = group if len(members) == 1 else group.take(places, rows)
+                part.prompt_length = length
+                part.layers = part.layers or [
+                    self.make_child(self.config, i) for i in range(self.config.num_hidden_layers)
+                ]
+                split.append(part)
+        self.groups = split
+
+    def _prompt_lengths(self, step: Step, counts: list[int]) -> list[int | None]:
+        """Real tokens of the prompt that starts in this pass, per row; None for rows without a token yet."""
+        if step.is_decode:
+            return [None] * len(counts)
+        columns = self._prompt_columns_left or step.columns
+        return [count + columns - step.columns if count else None for count in counts]
+
+    def _check_prompts(self, step: Step, counts: list[int]) -> None:
+        """Chunks are planned from a row's prompt length, which padding behind the row's last token belies."""
+        if self.chunks is None or step.is_decode or not step.ends_prompt:
+            return
+        for group in self.groups:
+            length, fed = group.prompt_length, group.prompt_done + counts[group.rows[0]]
+            if length is not None and fed != length:
+                raise ValueError(
+                    f"{self.spec} compresses while a prompt is fed and takes padding on the left only: row "
+                    f"{group.rows[0]} has {fed} tokens where {length} were announced"
+                )
+
+    def _next_pass(self, group: RowGroup, fed: list[int], counts: list[int], step: Step) -> Step:
+        """How the group goes on: to the end of its chunk, or of what the pass gives it."""
+        left = counts[group.rows[0]] - fed[group.rows[0]]
+        width, ends, last = left, step.ends_prompt and left > 0 and not step.is_decode, True
+        if left and not step.is_decode and self.chunks is not None:
+            if group.schedule is None:
+                assert group.prompt_length is not None
+                group.schedule = self.chunks.start_prompt(group.prompt_length, group.seen)
+            boundary = group.schedule.next_boundary(group.prompt_done)
+            width = min(left, boundary - group.prompt_done)
+            ends = group.prompt_done + width == boundary
+            last = boundary == group.prompt_length
+        device = step.past.device
+        past = torch.full((len(group.rows),), group.seen, dtype=torch.long, device=device)
+        return Step(
+            layers=group.layers,
+            past=past,
+            counts=torch.full_like(past, width),
+            num_new=width,
+            columns=width,
+            uniform_past=group.seen,
+            ends_prompt=ends,
+            is_decode=step.is_decode and width == 1,
+            all_real=True,
+            schedule=group.schedule,
+            chunk_index=group.chunk_index,
+            is_last_chunk=last,
+        )
+
+    def _piece(self, step: Step, passes: list[Step], fed: list[int]) -> Step:
+        """The step of the whole batch in which each group does its own pass."""
+        device = step.past.device
+        starts = torch.tensor(fed, device=device)
+        counts = torch.zeros_like(starts)
+        for group, part in zip(self.groups, passes, strict=True):
+            counts[torch.tensor(group.rows, device=device)] = part.num_new
+        width = max(part.num_new for part in passes)
+        whole = not any(fed) and width == step.num_new
+        piece = replace(
+            step,
+            past=step.past + starts,
+            counts=counts,
+            num_new=width,
+            uniform_past=passes[0].uniform_past if len(passes) == 1 else None,
+            starts=None if whole else starts,
+            shared={"passes": passes},
+        )
+        return piece
+
+    def end_piece(self, piece: Step) -> None:
+        for group, part in zip(self.groups, piece.shared["passes"], strict=True):
+            if part.num_new:
+                self._end_pass(group, part)
+        super().end_piece(piece)
+
+    def end_step(self, step: Step) -> None:
+        """See ``PodCache.end_step``: rows whose prompt ends without a new token (right padding) are compressed now."""
+        if step.ends_prompt and not step.is_decode:
+            counts = [0] * step.past.shape[0]
+            self._check_prompts(step, counts)
+            for group in self.groups:
+                if group.prompt_done:
+                    part = self._next_pass(group, counts, counts, step)
+                    part.ends_prompt = True
+                    for layer in group.layers:
+                        layer.settle(part)
+                    self._end_pass(group, part)
+        super().end_step(step)
+
+    def _end_pass(self, group: RowGroup, part: Step) -> None:
+        if self.after_layers is not None:
+            self.after_layers(group.layers, part)
+        group.seen += part.num_new
+        if part.is_decode:
+            return
+        group.prompt_done += part.num_new
+        group.chunk_index += part.ends_prompt
+        if part.ends_prompt and part.is_last_chunk:
+            group.prompt_length, group.prompt_done, group.schedule, group.chunk_index = None, 0, None, 0
+
+    # -- rows ------------------------------------------------------------------------------------------------
+
+    def _select_rows(self, index: Tensor) -> None:
+        if self.groups:
+            wanted = index.tolist()
+            selected = []
+            for group in self.groups:
+                place = {row: at for at, row in enumerate(group.rows)}
+                rows = [new for new, old in enumerate(wanted) if old in place]
+                if rows:
+                    selected.append(group.take([place[wanted[new]] for new in rows], rows))
+            self.groups = selected
+        super()._select_rows(index)
+
+    def predicted_nbytes(self) -> int:
+        return sum(layer.predicted_nbytes(group.seen) for group in self.groups for layer in group.layers)
+
+
+class _GroupedLayer(CacheLayer):
+    """What the model sees of layer ``layer_idx`` of all groups; the cache holds the state."""
+
+    def __init__(self, cache: GroupedCache, config: PodConfig, layer_idx: int):
+        super().__init__()
+        self.cache, self.layer_idx = cache, layer_idx
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        passes = step.shared["passes"]
+        if len(passes) == 1:
+            return self._attend_group(self.cache.groups[0], passes[0], None, (q, k, v), step)
+        out = torch.zeros_like(q)
+        for group, part in zip(self.cache.groups, passes, strict=True):
+            if part.num_new:
+                rows = torch.tensor(group.rows, device=q.device)
+                qkv = [x[rows, :, : part.num_new] for x in (q, k, v)]
+                out[rows, :, : part.num_new] = self._attend_group(group, part, rows, qkv, step)
+        return out
+
+    def _attend_group(self, group: RowGroup, part: Step, rows: Tensor | None, qkv, step: Step) -> Tensor:
+        if part.rope is None:
+            part.rope, part.backend = step.rope.for_rows(rows, part.num_new), step.backend
+        layer = group.layers[self.layer_idx]
+        out = layer.attend(*qkv, part)
+        layer.settle(part)
+        return out
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        for group in self.cache.groups:
+            yield from group.layers[self.layer_idx].parts()
+
+    def select_rows(self, index: Tensor) -> None:
+        """Done by the cache, for all layers at once."""
+
+    def clear(self) -> None:
+        """Done by the cache."""
