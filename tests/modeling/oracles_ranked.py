@@ -59,3 +59,299 @@ SimLayerKV (num_sink_tokens = 4, num_recent_tokens = w = 1024, threshold, detect
 Local window (budget)
     * Keep the last budget tokens held, at a prompt's end and after every decode step.
 """
+
+import math
+from fractions import Fraction
+
+import torch
+from oracle_tools import Entry, NaiveDecoder, Streaming
+from torch import Tensor
+
+
+def half_up(x: Fraction | float) -> int:
+    return math.floor(Fraction(x) + Fraction(1, 2))
+
+
+def best(candidates: list[int], score, count: int) -> list[int]:
+    """The ``count`` candidates with the largest score, the lower index first in a tie; ascending."""
+    return sorted(sorted(candidates, key=lambda j: (-score(j), j))[: max(count, 0)])
+
+
+class Full(NaiveDecoder):
+    """Full attention."""
+
+
+class LocalWindow(Streaming, NaiveDecoder):
+    """Full prefill; then the most recent tokens."""
+
+    def setup(self, budget: int, chunk_size: int = 0) -> None:
+        self.budget, self.chunk_size = budget, chunk_size
+
+    def after_prompt(self, layer: int, head: int, weights: Tensor) -> None:
+        self.entries[layer][head] = self.entries[layer][head][-self.budget :]
+
+    after_decode = after_prompt
+
+
+class SnapKV(Streaming, NaiveDecoder):
+    """Pooled attention of the last queries of a prompt."""
+
+    def setup(self, budget: int, window: int, kernel: int, pool: str, chunk_size: int = 0) -> None:
+        self.window, self.kernel, self.pool, self.chunk_size = window, kernel, pool, chunk_size
+        self.budgets = [budget] * self.num_layers
+
+    def after_prompt(self, layer: int, head: int, weights: Tensor) -> None:
+        entries, budget = self.entries[layer][head], self.budgets[layer]
+        n, window = len(entries), min(self.window, self.num_new)
+        if n <= budget:
+            return
+        score = weights[:, self.num_new - window :].mean(0).sum(0).tolist()[: n - window]
+        half = self.kernel // 2
+        pooled = []
+        for j in range(len(score)):
+            around = score[max(0, j - half) : j + half + 1]
+            pooled.append(sum(around) / self.kernel if self.pool == "avg" else max(around))
+        kept = best(list(range(n - window)), pooled.__getitem__, budget - window)
+        self.entries[layer][head] = [entries[j] for j in kept] + entries[n - window :]
+
+
+class PyramidKV(SnapKV):
+    """SnapKV with budgets that fall linearly from layer to layer."""
+
+    def setup(
+        self, budget: int, window=8, kernel=7, pool="max", beta: float = 20, chunk_size: int = 0
+    ) -> None:
+        super().setup(budget, window, kernel, pool, chunk_size)
+        self.budgets = pyramid(self.num_layers, budget, window, beta)
+
+
+def pyramid(num_layers: int, budget: int, window: int, beta: float) -> list[int]:
+    if num_layers == 1:
+        return [budget]
+    smallest = max(window + 1, half_up(Fraction(budget) / Fraction(beta)))
+    largest = 2 * budget - smallest
+    ideal = [largest - Fraction((largest - smallest) * layer, num_layers - 1) for layer in range(num_layers)]
+    ends = [half_up(sum(ideal[:layer])) for layer in range(num_layers + 1)]
+    return [ends[layer + 1] - ends[layer] for layer in range(num_layers)]
+
+
+class H2O(Streaming, NaiveDecoder):
+    """Accumulated attention: heavy hitters and recent tokens."""
+
+    def setup(self, budget: int, num_recent_tokens: int | None = None, chunk_size: int = 0) -> None:
+        self.budget, self.chunk_size = budget, chunk_size
+        self.recent = budget // 2 if num_recent_tokens is None else num_recent_tokens
+
+    def accumulate(self, entries: list[Entry], weights: Tensor) -> None:
+        """``weights`` ``[G, m, held]``: sums over queries of A, of A², and the number of queries that saw the entry."""
+        for j, entry in enumerate(entries):
+            column = weights[:, :, j]
+            first = max(0, j - (len(entries) - self.num_new))  # the pass's queries before it never see it
+            for name, more in [
+                ("sum", column.sum(1).mean().item()),
+                ("squares", (column**2).sum(1).mean().item()),
+                ("count", self.num_new - first),
+            ]:
+                entry.stats[name] = entry.stats.get(name, 0) + more
+
+    def after_prompt(self, layer: int, head: int, weights: Tensor) -> None:
+        entries = self.entries[layer][head]
+        self.accumulate(entries, weights)
+        n = len(entries)
+        if n > self.budget:
+            kept = best(
+                list(range(n - self.recent)), lambda j: entries[j].stats["sum"], self.budget - self.recent
+            )
+            self.entries[layer][head] = [entries[j] for j in kept] + entries[n - self.recent :]
+
+    after_decode = after_prompt
+
+
+class RoCo(H2O):
+    """Mean attention, with the tokens of most variable attention protected."""
+
+    def setup(
+        self,
+        budget: int,
+        num_sink_tokens: int = 4,
+        num_recent_tokens: int = 10,
+        protect_prefill: float = 0.1,
+        protect_decode: float = 0.3,
+        chunk_size: int = 0,
+    ) -> None:
+        self.budget, self.chunk_size = budget, chunk_size
+        self.sinks, self.recent = num_sink_tokens, num_recent_tokens
+        self.shares = protect_prefill, protect_decode
+
+    def after_prompt(self, layer: int, head: int, weights: Tensor) -> None:
+        entries = self.entries[layer][head]
+        self.accumulate(entries, weights)
+        n = len(entries)
+        if n <= self.budget:
+            return
+
+        def mean(j: int) -> float:
+            return entries[j].stats["sum"] / entries[j].stats["count"]
+
+        def variance(j: int) -> float:
+            return max(0.0, entries[j].stats["squares"] / entries[j].stats["count"] - mean(j) ** 2)
+
+        protected = half_up(Fraction(str(self.shares[self.is_decode])) * self.budget)
+        candidates = list(range(self.sinks, n - self.recent))
+        safe = best(candidates, variance, protected)
+        rest = [j for j in candidates if j not in safe]
+        kept = best(rest, mean, self.budget - self.sinks - self.recent - protected)
+        kept = sorted([*range(self.sinks), *safe, *kept, *range(n - self.recent, n)])
+        self.entries[layer][head] = [entries[j] for j in kept]
+
+    after_decode = after_prompt
+
+
+class D2O(H2O):
+    """Layer budgets by the variance of column sums; evicted tokens merge into their nearest kept key."""
+
+    def setup(
+        self,
+        budget: int,
+        num_sink_tokens: int = 4,
+        alpha: float = 3.0,
+        gate: float = 100.0,
+        normalize_gate: bool = False,
+        beta: float = 0.5,
+        chunk_size: int = 0,
+    ) -> None:
+        self.budget, self.chunk_size, self.sinks = budget, chunk_size, num_sink_tokens
+        self.alpha, self.gate, self.normalize, self.beta = Fraction(alpha), gate, normalize_gate, beta
+        self.layer_weights: list[Fraction] | None = None
+        self.density: list[list[Tensor]] = [[] for _ in range(self.num_layers)]
+        self.tau: dict[tuple[int, int], float] = {}
+        self.weight_sums: list[float] = []
+
+    def after_prompt(self, layer: int, head: int, weights: Tensor) -> None:
+        self.accumulate(self.entries[layer][head], weights)
+        if self.layer_weights is None:
+            sums = weights.sum(1)  # [G, n]
+            variance = ((sums - sums.mean(1, keepdim=True)) ** 2).mean(1)
+            self.density[layer].append(variance / sums.shape[1] if self.normalize else variance)
+
+    def after_decode(self, layer: int, head: int, weights: Tensor) -> None:
+        self.accumulate(self.entries[layer][head], weights)
+
+    def after_layers(self) -> None:
+        if self.layer_weights is None:
+            self.variances = [torch.cat(heads).mean().item() for heads in self.density]
+            self.layer_weights = [Fraction(1) if f > self.gate else self.alpha for f in self.variances]
+        budgets = layer_budgets(self.layer_weights, self.budget, self.seen + self.num_new)
+        for layer, budget in enumerate(budgets):
+            for head in range(self.num_heads):
+                self.evict(layer, head, budget)
+
+    def evict(self, layer: int, head: int, budget: int) -> None:
+        entries = self.entries[layer][head]
+        n = len(entries)
+        if n <= budget:
+            return
+        recent = max(1, (budget - self.sinks) // 4)
+        heavy = best(
+            list(range(self.sinks, n - recent)),
+            lambda j: entries[j].stats["sum"],
+            budget - self.sinks - recent,
+        )
+        kept = [*range(self.sinks), *heavy, *range(n - recent, n)]
+        evicted = [j for j in range(n) if j not in kept]
+        nearest = {}
+        for i in evicted:
+            cosines = [cosine(entries[i].k, entries[j].k) for j in kept]
+            place = max(range(len(kept)), key=lambda c: (cosines[c], -c))
+            nearest[i] = kept[place], cosines[place]
+        mean = sum(u for _, u in nearest.values()) / len(nearest)
+        old = self.tau.get((layer, head))
+        tau = self.beta * mean + (1 - self.beta) * old if self.is_decode and old is not None else mean
+        self.tau[layer, head] = tau
+        self.entries[layer][head] = [
+            self.merged(entries, j, [(i, u) for i, (to, u) in nearest.items() if to == j and u >= tau])
+            for j in kept
+        ]
+
+    def merged(self, entries: list[Entry], j: int, sources: list[tuple[int, float]]) -> Entry:
+        """Eqs. 10 and 11 for one kept token."""
+        total = math.e + sum(math.exp(u) for _, u in sources)
+        shares = [(entries[j], math.e / total)] + [(entries[i], math.exp(u) / total) for i, u in sources]
+        self.weight_sums.append(sum(share for _, share in shares))
+        return Entry(
+            position=entries[j].position,
+            k_raw=entries[j].k_raw,
+            k=sum(share * entry.k for entry, share in shares),
+            v=sum(share * entry.v for entry, share in shares),
+            stats=entries[j].stats,
+        )
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    return (a @ b / (a.norm() * b.norm())).item()
+
+
+def layer_budgets(weights: list[Fraction], budget: int, n: int) -> list[int]:
+    """``b_l = min(n, floor(w_l S))`` with the largest S for which the sum of ``min(n, w_l S)`` is ``L * budget``.
+
+    That sum grows with S and is linear between the points ``S = n / w_l``: walk these points, then solve.
+    """
+    total = len(weights) * budget
+    if n <= budget:
+        return [n] * len(weights)
+    full: list[Fraction] = []  # weights of the layers that hold all n tokens
+    for weight in sorted(weights, reverse=True):
+        at = Fraction(n) / weight
+        if sum(min(Fraction(n), w * at) for w in weights) <= total:
+            full.append(weight)
+    free = sorted(weights, reverse=True)[len(full) :]
+    scale = (total - n * len(full)) / sum(free)
+    return [min(n, math.floor(weight * scale)) for weight in weights]
+
+
+class SimLayerKV(Streaming, NaiveDecoder):
+    """Layers that look at sinks and recent tokens only keep nothing else."""
+
+    def setup(
+        self,
+        threshold: float,
+        detector: str,
+        num_recent_tokens: int,
+        num_sink_tokens: int = 4,
+        num_last_queries: int = 32,
+        chunk_size: int = 0,
+    ) -> None:
+        self.threshold, self.detector, self.chunk_size = threshold, detector, chunk_size
+        self.sinks, self.recent, self.last = num_sink_tokens, num_recent_tokens, num_last_queries
+        self.lazy = [False] * self.num_layers
+        self.undecided = False
+        self.mass: list[list[Tensor]] = []
+        self.history: list[list[float]] = []
+
+    def observe(self, layer: int, head: int, weights: Tensor) -> None:
+        if layer == 0 and head == 0:
+            self.mass = [[] for _ in range(self.num_layers)]
+        positions = [entry.position for entry in self.entries[layer][head]]
+        queries = min(self.last, self.num_new)
+        for row in range(self.num_new - queries, self.num_new):
+            i = self.seen + row
+            near = [c for c, j in enumerate(positions) if j < self.sinks or i - j < self.recent]
+            self.mass[layer].append(weights[:, row, near].sum(1) / queries)
+
+    after_prompt = observe
+    after_decode = observe
+
+    def after_layers(self) -> None:
+        judges = self.undecided if self.is_decode else self.detector == "prefill"
+        masses = [
+            torch.cat(rows).sum().item() / (self.num_heads * self.groups) for rows in self.mass
+        ]  # mean over heads of the mean over queries
+        if judges:
+            self.history.append(masses)
+            self.lazy = [lazy or mass > self.threshold for lazy, mass in zip(self.lazy, masses, strict=True)]
+        self.undecided = self.detector == "decode" and not self.is_decode
+        for layer in range(self.num_layers):
+            for head in range(self.num_heads):
+                entries = self.entries[layer][head]
+                if self.lazy[layer] and len(entries) > self.sinks + self.recent:
+                    self.entries[layer][head] = entries[: self.sinks] + entries[-self.recent :]
