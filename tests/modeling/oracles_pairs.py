@@ -29,3 +29,89 @@ Settled here, minicache (METHODS.md §6; MiniCache, Liu et al. 2024):
 * A later prompt attends to the restored old tokens, to native leftovers, and to its own native tokens.
 * Nothing is evicted and there is no budget; share = 1 is full attention, exactly.
 """
+
+import math
+
+import torch
+from oracle_tools import NaiveDecoder
+
+
+class Quest(NaiveDecoder):
+    def setup(self, budget, page_size=16, num_dense_layers=2):
+        self.page_size, self.num_dense_layers = page_size, num_dense_layers
+        self.pages = math.ceil(budget / page_size)
+
+    def weights(self, layer, head, q, entries):
+        if not self.is_decode or layer < self.num_dense_layers:
+            return super().weights(layer, head, q, entries)
+        q = self.turn(q, self.query_positions())
+        rows = torch.full((self.groups, 1, len(entries)), -math.inf, dtype=torch.float64)
+        for group in range(self.groups):
+            for j in self.read(q[group, 0], [entry.k for entry in entries]):
+                rows[group, 0, j] = q[group, 0] @ entries[j].k / math.sqrt(self.head_dim)
+        return rows.softmax(-1)
+
+    def read(self, q, keys):
+        """Positions that one query head reads."""
+        last = (len(keys) - 1) // self.page_size
+        pages = range(last + 1)
+        if self.pages < len(pages):
+            bounds = {page: self.bound(q, keys, page) for page in pages if page != last}
+            best = sorted(bounds, key=lambda page: (-bounds[page], page))
+            pages = [*best[: self.pages - 1], last]
+        return [j for j in range(len(keys)) if j // self.page_size in pages]
+
+    def bound(self, q, keys, page):
+        inside = keys[page * self.page_size : (page + 1) * self.page_size]
+        total = 0.0
+        for channel in range(len(q)):
+            values = [float(key[channel]) for key in inside]
+            total += max(float(q[channel]) * min(values), float(q[channel]) * max(values))
+        return total
+
+
+class MiniCache(NaiveDecoder):
+    """Merging overwrites ``entry.k`` and ``entry.v`` with what would be restored; ``stats["merged"]`` says so."""
+
+    def setup(self, block=128, share=0.05, t=0.6):
+        self.block, self.share, self.t = block, share, t
+
+    def after_layers(self):
+        start = self.num_layers // 2
+        for shallow in range(start, self.num_layers - 1, 2):
+            for head in range(self.num_heads):
+                self.merge(self.entries[shallow][head], self.entries[shallow + 1][head])
+
+    def merge(self, shallow, deeper):
+        pairs = [
+            (a, b) for a, b in zip(shallow, deeper, strict=True) if not a.stats.get("merged")
+        ]  # positions ascend
+        if self.is_decode and len(pairs) < self.block:
+            return
+        for name in ("k", "v"):
+            angles = [angle(getattr(a, name), getattr(b, name)) for a, b in pairs]
+            order = sorted(range(len(pairs)), key=lambda i: (-angles[i], i))
+            apart = order[: math.ceil(self.share * len(pairs) - 1e-9)]
+            for i, (a, b) in enumerate(pairs):
+                if i not in apart:
+                    x, y = getattr(a, name), getattr(b, name)
+                    shared = slerp(unit(x), unit(y), angles[i], self.t)
+                    setattr(a, name, shared * x.norm())
+                    setattr(b, name, shared * y.norm())
+        for a, b in pairs:
+            a.stats["merged"] = b.stats["merged"] = True
+
+
+def unit(x):
+    return x / x.norm() if x.norm() > 0 else x
+
+
+def angle(x, y):
+    return math.acos(max(-1.0, min(1.0, float(unit(x) @ unit(y)))))
+
+
+def slerp(x, y, omega, t):
+    """Direction between two unit vectors ``[d]`` at angle omega (radians)."""
+    if math.sin(omega) < 1e-4:
+        return unit((1 - t) * x + t * y)
+    return (math.sin((1 - t) * omega) * x + math.sin(t * omega) * y) / math.sin(omega)

@@ -17,3 +17,77 @@ Settled here (METHODS.md §1 last point, §6):
   layer may hold different numbers; each is compressed when it holds more than its own.
 * num_sink_tokens and num_recent_tokens are the model's (its plan's windows). pod+snapkv with budget >= length: equal to ``pod`` exactly.
 """
+
+import math
+from fractions import Fraction
+
+import torch
+from oracle_tools import NaiveDecoder
+from oracles_imdc import snap
+from oracles_ranked import pyramid
+
+
+def block_budgets(lead, budget, window, beta):
+    """``[L][H]`` budgets of pod+pyramidkv; ``lead[layer][head]``."""
+    layers = len(lead)
+    alone = pyramid(layers, budget, window, beta)
+    out = [[0] * len(lead[0]) for _ in lead]
+    for head in range(len(lead[0])):
+        whole = sum(alone[row[head]] - window for row in lead)
+        for layer, row in enumerate(lead):
+            out[layer][head] = window + math.floor(
+                Fraction((alone[row[head]] - window) * layers * (budget - window), whole)
+            )
+    return out
+
+
+class PodSelected(NaiveDecoder):
+    """PoD attention over what the leads chose. Leads of one KV head and their followers hold the same tokens.
+
+    Args:
+        selection: "snapkv", "pyramidkv", or None (every token: plain PoD).
+    """
+
+    def setup(self, selection, budget=None, window=32, kernel=5, pool="avg", beta=20):
+        config = self.model.config
+        self.lead = [list(row) for row in config.sharing_plan.lead]
+        self.sinks, self.recent = config.num_sink_tokens, config.num_recent_tokens
+        self.window, self.kernel, self.pool = window, kernel, pool
+        if selection == "pyramidkv":
+            self.budgets = block_budgets(self.lead, budget, window, beta)
+        else:
+            self.budgets = [[budget if selection else math.inf] * self.num_heads] * self.num_layers
+        self.chosen = {}
+
+    def weights(self, layer, head, q, entries):
+        lead = self.lead[layer][head]
+        lead_q = self.queries[lead][head * self.groups : (head + 1) * self.groups]
+        lead_entries = self.entries[lead][head]
+        positions = self.query_positions()
+        own = self.turn(q, positions) @ torch.stack([entry.k for entry in entries]).T
+        theirs = self.turn(lead_q, positions) @ torch.stack([entry.k for entry in lead_entries]).T
+        held = [entry.position for entry in entries]
+        assert held == [entry.position for entry in lead_entries]
+        for row, i in enumerate(positions):
+            for column, j in enumerate(held):
+                if not (j < self.sinks or i - j < self.recent):
+                    own[:, row, column] = theirs[:, row, column]
+        logits = own / math.sqrt(self.head_dim)
+        return logits.masked_fill(~self.causal(len(held)), -math.inf).softmax(-1)
+
+    def after_prompt(self, layer, head, weights):
+        """A lead chooses; everybody still holds everything, because the followers have yet to attend."""
+        if self.lead[layer][head] == layer:
+            budget, held = self.budgets[layer][head], weights.shape[2]
+            slots = list(range(held))
+            if held > budget:
+                slots = snap(weights, budget, min(self.window, self.num_new), self.kernel, self.pool)
+            self.chosen[layer, head] = slots
+
+    def after_layers(self):
+        if self.is_decode:
+            return
+        for layer in range(self.num_layers):
+            for head in range(self.num_heads):
+                slots = self.chosen[self.lead[layer][head], head]
+                self.entries[layer][head] = [self.entries[layer][head][slot] for slot in slots]
