@@ -3,6 +3,9 @@
 Writes plan.json, similarity.safetensors, summary.txt and three pictures into <output_dir>/plan. With the same model and
 text, another --algorithm, --threshold or --target-saving makes its plan from the similarity that is there. Several
 ranks (torchrun or deepspeed) divide the sequences; an interrupted run continues where it was.
+
+With --heads it searches for the retrieval heads of RazorAttention instead, on random tokens, and writes
+<output_dir>/plan/retrieval_heads.json, the file that the cache method `razor` asks for.
 """
 
 import argparse
@@ -18,6 +21,9 @@ def main(recipe: Recipe) -> None:
     from pod.training.explore import find_similarity, process_group, settings_of
 
     args = recipe.model
+    if recipe.explore.heads:
+        write_heads(recipe)
+        return
     settings = settings_of(
         {"path": args.path, "gguf_file": args.gguf_file, "dtype": args.dtype},
         recipe.explore,
@@ -29,6 +35,21 @@ def main(recipe: Recipe) -> None:
         similarity = find_similarity(recipe.plan_dir, settings, folder, recipe.explore, recipe.data)
         if rank == 0:
             write_plan(recipe, similarity)
+
+
+def write_heads(recipe: Recipe) -> None:
+    """retrieval_heads.json, and what it protects and saves on the screen."""
+    from pod.models import resolve_model
+    from pod.training.explore import process_group
+    from pod.training.heads import HEADS_NAME, find_heads
+
+    args = recipe.model
+    model = {"path": args.path, "gguf_file": args.gguf_file, "dtype": args.dtype}
+    with process_group() as rank:
+        heads = find_heads(recipe.plan_dir, model, resolve_model(args.path), recipe.explore, recipe.seed)
+        if rank == 0:
+            print(heads.describe())
+            print(f"written: {recipe.plan_dir / HEADS_NAME}")
 
 
 def write_plan(recipe: Recipe, similarity: Any) -> None:
@@ -71,6 +92,7 @@ def estimate(recipe: Recipe) -> str:
 
     from pod.models import resolve_model
     from pod.training.explore import check_model, describe_cost
+    from pod.training.heads import describe_heads_cost
 
     try:
         options = {"gguf_file": recipe.model.gguf_file} if recipe.model.gguf_file else {}
@@ -79,12 +101,21 @@ def estimate(recipe: Recipe) -> str:
         )
     except (ValueError, OSError):
         return f"No estimate: the config of {recipe.model.path} is not on this machine."
+    if recipe.explore.heads:
+        return describe_heads_cost(config, recipe.explore)
     check_model(config, recipe.explore)
     return describe_cost(config, recipe.explore)
 
 
 def shorthands(parser: argparse.ArgumentParser) -> None:
     """`--threshold 0.42` for `--set explore.threshold=0.42`, and its siblings."""
+    parser.add_argument(
+        "--heads",
+        dest="explore.heads",
+        action="store_const",
+        const="true",
+        help="short for --set explore.heads=true",
+    )
     for option, field in (
         ("--algorithm", "algorithm"),
         ("--threshold", "threshold"),

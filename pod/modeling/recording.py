@@ -24,12 +24,24 @@ def record_attention_rows(model: PodForCausalLM, input_ids: Tensor, num_queries:
     """
     config: PodConfig = model.config
     n = input_ids.shape[1]
+    if not 1 <= num_queries <= n:
+        raise ValueError(f"need 1 <= num_queries <= {n} tokens, got {num_queries}")
+    for q, k in record_queries_and_keys(model, input_ids):
+        yield _rows(q[:, n - num_queries :], k, config.num_key_value_groups)
+
+
+@torch.no_grad()
+def record_queries_and_keys(model: PodForCausalLM, input_ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield, per layer, the rotated queries ``[Hq, n, d]`` and keys ``[H, n, d]`` of one sequence ``[1, n]``.
+
+    Raises: ValueError for a model with a sharing plan and for a batch.
+    """
+    config: PodConfig = model.config
+    n = input_ids.shape[1]
     if not config.sharing_plan.is_dense:
-        raise ValueError("similarity is measured on the dense model: load it without a plan")
-    if input_ids.shape[0] != 1 or not 1 <= num_queries <= n:
-        raise ValueError(
-            f"need input_ids [1, n] and 1 <= num_queries <= n, got {list(input_ids.shape)}, {num_queries}"
-        )
+        raise ValueError("attention is measured on the dense model: load it without a plan")
+    if input_ids.shape[0] != 1:
+        raise ValueError(f"need input_ids [1, n], got {list(input_ids.shape)}")
     decoder = model.model
     hidden_states = decoder.embed_tokens(input_ids)
     context: ForwardContext = decoder._context(hidden_states, torch.arange(n, device=input_ids.device)[None])
@@ -38,8 +50,7 @@ def record_attention_rows(model: PodForCausalLM, input_ids: Tensor, num_queries:
     for layer in decoder.layers:  # type: ignore[assignment]
         normed = layer.input_layernorm(hidden_states)
         q, k, _ = layer.self_attn._project(normed)
-        q = context.rope(q)[0, :, n - num_queries :]
-        yield _rows(q, context.rope(k)[0], config.num_key_value_groups)
+        yield context.rope(q)[0], context.rope(k)[0]
         hidden_states, *carry = layer(hidden_states, context, *carry)
 
 

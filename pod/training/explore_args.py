@@ -34,6 +34,22 @@ class ExploreArgs:
     save_every: int = 8
     """Sequences per process between two saves of the partial sums, from which an interrupted run continues."""
 
+    heads: bool = False
+    """Search for retrieval heads (RazorAttention) instead of making a plan; short: `--heads`. Needs no text."""
+
+    head_tokens: int = 2500
+    """Heads only: distinct random tokens K (paper: 2500), at most the model's context over `head_repeats`."""
+
+    head_repeats: int = 4
+    """Heads only: how often the K tokens are repeated (paper: 4)."""
+
+    induction_share: float = 0.14
+    """Heads only: share of the query heads protected for their attention to what followed earlier copies of a token
+    (paper: 0.14)."""
+
+    echo_share: float = 0.01
+    """Heads only: share of the query heads protected for their attention to earlier copies of a token (paper: 0.01)."""
+
     def __post_init__(self) -> None:
         if not 0.0 <= self.threshold <= 1.0:
             raise ValueError(f"threshold is {self.threshold}, allowed are 0 to 1")
@@ -44,6 +60,12 @@ class ExploreArgs:
         for name in ("num_sequences", "sequence_length", "num_queries", "save_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, allowed are 1 and more")
+        for name in ("head_tokens", "head_repeats"):
+            if getattr(self, name) < 2:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed are 2 and more")
+        for name in ("induction_share", "echo_share"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed are 0 to 1")
         if self.num_queries > self.sequence_length:
             raise ValueError(
                 f"num_queries is {self.num_queries}, more than sequence_length ({self.sequence_length}): "

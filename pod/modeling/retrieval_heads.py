@@ -1,0 +1,194 @@
+"""Which heads can look far back: the scores of a head search, the heads chosen from them, and their JSON file."""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pod.files import read_json, write_json
+
+from .config import PodConfig
+
+SCHEMA = "retrieval heads 1"
+
+Heads = tuple[tuple[int, ...], ...]
+"""Per layer, the heads of that layer in ascending order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrievalHeads:
+    """Echo and induction scores of every query head, and the heads that keep their whole cache (RazorAttention §3.3)."""
+
+    echo: tuple[tuple[float, ...], ...]
+    """``[L][Hq]`` mean attention to earlier copies of the current token."""
+
+    induction: tuple[tuple[float, ...], ...]
+    """``[L][Hq]`` mean attention to the tokens that followed earlier copies of the current token."""
+
+    num_key_value_heads: int
+    """KV heads of a layer; each owns Hq / H consecutive query heads."""
+
+    induction_share: float = 0.14
+    """Share of all query heads that is protected for its induction score (paper: 0.14)."""
+
+    echo_share: float = 0.01
+    """Share of all query heads that is protected for its echo score (paper: 0.01)."""
+
+    provenance: dict[str, Any] = field(default_factory=dict)
+    """Model, fingerprint of its weights, tokens K, repeats and seed of the search."""
+
+    def __post_init__(self) -> None:
+        shapes = {tuple(len(row) for row in scores) for scores in (self.echo, self.induction)}
+        widths = set(next(iter(shapes)))
+        if len(shapes) != 1 or len(widths) != 1 or widths.pop() % self.num_key_value_heads:
+            raise ValueError(
+                f"echo and induction scores must both be [layers][query heads], with query heads in {self.num_key_value_heads} "
+                "equal groups: search again with launch/explore.py --heads"
+            )
+        values = [value for scores in (self.echo, self.induction) for row in scores for value in row]
+        if not all(math.isfinite(value) and -1e-6 <= value <= 1 + 1e-6 for value in values):
+            raise ValueError(
+                "a score is no mean attention (0 to 1): the model gives NaN; try model.dtype=float32"
+            )
+        for name in ("induction_share", "echo_share"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed are 0 to 1")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.echo)
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Query heads of a layer."""
+        return len(self.echo[0])
+
+    @property
+    def query_heads(self) -> Heads:
+        """Per layer, the query heads with the highest induction scores of the model, or the highest echo scores."""
+        chosen = _top(self.induction, self.induction_share) | _top(self.echo, self.echo_share)
+        return tuple(
+            tuple(head for head in range(self.num_attention_heads) if (layer, head) in chosen)
+            for layer in range(self.num_layers)
+        )
+
+    @property
+    def key_value_heads(self) -> Heads:
+        """Per layer, the KV heads that keep everything: those with a chosen query head in their group (§4.1)."""
+        groups = self.num_attention_heads // self.num_key_value_heads
+        return tuple(tuple(sorted({head // groups for head in row})) for row in self.query_heads)
+
+    @property
+    def protected_share(self) -> float:
+        """Share of all KV heads that keep everything."""
+        return sum(map(len, self.key_value_heads)) / (self.num_layers * self.num_key_value_heads)
+
+    def compression(self, ratio: float = 5) -> float:
+        """Bytes of the full cache over bytes kept, for a text so long that each other head holds 1/ratio of it."""
+        return 1 / (self.protected_share + (1 - self.protected_share) / ratio)
+
+    def describe(self, ratio: float = 5) -> str:
+        """What was chosen and what it really saves, in two lines."""
+        chosen, queries = sum(map(len, self.query_heads)), self.num_layers * self.num_attention_heads
+        kept, pairs = sum(map(len, self.key_value_heads)), self.num_layers * self.num_key_value_heads
+        ideal = 1 / (chosen / queries + (1 - chosen / queries) / ratio)
+        return (
+            f"retrieval heads: {chosen} of {queries} query heads ({chosen / queries:.1%}; induction {self.induction_share:g}, "
+            f"echo {self.echo_share:g}) protect {kept} of {pairs} KV heads ({self.protected_share:.1%})\n"
+            f"KV cache of a long prompt: {self.compression(ratio):.2f}x smaller with 1/{ratio:g} of it in the other heads "
+            f"({ideal:.2f}x if every query head had a KV head of its own)"
+        )
+
+    def check_fits(self, config: PodConfig) -> None:
+        """Raise ValueError unless the scores are of a model of this shape."""
+        found = self.num_layers, self.num_attention_heads, self.num_key_value_heads
+        wanted = config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads
+        if found != wanted:
+            raise ValueError(
+                f"the retrieval heads are of a model with {found[0]} layers, {found[1]} query and {found[2]} KV heads, this one "
+                f"has {wanted[0]}, {wanted[1]} and {wanted[2]}: search again with launch/explore.py --heads"
+            )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write JSON, atomically."""
+        content = {
+            "schema": SCHEMA,
+            "provenance": self.provenance,
+            "num_key_value_heads": self.num_key_value_heads,
+            "induction_share": self.induction_share,
+            "echo_share": self.echo_share,
+            "query_heads": self.query_heads,
+            "key_value_heads": self.key_value_heads,
+            "induction": self.induction,
+            "echo": self.echo,
+        }
+        write_json(path, content)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "RetrievalHeads":
+        """Read what ``save`` wrote; ValueError of one line that names the file when it is something else."""
+        content = read_json(path)
+        try:
+            if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+                raise ValueError(f"its schema is not {SCHEMA!r}")
+            found = cls(
+                echo=_rows(content["echo"], float),
+                induction=_rows(content["induction"], float),
+                num_key_value_heads=int(content["num_key_value_heads"]),
+                induction_share=float(content["induction_share"]),
+                echo_share=float(content["echo_share"]),
+                provenance=dict(content["provenance"]),
+            )
+            if _rows(content["key_value_heads"], int) != found.key_value_heads:
+                raise ValueError("key_value_heads do not follow from the scores: it was edited by hand")
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise ValueError(
+                f"{path} is not a file of retrieval heads ({str(error) or type(error).__name__}): write it with "
+                "launch/explore.py --heads"
+            ) from None
+        return found
+
+
+def protected_heads(heads: Any, config: PodConfig) -> Heads:
+    """KV heads per layer that keep everything, from the path of a JSON file, from scores or from a list of lists.
+
+    Raises: ValueError for nothing, for a file of another model and for heads that the model does not have.
+    """
+    if heads is None:
+        raise ValueError(
+            "heads is missing: name the file that launch/explore.py --heads writes, or list the protected KV heads per layer"
+        )
+    if isinstance(heads, str | os.PathLike):
+        heads = RetrievalHeads.load(heads)
+    if isinstance(heads, RetrievalHeads):
+        heads.check_fits(config)
+        return heads.key_value_heads
+    try:
+        listed = tuple(tuple(sorted({int(head) for head in row})) for row in heads)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"heads is {heads!r}, expected a path or, per layer, a list of KV heads such as [[0], [], [1]]"
+        ) from None
+    if len(listed) != config.num_hidden_layers:
+        raise ValueError(f"heads lists {len(listed)} layers, the model has {config.num_hidden_layers}")
+    wrong = sorted({head for row in listed for head in row if not 0 <= head < config.num_key_value_heads})
+    if wrong:
+        raise ValueError(
+            f"heads names KV heads {wrong}, the model has 0 to {config.num_key_value_heads - 1} in each layer"
+        )
+    return listed
+
+
+def _top(scores: Sequence[Sequence[float]], share: float) -> set[tuple[int, int]]:
+    """The best ``share`` of all (layer, head), rounded, at least one when the share is not 0; ties go to the lower pair."""
+    ranked = sorted(
+        ((layer, head) for layer, row in enumerate(scores) for head in range(len(row))),
+        key=lambda place: (-scores[place[0]][place[1]], place),
+    )
+    count = math.floor(share * len(ranked) + 0.5) if share else 0
+    return set(ranked[: max(count, 1 if share else 0)])
+
+
+def _rows(values: Any, kind: type) -> tuple[tuple, ...]:
+    return tuple(tuple(kind(value) for value in row) for row in values)
