@@ -1,12 +1,16 @@
 """PyramidKV (Cai et al., 2024): SnapKV with budgets that fall linearly from the first layer to the last."""
 
+from fractions import Fraction
 from itertools import pairwise
+from math import floor
 
 from pod.modeling.cache import PodCache
 from pod.modeling.config import PodConfig
 from pod.modeling.methods.base import Method, Request
+from pod.modeling.methods.ranking import check_ranking, ranking_parameters
 from pod.modeling.methods.rows import GroupedCache
-from pod.modeling.methods.snapkv import SnapLayer, check_ranking, ranking_parameters
+from pod.modeling.methods.shared_selection import shared_cache
+from pod.modeling.methods.snapkv import SnapLayer
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, chunks_of
 
 
@@ -16,14 +20,32 @@ def layer_budgets(budget: int, num_layers: int, beta: int, smallest: int) -> lis
     The last layer gets at least ``smallest`` tokens. Cumulative sums are rounded, so that all layers together get
     exactly ``num_layers * budget``.
     """
-    last = max(smallest, round(budget / beta))
+    last = max(smallest, _nearest(Fraction(budget, beta)))
     if num_layers == 1 or last >= budget:
         return [budget] * num_layers
     first = 2 * budget - last
-    ends = [0.0]
-    for layer in range(num_layers):
-        ends.append(ends[-1] + first - (first - last) * layer / (num_layers - 1))
-    return [round(end) - round(start) for start, end in pairwise(ends)]
+    falls = [first - Fraction((first - last) * layer, num_layers - 1) for layer in range(num_layers)]
+    ends = [_nearest(sum(falls[:layer], Fraction(0))) for layer in range(num_layers + 1)]
+    return [end - start for start, end in pairwise(ends)]
+
+
+def block_budgets(
+    budgets: list[int], budget: int, window: int, lead: tuple[tuple[int, ...], ...]
+) -> list[list[int]]:
+    """Tokens ``[L][H]`` when blocks share a selection: the lead layer's budget, rescaled to the same total per head."""
+    spare = len(budgets) * (budget - window)
+    rows = []
+    for layer in lead:
+        totals = [sum(budgets[other[head]] - window for other in lead) for head in range(len(layer))]
+        rows.append(
+            [window + (budgets[own] - window) * spare // totals[head] for head, own in enumerate(layer)]
+        )
+    return rows
+
+
+def _nearest(x: Fraction) -> int:
+    """The nearest integer, halves up."""
+    return floor(x + Fraction(1, 2))
 
 
 def _build(config: PodConfig, request: Request) -> PodCache:
@@ -33,6 +55,11 @@ def _build(config: PodConfig, request: Request) -> PodCache:
     if beta < 1:
         raise ValueError(f"pyramidkv: beta = {beta} must be at least 1")
     budgets = layer_budgets(request.tokens, config.num_hidden_layers, beta, values["window"] + 1)
+
+    if request.layout == "pod":
+        lead = config.sharing_plan.lead
+        per_head = block_budgets(budgets, request.tokens, values["window"], lead)
+        return shared_cache(config, request, per_head, chunks_of(request))
 
     def make_layer(config: PodConfig, layer_idx: int) -> SnapLayer:
         return SnapLayer(config, layer_idx, budgets[layer_idx], codec=request.codec, **values)

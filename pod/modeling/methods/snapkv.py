@@ -9,18 +9,16 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from pod.modeling.cache import PodCache, Step
 from pod.modeling.config import PodConfig
 from pod.modeling.methods.base import Method, Request
-from pod.modeling.methods.held import HeldLayer, best_slots
+from pod.modeling.methods.held import HeldLayer
+from pod.modeling.methods.ranking import check_ranking, ranking_parameters, snapkv_slots
 from pod.modeling.methods.rows import GroupedCache
+from pod.modeling.methods.shared_selection import shared_cache
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, chunks_of
-from pod.modeling.statistics import attention_column_sums
 from pod.modeling.stores import NATIVE, Codec
-
-_POOLS = {"avg": F.avg_pool1d, "max": F.max_pool1d}
 
 
 class SnapLayer(HeldLayer):
@@ -66,40 +64,17 @@ class SnapLayer(HeldLayer):
             return
         queries, self.observed = self.observed, None
         if self.held > self.budget:
-            self.keep(self.choose(queries, self.lead_keys.read(self.held)))
-
-    def choose(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Slots to keep ``[B, H, budget]`` of ``[B, H, n, d]`` keys, by the prompt's last queries ``[B, Hq, w, d]``."""
-        n = keys.shape[2]
-        scores = attention_column_sums(queries, keys, scale=self.scale)[..., : n - self.window]
-        scores = scores.unflatten(1, (keys.shape[1], -1)).mean(2)  # of the group, before pooling
-        scores = _POOLS[self.pool](scores, self.kernel, stride=1, padding=self.kernel // 2)
-        recent = torch.arange(n - self.window, n, device=keys.device).expand(*keys.shape[:2], -1)
-        return torch.cat((best_slots(scores, self.budget - self.window), recent), dim=-1)
-
-
-def check_ranking(name: str, budget: int, window: int, kernel: int, pool: str) -> None:
-    """Raise ``ValueError`` for values that SnapKV's ranking cannot use."""
-    if pool not in _POOLS:
-        raise ValueError(f"{name}: pool = {pool!r}; choose one of {', '.join(_POOLS)}")
-    if kernel < 1 or kernel % 2 == 0:
-        raise ValueError(f"{name}: kernel = {kernel} must be odd and positive")
-    if window < 1 or budget <= window:
-        raise ValueError(f"{name}: budget = {budget} must exceed window = {window} >= 1: raise the budget")
-
-
-def ranking_parameters(window: int, kernel: int, pool: str) -> dict:
-    """Declarations of SnapKV's parameters with these defaults."""
-    return {
-        "window": (window, "observation window at the end of the prompt, always kept (tokens)"),
-        "kernel": (kernel, "width of the pooling over neighbouring tokens (tokens)"),
-        "pool": (pool, "avg or max"),
-    }
+            keys = self.lead_keys.read(self.held)
+            self.keep(snapkv_slots(queries, keys, self.budget, self.kernel, self.pool, self.scale))
 
 
 def _build(config: PodConfig, request: Request) -> PodCache:
     values = {name: request.params[name] for name in ("window", "kernel", "pool")}
     check_ranking("snapkv", request.tokens, **values)
+
+    if request.layout == "pod":
+        budgets = [[request.tokens] * config.num_key_value_heads] * config.num_hidden_layers
+        return shared_cache(config, request, budgets, chunks_of(request))
 
     def make_layer(config: PodConfig, layer_idx: int) -> SnapLayer:
         return SnapLayer(config, layer_idx, request.tokens, codec=request.codec, **values)

@@ -1,0 +1,43 @@
+"""SnapKV's ranking of tokens by the attention of the last queries, and its parameters."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pod.modeling.methods.held import best_slots
+from pod.modeling.statistics import attention_column_sums
+
+_POOLS = {"avg": F.avg_pool1d, "max": F.max_pool1d}
+
+
+def snapkv_slots(queries: Tensor, keys: Tensor, budget: int, kernel: int, pool: str, scale: float) -> Tensor:
+    """Slots to keep ``[B, H, budget]`` of ``[B, H, n, d]`` keys, by the prompt's last queries ``[B, Hq, w, d]``.
+
+    Kept are the last ``w`` tokens and, of those before them, the best by their attention from these queries: summed
+    over queries, averaged over the query heads of a group, pooled over neighbours.
+    """
+    n, w = keys.shape[2], queries.shape[2]
+    scores = attention_column_sums(queries, keys, scale=scale)[..., : n - w]
+    scores = scores.unflatten(1, (keys.shape[1], -1)).mean(2)
+    scores = _POOLS[pool](scores, kernel, stride=1, padding=kernel // 2)
+    recent = torch.arange(n - w, n, device=keys.device).expand(*keys.shape[:2], -1)
+    return torch.cat((best_slots(scores, budget - w), recent), dim=-1)
+
+
+def check_ranking(name: str, budget: int, window: int, kernel: int, pool: str) -> None:
+    """Raise ``ValueError`` for values that SnapKV's ranking cannot use."""
+    if pool not in _POOLS:
+        raise ValueError(f"{name}: pool = {pool!r}; choose one of {', '.join(_POOLS)}")
+    if kernel < 1 or kernel % 2 == 0:
+        raise ValueError(f"{name}: kernel = {kernel} must be odd and positive")
+    if window < 1 or budget <= window:
+        raise ValueError(f"{name}: budget = {budget} must exceed window = {window} >= 1: raise the budget")
+
+
+def ranking_parameters(window: int, kernel: int, pool: str) -> dict:
+    """Declarations of SnapKV's parameters with these defaults."""
+    return {
+        "window": (window, "observation window at the end of the prompt, always kept (tokens)"),
+        "kernel": (kernel, "width of the pooling over neighbouring tokens (tokens)"),
+        "pool": (pool, "avg or max"),
+    }
