@@ -29,8 +29,8 @@ class Schedule(Protocol):
 class Chunks(Protocol):
     """How prompts are cut into chunks after each of which the method compresses."""
 
-    def start_prompt(self, length: int, past: int) -> Schedule:
-        """The schedule of a prompt of ``length`` tokens behind ``past`` tokens seen."""
+    def start_prompt(self, length: int, past: int, layers: list) -> Schedule:
+        """The schedule of a prompt of ``length`` tokens behind ``past`` tokens seen, for these child layers."""
         ...
 
 
@@ -40,7 +40,7 @@ class FixedChunks:
 
     size: int
 
-    def start_prompt(self, length: int, past: int) -> Schedule:
+    def start_prompt(self, length: int, past: int, layers: list) -> Schedule:
         return _FixedSchedule(self.size, length)
 
 
@@ -184,7 +184,7 @@ class GroupedCache(PodCache):
         if left and not step.is_decode and self.chunks is not None:
             if group.schedule is None:
                 assert group.prompt_length is not None
-                group.schedule = self.chunks.start_prompt(group.prompt_length, group.seen)
+                group.schedule = self.chunks.start_prompt(group.prompt_length, group.seen, group.layers)
             boundary = group.schedule.next_boundary(group.prompt_done)
             width = min(left, boundary - group.prompt_done)
             ends = group.prompt_done + width == boundary
