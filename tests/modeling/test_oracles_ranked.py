@@ -1,0 +1,168 @@
+"""Methods that rank tokens by attention against their oracles: logits and kept tokens, over families, turns and chunks."""
+
+import math
+from fractions import Fraction
+
+import oracles_ranked as oracles
+import pytest
+import torch
+from oracle_tools import TURNS, run_cache
+
+import pod
+
+FAMILIES = {
+    "llama-g3": ("llama", {}),
+    "llama-g1": ("llama-linear-mha", {}),
+    "qwen3-g3": ("qwen3-g3", {}),
+    "llama-g4": ("llama", {"num_attention_heads": 8, "head_dim": 8}),
+    "qwen3-g4": ("qwen3", {"num_attention_heads": 8, "head_dim": 8}),
+}
+CONVERSATIONS = {
+    "usual": TURNS,
+    "short-first": [("prompt", 4), ("decode", 20), ("prompt", 3), ("decode", 5)],
+    "prompt-after-prompt": [("prompt", 17), ("prompt", 2), ("decode", 1), ("prompt", 20), ("decode", 3)],
+}
+WIDTHS = [(), (13, 17), (1,)]
+SNAP = {"budget": 14, "window": 4, "kernel": 3, "pool": "avg"}
+ROCO = {
+    "budget": 14,
+    "num_sink_tokens": 2,
+    "num_recent_tokens": 3,
+    "protect_prefill": 0.2,
+    "protect_decode": 0.3,
+}
+D2O = {"budget": 16, "num_sink_tokens": 2, "alpha": 2.5}
+# name: oracle, spec, parameters. A number below 1 for "gate" or "threshold" is a share of the layers, see `at_share`.
+RANKED = {
+    "full": (oracles.Full, "full", {}),
+    "snapkv": (oracles.SnapKV, "snapkv", SNAP),
+    "snapkv-max": (oracles.SnapKV, "snapkv", SNAP | {"kernel": 5, "pool": "max"}),
+    "pyramidkv": (oracles.PyramidKV, "pyramidkv", {"budget": 13, "window": 3, "kernel": 5, "beta": 3}),
+}
+
+
+def at_share(values: list[float], share: float) -> float:
+    """A threshold in the middle of a gap, which ``share`` of the values exceed: no rounding decides."""
+    ordered = sorted(values, reverse=True)
+    cut = round(share * len(ordered))
+    return (ordered[cut - 1] + ordered[cut]) / 2
+
+
+def resolve(oracle, model, ids, turns, params, chunk=0):
+    """Parameters whose gate or threshold separates the layers of this very model."""
+    params = dict(params)
+    if "gate_share" in params:
+        share = params.pop("gate_share")
+        probe = oracle(model, **params, gate=math.inf, chunk_size=chunk)
+        probe.run(ids, turns)
+        params["gate"] = at_share(probe.variances, share)
+    if "lazy_share" in params:
+        share = params.pop("lazy_share")
+        probe = oracle(model, **params, threshold=math.inf, chunk_size=chunk)
+        probe.run(ids, turns)
+        params["threshold"] = at_share(probe.history[0], share)
+    return params
+
+
+def held_tokens(cache) -> list[int]:
+    """Tokens held per layer by the only group of rows."""
+    (group,) = cache.groups
+    return [layer.held for layer in group.layers]
+
+
+@torch.no_grad()
+def compare(tools, name, family, turns, widths, chunk=0):
+    oracle, spec, params = RANKED[name]
+    family, changes = FAMILIES[family]
+    model = tools.make_pod(family, plan=False, **changes)
+    ids = tools.random_ids(1, sum(count for _, count in turns))
+    params = resolve(oracle, model, ids[0], turns, params, chunk)
+    naive = oracle(model, **params, **({"chunk_size": chunk} if chunk else {}))
+    expected = naive.run(ids[0], turns)
+    options = params | ({"prefill": "streaming", "chunk_size": chunk} if chunk else {})
+    cache = pod.make_cache(model, spec, **options)
+    logits = run_cache(model, cache, ids, turns, widths)[0]
+    assert (logits - expected).abs().max() <= 1e-9
+    if name != "full":
+        assert (model(ids).logits[0] - expected).abs().max() > 1e-3
+        assert held_tokens(cache) == [heads[0] for heads in naive.held()]
+    return naive
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", RANKED)
+def test_conversation_equals_the_oracle(tools, name, family):
+    compare(tools, name, family, TURNS, ())
+
+
+@pytest.mark.parametrize("turns", list(CONVERSATIONS)[1:])
+@pytest.mark.parametrize("name", RANKED)
+def test_other_conversations(tools, name, turns):
+    compare(tools, name, "qwen3-g3", CONVERSATIONS[turns], ())
+
+
+@pytest.mark.parametrize("widths", WIDTHS[1:], ids=str)
+@pytest.mark.parametrize("name", RANKED)
+def test_exact_prefill_does_not_depend_on_the_passes(tools, name, widths):
+    compare(tools, name, "llama-g3", TURNS, widths)
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize("name", list(RANKED)[1:])
+def test_streaming_prefill(tools, name, widths):
+    compare(tools, name, "llama-g3", TURNS, widths, chunk=9)
+
+
+@pytest.mark.parametrize("chunk", [1, 16])
+@pytest.mark.parametrize("name", list(RANKED)[1:])
+def test_streaming_chunk_sizes(tools, name, chunk):
+    compare(tools, name, "qwen3-g3", TURNS, (), chunk)
+
+
+# -- the oracles themselves ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 5, 30, 32])
+@pytest.mark.parametrize("budget", [12, 64, 2048])
+@pytest.mark.parametrize("beta", [2, 20])
+def test_pyramid_adds_up_along_a_line(num_layers, budget, beta):
+    budgets = oracles.pyramid(num_layers, budget, 8, beta)
+    assert sum(budgets) == num_layers * budget and min(budgets) >= 8
+    top = max(9, math.floor(budget / beta + 0.5))
+    ends = 2 * budget - top, top
+    line = torch.linspace(*ends, num_layers) if num_layers > 1 else torch.tensor([budget])
+    assert (torch.tensor(budgets) - line).abs().max() <= 1 + 1e-3
+
+
+def test_largest_pyramid_layer_of_the_paper():
+    assert max(oracles.pyramid(32, 2048, 8, 20)) == 3994  # "about 4K" of a mean of 2048
+
+
+@pytest.mark.parametrize("n", [9, 10, 11, 14, 20, 23, 24, 100])
+@pytest.mark.parametrize("num_alpha", [0, 1, 3, 5])
+@pytest.mark.parametrize("alpha", [Fraction(3), Fraction(5, 2)])
+def test_d2o_layer_budgets_are_the_largest(n, num_alpha, alpha):
+    """By bisection on S."""
+    weights = [alpha] * num_alpha + [Fraction(1)] * (5 - num_alpha)
+    budgets = oracles.layer_budgets(weights, 10, n)
+    if n <= 10:
+        assert budgets == [n] * 5
+        return
+    low, high = Fraction(0), Fraction(100)
+    for _ in range(60):
+        middle = (low + high) / 2
+        fits = sum(min(Fraction(n), weight * middle) for weight in weights) <= 50
+        low, high = (middle, high) if fits else (low, middle)
+    assert sum(budgets) <= 50
+    found = [min(Fraction(n), weight * low) for weight in weights]
+    assert all(
+        math.floor(exact + Fraction(1, 10**9)) == got for exact, got in zip(found, budgets, strict=True)
+    )
+
+
+@torch.no_grad()
+def test_d2o_merge_weights_sum_to_one(tools):
+    model = tools.make_pod("llama", plan=False)
+    naive = oracles.D2O(model, budget=12, num_sink_tokens=2, gate=1.65)
+    naive.run(tools.random_ids(1, 50)[0], TURNS)
+    assert len(naive.weight_sums) > 1000 and max(abs(total - 1) for total in naive.weight_sums) <= 1e-12
