@@ -11,7 +11,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--methods", dest="eval.methods", metavar="A,B", help="methods to compare, comma-separated"
     )
+    parser.add_argument(
+        "--list-methods",
+        action=ListMethods,
+        nargs=0,
+        help="list every method of pod.make_cache with its parameters, and stop",
+    )
     parser.add_argument("--tasks", dest="eval.tasks", metavar="A,B", help="tasks, comma-separated")
+
+
+class ListMethods(argparse.Action):
+    """`--list-methods`: print what `pod.make_cache` can build, and stop."""
+
+    def __call__(self, parser, *_: object) -> None:
+        import pod  # loads torch
+        from pod.modeling.methods.describe import describe
+
+        print(describe(pod.methods()))
+        parser.exit()
 
 
 def estimate(recipe: Recipe) -> str:

@@ -1,0 +1,56 @@
+"""The catalogue of methods as text: what each keeps, its parameters, what it combines with."""
+
+import textwrap
+from collections.abc import Mapping
+
+from pod.modeling.methods.base import Method
+from pod.modeling.methods.combine import refusal
+
+_AXES = {
+    "layout": "Layouts: which layers hold keys and values",
+    "selection": "Selections: which tokens stay",
+    "codec": "Codecs: in which form they are held",
+}
+
+
+def combinations(registry: Mapping[str, Method], name: str) -> dict[str, str | None]:
+    """Specs that join a method with each method of another axis, to None or the reason why they are refused."""
+    method, found = registry[name], {}
+    for other in registry.values():
+        if other.axis == method.axis or "full" in (method.name, other.name):
+            continue
+        chosen = {method.axis: method, other.axis: other}
+        layout = chosen.get("layout") or registry["full"]
+        spec = "+".join(chosen[axis].name for axis in _AXES if axis in chosen)
+        found[spec] = refusal(layout, chosen.get("selection"), chosen.get("codec"))
+    return found
+
+
+def describe(registry: Mapping[str, Method], width: int = 110) -> str:
+    """Every method: source, what it frees, parameters with defaults and units, combinations and refusals."""
+    lines = []
+    for axis, title in _AXES.items():
+        lines += [title, ""]
+        for method in registry.values():
+            if method.axis == axis:
+                lines += [*_describe(registry, method, width), ""]
+    lines.append(
+        "Joined by '+', one of each axis at most: pod+snapkv+int4. Budgets are tokens per KV head and layer."
+    )
+    return "\n".join(lines)
+
+
+def _describe(registry: Mapping[str, Method], method: Method, width: int) -> list[str]:
+    name = f"{method.name}({'|'.join(method.inner)})" if method.inner else method.name
+    together = combinations(registry, method.name)
+    allowed = [spec for spec, reason in together.items() if reason is None]
+    lines = [f"  {name}{'  budget=…' if method.takes_budget else ''}", f"source: {method.paper}"]
+    lines.append(f"frees: {method.frees}")
+    lines += [f"{key} [{default}] {meaning}" for key, (default, meaning) in method.parameters.items()]
+    if allowed:
+        lines.append(f"goes with: {', '.join(allowed)}")
+    lines += [f"not {spec}: {reason}" for spec, reason in together.items() if reason is not None]
+    wrapped = lines[:1]
+    for line in lines[1:]:
+        wrapped += textwrap.wrap(line, width, initial_indent="      ", subsequent_indent="        ")
+    return wrapped
