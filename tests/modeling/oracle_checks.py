@@ -11,7 +11,7 @@ MODELS = {  # family of conftest.py and changes to it; g = query heads per KV he
     "qwen3-g3": ("qwen3-g3", {}),
     "qwen3-g4": ("qwen3", {"num_attention_heads": 8}),
 }
-WIDTHS = ((), (7,), (1,), (13, 2))
+WIDTHS = ((), (7,), (13, 2))
 
 
 @torch.no_grad()

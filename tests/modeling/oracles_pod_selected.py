@@ -68,10 +68,8 @@ class PodSelected(NaiveDecoder):
         theirs = self.turn(lead_q, positions) @ torch.stack([entry.k for entry in lead_entries]).T
         held = [entry.position for entry in entries]
         assert held == [entry.position for entry in lead_entries]
-        for row, i in enumerate(positions):
-            for column, j in enumerate(held):
-                if not (j < self.sinks or i - j < self.recent):
-                    own[:, row, column] = theirs[:, row, column]
+        distant = torch.tensor([[self.sinks <= j <= i - self.recent for j in held] for i in positions])
+        own = torch.where(distant, theirs, own)
         logits = own / math.sqrt(self.head_dim)
         return logits.masked_fill(~self.causal(len(held)), -math.inf).softmax(-1)
 
