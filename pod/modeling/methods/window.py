@@ -1,0 +1,27 @@
+"""Window attention (WA): every query sees the most recent ``budget`` tokens, its own included, in the prompt as well."""
+
+from pod.modeling.cache import PodCache
+from pod.modeling.config import PodConfig
+from pod.modeling.methods.base import Method, Request
+from pod.modeling.methods.windowed import WINDOW_REFUSES_POD, WindowedLayer, windowed_cache
+
+
+class WindowLayer(WindowedLayer):
+    """No sinks; keys are stored rotated at their position."""
+
+    rotates_keys = True
+
+
+def _build(config: PodConfig, request: Request) -> PodCache:
+    return windowed_cache(WindowLayer, config, request, 0, request.tokens)
+
+
+METHOD = Method(
+    name="wa",
+    paper="Window attention (Beltagy et al., 2020), the baseline WA of the PoD paper",
+    frees="keys and values of all tokens but the recent ones",
+    axis="selection",
+    build=_build,
+    takes_budget=True,
+    refuses=WINDOW_REFUSES_POD,
+)
