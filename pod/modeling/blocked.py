@@ -16,12 +16,14 @@ class Source:
     Attributes:
         q: ``[B, h, G, m, d]``; k, v: ``[B, h, S, d]``.
         visible: query positions ``[B, r]`` to a mask ``[B, r, S]``.
+        bias: ``[B, h, S]``, added to the logits; None = 0.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
     visible: Callable[[Tensor], Tensor]
+    bias: Tensor | None = None
 
 
 def blocked_attention(sources: list[Source], position_ids: Tensor, scale: float) -> Tensor:
@@ -56,5 +58,7 @@ def blocked_attention(sources: list[Source], position_ids: Tensor, scale: float)
 def _logits(source: Source, position_ids: Tensor, rows: slice, scale: float, compute: torch.dtype) -> Tensor:
     q = source.q[:, :, :, rows] * scale
     logits = (q.flatten(2, 3) @ source.k.transpose(2, 3)).to(compute).unflatten(2, q.shape[2:4])
+    if source.bias is not None:
+        logits = logits + source.bias[:, :, None, None]
     visible = source.visible(position_ids[:, rows])
     return logits.masked_fill(~visible[:, None, None], float("-inf"))
