@@ -85,21 +85,25 @@ class PodCacheLayer(CacheLayer):
         return out
 
     def _share_queries(self, q: Tensor, step: Step) -> None:
-        for index, head in enumerate(self.leads):
-            if is_followed(self.lead, self.layer_idx, head):
-                q_head = q[:, head * self.groups : (head + 1) * self.groups].clone()
-                step.shared[head] = (q_head, self.lead_keys, index)
+        """Keys are shared as read now: a codec packs them when this layer settles, before its followers attend."""
+        followed = [head for head in self.leads if is_followed(self.lead, self.layer_idx, head)]
+        if not followed:
+            return
+        keys = self.lead_keys.read(_max_length(step))
+        for head in followed:
+            index = self.leads.index(head)
+            q_head = q[:, head * self.groups : (head + 1) * self.groups].clone()
+            step.shared[head] = (q_head, keys[:, index : index + 1])
 
     def _drop_queries(self, step: Step) -> None:
         for head in self.followers:
             if not is_followed(self.lead, self.layer_idx, head):
                 step.shared.pop(head)
 
-    def _lead_queries_and_keys(self, step: Step, length: int) -> tuple[Tensor, Tensor]:
+    def _lead_queries_and_keys(self, step: Step) -> tuple[Tensor, Tensor]:
         """What this layer's followers share: ``[B, h·G, m, d]`` queries and ``[B, h, length, d]`` keys."""
-        shared = [step.shared[head] for head in self.followers]
-        keys = [store.read(length)[:, index : index + 1] for _, store, index in shared]
-        return torch.cat([entry[0] for entry in shared], dim=1), torch.cat(keys, dim=1)
+        queries, keys = zip(*(step.shared[head] for head in self.followers), strict=True)
+        return torch.cat(queries, dim=1), torch.cat(keys, dim=1)
 
     def _prefill(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         """First pass over an empty cache: the training kernels on the rows as documents."""
@@ -107,7 +111,7 @@ class PodCacheLayer(CacheLayer):
         if step.uniform_past is None:
             doc_ids = -(torch.arange(step.num_new, device=q.device) >= step.counts[:, None]).long()
         heads, windows = (self.leads, self.followers), (self.num_sink_tokens, self.num_recent_tokens)
-        from_step = partial(self._lead_queries_and_keys, step, step.num_new)
+        from_step = partial(self._lead_queries_and_keys, step)
         return attend_by_role(q, k, v, heads, from_step, windows, step.backend, doc_ids)
 
     def _attend_blocked(self, q: Tensor, k: Tensor, step: Step) -> Tensor:
@@ -150,7 +154,7 @@ class PodCacheLayer(CacheLayer):
 
     def _distant_source(self, step: Step, length: int) -> Source:
         """Distant tokens with the lead's queries and keys, and this layer's values."""
-        queries, keys = self._lead_queries_and_keys(step, length)
+        queries, keys = self._lead_queries_and_keys(step)
 
         def distant(query: Tensor) -> Tensor:
             slot = torch.arange(length, device=query.device)

@@ -1,0 +1,34 @@
+"""Keys and values in 4 or 8 bits, for every layout and selection (KIVI, Liu et al., 2024; rules in ``quantized.py``)."""
+
+from functools import partial
+from typing import Any
+
+from pod.modeling.config import PodConfig
+from pod.modeling.methods.base import Method
+from pod.modeling.methods.quantized import make_codec
+from pod.modeling.stores import Codec
+
+_PARAMETERS: dict[str, tuple[Any, str]] = {
+    "group_size": (
+        32,
+        "numbers that share a scale: of a channel's tokens (keys), of a token's channels (values)",
+    ),
+    "residual": (128, "newest tokens that stay unpacked, at most group_size - 1 more of them (tokens)"),
+}
+
+
+def _codec(name: str, bits: int, config: PodConfig, params: dict[str, Any]) -> Codec:
+    return make_codec(name, bits, config, params["group_size"], params["residual"])
+
+
+METHODS = tuple(
+    Method(
+        name=f"int{bits}",
+        paper="KIVI (Liu et al., 2024)",
+        frees=f"{16 - bits} of 16 bits of every number but the newest tokens', less 1 bit for fp16 scale and zero",
+        axis="codec",
+        codec=partial(_codec, f"int{bits}", bits),
+        parameters=_PARAMETERS,
+    )
+    for bits in (4, 8)
+)
