@@ -62,7 +62,7 @@ class LocalLayer(WindowedLayer):
             self.prompt_length += step.num_new
             k, v = (s.read(self.prompt_length) for s in (self.prompt_keys, self.prompt_values))
         if self.seen:
-            keys, values = (self._ordered(store) for store in (self.keys, self.values))
+            keys, values = (self._ordered(store) for store in (self.keys_store, self.values_store))
             keys, values = torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2)
         else:
             keys, values = k, v
@@ -77,8 +77,8 @@ class LocalLayer(WindowedLayer):
             self._slide(*(s.read(self.prompt_length) for s in (self.prompt_keys, self.prompt_values)))
             self._start_prompt()
         if (step.ends_prompt or step.is_decode) and self.seen:
-            self.keys.settle(self.seen)
-            self.values.settle(self.seen)
+            self.keys_store.settle(self.seen)
+            self.values_store.settle(self.seen)
 
     def _slide(self, k: Tensor, v: Tensor) -> None:
         self._append(k, v, self.seen)

@@ -46,26 +46,30 @@ class WindowedLayer(CacheLayer):
         self.clear()
 
     def clear(self) -> None:
-        self.keys, self.values = (
+        self.keys_store, self.values_store = (
             self.codec.window(part, self.num_sink_tokens, self.num_recent_tokens)
             for part in ("keys", "values")
         )
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
-        yield from (("keys", tensor) for tensor in self.keys.tensors())
-        yield from (("values", tensor) for tensor in self.values.tensors())
+        yield from (("keys", tensor) for tensor in self.keys_store.tensors())
+        yield from (("values", tensor) for tensor in self.values_store.tensors())
 
     def select_rows(self, index: Tensor) -> None:
-        self.keys.select_rows(index)
-        self.values.select_rows(index)
+        self.keys_store.select_rows(index)
+        self.values_store.select_rows(index)
 
     def predicted_nbytes(self, length: int) -> int:
-        return sum(store.predicted_nbytes(length) for store in (self.keys, self.values) if not store.is_empty)
+        return sum(
+            store.predicted_nbytes(length)
+            for store in (self.keys_store, self.values_store)
+            if not store.is_empty
+        )
 
     def settle(self, step: Step) -> None:
         if step.ends_prompt or step.is_decode:
             assert step.uniform_past is not None
-            for store in (self.keys, self.values):
+            for store in (self.keys_store, self.values_store):
                 store.settle(step.uniform_past + step.num_new)
 
     # -- attention -------------------------------------------------------------------------------------------
@@ -87,7 +91,9 @@ class WindowedLayer(CacheLayer):
             return self._attend_all(q, k, v, past, step)
         if q.shape[2] == 1:
             return self._attend_one(q, k, v, past, step)
-        (sink_keys, keys), (sink_values, values) = (self._in_order(s, past) for s in (self.keys, self.values))
+        (sink_keys, keys), (sink_values, values) = (
+            self._in_order(s, past) for s in (self.keys_store, self.values_store)
+        )
         keys, values = torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2)
         aside = None
         if self.num_sink_tokens:
@@ -104,7 +110,7 @@ class WindowedLayer(CacheLayer):
         """Nothing has left the window after this chunk: slots are positions."""
         self._append(k, v, past)
         length = past + q.shape[2]
-        keys, values = self.keys.read(length), self.values.read(length)
+        keys, values = self.keys_store.read(length), self.values_store.read(length)
         if not self.rotates_keys:
             q, keys = self._turn(step, q, range(past, length)), self._turn(step, keys, range(length))
         if past == 0 and length > 1:
@@ -114,7 +120,7 @@ class WindowedLayer(CacheLayer):
     def _attend_one(self, q: Tensor, k: Tensor, v: Tensor, past: int, step: Step) -> Tensor:
         """One token behind a full window: every slot is visible, in whatever order the ring has them."""
         self._append(k, v, past)
-        keys, values = self.keys.read(past + 1), self.values.read(past + 1)
+        keys, values = self.keys_store.read(past + 1), self.values_store.read(past + 1)
         if not self.rotates_keys:
             q = self._turn(step, q, range(self.limit, self.limit + 1))
             if "places" not in step.shared:
@@ -138,8 +144,8 @@ class WindowedLayer(CacheLayer):
         return held[:, :, : self.num_sink_tokens], recent
 
     def _append(self, k: Tensor, v: Tensor, past: int) -> None:
-        self.keys.append(k, past)
-        self.values.append(v, past)
+        self.keys_store.append(k, past)
+        self.values_store.append(v, past)
 
     @staticmethod
     def _turn(step: Step, x: Tensor, positions: range | Tensor) -> Tensor:
