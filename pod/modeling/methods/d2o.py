@@ -1,0 +1,247 @@
+"""D2O (Wan et al., 2024): budgets by how dense a layer's attention is, and dropped tokens that move into similar ones.
+
+*Layer level* (section 4.1): a layer in which the accumulated attention of the tokens varies little (eq. 4) is hard to prune
+and gets ``alpha`` times the budget of the others. *Token level* (section 4.2): each KV head keeps sinks, recent tokens and
+the tokens with the most accumulated attention (eqs. 5–7); a dropped token is merged into the kept token with the most
+similar key, if it is at least as similar as a moving average of what was dropped before (eqs. 8–11, ``merging.py``).
+
+The first prompt of a row (the first chunk in streaming prefill) decides which of its layers get more, for good. All
+layers together never hold more than their number times ``budget``.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from pod.modeling.cache import PodCache, Step
+from pod.modeling.config import PodConfig
+from pod.modeling.methods import merging
+from pod.modeling.methods.accumulate import AccumulatingLayer, choose_slots
+from pod.modeling.methods.base import Method, Request
+from pod.modeling.methods.rows import GroupedCache
+from pod.modeling.methods.streaming import PREFILL_PARAMETERS, chunks_of
+from pod.modeling.statistics import attention_column_sums
+from pod.modeling.stores import NATIVE, Codec
+
+_RECENT_SHARE = 4  # of four tokens that are not sinks one is recent: N:M = 3:1 (section 5.1)
+
+
+class D2OLayer(AccumulatingLayer):
+    """Heavy hitters, sinks and recent tokens, with what was dropped merged into them.
+
+    Until the layer budgets are decided, ``statistics`` also has ``column_sums``, ``[B, Hq, held]``.
+
+    Args:
+        budget: tokens of a KV head, mean over layers; sinks: first tokens, never dropped.
+        beta: weight of the newest similarity in the threshold.
+    """
+
+    def __init__(
+        self,
+        config: PodConfig,
+        layer_idx: int,
+        budget: int,
+        sinks: int,
+        beta: float,
+        codec: Codec = NATIVE,
+    ):
+        self.budget, self.sinks, self.beta = budget, sinks, beta
+        super().__init__(config, layer_idx, codec)
+
+    def clear(self) -> None:
+        super().clear()
+        self.weight: Fraction | None = None  # 1 or alpha; None until the first prompt has ended
+        self.threshold: Tensor | None = None  # tau, [B, H]; None until something was dropped
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        yield from super().parts()
+        if self.threshold is not None:
+            yield "statistics", self.threshold
+
+    def select_rows(self, index: Tensor) -> None:
+        super().select_rows(index)
+        if self.threshold is not None:
+            self.threshold = self.threshold.index_select(0, index.to(self.threshold.device))
+
+    def predicted_nbytes(self, length: int) -> int:
+        threshold = 0 if self.threshold is None else self.threshold.numel() * self.threshold.element_size()
+        return super().predicted_nbytes(length) + threshold
+
+    def observe_prompt(self, q: Tensor, step: Step) -> None:
+        sums = attention_column_sums(q, self.lead_keys.read(self.held), scale=self.scale)
+        if self.weight is None:
+            self.accumulate("column_sums", sums)
+        self.accumulate("attention", self.group_mean(sums))
+
+    def settle(self, step: Step) -> None:
+        if all(layer.weight is not None for layer in step.layers):
+            super().settle(step)  # before that, budgets need the sums of every layer: see decide_weights
+
+    def evict(self, step: Step) -> None:
+        assert step.uniform_past is not None
+        if "budgets" not in step.shared:
+            weights = [layer.weight for layer in step.layers]
+            seen = step.uniform_past + step.num_new
+            step.shared["budgets"] = layer_budgets(weights, seen, self.budget)
+        budget = step.shared["budgets"][self.layer_idx]
+        if self.held <= budget:
+            return
+        recents = max(1, (budget - self.sinks) // _RECENT_SHARE)
+        kept, dropped = choose_slots(self.statistics["attention"], budget, self.sinks, recents)
+        if step.is_decode:
+            self._merge_few(kept, dropped)
+        else:
+            self._merge_many(kept, dropped)
+
+    def _merge_many(self, kept: Tensor, dropped: Tensor) -> None:
+        """The end of a prompt."""
+        keys, values = self.lead_keys.read(self.held), self.all_values.read(self.held)
+        similarity, nearest = merging.nearest_kept(keys, kept, dropped)
+        self.threshold = similarity.mean(-1)
+        merged = similarity >= self.threshold[..., None]
+        weights = merging.merge_weights(similarity, nearest, merged, kept.shape[2])
+        keys = merging.merge_tokens(keys, kept, dropped, nearest, weights)
+        values = merging.merge_tokens(values, kept, dropped, nearest, weights)
+        self.keep(kept)
+        slots = torch.arange(self.held, device=kept.device).expand_as(kept)
+        self.lead_keys.write(slots, keys)
+        self.all_values.write(slots, values)
+
+    def _merge_few(self, kept: Tensor, dropped: Tensor) -> None:
+        """After a decoded token: at most a few slots change."""
+        keys, values = self.lead_keys.read(self.held), self.all_values.read(self.held)
+        similarity, nearest = merging.nearest_slots(keys, dropped)
+        newest = similarity.mean(-1)
+        old = newest if self.threshold is None else self.threshold
+        self.threshold = self.beta * newest + (1 - self.beta) * old if self.threshold is not None else newest
+        raw = similarity.exp() * (similarity >= self.threshold[..., None])
+        keys = merging.merge_few(keys, dropped, nearest, raw)
+        values = merging.merge_few(values, dropped, nearest, raw)
+        self.lead_keys.write(nearest, keys)
+        self.all_values.write(nearest, values)
+        self.keep(kept)
+
+
+def attention_variance(column_sums: Tensor) -> Tensor:
+    """Eq. 4 with column sums ``[B, Hq, n]``: variance over keys (divided by n), mean over query heads; ``[B]``."""
+    return column_sums.var(dim=-1, correction=0).mean(dim=1)
+
+
+def decide_weights(
+    layers: Sequence[D2OLayer], step: Step, alpha: Fraction, gate: float, normalize_gate: bool
+) -> None:
+    """When a row's first prompt ends: which layers get ``alpha`` shares of the budget. Then every layer evicts.
+
+    ``step`` is that of a group, after its last layer.
+    """
+    if not (step.ends_prompt or step.is_decode) or layers[0].weight is not None:
+        return
+    for layer in layers:
+        sums = layer.statistics.pop("column_sums", None)  # none: a row whose first token is a decoded one
+        variance = 0.0 if sums is None else float(attention_variance(sums).mean())
+        if sums is not None and normalize_gate:
+            variance /= sums.shape[2]
+        layer.weight = Fraction(1) if variance > gate else alpha
+    for layer in layers:
+        layer.settle(step)
+
+
+def layer_budgets(weights: Sequence[Fraction], seen: int, budget: int) -> list[int]:
+    """Tokens per KV head of each layer after ``seen`` tokens.
+
+    The largest ``S`` with ``Σ_l min(seen, w_l·S) <= L·budget`` gives ``min(seen, floor(w_l·S))``; in exact arithmetic.
+
+    Args:
+        weights: 1 or ``alpha >= 1`` per layer.
+        budget: mean over layers.
+    """
+    if seen <= budget:
+        return [seen] * len(weights)
+    total, largest = len(weights) * budget, max(weights)
+    ordinary = sum(weight == 1 for weight in weights)
+    generous = len(weights) - ordinary
+    share = total / (generous * largest + ordinary)
+    if largest * share > seen and ordinary:
+        share = Fraction(total - generous * seen, ordinary)
+    return [min(seen, math.floor(weight * share)) for weight in weights]
+
+
+def smallest_budget(num_layers: int, sinks: int, alpha: Fraction) -> int:
+    """The least budget with which every layer holds its sinks and one recent token, whatever the weights."""
+    return math.ceil((sinks + 1) * ((num_layers - 1) * alpha + 1) / num_layers)
+
+
+def _check(config: PodConfig, budget: int, params: dict) -> Fraction:
+    """``alpha``, when all values can be used."""
+    sinks, alpha, gate, beta = (params[name] for name in ("num_sink_tokens", "alpha", "gate", "beta"))
+    if sinks < 0:
+        raise ValueError(f"d2o: num_sink_tokens = {sinks} must be at least 0")
+    if not (math.isfinite(alpha) and alpha >= 1):
+        raise ValueError(f"d2o: alpha = {alpha} must be at least 1: dense layers get more, not less")
+    if not 0 <= beta <= 1:
+        raise ValueError(f"d2o: beta = {beta} must lie between 0 and 1")
+    if params["normalize_gate"] and not 0 <= gate < 1:
+        raise ValueError(
+            f"d2o: gate = {gate} is compared with variance / tokens, which lies between 0 and 1, when normalize_gate "
+            "is set: pass a gate such as 0.05"
+        )
+    smallest = smallest_budget(config.num_hidden_layers, sinks, Fraction(alpha))
+    if budget < smallest:
+        raise ValueError(
+            f"d2o: budget = {budget} can leave a layer fewer than {sinks + 1} tokens (num_sink_tokens + 1) when the "
+            f"others get alpha = {alpha} times as many: raise the budget to {smallest} or more"
+        )
+    return Fraction(alpha)
+
+
+def _build(config: PodConfig, request: Request) -> PodCache:
+    budget, params = request.tokens, request.params
+    alpha = _check(config, budget, params)
+
+    def make_layer(config: PodConfig, layer_idx: int) -> D2OLayer:
+        sinks, beta = params["num_sink_tokens"], params["beta"]
+        return D2OLayer(config, layer_idx, budget, sinks, beta, request.codec)
+
+    def after_layers(layers: list, step: Step) -> None:
+        decide_weights(cast(list[D2OLayer], layers), step, alpha, params["gate"], params["normalize_gate"])
+
+    return GroupedCache(
+        config,
+        make_layer,
+        request.spec,
+        rowwise=True,
+        chunks=chunks_of(request),
+        after_layers=after_layers,
+    )
+
+
+METHOD = Method(
+    name="d2o",
+    paper="D2O (Wan et al., 2024)",
+    frees="tokens with the least accumulated attention, after merging them into similar ones; dense layers keep more",
+    axis="selection",
+    build=_build,
+    parameters={
+        "num_sink_tokens": (4, "first tokens, always kept (tokens)"),
+        "alpha": (3.0, "budget of a layer with dense attention over that of the others"),
+        "gate": (
+            100.0,
+            "variance of accumulated attention above which a layer is not dense; grows with the prompt",
+        ),
+        "normalize_gate": (
+            False,
+            "compare variance / tokens, between 0 and 1, with the gate: same at any length",
+        ),
+        "beta": (0.5, "weight of the newest similarity in the merging threshold"),
+    }
+    | PREFILL_PARAMETERS,
+    takes_budget=True,
+    refuses={
+        "pod": "d2o merges keys within one layer, while followers of a PoD block use the lead's keys, of which each layer "
+        "would need its own merge"
+    },
+)
