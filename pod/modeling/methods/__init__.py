@@ -2,12 +2,13 @@
 
 from pod.modeling.cache import PodCache
 from pod.modeling.llama import PodForCausalLM
-from pod.modeling.methods import layouts, pyramidkv, snapkv, streamingllm
+from pod.modeling.methods import codecs, layouts, pyramidkv, snapkv, streamingllm
 from pod.modeling.methods.base import Method
 from pod.modeling.methods.combine import build_cache
 
 _METHODS: dict[str, Method] = {
-    method.name: method for method in (*layouts.METHODS, streamingllm.METHOD, snapkv.METHOD, pyramidkv.METHOD)
+    method.name: method
+    for method in (*layouts.METHODS, streamingllm.METHOD, snapkv.METHOD, pyramidkv.METHOD, *codecs.METHODS)
 }
 
 
