@@ -2,13 +2,43 @@
 
 from pod.modeling.cache import PodCache
 from pod.modeling.llama import PodForCausalLM
-from pod.modeling.methods import codecs, layouts, pyramidkv, snapkv, streamingllm
+from pod.modeling.methods import (
+    codecs,
+    d2o,
+    h2o,
+    imdc,
+    layouts,
+    lm_infinite,
+    local_window,
+    pyramidkv,
+    razor,
+    roco,
+    simlayerkv,
+    snapkv,
+    streamingllm,
+    window,
+)
 from pod.modeling.methods.base import Method
 from pod.modeling.methods.combine import build_cache
 
 _METHODS: dict[str, Method] = {
     method.name: method
-    for method in (*layouts.METHODS, streamingllm.METHOD, snapkv.METHOD, pyramidkv.METHOD, *codecs.METHODS)
+    for method in (
+        *layouts.METHODS,
+        streamingllm.METHOD,
+        lm_infinite.METHOD,
+        window.METHOD,
+        local_window.METHOD,
+        snapkv.METHOD,
+        pyramidkv.METHOD,
+        h2o.METHOD,
+        roco.METHOD,
+        d2o.METHOD,
+        simlayerkv.METHOD,
+        razor.METHOD,
+        *imdc.METHODS,
+        *codecs.METHODS,
+    )
 }
 
 
