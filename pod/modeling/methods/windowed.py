@@ -81,7 +81,7 @@ class WindowedLayer(CacheLayer):
         past, outputs = step.uniform_past, []
         while q.shape[2]:
             width = self.limit - past if past < self.limit else max(self.num_recent_tokens, _SMALLEST_CHUNK)
-            outputs.append(self._attend_chunk(*(x[:, :, :width] for x in (q, k, v)), past, step))
+            outputs.append(self._attend_chunk(q[:, :, :width], k[:, :, :width], v[:, :, :width], past, step))
             q, k, v = (x[:, :, width:] for x in (q, k, v))
             past += width
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
