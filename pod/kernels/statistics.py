@@ -3,6 +3,7 @@
 An explicit backend that cannot run raises; ``auto`` takes the first of its device that can. Results carry no gradient.
 """
 
+import importlib
 from collections.abc import Callable
 from typing import Literal, NamedTuple, overload
 
@@ -19,11 +20,36 @@ class Entry(NamedTuple):
     unsupported: Callable[[Tensor], str | None]
 
 
+def _triton():
+    """The Triton kernels; imported when first asked for, because a CPU installation has no Triton."""
+    return importlib.import_module("pod.kernels.triton_statistics")
+
+
+def _triton_unsupported(q: Tensor) -> str | None:
+    try:
+        return _triton().unsupported(q)
+    except ImportError as error:
+        return f"Triton cannot be imported ({error})"
+
+
 BACKENDS: dict[str, Entry] = {
-    name: Entry(module.attention_column_sums, module.attention_rows, module.unsupported)
-    for name, module in (("blocked", statistics_blocked), ("reference", statistics_reference))
+    "triton": Entry(
+        lambda *arguments: _triton().attention_column_sums(*arguments),
+        lambda *arguments: _triton().attention_rows(*arguments),
+        _triton_unsupported,
+    ),
+    "blocked": Entry(
+        statistics_blocked.attention_column_sums,
+        statistics_blocked.attention_rows,
+        statistics_blocked.unsupported,
+    ),
+    "reference": Entry(
+        statistics_reference.attention_column_sums,
+        statistics_reference.attention_rows,
+        statistics_reference.unsupported,
+    ),
 }
-AUTO_ORDER: dict[str, list[str]] = {}
+AUTO_ORDER: dict[str, list[str]] = {"cuda": ["triton", "blocked"]}
 """What ``auto`` tries on a device type, fastest first; devices not named use ``blocked``."""
 
 

@@ -49,7 +49,7 @@ def attention_column_sums(
     compute = torch.promote_types(q.dtype, torch.float32)
     sums = torch.zeros(1 + squares, pairs, groups, n, dtype=compute, device=q.device)
     heads, rows = _block_sizes(q, k)
-    buffers = torch.empty(2, heads * groups * rows * n, dtype=compute, device=q.device)
+    buffers = torch.empty(1 + (lse is None), heads * groups * rows * n, dtype=compute, device=q.device)
     all_q, all_k = q.reshape(pairs, groups, m, head_dim), k.reshape(pairs, n, head_dim)
     all_lse = None if lse is None else lse.reshape(pairs, groups, m, 1)
     with torch.autocast(q.device.type, enabled=False):
@@ -60,7 +60,7 @@ def attention_column_sums(
                 block = slice(start, min(start + rows, m))
                 width = n - m + block.stop
                 logits = _logits(all_q[here, :, block].to(compute) * scale, keys[:, :width], buffers[0])
-                weights = _weights(logits, None if all_lse is None else all_lse[here, :, block], buffers[1])
+                weights = _weights(logits, None if all_lse is None else all_lse[here, :, block], buffers[-1])
                 sums[0, here, :, :width] += weights.sum(2)
                 if squares:
                     sums[1, here, :, :width] += weights.square_().sum(2)
