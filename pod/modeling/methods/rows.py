@@ -266,8 +266,11 @@ class GroupedCache(PodCache):
             for group in self.groups:
                 place = {row: at for at, row in enumerate(group.rows)}
                 rows = [new for new, old in enumerate(wanted) if old in place]
-                if rows:
-                    selected.append(group.take([place[wanted[new]] for new in rows], rows))
+                for part in (
+                    [[row] for row in rows] if self.rowwise else [rows]
+                ):  # copies of a row go ways of their own
+                    if part:
+                        selected.append(group.take([place[wanted[new]] for new in part], part))
             self.groups = selected
         super()._select_rows(index)
 

@@ -1,0 +1,197 @@
+"""SimLayerKV (Zhang et al., 2024): layers that attend to the first and the latest tokens only, keep only those.
+
+A layer is *lazy* for a sequence when the share of its attention that goes to the first ``num_sink_tokens`` and the last
+``num_recent_tokens`` tokens, averaged over its query heads, exceeds ``threshold``. Two detectors: ``prefill`` takes the mean over
+the prompt's last queries, each with its own window (eq. 1), ``decode`` the first generated token (eq. 2; the paper's
+experiments). A lazy layer holds ``num_sink_tokens + num_recent_tokens`` tokens from then on, every other layer holds all.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from pod.modeling.cache import CacheLayer, PodCache, Step
+from pod.modeling.config import PodConfig
+from pod.modeling.methods.base import Method, Request
+from pod.modeling.methods.rows import GroupedCache
+from pod.modeling.methods.sliding import SlidingTokens, Tokens
+from pod.modeling.methods.streaming import PREFILL_PARAMETERS, chunks_of
+from pod.modeling.statistics import attention_rows
+from pod.modeling.stores import NATIVE, Codec
+
+DETECTORS = ("decode", "prefill")
+
+
+class SimLayer(CacheLayer):
+    """Sees one row at a time, because the decision is each sequence's own.
+
+    Args:
+        exempt: a layer that is never lazy.
+        num_sink_tokens, num_recent_tokens, threshold, detector, num_last_queries: see the method's parameters.
+
+    Attributes:
+        is_lazy: whether only the first and the last tokens are held. Once lazy, always lazy.
+        mass: what the last decision was made from; None before it.
+    """
+
+    def __init__(
+        self,
+        config: PodConfig,
+        exempt: bool,
+        num_sink_tokens: int,
+        num_recent_tokens: int,
+        threshold: float,
+        detector: str,
+        num_last_queries: int,
+        codec: Codec = NATIVE,
+    ):
+        super().__init__()
+        self.heads = config.num_key_value_heads
+        self.scale = config.head_dim**-0.5
+        self.exempt, self.num_sink_tokens, self.num_recent_tokens, self.threshold = (
+            exempt,
+            num_sink_tokens,
+            num_recent_tokens,
+            threshold,
+        )
+        self.detector, self.num_last_queries, self.codec = detector, num_last_queries, codec
+        self.clear()
+
+    def clear(self) -> None:
+        self.tokens = SlidingTokens(self.codec, self.num_sink_tokens)
+        self.is_lazy, self.mass = False, None
+        self.judges_next = False  # decode detector: the next decoded token is the first of its answer
+        self.observed: Tensor | None = (
+            None  # last queries of the running prompt, [1, Hq, <= num_last_queries, d]
+        )
+
+    @property
+    def held(self) -> int:
+        """Tokens held."""
+        return self.tokens.held
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.tokens.parts()
+        if self.observed is not None:
+            yield "bookkeeping", self.observed
+
+    def select_rows(self, index: Tensor) -> None:
+        self.tokens.select_rows(index)
+        if self.observed is not None:
+            self.observed = self.observed.index_select(0, index.to(self.observed.device))
+
+    def predicted_nbytes(self, length: int) -> int:
+        """For the tokens held now; ``length`` tokens were seen."""
+        return self.tokens.predicted_nbytes()
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        q, k = step.rope(q), step.rope(k)
+        assert q.shape[0] == 1, "one row at a time: its layers are judged by what it attends to"
+        new, can_change = Tokens(k, v), not (self.is_lazy or self.exempt)
+        if step.is_decode:
+            out, weights = self.tokens.attend_decode(q, new, self.scale)
+            if self.judges_next and can_change:
+                self._judge(weights.flatten(1, 2).unsqueeze(2))
+            self.judges_next = False
+            return out
+        out = self.tokens.attend_prompt(q, new, step, self.scale)
+        if self.detector == "prefill" and can_change:
+            queries = q if self.observed is None else torch.cat((self.observed, q), dim=2)
+            self.observed = queries[:, :, -self.num_last_queries :].clone()
+        return out
+
+    def _judge(self, rows: Tensor) -> None:
+        """Decide from attention ``[1, Hq, w, n]`` of the last ``w`` queries over all ``n`` tokens."""
+        self.mass = float(lazy_mass(rows, self.num_sink_tokens, self.num_recent_tokens))
+        self.is_lazy = self.mass > self.threshold
+
+    def _judge_prompt(self) -> None:
+        if self.observed is None:
+            return
+        queries, self.observed = self.observed, None
+        keys, groups = self.tokens.beside.keys.read(self.tokens.num_beside), queries.shape[1] // self.heads
+        masses = []
+        for head in range(self.heads):  # rows of one KV head at a time: G·w·n numbers
+            rows = attention_rows(
+                queries[:, head * groups : (head + 1) * groups], keys[:, head : head + 1], scale=self.scale
+            )
+            masses.append(lazy_mass(rows, self.num_sink_tokens, self.num_recent_tokens))
+        self.mass = float(torch.stack(masses).mean())
+        self.is_lazy = self.mass > self.threshold
+
+    def settle(self, step: Step) -> None:
+        """Judge at the end of a prompt or by the first decoded token, and trim lazy layers."""
+        if not (step.ends_prompt or step.is_decode):
+            return
+        if not step.is_decode:
+            self._judge_prompt()
+            self.judges_next = self.detector == "decode"
+        if self.is_lazy and self.tokens.num_beside:
+            self.tokens.trim(self.num_recent_tokens)
+        self.tokens.settle()
+
+
+def lazy_mass(rows: Tensor, num_sink_tokens: int, num_recent_tokens: int) -> Tensor:
+    """Attention to the first ``num_sink_tokens`` and to each query's last ``num_recent_tokens`` tokens, itself included (eq. 1).
+
+    Args:
+        rows: ``[B, Hq, w, n]`` of the queries at the last ``w`` of ``n`` positions.
+
+    Returns:
+        The mean over queries, heads and batch: a number from 0 to 1.
+    """
+    n, device = rows.shape[-1], rows.device
+    query = torch.arange(n - rows.shape[2], n, device=device)[:, None]
+    key = torch.arange(n, device=device)
+    near = (key < num_sink_tokens) | (query - key < num_recent_tokens)
+    return (rows * near).sum(-1).mean()
+
+
+def _build(config: PodConfig, request: Request) -> PodCache:
+    spec, values = request.spec, request.params
+    names = ("num_sink_tokens", "num_recent_tokens", "threshold", "detector", "num_last_queries")
+    options = {name: values[name] for name in names}
+    if options["detector"] not in DETECTORS:
+        raise ValueError(f"{spec}: detector = {options['detector']!r}; choose {' or '.join(DETECTORS)}")
+    for name, least in (("num_sink_tokens", 0), ("num_recent_tokens", 1), ("num_last_queries", 1)):
+        if options[name] < least:
+            raise ValueError(f"{spec}: {name} = {options[name]} must be at least {least}")
+    if not isinstance(options["threshold"], int | float):
+        raise ValueError(
+            f"{spec}: threshold = {options['threshold']!r} must be a number; shares of attention lie in 0 to 1"
+        )
+
+    def make_layer(config: PodConfig, layer_idx: int) -> SimLayer:
+        exempt = values["exempt_last_layer"] and layer_idx == config.num_hidden_layers - 1
+        return SimLayer(config, exempt, codec=request.codec, **options)
+
+    return GroupedCache(config, make_layer, spec, rowwise=True, chunks=chunks_of(request))
+
+
+_SHARED = (
+    "which layers hold their tokens is decided while it runs, so no layer can rely on the keys of another"
+)
+METHOD = Method(
+    name="simlayerkv",
+    paper="SimLayerKV (Zhang et al., 2024), §5, eqs. 1 to 3",
+    frees="tokens between the first and the last ones, in layers that attend to little else; the other layers hold all",
+    axis="selection",
+    build=_build,
+    parameters={
+        "threshold": (
+            0.9,
+            "attention share from which a layer is lazy (paper: 0.65 Llama-2-7B, 0.9 Llama-3-8B, 0.8 Mistral-7B, 0.85 Qwen)",
+        ),
+        "num_sink_tokens": (4, "first tokens that a lazy layer holds (tokens)"),
+        "num_recent_tokens": (1024, "last tokens that a lazy layer holds (tokens)"),
+        "detector": ("decode", "decode: judge by the first generated token; prefill: by the prompt's end"),
+        "num_last_queries": (32, "prefill detector: queries at the prompt's end to average over (tokens)"),
+        "exempt_last_layer": (
+            False,
+            "whether the last layer always holds everything (the authors' Qwen setting)",
+        ),
+    }
+    | PREFILL_PARAMETERS,
+    refuses={"pod": _SHARED, "cla": _SHARED},
+)
