@@ -1,0 +1,356 @@
+"""D2O: layer budgets, merging in blocks and one by one, threshold, bytes, bounds, refusals."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import pod
+from pod.modeling.methods import merging
+from pod.modeling.methods.d2o import attention_variance, layer_budgets, smallest_budget
+
+
+def feed(model, cache, ids, prompt):
+    """Logits of a prompt and of the tokens behind it, one by one."""
+    outputs = [model(ids[:, :prompt], past_key_values=cache).logits]
+    outputs += [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(prompt, ids.shape[1])]
+    return torch.cat(outputs, dim=1)
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def split(n, count, seed=0, heads=(2, 3)):
+    """Random slots kept (ascending) and dropped, per row and head."""
+    order = torch.rand(*heads, n, generator=torch.Generator().manual_seed(seed)).argsort(-1)
+    return order[..., :count].sort(-1).values, order[..., count:]
+
+
+# -- merging -------------------------------------------------------------------------------------------------
+
+
+def naive_merge(keys, values, kept, dropped):
+    """Equations 8 to 11 for one head, with loops; the threshold is the mean of the maxima. ``[n, d]`` each."""
+    best = {}
+    for i in dropped:
+        cosines = [(keys[i] @ keys[j] / (keys[i].norm() * keys[j].norm())).item() for j in kept]
+        top = max(range(len(kept)), key=lambda j: (cosines[j], -j))
+        best[i] = (cosines[top], kept[top])
+    threshold = sum(u for u, _ in best.values()) / len(best)
+    merged_keys, merged_values, sums = [], [], []
+    for j in kept:
+        mine = [(math.exp(u), i) for i, (u, nearest) in best.items() if nearest == j and u >= threshold]
+        total = math.e + sum(weight for weight, _ in mine)
+        weights = [(math.e / total, j)] + [(weight / total, i) for weight, i in mine]
+        sums.append(sum(weight for weight, _ in weights))
+        merged_keys.append(sum(weight * keys[i] for weight, i in weights))
+        merged_values.append(sum(weight * values[i] for weight, i in weights))
+    return torch.stack(merged_keys), torch.stack(merged_values), threshold, sums
+
+
+def merge_everything(keys, values, kept, dropped):
+    similarity, nearest = merging.nearest_kept(keys, kept, dropped)
+    threshold = similarity.mean(-1)
+    weights = merging.merge_weights(similarity, nearest, similarity >= threshold[..., None], kept.shape[2])
+    merged = [merging.merge_tokens(x, kept, dropped, nearest, weights) for x in (keys, values)]
+    return *merged, threshold, weights, nearest
+
+
+@pytest.mark.parametrize("blocks", [(1 << 22, 32), (1, 1), (200, 3)])
+@pytest.mark.parametrize("count", [5, 30, 39])
+def test_merging_in_blocks_equals_loops(monkeypatch, blocks, count):
+    monkeypatch.setattr(merging, "_BLOCK_ELEMENTS", blocks[0])
+    monkeypatch.setattr(merging, "_LEAST_ROWS", blocks[1])
+    keys, values = randn(2, 3, 40, 8), randn(2, 3, 40, 8, seed=1)
+    kept, dropped = split(40, count)
+    merged_keys, merged_values, threshold, weights, nearest = merge_everything(keys, values, kept, dropped)
+    own, others = weights
+    totals = own + torch.zeros_like(own).scatter_add(2, nearest, others)
+    assert (totals - 1).abs().max() <= 1e-14
+    for row in range(2):
+        for head in range(3):
+            slots = kept[row, head].tolist(), dropped[row, head].tolist()
+            expected = naive_merge(keys[row, head], values[row, head], *slots)
+            assert (merged_keys[row, head] - expected[0]).abs().max() <= 1e-13
+            assert (merged_values[row, head] - expected[1]).abs().max() <= 1e-13
+            assert abs(threshold[row, head].item() - expected[2]) <= 1e-13
+            assert max(abs(total - 1) for total in expected[3]) <= 1e-13
+
+
+def test_kept_tokens_that_take_in_nothing_stay_as_they_are():
+    keys, values = randn(2, 3, 40, 8), randn(2, 3, 40, 8, seed=1)
+    kept, dropped = split(40, 30)
+    merged_keys, _, _, (own, others), _ = merge_everything(keys, values, kept, dropped)
+    same = merged_keys == merging.take_slots(keys, kept)
+    assert torch.equal(own == 1, same.all(-1)) and 0 < (own == 1).float().mean() < 1
+    assert (own >= math.e / (math.e + 10 * math.e)).all() and ((others == 0).any(-1)).all()
+
+
+@pytest.mark.parametrize("count", [39, 36, 20])
+@pytest.mark.parametrize("merged", [0.0, 0.5, 1.0])
+def test_merging_few_equals_merging_many(count, merged):
+    """Also where several dropped tokens go to the same slot."""
+    keys, values = randn(2, 3, 40, 3), randn(2, 3, 40, 3, seed=1)
+    kept, dropped = split(40, count)
+    similarity, nearest = merging.nearest_kept(keys, kept, dropped)
+    chosen = torch.rand(similarity.shape, generator=torch.Generator().manual_seed(2)) < merged
+    weights = merging.merge_weights(similarity, nearest, chosen, count)
+    few_similarity, slots = merging.nearest_slots(keys, dropped)
+    assert (few_similarity - similarity).abs().max() <= 1e-14
+    assert torch.equal(slots, kept.gather(2, nearest))
+    assert count > 30 or any(len(set(head.tolist())) < len(head) for row in slots for head in row)
+    for x in (keys, values):
+        expected = merging.merge_tokens(x, kept, dropped, nearest, weights)
+        few = merging.merge_few(x, dropped, slots, similarity.exp() * chosen)
+        written = x.scatter(2, slots[..., None].expand_as(few), few)
+        assert (merging.take_slots(written, kept) - expected).abs().max() <= 1e-14
+
+
+def test_equally_similar_tokens_go_to_the_lower_slot():
+    keys = torch.tensor([[1.0, 2], [2, -1], [1, 2], [1, 2], [2, -1]], dtype=torch.float64)[None, None]
+    kept, dropped = torch.tensor([[[0, 1, 2]]]), torch.tensor([[[4, 3]]])
+    assert merging.nearest_kept(keys, kept, dropped)[1].tolist() == [[[1, 0]]]
+    assert merging.nearest_slots(keys, dropped)[1].tolist() == [[[1, 0]]]
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+@torch.no_grad()
+def test_no_tensor_grows_with_the_square_of_the_prompt(tools, monkeypatch):
+    """Half of the prompt is kept: kept times dropped would be n² / 4 per head."""
+    from pod.kernels import statistics_blocked
+
+    for module, name, value in [
+        (merging, "_BLOCK_ELEMENTS", 1 << 12),
+        (merging, "_LEAST_ROWS", 8),
+        (statistics_blocked, "_CPU_ELEMENTS", 1 << 12),
+        (statistics_blocked, "_LEAST_ROWS", 8),
+    ]:
+        monkeypatch.setattr(module, name, value)
+    model = tools.make_pod(
+        "llama",
+        dtype=torch.float32,
+        plan=False,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    largest = []
+    for n in (512, 1024, 2048):
+        cache = pod.make_cache(model, "d2o", budget=n // 2)
+        with Largest() as seen:
+            model.model(tools.random_ids(1, n), past_key_values=cache)
+        assert cache.groups[0].layers[0].held == n // 2
+        largest.append(seen.elements)
+    assert largest[2] <= 2.1 * largest[1] <= 4.3 * largest[0]
+
+
+# -- layers --------------------------------------------------------------------------------------------------
+
+
+def test_layer_budgets_by_hand():
+    three, one = Fraction(3), Fraction(1)
+    assert layer_budgets([three, one], 100, 10) == [15, 5]
+    assert layer_budgets([three, one], 15, 10) == [15, 5]
+    assert layer_budgets([three, one], 12, 10) == [12, 8]  # the dense layer needs no more than it has
+    assert layer_budgets([three, one], 10, 10) == [10, 10]
+    assert layer_budgets([three, one], 7, 10) == [7, 7]
+    assert layer_budgets([one] * 3, 100, 10) == layer_budgets([three] * 3, 100, 10) == [10] * 3
+    assert layer_budgets([Fraction(5, 2), one, one], 100, 10) == [16, 6, 6]  # S = 30 / 4.5
+    assert layer_budgets([Fraction(1.1), one], 10**9, 21) == [22, 19]  # 1.1 is a little more than 11/10
+
+
+@pytest.mark.parametrize("alpha", [1, 2, 3.0, 3.7])
+@pytest.mark.parametrize("generous", range(6))
+def test_layer_budgets_are_large_but_never_too_large(alpha, generous):
+    weights = [Fraction(alpha)] * generous + [Fraction(1)] * (5 - generous)
+    for n in range(1, 80):
+        budgets = layer_budgets(weights, n, 20)
+        assert sum(budgets) <= 100 and max(budgets) <= n
+        assert sum(budgets) > 95 or (n <= 20 and budgets == [n] * 5)
+        assert budgets == sorted(budgets, reverse=True)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 5, 32])
+@pytest.mark.parametrize("alpha", [Fraction(1), Fraction(3), Fraction(2.7)])
+def test_smallest_budget_is_the_smallest(num_layers, alpha):
+    smallest = smallest_budget(num_layers, 4, alpha)
+
+    def least(budget):
+        cases = ([alpha] * (num_layers - ones) + [Fraction(1)] * ones for ones in range(num_layers + 1))
+        return min(min(layer_budgets(weights, 10**6, budget)) for weights in cases)
+
+    assert least(smallest) >= 5 > least(smallest - 1)
+
+
+@torch.no_grad()
+def test_dense_layers_get_more(tools):
+    """F is computed from the whole matrix; a gate between the third and the fourth of five."""
+    model = tools.make_pod("llama", plan=False)
+    ids, n, variances = tools.random_ids(1, 40), 40, []
+
+    def attend(index, q, k, v, turn):
+        q, k = turn(q, torch.arange(n)), turn(k, torch.arange(n)).repeat_interleave(3, 0)
+        logits = q @ k.transpose(1, 2) / math.sqrt(q.shape[2])
+        weights = logits.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -math.inf).softmax(-1)
+        columns = weights.sum(1)
+        variances.append(((columns - 1) ** 2).mean(1).mean().item())  # a column sums to 1 on average
+        assert abs(attention_variance(columns[None]).item() - variances[-1]) <= 1e-12
+        return weights @ v.repeat_interleave(3, 0)
+
+    tools.naive_logits(model, ids[0], attend)
+    assert 0 < max(variances) / n < 1
+    gate = sum(sorted(variances)[2:4]) / 2
+    for options in ({"gate": gate}, {"gate": gate / n, "normalize_gate": True}):
+        cache = pod.make_cache(model, "d2o", budget=14, **options)
+        cache.begin_prompt(40)
+        model(ids[:, :25], past_key_values=cache)
+        assert all("column_sums" in layer.statistics for layer in cache.groups[0].layers)
+        model(ids[:, 25:], past_key_values=cache)
+        expected = [6 if variance > gate else 19 for variance in variances]  # S = 70 / 11
+        assert [layer.held for layer in cache.groups[0].layers] == expected
+        assert all(set(layer.statistics) == {"attention"} for layer in cache.groups[0].layers)
+
+
+@torch.no_grad()
+def test_threshold_follows_what_is_dropped(tools, monkeypatch):
+    """Mean of the maxima after a prompt, then a moving average; nothing dropped leaves it alone."""
+    seen = []
+    for name in ("nearest_kept", "nearest_slots"):
+        original = getattr(merging, name)
+
+        def record(*arguments, original=original):
+            out = original(*arguments)
+            seen.append(out[0].mean(-1))
+            return out
+
+        monkeypatch.setattr(merging, name, record)
+    model = tools.make_pod("llama", plan=False, num_hidden_layers=1)
+    cache = pod.make_cache(model, "d2o", budget=12, beta=0.3)
+    ids = tools.random_ids(1, 40)
+    model(ids[:, :30], past_key_values=cache)
+    (layer,) = cache.groups[0].layers
+    expected = seen[-1]
+    assert torch.equal(layer.threshold, expected)
+    for t in range(30, 36):
+        model(ids[:, t : t + 1], past_key_values=cache)
+        expected = 0.3 * seen[-1] + 0.7 * expected
+        assert (layer.threshold - expected).abs().max() <= 1e-15
+    assert len(seen) == 7
+    model(ids[:, 36:], past_key_values=cache)  # a second prompt starts anew
+    assert torch.equal(layer.threshold, seen[-1]) and len(seen) == 8
+    late = pod.make_cache(model, "d2o", budget=12, beta=0.3)
+    feed(model, late, ids[:, :12], 11)
+    assert late.groups[0].layers[0].threshold is None
+    model(ids[:, 12:13], past_key_values=late)
+    assert torch.equal(late.groups[0].layers[0].threshold, seen[-1])
+
+
+# -- caches --------------------------------------------------------------------------------------------------
+
+
+def method_bytes(cache):
+    """Bytes without the token ids and lengths, which every cache keeps."""
+    return sum(size for part, size in cache.nbytes_by_part().items() if part != "bookkeeping")
+
+
+def held(cache):
+    return sum(layer.held for layer in cache.groups[0].layers)
+
+
+@pytest.mark.parametrize(("spec", "steps"), [("d2o", 500), ("d2o+int4", 120)])
+@torch.no_grad()
+def test_five_hundred_tokens_stay_within_the_bound(tools, spec, steps):
+    """Half of the layers may grow to three times the others'; all of them together stay within the budget."""
+    model = tools.make_pod("llama", dtype=torch.float32, plan=False, num_hidden_layers=2, head_dim=32)
+    options = {"residual": 8, "group_size": 8} if "int4" in spec else {}
+    cache = pod.make_cache(model, spec, budget=24, gate=1.1, **options)
+    ids = tools.random_ids(1, 40)
+    model(ids[:, :20], past_key_values=cache)
+    assert held(cache) == 40
+    after_prompt, most = 0, 0
+    for t in range(steps):
+        out = model(ids[:, t % 40 : t % 40 + 1], past_key_values=cache)
+        assert held(cache) == (2 * (t + 21) if t < 4 else 48)
+        most = max(most, method_bytes(cache))
+        after_prompt = most if t == 40 else after_prompt
+    assert out.logits.isfinite().all() and most <= after_prompt * 1.05
+    weights = sorted(layer.weight for layer in cache.groups[0].layers)
+    assert weights == [1, 3] and sorted(layer.held for layer in cache.groups[0].layers) == [12, 36]
+
+
+@pytest.mark.parametrize("spec", ["d2o", "d2o+int4", "d2o+int8"])
+@torch.no_grad()
+def test_bytes_are_those_predicted(tools, spec):
+    model = tools.make_pod("llama", dtype=torch.float32, plan=False, num_hidden_layers=2, head_dim=32)
+    cache = pod.make_cache(model, spec, budget=400, **({"residual": 32} if "int" in spec else {}))
+    feed(model, cache, tools.random_ids(1, 705), 700)
+    assert abs(method_bytes(cache) / cache.predicted_nbytes() - 1) <= 0.01
+
+
+@torch.no_grad()
+def test_a_codec_that_packs_nothing_changes_nothing(tools):
+    model = tools.make_pod("llama", plan=False)
+    ids = tools.random_ids(1, 60)
+    native = feed(model, pod.make_cache(model, "d2o", budget=20, gate=2.0), ids, 40)
+    options = {"budget": 20, "gate": 2.0, "group_size": 8}
+    packed = feed(model, pod.make_cache(model, "d2o+int8", residual=60, **options), ids, 40)
+    rough = feed(model, pod.make_cache(model, "d2o+int8", residual=0, **options), ids, 40)
+    assert torch.equal(native, packed)
+    assert torch.equal(native[:, :40], rough[:, :40])
+    assert 1e-6 < (native - rough)[:, 40].abs().max() < 0.5  # later, other tokens may be dropped
+
+
+@torch.no_grad()
+def test_rows_have_weights_of_their_own(tools):
+    """Rows that differ in which layers are dense: each is as alone."""
+    model = tools.make_pod("llama", plan=False)
+    ids = torch.cat((tools.random_ids(2, 50), torch.full((1, 50), 7)))
+    mask = torch.ones(3, 50, dtype=torch.long)
+    mask[1, :12] = 0
+    cache = pod.make_cache(model, "d2o", budget=14, gate=1.5)
+    together = model(ids[:, :40], attention_mask=mask[:, :40], past_key_values=cache).logits
+    outputs = [together]
+    for t in range(40, 50):
+        outputs.append(
+            model(ids[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=cache).logits
+        )
+    together = torch.cat(outputs, dim=1)
+    layouts = {tuple(layer.held for layer in group.layers) for group in cache.groups}
+    assert len(layouts) > 1
+    for row in range(3):
+        real = ids[row : row + 1, mask[row].bool()]
+        alone = feed(model, pod.make_cache(model, "d2o", budget=14, gate=1.5), real, real.shape[1] - 10)
+        assert (together[row, mask[row].bool()] - alone[0]).abs().max() <= 1e-9
+
+
+def test_requests_that_cannot_work_are_refused(tools):
+    dense, shared = tools.make_pod("llama", plan=False), tools.make_pod("llama")
+    for options, message in [
+        ({"budget": 12}, "raise the budget to 13 or more"),
+        ({"budget": 40, "alpha": 0.5}, "at least 1"),
+        ({"budget": 40, "alpha": math.inf}, "at least 1"),
+        ({"budget": 40, "beta": 2.0}, "between 0 and 1"),
+        ({"budget": 40, "num_sink_tokens": -1}, "at least 0"),
+        ({"budget": 40, "normalize_gate": True}, "gate such as 0.05"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            pod.make_cache(dense, "d2o", **options)
+    pod.make_cache(dense, "d2o", budget=13)
+    with pytest.raises(ValueError, match="merge"):
+        pod.make_cache(shared, "pod+d2o", budget=40)
