@@ -30,10 +30,17 @@ __all__ = [
 def _connect() -> None:
     """Give the kernels their reference, and the model the kernels."""
     _api.register(
-        "reference", _api.Entry(_reference.causal_attention, _reference.pod_attention, lambda q: None)
+        "reference",
+        _api.Entry(
+            _reference.causal_attention, _reference.pod_attention, _reference.window_attention, lambda q: None
+        ),
     )
     for name in ("auto", "flash"):
-        operations = partial(_api.causal_attention, backend=name), partial(_api.pod_attention, backend=name)
+        operations = (
+            partial(_api.causal_attention, backend=name),
+            partial(_api.pod_attention, backend=name),
+            partial(_api.window_attention, backend=name),
+        )
         _attention.register_backend(name, _attention.Backend(*operations))
     _statistics.OPERATIONS |= {
         name: getattr(_kernel_statistics, name) for name in ("attention_column_sums", "attention_rows")

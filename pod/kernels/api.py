@@ -9,15 +9,16 @@ from pod.kernels import flash, flash_ops
 
 
 class Entry(NamedTuple):
-    """A backend: its two operations, and why it cannot run on given queries (None = it can)."""
+    """A backend: its operations, and why it cannot run on given queries (None = it can)."""
 
     causal_attention: Callable[..., Tensor]
     pod_attention: Callable[..., Tensor]
+    window_attention: Callable[..., Tensor]
     unsupported: Callable[[Tensor], str | None]
 
 
 BACKENDS: dict[str, Entry] = {
-    "flash": Entry(flash.causal_attention, flash.pod_attention, flash_ops.unsupported)
+    "flash": Entry(flash.causal_attention, flash.pod_attention, flash.window_attention, flash_ops.unsupported)
 }
 AUTO_ORDER = ["flash", "reference"]
 """What ``auto`` tries, fastest first."""
@@ -58,6 +59,22 @@ def causal_attention(
     """Dense causal attention, ``[B, Hq, n, d]``; see ``flash.pod_attention`` for shapes and documents."""
     _check(q, k, v, doc_ids)
     return choose(q, backend).causal_attention(q, k, v, doc_ids=doc_ids, scale=scale)
+
+
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    num_recent_tokens: int,
+    doc_ids: Tensor | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Causal attention to the ``num_recent_tokens`` newest tokens, ``[B, Hq, n, d]``; see ``flash.window_attention``."""
+    _check(q, k, v, doc_ids)
+    if num_recent_tokens < 1:
+        raise ValueError(f"need n_r >= 1, got {num_recent_tokens}")
+    return choose(q, backend).window_attention(q, k, v, num_recent_tokens, doc_ids=doc_ids, scale=scale)
 
 
 def pod_attention(

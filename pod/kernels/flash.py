@@ -84,6 +84,22 @@ def pod_attention(
     return _FlashAttention.apply(q, k, v, q_lead, k_lead, *windows, segments, _scale(q, scale))
 
 
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    num_recent_tokens: int,
+    doc_ids: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Causal attention to the ``num_recent_tokens`` newest tokens, the query's own included: PoD without its lead.
+
+    Shapes and documents as in ``pod_attention``.
+    """
+    segments = document_segments(doc_ids, q.shape[0], q.shape[2])
+    return _FlashAttention.apply(q, k, v, None, None, 0, num_recent_tokens, segments, _scale(q, scale))
+
+
 def _scale(q: Tensor, scale: float | None) -> float:
     return q.shape[-1] ** -0.5 if scale is None else scale
 
@@ -115,12 +131,15 @@ def _strip_mask(rows: int, num_sink_tokens: int, num_recent_tokens: int, like: T
     return mask
 
 
-def _all_parts(n: int, num_sink_tokens: int, num_recent_tokens: int, like: Tensor) -> Iterator[Part]:
+def _all_parts(
+    n: int, num_sink_tokens: int, num_recent_tokens: int, like: Tensor, has_lead: bool
+) -> Iterator[Part]:
     first = min(n, num_sink_tokens + num_recent_tokens)
     yield Part(False, (0, first), ((0, first),), causal=True)
     if n > first:
         yield from _proximal_parts(n, num_sink_tokens, num_recent_tokens, like)
-        yield Part(True, (first, n), ((num_sink_tokens, n - num_recent_tokens),), causal=True)
+        if has_lead:
+            yield Part(True, (first, n), ((num_sink_tokens, n - num_recent_tokens),), causal=True)
 
 
 def _columns(x: Tensor, columns: tuple[Span, ...]) -> Tensor:
@@ -166,7 +185,7 @@ def _forward_segment(views, target, num_sink_tokens, num_recent_tokens, scale) -
     q, k, v, q_lead, k_lead = views
     out, lse = target
     written = 0  # rows below this already hold a result that the next part must be merged into
-    for part in _all_parts(q.shape[2], num_sink_tokens, num_recent_tokens, q):
+    for part in _all_parts(q.shape[2], num_sink_tokens, num_recent_tokens, q, q_lead is not None):
         rows = slice(*part.rows)
         queries, keys = (q_lead, k_lead) if part.lead else (q, k)
         part_out, part_lse = flash_ops.forward(
@@ -189,7 +208,7 @@ def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
 def _backward_segment(arguments, grads, num_sink_tokens, num_recent_tokens, scale) -> None:
     q, k, v, q_lead, k_lead, grad_out, out, lse = arguments
     grad_q, grad_k, grad_v, grad_q_lead, grad_k_lead = grads
-    for part in _all_parts(q.shape[2], num_sink_tokens, num_recent_tokens, q):
+    for part in _all_parts(q.shape[2], num_sink_tokens, num_recent_tokens, q, q_lead is not None):
         rows = slice(*part.rows)
         queries, keys = (q_lead, k_lead) if part.lead else (q, k)
         saved = grad_out[:, :, rows], out[:, :, rows], lse[:, :, rows]

@@ -3,6 +3,7 @@
 The queries and keys of a lead travel to the layers that use them as an explicit *carry*: a flat tuple of
 ``2·H`` entries, ``(q_0, k_0, q_1, k_1, …)``, each a tensor or None. It is passed after ``hidden_states`` by
 position, never as module state or keyword, which keeps it exact under activation checkpointing and ZeRO-3.
+Under cross-layer attention it starts with the lead's keys and values of all heads, and holds nothing else.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from .config import PodConfig
 from .norm import RMSNorm
-from .reference import causal_attention, pod_attention
+from .reference import causal_attention, pod_attention, window_attention
 from .rope import Rope
 from .sharing import is_followed
 
@@ -22,13 +23,14 @@ Carry = tuple[Tensor | None, ...]
 
 
 class Backend(NamedTuple):
-    """The two operations that an attention backend offers; signatures as in ``reference``."""
+    """The operations that an attention backend offers; signatures as in ``reference``."""
 
     causal_attention: Callable[..., Tensor]
     pod_attention: Callable[..., Tensor]
+    window_attention: Callable[..., Tensor]
 
 
-BACKENDS: dict[str, Backend] = {"reference": Backend(causal_attention, pod_attention)}
+BACKENDS: dict[str, Backend] = {"reference": Backend(causal_attention, pod_attention, window_attention)}
 """Registered backends by name. ``auto`` means the entry of that name when a package filled it, else ``reference``."""
 
 
@@ -79,25 +81,34 @@ class ForwardContext:
 
 
 class PodAttention(nn.Module):
-    """Grouped-query attention of one layer of a PoD decoder (paper §2.2)."""
+    """Grouped-query attention of one layer: PoD's (paper §2.2), cross-layer, or windowed, by ``config.layout``.
+
+    Attributes:
+        source_layer: the layer whose keys and values are attended to: a lower one for the followers of a ``cla``
+            layout, which have no projections for their own; else this one.
+    """
 
     def __init__(self, config: PodConfig, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx
+        self.layout = config.layout
+        self.source_layer = config.sharing_plan.lead[layer_idx][0] if config.layout == "cla" else layer_idx
         self.head_dim = config.head_dim
         self.num_sink_tokens = config.num_sink_tokens
         self.num_recent_tokens = config.num_recent_tokens
         query_size = config.num_attention_heads * config.head_dim
         key_value_size = config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, key_value_size, bias=config.attention_qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, key_value_size, bias=config.attention_qkv_bias)
+        self.k_proj = self.v_proj = None
+        if self.source_layer == layer_idx:
+            self.k_proj = nn.Linear(config.hidden_size, key_value_size, bias=config.attention_qkv_bias)
+            self.v_proj = nn.Linear(config.hidden_size, key_value_size, bias=config.attention_qkv_bias)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_out_bias)
+        self.q_norm = self.k_norm = None
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        else:
-            self.q_norm = self.k_norm = None
+            if self.k_proj is not None:
+                self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
     def forward(self, hidden_states: Tensor, context: ForwardContext, carry: Carry) -> tuple[Tensor, Carry]:
         """``[B, n, hidden]`` and the carry to the same."""
@@ -115,16 +126,27 @@ class PodAttention(nn.Module):
         return self.o_proj(out), carry
 
     def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``[B, Hq, n, d]`` and twice ``[B, H, n, d]``, with H = 0 in a layer that reads another one's."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         q = self.q_proj(hidden_states).view(shape)
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if self.k_proj is None or self.v_proj is None:
+            nothing = q.new_empty(q.shape[0], 0, *q.shape[1::2])
+            return q.transpose(1, 2), nothing, nothing
         k = self.k_proj(hidden_states).view(shape)
         v = self.v_proj(hidden_states).view(shape)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def _attend_without_cache(self, q, k, v, context: ForwardContext, carry: Carry) -> tuple[Tensor, Carry]:
         q, k = context.rope(q), context.rope(k)
+        if self.layout == "window":
+            window, doc_ids = self.num_recent_tokens, context.doc_ids
+            return context.backend.window_attention(q, k, v, window, doc_ids=doc_ids), carry
+        if self.layout == "cla":
+            return self._attend_across_layers(q, k, v, context, carry)
         heads = split_heads(context.lead[self.layer_idx], self.layer_idx)
 
         def from_carry() -> tuple[Tensor, Tensor]:
@@ -133,6 +155,16 @@ class PodAttention(nn.Module):
         windows = self.num_sink_tokens, self.num_recent_tokens
         out = attend_by_role(q, k, v, heads, from_carry, windows, context.backend, context.doc_ids)
         return out, next_carry(q, k, context.lead, self.layer_idx, carry)
+
+    def _attend_across_layers(self, q, k, v, context: ForwardContext, carry: Carry) -> tuple[Tensor, Carry]:
+        """Own queries on the keys and values of the block's lead (Brandon et al., 2024, §2)."""
+        if self.source_layer != self.layer_idx:
+            k, v = carry[:2]
+            assert k is not None and v is not None, "the lead left no keys and values in the carry"
+        out = context.backend.causal_attention(q, k, v, doc_ids=context.doc_ids)
+        nothing = (None,) * len(carry)
+        followed = is_followed(context.lead, self.layer_idx, 0)
+        return out, (k, v, *nothing[2:]) if followed else nothing
 
 
 def attend_by_role(

@@ -13,11 +13,20 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from .cache_layer import CacheLayer, Step
+from .cla import ClaCacheLayer
 from .config import PodConfig
 from .layout import PodCacheLayer
 from .padding import Compaction, check_positions, compaction_of
+from .window import WindowCacheLayer
 
-__all__ = ["CacheLayer", "PodCache", "Step"]
+__all__ = ["LAYOUT_LAYERS", "CacheLayer", "PodCache", "Step"]
+
+LAYOUT_LAYERS: dict[str, Callable[..., CacheLayer]] = {
+    "pod": PodCacheLayer,
+    "cla": ClaCacheLayer,
+    "window": WindowCacheLayer,
+}
+"""``(config, layer_idx, codec) -> CacheLayer`` for each ``PodConfig.layout``."""
 
 
 class PodCache(Cache):
@@ -25,19 +34,19 @@ class PodCache(Cache):
 
     Args:
         config: the model's configuration.
-        make_layer: ``(config, layer_idx) -> CacheLayer``; the layout of the model's own plan when None.
+        make_layer: ``(config, layer_idx) -> CacheLayer``; the model's own layout and plan when None.
         spec: name shown in reports and errors.
     """
 
     def __init__(
         self, config: PodConfig, make_layer: Callable[[PodConfig, int], CacheLayer] | None = None, spec=None
     ):
-        make_layer = make_layer or PodCacheLayer
+        make_layer = make_layer or LAYOUT_LAYERS[config.layout]
         layers = [make_layer(config, i) for i in range(config.num_hidden_layers)]
         super().__init__(layers=list(layers))
         self.layers: list[CacheLayer] = layers  # type: ignore[assignment]
         self.config = config
-        self.spec = spec or ("full" if config.sharing_plan.is_dense else "pod")
+        self.spec = spec or config.own_method
         self._forget()
 
     def _forget(self) -> None:
@@ -286,7 +295,8 @@ class PodCache(Cache):
 
 
 def _signature(config: PodConfig) -> tuple:
-    """What a cache depends on; windows matter only with a plan."""
-    plan = config.sharing_plan
-    windows = None if plan.is_dense else (config.num_sink_tokens, config.num_recent_tokens)
-    return plan.lead, windows, config.num_attention_heads, config.head_dim
+    """What a cache depends on; windows matter only where the layout has them."""
+    windows = config.num_sink_tokens, config.num_recent_tokens
+    windowed = config.own_method in ("pod", "window")
+    lead = config.sharing_plan.lead
+    return config.own_method, lead, windows if windowed else None, config.num_attention_heads, config.head_dim

@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 from .sharing import SharingPlan
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+LAYOUTS = ("pod", "cla", "window")
 
 
 class PodConfig(PreTrainedConfig):
@@ -18,13 +19,18 @@ class PodConfig(PreTrainedConfig):
             transformers 5.
         attention_qkv_bias, attention_out_bias, mlp_bias: which projections carry a bias (Qwen2: q, k, v).
         qk_norm: RMSNorm on each head's queries and keys (Qwen3).
-        lead: ``[num_hidden_layers][num_key_value_heads]``, see ``SharingPlan``; None = dense.
+        layout: who stores keys and values. ``pod``: the paper's, dense without a plan. ``cla``: layers of a block share
+            the keys *and* values of its lead and have no projections for them (Brandon et al., 2024). ``window``:
+            every layer sees and keeps ``num_recent_tokens`` tokens only (Beltagy et al., 2020).
+        lead: ``[num_hidden_layers][num_key_value_heads]``, see ``SharingPlan``; None = dense, or pairs for ``cla``.
         num_sink_tokens, num_recent_tokens: ``n_s`` and ``n_r`` of the paper; the window counts the current token.
+            None = 16 and 4080; 0 and 4096 for ``window``, which has no sinks. ``cla`` has no window.
         attention_backend: ``auto`` or the name of a registered backend.
         source_model_type: the family that the weights come from.
 
     Raises:
-        ValueError: head counts that do not divide, an unknown RoPE type, a plan of another size, empty windows.
+        ValueError: head counts that do not divide, an unknown RoPE type or layout, a plan of another size or one that
+            the layout does not have, empty windows.
     """
 
     model_type = "pod"
@@ -49,8 +55,9 @@ class PodConfig(PreTrainedConfig):
     mlp_bias: bool = False
     qk_norm: bool = False
     lead: list[list[int]] | None = None
-    num_sink_tokens: int = 16
-    num_recent_tokens: int = 4080
+    layout: str = "pod"
+    num_sink_tokens: int = None  # type: ignore[assignment]  # 16, or 0 for a window
+    num_recent_tokens: int = None  # type: ignore[assignment]  # 4080, or 4096 for a window
     attention_backend: str = "auto"
     source_model_type: str = "llama"
     pad_token_id: int | None = None
@@ -64,6 +71,13 @@ class PodConfig(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.rope_parameters is None:
             self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+        is_window = self.layout == "window"
+        if self.num_sink_tokens is None:
+            self.num_sink_tokens = 0 if is_window else 16
+        if self.num_recent_tokens is None:
+            self.num_recent_tokens = 4096 if is_window else 4080
+        if self.lead is None and self.layout == "cla":
+            self.lead = SharingPlan.cla(self.num_hidden_layers, self.num_key_value_heads).lead  # type: ignore[assignment]
         if self.lead is not None:
             self.lead = [list(row) for row in self.lead]
         super().__post_init__(**kwargs)
@@ -86,6 +100,24 @@ class PodConfig(PreTrainedConfig):
                 f"and {self.num_recent_tokens}"
             )
         self.sharing_plan.check_fits(self.num_hidden_layers, self.num_key_value_heads)
+        self._check_layout()
+
+    def _check_layout(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout = {self.layout!r} is not supported; choose one of {', '.join(LAYOUTS)}")
+        if self.layout == "cla" and not self.sharing_plan.is_layerwise:
+            raise ValueError(
+                "layout = 'cla' shares whole layers, and this plan gives the heads of a layer different leads: use "
+                "SharingPlan.cla(num_layers, num_key_value_heads, factor)"
+            )
+        if self.layout == "window" and not self.sharing_plan.is_dense:
+            raise ValueError(
+                "layout = 'window' shares nothing between layers: leave the plan out, or use layout = 'pod'"
+            )
+        if self.layout == "window" and self.num_sink_tokens:
+            raise ValueError(
+                f"layout = 'window' has no sinks, got num_sink_tokens = {self.num_sink_tokens}: leave it out or set 0"
+            )
 
     @property
     def sharing_plan(self) -> SharingPlan:
@@ -93,6 +125,11 @@ class PodConfig(PreTrainedConfig):
         if self.lead is None:
             return SharingPlan.dense(self.num_hidden_layers, self.num_key_value_heads)
         return SharingPlan(lead=tuple(tuple(row) for row in self.lead))
+
+    @property
+    def own_method(self) -> str:
+        """The cache method that holds exactly what this model attends to: ``full``, ``pod``, ``cla`` or ``window``."""
+        return "full" if self.layout == "pod" and self.sharing_plan.is_dense else self.layout
 
     @property
     def num_key_value_groups(self) -> int:

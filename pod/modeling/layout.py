@@ -58,7 +58,7 @@ class PodCacheLayer(CacheLayer):
     def settle(self, step: Step) -> None:
         if step.ends_prompt or step.is_decode:
             for store in self._stores().values():
-                store.settle(_max_length(step))
+                store.settle(max_length(step))
 
     # -- attention -------------------------------------------------------------------------------------------
 
@@ -67,20 +67,20 @@ class PodCacheLayer(CacheLayer):
 
     def attend_rotated(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         """Store and attend, for queries and keys that are already rotated."""
-        _append(self.all_values, v, step)
+        append_new(self.all_values, v, step)
         if self.leads:
-            _append(self.lead_keys, take_heads(k, self.leads), step)
+            append_new(self.lead_keys, take_heads(k, self.leads), step)
         if step.num_new == 1 and step.all_real:
             if self.followers:
-                _append(self.window_keys, take_heads(k, self.followers), step)
+                append_new(self.window_keys, take_heads(k, self.followers), step)
             return self._decode(q, step)
         self._share_queries(q, step)
-        if _is_fresh(step) and step.backend is not BACKENDS["reference"]:
+        if is_fresh(step) and step.backend is not BACKENDS["reference"]:
             out = self._prefill(q, k, v, step)
         else:
             out = self._attend_blocked(q, k, step)
         if self.followers:
-            _append(self.window_keys, take_heads(k, self.followers), step)
+            append_new(self.window_keys, take_heads(k, self.followers), step)
         self._drop_queries(step)
         return out
 
@@ -89,7 +89,7 @@ class PodCacheLayer(CacheLayer):
         followed = [head for head in self.leads if is_followed(self.lead, self.layer_idx, head)]
         if not followed:
             return
-        keys = self.lead_keys.read(_max_length(step))
+        keys = self.lead_keys.read(max_length(step))
         for head in followed:
             index = self.leads.index(head)
             q_head = q[:, head * self.groups : (head + 1) * self.groups].clone()
@@ -107,16 +107,14 @@ class PodCacheLayer(CacheLayer):
 
     def _prefill(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         """First pass over an empty cache: the training kernels on the rows as documents."""
-        doc_ids = None
-        if step.uniform_past is None:
-            doc_ids = -(torch.arange(step.num_new, device=q.device) >= step.counts[:, None]).long()
+        doc_ids = documents(step)
         heads, windows = (self.leads, self.followers), (self.num_sink_tokens, self.num_recent_tokens)
         from_step = partial(self._lead_queries_and_keys, step)
         return attend_by_role(q, k, v, heads, from_step, windows, step.backend, doc_ids)
 
     def _attend_blocked(self, q: Tensor, k: Tensor, step: Step) -> Tensor:
         """Any chunk behind any past, ragged or not."""
-        length = _max_length(step)
+        length = max_length(step)
         parts = []
 
         def causal(query: Tensor) -> Tensor:
@@ -166,7 +164,7 @@ class PodCacheLayer(CacheLayer):
 
     def _decode(self, q: Tensor, step: Step) -> Tensor:
         """One new token per row. Reads: lead keys, window keys, the logits buffer and values."""
-        length = _max_length(step)
+        length = max_length(step)
         q = q.unflatten(1, (-1, self.groups)).squeeze(3) * self.scale
         logits = self._logits_buffer(q, length, step)
         if self.leads:
@@ -228,16 +226,26 @@ def _put_heads(logits: Tensor, heads: list[int], columns: slice, values: Tensor)
         logits[:, heads, :, columns] = values.to(logits.dtype)
 
 
-def _append(store: Store, x: Tensor, step: Step) -> None:
+def append_new(store: Store, x: Tensor, step: Step) -> None:
+    """Store the new tokens ``[B, h, m, d]`` of a pass."""
     if step.uniform_past is None:
         store.append_ragged(x, step.past, step.counts)
     else:
         store.append(x, step.uniform_past)
 
 
-def _max_length(step: Step) -> int:
+def max_length(step: Step) -> int:
+    """Tokens of the longest row after the pass."""
     return int(step.lengths.max()) if step.uniform_past is None else step.uniform_past + step.num_new
 
 
-def _is_fresh(step: Step) -> bool:
+def documents(step: Step) -> Tensor | None:
+    """``doc_ids`` ``[B, m]`` that hide the garbage behind shorter rows; None when there is none."""
+    if step.uniform_past is not None:
+        return None
+    return -(torch.arange(step.num_new, device=step.counts.device) >= step.counts[:, None]).long()
+
+
+def is_fresh(step: Step) -> bool:
+    """Whether no row has a token yet."""
     return not bool(step.past.any()) if step.uniform_past is None else step.uniform_past == 0

@@ -87,12 +87,16 @@ def _biases(source: Any, family: str) -> dict[str, bool]:
 def from_dense(source: PreTrainedModel, config: PodConfig) -> PodForCausalLM:
     """A PoD model that takes over the weights of a stock model (same tensors, same names).
 
+    For a ``cla`` layout the key and value weights of a lead start as the mean over the layers of its block.
+
     Raises:
         ValueError: parameters that are missing, unexpected or of another shape.
     """
     with torch.device("meta"):
         model = PodForCausalLM(config)
     state = source.state_dict()
+    if config.layout == "cla":
+        state = _average_blocks(state, config)
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     if config.tie_word_embeddings:
         state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
@@ -113,6 +117,24 @@ def from_dense(source: PreTrainedModel, config: PodConfig) -> PodForCausalLM:
     return model
 
 
+def _average_blocks(state: dict[str, torch.Tensor], config: PodConfig) -> dict[str, torch.Tensor]:
+    """The state with one set of key and value weights per block of layers: their mean (Brandon et al. train from
+    scratch; the mean is how grouped-query attention merges heads, Ainslie et al., 2023, §2.1)."""
+    state = dict(state)
+    for block in config.sharing_plan.blocks(0):
+        prefixes = [f"model.layers.{layer}.self_attn." for layer in block]
+        shared = [
+            name.removeprefix(prefixes[0])
+            for name in state
+            if name.startswith((f"{prefixes[0]}k_", f"{prefixes[0]}v_"))
+        ]
+        for name in shared if len(block) > 1 else ():
+            weights = [state.pop(prefix + name) for prefix in prefixes if prefix + name in state]
+            wide = torch.stack(weights).to(torch.promote_types(weights[0].dtype, torch.float32))
+            state[prefixes[0] + name] = wide.mean(0).to(weights[0].dtype)
+    return state
+
+
 def load_model(
     source: str | os.PathLike | PreTrainedModel,
     plan: SharingPlan | str | os.PathLike | None = None,
@@ -122,22 +144,29 @@ def load_model(
     gguf_file: str | None = None,
     attention_backend: str = "auto",
     device: torch.device | str | None = None,
+    layout: str | None = None,
 ) -> PodForCausalLM:
     """Load a dense checkpoint or a PoD export, in evaluation mode.
 
     Args:
         source: folder, hub id, or a transformers model that is already in memory (its weights are shared).
         plan: sharing plan or path of a ``plan.json``; None keeps the checkpoint's own (dense for stock ones).
-        num_sink_tokens, num_recent_tokens: windows in tokens; None keeps the checkpoint's (16 and 4080).
+        num_sink_tokens, num_recent_tokens: windows in tokens; None keeps the checkpoint's, or takes the layout's
+            (16 and 4080; 0 and 4096 for ``window``).
         dtype: of the weights; None keeps the checkpoint's.
         gguf_file: name of a GGUF file inside ``source``.
         attention_backend: ``auto`` or a registered name.
         device: where to put the model; None = CPU.
+        layout: ``pod``, ``cla`` or ``window``, see ``PodConfig``; None keeps the checkpoint's (``pod`` for stock ones).
+            Another layout than the checkpoint's is where training starts, with the checkpoint's plan and windows left
+            behind; a ``cla`` model starts from the mean key and value weights of each block of layers.
 
     Raises:
-        ValueError: families, keys or plans that do not fit; the message says what would.
+        ValueError: families, keys, plans or layouts that do not fit; the message says what would.
     """
     changes: dict[str, Any] = {"attention_backend": attention_backend}
+    if layout is not None:
+        changes["layout"] = layout
     if num_sink_tokens is not None:
         changes["num_sink_tokens"] = num_sink_tokens
     if num_recent_tokens is not None:
@@ -163,8 +192,28 @@ def _place(model: PodForCausalLM, device: torch.device | str | None) -> PodForCa
 
 def _load_export(source: str | os.PathLike, changes: dict, dtype) -> PodForCausalLM:
     config = PodConfig.from_pretrained(source)
+    if changes.get("layout", config.layout) != config.layout:
+        return _change_layout(source, config, changes, dtype)
+    if config.layout == "cla" and changes.get("lead", config.lead) != config.lead:
+        raise ValueError(
+            f"{source} was trained with its own blocks of layers and fits no other: leave plan out"
+        )
     config = PodConfig(**(config.to_dict() | changes))
     return PodForCausalLM.from_pretrained(source, config=config, dtype=dtype or "auto")
+
+
+def _change_layout(source, config: PodConfig, changes: dict, dtype) -> PodForCausalLM:
+    """The weights of an export under another layout, with that layout's plan and windows unless ``changes`` names them."""
+    if config.layout == "cla":
+        raise ValueError(
+            f"{source} has layout 'cla', whose sharing layers have no key and value weights: it cannot become "
+            f"{changes['layout']!r}; start from the dense checkpoint"
+        )
+    fresh: dict[str, Any] = {"lead": None, "num_sink_tokens": None, "num_recent_tokens": None}
+    target = PodConfig(**(config.to_dict() | fresh | changes))
+    model = PodForCausalLM.from_pretrained(source, config=config, dtype=dtype or "auto")
+    target.dtype = model.dtype
+    return from_dense(model, target)
 
 
 def _model_type(source: str | os.PathLike) -> str | None:

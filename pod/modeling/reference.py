@@ -25,6 +25,21 @@ def causal_attention(
     return _attention(q, k, v, None, None, 0, 0, doc_ids, scale)
 
 
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    num_recent_tokens: int,
+    doc_ids: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Causal attention to the ``num_recent_tokens`` newest tokens, the query's own included (Beltagy et al., 2020).
+
+    Shapes and documents as in ``pod_attention``.
+    """
+    return _attention(q, k, v, None, None, 0, num_recent_tokens, doc_ids, scale, only_window=True)
+
+
 def pod_attention(
     q: Tensor,
     k: Tensor,
@@ -53,7 +68,9 @@ def pod_attention(
     return _attention(q, k, v, q_lead, k_lead, num_sink_tokens, num_recent_tokens, doc_ids, scale)
 
 
-def _attention(q, k, v, q_lead, k_lead, num_sink_tokens, num_recent_tokens, doc_ids, scale):
+def _attention(
+    q, k, v, q_lead, k_lead, num_sink_tokens, num_recent_tokens, doc_ids, scale, only_window=False
+):
     batch, heads, n, head_dim = q.shape
     groups = heads // k.shape[1]
     scale = head_dim**-0.5 if scale is None else scale
@@ -72,6 +89,8 @@ def _attention(q, k, v, q_lead, k_lead, num_sink_tokens, num_recent_tokens, doc_
     for start in range(0, n, block):
         rows = slice(start, min(start + block, n))
         allowed, distance = _visible(doc_ids, position_ids, rows)
+        if only_window:
+            allowed = allowed & (distance < num_recent_tokens)
         logits = (q[:, :, rows].to(compute) * scale) @ k.transpose(2, 3)
         if k_lead is not None:
             distant = (distance >= num_recent_tokens) & (position_ids[:, None] >= num_sink_tokens)

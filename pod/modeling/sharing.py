@@ -54,6 +54,23 @@ class SharingPlan:
         """The plan in which every head leads: an ordinary dense model."""
         return cls(lead=tuple((layer,) * num_key_value_heads for layer in range(num_layers)))
 
+    @classmethod
+    def cla(cls, num_layers: int, num_key_value_heads: int, factor: int = 2) -> "SharingPlan":
+        """Cross-layer attention (Brandon et al., 2024): blocks of ``factor`` whole layers, (0, 1), (2, 3), … for 2.
+
+        A number of layers that ``factor`` does not divide leaves a shorter last block.
+        """
+        if factor < 1:
+            raise ValueError(f"cla shares between factor >= 1 layers, got factor = {factor}")
+        provenance = {"algorithm": "cla", "factor": factor}
+        rows = tuple((layer - layer % factor,) * num_key_value_heads for layer in range(num_layers))
+        return cls(lead=rows, provenance=provenance)
+
+    @property
+    def is_layerwise(self) -> bool:
+        """Whether all heads of a layer have the same lead."""
+        return all(len(set(row)) == 1 for row in self.lead)
+
     @property
     def num_layers(self) -> int:
         return len(self.lead)
@@ -78,7 +95,10 @@ class SharingPlan:
 
     @property
     def asymptotic_saving(self) -> float:
-        """Share of KV bytes saved as the sequence grows without bound: half of the non-lead share (keys only)."""
+        """Share of KV bytes saved as the sequence grows without bound: half of the non-lead share (keys only).
+
+        This is PoD's; a ``cla`` layout, whose followers store nothing, saves ``share_non_lead``.
+        """
         return self.share_non_lead / 2
 
     def saving(self, n: int, num_sink_tokens: int, num_recent_tokens: int) -> float:

@@ -115,7 +115,10 @@ class Ulysses:
     def to_heads(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q [B,Hq,n_local,d], k, v [B,H,n_local,d] -> [B,Hq_local,n,d], [B,H_local,n,d] twice; differentiable."""
+        """q [B,Hq,n_local,d], k, v [B,H,n_local,d] -> [B,Hq_local,n,d], [B,H_local,n,d] twice; differentiable.
+
+        k and v of no heads (a layer that attends to another one's) stay so, and only q is sent.
+        """
         batch, _, local, dim = q.shape
         if local != self.lengths[self.rank]:
             raise ValueError(
@@ -129,15 +132,17 @@ class Ulysses:
             heads = slice(self.kv_starts[peer], self.kv_starts[peer + 1])
             query_heads = slice(heads.start * self.groups, heads.stop * self.groups)
             parts += [q[:, query_heads], k[:, heads], v[:, heads]]
+        own = 1 if k.shape[1] else 0
+        width = self.groups + 2 * own
         per_head = batch * dim
-        send = [per_head * local * count * (self.groups + 2) for count in self.kv_counts]
+        send = [per_head * local * count * width for count in self.kv_counts]
         mine = self.kv_counts[self.rank]
-        receive = [per_head * length * mine * (self.groups + 2) for length in self.lengths]
+        receive = [per_head * length * mine * width for length in self.lengths]
         pieces = self._exchange(parts, send, receive, "to_heads")
         shapes = [
-            (batch, mine * (self.groups + 2), length, dim) for length in self.lengths
+            (batch, mine * width, length, dim) for length in self.lengths
         ]  # viewed below: q, k and v of one source follow each other
-        split = [mine * self.groups, mine, mine]
+        split = [mine * self.groups, mine * own, mine * own]
         sources = [self._unpack(piece, shape, split) for piece, shape in zip(pieces, shapes, strict=True)]
         query, key, value = (torch.cat(x, dim=2) for x in zip(*sources, strict=True))
         return query, key, value

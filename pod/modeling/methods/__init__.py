@@ -54,7 +54,7 @@ def make_cache(
 
     Args:
         spec: a method, or methods of different axes joined by ``+``, as ``pod+snapkv+int4``; None = the model's own
-            layout (``pod`` with a sharing plan, else ``full``).
+            layout: ``full``, ``pod`` with a sharing plan, ``cla`` or ``window``.
         budget: tokens per KV head and layer, sinks and windows included; for methods that drop tokens.
         params: parameters of the methods in the spec, see ``methods()``.
 
@@ -62,6 +62,4 @@ def make_cache(
         ValueError: unknown name or parameter, methods that do not go together (with the reason), a budget that is too
             small, a method that does not fit the model.
     """
-    if spec is None:
-        spec = "full" if model.config.sharing_plan.is_dense else "pod"
-    return build_cache(_METHODS, model.config, spec, budget, params)
+    return build_cache(_METHODS, model.config, spec or model.config.own_method, budget, params)

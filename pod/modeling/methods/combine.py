@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pod.modeling.cache import PodCache
-from pod.modeling.config import PodConfig
+from pod.modeling.config import LAYOUTS, PodConfig
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.stores import NATIVE
 
@@ -25,6 +25,7 @@ def build_cache(
     layout = chosen.get("layout") or registry["full"]
     selection, codec = chosen.get("selection"), chosen.get("codec")
     _check_combination(spec, layout, selection, codec)
+    _check_model(spec, config, chosen)
     if layout.name == "full" and not config.sharing_plan.is_dense:
         raise ValueError(
             f"{spec} needs a model without a sharing plan: load the dense checkpoint, or name the layout, as in "
@@ -89,6 +90,20 @@ def _check_combination(spec: str, layout: Method, selection: Method | None, code
     reason = refusal(layout, selection, codec)
     if reason is not None:
         raise ValueError(f"{spec!r} is not possible: {reason}")
+
+
+def _check_model(spec: str, config: PodConfig, chosen: dict[str, Method]) -> None:
+    """Models of a trained layout and caches of that layout go together, and with nothing else than a codec."""
+    named = chosen["layout"].name if "layout" in chosen else None
+    if config.layout != "pod" and (named != config.layout or "selection" in chosen):
+        raise ValueError(
+            f"{spec!r} does not fit this model: it was trained with layout = {config.layout!r}, which decides what its "
+            f"cache holds; use {config.layout!r}, alone or with a codec"
+        )
+    if config.layout == "pod" and named in LAYOUTS and named != "pod":
+        raise ValueError(
+            f"{spec!r} needs a model of that layout: load or train one with pod.load_model(…, layout={named!r})"
+        )
 
 
 def _parameters(spec: str, chosen: list[Method], params: dict[str, Any]) -> dict[str, Any]:

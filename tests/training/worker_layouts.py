@@ -1,0 +1,72 @@
+"""Output and gradients of trainable layouts on three sequence-parallel ranks against one process. `worker_layouts.py OUT`."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import pod
+from pod.training.ulysses import Ulysses
+
+N = 29
+
+
+def make_model(layout, heads):
+    torch.manual_seed(0)
+    config = pod.PodConfig(
+        vocab_size=61,
+        hidden_size=48,
+        intermediate_size=32,
+        num_hidden_layers=5,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        head_dim=8,
+        initializer_range=0.3,
+        layout=layout,
+        num_recent_tokens=6,
+    )
+    return pod.PodForCausalLM(config).double()
+
+
+def gradients(model, out):
+    direction = torch.randn(1, N, 48, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rows = slice(0, N) if model.model.sequence_parallel is None else model.model.sequence_parallel.slice
+    (out * direction[:, rows]).sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def compare(rank, size, layout, heads):
+    """Worst relative error of this rank's output and of all gradients, and the bytes that it sent."""
+    ids = torch.randint(0, 61, (1, N), generator=torch.Generator().manual_seed(2))
+    docs = torch.tensor([[0] * 12 + [1] * 15 + [-1] * 2])
+    serial, split = make_model(layout, heads), make_model(layout, heads)
+    serial_out = serial.model(ids, doc_ids=docs).last_hidden_state
+    expected = gradients(serial, serial_out)
+    ulysses = Ulysses(split.config.sharing_plan.lead, *heads, dist.group.WORLD, N)
+    split.model.sequence_parallel = ulysses
+    split.model.gradient_checkpointing_enable()
+    split.train()
+    out = split.model(ids[:, ulysses.slice], doc_ids=docs).last_hidden_state
+    got = gradients(split, out)
+    assert set(got) == set(expected), set(got) ^ set(expected)
+    worst = (out - serial_out[:, ulysses.slice]).abs().max().item()
+    for name, gradient in got.items():
+        dist.all_reduce(gradient)
+        worst = max(worst, ((gradient - expected[name]).norm() / expected[name].norm()).item())
+    return {"worst": worst, "sent": ulysses.sent_bytes["to_heads"]}
+
+
+def run(rank, size, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
+    cases = {"cla": ("cla", (6, 3)), "cla_replicated": ("cla", (6, 2)), "window": ("window", (6, 3))}
+    results = {name: compare(rank, size, *case) for name, case in cases.items()}
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(results), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    mp.spawn(run, args=(3, sys.argv[1]), nprocs=3)
