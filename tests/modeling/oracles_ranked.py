@@ -55,6 +55,7 @@ SimLayerKV (num_sink_tokens = 4, num_recent_tokens = w = 1024, threshold, detect
     * Mass of query i = sum of A[i, j] over j < num_sink_tokens or i - j < w (positions), mean over all Hq heads.
       "prefill": mean over the last min(number, prompt) queries at a prompt's end. "decode": the first decode step
       after a prompt. Lazy iff mass > threshold. A lazy layer stays lazy; the others are judged again next turn.
+      exempt_last_layer: the last layer is never lazy.
     * A lazy layer is trimmed to the sinks and the last w held at every prompt's end and after every decode step.
 Local window (budget)
     * Keep the last budget tokens held, at a prompt's end and after every decode step.
@@ -144,14 +145,13 @@ class H2O(Streaming, NaiveDecoder):
 
     def accumulate(self, entries: list[Entry], weights: Tensor) -> None:
         """``weights`` ``[G, m, held]``: sums over queries of A, of A², and the number of queries that saw the entry."""
+        sums = weights.sum(1).mean(0).tolist()
+        squares = (weights**2).sum(1).mean(0).tolist()
         for j, entry in enumerate(entries):
-            column = weights[:, :, j]
-            first = max(0, j - (len(entries) - self.num_new))  # the pass's queries before it never see it
-            for name, more in [
-                ("sum", column.sum(1).mean().item()),
-                ("squares", (column**2).sum(1).mean().item()),
-                ("count", self.num_new - first),
-            ]:
+            before = max(
+                0, j - (len(entries) - self.num_new)
+            )  # the pass's queries in front of it never see it
+            for name, more in [("sum", sums[j]), ("squares", squares[j]), ("count", self.num_new - before)]:
                 entry.stats[name] = entry.stats.get(name, 0) + more
 
     def after_prompt(self, layer: int, head: int, weights: Tensor) -> None:
@@ -261,7 +261,7 @@ class D2O(H2O):
         evicted = [j for j in range(n) if j not in kept]
         nearest = {}
         for i in evicted:
-            cosines = [cosine(entries[i].k, entries[j].k) for j in kept]
+            cosines = cosine(entries[i].k, torch.stack([entries[j].k for j in kept])).tolist()
             place = max(range(len(kept)), key=lambda c: (cosines[c], -c))
             nearest[i] = kept[place], cosines[place]
         mean = sum(u for _, u in nearest.values()) / len(nearest)
@@ -275,6 +275,8 @@ class D2O(H2O):
 
     def merged(self, entries: list[Entry], j: int, sources: list[tuple[int, float]]) -> Entry:
         """Eqs. 10 and 11 for one kept token."""
+        if not sources:
+            return entries[j]
         total = math.e + sum(math.exp(u) for _, u in sources)
         shares = [(entries[j], math.e / total)] + [(entries[i], math.exp(u) / total) for i, u in sources]
         self.weight_sums.append(sum(share for _, share in shares))
@@ -287,8 +289,9 @@ class D2O(H2O):
         )
 
 
-def cosine(a: Tensor, b: Tensor) -> float:
-    return (a @ b / (a.norm() * b.norm())).item()
+def cosine(a: Tensor, b: Tensor) -> Tensor:
+    """Of ``a`` ``[d]`` with every row of ``b`` ``[n, d]``."""
+    return b @ a / (a.norm() * b.norm(dim=1))
 
 
 def layer_budgets(weights: list[Fraction], budget: int, n: int) -> list[int]:
@@ -319,8 +322,10 @@ class SimLayerKV(Streaming, NaiveDecoder):
         num_recent_tokens: int,
         num_sink_tokens: int = 4,
         num_last_queries: int = 32,
+        exempt_last_layer: bool = False,
         chunk_size: int = 0,
     ) -> None:
+        self.exempt = {self.num_layers - 1} if exempt_last_layer else set()
         self.threshold, self.detector, self.chunk_size = threshold, detector, chunk_size
         self.sinks, self.recent, self.last = num_sink_tokens, num_recent_tokens, num_last_queries
         self.lazy = [False] * self.num_layers
@@ -348,7 +353,8 @@ class SimLayerKV(Streaming, NaiveDecoder):
         ]  # mean over heads of the mean over queries
         if judges:
             self.history.append(masses)
-            self.lazy = [lazy or mass > self.threshold for lazy, mass in zip(self.lazy, masses, strict=True)]
+            for layer, mass in enumerate(masses):
+                self.lazy[layer] |= mass > self.threshold and layer not in self.exempt
         self.undecided = self.detector == "decode" and not self.is_decode
         for layer in range(self.num_layers):
             for head in range(self.num_heads):

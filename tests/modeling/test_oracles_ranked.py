@@ -6,7 +6,7 @@ from fractions import Fraction
 import oracles_ranked as oracles
 import pytest
 import torch
-from oracle_tools import TURNS, run_cache
+from oracle_tools import TURNS, length_of, run_cache
 
 import pod
 
@@ -22,7 +22,7 @@ CONVERSATIONS = {
     "short-first": [("prompt", 4), ("decode", 20), ("prompt", 3), ("decode", 5)],
     "prompt-after-prompt": [("prompt", 17), ("prompt", 2), ("decode", 1), ("prompt", 20), ("decode", 3)],
 }
-WIDTHS = [(), (13, 17), (1,)]
+WIDTHS = [(13, 17), (1, 2)]
 SNAP = {"budget": 14, "window": 4, "kernel": 3, "pool": "avg"}
 ROCO = {
     "budget": 14,
@@ -32,13 +32,32 @@ ROCO = {
     "protect_decode": 0.3,
 }
 D2O = {"budget": 16, "num_sink_tokens": 2, "alpha": 2.5}
-# name: oracle, spec, parameters. A number below 1 for "gate" or "threshold" is a share of the layers, see `at_share`.
+SIMLAYER = {"num_sink_tokens": 2, "num_recent_tokens": 6, "num_last_queries": 5, "lazy_share": 0.6}
+# name: oracle, spec, parameters. "gate_share", "lazy_share": see `resolve`.
 RANKED = {
     "full": (oracles.Full, "full", {}),
     "snapkv": (oracles.SnapKV, "snapkv", SNAP),
     "snapkv-max": (oracles.SnapKV, "snapkv", SNAP | {"kernel": 5, "pool": "max"}),
     "pyramidkv": (oracles.PyramidKV, "pyramidkv", {"budget": 13, "window": 3, "kernel": 5, "beta": 3}),
+    "h2o": (oracles.H2O, "h2o", {"budget": 13}),
+    "h2o-recent": (oracles.H2O, "h2o", {"budget": 12, "num_recent_tokens": 2}),
+    "roco": (oracles.RoCo, "roco", ROCO),
+    "roco-defaults": (oracles.RoCo, "roco", {"budget": 24}),
+    "d2o": (oracles.D2O, "d2o", D2O | {"gate_share": 0.4}),
+    "d2o-normalized": (oracles.D2O, "d2o", D2O | {"gate_share": 0.6, "normalize_gate": True, "beta": 0.7}),
+    "d2o-uniform": (oracles.D2O, "d2o", {"budget": 17, "gate": 1000.0}),
+    "simlayerkv": (oracles.SimLayerKV, "simlayerkv", SIMLAYER | {"detector": "decode"}),
+    "simlayerkv-prefill": (oracles.SimLayerKV, "simlayerkv", SIMLAYER | {"detector": "prefill"}),
+    "simlayerkv-exempt": (
+        oracles.SimLayerKV,
+        "simlayerkv",
+        SIMLAYER
+        | {"detector": "prefill", "exempt_last_layer": True, "lazy_share": 0.8, "num_last_queries": 1},
+    ),
+    "local_window": (oracles.LocalWindow, "local_window", {"budget": 11}),
 }
+
+ONE_EACH = [name for name, (_, spec, _) in RANKED.items() if name in (spec, "simlayerkv-prefill")]
 
 
 def at_share(values: list[float], share: float) -> float:
@@ -48,26 +67,29 @@ def at_share(values: list[float], share: float) -> float:
     return (ordered[cut - 1] + ordered[cut]) / 2
 
 
-def resolve(oracle, model, ids, turns, params, chunk=0):
-    """Parameters whose gate or threshold separates the layers of this very model."""
-    params = dict(params)
-    if "gate_share" in params:
-        share = params.pop("gate_share")
-        probe = oracle(model, **params, gate=math.inf, chunk_size=chunk)
-        probe.run(ids, turns)
-        params["gate"] = at_share(probe.variances, share)
-    if "lazy_share" in params:
-        share = params.pop("lazy_share")
-        probe = oracle(model, **params, threshold=math.inf, chunk_size=chunk)
-        probe.run(ids, turns)
-        params["threshold"] = at_share(probe.history[0], share)
+def resolve(oracle, model, ids, params):
+    """Parameters whose gate or threshold separates the layers of this very model when it reads ``ids``."""
+    params, turns = dict(params), [("prompt", len(ids) - 1), ("decode", 1)]
+    for share, name, values in [
+        ("gate_share", "gate", lambda probe: probe.variances),
+        ("lazy_share", "threshold", lambda probe: probe.history[0]),
+    ]:
+        if share in params:
+            wanted = params.pop(share)
+            probe = oracle(model, **params, **{name: math.inf})
+            probe.run(ids, turns)
+            params[name] = at_share(values(probe), wanted)
     return params
 
 
-def held_tokens(cache) -> list[int]:
+def held_tokens(model, cache) -> list[int]:
     """Tokens held per layer by the only group of rows."""
     (group,) = cache.groups
-    return [layer.held for layer in group.layers]
+    per_token = 2 * model.config.num_key_value_heads * model.config.head_dim * 8
+    return [
+        layer.held if hasattr(layer, "held") else layer.predicted_nbytes(group.seen) / per_token
+        for layer in group.layers
+    ]
 
 
 @torch.no_grad()
@@ -75,8 +97,8 @@ def compare(tools, name, family, turns, widths, chunk=0):
     oracle, spec, params = RANKED[name]
     family, changes = FAMILIES[family]
     model = tools.make_pod(family, plan=False, **changes)
-    ids = tools.random_ids(1, sum(count for _, count in turns))
-    params = resolve(oracle, model, ids[0], turns, params, chunk)
+    ids = tools.random_ids(1, length_of(turns))
+    params = resolve(oracle, model, ids[0, :31], params)
     naive = oracle(model, **params, **({"chunk_size": chunk} if chunk else {}))
     expected = naive.run(ids[0], turns)
     options = params | ({"prefill": "streaming", "chunk_size": chunk} if chunk else {})
@@ -85,36 +107,41 @@ def compare(tools, name, family, turns, widths, chunk=0):
     assert (logits - expected).abs().max() <= 1e-9
     if name != "full":
         assert (model(ids).logits[0] - expected).abs().max() > 1e-3
-        assert held_tokens(cache) == [heads[0] for heads in naive.held()]
+        assert held_tokens(model, cache) == [heads[0] for heads in naive.held()]
     return naive
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", RANKED)
+@pytest.mark.parametrize("name", ONE_EACH)
 def test_conversation_equals_the_oracle(tools, name, family):
     compare(tools, name, family, TURNS, ())
 
 
+@pytest.mark.parametrize("name", [name for name in RANKED if name not in ONE_EACH])
+def test_other_parameters(tools, name):
+    compare(tools, name, "llama-g3", TURNS, (), chunk=0)
+    compare(tools, name, "qwen3-g4", TURNS, (8,), chunk=11)
+
+
 @pytest.mark.parametrize("turns", list(CONVERSATIONS)[1:])
-@pytest.mark.parametrize("name", RANKED)
+@pytest.mark.parametrize("name", ONE_EACH)
 def test_other_conversations(tools, name, turns):
     compare(tools, name, "qwen3-g3", CONVERSATIONS[turns], ())
 
 
-@pytest.mark.parametrize("widths", WIDTHS[1:], ids=str)
-@pytest.mark.parametrize("name", RANKED)
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize("name", ONE_EACH)
 def test_exact_prefill_does_not_depend_on_the_passes(tools, name, widths):
     compare(tools, name, "llama-g3", TURNS, widths)
 
 
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
-@pytest.mark.parametrize("name", list(RANKED)[1:])
-def test_streaming_prefill(tools, name, widths):
-    compare(tools, name, "llama-g3", TURNS, widths, chunk=9)
+@pytest.mark.parametrize("name", ONE_EACH[1:])
+def test_streaming_prefill_in_passes_that_cut_chunks(tools, name):
+    compare(tools, name, "llama-g3", TURNS, (13, 17), chunk=9)
 
 
 @pytest.mark.parametrize("chunk", [1, 16])
-@pytest.mark.parametrize("name", list(RANKED)[1:])
+@pytest.mark.parametrize("name", ONE_EACH[1:])
 def test_streaming_chunk_sizes(tools, name, chunk):
     compare(tools, name, "qwen3-g3", TURNS, (), chunk)
 
@@ -165,4 +192,4 @@ def test_d2o_merge_weights_sum_to_one(tools):
     model = tools.make_pod("llama", plan=False)
     naive = oracles.D2O(model, budget=12, num_sink_tokens=2, gate=1.65)
     naive.run(tools.random_ids(1, 50)[0], TURNS)
-    assert len(naive.weight_sums) > 1000 and max(abs(total - 1) for total in naive.weight_sums) <= 1e-12
+    assert len(naive.weight_sums) > 100 and max(abs(total - 1) for total in naive.weight_sums) <= 1e-12
