@@ -1,0 +1,218 @@
+"""Windows in the unit: attention in strips, bytes, cost, unbounded decoding, rows, packed windows, refusals.
+
+Logits against naive oracles are in test_oracles_windows.py and test_oracles_ranked.py.
+"""
+
+import pytest
+import torch
+from oracle_tools import TURNS, run_cache
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import pod
+from pod.modeling import strips
+from pod.modeling.strips import Aside, strip_attention
+
+WINDOWS = {
+    "streamingllm": {"num_sink_tokens": 3},
+    "lm_infinite": {"num_sink_tokens": 3},
+    "wa": {},
+    "local_window": {},
+}
+
+
+def one_head_model(head_dim=8, longest=32768):
+    """One layer and one head: what costs is the window."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=head_dim,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=head_dim,
+        max_position_embeddings=longest,
+        initializer_range=0.5,
+    )
+    return pod.load_model(LlamaForCausalLM(config).eval())
+
+
+def payload(cache):
+    return sum(size for part, size in cache.nbytes_by_part().items() if part != "bookkeeping")
+
+
+def naive_strip(q, k, v, scale, window, extra):
+    """One softmax over the band and ``extra = (logits [B, Hq, m, s], values [B, Hq, s, d])``, n×n in fp64."""
+    q, k, v = q.double(), *(x.double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    m, n = q.shape[2], k.shape[2]
+    distance = torch.arange(n - m, n)[:, None] - torch.arange(n)
+    logits = (q @ k.transpose(2, 3) * scale).masked_fill((distance < 0) | (distance >= window), -torch.inf)
+    if extra is None:
+        return logits.softmax(-1) @ v
+    weights = torch.cat((logits, extra[0].double()), -1).softmax(-1)
+    return weights[..., :n] @ v + weights[..., n:] @ extra[1].double()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 5e-6), (torch.bfloat16, 0.04)]
+)
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize(
+    ("m", "n", "window"),
+    [(1, 1, None), (7, 7, None), (300, 420, None), (300, 500, 60), (1, 9, 4), (130, 130, 5)],
+)
+def test_strips_equal_one_softmax(dtype, limit, groups, m, n, window):
+    """Ragged strips, a window, and logits of up to ±30 that take part from aside, in every precision."""
+    generator = torch.Generator().manual_seed(m + n)
+    shapes = [
+        (2, 2 * groups, m, 16),
+        (2, 2, n, 16),
+        (2, 2, n, 16),
+        (2, 2 * groups, m, 4),
+        (2, 2 * groups, 4, 16),
+    ]
+    q, k, v, logits, values = (torch.randn(s, generator=generator).to(dtype) for s in shapes)
+    logits = 10 * logits.to(torch.promote_types(dtype, torch.float32))
+    for extra in (None, (logits, values)):
+        aside = None
+        if extra is not None:
+            aside = Aside(logits.logsumexp(-1), logits.softmax(-1).to(dtype) @ values)
+        out = strip_attention(q, k, v, 0.3, window, aside)
+        expected = naive_strip(q, k, v, 0.3, window or n, extra)
+        assert out.dtype == dtype and (out - expected).abs().max() <= limit
+
+
+@torch.no_grad()
+def test_streamingllm_saves_seven_eighths_at_32k():
+    """16+4080 of 32,768 tokens, by bytes really held."""
+    model = one_head_model()
+    cache = pod.make_cache(model, "streamingllm", budget=4096, num_sink_tokens=16)
+    ids = torch.randint(64, (1, 32768), generator=torch.Generator().manual_seed(0))
+    for part in ids.split(20000, dim=1):
+        model(part, past_key_values=cache, logits_to_keep=1)
+    every_token = 2 * 32768 * 8 * 4  # keys and values, one head of 8 numbers of 4 bytes
+    assert 1 - payload(cache) / every_token == 0.875
+    assert cache.predicted_nbytes() == payload(cache)
+
+
+class Largest(TorchDispatchMode):
+    """Largest number of elements that any operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.numel = max([self.numel, *(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor))])
+        return out
+
+
+@pytest.mark.parametrize("spec", WINDOWS)
+@torch.no_grad()
+def test_nothing_grows_with_the_square(spec):
+    """Twice the prompt doubles the largest tensor at most, and none has length × window numbers."""
+    model, sizes = one_head_model(), []
+    for length in (2048, 4096):
+        cache = pod.make_cache(model, spec, budget=512, **WINDOWS[spec])
+        with Largest() as largest:
+            model.model(torch.randint(64, (1, length)), past_key_values=cache)
+        sizes.append(largest.numel)
+    assert sizes[1] <= 2 * sizes[0] and sizes[1] < 4096 * 512
+
+
+@pytest.mark.parametrize("spec", WINDOWS)
+@torch.no_grad()
+def test_decoding_never_grows(tools, spec):
+    """200 tokens behind a full window of 12: the same bytes, the predicted ones, and finite logits."""
+    model = tools.make_pod("llama", plan=False)
+    cache, ids = pod.make_cache(model, spec, budget=12, **WINDOWS[spec]), tools.random_ids(1, 230)
+    model(ids[:, :30], past_key_values=cache)
+    full = 2 * 5 * 2 * 12 * 8 * 8  # keys and values, layers, KV heads, slots, head_dim, bytes
+    for t in range(30, 230):
+        out = model(ids[:, t : t + 1], past_key_values=cache).logits
+        assert payload(cache) == full == cache.predicted_nbytes()
+    assert out.isfinite().all()
+
+
+@torch.no_grad()
+def test_local_window_holds_the_prompt_until_it_ends(tools):
+    model = tools.make_pod("llama", plan=False)
+    cache, ids = pod.make_cache(model, "local_window", budget=12), tools.random_ids(1, 60)
+    cache.begin_prompt(50)
+    slot = 2 * 5 * 2 * 8 * 8
+    for end, held in [(20, 20), (49, 49), (50, 12), (51, 12)]:
+        model(ids[:, cache.get_seq_length() : end], past_key_values=cache)
+        assert payload(cache) == pytest.approx(held * slot, rel=0.06)  # one slot to grow into
+        assert cache.predicted_nbytes() == held * slot
+
+
+@pytest.mark.parametrize("spec", WINDOWS)
+@torch.no_grad()
+def test_rows_can_be_reordered_and_repeated(tools, spec):
+    """After a swap and a repetition every row goes on as it does alone."""
+    model, ids = tools.make_pod("llama", plan=False), tools.random_ids(2, 50)
+
+    def start(rows):
+        cache = pod.make_cache(model, spec, budget=12, **WINDOWS[spec])
+        model(ids[rows, :33], past_key_values=cache)
+        return cache
+
+    cache = start([0, 1])
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.batch_repeat_interleave(2)
+    together = model(ids[[1, 1, 0, 0], 33:], past_key_values=cache).logits
+    for row, rows in ((1, together[:2]), (0, together[2:])):
+        alone = model(ids[[row], 33:], past_key_values=start([row])).logits
+        assert (rows - alone).abs().max() <= 1e-9
+
+
+@pytest.mark.parametrize("spec", WINDOWS)
+@torch.no_grad()
+def test_packed_windows(tools, spec):
+    """Any cut of the prompts gives the same logits; fewer bytes than native, and the predicted ones."""
+    model, ids = tools.make_pod("llama", plan=False), tools.random_ids(1, 50)
+    options = {"budget": 24, "group_size": 4, "residual": 4} | WINDOWS[spec]
+    outputs = []
+    for cut in ((), (7,), (1,)):
+        cache = pod.make_cache(model, f"{spec}+int8", **options)
+        outputs.append(run_cache(model, cache, ids, TURNS, cut))
+        assert payload(cache) == pytest.approx(cache.predicted_nbytes(), rel=0.02)
+    assert max((out - outputs[0]).abs().max() for out in outputs) <= 1e-9
+    native = pod.make_cache(model, spec, budget=24, **WINDOWS[spec])
+    exact = run_cache(model, native, ids, TURNS, ())
+    assert payload(cache) < 0.7 * payload(native)
+    assert 1e-6 < (outputs[0] - exact).abs().max() < 0.5
+
+
+@torch.no_grad()
+def test_window_code_depends_on_its_parts(tools, monkeypatch):
+    """The result of strips of 32 rows is that of one strip, and a wrong band is seen."""
+    model, ids = tools.make_pod("llama", plan=False), tools.random_ids(1, 300)
+
+    def logits():
+        return model(ids, past_key_values=pod.make_cache(model, "lm_infinite", budget=70)).logits
+
+    expected = logits()
+    monkeypatch.setattr(strips, "_STRIP_ROWS", 13)
+    assert (logits() - expected).abs().max() <= 1e-9
+    band = strips._band
+    monkeypatch.setattr(strips, "_band", lambda c, q, window, like: band(c, q, window - 1, like))
+    assert (logits() - expected).abs().max() > 1e-6
+
+
+def test_refusals(tools):
+    dense, shared = tools.make_pod("llama", plan=False), tools.make_pod("llama")
+    for model, spec, options, message in [
+        (dense, "streamingllm", {"budget": 4}, "budget = 4 must exceed num_sink_tokens = 4"),
+        (dense, "lm_infinite", {"budget": 9, "num_sink_tokens": 9}, "must exceed num_sink_tokens = 9"),
+        (dense, "lm_infinite", {"budget": 9, "num_sink_tokens": -1}, "num_sink_tokens = -1 >= 0"),
+        (dense, "wa", {}, "needs budget"),
+        (dense, "wa", {"budget": 0}, "needs budget"),
+        (dense, "local_window", {"budget": 9, "prefill": "chunked"}, "choose exact or streaming"),
+        (shared, "pod+streamingllm", {"budget": 40}, "no distant token"),
+        (shared, "pod+wa", {"budget": 40}, "no distant token"),
+        (dense, "wa+streamingllm", {"budget": 40}, "both choose the tokens"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            pod.make_cache(model, spec, **options)
