@@ -12,6 +12,7 @@ from .cache_layer import CacheLayer, Step
 from .config import PodConfig
 from .sharing import is_followed
 from .stores import NATIVE, Codec, Store
+from .strips import strip_attention
 
 
 class PodCacheLayer(CacheLayer):
@@ -121,9 +122,13 @@ class PodCacheLayer(CacheLayer):
             return torch.arange(length, device=query.device) <= query[..., None]
 
         if self.leads:
-            values = take_heads(self.all_values.read(length), self.leads)
-            source = Source(self._grouped(q, self.leads), self.lead_keys.read(length), values, causal)
-            parts.append((self.leads, blocked_attention([source], step.positions, self.scale)))
+            keys, values = self.lead_keys.read(length), take_heads(self.all_values.read(length), self.leads)
+            if step.uniform_past is not None and step.backend is not BACKENDS["reference"]:
+                out = strip_attention(take_heads(q, self.leads, self.groups), keys, values, self.scale)
+            else:
+                source = Source(self._grouped(q, self.leads), keys, values, causal)
+                out = blocked_attention([source], step.positions, self.scale)
+            parts.append((self.leads, out))
         if self.followers:
             sources = [self._own_source(q, k, step, length), self._distant_source(step, length)]
             parts.append((self.followers, blocked_attention(sources, step.positions, self.scale)))

@@ -62,4 +62,5 @@ def make_cache(
         ValueError: unknown name or parameter, methods that do not go together (with the reason), a budget that is too
             small, a method that does not fit the model.
     """
-    return build_cache(_METHODS, model.config, spec or model.config.own_method, budget, params)
+    name = model.config.own_method if spec is None else spec
+    return build_cache(_METHODS, model.config, name, budget, params)

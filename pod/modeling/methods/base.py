@@ -54,6 +54,7 @@ class Method:
         parameters: name to (default, meaning with unit).
         takes_budget: whether ``budget`` means something; then it is required.
         inner: methods that may stand in brackets behind the name; the first one is the default.
+        trained: whether the model's weights were trained with this layout, so that no selection fits it.
         refuses: layouts and codecs that the method cannot be combined with, each with the reason.
     """
 
@@ -66,6 +67,7 @@ class Method:
     parameters: dict[str, tuple[Any, str]] = field(default_factory=dict)
     takes_budget: bool = False
     inner: tuple[str, ...] = ()
+    trained: bool = False
     refuses: dict[str, str] = field(default_factory=dict)
 
     def defaults(self) -> dict[str, Any]:

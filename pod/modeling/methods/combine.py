@@ -79,6 +79,8 @@ def parse(registry: Mapping[str, Method], spec: str) -> tuple[dict[str, Method],
 def refusal(layout: Method, selection: Method | None, codec: Method | None) -> str | None:
     """Why methods of different axes cannot be combined; None when they can."""
     parts = [method for method in (selection, layout, codec) if method is not None]
+    if selection is not None and layout.trained:
+        return f"models with layout {layout.name} were trained to hold just what they hold"
     for method in parts:
         for other in parts:
             if other.name in method.refuses:

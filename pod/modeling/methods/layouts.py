@@ -30,6 +30,7 @@ METHODS = (
         frees="keys and values of every layer of a block but its first; no token is dropped",
         axis="layout",
         build=_build,
+        trained=True,
     ),
     Method(
         name="window",
@@ -37,5 +38,6 @@ METHODS = (
         frees="keys and values of tokens that have left the window",
         axis="layout",
         build=_build,
+        trained=True,
     ),
 )

@@ -1,0 +1,125 @@
+"""Specs: what they mean, what is refused and why, and the catalogue that says so."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pod
+from pod.modeling.methods.combine import parse
+from pod.modeling.methods.describe import combinations, describe
+
+PROMISED = [
+    "pod+snapkv",
+    "pod+pyramidkv",
+    "pod+int4",
+    "simlayerkv+int4",
+    "razor+int4",
+    "d2o+int4",
+    "pod+snapkv+int4",
+    "imdc(snapkv)",
+]
+
+
+def options_of(spec):
+    methods = [pod.methods()[part.split("(")[0]] for part in spec.split("+")]
+    options = {"budget": 64} if any(method.takes_budget for method in methods) else {}
+    if "razor" in spec:
+        options["heads"] = [[0], [], [1], [], []]
+    if any("window" in method.parameters for method in methods) and "simlayerkv" not in spec:
+        options["window"] = 8
+    if "int4" in spec:
+        options["group_size"] = 8
+    return options
+
+
+@pytest.mark.parametrize("spec", PROMISED)
+def test_promised_combinations_can_be_made(tools, spec):
+    model = tools.make_pod("llama", plan="pod" in spec)
+    cache = pod.make_cache(model, spec, **options_of(spec))
+    model(tools.random_ids(2, 20), past_key_values=cache)
+    assert cache.spec == spec and cache.nbytes > 0
+
+
+def test_order_and_spaces_do_not_matter():
+    chosen, inner = parse(pod.methods(), " int4 +snapkv + pod")
+    assert {axis: method.name for axis, method in chosen.items()} == {
+        "layout": "pod",
+        "selection": "snapkv",
+        "codec": "int4",
+    }
+    assert inner is None
+    assert parse(pod.methods(), "imdc")[1] == "snapkv"
+    assert parse(pod.methods(), "imdc( streamingllm )")[1] == "streamingllm"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("snapkv+h2o", "snapkv and h2o both choose the tokens that stay; take one of them"),
+        ("int4+int8", "int4 and int8 both say how keys and values are packed"),
+        ("full+pod", "full and pod both say which layers hold keys and values"),
+        ("snapkw", "did you mean 'snapkv'"),
+        ("", "unknown method ''"),
+        ("pod+", "unknown method ''"),
+        ("snapkv(h2o)", r"'snapkv\(h2o\)' is not possible; choose snapkv alone"),
+        ("imdc(h2o)", r"choose imdc\(snapkv\), imdc\(streamingllm\)"),
+        ("imdc(snapkv", "unknown method 'imdc"),
+        ("pod+h2o", "'pod\\+h2o' is not possible: h2o drops a token"),
+        ("pod+streamingllm", "'pod\\+streamingllm' is not possible: "),
+        ("pod+imdc(snapkv)", "is not possible: "),
+    ],
+)
+def test_specs_that_cannot_be(tools, spec, message):
+    with pytest.raises(ValueError, match=message):
+        pod.make_cache(tools.make_pod("llama"), spec, budget=64)
+
+
+def test_parameters_belong_to_the_methods_of_the_spec(tools):
+    model = tools.make_pod("llama", plan=False)
+    with pytest.raises(ValueError, match=r"snapkv\+int4 has no parameter 'resdual'; did you mean 'residual'"):
+        pod.make_cache(model, "snapkv+int4", budget=64, resdual=3)
+    with pytest.raises(ValueError, match="window = 8.5 must be a whole number"):
+        pod.make_cache(model, "snapkv", budget=64, window=8.5)
+    with pytest.raises(ValueError, match="window = True must be a whole number"):
+        pod.make_cache(model, "snapkv", budget=64, window=True)
+    with pytest.raises(ValueError, match="budget"):
+        pod.make_cache(model, "snapkv", budget=0)
+
+
+def test_a_plan_needs_a_layout(tools):
+    with pytest.raises(ValueError, match=r"snapkv needs a model without a sharing plan: .* 'pod\+snapkv'"):
+        pod.make_cache(tools.make_pod("llama"), "snapkv", budget=64)
+
+
+def test_every_pair_is_either_possible_or_refused_with_a_reason(tools):
+    """What the catalogue says is what ``make_cache`` does."""
+    stock, registry = tools.make_stock("llama"), pod.methods()
+    models = {name: pod.load_model(stock, layout=name, num_recent_tokens=9) for name in ("cla", "window")}
+    models |= {"full": tools.make_pod("llama", plan=False), "pod": tools.make_pod("llama")}
+    pairs = {spec: reason for name in registry for spec, reason in combinations(registry, name).items()}
+    assert len(pairs) > 50
+    for spec, reason in pairs.items():
+        model = models.get(spec.split("+")[0], models["full"])
+        if reason is None:
+            assert pod.make_cache(model, spec, **options_of(spec)).spec == spec
+        else:
+            with pytest.raises(ValueError, match="is not possible"):
+                pod.make_cache(model, spec, **options_of(spec))
+
+
+def test_catalogue_names_everything():
+    text = describe(pod.methods())
+    for name, method in pod.methods().items():
+        assert name in text
+        assert all(parameter in text for parameter in method.parameters)
+    assert all(len(line) <= 110 for line in text.splitlines())
+
+
+def test_run_eval_lists_methods():
+    script = Path(__file__).parents[2] / "launch" / "run_eval.py"
+    done = subprocess.run(
+        [sys.executable, script, "--list-methods"], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.strip() == describe(pod.methods()).strip()
