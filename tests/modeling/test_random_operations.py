@@ -1,0 +1,334 @@
+"""Random conversations over every method: each row of a batch gets exactly the logits that it gets alone.
+
+A conversation is a list of operations on one cache: prompts in random pieces, announced or not, padded left or right or with holes,
+decoding (also of some rows only), rows reordered, repeated or dropped (also in the middle of a prompt), reset, and things that must be
+refused without harm. Afterwards every row is fed again, alone, turn by turn in one piece, and one row goes through the method's oracle.
+
+``POD_RANDOM_OPERATIONS=10000`` sets the number of conversations over all methods; 200 by default.
+"""
+
+import os
+from dataclasses import dataclass, field
+
+import oracles_ranked as ranked
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oracle_tools import run_cache
+from oracles_imdc import Chunked
+from oracles_pod_selected import PodSelected
+from oracles_razor import Razor
+from oracles_windows import LMInfinite, StreamingLLM, WindowAttention
+
+import pod
+
+CONVERSATIONS = int(os.environ.get("POD_RANDOM_OPERATIONS", "200"))
+SNAP = {"budget": 7, "window": 3, "kernel": 3, "pool": "avg"}
+ROCO = {"num_sink_tokens": 1, "num_recent_tokens": 2, "protect_prefill": 0.2, "protect_decode": 0.3}
+HEADS = [[0], [], [1], [], [0, 1]]
+SHORT = {"num_sink_tokens": 2, "num_recent_tokens": 3}
+STREAMING = {"prefill": "streaming", "chunk_size": 4}
+IMDC = {"budget": 5, "chunk_size": 4, "window": 2, "kernel": 3}
+
+
+def chunked(mode, pruner="snapkv"):
+    def make(model, function="linear", **options):
+        return Chunked(model, mode=mode, pruner=pruner, growth=function, **options)
+
+    return make
+
+
+def streamed(oracle):
+    return lambda model, prefill, **options: oracle(model, **options)
+
+
+def razor(model, heads, **options):
+    return Razor(model, full=heads, **options)
+
+
+def selected(selection):
+    return lambda model, **options: PodSelected(model, selection=selection, **options)
+
+
+# name: spec, options, oracle (None: only against the row alone)
+CASES = {
+    "full": ("full", {}, ranked.Full),
+    "pod": ("pod", {}, selected(None)),
+    "cla": ("cla", {}, None),
+    "window": ("window", {}, lambda model: WindowAttention(model, budget=4)),
+    "streamingllm": ("streamingllm", {"budget": 6, "num_sink_tokens": 2}, StreamingLLM),
+    "lm_infinite": ("lm_infinite", {"budget": 6, "num_sink_tokens": 2}, LMInfinite),
+    "wa": ("wa", {"budget": 5}, WindowAttention),
+    "local_window": ("local_window", {"budget": 5}, ranked.LocalWindow),
+    "snapkv": ("snapkv", SNAP, ranked.SnapKV),
+    "pyramidkv": ("pyramidkv", SNAP, ranked.PyramidKV),
+    "h2o": ("h2o", {"budget": 6}, ranked.H2O),
+    "roco": ("roco", {"budget": 8} | ROCO, ranked.RoCo),
+    "d2o": ("d2o", {"budget": 8, "num_sink_tokens": 1, "gate": 1.0}, ranked.D2O),
+    "simlayerkv": ("simlayerkv", SHORT | {"threshold": 0.6, "detector": "decode"}, ranked.SimLayerKV),
+    "simlayerkv-prefill": (
+        "simlayerkv",
+        SHORT | {"threshold": 0.6, "detector": "prefill"},
+        ranked.SimLayerKV,
+    ),
+    "razor": ("razor", SHORT | {"heads": HEADS, "compression": 4}, razor),
+    "fm": ("fm", IMDC, chunked("fm")),
+    "im": ("im", IMDC | {"function": "sqrt"}, chunked("im")),
+    "imdc": ("imdc", IMDC | {"function": "square-sqrt"}, chunked("imdc")),
+    "imdc-adaptive": ("imdc", IMDC | {"function": "adaptive"}, chunked("imdc")),
+    "imdc(streamingllm)": (
+        "imdc(streamingllm)",
+        {"budget": 5, "chunk_size": 4},
+        chunked("imdc", "streamingllm"),
+    ),
+    "snapkv-streaming": ("snapkv", SNAP | STREAMING, streamed(ranked.SnapKV)),
+    "h2o-streaming": ("h2o", {"budget": 6} | STREAMING, streamed(ranked.H2O)),
+    "d2o-streaming": (
+        "d2o",
+        {"budget": 8, "num_sink_tokens": 1, "gate": 1.0} | STREAMING,
+        streamed(ranked.D2O),
+    ),
+    "pod+snapkv": ("pod+snapkv", SNAP, selected("snapkv")),
+    "pod+pyramidkv": ("pod+pyramidkv", SNAP, selected("pyramidkv")),
+}
+PACKED = [
+    "full+int4",
+    "pod+int4",
+    "simlayerkv+int4",
+    "razor+int4",
+    "d2o+int8",
+    "pod+snapkv+int4",
+    "imdc+int4",
+    "h2o+int8",
+]
+CASES |= {spec: (spec, CASES[spec.rpartition("+")[0]][1], None) for spec in PACKED}
+
+PROMPT = st.tuples(
+    st.just("prompt"),
+    st.integers(1, 11),  # columns
+    st.lists(st.integers(1, 6), max_size=3),  # widths of its pieces, over and over; none = one piece
+    st.lists(st.integers(0, 11), max_size=3),  # padding per row; none = no padding
+    st.sampled_from(["left", "left", "left", "right", "holes"]),
+    st.booleans(),  # announced (a prompt in pieces always is)
+    st.integers(0, 40),  # how rows move between its pieces; 0 to 3 do
+)
+DECODE = st.tuples(st.just("decode"), st.integers(1, 5), st.integers(0, 30))
+MOVE = st.tuples(
+    st.sampled_from(["reorder", "select", "repeat"]), st.lists(st.integers(0, 9), min_size=1, max_size=3)
+)
+OTHER = st.tuples(st.sampled_from(["reset", "crop", "wrong batch", "wrong mask", "wrong length"]))
+OPERATIONS = st.lists(st.one_of(PROMPT, PROMPT, DECODE, DECODE, MOVE, OTHER), min_size=1, max_size=7)
+
+
+@dataclass
+class Row:
+    """What one row has lived through: its turns, ``(kind, ids)``, and the logits of each of its tokens."""
+
+    turns: list = field(default_factory=list)
+    logits: list = field(default_factory=list)
+
+    def copy(self):
+        return Row(list(self.turns), list(self.logits))
+
+
+class Conversation:
+    """A cache and what should be in it."""
+
+    def __init__(self, model, make, batch, seed):
+        self.model, self.make, self.cache = model, make, make()
+        self.batch, self.generator = batch, torch.Generator().manual_seed(seed)
+        self.finished = []  # rows that a reset or a selection has taken away
+        self.start()
+
+    def start(self):
+        self.rows = [Row() for _ in range(self.batch)]
+        self.mask = torch.ones(self.batch, 0, dtype=torch.long)
+
+    def run(self, operations):
+        for operation, *arguments in operations:
+            if operation in ("prompt", "decode"):
+                self.guarded(getattr(self, operation), *arguments)
+            elif operation in ("reorder", "select", "repeat"):
+                self.move(operation, *arguments)
+            else:
+                getattr(self, operation.replace(" ", "_"))()
+        return self.finished + self.rows
+
+    # -- feeding ---------------------------------------------------------------------------------------------
+
+    def guarded(self, feed, *arguments):
+        """A prompt that the method documents to refuse ends the conversation; anything else is an error."""
+        before = [row.copy() for row in self.rows]
+        try:
+            feed(*arguments)
+        except ValueError as error:
+            message = str(error)
+            if "takes padding on the left only" not in message and "would have" not in message:
+                raise
+            self.finished += before
+            self.cache.reset()
+            self.start()
+
+    def prompt(self, columns, widths, padding, side, announced, shuffle):
+        mask = self.padding_mask(columns, padding, side)
+        if columns == 1 and not announced and self.mask.shape[1]:
+            return self.feed(mask)  # looks like a decoded token, and is one
+        starts = [len(row.logits) for row in self.rows]
+        pieces = []
+        while sum(pieces) < columns:
+            width = widths[len(pieces) % len(widths)] if widths else columns
+            pieces.append(min(width, columns - sum(pieces)))
+        if announced or len(pieces) > 1:
+            self.cache.begin_prompt(columns)
+        for row in self.rows:
+            row.turns.append(("prompt", []))
+        for at, width in enumerate(pieces):
+            start = sum(pieces[:at])
+            self.feed(mask[:, start : start + width], "prompt")
+            if shuffle < 4 and at + 1 < len(pieces):
+                index = [(row + shuffle) % len(self.rows) for row in range(len(self.rows))]
+                self.take(index, self.cache.reorder_cache)
+                mask, starts = mask[index], [starts[row] for row in index]
+        for row in self.rows:
+            if not row.turns[-1][1]:
+                row.turns.pop()
+
+    def padding_mask(self, columns, padding, side):
+        mask = torch.ones(len(self.rows), columns, dtype=torch.long)
+        for row in range(len(self.rows) if padding else 0):
+            count = min(padding[row % len(padding)], columns - (self.mask.shape[1] == 0))
+            if side == "left":
+                mask[row, :count] = 0
+            elif side == "right":
+                mask[row, columns - count :] = 0
+            else:
+                mask[row, torch.randperm(columns, generator=self.generator)[:count]] = 0
+        return mask
+
+    def decode(self, count, sleeping):
+        """Rows whose bit is set in ``sleeping`` get padding; on an empty cache there is nothing to decode."""
+        for _ in range(count if self.mask.shape[1] else 0):
+            mask = torch.tensor([[1 - (sleeping >> row & 1)] for row in range(len(self.rows))])
+            self.feed(torch.ones_like(mask) if sleeping > 3 else mask)
+
+    def feed(self, mask, kind="decode"):
+        ids = torch.randint(3, 97, mask.shape, generator=self.generator)
+        whole = torch.cat((self.mask, mask), 1)
+        given = None if whole.all() else whole
+        logits = self.model(ids, attention_mask=given, past_key_values=self.cache).logits
+        self.mask = whole
+        for row, real, tokens, out in zip(self.rows, mask.bool(), ids, logits, strict=True):
+            if kind == "decode" and real.any():
+                row.turns.append(("decode", []))
+            if real.any():
+                row.turns[-1] = (row.turns[-1][0], row.turns[-1][1] + tokens[real].tolist())
+                row.logits.append(out[real])
+
+    # -- rows ------------------------------------------------------------------------------------------------
+
+    def move(self, how, numbers):
+        if not self.mask.shape[1]:
+            return
+        count = len(self.rows)
+        if how == "repeat":
+            times = 1 + numbers[0] % 2
+            if count * times <= 4:
+                index = [row for row in range(count) for _ in range(times)]
+                self.take(index, lambda _: self.cache.batch_repeat_interleave(times))
+        elif how == "select":
+            self.take([number % count for number in numbers], self.cache.batch_select_indices)
+        else:
+            self.take([numbers[row % len(numbers)] % count for row in range(count)], self.cache.reorder_cache)
+
+    def take(self, index, change):
+        change(torch.tensor(index))
+        self.finished += [row for place, row in enumerate(self.rows) if place not in index and row.logits]
+        self.rows = [self.rows[row].copy() for row in index]
+        self.mask = self.mask[index]
+
+    def reset(self):
+        self.cache.reset()
+        self.finished += self.rows
+        self.start()
+
+    # -- what is refused and must leave everything as it was -------------------------------------------------
+
+    def crop(self):
+        with pytest.raises(ValueError, match="crop"):
+            self.cache.crop(-1)
+
+    def wrong_batch(self):
+        if self.mask.shape[1]:
+            with pytest.raises(ValueError, match="rows"):
+                self.model(torch.full((len(self.rows) + 1, 2), 5), past_key_values=self.cache)
+
+    def wrong_mask(self):
+        if self.mask.shape[1]:
+            mask = torch.cat((1 - self.mask, torch.ones_like(self.mask[:, :1])), 1)
+            with pytest.raises(ValueError, match="differently"):
+                self.model(
+                    torch.full((len(self.rows), 1), 5), attention_mask=mask, past_key_values=self.cache
+                )
+
+    def wrong_length(self):
+        with pytest.raises(ValueError, match="at least 0 columns"):
+            self.cache.begin_prompt(-1)
+
+
+def lengths(turns):
+    return [(kind, len(ids)) for kind, ids in turns]
+
+
+def joined(turns):
+    return torch.tensor([token for _, ids in turns for token in ids])
+
+
+def check(model, make, make_oracle, rows):
+    """Every row that ever was, against itself alone; the longest one against the oracle."""
+    rows = {str(row.turns): row for row in rows if row.logits}.values()
+    for row in rows:
+        alone = run_cache(model, make(), joined(row.turns)[None], lengths(row.turns))[0]
+        error = (torch.cat(row.logits) - alone).abs().max()
+        assert error <= 1e-9, f"differs from the row alone by {error:.1e}: {lengths(row.turns)}"
+    if make_oracle is not None and rows:
+        row = max(rows, key=lambda row: len(joined(row.turns)))
+        expected = make_oracle().run(joined(row.turns), lengths(row.turns))
+        error = (torch.cat(row.logits) - expected).abs().max()
+        assert error <= 1e-9, f"differs from the oracle by {error:.1e}: {lengths(row.turns)}"
+
+
+def make_model(tools, spec):
+    sizes = {"hidden_size": 24, "intermediate_size": 16, "num_attention_heads": 4}
+    if spec in ("cla", "window"):
+        recent = {"num_recent_tokens": 4} if spec == "window" else {}
+        return pod.load_model(tools.make_stock("llama", **sizes), layout=spec, **recent)
+    return tools.make_pod("llama", plan=spec.startswith("pod"), windows=(2, 4), **sizes)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_are_as_alone(tools, name):
+    spec, options, oracle = CASES[name]
+    model = make_model(tools, spec)
+    make = lambda: pod.make_cache(model, spec, **options)  # noqa: E731
+    count = 0
+
+    @settings(
+        max_examples=max(1, CONVERSATIONS // len(CASES)), derandomize=True, deadline=None, database=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(batch=st.integers(1, 3), seed=st.integers(0, 2**16), operations=OPERATIONS)
+    def converse(batch, seed, operations):
+        nonlocal count
+        count += 1
+        with torch.no_grad():
+            rows = Conversation(model, make, batch, seed).run(operations)
+            check(model, make, None if oracle is None else lambda: oracle(model, **options), rows)
+
+    converse()
+    print(f"{name}: {count} conversations")
+
+
+def test_every_method_is_here():
+    specs = {part.split("(")[0] for spec, *_ in CASES.values() for part in spec.split("+")}
+    assert specs == set(pod.methods())
