@@ -1,0 +1,72 @@
+"""PoD with a ranking: what a block holds, counted in bytes against the rule, and how it ages."""
+
+import pytest
+import torch
+
+import pod
+from pod.modeling.methods.pyramidkv import block_budgets, layer_budgets
+
+LAYERS, HEADS, HEAD_DIM = 5, 2, 8  # of the tiny model; its plan: tests/modeling/conftest.py
+
+
+def filled(tools, spec, length, decoded=0, windows=(4, 60), **options):
+    model = tools.make_pod("llama", torch.float32, windows=windows)
+    cache = pod.make_cache(model, spec, **options)
+    ids = tools.random_ids(1, length + decoded)
+    with torch.no_grad():
+        model(ids[:, :length], past_key_values=cache)
+        for t in range(length, length + decoded):
+            model(ids[:, t : t + 1], past_key_values=cache)
+    return cache
+
+
+def rule_bytes(cache, tools, seen, windows):
+    """Keys and values that METHODS demands, from the positions that each lead kept."""
+    layers, total = cache.groups[0].layers, 0
+    for layer in range(LAYERS):
+        for head in range(HEADS):
+            lead = tools.lead[layer][head]
+            kept = layers[lead].heads[head].positions
+            near = ((kept < windows[0]) | (seen - kept < windows[1])).sum()
+            total += len(kept) + (len(kept) if lead == layer else int(near))
+    return total * HEAD_DIM * 4
+
+
+@pytest.mark.parametrize("spec", ["pod+snapkv", "pod+pyramidkv"])
+@pytest.mark.parametrize("decoded", [0, 1, 45, 200])
+def test_followers_hold_own_keys_of_proximal_tokens_only(tools, spec, decoded):
+    windows = 4, 60
+    cache = filled(tools, spec, 400, decoded, windows, budget=150, window=8)
+    held = cache.nbytes_by_part()
+    payload = held["keys"] + held["window_keys"] + held["values"]
+    rule = rule_bytes(cache, tools, 400 + decoded, windows)
+    assert abs(payload - rule) <= 0.02 * rule  # growth slack of small stores
+    full_snapkv = 2 * LAYERS * HEADS * (150 + decoded) * HEAD_DIM * 4
+    assert payload < full_snapkv
+
+
+def test_all_distant_tokens_save_the_share_of_the_plan(tools):
+    """The upper bound: half of the bytes of every pair that follows."""
+    cache = filled(tools, "pod+snapkv", 600, windows=(0, 1), budget=300, window=1)
+    held = cache.nbytes_by_part()
+    payload = held["keys"] + held["window_keys"] + held["values"]
+    snapkv = 2 * LAYERS * HEADS * 300 * HEAD_DIM * 4
+    share = pod.SharingPlan(tools.lead).share_non_lead
+    assert abs(payload / snapkv - (1 - share / 2)) <= 0.01
+
+
+def test_a_block_keeps_the_same_tokens(tools):
+    cache = filled(tools, "pod+snapkv", 200, windows=(4, 30), budget=80, window=8)
+    layers = cache.groups[0].layers
+    assert [layer.heads[0].held for layer in layers] == [80] * LAYERS
+    kept = [layers[lead].heads[0].positions for lead in sorted({row[0] for row in tools.lead})]
+    assert all(not torch.equal(kept[0], other) for other in kept[1:])  # blocks choose on their own
+
+
+def test_budgets_of_blocks_keep_the_total():
+    budgets = layer_budgets(100, 5, 20, 9)
+    assert sum(budgets) == 500 and budgets == sorted(budgets, reverse=True)
+    rows = block_budgets(budgets, 100, 8, ((0, 0), (0, 1), (0, 1), (3, 1), (3, 4)))
+    for head in range(2):
+        assert 500 - 5 <= sum(row[head] for row in rows) <= 500
+    assert rows[0][0] == rows[1][0] == rows[2][0] and rows[3][0] == rows[4][0]
