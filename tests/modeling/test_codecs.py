@@ -158,7 +158,18 @@ def test_random_operations_on_a_store(seed, evicts):
             naive = [[copy_of(one) for one in naive[row]] for row in order]
         assert torch.equal(store.read(length), naive_read(naive)), (action, count)
         assert store.used_slots(length) == length and store.dtype == torch.float64
+        assert {id(x) for x in store.tensors()} == set(tensor_ids(store))
     assert any(is_packed for _, is_packed in naive[0][0].tokens)
+
+
+def tensor_ids(holder):
+    """Every tensor that an object refers to, directly or through its parts."""
+    for value in vars(holder).values():
+        for x in value if isinstance(value, tuple) else [value]:
+            if isinstance(x, torch.Tensor):
+                yield id(x)
+            elif hasattr(x, "__dict__"):
+                yield from tensor_ids(x)
 
 
 def copy_of(naive):
@@ -215,6 +226,7 @@ def test_random_operations_on_a_window(seed):
             [torch.stack([torch.stack([held[p][0] for p in positions]) for held in row]) for row in tokens]
         )
         assert torch.equal(store.read(length), expected), count
+        assert {id(x) for x in store.tensors()} == set(tensor_ids(store))
 
 
 @pytest.mark.parametrize("kind", ["keys", "values", "evicting keys", "window"])
@@ -297,6 +309,27 @@ def test_growing_a_prompt_piece_by_piece_holds_no_more():
         store.settle(3000)
         stores.append(store)
     assert nbytes(stores[0]) == nbytes(stores[1]) < 0.26 * 3000 * 2 * 64 * 4
+
+
+def test_a_window_holds_no_more_than_itself_while_a_prompt_runs():
+    store = QuantizedCodec(4, 32, 128).window("keys", 4, 1000)
+    for past in range(0, 4000, 5):
+        store.append(randn(1, 2, 5, 16, dtype=torch.float32), past)
+    assert nbytes(store) <= 1.02 * 1004 * 2 * 16 * 4
+    store.settle(4000)
+    assert nbytes(store) == store.predicted_nbytes(4000)
+
+
+def test_what_was_read_does_not_change_when_the_store_settles():
+    """Leads share the keys that they read with layers that attend later."""
+    for length in (5, 6, 10, 40):
+        store = QuantizedCodec(4, 4, 2).tokens("keys")
+        store.append(randn(1, 1, length, 8), 0)
+        read = store.read(length)
+        store.settle(length)
+        store.append(randn(1, 1, 7, 8, seed=1), length)
+        store.settle(length + 7)
+        assert torch.equal(read, randn(1, 1, length, 8))
 
 
 # -- decoders ------------------------------------------------------------------------------------------------

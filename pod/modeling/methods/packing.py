@@ -17,8 +17,11 @@ import torch
 from torch import Tensor
 
 _SLACK = 128  # as native stores: grown by 1/128 of the length
-_BLOCK_ELEMENTS = 1 << 20  # numbers unpacked at a time: the temporary copies stay in the cache of a CPU
+_BLOCK_ELEMENTS = (
+    1 << 18
+)  # numbers packed or unpacked at a time: temporary copies are small, whatever the length
 _HALF_MAX = torch.finfo(torch.float16).max
+_MINUS_TINY = -(2**15) + 1  # bits of the largest fp16 number below 0, as int16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,11 @@ class Packing:
             return x.unflatten(2, (-1, self.group_size)), 3
         return x.unflatten(3, (-1, self._channels(x.shape[3]))), 4
 
+    def block_tokens(self, x: Tensor) -> int:
+        """Tokens of ``[b, h, n, d]`` to pack or unpack at a time, whole groups."""
+        batch, heads, _, head_dim = x.shape
+        return max(1, _BLOCK_ELEMENTS // (batch * heads * head_dim * self.group_size)) * self.group_size
+
     def pack(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Codes ``[b, h, n, d·bits/8]`` (uint8), zeros and scales ``[b, h, n, d/g]`` or, per channel, ``[b, h, n/g, d]``."""
         compute = torch.promote_types(x.dtype, torch.float32)
@@ -68,11 +76,9 @@ class Packing:
     def unpack(self, packed: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
         """Write ``x̂`` into ``out`` ``[b, h, n, d]``; computed in at least fp32."""
         compute = torch.promote_types(out.dtype, torch.float32)
-        batch, heads, n, head_dim = out.shape
-        tokens = max(1, _BLOCK_ELEMENTS // (batch * heads * head_dim * self.group_size)) * self.group_size
-        per_step = self.group_size if self.per_channel else 1
-        for start in range(0, n, tokens):
-            stop = min(start + tokens, n)
+        block, per_step = self.block_tokens(out), self.group_size if self.per_channel else 1
+        for start in range(0, out.shape[2], block):
+            stop = min(start + block, out.shape[2])
             codes = packed[0][:, :, start:stop]
             zero, scale = (x[:, :, start // per_step : stop // per_step].to(compute) for x in packed[1:])
             if self.bits == 4:
@@ -85,7 +91,9 @@ class Packing:
 def _half_below(x: Tensor) -> Tensor:
     """The largest fp16 number that is not above ``x``."""
     half = x.half()
-    return torch.where(half > x, torch.nextafter(half, half.new_full((), -torch.inf)), half)
+    bits = half.view(torch.int16)  # by bits: nextafter does not know fp16 on every device
+    below = torch.where(half > 0, bits - 1, torch.where(half < 0, bits + 1, _MINUS_TINY)).view(torch.float16)
+    return torch.where(half > x, below, half)
 
 
 def _half_above(x: Tensor) -> Tensor:
@@ -142,13 +150,15 @@ class PackedTokens:
 
     def write(self, x: Tensor, start: int, mask: Tensor | None = None) -> None:
         """Pack ``[b, h, m, d]`` into the slots from ``start`` on; with a mask ``[b, h, m]`` only where it is True."""
-        packed = self.packing.pack(x)
-        self._reserve(packed, start + x.shape[2])
-        assert self._tensors is not None
-        for tensor, new in zip(self._tensors, packed, strict=True):
-            per_entry = self._per_entry(tensor)
-            target = tensor[:, :, start // per_entry : (start + x.shape[2]) // per_entry]
-            target.copy_(new if mask is None else torch.where(mask[..., None], new, target))
+        block = self.packing.block_tokens(x)
+        for first in range(0, x.shape[2], block):
+            rows = slice(first, first + block)
+            packed = self.packing.pack(x[:, :, rows])
+            self._reserve(packed, start + x.shape[2])
+            assert self._tensors is not None
+            for tensor, new in zip(self._tensors, packed, strict=True):
+                target = tensor.narrow(2, (start + first) // self._per_entry(tensor), new.shape[2])
+                target.copy_(new if mask is None else torch.where(mask[:, :, rows, None], new, target))
 
     def read(self, start: int, out: Tensor) -> None:
         """Unpack the slots from ``start`` on into ``out`` ``[b, h, m, d]``."""

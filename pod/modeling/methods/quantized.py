@@ -71,9 +71,8 @@ class NativeTail:
         """Free the slots before ``first``."""
         rest = self.view(first, self.stop)
         self.first = first
-        self._hold(
-            rest, self.capacity_for(rest.shape[2])
-        )  # a new tensor: views that were read stay as they are
+        # a new tensor, so that views that were read stay as they are
+        self._hold(rest, self.capacity_for(rest.shape[2]))
 
     def replace(self, x: Tensor, first: int) -> None:
         """Hold ``x`` at slots ``first …`` instead."""
