@@ -139,10 +139,12 @@ def attention_lengths(chunks: Sequence[int], memory: Sequence[int]) -> list[int]
 
 
 def speedup_ceiling(attention_share: float, m_max: float, chunk_size: float, m_hat: float) -> float:
-    """Eq. 4: how much faster than FM a prompt can be read, when FM spends the share ``r`` of its time in attention.
+    """Eq. 4: how much faster than FM a prompt can be read.
 
     Args:
-        attention_share: ``r`` in 0 … 1. m_max, chunk_size, m_hat: tokens.
+        attention_share: ``r`` in 0 … 1, the share of attention in the time of the *faster* run: then this is Amdahl's law,
+            exactly. (The paper does not say whose share; with FM's own, larger one the formula promises too much.)
+        m_max, chunk_size, m_hat: tokens.
     """
     return attention_share * ((m_max + chunk_size) / (m_hat + chunk_size) - 1) + 1
 
