@@ -1,0 +1,206 @@
+"""Triton statistics without a GPU: run in Triton's interpreter, and compiled for real chips.
+
+The interpreter is chosen when triton is imported, so it runs in another process: this file, started as a script.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="Triton is not installed (CUDA builds of torch bring it)",
+)
+CASES = [  # dtype, B, H, G, m, n, d
+    ("float32", 2, 1, 1, 63, 63, 16),
+    ("float32", 1, 1, 3, 70, 131, 24),
+    ("float16", 1, 2, 4, 20, 140, 8),
+    ("float16", 1, 1, 3, 1, 129, 64),
+    ("float32", 1, 1, 2, 0, 5, 16),
+    ("float32", 1, 1, 1, 1, 1, 16),
+]
+
+
+def inputs(case):
+    """Heads as transposed views, as a model makes them."""
+    dtype, batch, heads, groups, m, n, d = case
+    generator = torch.Generator().manual_seed(m + n)
+    shapes = (batch, m, heads * groups, d), (batch, n, heads, d)
+    return [
+        torch.randn(s, generator=generator).mul(1.5).to(getattr(torch, dtype)).transpose(1, 2) for s in shapes
+    ]
+
+
+def relative(a, b):
+    return ((a.double() - b).norm() / b.norm()).item() if b.numel() else float(a.numel())
+
+
+def errors(case, backend):
+    """Relative errors against the fp64 reference: sums, squares, sums with a given lse, rows."""
+    from pod.kernels import statistics_reference
+    from pod.kernels.statistics import attention_column_sums, attention_rows
+
+    q, k = inputs(case)
+    exact = q.double(), k.double()
+    lse = statistics_reference._logits(*exact, case[-1] ** -0.5).logsumexp(-1)
+    truth = attention_column_sums(*exact, squares=True, backend="reference")
+    found = attention_column_sums(q, k, squares=True, backend=backend)
+    given = attention_column_sums(q, k, lse=lse, backend=backend)
+    rows, true_rows = attention_rows(q, k, backend=backend), attention_rows(*exact, backend="reference")
+    assert all(x.dtype == torch.float32 for x in (*found, given, rows))
+    assert not rows[true_rows == 0].any()
+    pairs = zip((*found, given, rows), (*truth, truth[0], true_rows), strict=True)
+    return [relative(a, b) if b.any() else float(a.any()) for a, b in pairs]
+
+
+def interpret() -> dict:
+    """What the interpreter gives for every case; `broken` is why it does not run here at all."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def count(out, n):
+        total = 0
+        for i in range(0, tl.minimum(n, 3)):
+            total += i
+        tl.store(out, total)
+
+    try:
+        count[(1,)](torch.zeros(1), 3)
+    except triton.runtime.errors.InterpreterError as error:  # Triton 3.6 with NumPy 2.4
+        return {"broken": f"the interpreter of Triton {triton.__version__} fails on a loop: {error}"}
+    from pod.kernels import statistics
+
+    torch.use_deterministic_algorithms(True)  # torch.empty holds NaN
+    refused = statistics.BACKENDS["triton"].unsupported(torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16))
+    by_auto = statistics.choose(torch.zeros(1, 1, 1, 16)) is statistics.BACKENDS["blocked"]
+    return {"errors": [errors(c, "triton") for c in CASES], "refused": refused, "auto_is_blocked": by_auto}
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    settings = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    settings["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    result = subprocess.run([sys.executable, __file__], env=settings, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    content = json.loads(result.stdout.splitlines()[-1])
+    if "broken" in content:
+        pytest.skip(content["broken"])
+    return content
+
+
+@needs_triton
+@pytest.mark.parametrize("index", range(len(CASES)), ids=[str(c) for c in CASES])
+def test_interpreted_kernels_are_as_exact_as_the_reference(interpreted, index):
+    case = CASES[index]
+    q, k = (x.double() for x in inputs(case))
+    largest = (q.flatten(1, 2) @ k.flatten(1, 2).mT).abs().max() if q.numel() else 0.0
+    # a weight is exp(logit - lse), both rounded to fp32: relative error of a weight = absolute error of its logit
+    rounding = torch.finfo(torch.float32).eps * max(1.0, float(largest) * case[-1] ** -0.5)
+    for found, limit in zip(interpreted["errors"][index], errors(case, "reference"), strict=True):
+        assert found <= 2 * (limit + rounding)
+
+
+@needs_triton
+def test_interpreter_refuses_what_it_gets_wrong(interpreted):
+    assert "bfloat16" in interpreted["refused"]
+    assert interpreted["auto_is_blocked"]  # the interpreter is for tests: never chosen by itself
+
+
+def compiled(kernel, dtype: str, head_dim: int, capability: int, **flags):
+    """A kernel compiled for a chip that need not be there; sizes and strides divisible by 16, as in a model."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from pod.kernels import triton_statistics
+
+    constants = triton_statistics.tile(getattr(torch, dtype), head_dim)._asdict() | flags
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    types = {"q": dtype, "k": dtype, "scale_log2": "fp32"} | dict.fromkeys(
+        ("lse", "out", "sums", "squares"), "*fp32"
+    )
+    short = {"bfloat16": "*bf16", "float32": "*fp32"}
+    names = kernel.arg_names
+    signature = {
+        n: "constexpr" if n in constants else short.get(types.get(n, ""), types.get(n, "i32")) for n in names
+    }
+    even = {*types, "n", "m", "head_dim", "q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row"} - {
+        "scale_log2"
+    }
+    attributes = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in even}
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """Bytes per thread that did not fit in registers."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        report = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    return int(report.split("STACK:")[1].split()[0])
+
+
+CHIPS = {
+    80: (163, "mma.sync"),
+    90: (227, "wgmma"),
+    100: (227, "tcgen05.mma"),
+}  # KiB of shared memory per block
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("capability", CHIPS)
+@pytest.mark.parametrize(("dtype", "head_dim"), [("bfloat16", 128), ("float32", 128)])
+def test_kernels_compile_without_spilling(capability, dtype, head_dim, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from pod.kernels import triton_statistics as ts
+
+    shared_kib, instruction = CHIPS[capability]
+    variants = [(ts.lse_kernel, {}), (ts.column_sums_kernel, {"WITH_SQUARES": True})]
+    variants += [(ts.rows_kernel, {"WRITE": write}) for write in (False, True)]
+    for kernel, flags in variants:
+        binary = compiled(kernel, dtype, head_dim, capability, **flags)
+        assert stack_bytes(binary.asm["cubin"]) == 0, kernel
+        assert binary.metadata.shared <= shared_kib * 1024, kernel
+        assert ".target sm_" + str(capability) in binary.asm["ptx"]
+        if dtype == "bfloat16":
+            assert instruction in binary.asm["ptx"], kernel
+        else:
+            assert "tf32" not in binary.asm["ptx"] and "fma.rn.f32" in binary.asm["ptx"]
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_on_the_gpu(dtype):
+    from pod.kernels import statistics
+
+    q, k = (x.cuda() for x in inputs((dtype, 2, 2, 3, 300, 1000, 64)))
+    assert statistics.choose(q) is statistics.BACKENDS["triton"]
+    exact = q.double(), k.double()
+    truth = statistics.attention_column_sums(*exact, squares=True, backend="reference")
+    found = statistics.attention_column_sums(q, k, squares=True)
+    assert all(relative(a, b) < 5e-6 for a, b in zip(found, truth, strict=True))
+    rows = statistics.attention_rows(q, k)
+    assert relative(rows, statistics.attention_rows(*exact, backend="reference")) < 5e-6
+
+
+if __name__ == "__main__":
+    print(json.dumps(interpret()))
