@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 import pod
 from pod.modeling.methods import merging
 from pod.modeling.methods.d2o import attention_variance, layer_budgets, smallest_budget
+from pod.modeling.stores import take_slots
 
 
 def feed(model, cache, ids, prompt):
@@ -85,7 +86,7 @@ def test_kept_tokens_that_take_in_nothing_stay_as_they_are():
     keys, values = randn(2, 3, 40, 8), randn(2, 3, 40, 8, seed=1)
     kept, dropped = split(40, 30)
     merged_keys, _, _, (own, others), _ = merge_everything(keys, values, kept, dropped)
-    same = merged_keys == merging.take_slots(keys, kept)
+    same = merged_keys == take_slots(keys, kept)
     assert torch.equal(own == 1, same.all(-1)) and 0 < (own == 1).float().mean() < 1
     assert (own >= math.e / (math.e + 10 * math.e)).all() and ((others == 0).any(-1)).all()
 
@@ -107,7 +108,7 @@ def test_merging_few_equals_merging_many(count, merged):
         expected = merging.merge_tokens(x, kept, dropped, nearest, weights)
         few = merging.merge_few(x, dropped, slots, similarity.exp() * chosen)
         written = x.scatter(2, slots[..., None].expand_as(few), few)
-        assert (merging.take_slots(written, kept) - expected).abs().max() <= 1e-14
+        assert (take_slots(written, kept) - expected).abs().max() <= 1e-14
 
 
 def test_equally_similar_tokens_go_to_the_lower_slot():

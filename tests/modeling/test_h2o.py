@@ -7,6 +7,7 @@ import torch
 
 import pod
 from pod.modeling.methods.accumulate import choose_slots, round_half_up
+from pod.modeling.stores import take_slots
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -24,6 +25,20 @@ def test_choice_of_slots(seed, dropped):
             worst = set(ranked[len(ranked) - dropped :])
             assert kept[row, head].tolist() == [slot for slot in range(n) if slot not in worst]
             assert set(gone[row, head].tolist()) == worst
+
+
+@pytest.mark.parametrize("view", ["whole", "slots", "heads", "expanded", "transposed"])
+def test_slots_of_any_view(view):
+    x = torch.randn(2, 5, 9, 4, generator=torch.Generator().manual_seed(0))
+    x = {
+        "whole": x,
+        "slots": x[:, :, 1:7],
+        "heads": x[1:, 2:4],
+        "expanded": x[:1].expand(3, -1, -1, -1),
+        "transposed": x.transpose(1, 2),
+    }[view]
+    slots = torch.randint(0, x.shape[2], (*x.shape[:2], 3), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(take_slots(x, slots), x.gather(2, slots[..., None].expand(-1, -1, -1, 4)))
 
 
 def test_rounding_is_exact():

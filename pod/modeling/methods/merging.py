@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pod.modeling.stores import take_slots
+
 _BLOCK_ELEMENTS = 1 << 22
 _LEAST_ROWS = 32  # a matrix product with fewer rows is slow; a block then grows with the kept tokens
 
@@ -97,11 +99,6 @@ def merge_few(x: Tensor, dropped: Tensor, nearest: Tensor, raw: Tensor) -> Tenso
     total = same.sum(-1, keepdim=True) + math.e
     moved = same @ take_slots(x, dropped).to(same.dtype)
     return ((take_slots(x, nearest) * math.e + moved) / total).to(x.dtype)
-
-
-def take_slots(x: Tensor, slots: Tensor) -> Tensor:
-    """Slots ``[B, H, c]`` of ``[B, H, n, d]``."""
-    return x.gather(2, slots[..., None].expand(-1, -1, -1, x.shape[3]))
 
 
 def _blocks(count: int, elements_each: int) -> Iterator[slice]:
