@@ -1,7 +1,9 @@
-"""What an evaluation measures: the `eval` section of the recipe, and the methods that it can compare. Standard library only."""
+"""What an evaluation measures: the `eval` section of the recipe. Standard library only."""
 
-import difflib
 from dataclasses import dataclass, field
+from typing import Any
+
+from pod.eval.methods import check_names, find_method, unknown
 
 TASKS = ("perplexity", "passkey", "efficiency")
 _COUNTS = (
@@ -18,60 +20,6 @@ _COUNTS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Method:
-    """One way to hold the KV cache, under evaluation.
-
-    spec: what `pod.make_cache` calls it.
-    model: `dense` (recipe.model.path), `unadapted` (the same weights under the plan, no training) or `adapted` (the PoD export).
-    takes_budget: it drops tokens, so it is given the bytes that `pod` holds.
-    grows: how many slots a token fed after the prompt adds (0 = a ring that stays as large as it is).
-    one_shot: one forward pass without a cache equals its decode path (tests/eval/test_perplexity.py proves it), so that
-        perplexity may be scored by that pass. A method that compresses must never say so.
-    """
-
-    name: str
-    spec: str
-    model: str
-    takes_budget: bool = False
-    grows: bool = True
-    one_shot: bool = False
-    title: str = ""
-
-
-METHODS = {
-    method.name: method
-    for method in (
-        Method(
-            name="full", spec="full", model="dense", one_shot=True, title="dense model, every key and value"
-        ),
-        Method(name="pod", spec="pod", model="adapted", one_shot=True, title="PoD, adapted weights"),
-        Method(
-            name="pod-unadapted",
-            spec="pod",
-            model="unadapted",
-            one_shot=True,
-            title="PoD, dense weights + plan",
-        ),
-        Method(
-            name="streamingllm",
-            spec="streamingllm",
-            model="dense",
-            takes_budget=True,
-            grows=False,
-            title="sinks + recent",
-        ),
-        Method(
-            name="snapkv",
-            spec="snapkv",
-            model="dense",
-            takes_budget=True,
-            title="tokens picked by the prompt's end",
-        ),
-    )
-}
-
-
 @dataclass(kw_only=True)
 class EvalArgs:
     """The `eval` section: which methods, on which tasks, at which lengths. Lengths are in tokens."""
@@ -80,7 +28,13 @@ class EvalArgs:
         default_factory=lambda: ["full", "pod", "pod-unadapted", "streamingllm", "snapkv"]
     )
     """methods to compare; `pod` runs on the adapted export, `pod-unadapted` on the dense weights under the plan, the rest on
-    the dense model. The methods that drop tokens get the bytes that PoD holds at the same length."""
+    the dense model. Any method of `run_eval.py --list-methods` and any combination, as `pod+snapkv`. The methods that drop
+    tokens get the budget that fills the bytes that PoD holds at the same length with keys and values as the model computes
+    them; what a method really holds is in its results."""
+
+    method_options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """parameters of methods by name, as `{razor: {heads: runs/x/plan/retrieval_heads.json}, h2o: {num_recent_tokens: 64}}`;
+    `run_eval.py --list-methods` shows what each one takes"""
 
     tasks: list[str] = field(default_factory=lambda: list(TASKS))
     """what to measure: perplexity, passkey, efficiency"""
@@ -140,8 +94,9 @@ class EvalArgs:
     """torch device; auto = cuda when there is one, else cpu"""
 
     def __post_init__(self) -> None:
-        check_names("method", self.methods, METHODS)
-        check_names("task", self.tasks, TASKS)
+        check_names("method", self.methods, find_method)
+        check_names("task", self.tasks, find_task)
+        _check_options(self.method_options, self.methods)
         for name in _COUNTS:
             _check_positive(name, getattr(self, name))
         for name in ("passkey_lengths", "efficiency_lengths"):
@@ -169,21 +124,6 @@ class EvalArgs:
         return max(lengths)
 
 
-def check_names(kind: str, names: list[str], known) -> None:
-    """Raise ValueError naming the nearest known name; refuse an empty list and repetitions."""
-    if not isinstance(names, list) or not names:
-        raise ValueError(
-            f"eval.{kind}s must be a list of at least one {kind}, got {names!r}; known: {', '.join(known)}"
-        )
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(str(name).lower(), list(known), n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"unknown {kind} {name!r}; {hint}known: {', '.join(known)}")
-    if len(set(names)) < len(names):
-        raise ValueError(f"eval.{kind}s names one {kind} twice: {', '.join(names)}")
-
-
 def _check_positive(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"eval.{name} must be a whole number of at least 1, got {value!r}")
@@ -196,3 +136,20 @@ def _check_lengths(name: str, value: object) -> None:
         or any(not isinstance(item, int) or item < 2 for item in value)
     ):
         raise ValueError(f"eval.{name} must be a list of token counts of at least 2, got {value!r}")
+
+
+def find_task(name: str) -> str:
+    """The task of this name; ValueError for one that does not exist."""
+    if name not in TASKS:
+        raise unknown("task", name, TASKS)
+    return name
+
+
+def _check_options(options: object, methods: list[str]) -> None:
+    if not isinstance(options, dict) or not all(isinstance(values, dict) for values in options.values()):
+        raise ValueError(f"eval.method_options must map methods to parameters, got {options!r}")
+    for name in options:
+        if name not in methods:
+            raise ValueError(
+                f"eval.method_options names {name!r}, which is not in eval.methods: {', '.join(methods)}"
+            )

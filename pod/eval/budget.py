@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 import pod
-from pod.eval.args import Method
+from pod.eval.methods import Method
 
 
 class ByteBudgets:

@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from pod.eval.args import METHODS, EvalArgs
+from pod.eval.args import EvalArgs
 from pod.eval.buckets import position_buckets
+from pod.eval.methods import find_method
 
 if TYPE_CHECKING:
     from pod.recipe import Recipe
@@ -21,7 +22,7 @@ def estimate(recipe: "Recipe") -> str:
 
 def token_counts(args: EvalArgs, name: str) -> tuple[int, int]:
     """(prompt tokens, decode steps of a batch) that a method takes."""
-    method = METHODS[name]
+    method = find_method(name)
     prompt = steps = 0
     if "perplexity" in args.tasks:
         prompts, scored = _bucket_counts(args)

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 import pod
-from pod.eval.args import METHODS
+from pod.eval.methods import find_method
 from pod.eval.results import identity
 from pod.models import resolve_model
 
@@ -29,7 +29,7 @@ class Models:
         self.plan = recipe.plan_path()
         self.dense_path = resolve_model(recipe.model.path)
         self._loaded: dict[str, Any] = {}
-        chosen = [METHODS[name] for name in recipe.eval.methods]
+        chosen = [find_method(name) for name in recipe.eval.methods]
         self.kinds = sorted({method.model for method in chosen})
         self._check_available()
         for kind in self.kinds:

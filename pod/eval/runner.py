@@ -11,9 +11,9 @@ import torch
 
 import pod
 from pod.eval import efficiency, passkey, perplexity, stats
-from pod.eval.args import METHODS, Method
 from pod.eval.buckets import position_buckets
 from pod.eval.budget import ByteBudgets, native_bytes_per_token, stated
+from pod.eval.methods import Method, find_method
 from pod.eval.models import Models
 from pod.eval.report import write_report
 from pod.eval.results import RunResults, environment, fingerprint, one_line
@@ -92,7 +92,8 @@ class Evaluation:
         if method.takes_budget:
             assert self.budgets is not None, "Models refuses methods with a budget when there is no reference"
             budget = self.budgets.tokens(method, length, fed)
-        return pod.make_cache(self.models.get(method.model), method.spec, budget=budget), budget
+        options = self.args.method_options.get(method.name, {})
+        return pod.make_cache(self.models.get(method.model), method.spec, budget=budget, **options), budget
 
     def check_budgets(self, method: Method, part: str) -> None:
         """Make every cache that a part will use, so that a budget below the method's minimum is an error before any measuring."""
@@ -119,7 +120,8 @@ class Evaluation:
             "reference": models.reference_layout(),
         }
         if method is not None:
-            inputs |= {"method": asdict(method), "model": models.identity(method.model)}
+            options = self.args.method_options.get(method.name, {})
+            inputs |= {"method": asdict(method), "options": options, "model": models.identity(method.model)}
         if part == "perplexity":
             assert self.text is not None
             inputs |= {
@@ -134,6 +136,7 @@ class Evaluation:
                 "models": {kind: models.identity(kind) for kind in models.kinds},
                 "run": [
                     args.methods,
+                    args.method_options,
                     args.efficiency_lengths,
                     args.efficiency_tokens,
                     args.efficiency_repeats,
@@ -154,14 +157,14 @@ def evaluate(recipe: "Recipe", log: Log = _print_now) -> dict[str, dict]:
     run = Evaluation(recipe, log)
     folder = recipe.eval_dir
     errors = {}
-    results = {name: _method_results(run, METHODS[name]) for name in recipe.eval.methods}
-    pending = {name: _pending_parts(run, METHODS[name], result) for name, result in results.items()}
+    results = {name: _method_results(run, find_method(name)) for name in recipe.eval.methods}
+    pending = {name: _pending_parts(run, find_method(name), result) for name, result in results.items()}
     for name, parts in pending.items():
         for part in parts:
-            if METHODS[name].takes_budget:
-                run.check_budgets(METHODS[name], part)
+            if find_method(name).takes_budget:
+                run.check_budgets(find_method(name), part)
     for name, result in results.items():
-        error = _measure_method(run, METHODS[name], result, pending[name])
+        error = _measure_method(run, find_method(name), result, pending[name])
         if error:
             errors[name] = error
     if SPEED_RUN in recipe.eval.tasks:
@@ -367,7 +370,7 @@ def _race(run: Evaluation, length: int, errors: dict[str, str]) -> dict[str, Any
     args = run.args
     contestants, rows = [], {}
     for name in args.methods:
-        method = METHODS[name]
+        method = find_method(name)
         try:
             model = run.models.get(method.model)
             cache, budget = run.cache(method, length, 0)

@@ -2,9 +2,11 @@
 
 import pytest
 
-from pod.eval.args import METHODS, EvalArgs
+import pod
+from pod.eval.args import EvalArgs
 from pod.eval.buckets import position_buckets
 from pod.eval.estimate import token_counts
+from pod.eval.methods import METHODS, find_method
 
 
 @pytest.mark.parametrize(
@@ -35,8 +37,37 @@ def test_wrong_values(values, message):
 
 
 def test_methods_that_drop_tokens_are_never_scored_in_one_pass():
-    assert {name for name, method in METHODS.items() if method.takes_budget} == {"streamingllm", "snapkv"}
     assert not any(method.takes_budget and method.one_shot for method in METHODS.values())
+
+
+def test_table_knows_every_method_that_weights_can_be_evaluated_with():
+    registry = {name: method for name, method in pod.methods().items() if not method.trained}
+    assert set(METHODS) - {"pod-unadapted"} == set(registry)
+    for name, method in registry.items():
+        assert METHODS[name].takes_budget == method.takes_budget, name
+
+
+def test_combinations_are_methods_too():
+    both = find_method("pod+snapkv+int4")
+    assert (both.model, both.takes_budget, both.one_shot) == ("adapted", True, False)
+    assert find_method("pod-unadapted+int4").spec == "pod+int4"
+    assert find_method("pod-unadapted+int4").model == "unadapted"
+    assert find_method("imdc(streamingllm)").takes_budget
+    with pytest.raises(ValueError, match="unknown method 'pod.snap'"):
+        find_method("pod+snap")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"snapkw": {}}, "names 'snapkw', which is not in eval.methods: full, snapkv"),
+        ({"snapkv": 3}, "must map methods to parameters"),
+        ([1], "must map methods to parameters"),
+    ],
+)
+def test_wrong_method_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        EvalArgs(methods=["full", "snapkv"], method_options=options)
 
 
 def test_longest_counts_generated_tokens():

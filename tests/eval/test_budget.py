@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import pod
-from pod.eval.args import METHODS
 from pod.eval.budget import ByteBudgets, measure_bytes, native_bytes_per_token, stated
+from pod.eval.methods import METHODS
 
 
 def test_bytes_per_token_by_hand(dense_model):

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import pod
-from pod.eval.args import METHODS
 from pod.eval.buckets import Bucket, position_buckets
+from pod.eval.methods import METHODS
 from pod.eval.perplexity import forward_error, score_by_decode, score_by_forward, token_nll
 
 BUCKETS = position_buckets(64, 16, 6)
@@ -109,9 +109,12 @@ def test_pod_differs_from_dense_once_there_are_distant_tokens(text, dense_model,
 def test_budget_below_the_length_changes_scores(name, scored, text, dense_model):
     """Compression is not bypassed, not even when a single token is scored."""
     bucket = Bucket(start=32, end=64, first=64 - scored)
-    params = {"window": 8} if name == "snapkv" else {}
+    small = {"snapkv": {"window": 8}, "imdc": {"window": 8, "chunk_size": 24}}
+    params = small.get(name, small["imdc"] if name in ("im", "fm") else {})
     full = score_by_forward(dense_model, text, [bucket])[0]
-    roomy = score_by_decode(dense_model, pod.make_cache(dense_model, name, budget=64, **params), text, bucket)
+    roomy = score_by_decode(
+        dense_model, pod.make_cache(dense_model, name, budget=2000, **params), text, bucket
+    )
     assert (roomy - full).abs().max() < 1e-9
     tight = score_by_decode(dense_model, pod.make_cache(dense_model, name, budget=20, **params), text, bucket)
     assert (tight[:, 0] - full[:, 0]).abs().min() > 1e-4

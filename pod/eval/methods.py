@@ -1,0 +1,104 @@
+"""The methods that an evaluation can compare, and what it must know about each. Standard library only."""
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One way to hold the KV cache, under evaluation.
+
+    spec: what `pod.make_cache` calls it.
+    model: `dense` (recipe.model.path), `unadapted` (the same weights under the plan, no training) or `adapted` (the PoD export).
+    takes_budget: it drops or skips tokens, so it is given the budget that fills the bytes that `pod` holds.
+    grows: how many slots a token fed after the prompt adds (0 = as many leave).
+    one_shot: one forward pass without a cache equals its decode path (tests/eval/test_perplexity.py proves it), so that
+        perplexity may be scored by that pass. A method that compresses must never say so.
+    """
+
+    name: str
+    spec: str
+    model: str
+    takes_budget: bool = False
+    grows: bool = True
+    one_shot: bool = False
+    title: str = ""
+
+
+def _dense(name: str, title: str, takes_budget: bool = True, grows: bool = True) -> Method:
+    return Method(name=name, spec=name, model="dense", takes_budget=takes_budget, grows=grows, title=title)
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method(
+            name="full", spec="full", model="dense", one_shot=True, title="dense model, every key and value"
+        ),
+        Method(name="pod", spec="pod", model="adapted", one_shot=True, title="PoD, adapted weights"),
+        Method(
+            name="pod-unadapted",
+            spec="pod",
+            model="unadapted",
+            one_shot=True,
+            title="PoD, dense weights + plan",
+        ),
+        _dense("streamingllm", "sinks + recent", grows=False),
+        _dense("lm_infinite", "sinks + recent, distances capped", grows=False),
+        _dense("wa", "recent tokens only, prompt masked too", grows=False),
+        _dense("local_window", "recent tokens only, full prompt", grows=False),
+        _dense("snapkv", "tokens picked by the prompt's end"),
+        _dense("pyramidkv", "tokens picked by the prompt's end, fewer in higher layers"),
+        _dense("h2o", "heavy hitters + recent", grows=False),
+        _dense("roco", "robust heavy hitters", grows=False),
+        _dense("d2o", "dropped tokens merged into kept ones", grows=False),
+        _dense("imdc", "growing memory, shrinking chunks"),
+        _dense("im", "growing memory"),
+        _dense("fm", "fixed memory"),
+        _dense("quest", "reads the best pages, holds all"),
+        _dense("simlayerkv", "lazy layers keep a window", takes_budget=False),
+        _dense("razor", "retrieval heads whole, others a window", takes_budget=False),
+        _dense("minicache", "pairs of layers share directions", takes_budget=False),
+        _dense("int4", "4 bits per number", takes_budget=False),
+        _dense("int8", "8 bits per number", takes_budget=False),
+    )
+}
+
+
+def find_method(name: str) -> Method:
+    """The method of a name, or of a combination such as `pod+snapkv+int4` or `imdc(streamingllm)`.
+
+    Raises: ValueError naming the nearest method there is. Whether the parts go together is for `pod.make_cache` to say.
+    """
+    if name in METHODS:
+        return METHODS[name]
+    parts = [METHODS.get(part.split("(")[0].strip()) for part in str(name).split("+")]
+    found = [part for part in parts if part is not None]
+    if len(found) < len(parts) or not ("+" in name or "(" in name):
+        raise unknown("method", name, METHODS)
+    return Method(
+        name=name,
+        spec="+".join(part.strip() for part in name.split("+")).replace("pod-unadapted", "pod"),
+        model=next((part.model for part in found if part.model != "dense"), "dense"),
+        takes_budget=any(part.takes_budget for part in found),
+        grows=all(part.grows for part in found),
+        title="; ".join(part.title for part in found),
+    )
+
+
+def unknown(kind: str, name: object, known: Iterable[str]) -> ValueError:
+    """The error for a name that does not exist."""
+    near = difflib.get_close_matches(str(name).lower(), list(known), n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return ValueError(f"unknown {kind} {name!r}; {hint}known: {', '.join(known)}")
+
+
+def check_names(kind: str, names: object, find: Callable[[str], object]) -> None:
+    """Raise ValueError for what `find` does not know, an empty list and repetitions."""
+    if not isinstance(names, list) or not names:
+        raise ValueError(f"eval.{kind}s must be a list of at least one {kind}, got {names!r}")
+    for name in names:
+        find(name)
+    if len(set(names)) < len(names):
+        raise ValueError(f"eval.{kind}s names one {kind} twice: {', '.join(names)}")
