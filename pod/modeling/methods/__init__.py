@@ -10,7 +10,9 @@ from pod.modeling.methods import (
     layouts,
     lm_infinite,
     local_window,
+    minicache,
     pyramidkv,
+    quest,
     razor,
     roco,
     simlayerkv,
@@ -36,6 +38,8 @@ _METHODS: dict[str, Method] = {
         d2o.METHOD,
         simlayerkv.METHOD,
         razor.METHOD,
+        quest.METHOD,
+        minicache.METHOD,
         *imdc.METHODS,
         *codecs.METHODS,
     )

@@ -1,0 +1,147 @@
+"""Quest (Tang et al., 2024): everything is stored, and a decoded token reads only the pages that may matter to it.
+
+A page is ``page_size`` consecutive tokens. The smallest and the largest value of each key channel in it bound the
+product of any query with any of its keys; each query head reads the pages with the largest bounds.
+"""
+
+from collections.abc import Iterator
+from math import ceil, inf
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pod.modeling.cache import PodCache, Step
+from pod.modeling.config import PodConfig
+from pod.modeling.layout import PodCacheLayer
+from pod.modeling.methods.base import Method, Request
+from pod.modeling.methods.rows import GroupedCache
+from pod.modeling.stores import NATIVE, Codec, TokenStore
+
+
+class QuestLayer(PodCacheLayer):
+    """A dense layer with the bounds of its pages, for rows that are alike.
+
+    Args:
+        budget: tokens that a query head reads when decoding, rounded up to whole pages.
+        page_size: tokens of a page.
+        is_dense: whether the layer reads everything.
+    """
+
+    def __init__(
+        self,
+        config: PodConfig,
+        layer_idx: int,
+        budget: int,
+        page_size: int,
+        is_dense: bool,
+        codec: Codec = NATIVE,
+    ):
+        self.page_size, self.num_read_pages, self.is_dense = page_size, ceil(budget / page_size), is_dense
+        super().__init__(config, layer_idx, codec)
+
+    def clear(self) -> None:
+        super().clear()
+        self.pages = (
+            TokenStore()
+        )  # [B, H, pages, 2 d]: minimum, then maximum; native under any codec: they are bounds
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        yield from super().parts()
+        yield from (("pages", tensor) for tensor in self.pages.tensors())
+
+    def select_rows(self, index: Tensor) -> None:
+        super().select_rows(index)
+        self.pages.select_rows(index)
+
+    def predicted_nbytes(self, length: int) -> int:
+        pages = 0 if self.pages.is_empty else self.pages.predicted_nbytes(ceil(length / self.page_size))
+        return super().predicted_nbytes(length) + pages
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        q, k, past = step.rope(q), step.rope(k), step.uniform_past
+        assert past is not None
+        if self.is_dense:
+            return self.attend_rotated(q, k, v, step)
+        self._update_pages(k, past)
+        num_pages = ceil((past + step.num_new) / self.page_size)
+        if not step.is_decode or self.num_read_pages >= num_pages:
+            return self.attend_rotated(q, k, v, step)
+        self.lead_keys.append(k, past)
+        self.all_values.append(v, past)
+        return self._read_pages(q.unflatten(1, (-1, self.groups)).squeeze(3), past + 1)
+
+    def _update_pages(self, k: Tensor, past: int) -> None:
+        """Let rotated keys ``[B, H, m, d]`` enter their pages behind ``past`` tokens."""
+        offset = past % self.page_size
+        padding = 0, 0, offset, -(offset + k.shape[2]) % self.page_size
+        low, high = (
+            F.pad(k, padding, value=value).unflatten(2, (-1, self.page_size)) for value in (inf, -inf)
+        )
+        low, high, first = low.amin(3), high.amax(3), past // self.page_size
+        if offset:  # the first page has tokens already
+            old_low, old_high = self.pages.read(first + 1)[:, :, first].chunk(2, dim=-1)
+            low[:, :, 0] = torch.minimum(low[:, :, 0], old_low)
+            high[:, :, 0] = torch.maximum(high[:, :, 0], old_high)
+        self.pages.append(torch.cat((low, high), dim=-1), first)
+
+    def choose_pages(self, q: Tensor, num_pages: int) -> Tensor:
+        """The last page and the best of the others for queries ``[B, H, G, d]``: ``[B, H, G, num_read_pages]``, ascending.
+
+        A page's score is ``Σ_c max(q_c·min_c, q_c·max_c)`` over the channels (Quest, §3.3); ties: the lower page.
+        """
+        wide = torch.promote_types(q.dtype, torch.float32)
+        low, high = self.pages.read(num_pages - 1).to(wide).transpose(2, 3).chunk(2, dim=2)
+        scores = q.to(wide).clamp(min=0) @ high + q.to(wide).clamp(max=0) @ low
+        best = scores.argsort(dim=-1, descending=True, stable=True)[..., : self.num_read_pages - 1]
+        return F.pad(best.sort(dim=-1).values, (0, 1), value=num_pages - 1)
+
+    def _read_pages(self, q: Tensor, length: int) -> Tensor:
+        """Attention of one new token per row, ``[B, Hq, 1, d]``, to the tokens of its pages only."""
+        last_page, pages = (length - 1) // self.page_size, self.choose_pages(q, ceil(length / self.page_size))
+        tokens = pages[..., None] * self.page_size + torch.arange(self.page_size, device=q.device)
+        behind = (last_page + 1) * self.page_size - length  # slots of the last page that are still empty
+        tokens = tokens.flatten(3)[..., : tokens.shape[3] * self.page_size - behind]
+        batch, heads, groups, count = tokens.shape
+        rows, columns = (torch.arange(n, device=q.device) for n in (batch, heads))
+        index = rows[:, None, None], columns[None, :, None], tokens.flatten(2)
+        keys = self.lead_keys.read(length)[index].unflatten(2, (groups, count))
+        values = self.all_values.read(length)[index].unflatten(2, (groups, count))
+        logits = (q * self.scale)[..., None, :] @ keys.transpose(3, 4)
+        weights = logits.to(torch.promote_types(q.dtype, torch.float32)).softmax(-1).to(q.dtype)
+        return (weights @ values).flatten(1, 2)
+
+
+def _build(config: PodConfig, request: Request) -> PodCache:
+    page_size, num_dense_layers = request.params["page_size"], request.params["num_dense_layers"]
+    if page_size < 1 or num_dense_layers < 0:
+        raise ValueError(
+            f"quest: page_size = {page_size} and num_dense_layers = {num_dense_layers} must be at least 1 and 0"
+        )
+
+    def make_layer(config: PodConfig, layer_idx: int) -> QuestLayer:
+        is_dense = layer_idx < num_dense_layers
+        return QuestLayer(config, layer_idx, request.tokens, page_size, is_dense, request.codec)
+
+    return GroupedCache(config, make_layer, request.spec)
+
+
+METHOD = Method(
+    name="quest",
+    paper="Quest (Tang et al., 2024)",
+    frees="nothing: all tokens stay, with 1 / page_size more bytes for the bounds; decoding reads budget tokens per query "
+    "head (behind a codec all are unpacked first: bytes are saved, time is not)",
+    axis="selection",
+    build=_build,
+    parameters={
+        "page_size": (16, "consecutive tokens that are read or skipped together (tokens)"),
+        "num_dense_layers": (2, "first layers, which read every token (layers)"),
+    },
+    takes_budget=True,
+    refuses={
+        "pod": "a follower takes its lead's logits for all distant tokens, and quest computes them for the pages that each "
+        "layer chooses for itself",
+        "cla": "its followers have no keys to bound pages of their own; pages shared by a block are another method",
+        "window": "a window has few tokens, and all of them are read",
+    },
+)
