@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from oracle_tools import TURNS, run_cache
+from oracles_imdc import Chunked
 
 import pod
 from pod.modeling.methods import imdc
@@ -145,6 +146,17 @@ def test_packed_memory(tools, spec):
     assert payload(cache) < 0.7 * payload(native)
     assert torch.equal(outputs[0][:, :10], exact[:, :10])  # the first chunk finds no memory
     assert (outputs[0] - exact).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("family", ["qwen2-yarn", "llama-tied-biased-llama3"])
+@torch.no_grad()
+def test_scaled_rotations(tools, family):
+    """YaRN multiplies every rotated key and query by a factor, for the pruner as well."""
+    model, ids = tools.make_pod(family, plan=False), tools.random_ids(1, 50)
+    expected = Chunked(model, **COMMON).run(ids[0], TURNS)
+    for cut in ((), (7,)):
+        out = run_cache(model, pod.make_cache(model, "imdc", **COMMON), ids, TURNS, cut)[0]
+        assert (out - expected).abs().max() <= 1e-9
 
 
 @torch.no_grad()

@@ -6,6 +6,8 @@ Logits against naive oracles are in test_oracles_windows.py and test_oracles_ran
 import pytest
 import torch
 from oracle_tools import TURNS, run_cache
+from oracles_ranked import LocalWindow
+from oracles_windows import LMInfinite, StreamingLLM, WindowAttention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -95,6 +97,25 @@ def test_streamingllm_saves_seven_eighths_at_32k():
     every_token = 2 * 32768 * 8 * 4  # keys and values, one head of 8 numbers of 4 bytes
     assert 1 - payload(cache) / every_token == 0.875
     assert cache.predicted_nbytes() == payload(cache)
+
+
+@pytest.mark.parametrize("family", ["qwen2-yarn", "llama-tied-biased-llama3"])
+@pytest.mark.parametrize("spec", WINDOWS)
+@torch.no_grad()
+def test_scaled_rotations(tools, spec, family):
+    """YaRN multiplies every rotated key and query by a factor, at distance 0 as well."""
+    oracle = {"streamingllm": StreamingLLM, "lm_infinite": LMInfinite, "wa": WindowAttention}.get(
+        spec, LocalWindow
+    )
+    model, ids, options = (
+        tools.make_pod(family, plan=False),
+        tools.random_ids(1, 50),
+        WINDOWS[spec] | {"budget": 12},
+    )
+    expected = oracle(model, **options).run(ids[0], TURNS)
+    for cut in ((), (7,)):
+        out = run_cache(model, pod.make_cache(model, spec, **options), ids, TURNS, cut)[0]
+        assert (out - expected).abs().max() <= 1e-9
 
 
 class Largest(TorchDispatchMode):

@@ -25,7 +25,7 @@ class LambdaLayer(WindowedLayer):
         return (positions[:, None] - sinks).clamp(max=self.limit)
 
     def sink_logits(self, q: Tensor, keys: Tensor, past: int, turn) -> Tensor:
-        logits = self.products(turn(q, range(self.limit, self.limit + 1)), keys)
+        logits = self.products(turn(q, range(self.limit, self.limit + 1)), turn(keys, range(1)))
         near = min(q.shape[2], self.limit + self.num_sink_tokens - past)  # queries that have a nearer sink
         if near <= 0:
             return logits
