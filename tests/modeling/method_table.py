@@ -85,6 +85,7 @@ SELECTIONS = [
         large={"num_recent_tokens": 512, "threshold": 0.0},
         name="simlayerkv-prefill",
     ),
+    Row("quest", {"budget": 12, "page_size": 4}, large=LARGE | {"page_size": 16}, saves=-0.07),
     Row("razor", RAZOR, whole={"num_recent_tokens": ALL}, large={"num_recent_tokens": 256}, saves=0.5),
     Row("imdc", IMDC, whole={"budget": ALL, "chunk_size": ALL}, large=LARGE | {"chunk_size": 512}),
     Row(
@@ -128,7 +129,11 @@ SHARED = [
     Row("pod+snapkv", SNAP | {"budget": 20}, model="pod"),
     Row("pod+pyramidkv", SNAP | {"budget": 20, "beta": 3}, model="pod", saves=0.6),
 ]
+TWINS = ("snapkv-streaming", "h2o-streaming", "simlayerkv-prefill")  # packed like their neighbours
 COMPOSED = [
-    packed(row, "int8" if row.spec in ("wa", "roco", "im") else "int4") for row in (*SELECTIONS, *SHARED)
+    packed(row, "int8" if row.spec in ("wa", "roco", "im") else "int4")
+    for row in (*SELECTIONS, *SHARED)
+    if row.id not in TWINS
 ]
-ROWS = [*LAYOUTS, *SELECTIONS, *PACKED, *SHARED, *COMPOSED]
+PAIRED = [Row("minicache", {"block": 3}, whole={"share": 1.0}, large={}, saves=0.1)]
+ROWS = [*LAYOUTS, *SELECTIONS, *PAIRED, *PACKED, *SHARED, *COMPOSED]
