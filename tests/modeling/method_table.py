@@ -135,5 +135,6 @@ COMPOSED = [
     for row in (*SELECTIONS, *SHARED)
     if row.id not in TWINS
 ]
+# decides over pairs of layers and packs nothing further: refuses codecs and other layouts
 PAIRED = [Row("minicache", {"block": 3}, whole={"share": 1.0}, large={}, saves=0.1)]
 ROWS = [*LAYOUTS, *SELECTIONS, *PAIRED, *PACKED, *SHARED, *COMPOSED]
