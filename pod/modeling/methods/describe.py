@@ -1,4 +1,4 @@
-"""The catalogue of methods as text: what each keeps, its parameters, what it combines with."""
+"""The catalogue of methods as text: what each keeps, its parameters, what it combines with, what it refuses and why."""
 
 import textwrap
 from collections.abc import Mapping
@@ -49,7 +49,12 @@ def _describe(registry: Mapping[str, Method], method: Method, width: int) -> lis
     lines += [f"{key} [{default}] {meaning}" for key, (default, meaning) in method.parameters.items()]
     if allowed:
         lines.append(f"goes with: {', '.join(allowed)}")
-    lines += [f"not {spec}: {reason}" for spec, reason in together.items() if reason is not None]
+    reasons: dict[str, list[str]] = {}
+    for spec, reason in together.items():
+        of_layout = registry[spec.split("+")[0]].trained and method.axis != "layout"  # said once, there
+        if reason is not None and not of_layout:
+            reasons.setdefault(reason, []).append(spec)
+    lines += [f"not {', '.join(specs)}: {reason}" for reason, specs in reasons.items()]
     wrapped = lines[:1]
     for line in lines[1:]:
         wrapped += textwrap.wrap(line, width, initial_indent="      ", subsequent_indent="        ")
