@@ -36,7 +36,7 @@ KEPT, RESULTS = ROOT / "runs" / "methods_smollm2", Path(__file__).parent / "resu
 EXPORT, HEADS = ROOT / "runs" / "demo" / "export", ROOT / "runs" / "demo" / "plan" / "retrieval_heads.json"
 SHARES = (0.125, 0.25, 0.5)
 TEXT_LENGTH, MIN_CONTEXT, SCORED, SEQUENCES = 4096, 512, 32, 2
-PASSKEY_LENGTHS, PASSKEY_DEPTHS, NEW_TOKENS = (1024, 2048, 4096), (0.1, 0.5, 0.9), 12
+PASSKEY_LENGTHS, PASSKEY_DEPTHS, NEW_TOKENS = (1024, 2048, 4096), (0.25, 0.75), 10
 DTYPE = torch.bfloat16
 OPTIONS: dict[str, dict[str, Any]] = {
     "razor": {"heads": str(HEADS), "num_recent_tokens": 256},
