@@ -148,6 +148,16 @@ def test_packed_memory(tools, spec):
     assert (outputs[0] - exact).abs().max() > 1e-6
 
 
+@torch.no_grad()
+def test_chunks_shorter_than_the_window(tools):
+    """A chunk of 5 ranks by its own 5 queries, though the window is 9 and the chunk before left queries, too."""
+    model, ids = tools.make_pod("llama", plan=False), tools.random_ids(1, 50)
+    options = {"budget": 14, "chunk_size": 5, "window": 9}
+    expected = Chunked(model, mode="im", **options).run(ids[0], TURNS)
+    out = run_cache(model, pod.make_cache(model, "im", **options), ids, TURNS, (4,))[0]
+    assert (out - expected).abs().max() <= 1e-9
+
+
 @pytest.mark.parametrize("family", ["qwen2-yarn", "llama-tied-biased-llama3"])
 @torch.no_grad()
 def test_scaled_rotations(tools, family):
