@@ -40,8 +40,7 @@ PASSKEY_LENGTHS, PASSKEY_DEPTHS, NEW_TOKENS = (1024, 2048, 4096), (0.25, 0.75), 
 DTYPE = torch.bfloat16
 OPTIONS: dict[str, dict[str, Any]] = {
     "razor": {"heads": str(HEADS), "num_recent_tokens": 256},
-    "simlayerkv": {"window": 256},
-    "pyramidkv": {"window": 8},
+    "simlayerkv": {"num_recent_tokens": 256},
     "fm": {"chunk_size": "budget"},
     "im": {"chunk_size": "budget"},
     "imdc": {"chunk_size": "budget"},
