@@ -257,3 +257,30 @@ def test_requests_that_cannot_work_are_refused(tools):
         assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="decided while it runs"):
         make(shared, "pod+simlayerkv")
+
+
+@torch.no_grad()
+def test_tokens_are_packed_once_the_layer_is_judged(tools):
+    """Until the first generated token they stay native: a lazy layer packs its window, and nothing twice."""
+    model, ids = (
+        tools.make_pod("llama", plan=False, dtype=torch.float32, head_dim=32),
+        tools.random_ids(1, 200),
+    )
+    options = {"num_recent_tokens": 60, "group_size": 16, "residual": 16}
+    native, packed = (
+        make(model, threshold=0.0, **SIZES | {"num_recent_tokens": 60}),
+        make(model, "simlayerkv+int4", threshold=0.0, **options),
+    )
+    for cache in (native, packed):
+        feed(model, cache, ids, 150)
+    assert measured(packed) == pytest.approx(measured(native), rel=0.01)
+    assert abs(measured(packed) / packed.predicted_nbytes() - 1) < 0.01
+    full = {}
+    for cache in (native, packed):
+        full[cache] = feed(model, cache, ids, 1)
+    assert torch.equal(*full.values())  # the first generated token still attends to native tokens
+    assert measured(packed) < 0.75 * measured(native)
+    ring = layers_of(packed)[0].tokens.window.values.read(151)
+    exact = layers_of(native)[0].tokens.window.values.read(151)
+    code = (exact.amax(-1) - exact.amin(-1)).max() / 15
+    assert 0 < (ring - exact).abs().max() <= 0.51 * code

@@ -129,7 +129,10 @@ class SimLayer(CacheLayer):
             self.judges_next = self.detector == "decode"
         if self.is_lazy and self.tokens.num_beside:
             self.tokens.trim(self.num_recent_tokens)
-        self.tokens.settle()
+        if (
+            self.is_lazy or self.exempt or not self.judges_next
+        ):  # else a token might be packed now and again in the window
+            self.tokens.settle()
 
 
 def lazy_mass(rows: Tensor, num_sink_tokens: int, num_recent_tokens: int) -> Tensor:

@@ -75,7 +75,7 @@ class SlidingTokens:
     Attributes:
         num_recent: tokens of the ring, None before the first ``trim``.
         entered: tokens that the window has taken since it was made; the last ``num_recent`` of them are in the ring.
-        num_beside: tokens beside the window.
+        num_beside: tokens beside the window; the first ``settled_beside`` of them have come to rest.
     """
 
     def __init__(self, codec: Codec, num_sink_tokens: int):
@@ -87,7 +87,7 @@ class SlidingTokens:
 
     def _open(self) -> None:
         self.beside = Pair(self.codec.tokens("keys"), self.codec.tokens("values"))
-        self.num_beside = 0
+        self.num_beside = self.settled_beside = 0
 
     @property
     def held(self) -> int:
@@ -186,6 +186,7 @@ class SlidingTokens:
             self.window.settle(self.entered)
         if self.num_beside:
             self.beside.settle(self.num_beside)
+        self.settled_beside = self.num_beside
 
     # -- attention -------------------------------------------------------------------------------------------
 
@@ -269,7 +270,12 @@ class SlidingTokens:
 
     def predicted_nbytes(self) -> int:
         window = 0 if self.window is None else self.window.predicted_nbytes(self.entered)
-        return window + self.beside.predicted_nbytes(self.num_beside)
+        beside = self.beside.predicted_nbytes(self.settled_beside)
+        if self.num_beside > self.settled_beside:  # native until they settle
+            batch, heads, _, head_dim = self.beside.keys.shape
+            new = 2 * (self.num_beside - self.settled_beside) * batch * heads * head_dim
+            beside += new * self.beside.keys.dtype.itemsize
+        return window + beside
 
 
 def attend_columns(queries: Tensor, columns: list[Column]) -> tuple[Tensor, Tensor]:
