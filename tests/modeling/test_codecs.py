@@ -13,8 +13,6 @@ from oracles_codecs import NaiveStore, naive_channels, naive_token
 from oracles_pod_selected import PodSelected
 
 import pod
-from pod.modeling.methods import h2o
-from pod.modeling.methods.combine import build_cache
 from pod.modeling.methods.packing import Packing
 from pod.modeling.methods.quantized import QuantizedCodec, QuantizedWindow
 from pod.modeling.stores import TokenStore
@@ -377,11 +375,28 @@ def test_selections(tools, selection):
     full = type(oracle(model, **arguments)).__mro__[2](model, **arguments).run(ids, TURNS)
 
     def make_cache():
-        rest = {name: value for name, value in arguments.items() if name != "budget"}
-        registry = pod.methods() | {"h2o": h2o.METHOD}
-        return build_cache(registry, model.config, f"{selection}+int4", arguments["budget"], rest | SIZES)
+        return pod.make_cache(model, f"{selection}+int4", **arguments, **SIZES)
 
     assert_agrees(model, oracle(model, **arguments), make_cache, ids, TURNS, full=full)
+
+
+@torch.no_grad()
+def test_how_a_prompt_was_chunked_is_forgotten_by_a_selection_with_long_windows(tools):
+    """Followers free aged keys in portions; how many keys wait for that must not decide what is packed."""
+    sizes = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 1024,
+    }
+    model = tools.make_pod("qwen3", windows=(4, 300), **sizes)
+    ids, turns = tools.random_ids(1, 604), [("prompt", 600), ("decode", 4)]
+    options = {"budget": 550, "window": 8, "residual": 4, "group_size": 2}
+    whole, other = (
+        run_cache(model, pod.make_cache(model, "pod+snapkv+int4", **options), ids, turns, widths)
+        for widths in ((), (599, 1))
+    )
+    assert (other - whole)[0, -4:].abs().max() <= 1e-9
 
 
 @torch.no_grad()

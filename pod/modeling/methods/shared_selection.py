@@ -212,14 +212,16 @@ class SharedSelectionLayer(CacheLayer):
             head.queries = seen[:, :, -window:].clone()
 
     def _drop_aged(self, step: Step) -> None:
-        """Free own keys of tokens that no later query of this head will see as proximal."""
         for number in self.followers:
             head = self.heads[number]
-            positions = step.shared[number].positions
-            sinks, recent = self._proximal(positions, int(step.past[0]) + step.num_new)
-            if head.num_keys - sinks - recent > head.num_keys // _AGED:
-                slots = torch.arange(head.num_keys, device=positions.device)
-                head.keep_keys(torch.cat((slots[:sinks], slots[head.num_keys - recent :])))
+            self._free_aged(head, step.shared[number].positions, step, head.num_keys // _AGED)
+
+    def _free_aged(self, head: _Head, positions: Tensor, step: Step, slack: int) -> None:
+        """Free own keys of tokens that no later query of this head will see as proximal, if they are more than ``slack``."""
+        sinks, recent = self._proximal(positions, int(step.past[0]) + step.num_new)
+        if head.num_keys - sinks - recent > slack:
+            slots = torch.arange(head.num_keys, device=positions.device)
+            head.keep_keys(torch.cat((slots[:sinks], slots[head.num_keys - recent :])))
 
     def settle(self, step: Step) -> None:
         if not (step.ends_prompt or step.is_decode):
@@ -238,7 +240,7 @@ class SharedSelectionLayer(CacheLayer):
         head, budget = self.heads[number], self.budgets[number]
         queries, head.queries = head.queries, None
         if queries is None or head.held <= budget:
-            step.shared[number, "kept"] = None
+            step.shared[number, "kept"] = None, head.positions
             return
         kernel, pool = self.params["kernel"], self.params["pool"]
         index = snapkv_slots(queries, head.keys.read(head.held), budget, kernel, pool, self.scale)[0, 0]
@@ -246,11 +248,17 @@ class SharedSelectionLayer(CacheLayer):
         head.keep(index)
 
     def _follow(self, number: int, step: Step) -> None:
-        """A follower keeps what its lead kept, and of its own keys those that are still proximal."""
-        head, kept = self.heads[number], step.shared[number, "kept"]
-        if kept is None:
+        """A follower keeps what its lead kept, and of its own keys those that are still proximal.
+
+        Aged keys go without slack first: how many are left over depends on the chunks, and a codec packs by number.
+        """
+        head = self.heads[number]
+        index, positions = step.shared[number, "kept"]
+        if positions is None:
             return
-        index, positions = kept
+        self._free_aged(head, positions, step, slack=0)
+        if index is None:
+            return
         own = self._own_slots(head, positions)
         at = torch.isin(own, index).nonzero()[:, 0]
         head.keep_keys(at)
