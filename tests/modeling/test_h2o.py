@@ -91,6 +91,21 @@ def test_kept_tokens_are_those_with_the_most_attention(tools):
 
 
 @torch.no_grad()
+def test_first_tokens_have_no_privilege(tools):
+    model = tools.make_pod("llama", plan=False)
+    cache = pod.make_cache(model, "h2o", budget=12)
+    ids = tools.random_ids(1, 21)
+    model(ids[:, :20], past_key_values=cache)
+    layers = cache.groups[0].layers
+    second = [layer.all_values.read(12)[:, :, 1].clone() for layer in layers]
+    for layer in layers:
+        layer.statistics["attention"][..., 0] = -9.0
+    model(ids[:, 20:], past_key_values=cache)
+    for layer, value in zip(layers, second, strict=True):
+        assert layer.held == 12 and torch.equal(layer.all_values.read(12)[:, :, 0], value)
+
+
+@torch.no_grad()
 def test_sums_add_up_to_the_number_of_queries_while_nothing_is_dropped(tools):
     model = tools.make_pod("qwen3-g3", plan=False)
     cache = pod.make_cache(model, "h2o", budget=64)
