@@ -34,12 +34,12 @@ def record_attention_rows(model: PodForCausalLM, input_ids: Tensor, num_queries:
 def record_queries_and_keys(model: PodForCausalLM, input_ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield, per layer, the rotated queries ``[Hq, n, d]`` and keys ``[H, n, d]`` of one sequence ``[1, n]``.
 
-    Raises: ValueError for a model with a sharing plan and for a batch.
+    Raises: ValueError for a model with a sharing plan or a window, and for a batch.
     """
     config: PodConfig = model.config
     n = input_ids.shape[1]
-    if not config.sharing_plan.is_dense:
-        raise ValueError("attention is measured on the dense model: load it without a plan")
+    if config.own_method != "full":
+        raise ValueError("attention is measured on the dense model: load it without a plan, layout = 'pod'")
     if input_ids.shape[0] != 1:
         raise ValueError(f"need input_ids [1, n], got {list(input_ids.shape)}")
     decoder = model.model

@@ -1,15 +1,11 @@
 """Cross-layer attention as a trainable layout: own queries, the keys and values of the block's lead."""
 
-import runpy
-from pathlib import Path
-from types import SimpleNamespace
-
+import naive_layouts
 import pytest
 import torch
 
 import pod
 
-naive_layouts = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("naive_layouts.py"))))
 DOCS = torch.tensor([0] * 13 + [1] * 1 + [2] * 20 + [-1] * 3)
 
 
@@ -204,6 +200,22 @@ def test_generate_equals_a_loop_without_cache(tools):
             use_cache=False,
         ),
     )
+
+
+@torch.no_grad()
+def test_packing_waits_until_the_followers_have_read(tools):
+    """A prompt attends to native keys and values in every layer; packed, they are the lead's alone."""
+    model = make_cla(tools, "qwen3")
+    ids, options = tools.random_ids(2, 60), {"group_size": 8, "residual": 8}
+    cache = pod.make_cache(model, "cla+int4", **options)
+    cache.begin_prompt(50)
+    logits = naive_layouts.feed(model, cache, ids, [30, 20] + [1] * 10)
+    expected = model(ids).logits
+    assert (logits - expected)[:, :50].abs().max() <= 1e-9
+    assert (logits - expected)[:, 50:].abs().max() > 1e-3, "decoding reads four bits"
+    native = naive_layouts.feed(model, native_cache := pod.make_cache(model), ids, [60])
+    assert (native - expected).abs().max() <= 1e-9
+    assert cache.nbytes < 0.6 * native_cache.nbytes
 
 
 def test_caches_of_other_layouts_are_refused(tools):

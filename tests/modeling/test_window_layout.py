@@ -1,15 +1,12 @@
 """Window attention as a trainable layout: what a query sees, in training and from a ring of recent tokens."""
 
-import runpy
-from pathlib import Path
-from types import SimpleNamespace
-
+import naive_layouts
 import pytest
 import torch
 
 import pod
+from pod.modeling.recording import record_attention_rows
 
-naive_layouts = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("naive_layouts.py"))))
 DOCS = torch.tensor([0] * 13 + [1] * 1 + [2] * 20 + [-1] * 3)
 
 
@@ -165,6 +162,10 @@ def test_caches_of_other_layouts_are_refused(tools):
     for spec in ("full", "pod", "snapkv", "cla", "streamingllm"):
         with pytest.raises(ValueError, match=f"'{spec}' does not fit this model.*use 'window'"):
             pod.make_cache(model, spec, budget=100)
+    with pytest.raises(
+        ValueError, match="measured on the dense model: load it without a plan, layout = 'pod'"
+    ):
+        next(record_attention_rows(model, torch.ones(1, 3, dtype=torch.long), 2))
     other = make_window(tools, window=8)
     for cache in (pod.make_cache(other), pod.make_cache(pod.load_model(tools.make_stock()))):
         with pytest.raises(ValueError, match="another shape, plan or windows"):
