@@ -148,9 +148,7 @@ class H2O(Streaming, NaiveDecoder):
         sums = weights.sum(1).mean(0).tolist()
         squares = (weights**2).sum(1).mean(0).tolist()
         for j, entry in enumerate(entries):
-            before = max(
-                0, j - (len(entries) - self.num_new)
-            )  # the pass's queries in front of it never see it
+            before = max(0, j - (len(entries) - self.num_new))  # queries of the pass in front of it
             for name, more in [("sum", sums[j]), ("squares", squares[j]), ("count", self.num_new - before)]:
                 entry.stats[name] = entry.stats.get(name, 0) + more
 
