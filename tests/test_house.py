@@ -241,7 +241,9 @@ def test_pinned_versions_are_installed_and_within_the_declared_ranges():
         for line in (ROOT / name).read_text().splitlines()
     ]
     pinned = [Requirement(line) for line in lines if line and not line.startswith("#")]
-    assert all(str(pin.specifier).startswith("==") for pin in pinned)
+    pinned = [pin for pin in pinned if pin.marker is None or pin.marker.evaluate()]
+    # CUDA builds of torch pin a triton of their own
+    assert all(str(pin.specifier).startswith("==") or pin.name == "triton" for pin in pinned)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ranges = {r.name.lower(): r for r in map(Requirement, project["dependencies"])}
     by_name = {pin.name.lower(): pin for pin in pinned}

@@ -49,8 +49,9 @@ BACKENDS: dict[str, Entry] = {
         statistics_reference.unsupported,
     ),
 }
-AUTO_ORDER: dict[str, list[str]] = {"cuda": ["triton", "blocked"]}
-"""What ``auto`` tries on a device type, fastest first; devices not named use ``blocked``."""
+AUTO_ORDER: dict[str, list[str]] = {"cuda": ["blocked"]}
+"""What ``auto`` tries on a device type, fastest first; devices not named use ``blocked``. ``triton`` gets its place with a
+measurement on a GPU; until then it runs when asked for."""
 
 
 def choose(q: Tensor, backend: str = "auto") -> Entry:
