@@ -161,6 +161,61 @@ def test_no_tensor_grows_with_the_square_of_the_prompt(tools, monkeypatch):
     assert largest[2] <= 2.1 * largest[1] <= 4.3 * largest[0]
 
 
+@torch.no_grad()
+def test_what_is_held_is_what_loops_merge(tools):
+    """One layer, a prompt of 30 and 12 decoded tokens: keys, values, scores and threshold of both heads at every step."""
+    model = tools.make_pod("llama", plan=False, num_hidden_layers=1)
+    ids, n, budget, found, decided = tools.random_ids(1, 42), 30, 12, {}, set()
+
+    def attend(index, q, k, v, turn):
+        found["q"], found["k"], found["v"] = turn(q, torch.arange(42)), turn(k, torch.arange(42)), v
+        return q
+
+    def attention(head, i, keys):
+        queries = found["q"][3 * head : 3 * head + 3, i]
+        return (queries @ keys.T / math.sqrt(keys.shape[1])).softmax(-1).mean(0)
+
+    def split_by(scores, count):
+        ranked = sorted(range(4, len(scores) - 2), key=lambda slot: -scores[slot])
+        stay = sorted([0, 1, 2, 3, *ranked[: count - 6], len(scores) - 2, len(scores) - 1])
+        return stay, [slot for slot in range(len(scores)) if slot not in stay]
+
+    tools.naive_logits(model, ids[0], attend)
+    cache = pod.make_cache(model, "d2o", budget=budget)
+    model(ids[:, :n], past_key_values=cache)
+    states = []
+    for head in range(2):
+        keys, values, scores = found["k"][head, :n], found["v"][head, :n], torch.zeros(n, dtype=torch.float64)
+        for i in range(n):
+            scores[: i + 1] += attention(head, i, keys[: i + 1])
+        kept, dropped = split_by(scores.tolist(), budget)
+        merged = naive_merge(keys, values, kept, dropped)
+        states.append([merged[0], merged[1], scores[kept], merged[2]])
+    for t in range(n, 43):
+        (layer,) = cache.groups[0].layers
+        for head, (keys, values, scores, threshold) in enumerate(states):
+            assert (layer.lead_keys.read(budget)[0, head] - keys).abs().max() <= 1e-12
+            assert (layer.all_values.read(budget)[0, head] - values).abs().max() <= 1e-12
+            assert (layer.statistics["attention"][0, head] - scores).abs().max() <= 1e-12
+            assert abs(layer.threshold[0, head].item() - threshold) <= 1e-12
+        if t == 42:
+            break
+        model(ids[:, t : t + 1], past_key_values=cache)
+        for head, (keys, values, scores, threshold) in enumerate(states):
+            keys, values = (
+                torch.cat((x, found[name][head, t : t + 1])) for x, name in ((keys, "k"), (values, "v"))
+            )
+            scores = torch.cat((scores, torch.zeros(1))) + attention(head, t, keys)
+            kept, dropped = split_by(scores.tolist(), budget)
+            merged_keys, merged_values, similarity, _ = naive_merge(keys, values, kept, dropped)
+            threshold = 0.5 * similarity + 0.5 * threshold
+            decided.add(similarity >= threshold)
+            if similarity < threshold:
+                merged_keys, merged_values = keys[kept], values[kept]
+            states[head] = [merged_keys, merged_values, scores[kept], threshold]
+    assert decided == {True, False}
+
+
 # -- layers --------------------------------------------------------------------------------------------------
 
 
@@ -302,6 +357,9 @@ def test_bytes_are_those_predicted(tools, spec):
     cache = pod.make_cache(model, spec, budget=400, **({"residual": 32} if "int" in spec else {}))
     feed(model, cache, tools.random_ids(1, 705), 700)
     assert abs(method_bytes(cache) / cache.predicted_nbytes() - 1) <= 0.01
+    assert (
+        spec != "d2o" or method_bytes(cache) == cache.predicted_nbytes()
+    )  # nothing grows between two evictions
 
 
 @torch.no_grad()
