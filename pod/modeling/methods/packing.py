@@ -1,6 +1,6 @@
 """Keys and values in 4 or 8 bits: what a group of numbers becomes, and growing tensors of packed tokens.
 
-Asymmetric quantization (KIVI, Liu et al., 2024, eq. 1): a group is stored as codes ``0 … 2^bits - 1`` and its *zero*
+Asymmetric quantization (as KIVI, Liu et al., 2024): a group is stored as codes ``0 … 2^bits - 1`` and its *zero*
 (smallest value) and *scale* (step between codes), ``x̂ = zero + code · scale``. Both are fp16 whatever the model's dtype,
 fp64 included: at 4 bits a group of 32 costs 5 bits per number, one of 64 costs 4.5.
 

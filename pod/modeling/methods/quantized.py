@@ -1,4 +1,4 @@
-"""Stores whose old tokens are packed to 4 or 8 bits; the newest stay as they came (KIVI, Liu et al., 2024, §3.2).
+"""Stores whose old tokens are packed to 4 or 8 bits; the newest stay as they came (as KIVI, Liu et al., 2024).
 
 **What is packed when.** While a prompt runs its tokens stay native, so that attention inside it is exact and does not
 depend on its chunks. When it ends, and after every decoded token, ``settle`` packs so that of ``n`` tokens held the first
