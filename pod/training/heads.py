@@ -79,7 +79,7 @@ def head_scores(
 
 
 def search_heads(
-    model: Any, input_ids: Tensor, num_tokens: int, progress: Callable[[], None] | None = None
+    model: Any, input_ids: Tensor, num_tokens: int, progress: Callable[[], Any] | None = None
 ) -> tuple[tuple[tuple[float, ...], ...], tuple[tuple[float, ...], ...]]:
     """Echo and induction scores ``[L][Hq]`` of a dense model on ``[n]`` repeated tokens; ``progress`` after each layer."""
     echo, induction = [], []
