@@ -168,3 +168,5 @@ def test_share_by_retention():
         3,
     )  # 3.33 each: the lower layer first
     assert share_by_retention(40, [half, half], [3, 100], 5) == (3, 37)
+    quarter, more = Fraction(1, 4), Fraction(3, 8)  # 2.5, 3.75 and 3.75: the largest fractions first
+    assert share_by_retention(10, [quarter, more, more], [9, 9, 9], 1) == (2, 4, 4)

@@ -62,8 +62,10 @@ class LocalLayer(WindowedLayer):
             self.prompt_length += step.num_new
             k, v = (s.read(self.prompt_length) for s in (self.prompt_keys, self.prompt_values))
         if self.seen:
-            keys, values = (self._ordered(store) for store in (self.keys_store, self.values_store))
-            keys, values = torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2)
+            keys = torch.cat(
+                (self.keys_store.read(self.seen), k), dim=2
+            )  # all seen by all: any order will do
+            values = torch.cat((self.values_store.read(self.seen), v), dim=2)
         else:
             keys, values = k, v
         if step.is_decode:
@@ -83,10 +85,6 @@ class LocalLayer(WindowedLayer):
     def _slide(self, k: Tensor, v: Tensor) -> None:
         self._append(k, v, self.seen)
         self.seen += k.shape[2]
-
-    def _ordered(self, store) -> Tensor:
-        """The window from its oldest to its newest token."""
-        return store.read(self.seen) if self.seen <= self.limit else self._in_order(store, self.seen)[1]
 
 
 def _build(config: PodConfig, request: Request) -> PodCache:
