@@ -116,8 +116,10 @@ class D2OLayer(AccumulatingLayer):
         keys, values = self.lead_keys.read(self.held), self.all_values.read(self.held)
         similarity, nearest = merging.nearest_slots(keys, dropped)
         newest = similarity.mean(-1)
-        old = newest if self.threshold is None else self.threshold
-        self.threshold = self.beta * newest + (1 - self.beta) * old if self.threshold is not None else newest
+        if self.threshold is None:
+            self.threshold = newest
+        else:
+            self.threshold = self.beta * newest + (1 - self.beta) * self.threshold
         raw = similarity.exp() * (similarity >= self.threshold[..., None])
         keys = merging.merge_few(keys, dropped, nearest, raw)
         values = merging.merge_few(values, dropped, nearest, raw)
