@@ -16,7 +16,7 @@ from pod.modeling.config import PodConfig
 from pod.modeling.layout import PodCacheLayer
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.rows import GroupedCache
-from pod.modeling.stores import NATIVE, Codec, TokenStore
+from pod.modeling.stores import NATIVE, Codec, TokenStore, take_slots
 
 
 class QuestLayer(PodCacheLayer):
@@ -102,11 +102,11 @@ class QuestLayer(PodCacheLayer):
         tokens = pages[..., None] * self.page_size + torch.arange(self.page_size, device=q.device)
         behind = (last_page + 1) * self.page_size - length  # slots of the last page that are still empty
         tokens = tokens.flatten(3)[..., : tokens.shape[3] * self.page_size - behind]
-        batch, heads, groups, count = tokens.shape
-        rows, columns = (torch.arange(n, device=q.device) for n in (batch, heads))
-        index = rows[:, None, None], columns[None, :, None], tokens.flatten(2)
-        keys = self.lead_keys.read(length)[index].unflatten(2, (groups, count))
-        values = self.all_values.read(length)[index].unflatten(2, (groups, count))
+        groups, count = tokens.shape[2:]
+        keys, values = (
+            take_slots(store.read(length), tokens.flatten(2)).unflatten(2, (groups, count))
+            for store in (self.lead_keys, self.all_values)
+        )
         logits = (q * self.scale)[..., None, :] @ keys.transpose(3, 4)
         weights = logits.to(torch.promote_types(q.dtype, torch.float32)).softmax(-1).to(q.dtype)
         return (weights @ values).flatten(1, 2)
