@@ -174,6 +174,13 @@ def test_later_prompts_start_from_the_memory_they_find(tools, growth, options):
     assert_agrees(model, oracle, make, ids, SMALL_FIRST, ((), (4,), (1,)))
 
 
+@pytest.mark.parametrize("family", ["qwen2-yarn", "llama-tied-biased-llama3"])
+def test_scaled_rope(tools, family):
+    model, ids = tools.make_pod(family, plan=False), tools.random_ids(1, 50)[0]
+    oracle, make = pair(model, "imdc", "sqrt", "snapkv", **COMMON)
+    assert_agrees(model, oracle, make, ids, TURNS, ((), (7,)))
+
+
 @torch.no_grad()
 def test_adaptive_layers_differ_and_keep_the_total(tools):
     model, ids = tools.make_pod("llama", plan=False), tools.random_ids(1, 60)[0]

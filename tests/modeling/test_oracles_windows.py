@@ -24,6 +24,16 @@ def test_equals_the_oracle(tools, spec, name):
     assert_agrees(model, oracle(model, **options), lambda: pod.make_cache(model, spec, **options), ids, TURNS)
 
 
+@pytest.mark.parametrize("family", ["qwen2-yarn", "llama-tied-biased-llama3"])
+@pytest.mark.parametrize("spec", CASES)
+def test_scaled_rope(tools, spec, family):
+    """YaRN multiplies queries and keys by a factor, at whatever position they are rotated."""
+    model, ids = tools.make_pod(family, plan=False), tools.random_ids(1, 50)[0]
+    oracle, options = CASES[spec]
+    make = lambda: pod.make_cache(model, spec, **options)  # noqa: E731
+    assert_agrees(model, oracle(model, **options), make, ids, TURNS, ((), (7,)))
+
+
 @pytest.mark.parametrize("spec", CASES)
 @pytest.mark.parametrize("budget", [4, 5, 16])
 def test_smallest_windows(tools, spec, budget):
