@@ -266,7 +266,7 @@ def test_heads_from_the_search_and_refusals(tools, tmp_path):
             "2 KV heads, this one has 5, 6 and 6",
         ),
         (model, {"heads": HEADS, "compression": 0.5}, "at least 1"),
-        (model, {"heads": HEADS, "compression": "5"}, "at least 1"),
+        (model, {"heads": HEADS, "compression": "5"}, "must be a number"),
         (model, {"heads": HEADS, "num_recent_tokens": 0}, "at least 0 and 1"),
         (model, {"heads": HEADS, "num_sink_tokens": -1}, "at least 0 and 1"),
         (model, {"heads": HEADS, "budget": 50}, "takes no budget"),

@@ -29,6 +29,7 @@ from pod.modeling.methods.sliding import (
 )
 from pod.modeling.retrieval_heads import Heads, protected_heads
 from pod.modeling.stores import NATIVE, Codec
+from pod.modeling.strips import strip_attention
 
 
 class CompensationToken:
@@ -149,6 +150,8 @@ class RazorLayer(CacheLayer):
         queries = q.unflatten(1, (len(self.full), self.groups))
         if step.num_new == 1:
             return attend_columns(queries.squeeze(3) * self.scale, [Column(tokens)])[0]
+        if step.backend is not BACKENDS["reference"]:
+            return strip_attention(q, *tokens, self.scale)
         source = Source(queries, *tokens, visible=causal(length))
         return blocked_attention([source], step.positions, self.scale)
 

@@ -14,6 +14,7 @@ from pod.modeling.attention import BACKENDS
 from pod.modeling.blocked import Source, blocked_attention
 from pod.modeling.cache import Step
 from pod.modeling.stores import Codec, Store
+from pod.modeling.strips import strip_attention
 
 
 class Tokens(NamedTuple):
@@ -202,6 +203,8 @@ class SlidingTokens:
         self.append(new)
         if fresh and step.backend is not BACKENDS["reference"]:
             return step.backend.causal_attention(q, new.keys, new.values)
+        if not self.num_in_window and not more and step.backend is not BACKENDS["reference"]:
+            return strip_attention(q, *self.beside.read(self.num_beside), scale)
         queries = q.unflatten(1, (new.keys.shape[1], -1))
         sources = list(more or ())
         if self.num_in_window:
