@@ -118,6 +118,12 @@ def test_equally_similar_tokens_go_to_the_lower_slot():
     assert merging.nearest_slots(keys, dropped)[1].tolist() == [[[1, 0]]]
 
 
+def test_a_token_unlike_all_others_is_not_its_own_neighbour():
+    keys = torch.tensor([[1.0, 0], [1, 1], [-1, 0]], dtype=torch.float64)[None, None]
+    similarity, nearest = merging.nearest_slots(keys, torch.tensor([[[2]]]))
+    assert nearest.item() == 1 and abs(similarity.item() + 0.5**0.5) <= 1e-15
+
+
 class Largest(TorchDispatchMode):
     """Elements of the largest tensor that an operation returned."""
 
