@@ -1,5 +1,6 @@
 """Specs: what they mean, what is refused and why, and the catalogue that says so."""
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,47 @@ def test_parameters_belong_to_the_methods_of_the_spec(tools):
         pod.make_cache(model, "snapkv", budget=64, window=True)
     with pytest.raises(ValueError, match="budget"):
         pod.make_cache(model, "snapkv", budget=0)
+
+
+WRONG = {
+    int: (None, 2.0, "12", [1]),
+    float: (None, True, "0.5", [1], math.nan),
+    bool: (None, 0, "no"),
+    str: (None, 3, [1]),
+}
+
+
+@pytest.mark.parametrize("spec", pod.methods())
+def test_a_value_of_another_kind_is_refused_in_one_line(tools, spec):
+    """Before anything is computed: a text where a number belongs must not surface in a comparison later."""
+    model, method = tools.make_pod("llama", plan=False), pod.methods()[spec]
+    options = ({"budget": 64} if method.takes_budget else {}) | (
+        {"heads": [[]] * 5} if spec == "razor" else {}
+    )
+    for name, default in method.defaults().items():
+        for value in WRONG.get(type(default), ()):
+            with pytest.raises(
+                ValueError, match=rf"^{spec}: {name} = .+ must be (a|True) [^\n]+, as [^\n]+$"
+            ):
+                pod.make_cache(model, spec, **options | {name: value})
+
+
+def test_a_budget_is_a_whole_number(tools):
+    model = tools.make_pod("llama", plan=False)
+    for budget in (None, 0, -1, 64.0, True, "64", math.inf, math.nan, [64]):
+        with pytest.raises(
+            ValueError, match=r"^h2o needs budget=…, .* whole number of at least 1; got [^\n]+$"
+        ):
+            pod.make_cache(model, "h2o", budget)
+
+
+def test_a_spec_is_a_string_and_capitals_get_a_hint(tools):
+    model = tools.make_pod("llama", plan=False)
+    for spec in (3, ["snapkv"], b"snapkv"):
+        with pytest.raises(ValueError, match="^spec = .* must be a string"):
+            pod.make_cache(model, spec, budget=64)
+    with pytest.raises(ValueError, match="unknown method 'SnapKV' in 'SnapKV'; did you mean 'snapkv'"):
+        pod.make_cache(model, "SnapKV", budget=64)
 
 
 def test_a_plan_needs_a_layout(tools):

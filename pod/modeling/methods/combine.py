@@ -21,6 +21,8 @@ def build_cache(
     registry: Mapping[str, Method], config: PodConfig, spec: str, budget: int | None, params: dict[str, Any]
 ) -> PodCache:
     """The cache of a spec; see ``make_cache``."""
+    if not isinstance(spec, str):
+        raise ValueError(f"spec = {spec!r} must be a string, such as 'snapkv' or 'pod+int4'")
     chosen, inner = parse(registry, spec)
     layout = chosen.get("layout") or registry["full"]
     selection, codec = chosen.get("selection"), chosen.get("codec")
@@ -33,8 +35,11 @@ def build_cache(
         )
     values = _parameters(spec, list(chosen.values()), params)
     builder = selection or layout
-    if builder.takes_budget and (budget is None or budget < 1):
-        raise ValueError(f"{spec} needs budget=…, the tokens to keep per KV head and layer; got {budget}")
+    if builder.takes_budget and (type(budget) is not int or budget < 1):
+        raise ValueError(
+            f"{spec} needs budget=…, the tokens to keep per KV head and layer, a whole number of at least 1; "
+            f"got {budget!r}"
+        )
     if not builder.takes_budget and budget is not None:
         raise ValueError(f"{spec} takes no budget: its parameters say what it keeps; leave budget out")
     make_codec = codec.codec if codec is not None else None
@@ -57,7 +62,7 @@ def parse(registry: Mapping[str, Method], spec: str) -> tuple[dict[str, Method],
     for part in spec.split("+"):
         match = re.fullmatch(r"\s*([\w-]+)\s*(?:\(\s*([\w-]+)\s*\))?\s*", part)
         if match is None or match[1] not in registry:
-            near = difflib.get_close_matches(part.strip(), registry, n=1)
+            near = difflib.get_close_matches(part.strip().lower(), registry, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(
                 f"unknown method {part.strip()!r} in {spec!r}; {hint}choose from {', '.join(registry)}"
@@ -118,8 +123,20 @@ def _parameters(spec: str, chosen: list[Method], params: dict[str, Any]) -> dict
             near = difflib.get_close_matches(name, values, n=1)
             known = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(values) or 'none'}"
             raise ValueError(f"{spec} has no parameter {name!r}; {known}")
-        default = values[name]
-        if isinstance(default, int) and not isinstance(default, bool) and type(value) is not int:
-            raise ValueError(f"{spec}: {name} = {value!r} must be a whole number, as {default}")
+        wanted = _kind_missed(values[name], value)
+        if wanted is not None:
+            raise ValueError(f"{spec}: {name} = {value!r} must be {wanted}, as {values[name]!r}")
         values[name] = value
     return values
+
+
+def _kind_missed(default: Any, value: Any) -> str | None:
+    """What a value of a parameter must be, when it is not of the kind of its default; a default of None says nothing."""
+    if isinstance(default, bool):
+        return None if isinstance(value, bool) else "True or False"
+    if isinstance(default, int):
+        return None if type(value) is int else "a whole number"
+    if isinstance(default, float):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and value == value
+        return None if is_number else "a number"
+    return None if not isinstance(default, str) or isinstance(value, str) else "a string"
