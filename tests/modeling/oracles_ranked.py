@@ -14,7 +14,8 @@ Every method
       prefill and at decode: of two equally low tokens the later one goes.
     * "Recent" and "sinks" are counted among the held tokens in position order (last R held, first T held; the
       sinks are never evicted, so these are positions 0..T-1). Streaming: every c tokens of a prompt are a prompt.
-    * Rounding is half up in exact arithmetic, floor(x + 1/2), where a share becomes a count of tokens.
+    * Rounding is half up in exact arithmetic, floor(x + 1/2), where a share becomes a count of tokens; a share is the
+      decimal number that was written (0.3 of 5 tokens are 2), not its nearest binary fraction.
 SnapKV (budget, window, kernel, pool)
     * Observation window o = min(window, tokens of this prompt). Score of a held token = sum over the last o queries
       of the attention, mean over G; only tokens in front of the last o are pooled (zero padding counted in the

@@ -43,6 +43,11 @@ RANKED = {
     "h2o-recent": (oracles.H2O, "h2o", {"budget": 12, "num_recent_tokens": 2}),
     "roco": (oracles.RoCo, "roco", ROCO),
     "roco-defaults": (oracles.RoCo, "roco", {"budget": 24}),
+    "roco-half": (  # 0.3 of 5 tokens are 2, in decimals
+        oracles.RoCo,
+        "roco",
+        {"budget": 5, "num_sink_tokens": 2, "num_recent_tokens": 1, "protect_prefill": 0.3},
+    ),
     "d2o": (oracles.D2O, "d2o", D2O | {"gate_share": 0.4}),
     "d2o-normalized": (oracles.D2O, "d2o", D2O | {"gate_share": 0.6, "normalize_gate": True, "beta": 0.7}),
     "d2o-uniform": (oracles.D2O, "d2o", {"budget": 17, "gate": 1000.0}),

@@ -67,5 +67,5 @@ def _drop_one(between: Tensor, num_first: int, n: int) -> tuple[Tensor, Tensor]:
 
 
 def round_half_up(share: float, count: int) -> int:
-    """``share`` of ``count`` tokens as a number of tokens, in exact arithmetic."""
-    return floor(Fraction(share) * count + Fraction(1, 2))
+    """``share`` of ``count`` tokens as a number of tokens; 0.3 means three tenths, so that 0.3 of 5 tokens are 2."""
+    return floor(Fraction(str(share)) * count + Fraction(1, 2))
