@@ -176,3 +176,35 @@ def test_methods_describe_themselves():
     for name, method in pod.methods().items():
         assert method.name == name and method.paper and method.frees
         assert all(meaning for _, meaning in method.parameters.values())
+
+
+@torch.no_grad()
+def test_a_refused_prompt_leaves_the_cache_as_it_was(tools):
+    """IMDC refuses chunks below one token before anything is fed; the cache goes on with a prompt that it can take."""
+    model = tools.make_pod("llama", plan=False)
+    options = {"budget": 40, "chunk_size": 8, "window": 4}
+    ids = tools.random_ids(2, 90)
+    for fed in (0, 12):  # an empty cache, and one in use
+        cache, fresh = (pod.make_cache(model, "imdc", **options) for _ in range(2))
+        if fed:
+            for one in (cache, fresh):
+                model(ids[:, :fed], past_key_values=one)
+        with pytest.raises(ValueError, match="imdc"):
+            model(ids[:, fed:], past_key_values=cache)
+        again, expected = (
+            model(ids[:, fed : fed + 20], past_key_values=one).logits for one in (cache, fresh)
+        )
+        assert torch.equal(again, expected)
+        assert cache.lengths.tolist() == [fed + 20] * 2
+
+
+@torch.no_grad()
+def test_padding_behind_a_chunked_prompt_is_refused_where_it_would_change_the_chunks(tools):
+    model = tools.make_pod("llama", plan=False)
+    ids, mask = tools.random_ids(2, 40), torch.ones(2, 40, dtype=torch.long)
+    mask[1, 30:] = 0
+    cache = pod.make_cache(model, "snapkv", budget=12, window=4, prefill="streaming", chunk_size=7)
+    cache.begin_prompt(40)
+    model(ids[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
+    with pytest.raises(ValueError, match="takes padding on the left only: row 1 has 30 tokens where 40"):
+        model(ids[:, 20:], attention_mask=mask, past_key_values=cache)

@@ -76,10 +76,7 @@ class RowGroup:
     def take(self, places: list[int], rows: list[int]) -> "RowGroup":
         """The group of some of its rows (by their place in it), which become ``rows`` of the batch; tensors are copied."""
         held = {id(tensor): tensor for layer in self.layers for _, tensor in layer.parts()}
-        configs = {id(layer.config): layer.config for layer in self.layers if hasattr(layer, "config")}
-        layers = deepcopy(
-            self.layers, {**held, **configs}
-        )  # tensors are shared until select_rows copies their rows
+        layers = deepcopy(self.layers, held)  # tensors are shared until select_rows copies their rows
         for layer in layers:
             layer.select_rows(torch.tensor(places))
         return replace(self, rows=rows, layers=layers)
@@ -123,9 +120,14 @@ class GroupedCache(PodCache):
     def pieces(self, step: Step) -> Iterator[Step]:
         """See ``PodCache.pieces``: rows advance to the end of their own chunk, or of the pass, at the same time."""
         counts = [step.num_new] * step.past.shape[0] if step.all_real else step.counts.tolist()
-        self._split(counts, self._prompt_lengths(step, counts))
-        self._check_prompts(step, counts)
         fed = [0] * len(counts)
+        try:
+            self._split(counts, self._prompt_lengths(step, counts))
+            self._check_prompts(step, counts)
+            self._start_schedules(counts, step)
+        except ValueError:
+            self._forget_pass()
+            raise
         while True:
             passes = [self._next_pass(group, fed, counts, step) for group in self.groups]
             piece = self._piece(step, passes, fed)
@@ -177,14 +179,28 @@ class GroupedCache(PodCache):
                     f"{group.rows[0]} has {fed} tokens where {length} were announced"
                 )
 
+    def _start_schedules(self, counts: list[int], step: Step) -> None:
+        if self.chunks is None or step.is_decode:
+            return
+        for group in self.groups:
+            if counts[group.rows[0]] and group.schedule is None:
+                assert group.prompt_length is not None
+                group.schedule = self.chunks.start_prompt(group.prompt_length, group.seen, group.layers)
+
+    def _forget_pass(self) -> None:
+        """Nothing of a refused pass was fed: the cache can be used as if it had not been tried."""
+        self._pending = None
+        if not self.is_initialized:
+            self.groups.clear()
+        for group in self.groups:
+            if not group.prompt_done:
+                group.prompt_length = group.schedule = None
+
     def _next_pass(self, group: RowGroup, fed: list[int], counts: list[int], step: Step) -> Step:
         """How the group goes on: to the end of its chunk, or of what the pass gives it."""
         left = counts[group.rows[0]] - fed[group.rows[0]]
         width, ends, last = left, step.ends_prompt and left > 0 and not step.is_decode, True
-        if left and not step.is_decode and self.chunks is not None:
-            if group.schedule is None:
-                assert group.prompt_length is not None
-                group.schedule = self.chunks.start_prompt(group.prompt_length, group.seen, group.layers)
+        if left and not step.is_decode and group.schedule is not None:
             boundary = group.schedule.next_boundary(group.prompt_done)
             width = min(left, boundary - group.prompt_done)
             ends = group.prompt_done + width == boundary
@@ -288,7 +304,7 @@ class _GroupedLayer(CacheLayer):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         passes = step.shared["passes"]
         if len(passes) == 1:
-            return self._attend_group(self.cache.groups[0], passes[0], None, (q, k, v), step)
+            return self._attend_group(self.cache.groups[0], passes[0], None, [q, k, v], step)
         out = torch.zeros_like(q)
         for group, part in zip(self.cache.groups, passes, strict=True):
             if part.num_new:
@@ -297,11 +313,14 @@ class _GroupedLayer(CacheLayer):
                 out[rows, :, : part.num_new] = self._attend_group(group, part, rows, qkv, step)
         return out
 
-    def _attend_group(self, group: RowGroup, part: Step, rows: Tensor | None, qkv, step: Step) -> Tensor:
+    def _attend_group(
+        self, group: RowGroup, part: Step, rows: Tensor | None, qkv: list[Tensor], step: Step
+    ) -> Tensor:
         if part.rope is None:
             part.rope, part.backend = step.rope.for_rows(rows, part.num_new), step.backend
+        q, k, v = qkv
         layer = group.layers[self.layer_idx]
-        out = layer.attend(*qkv, part)
+        out = layer.attend(q, k, v, part)
         layer.settle(part)
         return out
 
