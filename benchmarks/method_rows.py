@@ -36,14 +36,14 @@ class Row:
 
 
 def rows(options: dict[str, dict[str, Any]]) -> list[Row]:
-    """Every method and every promised combination.
+    """Every method for weights that were not trained for it, and every promised combination.
 
     Args:
         options: parameters by method name, for those whose defaults do not fit the model or the lengths.
     """
     registry = pod.methods()
-    specs = [*registry, *COMBINATIONS]
-    specs = [x for x in specs if all(p.split('(')[0] in registry for p in x.split('+'))]
+    untrained = [name for name, method in registry.items() if not method.trained]
+    specs = [*untrained, *COMBINATIONS]
     return [_row(registry, spec, options) for spec in specs]
 
 

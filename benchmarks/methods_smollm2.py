@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 KEPT, RESULTS = ROOT / "runs" / "methods_smollm2", Path(__file__).parent / "results"
 EXPORT, HEADS = ROOT / "runs" / "demo" / "export", ROOT / "runs" / "demo" / "plan" / "retrieval_heads.json"
 SHARES = (0.125, 0.25, 0.5)
-TEXT_LENGTH, MIN_CONTEXT, SCORED, SEQUENCES = 4096, 512, 32, 2
+TEXT_LENGTH, MIN_CONTEXT, SCORED, SEQUENCES = 4096, 512, 64, 1
 PASSKEY_LENGTHS, PASSKEY_DEPTHS, NEW_TOKENS = (1024, 2048, 4096), (0.25, 0.75), 10
 DTYPE = torch.bfloat16
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -207,7 +207,7 @@ def draw(found: list[dict[str, Any]], target: Path) -> None:
         )
     axes.set_yscale("log")
     axes.set_xlabel("bytes held at 4,096 tokens (% of the full cache)")
-    axes.set_ylabel("perplexity of the next 32 tokens (log scale)")
+    axes.set_ylabel(f"perplexity of the next {SCORED} tokens (log scale)")
     axes.set_title("SmolLM2-135M: perplexity against bytes")
     axes.grid(alpha=0.3)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
