@@ -125,6 +125,23 @@ def test_rows_are_selected_repeated_and_reordered(tools, model_of, row):
         assert (torch.cat(outputs, 1)[place] - alone[0, -4:]).abs().max() <= 1e-9
 
 
+@each
+@torch.no_grad()
+def test_a_row_that_starts_while_the_others_decode_equals_the_row_alone(tools, model_of, row):
+    """Nothing but padding in the prompt of the batch: the row's first token is a prompt of one token."""
+    model, ids, outputs = model_of(row.model), tools.random_ids(2, 34), []
+    mask = torch.ones_like(ids)
+    mask[1, :14] = 0
+    cache, start = make(model, row), 0
+    for width in (13, *[1] * 12, 5, *[1] * 4):
+        end = start + width
+        outputs.append(model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache).logits)
+        start = end
+    turns = [("prompt", 1), ("decode", 10), ("prompt", 5), ("decode", 4)]
+    alone = run_cache(model, make(model, row), ids[1:, 14:], turns)
+    assert (torch.cat(outputs, 1)[1, 14:] - alone[0]).abs().max() <= 1e-9
+
+
 # -- nothing dropped, nothing hidden -------------------------------------------------------------------------
 
 

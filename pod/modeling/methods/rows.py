@@ -161,9 +161,13 @@ class GroupedCache(PodCache):
         self.groups = split
 
     def _prompt_lengths(self, step: Step, counts: list[int]) -> list[int | None]:
-        """Real tokens of the prompt that starts in this pass, per row; None for rows without a token yet."""
+        """Real tokens of the prompt that starts in this pass, per row; None for rows without a token yet.
+
+        A row whose first token comes while the others decode starts a prompt of one token, as it does alone.
+        """
         if step.is_decode:
-            return [None] * len(counts)
+            started = {row for group in self.groups if group.seen for row in group.rows}
+            return [1 if count and row not in started else None for row, count in enumerate(counts)]
         columns = self._prompt_columns_left or step.columns
         return [count + columns - step.columns if count else None for count in counts]
 
@@ -180,10 +184,11 @@ class GroupedCache(PodCache):
                 )
 
     def _start_schedules(self, counts: list[int], step: Step) -> None:
-        if self.chunks is None or step.is_decode:
+        if self.chunks is None:
             return
         for group in self.groups:
-            if counts[group.rows[0]] and group.schedule is None:
+            is_decode = step.is_decode and group.seen > 0
+            if counts[group.rows[0]] and group.schedule is None and not is_decode:
                 assert group.prompt_length is not None
                 group.schedule = self.chunks.start_prompt(group.prompt_length, group.seen, group.layers)
 
@@ -199,8 +204,9 @@ class GroupedCache(PodCache):
     def _next_pass(self, group: RowGroup, fed: list[int], counts: list[int], step: Step) -> Step:
         """How the group goes on: to the end of its chunk, or of what the pass gives it."""
         left = counts[group.rows[0]] - fed[group.rows[0]]
-        width, ends, last = left, step.ends_prompt and left > 0 and not step.is_decode, True
-        if left and not step.is_decode and group.schedule is not None:
+        is_decode = step.is_decode and group.seen > 0
+        width, ends, last = left, step.ends_prompt and left > 0 and not is_decode, True
+        if left and not is_decode and group.schedule is not None:
             boundary = group.schedule.next_boundary(group.prompt_done)
             width = min(left, boundary - group.prompt_done)
             ends = group.prompt_done + width == boundary
@@ -215,7 +221,7 @@ class GroupedCache(PodCache):
             columns=width,
             uniform_past=group.seen,
             ends_prompt=ends,
-            is_decode=step.is_decode and width == 1,
+            is_decode=is_decode and width == 1,
             all_real=True,
             schedule=group.schedule,
             chunk_index=group.chunk_index,
