@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import pod
 from pod.modeling.methods.pyramidkv import block_budgets, layer_budgets
@@ -43,6 +44,26 @@ def test_followers_hold_own_keys_of_proximal_tokens_only(tools, spec, decoded):
     assert abs(payload - rule) <= 0.02 * rule  # growth slack of small stores
     full_snapkv = 2 * LAYERS * HEADS * (150 + decoded) * HEAD_DIM * 4
     assert payload < full_snapkv
+
+
+class NumbersRead(TorchFunctionMode):
+    """Counts how often numbers are read out of a tensor: on a GPU each time waits for all that was queued before."""
+
+    count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += getattr(func, "__name__", "") in ("tolist", "item", "__int__", "__float__", "__bool__")
+        return func(*args, **(kwargs or {}))
+
+
+def test_decoding_waits_for_the_device_twice_per_block(tools):
+    """Not once per head that follows: a block of 20 layers must not wait 20 times."""
+    cache = filled(tools, "pod+snapkv", 200, 2, budget=80, window=8)
+    model, token = tools.make_pod("llama", torch.float32, windows=(4, 60)), tools.random_ids(1, 1)
+    blocks = {(head, lead) for i, row in enumerate(tools.lead) for head, lead in enumerate(row) if lead < i}
+    with torch.no_grad(), NumbersRead() as read:
+        model(token, past_key_values=cache)
+    assert 0 < read.count <= 2 * len(blocks)  # for this query, and for the next one
 
 
 def test_all_distant_tokens_save_the_share_of_the_plan(tools):

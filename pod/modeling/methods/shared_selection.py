@@ -166,17 +166,25 @@ class SharedSelectionLayer(CacheLayer):
             step.shared[number, "logits"] = own
         else:
             logits = step.shared[number, "logits"]
-            sinks, recent = self._proximal(step.shared[number].positions, int(step.past[0]))
+            assert step.uniform_past is not None
+            sinks, recent = self._proximal(number, step.shared[number].positions, step.uniform_past, step)
             logits[:, :sinks] = own[:, :sinks]
             logits[:, head.held - recent :] = own[:, head.num_keys - recent :]
         weights = logits.softmax(-1).to(q.dtype)
         return (weights @ head.values.read(head.held)[0, 0])[None, :, None]
 
-    def _proximal(self, positions: Tensor, query: int) -> tuple[int, int]:
-        """How many of the first and of the last slots a query at position ``query`` sees as proximal."""
-        sinks = int((positions < self.num_sink_tokens).sum())
-        recent = int((positions > query - self.num_recent_tokens).sum())
-        return sinks, min(recent, len(positions) - sinks)
+    def _proximal(self, number: int, positions: Tensor, query: int, step: Step) -> tuple[int, int]:
+        """How many of the first and of the last slots a query at position ``query`` sees as proximal.
+
+        Counted once for a block in a pass: every follower has its lead's ``positions``, and a number that is read from a
+        GPU waits for it.
+        """
+        block = number, self.lead[self.layer_idx][number], query
+        if block not in step.shared:
+            near = positions < self.num_sink_tokens, positions > query - self.num_recent_tokens
+            sinks, recent = torch.stack(near).sum(1).tolist()
+            step.shared[block] = sinks, min(recent, len(positions) - sinks)
+        return step.shared[block]
 
     def _attend_blocked(self, number: int, q: Tensor, step: Step) -> Tensor:
         """A chunk ``[1, G, m, d]`` behind any past."""
@@ -214,11 +222,13 @@ class SharedSelectionLayer(CacheLayer):
     def _drop_aged(self, step: Step) -> None:
         for number in self.followers:
             head = self.heads[number]
-            self._free_aged(head, step.shared[number].positions, step, head.num_keys // _AGED)
+            self._free_aged(number, step.shared[number].positions, step, head.num_keys // _AGED)
 
-    def _free_aged(self, head: _Head, positions: Tensor, step: Step, slack: int) -> None:
+    def _free_aged(self, number: int, positions: Tensor, step: Step, slack: int) -> None:
         """Free own keys of tokens that no later query of this head will see as proximal, if they are more than ``slack``."""
-        sinks, recent = self._proximal(positions, int(step.past[0]) + step.num_new)
+        assert step.uniform_past is not None
+        head, query = self.heads[number], step.uniform_past + step.num_new
+        sinks, recent = self._proximal(number, positions, query, step)
         if head.num_keys - sinks - recent > slack:
             slots = torch.arange(head.num_keys, device=positions.device)
             head.keep_keys(torch.cat((slots[:sinks], slots[head.num_keys - recent :])))
@@ -256,7 +266,7 @@ class SharedSelectionLayer(CacheLayer):
         index, positions = step.shared[number, "kept"]
         if positions is None:
             return
-        self._free_aged(head, positions, step, slack=0)
+        self._free_aged(number, positions, step, slack=0)
         if index is None:
             return
         own = self._own_slots(head, positions)
