@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any
 
 from pod.files import read_json, write_json
@@ -165,10 +166,10 @@ def protected_heads(heads: Any, config: PodConfig) -> Heads:
         heads.check_fits(config)
         return heads.key_value_heads
     try:
-        listed = tuple(tuple(sorted({int(head) for head in row})) for row in heads)
+        listed = tuple(tuple(sorted({index(head) for head in row})) for row in heads)
     except (TypeError, ValueError):
         raise ValueError(
-            f"heads is {heads!r}, expected a path or, per layer, a list of KV heads such as [[0], [], [1]]"
+            f"heads is {heads!r}, expected a path or, per layer, a list of whole numbers such as [[0], [], [1]]: its KV heads"
         ) from None
     if len(listed) != config.num_hidden_layers:
         raise ValueError(f"heads lists {len(listed)} layers, the model has {config.num_hidden_layers}")
