@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import pod
 
@@ -208,3 +209,26 @@ def test_padding_behind_a_chunked_prompt_is_refused_where_it_would_change_the_ch
     model(ids[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
     with pytest.raises(ValueError, match="takes padding on the left only: row 1 has 30 tokens where 40"):
         model(ids[:, 20:], attention_mask=mask, past_key_values=cache)
+
+
+class TensorsMade(TorchFunctionMode):
+    """Counts tensors that are made from Python numbers: each is a copy to the GPU that waits for what was queued before."""
+
+    count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.tensor
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_groups_of_rows_are_sent_to_the_device_once_per_pass(tools):
+    """And not once per layer."""
+    model, ids = tools.make_pod("llama", plan=False), tools.random_ids(2, 21)
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    cache = pod.make_cache(model, "h2o", budget=12)
+    model(ids[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
+    with TensorsMade() as made:
+        model(ids[:, 20:], attention_mask=mask, past_key_values=cache)
+    assert len(cache.groups) == 2 and made.count <= 4  # columns and rows, none per layer

@@ -233,8 +233,9 @@ class GroupedCache(PodCache):
         device = step.past.device
         starts = torch.tensor(fed, device=device)
         counts = torch.zeros_like(starts)
-        for group, part in zip(self.groups, passes, strict=True):
-            counts[torch.tensor(group.rows, device=device)] = part.num_new
+        rows = [torch.tensor(group.rows, device=device) for group in self.groups]  # once for all layers
+        for places, part in zip(rows, passes, strict=True):
+            counts[places] = part.num_new
         width = max(part.num_new for part in passes)
         whole = not any(fed) and width == step.num_new
         piece = replace(
@@ -244,7 +245,7 @@ class GroupedCache(PodCache):
             num_new=width,
             uniform_past=passes[0].uniform_past if len(passes) == 1 else None,
             starts=None if whole else starts,
-            shared={"passes": passes},
+            shared={"passes": passes, "rows": rows},
         )
         return piece
 
@@ -312,9 +313,8 @@ class _GroupedLayer(CacheLayer):
         if len(passes) == 1:
             return self._attend_group(self.cache.groups[0], passes[0], None, [q, k, v], step)
         out = torch.zeros_like(q)
-        for group, part in zip(self.cache.groups, passes, strict=True):
+        for group, part, rows in zip(self.cache.groups, passes, step.shared["rows"], strict=True):
             if part.num_new:
-                rows = torch.tensor(group.rows, device=q.device)
                 qkv = [x[rows, :, : part.num_new] for x in (q, k, v)]
                 out[rows, :, : part.num_new] = self._attend_group(group, part, rows, qkv, step)
         return out
