@@ -284,3 +284,10 @@ def test_tokens_are_packed_once_the_layer_is_judged(tools):
     exact = layers_of(native)[0].tokens.window.values.read(151)
     code = (exact.amax(-1) - exact.amin(-1)).max() / 15
     assert 0 < (ring - exact).abs().max() <= 0.51 * code
+
+
+def test_streaming_prefill_needs_the_detector_that_judges_prompts(tools):
+    model = tools.make_pod("llama", plan=False)
+    with pytest.raises(ValueError, match="choose detector='prefill'"):
+        pod.make_cache(model, "simlayerkv", prefill="streaming")
+    pod.make_cache(model, "simlayerkv", prefill="streaming", detector="prefill")

@@ -160,9 +160,9 @@ def _build(config: PodConfig, request: Request) -> PodCache:
     for name, least in (("num_sink_tokens", 0), ("num_recent_tokens", 1), ("num_last_queries", 1)):
         if options[name] < least:
             raise ValueError(f"{spec}: {name} = {options[name]} must be at least {least}")
-    if not isinstance(options["threshold"], int | float):
+    if values["prefill"] == "streaming" and options["detector"] == "decode":
         raise ValueError(
-            f"{spec}: threshold = {options['threshold']!r} must be a number; shares of attention lie in 0 to 1"
+            f"{spec}: prefill = 'streaming' compresses before a token is generated; choose detector='prefill' with it"
         )
 
     def make_layer(config: PodConfig, layer_idx: int) -> SimLayer:
