@@ -73,7 +73,7 @@ class Bench:
         self.prompts = passkey.make_prompts(self.tokenizer, PASSKEY_LENGTHS, PASSKEY_DEPTHS, 1, seed=0)
 
     def measure(self, row: Row, share: float | None) -> dict[str, Any]:
-        """Perplexity and bytes by position, passkey by length."""
+        """Perplexity and bytes by position."""
         if row.shares and True not in self.models:
             raise ValueError(
                 f"{row.spec} needs the adapted model: run make demo, which leaves it in {EXPORT}"
@@ -88,7 +88,6 @@ class Bench:
                 "bytes": cache.nbytes // SEQUENCES,
                 "bytes_over_full": cache.nbytes / SEQUENCES / self.full_bytes(bucket.held_length),
             }
-        found["passkey"] = {length: self.passkey_share(row, share, length) for length in PASSKEY_LENGTHS}
         now = environment()
         return found | {"seconds": time.perf_counter() - began, "date": now["date"], "commit": now["commit"]}
 
@@ -116,30 +115,47 @@ class Bench:
 
 
 def run(part: int, parts: int, only: list[str]) -> None:
-    """Measure what is missing of this part."""
+    """Measure what is missing of this part: perplexity of every row first, then the passkeys."""
     wanted = [entry for entry in configurations() if not only or entry[0].spec in only]
     wanted.sort(
         key=lambda entry: entry[1] not in (None, 0.25)
     )  # a table of all methods first, other budgets then
     bench = Bench()
-    for number, (row, share) in list(enumerate(wanted))[part::parts]:
-        name = f"{row.spec}{'' if share is None else f' {share:.1%}'}"
-        target = KEPT / f"{name}.json"
-        if target.is_file() and read_json(target)["options"] == json.loads(json.dumps(row.options)):
-            continue
-        try:
+    for passkeys in (False, True):
+        for number, (row, share) in list(enumerate(wanted))[part::parts]:
+            name = f"{row.spec}{'' if share is None else f' {share:.1%}'}"
+            found = measure_one(bench, row, share, KEPT / f"{name}.json", passkeys)
+            if found is not None:
+                print(f"{number + 1}/{len(wanted)} {name}: {headline(found)}", flush=True)
+
+
+def measure_one(
+    bench: Bench, row: Row, share: float | None, target: Path, passkeys: bool
+) -> dict[str, Any] | None:
+    """Measure a row, or add its passkeys, and keep it; None when there is nothing to do."""
+    found = read_json(target) if target.is_file() else None
+    if found is not None and found["options"] != json.loads(json.dumps(row.options)):
+        found = None
+    if "refused" in (found or {}) or (found is not None and (not passkeys or "passkey" in found)):
+        return None
+    try:
+        if found is None:
             found = bench.measure(row, share)
-        except ValueError as error:
-            print(f"{number + 1}/{len(wanted)} {name}: refused: {error}", flush=True)
-            found = {"spec": row.spec, "options": row.options, "share": share, "refused": str(error)}
         else:
-            last = found["positions"][TEXT_LENGTH]
-            print(
-                f"{number + 1}/{len(wanted)} {name}: perplexity {last['perplexity']:.2f}, bytes "
-                f"{last['bytes_over_full']:.1%}, passkey {found['passkey']}, {found['seconds']:.0f} s",
-                flush=True,
-            )
-        write_json(target, found)
+            found["passkey"] = {n: bench.passkey_share(row, share, n) for n in PASSKEY_LENGTHS}
+    except ValueError as error:
+        found = {"spec": row.spec, "options": row.options, "share": share, "refused": str(error)}
+    write_json(target, found)
+    return found
+
+
+def headline(found: dict[str, Any]) -> str:
+    """One line about a row."""
+    if "refused" in found:
+        return f"refused: {found['refused']}"
+    positions = {int(end): entry for end, entry in found["positions"].items()}
+    last = positions[TEXT_LENGTH]
+    return f"perplexity {last['perplexity']:.2f}, bytes {last['bytes_over_full']:.1%}, passkey {found.get('passkey')}"
 
 
 def assemble() -> None:
@@ -178,7 +194,8 @@ def table(found: list[dict[str, Any]]) -> str:
     for entry in measured:
         cells = [entry["spec"], "–" if entry["share"] is None else f"{entry['share']:.1%}"]
         cells += [f"{entry['positions'][end]['perplexity']:.2f}" for end in positions]
-        cells += [f"{right:.0%}" for right in entry["passkey"].values()]
+        passkeys = entry.get("passkey", dict.fromkeys(PASSKEY_LENGTHS))
+        cells += ["–" if right is None else f"{right:.0%}" for right in passkeys.values()]
         cells.append(f"{entry['positions'][positions[-1]]['bytes_over_full']:.1%}")
         lines.append(f"| {' | '.join(cells)} |")
     for entry in found:
