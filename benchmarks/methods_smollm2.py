@@ -38,6 +38,7 @@ SHARES = (0.125, 0.25, 0.5)
 TEXT_LENGTH, MIN_CONTEXT, SCORED, SEQUENCES = 4096, 512, 64, 1
 PASSKEY_LENGTHS, PASSKEY_DEPTHS, NEW_TOKENS = (1024, 2048, 4096), (0.25, 0.75), 10
 DTYPE = torch.bfloat16
+COLORS = {None: "0.35", 0.125: "C3", 0.25: "C1", 0.5: "C0"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "razor": {"heads": str(HEADS), "num_recent_tokens": 256},
     "simlayerkv": {"num_recent_tokens": 256},
@@ -211,35 +212,49 @@ def table(found: list[dict[str, Any]]) -> str:
 
 
 def draw(found: list[dict[str, Any]], target: Path) -> None:
-    """Perplexity at the longest position against bytes, one line per method."""
+    """One line per method: perplexity at the longest position on the left, bytes on the right, a dot per budget."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    axes = figure.subplots()
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for entry in found:
-        if "positions" in entry:
-            last = entry["positions"][str(TEXT_LENGTH)]
-            curves.setdefault(entry["spec"], []).append((100 * last["bytes_over_full"], last["perplexity"]))
-    for number, (spec, points) in enumerate(curves.items()):
-        x, y = zip(*sorted(points), strict=True)
-        axes.plot(
-            x,
-            y,
-            marker="osD^v<>P*X"[number % 10],
-            color=f"C{number % 10}",
-            label=spec,
-            linewidth=1,
-            markersize=5,
-        )
-    axes.set_yscale("log")
-    axes.set_xlabel("bytes held at 4,096 tokens (% of the full cache)")
-    axes.set_ylabel(f"perplexity of the next {SCORED} tokens (log scale)")
-    axes.set_title("SmolLM2-135M: perplexity against bytes")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
+    measured = [entry for entry in found if "positions" in entry]
+    names = list(dict.fromkeys(entry["spec"] for entry in measured))
+    limit = 18.0
+    figure = Figure(figsize=(10, 0.29 * len(names) + 1.4), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    labelled: set[float | None] = set()
+    for entry in measured:
+        last, share = entry["positions"][str(TEXT_LENGTH)], entry["share"]
+        height = names.index(entry["spec"])
+        label = None if share in labelled else "no budget" if share is None else f"budget {share:.1%}"
+        labelled.add(share)
+        style = {"color": COLORS[share], "marker": "o", "linestyle": "none", "markersize": 7, "alpha": 0.9}
+        perplexity = last["perplexity"]
+        left.plot([min(perplexity, limit)], [height], label=label, **style)
+        if perplexity > limit:
+            place = -20 - 20 * (0.5, 0.25, 0.125, None).index(
+                share
+            )  # values side by side, the smallest budget first
+            left.annotate(
+                f"{perplexity:.0f}", (limit, height), (place, -3), textcoords="offset points", fontsize=8
+            )
+        right.plot([100 * last["bytes_over_full"]], [height], **style)
+    full = next(entry for entry in measured if entry["spec"] == "full")["positions"][str(TEXT_LENGTH)][
+        "perplexity"
+    ]
+    left.axvline(full, color="0.6", linewidth=1)
+    left.set_xlim(13, limit + 0.2)
+    left.set_yticks(range(len(names)), names, fontsize=9)
+    left.invert_yaxis()
+    left.set_xlabel(
+        f"perplexity of the {SCORED} tokens before position {TEXT_LENGTH} (line: full; beyond {limit:.0f}: number)"
+    )
+    right.set_xlabel("bytes held (% of the full cache)")
+    right.set_xlim(0, 115)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.suptitle("SmolLM2-135M: every method, budgets as shares of the context")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
     target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=130)
+    figure.savefig(target, dpi=110)
 
 
 if __name__ == "__main__":
