@@ -161,7 +161,8 @@ def headline(found: dict[str, Any]) -> str:
 
 def assemble() -> None:
     """One JSON, one Markdown table and one picture from what is kept."""
-    found = [read_json(file) for file in sorted(KEPT.glob("*.json"))]
+    texts = [file.read_text(encoding="utf-8") for file in sorted(KEPT.glob("*.json"))]
+    found = [json.loads(text.replace(f"{ROOT}/", "")) for text in texts]  # paths of this checkout
     order = {(row.spec, share): i for i, (row, share) in enumerate(configurations())}
     found = sorted(found, key=lambda entry: order.get((entry["spec"], entry["share"]), len(order)))
     settings = {
