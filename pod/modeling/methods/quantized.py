@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pod.modeling.config import PodConfig
 from pod.modeling.methods.packing import PackedTokens, Packing
-from pod.modeling.stores import Codec, Store, TokenStore
+from pod.modeling.stores import Codec, Store, TokenStore, take_slots
 
 _SLACK = 128
 
@@ -191,7 +191,7 @@ class QuantizedStore(_PackedStore):
         """Hold only the slots ``index`` ``[b, h, w]``, which must ascend; packed ones are copied, not packed again."""
         assert length == self.length
         if not self.packed_stop:
-            self.tail.replace(_take(self.tail.view(0, length), index), 0)
+            self.tail.replace(take_slots(self.tail.view(0, length), index), 0)
             return
         boundary = self.tail.first if self.boundary is None else self.boundary[..., None]
         is_packed = index < boundary
@@ -199,7 +199,7 @@ class QuantizedStore(_PackedStore):
         self._set_boundary(is_packed.sum(-1))
         self.packed.keep(index[..., : self.packed_stop].clamp(max=self.packed.capacity - 1))
         first = self.packed_stop if self.boundary is None else int(self.boundary.min())
-        self.tail.replace(_take(tail, (index[..., first:] - old_first).clamp(min=0)), first)
+        self.tail.replace(take_slots(tail, (index[..., first:] - old_first).clamp(min=0)), first)
 
     def write(self, slots: Tensor, x: Tensor) -> None:
         """Overwrite slots ``[b, h, c]`` with ``[b, h, c, d]``: packed ones are packed anew, alone."""
@@ -329,11 +329,6 @@ class QuantizedWindow(_PackedStore):
         packed = min(self.num_packed(length), self.ring)
         sinks = min(length, self.num_sink_tokens)
         return self._nbytes(packed, sinks + (self.tail.room if packed else length - sinks))
-
-
-def _take(x: Tensor, index: Tensor) -> Tensor:
-    """Slots ``[b, h, w]`` of ``[b, h, n, d]``."""
-    return x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[3]))
 
 
 def _put(target: Tensor, slots: Tensor, x: Tensor, mask: Tensor) -> None:
