@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, overload
 
 from torch import Tensor
 
-from pod.kernels import statistics_blocked, statistics_reference
+from pod.kernels import dispatch, statistics_blocked, statistics_reference
 
 
 class Entry(NamedTuple):
@@ -56,21 +56,7 @@ measurement on a GPU; until then it runs when asked for."""
 
 def choose(q: Tensor, backend: str = "auto") -> Entry:
     """The backend that will run; ``ValueError`` when the asked one cannot."""
-    if backend != "auto":
-        if backend not in BACKENDS:
-            raise ValueError(
-                f"statistics backend {backend!r} is unknown; choose auto or one of {', '.join(BACKENDS)}"
-            )
-        reason = BACKENDS[backend].unsupported(q)
-        if reason:
-            raise ValueError(
-                f"statistics backend {backend!r} cannot run: {reason}; choose auto or another backend"
-            )
-        return BACKENDS[backend]
-    for name in AUTO_ORDER.get(q.device.type, ["blocked"]):
-        if BACKENDS[name].unsupported(q) is None:
-            return BACKENDS[name]
-    raise ValueError(f"no statistics backend runs on {q.dtype} on {q.device.type}")
+    return dispatch.choose("statistics", BACKENDS, AUTO_ORDER.get(q.device.type, ["blocked"]), q, backend)
 
 
 @overload

@@ -184,3 +184,82 @@ def test_dispatch_names_what_is_wrong():
     with pytest.raises(ValueError, match="doc_ids"):
         api.causal_attention(q, k, v, doc_ids=torch.zeros(1, 7))
     assert api.choose(q).pod_attention is flash.pod_attention
+
+
+@pytest.mark.parametrize("backend", ["flash", "reference"])
+@pytest.mark.parametrize("followers", [[], [1], [0, 3], [1, 2, 4], [0, 1, 2, 3, 4]], ids=str)
+@pytest.mark.parametrize("with_docs", [False, True])
+def test_mixed_heads_are_each_their_own_kind(backend, followers, with_docs):
+    """Every KV head alone, with all gradients; each lead's heads are given in the followers' order."""
+    q, k, v, q_lead, k_lead = tensors(2, 5, 2, 61, 8, torch.float64)
+    docs = packed(2, 61) if with_docs else None
+    query_heads = [head * 2 + g for head in followers for g in range(2)]
+    lead = (q_lead[:, query_heads], k_lead[:, followers]) if followers else ()
+
+    def mixed(q, k, v, q_lead=None, k_lead=None):
+        return api.mixed_attention(q, k, v, q_lead, k_lead, followers, 3, 9, doc_ids=docs, backend=backend)
+
+    def head_by_head(q, k, v, q_lead=None, k_lead=None):
+        outs = []
+        for head in range(5):
+            own = q[:, 2 * head : 2 * head + 2], k[:, head : head + 1], v[:, head : head + 1]
+            if head in followers:
+                f = followers.index(head)
+                of_lead = q_lead[:, 2 * f : 2 * f + 2], k_lead[:, f : f + 1]
+                outs.append(reference.pod_attention(*own, *of_lead, 3, 9, doc_ids=docs))
+            else:
+                outs.append(reference.causal_attention(*own, doc_ids=docs))
+        return torch.cat(outs, dim=1)
+
+    out, grads = gradients(mixed, (q, k, v, *lead))
+    truth, true_grads = gradients(head_by_head, (q, k, v, *lead))
+    for a, b in zip((out, *grads), (truth, *true_grads), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+
+
+def test_mixed_attention_uses_the_backends_own_when_both_kinds_are_there(monkeypatch):
+    seen = []
+
+    def own_mixed(q, *arguments, **options):
+        seen.append((arguments[4:], options))
+        return q
+
+    monkeypatch.setitem(api.BACKENDS, "flash", api.BACKENDS["flash"]._replace(mixed_attention=own_mixed))
+    q, k, v, q_lead, k_lead = tensors(1, 3, 2, 8, 4)
+    assert api.mixed_attention(q, k, v, q_lead[:, :2], k_lead[:, :1], [1], 1, 2, scale=0.5) is q
+    assert seen == [(([1], 1, 2), {"doc_ids": None, "scale": 0.5})]
+    dense = api.mixed_attention(q, k, v, None, None, [], 1, 2)
+    assert torch.equal(dense, api.causal_attention(q, k, v))
+    pod_heads = api.mixed_attention(q, k, v, q_lead, k_lead, [0, 1, 2], 1, 2)
+    assert torch.equal(pod_heads, api.pod_attention(q, k, v, q_lead, k_lead, 1, 2))
+    assert len(seen) == 1
+
+
+def test_mixed_attention_names_what_is_wrong():
+    q, k, v, q_lead, k_lead = tensors(1, 3, 2, 8, 4)
+    for followers in ([1, 0], [1, 1], [-1], [3]):
+        with pytest.raises(ValueError, match="rising order"):
+            api.mixed_attention(q, k, v, q_lead, k_lead, followers, 1, 2)
+    with pytest.raises(
+        ValueError, match=r"lead queries and keys are \[1, 6, 8, 4\].*expected \[1, 2, 8, 4\]"
+    ):
+        api.mixed_attention(q, k, v, q_lead, k_lead, [1], 1, 2)
+    with pytest.raises(ValueError, match="needed with followers"):
+        api.mixed_attention(q, k, v, None, None, [1], 1, 2)
+    with pytest.raises(ValueError, match="must be None without"):
+        api.mixed_attention(q, k, v, q_lead, k_lead, [], 1, 2)
+    with pytest.raises(ValueError, match="n_r >= 1"):
+        api.mixed_attention(q, k, v, q_lead, k_lead, [0, 1, 2], 1, 0)
+
+
+def test_triton_runs_only_when_asked_for(monkeypatch):
+    assert "triton" in api.BACKENDS and "triton" not in api.AUTO_ORDER
+
+    def missing(name):
+        raise ImportError("No module named 'triton'")
+
+    monkeypatch.setattr(api.importlib, "import_module", missing)
+    q, k, v, *_ = tensors(1, 2, 2, 8, 4)
+    with pytest.raises(ValueError, match="'triton' cannot run: Triton cannot be imported"):
+        api.causal_attention(q, k, v, backend="triton")
+    api.causal_attention(q, k, v)
