@@ -4,9 +4,20 @@ Every Triton module of this package has ``aot_cases()``: one ``AotCase`` for eac
 typed as in a model. This file imports without Triton; compiling needs it, and no GPU.
 """
 
+import ast
+import functools
+import hashlib
+import importlib
+import inspect
+import multiprocessing
+import pkgutil
 import subprocess
 import tempfile
+import textwrap
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 CAPABILITIES = (80, 90, 100)
@@ -74,6 +85,104 @@ def compile_case(case: AotCase, capability: int) -> CompiledCase:
         raise AssertionError(f"case {case.name!r} was compiled for another chip than sm_{capability}")
     registers, stack = _resources(binary.asm["cubin"])
     return CompiledCase(registers, stack, binary.metadata.shared, {i for i in INSTRUCTIONS if i in ptx})
+
+
+def modules() -> dict[str, ModuleType]:
+    """Every module of this package with ``aot_cases``, by its name without the package."""
+    found = {}
+    for entry in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if entry.name.startswith("triton_"):
+            module = importlib.import_module(f"{__package__}.{entry.name}")
+            if hasattr(module, "aot_cases"):
+                found[entry.name] = module
+    return found
+
+
+def all_cases() -> dict[str, AotCase]:
+    """Every case of every module, by ``"module: name"``. Raises ValueError for a name that occurs twice in a module."""
+    found: dict[str, AotCase] = {}
+    for name, module in modules().items():
+        for case in module.aot_cases():
+            if f"{name}: {case.name}" in found:
+                raise ValueError(f"{name}.aot_cases() yields the name {case.name!r} twice; make names unique")
+            found[f"{name}: {case.name}"] = case
+    return found
+
+
+def compile_many(wanted: Iterable[tuple[str, int]], processes: int) -> dict[tuple[str, int], CompiledCase]:
+    """Compile ``("module: name", capability)`` pairs in ``processes`` processes of their own."""
+    wanted = list(wanted)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        return dict(zip(wanted, pool.map(_compile_named, wanted, chunksize=4), strict=True))
+
+
+def _compile_named(wanted: tuple[str, int]) -> CompiledCase:
+    name, capability = wanted
+    return compile_case(_cases_of_process()[name], capability)
+
+
+@functools.cache
+def _cases_of_process() -> dict[str, AotCase]:
+    return all_cases()
+
+
+def used_kernels(case: AotCase) -> set[str]:
+    """Full names of the case's kernel and of the ``@triton.jit`` functions that it calls."""
+    return {name for name, text in _reached(case.kernel).items() if text.startswith("@")}
+
+
+def fingerprint(case: AotCase) -> str:
+    """SHA-256 of what the compiled code depends on: the kernel, the functions and constants that it uses, and the case.
+
+    Comments, docstrings and line numbers do not count.
+    """
+    code = _reached(case.kernel)
+    settings = [case.types, case.constants, case.options, sorted(case.divisible)]
+    return hashlib.sha256(repr([code, settings]).encode()).hexdigest()
+
+
+@functools.cache
+def _reached(kernel: Any) -> dict[str, str]:
+    """Name → normalised source of a ``@triton.jit`` function and of the functions it calls; name → value of global constants."""
+    found: dict[str, str] = {}
+    waiting = [kernel]
+    while waiting:
+        function = waiting.pop().fn
+        name = f"{function.__module__}.{function.__qualname__}"
+        if name in found:
+            continue
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        found[name] = ast.unparse(_without_docstrings(tree))
+        for node in ast.walk(tree):
+            value = _global_of(node, function.__globals__)
+            if _is_kernel(value):
+                waiting.append(value)
+            elif isinstance(value, (bool, int, float, str)) or type(value).__name__ == "constexpr":
+                found[ast.unparse(node)] = repr(value)
+    return dict(sorted(found.items()))
+
+
+def _is_kernel(value: Any) -> bool:
+    return type(value).__name__ in ("JITFunction", "InterpretedFunction")
+
+
+def _global_of(node: ast.AST, names: dict[str, Any]) -> Any:
+    """The global that ``name`` or ``module.name`` stands for; None for anything else."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        owner = names.get(node.value.id)
+        if isinstance(owner, ModuleType) and owner.__name__.split(".")[0] == __name__.split(".")[0]:
+            return getattr(owner, node.attr, None)
+    return None
+
+
+def _without_docstrings(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return tree
 
 
 def _signature(case: AotCase) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Triton statistics without a GPU: run in Triton's interpreter, and compiled for real chips.
+"""Triton statistics without a GPU: run in Triton's interpreter. `test_kernels_compile.py` compiles them for real chips.
 
 The interpreter is chosen when triton is imported, so it runs in another process: this file, started as a script.
 """
@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -113,76 +112,6 @@ def test_interpreted_kernels_are_as_exact_as_the_reference(interpreted, index):
 def test_interpreter_refuses_what_it_gets_wrong(interpreted):
     assert "bfloat16" in interpreted["refused"]
     assert interpreted["auto_is_blocked"]  # the interpreter is for tests: never chosen by itself
-
-
-def compiled(kernel, dtype: str, head_dim: int, capability: int, **flags):
-    """A kernel compiled for a chip that need not be there; sizes and strides divisible by 16, as in a model."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from pod.kernels import triton_statistics
-
-    constants = triton_statistics.tile(getattr(torch, dtype), head_dim)._asdict() | flags
-    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-    types = {"q": dtype, "k": dtype, "scale_log2": "fp32"} | dict.fromkeys(
-        ("lse", "out", "sums", "squares"), "*fp32"
-    )
-    short = {"bfloat16": "*bf16", "float32": "*fp32"}
-    names = kernel.arg_names
-    signature = {
-        n: "constexpr" if n in constants else short.get(types.get(n, ""), types.get(n, "i32")) for n in names
-    }
-    even = {*types, "n", "m", "head_dim", "q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row"} - {
-        "scale_log2"
-    }
-    attributes = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in even}
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-
-
-def stack_bytes(cubin: bytes) -> int:
-    """Bytes per thread that did not fit in registers."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        report = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    return int(report.split("STACK:")[1].split()[0])
-
-
-CHIPS = {
-    80: (163, "mma.sync"),
-    90: (227, "wgmma"),
-    100: (227, "tcgen05.mma"),
-}  # KiB of shared memory per block
-
-
-@needs_triton
-@pytest.mark.slow
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("capability", CHIPS)
-@pytest.mark.parametrize(("dtype", "head_dim"), [("bfloat16", 128), ("float32", 128)])
-def test_kernels_compile_without_spilling(capability, dtype, head_dim, monkeypatch, tmp_path):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from pod.kernels import triton_statistics as ts
-
-    shared_kib, instruction = CHIPS[capability]
-    variants = [(ts.lse_kernel, {}), (ts.column_sums_kernel, {"WITH_SQUARES": True})]
-    variants += [(ts.rows_kernel, {"WRITE": write}) for write in (False, True)]
-    for kernel, flags in variants:
-        binary = compiled(kernel, dtype, head_dim, capability, **flags)
-        assert stack_bytes(binary.asm["cubin"]) == 0, kernel
-        assert binary.metadata.shared <= shared_kib * 1024, kernel
-        assert ".target sm_" + str(capability) in binary.asm["ptx"]
-        if dtype == "bfloat16":
-            assert instruction in binary.asm["ptx"], kernel
-        else:
-            assert "tf32" not in binary.asm["ptx"] and "fma.rn.f32" in binary.asm["ptx"]
 
 
 @pytest.mark.gpu

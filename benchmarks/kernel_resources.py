@@ -1,0 +1,125 @@
+"""What every compiled kernel needs: registers, stack and shared memory on A100, H100/H200 and B200. No GPU is needed.
+
+    python benchmarks/kernel_resources.py        # some minutes; writes benchmarks/results/kernel_resources.json and .md
+
+`tests/kernels/test_kernels_compile.py` holds the kernels against the committed table: a changed kernel needs a new one. Kernels
+that break a limit are named, and the table is not written.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+import triton
+
+from pod.eval.results import environment
+from pod.files import atomic_write_text, write_json
+from pod.kernels.aot import SHARED_LIMIT, AotCase, CompiledCase, all_cases, compile_many, fingerprint
+
+RESULTS = Path(__file__).parent / "results" / "kernel_resources.json"
+COMMAND = "python benchmarks/kernel_resources.py"
+TENSOR_CORES = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
+"""What a product of large 16-bit tiles compiles to."""
+
+
+def problems(name: str, case: AotCase, capability: int, found: CompiledCase) -> list[str]:
+    """What is wrong with a compiled kernel, one line each."""
+    where, out = f"{name} on sm_{capability}", []
+    half = any(t in ("*bf16", "*fp16") for t in case.types.values())
+    if case.hot and found.stack_bytes:
+        out.append(f"{where}: {found.stack_bytes} bytes of stack, expected 0: registers are spilled")
+    if found.shared_bytes > SHARED_LIMIT[capability]:
+        out.append(
+            f"{where}: {found.shared_bytes} bytes of shared memory, at most {SHARED_LIMIT[capability]}"
+        )
+    if not half and "tf32" in found.instructions:
+        out.append(f"{where}: TF32 products, expected full fp32")
+    wide = name.startswith(("triton_prefill", "triton_statistics")) and half
+    if wide and case.hot and TENSOR_CORES[capability] not in found.instructions:
+        out.append(f"{where}: no {TENSOR_CORES[capability]} in the code")
+    return out
+
+
+def table(cases: dict[str, AotCase], compiled: dict[tuple[str, int], CompiledCase]) -> dict[str, dict]:
+    """Kernel name → its launch configuration, and what it needs on each chip."""
+    result = {}
+    for name, case in cases.items():
+        result[name] = {
+            "fingerprint": fingerprint(case),
+            "hot": case.hot,
+            "num_warps": case.options.get("num_warps"),
+            "num_stages": case.options.get("num_stages"),
+        }
+        for capability in case.capabilities:
+            result[name][f"sm_{capability}"] = figures(compiled[name, capability])
+    return result
+
+
+def figures(found: CompiledCase) -> dict:
+    """A compiled kernel as the table holds it."""
+    return {**found._asdict(), "instructions": " ".join(sorted(found.instructions))}
+
+
+def markdown(kernels: dict[str, dict], versions: str) -> str:
+    """The table for readers: one line per kernel, one column per chip."""
+    chips = [f"sm_{capability}" for capability in SHARED_LIMIT]
+    lines = [
+        "# Resources of the compiled kernels",
+        "",
+        f"Registers per thread / bytes of stack per thread (0 = nothing spilled) / KiB of shared memory per block. {versions}",
+        f"Written by `{COMMAND}`; a test compares it with the kernels. **Bold**: kernels whose speed decides.",
+        "",
+        f"| kernel | warps, stages | {' | '.join(chips)} | products on sm_90 |",
+        "|---" * (3 + len(chips)) + "|",
+    ]
+    for name, entry in kernels.items():
+        cells = [cell(entry[chip]) if chip in entry else "—" for chip in chips]
+        found = entry.get("sm_90", {}).get("instructions", "").split()
+        products = ", ".join(i for i in found if "mma." in i or i == "wgmma") or "no tensor cores"
+        title = f"**{name}**" if entry["hot"] else name
+        lines.append(
+            f"| {title} | {entry['num_warps']}, {entry['num_stages']} | {' | '.join(cells)} | {products} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def cell(needs: dict) -> str:
+    """Registers, stack and shared memory in one cell."""
+    return f"{needs['registers']} / {needs['stack_bytes']} / {needs['shared_bytes'] / 1024:.0f}"
+
+
+def main() -> int:
+    """Compile everything and write the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON file; the .md stands beside it")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--only", help="only kernels whose name holds this: print the figures, write nothing")
+    arguments = parser.parse_args()
+    cases = {name: case for name, case in all_cases().items() if (arguments.only or "") in name}
+    wanted = [(name, capability) for name, case in cases.items() for capability in case.capabilities]
+    began = time.perf_counter()
+    compiled = compile_many(wanted, arguments.processes)
+    print(
+        f"compiled {len(wanted)} kernels of {len(cases)} configurations in {time.perf_counter() - began:.0f} s"
+    )
+    wrong = [line for (n, c), found in compiled.items() for line in problems(n, cases[n], c, found)]
+    if arguments.only:
+        print(markdown(table(cases, compiled), f"Triton {triton.__version__}."), *wrong, sep="\n")
+        return bool(wrong)
+    if wrong:
+        print("\n".join(["error: the table is not written, because of", *wrong]), file=sys.stderr)
+        return 1
+    kernels, seen = table(cases, compiled), environment()
+    header = {"schema": 1, "benchmark": "kernel_resources", "triton": triton.__version__}
+    write_json(arguments.out, {**header, "date": seen["date"], "commit": seen["commit"], "kernels": kernels})
+    atomic_write_text(arguments.out.with_suffix(".md"), markdown(kernels, f"Triton {triton.__version__}."))
+    print(f"wrote {arguments.out} and {arguments.out.with_suffix('.md').name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""Every Triton kernel, compiled for A100, H100/H200 and B200 without a GPU, against the committed table of its resources.
+
+The table holds a fingerprint of each kernel's code and settings, so that no kernel changes unnoticed; its figures are held
+against the limits, and the kernels of the usual shape are compiled again. POD_COMPILE_ALL=1 compiles all (minutes).
+"""
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
+]
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = ROOT / "benchmarks" / "results" / "kernel_resources.json"
+COMPILE_ALL = os.environ.get("POD_COMPILE_ALL") == "1"
+
+
+@pytest.fixture(scope="module")
+def script():
+    """benchmarks/kernel_resources.py, which writes the table."""
+    spec = importlib.util.spec_from_file_location("kernel_resources", ROOT / "benchmarks/kernel_resources.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def cases():
+    from pod.kernels import aot
+
+    return aot.all_cases()
+
+
+@pytest.fixture(scope="module")
+def committed():
+    return json.loads(TABLE.read_text())
+
+
+def test_the_table_holds_exactly_these_kernels(cases, committed, script):
+    from pod.kernels.aot import fingerprint
+
+    table = {name: entry["fingerprint"] for name, entry in committed["kernels"].items()}
+    now = {name: fingerprint(case) for name, case in cases.items()}
+    changed = sorted(name for name in table.keys() | now.keys() if table.get(name) != now.get(name))
+    assert not changed, f"{len(changed)} kernels changed, came or went; run: {script.COMMAND}"
+    chips = {
+        name: {key for key in entry if key.startswith("sm_")} for name, entry in committed["kernels"].items()
+    }
+    assert chips == {name: {f"sm_{c}" for c in case.capabilities} for name, case in cases.items()}
+
+
+def test_every_kernel_of_the_package_is_compiled(cases):
+    import triton
+
+    from pod.kernels import aot
+
+    used = set().union(*(aot.used_kernels(case) for case in cases.values()))
+    defined = set()
+    for file in (ROOT / "pod" / "kernels").glob("triton_*.py"):
+        module = importlib.import_module(f"pod.kernels.{file.stem}")
+        functions = [x.fn for x in vars(module).values() if isinstance(x, triton.JITFunction)]
+        defined |= {f"{f.__module__}.{f.__qualname__}" for f in functions if f.__module__ == module.__name__}
+    assert defined
+    assert not defined - used, f"in no AotCase: {sorted(defined - used)}"
+
+
+def test_the_tables_figures_keep_the_limits(cases, committed, script):
+    from pod.kernels.aot import CompiledCase
+
+    wrong = []
+    for name, case in cases.items():
+        for capability in case.capabilities:
+            needs = dict(committed["kernels"][name][f"sm_{capability}"])
+            found = CompiledCase(**needs | {"instructions": set(needs["instructions"].split())})
+            wrong += script.problems(name, case, capability, found)
+    assert not wrong
+
+
+def usual(name: str, case) -> bool:
+    """The shape that most models run: bf16, heads of 128."""
+    return case.hot and "bf16" in name and "d128" in name
+
+
+@pytest.mark.slow
+def test_compiled_kernels_have_the_tables_figures(cases, committed, script):
+    import triton
+
+    from pod.kernels import aot
+
+    wanted = [(n, c) for n, case in cases.items() for c in case.capabilities if COMPILE_ALL or usual(n, case)]
+    assert {c for _, c in wanted} == set(aot.CAPABILITIES)
+    compiled = aot.compile_many(wanted, processes=2)
+    wrong = [
+        line for (name, c), found in compiled.items() for line in script.problems(name, cases[name], c, found)
+    ]
+    assert not wrong
+    if (
+        triton.__version__ == committed["triton"]
+    ):  # another compiler makes other code; the limits hold for it too
+        old = {key: committed["kernels"][key[0]][f"sm_{key[1]}"] for key in wanted}
+        new = {key: script.figures(found) for key, found in compiled.items()}
+        assert new == old, f"the table is out of date; run: {script.COMMAND}"
