@@ -1,0 +1,191 @@
+"""Decoding as grouped matrix products on views: the query heads of a KV head share each key and value that is read.
+
+Products run over blocks of tokens, keys as the left factor: on CPUs twice as fast as one product with the queries left. Keys
+and values of 16 bits (or packed) become fp32 a block at a time, which is faster there than products in bf16, and exact.
+Rows of unlike length run one after the other. The work of a lead on distant tokens serves its block: followers reuse
+``exp(logit - max)`` and its sum, and merge both parts by the gate ``g = sigmoid(lse_P - lse_D)`` (METHODS.md §1).
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from pod.kernels import decode_packed
+from pod.kernels.decode_packed import read
+from pod.kernels.decode_types import Call, DecodeBuffers, Stored
+
+_BLOCK_ELEMENTS = (
+    1 << 19
+)  # keys or values per product: they stay in the cache while they are converted and used
+
+
+def unsupported(call: Call) -> str | None:
+    return None
+
+
+def decode(call: Call) -> None:
+    """See ``pod.kernels.decode.pod_decode``; computes in fp32, or in fp64 for fp64 queries."""
+    lengths = call.lengths.tolist()
+    if min(lengths) == max(lengths):
+        _decode_rows(call, lengths[0])
+        return
+    for row, length in enumerate(lengths):
+        _decode_rows(_take_row(call, slice(row, row + 1)), length)
+
+
+def _take_row(call: Call, row: slice) -> Call:
+    stores = {
+        name: None if (x := getattr(call, name)) is None else decode_packed.rows(x, row)
+        for name in ("keys", "window_keys", "values")
+    }
+    b = call.buffers
+    weights = None if b.weights is None else b.weights[row]
+    buffers = DecodeBuffers(
+        b.logits[row], b.distant_lse[row], weights, b.weight_sums[row], b.partial_out, b.partial_lse
+    )
+    return call._replace(q=call.q[row], out=call.out[row], buffers=buffers, **stores)
+
+
+def _decode_rows(call: Call, length: int) -> None:
+    """Rows of ``length`` tokens each."""
+    compute = call.buffers.logits.dtype
+    heads = call.roles.num_heads
+    q = call.q.unflatten(1, (heads, -1)).to(compute) * call.scale
+    out = call.out.unflatten(1, (heads, -1))
+    shares = bool(call.roles.followers or call.roles.followed)
+    if length > call.num_sink_tokens + call.num_recent_tokens and shares:
+        out.copy_(_two_parts(call, q, length))
+    else:
+        out.copy_(_one_part(call, q, length))
+        for head in call.roles.followed:
+            call.buffers.distant_lse[:, head] = float("-inf")
+
+
+def _one_part(call: Call, q: Tensor, length: int) -> Tensor:
+    """``[B, H, G, d]`` when no head takes logits from another: no distant token, or a dense layer."""
+    logits = call.buffers.logits[:, :, :, :length]
+    for heads, stored in _runs(call.roles.leads):
+        assert call.keys is not None
+        _scores(q[:, heads], decode_packed.heads(call.keys, stored), logits[:, heads])
+    for heads, stored in _runs(call.roles.followers):
+        assert call.window_keys is not None
+        _scores(q[:, heads], decode_packed.heads(call.window_keys, stored), logits[:, heads])
+    weights, _, sums = _exponentials(logits, logits)
+    return _weighted(weights, call.values, 0, length) / sums[..., None]
+
+
+def _two_parts(call: Call, q: Tensor, length: int) -> Tensor:
+    """``[B, H, G, d]`` from proximal and distant tokens, of which there are some."""
+    n_s, n_r = call.num_sink_tokens, call.num_recent_tokens
+    proximal = q.new_empty(*q.shape[:3], n_s + n_r)
+    for heads, stored in _runs(call.roles.leads):
+        _lead(call, q, heads, stored, length, proximal)
+    for heads, stored in _runs(call.roles.followers):
+        _window_scores(call, q, heads, stored, length, proximal)
+    weights, lse, sums = _exponentials(proximal, proximal)
+    near = _weighted(weights[..., n_s:], call.values, length - n_r, length)
+    if n_s:
+        near += _weighted(weights[..., :n_s], call.values, 0, n_s)
+    gate = torch.sigmoid(lse - call.buffers.distant_lse)
+    if call.tau is not None:
+        for head in call.roles.followers:
+            gate[:, head].masked_fill_(gate[:, head] >= call.tau, 1.0)
+    far = _distant(call, gate, length)
+    return near * (gate / sums)[..., None] + far * (1 - gate)[..., None]
+
+
+def _lead(call: Call, q: Tensor, heads: slice, stored: slice, length: int, proximal: Tensor) -> None:
+    """Logits of all tokens; the distant ones also as the block will use them."""
+    assert call.keys is not None
+    n_s, oldest_recent = call.num_sink_tokens, length - call.num_recent_tokens
+    buffers = call.buffers
+    logits = buffers.logits[:, heads, :, :length]
+    _scores(q[:, heads], decode_packed.heads(call.keys, stored), logits)
+    proximal[:, heads, :, :n_s] = logits[..., :n_s]
+    proximal[:, heads, :, n_s:] = logits[..., oldest_recent:]
+    distant = logits[..., n_s:oldest_recent]
+    if buffers.weights is None:
+        buffers.distant_lse[:, heads] = distant.logsumexp(-1)
+    else:
+        target = buffers.weights[:, heads, :, n_s:oldest_recent]
+        _, buffers.distant_lse[:, heads], buffers.weight_sums[:, heads] = _exponentials(distant, target)
+
+
+def _window_scores(call: Call, q: Tensor, heads: slice, stored: slice, length: int, proximal: Tensor) -> None:
+    """Logits of a full window, put in the order of positions."""
+    assert call.window_keys is not None
+    n_s, n_r = call.num_sink_tokens, call.num_recent_tokens
+    own = torch.empty_like(proximal[:, heads])
+    _scores(q[:, heads], decode_packed.heads(call.window_keys, stored), own)
+    wrap = (length - n_s) % n_r  # ring slots before this one hold the newest tokens
+    target = proximal[:, heads]
+    target[..., :n_s] = own[..., :n_s]
+    target[..., n_s : n_s + n_r - wrap] = own[..., n_s + wrap :]
+    target[..., n_s + n_r - wrap :] = own[..., n_s : n_s + wrap]
+
+
+def _distant(call: Call, gate: Tensor, length: int) -> Tensor:
+    """Means ``[B, H, G, d]`` of distant values; 0 for KV heads in which every query head skips them."""
+    start, stop = call.num_sink_tokens, length - call.num_recent_tokens
+    buffers = call.buffers
+    logits = buffers.logits[..., start:stop]
+    if buffers.weights is None:
+        weights, sums = (logits - buffers.distant_lse[..., None]).exp(), torch.ones_like(gate)
+    else:
+        weights, sums = buffers.weights[..., start:stop], buffers.weight_sums
+    reads = torch.ones(gate.shape[:2], dtype=torch.bool)
+    if call.tau is not None:
+        for head in call.roles.followers:
+            reads[:, head] = (gate[:, head] < 1).any(-1).cpu()
+    if reads.all():
+        return _weighted(weights, call.values, start, stop) / sums[..., None]
+    out = torch.zeros(*gate.shape, call.q.shape[-1], dtype=gate.dtype, device=gate.device)
+    for row, head in reads.nonzero().tolist():
+        one = slice(row, row + 1), slice(head, head + 1)
+        values = decode_packed.heads(decode_packed.rows(call.values, one[0]), one[1])
+        out[one] = _weighted(weights[one], values, start, stop) / sums[one][..., None]
+    return out
+
+
+# -- products ----------------------------------------------------------------------------------------------------
+
+
+def _runs(heads: list[int]) -> Iterator[tuple[slice, slice]]:
+    """Neighbouring heads as (slice of heads, slice of this list), so that they are read through views."""
+    first = 0
+    for i in range(1, len(heads) + 1):
+        if i == len(heads) or heads[i] != heads[i - 1] + 1:
+            yield slice(heads[first], heads[i - 1] + 1), slice(first, i)
+            first = i
+
+
+def _blocks(x: Stored, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    batch, heads, _, head_dim = x.shape
+    block = max(16, _BLOCK_ELEMENTS // (batch * heads * head_dim))
+    return ((first, min(first + block, stop)) for first in range(start, stop, block))
+
+
+def _scores(q: Tensor, keys: Stored, out: Tensor) -> None:
+    """Write ``q · k`` of ``q`` ``[b, h, G, d]`` and the first tokens of ``keys`` to ``out`` ``[b, h, G, n]``."""
+    q = q.transpose(2, 3)
+    for start, stop in _blocks(keys, 0, out.shape[3]):
+        out[..., start:stop] = (read(keys, start, stop, q.dtype) @ q).transpose(2, 3)
+
+
+def _weighted(weights: Tensor, values: Stored, start: int, stop: int) -> Tensor:
+    """Sums ``[b, h, G, d]`` of the values from ``start`` to ``stop`` with weights ``[b, h, G, stop - start]``."""
+    if isinstance(values, Tensor) and values.dtype == weights.dtype:
+        return weights @ values[:, :, start:stop]
+    out = weights.new_zeros(*weights.shape[:3], values.shape[3])
+    for first, last in _blocks(values, start, stop):
+        out += weights[..., first - start : last - start] @ read(values, first, last, weights.dtype)
+    return out
+
+
+def _exponentials(logits: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``exp(logits - max)`` written to ``out``; also their log-sum-exp and sum over the last dimension."""
+    peak = logits.amax(-1, keepdim=True)
+    torch.sub(logits, peak, out=out).exp_()
+    sums = out.sum(-1)
+    return out, peak.squeeze(-1) + sums.log(), sums

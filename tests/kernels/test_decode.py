@@ -1,0 +1,305 @@
+"""Decode op against an oracle that loops over heads and positions in fp64 and shares no code with it."""
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from pod.kernels import decode as api
+from pod.kernels.decode import make_buffers, make_roles, pod_decode
+
+NAN = float("nan")
+
+
+@dataclass
+class Layer:
+    """What one layer's newest tokens are and hold: ``q [B, H, G, d]``, ``k, v [B, H, C, d]`` for all positions."""
+
+    leads: list[int]
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass
+class Case:
+    lengths: list[int]
+    layers: list[list[int]]
+    """Heads that lead, per layer."""
+    num_heads: int = 2
+    groups: int = 2
+    head_dim: int = 16
+    n_s: int = 3
+    n_r: int = 5
+    spare: int = 9
+    """Slots of the stores behind the longest row."""
+    dtype: str = "float64"
+    seed: int = 0
+    group_size: int = 0
+    """4-bit groups; 0 = native."""
+
+    @property
+    def capacity(self):
+        room = max(self.lengths) + self.spare
+        return -(-room // self.group_size) * self.group_size if self.group_size else room
+
+
+def build(case: Case) -> list[Layer]:
+    generator = torch.Generator().manual_seed(case.seed + sum(case.lengths))
+    batch, heads, d = len(case.lengths), case.num_heads, case.head_dim
+
+    def random(*shape):
+        x = torch.randn(shape, generator=generator, dtype=torch.float64) * 1.5
+        return x.to(getattr(torch, case.dtype))
+
+    return [
+        Layer(
+            leads,
+            random(batch, heads, case.groups, d),
+            random(batch, heads, case.capacity, d),
+            random(batch, heads, case.capacity, d),
+        )
+        for leads in case.layers
+    ]
+
+
+def oracle(case: Case, layers: list[Layer], tau=None):
+    """Outputs ``[layer][B, H, G, d]`` and gates ``[layer][B, H, G]`` (nan for leads) by the definition, in fp64."""
+    scale = 1 / math.sqrt(case.head_dim)
+    outputs, gates = [], []
+    for number, layer in enumerate(layers):
+        out = torch.zeros(layer.q.shape, dtype=torch.float64)
+        gate = torch.full(layer.q.shape[:3], NAN, dtype=torch.float64)
+        shape = range(len(case.lengths)), range(case.num_heads), range(case.groups)
+        for b, h, g in itertools.product(*shape):
+            lead = next(earlier for earlier in layers[number::-1] if h in earlier.leads)
+            newest = case.lengths[b] - 1
+            near, far = {}, {}
+            for j in range(newest + 1):
+                if j < case.n_s or newest - j < case.n_r:
+                    near[j] = scale * float(layer.q[b, h, g].double() @ layer.k[b, h, j].double())
+                else:
+                    far[j] = scale * float(lead.q[b, h, g].double() @ lead.k[b, h, j].double())
+            shares = [sum(math.exp(x) for x in part.values()) for part in (near, far)]
+            gate[b, h, g] = shares[0] / sum(shares) if h not in layer.leads else NAN
+            skips = tau is not None and h not in layer.leads and gate[b, h, g] >= tau
+            seen = near if skips else near | far
+            total = sum(math.exp(x) for x in seen.values())
+            for j, x in seen.items():
+                out[b, h, g] += math.exp(x) / total * layer.v[b, h, j].double()
+        outputs.append(out)
+        gates.append(gate)
+    return outputs, gates
+
+
+def stored(case: Case, layer: Layer):
+    """Stores with NaN in every slot that holds no token: keys, window_keys, values."""
+    followers = [h for h in range(case.num_heads) if h not in layer.leads]
+    limit = case.n_s + case.n_r
+    window = torch.full((*layer.k.shape[:2], limit, case.head_dim), NAN, dtype=layer.k.dtype)
+    keys, values = layer.k.clone(), layer.v.clone()
+    for b, length in enumerate(case.lengths):
+        keys[b, :, length:] = values[b, :, length:] = NAN
+        for p in range(length):  # in order, so that a later token overwrites its slot of the ring
+            window[b, :, p if p < limit else case.n_s + (p - case.n_s) % case.n_r] = layer.k[b, :, p]
+    return (
+        keys[:, layer.leads] if layer.leads else None,
+        window[:, followers] if followers else None,
+        values,
+    )
+
+
+def roles_of(case: Case, number: int):
+    """Roles of a layer, as the plan of the case says."""
+    leads = case.layers[number]
+    later = case.layers[number + 1 :]
+    followed = [h for h in leads if later and h not in later[0]]
+    return make_roles(leads, [h for h in range(case.num_heads) if h not in leads], followed, "cpu")
+
+
+def poisoned_buffers(case: Case, programs=None):
+    buffers = make_buffers(
+        len(case.lengths), case.num_heads, case.groups, case.head_dim, case.capacity,
+        getattr(torch, case.dtype), "cpu", programs=programs,
+    )  # fmt: skip
+    for x in vars(buffers).values():
+        if isinstance(x, torch.Tensor):
+            x.fill_(NAN)
+    return buffers
+
+
+def decode(case: Case, layers: list[Layer], backend: str, tau=None, long=False, programs=None, change=None):
+    """Outputs ``[layer][B, H, G, d]`` of the backend, and its buffers. ``change(number, stores)`` may spoil stores."""
+    buffers = poisoned_buffers(case, programs)
+    lengths = torch.tensor(case.lengths, dtype=torch.int64 if long else torch.int32)
+    outputs = []
+    for number, layer in enumerate(layers):
+        stores = packed_stores(case, layer) if case.group_size else stored(case, layer)
+        if change:
+            change(number, stores)
+        out = torch.full_like(layer.q.flatten(1, 2), NAN)
+        arguments = layer.q.flatten(1, 2), *stores, lengths, roles_of(case, number), buffers
+        found = pod_decode(*arguments, case.n_s, case.n_r, tau=tau, backend=backend, out=out)
+        assert found is out
+        outputs.append(out.unflatten(1, (case.num_heads, case.groups)))
+    return outputs, buffers
+
+
+def worst(found, expected):
+    """Largest error relative to the largest number."""
+    return max(
+        ((a.double() - b).abs().max() / b.abs().max()).nan_to_num(nan=float("inf")).item()
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+MIXED = [[0, 1, 2, 3], [1], [0, 3], [2]]  # every head leads, follows and leads anew at its own time
+CASES = {
+    "one token": Case([1], [[0, 1], [1]]),
+    "up to the sinks": Case([3, 2], [[0, 1], [0]]),
+    "fills the window": Case([8, 8], [[0, 1], [1], []]),
+    "first distant token": Case([9, 9], [[0, 1], [1], []]),
+    "ring wrapped often": Case([64, 64], [[0, 1], [], []]),
+    "ragged": Case([1, 7, 8, 9, 40], [[0, 1], [0], []]),
+    "dense": Case([13, 30], [[0, 1], [0, 1]]),
+    "mixed heads": Case([31, 31], MIXED, num_heads=4),
+    "mixed heads, ragged": Case([31, 12, 5], MIXED, num_heads=4, groups=3),
+    "one query head per KV head": Case([20], [[0, 1], [0]], groups=1),
+    "four query heads": Case([20], [[0, 1], [0]], groups=4),
+    "one recent token": Case([20, 4, 1], [[0, 1], [0], []], n_r=1),
+    "no sinks": Case([20, 5, 6, 1], [[0, 1], [], [1]], n_s=0),
+    "no sinks, one recent": Case([20, 1, 2], [[0, 1], [], [1]], n_s=0, n_r=1),
+    "head_dim 24": Case([33], [[0, 1], []], head_dim=24),
+    "head_dim 64": Case([33, 9], [[0, 1], []], head_dim=64),
+    "head_dim 128": Case([33], [[0, 1], []], head_dim=128),
+    "no room to spare": Case([33], [[0, 1], []], spare=0),
+    "blocks of tokens": Case([300, 300], [[0, 1], [0], []], n_s=10, n_r=70),
+}
+TAUS = [None, 0.0, 0.3, 0.7, 1.0]
+
+
+@pytest.mark.parametrize("tau", TAUS)
+@pytest.mark.parametrize("backend", ["reference", "grouped"])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_definition(name, backend, tau, monkeypatch):
+    monkeypatch.setattr("pod.kernels.decode_grouped._BLOCK_ELEMENTS", 1 << 11)
+    case = CASES[name]
+    layers = build(case)
+    found, _ = decode(case, layers, backend, tau, long=tau == 0.3)
+    assert worst(found, oracle(case, layers, tau)[0]) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["mixed heads, ragged", "ring wrapped often", "head_dim 128"])
+def test_grouped_is_as_exact_as_the_reference(name, dtype):
+    case = Case(**{**vars(CASES[name]), "dtype": dtype})
+    layers = build(case)
+    expected = oracle(case, layers)[0]
+    limit = worst(decode(case, layers, "reference")[0], expected) + torch.finfo(getattr(torch, dtype)).eps
+    assert worst(decode(case, layers, "grouped")[0], expected) <= 2 * limit
+
+
+@pytest.mark.parametrize("backend", ["reference", "grouped"])
+def test_leads_leave_logits_and_lse_of_distant_tokens(backend):
+    case = Case([31, 9, 4], [[0, 1], [1]])
+    layers = build(case)
+    layer = layers[0]
+    buffers = decode(case, layers[:1], backend)[1]  # the last layer that ran is the first: head 0 is followed
+    for b, length in enumerate(case.lengths):
+        distant = list(range(case.n_s, length - case.n_r))
+        logits = torch.tensor([[float(q @ layer.k[b, 0, j]) / 4 for j in distant] for q in layer.q[b, 0]])
+        assert torch.allclose(buffers.logits[b, 0, :, distant], logits.double(), atol=1e-6)
+        lse = logits.double().logsumexp(-1)
+        assert torch.allclose(buffers.distant_lse[b, 0], lse, atol=1e-6)
+        assert distant or (buffers.distant_lse[b, 0] == -math.inf).all()
+
+
+@pytest.mark.parametrize("backend", ["grouped"])
+def test_skipping_groups_never_read_distant_values(backend):
+    case = Case([40, 30, 8], [[0, 1, 2, 3], [2], []], num_heads=4, n_r=9)
+    layers = build(case)
+    tau = 0.45
+    expected, gates = oracle(case, layers, tau)
+    skipped = [(gate >= tau).all(-1) for gate in gates]  # [B, H]; never for leads, whose gate is nan
+    assert 0 < sum(int(x.sum()) for x in skipped) < sum(int((~gate.isnan()).any(-1).sum()) for gate in gates)
+
+    def spoil(number, stores):
+        for b, h in skipped[number].nonzero().tolist():
+            stores[2][b, h, case.n_s : max(case.n_s, case.lengths[b] - case.n_r)] = NAN
+
+    found, _ = decode(case, layers, backend, tau, change=spoil)
+    assert worst(found, expected) < 1e-12
+
+
+def test_gate_threshold_changes_what_it_should():
+    """tau = 0 leaves the proximal part alone; no threshold differs from tau = 1 at most by rounding."""
+    case = CASES["mixed heads"]
+    layers = build(case)
+    alone, exact, one = (decode(case, layers, "grouped", tau)[0] for tau in (0.0, None, 1.0))
+    assert all((a - b).abs().max() > 1e-2 for a, b in zip(alone[1:], exact[1:], strict=True))
+    assert torch.equal(alone[0], exact[0])
+    assert worst(one, exact) < 1e-12
+
+
+def test_scale_and_new_output():
+    case = CASES["mixed heads"]
+    layers = build(case)
+    arguments = layers[0].q.flatten(1, 2), *stored(case, layers[0]), torch.tensor(case.lengths)
+    found = pod_decode(*arguments, roles_of(case, 0), poisoned_buffers(case), case.n_s, case.n_r, scale=0.5)
+    layers[0].q *= 0.5 * math.sqrt(case.head_dim)
+    assert worst([found.view_as(layers[0].q)], oracle(case, layers[:1])[0]) < 1e-12
+
+
+BAD = {
+    "unknown backend": ({"backend": "fast"}, "unknown; choose auto or one of reference, grouped, triton"),
+    "no recent token": ({"num_recent_tokens": 0}, "n_r >= 1"),
+    "window too small": ({"num_recent_tokens": 6}, r"window_keys is .*expected \[2, 1, 9, 16\]"),
+    "no keys": ({"keys": None}, "keys is None, expected"),
+    "lengths of two kinds": ({"lengths": torch.ones(2)}, "int32 or int64"),
+    "queries that do not divide": ({"q": torch.ones(2, 5, 16).double()}, "multiple of 2 KV heads"),
+    "other dtype": ({"q": torch.ones(2, 4, 16)}, "both must agree"),
+    "triton in fp64": ({"backend": "triton"}, "backend 'triton' cannot run"),
+    "output": ({"out": torch.ones(2, 4, 8).double()}, "out is"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refusals_say_what_came_and_what_is_allowed(name):
+    case = Case([20, 20], [[0, 1], [1]])
+    layer = build(case)[1]
+    keys, window_keys, values = stored(case, layer)
+    arguments = {
+        "q": layer.q.flatten(1, 2), "keys": keys, "window_keys": window_keys, "values": values,
+        "lengths": torch.tensor(case.lengths), "roles": roles_of(case, 1), "buffers": poisoned_buffers(case),
+        "num_sink_tokens": case.n_s, "num_recent_tokens": case.n_r,
+    }  # fmt: skip
+    change, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        pod_decode(**{**arguments, **change})
+
+
+def test_refused_roles_and_buffers():
+    for bad in (([0, 1], [1], []), ([1, 0], [], []), ([0], [1], [1]), ([], [], []), ([0, 2], [3], [])):
+        with pytest.raises(ValueError):
+            make_roles(*bad, "cpu")
+    case = Case([20], [[0, 1]])
+    layer = build(case)[0]
+    with pytest.raises(ValueError, match="make_buffers"):
+        small = make_buffers(1, 2, 2, 16, 9, torch.float64, "cpu")
+        pod_decode(
+            layer.q.flatten(1, 2), *stored(case, layer), torch.tensor([20]), roles_of(case, 0), small, 3, 5
+        )
+    with pytest.raises(ValueError, match="fewer than 2 KV heads"):
+        make_buffers(1, 2, 2, 16, 9, torch.float64, "cpu", programs=1)
+
+
+def test_auto_is_grouped_on_cpu():
+    case = CASES["dense"]
+    call = api.Call(build(case)[0].q.flatten(1, 2), *[None] * 12)  # type: ignore[arg-type]
+    assert api.choose(call) is api.BACKENDS["grouped"]
+
+
+def packed_stores(case: Case, layer: Layer):
+    raise NotImplementedError
