@@ -2,9 +2,11 @@
 
 from functools import partial
 
+from pod import engine as _engine
 from pod.kernels import api as _api
 from pod.kernels import statistics as _kernel_statistics
 from pod.modeling import attention as _attention
+from pod.modeling import cache as _cache
 from pod.modeling import reference as _reference
 from pod.modeling import statistics as _statistics
 from pod.modeling.cache import PodCache
@@ -35,16 +37,15 @@ def _connect() -> None:
             _reference.causal_attention, _reference.pod_attention, _reference.window_attention, lambda q: None
         ),
     )
-    for name in ("auto", "flash"):
-        operations = (
-            partial(_api.causal_attention, backend=name),
-            partial(_api.pod_attention, backend=name),
-            partial(_api.window_attention, backend=name),
-        )
-        _attention.register_backend(name, _attention.Backend(*operations))
+    operations = _attention.Backend._fields
+    for name in ("auto", *_api.BACKENDS):
+        if name != "reference":
+            chosen = (partial(getattr(_api, operation), backend=name) for operation in operations)
+            _attention.register_backend(name, _attention.Backend(*chosen))
     _statistics.OPERATIONS |= {
         name: getattr(_kernel_statistics, name) for name in ("attention_column_sums", "attention_rows")
     }
+    _cache.ENGINE_HOOKS |= {"attach": _engine.attach, "generate": _engine.attach_for_generation}
 
 
 _connect()

@@ -23,11 +23,16 @@ Carry = tuple[Tensor | None, ...]
 
 
 class Backend(NamedTuple):
-    """The operations that an attention backend offers; signatures as in ``reference``."""
+    """The operations that an attention backend offers; signatures as in ``reference``.
+
+    ``mixed_attention(q, k, v, q_lead, k_lead, followers, n_s, n_r, doc_ids=…)`` takes leading and following KV heads in
+    one call; where it is None the layer makes two.
+    """
 
     causal_attention: Callable[..., Tensor]
     pod_attention: Callable[..., Tensor]
     window_attention: Callable[..., Tensor]
+    mixed_attention: Callable[..., Tensor] | None = None
 
 
 BACKENDS: dict[str, Backend] = {"reference": Backend(causal_attention, pod_attention, window_attention)}
@@ -190,6 +195,10 @@ def attend_by_role(
     """
     leads, followers = heads
     groups = q.shape[1] // k.shape[1]
+    if leads and followers and backend.mixed_attention is not None:
+        return backend.mixed_attention(
+            q, k, v, *lead_queries_and_keys(), followers, *windows, doc_ids=doc_ids
+        )
     parts = []
     if leads:
         own = take_heads(q, leads, groups), take_heads(k, leads), take_heads(v, leads)

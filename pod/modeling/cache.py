@@ -7,6 +7,7 @@ left-aligned real tokens, so the token at position ``p`` of a row sits at slot `
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +30,27 @@ LAYOUT_LAYERS: dict[str, Callable[..., CacheLayer]] = {
 """``(config, layer_idx, codec) -> CacheLayer`` for each ``PodConfig.layout``."""
 
 
+ENGINE_HOOKS: dict[str, Callable[..., Any]] = {}
+"""Filled by ``pod``; without it caches decode layer by layer. ``attach``: ``(cache, capacity)`` gives a cache an engine;
+``generate``: ``(cache, prompt columns, most columns, device)`` may give one to a cache that ``generate()`` made."""
+
+
+class DecodeEngine(Protocol):
+    """Decodes one token per row over a cache's own stores."""
+
+    def decode(self, model: Any, hidden_states: Tensor, step: Step) -> Tensor | None:
+        """``[B, 1, hidden]`` embeddings to the final hidden states; None when this pass is not for the engine."""
+        ...
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What it holds besides the cache's own tensors."""
+        ...
+
+    def release(self) -> None:
+        """The cache is emptied."""
+        ...
+
+
 class PodCache(Cache):
     """The cache of a PoD (or dense) model, and the base of every other method.
 
@@ -36,7 +58,14 @@ class PodCache(Cache):
         config: the model's configuration.
         make_layer: ``(config, layer_idx) -> CacheLayer``; the model's own layout and plan when None.
         spec: name shown in reports and errors.
+
+    Attributes:
+        engine: what decodes over this cache in place of the layer-by-layer pass, see ``pod.engine``; None = nothing.
+        made_by_generate: whether ``generate()`` made it because it was given none.
     """
+
+    engine: DecodeEngine | None = None
+    made_by_generate = False
 
     def __init__(
         self, config: PodConfig, make_layer: Callable[[PodConfig, int], CacheLayer] | None = None, spec=None
@@ -115,6 +144,11 @@ class PodCache(Cache):
         self._pending = partial(self._remember, n, attention_mask, input_ids, compaction, left)
         return step, compaction
 
+    def count_decoded(self, ids: Tensor) -> None:
+        """Count tokens ``[B, m]`` that an engine has fed behind rows without padding, outside of any pass."""
+        self._lengths = self.lengths + ids.shape[1]
+        self._remember(ids.shape[1], None, ids, None, 0)
+
     def end_step(self, step: Step) -> None:
         """Count the tokens of the pass as seen."""
         self._lengths = step.lengths
@@ -140,6 +174,19 @@ class PodCache(Cache):
             return self._columns
         first = int(self.lengths[0])
         return first if bool((self.lengths == first).all()) else None
+
+    def reserve(self, capacity: int) -> None:
+        """Hold room for ``capacity`` tokens per row, so that the tensors stay where they are while it suffices.
+
+        Raises:
+            ValueError: a method whose stores cannot be reserved.
+        """
+        if capacity < 1:
+            raise ValueError(f"capacity = {capacity} must be at least 1 token")
+        for layer in self.layers:
+            if not isinstance(layer, PodCacheLayer):
+                raise ValueError(f"the {self.spec} cache does not reserve room: leave capacity out")
+            layer.reserve(capacity)
 
     def check_fits(self, config: PodConfig) -> None:
         """Raise ``ValueError`` unless the cache was made for a model of this shape, plan and windows."""
@@ -214,6 +261,8 @@ class PodCache(Cache):
     def _all_parts(self) -> Iterator[tuple[str, Tensor]]:
         for layer in self.layers:
             yield from layer.parts()
+        if self.engine is not None:
+            yield from (("decode_buffers", tensor) for tensor in self.engine.tensors())
         bookkeeping = [self._lengths, self._seen_mask, *(self._seen_ids or ())]
         yield from (("bookkeeping", tensor) for tensor in bookkeeping if tensor is not None)
 
@@ -254,6 +303,11 @@ class PodCache(Cache):
         return self._lengths
 
     @property
+    def has_padding(self) -> bool:
+        """Whether any column seen so far was padding in some row."""
+        return self._seen_mask is not None
+
+    @property
     def is_initialized(self) -> bool:
         return self._lengths is not None
 
@@ -262,6 +316,8 @@ class PodCache(Cache):
         return -1 if self._lengths is None else self._lengths.shape[0]
 
     def reset(self) -> None:
+        if self.engine is not None:
+            self.engine.release()
         for layer in self.layers:
             layer.clear()
         self._forget()

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationMixin
 
-from .cache import PodCache
+from .cache import ENGINE_HOOKS, PodCache
 from .config import PodConfig
 
 
@@ -35,7 +35,8 @@ class PodGenerationMixin(GenerationMixin):
         cache = model_kwargs.get("past_key_values")
         if cache is None:
             if generation_config.use_cache is not False:
-                model_kwargs["past_key_values"] = PodCache(self.config)
+                cache = model_kwargs["past_key_values"] = PodCache(self.config)
+                cache.made_by_generate = True
         elif not hasattr(cache, "begin_step"):
             raise ValueError(
                 f"a {type(cache).__name__} cannot serve a PoD model: make one with pod.make_cache(model, …)"
@@ -53,4 +54,7 @@ class PodGenerationMixin(GenerationMixin):
             if cache.get_seq_length():
                 cache.check_continues(input_ids, columns, embeds is not None)
             cache.begin_prompt(columns - cache.get_seq_length())
+            if cache.made_by_generate and "generate" in ENGINE_HOOKS:
+                longest = max(columns + 1, generation_config.max_length or 0)
+                ENGINE_HOOKS["generate"](cache, columns, longest, input_ids.device)
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]

@@ -10,8 +10,9 @@ from .attention import BACKENDS, attend_by_role, merge_heads, split_heads, take_
 from .blocked import Source, blocked_attention
 from .cache_layer import CacheLayer, Step
 from .config import PodConfig
+from .gate import skip_distant
 from .sharing import is_followed
-from .stores import NATIVE, Codec, Store
+from .stores import NATIVE, Codec, Store, TokenStore
 from .strips import strip_attention
 
 
@@ -21,9 +22,15 @@ class PodCacheLayer(CacheLayer):
     A lead leaves its queries for its followers in ``step.shared``; when decoding, it leaves its logits instead:
     one buffer ``[B, H, G, n]`` goes from layer to layer, leads rewrite their heads, followers only the proximal
     columns, so that no distant key is read twice in a step.
+
+    Attributes:
+        tau: gate above which a follower's query head leaves out its distant tokens when decoding; None = never.
+        capacity: tokens that native stores have room for from the start; 0 = they grow as tokens come.
     """
 
     evicts = False
+    tau: float | None = None
+    capacity = 0
 
     def __init__(self, config: PodConfig, layer_idx: int, codec: Codec = NATIVE):
         super().__init__()
@@ -41,6 +48,14 @@ class PodCacheLayer(CacheLayer):
         self.all_values = self.codec.tokens("values", self.evicts)
         self.lead_keys = self.codec.tokens("keys", self.evicts)
         self.window_keys = self.codec.window("keys", self.num_sink_tokens, self.num_recent_tokens)
+        self.reserve(self.capacity)
+
+    def reserve(self, capacity: int) -> None:
+        """Hold room for ``capacity`` tokens, so that the tensors stay where they are while it suffices."""
+        self.capacity = capacity
+        for store in self._stores().values():
+            if capacity and isinstance(store, TokenStore):
+                store.reserve(capacity)
 
     def _stores(self) -> dict[str, Store]:
         return {"keys": self.lead_keys, "window_keys": self.window_keys, "values": self.all_values}
@@ -187,6 +202,9 @@ class PodCacheLayer(CacheLayer):
                     _put_heads(logits, self.followers, columns, own[..., slots])
         weights = logits[..., :length].softmax(-1)
         self.observe_weights(weights)
+        if self.tau is not None and self.followers:
+            sinks, recent = self.num_sink_tokens, self.num_recent_tokens
+            skip_distant(weights, self.followers, step.lengths, sinks, recent, self.tau)
         weights = weights.to(q.dtype)
         return (weights @ self.all_values.read(length)).flatten(1, 2).unsqueeze(2)
 

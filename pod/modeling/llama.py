@@ -1,5 +1,6 @@
 """One decoder for Llama, Mistral, Qwen2 and Qwen3 weights, dense or with shared distant keys (PoD)."""
 
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +23,15 @@ _MLP_TILE = 4096  # tokens
 
 
 class PodMLP(nn.Module):
-    """Gated feed-forward layer."""
+    """Gated feed-forward layer.
+
+    Attributes:
+        train_tiles: parts of the tokens that are computed, and recomputed in backward, one after the other when
+            gradients are taken. A count and not a size: under ZeRO-3 every part gathers the weights, so ranks with
+            slices of unequal length must have equally many parts.
+    """
+
+    train_tiles: int = 1
 
     def __init__(self, config: PodConfig):
         super().__init__()
@@ -32,10 +41,22 @@ class PodMLP(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or x.shape[1] <= _MLP_TILE:
-            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        # a long prompt would hold [n, intermediate_size] three times
-        return torch.cat([self.forward(tile) for tile in x.split(_MLP_TILE, dim=1)], dim=1)
+        """``[B, n, hidden]`` to the same; long inputs in tiles, which hold ``[tile, intermediate_size]`` thrice."""
+        if torch.is_grad_enabled():
+            if self.train_tiles == 1:
+                return self._gated(x)
+            tiles = [
+                checkpoint(self._gated, tile, use_reentrant=False)
+                for tile in x.tensor_split(self.train_tiles, dim=1)
+            ]
+        elif x.shape[1] <= _MLP_TILE:
+            return self._gated(x)
+        else:
+            tiles = [self._gated(tile) for tile in x.split(_MLP_TILE, dim=1)]
+        return torch.cat(tiles, dim=1)
+
+    def _gated(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
 class PodDecoderLayer(nn.Module):
@@ -157,8 +178,8 @@ class PodModel(PodPreTrainedModel):
             positions = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None]
         if compaction is None and self.sequence_parallel is None:
             check_positions(position_ids, positions, None)
-        hidden_states = self._run_layers(
-            hidden_states, self._context(hidden_states, positions, doc_ids=doc_ids)
+        hidden_states = self.run_layers(
+            hidden_states, self.context(hidden_states, positions, doc_ids=doc_ids)
         )
         return hidden_states if compaction is None else compaction.scatter(hidden_states)
 
@@ -171,13 +192,18 @@ class PodModel(PodPreTrainedModel):
                 cache.end_step(step)
                 return torch.zeros_like(hidden_states)
             hidden_states = compaction.gather(hidden_states)
+        if cache.engine is not None and step.is_decode and step.all_real:
+            out = cache.engine.decode(self, hidden_states, step)
+            if out is not None:
+                cache.end_step(step)
+                return out
         out = None
         for piece in cache.pieces(step):
             columns = None if piece.starts is None else piece_columns(piece.starts, piece.num_new)
             part = hidden_states if columns is None else take_columns(hidden_states, columns)
-            context = self._context(part, piece.positions)
+            context = self.context(part, piece.positions)
             context.step, piece.rope, piece.backend = piece, context.rope, context.backend
-            part = self._run_layers(part, context)
+            part = self.run_layers(part, context)
             cache.end_piece(piece)
             if columns is None:
                 out = part
@@ -188,7 +214,7 @@ class PodModel(PodPreTrainedModel):
         assert out is not None, "a pass without a piece"
         return out if compaction is None else compaction.scatter(out)
 
-    def _context(
+    def context(
         self, hidden_states: Tensor, position_ids: Tensor, doc_ids: Tensor | None = None
     ) -> ForwardContext:
         device = hidden_states.device
@@ -203,7 +229,7 @@ class PodModel(PodPreTrainedModel):
             sequence_parallel=parallel,
         )
 
-    def _run_layers(self, hidden_states: Tensor, context: ForwardContext) -> Tensor:
+    def run_layers(self, hidden_states: Tensor, context: ForwardContext) -> Tensor:
         carry: Carry = (None,) * (2 * len(context.lead[0]))
         for layer in self.layers:
             if self.gradient_checkpointing and self.training:
@@ -216,10 +242,14 @@ class PodModel(PodPreTrainedModel):
     def _checkpoint(
         self, layer: nn.Module, hidden_states: Tensor, context: ForwardContext, carry: Carry
     ) -> Any:
+        # Set by training: where the carry waits for its backward.
+        memory = getattr(self, "carry_memory", None)
+        saving = nullcontext() if memory is None else memory.saving(layer, hidden_states, context, carry)
         function = getattr(self, "_gradient_checkpointing_func", None)
-        if function is None:
-            return checkpoint(layer, hidden_states, context, *carry, use_reentrant=False)
-        return function(layer.__call__, hidden_states, context, *carry)
+        with saving:
+            if function is None:
+                return checkpoint(layer, hidden_states, context, *carry, use_reentrant=False)
+            return function(layer.__call__, hidden_states, context, *carry)
 
 
 class PodForCausalLM(PodPreTrainedModel, PodGenerationMixin):

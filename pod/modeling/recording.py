@@ -44,7 +44,7 @@ def record_queries_and_keys(model: PodForCausalLM, input_ids: Tensor) -> Iterato
         raise ValueError(f"need input_ids [1, n], got {list(input_ids.shape)}")
     decoder = model.model
     hidden_states = decoder.embed_tokens(input_ids)
-    context: ForwardContext = decoder._context(hidden_states, torch.arange(n, device=input_ids.device)[None])
+    context: ForwardContext = decoder.context(hidden_states, torch.arange(n, device=input_ids.device)[None])
     carry = (None,) * (2 * config.num_key_value_heads)
     layer: PodDecoderLayer
     for layer in decoder.layers:  # type: ignore[assignment]

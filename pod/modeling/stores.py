@@ -99,6 +99,7 @@ class TokenStore:
         self.has_window = num_recent_tokens is not None
         self.num_sink_tokens = num_sink_tokens or 0
         self.num_recent_tokens = num_recent_tokens or 0
+        self._reserved = 0
         self._data: Tensor | None = None
 
     @property
@@ -155,11 +156,18 @@ class TokenStore:
             )
         return positions.masked_fill(positions > newest, -1)
 
-    def _reserve(self, like: Tensor, slots: int) -> Tensor:
+    def reserve(self, slots: int) -> None:
+        """Hold room for ``slots`` tokens (a window: for all that it can hold), at once or when the first token comes."""
+        self._reserved = self.limit if self.has_window else slots
+        if not self.is_empty:
+            self._grow(self.data, self._reserved)
+
+    def _grow(self, like: Tensor, slots: int) -> Tensor:
         if self.is_empty:
             self.data = like.new_empty(like.shape[0], like.shape[1], 0, like.shape[3])
         if self.data.shape[2] < slots:
-            wanted = min(slots + max(1, slots // _SLACK), self.limit)
+            slack = 0 if slots <= self._reserved else max(1, slots // _SLACK)
+            wanted = max(min(slots + slack, self.limit), self._reserved)
             grown = self.data.new_zeros(*self.data.shape[:2], wanted, self.data.shape[3])
             grown[:, :, : self.data.shape[2]] = self.data
             self.data = grown
@@ -168,7 +176,7 @@ class TokenStore:
     def append(self, x: Tensor, past: int) -> None:
         """Write ``[B, h, m, d]`` when every row has ``past`` tokens and gets ``m`` more."""
         length = past + x.shape[2]
-        data = self._reserve(x, self.used_slots(length))
+        data = self._grow(x, self.used_slots(length))
         if length <= self.limit:
             data[:, :, past:length] = x
             return
@@ -191,7 +199,7 @@ class TokenStore:
         if self.has_window:
             overwritten = position_ids < (past + counts - self.num_recent_tokens)[:, None]
             keep = keep & ~(overwritten & (position_ids >= self.num_sink_tokens))
-        data = self._reserve(x, self.used_slots(int((past + counts).max())))
+        data = self._grow(x, self.used_slots(int((past + counts).max())))
         rows, columns = keep.nonzero(as_tuple=True)
         data[rows, :, self.slots_of(position_ids)[rows, columns]] = x[rows, :, columns]
 

@@ -88,7 +88,7 @@ def turn(x, position_ids, frequencies):
 @torch.no_grad()
 def naive_logits(model, ids, attend):
     """Logits of one sequence ``[n]``; ``attend(layer, q, k, v, turn)`` gets un-rotated ``[heads, n, d]`` in fp64."""
-    frequencies = model.model._context(
+    frequencies = model.model.context(
         torch.zeros(1, 1, dtype=torch.float64), torch.zeros(1, 1)
     ).rope.frequencies
     hidden = model.model.embed_tokens(ids)

@@ -33,7 +33,9 @@ def build_cache(
             f"{spec} needs a model without a sharing plan: load the dense checkpoint, or name the layout, as in "
             f"{'pod' if spec == 'full' else f'pod+{spec}'!r}"
         )
-    values = _parameters(spec, list(chosen.values()), params)
+    # a selection builds the cache, so what only a layout's own cache can do is not on offer
+    offered = [method for method in chosen.values() if selection is None or method is not layout]
+    values = _parameters(spec, offered, params)
     builder = selection or layout
     if builder.takes_budget and (type(budget) is not int or budget < 1):
         raise ValueError(

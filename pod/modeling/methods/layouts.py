@@ -1,28 +1,55 @@
 """The layouts: what a model's own attention needs. Dense and PoD keep every token of dense weights; the others are trained."""
 
-from pod.modeling.cache import LAYOUT_LAYERS, PodCache
+from pod.modeling.cache import ENGINE_HOOKS, LAYOUT_LAYERS, CacheLayer, PodCache
 from pod.modeling.config import PodConfig
+from pod.modeling.gate import check_tau
+from pod.modeling.layout import PodCacheLayer
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.rows import GroupedCache
 from pod.modeling.stores import NATIVE
 
+_CAPACITY = {
+    "capacity": (
+        None,
+        "tokens per row to reserve room for; decoding then runs in the decode engine (pod.engine)",
+    )
+}
+_TAU = {
+    "tau": (
+        None,
+        "gate, 0 to 1, from which a follower's query head leaves out its distant tokens; None = never",
+    )
+}
+
 
 def _build(config: PodConfig, request: Request) -> PodCache:
     """The model's own layout and plan say which layers hold what."""
-    if request.codec is NATIVE:
-        return PodCache(config, spec=request.spec)
-    make_layer = LAYOUT_LAYERS[config.layout]
-    return GroupedCache(config, lambda config, i: make_layer(config, i, request.codec), request.spec)
+    tau, capacity = check_tau(request.params.get("tau")), request.params.get("capacity")
+
+    def make_layer(config: PodConfig, layer_idx: int) -> CacheLayer:
+        layer = LAYOUT_LAYERS[config.layout](config, layer_idx, request.codec)
+        if isinstance(layer, PodCacheLayer):
+            layer.tau = tau
+        return layer
+
+    make = PodCache if request.codec is NATIVE else GroupedCache
+    cache = make(config, make_layer, request.spec)
+    if capacity is not None:
+        if "attach" not in ENGINE_HOOKS:
+            raise ValueError("capacity needs the decode engine of the pod package: leave capacity out")
+        ENGINE_HOOKS["attach"](cache, capacity)
+    return cache
 
 
 METHODS = (
-    Method(name="full", paper="—", frees="nothing", axis="layout", build=_build),
+    Method(name="full", paper="—", frees="nothing", axis="layout", build=_build, parameters=_CAPACITY),
     Method(
         name="pod",
         paper="PoD (Compressing KV Cache with Inter-Layer Attention Similarity), §2.2",
         frees="distant keys of heads that follow a lead; no token is dropped",
         axis="layout",
         build=_build,
+        parameters=_TAU | _CAPACITY,
     ),
     Method(
         name="cla",

@@ -1,0 +1,247 @@
+"""The decode engine: one step over a cache's own stores, replayed as a CUDA graph where there is CUDA.
+
+The engine holds no keys or values. It works in the tensors of a ``PodCache`` that has room reserved, and the cache goes on
+checking and counting what is fed, so any pass may also take the ordinary way (a second prompt, rows that feed padding): both
+find the same tokens at the same slots. When a tensor moved (rows were reordered, room ran out) the next step takes the ordinary
+way, and the one after that, if nothing moved again, captures anew.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pod.engine.layers import StaticLayer, StaticStep, native
+from pod.kernels import decode
+from pod.modeling.cache import PodCache
+from pod.modeling.cache_layer import Step
+from pod.modeling.layout import PodCacheLayer
+from pod.modeling.stores import NATIVE
+
+_WARM_UPS = 2  # runs before a capture: kernels compile, libraries allocate
+_ROOM = 1024  # tokens by which a full cache grows, at least
+_FIRST_ROOM = 4096  # tokens that generate() reserves behind a prompt, at most what it may generate
+
+
+def refusal(cache: PodCache) -> str | None:
+    """Why the engine cannot decode over a cache; None when it can."""
+    if type(cache) is not PodCache:
+        return f"the {cache.spec} cache moves or packs its tokens"
+    for layer in cache.layers:
+        if type(layer) is not PodCacheLayer or layer.codec is not NATIVE:
+            return f"the {cache.spec} cache has a layout of its own"
+    return None
+
+
+def attach(
+    cache: PodCache, capacity: int, backend: str = "auto", compiler: str | None = None
+) -> "StaticEngine":
+    """Reserve room for ``capacity`` tokens per row, and let an engine decode over ``cache`` from now on.
+
+    Args:
+        backend: of ``pod.kernels.decode``.
+        compiler: backend of ``torch.compile`` for what stands between the attentions (``inductor`` fuses it); None =
+            run as written.
+
+    Raises:
+        ValueError: a method that the engine does not serve, or a capacity below what the cache holds.
+    """
+    reason = refusal(cache)
+    if reason is not None:
+        raise ValueError(
+            f"no decode engine here: {reason}; it serves full and pod caches without a codec: leave capacity out"
+        )
+    held = cache.get_seq_length()
+    if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < max(1, held):
+        raise ValueError(f"capacity = {capacity!r} must be a whole number of tokens, at least {max(1, held)}")
+    cache.reserve(capacity)
+    engine = StaticEngine(cache, backend, compiler)
+    cache.engine = engine
+    return engine
+
+
+def attach_for_generation(cache: PodCache, prompt: int, longest: int, device: torch.device) -> None:
+    """What ``generate()`` calls for a cache of its own: an engine on CUDA, where one is possible.
+
+    Args:
+        prompt: columns of the prompt; longest: columns when everything allowed has been generated.
+    """
+    if device.type == "cuda" and refusal(cache) is None:
+        attach(cache, min(longest, prompt + _FIRST_ROOM))
+
+
+class _Bound:
+    """The engine's tensors and layers while the cache's stay where they are.
+
+    Attributes:
+        places: address and shape of every tensor of the cache.
+        programs: prepared steps by name.
+    """
+
+    def __init__(self, cache: PodCache, places: list, backend: str, dtype: torch.dtype):
+        layers: list[Any] = cache.layers
+        values = native(layers[0].all_values).data
+        batch, kv_heads, capacity, head_dim = values.shape
+        self.places = places
+        self.buffers = decode.make_buffers(
+            batch, kv_heads, layers[0].groups, head_dim, capacity, dtype, values.device
+        )
+        past = torch.zeros(batch, dtype=torch.long, device=values.device)
+        self.step = StaticStep([StaticLayer(layer, self.buffers, backend) for layer in layers], past)
+        self.token = torch.zeros(batch, 1, dtype=torch.long, device=values.device)
+        self.hidden: Tensor | None = None
+        self.programs: dict[str, Callable[[], Tensor]] = {}
+
+    def run_layers(self, model: Any, hidden_states: Tensor) -> Tensor:
+        context = model.context(hidden_states, self.step.past[:, None])
+        context.step, self.step.rope = self.step, context.rope
+        return model.run_layers(hidden_states, context)
+
+
+class StaticEngine:
+    """Decodes over one cache. Use ``attach``.
+
+    Attributes:
+        graphs: CUDA graphs captured so far; 0 on CPU.
+        steps: tokens per row that the engine, not the ordinary pass, has decoded.
+    """
+
+    def __init__(self, cache: PodCache, backend: str = "auto", compiler: str | None = None):
+        self.cache, self.backend, self.compiler = cache, backend, compiler
+        self.graphs = self.steps = 0
+        self._moved_to: list | None = None
+        self._bound: _Bound | None = None
+
+    @torch.no_grad()
+    def decode(self, model: Any, hidden_states: Tensor, step: Step) -> Tensor | None:
+        """See ``pod.modeling.cache.DecodeEngine.decode``."""
+        self._make_room(self.cache.get_seq_length() + 1)  # columns: no row has more tokens
+        bound = self._bind(hidden_states.dtype)
+        if bound is None:
+            return None
+        if bound.hidden is None:
+            bound.hidden = torch.empty_like(hidden_states)
+        hidden = bound.hidden.copy_(hidden_states)
+        bound.step.past.copy_(step.past)
+        bound.step.max_length = None if hidden_states.is_cuda else int(step.lengths.max())
+        if "layers" not in bound.programs:
+            bound.programs["layers"] = self._prepare(lambda: bound.run_layers(model, hidden))
+        self.steps += 1
+        return bound.programs["layers"]().clone()
+
+    @torch.no_grad()
+    def greedy(self, model: Any, token: Tensor, num_tokens: int) -> Tensor:
+        """Feed ``token`` and then what the model finds most likely, from embedding to argmax in one program.
+
+        Args:
+            model: the ``PodForCausalLM`` that filled the cache.
+            token: ``[B, 1]``, the next token to feed.
+            num_tokens: how many steps.
+
+        Returns:
+            ``[B, num_tokens]``, the tokens found; the last of them has not been fed.
+
+        Raises:
+            ValueError: an empty cache, or rows with padding.
+        """
+        past = self.cache.get_seq_length()
+        if not past or self.cache.has_padding:
+            raise ValueError(
+                "greedy() goes on behind rows without padding: feed a prompt first, or generate()"
+            )
+        self._make_room(past + num_tokens)
+        dtype = model.lm_head.weight.dtype
+        bound = self._bind(dtype) or self._bind(dtype)  # what has moved stays in place during this call
+        assert bound is not None
+
+        def restart() -> None:
+            bound.token.copy_(token)
+            bound.step.past.fill_(past)
+            bound.step.max_length = past + 1
+
+        if "greedy" not in bound.programs:
+            bound.programs["greedy"] = self._prepare(lambda: _greedy_step(model, bound), restart)
+        restart()
+        found = []
+        for number in range(num_tokens):
+            bound.step.max_length = past + number + 1
+            found.append(bound.programs["greedy"]().clone())
+        self.steps += num_tokens
+        ids = torch.cat(found, dim=1)
+        self.cache.count_decoded(torch.cat((token, ids[:, :-1]), dim=1))
+        return ids
+
+    def release(self) -> None:
+        """Let go of the cache's tensors and of all buffers."""
+        self._bound = self._moved_to = None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What the engine itself holds: buffers between layers, whose bytes count as the cache's."""
+        if self._bound is not None:
+            held = (getattr(self._bound.buffers, field.name) for field in fields(self._bound.buffers))
+            yield from (tensor for tensor in held if isinstance(tensor, Tensor))
+
+    # -- programs ------------------------------------------------------------------------------------------------
+
+    def _prepare(
+        self, run: Callable[[], Tensor], restart: Callable[[], None] = lambda: None
+    ) -> Callable[[], Tensor]:
+        """``run`` compiled where asked, and on CUDA recorded as a graph.
+
+        It runs a few times before that, each time from ``restart``: so it writes the slot of the next token and no
+        other (in a ring, that of a token which has left the window).
+        """
+        if self.compiler is not None:
+            run = torch.compile(run, backend=self.compiler, fullgraph=True, dynamic=False)
+        if not native(self._layers()[0].all_values).data.is_cuda:
+            return run
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UPS):
+                restart()
+                run()
+            restart()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run()
+        self.graphs += 1
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+    # -- the cache's tensors -------------------------------------------------------------------------------------
+
+    def _layers(self) -> list[PodCacheLayer]:
+        return self.cache.layers  # type: ignore[return-value]
+
+    def _make_room(self, length: int) -> None:
+        capacity = self._layers()[0].capacity
+        if length > capacity:
+            self.cache.reserve(max(length, capacity + max(_ROOM, capacity // 8)))
+
+    def _bind(self, dtype: torch.dtype) -> _Bound | None:
+        """The engine on the tensors as they are now; None when they have just moved, as they may move again."""
+        tensors = [tensor for layer in self._layers() for _, tensor in layer.parts()]
+        places = [(tensor.data_ptr(), tensor.shape) for tensor in tensors]
+        if self._bound is not None and self._bound.places == places:
+            return self._bound
+        is_first, self._bound = self._bound is None and self._moved_to is None, None
+        if not is_first and self._moved_to != places:
+            self._moved_to = places
+            return None
+        self._bound, self._moved_to = _Bound(self.cache, places, self.backend, dtype), places
+        return self._bound
+
+
+def _greedy_step(model: Any, bound: _Bound) -> Tensor:
+    hidden_states = bound.run_layers(model.model, model.model.embed_tokens(bound.token))
+    bound.token.copy_(model.lm_head(hidden_states[:, -1]).argmax(-1, keepdim=True))
+    bound.step.past.add_(1)
+    return bound.token

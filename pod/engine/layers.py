@@ -1,0 +1,126 @@
+"""Decoder layers of one new token per row, over the preallocated stores of a cache; nothing asks the device for a number."""
+
+import itertools
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pod.kernels import decode
+from pod.modeling.layout import PodCacheLayer
+from pod.modeling.sharing import is_followed
+from pod.modeling.stores import Store, TokenStore
+
+
+@dataclass
+class StaticStep:
+    """What the layers of one decoded token share; the same tensors in every step.
+
+    Attributes:
+        layers: one ``StaticLayer`` per decoder layer.
+        past: ``[B]`` int64 tokens per row before the step.
+        rope: rotation at ``past``; set for each step.
+        max_length: host bound on the tokens per row, the new one included; None = unknown (the CPU code wants it).
+    """
+
+    layers: list["StaticLayer"]
+    past: Tensor
+    rope: Any = None
+    max_length: int | None = None
+
+    def __post_init__(self):
+        for layer in self.layers:
+            layer.step = self
+
+    @property
+    def lengths(self) -> Tensor:
+        """``[B]`` tokens per row, the new one included."""
+        return self.past + 1
+
+
+_HANDLES = itertools.count()
+_LAYERS: weakref.WeakValueDictionary[int, "StaticLayer"] = weakref.WeakValueDictionary()
+
+
+@torch.library.custom_op("pod::attend_static", mutates_args=())
+def _attend_static(q: Tensor, k: Tensor, v: Tensor, handle: int) -> Tensor:
+    """A layer's attention as one opaque call. It writes into the cache, of which the compiler knows nothing: it must not copy it."""
+    layer = _LAYERS[handle]
+    assert layer.step is not None
+    return layer.attend_rotated(q, k, v, layer.step)
+
+
+@_attend_static.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, handle: int) -> Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+def native(store: Store) -> TokenStore:
+    """A store whose tensor may be written to directly."""
+    assert isinstance(store, TokenStore), "a packed store"
+    return store
+
+
+class StaticLayer:
+    """One layer: writes the new key and value where the cache expects them, and calls the decode kernel.
+
+    Args:
+        layer: the cache's layer, with room reserved and at least one token stored.
+        buffers: what leads leave for their followers; one for all layers.
+        backend: of ``pod.kernels.decode``.
+    """
+
+    def __init__(self, layer: PodCacheLayer, buffers: decode.DecodeBuffers, backend: str):
+        self.layer, self.buffers, self.backend = layer, buffers, backend
+        self.values = native(layer.all_values)
+        self.keys = native(layer.lead_keys) if layer.leads else None
+        self.window_keys = native(layer.window_keys) if layer.followers else None
+        device = self.values.data.device
+        followed = [h for h in layer.leads if is_followed(layer.lead, layer.layer_idx, h)]
+        self.roles = decode.make_roles(layer.leads, layer.followers, followed, device)
+        self.leads = torch.tensor(layer.leads, device=device)
+        self.followers = torch.tensor(layer.followers, device=device)
+        self.rows = torch.arange(self.values.shape[0], device=device)[:, None]
+        self.step: StaticStep | None = None
+        self.handle = next(_HANDLES)
+        _LAYERS[self.handle] = self
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: StaticStep) -> Tensor:
+        """As ``CacheLayer.attend`` for ``m = 1``: ``[B, Hq, 1, d]``."""
+        q, k = step.rope(q), step.rope(k)
+        if torch.compiler.is_compiling():
+            return torch.ops.pod.attend_static(q, k, v, self.handle)
+        return self.attend_rotated(q, k, v, step)
+
+    def attend_rotated(self, q: Tensor, k: Tensor, v: Tensor, step: StaticStep) -> Tensor:
+        """Store and attend, for queries and keys that are already rotated."""
+        self._write(self.values, v, None, step.past)
+        if self.keys is not None:
+            self._write(self.keys, k, self.leads, step.past)
+        if self.window_keys is not None:
+            self._write(self.window_keys, k, self.followers, step.past)
+        out = decode.pod_decode(
+            q[:, :, 0],
+            None if self.keys is None else self.keys.data,
+            None if self.window_keys is None else self.window_keys.data,
+            self.values.data,
+            step.lengths,
+            self.roles,
+            self.buffers,
+            self.layer.num_sink_tokens,
+            self.layer.num_recent_tokens,
+            scale=self.layer.scale,
+            tau=self.layer.tau,
+            backend=self.backend,
+            max_length=step.max_length,
+        )
+        return out.unsqueeze(2)
+
+    def _write(self, store: TokenStore, x: Tensor, heads: Tensor | None, past: Tensor) -> None:
+        """Put ``[B, h, 1, d]`` (of these heads; None = all) to the slot of each row's next token."""
+        if heads is not None and len(heads) != x.shape[1]:
+            x = x.index_select(1, heads)
+        columns = torch.arange(x.shape[1], device=x.device)
+        store.data[self.rows, columns, store.slots_of(past)[:, None]] = x[:, :, 0]

@@ -1,0 +1,263 @@
+"""The decode engine equals the ordinary pass, whatever happens to the cache in between."""
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import pod
+from pod import engine
+from pod.engine.engine import StaticEngine
+from pod.kernels.decode import BACKENDS, Entry
+
+TOLERANCE = 1e-11
+WINDOWS = [(4, 11), (0, 1), (2, 200)]
+
+
+def make(tools, spec, windows=(4, 11), **changes):
+    return tools.make_pod("qwen3-g3", windows=windows, plan=spec == "pod", **changes)
+
+
+def feed(model, cache, ids, mask=None):
+    with torch.no_grad():
+        return model(ids, attention_mask=mask, past_key_values=cache).logits
+
+
+def decode(model, cache, ids, mask=None):
+    """Feed the columns of ``ids`` one at a time; their logits ``[B, m, V]``."""
+    out = []
+    for column in range(ids.shape[1]):
+        if mask is not None:
+            mask = torch.cat((mask, torch.ones_like(mask[:, :1])), dim=1)
+        out.append(feed(model, cache, ids[:, column : column + 1], mask))
+    return torch.cat(out, dim=1)
+
+
+def poison(cache):
+    """NaN into every reserved slot that no token has, so that reading one shows."""
+    for layer in cache.layers:
+        for store in layer._stores().values():
+            if not store.is_empty:
+                used = store.used_slots(int(cache.lengths.max()))
+                store.data[:, :, used:] = float("nan")
+
+
+@pytest.mark.parametrize("spec", ["full", "pod"])
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("prompt", [1, 7, 15, 16, 40])
+def test_engine_equals_one_pass(tools, spec, windows, prompt):
+    model = make(tools, spec, windows)
+    ids = tools.random_ids(2, prompt + 30)
+    cache = pod.make_cache(model, spec, capacity=prompt + 30)
+    feed(model, cache, ids[:, :prompt])
+    poison(cache)
+    with torch.no_grad():
+        expected = model(ids).logits
+    assert (decode(model, cache, ids[:, prompt:]) - expected[:, prompt:]).abs().max() < TOLERANCE
+    assert cache.engine.steps == 30
+    assert cache.get_seq_length() == prompt + 30
+
+
+@pytest.mark.parametrize("spec", ["full", "pod"])
+def test_rows_of_different_length(tools, spec):
+    model = make(tools, spec)
+    ids, mask = tools.random_ids(3, 45), torch.ones(3, 25, dtype=torch.long)
+    mask[0, :20] = mask[1, :3] = 0
+    caches = [pod.make_cache(model, spec, capacity=64), pod.make_cache(model, spec)]
+    for cache in caches:
+        feed(model, cache, ids[:, :25], mask)
+    ours, expected = (decode(model, cache, ids[:, 25:], mask) for cache in caches)
+    assert caches[0].engine.steps == 20 and caches[1].engine is None
+    assert (ours - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("what", ["second prompt", "reorder", "growth", "padding", "reset"])
+@pytest.mark.parametrize("spec", ["full", "pod"])
+def test_engine_goes_on_after_the_cache_changed(tools, spec, what):
+    model = make(tools, spec)
+    ids = tools.random_ids(3, 90)
+    logits = []
+    for capacity in (32 if what == "growth" else 128, None):
+        cache = pod.make_cache(model, spec, capacity=capacity) if capacity else pod.make_cache(model, spec)
+        feed(model, cache, ids[:, :20])
+        found = [decode(model, cache, ids[:, 20:35])]
+        mask = None
+        if what == "second prompt":
+            found.append(feed(model, cache, ids[:, 35:50]))
+        elif what == "reorder":
+            cache.reorder_cache(torch.tensor([2, 0, 0]))
+        elif what == "padding":
+            mask = torch.ones(3, 36, dtype=torch.long)
+            mask[1, 35] = 0
+            found.append(feed(model, cache, ids[:, 35:36], mask)[[0, 2]])
+        elif what == "reset":
+            cache.reset()
+            found.append(feed(model, cache, ids[:2, 35:50]))
+        rows = 2 if what == "reset" else 3
+        found.append(decode(model, cache, ids[:rows, 50:85], mask))
+        logits.append(found)
+        if capacity:
+            assert cache.engine.steps >= 15 + 34
+    for ours, expected in zip(*logits, strict=True):
+        assert (ours - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 5}])
+def test_generate_gives_the_same_tokens(tools, options):
+    model = make(tools, "pod")
+    ids, mask = tools.random_ids(2, 20), torch.ones(2, 20, dtype=torch.long)
+    mask[1, :6] = 0
+    found = []
+    for capacity in ({}, {"capacity": 30}):
+        cache = pod.make_cache(model, "pod", **capacity)
+        torch.manual_seed(0)
+        out = model.generate(
+            ids, attention_mask=mask, past_key_values=cache, max_new_tokens=25, eos_token_id=None, **options
+        )
+        found.append(out)
+    assert torch.equal(*found)
+    assert options.get("num_beams") or cache.engine.steps > 20
+
+
+@pytest.mark.parametrize("spec", ["full", "pod"])
+def test_greedy_is_generate_and_leaves_the_cache_in_order(tools, spec):
+    model = make(tools, spec)
+    ids = tools.random_ids(2, 20)
+    expected = model.generate(ids, max_new_tokens=30, eos_token_id=None, do_sample=False)[:, 20:]
+    cache = pod.make_cache(model, spec, capacity=24)  # too small: room is made on the way
+    token = feed(model, cache, ids)[:, -1].argmax(-1, keepdim=True)
+    found = [token]
+    for count in (1, 10, 18):
+        found.append(cache.engine.greedy(model, found[-1][:, -1:], count))
+    assert torch.equal(torch.cat(found, dim=1), expected)
+    assert cache.get_seq_length() == 49 and cache.lengths.tolist() == [49, 49]
+    ids = torch.cat((ids, expected[:, :-1]), dim=1)
+    cache.check_continues(torch.cat((ids, expected[:, -1:]), dim=1), 50, False)
+    with torch.no_grad():
+        last = model(torch.cat((ids, expected[:, -1:]), dim=1)).logits[:, -1:]
+    assert (feed(model, cache, expected[:, -1:]) - last).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("tau", [0.0, 0.1, 0.3, 0.6, 1.0])
+def test_gate_skip_in_the_engine_and_without(tools, tau):
+    """Both ways apply the rule; a gate of 1 needs no distant token, and 0 leaves all of them out."""
+    model = make(tools, "pod", (2, 5))
+    ids = tools.random_ids(2, 60)
+    found = []
+    for options in ({}, {"capacity": 60}, {"tau": tau}, {"tau": tau, "capacity": 60}):
+        cache = pod.make_cache(model, "pod", **options)
+        feed(model, cache, ids[:, :30])
+        found.append(decode(model, cache, ids[:, 30:]))
+    exact, engine_exact, skipped, engine_skipped = found
+    assert (exact - engine_exact).abs().max() < TOLERANCE
+    assert (skipped - engine_skipped).abs().max() < TOLERANCE
+    if tau < 0.5:
+        assert (skipped - exact).abs().max() > 1e-3
+
+
+def masked(call):
+    """A decode backend that asks nothing of the device: masks over the whole capacity, as kernels do it."""
+    roles, lengths, sinks = call.roles, call.lengths[:, None], call.num_sink_tokens
+    column = torch.arange(call.values.shape[2])
+    distant = (column >= sinks) & (column < lengths - call.num_recent_tokens)
+    slot = torch.where(
+        column < sinks + call.num_recent_tokens, column, sinks + (column - sinks) % call.num_recent_tokens
+    )
+    q = call.q.unflatten(1, (roles.num_heads, -1)) * call.scale
+    out = call.out.unflatten(1, (roles.num_heads, -1))
+    for head in range(roles.num_heads):
+        shared = call.buffers.logits[:, head, :, : column.shape[0]]
+        if head in roles.leads:
+            logits = q[:, head] @ call.keys[:, roles.leads.index(head)].mT
+            shared.copy_(logits)
+        else:
+            window = call.window_keys[:, roles.followers.index(head)][:, slot]
+            logits = torch.where(distant[:, None], shared, q[:, head] @ window.mT)
+        weights = logits.masked_fill((column >= lengths)[:, None], -torch.inf).softmax(-1)
+        out[:, head] = weights @ call.values[:, head]
+
+
+def test_the_step_is_static(tools, monkeypatch):
+    """What a CUDA graph records must hold for later tokens: here the step is recorded once as a list of operations."""
+    model = make(tools, "pod")
+    ids = tools.random_ids(2, 50)
+    cache = pod.make_cache(model, "pod", capacity=64)
+    reference = pod.make_cache(model, "pod", capacity=64)
+    for one in (cache, reference):
+        feed(model, one, ids[:, :12])
+    cache.engine.backend = "masked"
+    monkeypatch.setitem(BACKENDS, "masked", Entry(masked, lambda call: None))
+    recorded = []
+
+    def prepare(self, run, restart=lambda: None):
+        self._bound.step.max_length = None  # unknown on CUDA
+        program = make_fx(run)()
+        recorded.append(program)
+        return program
+
+    monkeypatch.setattr(StaticEngine, "_prepare", prepare)
+    ours = decode(model, cache, ids[:, 12:])
+    monkeypatch.undo()
+    assert len(recorded) == 1, "one recording serves all steps"
+    assert (ours - decode(model, reference, ids[:, 12:])).abs().max() < TOLERANCE
+
+
+def test_one_compiled_graph(tools):
+    model = make(tools, "pod")
+    ids = tools.random_ids(2, 30)
+    cache = pod.make_cache(model, "pod")
+    own = engine.attach(cache, 64, compiler="aot_eager")
+    feed(model, cache, ids[:, :12])
+    ours = decode(model, cache, ids[:, 12:])
+    with torch.no_grad():
+        assert (ours - model(ids).logits[:, 12:]).abs().max() < TOLERANCE
+    assert own.steps == 18
+
+
+def test_bytes_are_those_that_are_held(tools):
+    model = make(tools, "pod")
+    cache = pod.make_cache(model, "pod", capacity=100)
+    feed(model, cache, tools.random_ids(2, 20))
+    decode(model, cache, tools.random_ids(2, 3))
+    parts = cache.nbytes_by_part()
+    config = model.config
+    leads = sum(row[h] == i for i, row in enumerate(config.sharing_plan.lead) for h in range(2))
+    token = 2 * config.head_dim * 8
+    assert parts["keys"] == leads * 100 * token
+    assert parts["values"] == 5 * 2 * 100 * token
+    assert parts["window_keys"] == (10 - leads) * 15 * token
+    assert parts["decode_buffers"] >= 2 * 6 * 100 * 4  # the logits that leads leave, fp32
+    cache.reset()
+    assert "decode_buffers" not in cache.nbytes_by_part()
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "message"),
+    [
+        ("pod", {"capacity": 0}, "capacity = 0 must be a whole number"),
+        ("pod", {"capacity": True}, "capacity = True must be"),
+        ("pod", {"tau": 1.5}, "tau = 1.5 must be a number from 0"),
+        ("pod", {"tau": "high"}, "tau = 'high' must be a number"),
+        ("pod+int4", {"capacity": 64, "group_size": 4}, "no decode engine here"),
+        ("pod+snapkv", {"budget": 20, "tau": 0.5}, "has no parameter 'tau'"),
+        ("full", {"tau": 0.5}, "has no parameter 'tau'"),
+    ],
+)
+def test_what_cannot_be_is_refused(tools, spec, options, message):
+    model = make(tools, spec.split("+")[0])
+    with pytest.raises(ValueError, match=message):
+        pod.make_cache(model, spec, **options)
+
+
+def test_an_engine_after_the_prompt(tools):
+    """It can come later, but not with less room than there are tokens."""
+    model = make(tools, "full")
+    ids = tools.random_ids(1, 40)
+    cache = pod.make_cache(model, "full")
+    feed(model, cache, ids[:, :20])
+    with pytest.raises(ValueError, match="at least 20"):
+        engine.attach(cache, 10)
+    engine.attach(cache, 64)
+    with torch.no_grad():
+        expected = model(ids).logits[:, 20:]
+    assert (decode(model, cache, ids[:, 20:]) - expected).abs().max() < TOLERANCE
+    assert cache.engine.steps == 20
