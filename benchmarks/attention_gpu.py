@@ -1,0 +1,339 @@
+"""Attention of a training step, forward and backward, on one GPU: PoD layers against the fastest dense attention there is.
+
+    python benchmarks/attention_gpu.py            # 32K and 128K tokens; writes benchmarks/results/gpu/attention_gpu.json
+    python benchmarks/attention_gpu.py --tiny     # toy sizes on CPU: tests the script
+
+One layer of 32 query and 8 KV heads of 128 in bf16, windows 16+4080. 70 % of the KV heads of a model follow, which is 5.6 of 8: a
+layer with 5 and one with 6 followers are measured, and weighted 0.4 and 0.6. All contestants take turns in one process, timed by CUDA
+events; ratios are taken round by round against the dense one with the lowest median. Every PoD backend must first agree with the
+fp32 reference on a short sequence, output and all gradients; one that does not is no contestant.
+
+The floor counts tiles of 128 x 128: a follower needs as many logits as a dense head, and computes the tiles at the edges of its
+windows twice. Extra bytes are the peak beyond inputs, output and gradients, in units of one fp32 number per token and query head:
+the log-sum-exp and Delta of flash attention are two.
+"""
+
+import argparse
+import importlib
+import random
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from gpu_tools import Race, choose_device, extra_bytes, finish, goal_row, header, parser, ratios, start
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import pod  # noqa: F401  (connects the reference)
+from pod.kernels import api
+
+QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+SINKS, RECENT, SHARE = 16, 4080, 0.7
+GOALS = {32768: 1.20, 131072: 1.10}
+TILE = 128
+ERROR_LIMIT = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
+"""Relative error of the output and of each gradient; the reference rounds its inputs in the same way."""
+NAMES = ("out", "q", "k", "v", "q_lead", "k_lead")
+
+
+def layers_of_share(share: float, kv_heads: int) -> list[tuple[float, list[int]]]:
+    """Weights and followers of the two kinds of layer that make a model in which `share` of the (layer, KV head) pairs follow."""
+    few = int(share * kv_heads)
+    many = min(kv_heads, few + 1)
+    weight = share * kv_heads - few
+    draw = random.Random(0)  # scattered, as plans have them
+    kinds = [(1 - weight, sorted(draw.sample(range(kv_heads), few)))]
+    return kinds + ([(weight, sorted(draw.sample(range(kv_heads), many)))] if weight else [])
+
+
+def tile_floor(n: int, sinks: int, recent: int, share: float, tile: int = TILE) -> float:
+    """Tiles that a layer computes, over those of dense causal attention; both computed in every pass, so time cannot be less."""
+    dense = followers = 0
+    for first in range(0, n, tile):
+        last = min(n, first + tile) - 1
+        causal = last // tile + 1
+        window = set(range(max(0, first - recent + 1) // tile, causal))
+        window |= set(range(-(-min(sinks, last + 1) // tile)))
+        newest_distant = last - recent
+        distant = newest_distant // tile - sinks // tile + 1 if newest_distant >= sinks else 0
+        dense += causal
+        followers += len(window) + distant
+    return 1 + share * (followers / dense - 1)
+
+
+def make_inputs(
+    shape: tuple[int, int, int, int], followers: int, dtype: torch.dtype, device: torch.device
+) -> tuple[list[Tensor], Tensor]:
+    """q, k, v, q_lead, k_lead with gradients and the output's gradient, as transposed views of `[1, n, heads, d]`."""
+    query_heads, kv_heads, n, head_dim = shape
+    groups = query_heads // kv_heads
+    generator = torch.Generator(device).manual_seed(n)
+
+    def made(heads: int) -> Tensor:
+        x = torch.randn(1, n, heads, head_dim, generator=generator, device=device, dtype=dtype)
+        return x.transpose(1, 2)
+
+    leaves = [made(h).requires_grad_() for h in (query_heads, kv_heads, kv_heads)]
+    if followers:
+        leaves += [made(followers * groups).requires_grad_(), made(followers).requires_grad_()]
+    return leaves, made(query_heads)
+
+
+def both_ways(attention: Callable[..., Tensor], leaves: Sequence[Tensor], grad: Tensor) -> Callable:
+    """A contestant: forward, then all gradients."""
+
+    def run(mark: Callable[[], None]) -> list[Tensor]:
+        out = attention(*leaves)
+        mark()
+        return [out, *torch.autograd.grad(out, leaves, grad)]
+
+    return run
+
+
+def pod_layer(followers: list[int], windows: tuple[int, int], backend: str) -> Callable[..., Tensor]:
+    """Attention of a layer whose KV heads `followers` follow."""
+    return lambda q, k, v, q_lead, k_lead: api.mixed_attention(
+        q, k, v, q_lead, k_lead, followers, *windows, backend=backend
+    )
+
+
+def sdpa(kind: SDPBackend, repeat: bool = False) -> Callable[..., Tensor]:
+    """PyTorch's dense attention by one of its backends. repeat: with keys and values copied to every query head."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if repeat:
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        with sdpa_kernel(kind):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=not repeat)
+
+    return run
+
+
+def flex(n: int, device: torch.device) -> Callable[..., Tensor]:
+    """FlexAttention with a causal block mask, both compiled."""
+    make_mask = torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
+    mask = make_mask(lambda b, h, i, j: i >= j, None, None, n, n, device=device)
+    run = torch.compile(flex_attention, dynamic=False) if device.type == "cuda" else flex_attention
+    return lambda q, k, v: run(q, k, v, block_mask=mask, enable_gqa=True)
+
+
+def flash_attn(module: str) -> Callable[..., Tensor]:
+    """The flash-attn package: 2 (`flash_attn`), 3 (`flash_attn_interface`) or 4 (`flash_attn.cute`)."""
+    function = importlib.import_module(module).flash_attn_func
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = function(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return run
+
+
+def own_backends(tiny: bool) -> list[str]:
+    """This package's backends; the n x n reference only at toy sizes."""
+    return [name for name in api.BACKENDS if tiny or name != "reference"]
+
+
+def dense_makers(n: int, tiny: bool, device: torch.device) -> dict[str, Callable[[], Callable[..., Tensor]]]:
+    """Name → what builds a dense attention. Those of this package are measured and do not count as peers."""
+    makers: dict[str, Callable] = {
+        "cudnn": lambda: sdpa(SDPBackend.CUDNN_ATTENTION),
+        "cudnn, keys repeated": lambda: sdpa(SDPBackend.CUDNN_ATTENTION, repeat=True),
+        "torch flash": lambda: sdpa(SDPBackend.FLASH_ATTENTION),
+        "flex": lambda: flex(n, device),
+    }
+    for name in ("flash_attn", "flash_attn_interface", "flash_attn.cute"):
+        makers[name] = lambda name=name: flash_attn(name)
+    for name in own_backends(tiny):
+        makers[f"own {name}"] = lambda name=name: lambda *x: api.causal_attention(*x, backend=name)
+    return makers
+
+
+def relative_errors(
+    followers: list[int], windows: tuple[int, int], backend: str, shape: tuple, dtype, device
+) -> dict[str, float]:
+    """Relative error of the output and every gradient against the fp32 reference with the same rounded inputs."""
+    leaves, grad = make_inputs(shape, len(followers), dtype, device)
+    found = both_ways(pod_layer(followers, windows, backend), leaves, grad)(lambda: None)
+    exact = [x.detach().float().requires_grad_() for x in leaves]
+    truth = both_ways(pod_layer(followers, windows, "reference"), exact, grad.float())(lambda: None)
+    pairs = zip(NAMES, found, truth, strict=True)
+    return {name: float((a.detach().float() - b.detach()).norm() / b.detach().norm()) for name, a, b in pairs}
+
+
+def correct(backend: str, setting: argparse.Namespace, device: torch.device) -> dict[str, float]:
+    """Errors of a backend, largest over both kinds of layer; ValueError when one is too large."""
+    n = sum(setting.windows) + setting.checked_rows
+    shape = 2 * KV_HEADS, KV_HEADS, n, HEAD_DIM  # fewer query heads: the reference holds n x n
+    worst = dict.fromkeys(NAMES, 0.0)
+    for _, followers in layers_of_share(SHARE, KV_HEADS):
+        errors = relative_errors(followers, setting.windows, backend, shape, setting.dtype, device)
+        worst = {name: max(worst[name], errors[name]) for name in NAMES}
+    if not max(worst.values()) <= ERROR_LIMIT[setting.dtype]:  # NaN is wrong too
+        raise ValueError(f"wrong results, relative errors {worst}, at most {ERROR_LIMIT[setting.dtype]}")
+    return worst
+
+
+def measure(n: int, setting: argparse.Namespace, device: torch.device, failed: dict) -> dict[str, Any]:
+    """All contestants at one length."""
+    race = Race(device, f"{n} tokens", failed)
+    kinds = layers_of_share(SHARE, KV_HEADS)
+    shape = setting.query_heads, KV_HEADS, n, HEAD_DIM
+    inputs = {
+        len(followers): make_inputs(shape, len(followers), setting.dtype, device) for _, followers in kinds
+    }
+    leaves, grad = next(iter(inputs.values()))
+    errors: dict[str, dict] = {}
+    for name, make in dense_makers(n, setting.tiny, device).items():
+        race.add(f"dense: {name}", lambda make=make: both_ways(make(), leaves[:3], grad))
+    for backend in own_backends(setting.tiny):
+
+        def checked(followers: list[int], backend: str = backend) -> Callable:
+            if backend not in errors:
+                errors[backend] = correct(backend, setting, device)
+            return both_ways(pod_layer(followers, setting.windows, backend), *inputs[len(followers)])
+
+        for _, followers in kinds:
+            name = pod_name(backend, followers)
+            race.add(name, lambda followers=followers, checked=checked: checked(followers))
+    race.run(setting.rounds, setting.budget)
+    return report(race, kinds, setting, n, errors)
+
+
+def pod_name(backend: str, followers: list[int]) -> str:
+    """Name of a PoD contestant."""
+    return f"pod {backend}: {len(followers)} of {KV_HEADS} follow"
+
+
+def report(race: Race, kinds: list, setting: argparse.Namespace, n: int, errors: dict) -> dict[str, Any]:
+    """Figures of every contestant, and each PoD backend's ratio to the fastest dense peer."""
+    unit = 4 * n * setting.query_heads
+    contestants = {name: race.summary(name) for name in [*race.seconds, *race.errors]}
+    for name, contestant in race.contestants.items():
+        taken = extra_bytes(lambda run=contestant: sum(x.nbytes for x in run(lambda: None)), race.device)
+        contestants[name] |= {"extra_bytes": taken, "extra_fp32_per_token_and_head": taken and taken / unit}
+        flops = 3.5 * 4 * HEAD_DIM * setting.query_heads * n * (n + 1) / 2  # forward 2 products, backward 5
+        contestants[name]["dense_flops_per_second"] = flops / contestants[name]["seconds"]["median"]
+    peers = [name for name in race.seconds if name.startswith("dense: ") and ": own" not in name]
+    fastest = min(peers, key=lambda name: contestants[name]["seconds"]["median"], default=None)
+    backends = {}
+    for backend in api.BACKENDS:
+        names = [(weight, pod_name(backend, followers)) for weight, followers in kinds]
+        if fastest is None or not all(name in race.seconds for _, name in names):
+            continue
+        rounds = zip(*(race.totals(name) for _, name in names), strict=True)
+        seconds = [sum(w * s for (w, _), s in zip(names, one, strict=True)) for one in rounds]
+        backends[backend] = {
+            "over_fastest_dense": ratios(seconds, race.totals(fastest)),
+            "extra_fp32_per_token_and_head": contestants[names[-1][1]]["extra_fp32_per_token_and_head"],
+            "relative_errors": errors[backend],
+        }
+    return {
+        "length": n,
+        "floor": tile_floor(n, *setting.windows, SHARE),
+        "fastest_dense": fastest,
+        "contestants": contestants,
+        "pod": backends,
+    }
+
+
+def summary_rows(found: dict[str, Any], tiny: bool) -> list[dict[str, Any]]:
+    """Time and memory rows of one length."""
+    n, limit = found["length"], GOALS.get(found["length"])
+    name = f"attention fwd+bwd, {n:,} tokens"
+    goal = f"<= {limit or 'no goal'} x dense (floor {found['floor']:.3f})"
+    memory_name, memory_goal = f"{name}: extra memory", "<= 2.1 (log-sum-exp and Delta)"
+    memory_unit = "fp32 numbers per token and query head"
+    if not found["pod"]:
+        reason = "no PoD backend or no dense peer ran; see the contestants' errors"
+        return [
+            goal_row(name, goal, None, "x dense", None, reason),
+            goal_row(memory_name, memory_goal, None, memory_unit, None, reason),
+        ]
+    best = min(found["pod"], key=lambda b: found["pod"][b]["over_fastest_dense"]["median"])
+    ratio, memory = (
+        found["pod"][best]["over_fastest_dense"]["median"],
+        found["pod"][best]["extra_fp32_per_token_and_head"],
+    )
+    judged = limit is not None and not tiny
+    note = f"{best}, against {found['fastest_dense'].removeprefix('dense: ')}"
+    return [
+        goal_row(name, goal, ratio, "x dense", ratio <= limit if judged else None, note),
+        goal_row(
+            memory_name, memory_goal, memory, memory_unit, memory <= 2.1 if judged and memory else None, best
+        ),
+    ]
+
+
+def print_length(found: dict[str, Any]) -> None:
+    """One line per contestant, then the ratios."""
+    print(f"{found['length']:,} tokens, tile floor {found['floor']:.3f}")
+    for name, row in sorted(found["contestants"].items()):
+        if "error" in row:
+            print(f"  {name:32} {row['error']}")
+            continue
+        parts = " + ".join(f"{1000 * part['median']:.1f}" for part in row.get("seconds_of_parts", []))
+        extra = row["extra_fp32_per_token_and_head"]
+        held = "" if extra is None else f", extra {extra:.2f} fp32 per token and head"
+        speed = row["dense_flops_per_second"] / 1e12
+        print(f"  {name:32} {1000 * row['seconds']['median']:9.1f} ms ({parts}), {speed:6.1f} TFLOP/s{held}")
+    for backend, row in found["pod"].items():
+        ratio = row["over_fastest_dense"]
+        print(
+            f"  pod {backend}: {ratio['median']:.3f}x {found['fastest_dense']} ({ratio['min']:.3f}–{ratio['max']:.3f}), "
+            f"{ratio['median'] / found['floor']:.3f}x the floor"
+        )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Measure every length and write the JSON."""
+    device = choose_device(arguments.tiny)
+    if arguments.tiny:
+        sizes = {
+            "lengths": [192],
+            "windows": (4, 60),
+            "query_heads": 16,
+            "dtype": torch.float32,
+            "checked_rows": 40,
+        }
+    else:
+        lengths = [int(n) for n in arguments.lengths.split(",")]
+        sizes = {"lengths": lengths, "windows": (SINKS, RECENT), "query_heads": QUERY_HEADS}
+        sizes |= {"dtype": torch.bfloat16, "checked_rows": 1000}
+    rounds = 2 if arguments.tiny else arguments.rounds
+    setting = argparse.Namespace(**sizes, tiny=arguments.tiny, rounds=rounds, budget=arguments.budget)
+    result = header("attention_gpu", device, arguments.tiny)
+    result["setting"] = {
+        "query_heads": setting.query_heads,
+        "kv_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "windows": list(setting.windows),
+        "share_non_lead": SHARE,
+        "layers": [
+            {"weight": weight, "followers": heads} for weight, heads in layers_of_share(SHARE, KV_HEADS)
+        ],
+        "dtype": str(setting.dtype).removeprefix("torch."),
+    }
+    result["lengths"], result["rows"] = [], []
+    for n in setting.lengths:
+        found = measure(n, setting, device, arguments.failed)
+        print_length(found)
+        result["lengths"].append(found)
+        result["rows"] += summary_rows(found, arguments.tiny)
+    finish(result, arguments)
+    return 0
+
+
+def read_arguments() -> argparse.Namespace:
+    """Command line."""
+    words = parser(__doc__, "attention_gpu")
+    words.add_argument("--lengths", default="32768,131072", help="tokens, comma-separated")
+    words.add_argument("--rounds", type=int, default=7)
+    words.add_argument("--budget", type=float, default=50.0, help="seconds of timed rounds per length")
+    return words.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(start(main, read_arguments()))
