@@ -85,6 +85,22 @@ def carried_heads(lead: Sequence[Sequence[int]]) -> int:
     return len(users)
 
 
+def open_heads(lead: Sequence[Sequence[int]]) -> int:
+    """Most KV heads that follow another layer at a time: the carry that the backward of one layer reads."""
+    return max(sum(owner != layer for owner in row) for layer, row in enumerate(lead))
+
+
+def rank_tokens(args: TrainArgs, context_length: int) -> int:
+    """Tokens of one micro-batch on the rank that holds most."""
+    return -(-context_length // args.sequence_parallel_size) * args.micro_batch_size
+
+
+def mlp_tiles(args: TrainArgs, context_length: int) -> int:
+    """Parts in which a feed-forward layer takes its tokens, the same on every rank."""
+    tokens = rank_tokens(args, context_length)
+    return -(-tokens // args.mlp_tile_tokens) if args.mlp_tile_tokens else 1
+
+
 def training_bytes(
     shapes: Shapes, lead: Sequence[Sequence[int]], args: TrainArgs, context_length: int, world_size: int
 ) -> dict[str, int]:
@@ -98,16 +114,21 @@ def training_bytes(
         ValueError: a sequence-parallel size that cannot work.
     """
     kv_head_repeats(shapes.query_heads, shapes.kv_heads, args.sequence_parallel_size)
-    size, sp = BYTES[args.dtype], args.sequence_parallel_size
+    size = BYTES[args.dtype]
     total = shapes.parameters
     trained = shapes.lora_parameters(args) if args.method == "lora" else total
     frozen = total if args.method == "lora" else 0
-    tokens = -(-context_length // sp) * args.micro_batch_size
+    tokens = rank_tokens(args, context_length)
     groups = shapes.query_heads // shapes.kv_heads
     qkv = (shapes.query_heads + 2 * shapes.kv_heads) * shapes.head_dim
     # One layer's forward for its backward: norms and residuals, q k v and output on both sides of the exchange, MLP.
-    layer = tokens * size * (4 * shapes.hidden + 4 * qkv + 4 * shapes.intermediate)
+    attention = tokens * size * (4 * shapes.hidden + 4 * qkv)
+    tiles = mlp_tiles(args, context_length)
+    tile = -(-tokens // tiles) * size * 4 * shapes.intermediate
+    layer = attention + (tile if tiles == 1 else 0)
     kept = shapes.layers * (tokens * shapes.hidden * size if args.gradient_checkpointing else layer)
+    working = (layer if args.gradient_checkpointing else 0) + (tile if tiles > 1 else 0)
+    carried = (groups + 1) * shapes.head_dim * tokens * size
     gathered = min(total, shapes.embedding_parameters + 2 * shapes.layer_parameters + PREFETCH_ELEMENTS)
     logits = min(args.loss_chunk_mib * MEBIBYTE, 4 * shapes.vocab * tokens)
     return {
@@ -115,10 +136,19 @@ def training_bytes(
         "master weights": trained * 4 // world_size,
         "optimizer": trained * 8 // world_size,
         "gradients": trained * 4 // world_size + min(trained, REDUCE_BUCKET_ELEMENTS) * 4,
-        "activations": kept + (layer if args.gradient_checkpointing else 0),
-        "carry": carried_heads(lead) * (groups + 1) * shapes.head_dim * tokens * size,
+        "activations": kept + working,
+        "carry": (carried_heads(lead) if args.carry == "keep" else open_heads(lead)) * carried,
+        "carry gradients": open_heads(lead) * carried,
         "logits": 2 * logits + (shapes.embedding_parameters * size if args.method == "full" else 0),
     }
+
+
+def host_bytes(shapes: Shapes, lead: Sequence[Sequence[int]], args: TrainArgs, context_length: int) -> int:
+    """Bytes of host memory per rank that `train.carry=offload` holds at the end of a forward pass."""
+    if args.carry != "offload":
+        return 0
+    groups, size = shapes.query_heads // shapes.kv_heads, BYTES[args.dtype]
+    return carried_heads(lead) * (groups + 1) * shapes.head_dim * rank_tokens(args, context_length) * size
 
 
 def checkpoint_bytes(module: nn.Module, dtype: str) -> int:
@@ -135,6 +165,7 @@ def describe(
     dp = world_size // args.sequence_parallel_size
     rows = args.micro_batch_size * args.gradient_accumulation_steps * dp
     trained = shapes.lora_parameters(args) if args.method == "lora" else shapes.parameters
+    host = host_bytes(shapes, lead, args, context_length)
     lines = [
         f"{world_size} ranks = {dp} data parallel x {args.sequence_parallel_size} sequence parallel",
         f"{rows} rows of {context_length} tokens per step = {rows * context_length:,} tokens; "
@@ -143,6 +174,7 @@ def describe(
         "memory per rank:",
         *(f"  {name:<15} {_gib(value)}" for name, value in parts.items()),
         f"  {'sum':<15} {_gib(sum(parts.values()))}",
+        *([f"host memory per rank for the carry: {_gib(host)}"] if host else []),
         f"disk per checkpoint: {_gib(12 * trained + MEBIBYTE)}, {args.keep_last} kept, one more while writing",
     ]
     return "\n".join(lines)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from pod.files import write_json
 from pod.modeling.sharing import SharingPlan
 from pod.training.args import TrainArgs
+from pod.training.carry import set_carry
 from pod.training.checkpoint import (
     Checkpointer,
     TrainState,
@@ -25,7 +26,12 @@ from pod.training.checkpoint import (
     latest_checkpoint,
     read_state,
 )
-from pod.training.estimate import PREFETCH_ELEMENTS, REDUCE_BUCKET_ELEMENTS, checkpoint_bytes
+from pod.training.estimate import (
+    PREFETCH_ELEMENTS,
+    REDUCE_BUCKET_ELEMENTS,
+    checkpoint_bytes,
+    mlp_tiles,
+)
 from pod.training.lora import add_lora, lora_settings
 from pod.training.loss import LanguageModelLoss
 from pod.training.mesh import Mesh
@@ -71,6 +77,23 @@ def drop_carry_hooks(model: Any) -> None:
             assert not list(module.parameters(recurse=False)), "this module's weights need ZeRO-3's hooks"
             module._forward_pre_hooks.clear()
             module._forward_hooks.clear()
+
+
+def save_activations(model: Any, args: TrainArgs, row_length: int) -> None:
+    """Set what a PodForCausalLM keeps for its backward: checkpoints, carry, feed-forward tiles.
+
+    Args:
+        row_length: tokens of the longest row over all ranks of a sequence-parallel group.
+    """
+    if args.gradient_checkpointing:
+        # The first name is transformers' newer one; both checkpoint without re-entering autograd.
+        enable = (
+            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        )
+        enable()
+    set_carry(model, args.carry)
+    for layer in model.model.layers:
+        layer.mlp.train_tiles = mlp_tiles(args, row_length)
 
 
 class Trainer:
@@ -147,12 +170,7 @@ class Trainer:
     def _start_engine(self, model: Any) -> None:
         import deepspeed
 
-        if self.args.gradient_checkpointing:
-            # The first name is transformers' newer one; both checkpoint without re-entering autograd.
-            enable = (
-                getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            )
-            enable()
+        save_activations(model, self.args, self.dataset.context_length)
         trained = add_lora(model, self.lora) if self.lora else model.requires_grad_(True)
         module = LanguageModelLoss(trained, self.args.loss_chunk_mib).train()
         needed = checkpoint_bytes(module, self.args.dtype)

@@ -51,3 +51,9 @@ def runs_folder(tmp_path_factory) -> Path:
 def run_results(runs_folder) -> dict[str, dict]:
     """Results of worker_runs.py."""
     return run_worker("worker_runs.py", runs_folder)
+
+
+@pytest.fixture(scope="session")
+def carry_results(tmp_path_factory) -> dict[str, dict]:
+    """Results of worker_carry.py."""
+    return run_worker("worker_carry.py", tmp_path_factory.mktemp("carry"))

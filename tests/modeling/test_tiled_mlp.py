@@ -1,0 +1,98 @@
+"""Feed-forward tiles in training: gradients of the whole, and no activation of [tokens, intermediate_size]."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import pod
+from pod.modeling.llama import PodMLP
+
+HIDDEN, INNER = 16, 40
+CONFIG = {
+    "vocab_size": 31,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.3,
+    "mlp_bias": True,
+}
+
+
+def make_mlp(tiles):
+    torch.manual_seed(0)
+    mlp = PodMLP(pod.PodConfig(**CONFIG)).double()
+    mlp.train_tiles = tiles
+    return mlp
+
+
+def close(got, expected):
+    assert torch.linalg.vector_norm(got - expected) <= 1e-12 * torch.linalg.vector_norm(expected)
+
+
+@pytest.mark.parametrize(("tokens", "tiles"), [(23, 2), (23, 5), (24, 24), (3, 4), (1, 2)])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_output_and_gradients_equal_one_piece(tokens, tiles, rows):
+    """Ragged tiles, tiles of one token, and more tiles than tokens, as the shortest slice of a group can have."""
+    x = torch.randn(rows, tokens, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    direction = torch.randn_like(x)
+    results = []
+    for count in (1, tiles):
+        mlp, leaf = make_mlp(count), x.clone().requires_grad_()
+        out = mlp(leaf)
+        (out * direction).sum().backward()
+        results.append([out.detach(), leaf.grad, *(parameter.grad for parameter in mlp.parameters())])
+    for got, expected in zip(*reversed(results), strict=True):
+        close(got, expected)
+
+
+class WidestActivation(TorchDispatchMode):
+    """Most tokens of any tensor [..., tokens, intermediate_size] that an operation returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.ndim >= 2 and leaf.shape[-1] == INNER:
+                self.tokens = max(self.tokens, leaf.numel() // INNER)
+        return result
+
+
+def widest(tiles, checkpointing, tokens=330):
+    torch.manual_seed(0)
+    model = pod.PodForCausalLM(pod.PodConfig(**CONFIG)).train()
+    for layer in model.model.layers:
+        layer.mlp.train_tiles = tiles
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    ids = torch.randint(0, 31, (1, tokens), generator=torch.Generator().manual_seed(2))
+    with WidestActivation() as forward:
+        loss = model(ids, labels=ids).loss
+    with WidestActivation() as backward:
+        loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return forward.tokens, backward.tokens, gradients
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_no_whole_activation_exists_in_forward_or_backward(checkpointing):
+    *whole, expected = widest(1, checkpointing)
+    *tiled, got = widest(5, checkpointing)
+    assert whole == [330, 330]
+    assert tiled == [66, 66]
+    for name, gradient in expected.items():
+        assert torch.linalg.vector_norm(got[name] - gradient) <= 1e-5 * torch.linalg.vector_norm(gradient), (
+            name
+        )
+
+
+def test_without_gradients_the_count_has_no_effect():
+    x = torch.randn(1, 9, HIDDEN, dtype=torch.float64)
+    with torch.no_grad():
+        assert torch.equal(make_mlp(4)(x), make_mlp(1)(x))

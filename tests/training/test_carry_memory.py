@@ -1,0 +1,289 @@
+"""Where the carry waits for its backward: same loss and gradients in every mode, and its memory really freed."""
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import pod
+from pod.modeling import attention
+from pod.training import carry as carry_memory
+from pod.training.args import TrainArgs
+from pod.training.carry import OffloadedCarry, RecomputedCarry, leads_that_end, set_carry
+from pod.training.estimate import Shapes, carried_heads, describe, host_bytes, open_heads, training_bytes
+
+LEAD = [[0, 0, 0], [0, 0, 1], [0, 2, 1], [3, 2, 1], [3, 4, 4]]
+N, GROUPS, HEAD_DIM = 44, 2, 8
+MODES = ("offload", "recompute")
+
+
+def make_model(dtype=torch.float64, layout="pod", **changes):
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 48,
+        "intermediate_size": 40,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 3 * GROUPS,
+        "num_key_value_heads": 3,
+        "head_dim": HEAD_DIM,
+        "initializer_range": 0.3,
+        "num_sink_tokens": 2,
+        "num_recent_tokens": 5,
+        "layout": layout,
+        "qk_norm": True,
+    }
+    if layout == "pod":
+        sizes["lead"] = LEAD
+    return pod.PodForCausalLM(pod.PodConfig(**sizes | changes)).to(dtype).train()
+
+
+def checkpointed(mode, reentrant=False, **options):
+    model = make_model(**options)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    set_carry(model, mode)
+    return model
+
+
+def some_ids(rows=1, seed=0):
+    return torch.randint(0, 61, (rows, N), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model, ids, docs=None):
+    return model(ids, labels=ids, doc_ids=docs).loss
+
+
+def gradients(model):
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_same(model, expected):
+    got = gradients(model)
+    assert all(torch.equal(got[name], gradient) for name, gradient in gradients(expected).items())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", ["pod", "cla"])
+@pytest.mark.parametrize(
+    ("reentrant", "dtype", "packed"),
+    [(False, torch.float64, True), (False, torch.float32, False), (True, torch.float64, False)],
+)
+def test_loss_and_gradients_are_those_of_keep_bit_for_bit(mode, layout, reentrant, dtype, packed):
+    docs = torch.tensor([0] * 25 + [1] * 17 + [-1] * 2).expand(2, -1) if packed else None
+    models = [checkpointed(m, reentrant, dtype=dtype, layout=layout) for m in ("keep", mode)]
+    losses = [loss_of(model, some_ids(2), docs) for model in models]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses)
+    assert_same(models[1], models[0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_autocast_of_the_forward_holds_for_the_recomputation(mode):
+    options = {"dtype": torch.float32, "qk_norm": False, "attention_backend": "reference"}
+    models = [checkpointed(m, **options) for m in ("keep", mode)]
+    for model in models:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(model, some_ids())
+        loss.backward()
+    assert_same(models[1], models[0])
+
+
+class Watch:
+    """Storages of tensors that passed by: which still live."""
+
+    def __init__(self):
+        self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.count = 0
+
+    def add(self, tensor):
+        if tensor is not None:
+            storage = tensor.untyped_storage()
+            self.count += 1
+            if storage._cdata not in self.seen or self.seen[storage._cdata][0].expired():
+                self.seen[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+
+    def live_bytes(self):
+        return sum(size for reference, size in self.seen.values() if not reference.expired())
+
+
+@pytest.fixture
+def carried(monkeypatch):
+    """Storages of every tensor that a layer hands on."""
+    watch, original = Watch(), attention.next_carry
+
+    def recording(*arguments):
+        result = original(*arguments)
+        for tensor in result:
+            watch.add(tensor)
+        return result
+
+    for module in (attention, carry_memory):
+        monkeypatch.setattr(module, "next_carry", recording)
+    return watch
+
+
+CARRIED = carried_heads(LEAD) * (GROUPS + 1) * HEAD_DIM * N * 8
+
+
+@pytest.mark.parametrize(("mode", "held"), [("keep", CARRIED), ("offload", 0), ("recompute", 0)])
+def test_between_forward_and_backward_the_carry_is_gone(carried, mode, held):
+    model = checkpointed(mode)
+    loss = loss_of(model, some_ids())
+    assert carried.live_bytes() == held
+    loss.backward()
+    assert carried.live_bytes() == 0
+
+
+def test_offload_copies_each_tensor_once_each_way_and_holds_open_blocks_only():
+    host, device, most = Watch(), Watch(), [0]
+
+    def to_host(x):
+        copy = carry_memory.host_copy(x)
+        host.add(copy)
+        return copy
+
+    def to_device(x, where):
+        copy = carry_memory.device_copy(x, where)
+        device.add(copy)
+        most[0] = max(most[0], device.live_bytes())
+        return copy
+
+    model = checkpointed("keep")
+    model.model.carry_memory = OffloadedCarry(to_host, to_device)
+    loss = loss_of(model, some_ids())
+    tensors = 2 * carried_heads(LEAD)
+    assert (host.count, host.live_bytes()) == (tensors, CARRIED)
+    assert device.count == 0
+    loss.backward()
+    assert device.count == tensors
+    assert host.live_bytes() == device.live_bytes() == 0
+    assert most[0] <= open_heads(LEAD) * (GROUPS + 1) * HEAD_DIM * N * 8
+
+
+def test_recompute_projects_a_lead_once_for_each_layer_in_which_blocks_of_it_end(monkeypatch):
+    assert [leads_that_end(LEAD, layer) for layer in range(5)] == [[], [0], [0], [2, 1], [3]]
+    calls, original = [], carry_memory.lead_carry
+
+    def counting(layer, *rest):
+        calls.append(layer.self_attn.layer_idx)
+        return original(layer, *rest)
+
+    monkeypatch.setattr(carry_memory, "lead_carry", counting)
+    loss_of(checkpointed("recompute"), some_ids()).backward()
+    assert calls == [3, 2, 1, 0, 0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_graph_can_be_used_twice(mode):
+    models = [checkpointed(m) for m in ("keep", mode)]
+    for model in models:
+        loss = loss_of(model, some_ids())
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_same(models[1], models[0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_forward_passes_before_their_backwards_do_not_mix(mode):
+    models = [checkpointed(m) for m in ("keep", mode)]
+    for model in models:
+        losses = [loss_of(model, some_ids(seed=seed)) for seed in (1, 2)]
+        losses[0].backward()
+        losses[1].backward()
+    assert_same(models[1], models[0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_held_without_gradients(carried, mode):
+    model = checkpointed(mode)
+    with torch.no_grad():
+        loss_of(model, some_ids())
+    assert carried.live_bytes() == 0
+
+
+def test_recompute_refuses_a_backward_that_starts_within_a_block():
+    model = checkpointed("recompute")
+    memory = model.model.carry_memory
+    assert isinstance(memory, RecomputedCarry)
+    caught = []
+    model.model.layers[1].register_forward_hook(lambda module, inputs, outputs: caught.append(outputs[0]))
+    loss_of(model, some_ids())
+    with pytest.raises(RuntimeError, match=r"set train\.carry=offload"):
+        caught[0].sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"carry": "offload", "gradient_checkpointing": False}, "set gradient_checkpointing=true"),
+        (
+            {"carry": "recompute", "method": "lora", "lora_dropout": 0.1},
+            "set carry=offload, or lora_dropout=0",
+        ),
+        ({"mlp_tile_tokens": -1}, "mlp_tile_tokens is -1"),
+    ],
+)
+def test_recipes_that_cannot_work_are_refused(settings, says):
+    with pytest.raises(ValueError, match=says):
+        TrainArgs(**settings)
+
+
+def test_unknown_mode_is_refused():
+    with pytest.raises(ValueError, match="allowed are keep, offload and recompute"):
+        set_carry(make_model(), "drop")
+
+
+def test_estimate_knows_where_the_carry_is_and_how_large_a_tile():
+    shapes = Shapes(
+        hidden=48, layers=5, query_heads=6, kv_heads=3, head_dim=8, intermediate=400, vocab=61, tied=True
+    )
+    each = (GROUPS + 1) * HEAD_DIM * 1000 * 2
+    parts = {
+        mode: training_bytes(shapes, LEAD, TrainArgs(carry=mode), 1000, 1)
+        for mode in ("keep", "offload", "recompute")
+    }
+    assert (carried_heads(LEAD), open_heads(LEAD)) == (5, 2)
+    assert parts["keep"]["carry"] == carried_heads(LEAD) * each
+    assert parts["offload"]["carry"] == parts["recompute"]["carry"] == open_heads(LEAD) * each
+    assert host_bytes(shapes, LEAD, TrainArgs(carry="offload"), 1000) == carried_heads(LEAD) * each
+    assert "host memory per rank for the carry" in describe(shapes, LEAD, TrainArgs(carry="offload"), 1000, 1)
+    assert "host memory" not in describe(shapes, LEAD, TrainArgs(), 1000, 1)
+    tiled = training_bytes(shapes, LEAD, TrainArgs(mlp_tile_tokens=300), 1000, 1)
+    assert parts["keep"]["activations"] - tiled["activations"] == (1000 - 250) * 2 * 4 * 400
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("case", ["sp2_offload_tiled", "sp4_recompute_tiled"])
+def test_ranks_with_other_heads_and_uneven_slices_equal_one_process(carry_results, case):
+    """Under ZeRO-3 that gathers every weight at every use. All ranks recompute, also those whose heads need nothing."""
+    result = carry_results[case]
+    assert result["names_equal"]
+    assert result["loss"] <= 1e-6
+    assert result["gradient"] <= 1e-6, f"worst parameter: {result['worst']}"
+
+
+@pytest.mark.multiprocess
+def test_steps_under_zero3_have_the_losses_of_keep(carry_results):
+    keep, offload, recompute = (carry_results[f"dp2_{mode}"] for mode in ("keep", "offload", "recompute"))
+    assert [run["kind"] for run in (keep, offload, recompute)] == [
+        "NoneType",
+        "OffloadedCarry",
+        "RecomputedCarry",
+    ]
+    assert [run["tiles"] for run in (keep, offload, recompute)] == [
+        1,
+        9,
+        9,
+    ]  # 2 rows of 41 tokens, tiles of 10
+    for run in (keep, offload, recompute):
+        assert run["losses"] == pytest.approx(keep["losses"], rel=1e-6)
+        assert run["held"] == 0  # every weight was given back
+    assert keep["losses"][-1] < keep["losses"][0]
+
+
+@pytest.mark.multiprocess
+def test_adapters_recompute_bit_for_bit(carry_results):
+    keep, recompute = carry_results["lora_keep"], carry_results["lora_recompute"]
+    assert recompute["kind"] == "RecomputedCarry"
+    assert recompute["losses"] == keep["losses"]
