@@ -51,8 +51,18 @@ BACKENDS: dict[str, Entry] = {
     "flash": Entry(
         flash.causal_attention, flash.pod_attention, flash.window_attention, flash_ops.unsupported
     ),
+    "cudnn": _lazy("cudnn", "cuDNN"),
+    "flash-attn": _lazy("flash_attn", "flash-attn"),
     "triton": _lazy("triton_prefill", "Triton", mixed=True),
 }
+"""What can be asked for by name:
+
+* ``flash``: PyTorch's flash op, on CPU and CUDA.
+* ``cudnn``: CUDA; cuDNN for the large square calls of unpacked batches, PyTorch's flash op for windows, sinks and documents.
+* ``flash-attn``: CUDA; the installed package, version 3 on Hopper, else 2.
+* ``triton``: CUDA; one fused kernel of our own.
+* ``reference``: anywhere, once ``pod`` has registered it; quadratic memory with gradients.
+"""
 AUTO_ORDER = ["flash", "reference"]
 """What ``auto`` tries, fastest first. Not in it, and so run only when asked for: ``triton``, until a GPU has measured it."""
 

@@ -1,5 +1,7 @@
 """PoD attention as ordinary flash attention on slices, merged by log-sum-exp; forward and backward.
 
+This is the CPU's way, document by document; ``flash_varlen`` does the same on CUDA for all documents at once.
+
 Within one document of ``n`` tokens let ``h = n_s + n_r``. Rows below ``h`` have no distant token: one causal call.
 Rows from ``h`` on see
 
@@ -16,10 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pod.kernels import flash_ops
-
-Span = tuple[int, int]
-Segments = list[list[Span]]
+from pod.kernels import flash_ops, flash_varlen
+from pod.kernels.documents import Span, document_segments
 
 _STRIP_ROWS = 256
 
@@ -32,29 +32,13 @@ class Part(NamedTuple):
     columns: tuple[Span, ...]
     causal: bool
     mask: Tensor | None = None
-    window: int | None = None
-
-
-def document_segments(doc_ids: Tensor | None, batch: int, n: int) -> Segments:
-    """``[start, end)`` of every document of every row; padding (-1) has none."""
-    if doc_ids is None:
-        return [[(0, n)]] * batch
-    segments: Segments = []
-    for row in doc_ids.expand(batch, n):
-        ids, lengths = torch.unique_consecutive(row, return_counts=True)
-        ends = lengths.cumsum(0).tolist()
-        starts = [0, *ends[:-1]]
-        segments.append([(s, e) for s, e, i in zip(starts, ends, ids.tolist(), strict=True) if i >= 0])
-    return segments
 
 
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
     """Dense causal attention; shapes and documents as in ``pod_attention``."""
-    segments = document_segments(doc_ids, q.shape[0], q.shape[2])
-    longest = q.shape[2]
-    return _FlashAttention.apply(q, k, v, None, None, 0, longest, segments, _scale(q, scale))
+    return _attend(q, k, v, None, (0, q.shape[2]), doc_ids, scale)
 
 
 def pod_attention(
@@ -79,9 +63,7 @@ def pod_attention(
     Returns:
         ``[B, Hq, n, d]``.
     """
-    segments = document_segments(doc_ids, q.shape[0], q.shape[2])
-    windows = num_sink_tokens, num_recent_tokens
-    return _FlashAttention.apply(q, k, v, q_lead, k_lead, *windows, segments, _scale(q, scale))
+    return _attend(q, k, v, (q_lead, k_lead), (num_sink_tokens, num_recent_tokens), doc_ids, scale)
 
 
 def window_attention(
@@ -96,22 +78,20 @@ def window_attention(
 
     Shapes and documents as in ``pod_attention``.
     """
+    return _attend(q, k, v, None, (0, num_recent_tokens), doc_ids, scale)
+
+
+def _attend(q, k, v, lead, windows, doc_ids, scale) -> Tensor:
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if q.device.type != "cpu":
+        return flash_varlen.attend(q, k, v, lead, windows, doc_ids, scale, flash_ops.PACKED)
     segments = document_segments(doc_ids, q.shape[0], q.shape[2])
-    return _FlashAttention.apply(q, k, v, None, None, 0, num_recent_tokens, segments, _scale(q, scale))
-
-
-def _scale(q: Tensor, scale: float | None) -> float:
-    return q.shape[-1] ** -0.5 if scale is None else scale
+    return _FlashAttention.apply(q, k, v, *(lead or (None, None)), *windows, segments, scale)
 
 
 def _proximal_parts(n: int, num_sink_tokens: int, num_recent_tokens: int, like: Tensor) -> Iterator[Part]:
     """Own queries on sinks and window, for the rows that also have distant tokens."""
     first = num_sink_tokens + num_recent_tokens
-    if like.is_cuda:
-        yield Part(False, (first, n), ((num_sink_tokens + 1, n),), causal=True, window=num_recent_tokens)
-        if num_sink_tokens:
-            yield Part(False, (first, n), ((0, num_sink_tokens),), causal=False)
-        return
     rows = min(_STRIP_ROWS, max(32, num_recent_tokens // 4), n - first)
     mask = _strip_mask(rows, num_sink_tokens, num_recent_tokens, like)
     for start in range(first, n, rows):
