@@ -212,7 +212,7 @@ def report(race: Race, kinds: list, setting: argparse.Namespace, n: int, errors:
     unit = 4 * n * setting.query_heads
     contestants = {name: race.summary(name) for name in [*race.seconds, *race.errors]}
     for name, contestant in race.contestants.items():
-        taken = extra_bytes(lambda run=contestant: sum(x.nbytes for x in run(lambda: None)), race.device)
+        taken = extra_bytes(contestant, race.device, beyond_results=True)
         contestants[name] |= {"extra_bytes": taken, "extra_fp32_per_token_and_head": taken and taken / unit}
         flops = 3.5 * 4 * HEAD_DIM * setting.query_heads * n * (n + 1) / 2  # forward 2 products, backward 5
         contestants[name]["dense_flops_per_second"] = flops / contestants[name]["seconds"]["median"]

@@ -1,32 +1,43 @@
-"""Statistics of attention on CPU: time over flash prefill of the same queries and keys, peak bytes, growth with length.
+"""Statistics of attention: time over flash prefill of the same queries and keys, peak bytes, growth with length.
 
     OMP_NUM_THREADS=1 python benchmarks/column_sums.py           # some minutes; writes benchmarks/results/column_sums.json
+    python benchmarks/column_sums.py --gpu                       # 128K on one GPU; writes benchmarks/results/gpu/column_sums.json
 
 Contestants take turns in one process; ratios are taken round by round, of the processor time of all threads, which other work
 on the machine disturbs least. Peak bytes are what the operation itself holds, its result included, from PyTorch's own record of
 allocations. The reference is the plain version with the n x n matrix, up to 8K tokens.
+
+On the GPU one layer of 32 query and 8 KV heads of 128 in bf16 is measured by CUDA events. The peer is the fastest dense attention,
+forward only, which is less than the layer's whole prefill; the row is the sums as the methods ask for them, without a given
+log-sum-exp. A backend must first agree with the fp64 reference.
 """
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
+from attention_gpu import HEAD_DIM, KV_HEADS, QUERY_HEADS, dense_makers, make_inputs
+from gpu_tools import Race, choose_device, extra_bytes, finish, goal_row, header, parser, ratios, start
 from torch.profiler import ProfilerActivity, profile
 
 from pod.eval.results import environment
 from pod.eval.stats import spread
 from pod.files import write_json
-from pod.kernels.statistics import attention_column_sums, attention_rows
+from pod.kernels.statistics import BACKENDS, attention_column_sums, attention_rows
 
 RESULTS = Path(__file__).parent / "results" / "column_sums.json"
 SHAPES = ((1, 1, 64, 1 << 30), (8, 2, 128, 4096))
 """Query heads, KV heads, head size, longest length."""
 WINDOW = 64
 LONGEST_REFERENCE = 8192
+GPU_LENGTH, GPU_GOAL = 131072, 1.0
+GPU_ERROR_LIMIT = 1e-3
+"""Relative error of the sums, for inputs that are already rounded to bf16."""
 
 
 def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,15 +110,117 @@ def growth(rows: list[dict]) -> dict[str, dict[str, float]]:
     return result
 
 
-def main() -> None:
-    """Run and write the JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--lengths", default="2048,4096,8192,16384,32768", help="tokens, comma-separated")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
+def gpu_contestants(race: Race, n: int, tiny: bool, dtype: torch.dtype) -> dict[str, float]:
+    """Enter dense forward passes and the statistics of every backend; errors of the backends against the reference."""
+    (q, k, v), _ = make_inputs((QUERY_HEADS, KV_HEADS, n, HEAD_DIM), 0, dtype, race.device)
+    q, k, v = (x.detach() for x in (q, k, v))
+    for name, make in dense_makers(n, tiny, race.device).items():
+        race.add(f"dense: {name}", lambda make=make: without_gradients(make(), q, k, v))
+    # how fast the sums are does not depend on the log-sum-exp that is given
+    lse = torch.full(q.shape[:3], float(np.log(n)), dtype=torch.float32, device=race.device)
+    errors: dict[str, float] = {}
+    for backend in BACKENDS:
+        if backend == "reference" and not tiny:
+            continue
+        options = {"backend": backend}
+        runs = {
+            f"column sums: {backend}": lambda o=options: attention_column_sums(q, k, **o),
+            f"lse given: {backend}": lambda o=options: attention_column_sums(q, k, lse, **o),
+            f"with squares: {backend}": lambda o=options: attention_column_sums(q, k, squares=True, **o),
+            f"rows of the last {WINDOW}: {backend}": lambda o=options: attention_rows(
+                q[:, :, -WINDOW:], k, **o
+            ),
+        }
+        for name, run in runs.items():
+
+            def checked(backend: str = backend, run: Callable = run) -> Callable:
+                if backend not in errors:
+                    errors[backend] = gpu_error(backend, dtype, race.device)
+                return lambda mark: run()
+
+            race.add(name, checked)
+    return errors
+
+
+def without_gradients(attention: Callable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable:
+    """The forward pass as a contestant."""
+
+    def run(mark: Callable[[], None]) -> torch.Tensor:
+        with torch.no_grad():
+            return attention(q, k, v)
+
+    return run
+
+
+def gpu_error(backend: str, dtype: torch.dtype, device: torch.device) -> float:
+    """Relative error of a backend's sums against the fp64 reference; ValueError when it is too large."""
+    (q, k, _), _ = make_inputs((2 * KV_HEADS, KV_HEADS, 1000, HEAD_DIM), 0, dtype, device)
+    q, k = q.detach(), k.detach()
+    truth = attention_column_sums(q.double(), k.double(), backend="reference")
+    found = attention_column_sums(q, k, backend=backend).double()
+    error = float((found - truth).norm() / truth.norm())
+    if not error <= GPU_ERROR_LIMIT:
+        raise ValueError(f"wrong results, relative error {error:.2e}, at most {GPU_ERROR_LIMIT}")
+    return error
+
+
+def gpu_report(race: Race, n: int, errors: dict[str, float]) -> dict:
+    """Seconds, ratios to the fastest dense forward pass, bytes held."""
+    contestants = {name: race.summary(name) for name in [*race.seconds, *race.errors]}
+    dense = [name for name in race.seconds if name.startswith("dense: ")]
+    fastest = min(dense, key=lambda name: contestants[name]["seconds"]["median"], default=None)
+    for name, contestant in race.contestants.items():
+        row = contestants[name]
+        row["peak_bytes"] = extra_bytes(contestant, race.device, beyond_results=False)
+        if fastest is not None:
+            row["over_fastest_dense"] = ratios(race.totals(name), race.totals(fastest))
+        ratio = row.get("over_fastest_dense", {"median": float("nan")})["median"]
+        held = (row["peak_bytes"] or 0) / 2**20
+        print(
+            f"  {name:32} {1000 * row['seconds']['median']:9.2f} ms  {ratio:6.3f}x dense forward  {held:9.1f} MiB"
+        )
+    return {"length": n, "fastest_dense": fastest, "relative_errors": errors, "contestants": contestants}
+
+
+def gpu_rows(found: dict, tiny: bool) -> list[dict]:
+    """The summary's row: column sums without a given log-sum-exp."""
+    name, goal = f"column sums, {found['length']:,} tokens", f"<= {GPU_GOAL} x dense attention forward"
+    ran = {
+        key: row["over_fastest_dense"]["median"]
+        for key, row in found["contestants"].items()
+        if key.startswith("column sums: ") and "over_fastest_dense" in row
+    }
+    if not ran:
+        return [
+            goal_row(name, goal, None, "x dense", None, "nothing to compare; see the contestants' errors")
+        ]
+    best = min(ran, key=lambda key: ran[key])
+    note = f"{best.removeprefix('column sums: ')}, against {found['fastest_dense'].removeprefix('dense: ')}"
+    return [goal_row(name, goal, ran[best], "x dense", None if tiny else ran[best] <= GPU_GOAL, note)]
+
+
+def main_gpu(arguments: argparse.Namespace) -> int:
+    """The row on a GPU."""
+    device = choose_device(arguments.tiny)
+    n, dtype, rounds = (128, torch.float32, 2) if arguments.tiny else (GPU_LENGTH, torch.bfloat16, 7)
+    race = Race(device, f"{n} tokens", arguments.failed)
+    errors = gpu_contestants(race, n, arguments.tiny, dtype)
+    race.run(rounds, budget=30.0)
+    result = header("column_sums", device, arguments.tiny)
+    result["setting"] = {
+        "query_heads": QUERY_HEADS,
+        "kv_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "window": WINDOW,
+    }
+    found = gpu_report(race, n, errors)
+    result["lengths"], result["rows"] = [found], gpu_rows(found, arguments.tiny)
+    finish(result, arguments)
+    return 0
+
+
+def main_cpu(arguments: argparse.Namespace) -> int:
+    """All shapes and lengths on CPU."""
     result = {
         "schema": 1,
         "benchmark": "column_sums",
@@ -130,8 +243,9 @@ def main() -> None:
         result["shapes"].append(shape)
         for name, exponents in shape["growth_exponents"].items():
             print(f"  growth {name:26} bytes n^{exponents['bytes']:.2f}  time n^{exponents['seconds']:.2f}")
-    write_json(arguments.out, result)
-    print(f"wrote {arguments.out}")
+    write_json(arguments.out or RESULTS, result)
+    print(f"wrote {arguments.out or RESULTS}")
+    return 0
 
 
 def print_row(row: dict) -> None:
@@ -144,5 +258,17 @@ def print_row(row: dict) -> None:
         )
 
 
+def read_arguments() -> argparse.Namespace:
+    """Command line."""
+    words = parser(__doc__, "column_sums")
+    words.add_argument("--gpu", action="store_true", help=f"{GPU_LENGTH:,} tokens on one GPU")
+    words.add_argument(
+        "--lengths", default="2048,4096,8192,16384,32768", help="tokens on CPU, comma-separated"
+    )
+    words.add_argument("--repeats", type=int, default=3, help="timed rounds on CPU")
+    return words.parse_args()
+
+
 if __name__ == "__main__":
-    main()
+    chosen = read_arguments()
+    sys.exit(start(main_gpu if chosen.gpu or chosen.tiny else main_cpu, chosen))

@@ -230,18 +230,20 @@ class Race:
                 raise DeviceLost(f"{self.scope} {name}".strip(), reason) from None
 
 
-def extra_bytes(contestant: Callable[[], int], device: torch.device) -> int | None:
-    """Peak of allocated bytes during a run, beyond what was there before and what it returns as its own results' bytes."""
+def extra_bytes(contestant: Contestant, device: torch.device, beyond_results: bool) -> int | None:
+    """Peak of allocated bytes during a run, beyond what was there before, and the tensors it returns; None on a CPU."""
     if device.type != "cuda":
-        contestant()
         return None
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    results = contestant()
+    results = contestant(lambda: None)
     torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before - results
+    peak = torch.cuda.max_memory_allocated(device) - before
+    if not beyond_results:
+        return peak
+    return peak - sum(x.nbytes for x in (results if isinstance(results, list) else [results]))
 
 
 def ratios(own: list[float], peer: list[float]) -> dict[str, Any]:
