@@ -45,7 +45,11 @@ def _connect() -> None:
     _statistics.OPERATIONS |= {
         name: getattr(_kernel_statistics, name) for name in ("attention_column_sums", "attention_rows")
     }
-    _cache.ENGINE_HOOKS |= {"attach": _engine.attach, "generate": _engine.attach_for_generation}
+    _cache.ENGINE_HOOKS |= {
+        "attach": _engine.attach,
+        "generate": _engine.attach_for_generation,
+        "packed_layer": _engine.packed_layer,
+    }
 
 
 _connect()

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pod.engine.layers import StaticLayer, StaticStep, native
+from pod.engine.layers import StaticLayer, StaticStep, static
+from pod.engine.packed import PackedLayer
 from pod.kernels import decode
 from pod.modeling.cache import PodCache
 from pod.modeling.cache_layer import Step
@@ -30,8 +31,8 @@ def refusal(cache: PodCache) -> str | None:
     if type(cache) is not PodCache:
         return f"the {cache.spec} cache moves or packs its tokens"
     for layer in cache.layers:
-        if type(layer) is not PodCacheLayer or layer.codec is not NATIVE:
-            return f"the {cache.spec} cache has a layout of its own"
+        if type(layer) is not PackedLayer and (type(layer) is not PodCacheLayer or layer.codec is not NATIVE):
+            return f"the {cache.spec} cache has a layout or codec of its own"
     return None
 
 
@@ -82,8 +83,8 @@ class _Bound:
 
     def __init__(self, cache: PodCache, places: list, backend: str, dtype: torch.dtype):
         layers: list[Any] = cache.layers
-        values = native(layers[0].all_values).data
-        batch, kv_heads, capacity, head_dim = values.shape
+        values = static(layers[0].all_values).target
+        batch, kv_heads, capacity, head_dim = layers[0].all_values.shape
         self.places = places
         self.buffers = decode.make_buffers(
             batch, kv_heads, layers[0].groups, head_dim, capacity, dtype, values.device
@@ -128,8 +129,9 @@ class StaticEngine:
         bound.step.max_length = None if hidden_states.is_cuda else int(step.lengths.max())
         if "layers" not in bound.programs:
             bound.programs["layers"] = self._prepare(lambda: bound.run_layers(model, hidden))
-        self.steps += 1
-        return bound.programs["layers"]().clone()
+        out = bound.programs["layers"]().clone()
+        self._settle(bound, self.cache.get_seq_length() + 1)
+        return out
 
     @torch.no_grad()
     def greedy(self, model: Any, token: Tensor, num_tokens: int) -> Tensor:
@@ -168,10 +170,16 @@ class StaticEngine:
         for number in range(num_tokens):
             bound.step.max_length = past + number + 1
             found.append(bound.programs["greedy"]().clone())
-        self.steps += num_tokens
+            self._settle(bound, past + number + 1)
         ids = torch.cat(found, dim=1)
         self.cache.count_decoded(torch.cat((token, ids[:, :-1]), dim=1))
         return ids
+
+    def _settle(self, bound: _Bound, length: int) -> None:
+        """A token has been decoded in every row; rows of packed stores all have ``length`` of them."""
+        self.steps += 1
+        for layer in bound.step.layers:
+            layer.settle(length)
 
     def release(self) -> None:
         """Let go of the cache's tensors and of all buffers."""
@@ -195,7 +203,7 @@ class StaticEngine:
         """
         if self.compiler is not None:
             run = torch.compile(run, backend=self.compiler, fullgraph=True, dynamic=False)
-        if not native(self._layers()[0].all_values).data.is_cuda:
+        if not static(self._layers()[0].all_values).target.is_cuda:
             return run
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

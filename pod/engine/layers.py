@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pod.engine.packed import StaticPackedStore
 from pod.kernels import decode
 from pod.modeling.layout import PodCacheLayer
 from pod.modeling.sharing import is_followed
@@ -57,9 +58,13 @@ def _(q: Tensor, k: Tensor, v: Tensor, handle: int) -> Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-def native(store: Store) -> TokenStore:
-    """A store whose tensor may be written to directly."""
-    assert isinstance(store, TokenStore), "a packed store"
+StaticStore = TokenStore | StaticPackedStore
+"""Stores that say where a token goes (``target``, ``slots_of``) and what kernels read (``stored``)."""
+
+
+def static(store: Store) -> StaticStore:
+    """A store of a cache that an engine serves."""
+    assert isinstance(store, StaticStore)
     return store
 
 
@@ -74,10 +79,10 @@ class StaticLayer:
 
     def __init__(self, layer: PodCacheLayer, buffers: decode.DecodeBuffers, backend: str):
         self.layer, self.buffers, self.backend = layer, buffers, backend
-        self.values = native(layer.all_values)
-        self.keys = native(layer.lead_keys) if layer.leads else None
-        self.window_keys = native(layer.window_keys) if layer.followers else None
-        device = self.values.data.device
+        self.values = static(layer.all_values)
+        self.keys = static(layer.lead_keys) if layer.leads else None
+        self.window_keys = static(layer.window_keys) if layer.followers else None
+        device = self.values.target.device
         followed = [h for h in layer.leads if is_followed(layer.lead, layer.layer_idx, h)]
         self.roles = decode.make_roles(layer.leads, layer.followers, followed, device)
         self.leads = torch.tensor(layer.leads, device=device)
@@ -103,9 +108,9 @@ class StaticLayer:
             self._write(self.window_keys, k, self.followers, step.past)
         out = decode.pod_decode(
             q[:, :, 0],
-            None if self.keys is None else self.keys.data,
-            None if self.window_keys is None else self.window_keys.data,
-            self.values.data,
+            None if self.keys is None else self.keys.stored,
+            None if self.window_keys is None else self.window_keys.stored,
+            self.values.stored,
             step.lengths,
             self.roles,
             self.buffers,
@@ -118,9 +123,15 @@ class StaticLayer:
         )
         return out.unsqueeze(2)
 
-    def _write(self, store: TokenStore, x: Tensor, heads: Tensor | None, past: Tensor) -> None:
+    def settle(self, length: int) -> None:
+        """Let packed stores pack, outside of any graph; nothing to do in most steps."""
+        for store in (self.values, self.keys):
+            if isinstance(store, StaticPackedStore):
+                store.settle(length)
+
+    def _write(self, store: StaticStore, x: Tensor, heads: Tensor | None, past: Tensor) -> None:
         """Put ``[B, h, 1, d]`` (of these heads; None = all) to the slot of each row's next token."""
         if heads is not None and len(heads) != x.shape[1]:
             x = x.index_select(1, heads)
         columns = torch.arange(x.shape[1], device=x.device)
-        store.data[self.rows, columns, store.slots_of(past)[:, None]] = x[:, :, 0]
+        store.target[self.rows, columns, store.slots_of(past)[:, None]] = x[:, :, 0]

@@ -12,7 +12,7 @@ from .cache_layer import CacheLayer, Step
 from .config import PodConfig
 from .gate import skip_distant
 from .sharing import is_followed
-from .stores import NATIVE, Codec, Store, TokenStore
+from .stores import NATIVE, Codec, Store
 from .strips import strip_attention
 
 
@@ -53,9 +53,8 @@ class PodCacheLayer(CacheLayer):
     def reserve(self, capacity: int) -> None:
         """Hold room for ``capacity`` tokens, so that the tensors stay where they are while it suffices."""
         self.capacity = capacity
-        for store in self._stores().values():
-            if capacity and isinstance(store, TokenStore):
-                store.reserve(capacity)
+        for store in self._stores().values() if capacity else ():
+            store.reserve(capacity)
 
     def _stores(self) -> dict[str, Store]:
         return {"keys": self.lead_keys, "window_keys": self.window_keys, "values": self.all_values}

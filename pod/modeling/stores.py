@@ -35,6 +35,10 @@ class Store(Protocol):
 
     def slot_positions(self, lengths: Tensor) -> Tensor: ...
 
+    def reserve(self, slots: int) -> None:
+        """Hold room for ``slots`` tokens, so that the tensors stay where they are while it suffices."""
+        ...
+
     def append(self, x: Tensor, past: int) -> None: ...
 
     def append_ragged(self, x: Tensor, past: Tensor, counts: Tensor) -> None: ...
@@ -130,6 +134,16 @@ class TokenStore:
     @property
     def dtype(self) -> torch.dtype:
         return self.data.dtype
+
+    @property
+    def stored(self) -> Tensor:
+        """What decode kernels read; a decoded token is written to ``slots_of`` in ``target``."""
+        return self.data
+
+    @property
+    def target(self) -> Tensor:
+        """``[B, h, capacity, d]``."""
+        return self.data
 
     def slots_of(self, position_ids: Tensor) -> Tensor:
         """Slot of each position."""

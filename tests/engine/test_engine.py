@@ -237,7 +237,7 @@ def test_bytes_are_those_that_are_held(tools):
         ("pod", {"capacity": True}, "capacity = True must be"),
         ("pod", {"tau": 1.5}, "tau = 1.5 must be a number from 0"),
         ("pod", {"tau": "high"}, "tau = 'high' must be a number"),
-        ("pod+int4", {"capacity": 64, "group_size": 4}, "no decode engine here"),
+        ("pod+int8", {"capacity": 64, "group_size": 4}, "no decode engine here.*in 4 bits"),
         ("pod+snapkv", {"budget": 20, "tau": 0.5}, "has no parameter 'tau'"),
         ("full", {"tau": 0.5}, "has no parameter 'tau'"),
     ],
@@ -261,3 +261,46 @@ def test_an_engine_after_the_prompt(tools):
         expected = model(ids).logits[:, 20:]
     assert (decode(model, cache, ids[:, 20:]) - expected).abs().max() < TOLERANCE
     assert cache.engine.steps == 20
+
+
+@pytest.mark.parametrize("spec", ["full+int4", "pod+int4"])
+@pytest.mark.parametrize("residual", [1, 5])
+def test_packed_engine_equals_the_ordinary_packed_cache(tools, spec, residual):
+    """Same tokens packed at the same time: prompts, decoded tokens, a second prompt, a reset, reordered rows."""
+    model = make(tools, spec.split("+")[0], (2, 5))  # windows this small are native in both
+    ids = tools.random_ids(2, 100)
+    found = []
+    for capacity in ({}, {"capacity": 72}):
+        cache = pod.make_cache(model, spec, group_size=4, residual=residual, **capacity)
+        logits = [feed(model, cache, ids[:, :21]), decode(model, cache, ids[:, 21:50])]
+        logits += [feed(model, cache, ids[:, 50:63]), decode(model, cache, ids[:, 63:85])]
+        cache.reorder_cache(torch.tensor([1, 1]))
+        logits.append(decode(model, cache, ids[:, 85:]))
+        cache.reset()
+        logits += [feed(model, cache, ids[:, :3]), decode(model, cache, ids[:, 3:30])]
+        found.append(torch.cat(logits, dim=1))
+        if capacity:
+            assert cache.engine.steps >= 29 + 21 + 13 + 26
+    with torch.no_grad():
+        exact = model(ids).logits
+    assert (found[0] - found[1]).abs().max() < TOLERANCE
+    assert (found[1][:, :85] - exact[:, :85]).abs().max() > 1e-3, "four bits must show"
+
+
+def test_packed_bytes(tools):
+    model = make(tools, "pod", (2, 5), dtype=torch.float32)
+    cache = pod.make_cache(model, "pod+int4", group_size=4, residual=8, capacity=80)
+    feed(model, cache, tools.random_ids(2, 50))
+    decode(model, cache, tools.random_ids(2, 2))
+    d, ring = model.config.head_dim, 12
+    per_token = d / 2 + 4 * d / 4  # codes, then zero and scale in fp16 per group of 4
+    assert cache.nbytes_by_part()["values"] == 5 * (2 * 2 * (80 * per_token + ring * d * 4) + 2 * 4)
+
+
+def test_packed_rows_must_be_alike(tools):
+    model = make(tools, "pod", (2, 5))
+    cache = pod.make_cache(model, "pod+int4", group_size=4, residual=8, capacity=80)
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[0, :3] = 0
+    with pytest.raises(ValueError, match="rows of one length"):
+        feed(model, cache, tools.random_ids(2, 20), mask)

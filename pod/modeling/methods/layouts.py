@@ -25,18 +25,23 @@ _TAU = {
 def _build(config: PodConfig, request: Request) -> PodCache:
     """The model's own layout and plan say which layers hold what."""
     tau, capacity = check_tau(request.params.get("tau")), request.params.get("capacity")
+    codec = request.codec
+    if capacity is not None and "attach" not in ENGINE_HOOKS:
+        raise ValueError("capacity needs the decode engine of the pod package: leave capacity out")
+    in_place = capacity is not None and codec is not NATIVE
+    make = PodCache if codec is NATIVE or in_place else GroupedCache
 
     def make_layer(config: PodConfig, layer_idx: int) -> CacheLayer:
-        layer = LAYOUT_LAYERS[config.layout](config, layer_idx, request.codec)
+        if in_place:
+            layer = ENGINE_HOOKS["packed_layer"](config, layer_idx, codec, capacity)
+        else:
+            layer = LAYOUT_LAYERS[config.layout](config, layer_idx, codec)
         if isinstance(layer, PodCacheLayer):
             layer.tau = tau
         return layer
 
-    make = PodCache if request.codec is NATIVE else GroupedCache
     cache = make(config, make_layer, request.spec)
     if capacity is not None:
-        if "attach" not in ENGINE_HOOKS:
-            raise ValueError("capacity needs the decode engine of the pod package: leave capacity out")
         ENGINE_HOOKS["attach"](cache, capacity)
     return cache
 

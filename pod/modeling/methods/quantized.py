@@ -118,6 +118,9 @@ class _PackedStore(TokenStore):
         past_sinks = length - self.num_sink_tokens - self.residual
         return max(0, past_sinks // self.packing.group_size) * self.packing.group_size
 
+    def reserve(self, slots: int) -> None:
+        raise ValueError("packed stores grow as tokens come: pass capacity to pod.make_cache instead")
+
     def append_ragged(self, x: Tensor, past: Tensor, counts: Tensor) -> None:
         raise ValueError("packed stores take rows that are alike: use a GroupedCache, which splits the batch")
 
