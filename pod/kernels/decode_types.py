@@ -1,6 +1,5 @@
 """What decoding hands from call to call and layer to layer: roles of heads, buffers, packed keys and values."""
 
-import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -180,8 +179,3 @@ class Call(NamedTuple):
     tau: float | None
     max_length: int | None
     out: Tensor
-
-
-def interpreting() -> bool:
-    """Whether Triton was asked to run its kernels on the CPU, for tests."""
-    return os.environ.get("TRITON_INTERPRET") == "1"

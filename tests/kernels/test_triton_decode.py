@@ -1,0 +1,185 @@
+"""Triton decode kernels in Triton's interpreter, against the oracle of test_decode.py.
+
+The interpreter is chosen when triton is imported, so it runs in another process: this file, started as a script.
+test_kernels_compile.py compiles the kernels for real chips.
+"""
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="Triton is not installed (CUDA builds of torch bring it)",
+)
+RUNS = [  # case of test_decode.py, dtype, tau, programs per row (None = by the device)
+    ("one token", "float32", 0.3, 2),
+    ("up to the sinks", "float32", None, 5),
+    ("first distant token", "float32", 0.3, 9),
+    ("ring wrapped often", "float32", None, 3),
+    ("ragged", "float32", None, None),
+    ("ragged", "float32", 0.3, 7),
+    ("dense", "float32", 0.3, None),
+    ("mixed heads", "float32", None, 4),
+    ("mixed heads, ragged", "float16", 0.3, 13),
+    ("no sinks, one recent", "float32", None, None),
+    ("head_dim 24", "float32", 0.7, None),
+    ("blocks of tokens", "float16", None, 40),
+]
+if os.environ.get("POD_TEST_ALL_DECODE") == "1":
+    RUNS += [
+        ("one token", "float32", None, None),
+        ("fills the window", "float32", 0.7, None),
+        ("first distant token", "float32", None, None),
+        ("ring wrapped often", "float16", 0.7, None),
+        ("dense", "float16", None, None),
+        ("mixed heads", "float32", 0.0, None),
+        ("mixed heads", "float16", None, 21),
+        ("mixed heads, ragged", "float16", 1.0, None),
+        ("one query head per KV head", "float32", 0.7, None),
+        ("four query heads", "float16", 0.3, None),
+        ("one recent token", "float32", None, None),
+        ("one recent token", "float32", 0.7, None),
+        ("no sinks", "float32", None, None),
+        ("no sinks, one recent", "float32", 0.3, None),
+        ("head_dim 64", "float16", None, None),
+        ("head_dim 128", "float32", 0.3, None),
+        ("no room to spare", "float32", None, None),
+        ("blocks of tokens", "float32", 0.3, 11),
+        ("blocks of tokens", "float16", 0.7, 40),
+    ]
+
+
+def interpret() -> dict:
+    """Errors of the kernels and of the reference for every run; `broken` is why the interpreter does not run here at all."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def count(out, n):
+        total = 0
+        for i in range(0, tl.minimum(n, 3)):
+            total += i
+        tl.store(out, total)
+
+    try:
+        count[(1,)](torch.zeros(1), 3)
+    except triton.runtime.errors.InterpreterError as error:  # Triton 3.6 with NumPy 2.4
+        return {"broken": f"the interpreter of Triton {triton.__version__} fails on a loop: {error}"}
+    return {"errors": [errors(*run) for run in RUNS], **logits_that_leads_leave(), "unread": unread_values()}
+
+
+def errors(name, dtype, tau, programs):
+    """(error of the kernels, error of the reference in this dtype)."""
+    import test_decode as oracle_tests
+
+    case = replace(oracle_tests.CASES[name], dtype=dtype)
+    layers = oracle_tests.build(case)
+    expected = oracle_tests.oracle(case, layers, tau)[0]
+    backends = ("triton", "reference")
+    return [
+        oracle_tests.worst(oracle_tests.decode(case, layers, x, tau, programs=programs)[0], expected)
+        for x in backends
+    ]
+
+
+def logits_that_leads_leave() -> dict:
+    """Largest differences to the grouped backend of what the first layer leaves to the next, and what else was written."""
+    import test_decode as oracle_tests
+
+    case = replace(oracle_tests.Case([150, 9, 4], [[0, 1], [1]]), dtype="float32")
+    layers = oracle_tests.build(case)
+    found, expected = (
+        oracle_tests.decode(case, layers[:1], backend, programs=9)[1] for backend in ("triton", "grouped")
+    )
+    differences, untouched = [], found.logits.isnan()
+    for b, length in enumerate(case.lengths):
+        distant = slice(case.n_s, max(case.n_s, length - case.n_r))
+        pair = found.logits[b, 0, :, distant], expected.logits[b, 0, :, distant]
+        differences.append((pair[0] - pair[1]).abs().max().item() if pair[0].numel() else 0.0)
+        untouched[b, 0, :, distant] = True
+    lse = torch.stack((found.distant_lse[:, 0], expected.distant_lse[:, 0]))
+    return {
+        "logits": max(differences),
+        "only_distant_columns": bool(untouched.all()),
+        "lse": (lse[0, :2] - lse[1, :2]).abs().max().item(),
+        "lse_of_none": lse[0, 2].tolist(),
+    }
+
+
+def unread_values() -> float:
+    """Error when distant values of groups that skip as a whole are NaN."""
+    import test_decode as oracle_tests
+
+    case = oracle_tests.Case(
+        [80, 30, 8], [[0, 1, 2, 3], [2], []], num_heads=4, n_r=9, dtype="float32", seed=1
+    )
+    layers, tau = oracle_tests.build(case), 0.25
+    expected, gates = oracle_tests.oracle(case, layers, tau)
+    skipped = [(gate >= tau).all(-1) for gate in gates]
+    assert 0 < sum(int(x.sum()) for x in skipped) < sum(int((~gate.isnan()).any(-1).sum()) for gate in gates)
+
+    def spoil(number, stores):
+        for b, h in skipped[number].nonzero().tolist():
+            stores[2][b, h, case.n_s : max(case.n_s, case.lengths[b] - case.n_r)] = float("nan")
+
+    return oracle_tests.worst(
+        oracle_tests.decode(case, layers, "triton", tau, programs=13, change=spoil)[0], expected
+    )
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    settings = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    settings["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    result = subprocess.run([sys.executable, __file__], env=settings, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    content = json.loads(result.stdout.splitlines()[-1])
+    if "broken" in content:
+        pytest.skip(content["broken"])
+    return content
+
+
+@needs_triton
+@pytest.mark.parametrize("index", range(len(RUNS)), ids=[str(run) for run in RUNS])
+def test_interpreted_kernels_are_as_exact_as_the_reference(interpreted, index):
+    found, limit = interpreted["errors"][index]
+    rounding = torch.finfo(getattr(torch, RUNS[index][1])).eps
+    assert found <= 2 * (limit + rounding)
+
+
+@needs_triton
+def test_leads_leave_distant_logits_and_their_lse_and_nothing_else(interpreted):
+    assert interpreted["logits"] < 1e-5 and interpreted["lse"] < 1e-5
+    assert interpreted["only_distant_columns"]
+    assert set(interpreted["lse_of_none"]) == {-float("inf")}
+
+
+@needs_triton
+def test_groups_that_skip_leave_distant_values_unread(interpreted):
+    assert interpreted["unread"] < 1e-6
+
+
+def test_a_launch_neither_waits_for_the_device_nor_allocates():
+    """By the code: launching reads shapes, strides and host numbers only, and calls nothing of a tensor that could wait."""
+    tree = ast.parse((ROOT / "pod" / "kernels" / "triton_decode.py").read_text())
+    functions = {f.name: f for f in tree.body if isinstance(f, ast.FunctionDef)}
+    allowed = {"stride", "_asdict", "tile", "len", "_native", "isinstance", "device", "nullcontext"}
+    allowed |= {"_launch", "combine", "_run", "kernel[grid]"}
+    for name in ("decode", "_launch", "combine", "_native", "_run"):
+        calls = [n.func for n in ast.walk(functions[name]) if isinstance(n, ast.Call)]
+        names = {f.attr if isinstance(f, ast.Attribute) else ast.unparse(f) for f in calls}
+        assert names <= allowed, f"{name} calls {sorted(names - allowed)}"
+
+
+if __name__ == "__main__":
+    print(json.dumps(interpret()))
