@@ -1,7 +1,7 @@
 # `make test` and `make demo` work from a fresh clone: they create .venv, install into it once, and run.
 #   PYTHON=python3.12      another interpreter (3.11 or newer)
 #   PIP_ARGS="…"           more arguments for every pip install, e.g. an index with CPU builds of torch
-#   ARGS="-k recipe -x"    arguments for pytest (make test)
+#   ARGS="-k recipe -x"    arguments for pytest (make test) or for benchmarks/gpu_rows.py (make bench-gpu)
 #   DEMO_TINY=1            make demo with a random four-layer model: minutes become seconds, the numbers mean nothing
 
 SHELL := /bin/bash
@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 # ninja and deepspeed are looked up by name
 RUN := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python
 
-.PHONY: help install tools test demo check-export lint format bench clean
+.PHONY: help install tools test demo check-export lint format bench bench-gpu clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 16
@@ -46,8 +46,13 @@ lint: $(STAMP)  ## formatting, lint rules and types
 format: $(STAMP)  ## format and fix what can be fixed
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
-bench: $(STAMP)  ## exactness and CPU decode speed, about five minutes; writes benchmarks/results/
-	@set -e; for script in exactness decode_cpu; do echo "== bench: $$script"; $(RUN) benchmarks/$$script.py; done
+bench: $(STAMP)  ## what a CPU can show, about ten minutes: exactness, decoding, a training step, statistics
+	@set -e; for script in exactness decode_cpu train_step_cpu; do echo "== bench: $$script"; $(RUN) benchmarks/$$script.py; done
+	@echo "== bench: column_sums, short (the committed figures go to 32K)"
+	@OMP_NUM_THREADS=1 $(RUN) benchmarks/column_sums.py --lengths 2048,8192 --out runs/bench/column_sums.json 2> >(grep -v ^USDT >&2)
+
+bench-gpu: $(STAMP)  ## every row that needs one GPU, at most 25 minutes; goes on where it stopped (ARGS=--tiny: no GPU, toy sizes)
+	@$(RUN) benchmarks/gpu_rows.py $(ARGS)
 
 clean:  ## remove .venv and caches (keeps runs/ and converted models)
 	rm -rf .venv .venv-export .pytest_cache .ruff_cache .hypothesis build *.egg-info

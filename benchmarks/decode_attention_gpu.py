@@ -31,6 +31,7 @@ from gpu_tools import (
     header,
     parser,
     ratios,
+    relative_error,
     start,
 )
 from torch import Tensor
@@ -232,12 +233,9 @@ def backends(device: torch.device) -> list[str]:
     return [name for name in decode.BACKENDS if device.type != "cuda" or name not in asks_the_host]
 
 
-def relative_error(found: list[Tensor], truth: list[Tensor]) -> float:
-    """Largest over the layers; NaN counts as infinite."""
-    errors = [
-        float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(found, truth, strict=True)
-    ]
-    return max(e if e == e else float("inf") for e in errors)
+def largest_error(found: list[Tensor], truth: list[Tensor]) -> float:
+    """Largest relative error over the layers."""
+    return max(relative_error(a, b) for a, b in zip(found, truth, strict=True))
 
 
 def checked_error(setting: argparse.Namespace, backend: str, device: torch.device) -> float:
@@ -251,18 +249,18 @@ def checked_error(setting: argparse.Namespace, backend: str, device: torch.devic
     )
     for name in ("keys", "values", "lead_keys", "rings", "queries"):
         setattr(exact, name, [None if x is None else x.float() for x in getattr(stack, name)])
-    error = relative_error(found, exact.pod("reference"))
+    error = largest_error(found, exact.pod("reference"))
     if error > ERROR_LIMIT[setting.dtype]:
         raise ValueError(f"wrong results, relative error {error:.2e}, at most {ERROR_LIMIT[setting.dtype]}")
     return error
 
 
-def check_peer(stack: Stack, found: list[Tensor], dense: bool = True) -> None:
+def check_peer(stack: Stack, found: list[Tensor]) -> None:
     """A dense contestant against plain fp32 attention, first row and layer; ValueError when it does something else."""
     q = stack.queries[0][:1].float().unflatten(1, (KV_HEADS, -1))
     k, v = stack.keys[0][:1].float(), stack.values[0][:1].float()
     truth = ((q @ k.mT * HEAD_DIM**-0.5).softmax(-1) @ v).flatten(1, 2)
-    error = relative_error([found[0][:1]], [truth])
+    error = relative_error(found[0][:1], truth)
     if error > ERROR_LIMIT[stack.shape.dtype]:
         raise ValueError(
             f"wrong results, relative error {error:.2e}, at most {ERROR_LIMIT[stack.shape.dtype]}"
@@ -397,7 +395,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Measure every setting and write the JSON."""
     device = choose_device(arguments.tiny)
     if arguments.tiny:
-        settings, windows, dtype = [(1, 96), (2, 64)], (4, 28), torch.float32
+        settings, windows, dtype = [(2, 64)], (4, 28), torch.float32
         checked, rounds = 20, 2
     else:
         batches = [int(b) for b in arguments.batches.split(",")]

@@ -251,6 +251,13 @@ def ratios(own: list[float], peer: list[float]) -> dict[str, Any]:
     return spread([a / b for a, b in zip(own, peer, strict=True)])
 
 
+def relative_error(found: torch.Tensor, truth: torch.Tensor) -> float:
+    """Norm of the difference over the norm of the truth; infinite for NaN, which no comparison would see."""
+    found, truth = found.detach().double(), truth.detach().double()
+    error = float((found - truth).norm() / truth.norm())
+    return error if error == error else float("inf")
+
+
 def copier(device: torch.device, size: int) -> tuple[Contestant, int]:
     """A copy of `size` bytes as a contestant, and the bytes that it moves (read and written)."""
     source = torch.empty(size, dtype=torch.uint8, device=device)
