@@ -94,7 +94,9 @@ def pod_attention(
     """Attention of heads that follow a lead; shapes and documents as in ``flash.pod_attention``."""
     n = q.shape[2]
     if num_sink_tokens + num_recent_tokens >= n:
-        return causal_attention(q, k, v, doc_ids, scale)
+        # The sums over no tokens give the lead zero gradients, as other backends do.
+        nothing = q_lead.narrow(2, 0, 0).sum() + k_lead.narrow(2, 0, 0).sum()
+        return causal_attention(q, k, v, doc_ids, scale) + nothing
     inputs = _without_gradients_on_cpu(q, k, v, q_lead, k_lead)
     proximal, distant = (
         block_mask(Visible(kind, num_sink_tokens, num_recent_tokens), q, doc_ids)
