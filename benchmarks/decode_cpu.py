@@ -1,6 +1,6 @@
 """Decode speed on CPU: PoD against the dense layout and stock transformers, at real head sizes in a model of few layers.
 
-    OMP_NUM_THREADS=2 python benchmarks/decode_cpu.py            # 8K and 32K tokens, writes benchmarks/results/decode_cpu.json
+    OMP_NUM_THREADS=2 python benchmarks/decode_cpu.py            # 8K, 32K and 64K tokens, writes benchmarks/results/decode_cpu.json
 
 Four layers, 16 query and 4 KV heads of 128, hidden size 2048, a small feed-forward part: attention over the cache is what is
 measured. In the PoD models layer 0 leads for every head, so that 75 % of the (layer, KV head) pairs follow. All contestants
@@ -28,6 +28,7 @@ from pod.modeling.attention import Backend, register_backend
 
 LAYERS, HIDDEN, QUERY_HEADS, KV_HEADS, HEAD_DIM = 4, 2048, 16, 4, 128
 WINDOWS = ((16, 1008), (16, 4080))
+_ROOM = 256  # decoded tokens, at least repeats + 1 rounds of steps
 RESULTS = Path(__file__).parent / "results" / "decode_cpu.json"
 
 
@@ -53,8 +54,8 @@ def no_attention(q: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
 
 @torch.no_grad()
 def filled_pod(model: pod.PodForCausalLM, spec: str, prompt: torch.Tensor) -> pod.PodCache:
-    """A cache that has seen the prompt `[1, n]`."""
-    cache = pod.make_cache(model, spec)
+    """A cache that has seen the prompt `[1, n]`, and whose decode engine has room for what is decoded."""
+    cache = pod.make_cache(model, spec, capacity=prompt.shape[1] + _ROOM)
     model.config.attention_backend = "zeros"
     model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
     model.config.attention_backend = "auto"
@@ -129,7 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--lengths", default="8192,32768", help="tokens in the cache, comma-separated")
+    parser.add_argument("--lengths", default="8192,32768,65536", help="tokens in the cache, comma-separated")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--steps", type=int, default=8, help="tokens per timed repeat")
     parser.add_argument("--repeats", type=int, default=9)
@@ -137,7 +138,7 @@ def main() -> None:
     arguments = parser.parse_args()
     lengths = [int(length) for length in arguments.lengths.split(",")]
     torch.manual_seed(0)
-    register_backend("zeros", Backend(no_attention, no_attention))
+    register_backend("zeros", Backend(no_attention, no_attention, no_attention))
     stock = LlamaForCausalLM(stock_config(2 * max(lengths))).to(getattr(torch, arguments.dtype)).eval()
     models = build_models(stock)
     result = {

@@ -63,13 +63,13 @@ def attach(
     return engine
 
 
-def attach_for_generation(cache: PodCache, prompt: int, longest: int, device: torch.device) -> None:
-    """What ``generate()`` calls for a cache of its own: an engine on CUDA, where one is possible.
+def attach_for_generation(cache: PodCache, prompt: int, longest: int) -> None:
+    """What ``generate()`` calls for a cache of its own: an engine where one is possible.
 
     Args:
         prompt: columns of the prompt; longest: columns when everything allowed has been generated.
     """
-    if device.type == "cuda" and refusal(cache) is None:
+    if refusal(cache) is None:
         attach(cache, min(longest, prompt + _FIRST_ROOM))
 
 

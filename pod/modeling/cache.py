@@ -32,7 +32,7 @@ LAYOUT_LAYERS: dict[str, Callable[..., CacheLayer]] = {
 
 ENGINE_HOOKS: dict[str, Callable[..., Any]] = {}
 """Filled by ``pod``; without it caches decode layer by layer. ``attach``: ``(cache, capacity)`` gives a cache an engine;
-``packed_layer``: ``(config, layer_idx, codec, capacity)`` is a layer that it can serve; ``generate``: ``(cache, prompt columns, most columns, device)`` may give one to a cache that ``generate()`` made."""
+``packed_layer``: ``(config, layer_idx, codec, capacity)`` is a layer that it can serve; ``generate``: ``(cache, prompt columns, most columns)`` may give one to a cache that ``generate()`` made."""
 
 
 class DecodeEngine(Protocol):

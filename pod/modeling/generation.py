@@ -56,5 +56,5 @@ class PodGenerationMixin(GenerationMixin):
             cache.begin_prompt(columns - cache.get_seq_length())
             if cache.made_by_generate and "generate" in ENGINE_HOOKS:
                 longest = max(columns + 1, generation_config.max_length or 0)
-                ENGINE_HOOKS["generate"](cache, columns, longest, input_ids.device)
+                ENGINE_HOOKS["generate"](cache, columns, longest)
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]

@@ -304,3 +304,14 @@ def test_packed_rows_must_be_alike(tools):
     mask[0, :3] = 0
     with pytest.raises(ValueError, match="rows of one length"):
         feed(model, cache, tools.random_ids(2, 20), mask)
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 30])
+def test_generate_uses_an_engine_for_a_cache_of_its_own(tools, max_new_tokens):
+    model = make(tools, "pod")
+    out = model.generate(
+        tools.random_ids(2, 20), max_new_tokens=max_new_tokens, eos_token_id=None, return_dict_in_generate=True
+    )
+    cache = out.past_key_values
+    assert cache.engine.steps == max_new_tokens - 1
+    assert cache.layers[0].capacity in (20 + max_new_tokens, 21)
