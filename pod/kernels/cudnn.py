@@ -65,8 +65,12 @@ def _serves(call: Call) -> bool:
 
 
 def _batched(x: Tensor, call: Call) -> Tensor:
-    """Packed ``[N·r, h, d]`` to ``[N, h, r, d]``, a view."""
-    return x.unflatten(0, (-1, call.longest[0])).transpose(1, 2)
+    """Packed ``[N·r, h, d]`` to ``[N, h, r, d]``, laid out as ``[N, r, h, d]``.
+
+    PyTorch keeps cuDNN's plans by the strides of q, k and v alone: in this one layout for all, which a model's projections have,
+    a plan made elsewhere in the process cannot have other strides for the output or its gradient.
+    """
+    return x.contiguous().unflatten(0, (-1, call.longest[0])).transpose(1, 2)
 
 
 def _flat(x: Tensor) -> Tensor:

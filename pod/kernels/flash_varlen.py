@@ -74,7 +74,7 @@ class Tokens(NamedTuple):
 
     def add(self, x: Tensor, values: Tensor) -> None:
         if isinstance(self.select, Tensor):
-            x.index_add_(0, self.select, values.to(x.dtype))
+            x.index_add_(0, self.select, values)
         else:
             _cut(x, self.select).add_(values)
 
@@ -240,9 +240,9 @@ class _Varlen(torch.autograd.Function):
     def backward(ctx, grad_out):
         *inputs, out, lse = ctx.saved_tensors
         plan, scale, ops = ctx.settings
-        packed = [_packed(x) for x in (*inputs, grad_out, out)]
-        *tensors, grad_out, out = packed
-        grads = _zero_gradients(tensors, plan)
+        *tensors, grad_out, out = [_packed(x) for x in (*inputs, grad_out, out)]
+        # At most three parts add to a token, so their dtype is enough, and no n-sized fp32 buffer is made.
+        grads = [None if x is None else torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
         for parts in plan:
             rows = parts[0].rows
             saved = rows.take(out), rows.take(lse).t().contiguous()
@@ -252,24 +252,8 @@ class _Varlen(torch.autograd.Function):
                 rows.add(grads[3 if part.lead else 0], found[0])
                 part.columns.add(grads[4 if part.lead else 1], found[1])
                 part.columns.add(grads[2], found[2])
-        of_inputs = [
-            None if x is None else _unpacked(g.to(x.dtype), x) for g, x in zip(grads, inputs, strict=True)
-        ]
-        return *of_inputs, None, None, None
-
-
-def _zero_gradients(inputs: Sequence[Tensor | None], plan: Plan) -> list[Tensor]:
-    """Where gradients are summed: wide for keys and values, which several parts add to; queries have few, and G times the size."""
-    sums = []
-    num_parts = sum(map(len, plan))
-    for x, several in zip(inputs, (False, True, True, False, False), strict=True):
-        if x is None:
-            sums.append(None)
-            continue
-        wide = several and num_parts > 1
-        dtype = torch.promote_types(x.dtype, torch.float32) if wide else x.dtype
-        sums.append(torch.zeros(x.shape, dtype=dtype, device=x.device))
-    return sums
+        unpacked = (None if g is None else _unpacked(g, x) for g, x in zip(grads, inputs, strict=True))
+        return *unpacked, None, None, None
 
 
 def _merged(rows: Tokens, results: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tokens, Tensor, Tensor]]:
