@@ -293,9 +293,15 @@ def test_torch_backends_equal_the_reference(monkeypatch, name, layout, lse_dims)
     monkeypatch.setattr(flash_ops, "_aten", aten)
     monkeypatch.setattr(cudnn, "_aten", aten)
     ops = {"flash": flash_ops.PACKED, "cudnn": cudnn.OPS}[name]
-    pod_attention = flash_varlen.operations(lambda q: ops)[1]
+    _, pod_attention, window_attention = flash_varlen.operations(lambda q: ops)
     inputs = tensors(2, 2, 2, 70, 8)
     docs = layouts(70)[layout]
+    found = gradients(window_attention, inputs[:3], 13, doc_ids=docs)
+    truth = gradients(reference.window_attention, inputs[:3], 13, doc_ids=docs)
+    for a, b in zip(found, truth, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+    assert saw == ["flash", "flash"]  # cuDNN has no window
+    saw.clear()
     found = gradients(pod_attention, inputs, 4, 13, doc_ids=docs)
     truth = gradients(reference.pod_attention, inputs, 4, 13, doc_ids=docs)
     for label, a, b in zip(NAMES, found, truth, strict=True):
