@@ -19,6 +19,7 @@ import yaml
 
 from pod.data.args import DataArgs
 from pod.eval.args import EvalArgs
+from pod.eval.bench_args import BenchArgs
 from pod.files import check_can_write
 from pod.models import ModelArgs
 from pod.schema import (
@@ -65,6 +66,9 @@ class Recipe:
     eval: EvalArgs = field(default_factory=EvalArgs)
     """What is measured and which methods are compared."""
 
+    bench: BenchArgs = field(default_factory=BenchArgs)
+    """Decode speed: shapes, lengths, batch sizes, methods."""
+
     def __post_init__(self) -> None:
         if not self.output_dir:
             raise ValueError("output_dir is empty: name the folder that the run may write to, e.g. runs/demo")
@@ -95,6 +99,11 @@ class Recipe:
     def eval_dir(self) -> Path:
         """Where run_eval.py writes its JSON and report.html."""
         return Path(self.output_dir) / "eval"
+
+    @property
+    def bench_dir(self) -> Path:
+        """Where bench.py writes its JSON."""
+        return Path(self.output_dir) / "bench"
 
     def plan_path(self) -> Path | None:
         """`model.plan`, else the plan that explore.py left in `plan_dir`, else None (a dense model).

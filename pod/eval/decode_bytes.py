@@ -1,0 +1,163 @@
+"""Bytes that a decode step must read, and bytes that a cache holds, before anything is allocated. Standard library only.
+
+**The model of a step** at ``n`` tokens per row, the new one included, with ``n_s`` sinks, ``n_r`` recent tokens, ``G`` query heads
+per KV head, ``D = max(0, n - n_s - n_r)`` distant tokens, ``w = min(n, n_s + n_r)`` and ``k``, ``v`` bytes per key and value:
+
+    dense pair (layer, KV head)        n·k + n·v
+    lead                               n·k + n·v, and 4·G·D for the fp32 logits that it writes when a layer follows it
+    follower                           w·k + n·v + 4·G·D (logits read)
+    follower that skips (tau)          w·k + w·v
+
+Keys in a window are native, also under a codec. Weights are read once per step, whatever the batch: all but the embedding,
+of which a step reads one row per token (with tied weights the head is the embedding, and is read). Not counted: activations,
+the new token's own key and value, partial results of split-KV. The *ceiling* of a method's speed over dense is the ratio of
+the two sums, weights included.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from pod.eval.bench_args import BenchMethod
+
+_LOGIT = 4
+_CODEC_BITS = {"int4": 4, "int8": 8}
+_DEFAULT_GROUP, _DEFAULT_RESIDUAL = 32, 128
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What bytes depend on in a model.
+
+    Attributes:
+        lead: ``[L][H]``, the sharing plan; leads follow themselves.
+        groups: query heads per KV head.
+        element: bytes per number of weights, keys and values.
+        weights: bytes of all parameters; read: those that a step reads.
+        head_dim, num_sink_tokens, num_recent_tokens: of the model.
+    """
+
+    lead: tuple[tuple[int, ...], ...]
+    groups: int
+    head_dim: int
+    element: int
+    weights: int
+    read: int
+    num_sink_tokens: int
+    num_recent_tokens: int
+
+    @property
+    def pairs(self) -> int:
+        """(layer, KV head) pairs."""
+        return len(self.lead) * len(self.lead[0])
+
+    @property
+    def followers(self) -> int:
+        """Pairs that follow another layer."""
+        return sum(lead != layer for layer, row in enumerate(self.lead) for lead in row)
+
+    @property
+    def followed(self) -> int:
+        """Leads that a later layer follows."""
+        users = {
+            (lead, h) for layer, row in enumerate(self.lead) for h, lead in enumerate(row) if lead != layer
+        }
+        return len(users)
+
+
+def weight_bytes(config: Any, element: int) -> tuple[int, int]:
+    """Bytes of all parameters of a decoder, and of those that a step reads; norms and biases left out.
+
+    config: anything with the fields of `PodConfig`.
+    """
+    hidden, head_dim = config.hidden_size, config.head_dim
+    attention = hidden * head_dim * 2 * (config.num_attention_heads + config.num_key_value_heads)
+    layer = attention + 3 * hidden * config.intermediate_size
+    table = config.vocab_size * hidden
+    read = config.num_hidden_layers * layer + table
+    held = read + (0 if config.tie_word_embeddings else table)
+    return held * element, read * element
+
+
+def spread_plan(num_layers: int, kv_heads: int, share: float) -> list[list[int]]:
+    """A plan ``[L][H]`` in which ``share`` of the pairs follow, rounded to whole pairs, at most all but layer 0.
+
+    Every KV head gets the same number of blocks (some one more), cut at layers of its own, so that layers mix leads and
+    followers as plans of real models do. The same arguments give the same plan.
+    """
+    pairs, draw = num_layers * kv_heads, random.Random(0)
+    leads = max(kv_heads, pairs - round(share * pairs))
+    plan = [[0] * kv_heads for _ in range(num_layers)]
+    for head in range(kv_heads):
+        blocks = leads // kv_heads + (head < leads % kv_heads)
+        cuts = set(draw.sample(range(1, num_layers), blocks - 1))
+        for layer in range(1, num_layers):
+            plan[layer][head] = layer if layer in cuts else plan[layer - 1][head]
+    return plan
+
+
+def codec_of(method: BenchMethod) -> str | None:
+    """The codec in the method's spec."""
+    return next((part for part in method.parts if part in _CODEC_BITS), None)
+
+
+def is_modelled(method: BenchMethod) -> bool:
+    """Whether the bytes that a step reads are known here: full and pod, with or without a codec."""
+    return all(part in ("full", "pod", *_CODEC_BITS) for part in method.parts)
+
+
+def token_bytes(sizes: Sizes, method: BenchMethod, length: int) -> float:
+    """Mean bytes of one key or value among `length` stored tokens of one head: packed ones, and the native residual."""
+    native, codec = sizes.head_dim * sizes.element, codec_of(method)
+    if codec is None:
+        return native
+    group = method.options.get("group_size", _DEFAULT_GROUP)
+    # `residual` to `residual + group_size - 1` tokens are native
+    tail = method.options.get("residual", _DEFAULT_RESIDUAL) + (group - 1) / 2
+    groups = max(1, sizes.head_dim / group)
+    packed = sizes.head_dim * _CODEC_BITS[codec] / 8 + 4 * groups
+    share = min(1.0, tail / length)
+    return share * native + (1 - share) * packed
+
+
+def read_per_row(sizes: Sizes, method: BenchMethod, length: int) -> float:
+    """Bytes of keys, values and logits that a step moves for one row of `length` tokens."""
+    stored, native = token_bytes(sizes, method, length), sizes.head_dim * sizes.element
+    if not method.uses_plan:
+        return sizes.pairs * 2 * length * stored
+    window = min(length, sizes.num_sink_tokens + sizes.num_recent_tokens)
+    logits = _LOGIT * sizes.groups * (length - window)
+    skips = method.skip_share * sizes.followers
+    leads = (sizes.pairs - sizes.followers) * 2 * length * stored + sizes.followed * logits
+    whole = window * native + length * stored + logits
+    return leads + (sizes.followers - skips) * whole + skips * window * (native + stored)
+
+
+def read_per_step(sizes: Sizes, method: BenchMethod, length: int, batch: int) -> float:
+    """Bytes that a step moves: weights, and the cache of every row."""
+    return sizes.read + batch * read_per_row(sizes, method, length)
+
+
+def ceiling(sizes: Sizes, method: BenchMethod, full: BenchMethod, length: int, batch: int) -> float | None:
+    """Speed over the dense cache if bytes alone took time; None for methods whose bytes are not modelled."""
+    if not is_modelled(method):
+        return None
+    return read_per_step(sizes, full, length, batch) / read_per_step(sizes, method, length, batch)
+
+
+def held_per_row(sizes: Sizes, method: BenchMethod, capacity: int, on_cpu: bool = False) -> float:
+    """Bytes of cache and decode buffers for one row with room for `capacity` tokens; for methods that are not modelled
+    those of the dense cache, which is what they hold while they read a prompt."""
+    if not is_modelled(method):
+        return sizes.pairs * 2 * capacity * sizes.head_dim * sizes.element
+    stored, native = token_bytes(sizes, method, capacity), sizes.head_dim * sizes.element
+    followers = sizes.followers if method.uses_plan else 0
+    keys = (sizes.pairs - followers) * capacity * stored
+    keys += followers * (sizes.num_sink_tokens + sizes.num_recent_tokens) * native
+    buffers = len(sizes.lead[0]) * sizes.groups * capacity * max(4, sizes.element) * (2 if on_cpu else 1)
+    return keys + sizes.pairs * capacity * stored + buffers
+
+
+def stock_per_row(sizes: Sizes, length: int) -> float:
+    """Bytes of a transformers DynamicCache, and of the layer that it copies in order to append."""
+    return (sizes.pairs + 2 * len(sizes.lead[0])) * 2 * length * sizes.head_dim * sizes.element
