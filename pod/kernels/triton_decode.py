@@ -12,6 +12,7 @@ Nothing here waits for the device or allocates. Logits and sums are fp32; those 
 """
 
 import contextlib
+import importlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -63,11 +64,11 @@ def tile(dtype: torch.dtype, head_dim: int, groups: int) -> Tile:
 
 
 @triton.jit
-def tiles(length, n_s, n_r, is_lead, PART: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(far tiles, near tiles) that a launch takes of a head with ``length`` tokens."""
+def tiles(length, tail, n_s, n_r, is_lead, PART: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(far tiles, near tiles) that a launch takes of a head with ``length`` tokens, the newest ``tail`` in tiles of their own."""
     near = tl.minimum(length, n_s + n_r)
     far_tiles = tl.cdiv(length - near, BLOCK_N)
-    near_tiles = tl.cdiv(near, BLOCK_N)
+    near_tiles = tl.cdiv(near - tail, BLOCK_N) + tl.cdiv(tail, BLOCK_N)
     if PART == 1:
         far_tiles = tl.where(is_lead, far_tiles, 0)
     if PART == 2:
@@ -77,10 +78,10 @@ def tiles(length, n_s, n_r, is_lead, PART: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def splits(length, leads, followers, programs, n_s, n_r, PART: tl.constexpr, BLOCK_N: tl.constexpr):
+def splits(length, tail, leads, followers, programs, n_s, n_r, PART: tl.constexpr, BLOCK_N: tl.constexpr):
     """(programs of each lead, programs of each follower); leads come first. At least one where there is a tile."""
-    lead_far, lead_near = tiles(length, n_s, n_r, True, PART, BLOCK_N)
-    far, near = tiles(length, n_s, n_r, False, PART, BLOCK_N)
+    lead_far, lead_near = tiles(length, tail, n_s, n_r, True, PART, BLOCK_N)
+    far, near = tiles(length, tail, n_s, n_r, False, PART, BLOCK_N)
     lead_cost = 2 * (lead_far + lead_near)
     cost = far + 2 * near
     total = tl.maximum(leads * lead_cost + followers * cost, 1)
@@ -157,7 +158,7 @@ def decode_kernel(
     pid = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths + row).to(tl.int32)
-    per_lead, per_follower = splits(length, leads, followers, programs, n_s, n_r, PART, BLOCK_N)
+    per_lead, per_follower = splits(length, 0, leads, followers, programs, n_s, n_r, PART, BLOCK_N)
     if pid >= leads * per_lead + followers * per_follower:
         return
     is_lead = pid < leads * per_lead
@@ -167,7 +168,7 @@ def decode_kernel(
     is_followed = tl.load(table + leads + followers + index) != 0
     count = tl.where(is_lead, per_lead, per_follower)
     split = tl.where(is_lead, pid, behind) % count
-    far_tiles, near_tiles = tiles(length, n_s, n_r, is_lead, PART, BLOCK_N)
+    far_tiles, near_tiles = tiles(length, 0, n_s, n_r, is_lead, PART, BLOCK_N)
     near_cost = tl.where(is_lead, 1, 2)
     first = boundary(split, count, far_tiles, near_tiles, near_cost)
     last = boundary(split + 1, count, far_tiles, near_tiles, near_cost)
@@ -183,7 +184,10 @@ def decode_kernel(
     lse_row = row * programs * GROUPS
     skips = heads >= BLOCK_G
     if PART == 2:
-        first_per_lead, first_per_follower = splits(length, leads, followers, programs, n_s, n_r, 1, BLOCK_N)  # pyright: ignore[reportArgumentType]
+        first_per_lead, first_per_follower = splits(
+            length, 0, leads, followers, programs, n_s, n_r,
+            1, BLOCK_N,  # pyright: ignore[reportArgumentType]
+        )  # fmt: skip
         start = leads * first_per_lead + (index - leads) * first_per_follower
         near_lse = proximal_lse(part_lse + lse_row, start, first_per_follower, GROUPS, BLOCK_G, 16)  # pyright: ignore[reportArgumentType]
         far_lse = tl.load(distant_lse + stored_head + heads, mask=real, other=float("-inf"))
@@ -302,9 +306,9 @@ def merge(part_out, part_lse, first, count, peak, total, out,
 
 @triton.jit(do_not_specialize=["leads", "followers", "programs"])
 def combine_kernel(
-    lengths, table, distant_lse, part_out, part_lse, out,
+    lengths, packed_lengths, table, distant_lse, part_out, part_lse, out,
     leads, followers, programs, n_s, n_r, out_batch, out_head,
-    WITH_GATE: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    WITH_GATE: tl.constexpr, PACKED: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Output of one query head from its splits; for heads that are followed, also the lse of their distant tokens."""
     index = tl.program_id(0) // GROUPS
@@ -312,6 +316,9 @@ def combine_kernel(
     row = tl.program_id(1).to(tl.int64)
     rows = tl.num_programs(1)
     length = tl.load(lengths + row).to(tl.int32)
+    tail = 0
+    if PACKED:
+        tail = length - tl.load(packed_lengths + row).to(tl.int32)
     head = tl.load(table + index).to(tl.int64)
     is_followed = tl.load(table + leads + followers + index) != 0
     is_lead = index < leads
@@ -321,9 +328,11 @@ def combine_kernel(
     result = tl.zeros([BLOCK_D], tl.float32)
     for part in tl.static_range(2 if WITH_GATE else 1):  # pyright: ignore[reportGeneralTypeIssues]
         if WITH_GATE:
-            per_lead, per_follower = splits(length, leads, followers, programs, n_s, n_r, part + 1, BLOCK_N)
+            per_lead, per_follower = splits(
+                length, tail, leads, followers, programs, n_s, n_r, part + 1, BLOCK_N
+            )
         else:
-            per_lead, per_follower = splits(length, leads, followers, programs, n_s, n_r, 0, BLOCK_N)  # pyright: ignore[reportArgumentType]
+            per_lead, per_follower = splits(length, tail, leads, followers, programs, n_s, n_r, 0, BLOCK_N)  # pyright: ignore[reportArgumentType]
         first = tl.where(is_lead, index * per_lead, leads * per_lead + (index - leads) * per_follower)
         count = tl.where(is_lead, per_lead, per_follower)
         offset = (part * rows + row) * programs
@@ -337,8 +346,8 @@ def combine_kernel(
                 first,
                 count,
                 GROUPS,
-                1,
-                BLOCK_S,  # pyright: ignore[reportArgumentType]
+                1,  # pyright: ignore[reportArgumentType]
+                BLOCK_S,
             )
             tl.store(distant_lse + (row * (leads + followers) + head) * GROUPS + group + tl.arange(0, 1), lse)
     place = out + row * out_batch + (head * GROUPS + group) * out_head + features
@@ -362,12 +371,19 @@ def unsupported(call: Call) -> str | None:
         return f"head_dim {q.shape[-1]} (at most 256)"
     stores = [x for x in (call.keys, call.window_keys, call.values) if x is not None]
     if any(isinstance(x, Packed) for x in stores):
-        return "packed keys or values"
+        reason = _packed().unsupported(call)
+        if reason:
+            return reason
     if any(x.stride(-1) != 1 for x in (q, call.out, *stores) if isinstance(x, Tensor)):
         return "features that are not neighbours in memory (stride 1 in the last dimension)"
     if call.buffers.programs < call.roles.num_heads or not call.buffers.logits.is_contiguous():
         return "buffers that make_buffers did not make for these heads"
     return _no_gpu(q)
+
+
+def _packed():
+    """The kernels that read codes; they use what is defined here."""
+    return importlib.import_module("pod.kernels.triton_decode_packed")
 
 
 def _no_gpu(q: Tensor) -> str | None:
@@ -385,6 +401,9 @@ def _no_gpu(q: Tensor) -> str | None:
 
 def decode(call: Call) -> None:
     """See ``pod.kernels.decode.pod_decode``."""
+    if isinstance(call.values, Packed):
+        _packed().decode(call)
+        return
     shape = tile(call.q.dtype, call.q.shape[2], call.q.shape[1] // call.roles.num_heads)
     with torch.cuda.device(call.q.device) if call.q.is_cuda else contextlib.nullcontext():
         parts = (ALL,) if call.tau is None or not call.roles.followers else (FIRST, SECOND)
@@ -410,17 +429,18 @@ def _launch(call: Call, part: int) -> None:
     )  # fmt: skip
 
 
-def combine(call: Call, with_gate: bool, tokens_per_step: int) -> None:
+def combine(call: Call, with_gate: bool, tokens_per_step: int, packed_lengths: Tensor | None = None) -> None:
     """Merge what the programs of one launch, or of two, left in ``call.buffers``."""
     batch, heads, head_dim = call.q.shape
     groups = heads // call.roles.num_heads
     buffers, roles = call.buffers, call.roles
     _run(
         combine_kernel, (heads, batch),
-        call.lengths, roles.table, buffers.distant_lse, buffers.partial_out, buffers.partial_lse, call.out,
+        call.lengths, call.lengths if packed_lengths is None else packed_lengths, roles.table,
+        buffers.distant_lse, buffers.partial_out, buffers.partial_lse, call.out,
         len(roles.leads), len(roles.followers), buffers.programs, call.num_sink_tokens, call.num_recent_tokens,
         *call.out.stride()[:2],
-        WITH_GATE=with_gate, GROUPS=groups, HEAD_DIM=head_dim, BLOCK_N=tokens_per_step, BLOCK_S=_SPLITS,
+        WITH_GATE=with_gate, PACKED=packed_lengths is not None, GROUPS=groups, HEAD_DIM=head_dim, BLOCK_N=tokens_per_step, BLOCK_S=_SPLITS,
         BLOCK_D=tile(call.q.dtype, head_dim, groups).BLOCK_D, num_warps=4,
     )  # fmt: skip
 
@@ -450,10 +470,10 @@ def aot_cases() -> Iterator[AotCase]:
     ):
         shape = tile(dtype, head_dim, groups)
         name = f"{short[dtype]} d{head_dim} g{groups}"
-        for part, suffix in ((ALL, ""), (FIRST, " near"), (SECOND, " far")):
+        for part, suffix in ((ALL, ""), (FIRST, " tau near"), (SECOND, " tau far")):
             yield _decode_case(name + suffix, short[dtype], head_dim, groups, part, shape)
-        for with_gate, suffix in ((False, ""), (True, " gate")):
-            yield _combine_case(name + suffix, short[dtype], head_dim, groups, with_gate, shape)
+        for with_gate, suffix in ((False, ""), (True, " tau")):
+            yield combine_case(name + suffix, short[dtype], head_dim, groups, with_gate, shape.BLOCK_N, False)
 
 
 def _decode_case(name: str, dtype: str, head_dim: int, groups: int, part: int, shape: Tile) -> AotCase:
@@ -469,10 +489,14 @@ def _decode_case(name: str, dtype: str, head_dim: int, groups: int, part: int, s
     return AotCase(f"decode {name}", decode_kernel, pointers, constants, options, hot=hot, divisible=even)
 
 
-def _combine_case(name: str, dtype: str, head_dim: int, groups: int, with_gate: bool, shape: Tile) -> AotCase:
-    pointers = {"lengths": "*i32", "table": "*i32", "out": f"*{dtype}"}
+def combine_case(
+    name: str, dtype: str, head_dim: int, groups: int, with_gate: bool, tokens_per_step: int, packed: bool
+) -> AotCase:
+    """The kernel that merges splits, as ``combine`` launches it."""
+    pointers = {"lengths": "*i32", "packed_lengths": "*i32", "table": "*i32", "out": f"*{dtype}"}
     pointers |= dict.fromkeys(("distant_lse", "part_out", "part_lse"), "*fp32")
-    constants = {"WITH_GATE": with_gate, "GROUPS": groups, "HEAD_DIM": head_dim}
-    constants |= {"BLOCK_N": shape.BLOCK_N, "BLOCK_S": _SPLITS, "BLOCK_D": shape.BLOCK_D}
+    constants = {"WITH_GATE": with_gate, "PACKED": packed, "GROUPS": groups, "HEAD_DIM": head_dim}
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    constants |= {"BLOCK_N": tokens_per_step, "BLOCK_S": _SPLITS, "BLOCK_D": block_d}
     even = ("n_s", "n_r", "out_batch", "out_head")
     return AotCase(f"combine {name}", combine_kernel, pointers, constants, {"num_warps": 4}, divisible=even)

@@ -8,19 +8,24 @@ import pytest
 import torch
 
 from pod.kernels import decode as api
-from pod.kernels.decode import make_buffers, make_roles, pod_decode
+from pod.kernels.decode import Packed, make_buffers, make_roles, pod_decode
 
 NAN = float("nan")
 
 
 @dataclass
 class Layer:
-    """What one layer's newest tokens are and hold: ``q [B, H, G, d]``, ``k, v [B, H, C, d]`` for all positions."""
+    """What one layer's newest tokens are and hold: ``q [B, H, G, d]``, ``k, v [B, H, C, d]`` for all positions.
+
+    ``lead_k``: keys as leads hold them; with packed stores these and ``v`` are what the codes say.
+    """
 
     leads: list[int]
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    lead_k: torch.Tensor
+    packed: tuple[Packed, Packed] | None = None
 
 
 @dataclass
@@ -39,6 +44,7 @@ class Case:
     seed: int = 0
     group_size: int = 0
     """4-bit groups; 0 = native."""
+    residual: int = 4
 
     @property
     def capacity(self):
@@ -54,15 +60,15 @@ def build(case: Case) -> list[Layer]:
         x = torch.randn(shape, generator=generator, dtype=torch.float64) * 1.5
         return x.to(getattr(torch, case.dtype))
 
-    return [
-        Layer(
-            leads,
-            random(batch, heads, case.groups, d),
-            random(batch, heads, case.capacity, d),
-            random(batch, heads, case.capacity, d),
-        )
-        for leads in case.layers
-    ]
+    layers = []
+    for leads in case.layers:
+        q, k, v = (random(batch, heads, n, d) for n in (case.groups, case.capacity, case.capacity))
+        layers.append(Layer(leads, q, k, v, k))
+        if case.group_size:
+            stores = packed(case, k, True), packed(case, v, False)
+            (keys, layers[-1].lead_k), (values, layers[-1].v) = stores
+            layers[-1].packed = keys, values
+    return layers
 
 
 def oracle(case: Case, layers: list[Layer], tau=None):
@@ -75,13 +81,13 @@ def oracle(case: Case, layers: list[Layer], tau=None):
         shape = range(len(case.lengths)), range(case.num_heads), range(case.groups)
         for b, h, g in itertools.product(*shape):
             lead = next(earlier for earlier in layers[number::-1] if h in earlier.leads)
-            newest = case.lengths[b] - 1
+            newest, own = case.lengths[b] - 1, layer.lead_k if h in layer.leads else layer.k
             near, far = {}, {}
             for j in range(newest + 1):
                 if j < case.n_s or newest - j < case.n_r:
-                    near[j] = scale * float(layer.q[b, h, g].double() @ layer.k[b, h, j].double())
+                    near[j] = scale * float(layer.q[b, h, g].double() @ own[b, h, j].double())
                 else:
-                    far[j] = scale * float(lead.q[b, h, g].double() @ lead.k[b, h, j].double())
+                    far[j] = scale * float(lead.q[b, h, g].double() @ lead.lead_k[b, h, j].double())
             shares = [sum(math.exp(x) for x in part.values()) for part in (near, far)]
             gate[b, h, g] = shares[0] / sum(shares) if h not in layer.leads else NAN
             skips = tau is not None and h not in layer.leads and gate[b, h, g] >= tau
@@ -109,6 +115,51 @@ def stored(case: Case, layer: Layer):
         window[:, followers] if followers else None,
         values,
     )
+
+
+def packed(case: Case, x: torch.Tensor, per_channel: bool):
+    """``x`` in 4 bits, group by group, with spoilt slots where no token is; and what it says, ``[B, H, C, d]`` in fp64."""
+    size, ring = case.group_size, case.residual + case.group_size
+    batch, heads, capacity, d = x.shape
+    width = min(size, d)
+    shape = (batch, heads, capacity // size, d) if per_channel else (batch, heads, capacity, d // width)
+    zero, scale = (torch.full(shape, NAN, dtype=torch.float16) for _ in range(2))
+    codes = torch.randint(256, (batch, heads, capacity, d // 2), dtype=torch.uint8)
+    tail = torch.full((batch, heads, ring, d), NAN, dtype=x.dtype)
+    packed_lengths = [max(0, length - case.residual) // size * size for length in case.lengths]
+    meaning = x.double()
+    for b, h in itertools.product(range(batch), range(heads)):
+        for p in range(packed_lengths[b], case.lengths[b]):
+            tail[b, h, p % ring] = x[b, h, p]
+        numbers = torch.zeros(packed_lengths[b], d, dtype=torch.uint8)
+        groups = itertools.product(
+            range(packed_lengths[b] // (size if per_channel else 1)), range(d if per_channel else d // width)
+        )
+        for i, j in groups:
+            part = (
+                (slice(i * size, i * size + size), j)
+                if per_channel
+                else (i, slice(j * width, j * width + width))
+            )
+            group = x[(b, h, *part)].double()
+            zero[b, h, i, j] = group.min().item()
+            scale[b, h, i, j] = (group.max() - group.min()).item() / 15
+            start, step = zero[b, h, i, j].double(), scale[b, h, i, j].double()
+            numbers[part] = ((group - start) / step).round().clamp(0, 15).to(torch.uint8)
+            meaning[(b, h, *part)] = start + step * numbers[part]
+        codes[b, h, : packed_lengths[b]] = numbers[:, : d // 2] + 16 * numbers[:, d // 2 :]
+    stop = torch.tensor(packed_lengths, dtype=torch.int32)
+    return Packed(codes, zero, scale, tail, stop, size, per_channel), meaning
+
+
+def packed_stores(case: Case, layer: Layer):
+    """As ``stored``, with packed keys and values."""
+    assert layer.packed is not None
+    keys, values = layer.packed
+    which = torch.tensor(layer.leads, dtype=torch.long)
+    names = ("codes", "zero", "scale", "tail")
+    keys = keys._replace(**{name: getattr(keys, name)[:, which].contiguous() for name in names})
+    return (keys if layer.leads else None, stored(case, layer)[1], values)
 
 
 def roles_of(case: Case, number: int):
@@ -177,6 +228,17 @@ CASES = {
     "no room to spare": Case([33], [[0, 1], []], spare=0),
     "blocks of tokens": Case([300, 300], [[0, 1], [0], []], n_s=10, n_r=70),
 }
+PACKED = {
+    "nothing packed yet": Case([5], [[0, 1], []], n_r=20, group_size=16, head_dim=32),
+    "packed, ragged": Case(
+        [90, 36, 20, 3], [[0, 1, 2], [1], []], num_heads=3, n_r=21, group_size=16, head_dim=32
+    ),
+    "packed, one group per token": Case([70, 70], [[0, 1], [1], []], n_r=36, group_size=32, head_dim=32),
+    "packed, no sinks": Case([70], [[0, 1], []], n_s=0, n_r=40, group_size=16, head_dim=64, groups=3),
+    "packed, group above head_dim": Case([140], [[0, 1], []], n_r=70, group_size=64, head_dim=32),
+    "packed, dense": Case([70, 33], [[0, 1], [0, 1]], n_r=20, group_size=16, head_dim=32),
+}
+CASES |= PACKED
 TAUS = [None, 0.0, 0.3, 0.7, 1.0]
 
 
@@ -192,7 +254,9 @@ def test_equals_the_definition(name, backend, tau, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["mixed heads, ragged", "ring wrapped often", "head_dim 128"])
+@pytest.mark.parametrize(
+    "name", ["mixed heads, ragged", "ring wrapped often", "head_dim 128", "packed, ragged"]
+)
 def test_grouped_is_as_exact_as_the_reference(name, dtype):
     case = Case(**{**vars(CASES[name]), "dtype": dtype})
     layers = build(case)
@@ -299,7 +363,3 @@ def test_auto_is_grouped_on_cpu():
     case = CASES["dense"]
     call = api.Call(build(case)[0].q.flatten(1, 2), *[None] * 12)  # type: ignore[arg-type]
     assert api.choose(call) is api.BACKENDS["grouped"]
-
-
-def packed_stores(case: Case, layer: Layer):
-    raise NotImplementedError

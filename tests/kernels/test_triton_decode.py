@@ -34,6 +34,9 @@ RUNS = [  # case of test_decode.py, dtype, tau, programs per row (None = by the 
     ("no sinks, one recent", "float32", None, None),
     ("head_dim 24", "float32", 0.7, None),
     ("blocks of tokens", "float16", None, 40),
+    ("packed, ragged", "float32", None, 17),
+    ("packed, ragged", "float16", 0.3, 9),
+    ("packed, one group per token", "float32", 0.7, 5),
 ]
 if os.environ.get("POD_TEST_ALL_DECODE") == "1":
     RUNS += [
@@ -56,7 +59,13 @@ if os.environ.get("POD_TEST_ALL_DECODE") == "1":
         ("no room to spare", "float32", None, None),
         ("blocks of tokens", "float32", 0.3, 11),
         ("blocks of tokens", "float16", 0.7, 40),
+        ("nothing packed yet", "float32", None, None),
+        ("packed, no sinks", "float32", None, None),
+        ("packed, no sinks", "float16", 0.3, 30),
+        ("packed, group above head_dim", "float32", None, 7),
+        ("packed, dense", "float32", None, None),
     ]
+LAUNCHING = {"decode", "_launch", "combine", "_native", "_packed", "_run"}
 
 
 def interpret() -> dict:
@@ -171,14 +180,17 @@ def test_groups_that_skip_leave_distant_values_unread(interpreted):
 
 def test_a_launch_neither_waits_for_the_device_nor_allocates():
     """By the code: launching reads shapes, strides and host numbers only, and calls nothing of a tensor that could wait."""
-    tree = ast.parse((ROOT / "pod" / "kernels" / "triton_decode.py").read_text())
-    functions = {f.name: f for f in tree.body if isinstance(f, ast.FunctionDef)}
     allowed = {"stride", "_asdict", "tile", "len", "_native", "isinstance", "device", "nullcontext"}
-    allowed |= {"_launch", "combine", "_run", "kernel[grid]"}
-    for name in ("decode", "_launch", "combine", "_native", "_run"):
-        calls = [n.func for n in ast.walk(functions[name]) if isinstance(n, ast.Call)]
-        names = {f.attr if isinstance(f, ast.Attribute) else ast.unparse(f) for f in calls}
-        assert names <= allowed, f"{name} calls {sorted(names - allowed)}"
+    allowed |= {"_launch", "combine", "_run", "kernel[grid]", "_packed", "decode", "import_module", "min"}
+    allowed |= {"unsqueeze"}  # a view
+    for file in ("triton_decode.py", "triton_decode_packed.py"):
+        tree = ast.parse((ROOT / "pod" / "kernels" / file).read_text())
+        for function in tree.body:
+            if not isinstance(function, ast.FunctionDef) or function.name not in LAUNCHING:
+                continue
+            calls = [n.func for n in ast.walk(function) if isinstance(n, ast.Call)]
+            names = {f.attr if isinstance(f, ast.Attribute) else ast.unparse(f) for f in calls}
+            assert names <= allowed, f"{function.name} calls {sorted(names - allowed)}"
 
 
 if __name__ == "__main__":
