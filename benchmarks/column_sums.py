@@ -25,7 +25,6 @@ from attention_gpu import HEAD_DIM, KV_HEADS, QUERY_HEADS, dense_makers, make_in
 from gpu_tools import (
     Race,
     choose_device,
-    extra_bytes,
     finish,
     goal_row,
     header,
@@ -179,9 +178,9 @@ def gpu_report(race: Race, n: int, errors: dict[str, float]) -> dict:
     contestants = {name: race.summary(name) for name in [*race.seconds, *race.errors]}
     dense = [name for name in race.seconds if name.startswith("dense: ")]
     fastest = min(dense, key=lambda name: contestants[name]["seconds"]["median"], default=None)
-    for name, contestant in race.contestants.items():
+    for name in race.seconds:
         row = contestants[name]
-        row["peak_bytes"] = extra_bytes(contestant, race.device, beyond_results=False)
+        row["peak_bytes"] = race.extra_bytes(name, beyond_results=False)
         if fastest is not None:
             row["over_fastest_dense"] = ratios(race.totals(name), race.totals(fastest))
         ratio = row.get("over_fastest_dense", {"median": float("nan")})["median"]

@@ -5,6 +5,7 @@ recorded with its error in one line and leaves the race; if it took the CUDA con
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -135,6 +136,12 @@ def start(main: Callable[[argparse.Namespace], int], arguments: argparse.Namespa
             f"{error.contestant} broke the CUDA context ({error}); starting again without it", file=sys.stderr
         )
         sys.stdout.flush()
+        for descriptor in os.listdir(
+            "/proc/self/fd"
+        ):  # the driver frees the lost context when its files close
+            if int(descriptor) > 2:
+                with contextlib.suppress(OSError):
+                    os.set_inheritable(int(descriptor), False)
         os.execv(sys.executable, [sys.executable, *words, "--failed", json.dumps(failed)])
 
 
@@ -188,6 +195,28 @@ class Race:
             result["seconds_of_parts"] = [spread(part) for part in parts]
         return result
 
+    def extra_bytes(self, name: str, beyond_results: bool) -> int | None:
+        """Peak of allocated bytes during a run, beyond what was there before, and the tensors it returns.
+
+        None on a CPU, and when this further run fails, which is then among the errors.
+        """
+        found: list[int] = []
+        if self.device.type == "cuda":
+            self._guard(name, lambda: found.append(self._peak(self.contestants[name], beyond_results)))
+        return found[0] if found else None
+
+    def _peak(self, contestant: Contestant, beyond_results: bool) -> int:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        results = contestant(lambda: None)
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        if beyond_results:
+            peak -= sum(x.nbytes for x in (results if isinstance(results, list) else [results]))
+        return peak
+
     def _enter(self, name: str, contestant: Contestant) -> None:
         self._timed(contestant)
         self.contestants[name], self.seconds[name] = contestant, []
@@ -228,22 +257,6 @@ class Race:
                 torch.cuda.empty_cache()
             except RuntimeError:
                 raise DeviceLost(f"{self.scope} {name}".strip(), reason) from None
-
-
-def extra_bytes(contestant: Contestant, device: torch.device, beyond_results: bool) -> int | None:
-    """Peak of allocated bytes during a run, beyond what was there before, and the tensors it returns; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    results = contestant(lambda: None)
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before
-    if not beyond_results:
-        return peak
-    return peak - sum(x.nbytes for x in (results if isinstance(results, list) else [results]))
 
 
 def ratios(own: list[float], peer: list[float]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import triton
+from tqdm import tqdm
 
 from pod.eval.results import environment
 from pod.files import atomic_write_text, write_json
@@ -100,9 +101,12 @@ def main() -> int:
     parser.add_argument("--only", help="only kernels whose name holds this: print the figures, write nothing")
     arguments = parser.parse_args()
     cases = {name: case for name, case in all_cases().items() if (arguments.only or "") in name}
+    if not cases:
+        print(f"error: no kernel's name holds {arguments.only!r}", file=sys.stderr)
+        return 2
     wanted = [(name, capability) for name, case in cases.items() for capability in case.capabilities]
     began = time.perf_counter()
-    compiled = compile_many(wanted, arguments.processes)
+    compiled = dict(tqdm(compile_many(wanted, arguments.processes), total=len(wanted), desc="compiling"))
     print(
         f"compiled {len(wanted)} kernels of {len(cases)} configurations in {time.perf_counter() - began:.0f} s"
     )

@@ -14,7 +14,7 @@ import pkgutil
 import subprocess
 import tempfile
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -109,12 +109,14 @@ def all_cases() -> dict[str, AotCase]:
     return found
 
 
-def compile_many(wanted: Iterable[tuple[str, int]], processes: int) -> dict[tuple[str, int], CompiledCase]:
-    """Compile ``("module: name", capability)`` pairs in ``processes`` processes of their own."""
+def compile_many(
+    wanted: Iterable[tuple[str, int]], processes: int
+) -> Iterator[tuple[tuple[str, int], CompiledCase]]:
+    """Compile ``("module: name", capability)`` pairs in ``processes`` processes of their own; yields each with its result, in order."""
     wanted = list(wanted)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        return dict(zip(wanted, pool.map(_compile_named, wanted, chunksize=4), strict=True))
+        yield from zip(wanted, pool.map(_compile_named, wanted), strict=True)
 
 
 def _compile_named(wanted: tuple[str, int]) -> CompiledCase:

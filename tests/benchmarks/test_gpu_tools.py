@@ -133,3 +133,28 @@ def test_a_row_says_its_verdict(tools):
     row = tools.goal_row("x", "<= 1", 1.25, "x dense", False, "flash")
     assert tools.line_of(row) == "x: 1.250 x dense, goal <= 1: missed (flash)"
     assert tools.line_of(tools.goal_row("x", "<= 1", None, "")) == "x: unmeasured, goal <= 1: no verdict"
+
+
+def test_peak_memory_is_beyond_inputs_and_results(tools, monkeypatch):
+    """With a device that counts what is allocated: 100 bytes before, at most 700 during the run, of which 512 are returned."""
+    race = tools.Race(torch.device("cuda"))
+    log = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: log.append("reset"))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    monkeypatch.setattr(
+        torch.cuda, "max_memory_allocated", lambda device: 700 if log == ["reset", "run"] else 10**9
+    )
+
+    def run(mark) -> list[torch.Tensor]:
+        log.append("run")
+        return [torch.zeros(64), torch.zeros(64)]
+
+    race.contestants["a"] = run
+    assert race.extra_bytes("a", beyond_results=True) == 700 - 100 - 512
+    log.clear()
+    assert race.extra_bytes("a", beyond_results=False) == 600
+    race.contestants["b"] = lambda mark: 1 / 0
+    assert race.extra_bytes("b", beyond_results=False) is None and "ZeroDivisionError" in race.errors["b"]
+    assert tools.Race(CPU).extra_bytes("a", beyond_results=True) is None

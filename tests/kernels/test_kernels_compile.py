@@ -7,6 +7,7 @@ against the limits, and the kernels of the usual shape are compiled again. POD_C
 import importlib.util
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -82,8 +83,8 @@ def test_the_tables_figures_keep_the_limits(cases, committed, script):
 
 
 def usual(name: str, case) -> bool:
-    """The shape that most models run: bf16, heads of 128."""
-    return case.hot and "bf16" in name and "d128" in name
+    """The shape that most models run: bf16, heads of 128, groups of 4; both kinds of heads where there are kernels for one kind."""
+    return case.hot and "bf16" in name and "d128" in name and not re.search(r"\b(dense|g8)\b", name)
 
 
 @pytest.mark.slow
@@ -94,7 +95,7 @@ def test_compiled_kernels_have_the_tables_figures(cases, committed, script):
 
     wanted = [(n, c) for n, case in cases.items() for c in case.capabilities if COMPILE_ALL or usual(n, case)]
     assert {c for _, c in wanted} == set(aot.CAPABILITIES)
-    compiled = aot.compile_many(wanted, processes=2)
+    compiled = dict(aot.compile_many(wanted, processes=2))
     wrong = [
         line for (name, c), found in compiled.items() for line in script.problems(name, cases[name], c, found)
     ]
