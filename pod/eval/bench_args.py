@@ -1,12 +1,11 @@
-"""What `launch/bench.py` measures: the `bench` section of the recipe. Standard library only, but for YAML values."""
+"""What `launch/bench.py` measures: the `bench` section of the recipe. Standard library and YAML only."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
-from pod.eval.methods import find_method
-from pod.schema import Loader, nearest
+from pod.eval.methods import find_method, unknown
 
 _LLAMA = {"vocab_size": 128256, "num_key_value_heads": 8, "num_attention_heads": 32}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -87,7 +86,7 @@ def parse_method(text: str) -> BenchMethod:
         if not sign or not name.isidentifier() or not value:
             raise ValueError(f"methods: {word!r} in {text!r} is not name=value, such as tau=0.7")
         try:
-            options[name] = yaml.load(value, Loader=Loader)
+            options[name] = yaml.safe_load(value)
         except yaml.YAMLError:
             raise ValueError(f"methods: the value in {word!r} is not valid YAML") from None
     find_method(words[0])
@@ -152,9 +151,7 @@ class BenchArgs:
 
     def __post_init__(self) -> None:
         if self.shapes is not None and self.shapes not in SHAPES:
-            raise ValueError(
-                f"shapes is {self.shapes!r}, allowed: {', '.join(SHAPES)} or null{nearest(self.shapes, list(SHAPES))}"
-            )
+            raise unknown("shapes", self.shapes, SHAPES)
         self._check_changes()
         for name in ("lengths", "batch_sizes"):
             values = getattr(self, name)
@@ -177,9 +174,7 @@ class BenchArgs:
         for name, value in self.shape_changes.items():
             known = SHAPES["llama3-8b"]
             if name not in known:
-                raise ValueError(
-                    f"shape_changes: unknown size {name!r}{nearest(name, list(known))}; it can be {', '.join(known)}"
-                )
+                raise unknown("size in shape_changes", name, known)
             if value < 1:
                 raise ValueError(f"shape_changes.{name} is {value}, allowed are 1 and more")
 
