@@ -136,13 +136,16 @@ def start(main: Callable[[argparse.Namespace], int], arguments: argparse.Namespa
             f"{error.contestant} broke the CUDA context ({error}); starting again without it", file=sys.stderr
         )
         sys.stdout.flush()
-        for descriptor in os.listdir(
-            "/proc/self/fd"
-        ):  # the driver frees the lost context when its files close
-            if int(descriptor) > 2:
-                with contextlib.suppress(OSError):
-                    os.set_inheritable(int(descriptor), False)
+        _close_on_exec()
         os.execv(sys.executable, [sys.executable, *words, "--failed", json.dumps(failed)])
+
+
+def _close_on_exec() -> None:
+    """Mark every open file, so that the driver frees the lost context when this process's program is replaced."""
+    for descriptor in Path("/proc/self/fd").glob("*"):
+        if int(descriptor.name) > 2:
+            with contextlib.suppress(OSError):
+                os.set_inheritable(int(descriptor.name), False)
 
 
 class Race:

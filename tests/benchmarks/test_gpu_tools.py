@@ -96,6 +96,7 @@ def test_a_lost_device_starts_the_script_again_without_the_contestant(tools, mon
     assert lost.value.contestant == "8 tokens a"
 
     started = []
+    monkeypatch.setattr(tools, "_close_on_exec", lambda: None)
     monkeypatch.setattr(tools.os, "execv", lambda program, words: started.append((program, words)))
     monkeypatch.setattr(sys, "argv", ["x.py", "--out", "f", "--failed", '{"b": "old"}'])
 
