@@ -22,6 +22,9 @@ from pod.kernels.documents import DocumentCache, Span, document_segments
 
 _MERGE_ELEMENTS = 1 << 24
 """Elements of output merged at a time: the only wide temporary, 64 MiB."""
+_SINK_ROWS = 4096
+"""Rows that share a copy of a document's sinks. Flash's backward gives each block of keys to one multiprocessor, which would pass over
+all rows alone; copies are what lets others help."""
 
 
 class Call(NamedTuple):
@@ -91,13 +94,18 @@ def _cut(x: Tensor, span: Span) -> Tensor:
 
 
 class Part(NamedTuple):
-    """One flash call: these rows of the (own or lead) queries on these columns of keys and values."""
+    """One flash call: these rows of the (own or lead) queries on these columns of keys and values.
+
+    Attributes:
+        copies: where the columns are copies, the original tokens, and which of them each column is of.
+    """
 
     lead: bool
     rows: Tokens
     columns: Tokens
     causal: bool
     window: int | None = None
+    copies: tuple[Tokens, Tensor] | None = None
 
     def call(self, scale: float) -> Call:
         rows, columns = self.rows, self.columns
@@ -105,9 +113,18 @@ class Part(NamedTuple):
         longest = max(rows.lengths), max(columns.lengths)
         return Call((rows.bounds, columns.bounds), longest, equal, self.causal, self.window, scale)
 
+    def add_to_columns(self, x: Tensor, values: Tensor) -> None:
+        if self.copies is None:
+            self.columns.add(x, values)
+            return
+        original, copy_of = self.copies
+        wide = torch.promote_types(x.dtype, torch.float32)
+        sums = torch.zeros(sum(original.lengths), *values.shape[1:], dtype=wide, device=x.device)
+        original.add(x, sums.index_add_(0, copy_of, values.to(wide)).to(x.dtype))
+
 
 Plan = list[list[Part]]
-"""Groups of parts. The parts of a group have the same rows, and no other group has them."""
+"""Groups of parts. The parts of a group have the same rows in the same order, and no other group has them."""
 
 _PLANS = DocumentCache(size=8)
 
@@ -132,13 +149,29 @@ def make_plan(spans: Sequence[Span], windows: tuple[int, int], has_lead: bool, d
         window = tokens([(start + num_sink_tokens + 1, end) for start, end in long])
         parts = [Part(False, rows, window, causal=True, window=num_recent_tokens)]
         if num_sink_tokens:
-            sinks = tokens([(start, start + num_sink_tokens) for start, _ in long])
-            parts.append(Part(False, rows, sinks, causal=False))
+            parts.append(_sink_part(long, first, num_sink_tokens, device))
         if has_lead:
             distant = tokens([(start + num_sink_tokens, end - num_recent_tokens) for start, end in long])
             parts.append(Part(True, rows, distant, causal=True))
         plan.append(parts)
     return plan
+
+
+def _sink_part(long: Sequence[Span], first: int, num_sink_tokens: int, device: torch.device) -> Part:
+    """Sinks of these documents, for their rows from ``first`` on, in pieces of rows with a copy of the sinks each."""
+    pieces, columns, copy_of = [], [], []
+    for document, (start, end) in enumerate(long):
+        for row in range(start + first, end, _SINK_ROWS):
+            pieces.append((row, min(row + _SINK_ROWS, end)))
+            columns.append((start, start + num_sink_tokens))
+            copy_of.append(document)
+    rows, sinks = _tokens(pieces, device), _tokens(columns, device)
+    if len(pieces) == len(long):
+        return Part(False, rows, sinks, causal=False)
+    originals = _tokens([(start, start + num_sink_tokens) for start, _ in long], device)
+    index = torch.tensor(copy_of)[:, None] * num_sink_tokens + torch.arange(num_sink_tokens)
+    copies = originals, index.flatten().to(device, non_blocking=True)
+    return Part(False, rows, sinks, causal=False, copies=copies)
 
 
 def _tokens(spans: Sequence[Span], device: torch.device) -> Tokens:
@@ -250,8 +283,8 @@ class _Varlen(torch.autograd.Function):
             for part in parts:
                 found = ops.backward(grad, *_arguments(part, tensors), *saved, part.call(scale))
                 rows.add(grads[3 if part.lead else 0], found[0])
-                part.columns.add(grads[4 if part.lead else 1], found[1])
-                part.columns.add(grads[2], found[2])
+                part.add_to_columns(grads[4 if part.lead else 1], found[1])
+                part.add_to_columns(grads[2], found[2])
         unpacked = (None if g is None else _unpacked(g, x) for g, x in zip(grads, inputs, strict=True))
         return *unpacked, None, None, None
 

@@ -131,6 +131,20 @@ def test_merge_in_pieces(monkeypatch, merge_elements):
         torch.testing.assert_close(POD(*inputs, 3, 9, doc_ids=ids), truth, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("layout", layouts(20))
+@pytest.mark.parametrize("sink_rows", [1, 7, 40])
+def test_copies_of_sinks(monkeypatch, sink_rows, layout):
+    """Long rows get a copy of the sinks per piece; their gradients are summed."""
+    monkeypatch.setattr(flash_varlen, "_SINK_ROWS", sink_rows)
+    monkeypatch.setattr(flash_varlen, "_PLANS", documents.DocumentCache(size=1))
+    inputs = tensors(2, 2, 2, 61, 8)
+    docs = layouts(61)[layout]
+    found = gradients(POD, inputs, 3, 4, doc_ids=docs)
+    truth = gradients(reference.pod_attention, inputs, 3, 4, doc_ids=docs)
+    for name, a, b in zip(NAMES, found, truth, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
+
+
 def test_bfloat16_is_as_good_as_its_rounding():
     inputs = tensors(1, 2, 3, 300, 16, torch.bfloat16)
     truth = gradients(reference.pod_attention, [x.double() for x in inputs], 4, 50)
