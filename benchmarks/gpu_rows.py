@@ -126,7 +126,7 @@ def measured_with(tiny: bool) -> dict[str, Any]:
     return {"code": code_hash(), "gpu": gpu, "torch": torch.__version__}
 
 
-def run(row: Row, out: Path, limit: float, tiny: bool) -> str | None:
+def run(row: Row, out: Path, tiny: bool) -> str | None:
     """Start the row's script; None when it wrote its result, else the reason why not. Its output goes to this process's."""
     script = HERE / f"{row.script}.py"
     if not script.is_file():
@@ -142,7 +142,7 @@ def run(row: Row, out: Path, limit: float, tiny: bool) -> str | None:
         str(fresh),
     ]
     try:
-        reason = _wait(subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True), limit)
+        reason = _wait(subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True), row.seconds)
         content = read_result(fresh)
         if reason is None and content is None:
             reason = "it ended well, and wrote no result with rows"
@@ -188,15 +188,14 @@ def run_all(rows: list[Row], folder: Path, tiny: bool, again: bool, budget: floa
             print(f"{title}: kept, measured with this code on this device")
             continue
         left = budget - (time.perf_counter() - began)
-        if left < row.seconds / 2:
+        if left < row.seconds:  # stopped half-way it would have measured nothing
             reasons[row.name] = (
                 f"the {budget / 60:.0f} minutes of the whole run were over; run it again to go on"
             )
             continue
-        limit = min(row.seconds, left)
-        print(f"{title}: {row.what}, at most {limit:.0f} s", flush=True)
+        print(f"{title}: {row.what}, at most {row.seconds:.0f} s", flush=True)
         started = time.perf_counter()
-        reason = run(row, out, limit, tiny)
+        reason = run(row, out, tiny)
         print(
             f"== {row.name} {'failed' if reason else 'done'} in {time.perf_counter() - started:.0f} s",
             flush=True,

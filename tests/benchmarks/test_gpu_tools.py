@@ -67,7 +67,7 @@ def test_what_fails_is_recorded_and_the_others_go_on(tools):
     }
     assert list(race.seconds) == ["c"] and len(race.seconds["c"]) == 3
     assert race.summary("b") == {"error": "RuntimeError: b broke"}
-    assert "d" not in log
+    assert "d" not in log and log.count("b") == 4
 
 
 def test_a_budget_takes_rounds_away_but_not_the_last_three(tools, monkeypatch):
