@@ -59,6 +59,10 @@ class TrainArgs:
     """Tokens per rank that a feed-forward layer works on at a time. Longer inputs go through in equal tiles, each of which is
     computed once more in backward, so that no [tokens, intermediate_size] is ever held whole; 0 = no tiles."""
 
+    offload_optimizer: bool = False
+    """Hold master weights, Adam's moments and reduced gradients in host memory (16 bytes per trained weight over all ranks)
+    and update there. Slower steps; for models whose optimizer does not fit."""
+
     loss_chunk_mib: int = 256
     """MiB of float32 logits that the loss holds at a time."""
 

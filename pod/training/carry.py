@@ -177,7 +177,7 @@ class _Hooks:
 
 def _identity(x: Tensor) -> tuple:
     """Equal for aliases of one tensor; hooks get a detached one. Valid while the tensor lives."""
-    return x.data_ptr(), x.shape, x.stride(), x.dtype
+    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype
 
 
 class OffloadedCarry(_Hooks):

@@ -133,9 +133,10 @@ def training_bytes(
     logits = min(args.loss_chunk_mib * MEBIBYTE, 4 * shapes.vocab * tokens)
     return {
         "parameters": (trained + frozen) * size // world_size + gathered * size,
-        "master weights": trained * 4 // world_size,
-        "optimizer": trained * 8 // world_size,
-        "gradients": trained * 4 // world_size + min(trained, REDUCE_BUCKET_ELEMENTS) * 4,
+        "master weights": 0 if args.offload_optimizer else trained * 4 // world_size,
+        "optimizer": 0 if args.offload_optimizer else trained * 8 // world_size,
+        "gradients": (0 if args.offload_optimizer else trained * 4 // world_size)
+        + min(trained, REDUCE_BUCKET_ELEMENTS) * 4,
         "activations": kept + working,
         "carry": (carried_heads(lead) if args.carry == "keep" else open_heads(lead)) * carried,
         "carry gradients": open_heads(lead) * carried,
@@ -143,12 +144,19 @@ def training_bytes(
     }
 
 
-def host_bytes(shapes: Shapes, lead: Sequence[Sequence[int]], args: TrainArgs, context_length: int) -> int:
-    """Bytes of host memory per rank that `train.carry=offload` holds at the end of a forward pass."""
-    if args.carry != "offload":
-        return 0
+def host_bytes(
+    shapes: Shapes, lead: Sequence[Sequence[int]], args: TrainArgs, context_length: int, world_size: int
+) -> dict[str, int]:
+    """Bytes of host memory that one rank's offloading holds, by part; pinned allocations round up on their own."""
     groups, size = shapes.query_heads // shapes.kv_heads, BYTES[args.dtype]
-    return carried_heads(lead) * (groups + 1) * shapes.head_dim * rank_tokens(args, context_length) * size
+    carried = carried_heads(lead) * (groups + 1) * shapes.head_dim * rank_tokens(args, context_length) * size
+    trained = shapes.lora_parameters(args) if args.method == "lora" else shapes.parameters
+    parts = {}
+    if args.carry == "offload":
+        parts["carry"] = carried
+    if args.offload_optimizer:
+        parts["optimizer"] = trained * 16 // world_size
+    return parts
 
 
 def checkpoint_bytes(module: nn.Module, dtype: str) -> int:
@@ -165,7 +173,7 @@ def describe(
     dp = world_size // args.sequence_parallel_size
     rows = args.micro_batch_size * args.gradient_accumulation_steps * dp
     trained = shapes.lora_parameters(args) if args.method == "lora" else shapes.parameters
-    host = host_bytes(shapes, lead, args, context_length)
+    host = host_bytes(shapes, lead, args, context_length, world_size)
     lines = [
         f"{world_size} ranks = {dp} data parallel x {args.sequence_parallel_size} sequence parallel",
         f"{rows} rows of {context_length} tokens per step = {rows * context_length:,} tokens; "
@@ -174,7 +182,8 @@ def describe(
         "memory per rank:",
         *(f"  {name:<15} {_gib(value)}" for name, value in parts.items()),
         f"  {'sum':<15} {_gib(sum(parts.values()))}",
-        *([f"host memory per rank for the carry: {_gib(host)}"] if host else []),
+        *(["host memory per rank:"] if host else []),
+        *(f"  {name:<15} {_gib(value)}" for name, value in host.items()),
         f"disk per checkpoint: {_gib(12 * trained + MEBIBYTE)}, {args.keep_last} kept, one more while writing",
     ]
     return "\n".join(lines)

@@ -44,6 +44,7 @@ IGNORED_LABEL = -100
 
 def deepspeed_config(args: TrainArgs) -> dict[str, Any]:
     """The engine's settings. `reduce_scatter` fixes the gradient scale that `Trainer` compensates."""
+    host = {"offload_optimizer": {"device": "cpu", "pin_memory": torch.cuda.is_available()}}
     return {
         "train_micro_batch_size_per_gpu": args.micro_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
@@ -58,7 +59,10 @@ def deepspeed_config(args: TrainArgs) -> dict[str, Any]:
             "overlap_comm": torch.cuda.is_available(),
             "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
             "stage3_prefetch_bucket_size": PREFETCH_ELEMENTS,
+            **(host if args.offload_optimizer else {}),
         },
+        # PyTorch's own AdamW updates there too: DeepSpeed's needs a compiler on every machine
+        "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 2**31,
         "wall_clock_breakdown": False,

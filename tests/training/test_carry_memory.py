@@ -246,8 +246,11 @@ def test_estimate_knows_where_the_carry_is_and_how_large_a_tile():
     assert (carried_heads(LEAD), open_heads(LEAD)) == (5, 2)
     assert parts["keep"]["carry"] == carried_heads(LEAD) * each
     assert parts["offload"]["carry"] == parts["recompute"]["carry"] == open_heads(LEAD) * each
-    assert host_bytes(shapes, LEAD, TrainArgs(carry="offload"), 1000) == carried_heads(LEAD) * each
-    assert "host memory per rank for the carry" in describe(shapes, LEAD, TrainArgs(carry="offload"), 1000, 1)
+    offloaded = TrainArgs(carry="offload", offload_optimizer=True)
+    everything = {"carry": carried_heads(LEAD) * each, "optimizer": shapes.parameters * 16 // 2}
+    assert host_bytes(shapes, LEAD, offloaded, 1000, 2) == everything
+    assert training_bytes(shapes, LEAD, offloaded, 1000, 2)["optimizer"] == 0
+    assert "host memory per rank" in describe(shapes, LEAD, TrainArgs(carry="offload"), 1000, 1)
     assert "host memory" not in describe(shapes, LEAD, TrainArgs(), 1000, 1)
     tiled = training_bytes(shapes, LEAD, TrainArgs(mlp_tile_tokens=300), 1000, 1)
     assert parts["keep"]["activations"] - tiled["activations"] == (1000 - 250) * 2 * 4 * 400
@@ -279,6 +282,9 @@ def test_steps_under_zero3_have_the_losses_of_keep(carry_results):
     for run in (keep, offload, recompute):
         assert run["losses"] == pytest.approx(keep["losses"], rel=1e-6)
         assert run["held"] == 0  # every weight was given back
+    host = carry_results["dp2_host_optimizer"]
+    assert host["losses"] == pytest.approx(keep["losses"], rel=1e-6)
+    assert (host["offloads"], keep["offloads"]) == (True, False)
     assert keep["losses"][-1] < keep["losses"][0]
 
 

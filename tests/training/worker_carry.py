@@ -55,7 +55,8 @@ def losses(out, runs, data) -> None:
         held = [parameter.ds_status.name for parameter in trainer.engine.module.parameters()]
         decoder = trainer.causal_model.model
         if mesh.rank == 0:
-            result = {"losses": values, "held": held.count("AVAILABLE")}
+            offloads = bool(trainer.engine.zero_cpu_offload())
+            result = {"losses": values, "held": held.count("AVAILABLE"), "offloads": offloads}
             result |= {
                 "kind": type(decoder.carry_memory).__name__,
                 "tiles": decoder.layers[0].mlp.train_tiles,
@@ -81,7 +82,9 @@ def main(out: Path) -> None:
     batches = [
         {"carry": mode, "mlp_tile_tokens": 10 * (mode != "keep"), "micro_batch_size": 2} for mode in modes
     ]
-    tiny.run_ranks(2, losses, out, [(f"dp2_{batch['carry']}", batch) for batch in batches], data)
+    runs = [(f"dp2_{batch['carry']}", batch) for batch in batches]
+    runs.append(("dp2_host_optimizer", {"offload_optimizer": True, "micro_batch_size": 2}))
+    tiny.run_ranks(2, losses, out, runs, data)
     lora = {**two, "method": "lora", "lora_rank": 2}
     pairs = [(f"lora_{mode}", {**lora, "carry": mode}) for mode in ("keep", "recompute")]
     tiny.run_ranks(2, losses, out, pairs, data)
