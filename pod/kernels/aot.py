@@ -134,6 +134,11 @@ def used_kernels(case: AotCase) -> set[str]:
     return {name for name, text in _reached(case.kernel).items() if text.startswith("@")}
 
 
+def multiplies(case: AotCase) -> bool:
+    """Whether the case's kernel has matrix products."""
+    return any("tl.dot(" in text for text in _reached(case.kernel).values())
+
+
 def fingerprint(case: AotCase) -> str:
     """SHA-256 of what the compiled code depends on: the kernel, the functions and constants that it uses, and the case.
 
