@@ -92,6 +92,29 @@ def test_the_rows_judge_the_fastest_backend(attention, ratio, memory, verdicts):
     assert [row["figure"] for row in nothing] == [None, None] and "errors" in nothing[0]["reason"]
 
 
+def test_both_layers_are_weighted_and_our_own_dense_is_no_peer(attention, script):
+    race = script("gpu_tools").Race(torch.device("cpu"))
+    race.seconds = {
+        "dense: torch flash": [[0.5, 0.5], [1.5, 0.5]],
+        "dense: flex": [[3.0, 0.0], [3.0, 0.0]],
+        "dense: own triton": [[0.1, 0.0], [0.1, 0.0]],
+        "pod flash: 5 of 8 follow": [[1.0, 0.0], [1.0, 1.0]],
+        "pod flash: 6 of 8 follow": [[1.0, 1.0], [3.0, 0.0]],
+        "pod triton: 5 of 8 follow": [[1.0, 0.0], [1.0, 0.0]],
+    }
+    race.errors = {"pod triton: 6 of 8 follow": "RuntimeError: no"}
+    setting = argparse.Namespace(query_heads=32, windows=(16, 4080))
+    kinds = attention.layers_of_share(0.7, 8)
+    result = attention.report(race, kinds, setting, 4, {"flash": {"out": 0.0}})
+    assert result["fastest_dense"] == "dense: torch flash"
+    assert list(result["pod"]) == ["flash"]
+    ratio = result["pod"]["flash"]["over_fastest_dense"]
+    assert [ratio["max"], ratio["min"]] == pytest.approx([0.4 + 0.6 * 2, (0.4 * 2 + 0.6 * 3) / 2])
+    forward, both = 4 * 128 * 32 * (1 + 2 + 3 + 4), 3.5  # causal pairs of four tokens
+    speed = result["contestants"]["dense: flex"]["dense_flops_per_second"]
+    assert speed == pytest.approx(forward * both / 3.0)
+
+
 def test_the_tiny_run(attention, tmp_path, monkeypatch, capsys):
     out = tmp_path / "attention.json"
     monkeypatch.setattr("sys.argv", ["attention_gpu.py", "--tiny", "--out", str(out)])

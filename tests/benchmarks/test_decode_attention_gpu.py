@@ -94,6 +94,27 @@ def test_the_rows_judge_the_exact_pod_that_is_fastest(row):
     assert [r["figure"] for r in row.summary_rows(nothing, tiny=False)] == [None, None]
 
 
+def test_figures_are_of_one_token_and_own_dense_is_a_peer(row, script):
+    race = script("gpu_tools").Race(CPU)
+    race.seconds = {
+        "dense: torch flash": [[4.0], [4.0]],
+        "dense: own triton": [[2.0], [4.0]],
+        "pod: triton": [[1.5], [3.0]],
+        "tau: triton, all skip": [[1.0], [1.0]],
+        "copy": [[0.5], [0.5]],
+    }
+    stack = row.Stack(row.Shape(1, 40, 4, (4, 28), torch.float32, CPU))
+    result = row.report(race, stack, replays=10, copied=10**6, errors={})
+    assert result["fastest_dense"] == "dense: own triton" and result["copy_bytes_per_second"] == 2 * 10**6
+    pod, skip = (result["contestants"][name] for name in ("pod: triton", "tau: triton, all skip"))
+    assert pod["over_fastest_dense"]["median"] == pytest.approx(0.75)
+    assert pod["seconds"]["median"] == pytest.approx(0.225) and pod["seconds"]["repeats"] == 2
+    assert pod["bytes"] == stack.shape.pod_bytes(stack.table) < stack.shape.dense_bytes()
+    assert pod["share_of_copy"] == pytest.approx(pod["bytes"] / 0.225 / 2e6)
+    assert skip["bytes"] == stack.shape.pod_bytes(stack.table, skip=True) < pod["bytes"]
+    assert result["contestants"]["dense: torch flash"]["bytes"] == stack.shape.dense_bytes()
+
+
 def test_the_tiny_run(row, tmp_path, monkeypatch, capsys):
     out = tmp_path / "decode.json"
     monkeypatch.setattr("sys.argv", ["decode_attention_gpu.py", "--tiny", "--out", str(out)])
