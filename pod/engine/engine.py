@@ -6,6 +6,7 @@ find the same tokens at the same slots. When a tensor moved (rows were reordered
 way, and the one after that, if nothing moved again, captures anew.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
@@ -78,22 +79,20 @@ class _Bound:
 
     Attributes:
         places: address and shape of every tensor of the cache.
-        programs: prepared steps by name.
+        hidden: ``[B, 1, hidden]``, what goes into the layers.
     """
 
-    def __init__(self, cache: PodCache, places: list, backend: str, dtype: torch.dtype):
-        layers: list[Any] = cache.layers
+    def __init__(self, layers: list[PodCacheLayer], places: list, backend: str):
         values = static(layers[0].all_values).target
         batch, kv_heads, capacity, head_dim = layers[0].all_values.shape
         self.places = places
         self.buffers = decode.make_buffers(
-            batch, kv_heads, layers[0].groups, head_dim, capacity, dtype, values.device
+            batch, kv_heads, layers[0].groups, head_dim, capacity, values.dtype, values.device
         )
         past = torch.zeros(batch, dtype=torch.long, device=values.device)
         self.step = StaticStep([StaticLayer(layer, self.buffers, backend) for layer in layers], past)
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=values.device)
         self.hidden: Tensor | None = None
-        self.programs: dict[str, Callable[[], Tensor]] = {}
 
     def run_layers(self, model: Any, hidden_states: Tensor) -> Tensor:
         context = model.context(hidden_states, self.step.past[:, None])
@@ -104,22 +103,38 @@ class _Bound:
 class StaticEngine:
     """Decodes over one cache. Use ``attach``.
 
+    The cache owns the engine, and programs know their tensors but not the engine: no cycle of references, so that the
+    memory of both is free as soon as the cache is gone. A copy of a cache has an engine of its own without programs.
+
     Attributes:
         graphs: CUDA graphs captured so far; 0 on CPU.
         steps: tokens per row that the engine, not the ordinary pass, has decoded.
     """
 
     def __init__(self, cache: PodCache, backend: str = "auto", compiler: str | None = None):
-        self.cache, self.backend, self.compiler = cache, backend, compiler
+        self._cache = weakref.ref(cache)
+        self.backend, self.compiler = backend, compiler
         self.graphs = self.steps = 0
-        self._moved_to: list | None = None
-        self._bound: _Bound | None = None
+        self.release()
+
+    def __getstate__(self) -> dict[str, Any]:
+        nothing = {"_bound": None, "_moved_to": None, "_programs": {}}
+        return {**self.__dict__, "_cache": self.cache, **nothing}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= {**state, "_cache": weakref.ref(state["_cache"])}
+
+    @property
+    def cache(self) -> PodCache:
+        cache = self._cache()
+        assert cache is not None, "the cache of this engine is gone"
+        return cache
 
     @torch.no_grad()
     def decode(self, model: Any, hidden_states: Tensor, step: Step) -> Tensor | None:
         """See ``pod.modeling.cache.DecodeEngine.decode``."""
         self._make_room(self.cache.get_seq_length() + 1)  # columns: no row has more tokens
-        bound = self._bind(hidden_states.dtype)
+        bound = self._bind()
         if bound is None:
             return None
         if bound.hidden is None:
@@ -127,9 +142,9 @@ class StaticEngine:
         hidden = bound.hidden.copy_(hidden_states)
         bound.step.past.copy_(step.past)
         bound.step.max_length = None if hidden_states.is_cuda else int(step.lengths.max())
-        if "layers" not in bound.programs:
-            bound.programs["layers"] = self._prepare(lambda: bound.run_layers(model, hidden))
-        out = bound.programs["layers"]().clone()
+        if "layers" not in self._programs:
+            self._programs["layers"] = self._prepare(lambda: bound.run_layers(model, hidden))
+        out = self._programs["layers"]().clone()
         self._settle(bound, self.cache.get_seq_length() + 1)
         return out
 
@@ -154,8 +169,7 @@ class StaticEngine:
                 "greedy() goes on behind rows without padding: feed a prompt first, or generate()"
             )
         self._make_room(past + num_tokens)
-        dtype = model.lm_head.weight.dtype
-        bound = self._bind(dtype) or self._bind(dtype)  # what has moved stays in place during this call
+        bound = self._bind() or self._bind()  # what has moved stays in place during this call
         assert bound is not None
 
         def restart() -> None:
@@ -163,13 +177,13 @@ class StaticEngine:
             bound.step.past.fill_(past)
             bound.step.max_length = past + 1
 
-        if "greedy" not in bound.programs:
-            bound.programs["greedy"] = self._prepare(lambda: _greedy_step(model, bound), restart)
+        if "greedy" not in self._programs:
+            self._programs["greedy"] = self._prepare(lambda: _greedy_step(model, bound), restart)
         restart()
         found = []
         for number in range(num_tokens):
             bound.step.max_length = past + number + 1
-            found.append(bound.programs["greedy"]().clone())
+            found.append(self._programs["greedy"]().clone())
             self._settle(bound, past + number + 1)
         ids = torch.cat(found, dim=1)
         self.cache.count_decoded(torch.cat((token, ids[:, :-1]), dim=1))
@@ -183,7 +197,9 @@ class StaticEngine:
 
     def release(self) -> None:
         """Let go of the cache's tensors and of all buffers."""
-        self._bound = self._moved_to = None
+        self._bound: _Bound | None = None
+        self._moved_to: list | None = None
+        self._programs: dict[str, Callable[[], Tensor]] = {}  # prepared steps on the tensors of `_bound`
 
     def tensors(self) -> Iterator[Tensor]:
         """What the engine itself holds: buffers between layers, whose bytes count as the cache's."""
@@ -234,17 +250,18 @@ class StaticEngine:
         if length > capacity:
             self.cache.reserve(max(length, capacity + max(_ROOM, capacity // 8)))
 
-    def _bind(self, dtype: torch.dtype) -> _Bound | None:
+    def _bind(self) -> _Bound | None:
         """The engine on the tensors as they are now; None when they have just moved, as they may move again."""
         tensors = [tensor for layer in self._layers() for _, tensor in layer.parts()]
         places = [(tensor.data_ptr(), tensor.shape) for tensor in tensors]
         if self._bound is not None and self._bound.places == places:
             return self._bound
         is_first, self._bound = self._bound is None and self._moved_to is None, None
+        self._programs.clear()
         if not is_first and self._moved_to != places:
             self._moved_to = places
             return None
-        self._bound, self._moved_to = _Bound(self.cache, places, self.backend, dtype), places
+        self._bound, self._moved_to = _Bound(self._layers(), places, self.backend), places
         return self._bound
 
 

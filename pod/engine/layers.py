@@ -2,6 +2,7 @@
 
 import itertools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,7 @@ class StaticStep:
 
     def __post_init__(self):
         for layer in self.layers:
-            layer.step = self
+            layer.step = weakref.ref(self)  # not a cycle, which would keep the cache's tensors
 
     @property
     def lengths(self) -> Tensor:
@@ -49,8 +50,9 @@ _LAYERS: weakref.WeakValueDictionary[int, "StaticLayer"] = weakref.WeakValueDict
 def _attend_static(q: Tensor, k: Tensor, v: Tensor, handle: int) -> Tensor:
     """A layer's attention as one opaque call. It writes into the cache, of which the compiler knows nothing: it must not copy it."""
     layer = _LAYERS[handle]
-    assert layer.step is not None
-    return layer.attend_rotated(q, k, v, layer.step)
+    step = layer.step()
+    assert step is not None
+    return layer.attend_rotated(q, k, v, step)
 
 
 @_attend_static.register_fake
@@ -88,7 +90,7 @@ class StaticLayer:
         self.leads = torch.tensor(layer.leads, device=device)
         self.followers = torch.tensor(layer.followers, device=device)
         self.rows = torch.arange(self.values.shape[0], device=device)[:, None]
-        self.step: StaticStep | None = None
+        self.step: Callable[[], StaticStep | None] = lambda: None
         self.handle = next(_HANDLES)
         _LAYERS[self.handle] = self
 

@@ -1,5 +1,10 @@
 """The decode engine equals the ordinary pass, whatever happens to the cache in between."""
 
+import copy
+import gc
+import pickle
+import weakref
+
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -310,8 +315,52 @@ def test_packed_rows_must_be_alike(tools):
 def test_generate_uses_an_engine_for_a_cache_of_its_own(tools, max_new_tokens):
     model = make(tools, "pod")
     out = model.generate(
-        tools.random_ids(2, 20), max_new_tokens=max_new_tokens, eos_token_id=None, return_dict_in_generate=True
+        tools.random_ids(2, 20),
+        max_new_tokens=max_new_tokens,
+        eos_token_id=None,
+        return_dict_in_generate=True,
     )
     cache = out.past_key_values
     assert cache.engine.steps == max_new_tokens - 1
     assert cache.layers[0].capacity in (20 + max_new_tokens, 21)
+
+
+def used(tools, spec="pod", **options):
+    """A model, a cache in which the engine has decoded the tokens 20 … 23 of ids, and ids."""
+    model, ids = make(tools, spec.split("+")[0], (2, 5)), tools.random_ids(2, 40)
+    cache = pod.make_cache(model, spec, **{"capacity": 64, **options})
+    feed(model, cache, ids[:, :20])
+    decode(model, cache, ids[:, 20:24])
+    return model, cache, ids
+
+
+@pytest.mark.parametrize("how", ["decode", "greedy", "generate"])
+def test_memory_is_free_when_the_cache_is_gone(tools, how):
+    """At once, not when Python looks for cycles: a cache may be most of a GPU's memory."""
+    model, cache, ids = used(tools)
+    if how == "greedy":
+        cache.engine.greedy(model, ids[:, :1], 3)
+    elif how == "generate":
+        options = {"max_new_tokens": 4, "eos_token_id": None, "return_dict_in_generate": True}
+        cache = model.generate(ids, **options).past_key_values
+    gc.collect()
+    gc.disable()
+    try:
+        held = [tensor for _, tensor in cache._all_parts()]
+        held = [weakref.ref(tensor) for tensor in held]
+        assert len(held) > 10
+        del cache
+        assert not [one for one in held if one() is not None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("spec", ["pod", "pod+int4"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_copies_of_a_cache_decode_for_themselves(tools, spec, copied):
+    model, cache, ids = used(tools, spec, **({"group_size": 4, "residual": 1} if "+" in spec else {}))
+    other = copied(cache)
+    assert other.engine.cache is other and not list(other.engine.tensors())
+    ours, expected = (decode(model, one, ids[:, 24:]) for one in (other, cache))
+    assert (ours - expected).abs().max() < TOLERANCE
+    assert other.engine.steps == cache.engine.steps == 20
