@@ -100,6 +100,17 @@ class _Bound:
         return model.run_layers(hidden_states, context)
 
 
+class _Program:
+    """A prepared step, of one model and of its weights where they are: a graph would go on reading them where they were."""
+
+    def __init__(self, model: Any, run: Callable[[], Tensor]):
+        self.model, self.run = model, run
+        self.weights = [(weight, weight.data_ptr()) for weight in model.parameters()]
+
+    def serves(self, model: Any) -> bool:
+        return self.model is model and all(weight.data_ptr() == place for weight, place in self.weights)
+
+
 class StaticEngine:
     """Decodes over one cache. Use ``attach``.
 
@@ -142,9 +153,8 @@ class StaticEngine:
         hidden = bound.hidden.copy_(hidden_states)
         bound.step.past.copy_(step.past)
         bound.step.max_length = None if hidden_states.is_cuda else int(step.lengths.max())
-        if "layers" not in self._programs:
-            self._programs["layers"] = self._prepare(lambda: bound.run_layers(model, hidden))
-        out = self._programs["layers"]().clone()
+        run = self._program("layers", model, lambda: bound.run_layers(model, hidden))
+        out = run().clone()
         self._settle(bound, self.cache.get_seq_length() + 1)
         return out
 
@@ -177,13 +187,12 @@ class StaticEngine:
             bound.step.past.fill_(past)
             bound.step.max_length = past + 1
 
-        if "greedy" not in self._programs:
-            self._programs["greedy"] = self._prepare(lambda: _greedy_step(model, bound), restart)
+        run = self._program("greedy", model, lambda: _greedy_step(model, bound), restart)
         restart()
         found = []
         for number in range(num_tokens):
             bound.step.max_length = past + number + 1
-            found.append(self._programs["greedy"]().clone())
+            found.append(run().clone())
             self._settle(bound, past + number + 1)
         ids = torch.cat(found, dim=1)
         self.cache.count_decoded(torch.cat((token, ids[:, :-1]), dim=1))
@@ -199,7 +208,7 @@ class StaticEngine:
         """Let go of the cache's tensors and of all buffers."""
         self._bound: _Bound | None = None
         self._moved_to: list | None = None
-        self._programs: dict[str, Callable[[], Tensor]] = {}  # prepared steps on the tensors of `_bound`
+        self._programs: dict[str, _Program] = {}  # on the tensors of `_bound`
 
     def tensors(self) -> Iterator[Tensor]:
         """What the engine itself holds: buffers between layers, whose bytes count as the cache's."""
@@ -208,6 +217,15 @@ class StaticEngine:
             yield from (tensor for tensor in held if isinstance(tensor, Tensor))
 
     # -- programs ------------------------------------------------------------------------------------------------
+
+    def _program(
+        self, name: str, model: Any, run: Callable[[], Tensor], restart: Callable[[], None] = lambda: None
+    ) -> Callable[[], Tensor]:
+        held = self._programs.get(name)
+        if held is None or not held.serves(model):
+            self._programs.pop(name, None)  # frees its graph before the next one needs memory
+            held = self._programs[name] = _Program(model, self._prepare(run, restart))
+        return held.run
 
     def _prepare(
         self, run: Callable[[], Tensor], restart: Callable[[], None] = lambda: None

@@ -356,7 +356,7 @@ def test_memory_is_free_when_the_cache_is_gone(tools, how):
 
 
 @pytest.mark.parametrize("spec", ["pod", "pod+int4"])
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])  # noqa: S301
 def test_copies_of_a_cache_decode_for_themselves(tools, spec, copied):
     model, cache, ids = used(tools, spec, **({"group_size": 4, "residual": 1} if "+" in spec else {}))
     other = copied(cache)
@@ -364,3 +364,35 @@ def test_copies_of_a_cache_decode_for_themselves(tools, spec, copied):
     ours, expected = (decode(model, one, ids[:, 24:]) for one in (other, cache))
     assert (ours - expected).abs().max() < TOLERANCE
     assert other.engine.steps == cache.engine.steps == 20
+
+
+def test_another_model_on_the_same_cache(tools):
+    """As a base model and its fine-tuned version."""
+    model, cache, ids = used(tools)
+    other = make(tools, "pod", (2, 5))
+    with torch.no_grad():
+        other.lm_head.weight.add_(0.1)
+        other.model.layers[1].mlp.up_proj.weight.add_(0.1)
+    plain = pod.make_cache(model, "pod")
+    feed(model, plain, ids[:, :20])
+    decode(model, plain, ids[:, 20:24])
+    for one in (other, model):
+        ours, expected = (decode(one, each, ids[:, 24:27]) for each in (cache, plain))
+        assert (ours - expected).abs().max() < TOLERANCE
+    ours, expected = (decode(other, each, ids[:, 27:28])[:, -1].argmax(-1, True) for each in (cache, plain))
+    found = cache.engine.greedy(other, ours, 3), cache.engine.greedy(model, ours, 3)
+    for one, tokens in zip((other, model), found, strict=True):
+        fed = torch.cat((ours, tokens[:, :-1]), dim=1)
+        assert torch.equal(decode(one, plain, fed).argmax(-1), tokens)
+
+
+def test_a_step_is_prepared_again_when_weights_move(tools, monkeypatch):
+    """A graph reads them where they were when it was recorded."""
+    model, cache, ids = used(tools)
+    prepared, prepare = [], StaticEngine._prepare
+    monkeypatch.setattr(StaticEngine, "_prepare", lambda *args: prepared.append(1) or prepare(*args))
+    decode(model, cache, ids[:, 24:26])
+    assert not prepared
+    model.model.layers[2].mlp.up_proj.weight.data = model.model.layers[2].mlp.up_proj.weight.data.clone()
+    decode(model, cache, ids[:, 26:28])
+    assert len(prepared) == 1
