@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_PROGRAMS_PER_PROCESSOR = 3
+_PROGRAMS_PER_PROCESSOR = 2  # as many as fit by registers, so that all run at once
+_SPARE_COLUMNS = 64  # the last tile of a row of logits is read as a whole
 
 
 class Packed(NamedTuple):
@@ -95,7 +96,7 @@ class DecodeBuffers:
     """What one model's decoding reuses in all layers and steps; made by ``make_buffers``.
 
     Attributes:
-        logits: ``[B, H, G, C]``; column ``j`` of head ``h`` holds the scaled logit of distant token ``j``, written by the
+        logits: ``[B, H, G, >= C]``; column ``j`` of head ``h`` holds the scaled logit of distant token ``j``, written by the
             lead of ``h``'s block. The other columns are scratch. fp32 (fp64 for fp64 models).
         distant_lse: ``[B, H, G]``, log-sum-exp of these columns, -inf when there is no distant token.
         weights: private to ``grouped``: ``exp(logits - max)`` of distant tokens, so that followers need no exponential.
@@ -118,7 +119,7 @@ class DecodeBuffers:
 
 
 def num_programs(batch: int, kv_heads: int, device: torch.device) -> int:
-    """Programs per row of the batch: about three on every multiprocessor, and one for every head at least."""
+    """Programs per row of the batch: two on every multiprocessor, and one for every head at least."""
     if device.type != "cuda":
         return 3 * kv_heads
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -146,8 +147,7 @@ def make_buffers(
         programs = num_programs(batch, kv_heads, device)
     if programs < kv_heads:
         raise ValueError(f"{programs} programs are fewer than {kv_heads} KV heads; give at least one to each")
-    # of 16 bytes each, so that rows of logits can be read 16 bytes at a time
-    room = -(-capacity // 16) * 16
+    room = -(-capacity // 16) * 16 + _SPARE_COLUMNS  # in sixteens: rows are read 16 bytes at a time
     rows = batch, kv_heads, groups
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -226,7 +226,7 @@ def packed_decode_kernel(
                 token_64, rows = token.to(tl.int64)[:, None], inside[:, None]
                 products = tl.load(
                     logits + heads[:, None] * room + token[None, :],
-                    mask=real[:, None] & inside[None, :],
+                    mask=real[:, None],
                     other=0.0,
                 )
                 seen = inside[None, :]

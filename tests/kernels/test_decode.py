@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -82,19 +82,20 @@ def oracle(case: Case, layers: list[Layer], tau=None):
         for b, h, g in itertools.product(*shape):
             lead = next(earlier for earlier in layers[number::-1] if h in earlier.leads)
             newest, own = case.lengths[b] - 1, layer.lead_k if h in layer.leads else layer.k
+            own_scores = (own[b, h].double() @ layer.q[b, h, g].double() * scale).tolist()
+            lead_scores = (lead.lead_k[b, h].double() @ lead.q[b, h, g].double() * scale).tolist()
             near, far = {}, {}
             for j in range(newest + 1):
                 if j < case.n_s or newest - j < case.n_r:
-                    near[j] = scale * float(layer.q[b, h, g].double() @ own[b, h, j].double())
+                    near[j] = own_scores[j]
                 else:
-                    far[j] = scale * float(lead.q[b, h, g].double() @ lead.lead_k[b, h, j].double())
+                    far[j] = lead_scores[j]
             shares = [sum(math.exp(x) for x in part.values()) for part in (near, far)]
             gate[b, h, g] = shares[0] / sum(shares) if h not in layer.leads else NAN
             skips = tau is not None and h not in layer.leads and gate[b, h, g] >= tau
             seen = near if skips else near | far
-            total = sum(math.exp(x) for x in seen.values())
-            for j, x in seen.items():
-                out[b, h, g] += math.exp(x) / total * layer.v[b, h, j].double()
+            weights = torch.tensor([math.exp(x) for x in seen.values()], dtype=torch.float64)
+            out[b, h, g] = weights / weights.sum() @ layer.v[b, h, list(seen)].double()
         outputs.append(out)
         gates.append(gate)
     return outputs, gates
@@ -181,9 +182,19 @@ def poisoned_buffers(case: Case, programs=None):
     return buffers
 
 
-def decode(case: Case, layers: list[Layer], backend: str, tau=None, long=False, programs=None, change=None):
+def decode(
+    case: Case,
+    layers: list[Layer],
+    backend: str,
+    tau=None,
+    long=False,
+    programs=None,
+    change=None,
+    bare=False,
+):
     """Outputs ``[layer][B, H, G, d]`` of the backend, and its buffers. ``change(number, stores)`` may spoil stores."""
     buffers = poisoned_buffers(case, programs)
+    buffers = replace(buffers, weights=None) if bare else buffers
     lengths = torch.tensor(case.lengths, dtype=torch.int64 if long else torch.int32)
     outputs = []
     for number, layer in enumerate(layers):
@@ -251,6 +262,15 @@ def test_equals_the_definition(name, backend, tau, monkeypatch):
     layers = build(case)
     found, _ = decode(case, layers, backend, tau, long=tau == 0.3)
     assert worst(found, oracle(case, layers, tau)[0]) < 1e-12
+
+
+def test_grouped_without_weights_of_its_own():
+    """As on a GPU, where the buffers leave them out."""
+    case = CASES["mixed heads, ragged"]
+    layers = build(case)
+    for tau in (None, 0.3):
+        found, _ = decode(case, layers, "grouped", tau, bare=True)
+        assert worst(found, oracle(case, layers, tau)[0]) < 1e-12
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
