@@ -25,7 +25,7 @@ import torch
 from gpu_tools import RESULTS, DeviceLost, choose_device, finish, goal_row, header, parser, start
 
 from pod.eval import decode_speed
-from pod.eval.bench import table
+from pod.eval.bench import BYTE_MODEL, table
 from pod.eval.bench_args import SHAPES, parse_method
 from pod.eval.decode_bytes import spread_plan
 from pod.eval.dense_decode import dense_peers
@@ -199,7 +199,8 @@ def main(arguments: argparse.Namespace) -> int:
     setting = result["setting"]
     out = arguments.out or RESULTS / f"tokens_per_second{'_tiny' if arguments.tiny else ''}.json"
     result["parts"] = earlier_parts(out, result, bool(arguments.failed))
-    bench = None
+    result["byte_model"], bench = BYTE_MODEL, None
+    print(BYTE_MODEL)
 
     def is_late() -> bool:
         return time.monotonic() - began > arguments.budget

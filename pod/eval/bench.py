@@ -11,6 +11,9 @@ from pod.models import resolve_model
 if TYPE_CHECKING:
     from pod.recipe import Recipe
 
+BYTE_MODEL = (decode_bytes.__doc__ or "").split("\n\n", 1)[-1].strip()
+"""The model behind the ceilings, as text."""
+
 _ELEMENT = {"float32": 4, "bfloat16": 2, "float64": 8}
 _RANDOM_LONGEST = 1 << 20  # positions of random models, which read any length alike
 
@@ -142,13 +145,11 @@ def run_bench(recipe: "Recipe") -> dict[str, Any]:
         "plan": source,
         "share_non_lead": planned.config.sharing_plan.share_non_lead,
         "windows": list(windows),
-        "byte_model": decode_bytes.__doc__,
+        "byte_model": BYTE_MODEL,
         "steps": args.steps,
         "settings": [],
     }
-    print(
-        f"Plan: {source}. Bytes per step, in pod/eval/decode_bytes.py: weights once; keys, values and fp32 logits per row."
-    )
+    print(f"Plan: {source}.\n{BYTE_MODEL}")
     with dense_peers():
         for batch in args.batch_sizes:
             for length in args.lengths:
