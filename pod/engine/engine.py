@@ -171,13 +171,15 @@ class StaticEngine:
             ``[B, num_tokens]``, the tokens found; the last of them has not been fed.
 
         Raises:
-            ValueError: an empty cache, or rows with padding.
+            ValueError: an empty cache, rows with padding, a prompt that is not complete, a model that the cache was not
+                made for, no step.
         """
-        past = self.cache.get_seq_length()
-        if not past or self.cache.has_padding:
-            raise ValueError(
-                "greedy() goes on behind rows without padding: feed a prompt first, or generate()"
-            )
+        self.cache.check_fits(model.config)
+        if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 1:
+            raise ValueError(f"num_tokens = {num_tokens!r} must be a whole number of steps, at least 1")
+        if token.dim() != 2 or token.shape[1] != 1:
+            raise ValueError(f"token is {list(token.shape)}, expected [B, 1]: the next token of each row")
+        past = self.cache.begin_decoding(token.shape[0])
         self._make_room(past + num_tokens)
         bound = self._bind() or self._bind()  # what has moved stays in place during this call
         assert bound is not None
@@ -195,7 +197,7 @@ class StaticEngine:
             found.append(run().clone())
             self._settle(bound, past + number + 1)
         ids = torch.cat(found, dim=1)
-        self.cache.count_decoded(torch.cat((token, ids[:, :-1]), dim=1))
+        self.cache.end_decoding(torch.cat((token, ids[:, :-1]), dim=1))
         return ids
 
     def _settle(self, bound: _Bound, length: int) -> None:

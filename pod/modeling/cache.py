@@ -114,10 +114,7 @@ class PodCache(Cache):
         Nothing is remembered before ``end_step``; a pass that fails between the two leaves the cache unusable.
         """
         batch, n = hidden_states.shape[:2]
-        if self._pending is not None:
-            raise ValueError(
-                "the last pass over this cache failed half-way: call reset() and feed everything again"
-            )
+        self._check_no_pass_failed()
         past = self._lengths
         if past is None:
             past = torch.zeros(batch, dtype=torch.long, device=hidden_states.device)
@@ -144,9 +141,27 @@ class PodCache(Cache):
         self._pending = partial(self._remember, n, attention_mask, input_ids, compaction, left)
         return step, compaction
 
-    def count_decoded(self, ids: Tensor) -> None:
-        """Count tokens ``[B, m]`` that an engine has fed behind rows without padding, outside of any pass."""
-        self._lengths = self.lengths + ids.shape[1]
+    def begin_decoding(self, batch: int) -> int:
+        """An engine is about to feed ``batch`` rows, outside of any pass; as with one, nothing counts before the end.
+
+        Returns:
+            Tokens per row.
+
+        Raises:
+            ValueError: an empty cache, rows with padding, a prompt that is not complete, another batch.
+        """
+        self._check_no_pass_failed()
+        if not self._columns or self._seen_mask is not None or self._prompt_columns_left:
+            raise ValueError(
+                "an engine alone goes on behind a complete prompt without padding: feed one first, or use generate()"
+            )
+        self._check_batch(batch)
+        self._pending = _nothing
+        return self._columns
+
+    def end_decoding(self, ids: Tensor) -> None:
+        """Count tokens ``[B, m]`` that an engine has fed since ``begin_decoding``."""
+        self._lengths, self._pending = self.lengths + ids.shape[1], None
         self._remember(ids.shape[1], None, ids, None, 0)
 
     def end_step(self, step: Step) -> None:
@@ -194,6 +209,12 @@ class PodCache(Cache):
             raise ValueError(
                 f"this {self.spec} cache was made for a model of another shape, plan or windows: make one with "
                 "pod.make_cache(model, …) for this model"
+            )
+
+    def _check_no_pass_failed(self) -> None:
+        if self._pending is not None:
+            raise ValueError(
+                "the last pass over this cache failed half-way: call reset() and feed everything again"
             )
 
     def _check_batch(self, batch: int) -> None:
@@ -348,6 +369,10 @@ class PodCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         raise ValueError(f"crop is not supported by the {self.spec} cache: overwritten keys cannot come back")
+
+
+def _nothing() -> None:
+    """What a pass by an engine alone leaves to its end: it is given the tokens then."""
 
 
 def _signature(config: PodConfig) -> tuple:

@@ -396,3 +396,58 @@ def test_a_step_is_prepared_again_when_weights_move(tools, monkeypatch):
     model.model.layers[2].mlp.up_proj.weight.data = model.model.layers[2].mlp.up_proj.weight.data.clone()
     decode(model, cache, ids[:, 26:28])
     assert len(prepared) == 1
+
+
+def stop_at(module, call):
+    """KeyboardInterrupt when this module has been called so many times; undo with ``remove()``."""
+    calls = iter(range(call))
+
+    def stop(*args):
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+
+    return module.register_forward_hook(stop)
+
+
+@pytest.mark.parametrize("spec", ["pod", "pod+int4"])
+@pytest.mark.parametrize("how", ["decode", "greedy"])
+def test_a_cache_that_failed_half_way_is_refused(tools, spec, how):
+    """Slots of the window and codes may be those of later tokens by then."""
+    model, cache, ids = used(tools, spec, **({"group_size": 4, "residual": 1} if "+" in spec else {}))
+    handle = stop_at(model.model.layers[3], 7 if how == "greedy" else 0)
+    with pytest.raises(KeyboardInterrupt):
+        cache.engine.greedy(model, ids[:, :1], 12) if how == "greedy" else feed(model, cache, ids[:, :1])
+    handle.remove()
+    for again in (
+        lambda: feed(model, cache, ids[:, :1]),
+        lambda: cache.engine.greedy(model, ids[:, :1], 2),
+    ):
+        with pytest.raises(ValueError, match="failed half-way"):
+            again()
+    cache.reset()
+    feed(model, cache, ids[:, :20])
+    plain = pod.make_cache(model, spec, **({"group_size": 4, "residual": 1} if "+" in spec else {}))
+    feed(model, plain, ids[:, :20])
+    ours, expected = (decode(model, one, ids[:, 20:]) for one in (cache, plain))
+    assert (ours - expected).abs().max() < TOLERANCE
+
+
+def test_what_greedy_refuses(tools):
+    model, cache, ids = used(tools)
+    greedy, token = cache.engine.greedy, ids[:, :1]
+    other = tools.make_pod("qwen3-g3", windows=(3, 9))
+    for call, message in (
+        (lambda: greedy(model, token, 0), "num_tokens = 0 must be"),
+        (lambda: greedy(model, token[:1], 1), "holds 2 rows, the batch has 1"),
+        (lambda: greedy(model, ids[:, :2], 1), r"token is \[2, 2\]"),
+        (lambda: greedy(other, token, 1), "made for a model of another shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert greedy(model, token, 1).shape == (2, 1), "a refusal leaves the cache as it was"
+    cache.begin_prompt(5)
+    with pytest.raises(ValueError, match="behind a complete prompt"):
+        greedy(model, token, 1)
+    cache.reset()
+    with pytest.raises(ValueError, match="behind a complete prompt"):
+        greedy(model, token, 1)
