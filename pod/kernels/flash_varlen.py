@@ -118,6 +118,7 @@ class Part(NamedTuple):
             self.columns.add(x, values)
             return
         original, copy_of = self.copies
+        # Up to n / 4096 copies: on CUDA their sum would otherwise be rounded as often, in no fixed order.
         wide = torch.promote_types(x.dtype, torch.float32)
         sums = torch.zeros(sum(original.lengths), *values.shape[1:], dtype=wide, device=x.device)
         original.add(x, sums.index_add_(0, copy_of, values.to(wide)).to(x.dtype))
