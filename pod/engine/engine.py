@@ -8,13 +8,14 @@ way, and the one after that, if nothing moved again, captures anew.
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pod.engine.layers import StaticLayer, StaticStep, static
+from pod.engine.layers import StaticLayer, StaticStep, is_at_rest, static
 from pod.engine.packed import PackedLayer
 from pod.kernels import decode
 from pod.modeling.cache import PodCache
@@ -72,6 +73,13 @@ def attach_for_generation(cache: PodCache, prompt: int, longest: int) -> None:
     """
     if refusal(cache) is None:
         attach(cache, min(longest, prompt + _FIRST_ROOM))
+
+
+@contextmanager
+def lasting() -> Iterator[None]:
+    """For tensors that are written to again and again: also when the first caller is in inference mode, others may not be."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class _Bound:
@@ -141,21 +149,29 @@ class StaticEngine:
         assert cache is not None, "the cache of this engine is gone"
         return cache
 
-    @torch.no_grad()
     def decode(self, model: Any, hidden_states: Tensor, step: Step) -> Tensor | None:
-        """See ``pod.modeling.cache.DecodeEngine.decode``."""
+        """See ``pod.modeling.cache.DecodeEngine.decode``; passes that gradients are taken of go the ordinary way."""
+        if torch.is_grad_enabled() and any(
+            weight.requires_grad for weight in (hidden_states, *model.parameters())
+        ):
+            return None
+        with torch.no_grad():
+            return self._decode(model, hidden_states, step)
+
+    def _decode(self, model: Any, hidden_states: Tensor, step: Step) -> Tensor | None:
         self._make_room(self.cache.get_seq_length() + 1)  # columns: no row has more tokens
         bound = self._bind()
         if bound is None:
             return None
         if bound.hidden is None:
-            bound.hidden = torch.empty_like(hidden_states)
+            with lasting():
+                bound.hidden = torch.empty_like(hidden_states)
         hidden = bound.hidden.copy_(hidden_states)
         bound.step.past.copy_(step.past)
         bound.step.max_length = None if hidden_states.is_cuda else int(step.lengths.max())
         run = self._program("layers", model, lambda: bound.run_layers(model, hidden))
         out = run().clone()
-        self._settle(bound, self.cache.get_seq_length() + 1)
+        self._settle(bound, step.uniform_past)
         return out
 
     @torch.no_grad()
@@ -182,7 +198,7 @@ class StaticEngine:
         past = self.cache.begin_decoding(token.shape[0])
         self._make_room(past + num_tokens)
         bound = self._bind() or self._bind()  # what has moved stays in place during this call
-        assert bound is not None
+        assert bound is not None, "a complete prompt is at rest"
 
         def restart() -> None:
             bound.token.copy_(token)
@@ -195,16 +211,16 @@ class StaticEngine:
         for number in range(num_tokens):
             bound.step.max_length = past + number + 1
             found.append(run().clone())
-            self._settle(bound, past + number + 1)
+            self._settle(bound, past + number)
         ids = torch.cat(found, dim=1)
         self.cache.end_decoding(torch.cat((token, ids[:, :-1]), dim=1))
         return ids
 
-    def _settle(self, bound: _Bound, length: int) -> None:
-        """A token has been decoded in every row; rows of packed stores all have ``length`` of them."""
+    def _settle(self, bound: _Bound, past: int | None) -> None:
+        """A token has been decoded in every row behind ``past`` tokens; None = rows that differ, never those of packed stores."""
         self.steps += 1
-        for layer in bound.step.layers:
-            layer.settle(length)
+        for layer in bound.step.layers if past is not None else ():
+            layer.settle(past + 1)
 
     def release(self) -> None:
         """Let go of the cache's tensors and of all buffers."""
@@ -268,10 +284,16 @@ class StaticEngine:
     def _make_room(self, length: int) -> None:
         capacity = self._layers()[0].capacity
         if length > capacity:
-            self.cache.reserve(max(length, capacity + max(_ROOM, capacity // 8)))
+            with lasting():
+                self.cache.reserve(max(length, capacity + max(_ROOM, capacity // 8)))
 
     def _bind(self) -> _Bound | None:
-        """The engine on the tensors as they are now; None when they have just moved, as they may move again."""
+        """The engine on the tensors as they are now.
+
+        None when they have just moved, as they may move again, and while there are none or a prompt has not ended.
+        """
+        if not all(is_at_rest(layer.all_values) for layer in self._layers()):
+            return None
         tensors = [tensor for layer in self._layers() for _, tensor in layer.parts()]
         places = [(tensor.data_ptr(), tensor.shape) for tensor in tensors]
         if self._bound is not None and self._bound.places == places:
@@ -281,7 +303,8 @@ class StaticEngine:
         if not is_first and self._moved_to != places:
             self._moved_to = places
             return None
-        self._bound, self._moved_to = _Bound(self._layers(), places, self.backend), places
+        with lasting():
+            self._bound, self._moved_to = _Bound(self._layers(), places, self.backend), places
         return self._bound
 
 

@@ -70,6 +70,11 @@ def static(store: Store) -> StaticStore:
     return store
 
 
+def is_at_rest(store: Store) -> bool:
+    """Whether a store holds tokens where kernels read them: one in which a prompt is running does not."""
+    return not store.is_empty and not (isinstance(store, StaticPackedStore) and store.pending is not None)
+
+
 class StaticLayer:
     """One layer: writes the new key and value where the cache expects them, and calls the decode kernel.
 

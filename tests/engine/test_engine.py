@@ -451,3 +451,73 @@ def test_what_greedy_refuses(tools):
     cache.reset()
     with pytest.raises(ValueError, match="behind a complete prompt"):
         greedy(model, token, 1)
+
+
+def compare(tools, act, spec="pod+int4"):
+    """What ``act(model, cache)`` returns, logits, is the same with an engine and without."""
+    model = make(tools, spec.split("+")[0], (2, 5))
+    options = {"group_size": 4, "residual": 1} if "+" in spec else {}
+    caches = [pod.make_cache(model, spec, capacity=64, **options), pod.make_cache(model, spec, **options)]
+    ours, expected = (act(model, cache) for cache in caches)
+    assert (ours - expected).abs().max() < TOLERANCE
+    return caches[0]
+
+
+@pytest.mark.parametrize("spec", ["pod", "pod+int4"])
+def test_passes_of_padding_alone(tools, spec):
+    """They add columns but no token: before the first one there is nothing to bind to, and lengths are not columns."""
+    ids = tools.random_ids(2, 40)
+
+    def act(model, cache):
+        mask, logits = torch.zeros(2, 3, dtype=torch.long), []
+        feed(model, cache, ids[:, :3], mask)
+        for width, real in ((1, 1), (8, 1), (1, 1), (2, 0)):
+            mask = torch.cat((mask, torch.full((2, width), real)), dim=1)
+            logits.append(feed(model, cache, ids[:, mask.shape[1] - width : mask.shape[1]], mask))
+        logits.append(decode(model, cache, ids[:, 15:30], mask))
+        return torch.cat(logits, dim=1)
+
+    assert compare(tools, act, spec).engine.steps >= 15
+
+
+@pytest.mark.parametrize("spec", ["pod", "pod+int4"])
+def test_prompts_in_pieces_and_of_one_token(tools, spec):
+    ids = tools.random_ids(2, 60)
+
+    def act(model, cache):
+        logits = []
+        for announced, widths in ((12, (5, 1, 6)), (3, (1, 1, 1)), (1, (1,)), (9, (4,)), (0, ())):
+            cache.begin_prompt(announced)
+            for width in widths:
+                past = cache.get_seq_length()
+                logits.append(feed(model, cache, ids[:, past : past + width]))
+            if cache._prompt_columns_left:
+                continue  # given up: what follows is decoded
+            past = cache.get_seq_length()
+            logits.append(decode(model, cache, ids[:, past : past + 6]))
+        return torch.cat(logits, dim=1)
+
+    assert compare(tools, act, spec).engine.steps >= 20
+
+
+def test_modes_of_autograd_may_change(tools):
+    model, ids = make(tools, "pod", (2, 5)), tools.random_ids(2, 40)
+    cache = pod.make_cache(model, "pod", capacity=24)
+    feed(model, cache, ids[:, :20])
+    with torch.inference_mode():
+        logits = [decode(model, cache, ids[:, 20:27])]  # makes room, too
+    logits.append(decode(model, cache, ids[:, 27:]))
+    with torch.no_grad():
+        assert (torch.cat(logits, dim=1) - model(ids).logits[:, 20:]).abs().max() < TOLERANCE
+
+
+def test_gradients_go_the_ordinary_way(tools):
+    model, ids = make(tools, "pod", (2, 5)), tools.random_ids(2, 9)
+    weight = model.model.layers[1].mlp.up_proj.weight
+    found = []
+    for options in ({"capacity": 64}, {}):
+        cache = pod.make_cache(model, "pod", **options)
+        feed(model, cache, ids[:, :8])
+        logits = model(ids[:, 8:], past_key_values=cache).logits
+        found.append(torch.autograd.grad(logits.square().sum(), weight)[0])
+    assert (found[0] - found[1]).abs().max() < 1e-9 * found[1].abs().max()
