@@ -14,6 +14,7 @@ which knows the bytes of keys and values only, at n = x + 8192. The verdict is t
 
 import argparse
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -92,7 +93,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 def largest(fits: Callable[[int], bool], guess: int) -> int:
     """The largest batch that fits, 0 when not even one does: from a guess outwards, then by bisection."""
-    low, high, width = 0, None, max(1, guess // 32)
+    low, high, width = 0, None, 1
     batch = max(1, guess)
     while high is None or high - low > 1:
         if fits(batch):
@@ -123,10 +124,14 @@ def measure(bench: decode_speed.Bench, tokens: int, limit: float, budget: int | 
     for method in (FULL, POD):
         tries = Tries(bench, method, tokens, budget)
         held = decode_bytes.held_per_row(bench.sizes, method, tokens, bench.device.type == "cpu")
-        batch = largest(tries.fits, int((limit - bench.sizes.weights) / held))
+        guess = int((limit - bench.sizes.weights) / held)
+        for part in (4, 2):  # two batches that surely fit tell the bytes per row, and so where to look
+            tries.fits(max(1, guess // part))
+        if len(tries.peaks) > 1:
+            guess = int(fractional(tries.peaks, limit))
+        batch = largest(tries.fits, guess)
         if batch == 0:
             raise ValueError(f"not one row of {tokens} tokens fits for {method.name}: {tries.failed}")
-        tries.fits(max(1, batch // 2) if batch > 1 else 2)  # a second point, far from the first
         rows = fractional(tries.peaks, limit) if len(tries.peaks) > 1 else None
         found["methods"][method.name] = {
             "batch": batch,
@@ -169,7 +174,7 @@ def make_bench(shape: dict[str, Any], windows: tuple[int, int], dtype: torch.dty
 
 def main(arguments: argparse.Namespace) -> int:
     """Measure every length and write the JSON."""
-    device = choose_device(arguments.tiny)
+    device, began = choose_device(arguments.tiny), time.monotonic()
     result = header("max_batch", device, arguments.tiny)
     if arguments.tiny:
         shapes, windows, prompts, generated, dtype = "tiny", (4, 60), [32, 128], 128, torch.float32
@@ -196,6 +201,8 @@ def main(arguments: argparse.Namespace) -> int:
         name, errors, found = f"{prompt} tokens", dict[str, str](), dict[str, Any]()
         if name in arguments.failed:
             errors[name] = arguments.failed[name]
+        elif time.monotonic() - began > arguments.budget:
+            errors[name] = f"not measured: {arguments.budget:.0f} s had passed"
         else:
             try:
                 with decode_speed.recorded(bench, name, errors):
@@ -210,5 +217,14 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def read_arguments() -> argparse.Namespace:
+    """Command line."""
+    words = parser(__doc__, "max_batch")
+    words.add_argument(
+        "--budget", type=float, default=140.0, help="seconds after which no further length begins"
+    )
+    return words.parse_args()
+
+
 if __name__ == "__main__":
-    sys.exit(start(main, parser(__doc__, "max_batch").parse_args()))
+    sys.exit(start(main, read_arguments()))

@@ -232,7 +232,7 @@ def read_arguments() -> argparse.Namespace:
     """Command line."""
     words = parser(__doc__, "tokens_per_second")
     words.add_argument(
-        "--budget", type=float, default=360.0, help="seconds after which no further duel begins"
+        "--budget", type=float, default=300.0, help="seconds after which no further duel begins"
     )
     return words.parse_args()
 

@@ -26,6 +26,7 @@ from pod.eval.decode_bytes import (
 from pod.eval.decode_speed import Bench, fill, make_cache, sizes_of
 from pod.eval.dense_decode import PEERS, dense_peers
 from pod.kernels.decode import BACKENDS
+from pod.modeling.stores import TokenStore
 from pod.recipe import Recipe, field_docs, fields_of, load_recipe
 
 WINDOWS = (2, 6)
@@ -210,6 +211,13 @@ def test_bytes_held_are_those_of_a_real_cache(models, bench):
 @pytest.mark.parametrize("length", [1, 5, 8, 9, 70, 300])
 def test_filled_caches_have_random_numbers_in_every_used_slot(models, monkeypatch, length):
     monkeypatch.setattr(decode_speed, "_CHUNK", 64 * 2 * 2 * 16)  # 64 tokens at a time
+    written, append = {}, TokenStore.append
+
+    def recorded(store, x, past):
+        written.setdefault(id(store), set()).update(range(past, past + x.shape[2]))
+        append(store, x, past)
+
+    monkeypatch.setattr(TokenStore, "append", recorded)
     for model, text in zip(models, ("full", "pod"), strict=True):
         cache, note = make_cache(model, parse_method(text), 400, "auto", None)
         fill(model, cache, 2, length)
@@ -217,7 +225,11 @@ def test_filled_caches_have_random_numbers_in_every_used_slot(models, monkeypatc
         for store in stores_of(cache):
             used = store.data[:, :, : store.used_slots(length)]
             assert (used != 0).all() and not (store.data[:, :, store.used_slots(length) :] != 0).any()
-            assert used.shape[2] == length or store.has_window
+            sinks, recent = WINDOWS if store.has_window else (0, length)
+            assert written[id(store)] >= {*range(min(sinks, length)), *range(max(0, length - recent), length)}
+            assert len(written[id(store)]) <= 128 or not store.has_window, (
+                "old tokens of a window are not made"
+            )
 
 
 @pytest.mark.parametrize("text", ["full", "pod", "pod tau=0.7 skip_share=0.5"])
