@@ -48,26 +48,29 @@ from pod.kernels.triton_prefill_tiles import (
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 TILES = {  # family -> rounded head_dim -> queries, keys, keys of a masked block, warps, stages
-    80: {64: (128, 64, 32, 4, 3), 128: (128, 64, 32, 8, 2), 256: (64, 32, 32, 4, 2)},
-    89: {64: (128, 64, 32, 4, 2), 128: (64, 64, 32, 4, 2), 256: (64, 32, 32, 4, 1)},
-    90: {64: (128, 128, 64, 8, 3), 128: (128, 128, 64, 8, 2), 256: (128, 64, 32, 8, 2)},
+    80: {64: (128, 64, 32, 8, 3), 128: (64, 64, 32, 4, 2), 256: (64, 32, 32, 8, 2)},
+    90: {64: (128, 128, 64, 8, 3), 128: (128, 128, 128, 8, 2), 256: (128, 64, 32, 8, 2)},
     100: {64: (128, 128, 64, 8, 3), 128: (128, 128, 64, 8, 2), 256: (128, 64, 64, 8, 2)},
     "fp32": {64: (64, 32, 32, 8, 1), 128: (32, 32, 32, 8, 1), 256: (32, 16, 16, 8, 1)},
 }
+"""Compiled without spilling, tested ahead of time; not measured. On sm_90 with head_dim 128 a thread of 8 warps holds 64 registers of
+output, 64 of logits and 32 of weights, and shared memory 32 KiB of queries and two stages of 64 KiB of keys and values: with
+masked blocks of another size than full ones, or a third row of warps, registers would spill."""
 
 
 @triton.jit
 def _accumulate(
-    queries, q_base, q_row, first, n, k_base, k_row, v_base, v_row, column, limit, allowed, acc, total, peak, scale_log2,
+    queries, q_base, Q_ROW: tl.constexpr, first, n, k_base, K_ROW: tl.constexpr, v_base, V_ROW: tl.constexpr,
+    column, limit, allowed, acc, total, peak, scale_log2,
     BLOCK_M: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr,
     GUARD: tl.constexpr,
 ):  # fmt: skip
     """A block of KEYS keys into the online softmax: ``acc [BLOCK_M, BLOCK_D]``, ``total`` and ``peak`` (base 2)."""
-    keys = load_tile(k_base, k_row, column, limit, 0, KEYS, BLOCK_D, HEAD_DIM, GUARD)
+    keys = load_tile(k_base, K_ROW, column, limit, 0, KEYS, BLOCK_D, HEAD_DIM, GUARD)
     logits = products(
-        queries, q_base, q_row, first, n, keys, k_base, k_row, column, limit, BLOCK_M, KEYS, BLOCK_D, CHUNK, HEAD_DIM
+        queries, q_base, Q_ROW, first, n, keys, k_base, K_ROW, column, limit, BLOCK_M, KEYS, BLOCK_D, CHUNK, HEAD_DIM
     )  # fmt: skip
-    values = load_tile(v_base, v_row, column, limit, 0, KEYS, BLOCK_D, HEAD_DIM, GUARD)
+    values = load_tile(v_base, V_ROW, column, limit, 0, KEYS, BLOCK_D, HEAD_DIM, GUARD)
     if GUARD:
         logits = tl.where(allowed, logits * scale_log2, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(logits, 1))
@@ -87,8 +90,8 @@ def _accumulate(
 def forward_kernel(
     q, k, v, q_lead, k_lead, out, lse, lead_index, starts,
     n, groups, kv_heads, num_sink, num_recent, scale_log2,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    ql_batch, ql_head, ql_row, kl_batch, kl_head, kl_row, out_batch, out_head, out_row, starts_batch,
+    q_batch, q_head, Q_ROW: tl.constexpr, k_batch, k_head, K_ROW: tl.constexpr, v_batch, v_head, V_ROW: tl.constexpr,
+    ql_batch, ql_head, QL_ROW: tl.constexpr, kl_batch, kl_head, KL_ROW: tl.constexpr, out_batch, out_head, OUT_ROW: tl.constexpr, starts_batch,
     HAS_LEAD: tl.constexpr, HAS_DOCS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, EDGE: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -109,7 +112,7 @@ def forward_kernel(
 
     q_base = q + batch * q_batch + head * q_head
     k_base = k + batch * k_batch + kv_head * k_head
-    queries = load_tile(q_base, q_row, first, n, 0, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
+    queries = load_tile(q_base, Q_ROW, first, n, 0, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
     sink_end, sink_blocks, window, before, full, edges = own_blocks(
         start, mixed, first, end, sinks, recent, BLOCK_N, EDGE
     )  # fmt: skip
@@ -117,13 +120,13 @@ def forward_kernel(
         column, limit = own_block(t, start, sink_end, sink_blocks, window, before, full, end, BLOCK_N, EDGE)
         allowed = own_mask(first, column, limit, row_start, sinks, recent, BLOCK_M, EDGE, HAS_DOCS)
         acc, total, peak = _accumulate(
-            queries, q_base, q_row, first, n, k_base, k_row, v_base, v_row, column, limit, allowed, acc, total, peak,
+            queries, q_base, Q_ROW, first, n, k_base, K_ROW, v_base, V_ROW, column, limit, allowed, acc, total, peak,
             scale_log2, BLOCK_M, EDGE, BLOCK_D, CHUNK, HEAD_DIM, MASKED,
         )  # fmt: skip
     for t in range(0, full):
         column = window + before * EDGE + t * BLOCK_N
         acc, total, peak = _accumulate(
-            queries, q_base, q_row, first, n, k_base, k_row, v_base, v_row, column, n, None, acc, total, peak,
+            queries, q_base, Q_ROW, first, n, k_base, K_ROW, v_base, V_ROW, column, n, None, acc, total, peak,
             scale_log2, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, HEAD_DIM, FULL,
         )  # fmt: skip
 
@@ -133,24 +136,24 @@ def forward_kernel(
         q_base = q_lead + batch * ql_batch + (position * groups + group_head) * ql_head
         k_base = k_lead + batch * kl_batch + position * kl_head
         rows = tl.where(limit > distant, n, 0)
-        queries = load_tile(q_base, ql_row, first, rows, 0, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
+        queries = load_tile(q_base, QL_ROW, first, rows, 0, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
         for t in range(0, full):
             column = distant + t * BLOCK_N
             acc, total, peak = _accumulate(
-                queries, q_base, ql_row, first, n, k_base, kl_row, v_base, v_row, column, n, None, acc, total, peak,
+                queries, q_base, QL_ROW, first, n, k_base, KL_ROW, v_base, V_ROW, column, n, None, acc, total, peak,
                 scale_log2, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, HEAD_DIM, FULL,
             )  # fmt: skip
         for t in range(0, edges):
             column = distant + full * BLOCK_N + t * EDGE
             allowed = lead_mask(first, column, limit, row_start, sinks, recent, BLOCK_M, EDGE, HAS_DOCS)
             acc, total, peak = _accumulate(
-                queries, q_base, ql_row, first, n, k_base, kl_row, v_base, v_row, column, limit, allowed, acc, total, peak,
+                queries, q_base, QL_ROW, first, n, k_base, KL_ROW, v_base, V_ROW, column, limit, allowed, acc, total, peak,
                 scale_log2, BLOCK_M, EDGE, BLOCK_D, CHUNK, HEAD_DIM, MASKED,
             )  # fmt: skip
 
     total = tl.where(total == 0.0, 1.0, total)  # padding: output 0, log-sum-exp -inf
     acc = acc / total[:, None]
-    store_tile(out + batch * out_batch + head * out_head, out_row, first, n, acc, BLOCK_M, BLOCK_D, HEAD_DIM)
+    store_tile(out + batch * out_batch + head * out_head, OUT_ROW, first, n, acc, BLOCK_M, BLOCK_D, HEAD_DIM)
     rows = first + tl.arange(0, BLOCK_M)
     lse += (batch * kv_heads * groups + head) * n
     tl.store(lse + rows, peak + tl.log2(total), mask=rows < n)

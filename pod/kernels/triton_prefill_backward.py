@@ -37,15 +37,16 @@ from pod.kernels.triton_prefill_tiles import (
 )
 
 KEY_TILES = {  # family -> rounded head_dim -> queries, keys, queries of a masked block, warps, stages
-    80: {64: (64, 128, 32, 8, 2), 128: (32, 64, 32, 4, 2), 256: (16, 32, 16, 4, 1)},
-    89: {64: (64, 64, 32, 4, 2), 128: (32, 64, 32, 4, 1), 256: (16, 32, 16, 4, 1)},
-    90: {64: (64, 128, 32, 8, 3), 128: (64, 128, 32, 8, 2), 256: (32, 64, 32, 8, 2)},
+    80: {64: (64, 64, 32, 8, 2), 128: (64, 64, 32, 8, 2), 256: (16, 32, 16, 4, 1)},
+    90: {64: (64, 128, 32, 8, 3), 128: (32, 128, 16, 8, 2), 256: (32, 64, 32, 8, 2)},
     100: {64: (64, 128, 64, 8, 3), 128: (64, 128, 64, 8, 2), 256: (32, 64, 32, 8, 2)},
     "fp32": {64: (16, 32, 16, 8, 1), 128: (16, 32, 16, 8, 1), 256: (16, 16, 16, 8, 1)},
 }
+"""Compiled without spilling, tested ahead of time; not measured. On sm_90 with head_dim 128 dK and dV of 128 keys take 128 registers
+of a thread of 8 warps. Logits and their gradients of 64 queries would take 64 more, weights, LSE and Delta the rest: that spills
+inside the loop, 32 queries do not."""
 QUERY_TILES = {  # the same, with keys of a masked block
     80: {64: (128, 64, 32, 8, 2), 128: (64, 32, 32, 4, 2), 256: (32, 16, 16, 4, 1)},
-    89: {64: (64, 64, 32, 4, 2), 128: (64, 32, 32, 4, 1), 256: (32, 16, 16, 4, 1)},
     90: {64: (128, 64, 32, 8, 3), 128: (128, 64, 32, 8, 2), 256: (64, 32, 32, 8, 2)},
     100: {64: (128, 64, 64, 8, 3), 128: (128, 64, 64, 8, 2), 256: (64, 32, 32, 8, 2)},
     "fp32": {64: (32, 16, 16, 8, 1), 128: (32, 16, 16, 8, 1), 256: (16, 16, 16, 8, 1)},
@@ -54,7 +55,8 @@ QUERY_TILES = {  # the same, with keys of a masked block
 
 @triton.jit
 def delta_kernel(
-    out, dout, delta, n, heads, out_batch, out_head, out_row, do_batch, do_head, do_row,
+    out, dout, delta, n, heads, out_batch, out_head, OUT_ROW: tl.constexpr,
+    do_batch, do_head, DO_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """``delta[b, h, i] = sum(out * dout)`` of a tile of queries, fp32; grid (tiles, B * Hq)."""
@@ -63,8 +65,8 @@ def delta_kernel(
     batch = (tl.program_id(1) // heads).to(tl.int64)
     out += batch * out_batch + head * out_head
     dout += batch * do_batch + head * do_head
-    left = load_tile(out, out_row, first, n, 0, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
-    right = load_tile(dout, do_row, first, n, 0, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
+    left = load_tile(out, OUT_ROW, first, n, 0, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
+    right = load_tile(dout, DO_ROW, first, n, 0, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
     rows = first + tl.arange(0, BLOCK_M)
     total = tl.sum(left.to(tl.float32) * right.to(tl.float32), 1)
     tl.store(delta + (batch * heads + head) * n + rows, total, mask=rows < n)
@@ -72,8 +74,8 @@ def delta_kernel(
 
 @triton.jit
 def _key_step(
-    keys, k_base, k_row, values, v_base, v_row, column, n,
-    q_base, q_head, q_row, do_base, do_head, do_row, lse, delta, g, first, allowed, dk, dv, scale_log2,
+    keys, k_base, K_ROW: tl.constexpr, values, v_base, V_ROW: tl.constexpr, column, n, q_base, q_head, Q_ROW: tl.constexpr,
+    do_base, do_head, DO_ROW: tl.constexpr, lse, delta, g, first, allowed, dk, dv, scale_log2,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr,
     GUARD: tl.constexpr,
 ):  # fmt: skip
@@ -82,24 +84,26 @@ def _key_step(
     do_base += g.to(tl.int64) * do_head
     rows = first + tl.arange(0, ROWS)
     statistics = g.to(tl.int64) * n + rows
-    queries = load_tile(q_base, q_row, first, n, 0, ROWS, BLOCK_D, HEAD_DIM, GUARD)
+    queries = load_tile(q_base, Q_ROW, first, n, 0, ROWS, BLOCK_D, HEAD_DIM, GUARD)
     if GUARD:
         row_lse = tl.load(lse + statistics, mask=rows < n, other=0.0)
-        row_delta = tl.load(delta + statistics, mask=rows < n, other=0.0)
     else:
         row_lse = tl.load(lse + statistics)
-        row_delta = tl.load(delta + statistics)
     logits = products(
-        keys, k_base, k_row, column, n, queries, q_base, q_row, first, n, BLOCK_N, ROWS, BLOCK_D, CHUNK, HEAD_DIM
+        keys, k_base, K_ROW, column, n, queries, q_base, Q_ROW, first, n, BLOCK_N, ROWS, BLOCK_D, CHUNK, HEAD_DIM
     )  # fmt: skip
     weights = tl.exp2(logits * scale_log2 - row_lse[None, :])
     if GUARD:
         weights = tl.where(allowed, weights, 0.0)
-    douts = load_tile(do_base, do_row, first, n, 0, ROWS, BLOCK_D, HEAD_DIM, GUARD)
+    douts = load_tile(do_base, DO_ROW, first, n, 0, ROWS, BLOCK_D, HEAD_DIM, GUARD)
     dv = tl.dot(weights.to(douts.dtype), douts, dv, input_precision="ieee")
     dweights = products(
-        values, v_base, v_row, column, n, douts, do_base, do_row, first, n, BLOCK_N, ROWS, BLOCK_D, CHUNK, HEAD_DIM
+        values, v_base, V_ROW, column, n, douts, do_base, DO_ROW, first, n, BLOCK_N, ROWS, BLOCK_D, CHUNK, HEAD_DIM
     )  # fmt: skip
+    if GUARD:
+        row_delta = tl.load(delta + statistics, mask=rows < n, other=0.0)
+    else:
+        row_delta = tl.load(delta + statistics)
     dlogits = weights * (dweights - row_delta[None, :])
     dk = tl.dot(dlogits.to(queries.dtype), queries, dk, input_precision="ieee")
     return dk, dv
@@ -109,9 +113,9 @@ def _key_step(
 def keys_kernel(
     q, k, v, q_lead, k_lead, dout, lse, delta, dk, dv, dk_lead, lead_index, starts, ends,
     n, groups, kv_heads, num_sink, num_recent, scale, scale_log2,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    ql_batch, ql_head, ql_row, kl_batch, kl_head, kl_row, do_batch, do_head, do_row,
-    dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, dkl_batch, dkl_head, dkl_row, starts_batch,
+    q_batch, q_head, Q_ROW: tl.constexpr, k_batch, k_head, K_ROW: tl.constexpr, v_batch, v_head, V_ROW: tl.constexpr,
+    ql_batch, ql_head, QL_ROW: tl.constexpr, kl_batch, kl_head, KL_ROW: tl.constexpr, do_batch, do_head, DO_ROW: tl.constexpr,
+    dk_batch, dk_head, DK_ROW: tl.constexpr, dv_batch, dv_head, DV_ROW: tl.constexpr, dkl_batch, dkl_head, DKL_ROW: tl.constexpr, starts_batch,
     HAS_LEAD: tl.constexpr, HAS_DOCS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, EDGE: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +136,7 @@ def keys_kernel(
         end = tl.max(finish, 0)
         mixed = tl.min(begin, 0) != tl.max(tl.where(j < n, begin, 0), 0)
         # of padding, j < begin holds for every key: finish = 0 tells it
-        has_sink = tl.sum(tl.where((j < begin + sinks) & (j < finish), 1, 0), 0) > 0
+        has_sink = tl.max(tl.where((j < begin + sinks) & (j < finish), 1, 0), 0) == 1
     else:
         begin = tl.zeros([BLOCK_N], tl.int32)
         finish = tl.zeros([BLOCK_N], tl.int32) + n
@@ -147,11 +151,11 @@ def keys_kernel(
     delta += (batch * kv_heads * groups + head) * n
     dv_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    values = load_tile(v_base, v_row, column, n, 0, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
+    values = load_tile(v_base, V_ROW, column, n, 0, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
 
     q_base = q + batch * q_batch + head * q_head
     k_base = k + batch * k_batch + kv_head * k_head
-    keys = load_tile(k_base, k_row, column, n, 0, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
+    keys = load_tile(k_base, K_ROW, column, n, 0, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
     # full: not before the last key, in the window of the first
     before = tl.cdiv(stop - 1 - column, EDGE)
     full = tl.maximum(tl.minimum(column + recent, end) - column - before * EDGE, 0) // BLOCK_M
@@ -167,20 +171,20 @@ def keys_kernel(
         proximal = (distance < recent) | (j < begin + sinks)[:, None]
         allowed = (distance >= 0) & (i[None, :] < finish[:, None]) & proximal
         dk_acc, dv_acc = _key_step(
-            keys, k_base, k_row, values, v_base, v_row, column, n,
-            q_base, q_head, q_row, do_base, do_head, do_row, lse, delta, g, first, allowed, dk_acc, dv_acc, scale_log2,
+            keys, k_base, K_ROW, values, v_base, V_ROW, column, n,
+            q_base, q_head, Q_ROW, do_base, do_head, DO_ROW, lse, delta, g, first, allowed, dk_acc, dv_acc, scale_log2,
             EDGE, BLOCK_N, BLOCK_D, CHUNK, HEAD_DIM, MASKED,
         )  # fmt: skip
     for t in range(0, full * groups):
         g = t // full
         first = column + before * EDGE + (t - g * full) * BLOCK_M
         dk_acc, dv_acc = _key_step(
-            keys, k_base, k_row, values, v_base, v_row, column, n,
-            q_base, q_head, q_row, do_base, do_head, do_row, lse, delta, g, first, None, dk_acc, dv_acc, scale_log2,
+            keys, k_base, K_ROW, values, v_base, V_ROW, column, n,
+            q_base, q_head, Q_ROW, do_base, do_head, DO_ROW, lse, delta, g, first, None, dk_acc, dv_acc, scale_log2,
             BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, HEAD_DIM, FULL,
         )  # fmt: skip
     dk += batch * dk_batch + kv_head * dk_head
-    store_tile(dk, dk_row, column, n, dk_acc * scale, BLOCK_N, BLOCK_D, HEAD_DIM)
+    store_tile(dk, DK_ROW, column, n, dk_acc * scale, BLOCK_N, BLOCK_D, HEAD_DIM)
 
     if HAS_LEAD:
         dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -189,10 +193,10 @@ def keys_kernel(
         k_base = k_lead + batch * kl_batch + position * kl_head
         origin = column + recent
         full = tl.maximum(end - origin - before * EDGE, 0) // BLOCK_M
-        full = tl.where(mixed | has_sink, 0, full)
+        full = tl.where(mixed, 0, tl.where(has_sink, 0, full))
         edges = tl.cdiv(tl.maximum(end - origin - full * BLOCK_M, 0), EDGE)
         read = tl.where(end > origin, n, 0)
-        keys = load_tile(k_base, kl_row, column, read, 0, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
+        keys = load_tile(k_base, KL_ROW, column, read, 0, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
         for t in range(0, edges * groups):
             g = t // edges
             block = t - g * edges
@@ -201,43 +205,43 @@ def keys_kernel(
             behind = i[None, :] - j[:, None] >= recent
             allowed = behind & (i[None, :] < finish[:, None]) & (j >= begin + sinks)[:, None]
             dk_acc, dv_acc = _key_step(
-                keys, k_base, kl_row, values, v_base, v_row, column, n,
-                q_base, ql_head, ql_row, do_base, do_head, do_row, lse, delta, g, first, allowed, dk_acc, dv_acc, scale_log2,
+                keys, k_base, KL_ROW, values, v_base, V_ROW, column, n,
+                q_base, ql_head, QL_ROW, do_base, do_head, DO_ROW, lse, delta, g, first, allowed, dk_acc, dv_acc, scale_log2,
                 EDGE, BLOCK_N, BLOCK_D, CHUNK, HEAD_DIM, MASKED,
             )  # fmt: skip
         for t in range(0, full * groups):
             g = t // full
             first = origin + before * EDGE + (t - g * full) * BLOCK_M
             dk_acc, dv_acc = _key_step(
-                keys, k_base, kl_row, values, v_base, v_row, column, n,
-                q_base, ql_head, ql_row, do_base, do_head, do_row, lse, delta, g, first, None, dk_acc, dv_acc, scale_log2,
+                keys, k_base, KL_ROW, values, v_base, V_ROW, column, n,
+                q_base, ql_head, QL_ROW, do_base, do_head, DO_ROW, lse, delta, g, first, None, dk_acc, dv_acc, scale_log2,
                 BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, HEAD_DIM, FULL,
             )  # fmt: skip
         dk_lead += batch * dkl_batch + position * dkl_head
         written = tl.where(lead >= 0, n, 0)
-        store_tile(dk_lead, dkl_row, column, written, dk_acc * scale, BLOCK_N, BLOCK_D, HEAD_DIM)
+        store_tile(dk_lead, DKL_ROW, column, written, dk_acc * scale, BLOCK_N, BLOCK_D, HEAD_DIM)
     dv += batch * dv_batch + kv_head * dv_head
-    store_tile(dv, dv_row, column, n, dv_acc, BLOCK_N, BLOCK_D, HEAD_DIM)
+    store_tile(dv, DV_ROW, column, n, dv_acc, BLOCK_N, BLOCK_D, HEAD_DIM)
 
 
 @triton.jit
 def _query_step(
-    queries, q_base, q_row, douts, do_base, do_row, first, n, k_base, k_row, v_base, v_row, column, limit, allowed,
-    row_lse, row_delta, dq, scale_log2,
+    queries, q_base, Q_ROW: tl.constexpr, douts, do_base, DO_ROW: tl.constexpr, first, n,
+    k_base, K_ROW: tl.constexpr, v_base, V_ROW: tl.constexpr, column, limit, allowed, row_lse, row_delta, dq, scale_log2,
     BLOCK_M: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr,
     GUARD: tl.constexpr,
 ):  # fmt: skip
     """A block of KEYS keys into dQ (without its scale)."""
-    keys = load_tile(k_base, k_row, column, limit, 0, KEYS, BLOCK_D, HEAD_DIM, GUARD)
+    keys = load_tile(k_base, K_ROW, column, limit, 0, KEYS, BLOCK_D, HEAD_DIM, GUARD)
     logits = products(
-        queries, q_base, q_row, first, n, keys, k_base, k_row, column, limit, BLOCK_M, KEYS, BLOCK_D, CHUNK, HEAD_DIM
+        queries, q_base, Q_ROW, first, n, keys, k_base, K_ROW, column, limit, BLOCK_M, KEYS, BLOCK_D, CHUNK, HEAD_DIM
     )  # fmt: skip
     weights = tl.exp2(logits * scale_log2 - row_lse[:, None])
     if GUARD:
         weights = tl.where(allowed, weights, 0.0)
-    values = load_tile(v_base, v_row, column, limit, 0, KEYS, BLOCK_D, HEAD_DIM, GUARD)
+    values = load_tile(v_base, V_ROW, column, limit, 0, KEYS, BLOCK_D, HEAD_DIM, GUARD)
     dweights = products(
-        douts, do_base, do_row, first, n, values, v_base, v_row, column, limit, BLOCK_M, KEYS, BLOCK_D, CHUNK, HEAD_DIM
+        douts, do_base, DO_ROW, first, n, values, v_base, V_ROW, column, limit, BLOCK_M, KEYS, BLOCK_D, CHUNK, HEAD_DIM
     )  # fmt: skip
     dlogits = weights * (dweights - row_delta[:, None])
     return tl.dot(dlogits.to(keys.dtype), keys, dq, input_precision="ieee")
@@ -247,9 +251,9 @@ def _query_step(
 def queries_kernel(
     q, k, v, q_lead, k_lead, dout, lse, delta, dq, dq_lead, lead_index, starts,
     n, groups, kv_heads, num_sink, num_recent, scale, scale_log2,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    ql_batch, ql_head, ql_row, kl_batch, kl_head, kl_row, do_batch, do_head, do_row,
-    dq_batch, dq_head, dq_row, dql_batch, dql_head, dql_row, starts_batch,
+    q_batch, q_head, Q_ROW: tl.constexpr, k_batch, k_head, K_ROW: tl.constexpr, v_batch, v_head, V_ROW: tl.constexpr,
+    ql_batch, ql_head, QL_ROW: tl.constexpr, kl_batch, kl_head, KL_ROW: tl.constexpr, do_batch, do_head, DO_ROW: tl.constexpr,
+    dq_batch, dq_head, DQ_ROW: tl.constexpr, dql_batch, dql_head, DQL_ROW: tl.constexpr, starts_batch,
     HAS_LEAD: tl.constexpr, HAS_DOCS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, EDGE: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -269,11 +273,11 @@ def queries_kernel(
     row_delta = tl.load(delta + statistics, mask=rows < n, other=0.0)
     v_base = v + batch * v_batch + kv_head * v_head
     do_base = dout + batch * do_batch + head * do_head
-    douts = load_tile(do_base, do_row, first, n, 0, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
+    douts = load_tile(do_base, DO_ROW, first, n, 0, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
 
     q_base = q + batch * q_batch + head * q_head
     k_base = k + batch * k_batch + kv_head * k_head
-    queries = load_tile(q_base, q_row, first, n, 0, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
+    queries = load_tile(q_base, Q_ROW, first, n, 0, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     sink_end, sink_blocks, window, before, full, edges = own_blocks(
         start, mixed, first, end, sinks, recent, BLOCK_N, EDGE
@@ -282,17 +286,17 @@ def queries_kernel(
         column, limit = own_block(t, start, sink_end, sink_blocks, window, before, full, end, BLOCK_N, EDGE)
         allowed = own_mask(first, column, limit, row_start, sinks, recent, BLOCK_M, EDGE, HAS_DOCS)
         acc = _query_step(
-            queries, q_base, q_row, douts, do_base, do_row, first, n, k_base, k_row, v_base, v_row, column, limit,
+            queries, q_base, Q_ROW, douts, do_base, DO_ROW, first, n, k_base, K_ROW, v_base, V_ROW, column, limit,
             allowed, row_lse, row_delta, acc, scale_log2, BLOCK_M, EDGE, BLOCK_D, CHUNK, HEAD_DIM, MASKED,
         )  # fmt: skip
     for t in range(0, full):
         column = window + before * EDGE + t * BLOCK_N
         acc = _query_step(
-            queries, q_base, q_row, douts, do_base, do_row, first, n, k_base, k_row, v_base, v_row, column, n,
+            queries, q_base, Q_ROW, douts, do_base, DO_ROW, first, n, k_base, K_ROW, v_base, V_ROW, column, n,
             None, row_lse, row_delta, acc, scale_log2, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, HEAD_DIM, FULL,
         )  # fmt: skip
     dq += batch * dq_batch + head * dq_head
-    store_tile(dq, dq_row, first, n, acc * scale, BLOCK_M, BLOCK_D, HEAD_DIM)
+    store_tile(dq, DQ_ROW, first, n, acc * scale, BLOCK_M, BLOCK_D, HEAD_DIM)
 
     if HAS_LEAD:
         distant, limit, full, edges = lead_blocks(start, mixed, first, end, sinks, recent, BLOCK_N, EDGE)
@@ -301,24 +305,24 @@ def queries_kernel(
         q_base = q_lead + batch * ql_batch + lead_head * ql_head
         k_base = k_lead + batch * kl_batch + position * kl_head
         read = tl.where(limit > distant, n, 0)
-        queries = load_tile(q_base, ql_row, first, read, 0, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
+        queries = load_tile(q_base, QL_ROW, first, read, 0, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for t in range(0, full):
             column = distant + t * BLOCK_N
             acc = _query_step(
-                queries, q_base, ql_row, douts, do_base, do_row, first, n, k_base, kl_row, v_base, v_row, column, n,
+                queries, q_base, QL_ROW, douts, do_base, DO_ROW, first, n, k_base, KL_ROW, v_base, V_ROW, column, n,
                 None, row_lse, row_delta, acc, scale_log2, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, HEAD_DIM, FULL,
             )  # fmt: skip
         for t in range(0, edges):
             column = distant + full * BLOCK_N + t * EDGE
             allowed = lead_mask(first, column, limit, row_start, sinks, recent, BLOCK_M, EDGE, HAS_DOCS)
             acc = _query_step(
-                queries, q_base, ql_row, douts, do_base, do_row, first, n, k_base, kl_row, v_base, v_row, column, limit,
+                queries, q_base, QL_ROW, douts, do_base, DO_ROW, first, n, k_base, KL_ROW, v_base, V_ROW, column, limit,
                 allowed, row_lse, row_delta, acc, scale_log2, BLOCK_M, EDGE, BLOCK_D, CHUNK, HEAD_DIM, MASKED,
             )  # fmt: skip
         dq_lead += batch * dql_batch + lead_head * dql_head
         written = tl.where(lead >= 0, n, 0)
-        store_tile(dq_lead, dql_row, first, written, acc * scale, BLOCK_M, BLOCK_D, HEAD_DIM)
+        store_tile(dq_lead, DQL_ROW, first, written, acc * scale, BLOCK_M, BLOCK_D, HEAD_DIM)
 
 
 def gradients(
@@ -402,7 +406,7 @@ def cases(
     bf16 with head_dim 128 also without both, as a dense layer runs it.
     """
     arguments = kernel.arg_names
-    even = tuple(a for a in arguments if a.endswith(("_batch", "_head", "_row")) and a != "starts_batch")
+    even = tuple(a for a in arguments if a.endswith(("_batch", "_head")) and a != "starts_batch")
     for dtype, short, head_dim, chip, mixed in _variants():
         options = tile_of(dtype, head_dim, chip)._asdict()
         compiler = {key: options.pop(key) for key in ("num_warps", "num_stages")}
@@ -413,7 +417,11 @@ def cases(
             ("lead_index", "starts", "ends"), "*i32"
         )
         types = {a: t for a, t in types.items() if a in arguments}
+        # tokens before heads, as projections give them: 32 query heads and 8 KV heads, of which 5 follow
+        rows = {"Q": 32, "K": 8, "V": 8, "QL": 20, "KL": 5, "OUT": 32, "DO": 32}
+        rows |= {"DQ": 32, "DK": 8, "DV": 8, "DQL": 20, "DKL": 5}
         constants = {**options, "HEAD_DIM": head_dim, "HAS_LEAD": mixed, "HAS_DOCS": mixed}
+        constants |= {f"{x}_ROW": h * head_dim for x, h in rows.items() if f"{x}_ROW" in arguments}
         if not mixed:
             unused = {*lead_data, "lead_index", "starts", "ends"} & set(arguments)
             constants |= dict.fromkeys(unused)
@@ -444,7 +452,7 @@ def aot_cases() -> Iterator[AotCase]:
     yield from cases(keys_kernel, "keys", keys_tile, (*reads, "dk", "dv"), ("q_lead", "k_lead", "dk_lead"))
     yield from cases(queries_kernel, "queries", queries_tile, (*reads, "dq"), ("q_lead", "k_lead", "dq_lead"))
     for short in ("bf16", "fp32"):
-        constants = {"HEAD_DIM": 128, "BLOCK_M": 64, "BLOCK_D": 128}
+        constants = {"HEAD_DIM": 128, "BLOCK_M": 64, "BLOCK_D": 128, "OUT_ROW": 32 * 128, "DO_ROW": 32 * 128}
         types = {"out": f"*{short}", "dout": f"*{short}", "delta": "*fp32"}
-        even = tuple(a for a in delta_kernel.arg_names if a.endswith(("_batch", "_head", "_row")))
+        even = tuple(a for a in delta_kernel.arg_names if a.endswith(("_batch", "_head")))
         yield AotCase(f"delta {short} d128", delta_kernel, types, constants, {}, divisible=even)

@@ -50,14 +50,14 @@ def capability(device: torch.device) -> int:
 def tile(table: dict, dtype: torch.dtype, head_dim: int, chip: int) -> Tile:
     """The tile of ``table[family][head_dim rounded up to 64, 128 or 256]`` that the chip runs.
 
-    Families: ``"fp32"``, and for 16-bit inputs 80 (A100), 90 (H100, H200), 100 (B200) and 89 (chips with 99 KiB of shared memory: RTX
-    and workstation cards).
+    Families: ``"fp32"``, and for 16-bit inputs 90 (H100, H200), 100 (B200) and 80 (A100 and all others; at most 99 KiB of shared
+    memory, what RTX cards have).
     """
     block_d = max(16, triton.next_power_of_2(head_dim))
     if dtype == torch.float32:
         family, chunk = "fp32", min(block_d, 16)
     else:
-        family = chip if chip in (80, 90, 100) else 100 if chip in (101, 103, 110) else 89
+        family = 90 if chip == 90 else 100 if 100 <= chip < 120 else 80
         chunk = block_d
     m, n, edge, warps, stages = table[family][max(64, block_d)] if OVERRIDE is None else (*OVERRIDE, 4, 1)
     return Tile(m, n, edge, block_d, chunk, warps, stages)
@@ -96,17 +96,17 @@ def document_bounds(doc_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def load_tile(
-    base, row_stride, first, limit, feature,
+    base, ROW: tl.constexpr, first, limit, feature,
     ROWS: tl.constexpr, FEATURES: tl.constexpr, HEAD_DIM: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """``[ROWS, FEATURES]``: rows from ``first``, features from ``feature``; 0 after row ``limit`` (with GUARD) and feature HEAD_DIM.
 
     The offset of the tile is one 64-bit scalar; offsets inside it fit in 32 bits.
     """
-    base += tl.cast(first, tl.int64) * row_stride + feature
+    base += tl.cast(first, tl.int64) * ROW + feature
     row = tl.arange(0, ROWS)
     column = tl.arange(0, FEATURES)
-    pointers = base + (row[:, None] * row_stride + column[None, :])
+    pointers = base + (row[:, None] * ROW + column[None, :])
     if HEAD_DIM % FEATURES != 0:
         inside = (feature + column < HEAD_DIM)[None, :]
         if GUARD:
@@ -120,23 +120,23 @@ def load_tile(
 
 @triton.jit
 def store_tile(
-    base, row_stride, first, limit, values,
+    base, ROW: tl.constexpr, first, limit, values,
     ROWS: tl.constexpr, FEATURES: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """Write the rows of ``values [ROWS, FEATURES]`` before ``limit`` and their features before HEAD_DIM."""
-    base += tl.cast(first, tl.int64) * row_stride
+    base += tl.cast(first, tl.int64) * ROW
     row = tl.arange(0, ROWS)
     column = tl.arange(0, FEATURES)
     inside = (first + row < limit)[:, None]
     if HEAD_DIM != FEATURES:
         inside = inside & (column < HEAD_DIM)[None, :]
-    pointers = base + (row[:, None] * row_stride + column[None, :])
+    pointers = base + (row[:, None] * ROW + column[None, :])
     tl.store(pointers, values.to(base.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def products(
-    x, x_base, x_row, x_first, x_limit, y, y_base, y_row, y_first, y_limit,
+    x, x_base, X_ROW: tl.constexpr, x_first, x_limit, y, y_base, Y_ROW: tl.constexpr, y_first, y_limit,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """``x @ y.T`` in fp32, ``[ROWS, COLUMNS]``.
@@ -148,8 +148,8 @@ def products(
     else:
         out = tl.zeros([ROWS, COLUMNS], tl.float32)
         for feature in range(0, BLOCK_D, CHUNK):
-            left = load_tile(x_base, x_row, x_first, x_limit, feature, ROWS, CHUNK, HEAD_DIM, MASKED)
-            right = load_tile(y_base, y_row, y_first, y_limit, feature, COLUMNS, CHUNK, HEAD_DIM, MASKED)
+            left = load_tile(x_base, X_ROW, x_first, x_limit, feature, ROWS, CHUNK, HEAD_DIM, MASKED)
+            right = load_tile(y_base, Y_ROW, y_first, y_limit, feature, COLUMNS, CHUNK, HEAD_DIM, MASKED)
             out = tl.dot(left, tl.trans(right), out, input_precision="ieee")
         return out
 
