@@ -227,7 +227,7 @@ def test_filled_caches_have_random_numbers_in_every_used_slot(models, monkeypatc
             assert (used != 0).all() and not (store.data[:, :, store.used_slots(length) :] != 0).any()
             sinks, recent = WINDOWS if store.has_window else (0, length)
             assert written[id(store)] >= {*range(min(sinks, length)), *range(max(0, length - recent), length)}
-            assert len(written[id(store)]) <= 128 or not store.has_window, (
+            assert len(written[id(store)]) < 300 or not store.has_window, (
                 "old tokens of a window are not made"
             )
 
