@@ -333,8 +333,6 @@ def start_runner(
 ) -> Runner:
     """A contestant that holds ``length`` tokens, warmed up: what compiles has compiled, what is captured is."""
     model = bench.model_of(method)
-    if bench.compiler is not None:
-        torch._dynamo.reset()  # every contestant is another program of the same code, and those are limited
     cache, note = make_cache(model, method, capacity, backend, bench.compiler)
     fill(model, cache, batch, length - _WARM_UP, method.skip_share)
     return _warmed(Runner(method.name, model, cache, method=method, note=note, backend=backend), batch)

@@ -369,7 +369,10 @@ def test_dense_peers_compute_dense_attention_and_nothing_else(bench):
         assert (found[0] - found[1]).abs().max() < 1e-5
         cache, _ = make_cache(bench.planned, POD, 64, "sdpa", None)
         fill(bench.planned, cache, 2, 30)
-        with pytest.raises(ValueError, match="'sdpa' cannot run: it serves dense caches only"):
+        with (
+            torch.no_grad(),
+            pytest.raises(ValueError, match="'sdpa' cannot run: it serves dense caches only"),
+        ):
             bench.planned(torch.tensor([[4], [5]]), past_key_values=cache)
 
 
