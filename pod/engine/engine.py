@@ -6,10 +6,12 @@ find the same tokens at the same slots. When a tensor moved (rows were reordered
 way, and the one after that, if nothing moved again, captures anew.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -66,13 +68,18 @@ def attach(
 
 
 def attach_for_generation(cache: PodCache, prompt: int, longest: int) -> None:
-    """What ``generate()`` calls for a cache of its own: an engine where one is possible.
+    """What ``generate()`` calls for a cache of its own: an engine, kept from call to call, where one is possible.
 
     Args:
         prompt: columns of the prompt; longest: columns when everything allowed has been generated.
     """
-    if refusal(cache) is None:
-        attach(cache, min(longest, prompt + _FIRST_ROOM))
+    if refusal(cache) is not None:
+        return
+    capacity = min(longest, prompt + _FIRST_ROOM)
+    if cache.engine is None:
+        attach(cache, capacity)
+    elif capacity > cache.layers[0].capacity:  # type: ignore[attr-defined]
+        cache.reserve(capacity)
 
 
 @contextmanager
@@ -101,6 +108,10 @@ class _Bound:
         self.step = StaticStep([StaticLayer(layer, self.buffers, backend) for layer in layers], past)
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=values.device)
         self.hidden: Tensor | None = None
+
+    def can_be_recorded(self) -> bool:
+        """Whether a step can become a CUDA graph."""
+        return self.token.is_cuda and all(layer.can_be_recorded() for layer in self.step.layers)
 
     def run_layers(self, model: Any, hidden_states: Tensor) -> Tensor:
         context = model.context(hidden_states, self.step.past[:, None])
@@ -219,8 +230,9 @@ class StaticEngine:
     def _settle(self, bound: _Bound, past: int | None) -> None:
         """A token has been decoded in every row behind ``past`` tokens; None = rows that differ, never those of packed stores."""
         self.steps += 1
-        for layer in bound.step.layers if past is not None else ():
-            layer.settle(past + 1)
+        if past is not None:
+            for layer in bound.step.layers:
+                layer.settle(past + 1)
 
     def release(self) -> None:
         """Let go of the cache's tensors and of all buffers."""
@@ -254,20 +266,14 @@ class StaticEngine:
         other (in a ring, that of a token which has left the window).
         """
         if self.compiler is not None:
+            # with code of its own: what is compiled is counted, and limited, by code object
+            run = FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
             run = torch.compile(run, backend=self.compiler, fullgraph=True, dynamic=False)
-        if not static(self._layers()[0].all_values).target.is_cuda:
+        assert self._bound is not None
+        if not self._bound.can_be_recorded():
             return run
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(_WARM_UPS):
-                restart()
-                run()
-            restart()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = run()
+        with torch.cuda.device(self._bound.token.device):
+            graph, out = _record(run, restart)
         self.graphs += 1
 
         def replay() -> Tensor:
@@ -306,6 +312,28 @@ class StaticEngine:
         with lasting():
             self._bound, self._moved_to = _Bound(self._layers(), places, self.backend), places
         return self._bound
+
+
+@functools.cache
+def _warm_up_stream(device: int) -> torch.cuda.Stream:
+    """One for all captures: libraries keep a workspace for every stream that they have seen."""
+    return torch.cuda.Stream(device)
+
+
+def _record(run: Callable[[], Tensor], restart: Callable[[], None]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A graph of ``run`` on the current device, and the tensor that it writes."""
+    side = _warm_up_stream(torch.cuda.current_device())
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(_WARM_UPS):
+            restart()
+            run()
+        restart()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    return graph, out
 
 
 def _greedy_step(model: Any, bound: _Bound) -> Tensor:

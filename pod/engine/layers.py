@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pod.engine.packed import StaticPackedStore
 from pod.kernels import decode
+from pod.kernels.decode_types import Call, Stored
 from pod.modeling.layout import PodCacheLayer
 from pod.modeling.sharing import is_followed
 from pod.modeling.stores import Store, TokenStore
@@ -99,6 +100,23 @@ class StaticLayer:
         self.handle = next(_HANDLES)
         _LAYERS[self.handle] = self
 
+    def can_be_recorded(self) -> bool:
+        """Whether the backend that decodes here asks the device nothing, as a CUDA graph wants it: ``grouped`` reads the lengths."""
+        if self.backend not in ("auto", "triton"):
+            return False
+        batch, heads, _, head_dim = self.values.shape
+        q = self.values.target.new_empty(batch, heads * self.layer.groups, head_dim)
+        lengths = torch.ones(batch, dtype=torch.long, device=q.device)
+        windows = self.layer.num_sink_tokens, self.layer.num_recent_tokens
+        numbers = self.layer.scale, self.layer.tau, None
+        call = Call(q, *self._stored(), lengths, self.roles, self.buffers, *windows, *numbers, q)
+        return decode.choose(call, self.backend) is decode.BACKENDS["triton"]
+
+    def _stored(self) -> tuple[Stored | None, Stored | None, Stored]:
+        """Keys, window keys and values."""
+        keys = None if self.keys is None else self.keys.stored
+        return keys, None if self.window_keys is None else self.window_keys.stored, self.values.stored
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: StaticStep) -> Tensor:
         """As ``CacheLayer.attend`` for ``m = 1``: ``[B, Hq, 1, d]``."""
         q, k = step.rope(q), step.rope(k)
@@ -115,9 +133,7 @@ class StaticLayer:
             self._write(self.window_keys, k, self.followers, step.past)
         out = decode.pod_decode(
             q[:, :, 0],
-            None if self.keys is None else self.keys.stored,
-            None if self.window_keys is None else self.window_keys.stored,
-            self.values.stored,
+            *self._stored(),
             step.lengths,
             self.roles,
             self.buffers,

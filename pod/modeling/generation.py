@@ -54,7 +54,10 @@ class PodGenerationMixin(GenerationMixin):
             if cache.get_seq_length():
                 cache.check_continues(input_ids, columns, embeds is not None)
             cache.begin_prompt(columns - cache.get_seq_length())
-            if cache.made_by_generate and "generate" in ENGINE_HOOKS:
+            has_beams = (
+                generation_config.num_beams or 1
+            ) > 1  # rows move at every step: nothing for an engine
+            if cache.made_by_generate and not has_beams and "generate" in ENGINE_HOOKS:
                 longest = max(columns + 1, generation_config.max_length or 0)
                 ENGINE_HOOKS["generate"](cache, columns, longest)
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]

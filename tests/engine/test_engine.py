@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import pod
 from pod import engine
 from pod.engine.engine import StaticEngine
-from pod.kernels.decode import BACKENDS, Entry
+from pod.kernels.decode import AUTO_ORDER, BACKENDS, Entry
 
 TOLERANCE = 1e-11
 WINDOWS = [(4, 11), (0, 1), (2, 200)]
@@ -207,7 +207,10 @@ def test_the_step_is_static(tools, monkeypatch):
 
 
 def test_one_compiled_graph(tools):
-    model = make(tools, "pod")
+    stock = tools.make_stock("qwen3-g3", num_hidden_layers=2)
+    model = pod.load_model(
+        stock, plan=pod.SharingPlan([[0, 0], [0, 1]]), num_sink_tokens=4, num_recent_tokens=5
+    )
     ids = tools.random_ids(2, 30)
     cache = pod.make_cache(model, "pod")
     own = engine.attach(cache, 64, compiler="aot_eager")
@@ -521,3 +524,51 @@ def test_gradients_go_the_ordinary_way(tools):
         logits = model(ids[:, 8:], past_key_values=cache).logits
         found.append(torch.autograd.grad(logits.square().sum(), weight)[0])
     assert (found[0] - found[1]).abs().max() < 1e-9 * found[1].abs().max()
+
+
+@pytest.mark.parametrize("spec", ["full", "pod", "pod+int4"])
+def test_only_steps_that_ask_the_device_nothing_are_recorded(tools, spec, monkeypatch):
+    """Where Triton cannot run (dtype, head_dim, GPU), ``auto`` is ``grouped``, which a graph cannot hold."""
+    _, cache, _ = used(tools, spec, **({"group_size": 4, "residual": 1} if "+" in spec else {}))
+    layers = cache.engine._bound.step.layers
+    assert not any(layer.can_be_recorded() for layer in layers)
+    monkeypatch.setitem(BACKENDS, "triton", Entry(masked, lambda call: None))
+    monkeypatch.setitem(AUTO_ORDER, "cpu", ["triton", "grouped"])
+    assert all(layer.can_be_recorded() for layer in layers)
+    assert not cache.engine._bound.can_be_recorded(), "no CUDA here"
+    for layer in layers:
+        layer.backend = "reference"
+    assert not any(layer.can_be_recorded() for layer in layers)
+
+
+def test_many_caches_are_compiled(tools, monkeypatch):
+    """The compiler stops after some versions of one function (8 of them); each engine has one of its own."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    model = tools.make_pod("qwen3-g3", plan=False, num_hidden_layers=1)
+    ids = tools.random_ids(1, 5)
+    for _ in range(2):
+        cache = pod.make_cache(model, "full")
+        engine.attach(cache, 16, compiler="eager")
+        feed(model, cache, ids[:, :4])
+        feed(model, cache, ids[:, 4:])
+        assert cache.engine.steps == 1
+
+
+def test_generate_keeps_the_engine_of_its_cache(tools):
+    """A conversation goes on with what has been prepared for it."""
+    model, ids = make(tools, "pod"), tools.random_ids(2, 30)
+    options = {"eos_token_id": None, "return_dict_in_generate": True}
+    out = model.generate(ids[:, :20], max_new_tokens=5, **options)
+    cache, own = out.past_key_values, out.past_key_values.engine
+    ids = torch.cat((out.sequences, ids[:, 20:]), dim=1)
+    found = model.generate(ids, past_key_values=cache, max_new_tokens=9, **options).sequences
+    assert cache.engine is own and own.steps >= 4 + 7
+    assert torch.equal(found, model.generate(ids, max_new_tokens=9, eos_token_id=None))
+
+
+def test_generate_with_beams_reserves_nothing(tools):
+    """Rows move at every step: no step could be prepared, and the room would be copied along."""
+    model = make(tools, "pod")
+    options = {"max_new_tokens": 4, "num_beams": 2, "return_dict_in_generate": True}
+    cache = model.generate(tools.random_ids(2, 20), **options).past_key_values
+    assert cache.engine is None and cache.layers[0].capacity == 0
