@@ -53,7 +53,7 @@ TILES = {  # family -> rounded head_dim -> queries, keys, keys of a masked block
     100: {64: (128, 128, 64, 8, 3), 128: (128, 128, 64, 8, 2), 256: (128, 64, 64, 8, 2)},
     "fp32": {64: (64, 32, 32, 8, 1), 128: (32, 32, 32, 8, 1), 256: (32, 16, 16, 8, 1)},
 }
-"""Compiled without spilling, tested ahead of time; not measured. On sm_90 with head_dim 128 a thread of 8 warps holds 64 registers of
+"""16-bit tiles up to head_dim 128 compile without spilling; not measured on a GPU. On sm_90 with head_dim 128 a thread of 8 warps holds 64 registers of
 output, 64 of logits and 32 of weights, and shared memory 32 KiB of queries and two stages of 64 KiB of keys and values: with
 masked blocks of another size than full ones, or a third row of warps, registers would spill."""
 
