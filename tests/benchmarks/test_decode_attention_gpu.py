@@ -71,6 +71,22 @@ def test_a_peer_that_does_something_else_gets_no_time(row):
         row.check_peer(stack, stack.peer(lambda q, k, v: good(q, k[:, :, 1:], v[:, :, 1:])))
 
 
+def test_contestants_are_checked_before_they_race(row, monkeypatch):
+    good = row.sdpa(row.SDPBackend.MATH)
+    makers = {"good": lambda: good, "wrong": lambda: lambda q, k, v: good(q, k[:, :, 1:], v[:, :, 1:])}
+    monkeypatch.setattr(row, "peers", lambda device: makers)
+    monkeypatch.setattr(row, "backends", lambda device: ["grouped"])
+    monkeypatch.setattr(row, "checked_error", lambda *_: 1 / 0)
+    sizes = {"windows": (4, 28), "dtype": torch.float32, "checked_rows": 20}
+    setting = row.argparse.Namespace(**sizes, rounds=1, budget=None, tiny=True)
+    shape = row.Shape(1, 40, 4, (4, 28), torch.float32, CPU)
+    contestants = row.measure(shape, setting, {"40 tokens, batch 1 copy": "failed before"})["contestants"]
+    assert "wrong results" in contestants["dense: wrong"]["error"] and "seconds" in contestants["dense: good"]
+    assert "seconds" in contestants["dense: own grouped"]
+    assert "ZeroDivisionError" in contestants["pod: grouped"]["error"]
+    assert contestants["copy"] == {"error": "failed before"}
+
+
 def found(seconds: float, ratio: float, share: float | None) -> dict:
     best = {"seconds": {"median": seconds}, "over_fastest_dense": {"median": ratio}, "share_of_copy": share}
     slower = {"seconds": {"median": 9.0}, "over_fastest_dense": {"median": 3.0}, "share_of_copy": 0.1}
