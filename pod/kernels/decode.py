@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pod.kernels import decode_grouped, decode_reference
 from pod.kernels.decode_types import (
+    SPARE_COLUMNS,
     Call,
     DecodeBuffers,
     Packed,
@@ -76,7 +77,7 @@ def choose(call: Call, backend: str = "auto") -> Entry:
 def pod_decode(
     q: Tensor,
     keys: Stored | None,
-    window_keys: Stored | None,
+    window_keys: Tensor | None,
     values: Stored,
     lengths: Tensor,
     roles: Roles,
@@ -98,10 +99,10 @@ def pod_decode(
 
     Args:
         q: ``[B, Hq, d]`` rotated queries, ``Hq = G·H``.
-        keys: ``[B, leads, C, d]``, slot = position; None when no head leads. May be ``Packed``, as all three may.
+        keys: ``[B, leads, C, d]``, slot = position; None when no head leads. May be ``Packed``.
         window_keys: ``[B, followers, n_s + n_r, d]``: token ``p`` at slot ``p`` while ``p < n_s + n_r``, later at
-            ``n_s + (p - n_s) mod n_r``. None when no head follows.
-        values: ``[B, H, C, d]``.
+            ``n_s + (p - n_s) mod n_r``. None when no head follows. Never ``Packed``.
+        values: ``[B, H, C, d]``. May be ``Packed``, with the ``packed_lengths`` of the keys.
         lengths: int32 or int64 ``[B]`` on the device of ``q``: tokens per row (at least 1), the new one, already stored,
             included. Slots behind a row's length may hold anything.
         roles, buffers: from ``make_roles`` and ``make_buffers``. Heads in ``roles.followed`` write ``buffers.logits`` and
@@ -110,7 +111,8 @@ def pod_decode(
         tau: gate threshold (paper B.4), None = exact. A query head of a follower whose proximal tokens hold the share
             ``sigmoid(lse_P - lse_D) >= tau`` attends to these alone. Distant values are read only by KV heads with a query
             head that does not.
-        max_length: at least the longest of ``lengths``; lets the ``grouped`` backend on a GPU skip a question to it.
+        max_length: at least the longest of ``lengths``, for backends that would otherwise ask the device. None of today's uses
+            it: the Triton kernels read ``lengths`` on the device, the others run where reading them costs nothing.
         out: ``[B, Hq, d]`` to write to.
 
     Returns:
@@ -136,6 +138,10 @@ def _check(q, keys, window_keys, values, lengths, roles: Roles, n_s: int, n_r: i
     if q.dim() != 3 or q.shape[1] % roles.num_heads or not q.dtype.is_floating_point:
         raise ValueError(
             f"q is {list(q.shape)} {q.dtype}, expected floats [B, Hq, d] with Hq a multiple of {roles.num_heads} KV heads"
+        )
+    if isinstance(window_keys, Packed):
+        raise ValueError(
+            "window_keys are packed; only keys and values may be: give the window in the model's dtype"
         )
     batch, _, head_dim = q.shape
     if lengths.shape != (batch,) or lengths.dtype not in (torch.int32, torch.int64):
@@ -164,10 +170,10 @@ def _check_buffers(
     q: Tensor, values: Stored, roles: Roles, buffers: DecodeBuffers, out: Tensor | None
 ) -> None:
     rows = q.shape[0], roles.num_heads, q.shape[1] // roles.num_heads
-    got = buffers.logits.shape
-    if got[:3] != rows or got[3] < values.shape[2] or buffers.partial_out.shape[4] != q.shape[2]:
+    got = [*buffers.logits.shape[:3], buffers.logits.shape[3] - SPARE_COLUMNS]
+    if tuple(got[:3]) != rows or got[3] < values.shape[2] or buffers.partial_out.shape[4] != q.shape[2]:
         raise ValueError(
-            f"buffers are for [B, H, G, C] = {list(got)} and head_dim {buffers.partial_out.shape[4]}, needed are "
+            f"buffers are for [B, H, G, C] = {got} and head_dim {buffers.partial_out.shape[4]}, needed are "
             f"{[*rows, values.shape[2]]} and {q.shape[2]}; make them with make_buffers"
         )
     if (

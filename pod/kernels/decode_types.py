@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 _PROGRAMS_PER_PROCESSOR = 2  # as many as fit by registers, so that all run at once
-_SPARE_COLUMNS = 64  # the last tile of a row of logits is read as a whole
+SPARE_COLUMNS = 64  # the last tile of a row of logits is read as a whole
 
 
 class Packed(NamedTuple):
@@ -147,7 +147,7 @@ def make_buffers(
         programs = num_programs(batch, kv_heads, device)
     if programs < kv_heads:
         raise ValueError(f"{programs} programs are fewer than {kv_heads} KV heads; give at least one to each")
-    room = -(-capacity // 16) * 16 + _SPARE_COLUMNS  # in sixteens: rows are read 16 bytes at a time
+    room = -(-capacity // 16) * 16 + SPARE_COLUMNS  # in sixteens: rows are read 16 bytes at a time
     rows = batch, kv_heads, groups
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

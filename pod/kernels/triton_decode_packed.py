@@ -290,8 +290,6 @@ def packed_decode_kernel(
 def unsupported(call: Call) -> str | None:
     """Why the kernel cannot read these packed stores; None when it can."""
     keys, values = call.keys, call.values
-    if isinstance(call.window_keys, Packed):
-        return "packed window_keys (only keys and values may be packed)"
     if not isinstance(values, Packed) or (keys is not None and not isinstance(keys, Packed)):
         return "packed keys with native values or the other way round"
     stores = [values] if keys is None else [keys, values]

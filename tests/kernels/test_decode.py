@@ -364,6 +364,15 @@ def test_refusals_say_what_came_and_what_is_allowed(name):
         pod_decode(**{**arguments, **change})
 
 
+def test_packed_windows_are_refused_by_name():
+    case = PACKED["packed, ragged"]
+    layer = build(case)[1]
+    keys, _, values = packed_stores(case, layer)
+    arguments = torch.tensor(case.lengths), roles_of(case, 1), poisoned_buffers(case), case.n_s, case.n_r
+    with pytest.raises(ValueError, match="window_keys are packed"):
+        pod_decode(layer.q.flatten(1, 2), keys, values, values, *arguments)
+
+
 def test_refused_roles_and_buffers():
     for bad in (([0, 1], [1], []), ([1, 0], [], []), ([0], [1], [1]), ([], [], []), ([0, 2], [3], [])):
         with pytest.raises(ValueError):
