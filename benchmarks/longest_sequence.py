@@ -5,9 +5,9 @@
     python benchmarks/longest_sequence.py --predict    # no GPU: bytes of every operation at the true shapes, no arithmetic
 
 Shapes of a model of 1.2 billion weights, random, bf16, activation checkpointing; 70 % of the (layer, KV head) pairs follow, windows
-16+4080. Contestants: dense, and PoD with train.carry = keep, offload and recompute. Every try is a process of its own: it takes one
-short step, which allocates what does not grow, then forward and backward of one row. It fails when memory runs out. Two tries that
-fit predict the longest row, a bisection finds it to within 3 %.
+16+4080. Contestants: dense, and PoD with train.carry = keep, offload and recompute. A try is a training step of one row, after a
+short one which allocates what does not grow. It fails when memory runs out; its process then ends and the next try starts a fresh
+one. Two tries that fit predict the longest row, a bisection finds it to within 3 % unless --budget ends it.
 
 Memory is limited to --memory-gib, so that the search ends in minutes: the time of a row grows with its square, the ratio of lengths
 hardly depends on the limit once activations are most of it. On a CPU, and in a prediction, the bytes of all live tensors are counted,
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,11 @@ from pod.files import write_json
 from pod.modeling.attention import Backend, register_backend
 from pod.training import carry
 from pod.training.args import TrainArgs
-from pod.training.estimate import carried_heads
+from pod.training.estimate import carried_heads, mlp_tiles
 
 CONTESTANTS = ("dense", "keep", "offload", "recompute")
 GOAL = 0.9
-RESOLUTION, TINY_RESOLUTION = 0.03, 0.08
+RESOLUTION = 0.03
 TRUE_SIZE = {
     "vocab_size": 128_256,
     "hidden_size": 2048,
@@ -58,15 +58,15 @@ TINY_SIZE = TRUE_SIZE | {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 16,
     "num_sink_tokens": 2,
-    "num_recent_tokens": 62,
+    "num_recent_tokens": 30,
 }
 SHARE_NON_LEAD = 0.7
-TINY_MIB = 5
+TINY_MIB = 2
 
 
 def make_plan(layers: int, heads: int, share: float = SHARE_NON_LEAD) -> list[list[int]]:
@@ -157,8 +157,10 @@ def count_on_cpu(decoder: Any) -> Iterator[LiveBytes]:
         yield live
 
 
-def make_step(contestant: str, tiny: bool, longest: int) -> tuple[Callable[[int], None], Any]:
-    """(forward, backward and update of one row of that many tokens; the decoder). Random weights."""
+def make_step(
+    contestant: str, tiny: bool, longest: int
+) -> tuple[Callable[[int], None], Callable[[], None], Any]:
+    """(forward and backward of a random row of that many tokens, update, decoder). Random weights."""
     import deepspeed
 
     from pod.training.loss import LanguageModelLoss
@@ -178,70 +180,122 @@ def make_step(contestant: str, tiny: bool, longest: int) -> tuple[Callable[[int]
     engine, *_ = deepspeed.initialize(model=module, optimizer=make_optimizer(module, args), config=settings)
     drop_carry_hooks(model)
 
-    def step(tokens: int) -> None:
+    def run(tokens: int) -> None:
+        for layer in model.model.layers:
+            layer.mlp.train_tiles = mlp_tiles(args, tokens)
         ids = torch.randint(model.vocab_size, (1, tokens), device=mesh.device)
         loss = engine(input_ids=ids, labels=ids.roll(-1, 1), doc_ids=torch.zeros_like(ids))
         engine.backward(loss / tokens)
-        if tokens <= 256:
-            engine.step()
 
-    return step, model.model
+    return run, engine.step, model.model
 
 
-def attempt(contestant: str, tokens: int, limit: int, tiny: bool) -> dict[str, Any]:
-    """One try in this process: whether the row fits in `limit` bytes, the peak, and seconds of its step."""
-    cuda = torch.cuda.is_available() and not tiny
-    if cuda and limit:
-        torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+def measured(run: Callable[[int], None], tokens: int, decoder: Any, cuda: bool) -> int:
+    """Peak bytes of forward and backward."""
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        run(tokens)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+    with count_on_cpu(decoder) as live:
+        run(tokens)
+    return live.peak
+
+
+def serve(pipe: Any, contestant: str, limit: int, tiny: bool) -> None:
+    """Tries of one process: takes lengths from the pipe, answers each; ends at the first that runs out of memory."""
     try:
-        step, decoder = make_step(contestant, tiny, tokens)
-        step(256)
-        began = time.perf_counter()
+        cuda = torch.cuda.is_available() and not tiny
         if cuda:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            step(tokens)
-            torch.cuda.synchronize()
-            peak = torch.cuda.max_memory_allocated()
-        else:
-            with count_on_cpu(decoder) as live:
-                step(tokens)
-            peak = live.peak
-    except torch.OutOfMemoryError as error:
-        return {"tokens": tokens, "fits": False, "peak_bytes": None, "error": one_line(error)[:200]}
-    fits = cuda or peak <= limit
-    return {"tokens": tokens, "fits": fits, "peak_bytes": peak, "seconds": time.perf_counter() - began}
+            share = limit / torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, share))
+        run, update, decoder = make_step(contestant, tiny, 256)
+        run(64 if tiny else 256)
+        update()
+        while tokens := pipe.recv():
+            began = time.perf_counter()
+            try:
+                peak = measured(run, tokens, decoder, cuda)
+            except torch.OutOfMemoryError as error:
+                pipe.send(
+                    {"tokens": tokens, "fits": False, "peak_bytes": None, "error": one_line(error)[:200]}
+                )
+                return
+            seconds = time.perf_counter() - began
+            update()
+            pipe.send(
+                {"tokens": tokens, "fits": cuda or peak <= limit, "peak_bytes": peak, "seconds": seconds}
+            )
+    except Exception as error:  # noqa: BLE001  the parent records it
+        pipe.send({"failed": one_line(error)[-2000:]})
 
 
-def start_attempt(contestant: str, tokens: int, limit: int, tiny: bool) -> dict[str, Any]:
-    """`attempt` in a fresh process.
+class Tries:
+    """Tries of a contestant in child processes; a fresh one after each that ran out of memory.
 
-    Raises:
-        RuntimeError: it ended with another error than a lack of memory.
+    done: results so far; after_each: called when there is one more.
     """
-    if tiny:  # no CUDA context that a fork would break, and the imports are paid once
-        import deepspeed  # noqa: F401
 
-        with multiprocessing.get_context("fork").Pool(1) as pool:
-            return pool.apply(attempt, (contestant, tokens, limit, tiny))
-    settings = {"contestant": contestant, "tokens": tokens, "limit": limit, "tiny": tiny}
-    command = [sys.executable, __file__, "--attempt", json.dumps(settings)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"tokens"')]
-    if done.returncode or not lines:
-        raise RuntimeError(f"{contestant}, {tokens} tokens: {(done.stderr or done.stdout).strip()[-2000:]}")
-    return json.loads(lines[-1])
+    def __init__(self, contestant: str, limit: int, tiny: bool, after_each: Callable[[], None]):
+        self.settings, self.after_each = (contestant, limit, tiny), after_each
+        self.done: list[dict[str, Any]] = []
+        self.child: Any = None
+        self.pipe: Any = None
+
+    def __call__(self, tokens: int) -> dict[str, Any]:
+        """One try of that many tokens.
+
+        Raises:
+            RuntimeError: it ended with another error than a lack of memory.
+        """
+        if self.child is None:
+            # a fork pays the imports once, but breaks CUDA
+            context = multiprocessing.get_context("fork" if self.settings[2] else "spawn")
+            self.pipe, other = context.Pipe()
+            self.child = context.Process(target=serve, args=(other, *self.settings))
+            self.child.start()
+            other.close()
+        self.pipe.send(tokens)
+        try:
+            result = self.pipe.recv()
+        except EOFError:
+            self.child.join()
+            result = {"failed": f"the process ended with code {self.child.exitcode}"}
+        if "failed" in result:
+            raise RuntimeError(f"{self.settings[0]}, {tokens} tokens: {result['failed']}")
+        self.done.append(result)
+        self.after_each()
+        if result["peak_bytes"] is None:
+            self.close()
+        return result
+
+    def close(self) -> None:
+        """End the child, if there is one."""
+        if self.child is not None:
+            with suppress(OSError):
+                self.pipe.send(0)
+            self.child.join()
+            self.child = None
 
 
 def search(
-    start: Callable[[int], dict[str, Any]], first: int, unit: int, limit: int, resolution: float = RESOLUTION
-) -> dict[str, Any]:
-    """Bisection over row lengths in multiples of `unit` tokens.
+    start: Callable[[int], dict[str, Any]],
+    first: int,
+    unit: int,
+    limit: int,
+    resolution: float,
+    deadline: float,
+) -> tuple[int, int | None]:
+    """Longest row that fits and shortest that does not (None: not found before the deadline).
 
     Args:
         start: one try of that many tokens.
         first: a row that fits. It and its double predict where the bisection begins.
+        unit: lengths are multiples of this many tokens.
         limit: bytes, for the prediction.
+        resolution: stop when the two lengths differ by less than this share.
+        deadline: no try starts after this time of `time.perf_counter`.
 
     Raises:
         RuntimeError: the first row does not fit.
@@ -251,20 +305,18 @@ def search(
         raise RuntimeError(f"{first} tokens do not fit in {limit / 2**20:.0f} MiB: give more memory")
     low, high = (2 * first, None) if tries[1]["fits"] else (first, 2 * first)
     slope = bytes_per_token(tries)
-    guess = low + (limit - tries[-1]["peak_bytes"]) / slope if slope and high is None else low * 1.4
-    while high is None or (high - low > max(unit, resolution * low)):
+    guess = low + (limit - tries[1]["peak_bytes"]) / slope if high is None and slope else 1.4 * low
+    step = -resolution / 2
+    while time.perf_counter() < deadline and (high is None or high - low > max(unit, resolution * low)):
         if high is None:
-            asked = max(low + unit, min(guess, 8 * low) * (1.02 if low > 0.97 * guess else 0.985))
-            guess *= 1.1 if asked > guess else 1
+            asked, step = max(low + unit, guess * (1 + step)), max(step, 0) * 2 + resolution / 2
         else:
             asked = (low + high) / 2
         asked = int(asked) // unit * unit
         if asked in (low, high):
             break
-        tries.append(start(asked))
-        low, high = (asked, high) if tries[-1]["fits"] else (low, asked)
-    tries.sort(key=lambda one: one["tokens"])
-    return {"longest_tokens": low, "does_not_fit": high, "bytes_per_token": slope, "tries": tries}
+        low, high = (asked, high) if start(asked)["fits"] else (low, asked)
+    return low, high
 
 
 def bytes_per_token(tries: list[dict[str, Any]]) -> float | None:
@@ -344,25 +396,29 @@ def plan_facts(tiny: bool) -> dict[str, Any]:
     return {"share_non_lead": plan.share_non_lead, "carried_heads": carried_heads(plan.lead)}
 
 
-def race(arguments: argparse.Namespace, limit: int) -> dict[str, Any]:
-    """The search of every contestant; one that ends with an error is recorded with it."""
+def race(arguments: argparse.Namespace, limit: int, save: Callable[[dict[str, Any]], None]) -> None:
+    """The search of every contestant, saved after each try; one that ends with an error is recorded with it."""
     tiny, found = arguments.tiny, {}
-    first, unit, resolution = (192, 32, TINY_RESOLUTION) if tiny else (16_384, 512, RESOLUTION)
-    for name in arguments.only.split(","):
-        began = time.perf_counter()
+    names = arguments.only.split(",")
+    if tiny:
+        import deepspeed  # noqa: F401  before the forks
+    began = time.perf_counter()
+    for place, name in enumerate(names):
+        found[name] = {"longest_tokens": None}
+        tries = Tries(name, limit, tiny, lambda: save(found))
+        found[name]["tries"] = tries.done
+        deadline = began + arguments.budget * (place + 1) / len(names)
         try:
-            found[name] = search(
-                lambda tokens, name=name: start_attempt(name, tokens, limit, tiny),
-                first,
-                unit,
-                limit,
-                resolution,
+            sizes = (128, 32, limit, 0.15) if tiny else (16_384, 512, limit, RESOLUTION)
+            found[name]["longest_tokens"], found[name]["does_not_fit"] = search(tries, *sizes, deadline)
+            found[name]["bytes_per_token"] = bytes_per_token(
+                sorted(tries.done, key=lambda one: one["tokens"])
             )
         except RuntimeError as error:
-            found[name] = {"longest_tokens": None, "error": str(error)[-2000:]}
-        took = time.perf_counter() - began
-        print(f"  {name:10} {found[name]['longest_tokens']} tokens ({took:.0f} s)", flush=True)
-    return found
+            found[name]["error"] = str(error)[-2000:]
+        tries.close()
+        save(found)
+        print(f"  {name:10} {found[name]['longest_tokens']} tokens ({len(tries.done)} tries)", flush=True)
 
 
 def rows_of(found: dict[str, Any], tiny: bool) -> list[dict[str, Any]]:
@@ -389,11 +445,8 @@ def main() -> int:
     words.add_argument(
         "--predict", type=int, nargs="?", const=131_072, help="count bytes at this many tokens"
     )
-    words.add_argument("--attempt", type=json.loads, help=argparse.SUPPRESS)
+    words.add_argument("--budget", type=float, default=220.0, help="seconds after which no try starts")
     arguments = words.parse_args()
-    if arguments.attempt:
-        print(json.dumps(attempt(**arguments.attempt)), flush=True)
-        return 0
     if arguments.predict:
         result = header("longest_sequence_predicted", torch.device("cpu"), False)
         result |= {"plan": plan_facts(False), "size": TRUE_SIZE, "predicted": predict(arguments.predict)}
@@ -421,8 +474,13 @@ def main() -> int:
         "size": TINY_SIZE if arguments.tiny else TRUE_SIZE,
     }
     print(f"limit {limit / 2**30:.3f} GiB")
-    result["contestants"] = race(arguments, limit)
-    result["rows"] = rows_of(result["contestants"], arguments.tiny)
+
+    def save(found: dict[str, Any]) -> None:
+        result.update(contestants=found, rows=rows_of(found, arguments.tiny))
+        if arguments.out:
+            write_json(arguments.out, result)
+
+    race(arguments, limit, save)
     finish(result, arguments)
     return 0
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from gpu_tools import goal_row
 
 import pod
 from pod.eval.results import environment
@@ -101,6 +102,21 @@ def race(tokens: int, repeats: int, rows: list[list[int]]) -> dict[str, dict]:
     return result
 
 
+def rows_of(lengths: list[dict], tiny: bool) -> list[dict]:
+    """A summary row per length and window."""
+    rows = []
+    for entry in lengths:
+        for name, row in entry["contestants"].items():
+            if name != "dense":
+                figure = row["speed_over_dense"]["median"]
+                met = None if tiny else figure >= GOAL
+                title = f"training step on CPU, {name}, {entry['length']} tokens"
+                rows.append(
+                    goal_row(title, f">= {GOAL}x", figure, "x dense", met, "toy sizes" if tiny else None)
+                )
+    return rows
+
+
 def ratios(peer: list[float], own: list[float]) -> dict:
     """Spread of peer / own, round by round."""
     return spread([a / b for a, b in zip(peer, own, strict=True)])
@@ -113,8 +129,14 @@ def main() -> None:
     )
     parser.add_argument("--lengths", default="2048,4096", help="tokens of a row, comma-separated")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tiny", action="store_true", help="short rows, one round: tests the script")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    if arguments.tiny:
+        arguments.lengths, arguments.repeats = "320", 1
+        arguments.out = (
+            RESULTS.with_name("train_step_cpu_tiny.json") if arguments.out == RESULTS else arguments.out
+        )
     rows = make_plan()
     plan = pod.SharingPlan(lead=rows)  # type: ignore[arg-type]
     result = {
@@ -138,6 +160,7 @@ def main() -> None:
                 f"  {name:12} {seconds['median']:6.2f} s ({seconds['min']:.2f}–{seconds['max']:.2f})  "
                 f"{speed['median']:.3f}x dense ({speed['min']:.3f}–{speed['max']:.3f})"
             )
+        result["rows"] = rows_of(result["lengths"], arguments.tiny)
         result["load_average_at_end"] = os.getloadavg()[0]
         write_json(arguments.out, result)  # after each length: a long run may be cut short
     print(f"wrote {arguments.out}")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -50,17 +51,22 @@ def test_output_and_gradients_equal_one_piece(tokens, tiles, rows):
 
 
 class WidestActivation(TorchDispatchMode):
-    """Most tokens of any tensor [..., tokens, intermediate_size] that an operation returned."""
+    """Most tokens of a tensor [..., tokens, intermediate_size] that an operation returned, and of all that lived at a time."""
 
     def __init__(self):
         super().__init__()
-        self.tokens = 0
+        self.tokens = self.live_tokens = 0
+        self.seen = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.ndim >= 2 and leaf.shape[-1] == INNER:
+            if isinstance(leaf, torch.Tensor) and leaf.ndim == 3 and leaf.shape[-1] == INNER:
+                storage = leaf.untyped_storage()
+                self.seen[storage._cdata] = StorageWeakRef(storage), leaf.numel() // INNER
                 self.tokens = max(self.tokens, leaf.numel() // INNER)
+        self.seen = {key: entry for key, entry in self.seen.items() if not entry[0].expired()}
+        self.live_tokens = max(self.live_tokens, sum(tokens for _, tokens in self.seen.values()))
         return result
 
 
@@ -77,15 +83,17 @@ def widest(tiles, checkpointing, tokens=330):
     with WidestActivation() as backward:
         loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return forward.tokens, backward.tokens, gradients
+    return (forward.tokens, backward.tokens), (forward.live_tokens, backward.live_tokens), gradients
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_no_whole_activation_exists_in_forward_or_backward(checkpointing):
-    *whole, expected = widest(1, checkpointing)
-    *tiled, got = widest(5, checkpointing)
-    assert whole == [330, 330]
-    assert tiled == [66, 66]
+    whole, whole_live, expected = widest(1, checkpointing)
+    tiled, tiled_live, got = widest(5, checkpointing)
+    assert whole == (330, 330)
+    assert tiled == (66, 66)
+    assert all(live <= 6 * 66 for live in tiled_live), "several tiles lived at a time"
+    assert min(whole_live) > 6 * 66
     for name, gradient in expected.items():
         assert torch.linalg.vector_norm(got[name] - gradient) <= 1e-5 * torch.linalg.vector_norm(gradient), (
             name

@@ -155,8 +155,10 @@ def test_offload_copies_each_tensor_once_each_way_and_holds_open_blocks_only():
     tensors = 2 * carried_heads(LEAD)
     assert (host.count, host.live_bytes()) == (tensors, CARRIED)
     assert device.count == 0
+    loss.backward(retain_graph=True)
+    assert (device.count, device.live_bytes(), host.live_bytes()) == (tensors, 0, CARRIED)
     loss.backward()
-    assert device.count == tensors
+    assert device.count == 2 * tensors
     assert host.live_bytes() == device.live_bytes() == 0
     assert most[0] <= open_heads(LEAD) * (GROUPS + 1) * HEAD_DIM * N * 8
 
@@ -170,8 +172,13 @@ def test_recompute_projects_a_lead_once_for_each_layer_in_which_blocks_of_it_end
         return original(layer, *rest)
 
     monkeypatch.setattr(carry_memory, "lead_carry", counting)
-    loss_of(checkpointed("recompute"), some_ids()).backward()
+    model = checkpointed("recompute")
+    loss = loss_of(model, some_ids())
+    memory = model.model.carry_memory
+    assert not memory._pass.lead_inputs, "hidden states must belong to the graph alone, which frees them"
+    loss.backward()
     assert calls == [3, 2, 1, 0, 0]
+    assert not memory._pass.entries
 
 
 @pytest.mark.parametrize("mode", MODES)
