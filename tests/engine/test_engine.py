@@ -572,3 +572,16 @@ def test_generate_with_beams_reserves_nothing(tools):
     options = {"max_new_tokens": 4, "num_beams": 2, "return_dict_in_generate": True}
     cache = model.generate(tools.random_ids(2, 20), **options).past_key_values
     assert cache.engine is None and cache.layers[0].capacity == 0
+
+
+def test_greedy_over_packed_stores(tools):
+    options = {"group_size": 4, "residual": 1}
+    model, cache, ids = used(tools, "pod+int4", capacity=26, **options)
+    plain = pod.make_cache(model, "pod+int4", **options)
+    feed(model, plain, ids[:, :20])
+    decode(model, plain, ids[:, 20:24])
+    tokens = cache.engine.greedy(model, ids[:, 24:25], 11)
+    fed = torch.cat((ids[:, 24:25], tokens), dim=1)
+    assert torch.equal(decode(model, plain, fed[:, :11]).argmax(-1), tokens)
+    ours, expected = (decode(model, one, fed[:, 11:]) for one in (cache, plain))
+    assert (ours - expected).abs().max() < TOLERANCE
