@@ -489,7 +489,7 @@ def test_prompts_in_pieces_and_of_one_token(tools, spec):
 
     def act(model, cache):
         logits = []
-        for announced, widths in ((12, (5, 1, 6)), (3, (1, 1, 1)), (1, (1,)), (9, (4,)), (0, ())):
+        for announced, widths in ((12, (5, 1, 6)), (9, (1,) * 9), (1, (1,)), (9, (4,)), (0, ())):
             cache.begin_prompt(announced)
             for width in widths:
                 past = cache.get_seq_length()
