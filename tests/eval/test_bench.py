@@ -552,6 +552,9 @@ def test_max_batch_tiny(script, models, bench):
     one = module.Tries(bench, POD, 64, None)
     assert one.fits(1) and one.fits(2)
     row = one.peaks[2] - one.peaks[1]
+    assert row == pytest.approx(held_per_row(bench.sizes, POD, 64, on_cpu=True), rel=0.2), (
+        "nothing had to grow"
+    )
     budget = int(one.peaks[1] + 6.5 * row)
     found = module.measure(bench, 64, budget, budget)
     assert found["methods"]["pod"]["batch"] == 7 and found["methods"]["pod"][
