@@ -225,7 +225,7 @@ def test_a_launcher_starts_from_any_folder(launch):
 
 
 def test_every_field_of_every_section_is_documented():
-    for section in ("model", "explore", "data", "train", "export", "eval"):
+    for section in ("model", "explore", "data", "train", "export", "eval", "bench"):
         cls = recipes.hints_of(recipes.Recipe)[section]
         undocumented = set(recipes.fields_of(cls)) - set(recipes.field_docs(cls))
         assert not undocumented, f"{section}: no text under {sorted(undocumented)}"

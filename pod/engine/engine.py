@@ -26,8 +26,8 @@ from pod.modeling.layout import PodCacheLayer
 from pod.modeling.stores import NATIVE
 
 _WARM_UPS = 2  # runs before a capture: kernels compile, libraries allocate
-_ROOM = 1024  # tokens by which a full cache grows, at least
-_FIRST_ROOM = 4096  # tokens that generate() reserves behind a prompt, at most what it may generate
+_ROOM = 256  # tokens by which a full cache grows, at least; 1/8 of a long one
+_FIRST_ROOM = 256  # tokens that generate() reserves behind a prompt, at least; 1/8 of a long one
 
 
 def refusal(cache: PodCache) -> str | None:
@@ -75,7 +75,7 @@ def attach_for_generation(cache: PodCache, prompt: int, longest: int) -> None:
     """
     if refusal(cache) is not None:
         return
-    capacity = min(longest, prompt + _FIRST_ROOM)
+    capacity = min(longest, prompt + max(_FIRST_ROOM, prompt // 8))
     if cache.engine is None:
         attach(cache, capacity)
     elif capacity > cache.layers[0].capacity:  # type: ignore[attr-defined]
