@@ -456,6 +456,7 @@ def test_what_cannot_be_is_refused_before_anything_is_measured(tmp_path, monkeyp
 
 def test_the_stock_model_is_left_out_where_it_does_not_fit(tmp_path, monkeypatch):
     recipe = recipe_of(tmp_path, "bench.lengths=[40,400]", "bench.methods=pod")
+    assert decode_speed.most_bytes({"weights": 1.0, "full": 2.0, "pod": 3.0, "int4": 4.0}) == 7.0
     sizes = bench_module._sizes(recipe)
     needed = decode_speed.bytes_needed(sizes, recipe.bench.contestants(), 1, 400 + 8, True)
     monkeypatch.setattr(decode_speed, "free_memory", lambda _: decode_speed.most_bytes(needed) + 1)
