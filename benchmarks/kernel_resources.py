@@ -32,13 +32,20 @@ COMMAND = "python benchmarks/kernel_resources.py"
 TENSOR_CORES = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
 """What a product of large 16-bit tiles compiles to."""
 
+KNOWN_SPILLS = {
+    ("triton_decode: combine fp32 d128 g4 tau", 100): 8,
+    ("triton_decode_packed: decode int4 bf16 d128 g8 group 64 tau far", 90): 8,
+}
+"""Hot kernels that do spill, and how many bytes per thread: not more. One that no longer does must leave this list."""
+
 
 def problems(name: str, case: AotCase, capability: int, found: CompiledCase) -> list[str]:
     """What is wrong with a compiled kernel, one line each."""
     where, out = f"{name} on sm_{capability}", []
     half = any(t in ("*bf16", "*fp16") for t in case.types.values())
-    if case.hot and found.stack_bytes:
-        out.append(f"{where}: {found.stack_bytes} bytes of stack, expected 0: registers are spilled")
+    known = KNOWN_SPILLS.get((name, capability), 0)
+    if case.hot and found.stack_bytes != known:
+        out.append(f"{where}: {found.stack_bytes} bytes of stack, expected {known}: registers are spilled")
     if found.shared_bytes > SHARED_LIMIT[capability]:
         out.append(
             f"{where}: {found.shared_bytes} bytes of shared memory, at most {SHARED_LIMIT[capability]}"
@@ -122,6 +129,10 @@ def main() -> int:
         f"compiled {len(wanted)} kernels of {len(cases)} configurations in {time.perf_counter() - began:.0f} s"
     )
     wrong = [line for (n, c), found in compiled.items() for line in problems(n, cases[n], c, found)]
+    if not arguments.only:
+        wrong += [
+            f"{n} on sm_{c}: in KNOWN_SPILLS, no such kernel" for n, c in KNOWN_SPILLS.keys() - compiled
+        ]
     if arguments.only:
         print(markdown(table(cases, compiled), f"Triton {triton.__version__}."), *wrong, sep="\n")
         return bool(wrong)

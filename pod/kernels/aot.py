@@ -145,7 +145,8 @@ def fingerprint(case: AotCase) -> str:
     Comments, docstrings and line numbers do not count.
     """
     code = _reached(case.kernel)
-    settings = [case.types, case.constants, case.options, sorted(case.divisible)]
+    known = (sorted(part.items()) for part in (case.types, case.constants, case.options))
+    settings = [*known, sorted(case.divisible)]
     return hashlib.sha256(repr([code, settings]).encode()).hexdigest()
 
 

@@ -74,6 +74,7 @@ def test_the_fingerprint_is_of_what_is_compiled(aot, case_of):
         case_of("UNUSED = 5", "UNUSED = 6\n\n\n"),
         case_of("def other(x):\n    return x", "def other(x):\n    return x + 1"),
         case_of(hot=False, capabilities=(90,)),
+        case_of(types={"x": "*fp32", "out": "*fp32"}),
     ]
     assert {aot.fingerprint(case) for case in same} == {first}
     changed = [
