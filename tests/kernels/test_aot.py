@@ -142,6 +142,7 @@ def test_names_are_unique_in_a_module(aot, case_of, monkeypatch):
         ("triton_decode: f", "*bf16", True, 80, (255, 0, 163 * 1024, {"mma.sync"}), None),
         ("triton_decode: f", "*bf16", True, 80, (255, 0, 163 * 1024 + 1, {"mma.sync"}), "shared memory"),
         ("triton_decode: f", "*bf16", True, 90, (255, 0, 227 * 1024, {"mma.sync"}), None),
+        ("triton_decode: f", "*bf16", True, 90, (255, 0, 227 * 1024 + 1, {"mma.sync"}), "shared memory"),
         ("triton_decode: f", "*bf16", False, 100, (255, 0, 227 * 1024 + 1, set()), "shared memory"),
         ("triton_prefill_backward: f", "*bf16", True, 90, (9, 0, 0, {"mma.sync"}), "none of wgmma"),
         ("triton_prefill: f", "*fp16", True, 80, (9, 0, 0, {"mma.sync"}), None),
