@@ -500,4 +500,6 @@ def combine_case(
     block_d = max(16, triton.next_power_of_2(head_dim))
     constants |= {"BLOCK_N": tokens_per_step, "BLOCK_S": _SPLITS, "BLOCK_D": block_d}
     even = ("n_s", "n_r", "out_batch", "out_head")
-    return AotCase(f"combine {name}", combine_kernel, pointers, constants, {"num_warps": 4}, divisible=even)
+    hot = dtype != "fp32"
+    options = {"num_warps": 4}
+    return AotCase(f"combine {name}", combine_kernel, pointers, constants, options, hot=hot, divisible=even)
