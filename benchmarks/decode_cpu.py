@@ -14,6 +14,8 @@ dense layout is checked against stock transformers on a short prompt with true a
 import argparse
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,11 +25,13 @@ import pod
 from pod.eval.efficiency import Contestant, race
 from pod.eval.results import environment
 from pod.eval.stats import spread
-from pod.files import write_json
+from pod.files import read_json, write_json
+from pod.kernels import decode
 from pod.modeling.attention import Backend, register_backend
 
 LAYERS, HIDDEN, QUERY_HEADS, KV_HEADS, HEAD_DIM = 4, 2048, 16, 4, 128
 WINDOWS = ((16, 1008), (16, 4080))
+_ATTENTION_REPEATS = 31
 _ROOM = 256  # decoded tokens, at least repeats + 1 rounds of steps
 RESULTS = Path(__file__).parent / "results" / "decode_cpu.json"
 
@@ -114,6 +118,58 @@ def compare(rows: list[Contestant], steps: int, repeats: int) -> dict[str, dict]
     return result
 
 
+def attention_stack(length: int, dtype: torch.dtype) -> dict[str, Callable[[], None]]:
+    """The attention of one decoded token through all layers, without projections: dense, and PoD with each window.
+
+    Stores hold random numbers; every layer has its own, so that nothing is read twice from a processor's cache.
+    """
+    heads = list(range(KV_HEADS))
+    keys, values = torch.randn(2, LAYERS, 1, KV_HEADS, length, HEAD_DIM, dtype=dtype)
+    q, lengths = torch.randn(1, QUERY_HEADS, HEAD_DIM, dtype=dtype), torch.tensor([length])
+    buffers = decode.make_buffers(
+        1, KV_HEADS, QUERY_HEADS // KV_HEADS, HEAD_DIM, length, dtype, torch.device("cpu")
+    )
+    dense, lead, follow = (
+        decode.make_roles(*roles, "cpu") for roles in ((heads, [], []), (heads, [], heads), ([], heads, []))
+    )
+
+    def run(windows: tuple[int, int] | None) -> None:
+        for layer in range(LAYERS):
+            roles = dense if windows is None else lead if layer == 0 else follow
+            window = None if roles is not follow else ring[windows]
+            decode.pod_decode(
+                q, keys[layer], window, values[layer], lengths, roles, buffers, *(windows or WINDOWS[0])
+            )
+
+    ring = {w: torch.randn(1, KV_HEADS, sum(w), HEAD_DIM, dtype=dtype) for w in WINDOWS}
+    return {"dense": partial(run, None)} | {f"pod {w[0]}+{w[1]}": partial(run, w) for w in WINDOWS}
+
+
+def compare_attention(length: int, dtype: torch.dtype, repeats: int) -> dict[str, dict]:
+    """Milliseconds per token of the attention alone, and its speed over dense, round by round."""
+    stack = attention_stack(length, dtype)
+    seconds: dict[str, list[float]] = {name: [] for name in stack}
+    for round_number in range(repeats + 1):
+        for name, run in stack.items():
+            began = time.perf_counter()
+            run()
+            if round_number:
+                seconds[name].append(time.perf_counter() - began)
+    result = {}
+    for name, own in seconds.items():
+        pairs = zip(seconds["dense"], own, strict=True)
+        result[name] = {
+            "milliseconds": spread([1e3 * x for x in own]),
+            "speed_over_dense": spread([other / x for other, x in pairs]),
+        }
+        print(
+            f"  attention alone, {name:14} {result[name]['milliseconds']['median']:7.2f} ms  "
+            f"{result[name]['speed_over_dense']['median']:.2f}x dense ({result[name]['speed_over_dense']['min']:.2f}–"
+            f"{result[name]['speed_over_dense']['max']:.2f})"
+        )
+    return result
+
+
 def build_models(stock: LlamaForCausalLM) -> dict[str, pod.PodForCausalLM]:
     """Dense layout and PoD with each window, with the stock model's weights."""
     plan = pod.SharingPlan(lead=[[0] * KV_HEADS for _ in range(LAYERS)])
@@ -134,10 +190,19 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--steps", type=int, default=8, help="tokens per timed repeat")
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument(
+        "--attention-only",
+        action="store_true",
+        help="measure the attention alone again, and keep the rest of --out",
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     lengths = [int(length) for length in arguments.lengths.split(",")]
     torch.manual_seed(0)
+    dtype = getattr(torch, arguments.dtype)
+    if arguments.attention_only:
+        renew_attention(arguments.out, dtype)
+        return
     register_backend("zeros", Backend(no_attention, no_attention, no_attention))
     stock = LlamaForCausalLM(stock_config(2 * max(lengths))).to(getattr(torch, arguments.dtype)).eval()
     models = build_models(stock)
@@ -164,10 +229,21 @@ def main() -> None:
     for length in lengths:
         began = time.perf_counter()
         rows = compare(contestants(stock, models, length), arguments.steps, arguments.repeats)
-        result["lengths"].append({"length": length, "methods": rows})
         print_rows(length, rows, time.perf_counter() - began)
+        alone = compare_attention(length, dtype, _ATTENTION_REPEATS)
+        result["lengths"].append({"length": length, "methods": rows, "attention_alone": alone})
     write_json(arguments.out, result)
     print(f"wrote {arguments.out}")
+
+
+def renew_attention(path: Path, dtype: torch.dtype) -> None:
+    """Measure the attention alone for the lengths of a result file, and write it again."""
+    result = read_json(path)
+    for entry in result["lengths"]:
+        print(f"{entry['length']:,} tokens")
+        entry["attention_alone"] = compare_attention(entry["length"], dtype, _ATTENTION_REPEATS)
+    result["attention_alone_environment"] = environment()
+    write_json(path, result)
 
 
 def print_rows(length: int, rows: dict[str, dict], seconds: float) -> None:

@@ -541,16 +541,16 @@ def test_only_steps_that_ask_the_device_nothing_are_recorded(tools, spec, monkey
     assert not any(layer.can_be_recorded() for layer in layers)
 
 
-def test_many_caches_are_compiled(tools, monkeypatch):
+def test_many_caches_are_compiled(tools):
     """The compiler stops after some versions of one function (8 of them); each engine has one of its own."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     model = tools.make_pod("qwen3-g3", plan=False, num_hidden_layers=1)
     ids = tools.random_ids(1, 5)
     for _ in range(2):
         cache = pod.make_cache(model, "full")
         engine.attach(cache, 16, compiler="eager")
-        feed(model, cache, ids[:, :4])
-        feed(model, cache, ids[:, 4:])
+        with torch._dynamo.config.patch(recompile_limit=1):
+            feed(model, cache, ids[:, :4])
+            feed(model, cache, ids[:, 4:])
         assert cache.engine.steps == 1
 
 
