@@ -112,10 +112,10 @@ class StaticLayer:
         call = Call(q, *self._stored(), lengths, self.roles, self.buffers, *windows, *numbers, q)
         return decode.choose(call, self.backend) is decode.BACKENDS["triton"]
 
-    def _stored(self) -> tuple[Stored | None, Stored | None, Stored]:
-        """Keys, window keys and values."""
+    def _stored(self) -> tuple[Stored | None, Tensor | None, Stored]:
+        """Keys, window keys (always native) and values."""
         keys = None if self.keys is None else self.keys.stored
-        return keys, None if self.window_keys is None else self.window_keys.stored, self.values.stored
+        return keys, None if self.window_keys is None else self.window_keys.target, self.values.stored
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: StaticStep) -> Tensor:
         """As ``CacheLayer.attend`` for ``m = 1``: ``[B, Hq, 1, d]``."""
