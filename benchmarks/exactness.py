@@ -38,7 +38,7 @@ def attention_errors() -> dict[str, float]:
                 truth = _run(reference.pod_attention, [x.double() for x in inputs], windows, doc_ids)
                 for name, a, b in zip(worst, ours, truth, strict=True):
                     if b.norm() > 1e-9:
-                        worst[name] = max(worst[name], float((a - b).norm() / b.norm()))
+                        worst[name] = max(worst[name], float(((a - b).norm() / b.norm()).detach()))
     return worst
 
 

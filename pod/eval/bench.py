@@ -39,9 +39,9 @@ def _estimate_line(sizes: Any, method: BenchMethod, batch: int, length: int, cap
     held = batch * decode_bytes.held_per_row(sizes, method, capacity) / 1e9
     limit = decode_bytes.ceiling(sizes, method, FULL, length, batch)
     if limit is None:
-        return f"{method.name:<24} at most {held:.3f} held; what a step reads is not modelled"
+        return f"{method.name:<30} at most {held:.3f} held; what a step reads is not modelled"
     read = decode_bytes.read_per_step(sizes, method, length, batch) / 1e9
-    return f"{method.name:<24} {held:8.3f} held  {read:8.3f} read  {limit:.3f}x"
+    return f"{method.name:<30} {held:8.3f} held  {read:8.3f} read  {limit:.3f}x"
 
 
 def _capacity(args: BenchArgs, length: int) -> int:
