@@ -585,3 +585,16 @@ def test_greedy_over_packed_stores(tools):
     assert torch.equal(decode(model, plain, fed[:, :11]).argmax(-1), tokens)
     ours, expected = (decode(model, one, fed[:, 11:]) for one in (cache, plain))
     assert (ours - expected).abs().max() < TOLERANCE
+
+
+def test_packed_rows_are_reordered_inside_a_prompt(tools):
+    """Between two chunks of an announced prompt its tokens wait unpacked: they move with their rows."""
+    model, ids, found = make(tools, "pod", (2, 5)), tools.random_ids(2, 60), []
+    for capacity in ({}, {"capacity": 72}):
+        cache = pod.make_cache(model, "pod+int4", group_size=4, residual=1, **capacity)
+        cache.begin_prompt(40)
+        feed(model, cache, ids[:, :21])
+        cache.reorder_cache(torch.tensor([1, 0]))
+        logits = [feed(model, cache, ids[:, 21:40]), decode(model, cache, ids[:, 40:])]
+        found.append(torch.cat(logits, dim=1))
+    assert (found[0] - found[1]).abs().max() < TOLERANCE
