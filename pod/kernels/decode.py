@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pod.kernels import decode_grouped, decode_reference
+from pod.kernels import decode_grouped, decode_reference, dispatch
 from pod.kernels.decode_types import (
     SPARE_COLUMNS,
     Call,
@@ -56,21 +56,8 @@ AUTO_ORDER: dict[str, list[str]] = {"cuda": ["triton", "grouped"]}
 
 def choose(call: Call, backend: str = "auto") -> Entry:
     """The backend that will run; ``ValueError`` when the asked one cannot."""
-    if backend != "auto":
-        if backend not in BACKENDS:
-            raise ValueError(
-                f"decode backend {backend!r} is unknown; choose auto or one of {', '.join(BACKENDS)}"
-            )
-        reason = BACKENDS[backend].unsupported(call)
-        if reason:
-            raise ValueError(
-                f"decode backend {backend!r} cannot run: {reason}; choose auto or another backend"
-            )
-        return BACKENDS[backend]
-    for name in AUTO_ORDER.get(call.q.device.type, ["grouped"]):
-        if BACKENDS[name].unsupported(call) is None:
-            return BACKENDS[name]
-    raise ValueError(f"no decode backend runs on {call.q.dtype} on {call.q.device.type}")
+    order = AUTO_ORDER.get(call.q.device.type, ["grouped"])
+    return dispatch.choose("decode", BACKENDS, order, call.q, backend, call)
 
 
 @torch.no_grad()

@@ -13,8 +13,6 @@ Nothing here waits for the device or allocates. Logits and sums are fp32; those 
 
 import contextlib
 import importlib
-import os
-import shutil
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -23,12 +21,12 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+from pod.kernels import dispatch
 from pod.kernels.aot import AotCase
 from pod.kernels.decode_types import Call, Packed, Stored
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _SPLITS = 64  # partial results that the merging kernel reads at a time
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 ALL = 0
 """A launch over all tokens."""
@@ -366,7 +364,7 @@ def interpreted() -> bool:
 def unsupported(call: Call) -> str | None:
     """Why the kernels cannot run a call; None when they can."""
     q = call.q
-    if q.dtype not in _DTYPES:
+    if q.dtype not in dispatch.TRITON_DTYPES:
         return f"dtype {q.dtype} (float32, float16 or bfloat16)"
     if q.shape[-1] > 256:
         return f"head_dim {q.shape[-1]} (at most 256)"
@@ -379,25 +377,12 @@ def unsupported(call: Call) -> str | None:
         return "features that are not neighbours in memory (stride 1 in the last dimension)"
     if call.buffers.programs < call.roles.num_heads or not call.buffers.logits.is_contiguous():
         return "buffers that make_buffers did not make for these heads"
-    return _no_gpu(q)
+    return dispatch.no_triton(q, interpreted())
 
 
 def _packed():
     """The kernels that read codes; they use what is defined here."""
     return importlib.import_module("pod.kernels.triton_decode_packed")
-
-
-def _no_gpu(q: Tensor) -> str | None:
-    if interpreted():
-        # its tl.dot multiplies the bit patterns of bfloat16 (Triton 3.6 to 3.9)
-        return "bfloat16 under TRITON_INTERPRET=1" if q.dtype == torch.bfloat16 else None
-    if not q.is_cuda:
-        return f"device {q.device.type} (CUDA, or TRITON_INTERPRET=1)"
-    if torch.version.hip is not None or torch.cuda.get_device_capability(q.device) < (8, 0):
-        return "this GPU (NVIDIA, compute capability 8.0 or newer)"
-    if not (os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc")):
-        return "no C compiler, which Triton starts its kernels with (install gcc or set CC)"
-    return None
 
 
 def decode(call: Call) -> None:

@@ -10,8 +10,6 @@ and values from the L2 cache at the same time.
 """
 
 import functools
-import os
-import shutil
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -20,6 +18,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+from pod.kernels import dispatch
 from pod.kernels import triton_prefill_backward as backward
 from pod.kernels.aot import AotCase
 from pod.kernels.triton_prefill_tiles import (
@@ -44,8 +43,6 @@ from pod.kernels.triton_prefill_tiles import (
     strides,
     tile,
 )
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 TILES = {  # family -> rounded head_dim -> queries, keys, keys of a masked block, warps, stages
     80: {64: (128, 64, 32, 8, 3), 128: (64, 64, 32, 4, 2), 256: (64, 32, 32, 8, 2)},
@@ -177,20 +174,11 @@ def interpreted() -> bool:
 
 def unsupported(q: Tensor) -> str | None:
     """Why the kernels cannot run on such queries; None when they can."""
-    if q.dtype not in _DTYPES:
+    if q.dtype not in dispatch.TRITON_DTYPES:
         return f"dtype {q.dtype} (float32, float16 or bfloat16)"
     if not 1 <= q.shape[-1] <= 256:
         return f"head_dim {q.shape[-1]} (1 to 256)"
-    if interpreted():
-        # its tl.dot multiplies the bit patterns of bfloat16 (Triton 3.6 to 3.9)
-        return "bfloat16 under TRITON_INTERPRET=1" if q.dtype == torch.bfloat16 else None
-    if not q.is_cuda:
-        return f"device {q.device.type} (CUDA, or TRITON_INTERPRET=1)"
-    if torch.version.hip is not None or torch.cuda.get_device_capability(q.device) < (8, 0):
-        return "this GPU (NVIDIA, compute capability 8.0 or newer)"
-    if not (os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc")):
-        return "no C compiler, which Triton starts its kernels with (install gcc or set CC)"
-    return None
+    return dispatch.no_triton(q, interpreted())
 
 
 def _forward(q, k, v, q_lead, k_lead, settings: Settings) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,6 @@ log-sum-exp, then every weight is written once. Logits of fp32 inputs are comput
 """
 
 import contextlib
-import os
-import shutil
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -16,10 +14,10 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+from pod.kernels import dispatch
 from pod.kernels.aot import AotCase
 
 _LOG2E = 1.4426950408889634
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Tile(NamedTuple):
@@ -169,20 +167,11 @@ def interpreted() -> bool:
 
 def unsupported(q: Tensor) -> str | None:
     """Why the kernels cannot run on such queries; None when they can."""
-    if q.dtype not in _DTYPES:
+    if q.dtype not in dispatch.TRITON_DTYPES:
         return f"dtype {q.dtype} (float32, float16 or bfloat16)"
     if q.shape[-1] > 256:
         return f"head_dim {q.shape[-1]} (at most 256)"
-    if interpreted():
-        # its tl.dot multiplies the bit patterns of bfloat16 (Triton 3.6 to 3.9)
-        return "bfloat16 under TRITON_INTERPRET=1" if q.dtype == torch.bfloat16 else None
-    if not q.is_cuda:
-        return f"device {q.device.type} (CUDA, or TRITON_INTERPRET=1)"
-    if torch.version.hip is not None or torch.cuda.get_device_capability(q.device) < (8, 0):
-        return "this GPU (NVIDIA, compute capability 8.0 or newer)"
-    if not (os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc")):
-        return "no C compiler, which Triton starts its kernels with (install gcc or set CC)"
-    return None
+    return dispatch.no_triton(q, interpreted())
 
 
 def _launch(kernel, grid: tuple[int, ...], q: Tensor, k: Tensor, results, scale: float, **options) -> None:

@@ -1,40 +1,19 @@
 """The CUDA paths of the flash backends: their bookkeeping with emulated ops, the ops' signatures with fake tensors, and on a GPU."""
 
 import inspect
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
+import flash_emulation
 import pytest
 import torch
+from attention_inputs import NAMES, gradients, tensors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pod  # noqa: F401  (connects the reference to the kernels)
 from pod.kernels import api, cudnn, documents, flash_attn, flash_ops, flash_varlen
 from pod.modeling import reference
 
-sys.path.insert(0, str(Path(__file__).parent))
-import flash_emulation
-
 CAUSAL, POD, WINDOW = flash_varlen.operations(lambda q: flash_emulation.OPS)
-NAMES = ("out", "q", "k", "v", "q_lead", "k_lead")
-
-
-def tensors(batch, heads, groups, n, d, dtype=torch.float64, device="cpu"):
-    generator = torch.Generator().manual_seed(n + d)
-    query, key = (batch, heads * groups, n, d), (batch, heads, n, d)
-    shapes = (query, key, key, query, key)
-    return [
-        torch.randn(s, generator=generator, dtype=torch.float64).mul(1.5).to(device, dtype) for s in shapes
-    ]
-
-
-def gradients(function, inputs, *args, **kwargs):
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    out = function(*leaves, *args, **kwargs)
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    grads = torch.autograd.grad((out * weights.to(out)).sum(), leaves)
-    return [out.detach(), *grads]
 
 
 def layouts(n):

@@ -8,31 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from attention_inputs import NAMES, gradients, tensors
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import create_mask
 
 import pod  # noqa: F401  (connects the reference to the kernels)
 from pod.kernels import api, flex
 from pod.modeling import reference
-
-NAMES = ("out", "q", "k", "v", "q_lead", "k_lead")
-
-
-def tensors(batch, heads, groups, n, d, dtype=torch.float64, device="cpu"):
-    generator = torch.Generator().manual_seed(n + d)
-    query, key = (batch, heads * groups, n, d), (batch, heads, n, d)
-    shapes = (query, key, key, query, key)
-    return [
-        torch.randn(s, generator=generator, dtype=torch.float64).mul(1.5).to(device, dtype) for s in shapes
-    ]
-
-
-def gradients(function, inputs, *args, **kwargs):
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    out = function(*leaves, *args, **kwargs)
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    grads = torch.autograd.grad((out * weights.to(out)).sum(), leaves)
-    return [out.detach(), *grads]
 
 
 def layouts(n):

@@ -3,21 +3,13 @@
 The interpreter is chosen when triton is imported, so it runs in another process: this file, started as a script.
 """
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import interpreter
 import pytest
 import torch
+from interpreter import needs_triton
 
-ROOT = Path(__file__).resolve().parents[2]
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
-    reason="Triton is not installed (CUDA builds of torch bring it)",
-)
 CASES = [  # dtype, B, H, G, m, n, d
     ("float32", 2, 1, 1, 63, 63, 16),
     ("float32", 1, 1, 3, 70, 131, 24),
@@ -62,20 +54,8 @@ def errors(case, backend):
 
 def interpret() -> dict:
     """What the interpreter gives for every case; `broken` is why it does not run here at all."""
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def count(out, n):
-        total = 0
-        for i in range(0, tl.minimum(n, 3)):
-            total += i
-        tl.store(out, total)
-
-    try:
-        count[(1,)](torch.zeros(1), 3)
-    except triton.runtime.errors.InterpreterError as error:  # Triton 3.6 with NumPy 2.4
-        return {"broken": f"the interpreter of Triton {triton.__version__} fails on a loop: {error}"}
+    if (why := interpreter.broken()) is not None:
+        return why
     from pod.kernels import statistics
 
     torch.use_deterministic_algorithms(True)  # torch.empty holds NaN
@@ -86,14 +66,7 @@ def interpret() -> dict:
 
 @pytest.fixture(scope="module")
 def interpreted():
-    settings = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    settings["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    result = subprocess.run([sys.executable, __file__], env=settings, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-3000:]
-    content = json.loads(result.stdout.splitlines()[-1])
-    if "broken" in content:
-        pytest.skip(content["broken"])
-    return content
+    return interpreter.answers(__file__)
 
 
 @needs_triton

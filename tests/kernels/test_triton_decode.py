@@ -5,22 +5,17 @@ test_kernels_compile.py compiles the kernels for real chips.
 """
 
 import ast
-import importlib.util
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
+import interpreter
 import pytest
 import torch
+from interpreter import needs_triton
 
 ROOT = Path(__file__).resolve().parents[2]
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
-    reason="Triton is not installed (CUDA builds of torch bring it)",
-)
 RUNS = [  # case of test_decode.py, dtype, tau, programs per row (None = by the device)
     ("one token", "float32", 0.3, 2),
     ("up to the sinks", "float32", None, 5),
@@ -70,20 +65,8 @@ LAUNCHING = {"decode", "_launch", "combine", "_native", "_packed", "_run"}
 
 def interpret() -> dict:
     """Errors of the kernels and of the reference for every run; `broken` is why the interpreter does not run here at all."""
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def count(out, n):
-        total = 0
-        for i in range(0, tl.minimum(n, 3)):
-            total += i
-        tl.store(out, total)
-
-    try:
-        count[(1,)](torch.zeros(1), 3)
-    except triton.runtime.errors.InterpreterError as error:  # Triton 3.6 with NumPy 2.4
-        return {"broken": f"the interpreter of Triton {triton.__version__} fails on a loop: {error}"}
+    if (why := interpreter.broken()) is not None:
+        return why
     return {"errors": [errors(*run) for run in RUNS], **logits_that_leads_leave(), "unread": unread_values()}
 
 
@@ -148,14 +131,7 @@ def unread_values() -> float:
 
 @pytest.fixture(scope="module")
 def interpreted():
-    settings = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    settings["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    result = subprocess.run([sys.executable, __file__], env=settings, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-3000:]
-    content = json.loads(result.stdout.splitlines()[-1])
-    if "broken" in content:
-        pytest.skip(content["broken"])
-    return content
+    return interpreter.answers(__file__)
 
 
 @needs_triton

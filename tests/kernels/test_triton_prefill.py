@@ -5,23 +5,17 @@ hold NaN until they are written. ``POD_KERNEL_SWEEP=200`` runs that many random 
 tested with those of all modules.
 """
 
-import importlib.util
 import json
 import os
 import random
-import subprocess
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
+import interpreter
 import pytest
 import torch
+from interpreter import needs_triton
 
-ROOT = Path(__file__).resolve().parents[2]
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
-    reason="Triton is not installed (CUDA builds of torch bring it)",
-)
 NAMES = ("out", "lse", "q", "k", "v", "q_lead", "k_lead")
 
 
@@ -255,20 +249,8 @@ def random_case(seed: int) -> Case:
 
 def interpret(sweep: int) -> dict:
     """Errors and limits of every case; `broken` is why the interpreter does not run here at all."""
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def count(out, n):
-        total = 0
-        for i in range(0, tl.minimum(n, 3)):
-            total += i
-        tl.store(out, total)
-
-    try:
-        count[(1,)](torch.zeros(1), 3)
-    except triton.runtime.errors.InterpreterError as error:  # Triton 3.6 with NumPy 2.4
-        return {"broken": f"the interpreter of Triton {triton.__version__} fails on a loop: {error}"}
+    if (why := interpreter.broken()) is not None:
+        return why
     from pod.kernels import triton_prefill
 
     torch.use_deterministic_algorithms(True)  # torch.empty and torch.empty_like hold NaN
@@ -286,14 +268,7 @@ def interpret(sweep: int) -> dict:
 
 @pytest.fixture(scope="module")
 def interpreted():
-    settings = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    settings["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    result = subprocess.run([sys.executable, __file__], env=settings, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-3000:]
-    content = json.loads(result.stdout.splitlines()[-1])
-    if "broken" in content:
-        pytest.skip(content["broken"])
-    return content
+    return interpreter.answers(__file__)
 
 
 @needs_triton
