@@ -14,21 +14,50 @@ class DataArgs:
 
     sources: list[str] = field(default_factory=lambda: ["stdlib:", ESSAYS])
     """Where the documents are: files, folders or globs (txt, md, code, jsonl, json, parquet, arrow; also .gz .zst .bz2 .xz),
-    `hub:<id>[:<config>][@<split>]` or a bare hub id `owner/name`, `stdlib:[<folder>]` (the running Python's standard
-    library), `package:<import name>/<file>` (a file of an installed package). A json file that is one long text may end in
-    `#essays`, `#chapters=<characters>` or `#whole` to say how it is split."""
+    MosaicML shards (a folder with index.json), `list:<file>` (paths or globs, one per line), `hub:<id>[:<config>][@<split>]`
+    or a bare hub id `owner/name`, `stdlib:[<folder>]` (the running Python's standard library), `package:<import
+    name>/<file>` (a file of an installed package). A json file that is one long text may end in `#essays`,
+    `#chapters=<characters>` or `#whole` to say how it is split."""
+    weights: list[float] = field(default_factory=list)
+    """Share of each source in the tokens of every length interval, in the order of `sources`; scaled to sum 1. Empty = all
+    sources are one heap. A source that runs dry in an interval leaves its rest to the others, and the report says so."""
     text_field: str = "text"
-    """Name of the field with the document's text in jsonl, json, parquet and hub records."""
+    """Name of the field with the document's text in jsonl, json, parquet, MDS and hub records."""
+    token_field: str | None = None
+    """Name of a field that holds token ids: its records are taken as they are, without text, tokenizer or boundary tokens
+    (ProLong: `input_ids`). They must come from the tokenizer of the model."""
+    token_bounds_field: str | None = None
+    """Name of a field with [start, stop) pairs that cut a record's token ids into documents (ProLong: `indices`)."""
+    tokenizer: str | None = None
+    """Folder, hub id or file (tokenizer.json, SentencePiece or tiktoken `tokenizer.model`, tekken.json); null = the model's."""
     include: list[str] = field(default_factory=list)
     """File name patterns (`*.py`) that are read inside folders; empty = every file that is not hidden."""
     unreadable: Literal["error", "skip"] = "error"
-    """A file that is corrupt, not UTF-8 or without the text field: `error` stops and names it; `skip` leaves (the rest of) it
-    out, counts it and lists it in the manifest. The few deliberately broken files of `stdlib:` are always skipped."""
+    """What cannot be read: `error` stops and names it; `skip` leaves out a bad record (not JSON, not UTF-8, without the field,
+    too long) or the rest of a damaged file, counts it and lists the first ones in the manifest. The few deliberately broken
+    files of `stdlib:` are always skipped."""
+    max_record_bytes: int = 16 * 2**20
+    """Longest record (line, text file) in bytes of UTF-8; longer ones are unreadable. Tokenising needs about a hundred times
+    this in memory for each worker."""
     max_documents: int | None = None
     """Documents to read from each source, in its own order; null = all. Hub data sets can be larger than the disk: set it
     there, training and held-out text both come from what is read."""
     deduplicate: bool = True
     """Keep only the first of documents with identical text."""
+    near_duplicates: bool = False
+    """Also keep only one of documents that are nearly alike (MinHash; needs the extra `datatrove`, reads the sources twice)."""
+    min_characters: int = 0
+    """Documents with fewer characters are left out."""
+    min_tokens: int = 2
+    """Pieces with fewer tokens are left out; a single token has no next one to predict."""
+    keep_pattern: str | None = None
+    """Regular expression: documents in which it is not found are left out."""
+    drop_pattern: str | None = None
+    """Regular expression: documents in which it is found are left out."""
+    languages: list[str] = field(default_factory=list)
+    """ISO 639-1 codes (`en`, `de`): documents in other languages are left out (needs the extra `language`)."""
+    document_filter: str | None = None
+    """`module:function` of your own: called with each `pod.data.Document`, keeps those for which it returns True."""
 
     context_length: int = 2048
     """Tokens per row, and the longest document."""
@@ -36,6 +65,8 @@ class DataArgs:
     """Training tokens to draw, divided equally over the length intervals. None = all that `exhausted` allows."""
     shortest_interval: int = 1024
     """Tokens at which the first length interval starts; the next ones start at 2x, 4x, … up to the context."""
+    intervals: list[int] = field(default_factory=list)
+    """Tokens at which the length intervals start, ascending, instead of powers of two; empty = by `shortest_interval`."""
     short_documents: Literal["keep", "drop"] = "keep"
     """Documents below `shortest_interval`: `keep` makes them one more interval, `drop` leaves them out."""
     long_documents: Literal["cut", "skip", "error"] = "cut"
@@ -53,7 +84,28 @@ class DataArgs:
     """Documents that best-fit packing sees at a time. Larger = less padding, rows less random."""
     held_out_fraction: float = 0.05
     """Share of the documents (chosen by a hash of their opening words, independent of the seed) that never enters training
-    rows and serves similarity search and perplexity."""
+    rows and serves similarity search and perplexity. A large corpus needs little: 0.0005 of 10B tokens are 5M."""
+
+    workers: int | None = None
+    """Processes that read, tokenise and write; null = one per core. The result does not depend on it."""
+    work_dir: str | None = None
+    """Folder for what must be kept while preparing, 2 or 4 bytes per token of all sources; null = `data.work` beside the
+    result. Recipes with one work_dir, the same sources and tokenizer share the tokens."""
+    keep_tokens: bool = False
+    """Keep the tokens of all sources after success, so that another context, target or seed need not tokenise again."""
+    executor: Literal["processes", "datatrove", "slurm", "ray"] = "processes"
+    """What runs the passes: processes of this machine, or datatrove (extra `datatrove`) on this machine, on Slurm or on Ray.
+    The result is the same."""
+    tasks: int = 64
+    """Tasks that datatrove splits a pass into."""
+    slurm_partition: str | None = None
+    """Partition of `executor: slurm`."""
+    slurm_time: str = "24:00:00"
+    """Time limit of each Slurm job."""
+    slurm_memory_gb: int = 8
+    """Memory of each Slurm task in GB."""
+    slurm_options: dict[str, str] = field(default_factory=dict)
+    """Further `#SBATCH` lines, such as `account: lab`."""
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -74,7 +126,32 @@ class DataArgs:
             )
         if self.target_tokens is None and self.exhausted == "repeat":
             raise ValueError("exhausted='repeat' never ends without target_tokens: set target_tokens")
+        self._check_lists()
+        for name in ("max_record_bytes", "min_tokens", "tasks", "slurm_memory_gb"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"workers must be at least 1 or null (one per core), got {self.workers}")
+        if self.token_bounds_field is not None and self.token_field is None:
+            raise ValueError(
+                "token_bounds_field cuts token ids, but token_field is not set: name the field of ids"
+            )
         if self.max_documents is not None and self.max_documents < 1:
             raise ValueError(f"max_documents must be at least 1 or null (all), got {self.max_documents}")
         if not 0 <= self.held_out_fraction < 1:
             raise ValueError(f"held_out_fraction must be in [0, 1), got {self.held_out_fraction}")
+
+    def _check_lists(self) -> None:
+        if self.weights and len(self.weights) != len(self.sources):
+            raise ValueError(
+                f"weights has {len(self.weights)} numbers for {len(self.sources)} sources: give one per source or none"
+            )
+        if self.weights and not all(0 < weight < float("inf") for weight in self.weights):
+            raise ValueError(f"weights must be above 0, got {self.weights}: remove a source to leave it out")
+        if sorted(set(self.intervals)) != self.intervals or any(start < 2 for start in self.intervals):
+            raise ValueError(f"intervals must ascend and start at 2 tokens or more, got {self.intervals}")
+        if self.intervals and self.intervals[-1] >= self.context_length:
+            raise ValueError(
+                f"the last of intervals starts at {self.intervals[-1]}, the context ends at {self.context_length}: "
+                "let it start below"
+            )

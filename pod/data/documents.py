@@ -1,0 +1,105 @@
+"""What travels between the steps of data preparation: documents, reports, and the records that lie on disk."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+LISTED_SKIPS = 20
+LISTED_ORIGINS = 200
+
+DOCUMENT = np.dtype([("tokens", "<u4"), ("place", "<u8"), ("digest", "<u8", (2,))])
+"""One document of a part: its length in tokens, its place in the held-out split (fraction × 2**64), and the first 16 bytes of
+its SHA-256. Where its tokens start is the sum of the lengths before it."""
+
+PIECE = np.dtype([("part", "<u4"), ("source", "<u2"), ("length", "<u4"), ("start", "<u8"), ("key", "<u8")])
+"""One training document after cutting: tokens [start, start + length) of a part, and a number that decides its luck in the draw."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text with where it came from: `name` is a file, `file:record` or `hub id:record`.
+
+    A document that is tokenised already has its ids in `tokens`, uint32 [n], and no text.
+    """
+
+    text: str
+    source: str
+    name: str
+    tokens: np.ndarray | None = None
+    origin: str = ""
+    """The record's own `source` field (Dolma, mixtures made by others), empty when there is none."""
+
+
+@dataclass
+class SourceReport:
+    """What one source (or a part of it) gave, for the manifest."""
+
+    source: str
+    """The spec as the user wrote it."""
+    files: int = 0
+    """Files opened (hub data sets: 1)."""
+    documents: int = 0
+    """Documents with text."""
+    characters: int = 0
+    """Their characters."""
+    empty: int = 0
+    """Documents without any text, left out."""
+    skipped: int = 0
+    """Files left out or left early because they cannot be read."""
+    records_skipped: int = 0
+    """Records left out because they are damaged, too long or without the wanted field."""
+    skipped_files: list[str] = field(default_factory=list)
+    """The first of both with the reason."""
+    gates: dict[str, int] = field(default_factory=dict)
+    """Documents that a quality gate left out, by gate."""
+    origins: dict[str, int] = field(default_factory=dict)
+    """Documents by the `source` field of their records."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the manifest."""
+        return asdict(self)
+
+    def skip(self, reason: str) -> None:
+        """Count an unreadable file."""
+        self.skipped += 1
+        self._name(reason)
+
+    def skip_record(self, reason: str) -> None:
+        """Count an unreadable record of a file that is read on."""
+        self.records_skipped += 1
+        self._name(reason)
+
+    def count_origin(self, origin: str) -> None:
+        """Count a document of `origin`; after 200 different ones the others are counted as `(others)`."""
+        if not origin:
+            return
+        if origin not in self.origins and len(self.origins) >= LISTED_ORIGINS:
+            origin = "(others)"
+        self.origins[origin] = self.origins.get(origin, 0) + 1
+
+    def add(self, other: SourceReport) -> None:
+        """Add the counts of another part of the same source."""
+        for name in ("files", "documents", "characters", "empty", "skipped", "records_skipped"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.skipped_files = (self.skipped_files + other.skipped_files)[:LISTED_SKIPS]
+        for gate, count in other.gates.items():
+            self.gates[gate] = self.gates.get(gate, 0) + count
+        for origin, count in other.origins.items():
+            known = origin in self.origins or len(self.origins) < LISTED_ORIGINS
+            name = origin if known else "(others)"
+            self.origins[name] = self.origins.get(name, 0) + count
+
+    def _name(self, reason: str) -> None:
+        if len(self.skipped_files) < LISTED_SKIPS:
+            self.skipped_files.append(reason)
+
+
+def splitmix64(values: np.ndarray | int) -> np.ndarray:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): a bijection of uint64 that looks random; uint64, same shape."""
+    mixed = np.atleast_1d(np.asarray(values, dtype=np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (mixed ^ (mixed >> np.uint64(31))).reshape(np.shape(values))
