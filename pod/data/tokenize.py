@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,67 +13,33 @@ from tqdm import tqdm
 
 from pod.data.args import DataArgs
 from pod.data.sources import Document, SourceReport, load_documents
+from pod.data.tokenizers import (
+    BoundaryTokens,
+    Encoder,
+    load_tokenizer,
+    opening_bytes,
+    tokenizer_sha256,
+    vocabulary_size,
+)
+
+__all__ = [
+    "BoundaryTokens",
+    "ReadReport",
+    "Split",
+    "TokenSpool",
+    "in_split",
+    "load_tokenizer",
+    "read_into_spool",
+    "select_documents",
+    "split_position",
+    "tokenize_documents",
+    "tokenizer_sha256",
+    "vocabulary_size",
+]
 
 Split = Literal["train", "held_out", "all"]
 BATCH_CHARACTERS = 2_000_000
 BATCH_DOCUMENTS = 256
-OPENING_WORDS = 48
-PROBE = "Zwölf 12,345 naïve café — def f(x):\n\treturn x**2  # 中文 😀 I'll we'VE\r\n\n   end"
-
-
-@dataclass(frozen=True)
-class BoundaryTokens:
-    """Token ids put before and after each document."""
-
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-
-    @classmethod
-    def from_policy(cls, policy: str, tokenizer: Any) -> BoundaryTokens:
-        """The ids for `DataArgs.boundary_tokens`; `ValueError` when the tokenizer lacks the token asked for."""
-        if policy == "tokenizer":
-            plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-            full = tokenizer("a", add_special_tokens=True)["input_ids"]
-            start = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)
-            return cls(tuple(full[:start]), tuple(full[start + len(plain) :]))
-        for name in ("bos", "eos"):
-            if name in policy and getattr(tokenizer, f"{name}_token_id", None) is None:
-                raise ValueError(
-                    f"boundary_tokens={policy!r} but the tokenizer has no {name} token: use 'tokenizer' or 'none'"
-                )
-        before = (tokenizer.bos_token_id,) if "bos" in policy else ()
-        after = (tokenizer.eos_token_id,) if "eos" in policy else ()
-        return cls(before, after)
-
-
-def load_tokenizer(tokenizer: Any, gguf_file: str | None = None) -> Any:
-    """`tokenizer` itself if it is one already, else the one of a folder or hub id (`AutoTokenizer`)."""
-    if not isinstance(tokenizer, (str, Path)):
-        return tokenizer
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(tokenizer, **({"gguf_file": gguf_file} if gguf_file else {}))
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"no tokenizer in {str(tokenizer)!r} ({reason}): give its folder or hub id"
-        ) from error
-
-
-def tokenizer_sha256(tokenizer: Any) -> str:
-    """Identity of a tokenizer as 64 hex digits: its vocabulary and what it makes of a fixed probe text.
-
-    A function of behaviour, not of files, so that a tokenizer keeps its identity when it is saved and loaded again.
-    """
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
-    probe = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
-    return hashlib.sha256(json.dumps([vocabulary, list(probe)], ensure_ascii=True).encode()).hexdigest()
-
-
-def vocabulary_size(tokenizer: Any) -> int:
-    """One more than the largest token id."""
-    return max(tokenizer.get_vocab().values()) + 1
 
 
 def split_position(text: str) -> float:
@@ -83,8 +47,7 @@ def split_position(text: str) -> float:
 
     Copies of a text that differ in layout or at the end stand at the same place, hence on the same side of the split.
     """
-    opening = re.findall(r"[^\W_]+", text[: OPENING_WORDS * 40].lower())[:OPENING_WORDS]
-    digest = hashlib.sha256(" ".join(opening).encode("utf-8", "surrogatepass")).digest()
+    digest = hashlib.sha256(opening_bytes(text)).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
@@ -140,13 +103,9 @@ def tokenize_documents(
     documents: Iterable[Document], tokenizer: Any, boundary: BoundaryTokens
 ) -> Iterator[tuple[Document, np.ndarray]]:
     """(document, its tokens int32 [n] with boundary tokens), batched for fast tokenizers, in the order given."""
+    encode = Encoder(tokenizer)
     for batch in _batches(documents):
-        encoded = tokenizer(
-            [document.text for document in batch],
-            add_special_tokens=False,
-            return_attention_mask=False,
-            verbose=False,  # silences "longer than the model's maximum", which packing takes care of
-        )["input_ids"]
+        encoded = encode([document.text for document in batch])
         for document, ids in zip(batch, encoded, strict=True):
             yield document, np.array([*boundary.before, *ids, *boundary.after], dtype=np.int32)
 
