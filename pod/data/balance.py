@@ -1,15 +1,21 @@
-"""Draws documents so that every length interval gives the same number of tokens (the training recipe of METHODS.md §1)."""
+"""Equal tokens per length interval (the training recipe of METHODS.md §1): intervals, quotas, and pieces that meet a quota."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
+from pod.data.args import DataArgs
+
 TOLERANCE = 0.001
-"""Share of an interval's quota below which no better document is looked for."""
-MAX_SWAPS = 16
+"""Share of a quota below which no better choice of the last pieces is looked for."""
+_RESERVE = 32
+_SUBSET_BYTES = 32 * 2**20
 
 
 @dataclass
@@ -42,6 +48,32 @@ class IntervalReport:
         return {"name": self.name, **asdict(self)}
 
 
+@dataclass
+class ShareReport:
+    """One source in one interval, when sources have weights."""
+
+    interval: str
+    source: int
+    """Index in `sources`."""
+    weight: float
+    """Share of the interval's tokens asked for; all sources together 1."""
+    documents_before: int = 0
+    tokens_before: int = 0
+    documents_after: int = 0
+    tokens_after: int = 0
+    quota: int = 0
+    """Tokens asked for after dry sources left theirs to the others."""
+    ran_dry: bool = False
+    """The source holds fewer tokens of the interval than its weight asks for."""
+
+
+def bounds_of(args: DataArgs) -> list[int]:
+    """Lower bounds of the intervals and the context, by `intervals` or `shortest_interval`."""
+    if args.intervals:
+        return [1, *args.intervals, args.context_length]
+    return interval_bounds(args.shortest_interval, args.context_length)
+
+
 def interval_bounds(shortest: int, context_length: int) -> list[int]:
     """Lower bounds of the intervals and the context: [1, shortest, 2·shortest, …, context_length]."""
     bounds, bound = [1], shortest
@@ -58,53 +90,8 @@ def interval_of(lengths: np.ndarray, bounds: list[int]) -> np.ndarray:
     return np.clip(np.searchsorted(bounds, lengths, side="right") - 1, 0, len(bounds) - 2)
 
 
-def draw(
-    lengths: np.ndarray,
-    *,
-    bounds: list[int],
-    target_tokens: int | None,
-    exhausted: str,
-    seed: int,
-    first_interval: int = 0,
-) -> tuple[np.ndarray, list[IntervalReport]]:
-    """Indices of the drawn documents, int64, shuffled over all intervals, and the report per interval.
-
-    lengths [N] in tokens; `first_interval=1` leaves out the documents below the shortest interval. `exhausted` as in
-    `DataArgs`. Deterministic in `seed`. Raises `ValueError` when nothing can be drawn.
-    """
-    members, reports = _group(lengths, bounds, first_interval)
-    _set_quotas(reports, target_tokens, exhausted)
-    drawn = []
-    for number, (indices, report) in enumerate(zip(members, reports, strict=True)):
-        rng = np.random.default_rng(np.random.SeedSequence([seed, number, report.low]))
-        chosen = _draw_interval(indices, lengths, report.quota, rng, repeat=exhausted == "repeat")
-        drawn.append(chosen)
-        report.documents_after = len(chosen)
-        report.tokens_after = int(lengths[chosen].sum())
-        report.passes = report.tokens_after / report.tokens_before if report.tokens_before else 0.0
-    everything = np.concatenate(drawn)
-    if not len(everything):
-        raise ValueError(
-            "the draw is empty: every document is longer than its interval's share; raise data.target_tokens"
-        )
-    return np.random.default_rng(np.random.SeedSequence([seed, 2**31])).permutation(everything), reports
-
-
-def _group(
-    lengths: np.ndarray, bounds: list[int], first: int
-) -> tuple[list[np.ndarray], list[IntervalReport]]:
-    which = interval_of(lengths, bounds)
-    members = [np.flatnonzero(which == number) for number in range(first, len(bounds) - 1)]
-    reports = [
-        IntervalReport(low, high) for low, high in zip(bounds[first:], bounds[first + 1 :], strict=False)
-    ]
-    for indices, report in zip(members, reports, strict=True):
-        report.documents_before = len(indices)
-        report.tokens_before = int(lengths[indices].sum())
-    return members, reports
-
-
-def _set_quotas(reports: list[IntervalReport], target_tokens: int | None, exhausted: str) -> None:
+def set_quotas(reports: list[IntervalReport], target_tokens: int | None, exhausted: str) -> None:
+    """Fill in `quota` and `ran_dry` of all intervals. Raises `ValueError` when nothing, or not what is asked, can be drawn."""
     supply = np.array([report.tokens_before for report in reports])
     if not supply.sum():
         raise ValueError(
@@ -145,6 +132,153 @@ def _fill_equally(supply: np.ndarray, total: int) -> np.ndarray:
             quotas[number] += added
             left -= added
     return quotas
+
+
+def share_out(quota: int, supply: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """Whole tokens for each source: `quota` in the ratio of `weights`; what a source lacks goes to the others in their ratio.
+
+    The sum is min(quota, sum of supply). Exact arithmetic; single tokens that do not divide go to the first ones with room.
+    """
+    exact = [Fraction(weight) for weight in weights]
+    given = [0] * len(supply)
+    left = min(quota, sum(supply))
+    active = [number for number in range(len(supply)) if supply[number]]
+    while active and left:
+        total = sum(exact[number] for number in active)
+        dry = [number for number in active if left * exact[number] >= supply[number] * total]
+        if not dry:
+            break
+        for number in dry:
+            given[number] = supply[number]
+        left -= sum(supply[number] for number in dry)
+        active = [number for number in active if number not in dry]
+    if active and left:
+        total = sum(exact[number] for number in active)
+        for number in active:
+            given[number] = math.floor(left * exact[number] / total)
+        # Fewer single tokens than sources are left, and no active source is full.
+        for number in active[: left - sum(given[number] for number in active)]:
+            given[number] += 1
+    return given
+
+
+def choose(lengths: np.ndarray, quota: int, longest: int) -> np.ndarray:
+    """Positions (ascending, int64) of pieces with nearly, never more than, `quota` tokens together.
+
+    `lengths` in the order of the draw; `longest` is the upper bound of the interval. The head that fits is taken. When more
+    than 0.1 % of the quota is missing, the `reserve(longest)` pieces before and behind the head's end are chosen anew: the
+    largest sum that fits, leaving out from the last piece to the first whatever it can do without.
+    """
+    totals = np.cumsum(lengths, dtype=np.int64)
+    count = int(np.searchsorted(totals, quota, side="right"))
+    have = int(totals[count - 1]) if count else 0
+    if count == len(lengths) or quota - have <= TOLERANCE * quota:
+        return np.arange(count)
+    first = max(0, count - reserve(longest))
+    around = lengths[first : count + reserve(longest)].tolist()
+    room = quota - (int(totals[first - 1]) if first else 0)
+    chosen = np.array(_fullest(around, room), dtype=np.int64)
+    return np.concatenate([np.arange(first), first + chosen])
+
+
+def reserve(longest: int) -> int:
+    """How many pieces before and behind the end of a draw may be exchanged; few when they are so long that sums need memory."""
+    return max(4, min(_RESERVE, math.isqrt(2 * _SUBSET_BYTES // longest)))
+
+
+def _fullest(lengths: list[int], room: int) -> list[int]:
+    """Positions whose lengths have the largest sum ≤ `room`; positions at the end are left out where there is a choice."""
+    mask = (1 << (room + 1)) - 1
+    reachable = [1]  # bit s of entry i: some of the first i lengths sum to s
+    for length in lengths:
+        reachable.append((reachable[-1] | reachable[-1] << length) & mask)
+    total = reachable[-1].bit_length() - 1
+    chosen = []
+    for position in range(len(lengths) - 1, -1, -1):
+        if not reachable[position] >> total & 1:
+            chosen.append(position)
+            total -= lengths[position]
+    return chosen[::-1]
+
+
+def balance_report(
+    args: DataArgs, intervals: list[IntervalReport], shares: list[ShareReport]
+) -> dict[str, Any]:
+    """How equal the intervals came out, and a note for each interval and source that ran dry."""
+    after = [interval.tokens_after for interval in intervals]
+    share = max(1, (args.target_tokens or sum(after)) // len(intervals))
+    notes = []
+    for interval in intervals:
+        if not interval.ran_dry:
+            continue
+        what = {
+            "stop": "all intervals end with as much",
+            "repeat": f"its documents are used {interval.passes:.1f} times",
+            "redistribute": "the missing tokens come from the other intervals",
+        }[args.exhausted]
+        notes.append(
+            f"interval {interval.name} ran dry: {interval.tokens_before:,} tokens for an equal share of "
+            f"{max(share, interval.quota):,}; {what}"
+        )
+    quotas = {interval.name: interval.quota for interval in intervals}
+    for one in shares:
+        if one.ran_dry:
+            notes.append(
+                f"interval {one.interval}: source {args.sources[one.source]!r} ran dry: {one.tokens_before:,} tokens for a "
+                f"share of {round(one.weight * quotas[one.interval]):,}; the missing tokens come from the other sources"
+            )
+    deviation = max(abs(tokens - share) for tokens in after) / share
+    return {"equal_share_tokens": share, "largest_deviation": deviation, "notes": notes}
+
+
+# Kept until preparation is wired to pod.data.row_plan.
+MAX_SWAPS = 16
+
+
+def draw(
+    lengths: np.ndarray,
+    *,
+    bounds: list[int],
+    target_tokens: int | None,
+    exhausted: str,
+    seed: int,
+    first_interval: int = 0,
+) -> tuple[np.ndarray, list[IntervalReport]]:
+    """Indices of the drawn documents, int64, shuffled over all intervals, and the report per interval.
+
+    lengths [N] in tokens; `first_interval=1` leaves out the documents below the shortest interval. `exhausted` as in
+    `DataArgs`. Deterministic in `seed`. Raises `ValueError` when nothing can be drawn.
+    """
+    members, reports = _group(lengths, bounds, first_interval)
+    set_quotas(reports, target_tokens, exhausted)
+    drawn = []
+    for number, (indices, report) in enumerate(zip(members, reports, strict=True)):
+        rng = np.random.default_rng(np.random.SeedSequence([seed, number, report.low]))
+        chosen = _draw_interval(indices, lengths, report.quota, rng, repeat=exhausted == "repeat")
+        drawn.append(chosen)
+        report.documents_after = len(chosen)
+        report.tokens_after = int(lengths[chosen].sum())
+        report.passes = report.tokens_after / report.tokens_before if report.tokens_before else 0.0
+    everything = np.concatenate(drawn)
+    if not len(everything):
+        raise ValueError(
+            "the draw is empty: every document is longer than its interval's share; raise data.target_tokens"
+        )
+    return np.random.default_rng(np.random.SeedSequence([seed, 2**31])).permutation(everything), reports
+
+
+def _group(
+    lengths: np.ndarray, bounds: list[int], first: int
+) -> tuple[list[np.ndarray], list[IntervalReport]]:
+    which = interval_of(lengths, bounds)
+    members = [np.flatnonzero(which == number) for number in range(first, len(bounds) - 1)]
+    reports = [
+        IntervalReport(low, high) for low, high in zip(bounds[first:], bounds[first + 1 :], strict=False)
+    ]
+    for indices, report in zip(members, reports, strict=True):
+        report.documents_before = len(indices)
+        report.tokens_before = int(lengths[indices].sum())
+    return members, reports
 
 
 def _draw_interval(
