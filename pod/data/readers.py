@@ -1,94 +1,113 @@
-"""Readers of single files: text, jsonl, json, parquet and arrow, plain or compressed (.gz, .zst, .bz2, .xz)."""
+"""Readers of single files: text, jsonl, json, parquet and arrow, plain or compressed (.gz, .zst, .bz2, .xz).
+
+Each gives `Record`s one at a time and never holds more than the record at hand (tables: a small batch of rows).
+"""
 
 from __future__ import annotations
 
 import bz2
+import codecs
 import gzip
 import io
-import itertools
 import json
 import lzma
+import os
 import tokenize
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+
+from pod.data.records import Bad, BadRecord, Fields, Record, UnreadableFile, too_long
 
 COMPRESSED = {".gz", ".zst", ".bz2", ".xz"}
 JSON_LINES = {".jsonl", ".ndjson"}
 TABLES = {".parquet": "parquet", ".arrow": "arrow"}
-_DAMAGE = (OSError, EOFError, UnicodeDecodeError, zlib.error, lzma.LZMAError)
+DAMAGE = (OSError, EOFError, UnicodeError, zlib.error, lzma.LZMAError)
+BUFFER_BYTES = 2**20
+JSON_CHUNK_CHARACTERS = 2**18
+ROWS_AT_A_TIME = 64
+LONGEST_WORD = 16
+"""Characters within which JSON cut off at any place is found wrong: `-Infinity`, an escape."""
 
 
-class UnreadableFile(ValueError):
-    """A file that is corrupt, of another encoding or without the wanted field; the message names it in one line."""
+def kind_of(path: str | Path) -> str:
+    """`parquet`, `arrow`, `lines`, `json` or `text`, by the name alone; unknown endings are text."""
+    root, suffix = os.path.splitext(str(path).lower())
+    if suffix in TABLES:
+        return TABLES[suffix]
+    if suffix in COMPRESSED:
+        suffix = os.path.splitext(root)[1]
+    if suffix in JSON_LINES:
+        return "lines"
+    return "json" if suffix == ".json" else "text"
 
 
-def read_records(path: Path, text_field: str) -> Iterator[str]:
-    """Texts of all records of a file; the format follows from its name, everything unknown is one text.
+def is_compressed(path: str | Path) -> bool:
+    """Whether a file is decompressed while it is read."""
+    return os.path.splitext(str(path).lower())[1] in COMPRESSED
 
-    Raises `UnreadableFile` as soon as the damage is met; records before it have been given out by then.
+
+def read_records(
+    path: Path, fields: Fields, bad: Bad, start: int = 0, stop: int | None = None
+) -> Iterator[Record]:
+    """Records of a file in its order; the format follows from its name, everything unknown is one text.
+
+    `start`, `stop`: bytes of a plain jsonl file; its records are those whose lines begin in [start, stop).
+    `bad` is called for records that cannot be used and may raise. Raises `UnreadableFile` as soon as damage of the file
+    itself is met; records before it have been given out by then.
     """
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    kind = suffixes[-1] if suffixes else ""
-    if kind in TABLES:
-        yield from _read_table(path, TABLES[kind], text_field)
+    kind = kind_of(path)
+    if ".mds" in path.suffixes[-2:]:
+        raise UnreadableFile(f"{path} is an MDS shard: name the folder with its index.json instead")
+    if kind in ("parquet", "arrow"):
+        from pod.data.tables import read_table
+
+        yield from read_table(path, kind, fields, bad)
         return
-    if kind in COMPRESSED:
-        kind = suffixes[-2] if len(suffixes) > 1 else ""
-    try:
-        if kind in JSON_LINES:
-            with open_text(path) as stream:
-                yield from _read_json_lines(path, stream, text_field)
-        elif kind == ".json":
-            yield from _read_json(path, text_field)
+    with damage_named(path):
+        if kind == "lines":
+            with open_bytes(path) as stream:
+                yield from _read_lines(path, stream, fields, bad, start, stop)
+        elif kind == "json":
+            yield from _read_json(path, fields, bad)
         else:
-            yield _read_text(path)
+            yield from _read_text(path, fields, bad)
+
+
+@contextmanager
+def damage_named(path: Path | str) -> Iterator[None]:
+    """Errors of reading and decompressing inside the block become an `UnreadableFile` that names `path`."""
+    try:
+        yield
     except UnreadableFile:
         raise
-    except _DAMAGE as error:
+    except DAMAGE as error:
         raise UnreadableFile(f"{path} cannot be read to its end ({one_line(error)})") from error
 
 
-def open_text(path: Path) -> IO[str]:
-    """Text stream of a file: UTF-8 without byte-order mark (`.py`: the declared encoding), decompressed by its suffix."""
-    openers = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+def open_bytes(path: Path) -> Any:
+    """Buffered binary stream of a file, decompressed by its suffix; a truncated file raises while it is read."""
     suffix = path.suffix.lower()
-    if suffix in openers:
-        return openers[suffix](path, "rt", encoding="utf-8-sig")
+    if suffix == ".gz":
+        return gzip.open(path, "rb")
+    if suffix == ".bz2":
+        return bz2.open(path, "rb")
+    if suffix == ".xz":
+        return lzma.open(path, "rb")
     if suffix == ".zst":
-        import pyarrow
-
-        # zstandard's own reader ends silently on a truncated file, this one raises.
-        stream: Any = pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
-        return io.TextIOWrapper(stream, encoding="utf-8-sig")
-    if suffix == ".py":
-        try:
-            return tokenize.open(path)
-        except SyntaxError as error:
-            raise UnreadableFile(
-                f"{path} declares an encoding that does not read it ({one_line(error)})"
-            ) from error
-    return open(path, encoding="utf-8-sig")
+        return open_zstd(path)
+    return open(path, "rb", buffering=BUFFER_BYTES)
 
 
-def text_of(record: Any, text_field: str, where: str) -> str:
-    """The text of one record; `UnreadableFile` names the fields seen when there is none. A null text is an empty one."""
-    if not isinstance(record, dict):
-        raise UnreadableFile(
-            f"{where} is a {type(record).__name__}, expected an object with a field {text_field!r}"
-        )
-    if text_field not in record:
-        seen = ", ".join(sorted(map(str, record))[:12]) or "none"
-        raise UnreadableFile(
-            f"{where} has no text field {text_field!r} (fields seen: {seen}); set data.text_field"
-        )
-    text = record[text_field]
-    if text is None:
-        return ""
-    if not isinstance(text, str):
-        raise UnreadableFile(f"{where}: field {text_field!r} is a {type(text).__name__}, expected text")
-    return text
+def open_zstd(path: Path) -> IO[bytes]:
+    """Buffered stream of a zstd file of one or more frames."""
+    import pyarrow
+
+    # zstandard's own reader ends silently on a truncated file, this one raises.
+    stream: Any = pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
+    return io.BufferedReader(stream, BUFFER_BYTES)
 
 
 def one_line(error: BaseException) -> str:
@@ -96,66 +115,268 @@ def one_line(error: BaseException) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
-def _read_text(path: Path) -> str:
-    with open_text(path) as stream:
-        text = stream.read()
+def _read_text(path: Path, fields: Fields, bad: Bad) -> Iterator[Record]:
+    if fields.tokens is not None:
+        raise UnreadableFile(f"{path} is text, but data.token_field = {fields.tokens!r} asks for token ids")
+    compressed = is_compressed(path)
+    # Unbuffered: small files are most of a source tree, and each is read with two system calls.
+    with open_bytes(path) if compressed else open(path, "rb", buffering=0) as stream:
+        size = None if compressed else os.fstat(stream.fileno()).st_size
+        if size is None or size <= fields.max_bytes:
+            data = _read_up_to(stream, fields.max_bytes + 1 if size is None else size + 1)
+        else:
+            data = b""
+    if (size or len(data)) > fields.max_bytes:
+        bad(too_long(str(path), size, fields.max_bytes))
+        return
+    try:
+        text = data.decode(_encoding_of(path, data))
+    except LookupError as error:  # a codec that is not one of text
+        raise UnreadableFile(f"{path} declares an encoding that does not read it ({error})") from error
     if "\0" in text:
         raise UnreadableFile(f"{path} is binary (it holds NUL characters), expected text")
-    return text
+    if "\r" in text:
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+    yield Record(0, text)
 
 
-def _read_json_lines(path: Path, stream: Iterable[str], text_field: str) -> Iterator[str]:
-    for number, line in enumerate(stream, start=1):
+def _read_up_to(stream: IO[bytes], limit: int) -> bytes:
+    """At most `limit` bytes, to the end of the stream or the limit (one `read` may give less)."""
+    found = [stream.read(limit)]
+    size = len(found[0])
+    while found[-1] and size < limit:
+        found.append(stream.read(limit - size))
+        size += len(found[-1])
+    return found[0] if len(found) <= 2 else b"".join(found)
+
+
+def _encoding_of(path: Path, data: bytes) -> str:
+    """UTF-8 with or without byte-order mark; `.py`: the declared encoding."""
+    if path.suffix.lower() != ".py":
+        return "utf-8-sig"
+    try:
+        return tokenize.detect_encoding(io.BytesIO(data).readline)[0]
+    except SyntaxError as error:
+        raise UnreadableFile(
+            f"{path} declares an encoding that does not read it ({one_line(error)})"
+        ) from error
+
+
+def _read_lines(
+    path: Path, stream: IO[bytes], fields: Fields, bad: Bad, start: int = 0, stop: int | None = None
+) -> Iterator[Record]:
+    """JSON lines, as bytes and with a limit, so that an endless line never enters memory."""
+    part = start > 0 or stop is not None
+    if start:
+        # A line belongs to the range that holds its first byte: the one that `start` may cut belongs to the range before.
+        stream.seek(start - 1)
+        start += _skip_line(stream, None if stop is None else stop - start + 1) - 1
+    number = record_number = 0
+    position, limit = start, fields.max_bytes
+    while stop is None or position < stop:
+        line = stream.readline(limit + 2)  # the line end does not count, and may be CRLF
+        if not line:
+            return
+        rest = 0 if line.endswith(b"\n") or len(line) <= limit else _skip_line(stream)
+        number, begin = number + 1, position
+        position += len(line) + rest
+        where = f"{path} line at byte {begin}" if part else f"{path} line {number}"
+        if begin == 0 and line.startswith(codecs.BOM_UTF8):
+            line = line[len(codecs.BOM_UTF8) :]
+        try:
+            if rest or (len(line) > limit and len(line.rstrip(b"\r\n")) > limit):
+                raise BadRecord(too_long(where, len(line) + rest, limit))
+            values = _parse_line(line, where)
+            if values is _BLANK:
+                continue
+            record = fields.record(begin if part else record_number, values, where)
+        except BadRecord as error:
+            bad(str(error))
+            continue
+        record_number += 1
+        yield record
+
+
+_BLANK = object()
+
+
+def _parse_line(line: bytes, where: str) -> Any:
+    try:
+        return json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise BadRecord(f"{where} is not UTF-8 ({one_line(error)})") from error
+    except json.JSONDecodeError as error:
+        if not line.strip():
+            return _BLANK
+        raise BadRecord(f"{where} is not JSON ({error.msg} at character {error.pos})") from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets without end
+        raise BadRecord(f"{where} is not JSON ({one_line(error)})") from error
+
+
+def _skip_line(stream: IO[bytes], at_most: int | None = None) -> int:
+    """Read to the end of the line, or `at_most` bytes, without holding them; returns the bytes read."""
+    size = 0
+    while chunk := stream.readline(BUFFER_BYTES if at_most is None else min(BUFFER_BYTES, at_most - size)):
+        size += len(chunk)
+        if chunk.endswith(b"\n"):
+            break
+    return size
+
+
+def _read_json(path: Path, fields: Fields, bad: Bad) -> Iterator[Record]:
+    """A `.json` file: JSON lines (Dolma names them so), or one object, or one array of objects or texts."""
+    with open_bytes(path) as stream:
+        if _starts_with_object_line(stream, fields.max_bytes):
+            with open_bytes(path) as lines:
+                yield from _read_lines(path, lines, fields, bad)
+            return
+    with open_bytes(path) as stream:
+        values = enumerate(_json_values(path, io.TextIOWrapper(stream, "utf-8-sig"), fields.max_bytes, bad))
+        for number, value in values:
+            where = f"{path} record {number}"
+            if isinstance(value, str) and fields.tokens is None:
+                yield Record(number, value)
+                continue
+            try:
+                yield fields.record(number, value, where)
+            except BadRecord as error:
+                bad(str(error))
+
+
+def _starts_with_object_line(stream: IO[bytes], limit: int) -> bool:
+    """Whether the first line that is not blank is a whole JSON object, however long."""
+    first = True
+    while line := stream.readline(limit + 2):
+        if first:
+            line, first = line.removeprefix(codecs.BOM_UTF8), False
         if not line.strip():
             continue
-        where = f"{path} line {number}"
+        if not line.lstrip().startswith(b"{"):
+            return False
+        if not line.endswith(b"\n") and len(line) > limit:
+            # Too long to look at: JSON lines if more lines follow, one large object if not.
+            _skip_line(stream)
+            return bool(stream.readline(limit).strip())
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UnreadableFile(f"{where} is not JSON ({error.msg} at character {error.pos})") from error
-        yield text_of(record, text_field, where)
+            return isinstance(json.loads(line), dict)
+        except (ValueError, RecursionError):
+            return False
+    return False
 
 
-def _read_json(path: Path, text_field: str) -> Iterator[str]:
-    """A `.json` file: JSON lines (Dolma names them so), or one object, or one array of objects or texts."""
-    with open_text(path) as stream:
-        first = next((line for line in stream if line.strip()), "")
-        if _is_object(first):
-            yield from _read_json_lines(path, itertools.chain([first], stream), text_field)
+def _json_values(path: Path, stream: IO[str], limit: int, bad: Bad) -> Iterator[Any]:
+    """The elements of the array that a file holds, one at a time, or the one other value that it is.
+
+    A value of more than `limit` characters is refused; then nothing of the file is read on, for its end is not known.
+    """
+    text = _Window(path, stream, limit)
+    if text.peek() == "":
+        yield ""  # an empty file: one empty document
+        return
+    is_array = text.peek() == "["
+    if is_array:
+        text.skip()
+        if text.peek() == "]":
+            text.skip()
+        else:
+            yield from text.elements()
+    else:
+        value = text.value()
+        if value is _TOO_LONG:
+            bad(too_long(str(path), None, limit))
             return
-    with open_text(path) as stream:
-        try:
-            content = json.load(stream)
-        except json.JSONDecodeError as error:
-            if not first:
-                yield ""
+        yield value
+    if text.peek() != "":
+        raise UnreadableFile(f"{path} is not JSON (extra data after its value at character {text.position})")
+
+
+_TOO_LONG = object()
+
+
+class _Window:
+    """The unread rest of a text stream, as much of it as the value at hand needs."""
+
+    def __init__(self, path: Path, stream: IO[str], limit: int):
+        self._path, self._stream, self._limit = path, stream, limit
+        self._text, self._at, self._before = "", 0, 0
+        self._decode = json.JSONDecoder().raw_decode
+
+    @property
+    def position(self) -> int:
+        """Characters of the stream before the next one."""
+        return self._before + self._at
+
+    def peek(self) -> str:
+        """The next character that is no space, "" at the end."""
+        while True:
+            while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
+                self._at += 1
+            if self._at < len(self._text) or not self._more(JSON_CHUNK_CHARACTERS):
+                return self._text[self._at : self._at + 1]
+
+    def skip(self) -> None:
+        """Pass the next character."""
+        self._at += 1
+
+    def value(self) -> Any:
+        """The next value, `_TOO_LONG` when it does not end within the limit."""
+        self.peek()
+        while True:
+            try:
+                value, end = self._decode(self._text, self._at)
+            except (ValueError, RecursionError) as error:
+                held = len(self._text) - self._at
+                left = self._limit + 1 - held
+                may_go_on = self._may_go_on(error)
+                # Twice as much each time, so that a long value is scanned a few times only.
+                if may_go_on and left > 0 and self._more(min(left, max(JSON_CHUNK_CHARACTERS, held))):
+                    continue
+                if may_go_on and left <= 0:
+                    return _TOO_LONG
+                raise UnreadableFile(
+                    f"{self._path} is not JSON ({self._reason(error)} at character {self._error_at(error)})"
+                ) from error
+            # A number or word at the end of what was read may go on.
+            if end == len(self._text) and not isinstance(value, (str, dict, list)) and self._more(64):
+                continue
+            if end - self._at > self._limit:
+                return _TOO_LONG
+            self._at = end
+            return value
+
+    def elements(self) -> Iterator[Any]:
+        """The values of an array whose bracket has been passed."""
+        while True:
+            value = self.value()
+            if value is _TOO_LONG:
+                raise UnreadableFile(
+                    too_long(f"{self._path} value at character {self.position}", None, self._limit)
+                )
+            yield value
+            mark = self.peek()
+            if mark not in (",", "]") or not mark:
+                raise UnreadableFile(
+                    f"{self._path} is not JSON (expected ',' or ']' at character {self.position})"
+                )
+            self.skip()
+            if mark == "]":
                 return
-            raise UnreadableFile(f"{path} is not JSON ({error.msg} at line {error.lineno})") from error
-    records = content if isinstance(content, list) else [content]
-    for number, record in enumerate(records):
-        yield record if isinstance(record, str) else text_of(record, text_field, f"{path} record {number}")
 
+    def _more(self, characters: int) -> bool:
+        chunk = self._stream.read(characters)
+        if chunk:
+            self._text, self._before, self._at = self._text[self._at :] + chunk, self._before + self._at, 0
+        return bool(chunk)
 
-def _is_object(line: str) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except json.JSONDecodeError:
-        return False
+    def _may_go_on(self, error: BaseException) -> bool:
+        """Whether the value may only be cut off where the window ends, rather than be wrong before."""
+        if not isinstance(error, json.JSONDecodeError) or error.msg.startswith("Unterminated string"):
+            return True
+        return error.pos > len(self._text) - LONGEST_WORD
 
+    def _reason(self, error: BaseException) -> str:
+        return error.msg if isinstance(error, json.JSONDecodeError) else one_line(error)
 
-def _read_table(path: Path, builder: str, text_field: str) -> Iterator[str]:
-    """Rows of a parquet or arrow file, streamed through `datasets`."""
-    import datasets
-    from datasets.exceptions import DatasetsError
-
-    number = 0
-    try:
-        for record in datasets.load_dataset(builder, data_files=[str(path)], split="train", streaming=True):
-            yield text_of(record, text_field, f"{path} row {number}")
-            number += 1
-    except (UnreadableFile, GeneratorExit):
-        raise
-    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
-        raise UnreadableFile(
-            f"{path} is not a readable {builder} file at row {number} ({one_line(error)})"
-        ) from error
+    def _error_at(self, error: BaseException) -> int:
+        inside = error.pos if isinstance(error, json.JSONDecodeError) else self._at
+        return self._before + inside

@@ -1,0 +1,197 @@
+"""Source specs → files in a fixed order: files, folders, globs, lists, MosaicML folders, the standard library, packages."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import importlib.util
+import os
+import re
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import NamedTuple
+
+from pod.data.mds import MdsShard, mds_shards, read_index
+from pod.data.readers import one_line
+
+STDLIB_OUTSIDE = {"site-packages", "dist-packages"}
+MDS_INDEX = "index.json"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+class FoundFile(NamedTuple):
+    """A file of a source; `shard` says how it is read when it belongs to a MosaicML data set."""
+
+    path: str
+    shard: MdsShard | None = None
+
+
+@dataclass
+class Files:
+    """The files of a source in reading order."""
+
+    found: list[FoundFile] = field(default_factory=list)
+    tolerate: bool = False
+    """Skip unreadable ones whatever the policy (deliberately broken files of the standard library)."""
+    left_out: list[str] = field(default_factory=list)
+    """Files that stand beside MosaicML shards and are not read, each with the reason."""
+
+
+def files_of(place: str, include: tuple[str, ...] = ()) -> Files:
+    """The files of a local source. Raises `ValueError` in one line when there are none."""
+    if place.startswith("stdlib:"):
+        return _stdlib_files(place.removeprefix("stdlib:"))
+    if place.startswith("list:"):
+        return _listed_files(Path(place.removeprefix("list:")).expanduser(), include)
+    path = _package_path(place) if place.startswith("package:") else Path(place).expanduser()
+    if path.is_file():
+        index = read_index(path) if path.name == MDS_INDEX else None
+        return Files(_shards(path.parent, index) if index is not None else [FoundFile(str(path))])
+    if path.is_dir():
+        return _folder_files(path, include)
+    if glob.has_magic(place):
+        names = sorted(name for name in glob.glob(str(path), recursive=True) if os.path.isfile(name))
+        if names:
+            return Files([FoundFile(name) for name in names])
+        raise ValueError(f"no file matches {place!r}: correct data.sources")
+    raise ValueError(
+        f"source {place!r} does not exist: expected a file, folder or glob, hub:<id>, list:<file>, stdlib: or "
+        "package:<name>/<file>"
+    )
+
+
+def hub_spec(place: str) -> tuple[str, str | None, str] | None:
+    """(id, config, split) of a hub data set, None for anything local."""
+    explicit = place.startswith("hub:")
+    if place.startswith("list:"):
+        return None
+    rest, _, split = place.removeprefix("hub:").partition("@")
+    name, _, config = rest.partition(":")
+    if not explicit and (
+        Path(place).expanduser().exists() or not _HUB_ID.fullmatch(name) or name.startswith(".")
+    ):
+        return None
+    if not explicit and Path(name).suffix and not config and not split:
+        return None  # `texts/book.txt` is a file that does not exist, not a data set
+    return name, config or None, split or "train"
+
+
+def _folder_files(folder: Path, include: tuple[str, ...]) -> Files:
+    folders = list(_walk(folder))
+    indexed = {
+        parent: _shards(Path(parent), index)
+        for parent, names in folders
+        if MDS_INDEX in names and (index := read_index(Path(parent, MDS_INDEX))) is not None
+    }
+    of_shards = {os.path.join(parent, MDS_INDEX) for parent in indexed}
+    of_shards.update(
+        name for shards in indexed.values() for one in shards if one.shard for name in one.shard.names
+    )
+    files, seen = Files(), set()
+    for parent, names in folders:
+        for shard in indexed.get(parent, []):
+            # The index of a merged data set names the shards of the folders below, which have an index each too.
+            if shard.path not in seen and _matches(shard.path, include):
+                files.found.append(shard)
+            seen.add(shard.path)
+        for path in (os.path.join(parent, name) for name in names):
+            if path in of_shards or not _matches(path, include):
+                continue
+            if indexed and not include:
+                files.left_out.append(
+                    f"{path} stands beside MDS shards and is not read; data.include can ask for it"
+                )
+            else:
+                files.found.append(FoundFile(path))
+    if not files.found:
+        wanted = f" matching {', '.join(include)}" if include else ""
+        raise ValueError(f"folder {folder} holds no file{wanted}: correct data.sources or data.include")
+    return files
+
+
+def _matches(path: str, include: tuple[str, ...]) -> bool:
+    return not include or any(fnmatch(os.path.basename(path), one) for one in include)
+
+
+def _shards(folder: Path, index: dict) -> list[FoundFile]:
+    return [FoundFile(shard.path, shard) for shard in mds_shards(folder, index)]
+
+
+def _walk(
+    folder: Path, outside: frozenset[str] = frozenset({"__pycache__"})
+) -> Iterator[tuple[str, list[str]]]:
+    """(folder, its file names) in a fixed order, without hidden ones and the folders named in `outside`."""
+    for parent, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in outside)
+        yield parent, sorted(name for name in files if not name.startswith("."))
+
+
+def _listed_files(path: Path, include: tuple[str, ...]) -> Files:
+    """Files of a list: one path, folder or glob per line, relative to the folder of the list; `#` starts a comment line."""
+    try:
+        with (
+            gzip.open(path, "rt", encoding="utf-8-sig")
+            if path.suffix == ".gz"
+            else open(path, encoding="utf-8-sig") as stream
+        ):
+            lines = [line.strip() for line in stream]
+    except (OSError, EOFError, UnicodeError, zlib.error) as error:
+        raise ValueError(
+            f"source 'list:{path}' cannot be read ({one_line(error)}): correct data.sources"
+        ) from error
+    files = Files()
+    for number, line in enumerate(lines, start=1):
+        if not line or line.startswith("#"):
+            continue
+        if line.startswith(("list:", "hub:", "stdlib:", "package:")):
+            raise ValueError(
+                f"{path} line {number}: {line!r} is no path or glob; name it in data.sources itself"
+            )
+        try:
+            found = files_of(os.path.join(path.parent, os.path.expanduser(line)), include)
+        except ValueError as error:
+            raise ValueError(f"{path} line {number}: {error}") from error
+        files.found += found.found
+        files.left_out += found.left_out
+    if not files.found:
+        raise ValueError(f"source 'list:{path}' names no file: write one path or glob per line")
+    return files
+
+
+def _stdlib_files(inside: str) -> Files:
+    folder = Path(sysconfig.get_paths()["stdlib"], inside)
+    outside = frozenset({"__pycache__", *STDLIB_OUTSIDE})
+    found = [
+        FoundFile(os.path.join(parent, name))
+        for parent, names in _walk(folder, outside)
+        for name in names
+        if name.endswith(".py")
+    ]
+    if not found:
+        raise ValueError(
+            f"{folder} holds no .py files: this Python carries no such part of the standard library"
+        )
+    return Files(found, tolerate=True)
+
+
+def _package_path(place: str) -> Path:
+    """The file of `package:<import name>/<relative file>`, found without importing the package."""
+    name, _, relative = place.removeprefix("package:").partition("/")
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    folders = list(spec.submodule_search_locations or []) if spec is not None else []
+    if not folders:
+        raise ValueError(
+            f"source {place!r}: no installed package {name!r}; pip install what provides it or drop the source"
+        )
+    for folder in folders:
+        path = Path(folder, relative)
+        if path.exists():
+            return path
+    raise ValueError(f"source {place!r}: package {name!r} in {folders[0]} has no file {relative!r}")

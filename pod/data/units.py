@@ -1,0 +1,284 @@
+"""Sources cut into units: the work that one process reads at a time. The cut depends on nothing but the files.
+
+A unit is a run of small files, one large file, a range of a large jsonl file, a MosaicML shard or a shard of a hub data set.
+Reading all units one after the other gives the documents in the order of the sources and of their files' names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+from pod.data.args import DataArgs
+from pod.data.books import LONG_TEXT_CHARACTERS, Splitter, split_book, split_fragment
+from pod.data.documents import Document, SourceReport
+from pod.data.hub import HubShard, hub_shards, read_hub
+from pod.data.mds import MdsShard, read_shard
+from pod.data.places import Files, files_of, hub_spec
+from pod.data.readers import is_compressed, kind_of, read_records
+from pod.data.records import Bad, Fields, Record, UnreadableFile, uncovered
+
+GROUP_BYTES = 32 * 2**20
+RANGE_BYTES = 64 * 2**20
+COMPRESSION = 4
+"""Text is about this much larger than its compressed file."""
+READING_VERSION = 1
+"""Raised when the same file would give other documents than before."""
+
+
+class FilePart(NamedTuple):
+    """A file as it was when the unit was planned, or the bytes [start, stop) of it."""
+
+    path: str
+    size: int
+    """Bytes; -1 = it could not be looked at."""
+    mtime_ns: int
+    start: int = 0
+    stop: int | None = None
+    shard: MdsShard | None = None
+
+    def check_unchanged(self) -> None:
+        """Raise `ValueError` when the file has been changed since."""
+        if _state(self.path) != (self.size, self.mtime_ns):
+            raise ValueError(f"{self.path} was changed while the data was prepared: start again")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one process reads at a time; can be pickled."""
+
+    source: int
+    """Its place in `args.sources`."""
+    spec: str
+    """The source as the user wrote it."""
+    files: tuple[FilePart, ...] = ()
+    hub: HubShard | None = None
+    tolerate: bool = False
+    """Skip unreadable files whatever the policy."""
+    left_out: tuple[str, ...] = field(default=(), compare=False)
+    """Files of the source that are not read at all, each with the reason; named by its first unit."""
+    options: str = ""
+    """The settings that decide what is read from a file, as JSON."""
+
+    @property
+    def name(self) -> str:
+        """One line for messages."""
+        if self.hub is not None:
+            return self.hub.where
+        first = self.files[0]
+        if first.stop is not None:
+            return f"{first.path} bytes {first.start:,} to {first.stop:,}"
+        return (
+            first.path if len(self.files) == 1 else f"{first.path} and {len(self.files) - 1} files after it"
+        )
+
+    def fingerprint(self) -> str:
+        """64 hex digits of what is read: paths, sizes, times of change, ranges, hub shard and options."""
+        files = [
+            [
+                os.path.abspath(one.path),
+                one.size,
+                one.mtime_ns,
+                one.start,
+                one.stop,
+                one.shard and one.shard[2:],
+            ]
+            for one in self.files
+        ]
+        content = [READING_VERSION, self.spec if self.hub else "", files, self.hub, self.options]
+        return hashlib.sha256(json.dumps(content).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def plan_units(args: DataArgs) -> list[Unit]:
+    """The units of all sources, in reading order. Raises `ValueError` in one line for a source that does not exist."""
+    units = []
+    for source, spec in enumerate(args.sources):
+        place, _ = split_fragment(spec)
+        hub = hub_spec(place)
+        options = _options(spec, args)
+        if hub is not None:
+            units += [Unit(source, spec, hub=shard, options=options) for shard in hub_shards(*hub)]
+            continue
+        files = files_of(place, tuple(args.include))
+        for number, group in enumerate(_groups(_parts(files, may_cut=place == spec))):
+            left_out = () if number else tuple(files.left_out)
+            units.append(Unit(source, spec, group, None, files.tolerate, left_out, options))
+    return units
+
+
+def source_state(source: str, include: Iterable[str] = ()) -> list[list[object]]:
+    """Names, sizes [bytes] and change times [ns] of a source's files, to see whether prepared data is up to date.
+
+    A hub data set is represented by its spec alone.
+    """
+    place, _ = split_fragment(source)
+    if hub_spec(place) is not None:
+        return [[source]]
+    return [[one.path, *_state(one.path)] for one in files_of(place, tuple(include)).found]
+
+
+def read_unit(unit: Unit, args: DataArgs, report: SourceReport) -> Iterator[Document]:
+    """The documents of a unit, in order, without empty ones; what is left out goes into `report`, and the files read.
+
+    Raises `ValueError` in one line, with `unreadable="error"` for all that cannot be read, and always for a file that has
+    changed since the unit was planned.
+    """
+    for reason in unit.left_out:
+        report.skip(reason)
+    fields = Fields.from_args(args)
+    place, splitter = split_fragment(unit.spec)
+    if unit.hub is not None:
+        report.files += unit.hub.index == 0
+        prefix = f"{place}:" + (f"{unit.hub.index}:" if unit.hub.count > 1 else "")
+        bad = _policy(unit, args, report)
+        yield from _judged(
+            unit, args, report, None, _documents(read_hub(unit.hub, fields, bad), unit, prefix, bad)
+        )
+    for part in unit.files:
+        report.files += part.start == 0
+        bad = _policy(unit, args, report)
+        yield from _judged(unit, args, report, part, _file_documents(part, unit, fields, bad, splitter))
+
+
+def _policy(unit: Unit, args: DataArgs, report: SourceReport) -> Bad:
+    """What happens to a bad record."""
+
+    def stop(reason: str) -> None:
+        raise UnreadableFile(reason)
+
+    return report.skip_record if _is_lenient(unit, args) else stop
+
+
+def _is_lenient(unit: Unit, args: DataArgs) -> bool:
+    return args.unreadable == "skip" or unit.tolerate
+
+
+def _judged(
+    unit: Unit, args: DataArgs, report: SourceReport, part: FilePart | None, documents: Iterator[Document]
+) -> Iterator[Document]:
+    """`documents` of one file without empty ones; a damaged file ends them or raises, a changed one always raises."""
+    try:
+        if part is not None:
+            part.check_unchanged()
+        for document in documents:
+            if document.text.strip() if document.tokens is None else len(document.tokens):
+                yield document
+            else:
+                report.empty += 1
+    except UnreadableFile as error:
+        if part is not None:
+            part.check_unchanged()  # then this is why
+        if not _is_lenient(unit, args):
+            raise ValueError(f"{error}; repair or remove it, or set data.unreadable=skip") from error
+        report.skip(str(error))
+    if part is not None:
+        part.check_unchanged()
+
+
+def _file_documents(
+    part: FilePart, unit: Unit, fields: Fields, bad: Bad, splitter: Splitter | None
+) -> Iterator[Document]:
+    """Documents of a file; a file with a single, very long JSON record is split."""
+    path = Path(part.path)
+    if part.shard is not None:
+        yield from _documents(read_shard(part.shard, fields, bad), unit, f"{path}:", bad)
+        return
+    records = read_records(path, fields, bad, part.start, part.stop)
+    if part.stop is not None:
+        yield from _documents(records, unit, f"{path}:byte ", bad)
+        return
+    first = next(records, None)
+    if first is None:
+        return
+    second = next(records, None)
+    if second is not None:
+        yield from _documents(chain([first, second], records), unit, f"{path}:", bad)
+    elif first.tokens is not None:
+        yield from _documents([first], unit, f"{path}:", bad)
+    else:
+        is_book = path.name.endswith(".json") and len(first.text) >= LONG_TEXT_CHARACTERS
+        split = splitter or (split_book if is_book else None)
+        pieces = split(first.text) if split else [first.text]
+        for number, piece in enumerate(pieces):
+            name = f"{path}:{number}" if len(pieces) > 1 else str(path)
+            yield Document(piece, unit.spec, name, origin=first.origin)
+
+
+def _documents(records: Iterable[Record], unit: Unit, prefix: str, bad: Bad) -> Iterator[Document]:
+    """The documents of records: one each, or those that the bounds of a record of token ids say."""
+    for record in records:
+        name = f"{prefix}{record.place}"
+        if record.tokens is None or record.bounds is None:
+            yield Document(record.text, unit.spec, name, record.tokens, record.origin)
+            continue
+        for number, (start, stop) in enumerate(record.bounds.tolist()):
+            # A copy: a document that waits in a batch must not keep the whole sample in memory.
+            tokens = record.tokens[start:stop].copy()
+            yield Document("", unit.spec, f"{name}:{number}", tokens, record.origin)
+        if left := uncovered(record):
+            bad(f"{name} holds {left} token ids that lie in no document of its bounds")
+
+
+def _parts(files: Files, may_cut: bool) -> Iterator[FilePart]:
+    """The files of a source; large plain jsonl files as ranges, if they may be cut."""
+    for found in files.found:
+        size, mtime_ns = _state(found.path)
+        whole = FilePart(found.path, size, mtime_ns, shard=found.shard)
+        is_plain = kind_of(found.path) == "lines" and not is_compressed(found.path)
+        if found.shard is not None or not may_cut or not is_plain or size <= RANGE_BYTES:
+            yield whole
+            continue
+        for start in range(0, size, RANGE_BYTES):
+            yield whole._replace(start=start, stop=min(start + RANGE_BYTES, size))
+
+
+def _groups(parts: Iterable[FilePart]) -> Iterator[tuple[FilePart, ...]]:
+    """Runs of consecutive small files; ranges, shards and large files alone."""
+    group: list[FilePart] = []
+    group_bytes = 0
+    for part in parts:
+        alone = part.stop is not None or part.shard is not None
+        weight = part.size * (COMPRESSION if _is_packed(part.path) else 1)
+        if group and (alone or group_bytes + weight > GROUP_BYTES):
+            yield tuple(group)
+            group, group_bytes = [], 0
+        if alone:
+            yield (part,)
+            continue
+        group.append(part)
+        group_bytes += max(weight, 0)
+    if group:
+        yield tuple(group)
+
+
+def _is_packed(path: str) -> bool:
+    return is_compressed(path) or kind_of(path) == "parquet"
+
+
+def _options(spec: str, args: DataArgs) -> str:
+    _, fragment, kind = spec.rpartition("#")
+    return json.dumps(
+        {
+            "text_field": args.text_field,
+            "token_field": args.token_field,
+            "token_bounds_field": args.token_bounds_field,
+            "max_record_bytes": args.max_record_bytes,
+            "unreadable": args.unreadable,
+            "split": kind if fragment and split_fragment(spec)[1] else None,
+        }
+    )
+
+
+def _state(path: str) -> tuple[int, int]:
+    """Size [bytes] and time of change [ns]; (-1, 0) for what cannot be looked at (it is unreadable when its turn comes)."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return -1, 0
+    return found.st_size, found.st_mtime_ns
