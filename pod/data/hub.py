@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from pod.data.readers import one_line
-from pod.data.records import Bad, BadRecord, Fields, Record, UnreadableFile
+from pod.data.records import Bad, BadRecord, Fields, Record, UnreadableFile, one_line
 
 
 class HubShard(NamedTuple):

@@ -18,8 +18,8 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from pod.data.readers import BUFFER_BYTES, damage_named, one_line, open_zstd
-from pod.data.records import Bad, BadRecord, Fields, Record, UnreadableFile, too_long
+from pod.data.readers import BUFFER_BYTES, damage_named, open_zstd
+from pod.data.records import Bad, BadRecord, Fields, Record, UnreadableFile, one_line, too_long
 
 COMPRESSIONS: dict[str, Callable[[Path], Any]] = {"zstd": open_zstd, "gz": gzip.open, "bz2": bz2.open}
 ARRAY_TYPES = {
@@ -260,6 +260,8 @@ def _array_decoder(details: str, column: MdsColumn, shard: MdsShard) -> Decoder:
     try:
         fixed_type = np.dtype(name).newbyteorder("<") if name else None
         fixed_shape = tuple(int(one) for one in axes.split(",")) if axes else None
+        if fixed_type is not None and fixed_type.kind not in "iuf":
+            raise ValueError(name)
     except (TypeError, ValueError) as error:
         raise UnreadableFile(
             f"{shard.path}: field {column.name!r} has encoding {column.encoding!r}, which is no array type"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pod.data.mds import MdsShard, mds_shards, read_index
-from pod.data.readers import one_line
+from pod.data.records import one_line
 
 STDLIB_OUTSIDE = {"site-packages", "dist-packages"}
 MDS_INDEX = "index.json"

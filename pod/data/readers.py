@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from pod.data.records import Bad, BadRecord, Fields, Record, UnreadableFile, too_long
+from pod.data.records import Bad, BadRecord, Fields, Record, UnreadableFile, one_line, too_long
 
 COMPRESSED = {".gz", ".zst", ".bz2", ".xz"}
 JSON_LINES = {".jsonl", ".ndjson"}
@@ -108,11 +108,6 @@ def open_zstd(path: Path) -> IO[bytes]:
     # zstandard's own reader ends silently on a truncated file, this one raises.
     stream: Any = pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
     return io.BufferedReader(stream, BUFFER_BYTES)
-
-
-def one_line(error: BaseException) -> str:
-    """An error's message without line breaks, at most 200 characters."""
-    return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
 def _read_text(path: Path, fields: Fields, bad: Bad) -> Iterator[Record]:

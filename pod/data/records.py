@@ -94,6 +94,11 @@ class Fields:
         return Record(place, "", tokens, bounds, self._origin(values))
 
 
+def one_line(error: BaseException) -> str:
+    """An error's message without line breaks, at most 200 characters."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:200]
+
+
 def too_long(where: str, num_bytes: int | None, limit: int) -> str:
     """The message for a record above the limit; `num_bytes` None = its length is not known."""
     size = f"is {num_bytes:,} bytes long" if num_bytes is not None else "goes on"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -37,7 +38,7 @@ class FilePart(NamedTuple):
 
     path: str
     size: int
-    """Bytes; -1 = it could not be looked at."""
+    """Bytes; -1 = missing or no regular file."""
     mtime_ns: int
     start: int = 0
     stop: int | None = None
@@ -166,6 +167,8 @@ def _judged(
     try:
         if part is not None:
             part.check_unchanged()
+            if part.size < 0:
+                raise UnreadableFile(f"{part.path} is missing or no regular file")
         for document in documents:
             if document.text.strip() if document.tokens is None else len(document.tokens):
                 yield document
@@ -276,9 +279,9 @@ def _options(spec: str, args: DataArgs) -> str:
 
 
 def _state(path: str) -> tuple[int, int]:
-    """Size [bytes] and time of change [ns]; (-1, 0) for what cannot be looked at (it is unreadable when its turn comes)."""
+    """Size [bytes] and time of change [ns]; (-1, 0) for what is missing or no regular file (unreadable when its turn comes)."""
     try:
         found = os.stat(path)
     except OSError:
         return -1, 0
-    return found.st_size, found.st_mtime_ns
+    return (found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else (-1, 0)
