@@ -20,6 +20,10 @@ class TrainArgs:
     sequence_parallel_size: int = 1
     """Ranks that share one row (Ulysses); contiguous ranks form a group. Allowed: 1 to the number of query heads."""
 
+    prefetch_steps: int = 2
+    """Steps whose rows are read ahead, in a thread, while the present step computes; 0 = read when they are needed. Metrics
+    tell what is left to wait for as `data_wait_s`."""
+
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of weights, activations and gradients. Master weights and Adam's moments are float32 either way."""
 
@@ -106,7 +110,8 @@ class TrainArgs:
         for name in ("max_steps", "micro_batch_size", "gradient_accumulation_steps", "sequence_parallel_size",
                      "loss_chunk_mib", "max_skipped_steps", "lora_rank", "keep_last", "log_every_steps"):  # fmt: skip
             _at_least(name, getattr(self, name), 1)
-        for name in ("warmup_steps", "weight_decay", "max_grad_norm", "save_every_steps", "mlp_tile_tokens"):
+        for name in ("warmup_steps", "weight_decay", "max_grad_norm", "save_every_steps", "mlp_tile_tokens",
+                     "prefetch_steps"):  # fmt: skip
             _at_least(name, getattr(self, name), 0)
         for name in ("learning_rate", "adam_epsilon", "lora_alpha"):
             if not getattr(self, name) > 0:

@@ -112,6 +112,7 @@ class Monitor:
     ):
         self.args, self.tokens_per_step, self.enabled = args, tokens_per_step, enabled
         self.started, self.last_time, self.last_step = time.perf_counter(), time.perf_counter(), first_step
+        self.waited_s = 0.0
         self.trackers: list[Tracker] = []
         if not enabled:
             return
@@ -125,17 +126,27 @@ class Monitor:
         self.bar = tqdm(total=args.max_steps, initial=first_step, desc="train", unit="step", mininterval=1.0)
 
     def step(self, step: int, values: dict[str, float]) -> None:
-        """Record optimizer step `step` (counted from 1); adds tokens_per_second over all ranks since the last record."""
+        """Record optimizer step `step` (counted from 1).
+
+        Adds tokens_per_second over all ranks; this and data_wait_s (seconds per step) are means since the last record.
+        """
         if not self.enabled:
             return
         self.bar.update(1)
+        self.waited_s += values.get("data_wait_s", 0.0)
         if step % self.args.log_every_steps and step != self.args.max_steps:
             return
         now = time.perf_counter()
-        rate = self.tokens_per_step * (step - self.last_step) / max(now - self.last_time, 1e-9)
-        self.last_time, self.last_step = now, step
+        steps, seconds = step - self.last_step, max(now - self.last_time, 1e-9)
+        rate, waited = self.tokens_per_step * steps / seconds, self.waited_s
+        self.last_time, self.last_step, self.waited_s = now, step, 0.0
         record = {**values, "tokens_per_second": rate}
-        self.bar.set_postfix_str(f"loss {values.get('loss', float('nan')):.4f}, {rate:,.0f} tokens/s")
+        if "data_wait_s" in values:
+            record["data_wait_s"] = waited / steps
+        text = f"loss {values.get('loss', float('nan')):.4f}, {rate:,.0f} tokens/s"
+        if waited > 0.01 * seconds:
+            text += f", {waited / seconds:.0%} of it waiting for data"
+        self.bar.set_postfix_str(text)
         for tracker in self.trackers:
             tracker.log(step, record)
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from pod.files import write_json
 from pod.modeling.sharing import SharingPlan
 from pod.training.args import TrainArgs
+from pod.training.batches import StepBatches
 from pod.training.carry import set_carry
 from pod.training.checkpoint import (
     Checkpointer,
@@ -144,6 +145,8 @@ class Trainer:
         self.causal_model: Any = model
         self.ulysses = self._attach_ulysses(model)
         self._start_engine(model)
+        mine = self.ulysses.slice if self.ulysses else slice(None)
+        self.batches = StepBatches(args, dataset, self.cursor, mesh, mine)
         self.stop_signal: int | None = None
 
     def _checkpoint_to_resume(self) -> Path | None:
@@ -206,7 +209,7 @@ class Trainer:
     @property
     def rows_per_step(self) -> int:
         """Rows of all ranks in one optimizer step."""
-        return self.args.micro_batch_size * self.args.gradient_accumulation_steps * self.mesh.dp_size
+        return self.batches.rows_per_step
 
     def train(self) -> TrainState:
         """Run until `max_steps`, or until SIGTERM; saves at the end either way.
@@ -219,7 +222,7 @@ class Trainer:
         enabled = self.mesh.rank == 0
         monitor = Monitor(self.folder, self.args, self.state.step, tokens, self.state.config, enabled)
         saved_at = self.state.step if self.resume_from else -1
-        with self._catch_signals(), contextlib.closing(monitor):
+        with self._catch_signals(), contextlib.closing(monitor), contextlib.closing(self.batches):
             while self.state.step < self.args.max_steps:
                 values = self.step()
                 monitor.step(self.state.step, values)
@@ -240,8 +243,8 @@ class Trainer:
 
     def step(self) -> dict[str, float]:
         """One optimizer step over the next rows; returns loss, learning rate, gradient norm and counts."""
-        batches = self._next_batches()
-        (num_labels,) = self.mesh.sum([float(sum((b["labels"] != IGNORED_LABEL).sum() for b in batches))])
+        batches = self.batches.next()
+        num_labels, data_wait = self._agree_on_data(batches)
         rate = learning_rate(self.state.step, self.args)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
@@ -251,6 +254,7 @@ class Trainer:
         self.state.cursor = self.cursor.state_dict()
         self.state.consecutive_skips = self.state.consecutive_skips + 1 if skipped else 0
         values = {"learning_rate": rate, "labels": num_labels, "skipped": float(skipped)}
+        values["data_wait_s"] = data_wait
         loss, norm = total / max(num_labels, 1.0), _as_float(self.engine.get_global_grad_norm())
         if math.isfinite(loss):
             values["loss"] = loss
@@ -272,21 +276,13 @@ class Trainer:
         self.engine.step()
         return float(summed.detach())
 
-    def _next_batches(self) -> list[dict[str, torch.Tensor]]:
-        """This rank's micro-batches of the next step: its slice of the tokens, whole rows of document ids."""
-        indices = self.cursor.take(self.rows_per_step, self.mesh.dp_rank, self.mesh.dp_size)
-        batches = []
-        size = self.args.micro_batch_size
-        for start in range(0, len(indices), size):
-            rows = self.dataset.rows(indices[start : start + size])
-            mine = self.ulysses.slice if self.ulysses else slice(None)
-            batch = {
-                "input_ids": rows["input_ids"][:, mine],
-                "labels": rows["labels"][:, mine],
-                "doc_ids": rows["doc_ids"],
-            }
-            batches.append({name: value.contiguous().to(self.mesh.device) for name, value in batch.items()})
-        return batches
+    def _agree_on_data(self, batches: list[dict[str, torch.Tensor]]) -> tuple[float, float]:
+        """Labels of the step over all ranks, and the seconds that the slowest of them waited for its rows."""
+        labels = float(sum((batch["labels"] != IGNORED_LABEL).sum() for batch in batches))
+        waits = [0.0] * self.mesh.world_size
+        waits[self.mesh.rank] = self.batches.waited_s  # one sum brings both: all others leave this place at 0
+        total, *waits = self.mesh.sum([labels, *waits])
+        return total, max(waits)
 
     def _check_skips(self, values: dict[str, float], monitor: Monitor) -> None:
         if not values["skipped"]:

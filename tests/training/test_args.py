@@ -28,6 +28,7 @@ SMOLLM2 = Shapes(
         ("learning_rate", 0.0),
         ("adam_beta2", 1.0),
         ("min_lr_ratio", 1.5),
+        ("prefetch_steps", -1),
         ("lora_target_modules", []),
     ],
 )
@@ -164,3 +165,21 @@ def test_tracker_gets_the_numbers_of_a_step(tmp_path, tracker, files):
     record = json.loads((tmp_path / "metrics.jsonl").read_text(encoding="utf-8"))
     assert (record["step"], record["loss"]) == (1, 2.5)
     assert record["tokens_per_second"] > 0
+
+
+def test_waiting_for_data_is_a_mean_over_the_steps_of_a_record(tmp_path, monkeypatch):
+    clock = iter([0.0, 0.0, 8.0, 16.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    monitor = Monitor(tmp_path, TrainArgs(max_steps=4, log_every_steps=2), 0, 64, {}, enabled=True)
+    shown = []
+    monkeypatch.setattr(monitor.bar, "set_postfix_str", shown.append)
+    for step, waited in enumerate((3.0, 1.0, 0.0, 0.02), start=1):
+        monitor.step(step, {"loss": 2.5, "data_wait_s": waited})
+    monitor.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["data_wait_s"] for line in lines] == [2.0, 0.01]
+    assert [line["tokens_per_second"] for line in lines] == [16.0, 16.0]
+    assert shown == [
+        "loss 2.5000, 16 tokens/s, 50% of it waiting for data",
+        "loss 2.5000, 16 tokens/s",
+    ]

@@ -1,0 +1,62 @@
+"""What one rank reads for each optimizer step, prepared while the step before computes."""
+
+from typing import Any
+
+import torch
+
+from pod.data.order import RowCursor
+from pod.data.prefetch import Prefetcher
+from pod.training.args import TrainArgs
+
+Batch = dict[str, torch.Tensor]
+
+
+class StepBatches:
+    """The micro-batches of every step on this rank: its rows, and of each row its slice of the tokens.
+
+    Ranks of one sequence-parallel group read the same rows, data-parallel groups different ones.
+
+    Args:
+        dataset: packed rows.
+        cursor: where reading stands; moves with `next`, by the rows of all ranks.
+        mesh: the ranks (`dp_rank`, `dp_size`, `device`).
+        tokens: slice of a row's positions that this rank holds.
+    """
+
+    def __init__(self, args: TrainArgs, dataset: Any, cursor: RowCursor, mesh: Any, tokens: slice):
+        self.dataset, self.mesh, self.tokens = dataset, mesh, tokens
+        self.micro_batch_size = args.micro_batch_size
+        self.rows_per_step = args.micro_batch_size * args.gradient_accumulation_steps * mesh.dp_size
+        self.prefetcher = Prefetcher(self._load, cursor, self.rows_per_step, args.prefetch_steps)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the last `next` waited for data, copies to the device left out."""
+        return self.prefetcher.waited_s
+
+    def next(self) -> list[Batch]:
+        """Micro-batches on this rank's device: `input_ids`, `labels` int64 [B, slice], `doc_ids` int64 [B, context]."""
+        return [
+            {name: value.to(self.mesh.device, non_blocking=True) for name, value in batch.items()}
+            for batch in self.prefetcher.next()
+        ]
+
+    def close(self) -> None:
+        """End the thread; `next` would start it again."""
+        self.prefetcher.close()
+
+    def _load(self, cursor: RowCursor) -> list[Batch]:
+        indices = cursor.peek(self.rows_per_step, self.mesh.dp_rank, self.mesh.dp_size)
+        batches = []
+        for start in range(0, len(indices), self.micro_batch_size):
+            rows = self.dataset.rows(indices[start : start + self.micro_batch_size])
+            batch = {name: rows[name][:, self.tokens].contiguous() for name in ("input_ids", "labels")}
+            batches.append(self._pinned({**batch, "doc_ids": rows["doc_ids"]}))
+        return batches
+
+    def _pinned(self, batch: Batch) -> Batch:
+        """The batch in page-locked memory, from which a copy to the GPU runs beside its work."""
+        if self.mesh.device.type != "cuda":
+            return batch
+        with torch.cuda.device(self.mesh.device):  # the current device is a thread's own
+            return {name: value.pin_memory() for name, value in batch.items()}
