@@ -50,19 +50,19 @@ class IntervalReport:
 
 @dataclass
 class ShareReport:
-    """One source in one interval, when sources have weights."""
+    """One source in one interval."""
 
     interval: str
     source: int
     """Index in `sources`."""
-    weight: float
-    """Share of the interval's tokens asked for; all sources together 1."""
+    weight: float | None
+    """Share of the interval's tokens asked for, all sources together 1; None without weights."""
     documents_before: int = 0
     tokens_before: int = 0
     documents_after: int = 0
     tokens_after: int = 0
     quota: int = 0
-    """Tokens asked for after dry sources left theirs to the others."""
+    """Tokens asked for after dry sources left theirs to the others; 0 without weights."""
     ran_dry: bool = False
     """The source holds fewer tokens of the interval than its weight asks for."""
 
@@ -139,7 +139,9 @@ def share_out(quota: int, supply: Sequence[int], weights: Sequence[float]) -> li
 
     The sum is min(quota, sum of supply). Exact arithmetic; single tokens that do not divide go to the first ones with room.
     """
-    exact = [Fraction(weight) for weight in weights]
+    exact = [
+        Fraction(repr(float(weight))) for weight in weights
+    ]  # 0.1 is a tenth, not the double nearest to it
     given = [0] * len(supply)
     left = min(quota, sum(supply))
     active = [number for number in range(len(supply)) if supply[number]]
@@ -225,7 +227,7 @@ def balance_report(
         if one.ran_dry:
             notes.append(
                 f"interval {one.interval}: source {args.sources[one.source]!r} ran dry: {one.tokens_before:,} tokens for a "
-                f"share of {round(one.weight * quotas[one.interval]):,}; the missing tokens come from the other sources"
+                f"share of {round((one.weight or 0) * quotas[one.interval]):,}; the missing tokens come from the other sources"
             )
     deviation = max(abs(tokens - share) for tokens in after) / share
     return {"equal_share_tokens": share, "largest_deviation": deviation, "notes": notes}

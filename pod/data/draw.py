@@ -7,7 +7,7 @@ is reached. Two scans over the pieces on disk do it: one sums up tokens by lot, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -28,9 +28,8 @@ from pod.data.documents import splitmix64
 CHUNK_PIECES = 1 << 16
 """Pieces read at a time; the result does not depend on it."""
 _BINS = 1 << 12
-_MOST_BINS = 1 << 22
-_LOT, _ORDER = 1, 2  # what a hash of the seed is for
-_CANDIDATE = np.dtype([("number", "<i8"), ("key", "<u8"), ("length", "<u4"), ("source", "<u2")])
+_MOST_BINS = 1 << 20
+_LOT, _ORDER = 1, 2  # what a hash of the seed is for; pass n of the draw is ordered by _ORDER + n
 
 
 class Pieces(Protocol):
@@ -54,97 +53,41 @@ class Drawn:
     """uint32 [n]: their tokens."""
     intervals: list[IntervalReport]
     shares: list[ShareReport]
-    """By interval, then source; empty without weights."""
-    sources: list[dict[str, int]]
-    """`documents_after` and `tokens_after` of each source."""
+    """By interval, then source."""
 
 
 def draw(pieces: Pieces, args: DataArgs, seed: int, *, chunk_pieces: int = CHUNK_PIECES) -> Drawn:
     """Draw pieces by `target_tokens`, `exhausted` and `weights`; the order is a second lot over all of them.
 
-    Equal lots (identical documents) come in reading order. Deterministic in `seed` and independent of `chunk_pieces`.
-    Memory: about 40 bytes per drawn piece. Raises `ValueError` when nothing can be drawn.
+    Deterministic in `seed` and independent of `chunk_pieces`. Equal lots (of identical documents) come in the order of
+    intervals, sources and reading. Memory: about 40 bytes per drawn piece. Raises `ValueError` when nothing can be drawn.
     """
     scan = _Scan(pieces, args, seed, chunk_pieces)
-    reports, groups, tokens_by_lot, documents_by_lot = _survey(scan)
-    set_quotas(reports, args.target_tokens, args.exhausted)
-    for number, report in enumerate(reports):
-        _set_group_quotas(groups[number], report, args)
-    cuts = np.array(
-        [
-            _cut_bin(tokens_by_lot[group.number], documents_by_lot[group.number], group, len(scan.weights))
-            for interval in groups
-            for group in interval
-        ]
-    )
-    candidates = _candidates(scan, cuts)
-    drawn, lots = [], []
-    for report, interval in zip(reports, groups, strict=True):
+    survey = _survey(scan)
+    set_quotas(survey.reports, args.target_tokens, args.exhausted)
+    groups = _groups(scan, survey)
+    candidates = _candidates(scan, groups, survey)
+    for report, interval in zip(survey.reports, groups, strict=True):
         carry = 0
         for group in sorted(interval, key=_Group.richness):
-            parts, carry = _draw_group(group, candidates[group.number], carry, scan)
-            candidates[group.number] = candidates[group.number][:0]
-            for pass_number, part in enumerate(parts):
-                drawn.append(part)
-                lots.append(splitmix64(part["key"] ^ hash_of_seed(seed, _ORDER + pass_number)))
-        report.documents_after = sum(group.documents_after for group in interval)
-        report.tokens_after = sum(group.tokens_after for group in interval)
+            carry = _draw_group(group, candidates, carry, scan)
+        for group in interval:
+            _count(group, candidates, survey.shares)
+        number = interval[0].interval
+        report.documents_after = sum(share.documents_after for share in survey.shares[number])
+        report.tokens_after = sum(share.tokens_after for share in survey.shares[number])
         report.passes = report.tokens_after / report.tokens_before if report.tokens_before else 0.0
-    everything, lot = np.concatenate(drawn), np.concatenate(lots)
-    if not len(everything):
+    numbers, lengths = _shuffled(groups, candidates, seed)
+    if not len(numbers):
         raise ValueError(
             "the draw is empty: every document is longer than its interval's share; raise data.target_tokens"
         )
-    order = np.lexsort((everything["number"], lot))
-    return Drawn(
-        everything["number"][order],
-        everything["length"][order],
-        reports,
-        [group.report(report, args) for report, one in zip(reports, groups, strict=True) for group in one]
-        if args.weights
-        else [],
-        _by_source(everything, len(args.sources)),
-    )
+    return Drawn(numbers, lengths, survey.reports, [share for row in survey.shares for share in row])
 
 
 def hash_of_seed(seed: int, purpose: int) -> np.uint64:
-    """A number that makes lots of one seed and purpose independent of all others."""
+    """A number that makes the lots of one seed and purpose independent of all others."""
     return np.uint64(splitmix64(splitmix64(seed % 2**64) ^ splitmix64(purpose)))
-
-
-@dataclass
-class _Group:
-    """The pieces of one interval, with weights those of one source."""
-
-    number: int
-    source: int
-    high: int
-    weight: float
-    documents_before: int
-    tokens_before: int
-    whole: int = 0
-    """Times that all pieces are drawn, before `quota` tokens are drawn once more."""
-    quota: int = 0
-    ran_dry: bool = False
-    documents_after: int = 0
-    tokens_after: int = 0
-
-    def richness(self) -> tuple[bool, int, int]:
-        """Sorts those that can best make up for what the others miss to the end."""
-        return (self.quota < self.tokens_before, self.documents_before, self.source)
-
-    def report(self, interval: IntervalReport, args: DataArgs) -> ShareReport:
-        return ShareReport(
-            interval.name,
-            self.source,
-            self.weight,
-            documents_before=self.documents_before,
-            tokens_before=self.tokens_before,
-            documents_after=self.documents_after,
-            tokens_after=self.tokens_after,
-            quota=self.whole * self.tokens_before + self.quota,
-            ran_dry=self.ran_dry,
-        )
 
 
 @dataclass
@@ -159,13 +102,15 @@ class _Scan:
     def __post_init__(self) -> None:
         self.first_interval = 1 if self.args.short_documents == "drop" else 0
         self.bounds = bounds_of(self.args)
-        self.lot_hash = hash_of_seed(self.seed, _LOT)
-        self.weights = self.args.weights or [1.0]
-        self.num_groups = (len(self.bounds) - 1 - self.first_interval) * len(self.weights)
+        self.num_intervals = len(self.bounds) - 1 - self.first_interval
+        self.num_sources = len(self.args.sources)
+        self.groups_per_interval = self.num_sources if self.args.weights else 1
+        self.num_groups = self.num_intervals * self.groups_per_interval
         self.bins = _BINS
-        while self.bins * self.num_groups > _MOST_BINS and self.bins > 1:
+        while self.bins * self.num_groups > _MOST_BINS and self.bins > 2:
             self.bins //= 2
-        self.shift = np.uint64(64 - (self.bins.bit_length() - 1))
+        self.shift = np.uint64(65 - self.bins.bit_length())
+        self.lot_hash = hash_of_seed(self.seed, _LOT)
 
     def __iter__(self) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
         """(number of the first piece, PIECE records, their groups, the bins of their lots)"""
@@ -173,114 +118,198 @@ class _Scan:
             pieces = self.pieces.pieces(start, min(start + self.size, self.pieces.num_pieces))
             group = interval_of(pieces["length"], self.bounds) - self.first_interval
             if self.args.weights:
-                group = group * len(self.weights) + pieces["source"]
-            yield start, pieces, group, self.bin_of(self.lots(pieces["key"]))
+                group = group * self.num_sources + pieces["source"]
+            yield start, pieces, group, (self.lots(pieces["key"]) >> self.shift).astype(np.int64)
 
     def lots(self, keys: np.ndarray) -> np.ndarray:
         return splitmix64(keys ^ self.lot_hash)
 
-    def bin_of(self, lots: np.ndarray) -> np.ndarray:
-        return (lots >> self.shift).astype(np.int64) if self.bins > 1 else np.zeros(len(lots), np.int64)
+
+@dataclass
+class _Survey:
+    """Result of the first scan."""
+
+    tokens: np.ndarray
+    """int64 [groups, bins of lots]"""
+    documents: np.ndarray
+    reports: list[IntervalReport]
+    shares: list[list[ShareReport]]
+    """[intervals][sources]"""
 
 
-def _survey(scan: _Scan) -> tuple[list[IntervalReport], list[list[_Group]], np.ndarray, np.ndarray]:
-    """The intervals and their groups with what there is, and tokens and documents int64 [groups, bins] by lot."""
-    shape = scan.num_groups, scan.bins
-    tokens, documents = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+def _survey(scan: _Scan) -> _Survey:
+    tokens = np.zeros((scan.num_groups, scan.bins), np.int64)
+    documents = np.zeros_like(tokens)
+    by_source = np.zeros((2, scan.num_intervals, scan.num_sources), np.int64)
     for _, pieces, group, lot_bin in scan:
-        used, at = np.unique(group * scan.bins + lot_bin, return_inverse=True)
-        tokens.reshape(-1)[used] += np.bincount(at, weights=pieces["length"]).astype(np.int64)
-        documents.reshape(-1)[used] += np.bincount(at)
-    lows = scan.bounds[scan.first_interval : -1]
-    highs = scan.bounds[scan.first_interval + 1 :]
-    reports, groups = [], []
-    total = sum(scan.weights)
-    for number, (low, high) in enumerate(zip(lows, highs, strict=True)):
-        interval = []
-        for source, weight in enumerate(scan.weights):
-            at = number * len(scan.weights) + source
-            interval.append(
-                _Group(at, source, high, weight / total, int(documents[at].sum()), int(tokens[at].sum()))
-            )
-        report = IntervalReport(low, high)
-        report.documents_before = sum(group.documents_before for group in interval)
-        report.tokens_before = sum(group.tokens_before for group in interval)
+        lengths = pieces["length"].astype(np.int64)
+        np.add.at(tokens, (group, lot_bin), lengths)
+        np.add.at(documents, (group, lot_bin), 1)
+        where = group // scan.groups_per_interval, pieces["source"]
+        np.add.at(by_source[0], where, 1)
+        np.add.at(by_source[1], where, lengths)
+    reports, shares = [], []
+    total = sum(scan.args.weights)
+    for number in range(scan.num_intervals):
+        low, high = scan.bounds[scan.first_interval + number : scan.first_interval + number + 2]
+        counts = by_source[:, number].tolist()
+        report = IntervalReport(low, high, documents_before=sum(counts[0]), tokens_before=sum(counts[1]))
         reports.append(report)
+        weights = [weight / total for weight in scan.args.weights] or [None] * scan.num_sources
+        shares.append(
+            [
+                ShareReport(report.name, source, weight, documents_before=some, tokens_before=held)
+                for source, (weight, some, held) in enumerate(zip(weights, *counts, strict=True))
+            ]
+        )
+    return _Survey(tokens, documents, reports, shares)
+
+
+@dataclass
+class _Group:
+    """The pieces among which lots decide: those of one interval, with weights of one source in it."""
+
+    number: int
+    interval: int
+    high: int
+    """Upper bound of the interval in tokens."""
+    documents: int
+    tokens: int
+    whole: int
+    """Times that all pieces are drawn, before `quota` tokens are drawn once more."""
+    quota: int
+    cut: int = 0
+    """Bins of lots in which the draw may look."""
+    positions: list[np.ndarray] = field(default_factory=list)
+    """Of the drawn pieces among the candidates, one array per pass."""
+
+    def richness(self) -> tuple[bool, int, int]:
+        """Sorts to the end those that can best make up for what the others miss."""
+        return (self.quota < self.tokens, self.documents, self.number)
+
+
+def _groups(scan: _Scan, survey: _Survey) -> list[list[_Group]]:
+    """The groups of each interval with their quotas; fills in those of the survey's shares."""
+    groups = []
+    for number, (report, shares) in enumerate(zip(survey.reports, survey.shares, strict=True)):
+        whole, rest = 0, report.quota
+        if scan.args.exhausted == "repeat" and report.tokens_before:
+            whole, rest = divmod(report.quota, report.tokens_before)
+        quotas = [rest]
+        if scan.args.weights:
+            quotas = share_out(rest, [share.tokens_before for share in shares], scan.args.weights)
+            for share, quota in zip(shares, quotas, strict=True):
+                share.quota = whole * share.tokens_before + quota
+                share.ran_dry = share.tokens_before < int((share.weight or 0) * report.quota)
+        interval = []
+        for at, quota in enumerate(quotas, start=number * len(quotas)):
+            documents, tokens = survey.documents[at], survey.tokens[at]
+            high = scan.bounds[scan.first_interval + number + 1]
+            group = _Group(at, number, high, int(documents.sum()), int(tokens.sum()), whole, quota)
+            group.cut = _cut_bin(tokens, documents, group, len(quotas))
+            interval.append(group)
         groups.append(interval)
-    return reports, groups, tokens, documents
+    return groups
 
 
-def _set_group_quotas(groups: list[_Group], report: IntervalReport, args: DataArgs) -> None:
-    """Divide an interval's quota over its sources by weight; a dry source leaves its rest to the others."""
-    supply = [group.tokens_before for group in groups]
-    whole, rest = 0, report.quota
-    if args.exhausted == "repeat" and report.tokens_before:
-        whole, rest = divmod(report.quota, report.tokens_before)
-    weights = [group.weight for group in groups]
-    for group, quota in zip(groups, share_out(rest, supply, weights), strict=True):
-        group.whole, group.quota = whole, quota
-        group.ran_dry = group.tokens_before < int(group.weight * report.quota)
-
-
-def _cut_bin(tokens: np.ndarray, documents: np.ndarray, group: _Group, num_sources: int) -> int:
+def _cut_bin(tokens: np.ndarray, documents: np.ndarray, group: _Group, num_groups: int) -> int:
     """Number of bins, from the smallest lots on, that hold every piece the group's draw may look at."""
     if group.whole:
         return len(tokens)
     # What the groups before may leave to this one: each less than one piece.
-    most = group.quota + num_sources * group.high
+    most = group.quota + num_groups * group.high
     last = int(np.searchsorted(np.cumsum(tokens), most, side="right"))
     behind = np.cumsum(documents[last + 1 :])
     return last + 2 + int(np.searchsorted(behind, reserve(group.high)))
 
 
-def _candidates(scan: _Scan, cuts: np.ndarray) -> list[np.ndarray]:
-    """By group the pieces in the bins before the cut, in reading order."""
-    found: list[list[np.ndarray]] = [[] for _ in cuts]
+class _Candidates:
+    """The pieces in the bins before their group's cut, group after group, each in reading order. 22 bytes a piece."""
+
+    def __init__(self, counts: np.ndarray):
+        self.stops = np.cumsum(counts)
+        self.starts = self.stops - counts
+        size = int(self.stops[-1])
+        self.numbers = np.empty(size, np.int64)
+        self.keys = np.empty(size, np.uint64)
+        self.lengths = np.empty(size, np.uint32)
+        self.sources = np.empty(size, np.uint16)
+
+
+def _candidates(scan: _Scan, groups: list[list[_Group]], survey: _Survey) -> _Candidates:
+    cuts = np.array([group.cut for interval in groups for group in interval])
+    counts = [counts[:cut].sum() for counts, cut in zip(survey.documents, cuts, strict=True)]
+    found = _Candidates(np.array(counts, dtype=np.int64))
+    filled = found.starts.copy()
     for start, pieces, group, lot_bin in scan:
         taken = np.flatnonzero(lot_bin < cuts[group])
-        if not len(taken):
-            continue
-        some = np.empty(len(taken), _CANDIDATE)
-        some["number"] = start + taken
-        for name in ("key", "length", "source"):
-            some[name] = pieces[name][taken]
         order = np.argsort(group[taken], kind="stable")
-        some, numbers = some[order], group[taken][order]
-        for number, first, last in _runs(numbers):
-            found[number].append(some[first:last])
-    joined = []
-    for parts in found:
-        joined.append(np.concatenate([*parts, np.empty(0, _CANDIDATE)]))
-        parts.clear()
-    return joined
+        taken = taken[order]
+        numbers, firsts, sizes = np.unique(group[taken], return_index=True, return_counts=True)
+        at = np.arange(len(taken)) + np.repeat(filled[numbers] - firsts, sizes)
+        filled[numbers] += sizes
+        found.numbers[at] = start + taken
+        found.keys[at] = pieces["key"][taken]
+        found.lengths[at] = pieces["length"][taken]
+        found.sources[at] = pieces["source"][taken]
+    assert (filled == found.stops).all(), "the two scans over the pieces saw different pieces"
+    return found
 
 
-def _runs(numbers: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """(value, start, stop) of the runs of equal values of a sorted array."""
-    values, starts, counts = np.unique(numbers, return_index=True, return_counts=True)
-    yield from zip(values.tolist(), starts.tolist(), (starts + counts).tolist(), strict=True)
-
-
-def _draw_group(
-    group: _Group, candidates: np.ndarray, carry: int, scan: _Scan
-) -> tuple[list[np.ndarray], int]:
-    """The drawn pieces, one array per pass, and the tokens still missing, which the next group tries to add."""
-    parts = [candidates] * group.whole
+def _draw_group(group: _Group, candidates: _Candidates, carry: int, scan: _Scan) -> int:
+    """Fill in the drawn positions; returns the tokens still missing, which the next group tries to add."""
+    start, stop = int(candidates.starts[group.number]), int(candidates.stops[group.number])
     wanted = group.quota + carry
-    chosen = candidates[:0]
-    if wanted:
-        chosen = candidates[np.argsort(scan.lots(candidates["key"]), kind="stable")]
-        chosen = chosen[choose(chosen["length"], wanted, group.high)]
-    parts.append(chosen)
-    group.documents_after = sum(len(part) for part in parts)
-    group.tokens_after = sum(int(part["length"].sum(dtype=np.int64)) for part in parts)
-    return parts, wanted - int(chosen["length"].sum(dtype=np.int64))
+    group.positions = [np.arange(start, stop)] * group.whole
+    if wanted >= group.tokens:
+        group.positions.append(np.arange(start, stop))
+        return wanted - group.tokens
+    order = np.argsort(scan.lots(candidates.keys[start:stop]), kind="stable")
+    chosen = order[choose(candidates.lengths[start:stop][order], wanted, group.high)]
+    group.positions.append(start + np.sort(chosen))
+    return wanted - int(candidates.lengths[group.positions[-1]].sum(dtype=np.int64))
 
 
-def _by_source(drawn: np.ndarray, num_sources: int) -> list[dict[str, int]]:
-    documents = np.bincount(drawn["source"], minlength=num_sources)
-    tokens = np.bincount(drawn["source"], weights=drawn["length"], minlength=num_sources)
-    return [
-        {"documents_after": int(count), "tokens_after": int(total)}
-        for count, total in zip(documents, tokens, strict=True)
+def _count(group: _Group, candidates: _Candidates, shares: list[list[ShareReport]]) -> None:
+    """Add what was drawn to the reports of its sources."""
+    row = shares[group.interval]
+    for positions in group.positions:
+        sources = candidates.sources[positions]
+        documents = np.bincount(sources, minlength=len(row))
+        tokens = np.bincount(sources, weights=candidates.lengths[positions], minlength=len(row))
+        for share, some, held in zip(row, documents.tolist(), tokens.tolist(), strict=True):
+            share.documents_after += some
+            share.tokens_after += int(held)
+
+
+def _shuffled(
+    groups: list[list[_Group]], candidates: _Candidates, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers and lengths of all drawn pieces, ordered by a second lot. Empties `candidates` as it goes, to save memory."""
+    drawn = [
+        (number, positions)
+        for interval in groups
+        for group in interval
+        for number, positions in enumerate(group.positions)
     ]
+    everything = np.concatenate([positions for _, positions in drawn])
+    passes = [(number, len(positions)) for number, positions in drawn]
+    drawn.clear()
+    for interval in groups:
+        for group in interval:
+            group.positions = []
+    numbers = candidates.numbers[everything]
+    del candidates.numbers, candidates.sources
+    lengths = candidates.lengths[everything]
+    lots = candidates.keys[everything]
+    del candidates.lengths, candidates.keys, everything
+    start = 0
+    for number, count in passes:
+        for first in range(start, start + count, CHUNK_PIECES):
+            some = slice(first, min(first + CHUNK_PIECES, start + count))
+            lots[some] = splitmix64(lots[some] ^ hash_of_seed(seed, _ORDER + number))
+        start += count
+    order = np.argsort(lots, kind="stable")
+    del lots
+    numbers = numbers[order]
+    return numbers, lengths[order]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pod.data.args import DataArgs
-from pod.data.balance import balance_report
+from pod.data.balance import ShareReport, balance_report
 from pod.data.draw import CHUNK_PIECES, draw
 from pod.data.pack import best_fit_rows, one_per_row
 from pod.data.select import Selection
@@ -36,7 +36,7 @@ class RowPlan:
     balance: dict[str, Any]
     """`equal_share_tokens`, `largest_deviation` and `notes`, one for each interval or source that ran dry."""
     weights: list[dict[str, Any]]
-    """`ShareReport` of each interval and source; empty without weights."""
+    """`ShareReport` of each interval and source; `weight` is None where the recipe has no weights."""
     sources: list[dict[str, int]]
     """`documents_after` and `tokens_after` of each source."""
 
@@ -99,13 +99,21 @@ def plan_rows(
         intervals=[interval.as_dict() for interval in drawn.intervals],
         balance=balance_report(args, drawn.intervals, drawn.shares),
         weights=[asdict(share) for share in drawn.shares],
-        sources=drawn.sources,
+        sources=_by_source(drawn.shares, len(args.sources)),
     )
     with explain_disk_full(folder / _ROWS, needed_bytes=(len(documents) + len(starts)) * _NUMBER.itemsize):
         _write(folder / _ROWS, drawn.numbers, documents)
         _write(folder / _STARTS, starts, np.arange(len(starts)))
         write_json(folder / _DONE, plan.as_dict())
     return plan
+
+
+def _by_source(shares: list[ShareReport], num_sources: int) -> list[dict[str, int]]:
+    totals = [{"documents_after": 0, "tokens_after": 0} for _ in range(num_sources)]
+    for share in shares:
+        for name in totals[share.source]:
+            totals[share.source][name] += getattr(share, name)
+    return totals
 
 
 def _write(file: Path, values: np.ndarray, order: np.ndarray) -> None:
