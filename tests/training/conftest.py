@@ -57,3 +57,15 @@ def run_results(runs_folder) -> dict[str, dict]:
 def carry_results(tmp_path_factory) -> dict[str, dict]:
     """Results of worker_carry.py."""
     return run_worker("worker_carry.py", tmp_path_factory.mktemp("carry"))
+
+
+@pytest.fixture(scope="session")
+def data_folder(tmp_path_factory) -> Path:
+    """Where worker_data.py writes its rows."""
+    return tmp_path_factory.mktemp("read")
+
+
+@pytest.fixture(scope="session")
+def data_results(data_folder) -> dict[str, dict]:
+    """Results of worker_data.py."""
+    return run_worker("worker_data.py", data_folder)
