@@ -1,5 +1,7 @@
 """A tokenizer made on the spot: one token per word `w0 … w4999`, so that tests can ask for exact document lengths."""
 
+import hashlib
+
 import numpy as np
 import pytest
 
@@ -60,3 +62,115 @@ def corpus(tmp_path, make_text):
         return folder
 
     return make
+
+
+@pytest.fixture
+def packed_folder(tmp_path, tokenizer):
+    """packed_folder(name, **changes) → a folder of packed rows as preparation publishes it: 3 shards, 2 sources, held-out text.
+
+    `changes` replace keys of the manifest's details. Rows of 64 tokens of the word tokenizer; row 0 holds one whole document.
+    """
+    from pod.data.shards import write_packed_rows
+    from pod.data.tokenizers import tokenizer_sha256
+
+    def make(name="data", **changes):
+        lengths = [[64], [40, 24], [20, 20, 20], [10] * 6, [63], [2] * 32, [30, 30], [50, 13]]
+        ids = iter(np.random.default_rng(0).integers(3, NUM_WORDS + 3, 1000))
+        rows = [[np.array([next(ids) for _ in range(length)]) for length in row] for row in lengths]
+        held_out = {
+            "held_out.tokens.bin": np.arange(3, 43, dtype="<u2").tobytes(),
+            "held_out.lengths.npy": b"x" * 136,
+        }
+        write_packed_rows(
+            tmp_path / name,
+            rows,
+            context_length=64,
+            vocab_size=NUM_WORDS + 3,
+            tokenizer_sha256=tokenizer_sha256(tokenizer),
+            details={**packed_details(lengths, held_out), **changes},
+            shard_bytes=3 * 64 * 2,
+        )
+        for file, content in held_out.items():
+            (tmp_path / name / file).write_bytes(content)
+        return tmp_path / name
+
+    return make
+
+
+def packed_details(lengths, held_out):
+    """What a manifest says beside its shards, for rows of those document lengths."""
+    sizes = np.concatenate(lengths)
+    intervals = []
+    for low, high in ((1, 32), (32, 65)):
+        inside = sizes[(sizes >= low) & (sizes < high)]
+        counts = {"documents": len(inside), "tokens": int(inside.sum())}
+        before = {f"{name}_before": 2 * count for name, count in counts.items()}
+        after = {f"{name}_after": count for name, count in counts.items()}
+        intervals.append({"name": f"{low}–{high - 1}", "passes": 0.5, "ran_dry": low > 1, **before, **after})
+    share = sizes.sum() // 2
+    tokens = [interval["tokens_after"] for interval in intervals]
+    read = {
+        "documents": 70,
+        "empty": 1,
+        "skipped": 0,
+        "records_skipped": 2,
+        "skipped_files": ["a.jsonl line 3 is not JSON"],
+    }
+    one = {
+        **read,
+        "source": "texts",
+        "files": 2,
+        "characters": 5000,
+        "gates": {"language": 4},
+        "origins": {"wiki": 60, "web": 10},
+    }
+    two = {
+        **read,
+        "source": "more/*.txt",
+        "files": 1,
+        "characters": 700,
+        "gates": {"language": 1},
+        "origins": {},
+    }
+    return {
+        "tokenizer_source": None,
+        "request": {"seed": 3, "settings": {"packing": "best_fit"}},
+        "read": {
+            "duplicates": 5,
+            "near_duplicates": 0,
+            "other_split": 6,
+            "capped": 7,
+            "sources": [
+                {**one, "train_tokens": 900, "tokens_after": tokens[0]},
+                {**two, "train_tokens": 300, "tokens_after": tokens[1]},
+            ],
+        },
+        "policies": {"cut_documents": 8, "skipped_long": 9, "skipped_long_tokens": 900, "dropped_short": 0},
+        "intervals": intervals,
+        "balance": {
+            "equal_share_tokens": int(share),
+            "largest_deviation": float(max(abs(count - share) for count in tokens) / share),
+            "notes": [
+                "interval 32–64 ran dry: 200 tokens for an equal share of 300; the missing tokens come from the others"
+            ],
+        },
+        "weights": [
+            {
+                "interval": interval["name"],
+                "source": source,
+                "weight": weight,
+                "tokens_before": before,
+                "tokens_after": after,
+            }
+            for interval in intervals
+            for source, weight, before, after in ((0, 0.75, 600, 30), (1, 0.25, 200, 10))
+        ],
+        "held_out": {
+            "documents": 6,
+            "tokens": 40,
+            "files": [
+                {"file": file, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+                for file, content in held_out.items()
+            ],
+        },
+    }

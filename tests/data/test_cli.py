@@ -1,0 +1,337 @@
+"""`pod-data`: whole data passes; every damage is one line and exit code 1; wrong use is one line and exit code 2."""
+
+import hashlib
+import json
+import struct
+import zlib
+
+import numpy as np
+import pytest
+
+from pod.data import verify as checks
+from pod.data.cli import main
+from pod.data.manifest import manifest_checksum
+from pod.data.verify import png_is_whole
+
+SHARD_FILES = [f"shard-00001.{name}.npy" for name in ("tokens", "lengths", "starts")]
+LISTED = [*SHARD_FILES, "held_out.tokens.bin", "held_out.lengths.npy"]
+
+
+@pytest.fixture
+def run(capsys):
+    """run("verify", folder) → (exit code, lines on stdout, lines on stderr)"""
+
+    def call(*arguments):
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as stop:
+            code = stop.code
+        captured = capsys.readouterr()
+        return code, captured.out.splitlines(), captured.err.splitlines()
+
+    return call
+
+
+def rewrite(folder, change, file=None, array=None):
+    """Change the manifest, after replacing `array` in one of its files, so that every checksum is right again."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    if file is not None:
+        with open(folder / file, "wb") as stream:
+            np.lib.format.write_array(stream, array, allow_pickle=False)
+        entry = next(
+            e[k] for e in manifest["shards"] for k in ("tokens", "lengths", "starts") if e[k]["file"] == file
+        )
+        content = (folder / file).read_bytes()
+        entry |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    change(manifest)
+    manifest["manifest_sha256"] = manifest_checksum(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def test_whole_data(packed_folder, run):
+    folder = packed_folder()
+    code, out, err = run("verify", folder)
+    assert (code, err) == (0, [])
+    assert out == [f"{folder} is whole: 8 rows, 498 tokens, 49 documents in 3 shards"]
+
+
+@pytest.mark.parametrize("name", [*LISTED, "manifest.json"])
+def test_every_flipped_byte_is_found(packed_folder, run, name):
+    folder = packed_folder()
+    whole = (folder / name).read_bytes()
+    step = max(1, len(whole) // 60)
+    for at in {*range(0, len(whole), step), len(whole) - 1}:
+        (folder / name).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        code, out, err = run("verify", folder)
+        lines = out + err
+        assert code in (1, 2) and len(lines) == 1 and name in lines[0], f"byte {at}: {lines}"
+        # Only the digit of the version can turn whole data into data of another program.
+        assert code == 1 or "schema version" in lines[0]
+    (folder / name).write_bytes(whole)
+    assert run("verify", folder)[0] == 0
+
+
+@pytest.mark.parametrize("name", LISTED)
+@pytest.mark.parametrize("damage", ["truncate", "grow", "delete", "empty"])
+def test_size_damage_is_one_line(packed_folder, run, name, damage):
+    folder = packed_folder()
+    content = (folder / name).read_bytes()
+    if damage == "delete":
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes({"truncate": content[:-1], "grow": content + b"\0", "empty": b""}[damage])
+    code, out, _ = run("verify", folder)
+    assert code == 1 and len(out) == 1
+    assert name in out[0] and ("is missing" if damage == "delete" else "bytes, the manifest says") in out[0]
+
+
+def test_several_damages_are_all_named(packed_folder, run):
+    folder = packed_folder()
+    for name in LISTED:
+        (folder / name).unlink()
+    (folder / "notes.txt").write_text("x")
+    code, out, _ = run("verify", folder)
+    assert code == 1 and len(out) == len(LISTED) + 1
+    assert all(sum(name in line for line in out) == 1 for name in [*LISTED, "notes.txt"])
+
+
+@pytest.mark.parametrize("name", ["shard-00007.tokens.npy", ".shard-00001.tokens.npy.tmp-x", "more/"])
+def test_extra_file(packed_folder, run, name):
+    folder = packed_folder()
+    (folder / name).mkdir() if name.endswith("/") else (folder / name).write_bytes(b"")
+    code, out, _ = run("verify", folder)
+    assert code == 1 and len(out) == 1 and "does not belong to the data" in out[0]
+
+
+def test_picture_damage(packed_folder, run):
+    folder = packed_folder()
+    assert run("inspect", folder, "--pictures")[0] == 0
+    assert run("verify", folder)[0] == 0
+    picture = (folder / "packing.png").read_bytes()
+    for broken in (
+        picture[:-1],
+        picture + b"\0",
+        picture[:200] + bytes([picture[200] ^ 1]) + picture[201:],
+        b"GIF89a",
+        picture[:8],
+    ):
+        assert not png_is_whole(broken)
+    (folder / "packing.png").write_bytes(picture[:-20])
+    code, out, _ = run("verify", folder)
+    assert code == 1 and len(out) == 1 and "packing.png is damaged" in out[0]
+
+
+def test_png_check_agrees_with_a_png_made_by_hand():
+    def chunk(kind, body):
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 8, 0, 0, 0, 0))
+    data = chunk(b"IDAT", zlib.compress(b"\0\7"))
+    whole = b"\x89PNG\r\n\x1a\n" + header + data + chunk(b"IEND", b"")
+    assert png_is_whole(whole)
+    assert not png_is_whole(b"\x89PNG\r\n\x1a\n" + header + data)
+    assert not any(
+        png_is_whole(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :]) for at in range(len(whole))
+    )
+
+
+def test_token_id_above_the_vocabulary_with_right_checksums(packed_folder, run):
+    folder = packed_folder()
+    tokens = np.load(folder / "shard-00001.tokens.npy")
+    tokens[1, 3:5] = (5003, 65535)
+    rewrite(folder, lambda manifest: None, "shard-00001.tokens.npy", tokens)
+    code, out, _ = run("verify", folder)
+    assert code == 1 and len(out) == 1 and "holds 2 token ids above 5,002" in out[0]
+    tokens[1, 3:5] = 5002
+    rewrite(folder, lambda manifest: None, "shard-00001.tokens.npy", tokens)
+    assert run("verify", folder)[0] == 0
+
+
+def test_text_behind_the_last_document(packed_folder, run):
+    folder = packed_folder()
+    tokens = np.load(folder / "shard-00001.tokens.npy")  # rows of 60, 63 and 64 tokens
+    tokens[1, 63] = 7
+    rewrite(folder, lambda manifest: None, "shard-00001.tokens.npy", tokens)
+    code, out, _ = run("verify", folder)
+    assert code == 1 and len(out) == 1 and "1 rows hold other ids than padding" in out[0]
+
+
+@pytest.mark.parametrize(
+    "file, at, value, message",
+    [
+        ("lengths", 6, 66, "1 rows hold more than 64 tokens, the first is row 1 with 66"),
+        ("lengths", 6, 0, "1 documents have no tokens, the first is document 6 with 0"),
+        ("lengths", 0, -1, "1 documents have no tokens, the first is document 0 with -1"),
+        ("lengths", 0, 9, "sums to 186 tokens, the manifest says 187"),
+        ("starts", 1, 0, "1 rows have no document, the first is row 0"),
+        ("starts", 1, 8, "1 rows have no document, the first is row 1"),
+        ("starts", 0, 1, "goes from 1 to 39, expected 0 to 39"),
+        ("starts", 3, 38, "goes from 0 to 38, expected 0 to 39"),
+    ],
+)
+def test_document_bounds_that_do_not_fit(packed_folder, run, file, at, value, message):
+    folder, name = packed_folder(), f"shard-00001.{file}.npy"  # rows of 6, 1 and 32 documents
+    array = np.load(folder / name)
+    array[at] = value
+    rewrite(folder, lambda manifest: None, name, array)
+    code, out, _ = run("verify", folder)
+    assert code == 1 and name in out[0] and message in out[0]
+    if message.startswith(("1 ", "goes")):  # what cannot be read stops inspect too
+        code, _, err = run("inspect", folder)
+        assert code == 1 and len(err) == 1 and message in err[0]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda m: m.update(num_rows=9), "says num_rows 9, the shards hold 8"),
+        (lambda m: m.update(num_tokens=497), "says num_tokens 497, the shards hold 498"),
+        (lambda m: m.update(num_documents=50), "says num_documents 50, the shards hold 49"),
+        (lambda m: m.update(padding_share=0.5), "says padding_share 0.500000, the shards have 0.027344"),
+        (
+            lambda m: m["intervals"][1].update(tokens_after=0),
+            "tokens drawn in its intervals, the shards hold 498",
+        ),
+        (
+            lambda m: m["intervals"][1].update(documents_after=0),
+            "documents drawn in its intervals, the shards hold 49",
+        ),
+    ],
+)
+def test_counts_that_do_not_agree(packed_folder, run, change, message):
+    folder = packed_folder()
+    rewrite(folder, change)
+    code, out, _ = run("verify", folder)
+    assert code == 1 and len(out) == 1 and "manifest.json" in out[0] and message in out[0]
+
+
+def test_array_of_another_type_or_shape(packed_folder, run):
+    folder = packed_folder()
+    name = "shard-00001.tokens.npy"
+    tokens = np.load(folder / name)
+    for other in (tokens.astype("<u4"), tokens[:2], tokens.reshape(-1)):
+        rewrite(folder, lambda manifest: None, name, other)
+        code, out, _ = run("verify", folder)
+        assert (
+            code == 1 and len(out) == 1 and f"{name} holds" in out[0] and "expected uint16 [3, 64]" in out[0]
+        )
+
+
+def test_missing_manifest_is_damage_beside_shards(packed_folder, run):
+    folder = packed_folder()
+    (folder / "manifest.json").unlink()
+    for command in ("verify", "inspect"):
+        code, out, err = run(command, folder)
+        assert code == 1 and not out and len(err) == 1 and "manifest.json" in err[0]
+
+
+def test_a_file_outside_the_folder_is_not_read(packed_folder, run):
+    folder = packed_folder()
+    rewrite(folder, lambda manifest: manifest["held_out"]["files"][0].update(file="../secret"))
+    code, out, _ = run("verify", folder)
+    assert code == 1 and any("'../secret' lies outside the folder" in line for line in out)
+
+
+def test_foreign_folders_are_wrong_use(tmp_path, packed_folder, run):
+    folder = packed_folder("run/data")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/manifest.json").write_text('{"format": "something"}')
+    cases = [
+        ("missing", "does not exist"),
+        ("file", "is a file"),
+        ("empty", "holds no prepared data"),
+        ("run", f"did you mean {folder}?"),
+        ("other", "not a manifest of packed rows"),
+    ]
+    for name, message in cases:
+        for command in ("verify", "inspect"):
+            code, out, err = run(command, tmp_path / name)
+            assert (code, out, len(err)) == (2, [], 1) and err[0].startswith("error: ") and message in err[0]
+
+
+def test_version_one_is_wrong_use(packed_folder, run):
+    folder = packed_folder()
+    rewrite(folder, lambda manifest: manifest.update(schema_version=1))
+    code, _, err = run("verify", folder)
+    assert code == 2 and len(err) == 1 and "schema version 1" in err[0]
+
+
+def test_memory_of_tokens_is_bounded(packed_folder, run, monkeypatch):
+    """One row at a time gives the same answer, for whole and for damaged data."""
+    folder = packed_folder()
+    monkeypatch.setattr(checks, "CHUNK_BYTES", 1)
+    assert run("verify", folder)[0] == 0
+    tokens = np.load(folder / "shard-00002.tokens.npy")
+    tokens[-1, -1] = 6000
+    rewrite(folder, lambda manifest: None, "shard-00002.tokens.npy", tokens)
+    code, out, _ = run("verify", folder)
+    assert code == 1 and len(out) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["verify"], "the following arguments are required: folder"),
+        (["inspect", "x", "--rows", "-1"], "'-1' is not a number of rows"),
+        (["inspect", "x", "--rows", "all"], "'all' is not a number of rows"),
+        (["check", "x"], "invalid choice: 'check'"),
+        ([], "the following arguments are required: COMMAND"),
+    ],
+)
+def test_wrong_arguments(run, arguments, message):
+    code, _, err = run(*arguments)
+    assert code == 2 and message in err[-1]
+
+
+def test_unwritable_pictures_folder(packed_folder, run, tmp_path):
+    folder = packed_folder()
+    (tmp_path / "file").write_text("x")
+    code, out, err = run("inspect", folder, "--pictures", tmp_path / "file")
+    assert (code, out, len(err)) == (2, [], 1)
+    assert "--pictures" in err[0] and "is not a folder" in err[0]
+
+
+def test_inspect_prints_and_draws(packed_folder, run, tmp_path):
+    folder = packed_folder()
+    code, out, err = run("inspect", folder, "--pictures", tmp_path / "pictures")
+    assert (code, err) == (0, []) and "498 of 49 documents" in out[1]
+    names = sorted(file.name for file in (tmp_path / "pictures").iterdir())
+    assert names == ["lengths.png", "packing.png", "sources.png"]
+    assert all(png_is_whole(file.read_bytes()) for file in (tmp_path / "pictures").iterdir())
+    assert all(name in out[-1] for name in names)
+
+
+def test_inspect_json_is_only_json(packed_folder, run, tmp_path):
+    folder = packed_folder()
+    code, out, err = run("inspect", folder, "--json", "--rows", 2, "--pictures", tmp_path)
+    content = json.loads("\n".join(out))
+    assert code == 0 and content["num_tokens"] == 498 and len(content["rows"]) == 2
+    assert "give --tokenizer" in err[0] and "pictures:" in err[1]
+
+
+def test_rows_are_decoded_with_the_tokenizer_of_the_data(packed_folder, run, tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    first = np.load(
+        packed_folder("named", tokenizer_source=str(tmp_path / "tokenizer")) / "shard-00000.tokens.npy"
+    )
+    text = tokenizer.decode(first[0].tolist())
+    code, out, err = run("inspect", tmp_path / "named", "--rows", 1)
+    assert (code, err) == (0, []) and f"  0        64  {text[:60]}" in "\n".join(out)
+    packed_folder("unnamed")
+    code, out, err = run("inspect", tmp_path / "unnamed", "--rows", 1, "--tokenizer", tmp_path / "tokenizer")
+    assert (code, err) == (0, []) and text[:60] in "\n".join(out)
+
+
+def test_another_tokenizer_is_refused(packed_folder, run, tmp_path, byte_tokenizer):
+    byte_tokenizer.save_pretrained(tmp_path / "other")
+    folder = packed_folder(tokenizer_source=str(tmp_path / "other"))
+    code, out, err = run("inspect", folder, "--rows", 1, "--tokenizer", tmp_path / "other")
+    assert code == 2 and len(err) == 1 and "not the tokenizer that made this data" in err[0]
+    code, out, err = run("inspect", folder, "--rows", 1)  # the manifest's own: ids, and why
+    assert code == 0 and len(err) == 1 and "not the tokenizer that made this data" in err[0]
+    first = np.load(folder / "shard-00000.tokens.npy")[0]
+    assert " ".join(map(str, first[:8])) in "\n".join(out)
+    code, out, err = run("inspect", folder, "--rows", 1, "--tokenizer", tmp_path / "nowhere")
+    assert code == 2 and len(err) == 1
