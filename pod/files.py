@@ -57,7 +57,7 @@ def atomic_dir(path: PathLike, replace: bool = True) -> Iterator[Path]:
     try:
         with explain_disk_full(target, written=temporary):
             yield temporary
-        _move_into_place(temporary, target, replace)
+        move_into_place(temporary, target, replace)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -129,6 +129,25 @@ def sha256_file(path: PathLike) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def move_into_place(temporary: Path, target: Path, replace: bool = True) -> None:
+    """Rename a complete folder to `target` on the same file system; an older `target` is replaced, or kept with `replace=False`."""
+    try:
+        os.rename(temporary, target)  # atomic, and works onto a missing or empty folder
+        return
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+    if not replace:
+        return
+    old = _temporary_sibling(target)
+    os.rename(target, old)
+    os.rename(temporary, target)
+    if old.is_dir():
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        old.unlink()
+
+
 def _temporary_sibling(target: Path) -> Path:
     """A hidden name on the same file system, with host and process, so that a later run can tell what was abandoned."""
     return target.parent / f".{target.name}.tmp-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -150,24 +169,6 @@ def _is_running(pid: str) -> bool:
     except (PermissionError, ValueError):
         return True
     return True
-
-
-def _move_into_place(temporary: Path, target: Path, replace: bool) -> None:
-    try:
-        os.rename(temporary, target)  # atomic, and works onto a missing or empty folder
-        return
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise
-    if not replace:
-        return
-    old = _temporary_sibling(target)
-    os.rename(target, old)
-    os.rename(temporary, target)
-    if old.is_dir():
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        old.unlink()
 
 
 def _disk_full_error(

@@ -1,94 +1,101 @@
-"""Data preparation in one call: read and tokenise (pass 1), then draw, pack and write (pass 2)."""
+"""Data preparation in one call: the steps of `pod.data.job` one after the other, on the processes of this machine or a cluster."""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import contextlib
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from tqdm import tqdm
+from filelock import FileLock, Timeout
 
 from pod.data.args import DataArgs
-from pod.data.balance import IntervalReport, draw, interval_bounds
-from pod.data.loader import PackedDataset, read_manifest
-from pod.data.pack import pack_best_fit, pack_one_per_row
-from pod.data.pictures import draw_lengths, short_number
-from pod.data.shards import Row, write_into
-from pod.data.sources import source_state
-from pod.data.tokenize import (
-    BoundaryTokens,
-    Pieces,
-    ReadReport,
-    TokenSpool,
-    load_tokenizer,
-    read_into_spool,
-    tokenizer_sha256,
-    vocabulary_size,
-)
-from pod.files import atomic_dir
+from pod.data.balance import IntervalReport, bounds_of
+from pod.data.inspect import left_out
+from pod.data.job import Job
+from pod.data.loader import PackedDataset
+from pod.data.pictures import short_number
+from pod.data.publish import PICTURE_NAME
+from pod.data.records import one_line
+from pod.data.units import plan_units
+from pod.data.workers import cores, run_tasks
 
-PICTURE_NAME = "lengths.png"
+if TYPE_CHECKING:
+    from pod.data.cluster import Submitted
+
+__all__ = ["PICTURE_NAME", "estimate", "prepare", "prepare_job", "summary"]
+
+LOCK_SECONDS = 5.0
+"""How long to wait for another run on the same data; the workers of a killed one need less than a second to end."""
+LISTED = 5
+"""Unreadable files and records that the summary names."""
+# Measured by benchmarks/data_pipeline.py with SmolLM2's tokenizer on Python source.
+BYTES_PER_TOKEN = 3.8
+TOKENS_PER_SECOND = 700_000
+"""Of one core."""
+WORKER_GIGABYTES = 0.5
 
 
 def prepare(args: DataArgs, tokenizer: Any, output_dir: str | Path, *, seed: int = 0) -> PackedDataset:
     """Prepare the training rows of `args` in folder `output_dir` and open them.
 
-    `tokenizer` is a tokenizer, its folder or its hub id. The same settings, sources and seed give the same bytes. Data
-    that is up to date (same settings, tokenizer and unchanged source files) is kept as it is. The folder appears in one
-    step; an error, a full disk or a kill leaves nothing half-written.
+    `tokenizer` is a tokenizer, its folder, file or hub id. The same settings, sources and seed give the same bytes, whatever
+    the number of workers and however often the work was interrupted. Data that is up to date (same settings, tokenizer and
+    unchanged source files) is kept as it is. The folder appears in one step; what an error, a full disk or a kill interrupted
+    stays in `<output_dir>.work`, from where the same call goes on.
+
+    Raises `ValueError` in one line for settings, sources and tokenizers that cannot work, `OSError` when the disk is full.
     """
-    tokenizer = load_tokenizer(tokenizer)
-    request = request_of(args, tokenizer, seed)
-    if is_current(output_dir, request):
-        return PackedDataset(output_dir)
-    with atomic_dir(output_dir) as folder:
-        folder = Path(folder)
-        report = ReadReport()
-        spool, pieces = read_into_spool(args, tokenizer, folder, report)
-        try:
-            drawn, intervals = _draw(args, pieces, seed)
-            lengths = pieces.lengths[drawn]
-            if args.packing == "best_fit":
-                rows = pack_best_fit(lengths, args.context_length, args.packing_window)
-            else:
-                rows = pack_one_per_row(lengths, args.context_length)
-            details = _details(args, tokenizer, request, report, pieces, intervals)
-            write_into(
-                folder,
-                _row_tokens(rows, drawn, pieces, spool),
-                context_length=args.context_length,
-                vocab_size=vocabulary_size(tokenizer),
-                tokenizer_sha256=request["tokenizer_sha256"],
-                pad_token_id=_pad_token_id(tokenizer),
-                details=details,
-            )
-        finally:
-            spool.remove()
-        draw_lengths(read_manifest(folder), folder / PICTURE_NAME)
-    return PackedDataset(output_dir)
+    if args.executor == "slurm":
+        raise ValueError(
+            "prepare() waits for its rows, executor=slurm only submits jobs: use launch/prepare_data.py"
+        )
+    done = prepare_job(Job(args, tokenizer, output_dir, seed))
+    assert isinstance(done, PackedDataset)
+    return done
 
 
-def request_of(args: DataArgs, tokenizer: Any, seed: int) -> dict[str, Any]:
-    """All that decides the bytes of the prepared data: settings, seed, tokenizer and the state of the source files."""
-    state = [source_state(source, args.include) for source in args.sources]
-    return {
-        "settings": asdict(args),
-        "seed": seed,
-        "tokenizer_sha256": tokenizer_sha256(tokenizer),
-        "source_state_sha256": hashlib.sha256(json.dumps(state).encode()).hexdigest(),
-    }
+def prepare_job(job: Job) -> PackedDataset | Submitted:
+    """Run all steps of `job` that are not done yet; with `executor: slurm` hand them to Slurm."""
+    if job.is_current():
+        job.clean()
+        return PackedDataset(job.output_dir)
+    if job.args.executor != "processes":
+        from pod.data.cluster import run_cluster
+
+        return run_cluster(job)
+    workers = job.args.workers or cores()
+    with _alone(job):
+        missing = job.missing_units()
+        kept = len(job.units()) - len(missing)
+        if kept:
+            print(f"{kept} of {len(job.units())} units of the sources are tokenised already")
+        run_tasks(job.tokenise, missing, workers, description="tokenise", unit="tokens")
+        plan = job.plan()
+        shards = range(job.num_shards())
+        run_tasks(job.write_shard, shards, workers, description="write", unit="rows", total=plan.num_rows)
+        return job.publish()
 
 
-def is_current(output_dir: str | Path, request: dict[str, Any]) -> bool:
-    """Whether `output_dir` holds complete data prepared for exactly `request`."""
+@contextlib.contextmanager
+def _alone(job: Job) -> Iterator[None]:
+    """Two runs of the same preparation on one machine would only do everything twice."""
+    lock = FileLock(job.work_dir / f"{job.rows_dir.name}.lock")
+    job.work_dir.mkdir(parents=True, exist_ok=True)
     try:
-        return PackedDataset(output_dir).manifest.get("request") == request
-    except ValueError:
-        return False
+        lock.acquire(timeout=LOCK_SECONDS)
+    except Timeout:
+        raise ValueError(
+            f"another process is preparing {job.output_dir}: wait for it, or stop it and run the same command again"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+        Path(lock.lock_file).unlink(missing_ok=True)
+        for folder in (job.tokens_dir, job.rows_dir, job.work_dir):
+            with contextlib.suppress(OSError):  # an error before the first part leaves them empty
+                folder.rmdir()
 
 
 def summary(manifest: dict[str, Any]) -> str:
@@ -103,109 +110,49 @@ def summary(manifest: dict[str, Any]) -> str:
             f"{short_number(interval['tokens_after']):>6} ({interval['documents_after']} documents)"
         )
     lines.extend(manifest["balance"]["notes"])
-    read = manifest["read"]
-    left_out = {
-        "identical": read["duplicates"],
-        "held out": read["other_split"],
-        "too long": manifest["policies"]["skipped_long"],
-        "too short": manifest["policies"]["dropped_short"],
-        "empty": sum(source["empty"] for source in read["sources"]),
-        "unreadable files": sum(source["skipped"] for source in read["sources"]),
-    }
-    lines.append("left out: " + ", ".join(f"{count} {name}" for name, count in left_out.items() if count))
-    return "\n".join(line for line in lines if line != "left out: ")
+    missing = [f"{row['documents']:,} {row['reason']}" for row in left_out(manifest)]
+    if missing:
+        lines.append("left out: " + ", ".join(missing))
+    named = [name for source in manifest["read"]["sources"] for name in source["skipped_files"]]
+    lines.extend(f"  unreadable: {name}" for name in named[:LISTED])
+    return "\n".join(lines)
 
 
 def estimate(args: DataArgs) -> str:
-    """What preparing costs, for `--dry-run`: intervals, share of each, disk."""
-    bounds = interval_bounds(args.shortest_interval, args.context_length)
+    """What preparing costs, for `--dry-run`: intervals, share of each, and time, disk and memory at measured rates."""
+    bounds = bounds_of(args)
     first = 1 if args.short_documents == "drop" else 0
     names = [
         IntervalReport(low, high).name for low, high in zip(bounds[first:], bounds[first + 1 :], strict=False)
     ]
     lines = [f"length intervals [tokens]: {', '.join(names)}"]
     if args.target_tokens is None:
-        lines.append("target: all tokens that the sources and data.exhausted allow; disk: 12 bytes a token")
+        lines.append("target: all tokens that the sources and data.exhausted allow")
     else:
-        megabytes = args.target_tokens * 8 / 1e6
         lines.append(
             f"target: {args.target_tokens:,} tokens, {args.target_tokens // len(names):,} per interval; rows need "
-            f"{megabytes:,.1f} MB, while preparing 4 more bytes for every token of the sources"
+            f"{_gigabytes(2 * args.target_tokens)} (vocabularies above 65,536: twice as much)"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *_cost(args)])
 
 
-def _draw(args: DataArgs, pieces: Pieces, seed: int) -> tuple[np.ndarray, list[IntervalReport]]:
-    return draw(
-        pieces.lengths,
-        bounds=interval_bounds(args.shortest_interval, args.context_length),
-        target_tokens=args.target_tokens,
-        exhausted=args.exhausted,
-        seed=seed,
-        first_interval=1 if args.short_documents == "drop" else 0,
-    )
+def _cost(args: DataArgs) -> list[str]:
+    """Time, disk and memory; the sources are looked at but not read."""
+    try:
+        size = sum(unit.text_bytes or 0 for unit in plan_units(args))
+    except (ValueError, OSError) as error:
+        return [f"sources: cannot be looked at here ({one_line(error)})"]
+    if not size:
+        return ["sources: of unknown size (hub data sets)"]
+    tokens, workers = size / BYTES_PER_TOKEN, args.workers or cores()
+    hours = tokens / (TOKENS_PER_SECOND * workers) / 3600
+    return [
+        f"sources: about {_gigabytes(size)} of text or {short_number(tokens)} tokens; pass 1 takes about "
+        f"{hours:.2g} h on {workers} cores and {_gigabytes(2 * tokens)} of disk in the work folder (vocabularies above "
+        f"65,536: twice as much), {WORKER_GIGABYTES} GB of memory per worker, records of {args.max_record_bytes / 1e6:.0f} MB "
+        f"up to {100 * args.max_record_bytes / 1e9:.1f} GB"
+    ]
 
 
-def _row_tokens(rows: list[list[int]], drawn: np.ndarray, pieces: Pieces, spool: TokenSpool) -> Iterator[Row]:
-    for row in tqdm(rows, desc="pack", unit=" rows", mininterval=1):
-        numbers = drawn[row]
-        yield [
-            spool.tokens(start, start + length)
-            for start, length in zip(pieces.starts[numbers], pieces.lengths[numbers], strict=True)
-        ]
-
-
-def _pad_token_id(tokenizer: Any) -> int:
-    for name in ("pad_token_id", "eos_token_id"):
-        if getattr(tokenizer, name, None) is not None:
-            return int(getattr(tokenizer, name))
-    return 0
-
-
-def _details(
-    args: DataArgs,
-    tokenizer: Any,
-    request: dict[str, Any],
-    report: ReadReport,
-    pieces: Pieces,
-    intervals: list[IntervalReport],
-) -> dict[str, Any]:
-    boundary = BoundaryTokens.from_policy(args.boundary_tokens, tokenizer)
-    return {
-        "boundary_tokens": {"before": list(boundary.before), "after": list(boundary.after)},
-        "request": request,
-        "read": {**asdict(report), "sources": [source.as_dict() for source in report.sources]},
-        "policies": {
-            name: getattr(pieces, name)
-            for name in (
-                "cut_documents",
-                "skipped_long",
-                "skipped_long_tokens",
-                "dropped_short",
-                "dropped_short_tokens",
-            )
-        },
-        "balance": _balance(args, intervals),
-        "intervals": [interval.as_dict() for interval in intervals],
-    }
-
-
-def _balance(args: DataArgs, intervals: list[IntervalReport]) -> dict[str, Any]:
-    """How equal the intervals came out, and a note for each that ran dry."""
-    after = [interval.tokens_after for interval in intervals]
-    share = (args.target_tokens or sum(after)) // len(intervals)
-    notes = []
-    for interval in intervals:
-        if not interval.ran_dry:
-            continue
-        what = {
-            "stop": "all intervals end with as much",
-            "repeat": f"its documents are used {interval.passes:.1f} times",
-            "redistribute": "the missing tokens come from the other intervals",
-        }[args.exhausted]
-        notes.append(
-            f"interval {interval.name} ran dry: {interval.tokens_before:,} tokens for an equal share of "
-            f"{max(share, interval.quota):,}; {what}"
-        )
-    deviation = max(abs(tokens - share) for tokens in after) / share
-    return {"equal_share_tokens": share, "largest_deviation": deviation, "notes": notes}
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:.3g} GB"

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -138,7 +137,7 @@ def test_current_data_is_kept_and_old_data_replaced(corpus, tokenizer, tmp_path)
             1
         ],
         lambda: (
-            (tmp_path / "data/shard-00000.docs.npy").unlink(),
+            (tmp_path / "data/shard-00000.lengths.npy").unlink(),
             (settings(folder, boundary_tokens="eos"), 1),
         )[1],
     ):
@@ -149,52 +148,28 @@ def test_current_data_is_kept_and_old_data_replaced(corpus, tokenizer, tmp_path)
     assert sum(len(document) for document in documents_of(data)) == 50 + 60 + 70 + 3 + 4
 
 
-def test_full_disk_leaves_nothing(corpus, tokenizer, tmp_path, monkeypatch):
-    def no_space(stream, array, allow_pickle):
-        stream.write(b"half")
+def test_full_disk_keeps_the_work_and_no_data(corpus, tokenizer, tmp_path, monkeypatch):
+    def no_space(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    args = settings(corpus(log_normal(50)))
-    monkeypatch.setattr(shards.np.lib.format, "write_array", no_space)
-    with pytest.raises(OSError, match=r"disk full while writing .*data: free at least \d+ MB") as info:
-        prepare(args, tokenizer, tmp_path / "out/data")
-    assert "\n" not in str(info.value) and list((tmp_path / "out").iterdir()) == []
+    args = settings(corpus(log_normal(50)), workers=1)
+    prepare(args, tokenizer, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(shards.os, "fsync", no_space)
+        with pytest.raises(OSError, match=r"disk full while writing .*: free at least \d+ MB") as info:
+            prepare(args, tokenizer, tmp_path / "out/data")
+    assert "\n" not in str(info.value) and not (tmp_path / "out/data").exists()
+    prepare(args, tokenizer, tmp_path / "out/data")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["data"]
+    assert content(tmp_path / "out/data") == content(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("source", ["broken.jsonl.gz", "empty.txt"])
-def test_bad_sources_leave_nothing(tmp_path, tokenizer, source):
+def test_bad_sources_make_no_data(tmp_path, tokenizer, source):
     (tmp_path / source).write_bytes(b"\x1f\x8b\x08\x00cut" if source.endswith("gz") else b"")
     with pytest.raises(ValueError, match=source):
         prepare(settings(tmp_path / source), tokenizer, tmp_path / "out/data")
-    assert list((tmp_path / "out").iterdir()) == []
-
-
-def test_killed_run_leaves_no_data_and_the_next_one_succeeds(corpus, tokenizer, tmp_path):
-    folder = corpus(log_normal(50))
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    program = f"""
-import time
-from pod.data import prepare, DataArgs, pack
-import pod.data.prepare as module
-def stuck(*arguments):
-    print("packing", flush=True)
-    time.sleep(60)
-import sys
-sys.modules["pod.data.prepare"].pack_best_fit = stuck
-prepare(DataArgs(sources=[{str(folder)!r}], context_length=128, shortest_interval=32), {str(tmp_path / "tokenizer")!r}, {str(tmp_path / "out/data")!r})
-"""
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
-    assert process.stdout.readline() == b"packing\n"
-    assert any((tmp_path / "out").rglob("spool.bin"))
-    process.send_signal(signal.SIGKILL)
-    process.wait(30)
-    process.stdout.close()
-    assert not (tmp_path / "out/data").exists()
-    prepare(settings(folder), tokenizer, tmp_path / "out/data")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["data"]
-    assert not any((tmp_path / "out").rglob("spool.bin"))
+    assert not (tmp_path / "out/data").exists() and not list((tmp_path / "out").glob("data.rows-*"))
 
 
 def test_estimate_names_intervals_and_disk():
