@@ -22,6 +22,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(run_results, whole, stopped, r
     assert rest["hash"] == expected["hash"]  # master weights and both moments
     assert rest["steps"] == [1, 2, 3, 4, 5]  # each step once in metrics.jsonl
     assert rest["losses"] == expected["losses"]
+    assert len(rest["waits"]) == 5 and all(wait > 0 for wait in rest["waits"])  # seconds for rows, per step
 
 
 def test_training_lowers_the_loss_and_moves_every_weight(run_results):

@@ -87,6 +87,7 @@ def run(name, out, folder, data, settings, stop_after=None) -> None:
         result |= {
             "losses": [line["loss"] for line in lines],
             "latest": (folder / "latest").read_text().strip(),
+            "waits": [line["data_wait_s"] for line in lines],
         }
         result["kept"] = sorted(path.name for path in folder.iterdir() if path.is_dir())
         tiny.write_result(out, name, result)
@@ -245,7 +246,7 @@ def main(out: Path, first: int = 0) -> None:
     saving = {**FULL, "save_every_steps": 1, "keep_last": 2}
     stages = [
         (2, run, "whole", out, out / "whole", data, saving),
-        (2, run, "stopped", out, out / "stopped", data, FULL, 2),
+        (2, run, "stopped", out, out / "stopped", data, {**FULL, "prefetch_steps": 0}, 2),
         (2, run, "resumed", out, out / "stopped", data, FULL),
         (2, run, "lora", out, out / "lora", data, LORA),
         (2, run, "lora_stopped", out, out / "lora_stopped", data, LORA, 3),
