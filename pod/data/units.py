@@ -11,7 +11,7 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -62,7 +62,7 @@ class Unit:
     hub: HubShard | None = None
     tolerate: bool = False
     """Skip unreadable files whatever the policy."""
-    left_out: tuple[str, ...] = field(default=(), compare=False)
+    left_out: tuple[str, ...] = ()
     """Files of the source that are not read at all, each with the reason; named by its first unit."""
     options: str = ""
     """The settings that decide what is read from a file, as JSON."""
@@ -92,7 +92,7 @@ class Unit:
             ]
             for one in self.files
         ]
-        content = [READING_VERSION, self.spec if self.hub else "", files, self.hub, self.options]
+        content = [READING_VERSION, files, self.hub, self.tolerate, self.left_out, self.options]
         return hashlib.sha256(json.dumps(content).encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -199,7 +199,11 @@ def _file_documents(
     first = next(records, None)
     if first is None:
         return
-    second = next(records, None)
+    try:
+        second = next(records, None)
+    except UnreadableFile:
+        yield from _documents([first], unit, f"{path}:", bad)
+        raise
     if second is not None:
         yield from _documents(chain([first, second], records), unit, f"{path}:", bad)
     elif first.tokens is not None:

@@ -1,0 +1,478 @@
+"""Sources cut into units: every record exactly once whatever the cut, limits and policies for records, changed files."""
+
+import gzip
+import itertools
+import json
+import os
+import random
+import tracemalloc
+from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from pod.data import readers
+from pod.data import units as units_module
+from pod.data.args import DataArgs
+from pod.data.documents import SourceReport
+from pod.data.sources import load_documents, read_documents
+from pod.data.units import plan_units, read_unit
+
+
+def lines(*texts, **more):
+    return "".join(json.dumps({"text": text, **more}) + "\n" for text in texts).encode()
+
+
+def read_all(args):
+    """(documents, report) of all units, one after the other."""
+    report = SourceReport("all")
+    documents = [document for unit in plan_units(args) for document in read_unit(unit, args, report)]
+    return documents, report
+
+
+def texts_of(args):
+    return [document.text for document in read_all(args)[0]]
+
+
+def cut_small(monkeypatch, group=200, part=300):
+    monkeypatch.setattr(units_module, "GROUP_BYTES", group)
+    monkeypatch.setattr(units_module, "RANGE_BYTES", part)
+
+
+@pytest.fixture
+def mixture(tmp_path):
+    """Three sources of several formats and sizes."""
+    folder = tmp_path / "mixed"
+    (folder / "deep").mkdir(parents=True)
+    for number in range(7):
+        (folder / f"{number}.txt").write_text(f"text {number} " * (number * 5 + 1))
+    (folder / "big.jsonl").write_bytes(
+        lines(*(f"record {number} {'x' * (number % 50)}" for number in range(90)))
+    )
+    (folder / "deep" / "a.json.gz").write_bytes(gzip.compress(lines("packed one", "packed two")))
+    table = pyarrow.table({"text": ["row one", "row two", ""], "source": ["p", "q", "p"]})
+    pyarrow.parquet.write_table(table, folder / "deep" / "b.parquet")
+    (tmp_path / "single.ndjson").write_bytes(lines("alone"))
+    return DataArgs(sources=[str(folder), str(tmp_path / "single.ndjson"), f"{folder}/*.txt"])
+
+
+def test_documents_are_the_units_one_after_the_other(mixture, monkeypatch):
+    whole = [document.text for document in read_documents(mixture)]
+    assert len(whole) == 7 + 90 + 2 + 2 + 1 + 7 and len(plan_units(mixture)) == 3
+    cut_small(monkeypatch)
+    reports: list[SourceReport] = []
+    cut = list(read_documents(mixture, reports))
+    assert [document.text for document in cut] == whole == texts_of(mixture)
+    loaded = list(load_documents(mixture.sources))
+    assert [document.name for document in loaded] == [document.name for document in cut]
+    names = [document.name for document in cut if document.source == mixture.sources[0]]
+    assert len(set(names)) == len(names) == 101
+    assert [report.files for report in reports] == [10, 1, 7], "a file in many ranges is one file"
+    assert [report.documents for report in reports] == [101, 1, 7] and reports[0].empty == 1
+    assert reports[0].origins == {"p": 1, "q": 1}
+
+
+def test_the_cut_depends_on_the_files_alone(mixture, monkeypatch):
+    cut_small(monkeypatch)
+    planned = plan_units(mixture)
+    assert len(planned) > 12
+    others = replace(mixture, workers=7, tasks=3, packing_window=64, target_tokens=9999, max_documents=5)
+    again = plan_units(others)
+    assert planned == again and [u.fingerprint() for u in planned] == [u.fingerprint() for u in again]
+    first = [unit.fingerprint() for unit in planned if unit.source == 0]
+    assert len(set(first)) == len(first) > 10
+    assert all(len(unit.fingerprint()) == 64 and "\n" not in unit.name for unit in planned)
+    sent = ForkingPickler.loads(ForkingPickler.dumps(planned))
+    assert sent == planned and sent[3].fingerprint() == planned[3].fingerprint()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"text_field": "body"},
+        {"token_field": "ids"},
+        {"max_record_bytes": 99},
+        {"unreadable": "skip"},
+        {"token_field": "ids", "token_bounds_field": "bounds"},
+    ],
+)
+def test_settings_of_reading_change_the_fingerprint(mixture, change):
+    before = plan_units(mixture)[0].fingerprint()
+    assert plan_units(replace(mixture, **change))[0].fingerprint() != before
+
+
+def test_files_change_the_fingerprint(tmp_path):
+    path = tmp_path / "book.json"
+    path.write_text(json.dumps({"text": "one two three"}))
+    args = DataArgs(sources=[str(path)])
+    found = {plan_units(args)[0].fingerprint()}
+    found.add(plan_units(DataArgs(sources=[f"{path}#whole"]))[0].fingerprint())
+    found.add(plan_units(DataArgs(sources=[f"{path}#chapters=9"]))[0].fingerprint())
+    path.write_text(json.dumps({"text": "one two four!"}))
+    os.utime(path, ns=(0, 10))
+    found.add(plan_units(args)[0].fingerprint())
+    os.utime(path, ns=(0, 11))
+    found.add(plan_units(args)[0].fingerprint())
+    (tmp_path / "same.json").write_bytes(path.read_bytes())
+    os.utime(tmp_path / "same.json", ns=(0, 11))
+    found.add(plan_units(DataArgs(sources=[str(tmp_path / "same.json")]))[0].fingerprint())
+    assert len(found) == 6
+
+
+def test_small_files_share_a_unit_up_to_its_size(tmp_path, monkeypatch):
+    cut_small(monkeypatch, group=100)
+    sizes = {
+        "a.txt": 60,
+        "b.txt": 40,
+        "c.txt": 1,
+        "d.txt": 99,
+        "e.txt": 500,
+        "f.txt": 3,
+        "g.txt.gz": 30,
+        "h.txt": 1,
+    }
+    for name, size in sizes.items():
+        (tmp_path / name).write_bytes(b"x" * size)
+    groups = [
+        [one.path[len(str(tmp_path)) + 1 :] for one in unit.files]
+        for unit in plan_units(DataArgs(sources=[str(tmp_path)]))
+    ]
+    assert groups == [["a.txt", "b.txt"], ["c.txt", "d.txt"], ["e.txt"], ["f.txt"], ["g.txt.gz"], ["h.txt"]]
+
+
+def jsonl_variants():
+    rng = random.Random(0)
+    records = [
+        json.dumps({"text": f"{number} {'ü' * rng.randrange(9)}"}, ensure_ascii=False) for number in range(12)
+    ]
+    yield "plain", "\n".join(records) + "\n"
+    yield "no end", "\n".join(records)
+    yield "crlf", "\r\n".join(records) + "\r\n"
+    yield "crlf no end", "\r\n".join(records)
+    yield "blank lines", "\n\n  \n" + "\n \r\n\n".join(records) + "\n\n\n"
+    yield "mark", "\ufeff" + "\n".join(records) + "\n"
+    yield (
+        "bad lines",
+        "\n".join(line + ("]" if number % 4 == 2 else "") for number, line in enumerate(records)),
+    )
+    yield (
+        "long lines",
+        "\n".join(line[:-2] + "y" * (100 * (n % 3 == 1)) + '"}' for n, line in enumerate(records)),
+    )
+
+
+@pytest.mark.parametrize("name, content", list(jsonl_variants()))
+def test_every_range_size_gives_each_record_once(tmp_path, monkeypatch, name, content):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content.encode())
+    data = path.read_bytes()
+    args = DataArgs(sources=[str(path)], unreadable="skip", max_record_bytes=80)
+    expected, report = read_all(args)
+    assert len(expected) == 12 - report.records_skipped
+    assert report.records_skipped == {"bad lines": 3, "long lines": 4}.get(name, 0)
+    for size in range(1, len(data) + 1):
+        cut_small(monkeypatch, part=size)
+        found, cut_report = read_all(args)
+        assert [one.text for one in found] == [one.text for one in expected], size
+        assert cut_report.records_skipped == report.records_skipped, size
+        if size < len(data):
+            assert len(plan_units(args)) == -(-len(data) // size)
+            starts = [int(one.name.rpartition(":byte ")[2]) for one in found]
+            assert all(
+                json.loads(data[at:].decode("utf-8-sig").splitlines()[0])["text"] == one.text
+                for at, one in zip(starts, found, strict=True)
+            )
+        assert cut_report.files == 1
+
+
+def test_ranges_name_the_byte_of_a_bad_line(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    good = lines("good " * 20)
+    path.write_bytes(good * 5 + b"{bad\n" + good)
+    cut_small(monkeypatch, part=150)
+    with pytest.raises(ValueError, match=f"a.jsonl line at byte {5 * len(good)} is not JSON") as info:
+        texts_of(DataArgs(sources=[str(path)]))
+    assert "\n" not in str(info.value)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_bad_records_are_skipped_one_by_one(tmp_path, packed):
+    bad = [
+        b'{"text": "caf\xe9"}',  # Latin-1
+        b'{"text": "\xed\xa0\x80"}',  # half of a surrogate pair as bytes
+        b'{"text": "cut',
+        b'{"body": "no text"}',
+        b'{"text": 7}',
+        b"[1]",
+        b'{"text": "' + b"x" * 300 + b'"}',
+        b"[" * 5000,
+        b'{"n": ' + b"9" * 100 + b"}",
+    ]
+    content = (
+        lines("first")
+        + b"\n".join(one[:400] if one[:1] == b"[" else one for one in bad)
+        + b"\n"
+        + lines("last")
+    )
+    path = tmp_path / ("a.json.gz" if packed else "a.jsonl")
+    path.write_bytes(gzip.compress(content) if packed else content)
+    args = DataArgs(sources=[str(path)], unreadable="skip", max_record_bytes=250)
+    documents, report = read_all(args)
+    assert [one.text for one in documents] == ["first", "last"]
+    assert (report.records_skipped, report.skipped, report.files) == (len(bad), 0, 1)
+    for number, reason in enumerate(report.skipped_files, start=2):
+        assert f"{path} line {number}" in reason and "\n" not in reason
+    with pytest.raises(ValueError, match="line 2 is not UTF-8.*set data.unreadable=skip"):
+        texts_of(replace(args, unreadable="error"))
+
+
+def test_the_limit_counts_the_bytes_of_a_line_without_its_end(tmp_path):
+    path = tmp_path / "a.jsonl"
+    line = json.dumps({"text": "é" * 20}, ensure_ascii=False).encode()
+    for end in (b"", b"\n", b"\r\n"):
+        path.write_bytes(line + end + (line + end if end else b""))
+        times = 2 if end else 1
+        assert texts_of(DataArgs(sources=[str(path)], max_record_bytes=len(line))) == ["é" * 20] * times
+        with pytest.raises(
+            ValueError, match=rf"line 1 is {len(line) + len(end)} bytes long, beyond data.max_record"
+        ):
+            texts_of(DataArgs(sources=[str(path)], max_record_bytes=len(line) - 1))
+
+
+def peak_of(args):
+    """(documents, report, peak of memory in MB while reading)"""
+    tracemalloc.start()
+    try:
+        documents, report = read_all(args)
+        return documents, report, tracemalloc.get_traced_memory()[1] / 2**20
+    finally:
+        tracemalloc.stop()
+
+
+FIFTY_MB = 50 * 10**6
+
+
+def test_a_line_of_fifty_megabytes_is_read_below_the_limit_and_never_held_above_it(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines("before") + b'{"text": "' + b"x" * FIFTY_MB + b'"}\n' + lines("after"))
+    args = DataArgs(sources=[str(path)], max_record_bytes=60 * 2**20)
+    assert [len(text) for text in texts_of(args)] == [6, FIFTY_MB, 5]
+    documents, report, peak = peak_of(replace(args, max_record_bytes=2**20, unreadable="skip"))
+    assert [one.text for one in documents] == ["before", "after"] and report.records_skipped == 1
+    assert "line 2 is 50,000,013 bytes long" in report.skipped_files[0] and peak < 8
+    with pytest.raises(
+        ValueError, match="line 2 is 50,000,013 bytes long.*data.max_record_bytes = 16,777,216"
+    ):
+        texts_of(DataArgs(sources=[str(path)]))
+
+
+def test_endless_content_never_enters_memory(tmp_path):
+    """A few KB of gzip that unpack to 50 MB without a line end, as lines, text, one JSON value and one array element."""
+    zeros = b"0" * FIFTY_MB
+    for name, content in {
+        "a.jsonl.gz": zeros,
+        "b.txt.gz": zeros,
+        "c.json.gz": b'{"text": "' + zeros,
+        "d.json.gz": b'["ok", "' + zeros,
+    }.items():
+        (tmp_path / name).write_bytes(gzip.compress(content, 1))
+    (tmp_path / "e.txt").write_bytes(zeros)
+    args = DataArgs(sources=[str(tmp_path)], max_record_bytes=2**20, unreadable="skip")
+    documents, report, peak = peak_of(args)
+    assert [one.text for one in documents] == ["ok"] and peak < 16
+    assert report.records_skipped + report.skipped == 5 and report.files == 5
+    assert all("max_record_bytes" in reason for reason in report.skipped_files)
+
+
+def test_json_arrays_are_read_element_by_element(tmp_path):
+    path = tmp_path / "a.json"
+    texts = [f"{number} " + "x" * 1000 for number in range(20_000)]
+    path.write_text(json.dumps([{"text": text} for text in texts]))  # 20 MB in one line
+    args = DataArgs(sources=[str(path)], max_record_bytes=10_000)
+    tracemalloc.start()
+    for number, document in enumerate(read_documents(args)):
+        assert document.text == texts[number] and document.name == f"{path}:{number}"
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert number == 19_999 and peak < 6 * 2**20
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7])
+def test_json_values_may_be_cut_anywhere(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(readers, "JSON_CHUNK_CHARACTERS", chunk)
+    path = tmp_path / "a.json"
+    for content, expected in [
+        ('[ "a\\u00e9\\n" ,{"text": "b", "n": [-1.5e3, true, null]} , "c" ] \n', ["aé\n", "b", "c"]),
+        ('{\n "text": "one",\n "n": 12345\n}\n', ["one"]),
+        ('"single"', ["single"]),
+        (" [\n] ", []),
+    ]:
+        path.write_text(content)
+        (tmp_path / "z.txt").write_text("z")
+        assert texts_of(DataArgs(sources=[str(tmp_path)])) == [*expected, "z"]
+    for content in ('["a" "b"]', '["a",]', '["a"', '[\n"a"] 3', '["a", tru]', '["a", {"text": "x"'):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=r"a.json is not JSON \(.* at character \d+\)"):
+            texts_of(DataArgs(sources=[str(path)]))
+    path.write_text("12345")
+    with pytest.raises(ValueError, match="record 0 is a int, expected an object with a field 'text'"):
+        texts_of(DataArgs(sources=[str(path)]))
+
+
+@pytest.mark.parametrize("unreadable", ["error", "skip"])
+def test_files_changed_after_planning_are_named(tmp_path, unreadable):
+    for name in ("a.txt", "b.jsonl", "c.jsonl.gz"):
+        (tmp_path / name).write_bytes(gzip.compress(lines("x")) if name.endswith("gz") else lines("x"))
+    args = DataArgs(sources=[str(tmp_path)], unreadable=unreadable)
+    for name in ("a.txt", "b.jsonl", "c.jsonl.gz"):
+        units = plan_units(args)
+        path = tmp_path / name
+        old = path.read_bytes()
+        path.write_bytes(old + b"\n")
+        with pytest.raises(ValueError, match=rf"{name} was changed while the data was prepared: start again"):
+            list(read_unit(units[0], args, SourceReport("")))
+        path.unlink()
+        with pytest.raises(ValueError, match=rf"{name} was changed"):
+            list(read_unit(units[0], args, SourceReport("")))
+        path.write_bytes(old)
+
+
+@pytest.mark.parametrize("unreadable", ["error", "skip"])
+def test_files_changed_while_they_are_read_are_named(tmp_path, unreadable):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(*["x" * 1000] * 3000))
+    args = DataArgs(sources=[str(path)], unreadable=unreadable)
+    reading = read_unit(plan_units(args)[0], args, SourceReport(""))
+    next(reading)
+    path.write_bytes(lines("short"))
+    with pytest.raises(ValueError, match="a.jsonl was changed while the data was prepared"):
+        list(reading)
+
+
+def test_damaged_files_lose_their_rest_only(tmp_path):
+    whole = gzip.compress(b"".join(lines(f"record {random.Random(n).random()}") for n in range(5000)))
+    (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "b.txt").write_bytes("schön".encode("latin-1"))
+    (tmp_path / "c.jsonl").write_bytes(lines("c"))
+    (tmp_path / "d.txt").symlink_to(tmp_path / "nowhere")
+    documents, report = read_all(DataArgs(sources=[str(tmp_path)], unreadable="skip"))
+    assert 1000 < len(documents) < 4000 and documents[-1].text == "c"
+    assert (report.skipped, report.records_skipped, report.files) == (3, 0, 4)
+    assert [reason.split(" ")[0].rpartition("/")[2] for reason in report.skipped_files] == [
+        "a.jsonl.gz",
+        "b.txt",
+        "d.txt",
+    ]
+
+
+def test_limits_of_documents_hold_over_units(mixture, monkeypatch):
+    cut_small(monkeypatch)
+    args = replace(mixture, max_documents=40)
+    reports: list[SourceReport] = []
+    assert [one.text for one in read_documents(args, reports)][:40] == texts_of(mixture)[:40]
+    assert [report.documents for report in reports] == [40, 1, 7]
+
+
+# Lists
+
+
+def test_lists_name_paths_and_globs_relative_to_themselves(tmp_path):
+    for name in ("data/b.txt", "data/a.txt", "data/c.md", "other.jsonl", "folder/1.txt", "folder/2.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(lines("j1", "j2") if name.endswith("jsonl") else name.encode())
+    listing = f"# the corpus\n\nother.jsonl\n  data/*.txt  \n{tmp_path}/data/c.md\nfolder\n"
+    (tmp_path / "list.txt").write_text(listing)
+    expected = ["j1", "j2", "data/a.txt", "data/b.txt", "data/c.md", "folder/1.txt", "folder/2.py"]
+    args = DataArgs(sources=[f"list:{tmp_path}/list.txt"])
+    assert texts_of(args) == expected
+    assert {one.source for one in read_documents(args)} == set(args.sources)
+    (tmp_path / "list.gz").write_bytes(gzip.compress(listing.encode()))
+    packed = DataArgs(sources=[f"list:{tmp_path}/list.gz"], include=["*.txt"])
+    assert texts_of(packed) == expected[:-1], "include holds inside folders"
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("a.txt\nmissing.txt\n", "list.txt line 2: source .*missing.txt' does not exist"),
+        ("\n*.rs\n", "list.txt line 2: no file matches"),
+        ("# only this\n", "names no file: write one path or glob per line"),
+        ("hub:allenai/dolma\n", "line 1: 'hub:allenai/dolma' is no path or glob"),
+    ],
+)
+def test_wrong_lists_are_refused(tmp_path, content, message):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "list.txt").write_text(content)
+    with pytest.raises(ValueError, match=message) as info:
+        plan_units(DataArgs(sources=[f"list:{tmp_path}/list.txt"]))
+    assert "\n" not in str(info.value)
+    with pytest.raises(ValueError, match="gone.txt' cannot be read .*correct data.sources"):
+        plan_units(DataArgs(sources=[f"list:{tmp_path}/gone.txt"]))
+
+
+# Hub data sets
+
+
+def shard_records(shards):
+    for shard in shards:
+        for number in range(3):
+            yield {"text": f"shard {shard} record {number}", "source": "s"}
+
+
+def test_hub_shards_are_units_in_the_order_of_the_stream(monkeypatch):
+    stream = datasets.IterableDataset.from_generator(shard_records, gen_kwargs={"shards": list(range(4))})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
+    args = DataArgs(sources=["some/set", "hub:other:en@test"])
+    planned = plan_units(args)
+    assert [(unit.source, unit.hub.index, unit.hub.count) for unit in planned] == [
+        (s, i, 4) for s in (0, 1) for i in range(4)
+    ]
+    assert planned[1].name == "hub data set 'some/set' split 'train' shard 1"
+    assert len({unit.fingerprint() for unit in planned}) == 8
+    documents, report = read_all(args)
+    assert [one.text for one in documents] == [record["text"] for record in stream] * 2
+    assert report.files == 2 and {one.origin for one in documents} == {"s"}
+    assert len({one.name for one in documents}) == 24 and documents[4].name == "some/set:1:1"
+
+
+def test_hub_reads_a_folder_of_parquet_through_datasets(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for number in range(3):
+        table = pyarrow.table({"ids": [[number, 1], [number, 2]], "other": ["x", "y"]})
+        pyarrow.parquet.write_table(table, folder / f"train-{number:05d}-of-00003.parquet")
+    args = DataArgs(sources=[f"hub:{tmp_path}"], token_field="ids")
+    assert len(plan_units(args)) == 3
+    assert [one.tokens.tolist() for one in read_all(args)[0]] == [[n, m] for n in range(3) for m in (1, 2)]
+    with pytest.raises(ValueError, match="record 0 has no field 'input_ids' .fields seen: ids, other"):
+        texts_of(replace(args, token_field="input_ids"))
+
+
+def test_hub_records_follow_the_policy(monkeypatch):
+    records = [{"text": "one"}, {"text": 3}, {"text": "ü" * 10}, {"text": "two"}]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: iter(records))
+    args = DataArgs(sources=["some/set"], unreadable="skip", max_record_bytes=19)
+    documents, report = read_all(args)
+    assert [one.text for one in documents] == ["one", "two"] and report.records_skipped == 2
+    assert (
+        "record 1: field 'text' is a int" in report.skipped_files[0]
+        and "record 2 is 20 bytes" in report.skipped_files[1]
+    )
+    assert [one.name for one in documents] == ["some/set:0", "some/set:3"]
+    with pytest.raises(
+        ValueError, match="record 1: field 'text' is a int, expected text; repair or remove it"
+    ):
+        texts_of(replace(args, unreadable="error"))
+
+
+def test_an_endless_hub_shard_is_read_as_far_as_asked(monkeypatch):
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *_, **__: ({"text": str(n)} for n in itertools.count())
+    )
+    args = DataArgs(sources=["some/set"])
+    reading = read_unit(plan_units(args)[0], args, SourceReport(""))
+    assert [one.text for one in itertools.islice(reading, 3)] == ["0", "1", "2"]
