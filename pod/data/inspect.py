@@ -60,6 +60,7 @@ def report(folder: Path, manifest: dict[str, Any], rows: int = 0, tokenizer: Any
         "weights": manifest.get("weights") or [],
         "sources": read.get("sources") or [],
         "read": {name: value for name, value in read.items() if name != "sources"},
+        "cut_documents": (manifest.get("policies") or {}).get("cut_documents", 0),
         "left_out": left_out(manifest),
         "held_out": manifest.get("held_out"),
         "packing": packing(folder, manifest),
@@ -188,7 +189,7 @@ def _totals(content: dict[str, Any]) -> list[str]:
         f"  tokens      {content['num_tokens']:,} of {content['num_documents']:,} documents",
         f"  rows        {content['num_rows']:,} of {content['context_length']:,} tokens, "
         f"padding {100 * content['packing']['padding_share']:.2f} %",
-        f"  on disk     {short_number(content['bytes'])}B in {content['num_shards']:,} shards, {size:.2f} bytes a token",
+        f"  on disk     {short_number(content['bytes'])}B in {content['num_shards']:,} shard{'' if content['num_shards'] == 1 else 's'}, {size:.2f} bytes a token",
         f"  vocabulary  {content['vocab_size']:,}, tokenizer {str(content['tokenizer_sha256'])[:12]}",
     ]
     boundary = content["boundary_tokens"]
@@ -198,6 +199,10 @@ def _totals(content: dict[str, Any]) -> list[str]:
         )
     if content["seed"] is not None:
         lines.append(f"  seed        {content['seed']}")
+    if content["cut_documents"]:
+        lines.append(
+            f"  cut         {content['cut_documents']:,} documents, into pieces of {content['context_length']:,} and a rest"
+        )
     held_out = content["held_out"]
     if isinstance(held_out, dict) and isinstance(held_out.get("tokens"), int):
         lines.append(
@@ -281,7 +286,7 @@ def _left_out(content: dict[str, Any]) -> list[str]:
         total = source.get("skipped", 0) + source.get("records_skipped", 0)
         if names:
             some = f" (the first {len(names)} of {total:,})" if total > len(names) else ""
-            lines += wrapped(f"unreadable in {clean(source['source'])}{some}:", "  ")
+            lines += wrapped(f"unreadable in {clean(source['source'])!r}{some}:", "  ")
         for name in names:
             lines += wrapped(clean(name), "    ")
     return lines

@@ -25,7 +25,7 @@ LETTER_INCHES = 0.095
 """Width of a letter of an interval's name."""
 LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.8}
 """Keeps the line of the equal share out of the labels."""
-SHARE_LABEL = 0.06
+SHARE_LABEL = 0.04
 """A piece of a stacked bar below this share is too narrow for its number."""
 
 

@@ -8,6 +8,7 @@ import zlib
 import numpy as np
 import pytest
 
+from pod.data import DataArgs, PackedDataset, prepare
 from pod.data import verify as checks
 from pod.data.cli import main
 from pod.data.manifest import manifest_checksum
@@ -335,3 +336,57 @@ def test_another_tokenizer_is_refused(packed_folder, run, tmp_path, byte_tokeniz
     assert " ".join(map(str, first[:8])) in "\n".join(out)
     code, out, err = run("inspect", folder, "--rows", 1, "--tokenizer", tmp_path / "nowhere")
     assert code == 2 and len(err) == 1
+
+
+@pytest.fixture
+def prepared(corpus, tokenizer, tmp_path):
+    """Really prepared data of a folder and a file, and the two sources."""
+    folder, other = corpus([30, 50, 70, 20, 60, 90] * 4), corpus([33, 44, 55] * 3, "other") / "00001.txt"
+    args = DataArgs(
+        sources=[str(folder), str(other)], context_length=64, shortest_interval=32, held_out_fraction=0.1
+    )
+    prepare(args, tokenizer, tmp_path / "data")
+    return tmp_path / "data", folder, other
+
+
+def test_prepared_data_is_whole_and_its_sources_are_watched(prepared, run, capsys):
+    data, folder, other = prepared
+    capsys.readouterr()
+    code, out, err = run("verify", data, "--sources")
+    assert (code, err) == (0, []) and out[0].endswith("sources unchanged")
+    text = other.read_text()
+    other.write_text(text[:-1] + ("0" if text[-1] != "0" else "1"))
+    code, out, _ = run("verify", data, "--sources")
+    assert code == 1 and len(out) == 1 and str(other) in out[0] and "is not what was read" in out[0]
+    assert run("verify", data)[0] == 0
+    (folder / "one-more.txt").write_text("w1 w2")
+    other.unlink()
+    code, out, _ = run("verify", data, "--sources")
+    assert code == 1 and len(out) == 2
+    assert str(folder) in out[0] and "is not what was read" in out[0]
+    assert str(other) in out[1] and "cannot be found any more" in out[1]
+
+
+def test_inspect_agrees_with_the_loader(prepared, run, tokenizer, capsys):
+    data = prepared[0]
+    tokenizer.save_pretrained(data.parent / "tokenizer")
+    capsys.readouterr()
+    code, out, _ = run("inspect", data, "--json", "--rows", 10**6, "--tokenizer", data.parent / "tokenizer")
+    content, dataset = json.loads("\n".join(out)), PackedDataset(data)
+    assert code == 0 and len(content["rows"]) == len(dataset) > 5
+    for row in content["rows"]:
+        loaded = dataset[row["row"]]
+        for number, document in enumerate(row["documents"]):
+            ids = loaded["input_ids"][loaded["doc_ids"] == number].tolist()
+            assert document["tokens"] == len(ids) and document["text"] == tokenizer.decode(ids)
+    found = content["packing"]
+    counted = sum(int(documents) * rows for documents, rows in found["documents_per_row"].items())
+    assert counted == content["num_documents"] == sum(len(row["documents"]) for row in content["rows"])
+    assert found["padding_tokens"] == int(
+        sum((dataset[row]["doc_ids"] < 0).sum() for row in range(len(dataset)))
+    )
+
+
+def test_sources_of_data_that_does_not_know_them(packed_folder, run):
+    code, _, err = run("verify", packed_folder(), "--sources")
+    assert code == 2 and len(err) == 1 and "does not say in which state the sources were" in err[0]
