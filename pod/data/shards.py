@@ -145,39 +145,15 @@ def write_packed_rows(
     `details` is merged into the manifest. Raises `OSError` when the disk is full, `ValueError` when there is no row;
     in both cases nothing is left behind and an older `path` stays as it was.
     """
-    with atomic_dir(path) as folder:
-        write_into(
-            Path(folder),
-            rows,
-            context_length=context_length,
-            vocab_size=vocab_size,
-            tokenizer_sha256=tokenizer_sha256,
-            pad_token_id=pad_token_id,
-            details=details,
-            shard_bytes=shard_bytes,
-        )
-
-
-def write_into(
-    folder: Path,
-    rows: Iterable[Row],
-    *,
-    context_length: int,
-    vocab_size: int,
-    tokenizer_sha256: str,
-    pad_token_id: int = 0,
-    details: dict[str, Any] | None = None,
-    shard_bytes: int = DEFAULT_SHARD_BYTES,
-) -> None:
-    """`write_packed_rows` into an existing folder that the caller makes atomic; the manifest is written last."""
     sizes: dict[str, int] = {
         "context_length": context_length,
         "vocab_size": vocab_size,
         "pad_token_id": pad_token_id,
     }
-    shards = _batches(rows, rows_per_shard(context_length, vocab_size, shard_bytes))
-    entries = [write_shard(folder, number, batch, **sizes) for number, batch in enumerate(shards)]
-    write_manifest(folder, entries, tokenizer_sha256=tokenizer_sha256, details=details, **sizes)
+    with atomic_dir(path) as folder:
+        shards = _batches(rows, rows_per_shard(context_length, vocab_size, shard_bytes))
+        entries = [write_shard(folder, number, batch, **sizes) for number, batch in enumerate(shards)]
+        write_manifest(folder, entries, tokenizer_sha256=tokenizer_sha256, details=details, **sizes)
 
 
 def _batches(rows: Iterable[Row], size: int) -> Iterator[Iterator[Row]]:
