@@ -14,6 +14,8 @@ from pod.data.args import DataArgs
 
 TOLERANCE = 0.001
 """Share of a quota below which no better choice of the last pieces is looked for."""
+NOTED_DEVIATION = 0.005
+"""Share of an interval's quota that may be missing without a note."""
 _RESERVE = 32
 _SUBSET_BYTES = 32 * 2**20
 
@@ -206,7 +208,7 @@ def _fullest(lengths: list[int], room: int) -> list[int]:
 def balance_report(
     args: DataArgs, intervals: list[IntervalReport], shares: list[ShareReport]
 ) -> dict[str, Any]:
-    """How equal the intervals came out, and a note for each interval and source that ran dry."""
+    """How equal the intervals came out, and a note for each interval or source that ran dry or misses its quota."""
     after = [interval.tokens_after for interval in intervals]
     share = max(1, (args.target_tokens or sum(after)) // len(intervals))
     notes = []
@@ -222,6 +224,13 @@ def balance_report(
             f"interval {interval.name} ran dry: {interval.tokens_before:,} tokens for an equal share of "
             f"{max(share, interval.quota):,}; {what}"
         )
+    for interval in intervals:
+        missing = 1 - interval.tokens_after / interval.quota if interval.quota else 0
+        if missing > NOTED_DEVIATION:
+            notes.append(
+                f"interval {interval.name} has {interval.tokens_after:,} tokens, {100 * missing:.1f} % less than its quota of "
+                f"{interval.quota:,}: its whole documents do not come closer"
+            )
     quotas = {interval.name: interval.quota for interval in intervals}
     for one in shares:
         if one.ran_dry:
@@ -231,109 +240,6 @@ def balance_report(
             )
     deviation = max(abs(tokens - share) for tokens in after) / share
     return {"equal_share_tokens": share, "largest_deviation": deviation, "notes": notes}
-
-
-# Kept until preparation is wired to pod.data.row_plan.
-MAX_SWAPS = 16
-
-
-def draw(
-    lengths: np.ndarray,
-    *,
-    bounds: list[int],
-    target_tokens: int | None,
-    exhausted: str,
-    seed: int,
-    first_interval: int = 0,
-) -> tuple[np.ndarray, list[IntervalReport]]:
-    """Indices of the drawn documents, int64, shuffled over all intervals, and the report per interval.
-
-    lengths [N] in tokens; `first_interval=1` leaves out the documents below the shortest interval. `exhausted` as in
-    `DataArgs`. Deterministic in `seed`. Raises `ValueError` when nothing can be drawn.
-    """
-    members, reports = _group(lengths, bounds, first_interval)
-    set_quotas(reports, target_tokens, exhausted)
-    drawn = []
-    for number, (indices, report) in enumerate(zip(members, reports, strict=True)):
-        rng = np.random.default_rng(np.random.SeedSequence([seed, number, report.low]))
-        chosen = _draw_interval(indices, lengths, report.quota, rng, repeat=exhausted == "repeat")
-        drawn.append(chosen)
-        report.documents_after = len(chosen)
-        report.tokens_after = int(lengths[chosen].sum())
-        report.passes = report.tokens_after / report.tokens_before if report.tokens_before else 0.0
-    everything = np.concatenate(drawn)
-    if not len(everything):
-        raise ValueError(
-            "the draw is empty: every document is longer than its interval's share; raise data.target_tokens"
-        )
-    return np.random.default_rng(np.random.SeedSequence([seed, 2**31])).permutation(everything), reports
-
-
-def _group(
-    lengths: np.ndarray, bounds: list[int], first: int
-) -> tuple[list[np.ndarray], list[IntervalReport]]:
-    which = interval_of(lengths, bounds)
-    members = [np.flatnonzero(which == number) for number in range(first, len(bounds) - 1)]
-    reports = [
-        IntervalReport(low, high) for low, high in zip(bounds[first:], bounds[first + 1 :], strict=False)
-    ]
-    for indices, report in zip(members, reports, strict=True):
-        report.documents_before = len(indices)
-        report.tokens_before = int(lengths[indices].sum())
-    return members, reports
-
-
-def _draw_interval(
-    indices: np.ndarray, lengths: np.ndarray, quota: int, rng: np.random.Generator, repeat: bool
-) -> np.ndarray:
-    """Documents of one interval, in random order, whose tokens come as close to `quota` from below as whole documents can."""
-    supply = int(lengths[indices].sum())
-    if not supply or not quota:
-        return indices[:0]
-    whole, rest = divmod(quota, supply)
-    if not repeat and whole:
-        whole, rest = 1, 0
-    parts = [rng.permutation(indices) for _ in range(whole)]
-    if rest:
-        parts.append(_draw_part(rng.permutation(indices), lengths, rest))
-    return np.concatenate(parts)
-
-
-def _draw_part(order: np.ndarray, lengths: np.ndarray, quota: int) -> np.ndarray:
-    """A part of `order` with nearly `quota` tokens: its longest fitting head, then single documents exchanged or added."""
-    fits = np.cumsum(lengths[order]) <= quota
-    count = int(fits.sum())
-    inside, outside = list(order[:count]), list(order[count:])
-    gap = quota - int(lengths[inside].sum()) if count else quota
-    outside.sort(key=lambda index: (lengths[index], index))
-    for _ in range(MAX_SWAPS):
-        if gap <= TOLERANCE * quota or not outside:
-            break
-        gain, leaving, entering = _best_exchange(inside, outside, lengths, gap)
-        if not gain:
-            break
-        gap -= gain
-        entered = outside.pop(entering)
-        if leaving is not None:
-            left = inside.pop(leaving)
-            at = np.searchsorted([(lengths[index]) for index in outside], lengths[left])
-            outside.insert(int(at), left)
-        inside.append(entered)
-    return np.array(inside, dtype=np.int64)
-
-
-def _best_exchange(
-    inside: list[int], outside: list[int], lengths: np.ndarray, gap: int
-) -> tuple[int, int | None, int]:
-    """(tokens gained ≤ gap, position that leaves or None, position that enters); gain 0 = nothing helps."""
-    sizes = lengths[np.array(outside)]
-    leaving = np.concatenate([[0], lengths[np.array(inside, dtype=np.int64)]])
-    enters = np.searchsorted(sizes, leaving + gap, side="right") - 1
-    gains = np.where(enters >= 0, sizes[np.maximum(enters, 0)] - leaving, 0)
-    best = int(np.argmax(gains))
-    if gains[best] <= 0:
-        return 0, None, 0
-    return int(gains[best]), (None if best == 0 else best - 1), int(enters[best])
 
 
 def _short(tokens: int) -> str:

@@ -69,7 +69,7 @@ def draw(pieces: Pieces, args: DataArgs, seed: int, *, chunk_pieces: int = CHUNK
     candidates = _candidates(scan, groups, survey)
     for report, interval in zip(survey.reports, groups, strict=True):
         carry = 0
-        for group in sorted(interval, key=_Group.richness):
+        for group in sorted(interval, key=_Group.freedom):
             carry = _draw_group(group, candidates, carry, scan)
         for group in interval:
             _count(group, candidates, survey.shares)
@@ -117,6 +117,7 @@ class _Scan:
         for start in range(0, self.pieces.num_pieces, self.size):
             pieces = self.pieces.pieces(start, min(start + self.size, self.pieces.num_pieces))
             group = interval_of(pieces["length"], self.bounds) - self.first_interval
+            assert group.min() >= 0, "the selection holds pieces that short_documents='drop' leaves out"
             if self.args.weights:
                 group = group * self.num_sources + pieces["source"]
             yield start, pieces, group, (self.lots(pieces["key"]) >> self.shift).astype(np.int64)
@@ -173,7 +174,6 @@ class _Group:
     interval: int
     high: int
     """Upper bound of the interval in tokens."""
-    documents: int
     tokens: int
     whole: int
     """Times that all pieces are drawn, before `quota` tokens are drawn once more."""
@@ -183,9 +183,9 @@ class _Group:
     positions: list[np.ndarray] = field(default_factory=list)
     """Of the drawn pieces among the candidates, one array per pass."""
 
-    def richness(self) -> tuple[bool, int, int]:
-        """Sorts to the end those that can best make up for what the others miss."""
-        return (self.quota < self.tokens, self.documents, self.number)
+    def freedom(self) -> tuple[int, int]:
+        """Sorts to the end those that can best make up for what the others miss: with much to choose and to leave."""
+        return min(self.quota, self.tokens - self.quota), self.number
 
 
 def _groups(scan: _Scan, survey: _Survey) -> list[list[_Group]]:
@@ -205,7 +205,7 @@ def _groups(scan: _Scan, survey: _Survey) -> list[list[_Group]]:
         for at, quota in enumerate(quotas, start=number * len(quotas)):
             documents, tokens = survey.documents[at], survey.tokens[at]
             high = scan.bounds[scan.first_interval + number + 1]
-            group = _Group(at, number, high, int(documents.sum()), int(tokens.sum()), whole, quota)
+            group = _Group(at, number, high, int(tokens.sum()), whole, quota)
             group.cut = _cut_bin(tokens, documents, group, len(quotas))
             interval.append(group)
         groups.append(interval)

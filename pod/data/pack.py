@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 
 import numpy as np
 
@@ -42,16 +41,6 @@ def one_per_row(lengths: np.ndarray, context_length: int) -> tuple[np.ndarray, n
     """Rows of one document each, in the order given; as `best_fit_rows`."""
     _check(lengths, context_length)
     return np.arange(len(lengths)), np.arange(len(lengths) + 1)
-
-
-def pack_best_fit(lengths: np.ndarray, context_length: int, window: int) -> list[list[int]]:
-    """`best_fit_rows` as a list of document numbers per row."""
-    return _as_lists(*best_fit_rows(lengths, context_length, window))
-
-
-def pack_one_per_row(lengths: np.ndarray, context_length: int) -> list[list[int]]:
-    """`one_per_row` as a list of document numbers per row."""
-    return _as_lists(*one_per_row(lengths, context_length))
 
 
 def padding_share(lengths: np.ndarray, num_rows: int, context_length: int) -> float:
@@ -136,11 +125,6 @@ class _OpenRows:
                 self.words[word] &= ~(1 << bit)
                 if not self.words[word]:
                     self.top &= ~(1 << word)
-
-
-def _as_lists(documents: np.ndarray, starts: np.ndarray) -> list[list[int]]:
-    numbers, bounds = documents.tolist(), starts.tolist()
-    return [numbers[start:stop] for start, stop in itertools.pairwise(bounds)]
 
 
 def _check(lengths: np.ndarray, context_length: int) -> None:

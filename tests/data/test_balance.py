@@ -2,8 +2,13 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pod.data.balance import draw, interval_bounds, interval_of
+from pod.data.args import DataArgs
+from pod.data.balance import balance_report, bounds_of, choose, interval_bounds, interval_of, share_out
+from pod.data.documents import PIECE, splitmix64
+from pod.data.draw import draw
 
 BOUNDS = [1, 64, 128, 256, 512]
 
@@ -14,9 +19,28 @@ def many_lengths(seed=0, number=4000):
     return lengths.clip(2, 512)
 
 
+class FakeSelection:
+    """Pieces of given lengths, all of one source."""
+
+    def __init__(self, lengths):
+        self.records = np.zeros(len(lengths), PIECE)
+        self.records["length"] = lengths
+        self.records["key"] = splitmix64(np.arange(len(lengths), dtype=np.uint64))
+        self.num_pieces = len(lengths)
+
+    def pieces(self, start, stop):
+        return self.records[start:stop]
+
+
+def settings(**options):
+    options = {"sources": ["texts"], "context_length": BOUNDS[-1], "shortest_interval": BOUNDS[1]} | options
+    return DataArgs(**options)
+
+
 def run(lengths, target, exhausted="stop", seed=0, **options):
-    options = {"bounds": BOUNDS, **options}
-    return draw(np.asarray(lengths), target_tokens=target, exhausted=exhausted, seed=seed, **options)
+    args = settings(target_tokens=target, exhausted=exhausted, **options)
+    drawn = draw(FakeSelection(lengths), args, seed)
+    return drawn.numbers, drawn.intervals
 
 
 @pytest.mark.parametrize(
@@ -57,7 +81,7 @@ def test_lumpy_supply_is_brought_to_the_share_by_exchange():
     """A plain random head of these documents misses 1,000 tokens by up to 200; exchanging one or two closes the gap."""
     lengths = np.random.default_rng(1).integers(256, 513, 60)
     for seed in range(20):
-        _, reports = run(lengths, 4000, bounds=[1, 512], seed=seed)
+        _, reports = run(lengths, 4000, shortest_interval=512, seed=seed, exhausted="redistribute")
         assert 0.995 * 4000 <= reports[0].tokens_after <= 4000
 
 
@@ -70,6 +94,9 @@ def test_drawing_is_deterministic_in_the_seed():
 
 
 SCARCE = [10] * 500 + [100] * 50 + [200] * 50 + [400] * 5  # 5000, 5000, 10000, 2000 tokens
+
+
+LONG_SCARCE = [length for length in SCARCE if length >= 64]
 
 
 def test_stop_ends_all_intervals_with_the_scarcest():
@@ -104,9 +131,9 @@ def test_without_a_target():
 
 
 def test_short_interval_can_be_left_out():
-    drawn, reports = run(SCARCE, 6000, "stop", first_interval=1)
+    drawn, reports = run(LONG_SCARCE, 6000, "stop", short_documents="drop")
     assert [report.name for report in reports] == ["64–128", "128–256", "256–512"]
-    assert min(np.asarray(SCARCE)[drawn]) == 100
+    assert min(np.asarray(LONG_SCARCE)[drawn]) == 100
 
 
 def test_empty_intervals():
@@ -118,4 +145,96 @@ def test_empty_intervals():
     with pytest.raises(ValueError, match="no document is left to draw from: set data.long_documents to cut"):
         run(np.empty(0, np.int64), 4000)
     with pytest.raises(ValueError, match="the draw is empty"):
-        run([400] * 50, 100, "stop", bounds=[1, 512])
+        run([350, 450], 512, "stop", intervals=[300, 400], short_documents="drop")
+
+
+def test_explicit_intervals():
+    assert bounds_of(settings(intervals=[100, 300])) == [1, 100, 300, 512]
+    assert bounds_of(settings(intervals=[], shortest_interval=256)) == [1, 256, 512]
+    _, reports = run(many_lengths(), 30_000, intervals=[100, 300])
+    assert [report.name for report in reports] == ["1–100", "100–300", "300–512"]
+    assert all(0.999 * 10_000 <= report.tokens_after <= 10_000 for report in reports)
+
+
+@given(
+    st.integers(0, 10_000),
+    st.lists(
+        st.tuples(st.integers(0, 3000), st.sampled_from([0.1, 0.3, 1, 2.5, 1e-9])), min_size=1, max_size=5
+    ),
+)
+def test_shares_are_in_the_ratio_of_weights_until_a_source_is_dry(quota, sources):
+    supply, weights = zip(*sources, strict=True)
+    given_ = share_out(quota, supply, weights)
+    assert sum(given_) == min(quota, sum(supply))
+    assert all(0 <= share <= held for share, held in zip(given_, supply, strict=True))
+    level = [
+        share / weight for share, held, weight in zip(given_, supply, weights, strict=True) if share < held
+    ]
+    for share, held, weight in zip(given_, supply, weights, strict=True):
+        if share < held:  # one that could give more: within one token of its ratio to all others
+            assert all(abs(share - weight * other) <= 1 + weight / min(weights) for other in level)
+        elif level:  # a dry one: has no more than its ratio
+            assert share <= weight * max(level) + 1 + weight / min(weights)
+
+
+def test_shares_in_decimal_weights_are_exact():
+    assert share_out(1000, [10**6] * 3, [0.1, 0.2, 0.7]) == [100, 200, 700]
+    assert share_out(10, [10**6] * 3, [1, 1, 1]) == [4, 3, 3]
+    assert share_out(100, [10, 10**6, 0], [5, 1, 4]) == [10, 90, 0]
+
+
+def test_choice_of_the_last_pieces():
+    few = np.array([300, 300, 300, 500, 100, 260], dtype=np.uint32)
+    # 300+300+300 misses 60 of 960; 300+300+260+100 is exact and keeps the first two.
+    assert choose(few, 960, 512).tolist() == [0, 1, 4, 5]
+    assert choose(few, 899, 512).tolist() == [0, 1, 5]  # 860 is the most below 899
+    assert choose(few, 50, 512).tolist() == [] and choose(few, 10**6, 512).tolist() == list(range(6))
+    many = np.full(5000, 300, dtype=np.uint32)
+    assert len(choose(many, 300 * 4000 + 299, 512)) == 4000  # less than 0.1 % is missing
+
+
+def test_choice_does_not_need_memory_without_bound():
+    """At a million tokens of context only few pieces around the end are chosen anew."""
+    lengths = np.random.default_rng(0).integers(2**19, 2**20, 100)
+    chosen = choose(lengths, 10_000_000, 2**20)
+    assert 0.999 * 10_000_000 <= lengths[chosen].sum() <= 10_000_000
+
+
+def test_notes_of_dry_intervals():
+    for exhausted, what in (
+        ("stop", "all intervals end with as much"),
+        ("repeat", "its documents are used 2.0 times"),
+        ("redistribute", "the missing tokens come from the other intervals"),
+    ):
+        _, reports = run(SCARCE, 16_000, exhausted)
+        balance = balance_report(settings(target_tokens=16_000, exhausted=exhausted), reports, [])
+        assert balance["equal_share_tokens"] == 4000
+        dry = f"interval 256–512 ran dry: 2,000 tokens for an equal share of 4,000; {what}"
+        coarse = [note for note in balance["notes"] if "do not come closer" in note]
+        assert [dry, *coarse] == balance["notes"] and len(coarse) == (2 if exhausted == "redistribute" else 0)
+        worst = max(abs(report.tokens_after - 4000) for report in reports) / 4000
+        assert balance["largest_deviation"] == worst
+
+
+def test_notes_of_dry_sources():
+    selection = FakeSelection([100] * 50)
+    selection.records["source"][:10] = 1
+    args = settings(
+        sources=["a", "b"], weights=[1, 1], target_tokens=4000, intervals=[64], context_length=128
+    )
+    args.short_documents = "drop"
+    drawn = draw(selection, args, 0)
+    notes = balance_report(args, drawn.intervals, drawn.shares)["notes"]
+    assert notes == [
+        "interval 64–128: source 'b' ran dry: 1,000 tokens for a share of 2,000; the missing tokens come from the other sources"
+    ]
+    assert drawn.intervals[0].tokens_after == 4000
+
+
+def test_note_when_documents_are_too_coarse():
+    args = settings(target_tokens=900, intervals=[64, 300])
+    _, reports = run([10] * 100 + [200] * 10 + [400] * 10, 900, intervals=[64, 300])
+    assert balance_report(args, reports, [])["notes"] == [
+        "interval 64–300 has 200 tokens, 33.3 % less than its quota of 300: its whole documents do not come closer",
+        "interval 300–512 has 0 tokens, 100.0 % less than its quota of 300: its whole documents do not come closer",
+    ]
