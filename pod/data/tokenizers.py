@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,26 +15,54 @@ from typing import Any
 import numpy as np
 
 from pod.data.documents import Document
+from pod.data.records import one_line
+from pod.data.tokenizer_files import load_tokenizer_file
 
 OPENING_WORDS = 48
 OPENING_TOKENS = 64
 PROBE = "Zwölf 12,345 naïve café — def f(x):\n\treturn x**2  # 中文 😀 I'll we'VE\r\n\n   end"
+_OF_TRANSFORMERS = ("tokenizer_config.json", "tokenizer.json", "config.json")
+_ADVICE = "give its folder or hub id, or a tokenizer file"
 _WORD = re.compile(r"[^\W_]+")
 
 
 def load_tokenizer(tokenizer: Any, gguf_file: str | None = None) -> Any:
-    """`tokenizer` itself if it is one already, else the one of a folder or hub id (`AutoTokenizer`)."""
-    if not isinstance(tokenizer, (str, Path)):
+    """`tokenizer` itself if it is one already, else the one of a folder, hub id or file.
+
+    Folders and hub ids are transformers' business (`AutoTokenizer`, which never runs code of theirs here), also a GGUF file
+    (named itself, or as `gguf_file` in a folder or hub id) and a `tokenizer.json` beside its `tokenizer_config.json`. Other
+    files are read by the library that defines them, see `tokenizer_files`; so is a folder with nothing but a
+    `tekken.json` or `tokenizer.model`, as the models' authors publish it.
+
+    Raises `ValueError` in one line when there is no tokenizer or it is damaged.
+    """
+    if not isinstance(tokenizer, str | os.PathLike):
         return tokenizer
+    path = Path(tokenizer)
+    if path.is_dir() and gguf_file is None and not any((path / name).is_file() for name in _OF_TRANSFORMERS):
+        lone = [path / name for name in ("tekken.json", "tokenizer.model") if (path / name).is_file()]
+        if lone:
+            return load_tokenizer_file(lone[0])
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return _from_transformers(path.parent, path.name)
+        if path.name == "tokenizer.json" and (path.parent / "tokenizer_config.json").is_file():
+            return _from_transformers(path.parent, None)
+        return load_tokenizer_file(path)
+    if path.suffix in (".model", ".json", ".gguf") and not path.exists():
+        raise ValueError(f"no tokenizer in {str(tokenizer)!r} (no such file): {_ADVICE}")
+    return _from_transformers(tokenizer, gguf_file)
+
+
+def _from_transformers(source: str | os.PathLike[str], gguf_file: str | None) -> Any:
     from transformers import AutoTokenizer
 
+    options = {"gguf_file": gguf_file} if gguf_file else {}
     try:
-        return AutoTokenizer.from_pretrained(tokenizer, **({"gguf_file": gguf_file} if gguf_file else {}))
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"no tokenizer in {str(tokenizer)!r} ({reason}): give its folder or hub id"
-        ) from error
+        # Said outright, transformers does not stop to ask whether it may run a checkpoint's code.
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
+    except Exception as error:  # damaged files end in bare Exception, KeyError, TypeError, ImportError …
+        raise ValueError(f"no tokenizer in {str(source)!r} ({one_line(error)}): {_ADVICE}") from error
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:
@@ -62,10 +91,15 @@ class BoundaryTokens:
     def from_policy(cls, policy: str, tokenizer: Any) -> BoundaryTokens:
         """The ids for `DataArgs.boundary_tokens`; `ValueError` when the tokenizer lacks the token asked for."""
         if policy == "tokenizer":
-            plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-            full = tokenizer("a", add_special_tokens=True)["input_ids"]
-            start = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)
-            return cls(tuple(full[:start]), tuple(full[start + len(plain) :]))
+            plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+            full = list(tokenizer("a", add_special_tokens=True)["input_ids"])
+            starts = [start for start in range(len(full)) if full[start : start + len(plain)] == plain]
+            if not starts:
+                raise ValueError(
+                    f"boundary_tokens='tokenizer', but the tokenizer makes {full} of 'a' with special tokens and {plain} "
+                    "without: name them (bos, eos, bos+eos) or use 'none'"
+                )
+            return cls(tuple(full[: starts[0]]), tuple(full[starts[0] + len(plain) :]))
         for name in ("bos", "eos"):
             if name in policy and getattr(tokenizer, f"{name}_token_id", None) is None:
                 raise ValueError(
@@ -79,13 +113,21 @@ class BoundaryTokens:
 class Encoder:
     """Texts → token ids, the same as `tokenizer(text, add_special_tokens=False)`, whatever the tokenizer's state says.
 
-    Fast tokenizers are called without the offsets that nobody here reads, half as much time again. Truncation and padding
-    that a `tokenizer.json` or an earlier call left behind do not apply.
+    Fast tokenizers are called without the offsets that nobody here reads, half as fast again. Truncation and padding that a
+    `tokenizer.json` or an earlier call left behind do not apply.
+
+    The name of a special token inside a text (`</s>` in a web page) is what the tokenizer makes of it. transformers' tokenizers
+    make it the special token, as nearly all training pipelines have it, and wanted where a corpus is written with a chat
+    template. On text that nobody vouches for, such a page ends the document for the model in its middle: save the tokenizer
+    with `split_special_tokens = True` (it is honoured here), or leave the documents out with `drop_pattern`. SentencePiece,
+    tiktoken and tekken files never do this. `special_documents` counts the texts that it happened to.
     """
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
-        self._backend = _plain_backend(tokenizer)
+        self.special_documents = 0
+        self._fast = _is_plainly_fast(tokenizer)
+        self._is_special, self._unknown = _special_tokens(tokenizer)
 
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, uint32 [n] each, without special tokens around them, in the order given.
@@ -101,36 +143,59 @@ class Encoder:
             if repaired == list(texts):
                 raise
             encoded = self._encode(repaired)
-        return [np.array(ids, dtype=np.uint32) for ids in encoded]
+        arrays = [np.array(ids, dtype=np.uint32) for ids in encoded]
+        if len(self._is_special):
+            self.special_documents += sum(map(self._holds_special, texts, arrays))
+        return arrays
+
+    def _holds_special(self, text: str, ids: np.ndarray) -> bool:
+        # The unknown token stands for unknown words too; it counts where the text spells it.
+        unknown = self._unknown is not None and self._unknown[0] in text and self._unknown[1] in ids
+        return bool(unknown or self._is_special[ids].any())
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
-        if self._backend is None:
+        if not self._fast:
             return self.tokenizer(
                 texts,
                 add_special_tokens=False,
                 return_attention_mask=False,
                 verbose=False,  # silences "longer than the model's maximum", which packing takes care of
             )["input_ids"]
-        # Any call of the tokenizer in between may have set them.
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        self._backend.encode_special_tokens = self.tokenizer.split_special_tokens
-        return [item.ids for item in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        # Looked up each time: any call of the tokenizer in between may have set another state.
+        backend = self.tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = self.tokenizer.split_special_tokens
+        return [item.ids for item in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 
-def _plain_backend(tokenizer: Any) -> Any:
-    """The `tokenizers.Tokenizer` of a fast tokenizer that does nothing else to a text, or None."""
+def _is_plainly_fast(tokenizer: Any) -> bool:
+    """Whether calling the tokenizer does nothing but call its `tokenizers.Tokenizer`."""
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     kind = type(tokenizer)
-    plain = (
+    return (
         isinstance(tokenizer, PreTrainedTokenizerFast)
         and kind.__call__ is PreTrainedTokenizerBase.__call__
         and kind._encode_plus is PreTrainedTokenizerFast._encode_plus
         and kind.set_truncation_and_padding is PreTrainedTokenizerFast.set_truncation_and_padding
         and not hasattr(tokenizer, "_switch_to_input_mode")
     )
-    return tokenizer.backend_tokenizer if plain else None
+
+
+def _special_tokens(tokenizer: Any) -> tuple[np.ndarray, tuple[str, int] | None]:
+    """bool [vocabulary], true for the special tokens that a text can become, and the one for unknown words apart."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {number: token.content for number, token in added.items() if token.special}
+    if not special:
+        return np.zeros(0, dtype=bool), None
+    table = np.zeros(max(vocabulary_size(tokenizer), max(special) + 1), dtype=bool)
+    table[list(special)] = True
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    if unknown is None or unknown not in special:
+        return table, None
+    table[unknown] = False
+    return table, (special[unknown], unknown)
 
 
 def without_surrogates(text: str) -> str:
