@@ -10,6 +10,7 @@ be shared by all machines, and with Slurm tasks load `executor.pik` (dill) from 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -70,7 +71,7 @@ def run_cluster(job: Job) -> PackedDataset | Submitted:
     """
     _check_installed(job)
     if job.is_current():
-        shutil.rmtree(_folder(job), ignore_errors=True)
+        _remove_marks(job)
         return PackedDataset(job.output_dir)
     if job.args.executor == "slurm":
         return _submit(job)
@@ -80,7 +81,7 @@ def run_cluster(job: Job) -> PackedDataset | Submitted:
             _run_on_ray(stage)
         else:
             _local_executor(stage).run()
-    shutil.rmtree(_folder(job), ignore_errors=True)
+    _remove_marks(job)
     return PackedDataset(job.output_dir)
 
 
@@ -194,6 +195,15 @@ def _folder(job: Job) -> Path:
     return (job.work_dir / "cluster" / job.rows_dir.name.removeprefix("rows-")).absolute()
 
 
+def _remove_marks(job: Job) -> None:
+    """Remove what datatrove wrote, and the folders above that it leaves empty."""
+    folder = _folder(job)
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.parent.rmdir()
+        job.work_dir.rmdir()
+
+
 def _is_written(job: Job, number: int) -> bool:
     entry = job.rows_dir / f"shard-{number:05d}.json"
     return entry.is_file() and job._is_written(read_json(entry))
@@ -267,7 +277,8 @@ def _submit(job: Job) -> Submitted:
         ready = stage.forget_what_is_not_there(ready)
         previous = _slurm_executor(stage, previous)
         try:
-            previous.run()
+            with _without_logs():
+                previous.run()
         except subprocess.CalledProcessError as error:
             left = f"; first cancel what is queued: scancel {' '.join(jobs.values())}" if jobs else ""
             raise ValueError(
@@ -278,6 +289,18 @@ def _submit(job: Job) -> Submitted:
             jobs[stage.step.name] = str(previous.job_id)
             write_json(folder / SUBMITTED, jobs)
     return Submitted(jobs, job.output_dir, folder)
+
+
+@contextlib.contextmanager
+def _without_logs() -> Iterator[None]:
+    """datatrove tells the console about every job; `Submitted` says it in one line."""
+    from datatrove.utils.logging import logger
+
+    logger.disable("datatrove.executor")
+    try:
+        yield
+    finally:
+        logger.enable("datatrove.executor")
 
 
 def _jobs_in_queue(folder: Path) -> dict[str, str]:
