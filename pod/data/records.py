@@ -24,6 +24,10 @@ class BadRecord(ValueError):
     """A record that is damaged, too long or without the wanted field; the message names its file and place in one line."""
 
 
+class SourceChanged(ValueError):
+    """A file or hub data set is no longer what it was when the units were planned."""
+
+
 class Record(NamedTuple):
     """What one record holds: a text, or token ids uint32 [n] with the bounds int64 [documents, 2] of its documents."""
 

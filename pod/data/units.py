@@ -23,7 +23,7 @@ from pod.data.hub import HubShard, hub_shards, read_hub
 from pod.data.mds import MdsShard, read_shard
 from pod.data.places import Files, files_of, hub_spec
 from pod.data.readers import is_compressed, kind_of, read_records
-from pod.data.records import Bad, Fields, Record, UnreadableFile, uncovered
+from pod.data.records import Bad, Fields, Record, SourceChanged, UnreadableFile, uncovered
 
 GROUP_BYTES = 32 * 2**20
 RANGE_BYTES = 64 * 2**20
@@ -45,9 +45,9 @@ class FilePart(NamedTuple):
     shard: MdsShard | None = None
 
     def check_unchanged(self) -> None:
-        """Raise `ValueError` when the file has been changed since."""
+        """Raise `SourceChanged` when the file has been changed since."""
         if _state(self.path) != (self.size, self.mtime_ns):
-            raise ValueError(f"{self.path} was changed while the data was prepared: start again")
+            raise SourceChanged(f"{self.path} was changed while the data was prepared: start again")
 
 
 @dataclass(frozen=True)

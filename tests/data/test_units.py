@@ -452,6 +452,43 @@ def test_hub_reads_a_folder_of_parquet_through_datasets(tmp_path, monkeypatch):
         texts_of(replace(args, token_field="input_ids"))
 
 
+def test_changed_hub_data_sets_are_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("a", "b"):
+        pyarrow.parquet.write_table(pyarrow.table({"text": [name]}), tmp_path / f"{name}.parquet")
+    args = DataArgs(sources=[f"hub:{tmp_path}"], unreadable="skip")
+    planned = plan_units(args)
+    os.utime(tmp_path / "b.parquet", ns=(0, 1))
+    with pytest.raises(ValueError, match="split 'train' shard 0 was changed while the data was prepared"):
+        list(read_unit(planned[0], args, SourceReport("")))
+    again = plan_units(args)
+    assert {one.fingerprint() for one in planned}.isdisjoint(one.fingerprint() for one in again)
+    assert texts_of(args) == ["a", "b"]
+
+
+class Split:
+    def __init__(self, num_examples):
+        self.num_bytes, self.num_examples = 10, num_examples
+
+
+class Stream(list):
+    """What `datasets` gives for a set whose files are hidden: only its size is known."""
+
+    def __init__(self, num_examples):
+        super().__init__([{"text": "one"}])
+        self.info = type("Info", (), {"splits": {"train": Split(num_examples)}})
+
+
+def test_hub_data_sets_of_another_size_are_others(monkeypatch):
+    args = DataArgs(sources=["some/set"])
+    found = []
+    for size in (7, 7, 8):
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_, size=size, **__: Stream(size))
+        found.append(plan_units(args)[0].fingerprint())
+        assert texts_of(args) == ["one"]
+    assert found[0] == found[1] != found[2]
+
+
 def test_hub_records_follow_the_policy(monkeypatch):
     records = [{"text": "one"}, {"text": 3}, {"text": "ü" * 10}, {"text": "two"}]
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: iter(records))
