@@ -168,7 +168,7 @@ def sample_row(folder: Path, manifest: dict[str, Any], number: int, tokenizer: A
 def _decode(tokenizer: Any, ids: np.ndarray) -> str | None:
     if tokenizer is None:
         return None
-    return tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
 
 # Text
