@@ -139,6 +139,9 @@ class Encoder:
         try:
             encoded = self._encode(list(texts))
         except (TypeError, UnicodeError):
+            # What else may be wrong with the texts stays an error.
+            if not all(isinstance(text, str) for text in texts):
+                raise
             repaired = [without_surrogates(text) for text in texts]
             if repaired == list(texts):
                 raise

@@ -6,6 +6,34 @@ import numpy as np
 import pytest
 
 NUM_WORDS = 5000
+HARD_TEXTS = [
+    "",
+    " ",
+    "a",
+    " leading space",
+    "  two leading spaces, two trailing  ",
+    "\n\nnew lines first",
+    "tabs\tand\t\ttabs\t",
+    "line\r\nline\r\n\r\n  line\rline",
+    "def f(x):\n    if x:\n        return {'a': [1, 22, 333, 4444, 55555], \"b\": x**2}\n\t# done\n",
+    # Runs of spaces of every length, as in tables and deeply nested code.
+    *(f"x{' ' * length}y{' ' * length}\n" for length in range(1, 70)),
+    " " * 1000 + "=" * 1001 + "-" * 999 + "_" * 65,
+    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa abababababababababab ACGT" * 50,
+    "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich; ça va, naïve café, ſ ß ẞ İ ı",
+    "e\u0301 combining, \u212b Ångström, \ufb01 ligature, \u00bd half, \uff21\uff22 fullwidth, \u1e9b\u0323",
+    "中文字符和日本語のテキスト、한국어 텍스트。Русский текст; Ελληνικά; עברית עם ניקוד; العربية ١٢٣; हिन्दी; ไทย",
+    "😀😃 👨‍👩‍👧‍👦 🏳️‍🌈 🇩🇪 \U0001f9ff\U000e0067 \U0010ffff",
+    "\x00\x01\x02 control \x7f\x85\xa0 no-break\u2003em\u200bzero\u200d\ufeffbom\u2028line\u2029paragraph\u3000wide",
+    "▁already ▁escaped▁▁ pieces",
+    "<s>text</s> <unk> <pad> <|endoftext|> <|im_start|>user<|im_end|> [INST] [/INST] <0x0A> <|begin_of_text|>",
+    "I'll we'VE They'Re it's 'S 'ſ ''ll can't",
+    "https://example.org/a_b-c?d=e&f=%20#g 3.14159 1,234,567.89 0xDEADBEEF 1e-10 2026-11-21T22:08:26Z",
+    "camelCaseHTTPServerError snake_case_name SCREAMING_CASE kebab-case",
+    "q" * 5000,
+    "!?!?!?...,,,;;;:::((()))[[[]]]{{{}}}<<<>>>***///\\\\\\|||~~~```'''\"\"\"$$$%%%^^^&&&@@@###",
+    "�� replacement \ufffe\uffff \ud7ff\ue000",
+]
 
 
 def build_word_tokenizer(num_words=NUM_WORDS, prefix="w", **special):
@@ -136,6 +164,7 @@ def packed_details(lengths, held_out):
         "tokenizer_source": None,
         "request": {"seed": 3, "settings": {"packing": "best_fit"}},
         "read": {
+            "special_documents": 2,
             "duplicates": 5,
             "near_duplicates": 0,
             "other_split": 6,
@@ -174,3 +203,9 @@ def packed_details(lengths, held_out):
             ],
         },
     }
+
+
+@pytest.fixture(scope="session")
+def hard_texts():
+    """Texts on which tokenizers differ when they are nearly the same."""
+    return HARD_TEXTS
