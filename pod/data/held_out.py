@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from pod.data.args import DataArgs
-from pod.data.tokenize import (
-    BoundaryTokens,
-    ReadReport,
-    Split,
-    load_tokenizer,
-    select_documents,
-    split_position,
-    tokenize_documents,
-)
+from pod.data.documents import Document, SourceReport
+from pod.data.job import Job, batches, reading_request
+from pod.data.manifest import read_manifest
+from pod.data.publish import HELD_OUT_LENGTHS, HELD_OUT_TOKENS
+from pod.data.tokenizers import identity
+
+Split = Literal["train", "held_out", "all"]
 
 
-def held_out_tokens(args: DataArgs, tokenizer: Any, num_tokens: int) -> np.ndarray:
+def held_out_tokens(
+    args: DataArgs, tokenizer: Any, num_tokens: int, *, prepared: str | Path | None = None
+) -> np.ndarray:
     """Exactly `num_tokens` tokens of held-out documents, one after the other, the last one cut: int64 [num_tokens].
 
     Documents are ordered by the hash that decides the split: the same text for every seed, and a longer request starts
-    with a shorter one. Raises `ValueError` when there are not enough held-out documents.
+    with a shorter one. `prepared` is a folder of prepared data: when it was made of the same sources and settings, its
+    held-out tokens are taken instead of reading the sources again. Raises `ValueError` when there are not enough held-out
+    documents.
     """
-    documents = _split_documents(args, tokenizer, "held_out")
-    available = sum(len(tokens) for _, tokens in documents)
+    documents = _split_documents(args, tokenizer, "held_out", prepared)
+    available = sum(map(len, documents))
     if available < num_tokens:
         raise ValueError(
             f"{num_tokens} held-out tokens asked for, {available} available in {len(documents)} documents: "
             f"raise data.held_out_fraction (now {args.held_out_fraction}) or add sources"
         )
-    return np.concatenate([tokens for _, tokens in documents])[:num_tokens].astype(np.int64)
+    return _head(documents, num_tokens).astype(np.int64)
 
 
 def long_sequences(
@@ -44,20 +50,22 @@ def long_sequences(
     *,
     split: Split | None = None,
     short_documents: Literal["concatenate", "skip"] = "concatenate",
+    prepared: str | Path | None = None,
 ) -> np.ndarray:
     """`num_sequences` disjoint sequences of `sequence_length` tokens, int64 [num_sequences, sequence_length].
 
     Documents of at least that length come first, one sequence from the start of each, then their further pieces; what
     is still missing is made of the remaining documents, concatenated in random order and cut (`short_documents=
     "concatenate"`), or is an error (`"skip"`). `split`: `held_out` (default for `DataArgs`: disjoint from the training
-    rows), `train` or `all` (default for a plain list of sources). Deterministic in `seed`.
+    rows), `train` or `all` (default for a plain list of sources). Deterministic in `seed`. `prepared` as in
+    `held_out_tokens`.
     """
     if isinstance(args_or_sources, DataArgs):
         args = args_or_sources
     else:
         args = DataArgs(sources=list(args_or_sources))
         split = split or "all"
-    documents = [tokens for _, tokens in _split_documents(args, tokenizer, split or "held_out")]
+    documents = _split_documents(args, tokenizer, split or "held_out", prepared)
     rng = np.random.default_rng(np.random.SeedSequence([seed, sequence_length]))
     documents = [documents[index] for index in rng.permutation(len(documents))]
     n = sequence_length
@@ -67,9 +75,7 @@ def long_sequences(
     sequences = [documents[index][start : start + n] for start, index in starts[:num_sequences]]
     missing = num_sequences - len(sequences)
     if missing and short_documents == "concatenate":
-        rest = np.concatenate(
-            [np.empty(0, np.int32), *(tokens[len(tokens) // n * n :] for tokens in documents)]
-        )
+        rest = _head((tokens[len(tokens) // n * n :] for tokens in documents), missing * n)
         sequences.extend(rest[: len(rest) // n * n].reshape(-1, n)[:missing])
     if len(sequences) < num_sequences:
         total = sum(map(len, documents))
@@ -80,18 +86,93 @@ def long_sequences(
     return np.stack(sequences).astype(np.int64)
 
 
-def _split_documents(args: DataArgs, tokenizer: Any, split: Split) -> list[tuple[float, np.ndarray]]:
-    """(place in the split, tokens int32 [n]) of all documents of `split`, in the order of their places."""
+def _head(documents: Iterable[np.ndarray], num_tokens: int) -> np.ndarray:
+    """The first `num_tokens` tokens of `documents`, one after the other; fewer when there are not as many."""
+    taken = [np.empty(0, np.uint32)]
+    for tokens in documents:
+        if num_tokens <= 0:
+            break
+        taken.append(tokens[:num_tokens])
+        num_tokens -= len(taken[-1])
+    return np.concatenate(taken)
+
+
+def _split_documents(
+    args: DataArgs, tokenizer: Any, split: Split, prepared: str | Path | None
+) -> list[np.ndarray]:
+    """Tokens [n] of all documents of `split`, in the order of their places."""
     if split == "held_out" and args.held_out_fraction == 0:
         raise ValueError(
             "data.held_out_fraction is 0, so nothing is held out: set it above 0 (0.05 = 5 % of the documents)"
         )
-    tokenizer = load_tokenizer(tokenizer)
-    boundary = BoundaryTokens.from_policy(args.boundary_tokens, tokenizer)
-    documents = select_documents(args, split, ReadReport())
-    placed = [
-        (split_position(document.text), tokens)
-        for document, tokens in tokenize_documents(documents, tokenizer, boundary)
-    ]
+    job = Job(args, tokenizer, "held-out")  # only reads: nothing is written there
+    if split == "held_out":
+        found = _of_prepared(job, prepared)
+        if found is not None:
+            return found
+        if args.near_duplicates:
+            return _by_selection(args, job.tokenizer)
+    placed = []
+    for batch in batches(_chosen(job, split)):
+        placed.extend(zip((identity(document)[0] for document in batch), job.encode(batch), strict=True))
     placed.sort(key=lambda item: item[0])
-    return placed
+    return [tokens for _, tokens in placed]
+
+
+def _of_prepared(job: Job, prepared: str | Path | None) -> list[np.ndarray] | None:
+    """The held-out documents that lie beside prepared rows; None when they are of other sources or settings, or not whole."""
+    if prepared is None or not Path(prepared).is_dir():
+        return None
+    folder = Path(prepared)
+    try:
+        manifest = read_manifest(folder)
+    except ValueError:
+        return None
+    wanted = reading_request(job.args, job.tokenizer, job.units())
+    if (manifest.get("request") or {}).get("reading") != json.loads(json.dumps(wanted)):
+        return None
+    held_out = manifest["held_out"]
+    for entry in held_out["files"]:
+        file = folder / entry["file"]
+        if not file.is_file() or file.stat().st_size != entry["bytes"]:
+            return None
+    lengths = np.load(folder / HELD_OUT_LENGTHS, allow_pickle=False)
+    if not len(lengths):
+        return []
+    tokens = np.memmap(folder / HELD_OUT_TOKENS, dtype=held_out["token_dtype"], mode="r")
+    return np.split(tokens, np.cumsum(lengths)[:-1])
+
+
+def _chosen(job: Job, split: Split) -> Iterator[Document]:
+    """The documents of `split` in reading order, as preparation chooses them (near duplicates aside)."""
+    args, seen = job.args, set()
+    reports = [SourceReport(spec) for spec in args.sources]
+    for unit in job.units():
+        report = SourceReport(args.sources[unit.source])
+        read = reports[unit.source].documents
+        for number, document in enumerate(job.documents_of(unit, report), start=read + 1):
+            if args.max_documents is not None and number > args.max_documents:
+                break
+            place, digest = identity(document)
+            if args.deduplicate and digest in seen:
+                continue
+            seen.add(digest)
+            if split == "all" or (place / 2**64 < args.held_out_fraction) == (split == "held_out"):
+                yield document
+        reports[unit.source].add(report)
+    job.check_reports(reports)
+
+
+def _by_selection(args: DataArgs, tokenizer: Any) -> list[np.ndarray]:
+    """The held-out documents by the steps of preparation themselves, which know about near duplicates, in a temporary folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(replace(args, work_dir=None), tokenizer, Path(folder) / "data")
+        for number in range(len(job.units())):
+            job.tokenise(number)
+        parts = job.parts()
+        selection = job.selection(parts)
+        found = []
+        for piece in selection.held_out(0, selection.num_held_out).tolist():
+            part, _, length, start, _ = piece
+            found.append(parts[part].tokens(start, start + length))
+        return found

@@ -176,9 +176,9 @@ class Job:
             atomic_dir(self.part_dir(number)) as folder,
             PartWriter(folder, token_dtype(self.vocab_size)) as part,
         ):
-            documents = self._accepted(unit, report)
-            for batch in _batches(documents):
-                tokens = self._encode(batch)
+            documents = self.documents_of(unit, report)
+            for batch in batches(documents):
+                tokens = self.encode(batch)
                 places, digests = zip(*map(identity, batch), strict=True)
                 part.add(tokens, list(places), list(digests))
                 count(sum(map(len, tokens)))
@@ -196,14 +196,14 @@ class Job:
                 "run pass 1 to its end"
             )
         parts = [part for _, part in units if part is not None]
-        self._check_sources(parts)
+        self.check_reports(self.reports(parts))
         return parts
 
     def plan(self) -> RowPlan:
         """Choose, draw and pack; reads only what lengths and digests say."""
         parts = self.parts()
         self.rows_dir.mkdir(parents=True, exist_ok=True)
-        selection = self._selection(parts)
+        selection = self.selection(parts)
         return plan_rows(selection, self.args, self.seed, self.rows_dir)
 
     def num_shards(self) -> int:
@@ -311,7 +311,8 @@ class Job:
             return False
         return all(needed != number for needed, _ in self.needed_units())
 
-    def _accepted(self, unit: Unit, report: SourceReport) -> Iterator[Document]:
+    def documents_of(self, unit: Unit, report: SourceReport) -> Iterator[Document]:
+        """The documents of a unit that the gates let through, at most `max_documents`; fills in `report`."""
         gates, limit = Gates(self.args), self.args.max_documents
         for document in read_unit(unit, self.args, report):
             reason = gates.reason(document)
@@ -325,7 +326,9 @@ class Job:
             if report.documents == limit:
                 return
 
-    def _encode(self, batch: list[Document]) -> list[np.ndarray]:
+    _accepted = documents_of
+
+    def encode(self, batch: list[Document]) -> list[np.ndarray]:
         """Ids of each document, boundary tokens included; given ids are checked and taken as they are."""
         encoder = self._once("encoder", lambda: Encoder(self.tokenizer))
         before, after = (
@@ -345,9 +348,9 @@ class Job:
             tokens.append(document.tokens)
         return tokens
 
-    def _check_sources(self, parts: list[Part]) -> None:
+    def check_reports(self, reports: list[SourceReport]) -> None:
         """A source without any document is a mistake of its name or of the gates."""
-        for number, report in enumerate(self.reports(parts)):
+        for number, report in enumerate(reports):
             if report.documents:
                 continue
             detail = f" ({report.skipped_files[0]})" if report.skipped_files else ""
@@ -365,7 +368,8 @@ class Job:
             totals[part.source].add(part.report)
         return totals
 
-    def _selection(self, parts: list[Part]) -> Selection:
+    def selection(self, parts: list[Part]) -> Selection:
+        """Which documents of `parts` train and which are held out; kept on disk."""
         removed = None
         if self.args.near_duplicates:
             from pod.data.minhash import removed_documents
@@ -426,7 +430,8 @@ def pad_token_id(tokenizer: Any) -> int:
     return 0
 
 
-def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+def batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    """Documents in the groups that are tokenised together."""
     batch, characters = [], 0
     for document in documents:
         batch.append(document)

@@ -1,9 +1,13 @@
 """Held-out text never meets the training rows."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from pod.data import DataArgs, held_out_tokens, long_sequences, prepare
+from pod.data import DataArgs, held_out, held_out_tokens, long_sequences, prepare
+from pod.data.documents import Document
+from pod.data.tokenizers import identity
 
 FRACTION = 0.3
 
@@ -29,7 +33,7 @@ def test_held_out_and_training_are_disjoint_and_complete(args, tokenizer, tmp_pa
         for doc in range(int(row["doc_ids"].max()) + 1):
             training |= fourgrams(row["input_ids"][row["doc_ids"] == doc])
     report = data.manifest["read"]
-    assert 20 < report["other_split"] < 60 and report["other_split"] + report["documents"] == 120
+    assert 20 < report["other_split"] < 60 and report["other_split"] + report["train_documents"] == 120
     held = held_out_tokens(args, tokenizer, 900)
     assert held.shape == (900,) and held.dtype == np.int64
     sequences = long_sequences(args, tokenizer, 8, 48, seed=1)
@@ -81,3 +85,104 @@ def test_too_much_is_refused(args, tokenizer):
     args.held_out_fraction = 0
     with pytest.raises(ValueError, match="held_out_fraction is 0, so nothing is held out"):
         held_out_tokens(args, tokenizer, 10)
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """Reading the sources is an error from `unread()` on."""
+
+    def forbid():
+        monkeypatch.setattr(held_out, "_chosen", lambda *_: pytest.fail("read the sources again"))
+
+    return forbid
+
+
+def test_prepared_data_gives_the_same_held_out_text(args, tokenizer, tmp_path, unread):
+    args = replace(args, boundary_tokens="eos", max_documents=100, min_characters=60)
+    prepare(args, tokenizer, tmp_path / "data")
+    tokens = held_out_tokens(args, tokenizer, 700)
+    sequences = long_sequences(args, tokenizer, 8, 48, seed=1)
+    with pytest.raises(ValueError, match="1000000 held-out tokens asked for") as too_much:
+        held_out_tokens(args, tokenizer, 10**6)
+    unread()
+    found = held_out_tokens(args, tokenizer, 700, prepared=tmp_path / "data")
+    assert found.dtype == np.int64 and found.tolist() == tokens.tolist()
+    assert held_out_tokens(args, tokenizer, 31, prepared=tmp_path / "data").tolist() == tokens[:31].tolist()
+    found = long_sequences(args, tokenizer, 8, 48, seed=1, prepared=str(tmp_path / "data"))
+    assert found.dtype == np.int64 and found.tolist() == sequences.tolist()
+    with pytest.raises(ValueError) as message:
+        held_out_tokens(args, tokenizer, 10**6, prepared=tmp_path / "data")
+    assert str(message.value) == str(too_much.value)
+    # Settings of the draw do not matter, those of reading do.
+    other = replace(args, target_tokens=100, context_length=32, packing="one_per_row")
+    assert held_out_tokens(other, tokenizer, 700, prepared=tmp_path / "data").tolist() == tokens.tolist()
+
+
+def test_prepared_data_of_other_settings_or_damaged_is_not_used(args, tokenizer, tmp_path, corpus, make_text):
+    prepare(args, tokenizer, tmp_path / "data")
+    for change in ({"boundary_tokens": "eos"}, {"min_characters": 300}):
+        changed = replace(args, **change)
+        tokens = held_out_tokens(changed, tokenizer, 500, prepared=tmp_path / "data").tolist()
+        assert tokens == held_out_tokens(changed, tokenizer, 500).tolist()
+        assert tokens != held_out_tokens(args, tokenizer, 500).tolist()
+    with pytest.raises(ValueError, match="500 held-out tokens asked for"):
+        held_out_tokens(replace(args, held_out_fraction=0.02), tokenizer, 500, prepared=tmp_path / "data")
+    expected = held_out_tokens(args, tokenizer, 500).tolist()
+    assert held_out_tokens(args, tokenizer, 500, prepared=tmp_path / "nothing").tolist() == expected
+    file = tmp_path / "data" / "held_out.tokens.bin"
+    file.write_bytes(file.read_bytes()[:-2])
+    assert held_out_tokens(args, tokenizer, 500, prepared=tmp_path / "data").tolist() == expected
+    everything = long_sequences(args, tokenizer, 20, 40, split="all", prepared=tmp_path / "data")
+    assert (everything == long_sequences(args, tokenizer, 20, 40, split="all")).all()
+    (tmp_path / "texts" / "00003.txt").write_text(make_text(90, seed=1234))
+    changed = held_out_tokens(args, tokenizer, 10, prepared=tmp_path / "data")
+    assert changed.tolist() == held_out_tokens(args, tokenizer, 10).tolist()
+
+
+def test_sources_are_read_as_preparation_reads_them(tmp_path, tokenizer):
+    """Identical texts once, gates, max_documents counted behind the gates."""
+    texts = ["w1 w2 w3", "w4 w5", "w1 w2 w3", "w6", "w1 w2 w3 ", "w7 w8 w9", "w10 w11"]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text)
+
+    def lengths(**settings):
+        args = DataArgs(sources=[str(tmp_path)], **settings)
+        documents = held_out._split_documents(args, tokenizer, "all", None)
+        return sorted(map(len, documents))
+
+    assert lengths() == [1, 2, 2, 3, 3, 3]
+    assert lengths(deduplicate=False) == [1, 2, 2, 3, 3, 3, 3]
+    assert lengths(min_characters=5) == [2, 2, 3, 3, 3]
+    assert lengths(min_characters=5, max_documents=4) == [2, 3, 3]
+    with pytest.raises(ValueError, match="holds no text"):
+        lengths(min_characters=50)
+
+
+def test_split_is_a_property_of_the_opening(make_text):
+    texts = [make_text(60, seed) for seed in range(1000)]
+    places = np.array([identity(Document(text, "", ""))[0] for text in texts], dtype=np.uint64) / 2**64
+    assert 60 < (places < 0.1).sum() < 140 and 450 < (places < 0.5).sum() < 550
+    # Layout, marks, case and the end of a text do not move it.
+    for text in texts[:50]:
+        other = "\n ** " + text.upper().replace(" ", ",\n ") + " another end"
+        assert identity(Document(text, "", ""))[0] == identity(Document(other, "", ""))[0]
+
+
+def test_near_duplicates_of_training_text_are_not_held_out(tmp_path, tokenizer, make_text):
+    """One of two nearly identical texts goes, so held-out text is what the steps of preparation themselves hold out."""
+    pytest.importorskip("datatrove")
+    letters = str.maketrans("0123456789", "abcdefghij")  # MinHash takes all numbers for the same
+    lines = [make_text(300, seed).translate(letters) for seed in range(12)]
+    lines += [line.rsplit(" ", 1)[0] for line in lines[:6]]  # the last word is missing
+    (tmp_path / "texts.txt.d").mkdir()
+    for number, line in enumerate(lines):
+        (tmp_path / "texts.txt.d" / f"{number:02d}.txt").write_text(line)
+    args = DataArgs(
+        sources=[str(tmp_path / "texts.txt.d")], held_out_fraction=0.5, near_duplicates=True, workers=1
+    )
+    expected = sum(identity(Document(line, "", ""))[0] < 2**63 for line in lines[:12])
+    found = held_out._split_documents(args, tokenizer, "held_out", None)
+    assert len(found) == expected
+    prepare(args, tokenizer, tmp_path / "data")
+    again = held_out._of_prepared(held_out.Job(args, tokenizer, "unused"), tmp_path / "data")
+    assert [tokens.tolist() for tokens in found] == [tokens.tolist() for tokens in again]
