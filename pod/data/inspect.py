@@ -203,6 +203,9 @@ def _totals(content: dict[str, Any]) -> list[str]:
         lines.append(
             f"  cut         {content['cut_documents']:,} documents, into pieces of {content['context_length']:,} and a rest"
         )
+    special = content["read"].get("special_documents")
+    if special:
+        lines.append(f"  special     {special:,} documents spell a special token of the tokenizer")
     held_out = content["held_out"]
     if isinstance(held_out, dict) and isinstance(held_out.get("tokens"), int):
         lines.append(

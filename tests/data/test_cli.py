@@ -269,6 +269,13 @@ def test_memory_of_tokens_is_bounded(packed_folder, run, monkeypatch):
     rewrite(folder, lambda manifest: None, "shard-00002.tokens.npy", tokens)
     code, out, _ = run("verify", folder)
     assert code == 1 and len(out) == 2
+    tokens = np.load(folder / "shard-00000.tokens.npy")  # two full rows before the one with padding
+    tokens[2, 60] = 7
+    rewrite(folder, lambda manifest: None, "shard-00000.tokens.npy", tokens)
+    code, out, _ = run("verify", folder)
+    assert (
+        code == 1 and len(out) == 3 and "shard-00000.tokens.npy: 1 rows hold other ids than padding" in out[0]
+    )
 
 
 @pytest.mark.parametrize(

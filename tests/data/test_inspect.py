@@ -108,6 +108,7 @@ def test_text_shows_every_number_in_80_columns(packed_folder):
         "in 3 shards",
         "40 tokens of 6 documents",
         "8 documents, into pieces of 64 and a rest",
+        "2 documents spell a special token",
         "1–31",
         "! interval 32–64 ran dry",
         "texts",
