@@ -6,7 +6,7 @@ from pod.data.loader import PackedDataset, RowCursor
 from pod.data.prepare import prepare
 from pod.data.shards import write_packed_rows
 from pod.data.sources import Document, load_documents
-from pod.data.tokenize import load_tokenizer, tokenizer_sha256
+from pod.data.tokenizers import load_tokenizer, tokenizer_sha256
 
 __all__ = [
     "DataArgs",

@@ -6,7 +6,7 @@ from typing import Any
 
 from pod.data import PackedDataset
 from pod.data.loader import read_manifest
-from pod.data.tokenize import tokenizer_sha256
+from pod.data.tokenizers import tokenizer_sha256
 from pod.models import ModelArgs, resolve_model
 from pod.training.args import TrainArgs
 from pod.training.estimate import Shapes, describe

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from pod.data import DataArgs, held_out, held_out_tokens, long_sequences, prepare
 from pod.data.documents import Document
-from pod.data.tokenizers import identity
+from pod.data.tokenizers import BoundaryTokens, identity, load_tokenizer
 
 FRACTION = 0.3
 
@@ -120,7 +121,7 @@ def test_prepared_data_gives_the_same_held_out_text(args, tokenizer, tmp_path, u
 
 def test_prepared_data_of_other_settings_or_damaged_is_not_used(args, tokenizer, tmp_path, corpus, make_text):
     prepare(args, tokenizer, tmp_path / "data")
-    for change in ({"boundary_tokens": "eos"}, {"min_characters": 300}):
+    for change in ({"boundary_tokens": "eos"}, {"min_characters": 220}):
         changed = replace(args, **change)
         tokens = held_out_tokens(changed, tokenizer, 500, prepared=tmp_path / "data").tolist()
         assert tokens == held_out_tokens(changed, tokenizer, 500).tolist()
@@ -186,3 +187,27 @@ def test_near_duplicates_of_training_text_are_not_held_out(tmp_path, tokenizer, 
     prepare(args, tokenizer, tmp_path / "data")
     again = held_out._of_prepared(held_out.Job(args, tokenizer, "unused"), tmp_path / "data")
     assert [tokens.tolist() for tokens in found] == [tokens.tolist() for tokens in again]
+
+
+@pytest.mark.parametrize(
+    "policy, before, after",
+    [("none", [], []), ("bos", [1], []), ("eos", [], [2]), ("bos+eos", [1], [2]), ("tokenizer", [], [])],
+)
+def test_boundary_policies(corpus, tokenizer, make_text, policy, before, after):
+    args = DataArgs(sources=[str(corpus([5, 7]))], boundary_tokens=policy)
+    found = held_out._split_documents(args, tokenizer, "all", None)
+    words = [
+        tokenizer.convert_tokens_to_ids(make_text(size, seed).split()) for seed, size in enumerate((5, 7))
+    ]
+    assert sorted(tokens.tolist() for tokens in found) == sorted([*before, *ids, *after] for ids in words)
+
+
+def test_boundary_tokens_of_the_tokenizer_itself(tmp_path, tokenizer, byte_tokenizer):
+    tokenizer.save_pretrained(tmp_path)
+    copy = load_tokenizer(tmp_path)
+    copy.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", 1)]
+    )
+    assert BoundaryTokens.from_policy("tokenizer", copy) == BoundaryTokens((1,), ())
+    with pytest.raises(ValueError, match="boundary_tokens='bos' but the tokenizer has no bos token"):
+        BoundaryTokens.from_policy("bos", byte_tokenizer)

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from pod.data import tokenizers as ours
 from pod.data.documents import Document
 from pod.data.tokenizers import BoundaryTokens, Encoder, identity, load_tokenizer, tokenizer_sha256
 
@@ -241,10 +239,3 @@ def test_what_is_no_tokenizer_is_named_in_one_line(tmp_path, name, content, mess
     with pytest.raises(ValueError, match=message) as raised:
         load_tokenizer(path)
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 500
-
-
-def test_old_place_still_gives_the_same_objects():
-    from pod.data import tokenize
-
-    assert tokenize.BoundaryTokens is BoundaryTokens and tokenize.load_tokenizer is load_tokenizer
-    assert ours.tokenizer_sha256 is tokenize.tokenizer_sha256 and "tokenizers" in sys.modules

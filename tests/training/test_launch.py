@@ -35,7 +35,7 @@ def config(tmp_path_factory, environment) -> Path:
     """A recipe on the tiny random model with rows of 64 tokens and a plan that shares half of the pairs."""
     import pod
     from pod.data import write_packed_rows
-    from pod.data.tokenize import tokenizer_sha256
+    from pod.data.tokenizers import tokenizer_sha256
     from pod.models import byte_tokenizer
 
     folder = tmp_path_factory.mktemp("run")

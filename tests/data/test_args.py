@@ -1,0 +1,33 @@
+"""Settings that cannot work are refused before anything is read."""
+
+import pytest
+
+from pod.data.args import DataArgs
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"sources": []}, "sources is empty"),
+        ({"context_length": 1}, "context_length must be at least 2, got 1"),
+        ({"shortest_interval": 4096}, "shortest_interval 4096 is longer than context_length 2048"),
+        ({"target_tokens": 100}, "target_tokens 100 is less than one row of 2048"),
+        ({"exhausted": "repeat"}, "never ends without target_tokens"),
+        ({"max_documents": 0}, "max_documents must be at least 1 or null"),
+        ({"held_out_fraction": 1.0}, r"held_out_fraction must be in \[0, 1\), got 1.0"),
+        ({"weights": [1.0]}, "weights has 1 numbers for 2 sources: give one per source or none"),
+        ({"weights": [1.0, 0.0]}, r"weights must be above 0, got \[1.0, 0.0\]"),
+        ({"weights": [1.0, float("nan")]}, "weights must be above 0"),
+        ({"intervals": [512, 256]}, r"intervals must ascend and start at 2 tokens or more, got \[512, 256\]"),
+        ({"intervals": [256, 256]}, "intervals must ascend"),
+        ({"intervals": [1, 256]}, "start at 2 tokens or more"),
+        ({"intervals": [2048]}, "the last of intervals starts at 2048, the context ends at 2048"),
+        ({"min_tokens": 0}, "min_tokens must be at least 1, got 0"),
+        ({"workers": 0}, "workers must be at least 1 or null"),
+        ({"token_bounds_field": "indices"}, "token_bounds_field cuts token ids, but token_field is not set"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message) as error:
+        DataArgs(**settings)
+    assert "\n" not in str(error.value)
