@@ -25,8 +25,12 @@ from pod.data.places import Files, files_of, hub_spec
 from pod.data.readers import is_compressed, kind_of, read_records
 from pod.data.records import Bad, Fields, Record, SourceChanged, UnreadableFile, uncovered
 
-GROUP_BYTES = 32 * 2**20
-RANGE_BYTES = 64 * 2**20
+UNITS_PER_SOURCE = 64
+"""Units that a source has at least if the smallest sizes allow, so that many processes have work."""
+SMALLEST_GROUP_BYTES, GROUP_BYTES = 2**20, 32 * 2**20
+"""Text in a run of small files."""
+SMALLEST_RANGE_BYTES, RANGE_BYTES = 4 * 2**20, 64 * 2**20
+"""Bytes in a range of a large jsonl file."""
 COMPRESSION = 4
 """Text is about this much larger than its compressed file."""
 READING_VERSION = 1
@@ -43,6 +47,16 @@ class FilePart(NamedTuple):
     start: int = 0
     stop: int | None = None
     shard: MdsShard | None = None
+
+    @property
+    def text_bytes(self) -> int:
+        """About how many bytes of text it holds."""
+        if self.stop is not None:
+            return self.stop - self.start
+        if self.shard is not None:
+            return self.shard.raw_bytes
+        packed = is_compressed(self.path) or kind_of(self.path) == "parquet"
+        return max(self.size, 0) * (COMPRESSION if packed else 1)
 
     def check_unchanged(self) -> None:
         """Raise `SourceChanged` when the file has been changed since."""
@@ -64,8 +78,8 @@ class Unit:
     """Skip unreadable files whatever the policy."""
     left_out: tuple[str, ...] = ()
     """Files of the source that are not read at all, each with the reason; named by its first unit."""
-    options: str = ""
-    """The settings that decide what is read from a file, as JSON."""
+    split: str = ""
+    """The fragment of the source: how a record that is one long text is split."""
 
     @property
     def name(self) -> str:
@@ -79,8 +93,13 @@ class Unit:
             first.path if len(self.files) == 1 else f"{first.path} and {len(self.files) - 1} files after it"
         )
 
+    @property
+    def text_bytes(self) -> int:
+        """About how many bytes of text it holds; 0 for hub data sets, of which that is not known."""
+        return sum(one.text_bytes for one in self.files)
+
     def fingerprint(self) -> str:
-        """64 hex digits of what is read: paths, sizes, times of change, ranges, hub shard and options."""
+        """64 hex digits of what is read: paths, sizes, times of change, ranges, hub shard and fragment; not of the settings."""
         files = [
             [
                 os.path.abspath(one.path),
@@ -92,7 +111,7 @@ class Unit:
             ]
             for one in self.files
         ]
-        content = [READING_VERSION, files, self.hub, self.tolerate, self.left_out, self.options]
+        content = [READING_VERSION, files, self.hub, self.tolerate, self.left_out, self.split]
         return hashlib.sha256(json.dumps(content).encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -102,14 +121,14 @@ def plan_units(args: DataArgs) -> list[Unit]:
     for source, spec in enumerate(args.sources):
         place, _ = split_fragment(spec)
         hub = hub_spec(place)
-        options = _options(spec, args)
+        split = spec[len(place) + 1 :]
         if hub is not None:
-            units += [Unit(source, spec, hub=shard, options=options) for shard in hub_shards(*hub)]
+            units += [Unit(source, spec, hub=shard, split=split) for shard in hub_shards(*hub)]
             continue
         files = files_of(place, tuple(args.include))
-        for number, group in enumerate(_groups(_parts(files, may_cut=place == spec))):
+        for number, group in enumerate(_groups(files, may_cut=not split)):
             left_out = () if number else tuple(files.left_out)
-            units.append(Unit(source, spec, group, None, files.tolerate, left_out, options))
+            units.append(Unit(source, spec, group, None, files.tolerate, left_out, split))
     return units
 
 
@@ -232,54 +251,35 @@ def _documents(records: Iterable[Record], unit: Unit, prefix: str, bad: Bad) -> 
             bad(f"{name} holds {left} token ids that lie in no document of its bounds")
 
 
-def _parts(files: Files, may_cut: bool) -> Iterator[FilePart]:
-    """The files of a source; large plain jsonl files as ranges, if they may be cut."""
-    for found in files.found:
-        size, mtime_ns = _state(found.path)
-        whole = FilePart(found.path, size, mtime_ns, shard=found.shard)
-        is_plain = kind_of(found.path) == "lines" and not is_compressed(found.path)
-        if found.shard is not None or not may_cut or not is_plain or size <= RANGE_BYTES:
-            yield whole
-            continue
-        for start in range(0, size, RANGE_BYTES):
-            yield whole._replace(start=start, stop=min(start + RANGE_BYTES, size))
-
-
-def _groups(parts: Iterable[FilePart]) -> Iterator[tuple[FilePart, ...]]:
-    """Runs of consecutive small files; ranges, shards and large files alone."""
+def _groups(files: Files, may_cut: bool) -> Iterator[tuple[FilePart, ...]]:
+    """The files of a source as runs of consecutive small ones; ranges, shards and large files alone."""
+    whole = [FilePart(one.path, *_state(one.path), shard=one.shard) for one in files.found]
+    share = sum(one.text_bytes for one in whole) // UNITS_PER_SOURCE
+    limit = min(GROUP_BYTES, max(SMALLEST_GROUP_BYTES, share))
+    range_bytes = min(RANGE_BYTES, max(SMALLEST_RANGE_BYTES, share))
     group: list[FilePart] = []
     group_bytes = 0
-    for part in parts:
-        alone = part.stop is not None or part.shard is not None
-        weight = part.size * (COMPRESSION if _is_packed(part.path) else 1)
-        if group and (alone or group_bytes + weight > GROUP_BYTES):
+    for part in whole:
+        ranges = _ranges(part, range_bytes) if may_cut else []
+        alone = bool(ranges) or part.shard is not None
+        if group and (alone or group_bytes + part.text_bytes > limit):
             yield tuple(group)
             group, group_bytes = [], 0
         if alone:
-            yield (part,)
+            yield from ((one,) for one in ranges or [part])
             continue
         group.append(part)
-        group_bytes += max(weight, 0)
+        group_bytes += part.text_bytes
     if group:
         yield tuple(group)
 
 
-def _is_packed(path: str) -> bool:
-    return is_compressed(path) or kind_of(path) == "parquet"
-
-
-def _options(spec: str, args: DataArgs) -> str:
-    _, fragment, kind = spec.rpartition("#")
-    return json.dumps(
-        {
-            "text_field": args.text_field,
-            "token_field": args.token_field,
-            "token_bounds_field": args.token_bounds_field,
-            "max_record_bytes": args.max_record_bytes,
-            "unreadable": args.unreadable,
-            "split": kind if fragment and split_fragment(spec)[1] else None,
-        }
-    )
+def _ranges(part: FilePart, range_bytes: int) -> list[FilePart]:
+    """A large plain jsonl file in ranges; empty for all else."""
+    if part.size <= range_bytes or kind_of(part.path) != "lines" or is_compressed(part.path):
+        return []
+    starts = range(0, part.size, range_bytes)
+    return [part._replace(start=start, stop=min(start + range_bytes, part.size)) for start in starts]
 
 
 def _state(path: str) -> tuple[int, int]:

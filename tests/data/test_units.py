@@ -8,6 +8,7 @@ import random
 import tracemalloc
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 
 import datasets
 import pyarrow
@@ -18,6 +19,7 @@ from pod.data import readers
 from pod.data import units as units_module
 from pod.data.args import DataArgs
 from pod.data.documents import SourceReport
+from pod.data.places import Files, FoundFile
 from pod.data.sources import load_documents, read_documents
 from pod.data.units import plan_units, read_unit
 
@@ -79,7 +81,7 @@ def test_the_cut_depends_on_the_files_alone(mixture, monkeypatch):
     cut_small(monkeypatch)
     planned = plan_units(mixture)
     assert len(planned) > 12
-    others = replace(mixture, workers=7, tasks=3, packing_window=64, target_tokens=9999, max_documents=5)
+    others = replace(mixture, workers=7, tasks=3, text_field="body", max_record_bytes=99, max_documents=5)
     again = plan_units(others)
     assert planned == again and [u.fingerprint() for u in planned] == [u.fingerprint() for u in again]
     first = [unit.fingerprint() for unit in planned if unit.source == 0]
@@ -89,19 +91,35 @@ def test_the_cut_depends_on_the_files_alone(mixture, monkeypatch):
     assert sent == planned and sent[3].fingerprint() == planned[3].fingerprint()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"text_field": "body"},
-        {"token_field": "ids"},
-        {"max_record_bytes": 99},
-        {"unreadable": "skip"},
-        {"token_field": "ids", "token_bounds_field": "bounds"},
-    ],
-)
-def test_settings_of_reading_change_the_fingerprint(mixture, change):
-    before = plan_units(mixture)[0].fingerprint()
-    assert plan_units(replace(mixture, **change))[0].fingerprint() != before
+def test_units_say_how_much_text_they_hold(mixture, monkeypatch):
+    cut_small(monkeypatch)
+    planned = plan_units(mixture)
+    folder = Path(mixture.sources[0])
+    plain = sum(path.stat().st_size for path in [*folder.glob("*.txt"), folder / "big.jsonl"])
+    packed = sum(path.stat().st_size for path in (folder / "deep").iterdir())
+    assert sum(unit.text_bytes for unit in planned if unit.source == 0) == plain + 4 * packed
+    assert all(unit.text_bytes <= 300 for unit in planned if unit.files[0].stop is not None)
+
+
+def test_small_sources_give_many_units_too(tmp_path):
+    """A 64th of the source each, from 1 to 32 MiB of text in a run of files and from 4 to 64 MiB in a range."""
+    mebi = 2**20
+    for num_files in (16, 100, 640, 1300, 6400):
+        files = Files([FoundFile(f"{number}.txt") for number in range(num_files)])
+        lines_file = Files([FoundFile("big.jsonl")])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                units_module,
+                "_state",
+                lambda path, n=num_files: (mebi * (n if path == "big.jsonl" else 1), 0),
+            )
+            runs = list(units_module._groups(files, True))
+            ranges = list(units_module._groups(lines_file, True))
+        largest = max(sum(one.text_bytes for one in run) for run in runs)
+        assert largest == min(32, max(1, num_files // 64)) * mebi
+        assert ranges[0][0].stop == min(64 * mebi, max(4 * mebi, num_files * mebi // 64))
+        assert ranges[-1][0].stop == num_files * mebi
+        assert sum(len(run) for run in runs) == num_files
 
 
 def test_files_change_the_fingerprint(tmp_path):
@@ -262,9 +280,9 @@ def test_a_line_of_fifty_megabytes_is_read_below_the_limit_and_never_held_above_
     assert [len(text) for text in texts_of(args)] == [6, FIFTY_MB, 5]
     documents, report, peak = peak_of(replace(args, max_record_bytes=2**20, unreadable="skip"))
     assert [one.text for one in documents] == ["before", "after"] and report.records_skipped == 1
-    assert "line 2 is 50,000,013 bytes long" in report.skipped_files[0] and peak < 8
+    assert "line at byte 19 is 50,000,013 bytes long" in report.skipped_files[0] and peak < 8
     with pytest.raises(
-        ValueError, match="line 2 is 50,000,013 bytes long.*data.max_record_bytes = 16,777,216"
+        ValueError, match="line at byte 19 is 50,000,013 bytes long.*data.max_record_bytes = 16,777,216"
     ):
         texts_of(DataArgs(sources=[str(path)]))
 
