@@ -16,8 +16,9 @@ identifiers of code are words like others. What has fewer than five words is nev
 compared by their ids. Hashes are SHA-1 and a fixed permutation family (seed 1); the letter tables are the running Python's, so
 that another Python version can see characters that are new in Unicode differently.
 
-Disk: 952 bytes per document until the lists are written. Memory: 3 KB per 5-gram at a time, and about 500 bytes for each document
-that has a near duplicate in the step `cluster`.
+Disk: 952 bytes per document until the lists are written. Memory: about 30 times the longest document and 68 bytes for each of the
+documents of a group (a 400th of all) in `sign`; about 250 bytes for each document that has a near duplicate in `cluster`. Time on
+one core (2026, x86): 2.6 MB/s of English and 4.1 MB/s of Python in `sign`, 14 × 3 µs per document in `match`.
 """
 
 from __future__ import annotations
@@ -208,7 +209,7 @@ class NearDuplicates:
     def _documents(self, number: int) -> Iterator[Document]:
         """What pass 1 took from the unit of part `number`: the same documents in the same order."""
         unit = self.job.units()[self._units[number]]
-        return self.job._accepted(unit, SourceReport(self.job.args.sources[unit.source]))
+        return self.job.documents_of(unit, SourceReport(self.job.args.sources[unit.source]))
 
     @functools.cached_property
     def _limits(self) -> list[int]:
