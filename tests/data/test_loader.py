@@ -56,6 +56,17 @@ def test_rows_come_back_with_labels_inside_documents(folder):
     assert batch["labels"][1].equal(data[2]["labels"])
 
 
+def test_rows_of_many_documents_and_of_one(tmp_path):
+    lengths = [[16], [1] * 16, [3, 2, 4, 6], [1]]
+    rows = [[np.full(length, 7) for length in row] for row in lengths]
+    write_packed_rows(tmp_path / "data", rows, context_length=CONTEXT, vocab_size=8, tokenizer_sha256="ab")
+    batch = PackedDataset(tmp_path / "data").rows(range(4))
+    for row, docs, labels in zip(lengths, batch["doc_ids"].tolist(), batch["labels"].tolist(), strict=True):
+        expected = [number for number, length in enumerate(row) for _ in range(length)]
+        assert docs == expected + [-1] * (CONTEXT - sum(row))
+        assert labels.count(7) == sum(length - 1 for length in row)
+
+
 def test_order_is_a_permutation_of_seed_and_epoch(folder):
     data = PackedDataset(folder)
     first = data.order(seed=3, epoch=0)
@@ -125,6 +136,9 @@ def test_damaged_folders_are_named(folder, tmp_path):
     shard.write_bytes(original[:-4])
     with pytest.raises(ValueError, match="shard-00001.tokens.npy has 220 bytes, the manifest says 224"):
         PackedDataset(folder)
+    shard.write_bytes(original + b"\x00")
+    with pytest.raises(ValueError, match="shard-00001.tokens.npy has 225 bytes, the manifest says 224"):
+        PackedDataset(folder)
     shard.write_bytes(b"\x00" * len(original))
     with pytest.raises(ValueError, match="not a readable .npy array"):
         PackedDataset(folder)
@@ -174,27 +188,30 @@ def test_any_changed_byte_is_found(folder):
                 assert "\n" not in str(info.value)
         file.write_bytes(original)
     assert len(PackedDataset(folder, verify=True)) == 10
+    edit_manifest(folder)  # the same content, spaced in another way
+    with pytest.raises(ValueError, match="manifest.json does not match its checksum"):
+        PackedDataset(folder, verify=True)
 
 
 @pytest.mark.parametrize(
-    "name, at, value",
+    "name, at, value, row",
     [
-        ("tokens", 2, 1000),  # an id that the vocabulary does not have
-        ("lengths", 0, 0),
-        ("lengths", 0, 12),  # 12 + 5 tokens in a row of 16
-        ("starts", 0, -1),
-        ("starts", 1, 0),  # a row without documents
-        ("starts", 1, 7),  # more documents than there are
+        ("tokens", 2, 1000, 0),  # an id that the vocabulary does not have
+        ("lengths", 0, 0, 0),
+        ("lengths", 0, 12, 0),  # 12 + 5 tokens in a row of 16
+        ("starts", 0, -1, 0),
+        ("starts", 1, 0, 0),  # a row without documents
+        ("starts", 3, 7, 2),  # more documents than there are
     ],
 )
-def test_damage_that_was_not_looked_for_stops_at_its_row(folder, name, at, value):
+def test_damage_that_was_not_looked_for_stops_at_its_row(folder, name, at, value, row):
     array = np.load(folder / f"shard-00000.{name}.npy")
     array.ravel()[at] = value
     np.save(folder / f"shard-00000.{name}.npy", array)
     data = PackedDataset(folder)
     assert data[5]["doc_ids"].max() == 1
-    with pytest.raises(ValueError, match=r"row 0 of .*shard-00000.tokens.npy is damaged"):
-        data.rows([5, 0])
+    with pytest.raises(ValueError, match=rf"row {row} of .*shard-00000.tokens.npy is damaged"):
+        data.rows([5, row])
 
 
 def test_shards_are_opened_again_when_few_may_stay_open(folder, monkeypatch):

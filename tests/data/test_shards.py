@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import signal
+import socket
 
 import numpy as np
 import pytest
@@ -118,6 +119,24 @@ def test_full_disk_keeps_the_older_shard(tmp_path, monkeypatch):
     with pytest.raises(OSError) as info:
         write_shard(tmp_path, 0, ROWS[:1], **SIZES)
     assert info.value.errno == errno.ENOSPC and content(tmp_path) == before
+
+
+@pytest.mark.parametrize("answer, kept", [(None, True), (PermissionError, True), (ProcessLookupError, False)])
+def test_only_files_of_dead_writers_are_removed(tmp_path, monkeypatch, answer, kept):
+    """Another process may write the same shard at the same time: a task that a cluster started twice."""
+
+    def kill(process, number):
+        assert (process, number) == (4711, 0)
+        if answer is not None:
+            raise answer
+
+    monkeypatch.setattr(shards.os, "kill", kill)
+    other = tmp_path / f".shard-00000.tokens.npy.tmp-{socket.gethostname()}-4711-0123abcd"
+    foreign = tmp_path / ".shard-00000.tokens.npy.tmp-elsewhere-4711-0123abcd"
+    for file in (other, foreign):
+        file.write_bytes(b"half")
+    write_shard(tmp_path, 0, ROWS, **SIZES)
+    assert other.exists() == kept and foreign.exists()
 
 
 def test_killed_at_any_moment_and_called_again_gives_the_same_bytes(tmp_path):
