@@ -32,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             )  # a terminal that is not UTF-8 shows ? for a bar, not an error
     arguments = _parser().parse_args(argv)
     try:
-        return arguments.run(arguments)
+        code = arguments.run(arguments)
+        sys.stdout.flush()  # here, where a closed pipe can still be told from an error
+        return code
     except BrokenPipeError:
         # `pod-data inspect … | head`: the reader has seen enough; keep the interpreter from flushing into the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,8 +2,12 @@
 
 import hashlib
 import json
+import os
 import struct
+import subprocess
+import sys
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -397,3 +401,16 @@ def test_inspect_agrees_with_the_loader(prepared, run, tokenizer, capsys):
 def test_sources_of_data_that_does_not_know_them(packed_folder, run):
     code, _, err = run("verify", packed_folder(), "--sources")
     assert code == 2 and len(err) == 1 and "does not say in which state the sources were" in err[0]
+
+
+def test_the_installed_command_in_a_closed_pipe_without_utf8(packed_folder):
+    """`pod-data inspect … | head` on a terminal of another encoding: no traceback, no error code."""
+    command = [Path(sys.executable).parent / "pod-data", "inspect", packed_folder()]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        error = process.stderr.read()
+    assert (process.returncode, error) == (0, b"")
