@@ -18,23 +18,22 @@ def best_fit_rows(lengths: np.ndarray, context_length: int, window: int) -> tupl
     exactly one row. Ties: the earlier document, the earlier row. Rows are numbered in the order in which they are closed.
     """
     _check(lengths, context_length)
+    num_documents = len(lengths)
     open_rows = _OpenRows(context_length)
-    order, row_of = [], []
-    for start in range(0, len(lengths), window):
+    order = np.empty(num_documents, np.int64)
+    row_of = np.empty(num_documents, np.int32 if num_documents < 2**31 else np.int64)
+    for start in range(0, num_documents, window):
         some = np.asarray(lengths[start : start + window], dtype=np.int64)
         longest_first = np.argsort(-some, kind="stable")
-        order.append(start + longest_first)
-        row_of.append(np.array(open_rows.place(some[longest_first].tolist()), dtype=np.int64))
+        order[start : start + window] = start + longest_first
+        row_of[start : start + window] = open_rows.place(some[longest_first].tolist())
         open_rows.close_fullest(open_rows.count - window)
     open_rows.close_fullest(open_rows.count)
-    if not order:
-        return np.empty(0, np.int64), np.zeros(1, np.int64)
-    rank = np.empty(len(open_rows.closed), np.int64)
+    rank = np.empty(len(open_rows.closed), row_of.dtype)
     rank[open_rows.closed] = np.arange(len(rank))
-    rank_of = rank[np.concatenate(row_of)]
-    documents = np.concatenate(order)[np.argsort(rank_of, kind="stable")]
-    starts = np.concatenate([[0], np.cumsum(np.bincount(rank_of, minlength=len(rank)))])
-    return documents, starts
+    row_of = rank[row_of]
+    starts = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=len(rank)))])
+    return order[np.argsort(row_of, kind="stable")], starts
 
 
 def one_per_row(lengths: np.ndarray, context_length: int) -> tuple[np.ndarray, np.ndarray]:
