@@ -11,6 +11,7 @@ import numpy as np
 
 from pod.data.args import DataArgs
 from pod.data.documents import Document
+from pod.data.records import one_line
 
 LANGUAGE_WINDOW = 1000
 TEXT_GATES = ("min_characters", "keep_pattern", "drop_pattern", "languages")
@@ -68,7 +69,7 @@ class Gates:
         except Exception as error:  # the user's code may raise anything; it stays as the cause
             raise ValueError(
                 f"document_filter {self._filter_name} failed on {document.name}: {type(error).__name__}: "
-                f"{' '.join(str(error).split())[:200]}"
+                f"{one_line(error)}"
             ) from error
         # A forgotten `return` must not empty the corpus.
         if not isinstance(verdict, bool | np.bool_):
@@ -94,7 +95,7 @@ def imported_filter(name: str) -> Callable[[Document], bool]:
         found: Any = importlib.import_module(module)
     except Exception as error:  # a module may raise anything while it is imported
         raise ValueError(
-            f"document_filter {name!r}: cannot import {module} ({type(error).__name__}: {error}); "
+            f"document_filter {name!r}: cannot import {module} ({type(error).__name__}: {one_line(error)}); "
             "is its folder on PYTHONPATH?"
         ) from error
     found = getattr(found, function, None)

@@ -11,7 +11,14 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pod.data.documents import Document
-from pod.data.tokenizers import BoundaryTokens, Encoder, identity, load_tokenizer, tokenizer_sha256
+from pod.data.tokenizers import (
+    BoundaryTokens,
+    Encoder,
+    identity,
+    load_tokenizer,
+    tokenizer_sha256,
+    vocabulary_size,
+)
 
 
 @pytest.fixture
@@ -168,6 +175,44 @@ def test_identity_of_a_document_of_tokens():
     # 4,000 documents divide evenly over places.
     places = [identity(Document(f"text number {n}", "s", "n"))[0] for n in range(4000)]
     assert 300 < sum(place < 2**64 // 10 for place in places) < 500
+
+
+def test_identity_of_a_tokenizer_survives_saving_and_use(tmp_path, byte_tokenizer, tokenizer):
+    sha256 = tokenizer_sha256(byte_tokenizer)
+    byte_tokenizer.save_pretrained(tmp_path)
+    byte_tokenizer(["a", "longer text"], truncation=True, max_length=2)
+    Encoder(byte_tokenizer)(["more"])
+    assert sha256 == tokenizer_sha256(load_tokenizer(tmp_path)) == tokenizer_sha256(byte_tokenizer)
+    assert sha256 != tokenizer_sha256(tokenizer)
+    assert vocabulary_size(tokenizer) == 5003
+
+
+@pytest.mark.parametrize(
+    "policy, before, after",
+    [
+        ("none", (), ()),
+        ("bos", (1,), ()),
+        ("eos", (), (2,)),
+        ("bos+eos", (1,), (2,)),
+        ("tokenizer", (1, 1), (2,)),
+    ],
+)
+def test_boundary_policies(tokenizer, tmp_path, policy, before, after):
+    tokenizer.save_pretrained(tmp_path)
+    copy = load_tokenizer(tmp_path)
+    copy.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> <bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", 2)]
+    )
+    assert BoundaryTokens.from_policy(policy, copy) == BoundaryTokens(before, after)
+
+
+def test_missing_boundary_token_is_named(byte_tokenizer):
+    for policy, missing in (("bos", "bos"), ("eos", "eos"), ("bos+eos", "bos")):
+        with pytest.raises(
+            ValueError,
+            match=rf"boundary_tokens='{re.escape(policy)}' but the tokenizer has no {missing} token",
+        ):
+            BoundaryTokens.from_policy(policy, byte_tokenizer)
 
 
 def test_boundary_tokens_that_cannot_be_told_are_refused(byte_tokenizer):
