@@ -28,6 +28,7 @@ def main(recipe: Recipe) -> None:
         return
     print(summary(data.manifest))
     print(f"rows: {data.path}  picture: {data.path / PICTURE_NAME}")
+    print(f"look into it: pod-data inspect {data.path} --rows 3")
 
 
 if __name__ == "__main__":

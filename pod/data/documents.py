@@ -51,6 +51,8 @@ class SourceReport:
     """Files left out or left early because they cannot be read."""
     records_skipped: int = 0
     """Records left out because they are damaged, too long or without the wanted field."""
+    special_documents: int = 0
+    """Documents in which the name of a special token (`</s>`) became that token."""
     skipped_files: list[str] = field(default_factory=list)
     """The first of both with the reason."""
     gates: dict[str, int] = field(default_factory=dict)
@@ -82,7 +84,15 @@ class SourceReport:
 
     def add(self, other: SourceReport) -> None:
         """Add the counts of another part of the same source."""
-        for name in ("files", "documents", "characters", "empty", "skipped", "records_skipped"):
+        for name in (
+            "files",
+            "documents",
+            "characters",
+            "empty",
+            "skipped",
+            "records_skipped",
+            "special_documents",
+        ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.skipped_files = (self.skipped_files + other.skipped_files)[:LISTED_SKIPS]
         for gate, count in other.gates.items():

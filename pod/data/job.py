@@ -11,6 +11,7 @@ there already. So a step can run anywhere, be killed at any moment and be called
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import inspect
 import json
 import shutil
@@ -178,7 +179,7 @@ class Job:
         ):
             documents = self.documents_of(unit, report)
             for batch in batches(documents):
-                tokens = self.encode(batch)
+                tokens = self.encode(batch, report)
                 places, digests = zip(*map(identity, batch), strict=True)
                 part.add(tokens, list(places), list(digests))
                 count(sum(map(len, tokens)))
@@ -326,15 +327,16 @@ class Job:
             if report.documents == limit:
                 return
 
-    _accepted = documents_of
-
-    def encode(self, batch: list[Document]) -> list[np.ndarray]:
+    def encode(self, batch: list[Document], report: SourceReport | None = None) -> list[np.ndarray]:
         """Ids of each document, boundary tokens included; given ids are checked and taken as they are."""
         encoder = self._once("encoder", lambda: Encoder(self.tokenizer))
+        special_before = encoder.special_documents
         before, after = (
             np.array(ids, dtype=np.uint32) for ids in (self.boundary.before, self.boundary.after)
         )
         encoded = iter(encoder([document.text for document in batch if document.tokens is None]))
+        if report is not None:
+            report.special_documents += encoder.special_documents - special_before
         tokens = []
         for document in batch:
             if document.tokens is None:
@@ -408,6 +410,9 @@ def reading_request(args: DataArgs, tokenizer: Any, units: list[Unit] | None = N
     tokens = {name: getattr(args, name) for name in OF_READING}
     tokens["tokenizer_sha256"] = tokenizer_sha256(tokenizer)
     tokens["boundary_tokens"] = [list(boundary.before), list(boundary.after)]
+    tokens["split_special_tokens"] = bool(getattr(tokenizer, "split_special_tokens", False))
+    if args.languages:
+        tokens["py3langid"] = importlib.metadata.version("py3langid")  # another model = other documents
     if args.document_filter:
         tokens["document_filter_sha256"] = _source_sha256(imported_filter(args.document_filter))
     split = {name: getattr(args, name) for name in OF_SPLIT}

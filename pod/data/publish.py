@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pod.data.documents import SourceReport
-from pod.data.manifest import token_dtype
-from pod.data.pictures import draw_lengths
+from pod.data.inspect import packing
+from pod.data.manifest import MANIFEST_NAME, token_dtype
+from pod.data.pictures import draw_all
 from pod.data.select import Counts, Selection
 from pod.data.shards import write_manifest
 from pod.data.token_store import Part
@@ -54,8 +55,8 @@ def publish(job: Job) -> None:
             pad_token_id=job.pad_token_id,
             details=details,
         )
-        draw_lengths(manifest, folder / PICTURE_NAME)
-    _remove_strangers(folder, manifest)
+        pictures = draw_all(manifest, packing(folder, manifest), folder)
+    _remove_strangers(folder, manifest, {picture.name for picture in pictures})
     move_into_place(folder, job.output_dir)
 
 
@@ -74,6 +75,7 @@ def _read(
         "units": len(parts),
         "documents": sum(part.num_documents for part in parts),
         "tokens": sum(tokens),
+        "special_documents": sum(report.special_documents for report in reports),
         **_chosen(selection.total),
         "sources": sources,
     }
@@ -110,9 +112,9 @@ def _write_held_out(folder: Path, selection: Selection, parts: list[Part], dtype
     }
 
 
-def _remove_strangers(folder: Path, manifest: dict[str, Any]) -> None:
+def _remove_strangers(folder: Path, manifest: dict[str, Any], pictures: set[str]) -> None:
     """Remove shards of an earlier, longer plan that was interrupted in the same folder, and temporary files."""
-    known = {"manifest.json", PICTURE_NAME, HELD_OUT_TOKENS, HELD_OUT_LENGTHS}
+    known = {MANIFEST_NAME, HELD_OUT_TOKENS, HELD_OUT_LENGTHS, *pictures}
     for shard in manifest["shards"]:
         known |= {entry["file"] for entry in shard.values() if isinstance(entry, dict)}
     for file in folder.iterdir():

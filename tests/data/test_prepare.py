@@ -174,7 +174,7 @@ def test_bad_sources_make_no_data(tmp_path, tokenizer, source):
 
 def test_estimate_names_intervals_and_disk():
     text = estimate(DataArgs(context_length=8192, target_tokens=4_000_000))
-    assert "1–1K, 1K–2K, 2K–4K, 4K–8K" in text and "1,000,000 per interval" in text and "32.0 MB" in text
+    assert "1–1K, 1K–2K, 2K–4K, 4K–8K" in text and "1,000,000 per interval" in text and "rows need 0.008 GB" in text and "pass 1 takes about" in text
 
 
 def launch(tmp_path, *overrides):
