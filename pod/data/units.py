@@ -183,12 +183,17 @@ def _judged(
     unit: Unit, args: DataArgs, report: SourceReport, part: FilePart | None, documents: Iterator[Document]
 ) -> Iterator[Document]:
     """`documents` of one file without empty ones; a damaged file ends them or raises, a changed one always raises."""
+    bad_before, is_empty = (
+        report.records_skipped,
+        part is not None and part.stop is None and part.shard is None,
+    )
     try:
         if part is not None:
             part.check_unchanged()
             if part.size < 0:
                 raise UnreadableFile(f"{part.path} is missing or no regular file")
         for document in documents:
+            is_empty = False
             if document.text.strip() if document.tokens is None else len(document.tokens):
                 yield document
             else:
@@ -199,8 +204,10 @@ def _judged(
         if not _is_lenient(unit, args):
             raise ValueError(f"{error}; repair or remove it, or set data.unreadable=skip") from error
         report.skip(str(error))
+        return
     if part is not None:
         part.check_unchanged()
+    report.empty += is_empty and report.records_skipped == bad_before  # a file without any record
 
 
 def _file_documents(

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import itertools
 import json
+import lzma
 import sys
 
 import datasets
@@ -30,6 +31,7 @@ PACK = {
     "": lambda data: data,
     ".gz": gzip.compress,
     ".bz2": bz2.compress,
+    ".xz": lzma.compress,
     ".zst": lambda data: (
         zstandard.compress(data[:50]) + zstandard.compress(data[50:])
     ),  # two frames, as pzstd writes
@@ -110,7 +112,7 @@ def test_folders_and_globs_in_name_order(tmp_path):
         texts_of("missing.txt")
 
 
-@pytest.mark.parametrize("packed", [".gz", ".zst", ".bz2"])
+@pytest.mark.parametrize("packed", [".gz", ".zst", ".bz2", ".xz"])
 def test_truncated_archives_are_named(tmp_path, packed):
     path = tmp_path / f"part-7.jsonl{packed}"
     path.write_bytes(PACK[packed](LINES * 2000)[:-10])

@@ -138,6 +138,13 @@ def test_files_change_the_fingerprint(tmp_path):
     os.utime(tmp_path / "same.json", ns=(0, 11))
     found.add(plan_units(DataArgs(sources=[str(tmp_path / "same.json")]))[0].fingerprint())
     assert len(found) == 6
+    unit = plan_units(args)[0]
+    parts = [
+        unit.files[0]._replace(**change)
+        for change in ({}, {"start": 3}, {"stop": 9}, {"start": 3, "stop": 9})
+    ]
+    assert len({replace(unit, files=(part,)).fingerprint() for part in parts}) == 4
+    assert replace(unit, source=5).fingerprint() == unit.fingerprint(), "the same file in several recipes"
 
 
 def test_small_files_share_a_unit_up_to_its_size(tmp_path, monkeypatch):
@@ -384,6 +391,31 @@ def test_damaged_files_lose_their_rest_only(tmp_path):
         "b.txt",
         "d.txt",
     ]
+
+
+def test_empty_files_are_counted_once(tmp_path):
+    for name in ("a.txt", "b.jsonl", "c.json", "d.jsonl.gz", "e.txt"):
+        (tmp_path / name).write_bytes(gzip.compress(b"") if name.endswith("gz") else b"")
+    (tmp_path / "e.txt").write_text(" \n")
+    (tmp_path / "f.json").write_text("[]")
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), tmp_path / "g.parquet"
+    )
+    (tmp_path / "h.jsonl").write_bytes(b"{bad\n" + lines(""))
+    (tmp_path / "i.jsonl").write_bytes(b"{bad\n")
+    (tmp_path / "z.txt").write_text("z")
+    documents, report = read_all(DataArgs(sources=[str(tmp_path)], unreadable="skip"))
+    assert [one.text for one in documents] == ["z"]
+    assert (report.files, report.empty, report.records_skipped, report.skipped) == (10, 8, 2, 0)
+
+
+def test_pipes_and_devices_are_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "a.txt")
+    (tmp_path / "b.txt").write_text("b")
+    documents, report = read_all(DataArgs(sources=[str(tmp_path)], unreadable="skip"))
+    assert [one.text for one in documents] == ["b"] and report.skipped == 1
+    with pytest.raises(ValueError, match="a.txt is missing or no regular file"):
+        texts_of(DataArgs(sources=[str(tmp_path)]))
 
 
 def test_limits_of_documents_hold_over_units(mixture, monkeypatch):
