@@ -10,11 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pod.data import DataArgs, PackedDataset, job, prepare, units
+from pod.data import DataArgs, PackedDataset, job, prepare, publish, units
 from pod.data.job import Job
 from pod.data.prepare import prepare_job
 
 CONTEXT = 128
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    """They take longer than everything else here."""
+    monkeypatch.setattr(publish, "draw_all", lambda *_: [])
 
 
 @pytest.fixture

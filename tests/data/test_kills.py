@@ -9,9 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from pod.data import DataArgs, job, prepare, units
+from pod.data import DataArgs, job, prepare, publish, units
 
 KILLS = 20
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    """They take longer than everything else here."""
+    monkeypatch.setattr(publish, "draw_all", lambda *_: [])
 
 
 @pytest.fixture
