@@ -99,9 +99,9 @@ def verify(folder: Path, manifest: dict[str, Any], advance: Advance = lambda cou
     if totals is not None:
         yield from _check_totals(folder, manifest, totals.tolist())
     in_shards = {shard[name]["file"] for shard in manifest["shards"] for name in SHARD_ARRAYS}
-    for entry in listed_files(manifest):
-        if entry["file"] not in in_shards:
-            yield from _check_bytes(folder, entry, advance)
+    others = [entry for entry in listed_files(manifest) if entry["file"] not in in_shards]
+    damages = [line for entry in others for line in _check_bytes(folder, entry, advance)]
+    yield from damages or _check_held_out(folder, manifest)
     for name in PICTURES:
         if (folder / name).is_file() and not png_is_whole((folder / name).read_bytes()):
             yield f"{folder / name} is damaged: draw it again with pod-data inspect {folder} --pictures"
@@ -273,6 +273,34 @@ def _check_tokens(
         yield f"{file} holds {above:,} token ids above {manifest['vocab_size'] - 1:,}, the last of the vocabulary: {REPAIR}"
     if dirty:
         yield f"{file}: {dirty:,} rows hold other ids than padding behind their last document: {REPAIR}"
+
+
+def _check_held_out(folder: Path, manifest: dict[str, Any]) -> Iterator[str]:
+    """Counts and token ids of the held-out text, whose files match their checksums."""
+    told = manifest.get("held_out") or {}
+    files = {entry["file"].split(".")[1]: folder / entry["file"] for entry in told.get("files", [])}
+    if not {"tokens", "lengths"} <= files.keys():
+        return
+    try:
+        lengths = np.load(files["lengths"], mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        yield f"{files['lengths']} is not a readable .npy array ({' '.join(str(error).split())}): {REPAIR}"
+        return
+    dtype = np.dtype(told["token_dtype"]).newbyteorder("<")
+    found = len(lengths), int(lengths.sum())
+    stored = files["tokens"].stat().st_size / dtype.itemsize
+    if (told["documents"], told["tokens"]) != found or stored != found[1]:
+        yield (
+            f"{files['lengths']} says {found[1]:,} tokens of {found[0]:,} documents, {files['tokens'].name} holds {stored:,.0f}, "
+            f"the manifest says {told['tokens']:,} of {told['documents']:,}: {REPAIR}"
+        )
+    above = 0
+    with open(files["tokens"], "rb") as stream:
+        while data := stream.read(CHUNK_BYTES // 8 * 8):
+            tokens = np.frombuffer(data, dtype, count=len(data) // dtype.itemsize)
+            above += int((tokens >= manifest["vocab_size"]).sum())
+    if above:
+        yield f"{files['tokens']} holds {above:,} token ids above {manifest['vocab_size'] - 1:,}, the last of the vocabulary: {REPAIR}"
 
 
 def _check_bytes(folder: Path, entry: dict[str, Any], advance: Advance) -> list[str]:

@@ -1,6 +1,7 @@
 """A tokenizer made on the spot: one token per word `w0 … w4999`, so that tests can ask for exact document lengths."""
 
 import hashlib
+import io
 
 import numpy as np
 import pytest
@@ -105,9 +106,11 @@ def packed_folder(tmp_path, tokenizer):
         lengths = [[64], [40, 24], [20, 20, 20], [10] * 6, [63], [2] * 32, [30, 30], [50, 13]]
         ids = iter(np.random.default_rng(0).integers(3, NUM_WORDS + 3, 1000))
         rows = [[np.array([next(ids) for _ in range(length)]) for length in row] for row in lengths]
+        held_out_lengths = io.BytesIO()
+        np.save(held_out_lengths, np.array([10, 5, 5, 5, 5, 10], dtype="<i8"))
         held_out = {
             "held_out.tokens.bin": np.arange(3, 43, dtype="<u2").tobytes(),
-            "held_out.lengths.npy": b"x" * 136,
+            "held_out.lengths.npy": held_out_lengths.getvalue(),
         }
         write_packed_rows(
             tmp_path / name,
@@ -197,6 +200,7 @@ def packed_details(lengths, held_out):
         "held_out": {
             "documents": 6,
             "tokens": 40,
+            "token_dtype": "uint16",
             "files": [
                 {"file": file, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
                 for file, content in held_out.items()

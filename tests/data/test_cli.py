@@ -210,6 +210,49 @@ def test_counts_that_do_not_agree(packed_folder, run, change, message):
     assert code == 1 and len(out) == 1 and "manifest.json" in out[0] and message in out[0]
 
 
+@pytest.mark.parametrize(
+    "tokens, lengths, message",
+    [
+        (np.full(40, 5003), [10, 5, 5, 5, 5, 10], "held_out.tokens.bin holds 40 token ids above 5,002"),
+        (np.full(39, 7), [10, 5, 5, 5, 5, 10], "says 40 tokens of 6 documents, held_out.tokens.bin holds 39"),
+        (np.full(40, 7), [10, 5, 5, 5, 5, 9], "says 39 tokens of 6 documents, held_out.tokens.bin holds 40"),
+        (np.full(40, 7), [10, 5, 5, 5, 15], "says 40 tokens of 5 documents, held_out.tokens.bin holds 40"),
+    ],
+)
+def test_held_out_text_that_does_not_agree(packed_folder, run, tokens, lengths, message):
+    folder = packed_folder()
+    (folder / "held_out.tokens.bin").write_bytes(tokens.astype("<u2").tobytes())
+    np.save(folder / "held_out.lengths.npy", np.array(lengths, dtype="<i8"))
+
+    def change(manifest):
+        for entry in manifest["held_out"]["files"]:
+            content = (folder / entry["file"]).read_bytes()
+            entry |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+    rewrite(folder, change)
+    code, out, _ = run("verify", folder)
+    assert code == 1 and len(out) == 1 and message in out[0]
+    (folder / "held_out.lengths.npy").write_bytes(b"no array")
+    rewrite(folder, change)
+    code, out, _ = run("verify", folder)
+    assert code == 1 and len(out) == 1 and "held_out.lengths.npy is not a readable .npy array" in out[0]
+
+
+def test_no_held_out_text(packed_folder, run):
+    folder = packed_folder(held_out={"documents": 0, "tokens": 0, "token_dtype": "uint16", "files": []})
+    (folder / "held_out.tokens.bin").write_bytes(b"")
+    np.save(folder / "held_out.lengths.npy", np.array([], dtype="<i8"))
+
+    def change(manifest):
+        for name in ("held_out.tokens.bin", "held_out.lengths.npy"):
+            content = (folder / name).read_bytes()
+            digest = hashlib.sha256(content).hexdigest()
+            manifest["held_out"]["files"].append({"file": name, "bytes": len(content), "sha256": digest})
+
+    rewrite(folder, change)
+    assert run("verify", folder)[0] == 0
+
+
 def test_array_of_another_type_or_shape(packed_folder, run):
     folder = packed_folder()
     name = "shard-00001.tokens.npy"
