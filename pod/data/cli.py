@@ -116,7 +116,8 @@ def _verify(arguments: argparse.Namespace) -> int:
         return DAMAGED
     print(
         f"{folder} is whole: {manifest['num_rows']:,} rows, {manifest['num_tokens']:,} tokens, "
-        f"{manifest['num_documents']:,} documents in {len(manifest['shards']):,} shards"
+        f"{manifest['num_documents']:,} documents in {len(manifest['shards']):,} shard"
+        + ("" if len(manifest["shards"]) == 1 else "s")
         + (", sources unchanged" if arguments.sources else "")
     )
     return WHOLE
