@@ -14,13 +14,14 @@ import contextlib
 import functools
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import site
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,8 @@ class Submitted:
     """Completions, scripts and logs."""
     progress: str = ""
     """Finished tasks of each step, when the jobs were there already."""
+    failure: str = ""
+    """What tasks that ran and did not finish said last."""
 
     def __str__(self) -> str:
         jobs = ", ".join(f"{step} {number}" for step, number in self.jobs.items())
@@ -58,9 +61,10 @@ class Submitted:
             if self.progress
             else f"submitted to Slurm: {jobs}"
         )
+        failure = f"; {self.failure}" if self.failure else ""
         return (
-            f"{state}; {self.output_dir} appears when all are done; the same command again shows how far they are, or goes "
-            f"on after a failure; logs: {self.folder}"
+            f"{state}{failure}; {self.output_dir} appears when all are done; the same command again shows how far they are, "
+            f"or goes on after a failure; logs: {self.folder}"
         )
 
 
@@ -267,11 +271,11 @@ def _environment() -> str:
 
 def _submit(job: Job) -> Submitted:
     """Hand all steps that are not complete to Slurm, each waiting for the one before."""
-    folder = _folder(job)
+    folder, failure = _folder(job), _failures(_stages(job))
     jobs = _jobs_in_queue(folder)
     if jobs:
         progress = ", ".join(f"{one.step.name} {one.num_complete()}/{one.tasks}" for one in _stages(job))
-        return Submitted(jobs, job.output_dir, folder, progress)
+        return Submitted(jobs, job.output_dir, folder, progress, failure)
     previous, ready = None, True
     for stage in _stages(job):
         ready = stage.forget_what_is_not_there(ready)
@@ -288,7 +292,7 @@ def _submit(job: Job) -> Submitted:
         if previous.job_id != -1:
             jobs[stage.step.name] = str(previous.job_id)
             write_json(folder / SUBMITTED, jobs)
-    return Submitted(jobs, job.output_dir, folder)
+    return Submitted(jobs, job.output_dir, folder, failure=failure)
 
 
 @contextlib.contextmanager
@@ -328,6 +332,18 @@ def _run_on_ray(stage: Stage) -> None:
             f"step {stage.step.name}: {len(failed)} of {stage.tasks} tasks failed on Ray ({_last_line(log)}; {log}): correct "
             "the cause and run again, finished tasks are kept"
         )
+
+
+def _failures(stages: Iterable[Stage]) -> str:
+    """How many tasks ended with an error when they last ran, and the first one's words; empty when none did."""
+    said = []
+    for stage in stages:
+        for log in sorted((stage.folder / "logs").glob("task_*.log")):
+            mark = stage.folder / "completions" / log.stem.removeprefix("task_")
+            last = "" if mark.is_file() else _last_line(log)
+            if re.match(r"[\w.]*(Error|Exception)\b", last):
+                said.append(f"{last} ({log})")
+    return f"{len(said)} tasks had failed: {said[0]}" if said else ""
 
 
 def _last_line(log: Path) -> str:

@@ -47,7 +47,7 @@ def sources(shared, tmp_path):
 def toy_scale(monkeypatch):
     """Several shards from a toy corpus, and no picture: drawing takes longer than all the rest."""
     monkeypatch.setattr("pod.data.job.DEFAULT_SHARD_BYTES", 3000)
-    monkeypatch.setattr("pod.data.publish.draw_lengths", lambda *_: None)
+    monkeypatch.setattr("pod.data.publish.draw_all", lambda *_: [])
 
 
 @pytest.fixture
@@ -390,7 +390,7 @@ def test_slurm_scripts_run_by_bash_give_the_same_bytes(
                 continue  # there is one shard: nothing for the second task
             environment = {**os.environ, **environment_of(number, rank), "OMP_NUM_THREADS": "1"}
             done = subprocess.run(
-                ["bash", script], env=environment, cwd="/", capture_output=True, text=True, timeout=120
+                ["bash", script], env=environment, cwd="/", capture_output=True, text=True, timeout=300
             )
             assert done.returncode == 0, done.stderr
         finished.add(number)
@@ -450,6 +450,23 @@ def test_slurm_does_not_queue_twice(slurm_job, slurm):
     assert len(submitted(slurm)) == 4
     (slurm / "queue").unlink()
     assert run_cluster(slurm_job()).jobs["tokenise"] == "105"
+
+
+def test_slurm_failures_are_told_by_the_next_call(slurm_job, slurm, sources, monkeypatch):
+    with open(sources[1], "a") as file:
+        file.write("not json\n")
+    first = run_cluster(slurm_job(sources=sources))
+    assert "failed" not in str(first)
+    number, _, _, script = submitted(slurm)[0]
+    run_here(number, script, monkeypatch, [0, 2, 3])
+    with pytest.raises(ValueError, match=sources[1]):
+        run_here(number, script, monkeypatch, [1])
+    told = str(run_cluster(slurm_job(sources=sources)))
+    assert (
+        f"1 tasks had failed: ValueError: {sources[1]}" in told
+        and "task_00001.log" in told
+        and "\n" not in told
+    )
 
 
 def test_slurm_refuses(slurm_job, slurm):
