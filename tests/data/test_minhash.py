@@ -39,7 +39,7 @@ class StandIn:
             if not folder.exists():
                 folder.mkdir(parents=True)
                 with PartWriter(folder, np.dtype("<u2")) as part:
-                    for document in self._accepted(self.units()[number]):
+                    for document in self.documents_of(self.units()[number]):
                         place, digest = identity(document)
                         part.add([np.zeros(3, dtype=np.uint32)], [place], [digest])
                     part.finish(f"unit {number}", SourceReport("memory"))
@@ -48,7 +48,7 @@ class StandIn:
     def units(self):
         return [SimpleNamespace(number=number, source=source) for number, source in enumerate(self.sources)]
 
-    def _accepted(self, unit, report=None):
+    def documents_of(self, unit, report=None):
         for record, content in enumerate(self.contents[unit.number]):
             tokens = content if isinstance(content, np.ndarray) else None
             yield Document("" if tokens is not None else content, "memory", f"{unit.number}:{record}", tokens)
