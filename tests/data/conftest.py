@@ -130,39 +130,24 @@ def packed_folder(tmp_path, tokenizer):
 
 def packed_details(lengths, held_out):
     """What a manifest says beside its shards, for rows of those document lengths."""
-    sizes = np.concatenate(lengths)
-    intervals = []
-    for low, high in ((1, 32), (32, 65)):
-        inside = sizes[(sizes >= low) & (sizes < high)]
-        counts = {"documents": len(inside), "tokens": int(inside.sum())}
-        before = {f"{name}_before": 2 * count for name, count in counts.items()}
-        after = {f"{name}_after": count for name, count in counts.items()}
-        intervals.append({"name": f"{low}–{high - 1}", "passes": 0.5, "ran_dry": low > 1, **before, **after})
-    share = sizes.sum() // 2
+    intervals = packed_intervals(np.concatenate(lengths))
     tokens = [interval["tokens_after"] for interval in intervals]
-    read = {
-        "documents": 70,
-        "empty": 1,
-        "skipped": 0,
-        "records_skipped": 2,
-        "skipped_files": ["a.jsonl line 3 is not JSON"],
-    }
-    one = {
-        **read,
-        "source": "texts",
-        "files": 2,
-        "characters": 5000,
-        "gates": {"language": 4},
-        "origins": {"wiki": 60, "web": 10},
-    }
-    two = {
-        **read,
-        "source": "more/*.txt",
-        "files": 1,
-        "characters": 700,
-        "gates": {"language": 1},
-        "origins": {},
-    }
+    share = sum(tokens) // 2
+    weights = [
+        {
+            "interval": interval["name"],
+            "source": source,
+            "weight": weight,
+            "tokens_before": 800 * weight,
+            "tokens_after": 9,
+        }
+        for interval in intervals
+        for source, weight in enumerate((0.75, 0.25))
+    ]
+    files = [
+        {"file": file, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for file, content in held_out.items()
+    ]
     return {
         "tokenizer_source": None,
         "request": {"seed": 3, "settings": {"packing": "best_fit"}},
@@ -172,41 +157,55 @@ def packed_details(lengths, held_out):
             "near_duplicates": 0,
             "other_split": 6,
             "capped": 7,
-            "sources": [
-                {**one, "train_tokens": 900, "tokens_after": tokens[0]},
-                {**two, "train_tokens": 300, "tokens_after": tokens[1]},
-            ],
+            "sources": packed_sources(tokens),
         },
         "policies": {"cut_documents": 8, "skipped_long": 9, "skipped_long_tokens": 900, "dropped_short": 0},
         "intervals": intervals,
         "balance": {
-            "equal_share_tokens": int(share),
-            "largest_deviation": float(max(abs(count - share) for count in tokens) / share),
+            "equal_share_tokens": share,
+            "largest_deviation": max(abs(count - share) for count in tokens) / share,
             "notes": [
                 "interval 32–64 ran dry: 200 tokens for an equal share of 300; the missing tokens come from the others"
             ],
         },
-        "weights": [
-            {
-                "interval": interval["name"],
-                "source": source,
-                "weight": weight,
-                "tokens_before": before,
-                "tokens_after": after,
-            }
-            for interval in intervals
-            for source, weight, before, after in ((0, 0.75, 600, 30), (1, 0.25, 200, 10))
-        ],
-        "held_out": {
-            "documents": 6,
-            "tokens": 40,
-            "token_dtype": "uint16",
-            "files": [
-                {"file": file, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-                for file, content in held_out.items()
-            ],
-        },
+        "weights": weights,
+        "held_out": {"documents": 6, "tokens": 40, "token_dtype": "uint16", "files": files},
     }
+
+
+def packed_intervals(sizes):
+    """Reports of the intervals below and from 32 tokens; the sources held twice as much."""
+    intervals = []
+    for low, high in ((1, 32), (32, 65)):
+        inside = sizes[(sizes >= low) & (sizes < high)]
+        counts = {"documents": len(inside), "tokens": int(inside.sum())}
+        before = {f"{name}_before": 2 * count for name, count in counts.items()}
+        after = {f"{name}_after": count for name, count in counts.items()}
+        intervals.append({"name": f"{low}–{high - 1}", "passes": 0.5, "ran_dry": low > 1, **before, **after})
+    return intervals
+
+
+def packed_sources(tokens_after):
+    """Reports of two sources that gave so many tokens."""
+    both = {
+        "documents": 70,
+        "empty": 1,
+        "skipped": 0,
+        "records_skipped": 2,
+        "skipped_files": ["a.jsonl line 3 is not JSON"],
+    }
+    one = {"source": "texts", "files": 2, "characters": 5000, "gates": {"language": 4}, "train_tokens": 900}
+    two = {
+        "source": "more/*.txt",
+        "files": 1,
+        "characters": 700,
+        "gates": {"language": 1},
+        "train_tokens": 300,
+    }
+    return [
+        {**both, **one, "origins": {"wiki": 60, "web": 10}, "tokens_after": tokens_after[0]},
+        {**both, **two, "origins": {}, "tokens_after": tokens_after[1]},
+    ]
 
 
 @pytest.fixture(scope="session")
