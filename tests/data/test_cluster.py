@@ -440,6 +440,14 @@ def test_slurm_tasks_killed_and_submitted_again(slurm_job, slurm, expected, tmp_
     assert checksums(tmp_path / "out" / "data") == expected()
 
 
+def test_slurm_gets_all_steps_after_one_that_lost_a_result(job, slurm_job, slurm, monkeypatch):
+    one = job()
+    run_until(one, monkeypatch, "publish")
+    shutil.rmtree(one.part_dir(3))
+    assert list(run_cluster(slurm_job()).jobs) == ["tokenise", "plan", "write", "publish"]
+    assert [array_size(directives) for _, directives, _, _ in submitted(slurm)] == [1, 1, 4, 1]
+
+
 def test_slurm_does_not_queue_twice(slurm_job, slurm):
     first = run_cluster(slurm_job())
     (slurm / "queue").write_text("103\n104\n")
