@@ -142,10 +142,7 @@ class Encoder:
             # What else may be wrong with the texts stays an error.
             if not all(isinstance(text, str) for text in texts):
                 raise
-            repaired = [without_surrogates(text) for text in texts]
-            if repaired == list(texts):
-                raise
-            encoded = self._encode(repaired)
+            encoded = self._encode([without_surrogates(text) for text in texts])
         arrays = [np.array(ids, dtype=np.uint32) for ids in encoded]
         if len(self._is_special):
             self.special_documents += sum(map(self._holds_special, texts, arrays))
