@@ -32,7 +32,9 @@ def main(recipe: Recipe) -> None:
     )
     with process_group() as rank:
         folder = resolve_model(args.path)
-        similarity = find_similarity(recipe.plan_dir, settings, folder, recipe.explore, recipe.data)
+        similarity = find_similarity(
+            recipe.plan_dir, settings, folder, recipe.explore, recipe.data, prepared=recipe.data_dir
+        )
         if rank == 0:
             write_plan(recipe, similarity)
 

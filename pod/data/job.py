@@ -253,6 +253,10 @@ class Job:
             shutil.rmtree(left, ignore_errors=True)
         if not self.args.keep_tokens:
             shutil.rmtree(self.tokens_dir, ignore_errors=True)
+            if self.args.near_duplicates:
+                from pod.data.minhash import near_dir
+
+                shutil.rmtree(near_dir(self), ignore_errors=True)
             if self.args.work_dir is None:
                 shutil.rmtree(self.work_dir, ignore_errors=True)
 

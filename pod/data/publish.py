@@ -44,6 +44,10 @@ def publish(job: Job) -> None:
             "weights": plan.weights,
             "held_out": _write_held_out(folder, plan.selection, parts, token_dtype(job.vocab_size)),
         }
+        if job.args.near_duplicates:
+            from pod.data.minhash import removed_documents
+
+            details["read"]["near"] = removed_documents(job, parts).report
         for number, drawn in enumerate(plan.sources):
             details["read"]["sources"][number] |= drawn
         manifest = write_manifest(

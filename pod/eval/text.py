@@ -1,5 +1,6 @@
 """The text that perplexity is measured on: `eval.text`, or what training never sees."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,12 +19,18 @@ def load_text(recipe: "Recipe", tokenizer: Any) -> Tensor:
     """
     args = recipe.eval
     if args.text is None:
-        source, split = recipe.data, "held_out"
+        source, split = replace(recipe.data, tokenizer=None), "held_out"  # the model reads its own tokens
     else:
         source, split = args.text, "all"
     try:
         sequences = long_sequences(
-            source, tokenizer, args.text_sequences, args.text_length, seed=recipe.seed, split=split
+            source,
+            tokenizer,
+            args.text_sequences,
+            args.text_length,
+            seed=recipe.seed,
+            split=split,
+            prepared=recipe.data_dir,
         )
     except ValueError as error:
         raise ValueError(

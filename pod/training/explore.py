@@ -16,6 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pod.data import DataArgs, long_sequences
+from pod.data.job import OF_READING, OF_SPLIT
 from pod.files import sha256_file
 from pod.modeling.loading import load_model, load_tokenizer
 from pod.modeling.recording import record_attention_rows
@@ -30,7 +31,7 @@ from pod.training.similarity import (
 
 SIMILARITY_NAME = "similarity.safetensors"
 PARTIAL_NAME = "similarity.partial"
-DATA_SETTINGS = ("text_field", "include", "deduplicate", "boundary_tokens", "held_out_fraction")
+DATA_SETTINGS = (*OF_READING, "boundary_tokens", *(name for name in OF_SPLIT if name != "sources"))
 WEIGHT_SUFFIXES = {".safetensors", ".gguf", ".bin"}
 
 
@@ -58,6 +59,7 @@ def find_similarity(
     explore: ExploreArgs,
     data: DataArgs,
     say: Callable[[str], None] = print,
+    prepared: Path | None = None,
 ) -> Similarity:
     """The similarity of these settings: read from `folder` when it is there, else measured (by all ranks) and written.
 
@@ -66,6 +68,7 @@ def find_similarity(
     Args:
         folder: shared by all ranks; receives similarity.safetensors.
         model_folder: folder or hub id of the dense model.
+        prepared: folder of prepared data; of the same sources, its held-out text is used instead of reading them all.
     Raises: ValueError for texts, models and partial files that do not fit.
     """
     path = Path(folder) / SIMILARITY_NAME
@@ -79,7 +82,7 @@ def find_similarity(
         found = box[0]
     if found is not None:
         return found
-    found = _measure(Path(folder), settings, wanted, model_folder, explore, data, say)
+    found = _measure(Path(folder), settings, wanted, model_folder, explore, data, say, prepared)
     if rank == 0:
         _keep_old(path)
         found.save(path)
@@ -95,6 +98,7 @@ def _measure(
     explore: ExploreArgs,
     data: DataArgs,
     say: Callable[[str], None],
+    prepared: Path | None,
 ) -> Similarity:
     model = load_model(
         model_folder,
@@ -104,7 +108,7 @@ def _measure(
     )
     check_model(model.config, explore)
     sequences, split = read_sequences(
-        explore, data, model_folder, settings["gguf_file"], settings["seed"], say
+        explore, data, model_folder, settings["gguf_file"], settings["seed"], say, prepared
     )
     fingerprint = settings | {
         "weights_sha256": model_fingerprint(model),
@@ -146,20 +150,26 @@ def read_sequences(
     gguf_file: str | None,
     seed: int,
     say: Callable[[str], None] = print,
+    prepared: Path | None = None,
 ) -> tuple[Sequence[Tensor], str]:
     """N token sequences ``[n]`` of the settings: from explore.sources, else from what data.sources holds out of training.
+
+    `prepared` is the folder of prepared data: of the same sources, its held-out text saves reading them all again.
 
     Also returns which part of the sources they come from: all, held_out or train.
     Sources too small to hold enough out give training text instead, and a line says so: a plan only describes the model.
     """
     tokenizer = load_tokenizer(model_folder, gguf_file=gguf_file)
+    # The model reads its own tokens, whatever data.tokenizer says; weights belong to data.sources.
+    sources = {"sources": explore.sources, "weights": []} if explore.sources else {}
     take = partial(
         long_sequences,
-        replace(data, sources=explore.sources or data.sources),
+        replace(data, tokenizer=None, **sources),
         tokenizer,
         explore.num_sequences,
         explore.sequence_length,
         seed=seed,
+        prepared=prepared,
     )
     split = "all" if explore.sources else "held_out"
     try:
