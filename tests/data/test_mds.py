@@ -219,6 +219,8 @@ def test_shards_are_units_in_order(tmp_path, compression, hashes):
     args = DataArgs(sources=[str(tmp_path)])
     planned = plan_units(args)
     assert len(planned) == 4 and len({unit.fingerprint() for unit in planned}) == 4
+    raw = [len(shard_bytes(COLUMNS, samples)) for samples in shards]
+    assert [unit.text_bytes for unit in planned] == raw
     documents, report = read_all(tmp_path)
     assert [one.text for one in documents] == [*TEXTS, "four", "five", "six"]
     assert (report.files, report.empty, report.skipped) == (4, 1, 0)

@@ -6,6 +6,7 @@ import itertools
 import json
 import lzma
 import sys
+import sysconfig
 
 import datasets
 import pyarrow
@@ -183,6 +184,17 @@ def test_standard_library_parts():
     assert reports[0].characters == sum(len(document.text) for document in documents)
     with pytest.raises(ValueError, match="holds no .py files"):
         texts_of("stdlib:no_such_part")
+
+
+def test_broken_files_of_the_standard_library_are_always_skipped(tmp_path, monkeypatch):
+    (tmp_path / "bad.py").write_bytes(b"# -*- coding: klingon -*-\n")
+    (tmp_path / "good.py").write_text("x = 1")
+    with pytest.raises(ValueError, match="bad.py declares an encoding"):
+        texts_of(tmp_path)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    reports: list[SourceReport] = []
+    assert texts_of("stdlib:", reports=reports) == ["x = 1"]
+    assert reports[0].skipped == 1 and "bad.py" in reports[0].skipped_files[0]
 
 
 def test_documents_per_source_can_be_limited(tmp_path):

@@ -210,7 +210,22 @@ def test_every_range_size_gives_each_record_once(tmp_path, monkeypatch, name, co
                 json.loads(data[at:].decode("utf-8-sig").splitlines()[0])["text"] == one.text
                 for at, one in zip(starts, found, strict=True)
             )
+        else:
+            assert not any(":byte" in one.name for one in found)
         assert cut_report.files == 1
+
+
+def test_packed_files_and_books_are_never_cut(tmp_path, monkeypatch):
+    cut_small(monkeypatch, part=50)
+    book = lines("one two three four " * 20)
+    (tmp_path / "a.jsonl").write_bytes(book)
+    (tmp_path / "b.jsonl.gz").write_bytes(
+        gzip.compress(lines(*(str(random.Random(n).random()) for n in range(20))))
+    )
+    for source, expected in ((f"{tmp_path}/a.jsonl#chapters=100", 4), (f"{tmp_path}/b.jsonl.gz", 20)):
+        args = DataArgs(sources=[source])
+        assert len(plan_units(args)) == 1 and len(texts_of(args)) == expected
+    assert len(plan_units(DataArgs(sources=[f"{tmp_path}/a.jsonl"]))) == -(-len(book) // 50)
 
 
 def test_ranges_name_the_byte_of_a_bad_line(tmp_path, monkeypatch):
