@@ -285,14 +285,22 @@ def _left_out(content: dict[str, Any]) -> list[str]:
         tokens = "" if entry["tokens"] is None else short_number(entry["tokens"])
         lines.append(f"  {shorten(entry['reason'], 50):<51}{entry['documents']:>14,}{tokens:>12}")
     for source in content["sources"]:
-        names = source.get("skipped_files") or []
         total = source.get("skipped", 0) + source.get("records_skipped", 0)
-        if names:
-            some = f" (the first {len(names)} of {total:,})" if total > len(names) else ""
-            lines += wrapped(f"unreadable in {clean(source['source'])!r}{some}:", "  ")
-        for name in names:
-            lines += wrapped(clean(name), "    ")
+        lines += _named(
+            f"unreadable in {clean(source['source'])!r}", source.get("skipped_files") or [], total
+        )
+    near = content["read"].get("near") or {}
+    lines += _named("near duplicates", near.get("first_removed") or [], near.get("removed", 0))
     return lines
+
+
+def _named(what: str, names: list[str], total: int) -> Iterator[str]:
+    """The names of what was left out; says so when there are more."""
+    if names:
+        some = f" (the first {len(names)} of {total:,})" if total > len(names) else ""
+        yield from wrapped(f"{what}{some}:", "  ")
+    for name in names:
+        yield from wrapped(clean(name), "    ")
 
 
 def _packing(content: dict[str, Any]) -> list[str]:

@@ -154,7 +154,8 @@ def packed_details(lengths, held_out):
         "read": {
             "special_documents": 2,
             "duplicates": 5,
-            "near_duplicates": 0,
+            "near_duplicates": 3,
+            "near": {"removed": 3, "first_removed": ["b.txt: document 7"]},
             "other_split": 6,
             "capped": 7,
             "sources": packed_sources(tokens),
