@@ -255,6 +255,8 @@ class NearDuplicates:
         write_json(self.folder / REPORT, report)
         for name in ("signatures", "matches", "clusters"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
+        for mark in [*self.folder.glob("sign-*.json"), *self.folder.glob("match-*.json")]:
+            mark.unlink()
 
     def _write_lists(self, clusters: Path) -> dict[str, Any]:
         """Write removed.bin (uint32) and starts.bin (int64 [parts + 1]) from datatrove's (document, cluster) pairs.

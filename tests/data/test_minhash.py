@@ -137,12 +137,13 @@ def test_the_first_of_each_cluster_is_kept(tmp_path, clusters):
     assert sorted(path.suffix for path in minhash.near_dir(job).iterdir() if path.is_dir()) == []
 
 
-@pytest.mark.parametrize(("groups", "workers"), [(1, 1), (2, 1), (400, 3)])
+@pytest.mark.parametrize(("groups", "workers"), [(1, 1), (2, 1), (3, 1), (400, 3)])
 def test_groups_and_workers_do_not_matter(tmp_path, clusters, monkeypatch, groups, workers):
     units, expected = clusters
     monkeypatch.setattr(minhash, "MAX_GROUPS", groups)
     job = StandIn(tmp_path, [*units, []])
     job.args.workers = workers
+    assert len(NearDuplicates(job).groups) <= groups
     assert removed_of(job) == [*expected, []]
 
 
@@ -239,7 +240,10 @@ def test_finished_lists_are_not_made_again(tmp_path, clusters, monkeypatch):
     assert removed_of(job) == expected
     monkeypatch.setattr(NearDuplicates, "_sign", lambda *_: pytest.fail("signed again"))
     assert removed_of(job) == expected
-    assert all(NearDuplicates(job).is_done(step, 0) for step in ("sign", "match", "cluster"))
+    near = NearDuplicates(job)
+    assert all(near.is_done(step, 0) for step in ("sign", "match", "cluster"))
+    near.run("sign", 0)
+    assert sorted(path.name for path in near.folder.iterdir()) == ["near.json", "removed.bin", "starts.bin"]
 
 
 def test_a_source_that_changed_is_refused(tmp_path, clusters):
