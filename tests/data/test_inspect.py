@@ -197,5 +197,6 @@ def test_terminal_text():
     ]
     assert shorten("数据数据", 6, "end") == "数据…" and columns(shorten("数据数据", 6)) <= 6
     assert list(wrapped("数据 ab " + "c" * 90, "  ")) == ["  数据 ab", "    " + "c" * 76, "    " + "c" * 14]
-    assert list(wrapped("a" * 78 + " b", "  ")) == ["  " + "a" * 78, "    b"]
+    assert list(wrapped("a" * 77 + " b", "  ")) == ["  " + "a" * 77, "    b"]
+    assert list(wrapped("a" * 76 + " b", "  ")) == ["  " + "a" * 76 + " b"]
     assert [bar(share) for share in (0, 1e-9, 0.5, 1)] == ["", "▏", "█" * 8, "█" * 16]
