@@ -45,9 +45,9 @@ def publish(job: Job) -> None:
             "held_out": _write_held_out(folder, plan.selection, parts, token_dtype(job.vocab_size)),
         }
         if job.args.near_duplicates:
-            from pod.data.minhash import removed_documents
+            from pod.data.minhash import Removed, near_dir
 
-            details["read"]["near"] = removed_documents(job, parts).report
+            details["read"]["near"] = Removed(near_dir(job)).report
         for number, drawn in enumerate(plan.sources):
             details["read"]["sources"][number] |= drawn
         manifest = write_manifest(
