@@ -206,18 +206,18 @@ def _groups(scan: _Scan, survey: _Survey) -> list[list[_Group]]:
             documents, tokens = survey.documents[at], survey.tokens[at]
             high = scan.bounds[scan.first_interval + number + 1]
             group = _Group(at, number, high, int(tokens.sum()), whole, quota)
-            group.cut = _cut_bin(tokens, documents, group, len(quotas))
+            group.cut = _cut_bin(tokens, documents, group)
             interval.append(group)
         groups.append(interval)
     return groups
 
 
-def _cut_bin(tokens: np.ndarray, documents: np.ndarray, group: _Group, num_groups: int) -> int:
+def _cut_bin(tokens: np.ndarray, documents: np.ndarray, group: _Group) -> int:
     """Number of bins, from the smallest lots on, that hold every piece the group's draw may look at."""
     if group.whole:
         return len(tokens)
-    # What the groups before may leave to this one: each less than one piece.
-    most = group.quota + num_groups * group.high
+    # The groups before leave less than one piece to this one: else the last of them that is not dry had taken it.
+    most = group.quota + group.high
     last = int(np.searchsorted(np.cumsum(tokens), most, side="right"))
     behind = np.cumsum(documents[last + 1 :])
     return last + 2 + int(np.searchsorted(behind, reserve(group.high)))
@@ -266,7 +266,7 @@ def _draw_group(group: _Group, candidates: _Candidates, carry: int, scan: _Scan)
         return wanted - group.tokens
     order = np.argsort(scan.lots(candidates.keys[start:stop]), kind="stable")
     chosen = order[choose(candidates.lengths[start:stop][order], wanted, group.high)]
-    group.positions.append(start + np.sort(chosen))
+    group.positions.append(start + chosen)
     return wanted - int(candidates.lengths[group.positions[-1]].sum(dtype=np.int64))
 
 

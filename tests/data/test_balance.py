@@ -191,6 +191,7 @@ def test_choice_of_the_last_pieces():
     assert choose(few, 50, 512).tolist() == [] and choose(few, 10**6, 512).tolist() == list(range(6))
     many = np.full(5000, 300, dtype=np.uint32)
     assert len(choose(many, 300 * 4000 + 299, 512)) == 4000  # less than 0.1 % is missing
+    assert len(choose(many, 300 * 4000, 512)) == 4000
 
 
 def test_choice_does_not_need_memory_without_bound():

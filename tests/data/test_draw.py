@@ -221,6 +221,16 @@ def test_dry_source_leaves_its_share_to_the_others():
     assert abs(half.tokens_after - other.tokens_after) < 300
 
 
+def test_what_one_source_misses_comes_from_the_other():
+    """A share one token below the shortest document leaves 499 tokens, fifty documents, to the other source."""
+    lengths = np.concatenate([np.full(80, 500), np.full(10_000, 10)])
+    selection = FakeSelection(lengths, np.repeat([0, 1], [80, 10_000]))
+    args = arguments(2, weights=[499, 49_501], target_tokens=50_000, shortest_interval=512)
+    drawn = draw(selection, args, 0)
+    assert [share.quota for share in drawn.shares[:2]] == [499, 49_501]
+    assert [share.tokens_after for share in drawn.shares[:2]] == [0, 50_000]
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_few_long_documents_still_meet_half_a_percent(seed):
     """40 documents of 16K to 32K tokens, 12 of which make the share: only an exact choice meets it."""

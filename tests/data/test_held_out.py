@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from pod.data import DataArgs, held_out, held_out_tokens, long_sequences, prepare
+from pod.data import DataArgs, held_out, held_out_tokens, long_sequences, prepare, units
 from pod.data.documents import Document
 from pod.data.tokenizers import BoundaryTokens, identity, load_tokenizer
 
@@ -131,7 +131,7 @@ def test_prepared_data_of_other_settings_or_damaged_is_not_used(args, tokenizer,
     expected = held_out_tokens(args, tokenizer, 500).tolist()
     assert held_out_tokens(args, tokenizer, 500, prepared=tmp_path / "nothing").tolist() == expected
     file = tmp_path / "data" / "held_out.tokens.bin"
-    file.write_bytes(file.read_bytes()[:-2])
+    file.write_bytes(file.read_bytes()[:200])
     assert held_out_tokens(args, tokenizer, 500, prepared=tmp_path / "data").tolist() == expected
     everything = long_sequences(args, tokenizer, 20, 40, split="all", prepared=tmp_path / "data")
     assert (everything == long_sequences(args, tokenizer, 20, 40, split="all")).all()
@@ -140,7 +140,7 @@ def test_prepared_data_of_other_settings_or_damaged_is_not_used(args, tokenizer,
     assert changed.tolist() == held_out_tokens(args, tokenizer, 10).tolist()
 
 
-def test_sources_are_read_as_preparation_reads_them(tmp_path, tokenizer):
+def test_sources_are_read_as_preparation_reads_them(tmp_path, tokenizer, monkeypatch):
     """Identical texts once, gates, max_documents counted behind the gates."""
     texts = ["w1 w2 w3", "w4 w5", "w1 w2 w3", "w6", "w1 w2 w3 ", "w7 w8 w9", "w10 w11"]
     for number, text in enumerate(texts):
@@ -157,6 +157,10 @@ def test_sources_are_read_as_preparation_reads_them(tmp_path, tokenizer):
     assert lengths(min_characters=5, max_documents=4) == [2, 3, 3]
     with pytest.raises(ValueError, match="holds no text"):
         lengths(min_characters=50)
+    monkeypatch.setattr(units, "GROUP_BYTES", 12)  # several units, over which max_documents counts on
+    assert len(units.plan_units(DataArgs(sources=[str(tmp_path)]))) > 3
+    assert lengths(min_characters=5, max_documents=4) == [2, 3, 3]
+    assert lengths(max_documents=6, deduplicate=False) == [1, 2, 3, 3, 3, 3]
 
 
 def test_split_is_a_property_of_the_opening(make_text):

@@ -203,6 +203,9 @@ def test_explicit_intervals_decide_what_is_short(tmp_path):
     found = select([FakePart(0, [(4, 0, 1, 1), (5, 0, 2, 2), (12, 0, 3, 3)])], args, tmp_path)
     assert found.pieces(0, 9)["length"].tolist() == [5, 8]
     assert (found.total.dropped_short, found.total.dropped_short_tokens) == (2, 8)
+    args.min_tokens = 6
+    found = select([FakePart(0, [(5, 0, 2, 2), (12, 0, 3, 3)])], args, tmp_path / "least")
+    assert found.pieces(0, 9)["length"].tolist() == [8]
 
 
 def test_large_corpora_of_64_bit_places_and_starts(tmp_path):
