@@ -106,8 +106,7 @@ class _LoadAhead(Generic[T]):
                 return
             cursor.position += self.rows_per_step
             with self.changed:
-                if not self.closed:
-                    self.ready.append(item)
+                self.ready.append(item)
                 self.changed.notify_all()
 
     def _wait_for_room(self) -> bool:

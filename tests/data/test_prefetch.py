@@ -57,6 +57,15 @@ def test_steps_are_those_of_the_cursor(depth):
     batches.close()
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_load_may_move_the_cursor_that_it_gets(depth):
+    cursor, plain = RowCursor(10), RowCursor(10)
+    batches = Prefetcher(lambda own: own.take(4).tolist(), cursor, 4, depth)
+    for _ in range(4):
+        assert batches.next() == plain.take(4).tolist() and cursor == plain
+    batches.close()
+
+
 @pytest.mark.parametrize("depth", [1, 3])
 def test_it_loads_exactly_so_far_ahead_while_the_caller_computes(depth):
     loader = Loader()
