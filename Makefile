@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 # ninja and deepspeed are looked up by name
 RUN := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python
 
-.PHONY: help install tools test demo check-export lint format bench bench-gpu clean
+.PHONY: help install tools test demo data check-export lint format bench bench-gpu clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 16
@@ -30,6 +30,11 @@ test: $(STAMP)  ## run the test suite
 demo: $(STAMP)  ## the whole chain on SmolLM2-135M: explore, prepare, train on 2 ranks, export, evaluate, report
 	@echo "== demo"
 	@$(RUN) launch/demo.py
+
+data: $(STAMP)  ## the standard library and the essays as packed rows, checked, with pictures: runs/data_stdlib_essays/data
+	@$(RUN) launch/prepare_data.py --config configs/data_stdlib_essays.yaml
+	@$(BIN)/pod-data verify runs/data_stdlib_essays/data --sources
+	@$(BIN)/pod-data inspect runs/data_stdlib_essays/data --rows 2
 
 check-export: $(STAMP)  ## load the demo's export in a second venv that holds only torch and transformers
 	@test -f runs/demo/export_check.safetensors || { echo "error: no export yet; run: make demo" >&2; exit 2; }
