@@ -269,6 +269,17 @@ def test_bad_records_are_skipped_one_by_one(tmp_path, packed):
         texts_of(replace(args, unreadable="error"))
 
 
+def test_lines_that_strain_the_parser_are_bad_records(tmp_path):
+    path = tmp_path / "a.jsonl"
+    cut = b'{"text": "a"}'  # as long as the limit, with more behind
+    path.write_bytes(cut + b"\r\r and more\n" + lines("z"))
+    documents, report = read_all(DataArgs(sources=[str(path)], unreadable="skip", max_record_bytes=len(cut)))
+    assert [one.text for one in documents] == ["z"] and "line 1 is 25 bytes long" in report.skipped_files[0]
+    path.write_bytes(b"[" * 200_000 + b"\n" + b'{"text": ' + b"9" * 5000 + b"}\n" + lines("z"))
+    documents, report = read_all(DataArgs(sources=[str(path)], unreadable="skip"))
+    assert [one.text for one in documents] == ["z"] and report.records_skipped == 2
+
+
 def test_the_limit_counts_the_bytes_of_a_line_without_its_end(tmp_path):
     path = tmp_path / "a.jsonl"
     line = json.dumps({"text": "é" * 20}, ensure_ascii=False).encode()
@@ -353,10 +364,19 @@ def test_json_values_may_be_cut_anywhere(tmp_path, monkeypatch, chunk):
         path.write_text(content)
         (tmp_path / "z.txt").write_text("z")
         assert texts_of(DataArgs(sources=[str(tmp_path)])) == [*expected, "z"]
-    for content in ('["a" "b"]', '["a",]', '["a"', '[\n"a"] 3', '["a", tru]', '["a", {"text": "x"'):
+    for content in ('["a" "b"]', '["a",]', '["a"', '[\n"a"]3', '["a", tru]', '["a", {"text": "x"'):
         path.write_text(content)
         with pytest.raises(ValueError, match=r"a.json is not JSON \(.* at character \d+\)"):
             texts_of(DataArgs(sources=[str(path)]))
+    path.write_text('["a", 12345, true, "b"]')
+    documents, report = read_all(DataArgs(sources=[str(path)], unreadable="skip"))
+    assert [one.text for one in documents] == ["a", "b"] and report.records_skipped == 2
+    path.write_text(json.dumps(["a", "x" * 60, "b"]))
+    with pytest.raises(
+        ValueError, match="a.json value at character 6 goes on, beyond data.max_record_bytes = 61"
+    ):
+        texts_of(DataArgs(sources=[str(path)], max_record_bytes=61))
+    assert len(texts_of(DataArgs(sources=[str(path)], max_record_bytes=62))) == 3
     path.write_text("12345")
     with pytest.raises(ValueError, match="record 0 is a int, expected an object with a field 'text'"):
         texts_of(DataArgs(sources=[str(path)]))
