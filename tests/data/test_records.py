@@ -48,6 +48,10 @@ def test_dolma_layout(tmp_path):
         (origin, f"{origin} text {i}") for origin in ("wiki", "cc") for i in range(3)
     ]
     assert reports[0].origins == {"wiki": 3, "cc": 3} and reports[0].files == 2
+    words = read_documents(DataArgs(sources=[str(tmp_path)], text_field="source"))
+    assert {(one.text, one.origin) for one in words} == {("wiki", ""), ("cc", "")}, (
+        "a text is not its own origin"
+    )
 
 
 def write_ids(path, records):
@@ -147,5 +151,6 @@ def test_table_rows_above_the_limit_or_not_utf8_are_bad_records(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
     documents, report = read_all(DataArgs(sources=[str(tmp_path)], unreadable="skip", max_record_bytes=49))
     assert [one.text for one in documents] == ["good", "end"] and report.records_skipped == 2
+    assert len(texts_of(DataArgs(sources=[str(tmp_path)], unreadable="skip", max_record_bytes=50))) == 3
     assert "row 1: field 'text' is not UTF-8" in report.skipped_files[0]
     assert "row 2 is 50 bytes long" in report.skipped_files[1]
