@@ -212,7 +212,10 @@ def test_signatures_are_the_same_for_ever(tmp_path):
     block = minhash.signature_block(tmp_path)
     shingles = block.get_shingles("One two, three FOUR five-six seven 8!")
     signature = block.get_signature(shingles)
-    assert len(shingles) == 4 and (signature[0][0], signature[13][7]) == (420801314452551838, 760320279624072686)
+    assert len(shingles) == 4 and (signature[0][0], signature[13][7]) == (
+        420801314452551838,
+        760320279624072686,
+    )
 
 
 def test_goes_on_after_a_kill_at_any_step(tmp_path, clusters):
