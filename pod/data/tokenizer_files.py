@@ -206,12 +206,9 @@ def load_tokenizer_file(path: str | Path) -> Any:
     sentencepiece = _library("sentencepiece", "SentencePiece files")
     processor = sentencepiece.SentencePieceProcessor()
     try:
-        # An empty file parses, as a model without pieces.
-        loaded = processor.LoadFromSerializedProto(content) and processor.get_piece_size() > 0
+        processor.LoadFromSerializedProto(content)
     except (RuntimeError, ValueError) as error:
         raise _not_a_tokenizer(path) from error
-    if not loaded:
-        raise _not_a_tokenizer(path)
     return SentencePieceTokenizer(path, processor)
 
 

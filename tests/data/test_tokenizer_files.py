@@ -214,6 +214,15 @@ def test_special_tokens_of_llama_3():
     assert number["<|eot_id|>"] == 128_009 and number["<|reserved_special_token_250|>"] == 128_255
 
 
+def test_pattern_of_llama_3():
+    split = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), behavior="isolated")
+    text = "It's 12345678 x_y  (don'T) zwölf\r\n \n\tend...\n  "
+    assert [piece for piece, _ in split.pre_tokenize_str(text)] == [
+        *("It", "'s", " ", "123", "456", "78", " x", "_y", " ", " (", "don", "'T", ")", " zwölf"),
+        *("\r\n \n", "\tend", "...\n", "  "),
+    ]
+
+
 def test_changed_tiktoken_file_is_read_again(llama3_like, known_700, tmp_path):
     """tiktoken's own reader would go on with a copy that it keeps by path."""
     pytest.importorskip("tiktoken")
@@ -229,9 +238,9 @@ def test_endless_whitespace(llama3_like, known_700, tmp_path):
     """tiktoken panics beyond about a million whitespace characters in a row."""
     pytest.importorskip("tiktoken")
     tokenizer = load_tokenizer(write_tiktoken(tmp_path / "tokenizer.model", llama3_like[0]))
-    for text in ("a" + " \t" * 600_000 + "b", " " * 1_300_000):
+    for text in ("a" + " \t" * 600_000 + "<|eot_id|>", " " * 1_300_000):
         encoded = Encoder(tokenizer)([text])[0]
-        assert tokenizer.decode(encoded) == text
+        assert tokenizer.decode(encoded) == text and max(encoded) < 700
     assert cut_whitespace("ab", 2) == ["ab"]
     assert cut_whitespace("a  b", 2) == ["a  b"]
     assert cut_whitespace("a   b", 2) == ["a  ", " b"]
@@ -296,6 +305,8 @@ def test_tekken_file(tekken_like, tmp_path, hard_texts, kept):
         *TEKKEN_SPECIAL_TOKENS,
         *(f"<SPECIAL_{number}>" for number in range(20, 30)),
     ]
+    assert (names[3], names[9], names[10], names[14]) == ("[INST]", "[TOOL_CALLS]", "[IMG]", "[PREFIX]")
+    assert (names[17], names[19]) == ("[SYSTEM_PROMPT]", "[TOOL_CONTENT]")
     assert min(Encoder(tokenizer)(["<s>[INST]</s>"])[0]) >= 30
 
 
@@ -351,6 +362,7 @@ def test_interface_that_data_preparation_uses(each_kind):
         )
         assert tokenizer.decode([end, *plain, end, end], skip_special_tokens=True) == text
         assert tokenizer.decode(Encoder(tokenizer)([text])[0]) == text
+        assert tokenizer.decode([plain[0], end, plain[0], end]).count(tokenizer.decode([plain[0]])) == 2
         copy = ForkingPickler.loads(ForkingPickler.dumps(tokenizer))
         assert tokenizer_sha256(copy) == tokenizer_sha256(tokenizer)
         vocabulary = tokenizer.get_vocab()
