@@ -449,7 +449,7 @@ def test_sources_of_data_that_does_not_know_them(packed_folder, run):
 def test_the_installed_command_in_a_closed_pipe_without_utf8(packed_folder):
     """`pod-data inspect … | head` on a terminal of another encoding: no traceback, no error code."""
     command = [Path(sys.executable).parent / "pod-data", "inspect", packed_folder()]
-    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": ""}
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
