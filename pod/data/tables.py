@@ -53,7 +53,6 @@ def _batches(path: Path, kind: str, fields: Fields) -> Iterator[Iterator[Any]]:
             reader: Any = pyarrow.ipc.open_stream(source)
             found = iter(reader)
         except pyarrow.ArrowInvalid:
-            source.seek(0)
             reader = pyarrow.ipc.open_file(source)
             found = (reader.get_batch(number) for number in range(reader.num_record_batches))
         columns = _wanted(reader.schema.names, fields, path)

@@ -17,7 +17,7 @@ import zstandard
 
 from pod.data.args import DataArgs
 from pod.data.documents import SourceReport
-from pod.data.mds import mds_shards, read_index, read_shard
+from pod.data.mds import ARRAY_TYPES, mds_shards, read_index, read_shard
 from pod.data.records import Fields
 from pod.data.sources import read_documents
 from pod.data.units import plan_units, read_unit
@@ -104,6 +104,17 @@ def test_pickled_columns_are_refused_by_name_and_passed_over():
         [5, 6, 7],
         [8, 9, 10],
     ]
+
+
+def test_types_of_arrays():
+    """The first byte of an array: 8, 16, 32, 64 by its bits, one more for signed, two more for floating-point numbers."""
+    expected = {
+        bits + add: f"{kind}{bits}"
+        for bits in (8, 16, 32, 64)
+        for add, kind in enumerate(("uint", "int", "float"))
+    }
+    del expected[10]
+    assert {code: np.dtype(one).name for code, one in ARRAY_TYPES.items()} == expected
 
 
 # A writer of our own, from the description of the format
@@ -274,6 +285,8 @@ def test_files_beside_shards_are_named_not_read(tmp_path):
         "shard.00009.mds stands beside" in report.skipped_files[1],
     ] == [True, True]
     assert texts_of(tmp_path, include=["*.mds", "*.md"], unreadable="skip") == ["not a document", "b", "a"]
+    (tmp_path / "list").write_text("en\nde\n")
+    assert read_all(f"list:{tmp_path}/list")[1].skipped == 1
     before = plan_units(DataArgs(sources=[str(tmp_path)]))[0].fingerprint()
     (tmp_path / "NEWS").write_text("")
     assert plan_units(DataArgs(sources=[str(tmp_path)]))[0].fingerprint() != before
@@ -371,6 +384,14 @@ def test_damage_without_a_hash_never_crashes(tmp_path):
             wrong += report.skipped + report.records_skipped
             assert all("shard.00000.mds" in one and "\n" not in one for one in report.skipped_files)
     assert wrong > 200
+
+
+def test_content_of_another_length_than_the_index_says(tmp_path):
+    (entry,) = write_mds(tmp_path, COLUMNS, [text_samples("a")], "zstd")
+    entry["raw_data"]["bytes"] += 1
+    write_index(tmp_path, [entry])
+    with pytest.raises(ValueError, match=r"is damaged: its offsets do not add up to \d+ bytes"):
+        texts_of(tmp_path)
 
 
 def test_bad_samples_are_skipped_one_by_one(tmp_path):

@@ -146,6 +146,15 @@ def test_text_files_hold_no_token_ids(tmp_path):
         texts_of(DataArgs(sources=[str(tmp_path)], token_field="ids"))
 
 
+def test_rows_are_numbered_over_batches_and_row_groups(tmp_path):
+    table = pyarrow.table({"text": [f"row {number}" for number in range(150)]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=100)
+    documents, _ = read_all(DataArgs(sources=[str(tmp_path)]))
+    names = [f"{tmp_path}/a.parquet:{number}" for number in range(150)]
+    assert [one.text for one in documents] == table["text"].to_pylist()
+    assert [one.name for one in documents] == names
+
+
 def test_table_rows_above_the_limit_or_not_utf8_are_bad_records(tmp_path):
     texts = pyarrow.array([b"good", b"\xe9", b"x" * 50, b"end"], pyarrow.binary()).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")

@@ -161,6 +161,14 @@ def test_damaged_files_are_named_or_counted(tmp_path, name):
     assert reports[0].files == 2 and reports[0].documents == len(texts)
 
 
+def test_sources_of_bad_records_only_are_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"body": 1}\n{bad\n')
+    with pytest.raises(
+        ValueError, match="holds no text: 1 files read, 0 empty documents, 2 unreadable .*line 1 has no"
+    ):
+        texts_of(tmp_path, unreadable="skip")
+
+
 @pytest.mark.parametrize("name", ["empty.txt", "empty.jsonl", "empty.json", "blank.txt"])
 def test_empty_sources_are_refused(tmp_path, name):
     path = tmp_path / name
