@@ -268,3 +268,14 @@ def test_one_source_has_no_picture_of_sources(packed_folder, tmp_path):
     del manifest["read"]["sources"][1]
     drawn = draw_all(manifest, packing(folder, manifest), tmp_path)
     assert [path.name for path in drawn] == ["lengths.png", "packing.png"]
+
+
+@pytest.mark.parametrize("count, stacked, documents", [(9, False, True), (10, True, True), (15, True, False)])
+def test_many_intervals_get_room(count, stacked, documents, tmp_path, monkeypatch):
+    """Before and after one above the other from ten intervals on; only tokens as labels above fourteen."""
+    figures = []
+    monkeypatch.setattr(pictures, "_save", lambda figure, path: figures.append(figure))
+    draw_lengths(manifest_of([10**6] * count, 10**5), tmp_path / "picture.png")
+    above, below = figures[0].axes
+    assert (above.get_subplotspec().get_geometry()[:2] == (2, 1)) == stacked
+    assert any("docs" in label.get_text() for label in [*above.texts, *below.texts]) == documents
