@@ -140,7 +140,7 @@ def test_language_is_told_by_start_and_middle():
     assert language_sample(text[:2001]) == f"{text[:1000]}\n{text[1000:2000]}"  # no character twice
     pytest.importorskip("py3langid")
     # A short English licence above a long German text: the middle decides, at a bounded cost.
-    assert reasons(DataArgs(languages=["de"]), [ENGLISH * 3 + GERMAN * 200]) == [None]
+    assert reasons(DataArgs(languages=["de"]), [ENGLISH * 6 + GERMAN * 200]) == [None]
     assert reasons(DataArgs(languages=["de"]), [ENGLISH * 200 + GERMAN * 3]) == ["language"]
 
 
