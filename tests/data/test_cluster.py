@@ -331,15 +331,20 @@ def run_here(number, script, monkeypatch, ranks):
 
 
 def test_slurm_scripts(slurm_job, slurm, tmp_path, capfd):
+    from datatrove.utils.logging import logger
+
     one = slurm_job(
         near_duplicates=True,
         slurm_time="01:30:00",
         slurm_memory_gb=6,
         slurm_options={"account": "lab", "qos": "long", "exclude": "node7"},
     )
+    said = []
+    sink = logger.add(said.append)
     answer = run_cluster(one)
+    logger.remove(sink)
     assert isinstance(answer, Submitted)
-    assert capfd.readouterr() == ("", "")
+    assert capfd.readouterr() == ("", "") and said == []
     names = ["tokenise", "sign", "match", "cluster", "plan", "write", "publish"]
     assert answer.jobs == {name: str(101 + place) for place, name in enumerate(names)}
     jobs = submitted(slurm)
@@ -447,6 +452,9 @@ def test_slurm_tasks_killed_and_submitted_again(slurm_job, slurm, expected, tmp_
 def test_slurm_gets_all_steps_after_one_that_lost_a_result(job, slurm_job, slurm, monkeypatch):
     one = job()
     run_until(one, monkeypatch, "publish")
+    assert run_cluster(slurm_job()).jobs == {"publish": "101"}
+    assert [wait for _, _, wait, _ in submitted(slurm)] == [None]
+    (slurm / "101.slurm").unlink()
     shutil.rmtree(one.part_dir(3))
     assert list(run_cluster(slurm_job()).jobs) == ["tokenise", "plan", "write", "publish"]
     assert [array_size(directives) for _, directives, _, _ in submitted(slurm)] == [1, 1, 4, 1]
