@@ -186,6 +186,16 @@ def test_sources_that_changed_are_read_again(job, expected, monkeypatch, sources
     assert checksums(tmp_path / "out" / "data") == expected(sources=sources)
 
 
+def test_one_process_shows_its_progress_and_gives_the_console_back(job, capfd):
+    from datatrove.utils.logging import logger
+
+    run_cluster(job(workers=1))
+    logger.warning("still heard")
+    err = capfd.readouterr().err
+    assert "still heard" in err and "Logging error" not in err
+    assert "tokenise: 100%" in err and "Launching" not in err
+
+
 def test_an_error_is_one_line_and_its_traceback_is_in_the_log(job, sources, capfd):
     with open(sources[3], "a") as file:
         file.write("not json\n")
