@@ -76,9 +76,41 @@ def stage_of(output):
         return "published"
     if any(output.parent.glob("data.rows-*")):
         return "write"
-    if any(output.parent.glob("data.work/rows-*")):
+    if any(path.is_dir() for path in output.parent.glob("data.work/rows-*")):
         return "plan"
     return "tokenise"
+
+
+def moments(output, generator, duration):
+    """When one preparation is killed: twice by what it has finished, twice by the clock. Each is asked until it says yes."""
+
+    def finished(pattern, count):
+        return lambda seconds: len(list(output.parent.glob(pattern))) >= count
+
+    def passed(limit):
+        return lambda seconds: seconds >= limit
+
+    return [
+        finished("data.work/tokens-*/part-*", generator.randrange(1, 30)),
+        passed(generator.uniform(0, duration)),
+        finished("data.work/rows-*/shard-*.json", generator.randrange(1, 15)),
+        passed(generator.uniform(0, duration)),
+    ]
+
+
+def kill_at(moment, args, tokenizer, output):
+    """Start a run and kill it; the pass that it was in, or None when it ended before."""
+    process = start(args, tokenizer, output)
+    began = time.monotonic()
+    while process.is_alive() and not moment(time.monotonic() - began):
+        time.sleep(0.001)
+    alive = process.is_alive()
+    if alive:
+        os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert process.exitcode == (-signal.SIGKILL if alive else 0)
+    assert session_is_empty(process.pid), "workers outlive their killed parent"
+    return stage_of(output) if alive else None
 
 
 @pytest.mark.slow
@@ -86,29 +118,20 @@ def stage_of(output):
 def test_twenty_kills_change_nothing(corpus, tokenizer, tmp_path, small_steps):
     args = settings(corpus(random.Random(0).choices(range(2, 300), k=500)))
     began = time.monotonic()
-    whole = start(args, tokenizer, tmp_path / "whole/data")
-    whole.join()
-    assert whole.exitcode == 0
+    assert kill_at(lambda seconds: False, args, tokenizer, tmp_path / "whole/data") is None
     duration = time.monotonic() - began
     expected = content(tmp_path / "whole/data")
     assert len(expected) > 20
-    generator, kills, stages, attempt = random.Random(1), 0, [], 0
-    while kills < KILLS:
+    generator, stages = random.Random(1), []
+    for attempt in range(20):
         output = tmp_path / f"run-{attempt}/data"
-        attempt += 1
         output.parent.mkdir()
-        while not output.exists():
-            process = start(args, tokenizer, output)
-            process.join(generator.uniform(0, duration) if kills < KILLS else None)
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGKILL)
-                stages.append(stage_of(output))
-                kills += 1
-                process.join()
-                assert session_is_empty(process.pid), "workers outlive their killed parent"
-            else:
-                assert process.exitcode == 0
-        prepare(args, tokenizer, output)  # cleans up after a kill between the last rename and the end
+        for moment in moments(output, generator, duration)[: KILLS - len(stages)]:
+            stage = kill_at(moment, args, tokenizer, output)
+            stages += [stage] if stage else []
+        prepare(args, tokenizer, output)
         assert content(output) == expected
         assert [path.name for path in output.parent.iterdir()] == ["data"]
-    assert {"tokenise", "write"} <= set(stages), stages
+        if len(stages) == KILLS:
+            break
+    assert len(stages) == KILLS and {"tokenise", "write"} <= set(stages), stages
