@@ -98,7 +98,7 @@ def set_quotas(reports: list[IntervalReport], target_tokens: int | None, exhaust
     if not supply.sum():
         raise ValueError(
             "no document is left to draw from: set data.long_documents to cut or data.short_documents to keep, lower "
-            "data.shortest_interval or add sources"
+            "data.shortest_interval, data.min_tokens or data.held_out_fraction, or add sources"
         )
     if target_tokens is None:
         share = int(supply.max() if exhausted == "redistribute" else supply.min())

@@ -14,6 +14,8 @@ import hashlib
 import importlib.metadata
 import inspect
 import json
+import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -24,6 +26,7 @@ import numpy as np
 
 from pod.data.args import DataArgs
 from pod.data.documents import Document, SourceReport
+from pod.data.folders import has_other_users
 from pod.data.gates import Gates, imported_filter
 from pod.data.loader import PackedDataset
 from pod.data.manifest import token_dtype
@@ -75,6 +78,8 @@ class Job:
 
     def __init__(self, args: DataArgs, tokenizer: Any, output_dir: str | Path, seed: int = 0):
         self.args, self.seed, self.output_dir = args, seed, Path(output_dir)
+        if self.output_dir.is_symlink():  # to a larger disk, say: the link stays
+            self.output_dir = self.output_dir.resolve()
         self._source_of_tokenizer = args.tokenizer or tokenizer
         self._cache: dict[str, Any] = {}
 
@@ -136,13 +141,18 @@ class Job:
 
     @property
     def rows_dir(self) -> Path:
-        """Folder of the plan of this very request."""
-        return self.work_dir / f"rows-{_key(self.request)}"
+        """Folder of the plan of this very request for this output (others may share the work folder)."""
+        return self.work_dir / f"rows-{_key([self.request, os.path.abspath(self.output_dir)])}"
 
     @property
     def staging_dir(self) -> Path:
         """Folder of the shards until they are complete."""
         return self._beside(f"rows-{_key(self.request)}")
+
+    @property
+    def lock_file(self) -> Path:
+        """Held by the run that works on this output."""
+        return self._beside("lock")
 
     # Pass 1
 
@@ -173,8 +183,10 @@ class Job:
             return
         unit, args = self.units()[number], self.args
         report = SourceReport(args.sources[unit.source])
+        target = self.part_dir(number)
         with (
-            atomic_dir(self.part_dir(number)) as folder,
+            # One that appears meanwhile is another run's (or the same file's, named twice) with the same bytes: it stays.
+            atomic_dir(target, replace=target.exists()) as folder,
             PartWriter(folder, token_dtype(self.vocab_size)) as part,
         ):
             documents = self.documents_of(unit, report)
@@ -247,18 +259,20 @@ class Job:
             return False
 
     def clean(self) -> None:
-        """Remove plans and staging of this output, and the tokens unless `keep_tokens`."""
+        """Remove plans and staging of this output, and the tokens unless `keep_tokens` or another run works with them."""
         shutil.rmtree(self.rows_dir, ignore_errors=True)
-        for left in self.output_dir.parent.glob(f"{self.output_dir.name}.rows-*"):
-            shutil.rmtree(left, ignore_errors=True)
-        if not self.args.keep_tokens:
-            shutil.rmtree(self.tokens_dir, ignore_errors=True)
-            if self.args.near_duplicates:
-                from pod.data.minhash import near_dir
+        for left in self.output_dir.parent.iterdir():
+            if re.fullmatch(re.escape(self.output_dir.name) + r"\.rows-[0-9a-f]{12}", left.name):
+                shutil.rmtree(left, ignore_errors=True)
+        if self.args.keep_tokens or has_other_users(self.tokens_dir, self.output_dir):
+            return
+        shutil.rmtree(self.tokens_dir, ignore_errors=True)
+        if self.args.near_duplicates:
+            from pod.data.minhash import near_dir
 
-                shutil.rmtree(near_dir(self), ignore_errors=True)
-            if self.args.work_dir is None:
-                shutil.rmtree(self.work_dir, ignore_errors=True)
+            shutil.rmtree(near_dir(self), ignore_errors=True)
+        if self.args.work_dir is None:
+            shutil.rmtree(self.work_dir, ignore_errors=True)
 
     # Parts of the above
 

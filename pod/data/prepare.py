@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock, Timeout
-
 from pod.data.args import DataArgs
 from pod.data.balance import IntervalReport, bounds_of
+from pod.data.folders import LOCK_SECONDS, Busy, check_replaceable, locked, remove_empty, user_lock
 from pod.data.inspect import left_out
 from pod.data.job import Job
 from pod.data.loader import PackedDataset
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PICTURE_NAME", "estimate", "prepare", "prepare_job", "summary"]
 
-LOCK_SECONDS = 5.0
-"""How long to wait for another run on the same data; the workers of a killed one need less than a second to end."""
 LISTED = 5
 """Unreadable files and records that the summary names."""
 # Measured by benchmarks/data_pipeline.py with SmolLM2's tokenizer on Python source.
@@ -58,12 +55,16 @@ def prepare(args: DataArgs, tokenizer: Any, output_dir: str | Path, *, seed: int
 def prepare_job(job: Job) -> PackedDataset | Submitted:
     """Run all steps of `job` that are not done yet; with `executor: slurm` hand them to Slurm."""
     if job.is_current():
-        job.clean()
+        with contextlib.suppress(Busy, OSError), _alone(job, 0):  # another run may work beside it
+            job.clean()
         return PackedDataset(job.output_dir)
+    check_replaceable(job.output_dir)
     if job.args.executor != "processes":
         from pod.data.cluster import run_cluster
 
-        return run_cluster(job)
+        # Slurm's jobs outlive this process.
+        with contextlib.nullcontext() if job.args.executor == "slurm" else _alone(job):
+            return run_cluster(job)
     workers = job.args.workers or cores()
     with _alone(job):
         missing = job.missing_units()
@@ -78,24 +79,20 @@ def prepare_job(job: Job) -> PackedDataset | Submitted:
 
 
 @contextlib.contextmanager
-def _alone(job: Job) -> Iterator[None]:
-    """Two runs of the same preparation on one machine would only do everything twice."""
-    lock = FileLock(job.work_dir / f"{job.rows_dir.name}.lock")
-    job.work_dir.mkdir(parents=True, exist_ok=True)
-    try:
-        lock.acquire(timeout=LOCK_SECONDS)
-    except Timeout:
-        raise ValueError(
-            f"another process is preparing {job.output_dir}: wait for it, or stop it and run the same command again"
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()
-        Path(lock.lock_file).unlink(missing_ok=True)
-        for folder in (job.tokens_dir, job.rows_dir, job.work_dir):
-            with contextlib.suppress(OSError):  # an error before the first part leaves them empty
-                folder.rmdir()
+def _alone(job: Job, seconds: float | None = None) -> Iterator[None]:
+    """One run at a time for one output, whatever its settings: the first to end would remove the other's work. Runs for
+    several outputs may share a `work_dir`; the last one removes the tokens."""
+    message = f"another process is preparing {job.output_dir}: wait for it, or stop it and run the same command again"
+    seconds = LOCK_SECONDS if seconds is None else seconds
+    with locked(job.lock_file, seconds, message):
+        try:
+            with locked(user_lock(job.tokens_dir, job.output_dir), seconds, message):
+                yield
+            if job.is_current():
+                job.clean()  # of two runs that ended together, each left the tokens to the other
+        finally:
+            # An error before the first part leaves them empty.
+            remove_empty(job.tokens_dir, job.rows_dir, job.work_dir)
 
 
 def summary(manifest: dict[str, Any]) -> str:

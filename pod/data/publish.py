@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pod.data.documents import SourceReport
+from pod.data.folders import check_replaceable
 from pod.data.inspect import packing
 from pod.data.manifest import MANIFEST_NAME, token_dtype
 from pod.data.pictures import draw_all
@@ -61,6 +62,7 @@ def publish(job: Job) -> None:
         )
         pictures = draw_all(manifest, packing(folder, manifest), folder)
     _remove_strangers(folder, manifest, {picture.name for picture in pictures})
+    check_replaceable(job.output_dir)  # again: time has passed
     move_into_place(folder, job.output_dir)
 
 

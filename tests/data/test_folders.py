@@ -1,0 +1,148 @@
+"""What preparation may replace and remove: nothing that others put there, nothing that another run works with."""
+
+import multiprocessing
+import random
+import sys
+from dataclasses import replace
+
+import pytest
+
+from pod.data import DataArgs, PackedDataset, prepare, publish, units
+from pod.data.folders import Busy, check_replaceable, has_other_users, locked, user_lock
+from pod.data.job import Job
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(publish, "draw_all", lambda *_: [])
+    monkeypatch.setattr(units, "GROUP_BYTES", 4_000)
+
+
+@pytest.fixture
+def args(corpus):
+    sources = [str(corpus(random.Random(0).choices(range(2, 300), k=50)))]
+    return DataArgs(sources=sources, context_length=128, shortest_interval=32, workers=1)
+
+
+def content(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_a_folder_with_other_files_is_never_replaced(args, tokenizer, tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "corpus.jsonl").write_text('{"text": "w1 w2 w3"}\n')
+    with pytest.raises(
+        ValueError, match=r"data holds 'corpus.jsonl', which is no prepared data.*output_dir"
+    ) as info:
+        prepare(replace(args, sources=[str(folder / "corpus.jsonl")]), tokenizer, folder)
+    assert "\n" not in str(info.value)
+    assert (folder / "corpus.jsonl").read_text() == '{"text": "w1 w2 w3"}\n'
+    assert [file.name for file in tmp_path.glob("data*")] == ["data"]
+
+
+def test_files_that_come_while_preparing_are_not_lost(args, tokenizer, tmp_path, monkeypatch):
+    written = publish.write_manifest
+
+    def slow(*arguments, **details):
+        (tmp_path / "data").mkdir()
+        (tmp_path / "data/notes.txt").write_text("mine")
+        return written(*arguments, **details)
+
+    monkeypatch.setattr(publish, "write_manifest", slow)
+    with pytest.raises(ValueError, match=r"holds 'notes.txt'"):
+        prepare(args, tokenizer, tmp_path / "data")
+    assert (tmp_path / "data/notes.txt").read_text() == "mine"
+
+
+def test_a_file_in_place_of_the_folder(args, tokenizer, tmp_path):
+    (tmp_path / "data").write_text("mine")
+    with pytest.raises(ValueError, match="data is a file where the prepared data should go"):
+        prepare(args, tokenizer, tmp_path / "data")
+    assert (tmp_path / "data").read_text() == "mine"
+
+
+def test_prepared_data_is_replaced_whatever_its_version(args, tokenizer, tmp_path):
+    prepare(args, tokenizer, tmp_path / "data")
+    for name in ("shard-00007.doc_ids.npy", "packing.png", "sources.png", ".lengths.png.tmp-host-1-2"):
+        (tmp_path / "data" / name).touch()
+    check_replaceable(tmp_path / "data")
+    (tmp_path / "data/manifest.json").write_text("{}")
+    data = prepare(args, tokenizer, tmp_path / "data")
+    assert "shard-00007.doc_ids.npy" not in content(data.path)
+
+
+def test_a_link_to_another_disk_stays_a_link(args, tokenizer, tmp_path):
+    (tmp_path / "large").mkdir()
+    (tmp_path / "data").symlink_to(tmp_path / "large")
+    prepare(args, tokenizer, tmp_path / "data")
+    prepare(replace(args, context_length=64), tokenizer, tmp_path / "data")
+    assert (tmp_path / "data").is_symlink()
+    assert PackedDataset(tmp_path / "large").manifest["context_length"] == 64
+    assert sorted(file.name for file in tmp_path.iterdir() if file.name != "texts") == ["data", "large"]
+
+
+def test_only_staging_folders_are_removed(args, tokenizer, tmp_path):
+    for name in ("data.rows-backup", "data.rows-0123456789ab", "data2.rows-0123456789ab"):
+        (tmp_path / name).mkdir()
+    prepare(args, tokenizer, tmp_path / "data")
+    assert sorted(file.name for file in tmp_path.glob("*rows*")) == [
+        "data.rows-backup",
+        "data2.rows-0123456789ab",
+    ]
+
+
+def test_other_settings_for_the_same_output_wait(args, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["pod.data.prepare"], "LOCK_SECONDS", 0.1)
+    job = Job(args, tokenizer, tmp_path / "data")
+    with locked(job.lock_file, 0, "first"), pytest.raises(ValueError, match="another process is preparing"):
+        prepare(replace(args, context_length=64), tokenizer, tmp_path / "data")
+    prepare(args, tokenizer, tmp_path / "data")
+    (tmp_path / "data.work/rows").mkdir(parents=True)
+    with locked(job.lock_file, 0, "first"):
+        prepare(args, tokenizer, tmp_path / "data")  # up to date: nothing to do, and nothing is cleaned
+        assert (tmp_path / "data.work").is_dir()
+
+
+def test_tokens_that_another_run_works_with_stay(args, tokenizer, tmp_path):
+    args = replace(args, work_dir=str(tmp_path / "work"))
+    one, two = (Job(args, tokenizer, tmp_path / name) for name in ("one", "two"))
+    assert one.tokens_dir == two.tokens_dir and one.rows_dir != two.rows_dir
+    with locked(user_lock(two.tokens_dir, two.output_dir), 0, "busy"):
+        prepare(args, tokenizer, tmp_path / "one")
+        assert has_other_users(one.tokens_dir, one.output_dir)
+        assert not two.missing_units()
+    prepare(args, tokenizer, tmp_path / "two")
+    assert content(tmp_path / "one") == content(tmp_path / "two")
+    assert not (tmp_path / "work").exists()
+
+
+def test_marks_of_killed_runs_do_not_count(tmp_path):
+    tokens = tmp_path / "tokens-0123"
+    user_lock(tokens, tmp_path / "killed").touch()
+    assert not has_other_users(tokens, tmp_path / "data")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_is_free_afterwards(tmp_path):
+    with locked(tmp_path / "a.lock", 0, "mine"), pytest.raises(Busy, match="taken"):
+        with locked(tmp_path / "a.lock", 0, "taken"):
+            pass
+    assert not (tmp_path / "a.lock").exists()
+    with locked(tmp_path / "a.lock", 0, "mine"):
+        pass
+
+
+def test_runs_that_share_a_work_folder_at_the_same_time(args, tokenizer, tmp_path):
+    prepare(args, tokenizer, tmp_path / "expected")
+    args = replace(args, work_dir=str(tmp_path / "work"))
+    start = multiprocessing.get_context("fork").Process
+    runs = [start(target=prepare, args=(args, tokenizer, tmp_path / name)) for name in "abc"]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join(60)
+    assert [run.exitcode for run in runs] == [0, 0, 0]
+    for name in "abc":
+        assert content(tmp_path / name) == content(tmp_path / "expected")
+    assert not (tmp_path / "work").exists()
