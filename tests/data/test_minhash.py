@@ -323,3 +323,20 @@ def test_lists_of_another_run_are_refused(tmp_path, clusters):
     job = StandIn(tmp_path, clusters[0])
     with pytest.raises(ValueError, match="are of 3 parts, asked for 2"):
         removed_documents(job, job.parts()[:2])
+
+
+def test_first_document_of_the_next_part_is_not_counted_twice(tmp_path, monkeypatch):
+    """Parts of one group stand one after the other in a list; a removed document belongs to exactly one of them."""
+    monkeypatch.setattr(minhash, "MAX_GROUPS", 1)
+    rng = np.random.default_rng(6)
+    one, two = (" ".join(random_words(rng, 100)) for _ in range(2))
+    assert removed_of(StandIn(tmp_path, [[one, two], [one], [two, one]])) == [[], [0], [0, 1]]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_long_texts_are_hashed_in_chunks_without_a_gap(tmp_path, monkeypatch, chunk):
+    shingles = np.random.default_rng(7).integers(0, 2**31, (200, 1)).astype(np.uint64)
+    block = minhash.signature_block(tmp_path)
+    whole = block.get_signature(shingles)
+    monkeypatch.setattr(minhash, "SHINGLES_AT_A_TIME", chunk)
+    assert block.get_signature(shingles) == whole
