@@ -128,7 +128,7 @@ class Step:
     def is_done(self, number: int) -> bool:
         """Whether the result of item `number` is on disk; `tokenise` is asked through `Job.missing_units`."""
         if self.name == "write":
-            return _is_written(self.job, number)
+            return self.job.is_written(number)
         if self.name == "publish":
             return self.job.is_current()
         if self.name in _near_steps(self.job):
@@ -196,7 +196,7 @@ def _near_steps(job: Job) -> tuple[str, ...]:
 
 def _folder(job: Job) -> Path:
     """Absolute, because the machines of a cluster do not start where the user stands."""
-    return (job.work_dir / "cluster" / job.rows_dir.name.removeprefix("rows-")).absolute()
+    return job.cluster_dir.absolute()
 
 
 def _remove_marks(job: Job) -> None:
@@ -206,11 +206,6 @@ def _remove_marks(job: Job) -> None:
     with contextlib.suppress(OSError):
         folder.parent.rmdir()
         job.work_dir.rmdir()
-
-
-def _is_written(job: Job, number: int) -> bool:
-    entry = job.rows_dir / f"shard-{number:05d}.json"
-    return entry.is_file() and job._is_written(read_json(entry))
 
 
 # Executors

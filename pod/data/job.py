@@ -145,6 +145,11 @@ class Job:
         return self.work_dir / f"rows-{_key([self.request, os.path.abspath(self.output_dir)])}"
 
     @property
+    def cluster_dir(self) -> Path:
+        """Folder of a cluster executor's marks, scripts and logs."""
+        return self.work_dir / "cluster" / self.rows_dir.name.removeprefix("rows-")
+
+    @property
     def staging_dir(self) -> Path:
         """Folder of the shards until they are complete."""
         return self._beside(f"rows-{_key(self.request)}")
@@ -225,8 +230,7 @@ class Job:
 
     def write_shard(self, number: int, count: Callable[[int], None] = lambda rows: None) -> None:
         """Write shard `number`; `count` is told of every row."""
-        entry = self.rows_dir / f"shard-{number:05d}.json"
-        if entry.is_file() and self._is_written(read_json(entry)):
+        if self.is_written(number):
             return
         self.staging_dir.mkdir(parents=True, exist_ok=True)
         start = number * self._rows_per_shard
@@ -240,7 +244,18 @@ class Job:
                 vocab_size=self.vocab_size,
                 pad_token_id=self.pad_token_id,
             )
-        write_json(entry, found)
+        write_json(self._entry_file(number), found)
+
+    def is_written(self, number: int) -> bool:
+        """Whether shard `number` is complete on disk."""
+        if not self._entry_file(number).is_file():
+            return False
+        entries = [entry for entry in read_json(self._entry_file(number)).values() if isinstance(entry, dict)]
+        places = [self.staging_dir / entry["file"] for entry in entries]
+        return all(
+            place.is_file() and place.stat().st_size == entry["bytes"]
+            for place, entry in zip(places, entries, strict=True)
+        )
 
     def publish(self) -> PackedDataset:
         """Write manifest, held-out tokens and picture, and rename the folder to `output_dir`; then remove the work."""
@@ -261,6 +276,7 @@ class Job:
     def clean(self) -> None:
         """Remove plans and staging of this output, and the tokens unless `keep_tokens` or another run works with them."""
         shutil.rmtree(self.rows_dir, ignore_errors=True)
+        shutil.rmtree(self.cluster_dir, ignore_errors=True)
         for left in self.output_dir.parent.iterdir():
             if re.fullmatch(re.escape(self.output_dir.name) + r"\.rows-[0-9a-f]{12}", left.name):
                 shutil.rmtree(left, ignore_errors=True)
@@ -285,12 +301,11 @@ class Job:
         """Manifest entries of all shards; `ValueError` when one is not written."""
         entries = []
         for number in range(self.num_shards()):
-            file = self.rows_dir / f"shard-{number:05d}.json"
-            if not file.is_file() or not self._is_written(read_json(file)):
+            if not self.is_written(number):
                 raise ValueError(
                     f"shard {number} of {self.num_shards()} is not written yet: run the writing step to its end"
                 )
-            entries.append(read_json(file))
+            entries.append(read_json(self._entry_file(number)))
         return entries
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
@@ -401,13 +416,8 @@ class Job:
     def _rows_per_shard(self) -> int:
         return rows_per_shard(self.args.context_length, self.vocab_size, DEFAULT_SHARD_BYTES)
 
-    def _is_written(self, entry: dict[str, Any]) -> bool:
-        files = [value for value in entry.values() if isinstance(value, dict)]
-        places = [self.staging_dir / one["file"] for one in files]
-        return all(
-            place.is_file() and place.stat().st_size == one["bytes"]
-            for place, one in zip(places, files, strict=True)
-        )
+    def _entry_file(self, number: int) -> Path:
+        return self.rows_dir / f"shard-{number:05d}.json"
 
     def _rows(self, start: int, stop: int, count: Callable[[int], None]) -> Iterator[Row]:
         parts = self._once("parts", self.parts)
