@@ -232,6 +232,30 @@ def measure_memory(scratch: Path, texts: list[str], sizes: list[int]) -> dict:
     return {"runs": runs, "largest_over_smallest": max(peaks) / min(peaks)}
 
 
+def on_paper(result: dict, tokens: float = 1e9) -> dict:
+    """What `tokens` tokens of sources need on this machine, by the rates and bytes measured above; all of them drawn."""
+    runs = result["speed"]["runs"]
+    workers = result["speed"]["workers"]
+
+    def per_token(name: str) -> float:
+        return statistics.median(run[name] / run["tokens"] for run in runs)
+
+    seconds = {
+        step: tokens * per_token(f"{step}_seconds") for step in ("tokenise", "plan", "write", "publish")
+    }
+    told = {
+        "tokens": tokens,
+        "workers": workers,
+        "hours": {step: value / 3600 for step, value in seconds.items()},
+        "tokens_per_second_and_core": tokens / seconds["tokenise"] / workers,
+        "work_gigabytes": tokens * per_token("work_bytes") / 1e9,
+        "result_gigabytes": tokens * per_token("row_bytes") / 1e9,
+    }
+    if "memory" in result:
+        told["peak_gigabytes"] = max(run["peak_bytes"] for run in result["memory"]["runs"]) / 1e9
+    return told
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -252,6 +276,9 @@ def main() -> None:
         if options.only != "speed":
             sizes = [int(size) for size in options.sizes.split(",")]
             result["memory"] = measure_memory(Path(scratch), texts, sizes)
+    if "speed" in result:
+        result["one_billion_tokens"] = on_paper(result)
+        print(json.dumps(result["one_billion_tokens"], indent=1))
     result["environment"] = environment()
     write_json(options.out, result)
     print(f"written: {options.out}")
