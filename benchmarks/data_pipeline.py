@@ -108,7 +108,7 @@ def run_bare(folder: str) -> dict:
     texts = [
         json.loads(line)["text"]
         for file in sorted(Path(folder).iterdir())
-        for line in open(file, encoding="utf-8")
+        for line in file.read_text(encoding="utf-8").split("\n")[:-1]
     ]
     return {"seconds": bare_seconds(load_tokenizer(resolve_model(MODEL)), texts)}
 
