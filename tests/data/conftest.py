@@ -213,3 +213,20 @@ def packed_sources(tokens_after):
 def hard_texts():
     """Texts on which tokenizers differ when they are nearly the same."""
     return HARD_TEXTS
+
+
+@pytest.fixture
+def small_steps(monkeypatch):
+    """Many units and shards in a small corpus; forked workers inherit it."""
+    from pod.data import job, units
+
+    monkeypatch.setattr(units, "GROUP_BYTES", 4_000)
+    monkeypatch.setattr(job, "DEFAULT_SHARD_BYTES", 2_000)
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """They take longer than everything else in a small corpus."""
+    from pod.data import publish
+
+    monkeypatch.setattr(publish, "draw_all", lambda *_: [])

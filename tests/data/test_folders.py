@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from data_helpers import content
 
 from pod.data import DataArgs, PackedDataset, prepare, publish, units
 from pod.data.folders import Busy, check_replaceable, has_other_users, locked, user_lock
@@ -22,10 +23,6 @@ def quick(monkeypatch):
 def args(corpus):
     sources = [str(corpus(random.Random(0).choices(range(2, 300), k=50)))]
     return DataArgs(sources=sources, context_length=128, shortest_interval=32, workers=1)
-
-
-def content(folder):
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 def test_a_folder_with_other_files_is_never_replaced(args, tokenizer, tmp_path):

@@ -5,29 +5,17 @@ import os
 import random
 import sys
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 
 import numpy as np
 import pytest
+from data_helpers import content
 
-from pod.data import DataArgs, PackedDataset, job, prepare, publish, units
+from pod.data import DataArgs, PackedDataset, job, prepare
 from pod.data.job import Job
 from pod.data.prepare import prepare_job
 
 CONTEXT = 128
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    """They take longer than everything else here."""
-    monkeypatch.setattr(publish, "draw_all", lambda *_: [])
-
-
-@pytest.fixture
-def small_steps(monkeypatch):
-    """Many units and shards in a small corpus; forked workers inherit it."""
-    monkeypatch.setattr(units, "GROUP_BYTES", 4_000)
-    monkeypatch.setattr(job, "DEFAULT_SHARD_BYTES", 2_000)
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 @pytest.fixture
@@ -39,10 +27,6 @@ def texts(corpus):
 def settings(*sources, **changes):
     options = {"context_length": CONTEXT, "shortest_interval": 32, "workers": 1} | changes
     return DataArgs(sources=[str(source) for source in sources], **options)
-
-
-def content(folder):
-    return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
 
 
 def tokenised(monkeypatch):

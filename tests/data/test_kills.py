@@ -8,33 +8,17 @@ import time
 from pathlib import Path
 
 import pytest
+from data_helpers import content
 
-from pod.data import DataArgs, job, prepare, publish, units
+from pod.data import DataArgs, prepare
 
 KILLS = 20
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    """They take longer than everything else here."""
-    monkeypatch.setattr(publish, "draw_all", lambda *_: [])
-
-
-@pytest.fixture
-def small_steps(monkeypatch):
-    """Many units and shards in a small corpus; forked runs inherit it."""
-    monkeypatch.setattr(units, "GROUP_BYTES", 8_000)
-    monkeypatch.setattr(job, "DEFAULT_SHARD_BYTES", 2_000)
 
 
 def settings(folder):
     return DataArgs(
         sources=[str(folder)], context_length=128, shortest_interval=32, target_tokens=12_000, workers=2
     )
-
-
-def content(folder):
-    return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
 
 
 def start(args, tokenizer, output):
@@ -115,6 +99,7 @@ def kill_at(moment, args, tokenizer, output):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
+@pytest.mark.usefixtures("no_pictures")
 def test_twenty_kills_change_nothing(corpus, tokenizer, tmp_path, small_steps):
     args = settings(corpus(random.Random(0).choices(range(2, 300), k=500)))
     began = time.monotonic()

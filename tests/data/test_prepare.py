@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from data_helpers import content
 
 from pod.data import DataArgs, PackedDataset, prepare, shards, tokenizer_sha256
 from pod.data.prepare import estimate, summary
@@ -35,10 +36,6 @@ def documents_of(data):
         for doc in range(int(row["doc_ids"].max()) + 1):
             found.append(tuple(row["input_ids"][row["doc_ids"] == doc].tolist()))
     return found
-
-
-def content(folder):
-    return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +171,12 @@ def test_bad_sources_make_no_data(tmp_path, tokenizer, source):
 
 def test_estimate_names_intervals_and_disk():
     text = estimate(DataArgs(context_length=8192, target_tokens=4_000_000))
-    assert "1–1K, 1K–2K, 2K–4K, 4K–8K" in text and "1,000,000 per interval" in text and "rows need 0.008 GB" in text and "pass 1 takes about" in text
+    assert (
+        "1–1K, 1K–2K, 2K–4K, 4K–8K" in text
+        and "1,000,000 per interval" in text
+        and "rows need 0.008 GB" in text
+        and "pass 1 takes about" in text
+    )
 
 
 def launch(tmp_path, *overrides):

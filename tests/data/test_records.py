@@ -8,22 +8,11 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from data_helpers import read_all, texts_of
 
 from pod.data.args import DataArgs
 from pod.data.documents import SourceReport
 from pod.data.sources import read_documents
-from pod.data.units import plan_units, read_unit
-
-
-def read_all(args):
-    """(documents, report) of all units, one after the other."""
-    report = SourceReport("all")
-    documents = [document for unit in plan_units(args) for document in read_unit(unit, args, report)]
-    return documents, report
-
-
-def texts_of(args):
-    return [document.text for document in read_all(args)[0]]
 
 
 def test_dolma_layout(tmp_path):

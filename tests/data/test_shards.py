@@ -8,6 +8,7 @@ import socket
 
 import numpy as np
 import pytest
+from data_helpers import content
 
 from pod.data import PackedDataset, shards
 from pod.data.shards import rows_per_shard, write_manifest, write_shard
@@ -18,10 +19,6 @@ ROWS = [
     [np.arange(8, dtype=np.uint32)],
     [np.array([4], dtype=np.int32)],
 ]
-
-
-def content(folder):
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 def test_three_plain_arrays_and_their_entry(tmp_path):

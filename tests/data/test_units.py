@@ -14,6 +14,7 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from data_helpers import read_all, texts_of
 
 from pod.data import readers
 from pod.data import units as units_module
@@ -26,17 +27,6 @@ from pod.data.units import plan_units, read_unit
 
 def lines(*texts, **more):
     return "".join(json.dumps({"text": text, **more}) + "\n" for text in texts).encode()
-
-
-def read_all(args):
-    """(documents, report) of all units, one after the other."""
-    report = SourceReport("all")
-    documents = [document for unit in plan_units(args) for document in read_unit(unit, args, report)]
-    return documents, report
-
-
-def texts_of(args):
-    return [document.text for document in read_all(args)[0]]
 
 
 def cut_small(monkeypatch, group=200, part=300):
