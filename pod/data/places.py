@@ -39,6 +39,8 @@ class Files:
     """Skip unreadable ones whatever the policy (deliberately broken files of the standard library)."""
     left_out: list[str] = field(default_factory=list)
     """Files that stand beside MosaicML shards and are not read, each with the reason."""
+    unreadable: list[str] = field(default_factory=list)
+    """Folders whose files cannot be listed, each with the reason."""
 
 
 def files_of(place: str, include: tuple[str, ...] = ()) -> Files:
@@ -81,7 +83,8 @@ def hub_spec(place: str) -> tuple[str, str | None, str] | None:
 
 
 def _folder_files(folder: Path, include: tuple[str, ...]) -> Files:
-    folders = list(_walk(folder))
+    files = Files()
+    folders = list(_walk(folder, files.unreadable))
     indexed = {
         parent: _shards(Path(parent), index)
         for parent, names in folders
@@ -91,7 +94,7 @@ def _folder_files(folder: Path, include: tuple[str, ...]) -> Files:
     of_shards.update(
         name for shards in indexed.values() for one in shards if one.shard for name in one.shard.names
     )
-    files, seen = Files(), set()
+    seen = set()
     for parent, names in folders:
         for shard in indexed.get(parent, []):
             # The index of a merged data set names the shards of the folders below, which have an index each too.
@@ -109,7 +112,8 @@ def _folder_files(folder: Path, include: tuple[str, ...]) -> Files:
                 files.found.append(FoundFile(path))
     if not files.found:
         wanted = f" matching {', '.join(include)}" if include else ""
-        raise ValueError(f"folder {folder} holds no file{wanted}: correct data.sources or data.include")
+        why = f" that can be read ({files.unreadable[0]})" if files.unreadable else ""
+        raise ValueError(f"folder {folder} holds no file{wanted}{why}: correct data.sources or data.include")
     return files
 
 
@@ -122,12 +126,29 @@ def _shards(folder: Path, index: dict) -> list[FoundFile]:
 
 
 def _walk(
-    folder: Path, outside: frozenset[str] = frozenset({"__pycache__"})
+    folder: str | Path,
+    unreadable: list[str],
+    outside: frozenset[str] = frozenset({"__pycache__"}),
+    above: frozenset[str] = frozenset(),
 ) -> Iterator[tuple[str, list[str]]]:
-    """(folder, its file names) in a fixed order, without hidden ones and the folders named in `outside`."""
-    for parent, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in outside)
-        yield parent, sorted(name for name in files if not name.startswith("."))
+    """(folder, its file names) in a fixed order, without hidden ones and the folders named in `outside`.
+
+    Links to folders are followed, but not to one of those `above`, their real paths. What cannot be listed is named in
+    `unreadable`.
+    """
+    real = os.path.realpath(folder)
+    if real in above:
+        return
+    try:
+        with os.scandir(folder) as entries:
+            found = sorted((one.name, one.is_dir()) for one in entries if not one.name.startswith("."))
+    except OSError as error:
+        unreadable.append(f"folder {folder} cannot be listed ({error.strerror})")
+        return
+    yield str(folder), [name for name, is_folder in found if not is_folder]
+    for name, is_folder in found:
+        if is_folder and name not in outside:
+            yield from _walk(os.path.join(folder, name), unreadable, outside, above | {real})
 
 
 def _listed_files(path: Path, include: tuple[str, ...]) -> Files:
@@ -157,6 +178,7 @@ def _listed_files(path: Path, include: tuple[str, ...]) -> Files:
             raise ValueError(f"{path} line {number}: {error}") from error
         files.found += found.found
         files.left_out += found.left_out
+        files.unreadable += found.unreadable
     if not files.found:
         raise ValueError(f"source 'list:{path}' names no file: write one path or glob per line")
     return files
@@ -165,9 +187,10 @@ def _listed_files(path: Path, include: tuple[str, ...]) -> Files:
 def _stdlib_files(inside: str) -> Files:
     folder = Path(sysconfig.get_paths()["stdlib"], inside)
     outside = frozenset({"__pycache__", *STDLIB_OUTSIDE})
+    unreadable: list[str] = []
     found = [
         FoundFile(os.path.join(parent, name))
-        for parent, names in _walk(folder, outside)
+        for parent, names in _walk(folder, unreadable, outside)
         for name in names
         if name.endswith(".py")
     ]
@@ -175,7 +198,7 @@ def _stdlib_files(inside: str) -> Files:
         raise ValueError(
             f"{folder} holds no .py files: this Python carries no such part of the standard library"
         )
-    return Files(found, tolerate=True)
+    return Files(found, tolerate=True, unreadable=unreadable)
 
 
 def _package_path(place: str) -> Path:

@@ -126,8 +126,12 @@ def plan_units(args: DataArgs) -> list[Unit]:
             units += [Unit(source, spec, hub=shard, split=split) for shard in hub_shards(*hub)]
             continue
         files = files_of(place, tuple(args.include))
+        if files.unreadable and args.unreadable == "error" and not files.tolerate:
+            raise ValueError(
+                f"{files.unreadable[0]}: make it readable, name the other folders, or set data.unreadable=skip"
+            )
         for number, group in enumerate(_groups(files, may_cut=not split)):
-            left_out = () if number else tuple(files.left_out)
+            left_out = () if number else (*files.left_out, *files.unreadable)
             units.append(Unit(source, spec, group, None, files.tolerate, left_out, split))
     return units
 
