@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from pod.data.documents import Document, SourceReport
+from pod.data.folders import locked
 from pod.data.token_store import Part
 from pod.data.tokenizers import identity
 from pod.data.workers import Count, cores, run_tasks
@@ -84,7 +85,11 @@ def removed_documents(job: Job, parts: Sequence[Part]) -> Sequence[np.ndarray]:
     near = NearDuplicates(job)
     if len(near.parts) != len(parts):
         raise ValueError(f"near duplicates are of {len(near.parts)} parts, asked for {len(parts)}: run again")
-    near.find(job.args.workers or cores())
+    if not near.is_found():
+        # Runs that share a work folder share this one too: one finds, the others wait for it.
+        lock = near.folder.with_name(f"{near.folder.name}.lock")
+        with locked(lock, -1, f"another process works in {near.folder}"):
+            near.find(job.args.workers or cores())
     return Removed(near.folder)
 
 
@@ -137,6 +142,14 @@ class NearDuplicates:
         """Consecutive numbers of parts; their documents are numbered through, in one signature file per bucket."""
         size = max(1, -(-len(self.parts) // MAX_GROUPS))
         return [range(start, min(start + size, len(self.parts))) for start in range(0, len(self.parts), size)]
+
+    def is_found(self) -> bool:
+        """Whether all steps are done."""
+        return all(
+            self.is_done(step, number)
+            for step in ("cluster", "sign", "match")
+            for number in range(self.items(step))
+        )
 
     def find(self, workers: int) -> None:
         """Run all steps in processes of this machine, as far as they are not done."""

@@ -18,6 +18,7 @@ from pod.data.publish import PICTURE_NAME
 from pod.data.records import one_line
 from pod.data.units import plan_units
 from pod.data.workers import cores, run_tasks
+from pod.files import check_can_write
 
 if TYPE_CHECKING:
     from pod.data.cluster import Submitted
@@ -59,6 +60,8 @@ def prepare_job(job: Job) -> PackedDataset | Submitted:
             job.clean()
         return PackedDataset(job.output_dir)
     check_replaceable(job.output_dir)
+    for folder, setting in ((job.output_dir.parent, "output_dir"), (job.work_dir, "data.work_dir")):
+        check_can_write(folder, setting)
     if job.args.executor != "processes":
         from pod.data.cluster import run_cluster
 

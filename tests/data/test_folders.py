@@ -143,3 +143,27 @@ def test_runs_that_share_a_work_folder_at_the_same_time(args, tokenizer, tmp_pat
     for name in "abc":
         assert content(tmp_path / name) == content(tmp_path / "expected")
     assert not (tmp_path / "work").exists()
+
+
+def test_folders_that_cannot_be_written(args, tokenizer, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"data.work_dir = .*file: .*file is not a folder; set another"):
+        prepare(replace(args, work_dir=str(tmp_path / "file")), tokenizer, tmp_path / "data")
+    with pytest.raises(ValueError, match=r"output_dir = .*file: .*file is not a folder; set another"):
+        prepare(args, tokenizer, tmp_path / "file/data")
+
+
+def test_near_duplicates_in_a_shared_work_folder_are_found_once_at_a_time(args, tokenizer, tmp_path):
+    pytest.importorskip("datatrove")
+    args = replace(args, near_duplicates=True)
+    prepare(args, tokenizer, tmp_path / "expected")
+    args = replace(args, work_dir=str(tmp_path / "work"))
+    start = multiprocessing.get_context("fork").Process
+    runs = [start(target=prepare, args=(args, tokenizer, tmp_path / name)) for name in "abc"]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join(60)
+    assert [run.exitcode for run in runs] == [0, 0, 0]
+    for name in "abc":
+        assert content(tmp_path / name) == content(tmp_path / "expected")
