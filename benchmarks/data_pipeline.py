@@ -118,8 +118,8 @@ def run_passes(folder: str, work: str) -> dict:
     output = Path(work) / "data"
     args = settings(Path(folder), Path(work) / "work", keep_tokens=True)
     job = Job(args, load_tokenizer(resolve_model(MODEL)), output)
-    _ = job.request
     began = time.perf_counter()
+    job.warm_up()
     run_tasks(job.tokenise, job.missing_units(), cores(), description="tokenise", unit="tokens")
     first = time.perf_counter() - began
     began = time.perf_counter()

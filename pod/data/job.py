@@ -118,6 +118,15 @@ class Job:
             source = getattr(source, "name_or_path", None)
         return str(source) if source else None
 
+    @property
+    def encoder(self) -> Encoder:
+        """Texts → ids."""
+        return self._once("encoder", lambda: Encoder(self.tokenizer))
+
+    def warm_up(self) -> None:
+        """Make here what forked workers would else make once each."""
+        _ = self.units(), self.request, self.boundary, self.vocab_size, self.encoder
+
     def units(self) -> list[Unit]:
         """The units of all sources, in reading order."""
         return self._once("units", lambda: plan_units(self.args))
@@ -362,7 +371,7 @@ class Job:
 
     def encode(self, batch: list[Document], report: SourceReport | None = None) -> list[np.ndarray]:
         """Ids of each document, boundary tokens included; given ids are checked and taken as they are."""
-        encoder = self._once("encoder", lambda: Encoder(self.tokenizer))
+        encoder = self.encoder
         special_before = encoder.special_documents
         before, after = (
             np.array(ids, dtype=np.uint32) for ids in (self.boundary.before, self.boundary.after)

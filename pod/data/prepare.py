@@ -74,6 +74,7 @@ def prepare_job(job: Job) -> PackedDataset | Submitted:
         kept = len(job.units()) - len(missing)
         if kept:
             print(f"{kept} of {len(job.units())} units of the sources are tokenised already")
+        job.warm_up()
         run_tasks(job.tokenise, missing, workers, description="tokenise", unit="tokens")
         plan = job.plan()
         shards = range(job.num_shards())

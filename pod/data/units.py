@@ -29,7 +29,7 @@ UNITS_PER_SOURCE = 64
 """Units that a source has at least if the smallest sizes allow, so that many processes have work."""
 SMALLEST_GROUP_BYTES, GROUP_BYTES = 2**20, 32 * 2**20
 """Text in a run of small files."""
-SMALLEST_RANGE_BYTES, RANGE_BYTES = 4 * 2**20, 64 * 2**20
+SMALLEST_RANGE_BYTES, RANGE_BYTES = 2**20, 64 * 2**20
 """Bytes in a range of a large jsonl file."""
 COMPRESSION = 4
 """Text is about this much larger than its compressed file."""
