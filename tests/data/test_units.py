@@ -92,7 +92,7 @@ def test_units_say_how_much_text_they_hold(mixture, monkeypatch):
 
 
 def test_small_sources_give_many_units_too(tmp_path):
-    """A 64th of the source each, from 1 to 32 MiB of text in a run of files and from 4 to 64 MiB in a range."""
+    """A 64th of the source each, from 1 MiB to 32 MiB of text in a run of files and to 64 MiB in a range."""
     mebi = 2**20
     for num_files in (16, 100, 640, 1300, 6400):
         files = Files([FoundFile(f"{number}.txt") for number in range(num_files)])
@@ -107,7 +107,7 @@ def test_small_sources_give_many_units_too(tmp_path):
             ranges = list(units_module._groups(lines_file, True))
         largest = max(sum(one.text_bytes for one in run) for run in runs)
         assert largest == min(32, max(1, num_files // 64)) * mebi
-        assert ranges[0][0].stop == min(64 * mebi, max(4 * mebi, num_files * mebi // 64))
+        assert ranges[0][0].stop == min(64 * mebi, max(mebi, num_files * mebi // 64))
         assert ranges[-1][0].stop == num_files * mebi
         assert sum(len(run) for run in runs) == num_files
 
