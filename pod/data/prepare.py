@@ -31,7 +31,9 @@ LISTED = 5
 BYTES_PER_TOKEN = 3.8
 TOKENS_PER_SECOND = 700_000
 """Of one core."""
-WORKER_GIGABYTES = 0.5
+PARENT_GIGABYTES, WORKER_GIGABYTES = 0.3, 0.2
+RECORD_FACTOR = 125
+"""Bytes of memory per byte of a long record while it is tokenised."""
 
 
 def prepare(args: DataArgs, tokenizer: Any, output_dir: str | Path, *, seed: int = 0) -> PackedDataset:
@@ -147,11 +149,12 @@ def _cost(args: DataArgs) -> list[str]:
         return ["sources: of unknown size (hub data sets)"]
     tokens, workers = size / BYTES_PER_TOKEN, args.workers or cores()
     hours = tokens / (TOKENS_PER_SECOND * workers) / 3600
+    memory = PARENT_GIGABYTES + WORKER_GIGABYTES * workers
     return [
-        f"sources: about {_gigabytes(size)} of text or {short_number(tokens)} tokens; pass 1 takes about "
-        f"{hours:.2g} h on {workers} cores and {_gigabytes(2 * tokens)} of disk in the work folder (vocabularies above "
-        f"65,536: twice as much), {WORKER_GIGABYTES} GB of memory per worker, records of {args.max_record_bytes / 1e6:.0f} MB "
-        f"up to {100 * args.max_record_bytes / 1e9:.1f} GB"
+        f"sources: about {_gigabytes(size)} of text or {short_number(tokens)} tokens; pass 1 takes about {hours:.2g} h on "
+        f"{workers} cores and {_gigabytes(2 * tokens)} of disk in the work folder (vocabularies above 65,536: twice as much)",
+        f"memory: about {memory:.1f} GB, and {RECORD_FACTOR * args.max_record_bytes / 1e9:.1f} GB more for each worker that meets "
+        f"a record of {args.max_record_bytes / 1e6:.0f} MB",
     ]
 
 
