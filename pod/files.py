@@ -11,7 +11,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 PathLike = str | os.PathLike[str]
 
@@ -40,6 +40,25 @@ def atomic_write_bytes(path: PathLike, data: bytes) -> None:
 def atomic_write_text(path: PathLike, text: str) -> None:
     """`atomic_write_bytes` of `text` in UTF-8."""
     atomic_write_bytes(path, text.encode("utf-8"))
+
+
+@contextlib.contextmanager
+def atomic_stream(path: PathLike) -> Iterator[BinaryIO]:
+    """A binary stream whose content becomes `path` when the block ends, and is dropped when the block raises.
+
+    For one writer at a time: the temporary name is `path` with `.tmp`, so that what a kill left is written over.
+    """
+    target = Path(path)
+    temporary = target.with_name(target.name + ".tmp")
+    try:
+        with open(temporary, "wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 @contextlib.contextmanager

@@ -331,11 +331,12 @@ class Job:
             for name, value in asdict(self.args).items()
             if name not in NOT_DECIDING and not name.startswith("slurm_")
         }
+        reading = reading_request(self.args, self.tokenizer, self.units())
         return {
             "settings": settings,
             "seed": self.seed,
-            "tokenizer_sha256": self._once("tokenizer_sha256", lambda: tokenizer_sha256(self.tokenizer)),
-            "reading": reading_request(self.args, self.tokenizer, self.units()),
+            "tokenizer_sha256": reading["tokens"]["tokenizer_sha256"],
+            "reading": reading,
         }
 
     def _part(self, number: int) -> Part | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from pod.data.balance import ShareReport, balance_report
 from pod.data.draw import CHUNK_PIECES, draw
 from pod.data.pack import best_fit_rows, one_per_row
 from pod.data.select import Selection
-from pod.files import explain_disk_full, read_json, write_json
+from pod.files import atomic_stream, explain_disk_full, read_json, write_json
 
 _ROWS, _STARTS, _DONE = "rows.bin", "row_starts.bin", "row_plan.json"
 _NUMBER = np.dtype("<i8")
@@ -118,10 +117,6 @@ def _by_source(shares: list[ShareReport], num_sources: int) -> list[dict[str, in
 
 def _write(file: Path, values: np.ndarray, order: np.ndarray) -> None:
     """`values[order]` as a file that appears in one step."""
-    temporary = file.with_name(file.name + ".tmp")
-    with open(temporary, "wb") as stream:
+    with atomic_stream(file) as stream:
         for start in range(0, len(order), _WRITTEN_AT_ONCE):
             stream.write(values[order[start : start + _WRITTEN_AT_ONCE]].astype(_NUMBER).tobytes())
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, file)

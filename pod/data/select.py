@@ -19,7 +19,7 @@ import numpy as np
 from pod.data.args import DataArgs
 from pod.data.balance import bounds_of
 from pod.data.documents import PIECE, splitmix64
-from pod.files import explain_disk_full, read_json, write_json
+from pod.files import atomic_stream, explain_disk_full, read_json, write_json
 
 CHUNK_DOCUMENTS = 1 << 16
 """Documents (or pieces) read at a time; the result does not depend on it."""
@@ -284,7 +284,7 @@ def _write(
     num_pieces, start = 0, 0
     with (
         _Buckets(folder / "held_out.tmp", _PLACED, survey.places, bucket_documents) as held_out,
-        _replacing(folder / _PIECES) as stream,
+        atomic_stream(folder / _PIECES) as stream,
     ):
         for chunk in scan:
             counts, documents = sources[chunk.part.source], chunk.documents
@@ -305,7 +305,7 @@ def _write(
             pieces = _cut(chunk, train, starts, args, counts)
             stream.write(pieces.tobytes())
             num_pieces += len(pieces)
-        with _replacing(folder / _HELD_OUT) as held_stream:
+        with atomic_stream(folder / _HELD_OUT) as held_stream:
             num_held_out, held_out_tokens = _write_held_out(held_out, held_stream)
     return sources, num_pieces, num_held_out, held_out_tokens
 
@@ -412,26 +412,6 @@ class _Buckets:
         start, filled = int(self.starts[number]), int(self.filled[number])
         for first in range(start, start + filled, self.limit):
             yield _read(self.file, self.dtype, first, min(first + self.limit, start + filled))
-
-
-class _replacing:
-    """A binary stream under a temporary name that takes the place of `file` when the block ends well."""
-
-    def __init__(self, file: Path):
-        self.file, self.temporary = file, file.with_name(file.name + ".tmp")
-
-    def __enter__(self) -> Any:
-        self.stream = open(self.temporary, "wb")
-        return self.stream
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        with self.stream:
-            self.stream.flush()
-            os.fsync(self.stream.fileno())
-        if kind is None:
-            os.replace(self.temporary, self.file)
-        else:
-            self.temporary.unlink(missing_ok=True)
 
 
 def _write_at(descriptor: int, data: bytes, place: int) -> None:

@@ -130,18 +130,23 @@ def test_a_lock_is_free_afterwards(tmp_path):
         pass
 
 
-def test_runs_that_share_a_work_folder_at_the_same_time(args, tokenizer, tmp_path):
-    prepare(args, tokenizer, tmp_path / "expected")
-    args = replace(args, work_dir=str(tmp_path / "work"))
+def three_at_once(args, tokenizer, folder):
+    """Three runs that share a work folder, each with the bytes of a run alone."""
+    prepare(args, tokenizer, folder / "expected")
+    args = replace(args, work_dir=str(folder / "work"))
     start = multiprocessing.get_context("fork").Process
-    runs = [start(target=prepare, args=(args, tokenizer, tmp_path / name)) for name in "abc"]
+    runs = [start(target=prepare, args=(args, tokenizer, folder / name)) for name in "abc"]
     for run in runs:
         run.start()
     for run in runs:
         run.join(60)
     assert [run.exitcode for run in runs] == [0, 0, 0]
     for name in "abc":
-        assert content(tmp_path / name) == content(tmp_path / "expected")
+        assert content(folder / name) == content(folder / "expected")
+
+
+def test_runs_that_share_a_work_folder_at_the_same_time(args, tokenizer, tmp_path):
+    three_at_once(args, tokenizer, tmp_path)
     assert not (tmp_path / "work").exists()
 
 
@@ -156,14 +161,4 @@ def test_folders_that_cannot_be_written(args, tokenizer, tmp_path):
 def test_near_duplicates_in_a_shared_work_folder_are_found_once_at_a_time(args, tokenizer, tmp_path):
     pytest.importorskip("datatrove")
     args = replace(args, near_duplicates=True)
-    prepare(args, tokenizer, tmp_path / "expected")
-    args = replace(args, work_dir=str(tmp_path / "work"))
-    start = multiprocessing.get_context("fork").Process
-    runs = [start(target=prepare, args=(args, tokenizer, tmp_path / name)) for name in "abc"]
-    for run in runs:
-        run.start()
-    for run in runs:
-        run.join(60)
-    assert [run.exitcode for run in runs] == [0, 0, 0]
-    for name in "abc":
-        assert content(tmp_path / name) == content(tmp_path / "expected")
+    three_at_once(args, tokenizer, tmp_path)
