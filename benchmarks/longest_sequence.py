@@ -99,7 +99,7 @@ def train_args(contestant: str, tiny: bool) -> TrainArgs:
         mlp_tile_tokens=64 if tiny else 16_384,
         loss_chunk_mib=1 if tiny else 256,
         dtype="float32" if tiny else "bfloat16",
-        offload_optimizer=True,
+        offload_optimizer="cpu",
     )
 
 
@@ -166,7 +166,7 @@ def make_step(
     from pod.training.loss import LanguageModelLoss
     from pod.training.mesh import start_processes
     from pod.training.optim import make_optimizer
-    from pod.training.trainer import deepspeed_config, drop_carry_hooks, save_activations
+    from pod.training.engine import deepspeed_config, drop_carry_hooks, save_activations
 
     mesh, args = start_processes(1), train_args(contestant, tiny)
     torch.manual_seed(0)
@@ -350,7 +350,7 @@ def predicted_peak(contestant: str, tokens: int) -> int:
     """Peak bytes of forward and backward at the true shapes without arithmetic: weights, loss and optimizer left out."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from pod.training.trainer import save_activations
+    from pod.training.engine import save_activations
 
     register_backend("counted", Backend(*[counted_attention] * 4))
     torch.set_default_dtype(torch.bfloat16)

@@ -51,6 +51,12 @@ class TrainArgs:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global 2-norm; 0 = no clipping."""
 
+    zero_stage: Literal[1, 2, 3] = 3
+    """What DeepSpeed divides among all ranks: 1 optimizer states, 2 gradients too, 3 weights too."""
+
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients are summed over ranks and micro-batches; bfloat16 halves the traffic and rounds every sum."""
+
     gradient_checkpointing: bool = True
     """Keep one hidden state (and the carry) per layer and recompute the rest in backward."""
 
@@ -63,15 +69,50 @@ class TrainArgs:
     """Tokens per rank that a feed-forward layer works on at a time. Longer inputs go through in equal tiles, each of which is
     computed once more in backward, so that no [tokens, intermediate_size] is ever held whole; 0 = no tiles."""
 
-    offload_optimizer: bool = False
-    """Hold master weights, Adam's moments and reduced gradients in host memory (16 bytes per trained weight over all ranks)
-    and update there. Slower steps; for models whose optimizer does not fit."""
+    offload_checkpoints: bool = False
+    """Let the hidden states that gradient_checkpointing keeps wait in host memory: one copy each way per layer and micro-batch."""
+
+    offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
+    """Hold master weights, Adam's moments and reduced gradients (16 bytes per trained weight over all ranks) in host memory or in
+    files below offload_folder, and update on the CPU. Slower steps; for models whose optimizer does not fit."""
+
+    offload_parameters: Literal["none", "cpu", "nvme"] = "none"
+    """Hold each rank's share of the weights in host memory or in files and bring a layer to the device when it is used. Needs
+    zero_stage 3."""
+
+    offload_folder: str | None = None
+    """Folder on a local NVMe disk for offload_optimizer=nvme and offload_parameters=nvme; each rank writes its own files there."""
 
     loss_chunk_mib: int = 256
     """MiB of float32 logits that the loss holds at a time."""
 
+    spike_factor: float = 0.0
+    """A step whose loss exceeds this x the median loss of the last spike_window good steps is a bad step; 0 = only NaN and infinity
+    are bad. Allowed: 0, or above 1."""
+
+    spike_window: int = 64
+    """Good steps whose median loss spike_factor multiplies; until a quarter of them have passed no step counts as a spike."""
+
+    bad_step: Literal["skip", "rewind"] = "skip"
+    """What follows a step with a NaN, an infinity or a spike. `skip`: its update is left out. `rewind`: the run returns to its last
+    checkpoint and goes on behind the rows of the bad step, so that the rows read in between are not read again."""
+
     max_skipped_steps: int = 3
-    """Steps in a row with a NaN or infinite loss or gradient (each is skipped) after which the run stops."""
+    """Bad steps in a row (each is skipped) after which the run stops."""
+
+    max_rewinds: int = 3
+    """Returns to a checkpoint, over the whole run, after which the next bad step stops the run."""
+
+    max_hours: float = 0.0
+    """The run saves and ends with code 0 before this many hours have passed since it started, one step and one checkpoint ahead; 0 = no
+    limit. The same command continues it."""
+
+    hang_timeout_s: float = 1800.0
+    """Seconds without progress (a micro-batch, an update, a written file) after which every rank writes the stacks of its threads to
+    <output_dir>/train/hang-rank*.txt; 0 = no watchdog."""
+
+    hang_action: Literal["report", "abort"] = "report"
+    """After a hang: `report` keeps waiting, `abort` ends the rank with code 75 so that a scheduler starts the run again."""
 
     method: Literal["full", "lora"] = "full"
     """`full` trains every weight, `lora` low-rank adapters only (peft)."""
@@ -88,17 +129,66 @@ class TrainArgs:
     lora_target_modules: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"])
     """Names of the linear layers that get an adapter."""
 
+    distill_logits: float = 0.0
+    """Share of the loss that is the divergence from the dense model's next-token distributions, KL(teacher, student), in [0, 1]; the
+    rest is cross entropy. The teacher is the start model without sharing: under LoRA the same weights without adapters, else a
+    frozen copy."""
+
+    distill_attention: float = 0.0
+    """Weight of the relative squared error of every layer's attention output against the teacher's, added to the loss."""
+
+    distill_temperature: float = 1.0
+    """Both distributions of distill_logits are softened by this; the divergence is multiplied by its square."""
+
+    progressive_steps: int = 0
+    """Steps in which sharing grows from none to the plan; 0 = the whole plan from the first step. Needs the similarity that
+    launch/explore.py wrote beside the plan."""
+
+    progressive_stages: int = 4
+    """Plans on the way; the last one is the plan itself."""
+
     save_every_steps: int = 100
     """Steps between checkpoints; one more is written at the end. 0 = only at the end."""
+
+    save_mode: Literal["sync", "async"] = "sync"
+    """`sync`: training waits until a checkpoint is on disk. `async`: it waits until the checkpoint is copied to host memory (its
+    whole size, divided among the ranks) and goes on while a thread writes."""
 
     keep_last: int = 2
     """Checkpoints that are kept; older ones are removed after a newer one is complete."""
 
+    keep_every_steps: int = 0
+    """Checkpoints of steps that this divides are never removed; 0 = all rotate."""
+
     resume: Literal["auto", "never"] = "auto"
-    """`auto` continues from <output_dir>/train/latest when there is one; `never` refuses to start there."""
+    """`auto` continues from <output_dir>/train/latest when there is one, also with other numbers of ranks, another
+    sequence_parallel_size or zero_stage; `never` refuses to start there."""
 
     log_every_steps: int = 1
     """Steps between two lines of metrics.jsonl (and of the tracker)."""
+
+    peak_tflops: float = 0.0
+    """TFLOP/s of one device in `dtype`, against which metrics state model FLOPs utilisation (`mfu`); 0 = the data sheet's figure when the
+    device is known, else no `mfu`."""
+
+    gate_every_steps: int = 0
+    """Steps between two measurements of the gate: per layer and KV head, the mean share of attention that proximal tokens have, on
+    one held-out row; 0 = never."""
+
+    eval_every_steps: int = 0
+    """Steps between two evaluations on held-out rows: loss by position, passkey, and the samples below; 0 = never."""
+
+    eval_rows: int = 8
+    """Held-out rows of data.context_length tokens per evaluation, over all ranks."""
+
+    eval_passkeys: int = 0
+    """Passkey prompts per evaluation, of data.context_length tokens, at depths spread over them."""
+
+    sample_prompts: list[str] = field(default_factory=list)
+    """Texts that the model continues greedily at every evaluation, written to <output_dir>/train/samples.jsonl."""
+
+    sample_tokens: int = 48
+    """Tokens of each continuation."""
 
     tracker: Literal["none", "wandb", "tensorboard"] = "none"
     """Where metrics go besides <output_dir>/train/metrics.jsonl."""
@@ -108,12 +198,15 @@ class TrainArgs:
 
     def __post_init__(self) -> None:
         for name in ("max_steps", "micro_batch_size", "gradient_accumulation_steps", "sequence_parallel_size",
-                     "loss_chunk_mib", "max_skipped_steps", "lora_rank", "keep_last", "log_every_steps"):  # fmt: skip
+                     "loss_chunk_mib", "max_skipped_steps", "lora_rank", "keep_last", "log_every_steps",
+                     "progressive_stages", "eval_rows", "sample_tokens", "spike_window"):  # fmt: skip
             _at_least(name, getattr(self, name), 1)
         for name in ("warmup_steps", "weight_decay", "max_grad_norm", "save_every_steps", "mlp_tile_tokens",
-                     "prefetch_steps"):  # fmt: skip
+                     "prefetch_steps", "max_rewinds", "max_hours", "hang_timeout_s", "keep_every_steps", "peak_tflops",
+                     "gate_every_steps", "eval_every_steps", "eval_passkeys", "progressive_steps",
+                     "distill_attention"):  # fmt: skip
             _at_least(name, getattr(self, name), 0)
-        for name in ("learning_rate", "adam_epsilon", "lora_alpha"):
+        for name in ("learning_rate", "adam_epsilon", "lora_alpha", "distill_temperature"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, allowed are numbers above 0")
         for name in ("adam_beta1", "adam_beta2", "lora_dropout"):
@@ -135,6 +228,28 @@ class TrainArgs:
                 f"carry is recompute with lora_dropout {self.lora_dropout}: the dropout would be drawn anew; set "
                 "carry=offload, or lora_dropout=0"
             )
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        if self.spike_factor != 0 and not self.spike_factor > 1:
+            raise ValueError(f"spike_factor is {self.spike_factor}, allowed are 0 (off) and numbers above 1")
+        if not 0 <= self.distill_logits <= 1:
+            raise ValueError(f"distill_logits is {self.distill_logits}, allowed are 0 to 1")
+        if self.progressive_steps > self.max_steps:
+            raise ValueError(
+                f"progressive_steps is {self.progressive_steps}, allowed are 0 to max_steps ({self.max_steps})"
+            )
+        if self.offload_checkpoints and not self.gradient_checkpointing:
+            raise ValueError(
+                "offload_checkpoints moves what gradient_checkpointing keeps: set gradient_checkpointing=true"
+            )
+        if self.offload_parameters != "none" and self.zero_stage != 3:
+            raise ValueError(
+                f"offload_parameters is {self.offload_parameters} with zero_stage {self.zero_stage}: only stage 3 divides "
+                "weights; set zero_stage=3"
+            )
+        if "nvme" in (self.offload_optimizer, self.offload_parameters) and not self.offload_folder:
+            raise ValueError("offload to nvme needs offload_folder: name a folder on a local NVMe disk")
         if not self.lora_target_modules:
             raise ValueError("lora_target_modules is empty: name linear layers, for example q_proj, k_proj")
 

@@ -39,8 +39,8 @@ class TrainState:
     """Optimizer steps done, skipped ones included."""
     cursor: dict[str, int] = field(default_factory=dict)
     """Position in the data (RowCursor.state_dict)."""
-    consecutive_skips: int = 0
-    """Steps skipped in a row up to here."""
+    guard: dict[str, Any] = field(default_factory=dict)
+    """What the guard remembers of earlier steps (Guard.state_dict)."""
     world_size: int = 1
     """Ranks that wrote it."""
     identity: dict[str, Any] = field(default_factory=dict)
@@ -197,6 +197,12 @@ class Checkpointer:
             self._rotate(final)
         dist.barrier()
         return final
+
+    def wait(self) -> None:
+        """Return when every checkpoint that was begun is published."""
+
+    def close(self) -> None:
+        """Give up what is not published yet."""
 
     def load(self, checkpoint: Path, state: TrainState) -> None:
         """Restore weights, optimizer and this rank's random state from a checkpoint whose identity was checked."""

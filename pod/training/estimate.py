@@ -133,9 +133,9 @@ def training_bytes(
     logits = min(args.loss_chunk_mib * MEBIBYTE, 4 * shapes.vocab * tokens)
     return {
         "parameters": (trained + frozen) * size // world_size + gathered * size,
-        "master weights": 0 if args.offload_optimizer else trained * 4 // world_size,
-        "optimizer": 0 if args.offload_optimizer else trained * 8 // world_size,
-        "gradients": (0 if args.offload_optimizer else trained * 4 // world_size)
+        "master weights": 0 if args.offload_optimizer != "none" else trained * 4 // world_size,
+        "optimizer": 0 if args.offload_optimizer != "none" else trained * 8 // world_size,
+        "gradients": (0 if args.offload_optimizer != "none" else trained * 4 // world_size)
         + min(trained, REDUCE_BUCKET_ELEMENTS) * 4,
         "activations": kept + working,
         "carry": (carried_heads(lead) if args.carry == "keep" else open_heads(lead)) * carried,
@@ -154,7 +154,7 @@ def host_bytes(
     parts = {}
     if args.carry == "offload":
         parts["carry"] = carried
-    if args.offload_optimizer:
+    if args.offload_optimizer != "none":
         parts["optimizer"] = trained * 16 // world_size
     return parts
 

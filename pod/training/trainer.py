@@ -1,24 +1,21 @@
-"""The training loop: ZeRO-3, sequence parallelism, token-weighted loss, exact resume.
+"""The training loop: ZeRO, sequence parallelism, token-weighted loss, exact resume.
 
 The loss of an optimizer step is the sum over all its labels (all ranks, all micro-batches) divided by their number,
 so that it equals one process whatever the split: a rank's sum is divided by the global number of labels and
-multiplied by the number of ranks, over which ZeRO-3 averages gradients.
+multiplied by the number of ranks, over which ZeRO averages gradients.
 """
 
 import contextlib
 import math
-import signal
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from pod.files import write_json
 from pod.modeling.sharing import SharingPlan
 from pod.training.args import TrainArgs
 from pod.training.batches import StepBatches
-from pod.training.carry import set_carry
 from pod.training.checkpoint import (
     Checkpointer,
     TrainState,
@@ -27,78 +24,20 @@ from pod.training.checkpoint import (
     latest_checkpoint,
     read_state,
 )
-from pod.training.estimate import (
-    PREFETCH_ELEMENTS,
-    REDUCE_BUCKET_ELEMENTS,
-    checkpoint_bytes,
-    mlp_tiles,
-)
+from pod.training.engine import deepspeed_config, drop_carry_hooks, save_activations
+from pod.training.estimate import checkpoint_bytes
+from pod.training.guard import Guard
 from pod.training.lora import add_lora, lora_settings
 from pod.training.loss import LanguageModelLoss
 from pod.training.mesh import Mesh
 from pod.training.metrics import Monitor
+from pod.training.observers import Observer
 from pod.training.optim import learning_rate, make_optimizer
+from pod.training.progressive import PlanSchedule
+from pod.training.run_control import RunControl
 from pod.training.ulysses import Ulysses
 
 IGNORED_LABEL = -100
-
-
-def deepspeed_config(args: TrainArgs) -> dict[str, Any]:
-    """The engine's settings. `reduce_scatter` fixes the gradient scale that `Trainer` compensates."""
-    host = {"offload_optimizer": {"device": "cpu", "pin_memory": torch.cuda.is_available()}}
-    return {
-        "train_micro_batch_size_per_gpu": args.micro_batch_size,
-        "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "gradient_clipping": args.max_grad_norm,
-        "bf16": {"enabled": args.dtype == "bfloat16"},
-        "communication_data_type": "fp32",
-        "seq_parallel_communication_data_type": "fp32",
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "zero_optimization": {
-            "stage": 3,
-            "reduce_scatter": True,
-            "overlap_comm": torch.cuda.is_available(),
-            "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
-            "stage3_prefetch_bucket_size": PREFETCH_ELEMENTS,
-            **(host if args.offload_optimizer else {}),
-        },
-        # PyTorch's own AdamW updates there too: DeepSpeed's needs a compiler on every machine
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 2**31,
-        "wall_clock_breakdown": False,
-    }
-
-
-def drop_carry_hooks(model: Any) -> None:
-    """Take ZeRO-3's hooks off the modules that hand on the carry and own no weight: decoder layers and attention.
-
-    The hooks fire once per carried tensor. How many there are depends on the heads that a rank computes, and ZeRO-3
-    stops ("disagreement on list contents") when ranks do not meet the same hooks. Their children's hooks gather all
-    weights.
-    """
-    for layer in model.model.layers:
-        for module in (layer, layer.self_attn):
-            assert not list(module.parameters(recurse=False)), "this module's weights need ZeRO-3's hooks"
-            module._forward_pre_hooks.clear()
-            module._forward_hooks.clear()
-
-
-def save_activations(model: Any, args: TrainArgs, row_length: int) -> None:
-    """Set what a PodForCausalLM keeps for its backward: checkpoints, carry, feed-forward tiles.
-
-    Args:
-        row_length: tokens of the longest row over all ranks of a sequence-parallel group.
-    """
-    if args.gradient_checkpointing:
-        # The first name is transformers' newer one; both checkpoint without re-entering autograd.
-        enable = (
-            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        )
-        enable()
-    set_carry(model, args.carry)
-    for layer in model.model.layers:
-        layer.mlp.train_tiles = mlp_tiles(args, row_length)
 
 
 class Trainer:
@@ -112,6 +51,8 @@ class Trainer:
         folder: <output_dir>/train.
         seed: of the row order and of dropout.
         config: the resolved recipe, stored in checkpoints.
+        schedule: the plan of every step; None = the model's own plan in all of them.
+        observers: what looks at the model between steps (gates, evaluation, samples).
 
     Raises:
         ValueError: anything that cannot work, before the first step.
@@ -126,9 +67,15 @@ class Trainer:
         folder: Path,
         seed: int = 0,
         config: dict[str, Any] | None = None,
+        schedule: PlanSchedule | None = None,
+        observers: list[Observer] | None = None,
     ):
         self.args, self.mesh, self.folder, self.dataset = args, mesh, Path(folder), dataset
         self.plan: SharingPlan = model.config.sharing_plan
+        self.schedule = schedule or PlanSchedule([(0, self.plan)])
+        self.observers = observers or []
+        self.guard = Guard(args)
+        self.control = RunControl(args, mesh, self.folder)
         self.lora = lora_settings(args) if args.method == "lora" else None
         method = {"method": args.method, **(self.lora or {})}
         self.identity = identity_of(model, self.plan, dataset.manifest, method, args.dtype)
@@ -147,7 +94,6 @@ class Trainer:
         self._start_engine(model)
         mine = self.ulysses.slice if self.ulysses else slice(None)
         self.batches = StepBatches(args, dataset, self.cursor, mesh, mine)
-        self.stop_signal: int | None = None
 
     def _checkpoint_to_resume(self) -> Path | None:
         checkpoint = latest_checkpoint(self.folder)
@@ -196,7 +142,13 @@ class Trainer:
         if self.resume_from is not None:
             self.state = read_state(self.resume_from)
             self.checkpointer.load(self.resume_from, self.state)
-            self.cursor.load_state_dict(self.state.cursor)
+            self._restore_position()
+
+    def _restore_position(self) -> None:
+        """Data and guard stand where the state says."""
+        self.cursor.load_state_dict(self.state.cursor)
+        if self.state.guard:
+            self.guard.load_state_dict(self.state.guard)
 
     def _describe(self, folder: Path) -> None:
         """What export needs besides weights: configurations and plan."""
@@ -212,37 +164,57 @@ class Trainer:
         return self.batches.rows_per_step
 
     def train(self) -> TrainState:
-        """Run until `max_steps`, or until SIGTERM; saves at the end either way.
+        """Run until `max_steps`, `max_hours` or a signal; saves at the end either way.
 
         Raises:
-            RuntimeError: `max_skipped_steps` steps in a row had a NaN or infinite loss or gradient.
+            RuntimeError: too many bad steps (`Guard.judge`).
             OSError: a checkpoint cannot be written.
         """
         tokens = self.rows_per_step * self.dataset.context_length
         enabled = self.mesh.rank == 0
         monitor = Monitor(self.folder, self.args, self.state.step, tokens, self.state.config, enabled)
-        saved_at = self.state.step if self.resume_from else -1
-        with self._catch_signals(), contextlib.closing(monitor), contextlib.closing(self.batches):
+        self.saved_at = self.state.step if self.resume_from else -1
+        closing = [contextlib.closing(thing) for thing in (monitor, self.batches, self.checkpointer)]
+        with self.control.watching(), closing[0], closing[1], closing[2]:
             while self.state.step < self.args.max_steps:
+                self._use_plan(self.schedule.plan_at(self.state.step))
                 values = self.step()
+                verdict = self._judge(values, monitor)
+                for observer in self.observers:
+                    values |= observer.observe(self, self.state.step)
                 monitor.step(self.state.step, values)
-                self._check_skips(values, monitor)
-                stop = self._should_stop()
+                reason = self.control.should_stop(self.state.step)
                 every = self.args.save_every_steps
-                if stop or (every and self.state.step % every == 0):
-                    self.checkpointer.save(self.state)
-                    saved_at = self.state.step
-                if stop:
-                    monitor.note(
-                        f"stopped by a signal after step {self.state.step}; the checkpoint is complete"
-                    )
+                if verdict == "rewind":
+                    self._rewind(monitor)
+                elif reason or (every and self.state.step % every == 0):
+                    self._save()
+                if reason:
+                    self.checkpointer.wait()
+                    monitor.note(f"{reason} after step {self.state.step}; the checkpoint is complete")
                     return self.state
-            if saved_at != self.state.step:
-                self.checkpointer.save(self.state)
+            if self.saved_at != self.state.step:
+                self._save()
+            self.checkpointer.wait()
         return self.state
+
+    def _save(self) -> None:
+        self.control.alive("save")
+        self.checkpointer.save(self.state)
+        self.saved_at = self.state.step
+
+    def _rewind(self, monitor: Monitor) -> None:
+        """Weights, optimizer and step of the last checkpoint; data goes on behind the bad step."""
+        raise NotImplementedError
+
+    def _use_plan(self, plan: SharingPlan) -> None:
+        """Share as `plan` says from the next step on."""
+        if plan.lead != self.causal_model.model.lead:
+            raise NotImplementedError
 
     def step(self) -> dict[str, float]:
         """One optimizer step over the next rows; returns loss, learning rate, gradient norm and counts."""
+        self.control.alive("data")
         batches = self.batches.next()
         num_labels, data_wait = self._agree_on_data(batches)
         rate = learning_rate(self.state.step, self.args)
@@ -252,7 +224,6 @@ class Trainer:
         skipped = bool(getattr(self.engine.optimizer, "overflow", False))
         self.state.step += 1
         self.state.cursor = self.cursor.state_dict()
-        self.state.consecutive_skips = self.state.consecutive_skips + 1 if skipped else 0
         values = {"learning_rate": rate, "labels": num_labels, "skipped": float(skipped)}
         values["data_wait_s"] = data_wait
         loss, norm = total / max(num_labels, 1.0), _as_float(self.engine.get_global_grad_norm())
@@ -284,36 +255,13 @@ class Trainer:
         total, *waits = self.mesh.sum([labels, *waits])
         return total, max(waits)
 
-    def _check_skips(self, values: dict[str, float], monitor: Monitor) -> None:
-        if not values["skipped"]:
-            return
-        monitor.note(f"step {self.state.step} skipped: the loss or a gradient was NaN or infinite")
-        if self.state.consecutive_skips >= self.args.max_skipped_steps:
-            raise RuntimeError(
-                f"{self.state.consecutive_skips} steps in a row had a NaN or infinite loss or gradient (last step "
-                f"{self.state.step}): lower train.learning_rate, check the data, or resume from an earlier checkpoint"
-            )
-
-    @contextlib.contextmanager
-    def _catch_signals(self):
-        """SIGTERM and SIGUSR1 (Slurm's warning) are noted; the loop saves at the next step boundary."""
-
-        def note(number, frame):
-            self.stop_signal = number
-
-        previous = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGUSR1)}
-        try:
-            yield
-        finally:
-            if self.stop_signal is None:  # a launcher repeats SIGTERM while its ranks are leaving
-                for number, handler in previous.items():
-                    signal.signal(number, handler)
-
-    def _should_stop(self) -> bool:
-        """Whether any rank got a signal, the same answer on all ranks."""
-        flag = torch.tensor([self.stop_signal is not None], dtype=torch.int32, device=self.mesh.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
+    def _judge(self, values: dict[str, float], monitor: Monitor) -> str:
+        """The guard's verdict on the step that was just made; noted on the screen when it is bad."""
+        if values["skipped"]:
+            monitor.note(f"step {self.state.step} skipped: the loss or a gradient was NaN or infinite")
+        verdict = self.guard.judge(self.state.step, values.get("loss", math.nan), bool(values["skipped"]))
+        self.state.guard = self.guard.state_dict()
+        return verdict
 
 
 def _as_float(value: Any) -> float | None:

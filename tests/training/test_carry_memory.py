@@ -253,7 +253,7 @@ def test_estimate_knows_where_the_carry_is_and_how_large_a_tile():
     assert (carried_heads(LEAD), open_heads(LEAD)) == (5, 2)
     assert parts["keep"]["carry"] == carried_heads(LEAD) * each
     assert parts["offload"]["carry"] == parts["recompute"]["carry"] == open_heads(LEAD) * each
-    offloaded = TrainArgs(carry="offload", offload_optimizer=True)
+    offloaded = TrainArgs(carry="offload", offload_optimizer="cpu")
     everything = {"carry": carried_heads(LEAD) * each, "optimizer": shapes.parameters * 16 // 2}
     assert host_bytes(shapes, LEAD, offloaded, 1000, 2) == everything
     assert training_bytes(shapes, LEAD, offloaded, 1000, 2)["optimizer"] == 0

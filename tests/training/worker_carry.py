@@ -83,7 +83,7 @@ def main(out: Path) -> None:
         {"carry": mode, "mlp_tile_tokens": 10 * (mode != "keep"), "micro_batch_size": 2} for mode in modes
     ]
     runs = [(f"dp2_{batch['carry']}", batch) for batch in batches]
-    runs.append(("dp2_host_optimizer", {"offload_optimizer": True, "micro_batch_size": 2}))
+    runs.append(("dp2_host_optimizer", {"offload_optimizer": "cpu", "micro_batch_size": 2}))
     tiny.run_ranks(2, losses, out, runs, data)
     lora = {**two, "method": "lora", "lora_rank": 2}
     pairs = [(f"lora_{mode}", {**lora, "carry": mode}) for mode in ("keep", "recompute")]

@@ -1,0 +1,67 @@
+"""The DeepSpeed engine of a run: its settings, and what a model keeps for its backward."""
+
+from typing import Any
+
+import torch
+
+from pod.training.args import TrainArgs
+from pod.training.carry import set_carry
+from pod.training.estimate import PREFETCH_ELEMENTS, REDUCE_BUCKET_ELEMENTS, mlp_tiles
+
+
+def deepspeed_config(args: TrainArgs) -> dict[str, Any]:
+    """The engine's settings. `reduce_scatter` fixes the gradient scale that `Trainer` compensates."""
+    host = {"offload_optimizer": {"device": args.offload_optimizer, "pin_memory": torch.cuda.is_available()}}
+    return {
+        "train_micro_batch_size_per_gpu": args.micro_batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "gradient_clipping": args.max_grad_norm,
+        "bf16": {"enabled": args.dtype == "bfloat16"},
+        "communication_data_type": "fp32",
+        "seq_parallel_communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_scatter": True,
+            "overlap_comm": torch.cuda.is_available(),
+            "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
+            "stage3_prefetch_bucket_size": PREFETCH_ELEMENTS,
+            **(host if args.offload_optimizer != "none" else {}),
+        },
+        # PyTorch's own AdamW updates there too: DeepSpeed's needs a compiler on every machine
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 2**31,
+        "wall_clock_breakdown": False,
+    }
+
+
+def drop_carry_hooks(model: Any) -> None:
+    """Take ZeRO-3's hooks off the modules that hand on the carry and own no weight: decoder layers and attention.
+
+    The hooks fire once per carried tensor. How many there are depends on the heads that a rank computes, and ZeRO-3
+    stops ("disagreement on list contents") when ranks do not meet the same hooks. Their children's hooks gather all
+    weights.
+    """
+    for layer in model.model.layers:
+        for module in (layer, layer.self_attn):
+            assert not list(module.parameters(recurse=False)), "this module's weights need ZeRO-3's hooks"
+            module._forward_pre_hooks.clear()
+            module._forward_hooks.clear()
+
+
+def save_activations(model: Any, args: TrainArgs, row_length: int) -> None:
+    """Set what a PodForCausalLM keeps for its backward: checkpoints, carry, feed-forward tiles.
+
+    Args:
+        row_length: tokens of the longest row over all ranks of a sequence-parallel group.
+    """
+    if args.gradient_checkpointing:
+        # The first name is transformers' newer one; both checkpoint without re-entering autograd.
+        enable = (
+            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        )
+        enable()
+    set_carry(model, args.carry)
+    for layer in model.model.layers:
+        layer.mlp.train_tiles = mlp_tiles(args, row_length)
