@@ -1,5 +1,8 @@
 """Which steps are bad, and what follows: NaN, infinity and loss spikes; skip, rewind or stop."""
 
+import math
+import statistics
+from collections import deque
 from typing import Any, Literal
 
 from pod.training.args import TrainArgs
@@ -8,33 +11,89 @@ Verdict = Literal["good", "skip", "rewind"]
 
 
 class Guard:
-    """Judges every step by numbers that are the same on all ranks. Its state goes into checkpoints."""
+    """Judges every step by numbers that are the same on all ranks. Its state goes into checkpoints.
+
+    A spike is a loss above `spike_factor` x the median of the last `spike_window` good steps. The median and not the
+    mean, so that losses on the way up do not move the bar along with them.
+    """
 
     def __init__(self, args: TrainArgs):
         self.args = args
         self.consecutive_skips = 0
         self.rewinds = 0
+        self.losses: deque[float] = deque(maxlen=args.spike_window)
 
     def is_spike(self, loss: float) -> bool:
-        """Whether `loss` (of the step whose update is still to come) is a spike."""
-        return False
+        """Whether `loss` (of the step whose update is still to come) is a spike.
 
-    def judge(self, step: int, loss: float, skipped: bool) -> Verdict:
+        NaN and infinity are none: they fill the gradients, where the engine finds them.
+        """
+        bar = self.spike_bar()
+        return bar is not None and math.isfinite(loss) and loss > bar
+
+    def spike_bar(self) -> float | None:
+        """The loss above which the coming step is a spike; None while none is one."""
+        if not self.args.spike_factor or 4 * len(self.losses) < self.args.spike_window:
+            return None
+        return self.args.spike_factor * statistics.median(self.losses)
+
+    def why_bad(self, loss: float) -> str:
+        """What was wrong with a step that was skipped, in words; call it before `judge`."""
+        if self.is_spike(loss):
+            return (
+                f"the loss was {loss:.4g}, above {self.spike_bar():.4g} = spike_factor x the running median"
+            )
+        return "the loss or a gradient was NaN or infinite"
+
+    def judge(self, step: int, loss: float, skipped: bool, can_rewind: bool = True) -> Verdict:
         """What follows step `step` (counted from 1), after its update was made or skipped.
+
+        Args:
+            loss: mean cross entropy of the step; NaN when it was not finite.
+            can_rewind: whether there is a checkpoint; without one a rewind is a skip.
 
         Raises:
             RuntimeError: `max_skipped_steps` bad steps in a row, or one more than `max_rewinds` rewinds.
         """
-        self.consecutive_skips = self.consecutive_skips + 1 if skipped else 0
+        if not skipped and math.isfinite(loss):
+            self.consecutive_skips = 0
+            self.losses.append(loss)
+            return "good"
+        reason = self.why_bad(loss)
+        if self.args.bad_step == "rewind" and can_rewind:
+            return self._rewind(step, reason)
+        self.consecutive_skips += 1
         if self.consecutive_skips >= self.args.max_skipped_steps:
             raise RuntimeError(
-                f"{self.consecutive_skips} steps in a row had a NaN or infinite loss or gradient (last step {step}): lower "
-                "train.learning_rate, check the data, or resume from an earlier checkpoint"
+                f"{self.consecutive_skips} bad steps in a row (at step {step} {reason}): lower train.learning_rate, check "
+                "the data, or resume from an earlier checkpoint"
             )
-        return "skip" if skipped else "good"
+        return "skip"
+
+    def _rewind(self, step: int, reason: str) -> Verdict:
+        if self.rewinds >= self.args.max_rewinds:
+            raise RuntimeError(
+                f"step {step} is bad ({reason}) after {self.rewinds} rewinds: lower train.learning_rate, check the data, "
+                "raise train.max_rewinds, or resume from an earlier checkpoint"
+            )
+        self.rewinds += 1
+        return "rewind"
+
+    def rewound(self, saved: dict[str, Any]) -> None:
+        """The run returned to a checkpoint with this state: its losses hold again, the rewinds so far still count."""
+        rewinds = self.rewinds
+        self.load_state_dict(saved)
+        self.rewinds, self.consecutive_skips = rewinds, 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"consecutive_skips": self.consecutive_skips, "rewinds": self.rewinds}
+        """JSON; floats come back bit for bit."""
+        return {
+            "consecutive_skips": self.consecutive_skips,
+            "rewinds": self.rewinds,
+            "losses": list(self.losses),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.consecutive_skips, self.rewinds = state["consecutive_skips"], state["rewinds"]
+        """Continue where `state` was taken; {} is the start of a run."""
+        self.consecutive_skips, self.rewinds = state.get("consecutive_skips", 0), state.get("rewinds", 0)
+        self.losses = deque(state.get("losses", ()), maxlen=self.args.spike_window)

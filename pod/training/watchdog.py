@@ -1,0 +1,157 @@
+"""A thread that notices when a rank hangs, and writes where.
+
+The main thread of a hanging rank usually waits inside a collective for a peer that will not come. It cannot tell; a
+thread beside it can, because collectives release Python's lock while they wait.
+"""
+
+import faulthandler
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+ABORT_CODE = 75  # EX_TEMPFAIL: a scheduler may start the run again
+_PLACE = re.compile(r"no progress for \d+ s in phase (\w+ after step \d+)")
+
+
+class Watchdog:
+    """Watches one rank between `start` and `stop`.
+
+    Args:
+        folder: <output_dir>/train; stacks go to hang-rankNNNNN.txt there.
+        rank, world_size: position among all ranks.
+        timeout: seconds without a beat that count as a hang; 0 = never.
+        action: `report`, or `abort` to end the process with code 75 after the report.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        action: Literal["report", "abort"] = "report",
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.folder, self.rank, self.world_size = Path(folder), rank, world_size
+        self.timeout, self.action, self.clock = timeout, action, clock
+        self.phase, self.step = "start", 0
+        self._beat = clock()
+        self._reported_at: float | None = None
+        self._bytes_seen = -1
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def path(self) -> Path:
+        """The file with this rank's stacks."""
+        return self.folder / f"hang-rank{self.rank:05d}.txt"
+
+    def beat(self, phase: str) -> None:
+        """This rank entered `phase`, which is progress."""
+        self.phase, self._beat = phase, self.clock()
+
+    def start(self) -> None:
+        """Begin to watch, in a thread."""
+        self._beat = self.clock()
+        if self.timeout > 0 and self._thread is None:
+            self._stop.clear()
+            self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=10)
+            self._thread = None
+
+    def _run(self) -> None:
+        interval = min(self.timeout / 8, 30.0)
+        while not self._stop.wait(interval):
+            if self.check():
+                self.report()
+                self._wait_for_peers()
+                if (
+                    self.action == "abort"
+                    and not self._stop.is_set()
+                    and self._beat < (self._reported_at or 0)
+                ):
+                    os._exit(ABORT_CODE)  # exit handlers would wait for the same collective
+
+    def check(self) -> bool:
+        """Whether a hang has to be reported now: once per `timeout` seconds without progress."""
+        now = self.clock()
+        if self.phase == "save" and self._written_more():
+            self._beat = now
+        since = self._beat if self._reported_at is None else max(self._beat, self._reported_at)
+        if now - since < self.timeout:
+            return False
+        self._reported_at = now
+        return True
+
+    def _written_more(self) -> bool:
+        """Whether unpublished checkpoints changed size. All ranks see all files: one that has written its own and waits
+        for the others sees theirs grow."""
+        total = 0
+        for file in self.folder.glob(".*/**/*"):
+            try:
+                total += file.stat().st_size
+            except OSError:  # renamed or removed since it was listed
+                continue
+        changed, self._bytes_seen = total != self._bytes_seen, total
+        return changed
+
+    def report(self) -> None:
+        """Append the stacks of all threads to this rank's file, and one line to stderr."""
+        line = (
+            f"rank {self.rank} of {self.world_size} on {socket.gethostname()} (process {os.getpid()}): no progress for "
+            f"{self.clock() - self._beat:.0f} s in phase {self.phase} after step {self.step}"
+        )
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+                file.write("\n")
+            print(f"{line}; stacks in {self.path}", file=sys.stderr, flush=True)
+        except OSError as error:
+            print(f"{line}; its stacks cannot be written ({error})", file=sys.stderr, flush=True)
+
+    def _wait_for_peers(self) -> None:
+        """Leave the other ranks time for their stacks (a launcher ends all when one has ended); rank 0 then tells who waits
+        where, which names the rank that the others wait for."""
+        self._stop.wait(min(60.0, max(1.0, self.timeout / 20)))
+        if self.rank == 0 and self.world_size > 1:
+            print(
+                f"hang: {where_ranks_are(self.folder, self.world_size, 2 * self.timeout)}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def where_ranks_are(folder: Path, world_size: int, max_age: float) -> str:
+    """Which ranks are in which phase, from the reports of at most `max_age` seconds ago: "backward after step 7: ranks 0 to 2; …"."""
+    places: dict[str, list[int]] = {}
+    for rank in range(world_size):
+        file = Path(folder) / f"hang-rank{rank:05d}.txt"
+        place = "no report"
+        if file.is_file() and time.time() - file.stat().st_mtime <= max_age:
+            found = _PLACE.findall(file.read_text(encoding="utf-8", errors="replace"))
+            place = found[-1] if found else place
+        places.setdefault(place, []).append(rank)
+    return "; ".join(f"{place}: {_ranks(ranks)}" for place, ranks in places.items())
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return "ranks " + ", ".join(map(str, ranks))
