@@ -191,3 +191,10 @@ def describe(
 
 def _gib(value: int) -> str:
     return f"{value / 2**30:9.3f} GiB"
+
+
+def checkpoint_disk_bytes(shapes: Shapes, args: TrainArgs) -> int:
+    """Disk bytes of one checkpoint of all ranks: master weights and two moments in fp32, below stage 3 the weights too."""
+    trained = shapes.lora_parameters(args) if args.method == "lora" else shapes.parameters
+    weights = BYTES[args.dtype] if args.zero_stage < 3 else 0
+    return (12 + weights) * trained + MEBIBYTE

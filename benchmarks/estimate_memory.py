@@ -1,0 +1,328 @@
+"""The memory estimate of pod.training.estimate against what training steps really hold, on CPU.
+
+    python benchmarks/estimate_memory.py                       # all configurations; writes benchmarks/results/estimate_memory.json
+    python benchmarks/estimate_memory.py --only pod_keep       # some of them, by name
+    python benchmarks/estimate_memory.py --largest 12          # and the 12 largest tensors at each peak
+
+Method: every rank is a process of its own that builds the trainer of the product and makes four optimizer steps. The bytes of all
+tensors that operations made and that live are counted, each storage once, from the start of the process; the peak is that of the
+last two steps, of the rank that holds most. Not counted, and not estimated either: what a library's kernel takes and gives back
+inside one operation, the allocator's slack, code. Copies that stand for host memory (offloading) count on their own side.
+
+The model is random, of 6 layers and 256 hidden, in float32 and bfloat16; DeepSpeed's buckets are made as small as the model (the
+defaults of 200 MB would be most of it and hide every error of the rest).
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+from longest_sequence import LiveBytes, make_plan
+
+import pod
+from pod.data import PackedDataset, write_packed_rows
+from pod.eval.results import environment, one_line
+from pod.files import write_json
+from pod.training import carry, engine, estimate
+from pod.training.args import TrainArgs
+
+BUCKET_ELEMENTS = 200_000
+SIZE = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "num_sink_tokens": 16,
+    "num_recent_tokens": 240,
+}
+SHARE_NON_LEAD = 0.5
+GOAL = 0.1
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration: ranks, layout (dense, pod, cla, window), context in tokens, settings of section `train`."""
+
+    name: str
+    ranks: int = 1
+    layout: str = "pod"
+    context: int = 2048
+    train: dict[str, Any] = field(default_factory=dict)
+    tied: bool = False
+
+
+CASES = [
+    Case("pod_keep"),
+    Case("dense_keep", layout="dense"),
+    Case("cla_keep", layout="cla"),
+    Case("window_keep", layout="window"),
+    Case("pod_no_checkpoints", context=1024, train={"gradient_checkpointing": False}),
+    Case("pod_offload_carry", context=4096, train={"carry": "offload"}),
+    Case("pod_recompute_carry", context=4096, train={"carry": "recompute"}),
+    Case("pod_tiles", context=4096, train={"mlp_tile_tokens": 512}),
+    Case("pod_lora", train={"method": "lora"}),
+    Case("pod_lora_no_checkpoints", context=1024, train={"method": "lora", "gradient_checkpointing": False}),
+    Case("pod_zero1", train={"zero_stage": 1}),
+    Case("pod_zero1_2ranks", ranks=2, train={"zero_stage": 1}),
+    Case("pod_zero2_2ranks", ranks=2, train={"zero_stage": 2}),
+    Case("pod_zero3_2ranks", ranks=2),
+    Case("pod_sp2", ranks=2, context=4096, train={"sequence_parallel_size": 2}),
+    Case("pod_sp2_dp2", ranks=4, context=2048, train={"sequence_parallel_size": 2}),
+    Case(
+        "dense_sp2_lora",
+        ranks=2,
+        layout="dense",
+        context=4096,
+        train={"sequence_parallel_size": 2, "method": "lora"},
+    ),
+    Case("pod_bfloat16", context=4096, train={"dtype": "bfloat16"}),
+    Case("pod_bfloat16_2ranks", ranks=2, train={"dtype": "bfloat16"}),
+    Case(
+        "pod_micro_batch",
+        train={"micro_batch_size": 2, "gradient_accumulation_steps": 2},
+        context=1024,
+        tied=True,
+    ),
+    Case("pod_optimizer_on_host", ranks=2, train={"offload_optimizer": "cpu"}),
+    Case("pod_checkpoints_on_host", context=4096, train={"offload_checkpoints": True}),
+    Case("pod_distill", context=1024, train={"distill_logits": 0.5}),
+    Case("pod_distill_lora", train={"distill_logits": 0.5, "method": "lora"}),
+]
+
+
+def model_config(case: Case) -> pod.PodConfig:
+    """The configuration of a case."""
+    options: dict[str, Any] = {**SIZE, "tie_word_embeddings": case.tied, "max_position_embeddings": 2**16}
+    if case.layout == "pod":
+        options["lead"] = make_plan(SIZE["num_hidden_layers"], SIZE["num_key_value_heads"], SHARE_NON_LEAD)
+    elif case.layout == "window":
+        options |= {"layout": "window", "num_sink_tokens": 0, "num_recent_tokens": 256}
+    elif case.layout == "cla":
+        options |= {"layout": "cla"}
+    return pod.PodConfig(**options)
+
+
+def train_args(case: Case) -> TrainArgs:
+    """Section `train` of a case."""
+    settings = {"dtype": "float32", "loss_chunk_mib": 4, "save_every_steps": 0, "max_steps": 4}
+    return TrainArgs(**settings | case.train)  # type: ignore[arg-type]
+
+
+def make_data(folder: Path, context: int) -> Path:
+    """Packed rows of one document each."""
+    draw = np.random.default_rng(0)
+    rows = [[draw.integers(0, SIZE["vocab_size"], context).astype(np.int32)] for _ in range(32)]
+    write_packed_rows(
+        folder, rows, context_length=context, vocab_size=SIZE["vocab_size"], tokenizer_sha256="random"
+    )
+    return folder
+
+
+class Counted(LiveBytes):
+    """Live bytes with a reset, and on request the largest tensors at the peak."""
+
+    def __init__(self, largest: int = 0) -> None:
+        super().__init__()
+        self.largest, self.at_peak = largest, []
+        self.shapes: dict[int, str] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = self.peak
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.largest:
+            for leaf in torch.utils._pytree.tree_leaves(result):
+                if isinstance(leaf, torch.Tensor):
+                    key = leaf.untyped_storage()._cdata
+                    text = f"{func} {list(leaf.shape)} {str(leaf.dtype)[6:]}"
+                    if leaf.numel() * leaf.element_size() == leaf.untyped_storage().nbytes():
+                        self.shapes[key] = text
+            if self.peak > before:
+                sizes = sorted(((size, key) for key, (_, size) in self.live.items()), reverse=True)[
+                    : self.largest
+                ]
+                self.at_peak = [f"{size / 2**20:8.2f} MiB {self.shapes.get(key, '?')}" for size, key in sizes]
+                self.at_peak.append(f"peak in {func}")
+        return result
+
+    def restart(self) -> None:
+        """The peak counts from now on."""
+        self._forget_dead()
+        self.peak = self.now
+
+
+def small_buckets() -> None:
+    """DeepSpeed's buckets as small as the model, for the engine and for the estimate."""
+    engine.REDUCE_BUCKET_ELEMENTS = engine.PREFETCH_ELEMENTS = BUCKET_ELEMENTS
+    estimate.REDUCE_BUCKET_ELEMENTS = estimate.PREFETCH_ELEMENTS = BUCKET_ELEMENTS
+
+
+def measure_rank(case: Case, rank: int, port: int, folder: Path, largest: int, pipe: Any) -> None:
+    """Body of one rank's process: peak bytes of steps 3 and 4 into the pipe."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case.ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    from pod.training.mesh import start_processes, stop_processes
+    from pod.training.trainer import Trainer
+
+    small_buckets()
+    args = train_args(case)
+    mesh = start_processes(args.sequence_parallel_size)
+    try:
+        with Counted(largest) as live, host_side(live):
+            torch.manual_seed(0)
+            model = pod.PodForCausalLM(model_config(case))
+            trainer = Trainer(args, model, PackedDataset(folder / "data"), mesh, folder / "train")
+            for _ in range(2):
+                trainer.step()
+            live.restart()
+            at_rest = live.now
+            for _ in range(2):
+                trainer.step()
+        pipe.send({"peak": live.peak, "at_rest": at_rest, "largest": live.at_peak})
+        trainer.batches.close()
+        stop_processes()
+    except Exception as error:  # noqa: BLE001  the parent reports it
+        if os.environ.get("POD_TRACEBACK"):
+            import traceback
+
+            traceback.print_exc()
+        pipe.send({"failed": one_line(error)[:300]})
+
+
+@contextmanager
+def host_side(live: Counted):
+    """Copies that offloading makes are host memory."""
+    original = carry.OffloadedCarry.__init__
+
+    def init(self, to_host=carry.host_copy, to_device=carry.device_copy):
+        original(self, live.host(to_host), to_device)
+
+    carry.OffloadedCarry.__init__ = init
+    try:
+        yield
+    finally:
+        carry.OffloadedCarry.__init__ = original
+
+
+def measure(case: Case, largest: int = 0) -> dict[str, Any]:
+    """Peak of the rank that holds most, in bytes; every rank is a forked process."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as name, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        folder = Path(name)
+        make_data(folder / "data", case.context)
+        pipes, children = [], []
+        for rank in range(case.ranks):
+            mine, theirs = context.Pipe(duplex=False)
+            child = context.Process(target=measure_rank, args=(case, rank, port, folder, largest, theirs))
+            child.start()
+            theirs.close()
+            pipes.append(mine)
+            children.append(child)
+        results = [pipe.recv() if pipe.poll(300) else {"failed": "no answer in 300 s"} for pipe in pipes]
+        for child in children:
+            child.join(10)
+            child.kill()
+    failed = [result for result in results if "failed" in result]
+    return failed[0] if failed else max(results, key=lambda result: result["peak"])
+
+
+def estimated(case: Case) -> dict[str, int]:
+    """The estimate of a case, by part."""
+    small_buckets()
+    config = model_config(case)
+    shapes = estimate.Shapes.from_config(config)
+    return estimate.training_bytes(
+        shapes, config.sharing_plan.lead, train_args(case), case.context, case.ranks
+    )
+
+
+def compare(case: Case, largest: int = 0) -> dict[str, Any]:
+    """Measured and estimated bytes of one case."""
+    parts = estimated(case)
+    result = measure(case, largest)
+    row = {
+        "name": case.name,
+        "ranks": case.ranks,
+        "layout": case.layout,
+        "context": case.context,
+        "train": case.train,
+    }
+    row |= {"estimated_bytes": sum(parts.values()), "parts": parts}
+    if "failed" in result:
+        return row | {"failed": result["failed"]}
+    ratio = sum(parts.values()) / result["peak"]
+    return (
+        row
+        | {"measured_bytes": result["peak"], "at_rest_bytes": result["at_rest"], "ratio": ratio}
+        | ({"largest": result["largest"]} if largest else {})
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="*", help="names of configurations; default all")
+    parser.add_argument(
+        "--largest", type=int, default=0, help="print so many of the largest tensors at each peak"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "estimate_memory.json"
+    )
+    options = parser.parse_args()
+    import deepspeed  # noqa: F401  imported once, before ranks are forked
+    import peft  # noqa: F401
+
+    rows = []
+    for case in CASES:
+        if options.only and case.name not in options.only:
+            continue
+        row = compare(case, options.largest)
+        rows.append(row)
+        mib = 2**20
+        if "failed" in row:
+            print(
+                f"{case.name:<26} {row['estimated_bytes'] / mib:8.1f} MiB estimated; failed: {row['failed']}",
+                flush=True,
+            )
+            continue
+        print(
+            f"{case.name:<26} {row['measured_bytes'] / mib:8.1f} MiB measured {row['estimated_bytes'] / mib:8.1f} estimated "
+            f"{row['ratio']:6.3f}  at rest {row['at_rest_bytes'] / mib:7.1f}",
+            flush=True,
+        )
+        if options.largest:
+            print("\n".join(row["largest"]), json.dumps(row["parts"]), sep="\n")
+    known = [row for row in rows if "ratio" in row]
+    worst = max((abs(row["ratio"] - 1) for row in known), default=0.0)
+    print(f"{len(known)} configurations, worst error {100 * worst:.1f} %")
+    if not options.only:
+        write_json(
+            options.out,
+            {"schema": 1, "benchmark": "estimate_memory", "environment": environment(), "goal": GOAL,
+             "bucket_elements": BUCKET_ELEMENTS, "worst_error": worst, "rows": rows},
+        )  # fmt: skip
+    sys.exit(0 if worst <= GOAL else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,364 @@
+"""What would make a run fail after it has taken its GPUs, found before: sizes, disk, host memory, tools, ranks that disagree.
+
+`check` needs no process group and no weights; every rank calls it, since disks, memory and compilers are a machine's own.
+`agree` is the first thing that ranks do together.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pod.files import check_can_write
+from pod.training.args import TrainArgs
+from pod.training.estimate import Shapes, checkpoint_disk_bytes, host_bytes
+from pod.training.mesh import check_world_size
+from pod.training.ulysses import kv_head_repeats
+
+GIB = 2**30
+VERSIONED = ("torch", "deepspeed", "transformers", "peft", "pod-kv")
+_SHARED = "output_dir"
+_HOST_SHARE = 0.9  # of the machine's memory that offloading may take; the rest is for processes, pinning and the page cache
+
+
+def check(
+    model_config: Any,
+    args: TrainArgs,
+    manifest: dict[str, Any],
+    folder: Path | str,
+    world_size: int,
+    *,
+    plan: Any = None,
+    tokenizer_sha256: str | None = None,
+) -> None:
+    """Refuse a run that cannot end well; about a second.
+
+    Args:
+        model_config: the PodConfig that will be trained.
+        manifest: the prepared data's manifest (`read_manifest`).
+        folder: <output_dir>/train; need not exist yet.
+        world_size: ranks of the run.
+        plan: the SharingPlan, the configuration's own when None.
+        tokenizer_sha256: of the model's tokenizer; None = not compared.
+
+    Raises:
+        ValueError: in one line, the first thing that is wrong.
+    """
+    plan = model_config.sharing_plan if plan is None else plan
+    check_model(model_config, args, plan)
+    check_data(model_config, manifest, tokenizer_sha256)
+    check_layout(args, manifest, world_size)
+    check_can_write(folder, "output_dir")
+    check_tools(args, world_size)
+    if args.offload_folder and "nvme" in (args.offload_optimizer, args.offload_parameters):
+        check_can_write(args.offload_folder, "train.offload_folder")
+    shapes = Shapes.from_config(model_config)
+    check_disk(shapes, args, Path(folder), world_size)
+    context = int(manifest["context_length"])
+    check_host_memory(shapes, plan.lead, args, context, world_size)
+
+
+def check_model(config: Any, args: TrainArgs, plan: Any) -> None:
+    """Plan, layout and heads against the configuration.
+
+    Raises:
+        ValueError: a plan of other sizes, a sequence-parallel size without enough heads.
+    """
+    try:
+        plan.check_fits(config.num_hidden_layers, config.num_key_value_heads)
+    except ValueError as error:
+        raise ValueError(
+            f"the plan does not belong to this model: {error}; run launch/explore.py on it"
+        ) from None
+    kv_head_repeats(config.num_attention_heads, config.num_key_value_heads, args.sequence_parallel_size)
+    if args.distill_logits and plan.is_dense and getattr(config, "layout", "pod") == "pod":
+        raise ValueError(
+            "train.distill_logits has nothing to teach: the plan shares nothing, so that the model is its own teacher; "
+            "set distill_logits=0 or name a plan (model.plan)"
+        )
+
+
+def check_data(config: Any, manifest: dict[str, Any], tokenizer_sha256: str | None) -> None:
+    """Prepared rows against the model: tokenizer, vocabulary, positions that RoPE was made for.
+
+    Raises:
+        ValueError: data of another tokenizer, ids above the vocabulary, rows longer than the model's positions.
+    """
+    if tokenizer_sha256 is not None and manifest.get("tokenizer_sha256") != tokenizer_sha256:
+        raise ValueError(
+            "the data was prepared with another tokenizer than this model's: prepare it again with "
+            "launch/prepare_data.py, or name the model that it was prepared for"
+        )
+    if int(manifest["vocab_size"]) > config.vocab_size:
+        raise ValueError(
+            f"the data has token ids up to {int(manifest['vocab_size']) - 1}, the model's vocabulary ends at "
+            f"{config.vocab_size - 1}: prepare the data with this model's tokenizer"
+        )
+    context, longest = int(manifest["context_length"]), int(config.max_position_embeddings)
+    if context > longest:
+        raise ValueError(
+            f"the data has rows of {context} tokens, the model's positions end at {longest}: prepare data with "
+            f"data.context_length <= {longest}, or extend the model (model.rope_theta or model.rope_type with "
+            "model.max_position_embeddings)"
+        )
+    reach = rope_reach(config.rope_parameters or {})
+    if reach is not None and context > reach:
+        raise ValueError(
+            f"the data has rows of {context} tokens, but RoPE scaling {config.rope_parameters['rope_type']} of factor "
+            f"{config.rope_parameters['factor']:g} reaches {reach}: raise model.rope_factor or prepare shorter rows"
+        )
+
+
+def rope_reach(rope: dict[str, Any]) -> int | None:
+    """Tokens up to which a scaled RoPE stays within what it was trained on; None = the type sets no bound."""
+    original = rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") not in ("yarn", "linear") or not original or not rope.get("factor"):
+        return None
+    return int(original * rope["factor"])
+
+
+def check_layout(args: TrainArgs, manifest: dict[str, Any], world_size: int) -> None:
+    """Ranks, rows and tokens that must divide.
+
+    Raises:
+        ValueError: ranks that form no groups, more rows per step than the data has, fewer tokens than ranks.
+    """
+    check_world_size(world_size, args.sequence_parallel_size)
+    context, rows = int(manifest["context_length"]), int(manifest["num_rows"])
+    if context < args.sequence_parallel_size:
+        raise ValueError(
+            f"rows of {context} tokens cannot be split over sequence_parallel_size {args.sequence_parallel_size}: use at "
+            f"most {context}"
+        )
+    groups = world_size // args.sequence_parallel_size
+    needed = args.micro_batch_size * args.gradient_accumulation_steps * groups
+    if needed > rows:
+        raise ValueError(
+            f"a step takes {needed} rows (micro_batch_size {args.micro_batch_size} x gradient_accumulation_steps "
+            f"{args.gradient_accumulation_steps} x {groups} data-parallel groups), the data has {rows}: lower one of "
+            "them, or prepare more data"
+        )
+
+
+def check_tools(args: TrainArgs, world_size: int) -> None:
+    """Libraries and compilers that the settings need on this machine.
+
+    Raises:
+        ValueError: NCCL without CUDA's build, no compiler for DeepSpeed's aio, peft missing.
+    """
+    if torch.cuda.is_available():
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if local > torch.cuda.device_count():
+            raise ValueError(
+                f"{local} ranks on this machine, but {torch.cuda.device_count()} GPUs are visible: start one rank per GPU "
+                "(--num_gpus, --gpus-per-node, CUDA_VISIBLE_DEVICES)"
+            )
+        if world_size > 1 and not dist.is_nccl_available():
+            raise ValueError(
+                "this PyTorch has no NCCL, which several GPUs need: install a CUDA build of torch"
+            )
+        if args.dtype == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+            raise ValueError(
+                "this GPU has no bfloat16 (compute capability 8.0 and newer have): set train.dtype=float32"
+            )
+    elif world_size > 1 and not dist.is_gloo_available():
+        raise ValueError(
+            "this PyTorch has no gloo, which several ranks without GPUs need: install another build of torch"
+        )
+    if "nvme" in (args.offload_optimizer, args.offload_parameters):
+        missing = missing_for_aio()
+        if missing:
+            raise ValueError(
+                f"offload to nvme needs {missing}, or set offload_optimizer and offload_parameters to cpu"
+            )
+    if args.method == "lora" and not _installed("peft"):
+        raise ValueError(
+            "train.method=lora needs the package peft: pip install peft, or set train.method=full"
+        )
+
+
+def missing_for_aio() -> str | None:
+    """What DeepSpeed's asynchronous file access lacks here, and how to get it; None when it can be built."""
+    if not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")):
+        return "a C++ compiler to build DeepSpeed's aio (apt install g++, or set CXX)"
+    if not shutil.which("ninja"):
+        return "ninja to build DeepSpeed's aio (pip install ninja)"
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        return "libaio with its headers to build DeepSpeed's aio (apt install libaio-dev)"
+    return None
+
+
+def check_disk(shapes: Shapes, args: TrainArgs, folder: Path, world_size: int) -> None:
+    """Free bytes at `folder` against the checkpoints that will lie there at the same time.
+
+    What checkpoints of this run already hold there counts as available: they rotate.
+
+    Raises:
+        ValueError: how much is needed, and what for.
+    """
+    each = checkpoint_disk_bytes(shapes, args)
+    saves = kept_checkpoints(args)
+    held = _bytes_below(folder) if folder.is_dir() else 0
+    free = shutil.disk_usage(_nearest(folder)).free
+    if each * saves > free + held:
+        raise ValueError(
+            f"{folder} has {_gib(free)} free, but {saves} checkpoints of {_gib(each)} will lie there ({args.keep_last} kept "
+            f"by keep_last{_kept_forever(args)}, one being written): free {_gib(each * saves - free - held)}, lower "
+            "train.keep_last, or set another output_dir"
+        )
+
+
+def kept_checkpoints(args: TrainArgs) -> int:
+    """Most checkpoints that lie on disk at a time: the rotating ones, those kept for good, and one being written."""
+    every = args.save_every_steps
+    made = args.max_steps // every + bool(args.max_steps % every) if every else 1
+    forever = 0
+    if args.keep_every_steps and every:
+        forever = sum(step % args.keep_every_steps == 0 for step in range(every, args.max_steps + 1, every))
+    return min(made, args.keep_last + 1 + forever)
+
+
+def check_host_memory(shapes: Shapes, lead: Any, args: TrainArgs, context: int, world_size: int) -> None:
+    """This machine's memory against what its ranks offload.
+
+    Raises:
+        ValueError: how much is needed, and for which parts.
+    """
+    parts = host_bytes(shapes, lead, args, context, world_size)
+    local = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    needed, available = local * sum(parts.values()), int(_HOST_SHARE * host_memory_bytes())
+    if needed > available:
+        what = ", ".join(f"{name} {_gib(local * value)}" for name, value in parts.items())
+        raise ValueError(
+            f"offloading needs {_gib(needed)} of this machine's memory for {local} ranks ({what}), usable are "
+            f"{_gib(available)}: use more machines, offload to nvme, or offload less"
+        )
+
+
+def host_memory_bytes() -> int:
+    """Memory of this machine, or of the control group that this process lives in when that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        file = Path("/sys/fs/cgroup") / name
+        if file.is_file() and (text := file.read_text(encoding="utf-8").strip()).isdigit():
+            total = min(total, int(text))
+    return total
+
+
+def agree(mesh: Any, config: dict[str, Any], folder: Path | str, facts: dict[str, str] | None = None) -> None:
+    """Refuse ranks that would not train the same thing. The first common act of all ranks; the same error on each.
+
+    Args:
+        mesh: the ranks (`rank`, `world_size`, `device`).
+        config: the resolved recipe, compared section by section.
+        folder: <output_dir>/train: a file of rank 0 there must be visible to all.
+        facts: further values that must be equal on all ranks, by name.
+
+    Raises:
+        ValueError: in one line, the ranks that differ from rank 0 and in what.
+    """
+    seen = "seen" if _sees_rank_zero(mesh, Path(folder)) else "not seen"
+    mine = {**versions(), **_digests(config), **(facts or {}), _SHARED: seen}
+    everyone = _gather(mesh, mine)
+    for name in mine:
+        values = [one.get(name, "nothing") for one in everyone]
+        if name == _SHARED and set(values) != {"seen"}:
+            blind = _ranks([rank for rank, value in enumerate(values) if value != "seen"])
+            raise ValueError(
+                f"{blind} cannot see what rank 0 writes into {folder}: put output_dir on a file system that all machines share"
+            )
+        others = [rank for rank, value in enumerate(values) if value != values[0]]
+        if others:
+            theirs = values[others[0]]
+            detail = f" ({values[0]} on rank 0, {theirs} on rank {others[0]})" if len(theirs) < 40 else ""
+            raise ValueError(
+                f"{_ranks(others)} and rank 0 disagree on {name}{detail}: use the same recipe, packages and files on all machines"
+            )
+
+
+def versions() -> dict[str, str]:
+    """Versions that all ranks must share, by package."""
+    found = {"the version of Python": platform.python_version()}
+    for package in VERSIONED:
+        found[f"the version of {package}"] = (
+            importlib.metadata.version(package) if _installed(package) else "missing"
+        )
+    return found
+
+
+def _digests(config: dict[str, Any]) -> dict[str, str]:
+    def digest(value: Any) -> str:
+        return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+    return {f"the recipe's {name}": digest(value) for name, value in config.items()}
+
+
+def _sees_rank_zero(mesh: Any, folder: Path) -> bool:
+    """Whether this rank sees a file that rank 0 has just written into `folder`."""
+    token = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8).to(mesh.device)
+    dist.broadcast(token, src=0)
+    marker = folder / f".seen-{bytes(token.tolist()).hex()}"
+    if mesh.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+    dist.barrier()
+    seen = marker.is_file() or marker.name in os.listdir(folder) if folder.is_dir() else False
+    dist.barrier()
+    if mesh.rank == 0:
+        marker.unlink(missing_ok=True)
+    return seen
+
+
+def _gather(mesh: Any, facts: dict[str, str]) -> list[dict[str, str]]:
+    """The facts of every rank, as JSON in padded byte tensors: nothing of another rank is unpickled."""
+    text = json.dumps(facts).encode()
+    length = torch.tensor([len(text)], device=mesh.device)
+    dist.all_reduce(length, op=dist.ReduceOp.MAX)
+    padded = torch.frombuffer(bytearray(text.ljust(int(length.item()))), dtype=torch.uint8).to(mesh.device)
+    everyone = [torch.empty_like(padded) for _ in range(mesh.world_size)]
+    dist.all_gather(everyone, padded)
+    return [json.loads(bytes(one.tolist())) for one in everyone]
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def _installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _kept_forever(args: TrainArgs) -> str:
+    return f", those of every {args.keep_every_steps} steps for good" if args.keep_every_steps else ""
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder itself, or the nearest one above it that exists."""
+    place = Path(os.path.abspath(folder))
+    while not place.exists():
+        place = place.parent
+    return place
+
+
+def _bytes_below(folder: Path) -> int:
+    """Bytes of the checkpoints in `folder`."""
+    return sum(file.stat().st_size for file in folder.glob("step-*/**/*") if file.is_file())
+
+
+def _gib(value: float) -> str:
+    return f"{value / GIB:.1f} GiB"
