@@ -9,8 +9,17 @@ from pod.training.carry import set_carry
 from pod.training.estimate import PREFETCH_ELEMENTS, REDUCE_BUCKET_ELEMENTS, mlp_tiles
 
 
+def gradient_scale(args: TrainArgs, mesh: Any) -> float:
+    """What a rank's loss must be multiplied by so that the gradients that DeepSpeed averages become sums.
+
+    With `reduce_scatter`, stage 3 divides by the number of ranks (`stage3.py`, `__avg_scatter_grads`), stages 1 and 2 by
+    the number of ranks over the sequence-parallel size (`stage_1_and_2.py`, `average_tensor`). Micro-batches are summed.
+    """
+    return float(mesh.world_size if args.zero_stage == 3 else mesh.dp_size)
+
+
 def deepspeed_config(args: TrainArgs) -> dict[str, Any]:
-    """The engine's settings. `reduce_scatter` fixes the gradient scale that `Trainer` compensates."""
+    """The engine's settings. `reduce_scatter` fixes the scale of gradients, see `gradient_scale`."""
     host = {"offload_optimizer": {"device": args.offload_optimizer, "pin_memory": torch.cuda.is_available()}}
     return {
         "train_micro_batch_size_per_gpu": args.micro_batch_size,

@@ -2,11 +2,12 @@
 
 The loss of an optimizer step is the sum over all its labels (all ranks, all micro-batches) divided by their number,
 so that it equals one process whatever the split: a rank's sum is divided by the global number of labels and
-multiplied by the number of ranks, over which ZeRO averages gradients.
+multiplied by the number of ranks over which ZeRO averages gradients (`engine.gradient_scale`).
 """
 
 import contextlib
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from pod.files import write_json
 from pod.modeling.sharing import SharingPlan
+from pod.training import progressive
 from pod.training.args import TrainArgs
 from pod.training.batches import StepBatches
 from pod.training.checkpoint import (
@@ -24,7 +26,7 @@ from pod.training.checkpoint import (
     latest_checkpoint,
     read_state,
 )
-from pod.training.engine import deepspeed_config, drop_carry_hooks, save_activations
+from pod.training.engine import deepspeed_config, drop_carry_hooks, gradient_scale, save_activations
 from pod.training.estimate import checkpoint_bytes
 from pod.training.guard import Guard
 from pod.training.lora import add_lora, lora_settings
@@ -128,9 +130,6 @@ class Trainer:
         module = LanguageModelLoss(trained, self.args.loss_chunk_mib).train()
         needed = checkpoint_bytes(module, self.args.dtype)
         settings = deepspeed_config(self.args)
-        assert settings["zero_optimization"]["reduce_scatter"], (
-            "without it gradients are averaged over world / sp"
-        )
         self.engine: Any
         self.engine, *_ = deepspeed.initialize(
             model=module, optimizer=make_optimizer(module, self.args), config=settings, mpu=self.mesh.mpu
@@ -140,15 +139,15 @@ class Trainer:
             self.folder, self.engine, self.args.keep_last, needed, self._describe, self.mesh.device
         )
         if self.resume_from is not None:
-            self.state = read_state(self.resume_from)
-            self.checkpointer.load(self.resume_from, self.state)
-            self._restore_position()
+            self._load(self.resume_from)
+            self.cursor.load_state_dict(self.state.cursor)
+            if self.state.guard:
+                self.guard.load_state_dict(self.state.guard)
 
-    def _restore_position(self) -> None:
-        """Data and guard stand where the state says."""
-        self.cursor.load_state_dict(self.state.cursor)
-        if self.state.guard:
-            self.guard.load_state_dict(self.state.guard)
+    def _load(self, checkpoint: Path) -> None:
+        """Weights, optimizer, random states and step of a checkpoint; data and guard stay where they stand."""
+        self.state = replace(read_state(checkpoint), world_size=self.mesh.world_size)
+        self.checkpointer.load(checkpoint, self.state)
 
     def _describe(self, folder: Path) -> None:
         """What export needs besides weights: configurations and plan."""
@@ -183,11 +182,12 @@ class Trainer:
                 for observer in self.observers:
                     values |= observer.observe(self, self.state.step)
                 monitor.step(self.state.step, values)
-                reason = self.control.should_stop(self.state.step)
-                every = self.args.save_every_steps
                 if verdict == "rewind":
                     self._rewind(monitor)
-                elif reason or (every and self.state.step % every == 0):
+                reason = self.control.should_stop(self.state.step)
+                every = self.args.save_every_steps
+                due = reason or (every and self.state.step % every == 0)
+                if due and self.saved_at != self.state.step:  # equal after a rewind
                     self._save()
                 if reason:
                     self.checkpointer.wait()
@@ -204,48 +204,106 @@ class Trainer:
         self.saved_at = self.state.step
 
     def _rewind(self, monitor: Monitor) -> None:
-        """Weights, optimizer and step of the last checkpoint; data goes on behind the bad step."""
-        raise NotImplementedError
+        """Weights, optimizer and step of the last checkpoint; data goes on behind the bad step.
+
+        Guard and cursor are not in a checkpoint before the next one is written. A run that is killed until then comes to
+        the same bad step again, and from there on does the same.
+        """
+        self.checkpointer.wait()
+        checkpoint = latest_checkpoint(self.folder)
+        if checkpoint is None:
+            monitor.note(f"step {self.state.step} is left out: there is no checkpoint to return to")
+            return
+        bad_step, cursor, guard = self.state.step, self.state.cursor, self.state.guard
+        self._load(checkpoint)
+        self.state.cursor, self.state.guard = cursor, guard
+        self.saved_at = self.state.step
+        monitor.rewind(self.state.step)
+        monitor.note(
+            f"step {bad_step} was bad: back to step {self.state.step}, behind the rows of step {bad_step}"
+        )
 
     def _use_plan(self, plan: SharingPlan) -> None:
         """Share as `plan` says from the next step on."""
         if plan.lead != self.causal_model.model.lead:
-            raise NotImplementedError
+            progressive.apply_plan(self.causal_model, self.ulysses, plan, self.args)
 
     def step(self) -> dict[str, float]:
-        """One optimizer step over the next rows; returns loss, learning rate, gradient norm and counts."""
+        """One optimizer step over the next rows.
+
+        Returns:
+            `loss` (mean cross entropy) and the means of the other parts of the objective, `objective` where it differs
+            from the loss, `learning_rate`, `grad_norm`, `labels`, `data_wait_s`, `skipped` and `spike` (0 or 1). Numbers
+            that are not finite are left out.
+        """
         self.control.alive("data")
         batches = self.batches.next()
         num_labels, data_wait = self._agree_on_data(batches)
         rate = learning_rate(self.state.step, self.args)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
-        (total,) = self.mesh.sum([sum(self._accumulate(batch, num_labels) for batch in batches)])
+        means, spike = self._accumulate(batches, max(num_labels, 1.0))
         skipped = bool(getattr(self.engine.optimizer, "overflow", False))
         self.state.step += 1
         self.state.cursor = self.cursor.state_dict()
-        values = {"learning_rate": rate, "labels": num_labels, "skipped": float(skipped)}
-        values["data_wait_s"] = data_wait
-        loss, norm = total / max(num_labels, 1.0), _as_float(self.engine.get_global_grad_norm())
-        if math.isfinite(loss):
-            values["loss"] = loss
+        values = {name: mean for name, mean in means.items() if math.isfinite(mean)}
+        values |= {"learning_rate": rate, "labels": num_labels, "data_wait_s": data_wait}
+        values |= {"skipped": float(skipped), "spike": float(spike)}
+        norm = _as_float(self.engine.get_global_grad_norm())
         if not skipped and norm is not None:
             values["grad_norm"] = norm
         return values
 
-    def _accumulate(self, batch: dict[str, torch.Tensor], num_labels: float) -> float:
-        """Forward, backward and (on the last micro-batch) update; returns this rank's sum of losses."""
+    def _accumulate(
+        self, batches: list[dict[str, torch.Tensor]], num_labels: float
+    ) -> tuple[dict[str, float], bool]:
+        """Forward and backward of every micro-batch, and the update; returns means over the step's labels, and whether
+        the loss is a spike.
+
+        They are known on all ranks before the last backward, so that the update of a bad step can be left out.
+        """
+        scale = gradient_scale(self.args, self.mesh) / num_labels
+        sums: dict[str, torch.Tensor] = {}
+        means: dict[str, float] = {}
+        spike = False
         self.engine.train()
-        summed = self.engine(**batch)
-        # ZeRO-3 with reduce_scatter averages over all ranks; accumulation sums here, so its division is off.
-        scaled = summed * (self.mesh.world_size / max(num_labels, 1.0))
-        if not torch.isfinite(scaled):
-            scaled = (
-                scaled * math.nan
-            )  # an infinite loss can have finite gradients: make the engine skip this step
-        self.engine.backward(scaled, scale_wrt_gas=False)
-        self.engine.step()
-        return float(summed.detach())
+        for index, batch in enumerate(batches):
+            last = index == len(batches) - 1
+            self.control.alive("forward")
+            objective = self.engine(**batch)
+            for name, value in self._parts(objective).items():
+                sums[name] = sums[name] + value if name in sums else value
+            factor = scale
+            if last:
+                means = self._means(sums, num_labels)
+                finite = all(map(math.isfinite, means.values()))
+                spike = finite and self.guard.is_spike(means["loss"])
+                if spike or not finite:
+                    # An infinite loss can have finite gradients, and a spike has: make the engine skip this step.
+                    factor = math.nan
+            self.control.alive("backward")
+            self.engine.backward(objective * factor, scale_wrt_gas=False)
+            self.control.alive("update")
+            if last:
+                for observer in self.observers:
+                    observer.before_update(self)
+            self.engine.step()
+        return means, spike
+
+    def _parts(self, objective: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Sums over this rank's labels of one micro-batch, by the names that metrics have."""
+        parts = dict(getattr(self.engine.module, "parts", None) or {})
+        if not parts:
+            return {"loss": objective.detach().double()}
+        parts["loss"] = parts.pop("cross_entropy")
+        parts["objective"] = objective.detach()
+        return {name: value.detach().double() for name, value in parts.items()}
+
+    def _means(self, sums: dict[str, torch.Tensor], num_labels: float) -> dict[str, float]:
+        """Means over all labels of the step on all ranks."""
+        names = sorted(sums)
+        totals = self.mesh.sum(torch.stack([sums[name] for name in names]).tolist())
+        return {name: total / num_labels for name, total in zip(names, totals, strict=True)}
 
     def _agree_on_data(self, batches: list[dict[str, torch.Tensor]]) -> tuple[float, float]:
         """Labels of the step over all ranks, and the seconds that the slowest of them waited for its rows."""
@@ -258,7 +316,12 @@ class Trainer:
     def _judge(self, values: dict[str, float], monitor: Monitor) -> str:
         """The guard's verdict on the step that was just made; noted on the screen when it is bad."""
         if values["skipped"]:
-            monitor.note(f"step {self.state.step} skipped: the loss or a gradient was NaN or infinite")
+            cause = (
+                f"the loss {values['loss']:.4g} was a spike"
+                if "loss" in values and values["spike"]
+                else ("the loss or a gradient was NaN or infinite")
+            )
+            monitor.note(f"step {self.state.step} skipped: {cause}")
         verdict = self.guard.judge(self.state.step, values.get("loss", math.nan), bool(values["skipped"]))
         self.state.guard = self.guard.state_dict()
         return verdict

@@ -47,12 +47,16 @@ def kv_head_repeats(num_attention_heads: int, num_key_value_heads: int, size: in
 
 
 class _AllToAll(torch.autograd.Function):
-    """`all_to_all_single` of flat buffers with given split sizes; the gradient travels the way back."""
+    """`all_to_all_single` of flat buffers with given split sizes; the gradient travels the way back.
+
+    count(tensor, suffix) is told every buffer that this rank hands over, with the suffix "" or "_backward".
+    """
 
     @staticmethod
-    def forward(ctx, flat, send, receive, group):
-        ctx.send, ctx.receive, ctx.group = send, receive, group
+    def forward(ctx, flat, send, receive, group, count):
+        ctx.send, ctx.receive, ctx.group, ctx.count = send, receive, group, count
         out = flat.new_empty(sum(receive))
+        count(flat, "")
         dist.all_to_all_single(out, flat.contiguous(), receive, send, group=group)
         return out
 
@@ -60,8 +64,9 @@ class _AllToAll(torch.autograd.Function):
     def backward(ctx, *grad_outputs):
         (grad,) = grad_outputs
         out = grad.new_empty(sum(ctx.send))
+        ctx.count(grad, "_backward")
         dist.all_to_all_single(out, grad.contiguous(), ctx.send, ctx.receive, group=ctx.group)
-        return out, None, None, None
+        return out, None, None, None, None
 
 
 class Ulysses:
@@ -75,7 +80,8 @@ class Ulysses:
 
     Attributes:
         lead: plan of the KV heads that this rank computes, [L][H_local].
-        sent_bytes: bytes this rank handed to the forward all-to-all since the start, per direction name.
+        sent_bytes: bytes this rank handed to all-to-all since the start, by direction, forward (recomputation in
+            backward included) and backward.
 
     Raises:
         ValueError: group sizes that cannot work, naming those that do.
@@ -95,10 +101,20 @@ class Ulysses:
         self.groups = num_attention_heads // (num_key_value_heads * self.repeats)
         self.kv_counts = split_evenly(num_key_value_heads * self.repeats, self.size)
         self.kv_starts = offsets(self.kv_counts)
-        start, end = self.kv_starts[self.rank], self.kv_starts[self.rank + 1]
-        self.lead = tuple(tuple(head for head in row for _ in range(self.repeats))[start:end] for row in lead)
-        self.sent_bytes = {"to_heads": 0, "to_sequence": 0}
+        self.sent_bytes = dict.fromkeys(
+            ("to_heads", "to_sequence", "to_heads_backward", "to_sequence_backward"), 0
+        )
+        self.set_plan(lead)
         self.set_row_length(row_length)
+
+    def set_plan(self, lead: Sequence[Sequence[int]]) -> None:
+        """Declare the plan of the model's next forward passes; `lead` then is that of this rank's heads."""
+        self.lead = self.local_lead(lead)
+
+    def local_lead(self, lead: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        """A plan of the whole model, `[L][H]`, for the KV heads that this rank computes, `[L][H_local]`."""
+        start, end = self.kv_starts[self.rank], self.kv_starts[self.rank + 1]
+        return tuple(tuple(head for head in row for _ in range(self.repeats))[start:end] for row in lead)
 
     def set_row_length(self, row_length: int) -> None:
         """Declare the tokens n of the next rows; rank r then holds `self.slice` of them."""
@@ -163,8 +179,11 @@ class Ulysses:
     def _exchange(self, parts, send, receive, direction) -> tuple[torch.Tensor, ...]:
         """Flatten the parts into one buffer, send it, and return the received piece of every rank (flat)."""
         flat = torch.cat([part.reshape(-1) for part in parts])
-        self.sent_bytes[direction] += flat.numel() * flat.element_size()
-        received: torch.Tensor = _AllToAll.apply(flat, send, receive, self.group)  # type: ignore[assignment]
+
+        def count(tensor: torch.Tensor, suffix: str) -> None:
+            self.sent_bytes[direction + suffix] += tensor.numel() * tensor.element_size()
+
+        received: torch.Tensor = _AllToAll.apply(flat, send, receive, self.group, count)  # type: ignore[assignment]
         return received.split(receive)
 
     @staticmethod
