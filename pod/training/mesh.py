@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 import warnings
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
@@ -63,8 +64,11 @@ def check_world_size(world_size: int, sp_size: int) -> None:
         )
 
 
-def start_processes(sp_size: int) -> Mesh:
+def start_processes(sp_size: int, timeout_s: float | None = None) -> Mesh:
     """Join the ranks that the `deepspeed` launcher or torchrun started; without a launcher, be the only one.
+
+    Args:
+        timeout_s: seconds after which an operation that waits for other ranks fails; None = PyTorch's 30 minutes.
 
     Raises:
         ValueError: see `check_world_size`.
@@ -94,7 +98,8 @@ def start_processes(sp_size: int) -> Mesh:
 
     # The shared-memory op serves DeepSpeed's inference all-reduce only, and compiling it takes 75 s and a compiler.
     deepspeed.ops.__compatible_ops__[ShareMemCommBuilder.NAME] = False
-    deepspeed.init_distributed(verbose=False)
+    limit = {} if timeout_s is None else {"timeout": timedelta(seconds=timeout_s)}
+    deepspeed.init_distributed(verbose=False, **limit)
     return Mesh(sp_size)
 
 

@@ -209,19 +209,15 @@ class Trainer:
         Guard and cursor are not in a checkpoint before the next one is written. A run that is killed until then comes to
         the same bad step again, and from there on does the same.
         """
-        self.checkpointer.wait()
         checkpoint = latest_checkpoint(self.folder)
-        if checkpoint is None:
-            monitor.note(f"step {self.state.step} is left out: there is no checkpoint to return to")
-            return
-        bad_step, cursor, guard = self.state.step, self.state.cursor, self.state.guard
+        assert checkpoint is not None, "the guard judged without a checkpoint"
+        bad_step, cursor = self.state.step, self.state.cursor
         self._load(checkpoint)
-        self.state.cursor, self.state.guard = cursor, guard
+        self.guard.rewound(self.state.guard)
+        self.state.cursor, self.state.guard = cursor, self.guard.state_dict()
         self.saved_at = self.state.step
         monitor.rewind(self.state.step)
-        monitor.note(
-            f"step {bad_step} was bad: back to step {self.state.step}, behind the rows of step {bad_step}"
-        )
+        monitor.note(f"back to step {self.state.step}; data goes on behind the rows of step {bad_step}")
 
     def _use_plan(self, plan: SharingPlan) -> None:
         """Share as `plan` says from the next step on."""
@@ -315,16 +311,20 @@ class Trainer:
 
     def _judge(self, values: dict[str, float], monitor: Monitor) -> str:
         """The guard's verdict on the step that was just made; noted on the screen when it is bad."""
-        if values["skipped"]:
-            cause = (
-                f"the loss {values['loss']:.4g} was a spike"
-                if "loss" in values and values["spike"]
-                else ("the loss or a gradient was NaN or infinite")
-            )
-            monitor.note(f"step {self.state.step} skipped: {cause}")
-        verdict = self.guard.judge(self.state.step, values.get("loss", math.nan), bool(values["skipped"]))
+        loss, skipped = values.get("loss", math.nan), bool(values["skipped"])
+        if skipped:
+            monitor.note(f"step {self.state.step} skipped: {self.guard.why_bad(loss)}")
+        verdict = self.guard.judge(self.state.step, loss, skipped, can_rewind=skipped and self._can_rewind())
         self.state.guard = self.guard.state_dict()
         return verdict
+
+    def _can_rewind(self) -> bool:
+        """Whether there is a checkpoint, published and seen by all ranks."""
+        if self.args.bad_step != "rewind":
+            return False
+        self.checkpointer.wait()
+        (seen,) = self.mesh.sum([float(latest_checkpoint(self.folder) is not None)])
+        return seen == self.mesh.world_size
 
 
 def _as_float(value: Any) -> float | None:

@@ -104,15 +104,11 @@ class Ulysses:
         self.sent_bytes = dict.fromkeys(
             ("to_heads", "to_sequence", "to_heads_backward", "to_sequence_backward"), 0
         )
-        self.set_plan(lead)
+        self.lead = self.local_lead(lead)
         self.set_row_length(row_length)
 
-    def set_plan(self, lead: Sequence[Sequence[int]]) -> None:
-        """Declare the plan of the model's next forward passes; `lead` then is that of this rank's heads."""
-        self.lead = self.local_lead(lead)
-
     def local_lead(self, lead: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-        """A plan of the whole model, `[L][H]`, for the KV heads that this rank computes, `[L][H_local]`."""
+        """The part of a plan lead[layer][kv_head] of the model that this rank's heads follow."""
         start, end = self.kv_starts[self.rank], self.kv_starts[self.rank + 1]
         return tuple(tuple(head for head in row for _ in range(self.repeats))[start:end] for row in lead)
 
