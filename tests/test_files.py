@@ -37,6 +37,17 @@ def test_failed_rename_keeps_the_old_file(tmp_path, monkeypatch):
     assert path.read_text() == "old" and leftovers(tmp_path) == []
 
 
+def test_stream_appears_whole_or_not_at_all(tmp_path):
+    target = tmp_path / "rows"
+    with files.atomic_stream(target) as stream:
+        stream.write(b"1")
+        assert not target.exists()
+    with pytest.raises(KeyError), files.atomic_stream(target) as stream:
+        stream.write(b"2")
+        raise KeyError
+    assert target.read_bytes() == b"1" and os.listdir(tmp_path) == ["rows"]
+
+
 def test_directory_appears_whole_or_not_at_all(tmp_path):
     target = tmp_path / "checkpoint"
     with files.atomic_dir(target) as folder:

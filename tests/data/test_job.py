@@ -255,3 +255,15 @@ def test_held_out_documents_lie_beside_the_rows(texts, tokenizer, tmp_path):
     trained = {tuple(document.tolist()) for row in range(len(data)) for document in data.documents(row)}
     assert not {document[:100] for document in held} & {document[:100] for document in trained}
     assert len(PackedDataset(data.path, verify=True)) == len(data)
+
+
+def test_a_limit_that_units_meet_exactly_leaves_the_next_one_unread(tmp_path, tokenizer, monkeypatch):
+    """Two files of one document each are read for max_documents = 2, the third is not opened."""
+    for name in "abc":
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": f"{name} " * 40}) + "\n")
+    sources = [str(tmp_path / "*.jsonl")]
+    monkeypatch.setattr("pod.data.units.GROUP_BYTES", 1)
+    seen = tokenised(monkeypatch)
+    args = settings(*sources, max_documents=2, held_out_fraction=0.0)
+    prepare(args, tokenizer, tmp_path / "out")
+    assert [name.rsplit("/", 1)[-1][0] for name in seen] == ["a", "b"]

@@ -36,7 +36,7 @@ def start(args, tokenizer, output):
 
 
 def session_is_empty(leader, seconds=10):
-    """Whether all processes of a killed run's session end by themselves."""
+    """Whether all processes of a killed run's session end by themselves; those that do not are killed, or pytest would wait."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         alive = []
@@ -51,6 +51,8 @@ def session_is_empty(leader, seconds=10):
         if not alive:
             return True
         time.sleep(0.05)
+    for number in alive:
+        os.kill(int(number), signal.SIGKILL)
     return False
 
 
