@@ -52,6 +52,8 @@ class RunControl:
         self._save_began: float | None = None
         self._saved_since_asked = 0.0
         self._asked_at: float | None = None
+        # The first step warms up: it stands for the others only until there is another one.
+        self._first_step: float | None = None
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -77,6 +79,7 @@ class RunControl:
         progress too. Called by the main thread, as often as one likes.
         """
         now = self.clock()
+        self._asked_at = now if self._asked_at is None else self._asked_at
         if phase != "save":
             self._end_save(now)
         elif self._save_began is None:
@@ -105,7 +108,11 @@ class RunControl:
         now = self.clock()
         self._end_save(now)
         if self._asked_at is not None:
-            self._step_seconds.append(now - self._asked_at - self._saved_since_asked)
+            seconds = now - self._asked_at - self._saved_since_asked
+            if self._first_step is None:
+                self._first_step = seconds
+            else:
+                self._step_seconds.append(seconds)
         self._asked_at, self._saved_since_asked = now, 0.0
         self.watchdog.step = step
         mine = _SIGNAL if self.stop_signal is not None else _GO_ON
@@ -125,5 +132,5 @@ class RunControl:
         if not limit:
             return False
         save = self._save_seconds or _FIRST_SAVE * limit
-        step = max(self._step_seconds, default=now - self.started)
-        return now - self.started + _RESERVE * (step + save) > limit
+        step = max(self._step_seconds, default=self._first_step or 0.0)
+        return now - self.started + _RESERVE * (step + save) >= limit

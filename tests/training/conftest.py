@@ -69,3 +69,15 @@ def data_folder(tmp_path_factory) -> Path:
 def data_results(data_folder) -> dict[str, dict]:
     """Results of worker_data.py."""
     return run_worker("worker_data.py", data_folder)
+
+
+@pytest.fixture(scope="session")
+def control_folder(tmp_path_factory) -> Path:
+    """Where worker_control.py writes its runs."""
+    return tmp_path_factory.mktemp("control")
+
+
+@pytest.fixture(scope="session")
+def control_results(control_folder) -> dict[str, dict]:
+    """Results of worker_control.py."""
+    return run_worker("worker_control.py", control_folder)

@@ -1,0 +1,208 @@
+"""Ends before the last step: signals, max_hours, hangs. On real ranks (worker_control.py) and with a clock of our own."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pod.training.args import TrainArgs
+from pod.training.run_control import RunControl
+from pod.training.watchdog import Watchdog, where_ranks_are
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_watchdog(folder: Path, timeout: float = 60.0) -> tuple[Watchdog, Clock]:
+    clock = Clock()
+    return Watchdog(folder, 3, 4, timeout, clock=clock), clock
+
+
+# -- watchdog ------------------------------------------------------------------------------------------------
+
+
+def test_hang_is_reported_once_per_timeout(tmp_path):
+    watchdog, clock = make_watchdog(tmp_path)
+    answers = []
+    for _ in range(18):
+        clock.now += 10.0
+        answers.append(watchdog.check())
+    assert [10 * (i + 1) for i, reported in enumerate(answers) if reported] == [60, 120, 180]
+    watchdog.beat("forward")
+    clock.now += 59.0
+    assert not watchdog.check()
+    clock.now += 1.0
+    assert watchdog.check()
+
+
+def test_every_beat_begins_a_new_timeout(tmp_path):
+    watchdog, clock = make_watchdog(tmp_path)
+    for _ in range(100):
+        clock.now += 59.0
+        assert not watchdog.check()
+        watchdog.beat("backward")
+
+
+def test_a_long_save_that_writes_is_no_hang(tmp_path):
+    watchdog, clock = make_watchdog(tmp_path)
+    file = tmp_path / ".step-00000004.tmp" / "deep" / "weights.pt"
+    file.parent.mkdir(parents=True)
+    watchdog.beat("save")
+    for size in range(1, 50):
+        file.write_bytes(b"x" * size)
+        clock.now += 50.0
+        assert not watchdog.check()
+    clock.now += 50.0
+    assert not watchdog.check()
+    clock.now += 10.0
+    assert watchdog.check(), "a save that writes nothing more"
+
+
+def test_files_that_grow_are_no_progress_outside_of_a_save(tmp_path):
+    watchdog, clock = make_watchdog(tmp_path)
+    file = tmp_path / ".step-00000004.tmp" / "weights.pt"
+    file.parent.mkdir()
+    watchdog.beat("backward")
+    for size in range(1, 7):
+        file.write_bytes(b"x" * size)
+        clock.now += 10.0
+    assert watchdog.check()
+
+
+def test_report_names_rank_phase_step_and_seconds_with_the_stacks_of_all_threads(tmp_path, capfd):
+    watchdog, clock = make_watchdog(tmp_path)
+    watchdog.beat("backward")
+    watchdog.step = 41
+    clock.now += 61.0
+    watchdog.report()
+    text = (tmp_path / "hang-rank00003.txt").read_text()
+    assert "rank 3 of 4 on " in text
+    assert "no progress for 61 s in phase backward after step 41" in text
+    assert "test_report_names_rank_phase_step" in text
+    assert capfd.readouterr().err.count("\n") == 1
+
+
+def test_summary_names_the_rank_that_the_others_wait_for(tmp_path):
+    for rank, phase in enumerate(["backward", "data", "backward", "backward"]):
+        watchdog = Watchdog(tmp_path, rank, 5, 60.0)
+        watchdog.beat(phase)
+        watchdog.step = 41
+        watchdog.report()
+    assert where_ranks_are(tmp_path, 5, 120.0) == (
+        "backward after step 41: ranks 0, 2, 3; data after step 41: rank 1; no report: rank 4"
+    )
+
+
+def test_no_thread_without_a_timeout(tmp_path):
+    watchdog, _ = make_watchdog(tmp_path, timeout=0.0)
+    watchdog.start()
+    assert watchdog._thread is None
+    watchdog.stop()
+
+
+# -- time ----------------------------------------------------------------------------------------------------
+
+
+def make_control(folder, monkeypatch, age: float = 0.0, **settings) -> tuple[RunControl, Clock]:
+    monkeypatch.setattr("pod.training.run_control.dist.all_reduce", lambda *arguments, **options: None)
+    clock, mesh = Clock(), SimpleNamespace(rank=0, world_size=1, device="cpu")
+    return RunControl(TrainArgs(**settings), mesh, folder, clock=clock, age=age), clock
+
+
+def steps_until_stop(control, clock, seconds: list[float], first_step: int = 1) -> float | None:
+    """Age of the run when it is told to stop, after steps that take `seconds`; None if it is not."""
+    for step, duration in enumerate(seconds, first_step):
+        control.alive("data")
+        clock.now += duration
+        if control.should_stop(step):
+            return clock.now - control.started
+    return None
+
+
+def test_no_limit_without_hours(tmp_path, monkeypatch):
+    control, clock = make_control(tmp_path, monkeypatch)
+    assert steps_until_stop(control, clock, [1e6] * 5) is None
+
+
+def test_stops_while_the_longest_step_and_a_save_still_fit(tmp_path, monkeypatch):
+    control, clock = make_control(tmp_path, monkeypatch, max_hours=1.0)
+    assert steps_until_stop(control, clock, [10.0, 10.0, 100.0, 10.0]) is None
+    control.alive("save")
+    clock.now += 200.0
+    # 3600 - 1.1 x (100 + 200) = 3270
+    assert steps_until_stop(control, clock, [20.0] * 250, 5) == 3270.0
+
+
+def test_age_before_training_counts(tmp_path, monkeypatch):
+    control, clock = make_control(tmp_path, monkeypatch, age=3000.0, max_hours=1.0)
+    # 2 % of an hour are kept for a checkpoint that was never timed: 3600 - 1.1 x (10 + 72) = 3509.8
+    assert steps_until_stop(control, clock, [10.0] * 100) == 3510.0
+
+
+def test_age_is_the_processes_own(tmp_path):
+    import time
+
+    import psutil
+
+    mesh = SimpleNamespace(rank=0, world_size=1, device="cpu")
+    control = RunControl(TrainArgs(), mesh, tmp_path)
+    age = time.time() - psutil.Process().create_time()
+    assert abs((time.monotonic() - control.started) - age) < 1.0
+
+
+def test_the_first_step_warms_up_and_is_no_measure(tmp_path, monkeypatch):
+    control, clock = make_control(tmp_path, monkeypatch, max_hours=1.0)
+    assert (
+        steps_until_stop(control, clock, [1000.0] + [20.0] * 200) == 3500.0
+    )  # 3600 - 1.1 x (20 + 72) = 3498.8
+    control, clock = make_control(tmp_path, monkeypatch, age=2000.0, max_hours=1.0)
+    assert steps_until_stop(control, clock, [1000.0]) == 3000.0  # until there is another one
+
+
+def test_an_asynchronous_save_counts_until_it_is_published(tmp_path, monkeypatch):
+    control, clock = make_control(tmp_path, monkeypatch, max_hours=1.0)
+    control.save_took(500.0)
+    assert steps_until_stop(control, clock, [10.0] * 1000) == 3040.0  # 3600 - 1.1 x 510 = 3039
+
+
+# -- real ranks ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.multiprocess
+def test_stacks_of_a_rank_inside_a_collective(control_results, control_folder):
+    stuck, straggler = (
+        (control_folder / "hang" / f"hang-rank{rank:05d}.txt").read_text() for rank in range(2)
+    )
+    assert "rank 0 of 2" in stuck and "in phase backward after step 7" in stuck
+    assert "late_collective" in stuck and "all_reduce" in stuck
+    assert "in phase data after step 7" in straggler
+    assert "wait_for" in straggler and "late_collective" not in straggler
+
+
+@pytest.mark.multiprocess
+def test_abort_ends_every_rank_with_75_after_its_stacks(control_results, control_folder):
+    assert control_results["abort"]["message"] == "abort on 2 ranks: exit codes [75, 75]"
+    stacks = [(control_folder / "abort" / f"hang-rank{rank:05d}.txt").read_text() for rank in range(2)]
+    assert "late_collective" in stacks[0] and "in abort" in stacks[1]
+
+
+@pytest.mark.multiprocess
+def test_all_ranks_stop_at_the_step_that_rank_0_chose(control_results):
+    first, second = (control_results[f"hours_rank{rank}"] for rank in range(2))
+    # the first step with 10 x step + 30 x (step // 20) >= 3600 - 1.1 x 40
+    assert first == second
+    assert (first["step"], first["seconds"]) == (311, 3560.0)
+    assert first["reason"].startswith("max_hours = 1 leaves no time")
+
+
+@pytest.mark.multiprocess
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(control_results):
+    first, second = (control_results[f"signals_rank{rank}"] for rank in range(2))
+    assert first["answers"] == second["answers"] == [None, "stopped by a signal", "stopped by a signal"]
+    assert first["default_handlers"] == [False, True]
+    assert second["default_handlers"] == [False, False]
