@@ -6,8 +6,9 @@ saving of 35 %. `keep` leaves it there. `offload` copies each tensor to host mem
 layers that read it, and fetches it back for the backward of its block. `recompute` drops it and projects it again
 from the hidden state at the lead's layer, which that layer's own checkpoint holds anyway.
 
-Both work through saved-tensor hooks around the checkpoint call, so that the graph and its gradients stay as they are;
-the values that a layer's backward sees are the ones of its forward.
+All work through saved-tensor hooks around the checkpoint call, so that the graph and its gradients stay as they are;
+the values that a layer's backward sees are the ones of its forward. In each of them the hidden states that checkpoints
+keep can wait in host memory as well (`train.offload_checkpoints`): one copy each way per layer.
 """
 
 import contextlib
@@ -70,11 +71,25 @@ class _Entry:
 
 
 @dataclass(eq=False)
+class _Kept:
+    """A hidden state that a checkpoint keeps: on the device, or as a copy in host memory."""
+
+    tensor: Tensor
+    device: torch.device
+    copied: bool
+    to_device: Callable[[Tensor, torch.device], Tensor]
+
+    def get(self) -> Tensor:
+        """It on the device; what comes back from host memory lives as long as its reader wants it."""
+        return self.to_device(self.tensor, self.device) if self.copied else self.tensor
+
+
+@dataclass(eq=False)
 class _Source:
     """How to compute the carry of a lead layer again, and for which entries."""
 
     layer: nn.Module
-    hidden_states: Tensor
+    hidden_states: _Kept
     context: ForwardContext
     entries: dict[int, _Entry]
     autocast: dict[str, Any]
@@ -82,7 +97,7 @@ class _Source:
     def recompute(self) -> None:
         """Fill the entries. Called on all ranks, also by those whose heads need nothing: it gathers and exchanges."""
         with torch.no_grad(), torch.autocast(**self.autocast):
-            carry = lead_carry(self.layer, self.hidden_states, self.context)
+            carry = lead_carry(self.layer, self.hidden_states.get(), self.context)
         for slot, entry in self.entries.items():
             entry.value = carry[slot]
 
@@ -91,7 +106,7 @@ class _Source:
 class _LayerInput:
     """The hidden state that a checkpoint holds, and what must be recomputed before its layer runs again."""
 
-    hidden_states: Tensor
+    hidden_states: _Kept
     sources: list[_Source]
 
 
@@ -123,7 +138,7 @@ class _Pass:
 
     context: Callable[[], ForwardContext | None]
     entries: weakref.WeakValueDictionary = field(default_factory=weakref.WeakValueDictionary)
-    lead_inputs: dict[int, Tensor] = field(default_factory=dict)
+    lead_inputs: dict[int, _Kept] = field(default_factory=dict)
 
     def entry(self, key: Key, device: torch.device) -> _Entry:
         entry = self.entries.get(key)
@@ -132,10 +147,23 @@ class _Pass:
         return entry
 
 
-class _Hooks:
-    """Common to both modes: tell which of the tensors that a checkpoint saves are the carry, and which of a pass."""
+class KeptCarry:
+    """`train.carry=keep`, and what is common to all modes: tell which of the tensors that a checkpoint saves are the carry
+    or the layer's hidden state, and which of a pass.
 
-    def __init__(self) -> None:
+    Args:
+        offload_inputs: keep hidden states in host memory.
+        to_host: copies a tensor to host memory.
+        to_device: copies it back to a device.
+    """
+
+    def __init__(
+        self,
+        offload_inputs: bool = False,
+        to_host: Callable[[Tensor], Tensor] = host_copy,
+        to_device: Callable[[Tensor, torch.device], Tensor] = device_copy,
+    ):
+        self.offload_inputs, self.to_host, self.to_device = offload_inputs, to_host, to_device
         self._pass = _Pass(lambda: None)
 
     @contextlib.contextmanager
@@ -154,25 +182,40 @@ class _Hooks:
             for slot, tensor in enumerate(carry)
             if tensor is not None
         }
-        pack_input = self._input_packer(layer, hidden_states, context, carry)
+        input_identity = _identity(hidden_states)
+        layer_input = self._layer_input(layer, self._keep(hidden_states), context, carry)
 
         def pack(x: Tensor) -> Any:
             identity = _identity(x)
             if identity in keys:
                 return self._pack(self._pass.entry(keys[identity], x.device), x)
-            return pack_input(x)
+            return layer_input if identity == input_identity else x
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             yield
 
-    def _input_packer(self, layer, hidden_states, context, carry) -> Callable[[Tensor], Any]:
-        return lambda x: x
+    def _keep(self, hidden_states: Tensor) -> _Kept:
+        hidden_states = hidden_states.detach()
+        held = self.to_host(hidden_states) if self.offload_inputs else hidden_states
+        return _Kept(held, hidden_states.device, self.offload_inputs, self.to_device)
+
+    def _layer_input(self, layer, kept: _Kept, context, carry: Carry) -> _LayerInput:
+        return _LayerInput(kept, [])
 
     def _pack(self, entry: _Entry, x: Tensor) -> Any:
-        raise NotImplementedError
+        return x
 
     def _unpack(self, packed: Any) -> Tensor:
-        raise NotImplementedError
+        if isinstance(packed, _Entry):
+            return self._fetch(packed)
+        if isinstance(packed, _LayerInput):
+            for source in packed.sources:
+                source.recompute()
+            return packed.hidden_states.get()
+        return packed
+
+    def _fetch(self, entry: _Entry) -> Tensor:
+        return entry.take()
 
 
 def _identity(x: Tensor) -> tuple:
@@ -180,21 +223,8 @@ def _identity(x: Tensor) -> tuple:
     return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype
 
 
-class OffloadedCarry(_Hooks):
-    """`train.carry=offload`.
-
-    Args:
-        to_host: copies a tensor to host memory.
-        to_device: copies it back to a device.
-    """
-
-    def __init__(
-        self,
-        to_host: Callable[[Tensor], Tensor] = host_copy,
-        to_device: Callable[[Tensor, torch.device], Tensor] = device_copy,
-    ):
-        super().__init__()
-        self.to_host, self.to_device = to_host, to_device
+class OffloadedCarry(KeptCarry):
+    """`train.carry=offload`."""
 
     def _pack(self, entry: _Entry, x: Tensor) -> Any:
         if entry.host is None:
@@ -202,16 +232,14 @@ class OffloadedCarry(_Hooks):
         entry.readers += 1
         return entry
 
-    def _unpack(self, packed: Any) -> Tensor:
-        if not isinstance(packed, _Entry):
-            return packed
-        if packed.value is None:
-            assert packed.host is not None, "an entry without a copy"
-            packed.value = self.to_device(packed.host, packed.device)
-        return packed.take()
+    def _fetch(self, entry: _Entry) -> Tensor:
+        if entry.value is None:
+            assert entry.host is not None, "an entry without a copy"
+            entry.value = self.to_device(entry.host, entry.device)
+        return entry.take()
 
 
-class RecomputedCarry(_Hooks):
+class RecomputedCarry(KeptCarry):
     """`train.carry=recompute`.
 
     A lead's carry is projected again right before the backward of a layer in which one of its blocks ends, for the
@@ -221,27 +249,25 @@ class RecomputedCarry(_Hooks):
     Args:
         layers: the decoder layers.
         lead: plan of the whole model, lead[layer][kv_head].
+        others: as in `KeptCarry`.
     """
 
-    def __init__(self, layers: Any, lead: Lead):
-        super().__init__()
+    def __init__(self, layers: Any, lead: Lead, **others: Any):
+        super().__init__(**others)
         self.layers, self.lead = layers, lead
         self.ends = [leads_that_end(lead, layer) for layer in range(len(lead))]
 
-    def _input_packer(self, layer, hidden_states, context, carry) -> Callable[[Tensor], Any]:
+    def _layer_input(self, layer, kept: _Kept, context, carry: Carry) -> _LayerInput:
         layer_idx, state = layer.self_attn.layer_idx, self._pass
         if any(layer_idx in ends for ends in self.ends):
-            state.lead_inputs[layer_idx] = hidden_states.detach()
-        sources = [
-            self._source(owner, layer_idx, hidden_states, context, carry) for owner in self.ends[layer_idx]
-        ]
+            state.lead_inputs[layer_idx] = kept
+        sources = [self._source(owner, layer_idx, context, carry) for owner in self.ends[layer_idx]]
         for owner in self.ends[layer_idx]:
             if not any(owner in ends for ends in self.ends[layer_idx + 1 :]):
                 del state.lead_inputs[owner]  # from here on the graph holds it
-        identity = _identity(hidden_states)
-        return lambda x: _LayerInput(x, sources) if _identity(x) == identity else x
+        return _LayerInput(kept, sources)
 
-    def _source(self, owner, layer_idx, hidden_states, context, carry) -> _Source:
+    def _source(self, owner, layer_idx, context, carry) -> _Source:
         """Recomputation of the carry of layer `owner` for the heads whose block ends at `layer_idx`."""
         entries = {}
         for slot, tensor in enumerate(carry):
@@ -249,7 +275,7 @@ class RecomputedCarry(_Hooks):
             ends_here = not is_followed(context.lead, layer_idx, head)
             if tensor is not None and context.lead[layer_idx][head] == owner and ends_here:
                 entries[slot] = self._pass.entry((owner, slot), tensor.device)
-        device = hidden_states.device.type
+        device = self._pass.lead_inputs[owner].device.type
         autocast = {
             "device_type": device,
             "enabled": torch.is_autocast_enabled(device),
@@ -261,28 +287,24 @@ class RecomputedCarry(_Hooks):
         entry.readers += 1
         return entry
 
-    def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, _Entry):
-            return packed.take()
-        if isinstance(packed, _LayerInput):
-            for source in packed.sources:
-                source.recompute()
-            return packed.hidden_states
-        return packed
 
-
-def set_carry(model: Any, mode: str) -> None:
+def set_carry(model: Any, mode: str, offload_checkpoints: bool = False) -> None:
     """Make a PodForCausalLM train with `train.carry` = mode; its layers must be checkpointed.
+
+    Args:
+        offload_checkpoints: let the layers' hidden states wait in host memory.
 
     Raises:
         ValueError: an unknown mode.
     """
     decoder = model.model
     if mode == "keep":
-        decoder.carry_memory = None
+        decoder.carry_memory = KeptCarry(True) if offload_checkpoints else None
     elif mode == "offload":
-        decoder.carry_memory = OffloadedCarry()
+        decoder.carry_memory = OffloadedCarry(offload_checkpoints)
     elif mode == "recompute":
-        decoder.carry_memory = RecomputedCarry(decoder.layers, decoder.lead)
+        decoder.carry_memory = RecomputedCarry(
+            decoder.layers, decoder.lead, offload_inputs=offload_checkpoints
+        )
     else:
         raise ValueError(f"train.carry is {mode!r}, allowed are keep, offload and recompute")

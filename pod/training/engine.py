@@ -1,5 +1,7 @@
 """The DeepSpeed engine of a run: its settings, and what a model keeps for its backward."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,29 +22,74 @@ def gradient_scale(args: TrainArgs, mesh: Any) -> float:
 
 def deepspeed_config(args: TrainArgs) -> dict[str, Any]:
     """The engine's settings. `reduce_scatter` fixes the scale of gradients, see `gradient_scale`."""
-    host = {"offload_optimizer": {"device": args.offload_optimizer, "pin_memory": torch.cuda.is_available()}}
+    reduce_dtype = "fp32" if args.reduce_dtype == "float32" else "bf16"
+    zero: dict[str, Any] = {
+        "stage": args.zero_stage,
+        "reduce_scatter": True,
+        "overlap_comm": torch.cuda.is_available(),
+        "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
+        "stage3_prefetch_bucket_size": PREFETCH_ELEMENTS,
+    }
+    for name, device in (
+        ("offload_optimizer", args.offload_optimizer),
+        ("offload_param", args.offload_parameters),
+    ):
+        if device != "none":
+            zero[name] = {"device": device, "pin_memory": torch.cuda.is_available()}
+        if device == "nvme":
+            zero[name]["nvme_path"] = args.offload_folder
     return {
         "train_micro_batch_size_per_gpu": args.micro_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "gradient_clipping": args.max_grad_norm,
-        "bf16": {"enabled": args.dtype == "bfloat16"},
-        "communication_data_type": "fp32",
-        "seq_parallel_communication_data_type": "fp32",
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "zero_optimization": {
-            "stage": 3,
-            "reduce_scatter": True,
-            "overlap_comm": torch.cuda.is_available(),
-            "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
-            "stage3_prefetch_bucket_size": PREFETCH_ELEMENTS,
-            **(host if args.offload_optimizer != "none" else {}),
-        },
+        # stages 1 and 2 would update with NaN in bfloat16 without the check
+        "bf16": {"enabled": args.dtype == "bfloat16", "check_grad_overflow": args.zero_stage < 3},
+        "communication_data_type": reduce_dtype,
+        "seq_parallel_communication_data_type": reduce_dtype,
+        "data_types": {"grad_accum_dtype": reduce_dtype},
+        "zero_optimization": zero,
         # PyTorch's own AdamW updates there too: DeepSpeed's needs a compiler on every machine
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 2**31,
         "wall_clock_breakdown": False,
     }
+
+
+def start_engine(module: Any, optimizer: torch.optim.Optimizer, settings: dict[str, Any], mesh: Any) -> Any:
+    """The DeepSpeed engine that trains `module` on all ranks of a mesh."""
+    import deepspeed
+
+    size_offload_buffers(settings, module, mesh.world_size)
+    with zero_optimizer_in_every_stage():
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings, mpu=mesh.mpu)
+    return engine
+
+
+def size_offload_buffers(settings: dict[str, Any], module: Any, world_size: int) -> None:
+    """Buffers through which weights travel to and from files: each holds the largest share of a rank."""
+    offload = settings["zero_optimization"].get("offload_param", {})
+    if offload.get("device") == "nvme":
+        largest = max(parameter.numel() for parameter in module.parameters())
+        offload["buffer_size"] = -(-largest // world_size) + 1024  # the swapper aligns them
+        offload["buffer_count"] = 5
+
+
+@contextlib.contextmanager
+def zero_optimizer_in_every_stage() -> Iterator[None]:
+    """Around the start of an engine: no `BF16_Optimizer`.
+
+    DeepSpeed takes it for bfloat16 with float32 accumulation in stage 1. It keeps the float32 gradients of all weights on
+    every rank and needs a model-parallel group, which there is none of with sequence parallelism.
+    """
+    from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
+
+    original = DeepSpeedEngine._do_optimizer_sanity_check
+    DeepSpeedEngine._do_optimizer_sanity_check = lambda self, basic_optimizer: ZERO_OPTIMIZATION
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._do_optimizer_sanity_check = original
 
 
 def drop_carry_hooks(model: Any) -> None:
@@ -71,6 +118,6 @@ def save_activations(model: Any, args: TrainArgs, row_length: int) -> None:
             getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         )
         enable()
-    set_carry(model, args.carry)
+    set_carry(model, args.carry, args.offload_checkpoints)
     for layer in model.model.layers:
         layer.mlp.train_tiles = mlp_tiles(args, row_length)

@@ -98,7 +98,7 @@ def start_processes(sp_size: int, timeout_s: float | None = None) -> Mesh:
 
     # The shared-memory op serves DeepSpeed's inference all-reduce only, and compiling it takes 75 s and a compiler.
     deepspeed.ops.__compatible_ops__[ShareMemCommBuilder.NAME] = False
-    limit = {} if timeout_s is None else {"timeout": timedelta(seconds=timeout_s)}
+    limit: dict[str, Any] = {} if timeout_s is None else {"timeout": timedelta(seconds=timeout_s)}
     deepspeed.init_distributed(verbose=False, **limit)
     return Mesh(sp_size)
 

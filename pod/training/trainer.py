@@ -7,7 +7,6 @@ multiplied by the number of ranks over which ZeRO averages gradients (`engine.gr
 
 import contextlib
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,17 @@ from pod.training.batches import StepBatches
 from pod.training.checkpoint import (
     Checkpointer,
     TrainState,
-    check_identity,
+    checkpoint_to_resume,
     identity_of,
-    latest_checkpoint,
-    read_state,
+    layout_of,
 )
-from pod.training.engine import deepspeed_config, drop_carry_hooks, gradient_scale, save_activations
+from pod.training.engine import (
+    deepspeed_config,
+    drop_carry_hooks,
+    gradient_scale,
+    save_activations,
+    start_engine,
+)
 from pod.training.estimate import checkpoint_bytes
 from pod.training.guard import Guard
 from pod.training.lora import add_lora, lora_settings
@@ -82,13 +86,13 @@ class Trainer:
         method = {"method": args.method, **(self.lora or {})}
         self.identity = identity_of(model, self.plan, dataset.manifest, method, args.dtype)
         self.state = TrainState(
-            world_size=mesh.world_size,
+            layout=layout_of(args, mesh),
             identity=self.identity,
             config=config or {},
             lora=self.lora,
             tied_embeddings=bool(model.config.tie_word_embeddings),
         )
-        self.resume_from = self._checkpoint_to_resume()
+        self.resume_from = checkpoint_to_resume(self.folder, args, mesh, self.identity)
         self.cursor = dataset.cursor(seed)
         torch.manual_seed(seed + mesh.rank)
         self.causal_model: Any = model
@@ -96,17 +100,6 @@ class Trainer:
         self._start_engine(model)
         mine = self.ulysses.slice if self.ulysses else slice(None)
         self.batches = StepBatches(args, dataset, self.cursor, mesh, mine)
-
-    def _checkpoint_to_resume(self) -> Path | None:
-        checkpoint = latest_checkpoint(self.folder)
-        if checkpoint is None:
-            return None
-        if self.args.resume == "never":
-            raise ValueError(
-                f"{self.folder} already holds checkpoints: set train.resume=auto to continue, or another output_dir"
-            )
-        check_identity(read_state(checkpoint), self.identity, self.mesh.world_size, checkpoint)
-        return checkpoint
 
     def _attach_ulysses(self, model: Any) -> Ulysses | None:
         if self.mesh.sp_group is None:
@@ -123,20 +116,16 @@ class Trainer:
         return ulysses
 
     def _start_engine(self, model: Any) -> None:
-        import deepspeed
-
         save_activations(model, self.args, self.dataset.context_length)
         trained = add_lora(model, self.lora) if self.lora else model.requires_grad_(True)
         module = LanguageModelLoss(trained, self.args.loss_chunk_mib).train()
         needed = checkpoint_bytes(module, self.args.dtype)
-        settings = deepspeed_config(self.args)
-        self.engine: Any
-        self.engine, *_ = deepspeed.initialize(
-            model=module, optimizer=make_optimizer(module, self.args), config=settings, mpu=self.mesh.mpu
+        self.engine: Any = start_engine(
+            module, make_optimizer(module, self.args), deepspeed_config(self.args), self.mesh
         )
         drop_carry_hooks(model)
         self.checkpointer = Checkpointer(
-            self.folder, self.engine, self.args.keep_last, needed, self._describe, self.mesh.device
+            self.folder, self.engine, self.args, self.mesh, needed, self._describe, self.control.alive
         )
         if self.resume_from is not None:
             self._load(self.resume_from)
@@ -146,8 +135,7 @@ class Trainer:
 
     def _load(self, checkpoint: Path) -> None:
         """Weights, optimizer, random states and step of a checkpoint; data and guard stay where they stand."""
-        self.state = replace(read_state(checkpoint), world_size=self.mesh.world_size)
-        self.checkpointer.load(checkpoint, self.state)
+        self.state = self.checkpointer.load(checkpoint)
 
     def _describe(self, folder: Path) -> None:
         """What export needs besides weights: configurations and plan."""
@@ -184,6 +172,7 @@ class Trainer:
                 monitor.step(self.state.step, values)
                 if verdict == "rewind":
                     self._rewind(monitor)
+                self.checkpointer.poll()
                 reason = self.control.should_stop(self.state.step)
                 every = self.args.save_every_steps
                 due = reason or (every and self.state.step % every == 0)
@@ -209,7 +198,7 @@ class Trainer:
         Guard and cursor are not in a checkpoint before the next one is written. A run that is killed until then comes to
         the same bad step again, and from there on does the same.
         """
-        checkpoint = latest_checkpoint(self.folder)
+        checkpoint = self.checkpointer.latest
         assert checkpoint is not None, "the guard judged without a checkpoint"
         bad_step, cursor = self.state.step, self.state.cursor
         self._load(checkpoint)
@@ -319,12 +308,11 @@ class Trainer:
         return verdict
 
     def _can_rewind(self) -> bool:
-        """Whether there is a checkpoint, published and seen by all ranks."""
+        """Whether there is a checkpoint to return to; one that is being written is waited for."""
         if self.args.bad_step != "rewind":
             return False
         self.checkpointer.wait()
-        (seen,) = self.mesh.sum([float(latest_checkpoint(self.folder) is not None)])
-        return seen == self.mesh.world_size
+        return self.checkpointer.latest is not None
 
 
 def _as_float(value: Any) -> float | None:

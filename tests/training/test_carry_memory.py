@@ -14,6 +14,8 @@ from pod.training.estimate import Shapes, carried_heads, describe, host_bytes, o
 LEAD = [[0, 0, 0], [0, 0, 1], [0, 2, 1], [3, 2, 1], [3, 4, 4]]
 N, GROUPS, HEAD_DIM = 44, 2, 8
 MODES = ("offload", "recompute")
+STORES = [("offload", False), ("recompute", False), ("keep", True), ("offload", True), ("recompute", True)]
+"""(train.carry, train.offload_checkpoints) that move something."""
 
 
 def make_model(dtype=torch.float64, layout="pod", **changes):
@@ -37,11 +39,11 @@ def make_model(dtype=torch.float64, layout="pod", **changes):
     return pod.PodForCausalLM(pod.PodConfig(**sizes | changes)).to(dtype).train()
 
 
-def checkpointed(mode, reentrant=False, **options):
+def checkpointed(mode, reentrant=False, offload_checkpoints=False, **options):
     model = make_model(**options)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    set_carry(model, mode)
+    set_carry(model, mode, offload_checkpoints)
     return model
 
 
@@ -62,15 +64,16 @@ def assert_same(model, expected):
     assert all(torch.equal(got[name], gradient) for name, gradient in gradients(expected).items())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "offload"), STORES)
 @pytest.mark.parametrize("layout", ["pod", "cla"])
 @pytest.mark.parametrize(
     ("reentrant", "dtype", "packed"),
     [(False, torch.float64, True), (False, torch.float32, False), (True, torch.float64, False)],
 )
-def test_loss_and_gradients_are_those_of_keep_bit_for_bit(mode, layout, reentrant, dtype, packed):
+def test_loss_and_gradients_are_those_of_keep_bit_for_bit(mode, offload, layout, reentrant, dtype, packed):
     docs = torch.tensor([0] * 25 + [1] * 17 + [-1] * 2).expand(2, -1) if packed else None
-    models = [checkpointed(m, reentrant, dtype=dtype, layout=layout) for m in ("keep", mode)]
+    stores = (("keep", False), (mode, offload))
+    models = [checkpointed(*(m, reentrant, o), dtype=dtype, layout=layout) for m, o in stores]
     losses = [loss_of(model, some_ids(2), docs) for model in models]
     for loss in losses:
         loss.backward()
@@ -150,7 +153,7 @@ def test_offload_copies_each_tensor_once_each_way_and_holds_open_blocks_only():
         return copy
 
     model = checkpointed("keep")
-    model.model.carry_memory = OffloadedCarry(to_host, to_device)
+    model.model.carry_memory = OffloadedCarry(to_host=to_host, to_device=to_device)
     loss = loss_of(model, some_ids())
     tensors = 2 * carried_heads(LEAD)
     assert (host.count, host.live_bytes()) == (tensors, CARRIED)
@@ -161,6 +164,37 @@ def test_offload_copies_each_tensor_once_each_way_and_holds_open_blocks_only():
     assert device.count == 2 * tensors
     assert host.live_bytes() == device.live_bytes() == 0
     assert most[0] <= open_heads(LEAD) * (GROUPS + 1) * HEAD_DIM * N * 8
+
+
+@pytest.mark.parametrize("mode", ["keep", *MODES])
+def test_hidden_states_of_checkpoints_wait_in_host_memory(mode):
+    """One copy each way per layer, and one more for each lead that is projected again; none is left on the device."""
+    state_bytes, layers, inputs, host, device = 48 * N * 8, 5, Watch(), Watch(), Watch()
+
+    def to_host(x):
+        copy = carry_memory.host_copy(x)
+        if x.shape[-1] == 48:
+            host.add(copy)
+        return copy
+
+    def to_device(x, where):
+        copy = carry_memory.device_copy(x, where)
+        if x.shape[-1] == 48:
+            device.add(copy)
+            assert device.live_bytes() <= 2 * state_bytes
+        return copy
+
+    model = checkpointed(mode, offload_checkpoints=True)
+    memory = model.model.carry_memory
+    memory.to_host, memory.to_device = to_host, to_device
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda module, arguments: inputs.add(arguments[0]))
+    loss = loss_of(model, some_ids())
+    assert inputs.live_bytes() == 0
+    assert (host.count, host.live_bytes()) == (layers, layers * state_bytes)
+    loss.backward()
+    assert device.count == layers + (5 if mode == "recompute" else 0)
+    assert host.live_bytes() == device.live_bytes() == 0
 
 
 def test_recompute_projects_a_lead_once_for_each_layer_in_which_blocks_of_it_end(monkeypatch):
