@@ -75,6 +75,8 @@ class ForwardContext:
         backend: operations for attention without a cache.
         step: the cache's view of this pass, None without a cache.
         sequence_parallel: None, or how heads are exchanged between ranks.
+        on_attention: called with every layer's index and attention output ``[B, n, hidden]`` (after ``o_proj``), again
+            when a checkpointed layer is recomputed; for training objectives on it.
     """
 
     rope: Rope
@@ -83,6 +85,7 @@ class ForwardContext:
     doc_ids: Any = None
     step: Any = None
     sequence_parallel: SequenceParallel | None = None
+    on_attention: Callable[[int, Tensor], None] | None = None
 
 
 class PodAttention(nn.Module):
@@ -127,8 +130,10 @@ class PodAttention(nn.Module):
             out, carry = self._attend_without_cache(q, k, v, context, carry)
             if parallel is not None:
                 out = parallel.to_sequence(out)
-        out = out.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)
-        return self.o_proj(out), carry
+        out = self.o_proj(out.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1))
+        if context.on_attention is not None:
+            context.on_attention(self.layer_idx, out)
+        return out, carry
 
     def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``[B, Hq, n, d]`` and twice ``[B, H, n, d]``, with H = 0 in a layer that reads another one's."""

@@ -26,12 +26,13 @@ class PodMLP(nn.Module):
     """Gated feed-forward layer.
 
     Attributes:
-        train_tiles: parts of the tokens that are computed, and recomputed in backward, one after the other when
-            gradients are taken. A count and not a size: under ZeRO-3 every part gathers the weights, so ranks with
-            slices of unequal length must have equally many parts.
+        train_tiles: parts of the tokens that are computed one after the other, and recomputed in backward when gradients
+            are taken. A count and not a size: under ZeRO-3 every part gathers the weights, so ranks with slices of
+            unequal length must have equally many parts. None outside of training: one part, and without gradients
+            tiles of a fixed size.
     """
 
-    train_tiles: int = 1
+    train_tiles: int | None = None
 
     def __init__(self, config: PodConfig):
         super().__init__()
@@ -42,18 +43,16 @@ class PodMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[B, n, hidden]`` to the same; long inputs in tiles, which hold ``[tile, intermediate_size]`` thrice."""
-        if torch.is_grad_enabled():
-            if self.train_tiles == 1:
-                return self._gated(x)
-            tiles = [
-                checkpoint(self._gated, tile, use_reentrant=False)
-                for tile in x.tensor_split(self.train_tiles, dim=1)
-            ]
-        elif x.shape[1] <= _MLP_TILE:
-            return self._gated(x)
+        with_gradients = torch.is_grad_enabled()
+        if self.train_tiles is not None:
+            parts = x.tensor_split(self.train_tiles, dim=1)
         else:
-            tiles = [self._gated(tile) for tile in x.split(_MLP_TILE, dim=1)]
-        return torch.cat(tiles, dim=1)
+            parts = [x] if with_gradients else x.split(_MLP_TILE, dim=1)
+        if len(parts) == 1:
+            return self._gated(x)
+        if with_gradients:
+            return torch.cat([checkpoint(self._gated, part, use_reentrant=False) for part in parts], dim=1)
+        return torch.cat([self._gated(part) for part in parts], dim=1)
 
     def _gated(self, x: Tensor) -> Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
@@ -227,6 +226,7 @@ class PodModel(PodPreTrainedModel):
             backend=get_backend(self.config.attention_backend),
             doc_ids=doc_ids,
             sequence_parallel=parallel,
+            on_attention=getattr(self, "on_attention", None),  # set by training
         )
 
     def run_layers(self, hidden_states: Tensor, context: ForwardContext) -> Tensor:

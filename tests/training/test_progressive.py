@@ -9,6 +9,7 @@ import torch
 import pod
 from pod.modeling.sharing import SharingPlan
 from pod.training.args import TrainArgs
+from pod.training.engine import save_activations
 from pod.training.planning import dp_plan, plan_cost
 from pod.training.progressive import PlanSchedule, apply_plan, growing_plans, refine
 from pod.training.similarity import Similarity
@@ -129,7 +130,7 @@ def test_a_model_under_an_applied_plan_is_the_model_of_that_plan(carry):
     ids = torch.arange(40).reshape(2, 20) % 31
     args = TrainArgs(carry=carry)
     model = tiny_model(late)
-    model.gradient_checkpointing_enable()
+    save_activations(model, args, 20)
     for lead in (early, late):
         apply_plan(model, None, SharingPlan(lead=lead), args)
         model.zero_grad()
