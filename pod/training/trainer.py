@@ -24,6 +24,7 @@ from pod.training.checkpoint import (
     identity_of,
     layout_of,
 )
+from pod.training.distill import make_distillation
 from pod.training.engine import (
     deepspeed_config,
     drop_carry_hooks,
@@ -59,6 +60,7 @@ class Trainer:
         config: the resolved recipe, stored in checkpoints.
         schedule: the plan of every step; None = the model's own plan in all of them.
         observers: what looks at the model between steps (gates, evaluation, samples).
+        teacher: the start model without sharing, where distillation needs a copy (`distill.needs_teacher`).
 
     Raises:
         ValueError: anything that cannot work, before the first step.
@@ -75,6 +77,7 @@ class Trainer:
         config: dict[str, Any] | None = None,
         schedule: PlanSchedule | None = None,
         observers: list[Observer] | None = None,
+        teacher: Any = None,
     ):
         self.args, self.mesh, self.folder, self.dataset = args, mesh, Path(folder), dataset
         self.plan: SharingPlan = model.config.sharing_plan
@@ -97,7 +100,7 @@ class Trainer:
         torch.manual_seed(seed + mesh.rank)
         self.causal_model: Any = model
         self.ulysses = self._attach_ulysses(model)
-        self._start_engine(model)
+        self._start_engine(model, teacher)
         mine = self.ulysses.slice if self.ulysses else slice(None)
         self.batches = StepBatches(args, dataset, self.cursor, mesh, mine)
 
@@ -115,10 +118,11 @@ class Trainer:
         model.model.sequence_parallel = ulysses
         return ulysses
 
-    def _start_engine(self, model: Any) -> None:
+    def _start_engine(self, model: Any, teacher: Any) -> None:
         save_activations(model, self.args, self.dataset.context_length)
         trained = add_lora(model, self.lora) if self.lora else model.requires_grad_(True)
-        module = LanguageModelLoss(trained, self.args.loss_chunk_mib).train()
+        distillation = make_distillation(self.args, model.config.layout, teacher)
+        module = LanguageModelLoss(trained, self.args.loss_chunk_mib, distillation).train()
         needed = checkpoint_bytes(module, self.args.dtype)
         self.engine: Any = start_engine(
             module, make_optimizer(module, self.args), deepspeed_config(self.args), self.mesh
@@ -157,21 +161,19 @@ class Trainer:
             RuntimeError: too many bad steps (`Guard.judge`).
             OSError: a checkpoint cannot be written.
         """
-        tokens = self.rows_per_step * self.dataset.context_length
-        enabled = self.mesh.rank == 0
-        monitor = Monitor(self.folder, self.args, self.state.step, tokens, self.state.config, enabled)
+        self.monitor = Monitor.of(self)
         self.saved_at = self.state.step if self.resume_from else -1
-        closing = [contextlib.closing(thing) for thing in (monitor, self.batches, self.checkpointer)]
+        closing = [contextlib.closing(thing) for thing in (self.monitor, self.batches, self.checkpointer)]
         with self.control.watching(), closing[0], closing[1], closing[2]:
+            if self.state.step == 0:
+                self.monitor.values(0, self._observe())
             while self.state.step < self.args.max_steps:
                 self._use_plan(self.schedule.plan_at(self.state.step))
                 values = self.step()
-                verdict = self._judge(values, monitor)
-                for observer in self.observers:
-                    values |= observer.observe(self, self.state.step)
-                monitor.step(self.state.step, values)
+                verdict = self._judge(values)
+                self.monitor.step(self.state.step, values | self._observe())
                 if verdict == "rewind":
-                    self._rewind(monitor)
+                    self._rewind()
                 self.checkpointer.poll()
                 reason = self.control.should_stop(self.state.step)
                 every = self.args.save_every_steps
@@ -180,19 +182,26 @@ class Trainer:
                     self._save()
                 if reason:
                     self.checkpointer.wait()
-                    monitor.note(f"{reason} after step {self.state.step}; the checkpoint is complete")
+                    self.monitor.note(f"{reason} after step {self.state.step}; the checkpoint is complete")
                     return self.state
             if self.saved_at != self.state.step:
                 self._save()
             self.checkpointer.wait()
         return self.state
 
+    def _observe(self) -> dict[str, float]:
+        values: dict[str, float] = {}
+        for observer in self.observers:
+            values |= observer.observe(self, self.state.step)
+        return values
+
     def _save(self) -> None:
         self.control.alive("save")
-        self.checkpointer.save(self.state)
+        with self.monitor.part("save"):
+            self.checkpointer.save(self.state)
         self.saved_at = self.state.step
 
-    def _rewind(self, monitor: Monitor) -> None:
+    def _rewind(self) -> None:
         """Weights, optimizer and step of the last checkpoint; data goes on behind the bad step.
 
         Guard and cursor are not in a checkpoint before the next one is written. A run that is killed until then comes to
@@ -205,8 +214,8 @@ class Trainer:
         self.guard.rewound(self.state.guard)
         self.state.cursor, self.state.guard = cursor, self.guard.state_dict()
         self.saved_at = self.state.step
-        monitor.rewind(self.state.step)
-        monitor.note(f"back to step {self.state.step}; data goes on behind the rows of step {bad_step}")
+        self.monitor.rewind(self.state.step)
+        self.monitor.note(f"back to step {self.state.step}; data goes on behind the rows of step {bad_step}")
 
     def _use_plan(self, plan: SharingPlan) -> None:
         """Share as `plan` says from the next step on."""
@@ -298,11 +307,11 @@ class Trainer:
         total, *waits = self.mesh.sum([labels, *waits])
         return total, max(waits)
 
-    def _judge(self, values: dict[str, float], monitor: Monitor) -> str:
+    def _judge(self, values: dict[str, float]) -> str:
         """The guard's verdict on the step that was just made; noted on the screen when it is bad."""
         loss, skipped = values.get("loss", math.nan), bool(values["skipped"])
         if skipped:
-            monitor.note(f"step {self.state.step} skipped: {self.guard.why_bad(loss)}")
+            self.monitor.note(f"step {self.state.step} skipped: {self.guard.why_bad(loss)}")
         verdict = self.guard.judge(self.state.step, loss, skipped, can_rewind=skipped and self._can_rewind())
         self.state.guard = self.guard.state_dict()
         return verdict
