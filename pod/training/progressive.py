@@ -157,4 +157,4 @@ def apply_plan(model: Any, ulysses: Any, plan: SharingPlan, args: TrainArgs) -> 
     model.model.lead = plan.lead
     if ulysses is not None:
         ulysses.lead = ulysses.local_lead(plan.lead)
-    set_carry(model, args.carry)
+    set_carry(model, args.carry, args.offload_checkpoints)

@@ -100,7 +100,14 @@ def test_no_whole_activation_exists_in_forward_or_backward(checkpointing):
         )
 
 
-def test_without_gradients_the_count_has_no_effect():
-    x = torch.randn(1, 9, HIDDEN, dtype=torch.float64)
+@pytest.mark.parametrize(("tiles", "parts"), [(1, 1), (4, 4), (12, 12), (None, 1)])
+def test_without_gradients_as_many_parts_are_computed(tiles, parts, monkeypatch):
+    """Every part gathers the weights under ZeRO-3: ranks with fewer tokens than parts compute empty ones."""
+    x, calls = torch.randn(1, 9, HIDDEN, dtype=torch.float64), []
+    whole = make_mlp(1)
+    mlp = make_mlp(tiles)
+    gated = mlp._gated
+    monkeypatch.setattr(mlp, "_gated", lambda part: calls.append(part) or gated(part))
     with torch.no_grad():
-        assert torch.equal(make_mlp(4)(x), make_mlp(1)(x))
+        close(mlp(x), whole(x))
+    assert len(calls) == parts
