@@ -1,6 +1,14 @@
 """What looks at a model between the steps of its training."""
 
+import resource
+import sys
+from pathlib import Path
 from typing import Any
+
+import torch
+
+from pod.training.args import TrainArgs
+from pod.training.probes import Probes
 
 
 class Observer:
@@ -13,5 +21,81 @@ class Observer:
         """After the last backward of a step, before its update: reduced gradients are there, not yet clipped."""
 
     def observe(self, trainer: Any, step: int) -> dict[str, float]:
-        """After the update of step `step` (counted from 1); returns numbers for the metrics of that step."""
+        """After the update of step `step` (counted from 1; 0 = before the first); returns numbers for its metrics."""
         return {}
+
+
+class Periodic(Observer):
+    """Something that takes its time: every so many steps, before the first step and at the last one.
+
+    Args:
+        every: steps between two measurements; 0 = never.
+    """
+
+    def __init__(self, every: int):
+        self.every = every
+
+    def observe(self, trainer: Any, step: int) -> dict[str, float]:
+        if not self.every or (step % self.every and step != trainer.args.max_steps):
+            return {}
+        with trainer.monitor.part("evaluate"):
+            return self.measure(trainer, step)
+
+    def measure(self, trainer: Any, step: int) -> dict[str, float]:
+        raise NotImplementedError
+
+
+class PeakMemory(Observer):
+    """`peak_memory_gib` of every recorded step: the most that the fullest rank ever held, of its device or, without one,
+    of its process."""
+
+    def observe(self, trainer: Any, step: int) -> dict[str, float]:
+        if not step or not trainer.monitor.logs(step):
+            return {}
+        peak = torch.tensor(peak_bytes(trainer.mesh.device) / 2**30, device=trainer.mesh.device)
+        torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX)
+        return {"peak_memory_gib": float(peak)}
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most bytes that PyTorch had allocated on a GPU; without one, the process's largest resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def make_observers(
+    args: TrainArgs, dataset: Any, mesh: Any, folder: Path, config: Any, probes: Probes | None = None
+) -> list[Observer]:
+    """What a recipe asks for: gradient norms and memory always, gates, evaluation and samples by their settings.
+
+    Args:
+        folder: <output_dir>/train.
+        config: the model's.
+        probes: passkeys and texts, for `eval_passkeys` and `sample_prompts`.
+
+    Raises:
+        ValueError: no held-out text, a layout without gates, prompts longer than a row.
+    """
+    from pod.training.gates import Gates, check_gates
+    from pod.training.gradients import GradientNorms
+    from pod.training.held_out import held_out_rows
+    from pod.training.samples import Samples, check_samples
+    from pod.training.validation import Evaluation
+
+    observers: list[Observer] = [GradientNorms(), PeakMemory()]
+    if args.gate_every_steps:
+        check_gates(config)
+    if not (args.gate_every_steps or args.eval_every_steps):
+        return observers
+    rows = held_out_rows(dataset, args.eval_rows if args.eval_every_steps else 1)
+    if args.gate_every_steps:
+        observers.append(Gates(args, folder, rows))
+    if args.eval_every_steps:
+        passkeys = () if probes is None else probes.passkeys
+        observers.append(Evaluation(args, folder, rows, passkeys))
+        if probes is not None and probes.prompts:
+            check_samples(args, probes, dataset.context_length)
+            observers.append(Samples(args, folder, probes))
+    return observers

@@ -1,8 +1,6 @@
 """Checks of the train section, the schedule, the estimate and the head shares: no process group needed."""
 
 import itertools
-import json
-import time
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from pod.training.estimate import Shapes, carried_heads, training_bytes
 from pod.training.lora import add_lora, lora_settings
 from pod.training.loss import LossHead
 from pod.training.mesh import check_world_size
-from pod.training.metrics import JsonLines, Monitor, check_tracker
 from pod.training.optim import learning_rate, make_optimizer
 from pod.training.ulysses import kv_head_repeats, offsets, split_evenly
 
@@ -130,56 +127,3 @@ def test_lora_refuses_modules_that_are_not_there():
     settings = lora_settings(TrainArgs(method="lora", lora_target_modules=["query"]))
     with pytest.raises(ValueError, match="names query; this model's linear layers are 0"):
         add_lora(torch.nn.Sequential(torch.nn.Linear(2, 2)), settings)
-
-
-def test_missing_tracker_is_named(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install wandb"):
-        check_tracker("wandb")
-
-
-def test_resumed_metrics_drop_repeated_and_half_written_lines(tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste', encoding="utf-8")
-    lines = JsonLines(file, first_step=2)
-    lines.log(3, {"loss": 1.0})
-    lines.close()
-    assert [json.loads(line)["step"] for line in file.read_text(encoding="utf-8").splitlines()] == [1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("tracker", "files"), [("tensorboard", "tensorboard/events.*"), ("wandb", "wandb/offline-run-*/*.wandb")]
-)
-def test_tracker_gets_the_numbers_of_a_step(tmp_path, tracker, files):
-    pytest.importorskip(tracker)
-    monitor = Monitor(tmp_path, TrainArgs(max_steps=2, tracker=tracker), 0, 64, {"seed": 0}, enabled=True)
-    monitor.step(1, {"loss": 2.5, "learning_rate": 0.1})
-    monitor.close()
-    (written,) = tmp_path.glob(files)
-    deadline = (
-        time.monotonic() + 60
-    )  # wandb's own process writes the file, and may do so after finish() returned
-    while b"learning_rate" not in written.read_bytes():
-        assert time.monotonic() < deadline, f"{written} holds only {written.read_bytes()[:200]!r}"
-        time.sleep(0.1)
-    record = json.loads((tmp_path / "metrics.jsonl").read_text(encoding="utf-8"))
-    assert (record["step"], record["loss"]) == (1, 2.5)
-    assert record["tokens_per_second"] > 0
-
-
-def test_waiting_for_data_is_a_mean_over_the_steps_of_a_record(tmp_path, monkeypatch):
-    clock = iter([0.0, 0.0, 8.0, 16.0])
-    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    monitor = Monitor(tmp_path, TrainArgs(max_steps=4, log_every_steps=2), 0, 64, {}, enabled=True)
-    shown = []
-    monkeypatch.setattr(monitor.bar, "set_postfix_str", shown.append)
-    for step, waited in enumerate((3.0, 1.0, 0.0, 0.02), start=1):
-        monitor.step(step, {"loss": 2.5, "data_wait_s": waited})
-    monitor.close()
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["data_wait_s"] for line in lines] == [2.0, 0.01]
-    assert [line["tokens_per_second"] for line in lines] == [16.0, 16.0]
-    assert shown == [
-        "loss 2.5000, 16 tokens/s, 50% of it waiting for data",
-        "loss 2.5000, 16 tokens/s",
-    ]

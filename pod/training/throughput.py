@@ -1,0 +1,125 @@
+"""Arithmetic that a model needs per token, and what share of the devices' peak a run gets out of it (MFU).
+
+Counted is what the *model* needs (Chowdhery et al., PaLM, appendix B), not what a kernel does: no recomputation of
+checkpointed layers, no masked-out half of a causal product, and no product of queries and keys for the distant tokens
+of a follower, whose logits are the lead's. A multiplication and an addition are two operations.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pod.training.args import TrainArgs
+from pod.training.estimate import Shapes
+
+_SAMPLED_ROWS = 256
+
+
+def causal_pairs(length: int) -> int:
+    """(query, key) pairs that a document of `length` tokens has under a causal mask."""
+    return length * (length + 1) // 2
+
+
+def proximal_pairs(length: int, num_sink_tokens: int, num_recent_tokens: int) -> int:
+    """Those of them whose key is a sink (`j < n_s`) or recent (`i - j < n_r`)."""
+    distant = max(0, length - num_sink_tokens - num_recent_tokens)
+    return causal_pairs(length) - causal_pairs(distant)
+
+
+def projection_weights(config: Any, lead: Sequence[Sequence[int]]) -> int:
+    """Weights that multiply every token: all linear layers and the output projection, not the embedding's rows."""
+    shapes = Shapes.from_config(config)
+    kv_weights = 2 * shapes.hidden * shapes.kv_heads * shapes.head_dim
+    total = shapes.vocab * shapes.hidden
+    for layer, row in enumerate(lead):
+        has_keys = config.layout != "cla" or row[0] == layer
+        query = 2 * shapes.hidden * shapes.query_heads * shapes.head_dim
+        total += query + kv_weights * has_keys + 3 * shapes.hidden * shapes.intermediate
+    return total
+
+
+def attention_flops(config: Any, lead: Sequence[Sequence[int]], lengths: Iterable[int]) -> float:
+    """Forward operations of all attention products over documents of these lengths."""
+    sinks, recent = config.num_sink_tokens, config.num_recent_tokens
+    every = near = 0
+    for length in lengths:
+        every += causal_pairs(length)
+        near += proximal_pairs(length, sinks, recent)
+    pairs = 0  # once for the logits, once for the values
+    for layer, row in enumerate(lead):
+        for owner in row:
+            if config.layout == "window":
+                pairs += 2 * near
+            else:
+                follows = config.layout == "pod" and owner != layer
+                pairs += every + (near if follows else every)
+    groups = config.num_attention_heads // config.num_key_value_heads
+    return 2.0 * config.head_dim * groups * pairs
+
+
+def training_flops(
+    config: Any, lead: Sequence[Sequence[int]], args: TrainArgs, lengths: Sequence[int]
+) -> float:
+    """Operations of one forward and backward over documents of these lengths (tokens), by the model's needs.
+
+    Backward takes two operations for each of forward: one for the gradient of the input, one for that of the weight,
+    which the frozen weights of LoRA do not need. Distillation adds one forward of the dense teacher.
+    """
+    tokens, attention = sum(lengths), attention_flops(config, lead, lengths)
+    weights = 2.0 * tokens * projection_weights(config, lead)
+    if args.method == "lora":
+        adapters = 2.0 * tokens * Shapes.from_config(config).lora_parameters(args)
+        total = 2 * weights + 3 * adapters + 3 * attention
+    else:
+        total = 3 * (weights + attention)
+    if args.distill_logits or args.distill_attention:
+        dense = [[layer] * len(row) for layer, row in enumerate(lead)]
+        causal = sum(map(causal_pairs, lengths))
+        total += 2.0 * tokens * projection_weights(config, dense)
+        total += 4.0 * config.head_dim * config.num_attention_heads * len(lead) * causal
+    return total
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """What `mfu` is made of.
+
+    Attributes:
+        flops_per_token: mean over tokens and padding, `training_flops` of some rows divided by their places.
+        peak_flops: operations per second of all devices together; None = not known.
+    """
+
+    flops_per_token: float
+    peak_flops: float | None
+
+    @classmethod
+    def of(cls, config: Any, args: TrainArgs, dataset: Any, mesh: Any) -> "Throughput":
+        """From at most 256 rows spread over the data set."""
+        step = -(-len(dataset) // _SAMPLED_ROWS)
+        rows = range(0, len(dataset), step)
+        lengths = [len(document) for row in rows for document in dataset.documents(row)]
+        flops = training_flops(config, config.sharing_plan.lead, args, lengths)
+        peak = device_peak(args, mesh.device)
+        return cls(
+            flops / (len(rows) * dataset.context_length), None if peak is None else peak * mesh.world_size
+        )
+
+    def mfu(self, tokens_per_second: float) -> float | None:
+        """Share of the peak, 0 to 1; None when the peak is not known."""
+        if self.peak_flops is None:
+            return None
+        return tokens_per_second * self.flops_per_token / self.peak_flops
+
+
+def device_peak(args: TrainArgs, device: torch.device) -> float | None:
+    """Operations per second of one device in `args.dtype`: the recipe's `peak_tflops`, else the data sheet's."""
+    if args.peak_tflops:
+        return args.peak_tflops * 1e12
+    if device.type != "cuda":
+        return None
+    from pod.training.devices import peak_tflops
+
+    known = peak_tflops(torch.cuda.get_device_name(device), args.dtype)
+    return None if known is None else known * 1e12

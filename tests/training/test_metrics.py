@@ -1,0 +1,264 @@
+"""Monitor, trackers, their files, and the arithmetic behind MFU: no process group needed."""
+
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import pod
+from pod.training.args import TrainArgs
+from pod.training.metrics import Monitor
+from pod.training.throughput import (
+    Throughput,
+    attention_flops,
+    causal_pairs,
+    device_peak,
+    projection_weights,
+    proximal_pairs,
+    training_flops,
+)
+from pod.training.trackers import JsonLines, append_records, check_tracker, read_records
+
+
+def test_missing_tracker_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install wandb"):
+        check_tracker("wandb")
+
+
+def test_resumed_metrics_drop_repeated_and_half_written_lines(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste', encoding="utf-8")
+    lines = JsonLines(file, first_step=2)
+    lines.log(3, {"loss": 1.0})
+    lines.close()
+    assert [json.loads(line)["step"] for line in file.read_text(encoding="utf-8").splitlines()] == [1, 2, 3]
+
+
+def test_records_of_a_step_that_comes_again_replace_the_old_ones(tmp_path):
+    file = tmp_path / "eval.jsonl"
+    for step in (0, 2, 4):
+        append_records(file, step, [{"run": 1}, {"run": 1}])
+    with open(file, "a", encoding="utf-8") as stream:
+        stream.write('{"step": 6, "ru')
+    append_records(file, 2, [{"run": 2}])
+    assert [(line["step"], line["run"]) for line in read_records(file)] == [(0, 1), (0, 1), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("tracker", "files"), [("tensorboard", "tensorboard/events.*"), ("wandb", "wandb/offline-run-*/*.wandb")]
+)
+def test_tracker_gets_numbers_and_texts_of_a_step(tmp_path, tracker, files):
+    pytest.importorskip(tracker)
+    monitor = Monitor(tmp_path, TrainArgs(max_steps=2, tracker=tracker), 0, 64, {"seed": 0}, enabled=True)
+    monitor.values(0, {"eval_loss": 3.5})
+    monitor.step(1, {"loss": 2.5, "learning_rate": 0.1})
+    monitor.text(1, "samples", "once upon a time")
+    monitor.close()
+    (written,) = tmp_path.glob(files)
+    deadline = (
+        time.monotonic() + 60
+    )  # wandb's own process writes the file, and may do so after finish() returned
+    while not all(word in written.read_bytes() for word in (b"learning_rate", b"eval_loss", b"samples")):
+        assert time.monotonic() < deadline, f"{written} holds only {written.read_bytes()[:200]!r}"
+        time.sleep(0.1)
+    before, record = read_records(tmp_path / "metrics.jsonl")
+    assert before == {"step": 0, "eval_loss": 3.5}
+    assert (record["step"], record["loss"]) == (1, 2.5)
+    assert record["tokens_per_second"] > 0
+
+
+def test_tensorboard_hides_the_steps_that_come_again(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    args = TrainArgs(max_steps=9, tracker="tensorboard")
+    monitor = Monitor(tmp_path, args, 0, 64, {}, enabled=True)
+    for step in (1, 2, 3):
+        monitor.step(step, {"loss": float(step)})
+    monitor.rewind(1)
+    monitor.step(2, {"loss": 20.0})
+    monitor.close()
+    resumed = Monitor(tmp_path, args, 2, 64, {}, enabled=True)
+    resumed.step(3, {"loss": 30.0})
+    resumed.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
+    assert [(event.step, event.value) for event in events] == [(1, 1.0), (2, 20.0), (3, 30.0)]
+    assert [(line["step"], line["loss"]) for line in read_records(tmp_path / "metrics.jsonl")] == [
+        (1, 1.0),
+        (2, 20.0),
+        (3, 30.0),
+    ]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that the monitor sees; a test sets them."""
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: now.seconds)
+    return now
+
+
+def test_waiting_for_data_is_a_mean_over_the_steps_of_a_record(tmp_path, monkeypatch, clock):
+    monitor = Monitor(tmp_path, TrainArgs(max_steps=4, log_every_steps=2), 0, 64, {}, enabled=True)
+    shown = []
+    monkeypatch.setattr(monitor.bar, "set_postfix_str", shown.append)
+    for step, waited in enumerate((3.0, 1.0, 0.0, 0.02), start=1):
+        clock.seconds += 4
+        monitor.step(step, {"loss": 2.5, "data_wait_s": waited})
+    monitor.close()
+    lines = read_records(tmp_path / "metrics.jsonl")
+    assert [line["data_wait_s"] for line in lines] == [2.0, 0.01]
+    assert [line["compute_s"] for line in lines] == [2.0, 3.99]
+    assert [line["tokens_per_second"] for line in lines] == [16.0, 16.0]
+    assert shown == [
+        "loss 2.5000, 16 tokens/s, 50% of it waiting for data",
+        "loss 2.5000, 16 tokens/s",
+    ]
+
+
+def test_saving_and_evaluating_have_fields_of_their_own_and_slow_no_rate(tmp_path, clock, capsys):
+    throughput = Throughput(flops_per_token=3.0, peak_flops=100.0)
+    args = TrainArgs(max_steps=3)
+    monitor = Monitor(tmp_path, args, 0, 64, {}, enabled=True, throughput=throughput)
+    for step in (1, 2, 3):
+        clock.seconds += 4
+        if step == 2:
+            with monitor.part("evaluate"):
+                clock.seconds += 7
+        monitor.step(step, {"loss": 1.0, "data_wait_s": 1.0})
+        if step == 2:
+            with monitor.part("save"):
+                clock.seconds += 5
+    monitor.close()
+    one, two, three = read_records(tmp_path / "metrics.jsonl")
+    assert {one["tokens_per_second"], two["tokens_per_second"], three["tokens_per_second"]} == {16.0}
+    assert {one["mfu"], two["mfu"], three["mfu"]} == {16.0 * 3 / 100}
+    assert (two["evaluate_s"], three["save_s"]) == (7.0, 5.0)
+    assert "save_s" not in two and "evaluate_s" not in three and "evaluate_s" not in one
+    assert "compute 37.5%, evaluate 29.2%, save 20.8%, data 12.5%" in capsys.readouterr().out
+
+
+def test_rewind_takes_back_the_bar_and_the_lines(tmp_path, clock):
+    monitor = Monitor(tmp_path, TrainArgs(max_steps=9), 0, 64, {}, enabled=True)
+    for step in (1, 2, 3, 4):
+        clock.seconds += 1
+        monitor.step(step, {"loss": float(step)})
+    clock.seconds += 50  # loading a checkpoint
+    monitor.rewind(2)
+    assert monitor.bar.n == 2
+    clock.seconds += 2
+    monitor.step(3, {"loss": 7.0})
+    monitor.close()
+    lines = read_records(tmp_path / "metrics.jsonl")
+    assert [(line["step"], line["loss"]) for line in lines] == [(1, 1.0), (2, 2.0), (3, 7.0)]
+    assert lines[-1]["tokens_per_second"] == 32.0
+
+
+def test_other_ranks_record_nothing(tmp_path):
+    monitor = Monitor(tmp_path, TrainArgs(max_steps=4, log_every_steps=3), 0, 64, {}, enabled=False)
+    with monitor.part("save"):
+        monitor.step(1, {"loss": 1.0})
+    monitor.values(0, {"a": 1.0})
+    monitor.text(1, "a", "b")
+    monitor.rewind(0)
+    monitor.note("x")
+    monitor.close()
+    assert not list(tmp_path.iterdir())
+    assert [monitor.logs(step) for step in (1, 2, 3, 4)] == [False, False, True, True]
+
+
+def brute_force_pairs(length: int, sinks: int, recent: int) -> tuple[int, int]:
+    near = [(i, j) for i in range(length) for j in range(i + 1) if j < sinks or i - j < recent]
+    return sum(i + 1 for i in range(length)), len(near)
+
+
+@pytest.mark.parametrize(("sinks", "recent"), [(0, 1), (2, 5), (7, 3), (0, 40), (3, 29)])
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 31, 32, 33])
+def test_pairs_are_those_of_the_mask(length, sinks, recent):
+    assert (causal_pairs(length), proximal_pairs(length, sinks, recent)) == brute_force_pairs(
+        length, sinks, recent
+    )
+
+
+def small_config(layout: str = "pod", lead=None) -> pod.PodConfig:
+    return pod.PodConfig(
+        vocab_size=50,
+        hidden_size=12,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=5,
+        intermediate_size=20,
+        layout=layout,
+        lead=lead,
+        num_sink_tokens=0 if layout == "window" else 2,
+        num_recent_tokens=4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "lead"),
+    [("pod", None), ("pod", [[0, 0], [0, 1], [2, 1]]), ("window", None), ("cla", [[0, 0], [0, 0], [2, 2]])],
+)
+def test_weights_are_those_of_the_linear_layers(layout, lead):
+    config = small_config(layout, lead)
+    with torch.device("meta"):
+        model = pod.PodForCausalLM(config)
+    linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    assert projection_weights(config, config.sharing_plan.lead) == sum(
+        layer.weight.numel() for layer in linear
+    )
+
+
+def test_attention_counts_each_product_that_the_model_needs():
+    """Two products per visible pair; a follower takes the logits of distant pairs from its lead."""
+    lengths, groups, head_dim = [9, 3, 30], 2, 5
+    every = sum(brute_force_pairs(n, 2, 4)[0] for n in lengths)
+    near = sum(brute_force_pairs(n, 2, 4)[1] for n in lengths)
+    one = 2 * head_dim * groups  # operations per pair of a KV head and product
+    plan = [[0, 0], [0, 1], [2, 1]]  # two of six heads follow
+    assert attention_flops(small_config(), small_config().sharing_plan.lead, lengths) == 6 * one * 2 * every
+    assert attention_flops(small_config(lead=plan), plan, lengths) == one * (
+        4 * 2 * every + 2 * (every + near)
+    )
+    near_window = sum(brute_force_pairs(n, 0, 4)[1] for n in lengths)
+    window = small_config("window")
+    assert attention_flops(window, window.sharing_plan.lead, lengths) == 6 * one * 2 * near_window
+
+
+def test_training_counts_what_the_method_computes():
+    config, lengths = small_config(), [40, 24]
+    lead = config.sharing_plan.lead
+    weights = 2 * 64 * projection_weights(config, lead)
+    attention = attention_flops(config, lead, lengths)
+    full = training_flops(config, lead, TrainArgs(), lengths)
+    assert full == 3 * (weights + attention)
+    adapters = sum(8 * (inputs + outputs) for inputs, outputs in [(12, 20), (12, 10), (12, 10), (20, 12)]) * 3
+    lora = training_flops(config, lead, TrainArgs(method="lora", lora_rank=8), lengths)
+    assert lora == 2 * weights + 3 * attention + 3 * 2 * 64 * adapters
+    distilled = training_flops(config, lead, TrainArgs(distill_logits=0.5), lengths)
+    assert distilled == full + weights + attention
+
+
+class TwoRows:
+    """A data set of two rows of 32 places."""
+
+    context_length = 32
+
+    def __len__(self) -> int:
+        return 2
+
+    def documents(self, row: int) -> list[range]:
+        return [[range(10), range(20)], [range(30)]][row]
+
+
+def test_mfu_is_the_share_of_the_stated_peak():
+    config, args = small_config(), TrainArgs(peak_tflops=2e-6)
+    mesh = SimpleNamespace(device=torch.device("cpu"), world_size=3)
+    throughput = Throughput.of(config, args, TwoRows(), mesh)
+    flops = training_flops(config, config.sharing_plan.lead, args, [10, 20, 30])
+    assert throughput.flops_per_token == flops / 64  # places, not tokens: what the rate counts
+    assert throughput.mfu(10.0) == pytest.approx(10 * flops / 64 / 6e6, rel=1e-12)
+    assert device_peak(TrainArgs(), torch.device("cpu")) is None
+    assert Throughput(1.0, None).mfu(5.0) is None
