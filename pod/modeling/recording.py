@@ -1,6 +1,7 @@
 """Attention rows of the last queries, layer by layer, without ever holding an n x n matrix or all layers at once."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +37,26 @@ def record_queries_and_keys(model: PodForCausalLM, input_ids: Tensor) -> Iterato
 
     Raises: ValueError for a model with a sharing plan or a window, and for a batch.
     """
+    for inputs in record_attention_inputs(model, input_ids):
+        yield inputs.q, inputs.k
+
+
+class AttentionInputs(NamedTuple):
+    """What one layer's attention reads for one sequence: the residual stream before the layer ``[n, hidden]``, rotated
+    queries ``[Hq, n, d]``, rotated keys and values ``[H, n, d]``."""
+
+    hidden_states: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+@torch.no_grad()
+def record_attention_inputs(model: PodForCausalLM, input_ids: Tensor) -> Iterator[AttentionInputs]:
+    """Yield the `AttentionInputs` of every layer of a dense model on one sequence ``[1, n]``.
+
+    Raises: ValueError for a model with a sharing plan or a window, and for a batch.
+    """
     config: PodConfig = model.config
     n = input_ids.shape[1]
     if config.own_method != "full":
@@ -49,8 +70,8 @@ def record_queries_and_keys(model: PodForCausalLM, input_ids: Tensor) -> Iterato
     layer: PodDecoderLayer
     for layer in decoder.layers:  # type: ignore[assignment]
         normed = layer.input_layernorm(hidden_states)
-        q, k, _ = layer.self_attn._project(normed)
-        yield context.rope(q)[0], context.rope(k)[0]
+        q, k, v = layer.self_attn._project(normed)
+        yield AttentionInputs(hidden_states[0], context.rope(q)[0], context.rope(k)[0], v[0])
         hidden_states, *carry = layer(hidden_states, context, *carry)
 
 

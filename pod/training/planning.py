@@ -1,7 +1,8 @@
 """From attention similarity to a sharing plan: the paper's greedy Algorithm 1 and exact optimal plans.
 
 Similarity tensors are ``[L, L, Hq]`` for L layers and Hq query heads. The H KV heads own G = Hq / H consecutive query
-heads each. NumPy only: planning takes milliseconds and needs no device.
+heads each. Exact plans exist for any cost of pairs ``[L, L, H]``; similarity gives one of them, ``plan_costs.py`` measures
+others. NumPy only: planning takes milliseconds and needs no device.
 """
 
 from typing import Any
@@ -62,12 +63,28 @@ def dp_plan(
     Raises: ValueError for a tensor that is no similarity, or a target that L layers cannot reach.
     """
     grouped = group_query_heads(similarity, num_key_value_heads)
-    num_layers = grouped.shape[0]
-    total = num_non_lead_for(target_saving, num_layers, num_key_value_heads)
-    block_costs = [block_cost(grouped[:, :, head].mean(axis=-1)) for head in range(num_key_value_heads)]
-    tables = [best_by_non_lead(cost) for cost in block_costs]
-    shares = divide_non_lead([costs for costs, _ in tables], total)
-    lead = np.zeros((num_layers, num_key_value_heads), dtype=np.int64)
+    return least_cost_plan(
+        1.0 - grouped.mean(axis=-1), target_saving, {"cost": "similarity", **(provenance or {})}
+    )
+
+
+def least_cost_plan(
+    costs: ArrayLike, target_saving: float = 0.35, provenance: dict[str, Any] | None = None
+) -> SharingPlan:
+    """The plan of least ``Σ costs[lead, layer, head]`` over its followers among all plans with the target saving.
+
+    Args:
+        costs: ``[L, L, H]``, read where lead < layer.
+        provenance: what the costs are and were measured on; stored with the plan.
+
+    Raises: ValueError for a tensor that is no cost of pairs, or a target that L layers cannot reach.
+    """
+    values = check_costs(costs)
+    num_layers, _, num_heads = values.shape
+    total = num_non_lead_for(target_saving, num_layers, num_heads)
+    tables = [best_by_non_lead(cumulative_cost(values[:, :, head])) for head in range(num_heads)]
+    shares = divide_non_lead([least for least, _ in tables], total)
+    lead = np.zeros((num_layers, num_heads), dtype=np.int64)
     for head, (share, (_, starts)) in enumerate(zip(shares, tables, strict=True)):
         lead[:, head] = lead_of_head(starts, num_layers - share)
     found = {"algorithm": "dp", "target_saving": target_saving, **(provenance or {})}
@@ -77,14 +94,31 @@ def dp_plan(
 def plan_cost(similarity: ArrayLike, plan: SharingPlan) -> float:
     """``Σ (1 - sim(lead, layer))`` over all (layer, KV head) pairs, the quantity that `dp_plan` minimises."""
     grouped = group_query_heads(similarity, plan.num_key_value_heads)
+    return sum_of_costs(1.0 - grouped.mean(axis=-1), plan)
+
+
+def sum_of_costs(costs: ArrayLike, plan: SharingPlan) -> float:
+    """``Σ costs[lead, layer, head]`` over all followers, the quantity that `least_cost_plan` minimises."""
+    values = check_costs(costs)
+    plan.check_fits(values.shape[0], values.shape[2])
     return float(
         sum(
-            1.0 - grouped[lead, layer, head].mean()
+            values[lead, layer, head]
             for layer, row in enumerate(plan.lead)
             for head, lead in enumerate(row)
             if lead != layer
         )
     )
+
+
+def check_costs(costs: ArrayLike) -> Floats:
+    """Costs of pairs as fp64 ``[L, L, H]``; ValueError unless they are a finite square tensor."""
+    values = np.asarray(costs, dtype=np.float64)
+    if values.ndim != 3 or values.shape[0] != values.shape[1] or 0 in values.shape:
+        raise ValueError(f"costs must be [layers, layers, KV heads], got shape {list(values.shape)}")
+    if not np.isfinite(values).all():
+        raise ValueError("costs hold NaN or infinity: delete the file of costs and measure again")
+    return values
 
 
 def describe_plan(plan: SharingPlan) -> str:
@@ -141,7 +175,12 @@ def num_non_lead_for(target_saving: float, num_layers: int, num_key_value_heads:
 
 def block_cost(similarity: Floats) -> Floats:
     """``[L, L]`` similarity of one KV head → ``cost[first, last] = Σ_{first < l <= last} (1 - sim(first, l))``."""
-    return np.cumsum(np.triu(1.0 - similarity, k=1), axis=1)
+    return cumulative_cost(1.0 - similarity)
+
+
+def cumulative_cost(costs: Floats) -> Floats:
+    """``[L, L]`` costs of one KV head's pairs → cost of the block of layers first..last, ``Σ_{first < l <= last} costs[first, l]``."""
+    return np.cumsum(np.triu(costs, k=1), axis=1)
 
 
 def best_by_non_lead(cost: Floats) -> tuple[Floats, Ints]:

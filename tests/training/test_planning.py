@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from pod.modeling.sharing import SharingPlan
-from pod.training.planning import describe_plan, dp_plan, greedy_plan, num_non_lead_for, plan_cost
+from pod.training.planning import (
+    describe_plan,
+    dp_plan,
+    greedy_plan,
+    least_cost_plan,
+    num_non_lead_for,
+    plan_cost,
+    sum_of_costs,
+)
 
 
 def random_similarity(num_layers, num_query_heads, seed):
@@ -47,6 +55,22 @@ def test_dp_is_the_cheapest_of_all_plans_at_every_reachable_saving(num_layers, n
         assert plan.num_non_lead == num_non_lead
         expected = brute_force_cost(similarity, num_key_value_heads, num_non_lead)
         assert plan_cost(similarity, plan) == pytest.approx(expected, abs=1e-12)
+
+
+def test_least_cost_plan_is_the_cheapest_for_costs_without_symmetry():
+    """Costs that no similarity has: not symmetric, above 1, negative."""
+    rng = np.random.default_rng(8)
+    for total in range(7):
+        costs = rng.normal(size=(4, 4, 2)) * 10
+        found = least_cost_plan(costs, total / 16, {"cost": "c"})
+        every = [
+            SharingPlan(lead=np.array(columns).T.tolist())
+            for columns in itertools.product(all_partitions(4), repeat=2)
+        ]
+        expected = min(sum_of_costs(costs, plan) for plan in every if plan.num_non_lead == total)
+        assert found.num_non_lead == total
+        assert sum_of_costs(costs, found) == pytest.approx(expected, abs=1e-12)
+        assert found.provenance == {"algorithm": "dp", "target_saving": total / 16, "cost": "c"}
 
 
 def test_dp_reaches_plans_between_the_corners_of_the_price_curve():
@@ -115,7 +139,11 @@ def test_provenance_travels_with_the_plan():
         "threshold": 0.3,
         "model": "m",
     }
-    assert dp_plan(similarity, 2, 0.25).provenance == {"algorithm": "dp", "target_saving": 0.25}
+    assert dp_plan(similarity, 2, 0.25).provenance == {
+        "algorithm": "dp",
+        "target_saving": 0.25,
+        "cost": "similarity",
+    }
 
 
 def test_description_counts_blocks_and_followers():
@@ -137,6 +165,8 @@ def test_bad_input_is_one_line():
         (lambda: greedy_plan(good, 2, threshold=1.5), "0 to 1"),
         (lambda: dp_plan(good, 2, target_saving=0.45), "0.375"),
         (lambda: num_non_lead_for(-0.1, 4, 2), "-0.1"),
+        (lambda: least_cost_plan(good[:, :3]), "shape"),
+        (lambda: least_cost_plan(broken), "costs hold NaN"),
     ):
         with pytest.raises(ValueError, match=words) as caught:
             call()
