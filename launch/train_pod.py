@@ -3,11 +3,15 @@
 One process:  python launch/train_pod.py --config configs/demo.yaml
 Two on CPU:   DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 launch/train_pod.py --config configs/demo.yaml
 GPUs:         deepspeed launch/train_pod.py --config configs/llama3_8b_32k_pod.yaml
+Machines:     deepspeed --hostfile hosts.txt launch/train_pod.py --config …, or launch/slurm/
 
-Reads <output_dir>/data and <output_dir>/plan/plan.json, writes <output_dir>/train. SIGTERM saves and exits with code 0.
+Reads <output_dir>/data and <output_dir>/plan/plan.json, writes <output_dir>/train. SIGTERM and SIGUSR1 save and exit with code 0;
+the same command continues the run. model.layout says what is trained: PoD, dense, CLA or window attention.
 """
 
+import argparse
 from dataclasses import asdict
+from typing import Any
 
 from pod.recipe import Recipe, run
 
@@ -15,14 +19,51 @@ from pod.recipe import Recipe, run
 def main(recipe: Recipe) -> None:
     from pod.training.start import train
 
-    train(recipe.model, recipe.train, recipe.output_dir, recipe.seed, asdict(recipe))
+    train(
+        recipe.model, recipe.train, recipe.output_dir, recipe.seed, asdict(recipe), probes=make_probes(recipe)
+    )
+
+
+def make_probes(recipe: Recipe) -> Any:
+    """Passkeys and texts for evaluation during training, tokenised; None when the recipe asks for none."""
+    args = recipe.train
+    if not args.eval_every_steps or not (args.eval_passkeys or args.sample_prompts):
+        return None
+    import pod
+    from pod.eval.passkey import make_prompts
+    from pod.models import resolve_model
+    from pod.training.probes import make_probes
+
+    tokenizer = pod.load_tokenizer(resolve_model(recipe.model.path), gguf_file=recipe.model.gguf_file)
+    count = args.eval_passkeys
+    depths = [0.5] if count == 1 else [index / (count - 1) for index in range(count)]
+    length = recipe.data.context_length - 16  # room for the answer
+    prompts = make_prompts(tokenizer, [length], depths, 1, recipe.seed) if count else []
+    return make_probes(tokenizer, [(one.text, one.key, one.depth) for one in prompts], args.sample_prompts)
 
 
 def estimate(recipe: Recipe) -> str:
     from pod.training.start import estimate
 
-    return estimate(recipe.model, recipe.train, recipe.output_dir, recipe.data.context_length)
+    saving = recipe.explore.target_saving
+    return estimate(recipe.model, recipe.train, recipe.output_dir, recipe.data.context_length, saving)
+
+
+def shorthands(parser: argparse.ArgumentParser) -> None:
+    """`--max-hours 11.5` for `--set train.max_hours=11.5`, what a job script knows."""
+    parser.add_argument(
+        "--max-hours",
+        dest="train.max_hours",
+        metavar="HOURS",
+        help="short for --set train.max_hours=HOURS",
+    )
 
 
 if __name__ == "__main__":
-    run(main, sections=("model", "train"), description=__doc__, estimate=estimate)
+    run(
+        main,
+        sections=("model", "train"),
+        description=__doc__,
+        estimate=estimate,
+        extra_arguments=shorthands,
+    )

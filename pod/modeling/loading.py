@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from .config import ROPE_TYPES, PodConfig
 from .llama import PodForCausalLM
+from .rope_scaling import change_rope
 from .sharing import SharingPlan
 
 _FAMILIES = {
@@ -145,6 +146,8 @@ def load_model(
     attention_backend: str = "auto",
     device: torch.device | str | None = None,
     layout: str | None = None,
+    rope: dict[str, Any] | None = None,
+    max_position_embeddings: int | None = None,
 ) -> PodForCausalLM:
     """Load a dense checkpoint or a PoD export, in evaluation mode.
 
@@ -159,19 +162,26 @@ def load_model(
         device: where to put the model; None = CPU.
         layout: ``pod``, ``cla`` or ``window``, see ``PodConfig``; None keeps the checkpoint's (``pod`` for stock ones).
             Another layout than the checkpoint's is where training starts, with the checkpoint's plan and windows left
-            behind; a ``cla`` model starts from the mean key and value weights of each block of layers.
+            behind; a ``cla`` model starts from the mean key and value weights of each block of layers. ``dense`` is
+            ``pod`` without sharing, whatever plan the checkpoint has.
+        rope, max_position_embeddings: RoPE parameters to change, and the longest context in tokens, see ``change_rope``;
+            None keeps the checkpoint's.
 
     Raises:
         ValueError: families, keys, plans or layouts that do not fit; the message says what would.
     """
     changes: dict[str, Any] = {"attention_backend": attention_backend}
     if layout is not None:
-        changes["layout"] = layout
+        changes |= {"layout": "pod", "lead": None} if layout == "dense" else {"layout": layout}
     if num_sink_tokens is not None:
         changes["num_sink_tokens"] = num_sink_tokens
     if num_recent_tokens is not None:
         changes["num_recent_tokens"] = num_recent_tokens
     if plan is not None:
+        if layout == "dense":
+            raise ValueError(
+                "layout = 'dense' shares nothing between layers: leave the plan out, or use layout = 'pod'"
+            )
         plan = plan if isinstance(plan, SharingPlan) else SharingPlan.load(plan)
         changes["lead"] = [list(row) for row in plan.lead]
     if isinstance(source, PreTrainedModel):
@@ -179,19 +189,32 @@ def load_model(
         if dtype is not None and source.dtype != _dtype(dtype):
             dense = copy.deepcopy(source).to(dtype=_dtype(dtype))  # type: ignore[call-arg]
     elif gguf_file is None and _model_type(source) == "pod":
-        return _place(_load_export(source, changes, dtype), device)
+        config = PodConfig.from_pretrained(source)
+        changes |= rope_changes(config, rope, max_position_embeddings)
+        return _place(_load_export(source, config, changes, dtype), device)
     else:
         options = {} if gguf_file is None else {"gguf_file": gguf_file}
         dense = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", **options)
+    changes |= rope_changes(dense.config, rope, max_position_embeddings)
     return _place(from_dense(dense, convert_config(dense.config, dtype=dense.dtype, **changes)), device)
+
+
+def rope_changes(
+    source: Any, rope: dict[str, Any] | None = None, max_position_embeddings: int | None = None
+) -> dict[str, Any]:
+    """The fields of ``PodConfig`` that another RoPE or longest context changes; {} for none. See ``change_rope``."""
+    if not rope and max_position_embeddings is None:
+        return {}
+    own, longest = dict(source.rope_parameters), source.max_position_embeddings
+    changed, longest = change_rope(own, longest, rope or {}, max_position_embeddings)
+    return {"rope_parameters": changed, "max_position_embeddings": longest}
 
 
 def _place(model: PodForCausalLM, device: torch.device | str | None) -> PodForCausalLM:
     return model.to(device=device or "cpu").eval()  # type: ignore[call-arg]
 
 
-def _load_export(source: str | os.PathLike, changes: dict, dtype) -> PodForCausalLM:
-    config = PodConfig.from_pretrained(source)
+def _load_export(source: str | os.PathLike, config: PodConfig, changes: dict, dtype) -> PodForCausalLM:
     if changes.get("layout", config.layout) != config.layout:
         return _change_layout(source, config, changes, dtype)
     if config.layout == "cla" and changes.get("lead", config.lead) != config.lead:

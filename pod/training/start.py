@@ -1,6 +1,7 @@
-"""From a recipe's sections to a running training: load, refuse what cannot work, train."""
+"""From a recipe's sections to a running training: refuse what cannot work, load, train."""
 
-import os
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,111 +9,144 @@ from pod.data import PackedDataset
 from pod.data.loader import read_manifest
 from pod.data.tokenizers import tokenizer_sha256
 from pod.models import ModelArgs, resolve_model
+from pod.training import preflight
 from pod.training.args import TrainArgs
 from pod.training.estimate import Shapes, describe
 from pod.training.mesh import check_world_size, planned_world_size, start_processes, stop_processes
 from pod.training.metrics import check_tracker
-from pod.training.ulysses import kv_head_repeats
+from pod.training.start_model import load_start_model, load_teacher, model_config, plan_path, source_config
 
+__all__ = [
+    "check_recipe",
+    "estimate",
+    "load_start_model",
+    "load_teacher",
+    "model_config",
+    "open_data",
+    "plan_path",
+    "train",
+]
 
-def plan_path(model_args: ModelArgs, output_dir: Path) -> Path | None:
-    """The plan to train: the recipe's, else <output_dir>/plan/plan.json when it exists, else None (dense)."""
-    if model_args.plan is not None:
-        return Path(model_args.plan)
-    default = Path(output_dir) / "plan" / "plan.json"
-    return default if default.is_file() else None
-
-
-def load_start_model(model_args: ModelArgs, plan: Any) -> Any:
-    """The PodForCausalLM that training starts from, fp32, with the plan and windows of the recipe."""
-    import pod
-
-    return pod.load_model(
-        resolve_model(model_args.path),
-        plan=plan,
-        num_sink_tokens=model_args.num_sink_tokens,
-        num_recent_tokens=model_args.num_recent_tokens,
-        dtype="float32",
-        gguf_file=model_args.gguf_file,
-        attention_backend=model_args.attention_backend,
-    )
+GROUP_TIMEOUT_S = 1800.0  # PyTorch's own limit for an operation that waits for other ranks
 
 
 def open_data(model_args: ModelArgs, output_dir: Path, config: Any) -> PackedDataset:
-    """The prepared rows, refused when they do not fit the model.
+    """The prepared rows, refused when they were prepared for another tokenizer or vocabulary.
 
     Raises:
-        ValueError: no data, another tokenizer, ids above the vocabulary, rows longer than the model's positions.
+        ValueError: no data, another tokenizer, ids above the vocabulary.
     """
     import pod
 
     tokenizer = pod.load_tokenizer(resolve_model(model_args.path), gguf_file=model_args.gguf_file)
-    dataset = PackedDataset(
+    return PackedDataset(
         Path(output_dir) / "data", tokenizer_sha256=tokenizer_sha256(tokenizer), vocab_size=config.vocab_size
     )
-    longest = config.max_position_embeddings
-    if dataset.context_length > longest:
-        raise ValueError(
-            f"the data has rows of {dataset.context_length} tokens, the model's positions end at {longest}: prepare "
-            f"data with data.context_length <= {longest}, or choose a model with a longer context"
-        )
-    return dataset
 
 
 def check_recipe(args: TrainArgs) -> None:
-    """What can be refused before a model is loaded."""
+    """What can be refused before anything is read."""
     check_tracker(args.tracker)
     check_world_size(planned_world_size(), args.sequence_parallel_size)
 
 
-def train(model_args: ModelArgs, args: TrainArgs, output_dir: str, seed: int, config: dict[str, Any]) -> None:
+def train(
+    model_args: ModelArgs,
+    args: TrainArgs,
+    output_dir: str,
+    seed: int,
+    config: dict[str, Any],
+    probes: Any = None,
+) -> None:
     """Train on all ranks that the launcher started.
+
+    Args:
+        config: the resolved recipe, the same on all ranks; stored in checkpoints.
+        probes: passkeys and texts for evaluation during training (`pod.training.probes.Probes`).
 
     Raises:
         ValueError, OSError, RuntimeError: in one line that says what to do; nothing has been trained for a ValueError.
     """
-    check_recipe(args)
-    model = load_start_model(model_args, plan_path(model_args, Path(output_dir)))
-    kv_head_repeats(
-        model.config.num_attention_heads, model.config.num_key_value_heads, args.sequence_parallel_size
-    )
-    dataset = open_data(model_args, Path(output_dir), model.config)
-    folder = Path(output_dir) / "train"
-    folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"{folder} is not writable: set another output_dir")
-    mesh = start_processes(args.sequence_parallel_size)
-    from pod.training.trainer import Trainer
+    from pod.training.progressive import PlanSchedule
 
-    trainer = Trainer(args, model, dataset, mesh, folder, seed, config)
+    check_recipe(args)
+    planned, plan = model_config(model_args, output_dir)
+    dataset = open_data(model_args, Path(output_dir), planned)
+    folder = Path(output_dir) / "train"
+    preflight.check(planned, args, dataset.manifest, folder, planned_world_size(), plan=plan)
+    plan_file = plan_path(model_args, Path(output_dir))
+    schedule = PlanSchedule.from_args(args, plan, plan_file)
+    folder.mkdir(parents=True, exist_ok=True)
+    mesh = start_processes(
+        args.sequence_parallel_size, timeout_s=max(GROUP_TIMEOUT_S, 4 * args.hang_timeout_s)
+    )
+    facts = {"the plan": _digest(plan.lead), "the data": _digest(dataset.manifest)}
+    preflight.agree(mesh, config, folder, facts)
+    trainer = _make_trainer(
+        model_args, args, dataset, mesh, folder, seed, config, schedule, probes, plan_file
+    )
     state = trainer.train()
     if mesh.rank == 0:
         print(f"trained {state.step} of {args.max_steps} steps; checkpoints in {folder}", flush=True)
     stop_processes()
 
 
-def estimate(model_args: ModelArgs, args: TrainArgs, output_dir: str, context_length: int) -> str:
+def _make_trainer(model_args, args, dataset, mesh, folder, seed, config, schedule, probes, plan_file) -> Any:
+    from pod.training.distill import needs_teacher
+    from pod.training.observers import make_observers
+    from pod.training.trainer import Trainer
+
+    model = load_start_model(model_args, plan_file)
+    teacher = load_teacher(model_args) if needs_teacher(args, model.config.layout) else None
+    observers = make_observers(args, dataset, mesh, folder, model.config, probes)
+    return Trainer(
+        args,
+        model,
+        dataset,
+        mesh,
+        folder,
+        seed,
+        config,
+        schedule=schedule,
+        observers=observers,
+        teacher=teacher,
+    )
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def estimate(
+    model_args: ModelArgs, args: TrainArgs, output_dir: str, context_length: int, target_saving: float = 0.35
+) -> str:
     """Text for `--dry-run`: needs the model's configuration, not its weights; prepared data and plan when they exist.
 
     The number of ranks is the launcher's, or the sequence-parallel size without one.
+
+    Args:
+        target_saving: of the plan that is still to be made, for layout=pod.
+
+    Raises:
+        ValueError: a model, plan, layout or RoPE that do not go together.
     """
-    from transformers import AutoConfig
-
-    import pod
-    from pod.modeling.loading import convert_config
-
-    options = {} if model_args.gguf_file is None else {"gguf_file": model_args.gguf_file}
     try:
-        source = AutoConfig.from_pretrained(resolve_model(model_args.path), **options)
-    except OSError as error:
-        reason = str(error).splitlines()[0]
-        return (
-            f"No estimate: the configuration of model.path = {model_args.path} cannot be read here ({reason})"
-        )
-    config = source if source.model_type == "pod" else convert_config(source)
-    plan_file = plan_path(model_args, Path(output_dir))
-    plan = pod.SharingPlan.load(plan_file) if plan_file else config.sharing_plan
+        _, note = source_config(model_args)
+    except ValueError as error:
+        return f"No estimate: {error}"
+    config, plan = model_config(model_args, output_dir, target_saving)
     if (Path(output_dir) / "data" / "manifest.json").is_file():
         context_length = read_manifest(Path(output_dir) / "data")["context_length"]
     world_size = max(planned_world_size(), args.sequence_parallel_size)
-    return describe(Shapes.from_config(config), plan.lead, args, context_length, world_size)
+    text = describe(Shapes.from_config(config), plan.lead, args, context_length, world_size)
+    notes = [note] if note else []
+    if plan.provenance.get("stand_in"):
+        notes.append(
+            f"no plan yet: estimated with blocks of equal size that save {plan.asymptotic_saving:.0%} of the KV cache"
+        )
+    if context_length > config.max_position_embeddings:
+        notes.append(
+            f"rows of {context_length} tokens are longer than the model's positions ({config.max_position_embeddings}): "
+            "training will refuse them"
+        )
+    return "\n".join([*(f"note: {line}" for line in notes), text])
