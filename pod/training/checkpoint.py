@@ -3,12 +3,14 @@
 `<output_dir>/train/` holds `step-00000100/` (DeepSpeed's own ZeRO files, `checkpoint.json`, `plan.json`, the model's
 configuration and one random state per rank) and `latest`, a text file with the newest folder's name. `latest` is
 written after the folder is complete, so that a run killed at any moment leaves the last complete checkpoint.
+`universal-00000100/` is a copy for another layout of ranks, see `universal.py`.
 """
 
 import hashlib
 import json
 import shutil
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +20,25 @@ from safetensors.torch import load_file, save_file
 
 from pod.files import atomic_write_text, explain_disk_full, read_json, write_json
 from pod.modeling.sharing import SharingPlan
+from pod.training.args import TrainArgs
+from pod.training.snapshot import FileWriter, sync_to_disk
+from pod.training.universal import convert_on_rank_0, load_universal, remove_universal
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 STATE_NAME = "checkpoint.json"
 LATEST_NAME = "latest"
 _IDENTITY_ADVICE = {
     "plan_sha256": ("another sharing plan", "the plan that it was trained with (plan.json in its folder)"),
+    "layout": ("another model.layout", "the same model.layout"),
+    "windows": ("other windows", "the same model.num_sink_tokens and model.num_recent_tokens"),
+    "rope": ("another RoPE", "the same model.rope_* settings and model.max_position_embeddings"),
     "model_sha256": ("another model", "the model that it was started from"),
     "data_sha256": ("other data", "the data that it was trained on"),
     "method": ("another train.method or other LoRA settings", "the same train.method and lora_* settings"),
     "dtype": ("another train.dtype", "the same train.dtype"),
 }
+_SHARDING = ("world_size", "zero_stage", "offload_optimizer", "offload_parameters")
+"""Parts of a layout on which the files of a checkpoint depend; the sequence-parallel size is none of them."""
 
 
 @dataclass(kw_only=True)
@@ -38,11 +48,11 @@ class TrainState:
     step: int = 0
     """Optimizer steps done, skipped ones included."""
     cursor: dict[str, int] = field(default_factory=dict)
-    """Position in the data (RowCursor.state_dict)."""
+    """Position in the data (RowCursor.state_dict): rows of all ranks, so that any number of ranks continues there."""
     guard: dict[str, Any] = field(default_factory=dict)
     """What the guard remembers of earlier steps (Guard.state_dict)."""
-    world_size: int = 1
-    """Ranks that wrote it."""
+    layout: dict[str, Any] = field(default_factory=dict)
+    """Ranks and shards that wrote it: see `layout_of`."""
     identity: dict[str, Any] = field(default_factory=dict)
     """What it belongs to: see `identity_of`."""
     config: dict[str, Any] = field(default_factory=dict)
@@ -53,10 +63,21 @@ class TrainState:
     """Whether the output projection is the embedding."""
 
 
+def layout_of(args: TrainArgs, mesh: Any) -> dict[str, Any]:
+    """How a run is divided; a checkpoint of another layout is converted when it is loaded."""
+    return {
+        "world_size": mesh.world_size,
+        "sequence_parallel_size": args.sequence_parallel_size,
+        "zero_stage": args.zero_stage,
+        "offload_optimizer": args.offload_optimizer,
+        "offload_parameters": args.offload_parameters,
+    }
+
+
 def identity_of(
     model: torch.nn.Module, plan: SharingPlan, manifest: dict[str, Any], method: Any, dtype: str
-) -> dict:
-    """Fingerprints that a resumed run must share with its checkpoint.
+) -> dict[str, Any]:
+    """Fingerprints that a resumed run must share with its checkpoint; JSON.
 
     The model's is taken over names, shapes and a sample of 16 values of every weight, before training starts.
     """
@@ -65,14 +86,19 @@ def identity_of(
         values = parameter.detach().reshape(-1)
         sample = values[:: max(1, values.numel() // 16)][:16].float()
         model_hash.update(f"{name}{tuple(parameter.shape)}{sample.tolist()}".encode())
+    config: Any = model.config
     data = {name: manifest[name] for name in ("context_length", "tokenizer_sha256", "shards")}
-    return {
+    identity = {
         "plan_sha256": _sha256(plan.lead),
+        "layout": config.layout,
+        "windows": [config.num_sink_tokens, config.num_recent_tokens],
+        "rope": {**config.rope_parameters, "max_position_embeddings": config.max_position_embeddings},
         "model_sha256": model_hash.hexdigest(),
         "data_sha256": _sha256(data),
         "method": method,
         "dtype": dtype,
     }
+    return json.loads(json.dumps(identity))  # as it will be read again: tuples are lists there
 
 
 def _sha256(content: Any) -> str:
@@ -106,38 +132,65 @@ def read_state(checkpoint: Path) -> TrainState:
     return TrainState(**content)
 
 
-def check_identity(state: TrainState, identity: dict[str, Any], world_size: int, checkpoint: Path) -> None:
-    """Raise ValueError when a checkpoint belongs to another plan, model, data, method, dtype or rank count."""
+def check_identity(state: TrainState, identity: dict[str, Any], checkpoint: Path) -> None:
+    """Raise ValueError when a checkpoint belongs to another plan, layout, windows, RoPE, model, data, method or dtype."""
     for key, (what, needed) in _IDENTITY_ADVICE.items():
         if state.identity.get(key) != identity[key]:
             raise ValueError(
                 f"checkpoint {checkpoint} belongs to {what}: use {needed}, or set another output_dir"
             )
-    if state.world_size != world_size:
+
+
+def same_shards(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether a rank of one layout reads the files that a rank of the other wrote."""
+    return all(one.get(key) == other.get(key) for key in _SHARDING)
+
+
+def check_layout(state: TrainState, layout: dict[str, Any], checkpoint: Path) -> None:
+    """Raise ValueError when a checkpoint would have to be converted and cannot be."""
+    on_disk = "nvme" in [
+        each.get(key)
+        for each in (state.layout, layout)
+        for key in ("offload_optimizer", "offload_parameters")
+    ]
+    if on_disk and not same_shards(state.layout, layout):
         raise ValueError(
-            f"checkpoint {checkpoint} was written by {state.world_size} ranks, now there are {world_size}: "
-            f"start {state.world_size} ranks, or set another output_dir"
+            f"checkpoint {checkpoint} cannot be converted to another layout with offload to nvme: start "
+            f"{state.layout.get('world_size')} ranks with the zero_stage and offload settings that wrote it, or use offload "
+            "to cpu"
         )
 
 
-class _ErrorRecorder:
-    """Stands before DeepSpeed's checkpoint writer and notes a failed write instead of raising.
+def checkpoint_to_resume(folder: Path, args: TrainArgs, mesh: Any, identity: dict[str, Any]) -> Path | None:
+    """The checkpoint that a run continues from, None when it starts anew. Called by all ranks; rank 0 looks.
 
-    A rank that raised inside `save_checkpoint` would leave its peers waiting in a barrier.
+    Raises:
+        ValueError: `resume=never` and there are checkpoints, or the newest belongs to another run; on all ranks.
     """
 
-    def __init__(self, writer: Any):
-        self._writer, self.error = writer, None
+    def look() -> Path | None:
+        checkpoint = latest_checkpoint(folder)
+        if checkpoint is None:
+            return None
+        if args.resume == "never":
+            raise ValueError(
+                f"{folder} already holds checkpoints: set train.resume=auto to continue, or another output_dir"
+            )
+        state = read_state(checkpoint)
+        check_identity(state, identity, checkpoint)
+        check_layout(state, layout_of(args, mesh), checkpoint)
+        return checkpoint
 
-    def save(self, state_dict: Any, path: str) -> None:
+    found: list[Any] = [None, None]
+    if mesh.rank == 0:
         try:
-            with explain_disk_full(path):
-                self._writer.save(state_dict, path)
-        except (OSError, RuntimeError) as error:
-            self.error = error
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._writer, name)
+            found[0] = look()
+        except ValueError as error:
+            found[1] = str(error)
+    dist.broadcast_object_list(found, src=0)
+    if found[1] is not None:
+        raise ValueError(found[1])
+    return found[0]
 
 
 class Checkpointer:
@@ -146,80 +199,143 @@ class Checkpointer:
     Args:
         folder: <output_dir>/train, on a file system that all ranks see.
         engine: the DeepSpeed engine.
-        keep_last: complete checkpoints to keep.
+        args: section `train` of the recipe.
+        mesh: the ranks.
         needed_bytes: size of one checkpoint, checked against the free space before writing.
         describe: writes the model's configuration and plan into a folder (rank 0 only).
+        alive: told `save` after every written file and `load` while a checkpoint is converted.
+
+    Attributes:
+        latest: the newest complete checkpoint that this run wrote or loaded, the same on all ranks.
     """
 
     def __init__(
-        self, folder: Path, engine: Any, keep_last: int, needed_bytes: int, describe: Any, device: Any
+        self,
+        folder: Path,
+        engine: Any,
+        args: TrainArgs,
+        mesh: Any,
+        needed_bytes: int,
+        describe: Callable[[Path], None],
+        alive: Callable[[str], None] = lambda phase: None,
     ):
-        self.folder, self.engine, self.keep_last = folder, engine, keep_last
-        self.needed_bytes, self.describe, self.device = needed_bytes, describe, device
-        self.rank = dist.get_rank()
-        self.writer = _ErrorRecorder(engine.checkpoint_engine)
+        self.folder, self.engine, self.args, self.mesh = folder, engine, args, mesh
+        self.needed_bytes, self.describe, self.alive = needed_bytes, describe, alive
+        self.layout = layout_of(args, mesh)
+        self.latest: Path | None = None
+        self._pending: Path | None = None
+        self.writer = FileWriter(engine.checkpoint_engine, self._file_written)
         engine.checkpoint_engine = self.writer
         engine._copy_recovery_script = lambda path: None  # launch/export_hf.py is the way out
-        if self.rank == 0:
+        self._hyperparameters = [_without_params(group) for group in engine.optimizer.optimizer.param_groups]
+        if mesh.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             for abandoned in folder.glob(".step-*.tmp"):
                 shutil.rmtree(abandoned, ignore_errors=True)
+            remove_universal(folder, keep=latest_checkpoint(folder))
         dist.barrier()
 
     def save(self, state: TrainState) -> Path:
         """Write a checkpoint and publish it; returns its folder.
 
+        With `save_mode=async` it returns when this rank's part is copied to host memory, `poll` or `wait` publish it.
+
         Raises:
             OSError: in one line, on every rank, when any rank cannot write; nothing half-written is kept.
         """
+        self.wait()
         final = self.folder / f"step-{state.step:08d}"
-        temporary = self.folder / f".{final.name}.tmp"
+        temporary = _temporary(final)
         self._agree(self._space_error(final), final)
-        self.writer.error = None
+        self.writer.begin(deferred=self.args.save_mode == "async")
+        # Frozen weights are the start model's: LoRA's base, a teacher.
         self.engine.save_checkpoint(
-            str(self.folder),
-            tag=temporary.name,
-            save_latest=False,
-            exclude_frozen_parameters=state.lora is not None,
+            str(self.folder), tag=temporary.name, save_latest=False, exclude_frozen_parameters=True
         )
-        error = self.writer.error or self._write_own(temporary, state)
-        try:
-            self._agree(error, final)
-        except OSError:
-            if self.rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
-            dist.barrier()
-            raise
-        if self.rank == 0:
-            shutil.rmtree(final, ignore_errors=True)
-            temporary.rename(final)
-            atomic_write_text(self.folder / LATEST_NAME, final.name + "\n")
-            self._rotate(final)
-        dist.barrier()
+        own_error = self._write_own(temporary, replace(state, layout=self.layout))
+        self.writer.error = self.writer.error or own_error
+        self._pending = final
+        if self.writer.deferred:
+            self.writer.start()
+        else:
+            self._publish()
         return final
 
+    def poll(self) -> None:
+        """Publish the checkpoint under way when all ranks have written it; called between steps.
+
+        Raises:
+            OSError: in one line, on every rank, when any rank could not write.
+        """
+        if self._pending is None:
+            return
+        finished = torch.tensor([self.writer.finished], dtype=torch.int32, device=self.mesh.device)
+        dist.all_reduce(finished, op=dist.ReduceOp.MIN)
+        if finished.item():
+            self._publish()
+
     def wait(self) -> None:
-        """Return when every checkpoint that was begun is published."""
+        """Return when every checkpoint that was begun is published; errors as in `poll`."""
+        if self._pending is None:
+            return
+        while not self.writer.finished:
+            self.alive("save")
+            self.writer.join(1.0)
+        self._publish()
 
     def close(self) -> None:
-        """Give up what is not published yet."""
+        """Give up what is not published yet; the next run removes it."""
+        self._pending = None
 
-    def load(self, checkpoint: Path, state: TrainState) -> None:
-        """Restore weights, optimizer and this rank's random state from a checkpoint whose identity was checked."""
+    def load(self, checkpoint: Path) -> TrainState:
+        """Weights, optimizer and this rank's random state from a checkpoint whose identity was checked; also in a running engine.
+
+        Hyperparameters of the optimizer stay the recipe's. Written by another number of ranks or with another zero_stage or
+        offload, the checkpoint is converted first; random states then begin anew from seed, step and rank.
+
+        Raises:
+            ValueError: missing or damaged files, or no space for the conversion.
+        """
+        state = read_state(checkpoint)
+        own = same_shards(state.layout, self.layout)
+        universal = None if own else convert_on_rank_0(checkpoint, self.mesh, self.alive)
         try:
-            path, _ = self.engine.load_checkpoint(
-                str(checkpoint.parent), tag=checkpoint.name, load_module_strict=state.lora is None
-            )
+            if universal is None:
+                path, _ = self.engine.load_checkpoint(
+                    str(checkpoint.parent), tag=checkpoint.name, load_module_strict=False
+                )
+                if path is None:
+                    raise OSError("files are missing")
+            else:
+                load_universal(self.engine, universal)
         except (OSError, RuntimeError, EOFError) as error:
+            broken = checkpoint if universal is None else universal
             raise ValueError(
-                f"checkpoint {checkpoint} cannot be read ({_first_line(error)}): remove it"
+                f"checkpoint {broken} cannot be read ({_first_line(error)}): remove it"
             ) from error
-        if path is None:
-            raise ValueError(f"checkpoint {checkpoint} is incomplete: remove it and resume from an older one")
-        random_states = load_file(checkpoint / f"random-{self.rank:05d}.safetensors")
+        for group, values in zip(
+            self.engine.optimizer.optimizer.param_groups, self._hyperparameters, strict=True
+        ):
+            group.update(values)
+        self._restore_random_state(checkpoint, state, own)
+        self.engine.global_steps = state.step
+        self.latest = checkpoint
+        return replace(state, layout=self.layout)
+
+    def _restore_random_state(self, checkpoint: Path, state: TrainState, own: bool) -> None:
+        if not own:
+            mixed = _sha256([state.cursor.get("seed", 0), state.step, self.mesh.rank])
+            torch.manual_seed(int(mixed[:15], 16))
+            return
+        random_states = load_file(checkpoint / f"random-{self.mesh.rank:05d}.safetensors")
         torch.set_rng_state(random_states["cpu"])
         if "cuda" in random_states:
             torch.cuda.set_rng_state(random_states["cuda"])
+
+    def _file_written(self) -> None:
+        # Called in the writing thread it would hide a training step that hangs.
+        if not self.writer.deferred:
+            self.alive("save")
 
     def _write_own(self, temporary: Path, state: TrainState) -> Exception | None:
         random_states = {"cpu": torch.get_rng_state()}
@@ -227,13 +343,36 @@ class Checkpointer:
             random_states["cuda"] = torch.cuda.get_rng_state()
         try:
             with explain_disk_full(temporary / STATE_NAME):
-                save_file(random_states, temporary / f"random-{self.rank:05d}.safetensors")
-                if self.rank == 0:
+                save_file(random_states, temporary / f"random-{self.mesh.rank:05d}.safetensors")
+                if self.mesh.rank == 0:
                     self.describe(temporary)
                     write_json(temporary / STATE_NAME, {"schema": SCHEMA_VERSION, **vars(state)})
         except Exception as error:  # noqa: BLE001  safetensors' own error class derives from Exception; raised by _agree
             return error
         return None
+
+    def _publish(self) -> None:
+        """Rename what all ranks have written, point `latest` at it, remove what is no longer needed."""
+        final, self._pending = self._pending, None
+        assert final is not None
+        temporary = _temporary(final)
+        try:
+            self._agree(self.writer.error, final)
+        except OSError:
+            if self.mesh.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            dist.barrier()
+            raise
+        if self.mesh.rank == 0:
+            _remove(final)
+            sync_to_disk(temporary)
+            temporary.rename(final)
+            sync_to_disk(self.folder)
+            atomic_write_text(self.folder / LATEST_NAME, final.name + "\n")
+            self._rotate(final)
+            remove_universal(self.folder)
+        self.latest = final
+        dist.barrier()
 
     def _space_error(self, final: Path) -> OSError | None:
         free = shutil.disk_usage(self.folder).free
@@ -246,7 +385,7 @@ class Checkpointer:
 
     def _agree(self, error: Exception | None, final: Path) -> None:
         """Raise on all ranks when any of them has an error."""
-        failed = torch.tensor([error is not None], dtype=torch.int32, device=self.device)
+        failed = torch.tensor([error is not None], dtype=torch.int32, device=self.mesh.device)
         dist.all_reduce(failed)
         if isinstance(error, OSError) and "disk full" in str(error):
             raise error
@@ -259,10 +398,29 @@ class Checkpointer:
             raise OSError(f"cannot write checkpoint {final}: another rank failed, see its message")
 
     def _rotate(self, newest: Path) -> None:
-        complete = sorted(path for path in self.folder.glob("step-*") if path.is_dir())
-        for old in complete[: -self.keep_last]:
-            if old != newest:
-                shutil.rmtree(old, ignore_errors=True)
+        """Keep the newest `keep_last` and every `keep_every_steps`th; later steps than the newest are another branch's."""
+        every = self.args.keep_every_steps
+        complete = sorted(path for path in self.folder.glob("step-*") if path.is_dir() and path <= newest)
+        for old in complete[: -self.args.keep_last]:
+            if not (every and int(old.name.removeprefix("step-")) % every == 0):
+                _remove(old)
+
+
+def _temporary(final: Path) -> Path:
+    return final.with_name(f".{final.name}.tmp")
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint, so that a kill leaves it whole or under a name that the next run removes."""
+    if checkpoint.is_dir():
+        going = checkpoint.with_name(f".{checkpoint.name}.old.tmp")
+        shutil.rmtree(going, ignore_errors=True)
+        checkpoint.rename(going)
+        shutil.rmtree(going, ignore_errors=True)
+
+
+def _without_params(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _first_line(error: Exception) -> str:

@@ -58,11 +58,13 @@ def test_run_stops_after_three_skipped_steps(run_results):
     ("case", "says"),
     [
         ("plan", "belongs to another sharing plan: use"),
+        ("rope", "belongs to another RoPE: use"),
+        ("positions", "belongs to another RoPE: use"),
+        ("windows", "belongs to other windows: use"),
         ("model", "belongs to another model: use"),
         ("data", "belongs to other data: use"),
         ("method", "belongs to another train.method"),
         ("dtype", "belongs to another train.dtype"),
-        ("ranks", "was written by 2 ranks, now there are 1: start 2 ranks"),
         ("never", "already holds checkpoints: set train.resume=auto"),
     ],
 )

@@ -53,6 +53,11 @@ def optimizer_hash(trainer) -> str:
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     digest = hashlib.sha256()
+    optimizer = trainer.engine.optimizer
+    if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
+        # ZeRO 1 and 2 link weights to moments after the first group's first update, when the second group has none
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
     for _, parameter in trainer.engine.module.model.named_parameters():
         if parameter.requires_grad:
             digest.update(safe_get_full_fp32_param(parameter).numpy().tobytes())
@@ -138,13 +143,19 @@ def refusals(out, data, other_data, folder) -> None:
 
     replanned = tiny.make_model()
     replanned.config.lead = [list(row) for row in SharingPlan.dense(4, 3).lead]
+    turned, narrowed, longer = tiny.make_model(), tiny.make_model(), tiny.make_model()
+    turned.config.rope_parameters = {**turned.config.rope_parameters, "rope_theta": 500_000.0}
+    narrowed.config.num_recent_tokens = 4
+    longer.config.max_position_embeddings = 512
     cases = {
         "plan": (data, {}, replanned),
+        "rope": (data, {}, turned),
+        "positions": (data, {}, longer),
+        "windows": (data, {}, narrowed),
         "model": (data, {}, tiny.make_model(seed=1)),
         "data": (other_data, {}, None),
         "method": (data, {"method": "lora"}, None),
         "dtype": (data, {"dtype": "bfloat16"}, None),
-        "ranks": (data, {}, None),
         "never": (data, {"resume": "never"}, None),
     }
     messages = {}

@@ -1,0 +1,292 @@
+"""Checkpoints across layouts, asynchronous ones, and loading into a running engine. `worker_restart.py OUT`."""
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+import tiny
+import torch
+from worker_runs import full_weights, make_trainer, optimizer_hash, signal_in_step
+
+STEPS = 6
+BASE = {
+    "max_steps": STEPS,
+    "dtype": "float32",
+    "learning_rate": 1e-2,
+    "warmup_steps": 1,
+    "weight_decay": 0.3,  # a wrong one on norms, which have none, shows
+    "max_grad_norm": 0.5,  # below the norms that come: clipping counts
+}
+LORA = {**BASE, "method": "lora", "lora_rank": 2}
+HALF = {**BASE, "dtype": "bfloat16"}
+
+
+def layout(ranks: int, zero: int, sp: int, accumulate: int, settings: dict) -> tuple[int, dict]:
+    """Ranks, and settings in which every layout reads the same rows per step."""
+    more = {"zero_stage": zero, "sequence_parallel_size": sp, "gradient_accumulation_steps": accumulate}
+    return ranks, {**settings, **more}
+
+
+def train_until(name, out, folder, data, settings, stop=None) -> None:
+    """Train, with SIGTERM in step `stop`; writes fingerprints of the state that was loaded and of the last one."""
+    from pod.training.mesh import stop_processes
+
+    trainer = make_trainer(folder, data, settings)
+    loaded = optimizer_hash(trainer) if trainer.state.step else None
+    result = {"loaded": loaded, "from": trainer.state.step, "layout": trainer.state.layout}
+    result["universal"] = sorted(path.name for path in folder.glob("universal-*"))
+    if stop is not None:
+        trainer.engine.module.loss_head.register_forward_pre_hook(signal_in_step(trainer, stop - 1))
+    state = trainer.train()
+    result |= {"step": state.step, "rows": state.cursor["position"], "saved": optimizer_hash(trainer)}
+    weights = full_weights(trainer)
+    steps = {float(each["step"]) for each in trainer.engine.optimizer.optimizer.state.values()}
+    result["adam_steps"] = sorted(steps)
+    groups = trainer.engine.optimizer.optimizer.param_groups
+    result["decay"] = [group["weight_decay"] for group in groups]
+    if trainer.mesh.rank == 0:
+        torch.save(weights, out / f"{name}.pt")
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        result["losses"] = [line["loss"] for line in lines]
+        result["left"] = sorted(path.name for path in folder.iterdir() if path.is_dir())
+        tiny.write_result(out, name, result)
+    stop_processes()
+
+
+def compare(out, name: str, parts: list[str], whole: str) -> None:
+    """Largest difference of trained weights between the last of several runs and an uninterrupted one."""
+    expected, got = (torch.load(out / f"{each}.pt", weights_only=True) for each in (whole, parts[-1]))
+    assert expected.keys() == got.keys()
+    start = dict(tiny.make_model().named_parameters())
+    error = max(float((expected[key].float() - got[key].float()).abs().max()) for key in expected)
+    moved = max(float((expected[key].float() - start[key]).abs().max()) for key in expected if key in start)
+    tiny.write_result(out, name, {"error": error, "moved": moved})
+
+
+def convert_here() -> None:
+    """Convert in a fork instead of a new interpreter, which pays for its imports again."""
+    from pod.training import universal
+
+    class Forked:
+        def __init__(self, checkpoint, target):
+            self.child = os.fork()
+            if self.child == 0:
+                code = 1
+                try:
+                    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+                    universal.convert(checkpoint, target)
+                    code = 0
+                finally:
+                    os._exit(code)
+            self.code = None
+
+        def running(self):
+            if self.code is None:
+                done, status = os.waitpid(self.child, os.WNOHANG)
+                self.code = os.waitstatus_to_exitcode(status) if done else None
+            return self.code is None
+
+        def problem(self):
+            return None if self.code == 0 else f"exit code {self.code}"
+
+    universal._Conversion = Forked
+
+
+def relayouts(out, data) -> None:
+    """2 ranks, then 3, then 1, against 2 ranks all the way."""
+    chains = {
+        "full": [layout(2, 3, 2, 1, BASE), layout(3, 1, 3, 1, BASE), layout(1, 3, 1, 1, BASE)],
+        "lora": [layout(2, 1, 1, 3, LORA), layout(3, 3, 1, 2, LORA), layout(1, 2, 1, 6, LORA)],
+        "half": [layout(2, 3, 1, 3, HALF), layout(3, 1, 1, 2, HALF), layout(1, 3, 1, 6, HALF)],
+    }
+    for chain, layouts in chains.items():
+        if chain != "full":
+            convert_here()
+        ranks, settings = layouts[0]
+        tiny.run_ranks(ranks, train_until, f"{chain}_whole", out, out / f"{chain}_whole", data, settings)
+        names = []
+        for (ranks, settings), stop in zip(layouts, (2, 4, None), strict=True):
+            names.append(f"{chain}_on_{ranks}")
+            tiny.run_ranks(ranks, train_until, names[-1], out, out / chain, data, settings, stop)
+        compare(out, f"{chain}_difference", names, f"{chain}_whole")
+
+
+def rewinds(out, data) -> None:
+    """Load into an engine that has trained on: the state is the saved one, and the way from there the same."""
+    from pod.training.mesh import stop_processes
+
+    result = {}
+    for name, settings in {
+        "zero3": {"zero_stage": 3},
+        "zero1": {"zero_stage": 1},
+        "bfloat16": {"zero_stage": 3, "dtype": "bfloat16"},
+        "lora_dropout": {"zero_stage": 3, "method": "lora", "lora_rank": 2, "lora_dropout": 0.3},
+    }.items():
+        trainer = make_trainer(out / f"rewind_{name}", data, {**BASE, **settings})
+        hashes = []
+        for _ in range(2):
+            trainer.step()
+        trainer.checkpointer.save(trainer.state)
+        hashes.append(optimizer_hash(trainer))
+        cursor = trainer.cursor.state_dict()
+        for _ in range(2):
+            trainer.step()
+        hashes.append(optimizer_hash(trainer))
+        trainer.state = trainer.checkpointer.load(trainer.checkpointer.latest)
+        trainer.cursor.load_state_dict(cursor)
+        hashes.append(optimizer_hash(trainer))
+        for _ in range(2):
+            trainer.step()
+        hashes.append(optimizer_hash(trainer))
+        result[name] = hashes
+        trainer.batches.close()
+    if trainer.mesh.rank == 0:
+        tiny.write_result(out, "rewinds", result)
+    stop_processes()
+
+
+def asynchronous(out, data) -> None:
+    """Training goes on while a checkpoint is written; nothing is published before all of it is there."""
+    from pod.training.mesh import stop_processes
+
+    folder = out / "async"
+    settings = {**BASE, "save_mode": "async", "sequence_parallel_size": 2, "max_steps": 12}
+    trainer = make_trainer(folder, data, settings)
+    may_write = threading.Event()
+    engine_save = trainer.checkpointer.writer._engine.save
+
+    def held(state_dict, path):
+        assert may_write.wait(60)
+        engine_save(state_dict, path)
+
+    if trainer.mesh.rank == 1:  # the other rank's files are there at once
+        trainer.checkpointer.writer._engine.save = held
+    trainer.step()
+    saved = optimizer_hash(trainer)
+    trainer.checkpointer.save(trainer.state)
+    seen = []
+    for _ in range(2):
+        trainer.step()
+        trainer.checkpointer.poll()
+        seen.append((folder / "latest").exists())
+    later = optimizer_hash(trainer)
+    may_write.set()
+    trainer.checkpointer.wait()
+    seen.append((folder / "latest").read_text().strip())
+    state = trainer.checkpointer.load(trainer.checkpointer.latest)
+    result = {
+        "seen": seen,
+        "saved": saved,
+        "later": later,
+        "loaded": optimizer_hash(trainer),
+        "step": state.step,
+    }
+    result |= _failing_write(trainer, folder)
+    tiny.write_result(out, f"async_rank{trainer.mesh.rank}", result)
+    stop_processes()
+
+
+def _failing_write(trainer, folder) -> dict:
+    """One rank's thread cannot write: every rank hears of it at a step boundary, and saving works again afterwards."""
+    engine = trainer.checkpointer.writer._engine
+    working = engine.save
+
+    def broken(state_dict, path):
+        raise OSError(5, "Input/output error", path)
+
+    trainer.step()
+    if trainer.mesh.rank == 1:
+        engine.save = broken
+    trainer.checkpointer.save(trainer.state)
+    error = "none"
+    try:
+        for _ in range(200):
+            trainer.checkpointer.poll()
+            threading.Event().wait(0.02)
+    except OSError as raised:
+        error = str(raised)
+    left = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    engine.save = working
+    trainer.checkpointer.save(trainer.state)
+    trainer.checkpointer.wait()
+    return {"error": error, "left": left, "after": (folder / "latest").read_text().strip()}
+
+
+def rotation(out, data) -> None:
+    """Five checkpoints, the last two and every second step kept, one of another branch left alone."""
+    from pod.training.mesh import stop_processes
+
+    folder = out / "rotation"
+    (folder / "step-00000099").mkdir(parents=True)
+    settings = {**BASE, "max_steps": 5, "save_every_steps": 1, "keep_last": 1, "keep_every_steps": 2}
+    make_trainer(folder, data, settings).train()
+    tiny.write_result(out, "rotation", {"kept": sorted(path.name for path in folder.glob("*step-*"))})
+    stop_processes()
+
+
+def conversion(out, data) -> None:
+    """The real child process: it fails in one line, is refused for space, and ends with its parent."""
+    import shutil
+
+    from pod.training import universal
+    from pod.training.mesh import stop_processes
+
+    result = {}
+    folder = out / "broken"
+    shutil.copytree(out / "full", folder)
+    shard = next((folder / (folder / "latest").read_text().strip()).glob("*_optim_states.pt"))
+    shard.write_bytes(shard.read_bytes()[:100])
+    settings = {**BASE, "zero_stage": 1}
+    result["damaged"] = _refusal(folder, data, settings)
+    result["left"] = sorted(path.name for path in folder.glob("*universal-*"))
+    free, universal.shutil.disk_usage = universal.shutil.disk_usage, lambda path: _Free()
+    result["space"] = _refusal(folder, data, settings)
+    universal.shutil.disk_usage = free
+    result["nvme"] = _refusal(folder, data, {**settings, "offload_optimizer": "nvme", "offload_folder": "/x"})
+    tiny.write_result(out, "conversion", result)
+    stop_processes()
+
+
+class _Free:
+    free = 1000
+
+
+def _refusal(folder, data, settings) -> str:
+    try:
+        make_trainer(folder, data, settings)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def stopped(name, out, data, stop=None) -> None:
+    """SIGTERM to rank 1 with asynchronous checkpoints every step."""
+    settings = {**BASE, "save_mode": "async", "save_every_steps": 1, "sequence_parallel_size": 2}
+    train_until(name, out, out / "term", data, settings, stop)
+
+
+def main(out: Path, first: int = 0) -> None:
+    import deepspeed  # noqa: F401  imported once, before the ranks are forked
+    import peft  # noqa: F401
+    import transformers  # noqa: F401
+
+    import pod  # noqa: F401
+
+    data = tiny.make_data(out / "data")
+    stages = [
+        lambda: tiny.run_ranks(2, rewinds, out, data),
+        lambda: tiny.run_ranks(2, asynchronous, out, data),
+        lambda: tiny.run_ranks(2, stopped, "term_stopped", out, data, 3),
+        lambda: tiny.run_ranks(2, stopped, "term_resumed", out, data),
+        lambda: tiny.run_ranks(1, rotation, out, data),
+        lambda: relayouts(out, data),
+        lambda: tiny.run_ranks(1, conversion, out, data),
+    ]
+    for stage in stages[first:]:
+        stage()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))  # a stage number continues a failed run
