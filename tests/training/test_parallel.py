@@ -1,18 +1,14 @@
-"""Parallel equals serial: one optimizer step on many rank layouts against plain PyTorch in one process."""
+"""Parallel equals serial: optimizer steps on many rank layouts against plain PyTorch in one process."""
 
+import os
+
+import layout_cases
 import pytest
 
-LAYOUTS = (
-    "sp2",
-    "sp3",
-    "sp4_replicated",
-    "dp2",
-    "sp2_dp2",
-    "sp2_accumulated",
-    "sp2_masked",
-    "sp2_plain_store",
-    "sp2_dense",
+CASES = (
+    layout_cases.all_cases() if os.environ.get("POD_ALL_LAYOUTS") == "1" else layout_cases.covering_cases()
 )
+LAYOUTS = ("sp2", "sp2_dense", "sp2_odd_heads", "sp4_replicated", *map(layout_cases.name_of, CASES))
 pytestmark = pytest.mark.multiprocess
 
 
@@ -24,6 +20,21 @@ def test_loss_and_every_raw_gradient_equal_one_process(parallel_results, layout)
     assert result["gradient"] <= 1e-6, f"worst parameter: {result['worst']}"
 
 
+def test_the_cases_hold_every_pair_of_choices():
+    every = set().union(*map(layout_cases.pairs, layout_cases.all_cases()))
+    assert len(every) == 137  # of 4 + 2 + 2 + 3 + 3 + 2 + 2 choices
+    assert set().union(*map(layout_cases.pairs, CASES)) == every
+
+
+@pytest.mark.parametrize("layout", ["sp2_dp2_zero3", "dp2_zero1"])
+def test_twenty_steps_of_adamw_stay_with_one_process(parallel_results, layout):
+    result = parallel_results[layout]
+    assert result["error"] <= 1e-5, f"worst parameter: {result['worst']}"
+    assert result["moved"] >= 1e-3, "the weights must have moved by far more than that"
+    assert result["loss_error"] <= 1e-5
+    assert result["losses"][1] < result["losses"][0]
+
+
 def test_plan_is_sliced_by_the_heads_of_the_rank(parallel_results):
     whole = [[0, 0, 0], [1, 0, 0], [2, 0, 2], [3, 3, 2]]
     assert parallel_results["sp2"]["lead"] == [row[2:] for row in whole]  # 3 KV heads on 2 ranks: 2 + 1
@@ -33,5 +44,11 @@ def test_plan_is_sliced_by_the_heads_of_the_rank(parallel_results):
 
 
 def test_sharing_sends_not_one_byte_more(parallel_results):
-    assert parallel_results["sp2"]["bytes"] == parallel_results["sp2_dense"]["bytes"]
-    assert all(count > 0 for count in parallel_results["sp2"]["bytes"].values())
+    """Forward, recomputation and backward, in both directions."""
+    sent = parallel_results["sp2"]["bytes"]
+    assert sent == parallel_results["sp2_dense"]["bytes"]
+    # 20 tokens x 12 heads of 8 x 4 B, 4 layers; checkpoints run the forward twice
+    assert sent["to_heads_backward"] == 4 * 41 * (2 * 1 + 2) * 8 * 4
+    assert sent["to_heads"] == 2 * 4 * 20 * 12 * 8 * 4
+    assert sent["to_sequence"] == 2 * 4 * 41 * 2 * 8 * 4
+    assert sent["to_sequence_backward"] == 4 * 20 * 6 * 8 * 4

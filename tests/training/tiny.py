@@ -52,18 +52,24 @@ def make_model(
 
 
 def make_data(
-    folder: Path, context: int = 41, rows: int = 12, seed: int = 0, empty_tail: bool = False
+    folder: Path,
+    context: int = 41,
+    rows: int = 12,
+    seed: int = 0,
+    empty_tail: bool = False,
+    one_document: bool = False,
 ) -> Path:
     """Packed rows of random documents of ragged lengths; documents straddle every border of every split.
 
     empty_tail: each row holds one short document and padding, so that later ranks of a group have no label.
+    one_document: each row is one document.
     """
     from pod.data import write_packed_rows
 
     generator = np.random.default_rng(seed)
     packed = []
     for _ in range(rows):
-        lengths = [9] if empty_tail else []
+        lengths = [9] if empty_tail else [context] if one_document else []
         while not empty_tail and sum(lengths) < context - 3:
             lengths.append(int(min(generator.integers(3, 25), context - sum(lengths))))
         packed.append([generator.integers(0, VOCAB // 4, length).astype(np.int32) for length in lengths])

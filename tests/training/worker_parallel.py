@@ -1,103 +1,195 @@
-"""Loss and raw gradients of one optimizer step on many rank layouts against one plain process. `worker_parallel.py OUT`."""
+"""Loss and raw gradients of one optimizer step on many rank layouts against one plain process. `worker_parallel.py OUT`.
 
+POD_ALL_LAYOUTS=1 takes every combination of `layout_cases.CHOICES` instead of a few that hold every pair.
+"""
+
+import copy
+import functools
+import os
 import sys
 from pathlib import Path
 
+import layout_cases
 import tiny
 import torch
 
+STEPS = 20
+STEP_SETTINGS = {"dtype": "float32", "loss_chunk_mib": 1, "save_every_steps": 0}
 
-def reference(model, dataset, rows: int) -> tuple[float, dict]:
+
+def add_lora(model, settings):
+    """Adapters whose second matrix is not zero as it is at the start, so that the first has a gradient too."""
+    from pod.training import lora
+
+    wrapped, generator = lora.add_lora(model, settings), torch.Generator().manual_seed(3)
+    for name, parameter in sorted(wrapped.named_parameters()):
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) / 64
+    return wrapped
+
+
+def reference(args, model, batch) -> tuple[float, dict]:
     """Loss and gradients of plain PyTorch: no ZeRO, no exchange, no checkpointing, whole logits."""
-    batch = dataset.rows(dataset.cursor(0).peek(rows))
-    hidden = model.model(input_ids=batch["input_ids"], doc_ids=batch["doc_ids"]).last_hidden_state
-    logits = model.lm_head(hidden)
-    summed = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"
-    )
-    loss = summed / (batch["labels"] != -100).sum()
+    from pod.training.lora import lora_settings
+
+    trained = add_lora(model, lora_settings(args)) if args.method == "lora" else model
+    loss = mean_loss(model, batch)
     loss.backward()
-    return float(loss.detach()), {name: p.grad.double() for name, p in model.named_parameters()}
+    gradients = {name: p.grad for name, p in trained.named_parameters() if p.requires_grad}
+    return float(loss.detach()), {name: gradient.double() for name, gradient in gradients.items()}
+
+
+def mean_loss(model, batch):
+    hidden = model.model(input_ids=batch["input_ids"], doc_ids=batch["doc_ids"]).last_hidden_state
+    logits, labels = model.lm_head(hidden).flatten(0, 1), batch["labels"].flatten()
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / (labels != -100).sum()
+
+
+@functools.cache
+def mesh_of(sp_size):
+    """The mesh of these ranks, which is made once."""
+    from pod.training.mesh import start_processes
+
+    return start_processes(sp_size)
 
 
 def one_step(args, model, dataset, folder):
     """One Trainer step; returns loss, raw gradients before clipping by the model's names, and the trainer."""
     from deepspeed.utils import safe_get_full_grad
 
-    from pod.training.mesh import start_processes
-    from pod.training.trainer import Trainer
+    from pod.training import trainer as module
 
-    trainer = Trainer(args, model, dataset, start_processes(args.sequence_parallel_size), folder)
+    module.add_lora = add_lora
+    trainer = module.Trainer(args, model, dataset, mesh_of(args.sequence_parallel_size), folder)
     engine, update, gradients = trainer.engine, trainer.engine.step, {}
 
     def record_then_update():
         if engine.is_gradient_accumulation_boundary():
             for name, parameter in engine.module.model.named_parameters():
-                gradients[name] = safe_get_full_grad(parameter).double()
+                if parameter.requires_grad:
+                    gradients[name] = safe_get_full_grad(parameter).double()
         update()
 
     engine.step = record_then_update
-    return trainer.step()["loss"], gradients, trainer
+    loss = trainer.step()["loss"]
+    trainer.batches.close()
+    return loss, gradients, trainer
 
 
-def compare(name, out, settings, data, heads, tied, plan=True) -> None:
+def compare(name, out, settings, data, heads=(6, 3), tied=True, plan=True) -> None:
+    """One step of a layout, in ranks that may have done others before."""
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.mesh import stop_processes
 
     dataset = PackedDataset(data)
-    args = TrainArgs(dtype="float32", loss_chunk_mib=1, max_grad_norm=1e-3, learning_rate=1e-3, **settings)
-    loss, gradients, trainer = one_step(
-        args, tiny.make_model(heads=heads, tied=tied, plan=plan), dataset, out / name
-    )
+    args = TrainArgs(max_grad_norm=1e-3, learning_rate=1e-3, **STEP_SETTINGS, **settings)
+    model = tiny.make_model(heads=heads, tied=tied, plan=plan)
+    plain = copy.deepcopy(model)
+    loss, gradients, trainer = one_step(args, model, dataset, out / name)
+    if trainer.mesh.rank < trainer.mesh.world_size - 1:
+        return  # the last rank, which holds other heads and tokens than rank 0, compares
     expected_loss, expected = reference(
-        tiny.make_model(heads=heads, tied=tied, plan=plan), dataset, trainer.rows_per_step
+        args, plain, dataset.rows(dataset.cursor(0).peek(trainer.rows_per_step))
     )
     errors = {k: float((gradients[k] - g).norm() / g.norm()) for k, g in expected.items()}
     result = {"loss": abs(loss - expected_loss) / expected_loss, "gradient": max(errors.values())}
     result["worst"] = max(errors, key=lambda name: errors[name])
     result["names_equal"] = set(gradients) == set(expected)
     result["bytes"] = dict(trainer.ulysses.sent_bytes) if trainer.ulysses else {}
-    if (
-        trainer.mesh.rank == trainer.mesh.world_size - 1
-    ):  # a rank that holds other heads and tokens than rank 0
-        result["lead"] = trainer.ulysses.lead if trainer.ulysses else None
-        tiny.write_result(out, name, result)
+    result["lead"] = trainer.ulysses.lead if trainer.ulysses else None
+    tiny.write_result(out, name, result)
+
+
+def together(function, *calls) -> None:
+    """In one set of ranks: function(*call) for every call."""
+    from pod.training.mesh import stop_processes
+
+    for call in calls:
+        function(*call)
     stop_processes()
+
+
+def many_steps(name, out, settings, data) -> None:
+    """Weights after STEPS of AdamW with warm-up, decay, clipping and weight decay, against the same in plain PyTorch."""
+    import deepspeed
+
+    from pod.data import PackedDataset
+    from pod.training.args import TrainArgs
+    from pod.training.optim import learning_rate, make_optimizer
+    from pod.training.trainer import Trainer
+
+    schedule = {"max_steps": STEPS, "learning_rate": 1e-3, "warmup_steps": 3, "weight_decay": 0.1}
+    args = TrainArgs(**schedule, **STEP_SETTINGS, **settings)
+    dataset, model = PackedDataset(data), tiny.make_model()
+    plain = copy.deepcopy(model)
+    trainer = Trainer(args, model, dataset, mesh_of(args.sequence_parallel_size), out / name)
+    losses = [trainer.step()["loss"] for _ in range(STEPS)]
+    trainer.batches.close()
+    weights = {}
+    for key, parameter in trainer.engine.module.model.named_parameters():
+        gathered = [parameter] if args.zero_stage == 3 else []
+        with deepspeed.zero.GatheredParameters(gathered):
+            weights[key] = parameter.detach().clone()
+    if trainer.mesh.rank:
+        return
+    start = {key: value.detach().clone() for key, value in plain.named_parameters()}
+    optimizer, cursor, expected_losses = make_optimizer(plain, args), dataset.cursor(0), []
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, args)
+        loss = mean_loss(plain, dataset.rows(cursor.take(trainer.rows_per_step)))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), args.max_grad_norm)
+        optimizer.step()
+        expected_losses.append(float(loss.detach()))
+    end = dict(plain.named_parameters())
+    error = {key: float((weights[key] - w).norm() / w.norm()) for key, w in end.items()}
+    moved = {key: float((w - start[key]).norm() / w.norm()) for key, w in end.items()}
+    tiny.write_result(
+        out,
+        name,
+        {
+            "error": max(error.values()),
+            "worst": max(error, key=lambda key: error[key]),
+            "moved": min(moved.values()),
+            "losses": [losses[0], losses[-1]],
+            "loss_error": max(abs(a / b - 1) for a, b in zip(losses, expected_losses, strict=True)),
+        },
+    )
 
 
 def main(out: Path) -> None:
     import deepspeed  # noqa: F401  imported once, before the ranks are forked
+    import peft  # noqa: F401
 
     import pod  # noqa: F401
 
-    data = tiny.make_data(out / "data")
-    masked = tiny.make_data(out / "masked", empty_tail=True)
-    layouts = {
-        "sp2": (2, {"sequence_parallel_size": 2}, data, (6, 3), True),
-        "sp3": (3, {"sequence_parallel_size": 3}, data, (6, 3), False),
-        "sp4_replicated": (4, {"sequence_parallel_size": 4}, data, (6, 3), True),
-        "dp2": (2, {"micro_batch_size": 2}, data, (6, 3), True),
-        "sp2_dp2": (4, {"sequence_parallel_size": 2}, data, (6, 3), True),
-        "sp2_accumulated": (
-            2,
-            {"sequence_parallel_size": 2, "gradient_accumulation_steps": 3},
-            data,
-            (6, 3),
-            True,
-        ),
-        "sp2_masked": (2, {"sequence_parallel_size": 2}, masked, (6, 3), True),
-        "sp2_plain_store": (
-            2,
-            {"sequence_parallel_size": 2, "gradient_checkpointing": False},
-            data,
-            (9, 3),
-            True,
-        ),
+    data = {
+        "packed": tiny.make_data(out / "packed"),
+        "plain": tiny.make_data(out / "plain", one_document=True),
+        "masked": tiny.make_data(out / "masked", empty_tail=True),
     }
-    for name, (ranks, *rest) in layouts.items():
-        tiny.run_ranks(ranks, compare, name, out, *rest)
-    tiny.run_ranks(2, compare, "sp2_dense", out, {"sequence_parallel_size": 2}, data, (6, 3), True, False)
+    every = os.environ.get("POD_ALL_LAYOUTS") == "1"
+    groups: dict[tuple, list] = {(1, 1): []}
+    for case in layout_cases.all_cases() if every else layout_cases.covering_cases():
+        call = (layout_cases.name_of(case), out, layout_cases.settings_of(case), data[case["data"]])
+        groups.setdefault((case["sp"], case["dp"]), []).append(call)
+    two, four = {"sequence_parallel_size": 2}, {"sequence_parallel_size": 4}
+    groups[2, 1] += [
+        ("sp2", out, two, data["packed"], (6, 3), True),
+        ("sp2_dense", out, two, data["packed"], (6, 3), True, False),
+        ("sp2_odd_heads", out, {**two, "gradient_checkpointing": False}, data["packed"], (9, 3), False),
+    ]
+    groups[4, 1].append(("sp4_replicated", out, four, data["packed"], (6, 3), False))
+    for (sp, dp), calls in groups.items():
+        tiny.run_ranks(sp * dp, together, compare, *calls)
+    steps = {
+        "sp2_dp2_zero3": (4, {**two, "gradient_accumulation_steps": 2}),
+        "dp2_zero1": (2, {"zero_stage": 1}),
+    }
+    for name, (ranks, settings) in steps.items():
+        tiny.run_ranks(ranks, together, many_steps, (name, out, settings, data["packed"]))
 
 
 if __name__ == "__main__":

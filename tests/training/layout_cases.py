@@ -1,0 +1,52 @@
+"""Rank layouts that the parallel tests compare with one process: all of them, or a few that hold every pair of choices."""
+
+import itertools
+
+CHOICES = {
+    "sp": (1, 2, 3, 4),
+    "dp": (1, 2),
+    "accumulation": (1, 3),
+    "zero": (1, 2, 3),
+    "data": ("packed", "plain", "masked"),
+    "checkpointing": (True, False),
+    "method": ("full", "lora"),
+}
+
+
+def pairs(case: dict) -> set:
+    """Every two choices that a case makes together."""
+    return set(itertools.combinations(case.items(), 2))
+
+
+def all_cases() -> list[dict]:
+    """Every combination of CHOICES."""
+    return [dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*CHOICES.values())]
+
+
+def covering_cases() -> list[dict]:
+    """Few cases that hold every pair; each next one holds most new pairs, on the fewest ranks."""
+    left, cases = set().union(*map(pairs, all_cases())), []
+    while left:
+        best = max(all_cases(), key=lambda case: (len(pairs(case) & left), -case["sp"] * case["dp"]))
+        cases.append(best)
+        left -= pairs(best)
+    return cases
+
+
+def name_of(case: dict) -> str:
+    """For example sp2_dp1_acc3_zero3_packed_checkpointing_lora."""
+    kept = "checkpointing" if case["checkpointing"] else "store"
+    sizes = f"sp{case['sp']}_dp{case['dp']}_acc{case['accumulation']}_zero{case['zero']}"
+    return f"{sizes}_{case['data']}_{kept}_{case['method']}"
+
+
+def settings_of(case: dict) -> dict:
+    """Settings of the recipe."""
+    return {
+        "sequence_parallel_size": case["sp"],
+        "gradient_accumulation_steps": case["accumulation"],
+        "zero_stage": case["zero"],
+        "gradient_checkpointing": case["checkpointing"],
+        "method": case["method"],
+        "lora_rank": 8,
+    }
