@@ -82,3 +82,33 @@ def control_folder(tmp_path_factory) -> Path:
 def control_results(control_folder) -> dict[str, dict]:
     """Results of worker_control.py."""
     return run_worker("worker_control.py", control_folder)
+
+
+@pytest.fixture(scope="session")
+def cheaper_results(tmp_path_factory) -> dict[str, dict]:
+    """Results of worker_cheaper.py."""
+    return run_worker("worker_cheaper.py", tmp_path_factory.mktemp("cheaper"), timeout=600)
+
+
+@pytest.fixture(scope="session")
+def seeing_folder(tmp_path_factory) -> Path:
+    """Where worker_seeing.py writes its runs."""
+    return tmp_path_factory.mktemp("seeing")
+
+
+@pytest.fixture(scope="session")
+def seeing_results(seeing_folder) -> dict[str, dict]:
+    """Results of worker_seeing.py."""
+    return run_worker("worker_seeing.py", seeing_folder)
+
+
+@pytest.fixture(scope="session")
+def restart_results(tmp_path_factory) -> dict[str, dict]:
+    """Results of worker_restart.py."""
+    return run_worker("worker_restart.py", tmp_path_factory.mktemp("restart"), timeout=600)
+
+
+@pytest.fixture(scope="session")
+def kill_results(tmp_path_factory) -> dict[str, dict]:
+    """Results of worker_kills.py."""
+    return run_worker("worker_kills.py", tmp_path_factory.mktemp("kills"), timeout=3600)

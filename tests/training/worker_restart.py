@@ -59,9 +59,9 @@ def compare(out, name: str, parts: list[str], whole: str) -> None:
     """Largest difference of trained weights between the last of several runs and an uninterrupted one."""
     expected, got = (torch.load(out / f"{each}.pt", weights_only=True) for each in (whole, parts[-1]))
     assert expected.keys() == got.keys()
-    start = dict(tiny.make_model().named_parameters())
     error = max(float((expected[key].float() - got[key].float()).abs().max()) for key in expected)
-    moved = max(float((expected[key].float() - start[key]).abs().max()) for key in expected if key in start)
+    first = torch.load(out / f"{parts[0]}.pt", weights_only=True)
+    moved = max(float((got[key].float() - first[key].float()).abs().max()) for key in got)
     tiny.write_result(out, name, {"error": error, "moved": moved})
 
 
@@ -245,8 +245,39 @@ def conversion(out, data) -> None:
     result["space"] = _refusal(folder, data, settings)
     universal.shutil.disk_usage = free
     result["nvme"] = _refusal(folder, data, {**settings, "offload_optimizer": "nvme", "offload_folder": "/x"})
+    result["child_alive"] = _orphan(folder)
     tiny.write_result(out, "conversion", result)
     stop_processes()
+
+
+def _orphan(folder) -> list[bool]:
+    """Whether a conversion's process lives, before and after its parent is killed; it must not finish the copy."""
+    from pod.training import universal
+
+    source = folder.parent / "full"
+    checkpoint = source / (source / "latest").read_text().strip()
+    read, write = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        child = universal._Conversion(checkpoint, universal.universal_folder(checkpoint))
+        os.write(write, str(child.process.pid).encode())
+        signal.pause()
+    pid = int(os.read(read, 20))
+    before = _lives(pid)
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    for _ in range(600):
+        if not _lives(pid):
+            break
+        threading.Event().wait(0.1)
+    return [before, _lives(pid) or universal.universal_folder(checkpoint).exists()]
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 class _Free:
