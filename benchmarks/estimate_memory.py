@@ -36,7 +36,7 @@ import pod
 from pod.data import PackedDataset, write_packed_rows
 from pod.eval.results import environment, one_line
 from pod.files import write_json
-from pod.training import carry, engine, estimate
+from pod.training import carry, engine, estimate, memory
 from pod.training.args import TrainArgs
 
 BUCKET_ELEMENTS = 200_000
@@ -169,7 +169,7 @@ class Counted(LiveBytes):
 def small_buckets() -> None:
     """DeepSpeed's buckets as small as the model, for the engine and for the estimate."""
     engine.REDUCE_BUCKET_ELEMENTS = engine.PREFETCH_ELEMENTS = BUCKET_ELEMENTS
-    estimate.REDUCE_BUCKET_ELEMENTS = estimate.PREFETCH_ELEMENTS = BUCKET_ELEMENTS
+    memory.REDUCE_BUCKET_ELEMENTS = memory.PREFETCH_ELEMENTS = BUCKET_ELEMENTS
 
 
 def measure_rank(case: Case, rank: int, port: int, folder: Path, largest: int, pipe: Any) -> None:
@@ -237,12 +237,20 @@ def measure(case: Case, largest: int = 0) -> dict[str, Any]:
             theirs.close()
             pipes.append(mine)
             children.append(child)
-        results = [pipe.recv() if pipe.poll(300) else {"failed": "no answer in 300 s"} for pipe in pipes]
+        results = [answer(pipe) for pipe in pipes]
         for child in children:
             child.join(10)
             child.kill()
     failed = [result for result in results if "failed" in result]
     return failed[0] if failed else max(results, key=lambda result: result["peak"])
+
+
+def answer(pipe: Any) -> dict[str, Any]:
+    """What a rank sent, within 5 minutes."""
+    try:
+        return pipe.recv() if pipe.poll(300) else {"failed": "no answer in 300 s"}
+    except EOFError:
+        return {"failed": "the process ended"}
 
 
 def estimated(case: Case) -> dict[str, int]:
@@ -291,6 +299,8 @@ def main() -> None:
     options = parser.parse_args()
     import deepspeed  # noqa: F401  imported once, before ranks are forked
     import peft  # noqa: F401
+
+    import pod.training.trainer  # noqa: F401
 
     rows = []
     for case in CASES:

@@ -1,0 +1,133 @@
+"""The sizes of a model and of its plan that memory, communication and time depend on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pod.training.args import TrainArgs
+
+Lead = Sequence[Sequence[int]]
+"""lead[layer][kv_head], see SharingPlan."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The sizes of a model; `from_config` reads them from a PodConfig.
+
+    Attributes:
+        layout: pod (dense without a plan), cla or window.
+        windows: sink and recent tokens.
+    """
+
+    hidden: int
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied: bool
+    layout: str = "pod"
+    windows: tuple[int, int] = (16, 4080)
+
+    @classmethod
+    def from_config(cls, config: Any) -> "Shapes":
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return cls(
+            hidden=config.hidden_size,
+            layers=config.num_hidden_layers,
+            query_heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            intermediate=config.intermediate_size,
+            vocab=config.vocab_size,
+            tied=bool(config.tie_word_embeddings),
+            layout=getattr(config, "layout", "pod"),
+            windows=(getattr(config, "num_sink_tokens", 16), getattr(config, "num_recent_tokens", 4080)),
+        )
+
+    @property
+    def linear_sizes(self) -> dict[str, tuple[int, int]]:
+        """(inputs, outputs) of the linear layers of a decoder layer, by name."""
+        query, key = self.query_heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "q_proj": (self.hidden, query),
+            "k_proj": (self.hidden, key),
+            "v_proj": (self.hidden, key),
+            "o_proj": (query, self.hidden),
+            "gate_proj": (self.hidden, self.intermediate),
+            "up_proj": (self.hidden, self.intermediate),
+            "down_proj": (self.intermediate, self.hidden),
+        }
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of one decoder layer that has keys and values of its own (biases left out)."""
+        return sum(rows * columns for rows, columns in self.linear_sizes.values()) + 2 * self.hidden
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All weights; under `cla` every second layer has no projections for keys and values."""
+        heads = self.embedding_parameters * (1 if self.tied else 2)
+        absent = 0
+        if self.layout == "cla":
+            absent = self.layers // 2 * 2 * self.hidden * self.kv_heads * self.head_dim
+        return self.layers * self.layer_parameters + heads + self.hidden - absent
+
+    def lora_parameters(self, args: TrainArgs) -> int:
+        """Trainable weights of the adapters."""
+        sizes = self.linear_sizes
+        each = [sum(sizes[name]) for name in args.lora_target_modules if name in sizes]
+        return self.layers * args.lora_rank * sum(each)
+
+    def trained_parameters(self, args: TrainArgs) -> int:
+        """Weights that get gradients and optimizer states."""
+        return self.lora_parameters(args) if args.method == "lora" else self.parameters
+
+    def persistent_parameters(self, threshold: int) -> int:
+        """Weights in tensors below `threshold` elements, which ZeRO-3 leaves whole on every rank."""
+        small = [rows * columns for rows, columns in self.linear_sizes.values() if rows * columns < threshold]
+        norms = 2 * self.hidden if self.hidden < threshold else 0
+        return self.layers * (sum(small) + norms) + (self.hidden if self.hidden < threshold else 0)
+
+    @property
+    def carried_width(self) -> int:
+        """Elements per token that a lead hands on for one KV head: its queries and key, or (cla) key and value."""
+        return (2 if self.layout == "cla" else self.query_heads // self.kv_heads + 1) * self.head_dim
+
+
+def carried_heads(lead: Lead) -> int:
+    """(layer, KV head) pairs that other layers follow: their Q and K stay alive for the block."""
+    return carried_until(lead, len(lead) - 1)
+
+
+def carried_until(lead: Lead, layer: int) -> int:
+    """Pairs that some layer up to `layer` follows: what the checkpoints of these layers hold."""
+    users = {
+        (owner, head)
+        for index in range(layer + 1)
+        for head, owner in enumerate(lead[index])
+        if owner != index
+    }
+    return len(users)
+
+
+def followers(lead: Lead, layer: int) -> list[int]:
+    """KV heads of a layer that follow a lower one."""
+    return [head for head, owner in enumerate(lead[layer]) if owner != layer]
+
+
+def open_heads(lead: Lead) -> int:
+    """Most KV heads that follow another layer at a time: the carry that the backward of one layer reads."""
+    return max(len(followers(lead, layer)) for layer in range(len(lead)))
+
+
+def continued_heads(lead: Lead, layer: int) -> int:
+    """KV heads whose block goes on in the next layer: gradients of the carry that arrive in this layer's backward."""
+    if layer + 1 >= len(lead):
+        return 0
+    return sum(above == here for above, here in zip(lead[layer + 1], lead[layer], strict=True))
