@@ -112,3 +112,15 @@ def restart_results(tmp_path_factory) -> dict[str, dict]:
 def kill_results(tmp_path_factory) -> dict[str, dict]:
     """Results of worker_kills.py."""
     return run_worker("worker_kills.py", tmp_path_factory.mktemp("kills"), timeout=3600)
+
+
+@pytest.fixture(scope="session")
+def engine_results(tmp_path_factory) -> dict[str, dict]:
+    """Results of worker_engine.py."""
+    return run_worker("worker_engine.py", tmp_path_factory.mktemp("engine"), 400)
+
+
+@pytest.fixture(scope="session")
+def variant_results(tmp_path_factory) -> dict[str, dict]:
+    """Results of worker_variants.py."""
+    return run_worker("worker_variants.py", tmp_path_factory.mktemp("variants"))
