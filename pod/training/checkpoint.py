@@ -9,6 +9,7 @@ written after the folder is complete, so that a run killed at any moment leaves 
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -204,6 +205,7 @@ class Checkpointer:
         needed_bytes: size of one checkpoint, checked against the free space before writing.
         describe: writes the model's configuration and plan into a folder (rank 0 only).
         alive: told `save` after every written file and `load` while a checkpoint is converted.
+        took: told the seconds from the begin of a checkpoint to its publication.
 
     Attributes:
         latest: the newest complete checkpoint that this run wrote or loaded, the same on all ranks.
@@ -218,12 +220,14 @@ class Checkpointer:
         needed_bytes: int,
         describe: Callable[[Path], None],
         alive: Callable[[str], None] = lambda phase: None,
+        took: Callable[[float], None] = lambda seconds: None,
     ):
         self.folder, self.engine, self.args, self.mesh = folder, engine, args, mesh
-        self.needed_bytes, self.describe, self.alive = needed_bytes, describe, alive
+        self.needed_bytes, self.describe, self.alive, self.took = needed_bytes, describe, alive, took
         self.layout = layout_of(args, mesh)
         self.latest: Path | None = None
         self._pending: Path | None = None
+        self._began = 0.0
         self.writer = FileWriter(engine.checkpoint_engine, self._file_written)
         engine.checkpoint_engine = self.writer
         engine._copy_recovery_script = lambda path: None  # launch/export_hf.py is the way out
@@ -244,6 +248,7 @@ class Checkpointer:
             OSError: in one line, on every rank, when any rank cannot write; nothing half-written is kept.
         """
         self.wait()
+        self._began = time.monotonic()
         final = self.folder / f"step-{state.step:08d}"
         temporary = _temporary(final)
         self._agree(self._space_error(final), final)
@@ -278,9 +283,8 @@ class Checkpointer:
         """Return when every checkpoint that was begun is published; errors as in `poll`."""
         if self._pending is None:
             return
-        while not self.writer.finished:
-            self.alive("save")
-            self.writer.join(1.0)
+        self.alive("save")  # the watchdog sees the files grow from here on
+        self.writer.join()
         self._publish()
 
     def close(self) -> None:
@@ -373,6 +377,7 @@ class Checkpointer:
             remove_universal(self.folder)
         self.latest = final
         dist.barrier()
+        self.took(time.monotonic() - self._began)
 
     def _space_error(self, final: Path) -> OSError | None:
         free = shutil.disk_usage(self.folder).free

@@ -91,10 +91,10 @@ class FileWriter:
         """Whether the thread has written everything, or failed."""
         return self._thread is None or not self._thread.is_alive()
 
-    def join(self, seconds: float | None = None) -> None:
+    def join(self) -> None:
         """Wait for the thread."""
         if self._thread is not None:
-            self._thread.join(seconds)
+            self._thread.join()
 
     def _write_all(self) -> None:
         while self._waiting and self.error is None:

@@ -129,7 +129,14 @@ class Trainer:
         )
         drop_carry_hooks(model)
         self.checkpointer = Checkpointer(
-            self.folder, self.engine, self.args, self.mesh, needed, self._describe, self.control.alive
+            self.folder,
+            self.engine,
+            self.args,
+            self.mesh,
+            needed,
+            self._describe,
+            self.control.alive,
+            self.control.save_took,
         )
         if self.resume_from is not None:
             self._load(self.resume_from)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
