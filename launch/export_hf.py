@@ -2,7 +2,8 @@
 
     python launch/export_hf.py --config configs/demo.yaml
 
-Reads <output_dir>/train, writes <output_dir>/export (safetensors, configuration, tokenizer, remote code).
+Reads <output_dir>/train, writes <output_dir>/export (safetensors, configuration, tokenizer, remote code); with
+--set export.adapter=true the LoRA adapters alone, in peft's format.
 """
 
 from functools import partial
@@ -14,13 +15,17 @@ from pod.recipe import Recipe, run
 def main(recipe: Recipe) -> None:
     import pod
     from pod.models import resolve_model
-    from pod.training.export import check_plan, checkpoint_to_export, export
-    from pod.training.start import load_start_model
+    from pod.training.export import check_plan, checkpoint_to_export, export, export_adapter
+    from pod.training.start_model import load_start_model
 
     checkpoint = checkpoint_to_export(Path(recipe.output_dir) / "train", recipe.export.checkpoint)
     if recipe.model.plan is not None:
         check_plan(checkpoint, Path(recipe.model.plan))
     path = Path(recipe.export.path or Path(recipe.output_dir) / "export")
+    if recipe.export.adapter:
+        export_adapter(checkpoint, path, recipe.model.path, recipe.export.dtype)
+        print(f"exported the adapters of {checkpoint} to {path}", flush=True)
+        return
     tokenizer = pod.load_tokenizer(resolve_model(recipe.model.path), gguf_file=recipe.model.gguf_file)
     start_model = partial(load_start_model, recipe.model)
     export(checkpoint, path, tokenizer, recipe.export.dtype, recipe.export.max_shard_size, start_model)

@@ -274,3 +274,6 @@ class ExportArgs:
 
     max_shard_size: str = "5GB"
     """Largest safetensors file."""
+
+    adapter: bool = False
+    """Write the LoRA adapters alone (peft's format, a few MB) in place of the whole model with the adapters merged into it."""

@@ -1,7 +1,7 @@
-"""From a training checkpoint to a Hugging Face folder that loads with plain transformers.
+"""From a training checkpoint to a Hugging Face folder that loads with plain transformers, or to an adapter for `peft`.
 
-The folder holds safetensors, configuration, generation configuration, tokenizer, the sharing plan and the decoder's
-own source files as remote code.
+The folder of a model holds safetensors, configuration, generation configuration, tokenizer, the sharing plan and the
+decoder's own source files as remote code. That of an adapter holds what `peft` reads, the plan and the configuration.
 """
 
 import shutil
@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import GenerationConfig
 
-from pod.files import atomic_dir
+from pod.files import atomic_dir, write_json
 from pod.modeling.config import PodConfig
 from pod.modeling.llama import PodForCausalLM
 from pod.modeling.sharing import SharingPlan
 from pod.training.checkpoint import TrainState, latest_checkpoint, read_state
-from pod.training.lora import add_lora
+from pod.training.lora import CONFIG_NAME, add_lora, lora_config
 
 WRAPPER = "model."  # LanguageModelLoss holds the model under this name
-ALIAS = "loss_head."
 
 
 def checkpoint_to_export(train_folder: Path, checkpoint: str | None) -> Path:
@@ -46,7 +46,7 @@ def check_plan(checkpoint: Path, plan_file: Path) -> None:
 
 
 def trained_weights(checkpoint: Path, state: TrainState) -> dict[str, torch.Tensor]:
-    """fp32 master weights of all ranks by the trained module's names; only the adapters for LoRA.
+    """fp32 master weights of all ranks by the trained module's names; what was frozen (LoRA's base, a teacher) is left out.
 
     Reads DeepSpeed's files, which are pickles: export only checkpoints that you wrote.
 
@@ -57,13 +57,13 @@ def trained_weights(checkpoint: Path, state: TrainState) -> dict[str, torch.Tens
 
     try:
         weights: Any = get_fp32_state_dict_from_zero_checkpoint(
-            str(checkpoint.parent), tag=checkpoint.name, exclude_frozen_parameters=state.lora is not None
+            str(checkpoint.parent), tag=checkpoint.name, exclude_frozen_parameters=True
         )
     except (OSError, RuntimeError, KeyError, EOFError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"checkpoint {checkpoint} cannot be read ({first}): export an older one") from error
     return {
-        name.removeprefix(WRAPPER): weight for name, weight in weights.items() if not name.startswith(ALIAS)
+        name.removeprefix(WRAPPER): weight for name, weight in weights.items() if name.startswith(WRAPPER)
     }
 
 
@@ -132,3 +132,48 @@ def export(
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         shutil.copyfile(checkpoint / "plan.json", Path(folder) / "plan.json")
+
+
+def export_adapter(checkpoint: Path, path: Path, base: str, dtype: str = "auto") -> None:
+    """Write the LoRA adapters of `checkpoint` as a folder that `peft` loads onto the start model, in one atomic step.
+
+    adapter_config.json names no base model: transformers would load that one without its plan and put the adapter on it.
+
+    Args:
+        base: the start model as the recipe names it, for the README.
+        dtype: of the exported weights; "auto" is the trained one.
+
+    Raises:
+        ValueError: a checkpoint that is unreadable, or of full fine-tuning.
+        OSError: disk full; nothing half-written is kept.
+    """
+    state = read_state(checkpoint)
+    if state.lora is None:
+        raise ValueError(
+            f"checkpoint {checkpoint} was trained with train.method=full and has no adapters: set export.adapter=false"
+        )
+    name = state.identity["dtype"] if dtype == "auto" else dtype
+    weights = {
+        key.replace(".default.", "."): weight.to(getattr(torch, name)).contiguous()
+        for key, weight in trained_weights(checkpoint, state).items()
+    }
+    config = PodConfig.from_pretrained(checkpoint)
+    with atomic_dir(path) as folder:
+        lora_config({**state.lora, "lora_dropout": 0.0}).save_pretrained(str(folder))
+        save_file(weights, Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
+        write_json(Path(folder) / CONFIG_NAME, config.to_dict())
+        shutil.copyfile(checkpoint / "plan.json", Path(folder) / "plan.json")
+        (Path(folder) / "README.md").write_text(_ADAPTER_README.format(base=base), encoding="utf-8")
+
+
+_ADAPTER_README = """# LoRA adapter for {base} under a sharing plan
+
+```python
+from pod.training.lora import load_adapter
+
+model = load_adapter("this folder", "{base}")  # base model, plan, windows, RoPE and adapter
+model = model.merge_and_unload()  # optional: a plain model
+```
+It was trained with the plan of `plan.json` and the windows and RoPE of `pod_config.json` and fits no other model: with
+`peft` alone, `PeftModel.from_pretrained(model, "this folder")` needs a model that was loaded with them.
+"""

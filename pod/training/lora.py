@@ -1,6 +1,7 @@
-"""Low-rank adapters through `peft`: wrap a model for training, and merge trained adapters for export."""
+"""Low-rank adapters through `peft`: wrap a model for training, and load exported adapters onto their start model."""
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -8,6 +9,8 @@ from torch import nn
 from pod.training.args import TrainArgs
 
 SETTINGS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
+CONFIG_NAME = "pod_config.json"
+"""The model's configuration in an adapter's folder. Not config.json: transformers would take the folder for a model."""
 
 
 def lora_settings(args: TrainArgs) -> dict[str, Any]:
@@ -19,28 +22,71 @@ def add_lora(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
     """The model with trainable adapters and everything else frozen.
 
     Raises:
-        ValueError: peft is missing, or the model has no module of a given name.
+        ValueError: peft is missing, or the model has no module of a given name, or none that can be adapted.
+    """
+    config = lora_config(settings)
+    from peft import get_peft_model
+
+    present = {
+        name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
+    present.discard(
+        "lm_head"
+    )  # the loss takes its weight, not its output: an adapter there would be without effect
+    unknown = [name for name in settings["lora_target_modules"] if name not in present]
+    if unknown:
+        raise ValueError(
+            f"train.lora_target_modules names {', '.join(unknown)}; the linear layers of this model that can have "
+            f"adapters are {', '.join(sorted(present))}"
+        )
+    return get_peft_model(model, config)  # type: ignore[arg-type]
+
+
+def lora_config(settings: dict[str, Any]) -> Any:
+    """The `peft.LoraConfig` of `lora_settings`; ValueError when peft is missing.
+
+    It names no task: the wrapper of CAUSAL_LM calls the model with arguments that the PoD decoder refuses.
     """
     try:
-        from peft import LoraConfig, get_peft_model
+        from peft import LoraConfig
     except ImportError:
         raise ValueError(
             "train.method=lora needs the package peft: pip install peft, or set train.method=full"
         ) from None
-    present = {
-        name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)
-    }
-    unknown = [name for name in settings["lora_target_modules"] if name not in present]
-    if unknown:
-        raise ValueError(
-            f"train.lora_target_modules names {', '.join(unknown)}; this model's linear layers are "
-            f"{', '.join(sorted(present))}"
-        )
-    config = LoraConfig(
+    return LoraConfig(
         r=settings["lora_rank"],
         lora_alpha=settings["lora_alpha"],
         lora_dropout=settings["lora_dropout"],
         target_modules=list(settings["lora_target_modules"]),
-        task_type="CAUSAL_LM",
     )
-    return get_peft_model(model, config)  # type: ignore[arg-type]
+
+
+def load_adapter(folder: Path | str, base: Any, **options: Any) -> Any:
+    """The start model of an exported adapter with its plan, windows and RoPE, and the adapter on it (a `PeftModel`).
+
+    Args:
+        folder: written by launch/export_hf.py with export.adapter=true.
+        base: the checkpoint that training started from: a recipe's model.path, or a transformers model.
+        options: of `pod.load_model` (dtype, gguf_file, device, attention_backend).
+
+    Raises:
+        ValueError: a folder that holds no adapter of ours, or a base that does not fit.
+    """
+    from peft import PeftModel
+
+    from pod.modeling.config import PodConfig
+    from pod.modeling.loading import load_model
+    from pod.models import resolve_model
+
+    file = Path(folder) / CONFIG_NAME
+    if not file.is_file():
+        raise ValueError(f"{folder} holds no {CONFIG_NAME}: name a folder written with export.adapter=true")
+    config = PodConfig.from_json_file(str(file))
+    windows = {name: getattr(config, name) for name in ("num_sink_tokens", "num_recent_tokens")}
+    if isinstance(base, str):
+        base = resolve_model(base)
+    model = load_model(base, plan=config.sharing_plan, layout=config.layout, **windows, **options)
+    # nothing has asked for a rotation yet: the tables are made from these at the first forward pass
+    model.config.rope_parameters = config.rope_parameters
+    model.config.max_position_embeddings = config.max_position_embeddings
+    return PeftModel.from_pretrained(model, str(folder))
