@@ -117,12 +117,14 @@ class Rows:
         for row in self.rows:
             if (row["plan"], row["percent"], row["lead"]) == (name, percent, [list(x) for x in plan.lead]):
                 return row["perplexity"]
-        perplexity = math.exp(self.evaluate(plan))
+        losses = [loss / (LENGTH - 1) for loss in self.evaluate.losses(plan)]
+        perplexity = math.exp(sum(losses) / len(losses))
         row = {
             "plan": name,
             "percent": percent,
             "saving": plan.asymptotic_saving,
             "perplexity": perplexity,
+            "perplexity_per_sequence": [round(math.exp(loss), 3) for loss in losses],
             "lead": plan.lead,
             "refined": plan.provenance.get("refined"),
         }

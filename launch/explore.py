@@ -1,7 +1,8 @@
 """Measure how similar the attention of the layers is on long held-out text, and turn it into a sharing plan.
 
 Writes plan.json, similarity.safetensors, summary.txt and three pictures into <output_dir>/plan. With the same model and
-text, another --algorithm, --threshold or --target-saving makes its plan from the similarity that is there. Several
+text, another --algorithm, --threshold or --target-saving makes its plan from the similarity that is there, and another
+--cost measures only what that cost needs. Several
 ranks (torchrun or deepspeed) divide the sequences; an interrupted run continues where it was.
 
 With --heads it searches for the retrieval heads of RazorAttention instead, on random tokens, and writes
@@ -19,6 +20,7 @@ def main(recipe: Recipe) -> None:
     """Find the similarity, make the plan, draw both."""
     from pod.models import resolve_model
     from pod.training.explore import find_similarity, process_group, settings_of
+    from pod.training.explore_plan import Exploration, check_windows, find_plan
 
     args = recipe.model
     if recipe.explore.heads:
@@ -30,13 +32,19 @@ def main(recipe: Recipe) -> None:
         recipe.data,
         recipe.seed,
     )
+    windows = {"num_sink_tokens": args.num_sink_tokens, "num_recent_tokens": args.num_recent_tokens}
+    check_windows(recipe.explore, windows)
     with process_group() as rank:
         folder = resolve_model(args.path)
         similarity = find_similarity(
             recipe.plan_dir, settings, folder, recipe.explore, recipe.data, prepared=recipe.data_dir
         )
+        exploration = Exploration(
+            recipe.plan_dir, settings, folder, windows, recipe.explore, recipe.data, recipe.data_dir
+        )
+        plan = find_plan(exploration, similarity)
         if rank == 0:
-            write_plan(recipe, similarity)
+            write_plan(recipe, similarity, plan)
 
 
 def write_heads(recipe: Recipe) -> None:
@@ -54,19 +62,19 @@ def write_heads(recipe: Recipe) -> None:
             print(f"written: {recipe.plan_dir / HEADS_NAME}")
 
 
-def write_plan(recipe: Recipe, similarity: Any) -> None:
+def write_plan(recipe: Recipe, similarity: Any, plan: Any) -> None:
     """plan.json, summary.txt and the pictures."""
     from pod.training.plan_pictures import save_pictures
-    from pod.training.planning import describe_plan, dp_plan, greedy_plan, plan_cost
+    from pod.training.planning import describe_plan, plan_cost
 
-    explore, heads = recipe.explore, similarity.num_key_value_heads
-    provenance = similarity.provenance
+    explore, provenance = recipe.explore, similarity.provenance
     if explore.algorithm == "dp":
-        plan = dp_plan(similarity.values, heads, explore.target_saving, provenance)
         how = f"dp at target saving {explore.target_saving:.1%}"
+        how += "" if explore.cost == "similarity" else f" by cost {explore.cost}"
     else:
-        plan = greedy_plan(similarity.values, heads, explore.threshold, provenance)
         how = f"greedy at threshold {explore.threshold:g}"
+    refined = plan.provenance.get("refined")
+    how += ", refined" if refined else ""
     name = provenance["model"].rstrip("/").split("/")[-1].removeprefix("package:")
     what = f"{provenance['num_sequences']} x {provenance['sequence_length']:,} tokens, last {provenance['num_queries']} queries"
     recipe.plan_dir.mkdir(parents=True, exist_ok=True)
@@ -80,6 +88,7 @@ def write_plan(recipe: Recipe, similarity: Any) -> None:
             f"KV saving at {n:,} tokens with {args.num_sink_tokens} sink and {args.num_recent_tokens} recent tokens: "
             f"{plan.saving(n, args.num_sink_tokens, args.num_recent_tokens):.1%}",
             f"cost of the plan, sum of (1 - similarity with the lead): {plan_cost(similarity.values, plan):.2f}",
+            *_about_refinement(refined),
         )
     )
     atomic_write_text(recipe.plan_dir / "summary.txt", summary + "\n")
@@ -88,12 +97,22 @@ def write_plan(recipe: Recipe, similarity: Any) -> None:
     print(f"written: {recipe.plan_dir / 'plan.json'}, {', '.join(path.name for path in pictures)}")
 
 
+def _about_refinement(refined: dict[str, Any] | None) -> list[str]:
+    if not refined:
+        return []
+    return [
+        f"refined: loss {refined['loss_before']:.4f} -> {refined['loss_after']:.4f} nats per token on the texts of the "
+        f"search, {refined['evaluations']} plans measured"
+    ]
+
+
 def estimate(recipe: Recipe) -> str:
     """Tokens, memory and disk; needs the model's config only."""
     from transformers import AutoConfig
 
     from pod.models import resolve_model
     from pod.training.explore import check_model, describe_cost
+    from pod.training.explore_plan import check_windows
     from pod.training.heads import describe_heads_cost
 
     try:
@@ -106,6 +125,11 @@ def estimate(recipe: Recipe) -> str:
     if recipe.explore.heads:
         return describe_heads_cost(config, recipe.explore)
     check_model(config, recipe.explore)
+    windows = {
+        "num_sink_tokens": recipe.model.num_sink_tokens,
+        "num_recent_tokens": recipe.model.num_recent_tokens,
+    }
+    check_windows(recipe.explore, windows)
     return describe_cost(config, recipe.explore)
 
 
@@ -120,6 +144,7 @@ def shorthands(parser: argparse.ArgumentParser) -> None:
     )
     for option, field in (
         ("--algorithm", "algorithm"),
+        ("--cost", "cost"),
         ("--threshold", "threshold"),
         ("--target-saving", "target_saving"),
     ):

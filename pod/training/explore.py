@@ -18,6 +18,7 @@ from tqdm import tqdm
 from pod.data import DataArgs, long_sequences
 from pod.data.job import OF_READING, OF_SPLIT
 from pod.files import sha256_file
+from pod.modeling.llama import PodForCausalLM
 from pod.modeling.loading import load_model, load_tokenizer
 from pod.modeling.recording import record_attention_rows
 from pod.training.explore_args import ExploreArgs
@@ -73,21 +74,26 @@ def find_similarity(
     """
     path = Path(folder) / SIMILARITY_NAME
     rank = dist.get_rank() if dist.is_initialized() else 0
-    say = say if rank == 0 else _quiet
+    say = say if rank == 0 else quiet
     wanted = settings | {"weights": weights_stamp(model_folder)}
-    found = _reusable(path, wanted, say) if rank == 0 else None
-    if dist.is_initialized():
-        box = [found]
-        dist.broadcast_object_list(box, src=0)
-        found = box[0]
+    found = from_first_rank(_reusable(path, wanted, say) if rank == 0 else None)
     if found is not None:
         return found
     found = _measure(Path(folder), settings, wanted, model_folder, explore, data, say, prepared)
     if rank == 0:
-        _keep_old(path)
+        keep_old(path)
         found.save(path)
         shutil.rmtree(Path(folder) / PARTIAL_NAME, ignore_errors=True)
     return found
+
+
+def from_first_rank(value: Any) -> Any:
+    """What rank 0 passed, on every rank."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 def _measure(
@@ -100,12 +106,7 @@ def _measure(
     say: Callable[[str], None],
     prepared: Path | None,
 ) -> Similarity:
-    model = load_model(
-        model_folder,
-        gguf_file=settings["gguf_file"],
-        dtype=getattr(torch, settings["dtype"]),
-        device=_device(),
-    )
+    model = load_dense(model_folder, settings)
     check_model(model.config, explore)
     sequences, split = read_sequences(
         explore, data, model_folder, settings["gguf_file"], settings["seed"], say, prepared
@@ -114,7 +115,7 @@ def _measure(
         "weights_sha256": model_fingerprint(model),
         "tokens_sha256": sequence_fingerprint(sequences),
     }
-    bar = tqdm(total=len(sequences), desc="similarity", unit="seq", disable=say is _quiet)
+    bar = tqdm(total=len(sequences), desc="similarity", unit="seq", disable=say is quiet)
 
     def rows(input_ids: Tensor) -> Iterator[Tensor]:
         return record_attention_rows(model, input_ids.to(model.device), explore.num_queries)
@@ -126,7 +127,7 @@ def _measure(
             fingerprint=fingerprint,
             partial_dir=folder / PARTIAL_NAME,
             save_every=explore.save_every,
-            progress=partial(_advance, bar),
+            progress=partial(advance, bar),
         )
     return Similarity(
         values=values,
@@ -135,11 +136,28 @@ def _measure(
     )
 
 
-def _quiet(line: str) -> None:
+def load_dense(
+    model_folder: str,
+    settings: dict[str, Any],
+    num_sink_tokens: int | None = None,
+    num_recent_tokens: int | None = None,
+) -> PodForCausalLM:
+    """The dense model of these settings on this rank's device; windows as in `load_model`."""
+    return load_model(
+        model_folder,
+        gguf_file=settings["gguf_file"],
+        dtype=getattr(torch, settings["dtype"]),
+        device=_device(),
+        num_sink_tokens=num_sink_tokens,
+        num_recent_tokens=num_recent_tokens,
+    )
+
+
+def quiet(line: str) -> None:
     """Ranks other than 0 say nothing."""
 
 
-def _advance(bar: tqdm, done: int, total: int) -> None:
+def advance(bar: tqdm, done: int, total: int) -> None:
     bar.update(done - bar.n)
 
 
@@ -224,9 +242,10 @@ def _reusable(path: Path, wanted: dict[str, Any], say: Callable[[str], None]) ->
     return None
 
 
-def _keep_old(path: Path) -> None:
+def keep_old(path: Path) -> None:
+    """Move a file of other settings out of the way, under a name with its hash."""
     if path.exists():
-        os.replace(path, path.with_name(f"similarity-{sha256_file(path)[:8]}.safetensors"))
+        os.replace(path, path.with_name(f"{path.stem}-{sha256_file(path)[:8]}{path.suffix}"))
 
 
 @contextmanager
@@ -259,12 +278,23 @@ def describe_cost(config: Any, explore: ExploreArgs) -> str:
     rows = 4 * layers * heads * q * n  # bytes, fp32
     head = 8 * layers * q * n  # bytes, one head in fp64
     tensor = 8 * layers * layers * heads  # bytes
-    return "\n".join(
-        (
-            f"similarity: one forward pass over {explore.num_sequences} x {n} = {explore.num_sequences * n} tokens, "
-            "divided among the ranks",
-            f"memory per rank: the model, {rows / 1e6:.0f} MB of attention rows ({layers} layers x {heads} heads x {q} x {n} fp32), "
-            f"{3 * head / 1e6:.0f} MB to compare them",
-            f"disk: {3 * tensor / 1e6:.1f} MB for the similarity and its partial sums, three pictures",
+    lines = [
+        f"similarity: one forward pass over {explore.num_sequences} x {n} = {explore.num_sequences * n} tokens, "
+        "divided among the ranks",
+        f"memory per rank: the model, {rows / 1e6:.0f} MB of attention rows ({layers} layers x {heads} heads x {q} x {n} fp32), "
+        f"{3 * head / 1e6:.0f} MB to compare them",
+        f"disk: {3 * tensor / 1e6:.1f} MB for the similarity and its partial sums, three pictures",
+    ]
+    if explore.cost != "similarity":
+        backward = " and one backward pass with checkpointing" if explore.cost == "loss" else ""
+        lines.append(
+            f"cost {explore.cost}: one more forward pass{backward} over the same tokens, same memory"
         )
-    )
+    if explore.refine_evaluations:
+        count = min(explore.refine_sequences, explore.num_sequences)
+        held = 4 * layers * n * config.hidden_size * count  # bytes, fp32
+        lines.append(
+            f"refinement: up to {explore.refine_evaluations} forward passes over {count} x {n} tokens, {held / 1e6:.0f} MB of "
+            "hidden states (half in bfloat16), divided among the ranks"
+        )
+    return "\n".join(lines)

@@ -18,6 +18,22 @@ class ExploreArgs:
     target_saving: float = 0.35
     """Dp only: share of KV cache bytes to save in the limit of long sequences, 0 to below 0.5 (paper: about 0.35)."""
 
+    cost: Literal["similarity", "distant", "output", "projected", "loss"] = "similarity"
+    """Dp only: what a layer that uses another one's distant attention costs. `similarity`: 1 - similarity of whole attention
+    rows; `distant`: divergence among distant tokens, weighted by the attention they get; `output`: relative error of the
+    head's output; `projected`: that error after the output projection, relative to the residual stream; `loss`: expected
+    growth of the loss (one backward pass per sequence). All but `similarity` need sequences longer than the windows."""
+
+    refine_evaluations: int = 0
+    """Plans whose loss is measured in a local search that starts from the plan of least cost and keeps its saving; 0 = none.
+    One measurement reads refine_sequences sequences; 50 to 150 are usual."""
+
+    refine_sequences: int = 4
+    """Refinement only: how many of the num_sequences sequences the loss is measured on."""
+
+    refine_proposals: int = 12
+    """Refinement only: splits, merges and shifted boundaries whose loss is measured in each round, of each kind."""
+
     sources: list[str] = field(default_factory=list)
     """Where the long texts come from, as in data.sources; empty = the recipe's data.sources. Texts are taken from
     the part of the sources that is held out of training where that is possible."""
@@ -57,9 +73,24 @@ class ExploreArgs:
             raise ValueError(
                 f"target_saving is {self.target_saving}, allowed are 0 to below 0.5: sharing keys cannot save values"
             )
-        for name in ("num_sequences", "sequence_length", "num_queries", "save_every"):
+        for name in (
+            "num_sequences",
+            "sequence_length",
+            "num_queries",
+            "save_every",
+            "refine_sequences",
+            "refine_proposals",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, allowed are 1 and more")
+        if self.refine_evaluations < 0:
+            raise ValueError(
+                f"refine_evaluations is {self.refine_evaluations}, allowed are 0 (no refinement) and more"
+            )
+        if self.algorithm == "greedy" and self.cost != "similarity":
+            raise ValueError(
+                f"cost is {self.cost!r}, but algorithm=greedy groups by similarity only: set algorithm=dp"
+            )
         for name in ("head_tokens", "head_repeats"):
             if getattr(self, name) < 2:
                 raise ValueError(f"{name} is {getattr(self, name)}, allowed are 2 and more")

@@ -16,19 +16,58 @@ tokens, the lead's for distant ones, one softmax), ``o`` and ``o'`` the head's o
   information in place of the Hessian and without terms between tokens (Kunstner et al., 2019, eq. 3). One backward pass.
 """
 
+import json
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 
+from pod.files import atomic_write_bytes
 from pod.modeling.llama import PodForCausalLM
 from pod.modeling.recording import AttentionInputs, record_attention_inputs
 
+SCHEMA_VERSION = "1"
 MEASURED_COSTS = ("distant", "output", "projected", "loss")
+MAX_COST = 1000.0
 _LOGIT_ROWS = 512  # rows of logits in memory at once while the loss is differentiated
+
+
+@dataclass(kw_only=True)
+class PlanCosts:
+    """Measured costs with what they were measured on."""
+
+    values: dict[str, Tensor]
+    """Name → ``[L, L, H]`` fp64, means over all sequences."""
+
+    provenance: dict[str, Any] = field(default_factory=dict)
+    """As that of a similarity, with the windows."""
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write safetensors with metadata, atomically."""
+        metadata = {"schema": SCHEMA_VERSION, "provenance": json.dumps(self.provenance, sort_keys=True)}
+        tensors = {name: value.contiguous() for name, value in self.values.items()}
+        atomic_write_bytes(path, save(tensors, metadata=metadata))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "PlanCosts":
+        """Read what `save` wrote; ValueError of one line that names the file when it is something else."""
+        try:
+            with safe_open(os.fspath(path), framework="pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("schema") != SCHEMA_VERSION:
+                    raise KeyError("schema")
+                values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return cls(values=values, provenance=json.loads(metadata["provenance"]))
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise ValueError(
+                f"{path} is not a file of plan costs of schema {SCHEMA_VERSION} ({error}): delete it and measure again"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -80,7 +119,7 @@ def measure_pair_costs(
         input_ids: ``[1, n]``.
         num_queries: q, at most ``n - n_s - n_r``.
 
-    Returns: ``[len(names), L, L, H]`` fp64 on the CPU, non-negative.
+    Returns: ``[len(names), L, L, H]`` fp64 on the CPU, from 0 to 1000.
     Raises: ValueError for a model with a plan and for a sequence without enough distant tokens.
     """
     config = model.config
@@ -99,7 +138,8 @@ def measure_pair_costs(
                 found = follower.costs(lead_rows.head(head, heads), names)
                 costs[:, lead, layer, head] = torch.stack(found).cpu()
         rows.append(own)
-    return costs
+    # A relative error says no more beyond the limit, and integer sums over many sequences stay in range.
+    return costs.clamp_(max=MAX_COST)
 
 
 class _DistantRows(NamedTuple):

@@ -62,10 +62,19 @@ class PlanLoss:
         self.kept: SharingPlan | None = None
         self.hidden: list[list[Tensor]] = [[] for _ in self.tokens]  # inputs of every layer under `kept`
 
-    @torch.no_grad()
     def __call__(self, plan: SharingPlan) -> float:
+        return sum(self.losses(plan)) / self.num_targets
+
+    @torch.no_grad()
+    def losses(self, plan: SharingPlan) -> list[float]:
+        """Summed loss of every sequence, in their order on every rank: the same bits for any number of ranks."""
         first = self._first_change(plan)
-        return self._mean([self._run(index, plan, first, None) for index in range(len(self.tokens))])
+        own = [self._run(index, plan, first, None) for index in range(len(self.tokens))]
+        every: list[list[float]] = [own]
+        if dist.is_initialized():
+            every = [[] for _ in range(self.world)]
+            dist.all_gather_object(every, own)
+        return [every[i % self.world][i // self.world] for i in range(self.num_sequences)]
 
     @torch.no_grad()
     def keep(self, plan: SharingPlan) -> None:
@@ -110,16 +119,6 @@ class PlanLoss:
             q, k = context.rope(q), context.rope(k)
             carry += [q[:, head * groups : (head + 1) * groups].clone(), k[:, head : head + 1].clone()]
         return tuple(carry)
-
-    def _mean(self, own: list[float]) -> float:
-        """The mean over all ranks' sequences, added in the order of the sequences: the same bits for any number of ranks."""
-        every: list[list[float]] = [own]
-        if dist.is_initialized():
-            every = [[] for _ in range(self.world)]
-            dist.all_gather_object(every, own)
-        return (
-            sum(every[i % self.world][i // self.world] for i in range(self.num_sequences)) / self.num_targets
-        )
 
 
 def _next_token_loss(lm_head: Any, hidden: Tensor, tokens: Tensor) -> float:

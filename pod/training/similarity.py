@@ -137,7 +137,7 @@ class PartialSum:
 
     path: Path
     fingerprint: str
-    total: Tensor | None = None  # [L, L, Hq] int64, in units of UNIT
+    total: Tensor | None = None  # int64, in units of UNIT; [L, L, Hq] for similarity
     done: Tensor  # [N] int64, 1 = in the sum
 
     def add(self, index: int, similarity: Tensor) -> None:
@@ -185,13 +185,42 @@ def measure_similarity(
     save_every: int = 8,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
-    """Mean similarity ``[L, L, Hq]`` (fp64) over `sequences`, the same bits for any number of ranks and interruptions.
+    """Mean similarity ``[L, L, Hq]`` (fp64) over `sequences`, see `measure_mean`.
 
-    With torch.distributed initialised the sequences are divided among the ranks; all ranks get the result. Holds one
-    sequence's rows (``4 · L · Hq · q · n`` bytes) at a time.
+    Holds one sequence's rows (``4 · L · Hq · q · n`` bytes) at a time.
 
     Args:
         attention_rows: input_ids ``[1, n]`` → per layer, the rows ``[Hq, q, n]`` of the last q queries.
+    """
+
+    def measure(input_ids: Tensor) -> Tensor:
+        return jensen_shannon_similarity(torch.stack(list(attention_rows(input_ids))))
+
+    return measure_mean(
+        measure,
+        sequences,
+        fingerprint=fingerprint,
+        partial_dir=partial_dir,
+        save_every=save_every,
+        progress=progress,
+    )
+
+
+def measure_mean(
+    measure: Callable[[Tensor], Tensor],
+    sequences: Sequence[Tensor],
+    *,
+    fingerprint: dict[str, Any],
+    partial_dir: str | os.PathLike[str],
+    save_every: int = 8,
+    progress: Callable[[int, int], None] | None = None,
+) -> Tensor:
+    """The mean of what `measure` gives for each sequence (fp64), the same bits for any number of ranks and interruptions.
+
+    With torch.distributed initialised the sequences are divided among the ranks; all ranks get the result.
+
+    Args:
+        measure: input_ids ``[1, n]`` → a tensor of at most eight dimensions, the same shape for all, values below 2^12.
         sequences: N tensors ``[n]`` of token ids, the same list on every rank.
         fingerprint: JSON of everything the result depends on; partial sums of another one are refused.
         partial_dir: folder that all ranks share, for partial sums; the caller deletes it once the result is kept.
@@ -210,9 +239,7 @@ def measure_similarity(
     remaining = torch.nonzero(done == 0).flatten().tolist()
     finished = len(sequences) - len(remaining)
     for count, index in enumerate(remaining[rank::world], start=1):
-        rows = torch.stack(list(attention_rows(sequences[index].reshape(1, -1))))
-        partial.add(index, jensen_shannon_similarity(rows))
-        del rows
+        partial.add(index, measure(sequences[index].reshape(1, -1)))
         if count % save_every == 0:
             partial.save()
         if progress is not None:
@@ -263,10 +290,12 @@ def _partial_path(folder: Path, rank: int) -> Path:
 
 def _reduce_total(total: Tensor | None, num_sequences: int) -> Tensor:
     """Sum over ranks; a rank without a sequence contributes zeros of the shape that the others have."""
-    shape = torch.tensor(total.shape if total is not None else (0, 0, 0))
+    shape = torch.zeros(8, dtype=torch.int64)
+    if total is not None:
+        shape[: total.ndim] = torch.tensor(total.shape)
     if dist.is_initialized():
         dist.all_reduce(shape, op=dist.ReduceOp.MAX)
-    mine = total if total is not None else torch.zeros(shape.tolist(), dtype=torch.int64)
+    mine = total if total is not None else torch.zeros(shape[shape > 0].tolist(), dtype=torch.int64)
     return _all_reduce(mine.clone()).double() * UNIT / num_sequences
 
 
