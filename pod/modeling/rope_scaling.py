@@ -23,7 +23,8 @@ def change_rope(
         changes: some of `rope_type`, `rope_theta`, and the keys of that type: `factor`, `low_freq_factor`,
             `high_freq_factor`, `original_max_position_embeddings` (llama3, Llama 3.1's), `beta_fast`, `beta_slow`,
             `attention_factor` (yarn, Peng et al., 2023). A type of the checkpoint's own keeps its other parameters.
-        new_max: longest context afterwards; None = original length x factor where positions are scaled, else as it was.
+        new_max: longest context afterwards; None = original length x factor where positions are scaled anew (the checkpoint's
+            length, in proportion, where only the factor of its own scaling changes), else as it was.
 
     Raises:
         ValueError: keys of another type, a missing factor, a longer context with nothing changed.
@@ -41,7 +42,7 @@ def change_rope(
             "positions: set rope_theta, or rope_type with rope_factor, too"
         )
     kept = rope if rope_type == own_type else {"rope_theta": rope["rope_theta"]}
-    changed = {**kept, **_DEFAULTS.get(rope_type, {}), **kept, **changes, "rope_type": rope_type}
+    changed = {**_DEFAULTS.get(rope_type, {}), **kept, **changes, "rope_type": rope_type}
     if rope_type == "default":
         return changed, new_max or max_positions
     # linear scaling keeps no record of the length before it
@@ -57,5 +58,12 @@ def change_rope(
         changed["factor"] = new_max / original
     if changed["factor"] < 1:
         raise ValueError(f"rope_factor is {changed['factor']:g}, allowed are 1 and more")
-    scaled_anew = not changes.keys().isdisjoint({"rope_type", "factor", "original_max_position_embeddings"})
-    return changed, new_max or (round(original * changed["factor"]) if scaled_anew else max_positions)
+    if new_max is not None or not changes.keys() & {
+        "rope_type",
+        "factor",
+        "original_max_position_embeddings",
+    }:
+        return changed, new_max or max_positions
+    if rope_type == own_type and "original_max_position_embeddings" not in changes:
+        return changed, round(max_positions * changed["factor"] / rope["factor"])
+    return changed, round(original * changed["factor"])
