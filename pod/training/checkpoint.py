@@ -253,10 +253,7 @@ class Checkpointer:
         temporary = _temporary(final)
         self._agree(self._space_error(final), final)
         self.writer.begin(deferred=self.args.save_mode == "async")
-        # Frozen weights are the start model's: LoRA's base, a teacher.
-        self.engine.save_checkpoint(
-            str(self.folder), tag=temporary.name, save_latest=False, exclude_frozen_parameters=True
-        )
+        self._save_engine(temporary)
         own_error = self._write_own(temporary, replace(state, layout=self.layout))
         self.writer.error = self.writer.error or own_error
         self._pending = final
@@ -354,6 +351,16 @@ class Checkpointer:
         except Exception as error:  # noqa: BLE001  safetensors' own error class derives from Exception; raised by _agree
             return error
         return None
+
+    def _save_engine(self, temporary: Path) -> None:
+        """DeepSpeed's files. Frozen weights are the start model's and left out: LoRA's base, a teacher."""
+        mpu, self.engine.mpu = self.engine.mpu, None  # else the file takes sequence for tensor parallelism
+        try:
+            self.engine.save_checkpoint(
+                str(self.folder), tag=temporary.name, save_latest=False, exclude_frozen_parameters=True
+            )
+        finally:
+            self.engine.mpu = mpu
 
     def _publish(self) -> None:
         """Rename what all ranks have written, point `latest` at it, remove what is no longer needed."""

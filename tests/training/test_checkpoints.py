@@ -21,6 +21,9 @@ def test_a_converted_checkpoint_is_the_saved_state_bit_for_bit(restart_results, 
     assert three["loaded"] == two["saved"]  # master weights and both moments
     assert one["loaded"] == three["saved"]
     assert three["universal"] == ["universal-00000002"]
+    assert [three["loaded_again"], one["loaded_again"]] == [three["loaded"], one["loaded"]], (
+        "a rewind loads it too"
+    )
     assert one["left"] == ["step-00000004", "step-00000006"], (
         "universal copies must go when a checkpoint is published"
     )

@@ -38,6 +38,12 @@ def train_until(name, out, folder, data, settings, stop=None) -> None:
     loaded = optimizer_hash(trainer) if trainer.state.step else None
     result = {"loaded": loaded, "from": trainer.state.step, "layout": trainer.state.layout}
     result["universal"] = sorted(path.name for path in folder.glob("universal-*"))
+    if result["universal"]:  # as a rewind would
+        cursor = trainer.cursor.state_dict()
+        trainer.step()
+        trainer.state = trainer.checkpointer.load(trainer.checkpointer.latest)
+        trainer.cursor.load_state_dict(cursor)
+        result["loaded_again"] = optimizer_hash(trainer)
     if stop is not None:
         trainer.engine.module.loss_head.register_forward_pre_hook(signal_in_step(trainer, stop - 1))
     state = trainer.train()
