@@ -1,0 +1,104 @@
+"""Adapters: what can have one, what an exported folder brings along, and what is refused."""
+
+import pytest
+import torch
+
+import pod
+from pod.training import export as export_module
+from pod.training.args import TrainArgs
+from pod.training.checkpoint import TrainState
+from pod.training.export import export_adapter
+from pod.training.lora import add_lora, load_adapter, lora_settings
+
+LEAD = [[0, 0], [0, 1], [2, 1]]
+IDS = torch.arange(60).reshape(2, 30) % 37
+
+
+def make_model(**changes):
+    torch.manual_seed(0)
+    fields = {
+        "vocab_size": 37, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 6, "intermediate_size": 32, "initializer_range": 0.2, "max_position_embeddings": 64,
+        "attention_backend": "reference",
+    }  # fmt: skip
+    return pod.PodForCausalLM(pod.PodConfig(**{**fields, **changes})).eval()
+
+
+def settings(**changes):
+    return lora_settings(TrainArgs(method="lora", lora_rank=3, **changes))
+
+
+@pytest.mark.parametrize("names", [["lm_head"], ["q_proj", "qkv"]])
+def test_layers_that_cannot_have_an_adapter_are_refused_by_name(names):
+    with pytest.raises(
+        ValueError, match=f"names {names[-1]}; .* are down_proj, gate_proj, k_proj, o_proj, q_proj"
+    ):
+        add_lora(make_model(), settings(lora_target_modules=names))
+
+
+def test_only_adapters_are_trained_and_the_start_is_the_model_itself():
+    model = make_model(lead=LEAD)
+    before = model(input_ids=IDS).logits
+    adapted = add_lora(model, settings())
+    trained = {name: p.numel() for name, p in adapted.named_parameters() if p.requires_grad}
+    assert len(trained) == 3 * 4 * 2 and all("lora_" in name for name in trained)
+    assert sum(trained.values()) == 3 * 3 * ((24 + 24) + 2 * (24 + 12) + (24 + 24))
+    assert torch.equal(adapted(input_ids=IDS).logits, before)
+
+
+@pytest.fixture
+def checkpoint(tmp_path, monkeypatch):
+    """A checkpoint of LoRA, without the engine's files: what `trained_weights` reads from them is made up here."""
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    model = make_model(lead=LEAD, num_sink_tokens=1, num_recent_tokens=4, rope_parameters=rope)
+    folder = tmp_path / "checkpoint"
+    model.config.save_pretrained(folder)
+    model.config.sharing_plan.save(folder / "plan.json")
+    adapted = add_lora(model, settings(lora_dropout=0.3)).eval()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.1)
+    weights = {name: p.detach() for name, p in adapted.named_parameters() if p.requires_grad}
+    state = TrainState(identity={"dtype": "float32"}, lora=settings(lora_dropout=0.3))
+    monkeypatch.setattr(export_module, "read_state", lambda folder: state)
+    monkeypatch.setattr(export_module, "trained_weights", lambda folder, state: weights)
+    return folder, adapted, state
+
+
+def test_an_adapter_brings_plan_windows_and_rope(checkpoint, tmp_path):
+    folder, adapted, _ = checkpoint
+    export_adapter(folder, tmp_path / "adapter", "the/base")
+    make_model().save_pretrained(tmp_path / "base")
+    loaded = load_adapter(tmp_path / "adapter", str(tmp_path / "base"), attention_backend="reference")
+    with torch.no_grad():
+        got, expected = loaded.eval()(input_ids=IDS).logits, adapted(input_ids=IDS).logits
+        base = make_model()(input_ids=IDS).logits
+    assert torch.equal(got, expected)
+    assert (got - base).abs().max() > 0.1
+    config = loaded.get_base_model().config
+    assert config.lead == LEAD and config.num_recent_tokens == 4
+    assert config.rope_parameters["rope_theta"] == 500.0
+    assert "the/base" in (tmp_path / "adapter" / "README.md").read_text()
+
+
+def test_adapters_are_written_in_the_asked_type(checkpoint, tmp_path):
+    from safetensors.torch import load_file
+
+    export_adapter(checkpoint[0], tmp_path / "adapter", "base", "bfloat16")
+    weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    name = "base_model.model.model.layers.2.self_attn.v_proj.lora_B.weight"
+    assert weights[name].shape == (12, 3)
+
+
+def test_wrong_adapter_folders_and_checkpoints_are_refused(checkpoint, tmp_path):
+    folder, _, state = checkpoint
+    with pytest.raises(
+        ValueError, match="holds no pod_config.json: name a folder written with export.adapter=true"
+    ):
+        load_adapter(tmp_path, "base")
+    state.lora = None
+    with pytest.raises(ValueError, match="was trained with train.method=full and has no adapters"):
+        export_adapter(folder, tmp_path / "adapter", "base")
+    assert not (tmp_path / "adapter").exists()
