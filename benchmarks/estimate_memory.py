@@ -208,16 +208,13 @@ def measure_rank(case: Case, rank: int, port: int, folder: Path, largest: int, p
 @contextmanager
 def host_side(live: Counted):
     """Copies that offloading makes are host memory."""
-    original = carry.OffloadedCarry.__init__
+    original = carry.KeptCarry.__init__
 
-    def init(self, to_host=carry.host_copy, to_device=carry.device_copy):
-        original(self, live.host(to_host), to_device)
+    def init(self, offload_inputs=False):
+        original(self, offload_inputs, live.host(carry.host_copy))
 
-    carry.OffloadedCarry.__init__ = init
-    try:
-        yield
-    finally:
-        carry.OffloadedCarry.__init__ = original
+    carry.KeptCarry.__init__ = init  # of this process alone
+    yield
 
 
 def measure(case: Case, largest: int = 0) -> dict[str, Any]:

@@ -64,22 +64,21 @@ def _widths(shapes: Shapes, args: TrainArgs, context_length: int) -> _Widths:
     tokens, size = rank_tokens(args, context_length), BYTES[args.dtype]
     repeats = kv_head_repeats(shapes.query_heads, shapes.kv_heads, args.sequence_parallel_size)
     heads = shapes.kv_heads * repeats
-    uneven = -(-heads // args.sequence_parallel_size) * args.sequence_parallel_size / heads
-    query = int(tokens * shapes.query_heads * shapes.head_dim * uneven)
-    key = int(tokens * heads * shapes.head_dim * uneven)
-    carried = int(tokens * shapes.carried_width * uneven)
-    if repeats > 1:  # replicas of a KV head carry their key each
-        carried += int(tokens * shapes.head_dim * uneven) * (repeats - 1)
+    most = -(-heads // args.sequence_parallel_size)  # KV heads, replicas included, of the rank that has most
+    row = tokens * args.sequence_parallel_size * shapes.head_dim
+    key = row * most
+    query = key * (shapes.query_heads // heads)
+    carried = row * most * (2 if shapes.layout == "cla" else shapes.query_heads // heads + 1)
     return _Widths(
         hidden=tokens * shapes.hidden * size,
         query=query * size,
         key=key * size,
         inner=tokens * shapes.intermediate * size,
-        carried=carried * size,
+        carried=carried // shapes.kv_heads * size,
         fp32=tokens * shapes.hidden * 4,
         wide_query=4 * query,
         wide_key=4 * key,
-        wide_carried=4 * carried,
+        wide_carried=4 * carried // shapes.kv_heads,
         is_wide=size >= 4,
     )
 
@@ -172,7 +171,8 @@ def resting_bytes(shapes: Shapes, args: TrainArgs, world_size: int) -> Parts:
         gradients, buckets = share * reduce, REDUCE_BUCKET_ELEMENTS * reduce
     else:
         weights = held * size
-        gradients, buckets = 0, 0
+        # both stages hold the sum of every trained weight's gradients on every rank
+        gradients, buckets = trained * reduce, REDUCE_BUCKET_ELEMENTS * reduce
     teacher = 0
     if has_teacher_copy(shapes, args):
         teacher = shapes.parameters * size // (world_size if args.zero_stage == 3 else 1)
@@ -283,9 +283,11 @@ def _in_backward(
 def _weights_of_layer(shapes: Shapes, args: TrainArgs, world_size: int, index: int) -> Parts:
     """Gathered weights and the gradient of the largest one in a layer's backward."""
     size = BYTES[args.dtype]
-    largest = max(rows * columns for rows, columns in shapes.linear_sizes.values())
+    waiting = max(rows * columns for rows, columns in shapes.linear_sizes.values())
+    if args.zero_stage < 3:  # gradients of the layers above wait for the end of the backward
+        waiting += shapes.embedding_parameters + (shapes.layers - 1 - index) * shapes.layer_parameters
     return {
-        "gradients": largest * size if args.method == "full" else 0,
+        "gradients": waiting * size if args.method == "full" else 0,
         "gathered": _gathered(shapes, args, world_size, shapes.layer_parameters, index, True),
     }
 

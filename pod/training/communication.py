@@ -1,0 +1,138 @@
+"""Bytes that one rank receives in an optimizer step, by kind of collective, inside its machine and from other machines.
+
+Weights and gradients travel in rings over all ranks: every rank receives all but its own share inside, and of what comes from
+other machines each of a machine's ranks brings in an equal part. Heads travel between the contiguous ranks of a
+sequence-parallel group (Ulysses). Sharing keys and queries between layers adds nothing: they stay where they are computed.
+"""
+
+from dataclasses import dataclass
+
+from pod.training.args import TrainArgs
+from pod.training.memory import BYTES, rank_tokens
+from pod.training.shapes import Lead, Shapes
+from pod.training.ulysses import kv_head_repeats
+
+
+@dataclass(frozen=True)
+class World:
+    """Where ranks are.
+
+    Attributes:
+        size: all ranks.
+        local_size: ranks of one machine.
+    """
+
+    size: int
+    local_size: int
+
+    def __post_init__(self) -> None:
+        if (
+            self.size < 1
+            or self.local_size < 1
+            or (self.size > self.local_size and self.size % self.local_size)
+        ):
+            raise ValueError(
+                f"{self.size} ranks cannot lie on machines of {self.local_size}: use a multiple of {self.local_size}, or fewer"
+            )
+
+    @property
+    def nodes(self) -> int:
+        """Machines."""
+        return max(1, self.size // self.local_size)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes per step that one rank receives: from ranks of its machine, and from other machines."""
+
+    kind: str
+    inside: int
+    between: int
+
+    @property
+    def bytes(self) -> int:
+        """Both together."""
+        return self.inside + self.between
+
+
+def communication(
+    shapes: Shapes, lead: Lead, args: TrainArgs, context_length: int, world: World
+) -> list[Traffic]:
+    """Traffic of one optimizer step, by kind; kinds without any are left out.
+
+    Args:
+        lead: the plan, lead[layer][kv_head].
+        context_length: tokens of a packed row over all ranks of a sequence-parallel group.
+    """
+    gathered, reduced = weight_bytes(shapes, args), gradient_bytes(shapes, args)
+    kinds = [
+        _ring("all-gather of weights", gathered, world),
+        _ring("reduce-scatter of gradients", reduced, world),
+        _exchange("all-to-all of heads", all_to_all_bytes(shapes, lead, args, context_length), args, world),
+    ]
+    return [kind for kind in kinds if kind.bytes]
+
+
+def weight_bytes(shapes: Shapes, args: TrainArgs) -> int:
+    """Bytes of weights that are brought together in a step, every rank's own share included.
+
+    Stage 3 gathers all weights in the forward and in the backward of every micro-batch (recomputing uses those of the backward),
+    and once more for a teacher; stages 1 and 2 gather the trained weights after the update.
+    """
+    size = BYTES[args.dtype]
+    if args.zero_stage < 3:
+        return shapes.trained_parameters(args) * size
+    held = shapes.parameters + (shapes.trained_parameters(args) if args.method == "lora" else 0)
+    times = 2 + (1 if args.distill_logits or args.distill_attention else 0)
+    return times * held * size * args.gradient_accumulation_steps
+
+
+def gradient_bytes(shapes: Shapes, args: TrainArgs) -> int:
+    """Bytes of gradients that are summed over ranks in a step: of every micro-batch, in stage 1 of the last one only."""
+    times = 1 if args.zero_stage == 1 else args.gradient_accumulation_steps
+    return times * shapes.trained_parameters(args) * BYTES[args.reduce_dtype]
+
+
+def all_to_all_bytes(shapes: Shapes, lead: Lead, args: TrainArgs, context_length: int) -> int:
+    """Bytes that a rank hands to the all-to-alls of a step, its own part included: forward, backward and what is recomputed."""
+    if args.sequence_parallel_size == 1:
+        return 0
+    passes = 2 + (1 if args.gradient_checkpointing else 0)
+    passes += 1 if args.distill_logits or args.distill_attention else 0
+    forward = forward_all_to_all_bytes(shapes, lead, args, context_length)
+    total = passes * (forward["to_heads"] + forward["to_sequence"])
+    if args.carry == "recompute":
+        leads = len({(owner, layer) for layer, row in enumerate(lead) for owner in row if owner != layer})
+        total += min(leads, shapes.layers) * forward["to_heads"] // shapes.layers
+    return total * args.gradient_accumulation_steps
+
+
+def forward_all_to_all_bytes(
+    shapes: Shapes, lead: Lead, args: TrainArgs, context_length: int
+) -> dict[str, int]:
+    """The same for one forward pass of a micro-batch, by direction; what `Ulysses.sent_bytes` counts on the first rank."""
+    tokens, size = rank_tokens(args, context_length), BYTES[args.dtype]
+    repeats = kv_head_repeats(shapes.query_heads, shapes.kv_heads, args.sequence_parallel_size)
+    heads = shapes.kv_heads * repeats
+    head = tokens * shapes.head_dim * size
+    silent = sum(row[0] != layer for layer, row in enumerate(lead)) if shapes.layout == "cla" else 0
+    keys = (shapes.layers - silent) * 2 * heads
+    most = -(-heads // args.sequence_parallel_size)
+    returned = (
+        args.micro_batch_size * context_length * most * (shapes.query_heads // heads) * shapes.head_dim * size
+    )
+    return {
+        "to_heads": head * (shapes.layers * shapes.query_heads + keys),
+        "to_sequence": shapes.layers * returned,
+    }
+
+
+def _ring(kind: str, total: int, world: World) -> Traffic:
+    between = total * (world.nodes - 1) // world.nodes // min(world.size, world.local_size)
+    return Traffic(kind, total * (world.size - 1) // world.size - between, between)
+
+
+def _exchange(kind: str, total: int, args: TrainArgs, world: World) -> Traffic:
+    size = args.sequence_parallel_size
+    near = min(size, world.local_size)
+    return Traffic(kind, total * (near - 1) // size, total * (size - near) // size)
