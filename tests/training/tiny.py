@@ -79,6 +79,9 @@ def make_data(
 
 def run_ranks(world_size: int, function, *arguments) -> None:
     """Fork `world_size` ranks that call function(*arguments); imports are paid once. Raises when one fails."""
+    # what every engine imports when it is made: a second of work for each rank
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+
     sys.stdout.flush()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
