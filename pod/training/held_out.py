@@ -18,7 +18,7 @@ def held_out_rows(dataset: Any, count: int) -> Rows:
     """At most `count` rows of `dataset.context_length` tokens, the same in every run.
 
     Documents of at least that length come first, one row from the beginning of each, so that every position has context;
-    the other rows are packed with shorter documents in the order of the file, the last one of a row cut.
+    the other rows are packed with shorter documents in the order of the file, the last document of a row cut.
 
     Raises:
         ValueError: nothing was held out when the data was prepared.
@@ -62,7 +62,7 @@ class _Documents:
 
 
 def _packed(documents: _Documents, length: int, count: int) -> Iterator[list[np.ndarray]]:
-    """Rows of documents shorter than a row, one after the other; a last row that is not full is kept when it is the first."""
+    """Rows of documents shorter than a row, one after the other; the last row may have room left."""
     row: list[np.ndarray] = []
     room, made = length, 0
     for index in np.flatnonzero((documents.lengths < length) & (documents.lengths > 0)):

@@ -1,0 +1,243 @@
+"""Evaluation, samples and gradient norms: equal to plain PyTorch on any ranks, and unseen by training."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from pod.training.args import TrainArgs
+from pod.training.gradients import group_of
+from pod.training.held_out import held_out_rows, lengthened, padded_row
+from pod.training.observers import make_observers
+from pod.training.probes import Passkey, Probes, make_probes
+from pod.training.reading import token_scores
+from pod.training.samples import check_samples
+from pod.training.validation import Evaluation, position_buckets
+
+LAYOUTS = ["alone", "sp4", "sp2_dp2", "sp2_offload"]
+
+
+class Prepared:
+    """A data set with held-out documents of these lengths; token t of all of them together is t."""
+
+    def __init__(self, folder, lengths, context_length=10):
+        self.path, self.context_length = folder, context_length
+        self.manifest = {"pad_token_id": 7}
+        if lengths is not None:
+            held_out = {"documents": len(lengths), "tokens": sum(lengths), "token_dtype": "uint16"}
+            self.manifest["held_out"] = held_out
+            np.arange(sum(lengths)).astype("<u2").tofile(folder / "held_out.tokens.bin")
+            np.save(folder / "held_out.lengths.npy", np.array(lengths, dtype="<i8"))
+
+
+def test_long_documents_come_first_and_short_ones_are_packed(tmp_path):
+    rows = held_out_rows(Prepared(tmp_path, [4, 12, 3, 5, 10, 2, 6]), 5)
+    assert rows["input_ids"].tolist() == [
+        list(range(4, 14)),  # the beginning of the document of 12
+        list(range(24, 34)),  # the one of 10
+        [0, 1, 2, 3, 16, 17, 18, 19, 20, 21],  # 4 and 3, and 3 of 5
+        [34, 35, 36, 37, 38, 39, 40, 41, 7, 7],  # what is left
+    ]
+    assert rows["doc_ids"][2].tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert rows["labels"][2].tolist() == [1, 2, 3, -100, 17, 18, -100, 20, 21, -100]
+    assert len(held_out_rows(Prepared(tmp_path, [4, 12, 3, 5, 10, 2, 6]), 1)["labels"]) == 1
+
+
+def test_little_held_out_text_makes_one_row_with_padding(tmp_path):
+    rows = held_out_rows(Prepared(tmp_path, [3, 2]), 4)
+    assert rows["input_ids"].tolist() == [[0, 1, 2, 3, 4, 7, 7, 7, 7, 7]]
+    assert rows["doc_ids"].tolist() == [[0, 0, 0, 1, 1, -1, -1, -1, -1, -1]]
+
+
+@pytest.mark.parametrize("lengths", [None, []])
+def test_data_without_held_out_text_is_refused(tmp_path, lengths):
+    args = TrainArgs(eval_every_steps=5)
+    with pytest.raises(ValueError, match="data.held_out_fraction above 0"):
+        make_observers(args, Prepared(tmp_path, lengths), None, tmp_path, None)
+
+
+def test_without_settings_nothing_is_evaluated(tmp_path):
+    names = [
+        type(one).__name__
+        for one in make_observers(TrainArgs(), Prepared(tmp_path, None), None, tmp_path, None)
+    ]
+    assert names == ["GradientNorms", "PeakMemory"]
+
+
+@pytest.mark.parametrize(
+    ("length", "buckets"),
+    [
+        (41, [(0, 41)]),
+        (64, [(0, 64)]),
+        (141, [(0, 64), (64, 128), (128, 141)]),
+        (8192, [(0, 64)] + [(64 << at, 128 << at) for at in range(7)]),
+        (131072, [(0, 1024)] + [(1024 << at, 2048 << at) for at in range(7)]),
+    ],
+)
+def test_buckets_double_and_are_few(length, buckets):
+    assert position_buckets(length) == buckets
+
+
+def test_answer_tokens_are_the_labels_of_the_tokens_before_them():
+    row = padded_row([5, 6, 7, 8], answer=2, length=6)
+    assert row["labels"].tolist() == [[-100, 7, 8, -100, -100, -100]]
+    assert row["doc_ids"].tolist() == [[0, 0, 0, 0, -1, -1]]
+    assert lengthened(row, 8)["labels"].tolist() == [[-100, 7, 8] + [-100] * 5]
+
+
+def test_scores_are_cross_entropy_in_chunks_of_any_size():
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(2, 7, 5, generator=generator), torch.randn(11, 5, generator=generator)
+    labels = torch.tensor([[1, 2, -100, 4, 5, 6, 7], [10, 0, 0, -100, -100, 3, 3]])
+    logits = hidden @ weight.T
+    expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    for chunk in (1, 4 * 11 * 3, 1 << 20):
+        losses, best = token_scores(hidden, weight, labels, chunk)
+        torch.testing.assert_close(losses, expected)
+        assert torch.equal(best, logits.argmax(-1))
+
+
+class Spelling:
+    """A tokenizer of characters that joins a space and the digit behind it, and puts a token before every text."""
+
+    eos_token_id = 1
+
+    def __call__(self, text):
+        ids = [0]
+        for char in text:
+            if char.isdigit() and ids[-1] == ord(" "):
+                ids[-1] = 1000 + int(char)
+            else:
+                ids.append(ord(char))
+        return {"input_ids": ids}
+
+    def decode(self, ids, skip_special_tokens):
+        return "".join(map(str, ids))
+
+
+def test_passkeys_are_split_where_prompt_and_number_part():
+    probes = make_probes(Spelling(), [("key is", "42", 0.25), ("key is ", "42", 0.5)], ["ab"])
+    assert probes.passkeys[0] == Passkey(prompt=(0, *map(ord, "key is")), answer=(1004, ord("2")), depth=0.25)
+    assert probes.passkeys[1].prompt == (0, *map(ord, "key is "))
+    assert probes.prompts == ((0, ord("a"), ord("b")),)
+    assert probes.end_ids == {1}
+
+
+def test_prompts_that_do_not_fit_are_refused(tmp_path):
+    rows = held_out_rows(Prepared(tmp_path, [12]), 1)
+    long = Passkey(prompt=tuple(range(8)), answer=(1, 2, 3), depth=0.0)
+    with pytest.raises(ValueError, match="a passkey prompt has 11 tokens, rows have 10"):
+        Evaluation(TrainArgs(eval_every_steps=1), tmp_path, rows, [long])
+    probes = Probes(prompts=((1, 2, 3),), texts=("abc",))
+    with pytest.raises(
+        ValueError, match="'abc' has 3 tokens and is continued by 8; allowed are 1 and more, together at"
+    ):
+        check_samples(TrainArgs(sample_tokens=8), probes, 10)
+    check_samples(TrainArgs(sample_tokens=7), probes, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("model.model.embed_tokens.weight", "embedding"),
+        ("model.lm_head.weight", "embedding"),
+        ("model.model.layers.3.self_attn.k_proj.weight", "attention"),
+        ("model.model.layers.3.self_attn.k_norm.weight", "norms"),
+        ("model.model.layers.3.mlp.up_proj.bias", "mlp"),
+        ("model.model.layers.3.post_attention_layernorm.weight", "norms"),
+        ("model.model.norm.weight", "norms"),
+        ("model.base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight", "lora"),
+    ],
+)
+def test_every_weight_has_its_group(name, group):
+    assert group_of(name) == group
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_evaluation_on_ranks_equals_plain_pytorch(seeing_results, name):
+    plain, seen = seeing_results["plain"], seeing_results[name]
+    (record,) = seen["eval"]
+    losses = plain["losses"]
+    assert record["eval_loss"] == pytest.approx(mean([loss for _, loss in losses]), rel=1e-6)
+    for bucket, (start, end) in zip(record["eval_buckets"], position_buckets(141), strict=True):
+        own = [loss for position, loss in losses if start <= position < end]
+        assert (bucket["start"], bucket["end"], bucket["tokens"]) == (start, end, len(own))
+        assert bucket["loss"] == pytest.approx(mean(own), rel=1e-6)
+        assert bucket["perplexity"] == pytest.approx(np.exp(mean(own)), rel=1e-6)
+        assert seen["before"][f"eval_loss_{start}_{end}"] == bucket["loss"]
+    assert [key["correct"] for key in record["eval_passkeys"]] == [True, False, True]
+    assert [key["depth"] for key in record["eval_passkeys"]] == [0.0, 0.5, 1.0]
+    assert seen["before"]["eval_passkey"] == 2 / 3
+    got = [key["loss"] for key in record["eval_passkeys"]]
+    assert got == pytest.approx(plain["passkey_losses"], rel=1e-6)
+    assert seen["before"]["eval_passkey_loss"] == pytest.approx(mean(plain["passkey_losses"]), rel=1e-6)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_samples_are_greedy_and_end_at_an_end_token(seeing_results, name):
+    plain = seeing_results["plain"]
+    expected = []
+    for continued in plain["continued"]:
+        at = continued.index(plain["end"]) if plain["end"] in continued else len(continued)
+        expected.append(continued[:at])
+    assert [sample["token_ids"] for sample in seeing_results[name]["samples"]] == expected
+    assert len(expected[1]) < 6  # this one ends early
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradient_norms_of_groups_make_up_the_whole(seeing_results, name):
+    step, plain = seeing_results[name]["step"], seeing_results["plain"]
+    groups = {
+        key.removeprefix("grad_norm_"): value for key, value in step.items() if key.startswith("grad_norm_")
+    }
+    assert sum(norm**2 for norm in groups.values()) == pytest.approx(step["grad_norm"] ** 2, rel=1e-6)
+    assert groups == pytest.approx(plain[f"norms_{seeing_results[name]['rows']}"], rel=1e-6)
+    assert 0.1 < step["peak_memory_gib"] < 8
+
+
+@pytest.mark.multiprocess
+def test_frozen_weights_have_no_gradient_norm(seeing_results):
+    step = next(line for line in seeing_results["seen_lora"]["metrics"] if line["step"] == 1)
+    groups = [key for key in step if key.startswith("grad_norm_")]
+    assert groups == ["grad_norm_lora"]
+    assert step["grad_norm_lora"] == pytest.approx(step["grad_norm"], rel=1e-6)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_evaluation_leaves_the_model_as_it_was(seeing_results, name):
+    seen = seeing_results[name]
+    assert (seen["modes"], seen["row_length"], seen["traces"]) == ([True], 141, [False, False])
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", ["", "_lora"])
+def test_training_does_not_notice_that_it_is_watched(seeing_results, name):
+    """Weights and moments bit for bit, dropout's random numbers included."""
+    seen, unseen = seeing_results[f"seen{name}"], seeing_results[f"unseen{name}"]
+    assert seen["hash"] == unseen["hash"]
+    watched = [line for line in seen["metrics"] if "eval_loss" in line]
+    assert [line["step"] for line in watched] == [0, 2, 3]
+    assert not any("eval_loss" in line for line in unseen["metrics"])
+    losses = [[line["loss"] for line in run["metrics"] if line["step"]] for run in (seen, unseen)]
+    assert losses[0] == losses[1]
+    assert watched[0]["eval_loss"] > watched[-1]["eval_loss"]
+
+
+@pytest.mark.multiprocess
+def test_files_of_a_run_hold_a_line_per_measurement(seeing_results, seeing_folder):
+    folder = seeing_folder / "seen"
+    steps = {
+        name: [json.loads(line)["step"] for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("eval", "gates", "samples")
+    }
+    assert steps == {"eval": [0, 2, 3], "gates": [0, 2, 3], "samples": [0, 0, 0, 2, 2, 2, 3, 3, 3]}
+    assert (folder / "gates.png").stat().st_size > 10_000

@@ -1,0 +1,252 @@
+"""What observers see on several ranks against plain PyTorch on one, and that training does not notice them.
+`worker_seeing.py OUT`."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import tiny
+import torch
+from worker_runs import optimizer_hash
+
+CONTEXT = 141
+LENGTHS = [9, 150, 57, 80, 141, 12, 8]  # two documents fill a row, then 9 + 57 + 75 of 80 tokens
+SETTINGS = {
+    "dtype": "float32",
+    "loss_chunk_mib": 1,
+    "learning_rate": 1e-2,
+    "max_grad_norm": 1e-3,
+    "save_every_steps": 0,
+    "eval_every_steps": 2,
+    "gate_every_steps": 2,
+    "eval_rows": 3,
+    "eval_passkeys": 2,
+    "sample_tokens": 6,
+    "max_steps": 3,
+}
+PROMPTS = ((3, 1, 4), (1, 5, 9, 2, 6, 5, 3, 5, 8), tuple(range(20)))
+
+
+def add_held_out(folder: Path, seed: int = 5) -> Path:
+    """Held-out documents beside packed rows, as preparation leaves them."""
+    from pod.data.publish import HELD_OUT_LENGTHS, HELD_OUT_TOKENS
+
+    generator = np.random.default_rng(seed)
+    generator.integers(0, tiny.VOCAB // 4, sum(LENGTHS)).astype("<u2").tofile(folder / HELD_OUT_TOKENS)
+    np.save(folder / HELD_OUT_LENGTHS, np.array(LENGTHS, dtype="<i8"))
+    file = folder / "manifest.json"
+    manifest = json.loads(file.read_text(encoding="utf-8"))
+    manifest["held_out"] = {"documents": len(LENGTHS), "tokens": sum(LENGTHS), "token_dtype": "uint16"}
+    file.write_text(json.dumps(manifest), encoding="utf-8")
+    return folder
+
+
+def make_probes(model):
+    """Passkeys of which the untrained model says the first and the third, not the second; texts; one end token."""
+    from pod.training.probes import Passkey, Probes
+
+    said = [plain_continuation(model, prompt, 3) for prompt in PROMPTS]
+    wrong = (said[1][0], (said[1][1] + 1) % tiny.VOCAB, said[1][2])
+    answers = (said[0], wrong, said[2])
+    passkeys = [
+        Passkey(prompt=prompt, answer=tuple(answer), depth=depth)
+        for prompt, answer, depth in zip(PROMPTS, answers, (0.0, 0.5, 1.0), strict=True)
+    ]
+    end = plain_continuation(model, PROMPTS[1], 6)[4]
+    return Probes(passkeys=tuple(passkeys), prompts=PROMPTS, texts=("a", "b", "c"), end_ids=frozenset([end]))
+
+
+@torch.no_grad()
+def plain_continuation(model, prompt, new_tokens: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(new_tokens):
+        ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@torch.no_grad()
+def naive_gates(model, input_ids, doc_ids) -> list[list[float | None]]:
+    """Mean share of proximal tokens per layer and KV head, from whole n x n matrices."""
+    from pod.modeling.reference import document_positions
+
+    config, decoder = model.config, model.model
+    positions = document_positions(doc_ids)
+    hidden = decoder.embed_tokens(input_ids)
+    context = decoder.context(hidden, positions, doc_ids=doc_ids)
+    queries, keys, carry = [], [], (None,) * (2 * config.num_key_value_heads)
+    for layer in decoder.layers:
+        q, k, _ = layer.self_attn._project(layer.input_layernorm(hidden))
+        queries.append(context.rope(q)[0])
+        keys.append(context.rope(k)[0])
+        hidden, *carry = layer(hidden, context, *carry)
+    distance = positions[0][:, None] - positions[0]
+    visible = (doc_ids[0][:, None] == doc_ids[0]) & (doc_ids[0] >= 0) & (distance >= 0)
+    near = visible & ((positions[0] < config.num_sink_tokens) | (distance < config.num_recent_tokens))
+    far = visible & ~near
+    sees_far = far.any(-1)
+    groups = config.num_key_value_groups
+    gates = []
+    for layer, row in enumerate(decoder.lead):
+        gates.append([])
+        for head, lead in enumerate(row):
+            shares = []
+            for query_head in range(head * groups, (head + 1) * groups):
+                scale = config.head_dim**-0.5
+                own = queries[layer][query_head] @ keys[layer][head].T * scale
+                leads = queries[lead][query_head] @ keys[lead][head].T * scale
+                weights = torch.where(near, own, leads).masked_fill(~visible, float("-inf")).softmax(-1)
+                shares.append((weights * near).sum(-1)[sees_far])
+            mean = torch.cat(shares).mean()
+            gates[-1].append(None if mean.isnan() else float(mean))
+    return gates
+
+
+@torch.no_grad()
+def naive_losses(model, rows) -> list[list[float]]:
+    """[position of the predicted token in its document, loss] of every label."""
+    from pod.modeling.reference import document_positions
+
+    logits = model(input_ids=rows["input_ids"], doc_ids=rows["doc_ids"]).logits
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), rows["labels"], reduction="none")
+    positions = document_positions(rows["doc_ids"]) + 1
+    labelled = rows["labels"] >= 0
+    return torch.stack([positions[labelled].double(), losses[labelled].double()], dim=1).tolist()
+
+
+def plain(out, data) -> None:
+    """The same numbers from plain PyTorch in fp64."""
+    from pod.data import PackedDataset
+    from pod.training.held_out import held_out_rows
+
+    dataset, model = PackedDataset(data), tiny.make_model(dtype=torch.float64)
+    rows = held_out_rows(dataset, 3)
+    probes = make_probes(model)
+    result: dict = {"losses": naive_losses(model, rows), "end": min(probes.end_ids)}
+    for name, row in (("long", 0), ("packed", 2)):
+        result[f"gates_{name}"] = naive_gates(model, rows["input_ids"][[row]], rows["doc_ids"][[row]])
+    result["passkey_losses"] = []
+    for key in probes.passkeys:
+        ids = torch.tensor([[*key.prompt, *key.answer]])
+        logits = model(input_ids=ids).logits[0, len(key.prompt) - 1 : -1].detach()
+        loss = torch.nn.functional.cross_entropy(logits, torch.tensor(key.answer))
+        result["passkey_losses"].append(float(loss))
+    result["continued"] = [plain_continuation(model, prompt, 6) for prompt in PROMPTS]
+    for step_rows in (1, 2):
+        result[f"norms_{step_rows}"] = plain_norms(dataset, step_rows)
+    tiny.write_result(out, "plain", result)
+
+
+def plain_norms(dataset, step_rows: int) -> dict[str, float]:
+    """Gradient norms by group of one step over the first rows, without ranks, checkpoints or parts."""
+    from pod.training.gradients import group_of
+
+    model = tiny.make_model(dtype=torch.float64)
+    batch = dataset.rows(dataset.cursor(0).peek(step_rows))
+    logits = model(input_ids=batch["input_ids"], doc_ids=batch["doc_ids"]).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
+    squares: dict[str, float] = {}
+    for name, parameter in model.named_parameters():
+        squares[group_of(name)] = squares.get(group_of(name), 0.0) + float(parameter.grad.square().sum())
+    return {group: square**0.5 for group, square in squares.items()}
+
+
+def observed(name, out, settings, data, heads=(6, 3)) -> None:
+    """All observers of an untrained model, then one step."""
+    from pod.data import PackedDataset
+    from pod.training.args import TrainArgs
+    from pod.training.gates import measure_gates
+    from pod.training.held_out import held_out_rows
+    from pod.training.mesh import start_processes, stop_processes
+    from pod.training.metrics import Monitor
+    from pod.training.observers import make_observers
+    from pod.training.trainer import Trainer
+
+    args = TrainArgs(**SETTINGS | settings)
+    dataset, mesh, model = (
+        PackedDataset(data),
+        start_processes(args.sequence_parallel_size),
+        tiny.make_model(),
+    )
+    observers = make_observers(args, dataset, mesh, out / name, model.config, make_probes(model))
+    trainer = Trainer(args, model, dataset, mesh, out / name, observers=observers)
+    trainer.monitor = Monitor.of(trainer)
+    values: dict = {}
+    for observer in observers:
+        values |= observer.observe(trainer, 0)
+    packed = {key: value[2:3] for key, value in held_out_rows(dataset, 3).items()}
+    result: dict = {"before": values, "packed": measure_gates(trainer, packed)}
+    result["modes"] = sorted({module.training for module in trainer.engine.module.modules()})
+    result["row_length"] = trainer.ulysses.row_length if trainer.ulysses else CONTEXT
+    result["traces"] = [
+        "context" in model.model.__dict__,
+        "forward" in trainer.engine.module.loss_head.__dict__,
+    ]
+    first = trainer.step()
+    for observer in observers[:2]:  # gradient norms and memory
+        first |= observer.observe(trainer, 1)
+    result |= {"step": first, "rows": trainer.rows_per_step}
+    trainer.monitor.close()
+    if mesh.rank == 0:
+        for file in ("eval", "samples", "gates"):
+            lines = (out / name / f"{file}.jsonl").read_text(encoding="utf-8").splitlines()
+            result[file] = [json.loads(line) for line in lines]
+        tiny.write_result(out, name, result)
+    stop_processes()
+
+
+def trained(name, out, settings, data) -> None:
+    """A whole run; its weights and moments at the end."""
+    from pod.data import PackedDataset
+    from pod.training.args import TrainArgs
+    from pod.training.mesh import start_processes, stop_processes
+    from pod.training.observers import make_observers
+    from pod.training.trainer import Trainer
+
+    args = TrainArgs(**SETTINGS | settings)
+    dataset, mesh, model = (
+        PackedDataset(data),
+        start_processes(args.sequence_parallel_size),
+        tiny.make_model(),
+    )
+    observers = None
+    if args.eval_every_steps:
+        observers = make_observers(args, dataset, mesh, out / name, model.config, make_probes(model))
+    trainer = Trainer(args, model, dataset, mesh, out / name, observers=observers)
+    trainer.train()
+    fingerprint = optimizer_hash(trainer)
+    if mesh.rank == 0:
+        lines = [json.loads(line) for line in (out / name / "metrics.jsonl").read_text().splitlines()]
+        tiny.write_result(out, name, {"hash": fingerprint, "metrics": lines})
+    stop_processes()
+
+
+def main(out: Path, *names: str) -> None:
+    import deepspeed  # noqa: F401  imported once, before the ranks are forked
+    import matplotlib.backends.backend_agg  # noqa: F401
+    import peft  # noqa: F401
+
+    import pod  # noqa: F401
+
+    data = add_held_out(tiny.make_data(out / "data", CONTEXT))
+    off = {"eval_every_steps": 0, "gate_every_steps": 0}
+    dropout = {"sequence_parallel_size": 2, "method": "lora", "lora_rank": 2, "lora_dropout": 0.2}
+    full = {"sequence_parallel_size": 2}
+    runs = {
+        "alone": (1, observed, {}),
+        "sp4": (4, observed, {"sequence_parallel_size": 4}),
+        "sp2_dp2": (4, observed, {"sequence_parallel_size": 2, "zero_stage": 1}),
+        "sp2_offload": (2, observed, {"sequence_parallel_size": 2, "offload_optimizer": "cpu"}),
+        "seen": (2, trained, full),
+        "unseen": (2, trained, full | off),
+        "seen_lora": (2, trained, dropout),
+        "unseen_lora": (2, trained, dropout | off),
+    }
+    plain(out, data)
+    for name, (ranks, stage, settings) in runs.items():
+        if not names or name in names:
+            tiny.run_ranks(ranks, stage, name, out, settings, data)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])  # names choose some runs
