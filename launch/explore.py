@@ -2,14 +2,15 @@
 
 Writes plan.json, similarity.safetensors, summary.txt and three pictures into <output_dir>/plan. With the same model and
 text, another --algorithm, --threshold or --target-saving makes its plan from the similarity that is there, and another
---cost measures only what that cost needs. Several
-ranks (torchrun or deepspeed) divide the sequences; an interrupted run continues where it was.
+--cost measures only what that cost needs. Several ranks (torchrun or deepspeed) divide the sequences; an interrupted run
+continues where it was.
 
 With --heads it searches for the retrieval heads of RazorAttention instead, on random tokens, and writes
 <output_dir>/plan/retrieval_heads.json, the file that the cache method `razor` asks for.
 """
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
 from pod.files import atomic_write_text
@@ -27,7 +28,13 @@ def main(recipe: Recipe) -> None:
         write_heads(recipe)
         return
     settings = settings_of(
-        {"path": args.path, "gguf_file": args.gguf_file, "dtype": args.dtype},
+        {
+            "path": args.path,
+            "gguf_file": args.gguf_file,
+            "dtype": args.dtype,
+            "rope": args.rope,
+            "max_position_embeddings": args.max_position_embeddings,
+        },
         recipe.explore,
         recipe.data,
         recipe.seed,
@@ -108,20 +115,17 @@ def _about_refinement(refined: dict[str, Any] | None) -> list[str]:
 
 def estimate(recipe: Recipe) -> str:
     """Tokens, memory and disk; needs the model's config only."""
-    from transformers import AutoConfig
-
-    from pod.models import resolve_model
     from pod.training.explore import check_model, describe_cost
     from pod.training.explore_plan import check_windows
     from pod.training.heads import describe_heads_cost
+    from pod.training.start_model import model_config, source_config
 
     try:
-        options = {"gguf_file": recipe.model.gguf_file} if recipe.model.gguf_file else {}
-        config = AutoConfig.from_pretrained(
-            resolve_model(recipe.model.path), local_files_only=True, **options
-        )
-    except (ValueError, OSError):
-        return f"No estimate: the config of {recipe.model.path} is not on this machine."
+        source_config(recipe.model)
+    except ValueError as error:
+        return f"No estimate: {error}"
+    dense = replace(recipe.model, layout="dense", plan=None)
+    config, _ = model_config(dense, recipe.output_dir)
     if recipe.explore.heads:
         return describe_heads_cost(config, recipe.explore)
     check_model(config, recipe.explore)

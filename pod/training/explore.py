@@ -37,9 +37,11 @@ WEIGHT_SUFFIXES = {".safetensors", ".gguf", ".bin"}
 
 
 def settings_of(model: dict[str, Any], explore: ExploreArgs, data: DataArgs, seed: int) -> dict[str, Any]:
-    """Everything that a similarity depends on, as JSON. model: path, gguf_file and dtype as in the recipe."""
+    """Everything that a similarity depends on, as JSON. model: path, gguf_file and dtype as in the recipe, and what changes
+    its positions (rope, max_position_embeddings), if anything does."""
     sources = explore.sources or data.sources
-    return {
+    positions = {name: model[name] for name in ("rope", "max_position_embeddings") if model.get(name)}
+    return positions | {
         "model": model["path"],
         "gguf_file": model["gguf_file"],
         "dtype": model["dtype"],
@@ -148,6 +150,8 @@ def load_dense(
         gguf_file=settings["gguf_file"],
         dtype=getattr(torch, settings["dtype"]),
         device=_device(),
+        rope=settings.get("rope"),
+        max_position_embeddings=settings.get("max_position_embeddings"),
         num_sink_tokens=num_sink_tokens,
         num_recent_tokens=num_recent_tokens,
     )
