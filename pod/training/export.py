@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from transformers import GenerationConfig
 
 from pod.files import atomic_dir, write_json
@@ -160,7 +160,7 @@ def export_adapter(checkpoint: Path, path: Path, base: str, dtype: str = "auto")
     config = PodConfig.from_pretrained(checkpoint)
     with atomic_dir(path) as folder:
         lora_config({**state.lora, "lora_dropout": 0.0}).save_pretrained(str(folder))
-        save_file(weights, Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
+        (Path(folder) / "adapter_model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
         write_json(Path(folder) / CONFIG_NAME, config.to_dict())
         shutil.copyfile(checkpoint / "plan.json", Path(folder) / "plan.json")
         (Path(folder) / "README.md").write_text(_ADAPTER_README.format(base=base), encoding="utf-8")

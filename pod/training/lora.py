@@ -1,5 +1,6 @@
 """Low-rank adapters through `peft`: wrap a model for training, and load exported adapters onto their start model."""
 
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,9 @@ def add_lora(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
             f"train.lora_target_modules names {', '.join(unknown)}; the linear layers of this model that can have "
             f"adapters are {', '.join(sorted(present))}"
         )
-    return get_peft_model(model, config)  # type: ignore[arg-type]
+    with warnings.catch_warnings():  # peft asks transformers 5 by an old name
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+        return get_peft_model(model, config)  # type: ignore[arg-type]
 
 
 def lora_config(settings: dict[str, Any]) -> Any:
