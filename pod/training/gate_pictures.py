@@ -55,7 +55,7 @@ def _heat_map(figure: Figure, axes: Axes, gates: NDArray[np.float64], lead: NDAr
     axes.set(xlabel="KV head (○ = leads, others follow)", ylabel="layer")
     axes.set_xticks(range(heads) if heads <= 16 else range(0, heads, 4))
     axes.yaxis.set_major_locator(MaxNLocator(12, integer=True))
-    bar = figure.colorbar(image, ax=axes, pad=0.02)
+    bar = figure.colorbar(image, ax=axes, pad=0.02, aspect=30)
     bar.set_label("mean gate: 1 = distant tokens unused")
 
 
@@ -78,8 +78,11 @@ def _curves(figure: Figure, axes: Axes, records: list[dict[str, Any]]) -> None:
             markersize=2.5,
         )
     axes.set(xlabel="step", ylim=(0, 1.02), ylabel="mean gate of followers")
-    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
     axes.grid(alpha=0.25)
+    axes.margins(x=0.03)
+    if len(steps) == 1:
+        axes.set_xlim(steps[0] - 1, steps[0] + 1)
     if not shown:
         axes.text(0.5, 0.5, "no followers", transform=axes.transAxes, ha="center", color="dimgrey")
         return
@@ -91,15 +94,8 @@ def _curves(figure: Figure, axes: Axes, records: list[dict[str, Any]]) -> None:
         Line2D([], [], color=colours(0.05 + 0.85 * shown[-1] / max(1, values.shape[1] - 1))),
     ]
     labels = ["mean of all followers", f"layer {shown[0]}", f"layer {shown[-1]}"]
-    axes.legend(
-        handles[: 1 + min(2, len(shown))],
-        labels[: 1 + min(2, len(shown))],
-        fontsize=8,
-        frameon=False,
-        ncols=3,
-        loc="upper center",
-        bbox_to_anchor=(0.5, 1.1),
-    )
+    count = 1 + min(2, len(shown))
+    axes.legend(handles[:count], labels[:count], fontsize=8, loc="lower left", framealpha=0.85)
 
 
 def _followers(record: dict[str, Any]) -> NDArray[np.float64]:
