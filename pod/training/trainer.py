@@ -173,6 +173,7 @@ class Trainer:
         closing = [contextlib.closing(thing) for thing in (self.monitor, self.batches, self.checkpointer)]
         with self.control.watching(), closing[0], closing[1], closing[2]:
             if self.state.step == 0:
+                self._use_plan(self.schedule.plan_at(0))
                 self.monitor.values(0, self._observe())
             while self.state.step < self.args.max_steps:
                 self._use_plan(self.schedule.plan_at(self.state.step))
