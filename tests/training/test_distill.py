@@ -1,5 +1,8 @@
 """Distillation: the chunked divergence and the attention error against whole matrices in fp64, and an untouched student."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -8,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 import pod
 from pod.training.args import TrainArgs
-from pod.training.distill import linear_distillation, make_distillation, needs_teacher
+from pod.training.distill import AttentionError, linear_distillation, make_distillation, needs_teacher
 from pod.training.engine import save_activations
 from pod.training.lora import add_lora, lora_settings
 from pod.training.loss import LanguageModelLoss, causal_model
@@ -218,6 +221,30 @@ def test_objective_and_gradients_equal_a_naive_pass(method, checkpointing, carry
             assert error <= 10 * tolerance * torch.linalg.vector_norm(want.grad), name
     assert before == {name: parameter.requires_grad for name, parameter in trained.named_parameters()}
     assert causal_model(trained).model.lead == tuple(map(tuple, LEAD))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_teacher_leaves_one_hidden_state_per_layer_until_backward(checkpointing, monkeypatch):
+    held = []
+    start = AttentionError.__init__
+
+    def record(self, outputs, labelled):
+        held.extend((weakref.ref(out), out.nbytes) for out in outputs)
+        start(self, outputs, labelled)
+
+    monkeypatch.setattr(AttentionError, "__init__", record)
+    args = TrainArgs(method="lora", distill_attention=1.0, lora_rank=3, gradient_checkpointing=checkpointing)
+    adapted = add_lora(make_model(), lora_settings(args))
+    save_activations(causal_model(adapted), args, 24)
+    module = LanguageModelLoss(adapted, 1, make_distillation(args, "pod")).train()
+    objective = module(**packed())
+    assert [size for _, size in held] == [2 * 24 * 24 * 8] * 4  # rows x tokens x hidden x fp64, four layers
+    # without checkpoints the graph holds the difference from the student's in their place
+    assert all((reference() is not None) == checkpointing for reference, _ in held)
+    objective.backward()
+    del objective
+    gc.collect()
+    assert all(reference() is None for reference, _ in held)
 
 
 def test_evaluation_is_plain_cross_entropy_and_the_teacher_draws_no_random_numbers():
