@@ -167,6 +167,20 @@ _LLAMA31_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 KNOWN_SIZES: dict[str, dict[str, Any]] = {
+    f"{PACKAGE}{SMOLLM2}": {
+        "model_type": "llama",
+        "vocab_size": 49_152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
+        "tie_word_embeddings": True,
+    },
     "meta-llama/Meta-Llama-3-8B": _LLAMA3_8B,
     "meta-llama/Llama-3.1-8B": {
         **_LLAMA3_8B,

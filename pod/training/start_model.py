@@ -6,7 +6,7 @@ from typing import Any
 from pod.modeling.config import PodConfig
 from pod.modeling.loading import convert_config, rope_changes
 from pod.modeling.sharing import SharingPlan
-from pod.models import KNOWN_SIZES, ModelArgs, resolve_model
+from pod.models import KNOWN_SIZES, PACKAGE, ModelArgs, resolve_model
 
 
 def plan_path(model_args: ModelArgs, output_dir: Path) -> Path | None:
@@ -139,16 +139,16 @@ def source_config(model_args: ModelArgs) -> tuple[Any, str | None]:
         ValueError: neither a model on this machine nor a known one, and the hub cannot be asked.
     """
     name = model_args.path
+    if name.startswith(PACKAGE) and name in KNOWN_SIZES:
+        return _known_config(name), None  # of one version only; reading it would convert the weights first
     try:
         return _read_config(model_args, local_files_only=True), None
     except (OSError, ValueError) as error:
         absent = error
     if name in KNOWN_SIZES:
-        from transformers import AutoConfig
-
-        sizes = dict(KNOWN_SIZES[name])
-        note = f"{name} is not on this machine: its sizes are those that pod/models.py knows"
-        return AutoConfig.for_model(sizes.pop("model_type"), **sizes), note
+        return _known_config(
+            name
+        ), f"{name} is not on this machine: its sizes are those that pod/models.py knows"
     if isinstance(absent, ValueError):
         raise absent
     try:
@@ -159,6 +159,13 @@ def source_config(model_args: ModelArgs) -> tuple[Any, str | None]:
             f"the configuration of model.path = {name} cannot be read here ({reason}): give a folder, or a hub id that "
             "this machine can reach"
         ) from None
+
+
+def _known_config(name: str) -> Any:
+    from transformers import AutoConfig
+
+    sizes = dict(KNOWN_SIZES[name])
+    return AutoConfig.for_model(sizes.pop("model_type"), **sizes)
 
 
 def _read_config(model_args: ModelArgs, local_files_only: bool) -> Any:

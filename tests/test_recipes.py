@@ -1,0 +1,162 @@
+"""The recipes in configs/: each passes --dry-run of its launchers without a network, and says what its comments say."""
+
+import runpy
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from pod.recipe import Recipe, load_recipe
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = sorted(file.name for file in (ROOT / "configs").glob("*.yaml"))
+TRAINED = [name for name in CONFIGS if not name.startswith(("bench_", "data_"))]
+PIPELINE = ("explore.py", "prepare_data.py", "train_pod.py", "export_hf.py", "run_eval.py")
+GPUS = {
+    "llama31_8b_128k_pod.yaml": 8,
+    "llama31_8b_128k_pod_4x8.yaml": 32,
+    "llama31_8b_32k_pod_lora_1gpu.yaml": 1,
+    "llama31_8b_32k_pod_offload_1gpu.yaml": 1,
+    "llama3_8b_32k_cla.yaml": 8,
+    "llama3_8b_32k_dense.yaml": 8,
+    "llama3_8b_32k_pod.yaml": 8,
+    "llama3_8b_32k_window.yaml": 8,
+}
+PAPERS = [name for name in GPUS if "1gpu" not in name]
+
+
+def launchers_of(name: str) -> tuple[str, ...]:
+    return {"bench": ("bench.py",), "data": ("prepare_data.py",)}.get(name.split("_")[0], PIPELINE)
+
+
+def read(name: str) -> Recipe:
+    return load_recipe(ROOT / "configs" / name)
+
+
+@pytest.fixture
+def dry_run(monkeypatch, capsys, tmp_path):
+    """`dry_run(launcher, recipe)` in this process and an empty folder, with no network and no cached model; returns the estimate."""
+    reached = []
+
+    def no_network(self, address, *rest):
+        if self.family != socket.AF_UNIX:
+            reached.append(address)
+            raise OSError("no network here")
+
+    monkeypatch.setattr(socket.socket, "connect", no_network)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+
+    def start(launcher: str, name: str, *more: str) -> str:
+        arguments = [launcher, "--config", str(ROOT / "configs" / name), *more, "--dry-run"]
+        monkeypatch.setattr(sys, "argv", arguments)
+        try:
+            runpy.run_path(str(ROOT / "launch" / launcher), run_name="__main__")
+        except SystemExit as stop:
+            assert stop.code in (0, None), capsys.readouterr().err
+        assert reached == []
+        return capsys.readouterr().out.split("\n---\n")[1]
+
+    return start
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_launcher_of_a_recipe_passes_a_dry_run_without_a_network(name, dry_run):
+    for launcher in launchers_of(name):
+        assert dry_run(launcher, name)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_training_is_estimated_for_every_recipe(name, dry_run):
+    text = dry_run("train_pod.py", name)
+    parameters = {
+        "demo_tiny.yaml": "164,544",
+        "demo_cla.yaml": "131,197,248",
+        "llama3_8b_32k_cla.yaml": "7,896,043,520",
+    }
+    expected = parameters.get(name, "8,030,261,248" if "8b" in name else "134,515,008")
+    assert f"{expected} parameters" in text
+    assert ("that pod/models.py knows" in text) == ("8b" in name)
+    assert ("no plan yet" in text) == (read(name).model.layout == "pod")
+    assert "longer than the model's positions" not in text
+
+
+def test_a_dry_run_names_rows_that_are_too_long(dry_run):
+    text = dry_run("train_pod.py", "llama3_8b_32k_dense.yaml", "--set", "model.max_position_embeddings=16384")
+    assert "rows of 32768 tokens are longer than the model's positions (16384)" in text
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_steps_and_ranks_make_the_tokens_that_the_data_section_asks_for(name):
+    recipe, gpus = read(name), GPUS[name]
+    args = recipe.train
+    assert gpus % args.sequence_parallel_size == 0
+    groups = gpus // args.sequence_parallel_size
+    tokens = args.micro_batch_size * args.gradient_accumulation_steps * groups * recipe.data.context_length
+    assert abs(tokens * args.max_steps / recipe.data.target_tokens - 1) < 1e-3
+    if name in PAPERS:
+        assert (
+            tokens == 4 * 2**20 and recipe.data.target_tokens == 5_000_000_000 and args.learning_rate == 1e-5
+        )
+    said = (ROOT / "configs" / name).read_text()
+    assert f"{gpus} GPU" in said
+
+
+def test_the_papers_chain_starts_from_one_dense_model_on_the_same_tokens():
+    dense = read("llama3_8b_32k_dense.yaml")
+    assert (dense.model.layout, dense.model.rope_theta, dense.model.max_position_embeddings) == (
+        "dense",
+        16e6,
+        32_768,
+    )
+    for layout in ("pod", "window", "cla"):
+        recipe = read(f"llama3_8b_32k_{layout}.yaml")
+        assert recipe.model.layout == layout
+        assert recipe.model.path == str(dense.export_dir)
+        assert recipe.data == dense.data
+        budget = (
+            "max_steps",
+            "gradient_accumulation_steps",
+            "sequence_parallel_size",
+            "learning_rate",
+            "warmup_steps",
+        )
+        assert all(getattr(recipe.train, field) == getattr(dense.train, field) for field in budget)
+    pod, window = read("llama3_8b_32k_pod.yaml").model, read("llama3_8b_32k_window.yaml").model
+    assert pod.num_sink_tokens + pod.num_recent_tokens == window.num_recent_tokens == 4096
+    assert read("llama3_8b_32k_cla.yaml").model.cla_factor == 2
+
+
+def test_demo_variants_train_on_the_demos_tokens():
+    demo = read("demo.yaml")
+    for layout in ("dense", "window", "cla", "lora"):
+        recipe = read(f"demo_{layout}.yaml")
+        assert recipe.data == demo.data and recipe.seed == demo.seed
+        assert recipe.train.max_steps == demo.train.max_steps
+        assert recipe.model.layout == (layout if layout != "lora" else "pod")
+    assert (
+        read("demo_window.yaml").model.num_recent_tokens
+        == demo.model.num_sink_tokens + demo.model.num_recent_tokens
+    )
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_no_recipe_is_refused_before_its_data_is_there(name, tmp_path, monkeypatch):
+    """What preflight asks of model, plan, layout and rows, for the number of GPUs that the recipe is for."""
+    from pod.training import preflight
+    from pod.training.start_model import model_config
+
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    recipe = read(name)
+    config, plan = model_config(recipe.model, tmp_path, 0.35)
+    context = recipe.data.context_length
+    manifest = {
+        "context_length": context,
+        "num_rows": recipe.data.target_tokens // context,
+        "vocab_size": config.vocab_size,
+        "tokenizer_sha256": "",
+    }
+    preflight.check_model(config, recipe.train, plan)
+    preflight.check_data(config, manifest, None)
+    preflight.check_layout(recipe.train, manifest, GPUS.get(name, recipe.train.sequence_parallel_size))
