@@ -73,8 +73,15 @@ def token_scores(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_bytes: in
     size = max(1, chunk_bytes // (4 * weight.shape[0]))
     losses, best = [], []
     for chunk, target in zip(rows.split(size), targets.split(size), strict=True):
-        logits = F.linear(chunk, weight)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = wide_logits(chunk, weight)
         losses.append(F.cross_entropy(logits, target, reduction="none", ignore_index=IGNORED_LABEL))
         best.append(logits.argmax(-1))
     return torch.cat(losses).view(labels.shape), torch.cat(best).view(labels.shape)
+
+
+def wide_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """[m, hidden] and [V, hidden] to [m, V] in at least fp32, not rounded on the way where the device can do without."""
+    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    logits = F.linear(hidden, weight)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

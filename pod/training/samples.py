@@ -10,7 +10,7 @@ from torch import Tensor
 from pod.training.args import TrainArgs
 from pod.training.observers import Periodic
 from pod.training.probes import Probes
-from pod.training.reading import IGNORED_LABEL, read, reading, row_length_for
+from pod.training.reading import IGNORED_LABEL, read, reading, row_length_for, wide_logits
 from pod.training.trackers import append_records
 
 FILE_NAME = "samples.jsonl"
@@ -91,8 +91,7 @@ def _next_tokens(trainer: Any, texts: list[list[int]], length: int) -> Tensor:
         def last(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
             rows = torch.arange(len(texts), device=hidden.device)
             at = local.clamp(0, hidden.shape[1] - 1).to(hidden.device)
-            logits = torch.nn.functional.linear(hidden[rows, at], weight)
-            return logits.float().argmax(-1)
+            return wide_logits(hidden[rows, at], weight).argmax(-1)
 
         best = read(trainer, tokens, docs, torch.full_like(tokens, IGNORED_LABEL), last)
     return torch.where(here, best.cpu(), 0)

@@ -53,7 +53,7 @@ class JsonLines:
     def __init__(self, path: Path, first_step: int):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._open(first_step)
+        self._open(first_step or -1)  # a run from the beginning measures step 0 again
 
     def _open(self, last_step: int) -> None:
         """Drop what lies behind `last_step`, and go on at the end."""

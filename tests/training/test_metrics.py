@@ -37,6 +37,13 @@ def test_resumed_metrics_drop_repeated_and_half_written_lines(tmp_path):
     assert [json.loads(line)["step"] for line in file.read_text(encoding="utf-8").splitlines()] == [1, 2, 3]
 
 
+def test_a_run_from_the_beginning_keeps_nothing(tmp_path):
+    append_records(tmp_path / "metrics.jsonl", 0, [{"eval_loss": 1.0}])
+    append_records(tmp_path / "metrics.jsonl", 1, [{"loss": 1.0}])
+    JsonLines(tmp_path / "metrics.jsonl", first_step=0).close()
+    assert read_records(tmp_path / "metrics.jsonl") == []
+
+
 def test_records_of_a_step_that_comes_again_replace_the_old_ones(tmp_path):
     file = tmp_path / "eval.jsonl"
     for step in (0, 2, 4):
