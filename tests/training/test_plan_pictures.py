@@ -10,6 +10,7 @@ from pod.training.plan_pictures import (
     SINGLE_COLOUR,
     adjacent_similarity,
     block_picture,
+    cost_maps,
     head_maps,
     save_pictures,
 )
@@ -56,6 +57,22 @@ def test_one_heat_map_per_query_head(query_heads, kv_heads):
     for head, image in enumerate(maps):
         np.testing.assert_array_equal(image.get_array(), values[:, :, head])
         assert image.axes.get_title() == f"query head {head} (KV head {head // (query_heads // kv_heads)})"
+
+
+def test_cost_maps_show_layers_over_leads_and_dot_the_pairs_of_the_plan():
+    costs = np.random.default_rng(1).random((4, 4, 2)) + 0.1
+    figure = cost_maps(costs, PLAN, "loss", "m")
+    for head, axes in enumerate(figure.axes[:2]):
+        shown = axes.images[0].get_array()
+        for layer in range(4):
+            for lead in range(4):
+                assert np.ma.is_masked(shown[layer, lead]) == (lead >= layer)
+                if lead < layer:
+                    assert shown[layer, lead] == max(costs[lead, layer, head], axes.images[0].norm.vmin)
+        dots = {(x, y) for line in axes.lines for x, y in zip(*line.get_data(), strict=True)}
+        assert dots == {(row[head], layer) for layer, row in enumerate(PLAN.lead) if row[head] != layer}
+    dense = cost_maps(np.zeros((4, 4, 2)), SharingPlan.dense(4, 2), "loss", "m")
+    assert not dense.axes[0].lines
 
 
 def test_files_are_readable_pictures(tmp_path):
