@@ -126,7 +126,7 @@ def tiny_model(lead=None, layout="pod"):
 
 @pytest.mark.parametrize("carry", ["keep", "offload", "recompute"])
 def test_a_model_under_an_applied_plan_is_the_model_of_that_plan(carry):
-    early, late = [[0, 0], [1, 0], [2, 2], [3, 3]], [[0, 0], [0, 0], [2, 0], [2, 0]]
+    early, late = [[0, 0], [1, 0], [2, 2], [3, 2]], [[0, 0], [1, 0], [2, 0], [2, 0]]
     ids = torch.arange(40).reshape(2, 20) % 31
     args = TrainArgs(carry=carry)
     model = tiny_model(late)
