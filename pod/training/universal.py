@@ -121,7 +121,11 @@ class _Conversion:
             return None
         self.errors.seek(0)
         lines = self.errors.read().decode(errors="replace").strip().splitlines()
-        reason = lines[-1] if lines and self.process.returncode > 0 else "killed, is the host memory full?"
+        reason = (
+            lines[-1].split(". ")[0]
+            if lines and self.process.returncode > 0
+            else "killed, is the host memory full?"
+        )
         return (
             f"checkpoint {self.checkpoint} was written by another layout of ranks and cannot be converted ({reason}): start "
             "the ranks and zero_stage that wrote it, or remove it to resume from an older one"
@@ -185,6 +189,16 @@ def _complete(zero: Path) -> None:
     torch.save(slim, zero / "optimizer_state.pt")
 
 
+class _NoTensorParallel:
+    """What DeepSpeed asks a model-parallel unit for."""
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return 0
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return 1
+
+
 def load_universal(engine: Any, folder: Path) -> None:
     """Weights and moments of a universal copy into the engine's own shards; called by all ranks.
 
@@ -192,9 +206,7 @@ def load_universal(engine: Any, folder: Path) -> None:
     """
     optimizer = engine.optimizer
     mpu = getattr(optimizer, "mpu", None)
-    optimizer.mpu = (
-        None  # DeepSpeed's sequence-parallel groups do not know tensor parallelism, which it asks for
-    )
+    optimizer.mpu = _NoTensorParallel()  # else sequence parallelism is taken for it
     if hasattr(optimizer, "checkpoint_event_prologue"):
         optimizer.checkpoint_event_prologue()
     try:

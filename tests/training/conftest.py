@@ -51,7 +51,7 @@ def runs_folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def run_results(runs_folder) -> dict[str, dict]:
     """Results of worker_runs.py."""
-    return run_worker("worker_runs.py", runs_folder)
+    return run_worker("worker_runs.py", runs_folder, timeout=600)
 
 
 @pytest.fixture(scope="session")
@@ -105,7 +105,7 @@ def seeing_results(seeing_folder) -> dict[str, dict]:
 @pytest.fixture(scope="session")
 def restart_results(tmp_path_factory) -> dict[str, dict]:
     """Results of worker_restart.py."""
-    return run_worker("worker_restart.py", tmp_path_factory.mktemp("restart"), timeout=600)
+    return run_worker("worker_restart.py", tmp_path_factory.mktemp("restart"), timeout=1200)
 
 
 @pytest.fixture(scope="session")
@@ -124,3 +124,9 @@ def engine_results(tmp_path_factory) -> dict[str, dict]:
 def variant_results(tmp_path_factory) -> dict[str, dict]:
     """Results of worker_variants.py."""
     return run_worker("worker_variants.py", tmp_path_factory.mktemp("variants"))
+
+
+@pytest.fixture(scope="session")
+def estimate_results(tmp_path_factory) -> dict[str, dict]:
+    """Results of worker_estimate.py."""
+    return run_worker("worker_estimate.py", tmp_path_factory.mktemp("estimate"), timeout=600)

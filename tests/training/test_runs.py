@@ -51,7 +51,7 @@ def test_a_step_with_nan_on_one_rank_is_skipped_on_all(run_results):
 def test_run_stops_after_three_skipped_steps(run_results):
     result = run_results["nan"]
     assert result["stopped_at"] == 7
-    assert result["error"].startswith("3 steps in a row had a NaN")
+    assert result["error"].startswith("3 bad steps in a row (at step 7 ")
 
 
 @pytest.mark.parametrize(

@@ -288,7 +288,7 @@ def _lives(pid: int) -> bool:
 
 
 class _Free:
-    free = 1000
+    free = 10
 
 
 def _refusal(folder, data, settings) -> str:
