@@ -96,21 +96,28 @@ class _Layer:
 def _norm(width: _Widths, args: TrainArgs, users: tuple[str, ...], input_kept: bool) -> int:
     """A norm keeps its input in float32, the normalised input where its weight is trained, its output where a weight reads it."""
     full = args.method == "full"
-    reads = full or any(name in args.lora_target_modules for name in users)
+    reads = any(_saves_input(name, args) for name in users)
     copy = (0 if input_kept else width.hidden) if width.is_wide else width.fp32
     return copy + width.hidden * (full + reads)
 
 
+def _saves_input(name: str, args: TrainArgs) -> bool:
+    """Whether a linear layer keeps its input for backward: where its weight or adapter is trained, and under stage 3 always.
+
+    Stage 3 puts its own linear function in place (`zero3_linear_wrap`), which saves the input of frozen weights too.
+    """
+    return args.method == "full" or args.zero_stage == 3 or name in args.lora_target_modules
+
+
 def _layer(shapes: Shapes, lead: Lead, index: int, args: TrainArgs, width: _Widths) -> _Layer:
-    full = args.method == "full"
     own_key = shapes.layout != "cla" or lead[index][0] == index
     key = 2 * width.key if own_key else 0
     follow = followers(lead, index) if shapes.layout == "pod" else []
     attention = 2 * width.query + key + len(follow) * width.carried
     attention += int(_copied_share(follow, shapes.kv_heads) * (width.query + key))
-    if full or "o_proj" in args.lora_target_modules:
+    if _saves_input("o_proj", args):
         attention += width.query  # the output again, heads side by side
-    mlp = 3 * width.inner + (width.inner if full or "down_proj" in args.lora_target_modules else 0)
+    mlp = 3 * width.inner + (width.inner if _saves_input("down_proj", args) else 0)
     return _Layer(
         first_norm=_norm(width, args, ("q_proj", "k_proj", "v_proj"), input_kept=True),
         attention=attention,

@@ -109,7 +109,7 @@ def test_estimate_scales_as_it_must():
     two = training_bytes(SMOLLM2, blocks, TrainArgs(sequence_parallel_size=2), 2048, 2)
     assert carried_heads(blocks) == 30  # 10 leads x 3 heads
     assert one["carry"] == 30 * (3 + 1) * 64 * 2048 * 2
-    assert two["carry"] * 2 == one["carry"]
+    assert two["carry"] * 3 == pytest.approx(one["carry"] * 2, rel=1e-5)  # the rank with 2 of the 3 KV heads
     assert two["optimizer"] * 2 == one["optimizer"] == 134_515_008 * 8
     assert training_bytes(SMOLLM2, dense, TrainArgs(), 2048, 1)["carry"] == 0
     assert (

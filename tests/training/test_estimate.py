@@ -1,0 +1,267 @@
+"""The estimate of memory, traffic and time: against real steps on a few configurations, and by what must follow from what.
+
+All configurations, on an idle machine: `python benchmarks/estimate_memory.py`.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import pod
+from pod.training import devices, memory
+from pod.training.args import TrainArgs
+from pod.training.communication import (
+    World,
+    communication,
+    forward_all_to_all_bytes,
+    gradient_bytes,
+    weight_bytes,
+)
+from pod.training.devices import get_device, peak_tflops
+from pod.training.estimate import (
+    Shapes,
+    checkpoint_disk_bytes,
+    describe,
+    host_bytes,
+    main,
+    nvme_bytes,
+    training_bytes,
+)
+from pod.training.memory import resting_bytes
+from pod.training.step_time import attention_flops, rank_flops, step_time
+
+ROOT = Path(__file__).parents[2]
+GIB = 2**30
+LLAMA3_8B = Shapes(
+    hidden=4096,
+    layers=32,
+    query_heads=32,
+    kv_heads=8,
+    head_dim=128,
+    intermediate=14336,
+    vocab=128_256,
+    tied=False,
+)
+DENSE = [[layer] * 8 for layer in range(32)]
+SHARED = [[layer - layer % 4] * 8 for layer in range(32)]
+PAPER = {"sequence_parallel_size": 4, "gradient_accumulation_steps": 64, "max_steps": 1192}
+
+
+def total(args, lead=SHARED, shapes=LLAMA3_8B, context=32_768, world=8) -> int:
+    return sum(training_bytes(shapes, lead, args, context, world).values())
+
+
+def test_parameters_of_llama3_8b():
+    assert LLAMA3_8B.parameters == 8_030_261_248
+
+
+@pytest.mark.parametrize("layout", ["pod", "cla", "window"])
+def test_parameters_are_those_of_the_model(layout):
+    sizes = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 5}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8, "layout": layout}
+    model = pod.PodForCausalLM(pod.PodConfig(**sizes, **heads))
+    assert Shapes.from_config(model.config).parameters == sum(one.numel() for one in model.parameters())
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", ["pod_keep", "pod_lora_no_checkpoints", "pod_bfloat16_2ranks"])
+def test_peak_of_real_steps_within_five_percent(estimate_results, name):
+    """The goal is 10 %; these configurations are known to be within 2 %."""
+    result = estimate_results[name]
+    assert "failed" not in result, result.get("failed")
+    assert result["ratio"] == pytest.approx(1, abs=0.05), result["parts"]
+
+
+def test_recorded_comparison_is_within_ten_percent_on_at_least_twelve_configurations():
+    recorded = json.loads(
+        (ROOT / "benchmarks" / "results" / "estimate_memory.json").read_text(encoding="utf-8")
+    )
+    rows = [row for row in recorded["rows"] if "ratio" in row]
+    assert len(rows) >= 12
+    assert max(abs(row["ratio"] - 1) for row in rows) <= 0.1
+    assert {row["ranks"] for row in rows} >= {1, 2, 4}
+    assert {row["layout"] for row in rows} >= {"dense", "pod", "cla", "window"}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("name", "micro_batches"), [("sp2", 1), ("sp2_zero1", 2)])
+def test_exchanged_bytes_are_those_counted(estimate_results, name, micro_batches):
+    """Ulysses counts what its forward sends: one pass and, with activation checkpoints, the recomputation."""
+    result = estimate_results[name]
+    passes = micro_batches * (2 if name == "sp2" else 1)
+    assert result["sent"] == {key: passes * value for key, value in result["forward"].items()}
+    backward = micro_batches * sum(result["forward"].values())
+    assert result["all"] == passes * sum(result["forward"].values()) + backward
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", ["sp2", "sp2_zero1"])
+def test_a_checkpoint_needs_the_disk_that_is_estimated(estimate_results, name):
+    """The mebibyte of the rest is most of a tiny model's estimate: what is written must fit into it."""
+    result = estimate_results[name]
+    assert 0.1 * result["disk_estimate"] < result["disk"] <= result["disk_estimate"]
+
+
+def test_sharing_sends_nothing_and_carries_what_the_plan_says():
+    args = TrainArgs(**PAPER)
+    world = World(8, 8)
+    assert communication(LLAMA3_8B, DENSE, args, 32_768, world) == communication(
+        LLAMA3_8B, SHARED, args, 32_768, world
+    )
+    each = 5 * 128 * 8192 * 2  # 4 queries and a key per token and KV head
+    parts = training_bytes(LLAMA3_8B, SHARED, args, 32_768, 8)
+    assert parts["carry"] == 8 * 8 * each
+    assert training_bytes(LLAMA3_8B, DENSE, args, 32_768, 8)["carry"] == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "less", "context"),
+    [
+        ({"carry": "offload"}, 0.98, 32_768),
+        ({"offload_checkpoints": True}, 0.98, 32_768),
+        ({"offload_optimizer": "cpu"}, 0.85, 32_768),
+        ({"offload_parameters": "cpu"}, 0.99, 32_768),
+        ({"method": "lora"}, 0.6, 32_768),
+        ({"mlp_tile_tokens": 4096}, 0.95, 131_072),
+    ],
+)
+def test_settings_that_save_memory_save_it(settings, less, context):
+    args = {"sequence_parallel_size": 4, "mlp_tile_tokens": 0}
+    assert total(TrainArgs(**args | settings), context=context) < less * total(
+        TrainArgs(**args), context=context
+    )
+
+
+def test_rest_is_divided_as_the_stages_say():
+    def rest(stage, world, **settings):
+        return resting_bytes(LLAMA3_8B, TrainArgs(zero_stage=stage, **settings), world)
+
+    count = LLAMA3_8B.parameters
+    assert rest(1, 8)["parameters"] == count * 2 == 8 * (rest(3, 8)["parameters"] - _persistent())
+    assert rest(1, 8)["optimizer"] == rest(3, 8)["optimizer"] == count // 8 * 8
+    assert rest(1, 8)["gradients"] == 8 * rest(3, 8)["gradients"] == count * 4
+    assert rest(3, 8, reduce_dtype="bfloat16")["gradients"] * 2 == rest(3, 8)["gradients"]
+    assert rest(3, 8, distill_logits=0.5)["teacher"] == count * 2 // 8
+    assert rest(3, 8, distill_logits=0.5, method="lora")["teacher"] == 0
+
+
+def _persistent() -> int:
+    return LLAMA3_8B.persistent_parameters(memory.PERSISTENT_ELEMENTS) * 2
+
+
+def test_what_is_offloaded_lies_elsewhere():
+    args = TrainArgs(
+        offload_optimizer="cpu", offload_parameters="nvme", offload_folder="x", save_mode="async"
+    )
+    count = LLAMA3_8B.parameters
+    assert host_bytes(LLAMA3_8B, DENSE, args, 8192, 8) == {
+        "optimizer": count * 16 // 8,
+        "checkpoint": checkpoint_disk_bytes(LLAMA3_8B, args) // 8,
+    }
+    assert nvme_bytes(LLAMA3_8B, args, 8) == {"parameters": count * 2 // 8}
+    assert host_bytes(LLAMA3_8B, DENSE, TrainArgs(offload_checkpoints=True), 1000, 1) == {
+        "checkpoints of activations": 32 * 1000 * 4096 * 2
+    }
+
+
+def test_rings_and_exchanges_inside_and_between_machines():
+    args = TrainArgs(**PAPER)
+    one, four = (communication(LLAMA3_8B, DENSE, args, 32_768, World(size, 8)) for size in (8, 32))
+    assert all(kind.between == 0 for kind in one)
+    gather, scatter, heads = four
+    assert gather.bytes == weight_bytes(LLAMA3_8B, args) * 31 // 32
+    assert gather.between == weight_bytes(LLAMA3_8B, args) * 3 // 4 // 8
+    assert scatter.bytes == gradient_bytes(LLAMA3_8B, args) * 31 // 32
+    assert heads.between == 0, "groups of 4 contiguous ranks lie within machines of 8"
+    wide = TrainArgs(sequence_parallel_size=16)
+    (*_, heads) = communication(LLAMA3_8B, DENSE, wide, 32_768, World(32, 8))
+    assert heads.between * 7 == pytest.approx(
+        heads.inside * 8, rel=1e-6
+    )  # 7 peers here, 8 on the other machine
+    assert weight_bytes(LLAMA3_8B, TrainArgs(zero_stage=1)) == LLAMA3_8B.parameters * 2
+    assert gradient_bytes(
+        LLAMA3_8B, TrainArgs(zero_stage=1, gradient_accumulation_steps=5)
+    ) * 5 == gradient_bytes(LLAMA3_8B, TrainArgs(zero_stage=2, gradient_accumulation_steps=5))
+
+
+def test_cla_followers_send_their_queries_only():
+    cla = Shapes(**vars(LLAMA3_8B) | {"layout": "cla"})
+    pairs = [[layer - layer % 2] * 8 for layer in range(32)]
+    args = TrainArgs(sequence_parallel_size=4)
+    sent = [
+        forward_all_to_all_bytes(shapes, lead, args, 8192)
+        for shapes, lead in ((LLAMA3_8B, DENSE), (cla, pairs))
+    ]
+    assert sent[0]["to_heads"] - sent[1]["to_heads"] == 16 * 2 * 8 * 128 * 2048 * 2
+    assert sent[0]["to_sequence"] == sent[1]["to_sequence"]
+
+
+def test_operations_are_six_per_weight_and_token_plus_attention():
+    """Without recomputation: 2 forward and 4 backward per weight, but for the loss, which computes its logits twice."""
+    args = TrainArgs(gradient_checkpointing=False, mlp_tile_tokens=0)
+    tokens, head = 4096, LLAMA3_8B.embedding_parameters
+    linear = 32 * (LLAMA3_8B.layer_parameters - 2 * 4096)
+    expected = 6.0 * tokens * linear + 8.0 * tokens * head
+    assert rank_flops(LLAMA3_8B, args, tokens) == pytest.approx(
+        expected + 3.5 * 32 * attention_flops(LLAMA3_8B, args, tokens), rel=1e-12
+    )
+    assert attention_flops(LLAMA3_8B, args, tokens) == 4 * 128 * 32 * tokens * (tokens + 1) / 2
+    window = Shapes(**vars(LLAMA3_8B) | {"layout": "window", "windows": (0, 1024)})
+    assert attention_flops(window, args, tokens) == 4 * 128 * 32 * (1024 * 1025 / 2 + 3072 * 1024)
+
+
+def test_time_follows_figures():
+    args, device = TrainArgs(**PAPER), get_device("h100")
+    one = step_time(LLAMA3_8B, SHARED, args, 32_768, World(8, 8), device)
+    fast = step_time(LLAMA3_8B, SHARED, args, 32_768, World(8, 8), device, efficiency=1.0)
+    assert fast.parts["arithmetic"] * 2 == pytest.approx(one.parts["arithmetic"])
+    assert one.parts["arithmetic"] < one.overlapped < one.sequential == pytest.approx(sum(one.parts.values()))
+    slow = step_time(LLAMA3_8B, SHARED, args, 32_768, World(32, 1), device)
+    assert slow.parts["all-gather of weights"] > one.parts["all-gather of weights"]
+    host = TrainArgs(**PAPER, offload_optimizer="cpu", offload_checkpoints=True)
+    offloaded = step_time(LLAMA3_8B, SHARED, host, 32_768, World(8, 8), device)
+    assert offloaded.parts["update"] > one.parts["update"]
+    assert "copies to and from the host" in offloaded.parts
+
+
+def test_devices_are_found_by_the_names_that_cuda_gives():
+    assert peak_tflops("NVIDIA H100 80GB HBM3", "bfloat16") == 989
+    assert peak_tflops("NVIDIA H100 PCIe", "bfloat16") == 756
+    assert peak_tflops("NVIDIA A100-SXM4-40GB", "float32") == 19.5
+    assert peak_tflops("Unknown", "bfloat16") is None
+    assert all(device.source for device in devices.DEVICES.values())
+    with pytest.raises(ValueError, match="device 'h101' is unknown, known are h200, h100"):
+        get_device("h101")
+
+
+def test_text_for_thousands_of_gpus():
+    text = describe(LLAMA3_8B, SHARED, TrainArgs(**PAPER), 131_072, 4096, 8, get_device("h200"))
+    assert "4096 ranks on 512 machines = 1024 data parallel x 4 sequence parallel" in text
+    for part in ("from other machines", "per device at best", "fits", "disk per checkpoint"):
+        assert part in text
+    with pytest.raises(ValueError, match="12 ranks cannot lie on machines of 8"):
+        describe(LLAMA3_8B, SHARED, TrainArgs(**PAPER), 32_768, 12, 8)
+    with pytest.raises(ValueError, match="6 ranks cannot form groups of sequence_parallel_size 4"):
+        describe(LLAMA3_8B, SHARED, TrainArgs(**PAPER), 32_768, 6, 6)
+
+
+def test_command_line(capsys):
+    main(
+        [
+            "--config",
+            str(ROOT / "configs" / "demo_tiny.yaml"),
+            "--nodes",
+            "2",
+            "--gpus-per-node",
+            "4",
+            "--device",
+            "a100",
+        ]
+    )
+    text = capsys.readouterr().out
+    assert "8 ranks on 2 machines" in text
+    assert "312 TFLOP/s" in text or "19.5 TFLOP/s" in text
+    with pytest.raises(SystemExit):
+        main(["--config", str(ROOT / "configs" / "demo_tiny.yaml"), "--device", "abacus"])
+    assert "error: device 'abacus' is unknown" in capsys.readouterr().err

@@ -1,0 +1,222 @@
+"""What a run refuses before it starts: each case one line that says what came, what is allowed and what to do."""
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import pod
+from pod.modeling.sharing import SharingPlan
+from pod.training import preflight
+from pod.training.args import TrainArgs
+from pod.training.preflight import agree, check, kept_checkpoints
+
+GIB = 2**30
+
+
+def config(**changes):
+    sizes = {
+        "vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "lead": [[0, 0], [0, 1], [2, 1], [2, 3]],
+    }  # fmt: skip
+    return pod.PodConfig(**sizes | changes)
+
+
+MANIFEST = {"context_length": 64, "vocab_size": 100, "num_rows": 12, "tokenizer_sha256": "abc", "shards": []}
+ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 16}
+
+
+def run(folder, world_size=1, settings=None, model=None, manifest=None, **options):
+    """`check` of a run that is fine but for what is given."""
+    check(
+        config(**model or {}),
+        TrainArgs(**settings or {}),
+        MANIFEST | (manifest or {}),
+        folder,
+        world_size,
+        **options,
+    )
+
+
+def refused(*arguments, **options) -> str:
+    with pytest.raises(ValueError) as caught:
+        run(*arguments, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_run_that_is_fine_is_not_refused(tmp_path):
+    run(tmp_path / "train", 4, {"sequence_parallel_size": 2}, tokenizer_sha256="abc")
+    assert not (tmp_path / "train").exists(), "a check leaves nothing behind"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"manifest": {"vocab_size": 101}}, "token ids up to 100, the model's vocabulary ends at 99"),
+        ({"manifest": {"context_length": 65}}, "rows of 65 tokens, the model's positions end at 64"),
+        ({"model": {"rope_parameters": ROPE}}, "RoPE scaling yarn of factor 2 reaches 32"),
+        ({"tokenizer_sha256": "abd"}, "another tokenizer"),
+        ({"plan": SharingPlan([[0, 0], [0, 1]])}, "the plan does not belong to this model"),
+        ({"settings": {"sequence_parallel_size": 8}, "world_size": 8}, "every rank needs a query head"),
+        ({"settings": {"sequence_parallel_size": 2}, "world_size": 3}, "3 ranks cannot form groups"),
+        ({"settings": {"micro_batch_size": 2, "gradient_accumulation_steps": 4}, "world_size": 2}, "a step takes 16 rows"),
+        ({"settings": {"sequence_parallel_size": 4}, "world_size": 4, "manifest": {"context_length": 3}}, "cannot be split"),
+        ({"settings": {"distill_logits": 0.5}, "model": {"lead": None}}, "its own teacher"),
+    ],
+)  # fmt: skip
+def test_wrong_things_are_refused_by_name(tmp_path, changes, says):
+    assert says in refused(tmp_path, **changes)
+
+
+def test_limits_themselves_are_allowed(tmp_path):
+    run(tmp_path, 2, {"micro_batch_size": 2, "gradient_accumulation_steps": 3})  # 12 rows of 12
+    run(tmp_path, model={"rope_parameters": ROPE | {"factor": 4.0}})  # reaches 64 of 64
+    run(tmp_path, 4, {"sequence_parallel_size": 4})
+
+
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        ({"max_steps": 1000}, 3),
+        ({"max_steps": 250}, 3),
+        ({"max_steps": 150}, 2),
+        ({"max_steps": 1000, "save_every_steps": 0}, 1),
+        ({"max_steps": 1000, "keep_last": 1}, 2),
+        ({"max_steps": 1000, "keep_every_steps": 500}, 5),
+        ({"max_steps": 1000, "keep_every_steps": 100, "keep_last": 4}, 10),
+    ],
+)
+def test_checkpoints_that_lie_on_disk_at_a_time(settings, most):
+    assert kept_checkpoints(TrainArgs(**settings)) == most
+
+
+def test_disk_too_small_for_the_checkpoints_that_will_be_kept(tmp_path, monkeypatch):
+    shapes = preflight.Shapes.from_config(config())
+    needed = 3 * preflight.checkpoint_disk_bytes(shapes, TrainArgs())
+    free = [needed]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
+    settings = {"max_steps": 1000}
+    run(tmp_path / "train", settings=settings)
+    free[0] = needed - 1
+    assert "3 checkpoints of 0.0 GiB will lie there (2 kept by keep_last, one being written)" in refused(
+        tmp_path / "train", settings=settings
+    )
+    run(tmp_path / "train", settings=settings | {"keep_last": 1})
+    old = tmp_path / "train" / "step-00000100" / "zero"  # what rotates counts as free
+    old.mkdir(parents=True)
+    (old / "state.pt").write_bytes(b"0" * 10)
+    run(tmp_path / "train", settings=settings)
+
+
+def test_host_memory_too_small_for_offload(tmp_path, monkeypatch):
+    shapes = preflight.Shapes.from_config(config())
+    needed = shapes.parameters * 16
+    monkeypatch.setattr(preflight, "host_memory_bytes", lambda: int(needed / 0.9) + 2)
+    settings = {"offload_optimizer": "cpu"}
+    run(tmp_path, settings=settings)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    run(tmp_path, 2, settings)  # two ranks, half each
+    monkeypatch.setattr(preflight, "host_memory_bytes", lambda: int(needed / 0.9) - 2)
+    assert "offloading needs 0.0 GiB of this machine's memory for 2 ranks (optimizer" in refused(
+        tmp_path, 2, settings
+    )
+    run(tmp_path, 2)  # nothing offloaded
+
+
+def test_memory_of_the_machine_is_positive_and_bounded_by_its_pages():
+    assert 2**20 < preflight.host_memory_bytes() <= 2**50
+
+
+@pytest.mark.parametrize(
+    ("missing", "says"),
+    [("g++", "a C++ compiler"), ("ninja", "ninja to build"), ("libaio", "libaio with its headers")],
+)
+def test_nvme_offload_needs_what_builds_aio(tmp_path, monkeypatch, missing, says):
+    monkeypatch.delenv("CXX", raising=False)
+    present = {"g++", "c++", "ninja"} - ({"g++", "c++"} if missing == "g++" else {missing})
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}" if name in present else None)
+    import deepspeed.ops.op_builder as builders
+
+    builder = SimpleNamespace(is_compatible=lambda verbose: missing != "libaio")
+    monkeypatch.setattr(builders, "AsyncIOBuilder", lambda: builder)
+    settings = {"offload_optimizer": "nvme", "offload_folder": str(tmp_path)}
+    assert says in refused(tmp_path, settings=settings)
+    run(tmp_path)
+
+
+def test_gpus_nccl_and_bfloat16(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert "no NCCL" in refused(tmp_path, 2)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    run(tmp_path, 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert "4 ranks on this machine, but 2 GPUs are visible" in refused(tmp_path, 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
+    assert "no bfloat16" in refused(tmp_path)
+    run(tmp_path, settings={"dtype": "float32"})
+
+
+def test_an_output_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "is not a folder; set another output_dir" in refused(tmp_path / "file" / "train")
+    settings = {"offload_parameters": "nvme", "offload_folder": str(tmp_path / "file" / "swap")}
+    assert "train.offload_folder" in _offload_message(tmp_path, settings)
+
+
+def _offload_message(folder, settings) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preflight, "missing_for_aio", lambda: None)
+        return refused(folder, settings=settings)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """One rank; what others say is put in by the tests."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+    torch.distributed.destroy_process_group()
+
+
+RECIPE = {"seed": 0, "train": {"max_steps": 3}, "model": {"path": "a"}}
+
+
+def test_one_rank_agrees_with_itself_and_leaves_no_file(mesh, tmp_path):
+    agree(mesh, RECIPE, tmp_path / "train", {"the data": "x"})
+    assert list((tmp_path / "train").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"the version of torch": "1.0"}, "rank 2 and rank 0 disagree on the version of torch"),
+        ({"the recipe's train": "0" * 64}, "rank 2 and rank 0 disagree on the recipe's train:"),
+        ({"the data": "y"}, "disagree on the data (x on rank 0, y on rank 2)"),
+        ({"output_dir": "not seen"}, "rank 2 cannot see what rank 0 writes"),
+    ],
+)
+def test_ranks_that_disagree_are_named(mesh, tmp_path, monkeypatch, change, says):
+    original = preflight._gather
+    monkeypatch.setattr(
+        preflight, "_gather", lambda mesh, mine: [*original(mesh, mine) * 2, original(mesh, mine)[0] | change]
+    )
+    with pytest.raises(ValueError, match="use the same|file system") as caught:
+        agree(mesh, RECIPE, tmp_path, {"the data": "x"})
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.multiprocess
+def test_two_processes_that_disagree_get_the_same_error(estimate_results):
+    """Real ranks: facts of different lengths, a recipe that differs."""
+    messages = {estimate_results[f"disagree_{rank}"]["error"] for rank in range(2)}
+    assert len(messages) == 1
+    assert "rank 1 and rank 0 disagree on the recipe's train: use the same recipe" in messages.pop()

@@ -1,0 +1,81 @@
+"""What the estimate says against real steps: live bytes, exchanged bytes, checkpoint size; ranks that disagree. `worker_estimate.py OUT`."""
+
+import sys
+from pathlib import Path
+
+import tiny
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+MEASURED = ("pod_keep", "pod_lora_no_checkpoints", "pod_bfloat16_2ranks")
+SETTINGS = {"dtype": "float32", "loss_chunk_mib": 1, "max_steps": 1, "save_every_steps": 0}
+
+
+def disagree(out: Path) -> None:
+    """Two ranks whose recipes differ in one section."""
+    from pod.training.mesh import start_processes, stop_processes
+    from pod.training.preflight import agree
+
+    mesh = start_processes(1)
+    recipe = {"seed": 0, "train": {"max_steps": 3 + mesh.rank}}
+    result = {"error": None}
+    try:
+        agree(mesh, {"seed": 0}, out / "agreed", {"name": "same"})
+        agree(mesh, recipe, out / "agreed", {"name": "x" * 99 if mesh.rank else ""})
+    except ValueError as error:
+        result["error"] = str(error)
+    tiny.write_result(out, f"disagree_{mesh.rank}", result)
+    stop_processes()
+
+
+def one_step(out: Path, data: Path, name: str, settings: dict) -> None:
+    """Bytes that the first rank handed to all-to-alls in a step, and the estimate's; size of a checkpoint on disk."""
+    from pod.data import PackedDataset
+    from pod.training.args import TrainArgs
+    from pod.training.communication import all_to_all_bytes, forward_all_to_all_bytes
+    from pod.training.estimate import Shapes, checkpoint_disk_bytes
+    from pod.training.mesh import start_processes, stop_processes
+    from pod.training.trainer import Trainer
+
+    args = TrainArgs(**SETTINGS | settings)
+    mesh = start_processes(args.sequence_parallel_size)
+    model = tiny.make_model(tied=False)
+    shapes, lead = Shapes.from_config(model.config), model.config.sharing_plan.lead
+    trainer = Trainer(args, model, PackedDataset(data), mesh, out / name)
+    trainer.train()
+    if mesh.rank == 0:
+        files = [file for file in (out / name).glob("step-*/**/*") if file.is_file()]
+        forward = forward_all_to_all_bytes(shapes, lead, args, 41)
+        tiny.write_result(
+            out,
+            name,
+            {
+                "sent": trainer.ulysses.sent_bytes,
+                "forward": forward,
+                "all": all_to_all_bytes(shapes, lead, args, 41),
+                "disk": sum(file.stat().st_size for file in files),
+                "disk_estimate": checkpoint_disk_bytes(shapes, args),
+            },
+        )
+    stop_processes()
+
+
+def main(out: Path) -> None:
+    import deepspeed  # noqa: F401  imported once, before the ranks are forked
+    import estimate_memory
+    import peft  # noqa: F401
+
+    import pod.training.trainer  # noqa: F401
+
+    for case in estimate_memory.CASES:
+        if case.name in MEASURED:
+            tiny.write_result(out, case.name, estimate_memory.compare(case))
+    tiny.run_ranks(2, disagree, out)
+    data = tiny.make_data(out / "data")
+    tiny.run_ranks(2, one_step, out, data, "sp2", {"sequence_parallel_size": 2})
+    plain = {"sequence_parallel_size": 2, "gradient_checkpointing": False, "zero_stage": 1}
+    tiny.run_ranks(2, one_step, out, data, "sp2_zero1", plain | {"gradient_accumulation_steps": 2})
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
