@@ -98,10 +98,12 @@ class Monitor:
         """
         if not self.enabled:
             return
-        self.bar.update(1)
         self.waited_s += values.get("data_wait_s", 0.0)
-        if not self.logs(step):
-            return
+        if self.logs(step):
+            self._record(step, values)
+        self.bar.update(1)
+
+    def _record(self, step: int, values: dict[str, float]) -> None:
         now = time.perf_counter()
         steps, waited = step - self.last_step, self.waited_s
         seconds = max(now - self.last_time - sum(self.parts.values()), 1e-9)
@@ -116,7 +118,7 @@ class Monitor:
         self._count("data", waited)
         self._count("compute", seconds - waited)
         self._start_record(step, now)
-        self.bar.set_postfix_str(_summary(record, waited / seconds))
+        self.bar.set_postfix_str(_summary(record, waited / seconds), refresh=False)  # drawn by update
         for tracker in self.trackers:
             tracker.log(step, record)
 

@@ -109,7 +109,7 @@ def clock(monkeypatch):
 def test_waiting_for_data_is_a_mean_over_the_steps_of_a_record(tmp_path, monkeypatch, clock):
     monitor = Monitor(tmp_path, TrainArgs(max_steps=4, log_every_steps=2), 0, 64, {}, enabled=True)
     shown = []
-    monkeypatch.setattr(monitor.bar, "set_postfix_str", shown.append)
+    monkeypatch.setattr(monitor.bar, "set_postfix_str", lambda text, refresh: shown.append(text))
     for step, waited in enumerate((3.0, 1.0, 0.0, 0.02), start=1):
         clock.seconds += 4
         monitor.step(step, {"loss": 2.5, "data_wait_s": waited})
