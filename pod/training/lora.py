@@ -31,9 +31,8 @@ def add_lora(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
     present = {
         name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)
     }
-    present.discard(
-        "lm_head"
-    )  # the loss takes its weight, not its output: an adapter there would be without effect
+    # the loss takes the weight of lm_head, not its output: an adapter there would be without effect
+    present.discard("lm_head")
     unknown = [name for name in settings["lora_target_modules"] if name not in present]
     if unknown:
         raise ValueError(
