@@ -248,6 +248,11 @@ class TrainArgs:
                 f"offload_parameters is {self.offload_parameters} with zero_stage {self.zero_stage}: only stage 3 divides "
                 "weights; set zero_stage=3"
             )
+        if self.offload_optimizer == "nvme" and self.zero_stage != 3:
+            raise ValueError(
+                f"offload_optimizer is nvme with zero_stage {self.zero_stage}: only stage 3 updates from files; set "
+                "zero_stage=3, or offload_optimizer=cpu"
+            )
         if "nvme" in (self.offload_optimizer, self.offload_parameters) and not self.offload_folder:
             raise ValueError("offload to nvme needs offload_folder: name a folder on a local NVMe disk")
         if not self.lora_target_modules:

@@ -99,5 +99,10 @@ def test_settings_of_the_engine():
     assert not {"offload_optimizer", "offload_param"} & set(plain["zero_optimization"])
 
 
+def test_optimizer_states_in_files_need_stage_3():
+    with pytest.raises(ValueError, match="offload_optimizer is nvme with zero_stage 2: only stage 3"):
+        TrainArgs(offload_optimizer="nvme", zero_stage=2, offload_folder="/disk")
+
+
 def _module(size):
     return torch.nn.Linear(size, 1, bias=False)
