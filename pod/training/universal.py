@@ -6,7 +6,7 @@ is removed as soon as a checkpoint of the new layout is published.
 
 What DeepSpeed 0.19.8 leaves out, and is put right here: from stage 3 it writes plain tensors and no step per weight, where
 stage 1 wants dictionaries, a step and a version; stage 3 loads one step tensor for all sub-groups, which then counts once
-per sub-group; and it gives all parameter groups the weight decay of the first.
+per sub-group; and it would give all parameter groups the weight decay of the first.
 """
 
 import argparse
@@ -171,20 +171,24 @@ def _merge_zero3_slices(dp_degree: int, merged: str, fragments: str, name: str) 
 
 
 def _complete(zero: Path) -> None:
-    """Add what either stage misses in the other's files, and drop rank 0's shard from the common part."""
+    """Add what either stage misses in the other's files; drop rank 0's shard and all hyperparameters from the common part."""
     from deepspeed import __version__
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
 
-    common = torch.load(zero / "optimizer_state.pt", weights_only=False)
+    with torch.serialization.safe_globals([LossScaler, ZeroStageEnum]):
+        common = torch.load(zero / "optimizer_state.pt", weights_only=True)
     moments = sorted(zero.glob("*/exp_avg.pt"))
     if "optimizer_state_dict" in common:  # stage 3
         step = common["optimizer_state_dict"]["state"][0]["step"]
         for file in moments:
             torch.save(step, file.with_name("step.pt"))
     else:
-        step = torch.load(moments[0].with_name("step.pt"), weights_only=False)
-    groups = common["param_groups"]
-    slim = {name: common[name] for name in ("loss_scaler", "dynamic_loss_scale") if name in common}
-    slim |= {"overflow": False, "ds_version": __version__, "param_groups": groups}
+        step = torch.load(moments[0].with_name("step.pt"), weights_only=True)
+    groups: list[dict] = [
+        {} for _ in common["param_groups"]
+    ]  # their number counts, the recipe says what is in them
+    slim = {"overflow": False, "ds_version": __version__, "param_groups": groups}
     slim["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": groups}
     torch.save(slim, zero / "optimizer_state.pt")
 
@@ -202,7 +206,7 @@ class _NoTensorParallel:
 def load_universal(engine: Any, folder: Path) -> None:
     """Weights and moments of a universal copy into the engine's own shards; called by all ranks.
 
-    Hyperparameters of the parameter groups are left wrong; the caller restores them.
+    Hyperparameters stay as they are.
     """
     optimizer = engine.optimizer
     mpu = getattr(optimizer, "mpu", None)
