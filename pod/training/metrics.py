@@ -9,9 +9,7 @@ from typing import Any
 
 from pod.training.args import TrainArgs
 from pod.training.throughput import Throughput
-from pod.training.trackers import Tracker, check_tracker, make_trackers
-
-__all__ = ["Monitor", "check_tracker"]
+from pod.training.trackers import Tracker, make_trackers
 
 _REDRAW_S = 1.0  # on a terminal
 _REDRAW_LOG_S = 30.0  # where every drawing is one more line of a log file

@@ -13,8 +13,8 @@ from pod.training import preflight
 from pod.training.args import TrainArgs
 from pod.training.estimate import Shapes, describe
 from pod.training.mesh import check_world_size, planned_world_size, start_processes, stop_processes
-from pod.training.metrics import check_tracker
 from pod.training.start_model import load_start_model, load_teacher, model_config, plan_path, source_config
+from pod.training.trackers import check_tracker
 
 __all__ = [
     "check_recipe",
