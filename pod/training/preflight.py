@@ -191,7 +191,7 @@ def missing_for_aio() -> str | None:
         return "a C++ compiler to build DeepSpeed's aio (apt install g++, or set CXX)"
     if not shutil.which("ninja"):
         return "ninja to build DeepSpeed's aio (pip install ninja)"
-    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from deepspeed.ops.op_builder import AsyncIOBuilder  # type: ignore[attr-defined]
 
     if not AsyncIOBuilder().is_compatible(verbose=False):
         return "libaio with its headers to build DeepSpeed's aio (apt install libaio-dev)"
