@@ -123,7 +123,7 @@ class Trainer:
         trained = add_lora(model, self.lora) if self.lora else model.requires_grad_(True)
         distillation = make_distillation(self.args, model.config.layout, teacher)
         module = LanguageModelLoss(trained, self.args.loss_chunk_mib, distillation).train()
-        needed = checkpoint_bytes(module, self.args.dtype)
+        needed = checkpoint_bytes(module, self.args.dtype, self.args.zero_stage)
         self.engine: Any = start_engine(
             module, make_optimizer(module, self.args), deepspeed_config(self.args), self.mesh
         )
