@@ -125,5 +125,5 @@ def test_vectors_do_not_decay():
 
 def test_lora_refuses_modules_that_are_not_there():
     settings = lora_settings(TrainArgs(method="lora", lora_target_modules=["query"]))
-    with pytest.raises(ValueError, match="names query; this model's linear layers are 0"):
+    with pytest.raises(ValueError, match="names query; .* can have adapters are 0"):
         add_lora(torch.nn.Sequential(torch.nn.Linear(2, 2)), settings)
