@@ -107,7 +107,7 @@ def test_sigterm_to_a_rank_saves_and_every_process_exits_with_0_then_export(conf
     last = json.loads((train / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])["step"]
     assert (train / "latest").read_text(encoding="utf-8").strip() == f"step-{last:08d}"
     state = read_json(train / f"step-{last:08d}" / "checkpoint.json")
-    assert (state["step"], state["cursor"]["position"], state["world_size"]) == (last, last, 2)
+    assert (state["step"], state["cursor"]["position"], state["layout"]["world_size"]) == (last, last, 2)
 
     elsewhere = tmp_path / "cwd"  # launchers must not depend on the working directory
     elsewhere.mkdir()
