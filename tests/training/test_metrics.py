@@ -269,3 +269,13 @@ def test_mfu_is_the_share_of_the_stated_peak():
     assert throughput.mfu(10.0) == pytest.approx(10 * flops / 64 / 6e6, rel=1e-12)
     assert device_peak(TrainArgs(), torch.device("cpu")) is None
     assert Throughput(1.0, None).mfu(5.0) is None
+
+
+def test_a_continued_run_goes_on_in_the_same_wandb_run(tmp_path):
+    pytest.importorskip("wandb")
+    for first in (0, 1):
+        monitor = Monitor(tmp_path, TrainArgs(max_steps=2, tracker="wandb"), first, 64, {}, enabled=True)
+        monitor.step(first + 1, {"loss": 1.0})
+        monitor.close()
+    names = {path.name.rpartition("-")[2] for path in tmp_path.glob("wandb/offline-run-*")}
+    assert names == {(tmp_path / "wandb-run").read_text(encoding="utf-8").strip()}
