@@ -16,7 +16,7 @@ trained, and for `distill_attention` one hidden state per layer, as much as acti
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -110,7 +110,9 @@ class Distillation(nn.Module):
         decoder = own if self.teacher is None else self.teacher.model
         outputs: list[Tensor] = []
         watch = (lambda layer, out: outputs.append(out)) if self.attention else None
-        with _without_adapters(student), _dense(decoder, own.sequence_parallel), _watching(decoder, watch):
+        # a copy has no adapters to switch off, and peft need not be installed
+        switch = _without_adapters(student) if self.teacher is None else nullcontext()
+        with switch, _dense(decoder, own.sequence_parallel), _watching(decoder, watch):
             hidden = decoder(input_ids=input_ids, doc_ids=doc_ids).last_hidden_state
         return hidden, outputs
 
