@@ -284,6 +284,7 @@ def _orphan(folder) -> list[bool]:
         child = universal._Conversion(checkpoint, universal.universal_folder(checkpoint))
         os.write(write, str(child.process.pid).encode())
         signal.pause()
+    os.close(write)  # so that a parent that failed is not waited for
     pid = int(os.read(read, 20))
     before = _lives(pid)
     os.kill(parent, signal.SIGKILL)
