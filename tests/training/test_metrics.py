@@ -1,6 +1,7 @@
 """Monitor, trackers, their files, and the arithmetic behind MFU: no process group needed."""
 
 import json
+import sys
 import time
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from pod.training.throughput import (
     proximal_pairs,
     training_flops,
 )
-from pod.training.trackers import JsonLines, append_records, check_tracker, read_records
+from pod.training.trackers import JsonLines, Wandb, append_records, check_tracker, read_records
 
 
 def test_missing_tracker_is_named(monkeypatch):
@@ -271,11 +272,21 @@ def test_mfu_is_the_share_of_the_stated_peak():
     assert Throughput(1.0, None).mfu(5.0) is None
 
 
-def test_a_continued_run_goes_on_in_the_same_wandb_run(tmp_path):
-    pytest.importorskip("wandb")
-    for first in (0, 1):
-        monitor = Monitor(tmp_path, TrainArgs(max_steps=2, tracker="wandb"), first, 64, {}, enabled=True)
-        monitor.step(first + 1, {"loss": 1.0})
-        monitor.close()
-    names = {path.name.rpartition("-")[2] for path in tmp_path.glob("wandb/offline-run-*")}
-    assert names == {(tmp_path / "wandb-run").read_text(encoding="utf-8").strip()}
+def test_a_continued_run_goes_on_in_the_same_wandb_run(tmp_path, monkeypatch):
+    """Lines carry their step, because wandb's own steps cannot go back after a rewind."""
+    begun, lines = [], []
+    run = SimpleNamespace(
+        log=lines.append, finish=lambda: None, define_metric=lambda *a, **options: begun.append(options)
+    )
+    fake = SimpleNamespace(init=lambda **options: begun.append(options) or run)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for first in (0, 2):
+        tracker = Wandb(tmp_path, TrainArgs(), {})
+        tracker.log(first + 2, {"loss": 1.0})
+        tracker.rewind(first + 1)
+        tracker.log(first + 2, {"loss": 2.0})
+        tracker.close()
+    first, axis, second, _ = begun
+    assert first["id"] == second["id"] and first["resume"] == second["resume"] == "allow"
+    assert axis == {"step_metric": "step"}
+    assert [(line["step"], line["loss"]) for line in lines] == [(2, 1.0), (2, 2.0), (4, 1.0), (4, 2.0)]
