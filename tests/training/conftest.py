@@ -99,7 +99,7 @@ def seeing_folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def seeing_results(seeing_folder) -> dict[str, dict]:
     """Results of worker_seeing.py."""
-    return run_worker("worker_seeing.py", seeing_folder)
+    return run_worker("worker_seeing.py", seeing_folder, timeout=480)
 
 
 @pytest.fixture(scope="session")
