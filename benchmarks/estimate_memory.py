@@ -294,6 +294,9 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parent / "results" / "estimate_memory.json"
     )
+    parser.add_argument(
+        "--again", action="store_true", help="measure only what the result file lacks, estimate all"
+    )
     options = parser.parse_args()
     import deepspeed  # noqa: F401  imported once, before ranks are forked
     import peft  # noqa: F401

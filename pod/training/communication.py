@@ -97,33 +97,33 @@ def all_to_all_bytes(shapes: Shapes, lead: Lead, args: TrainArgs, context_length
     """Bytes that a rank hands to the all-to-alls of a step, its own part included: forward, backward and what is recomputed."""
     if args.sequence_parallel_size == 1:
         return 0
-    passes = 2 + (1 if args.gradient_checkpointing else 0)
+    passes = 1 + (1 if args.gradient_checkpointing else 0)
     passes += 1 if args.distill_logits or args.distill_attention else 0
-    forward = forward_all_to_all_bytes(shapes, lead, args, context_length)
-    total = passes * (forward["to_heads"] + forward["to_sequence"])
+    once = exchanged_bytes(shapes, lead, args, context_length)
+    total = passes * (once["to_heads"] + once["to_sequence"])
+    total += once["to_heads_backward"] + once["to_sequence_backward"]
     if args.carry == "recompute":
-        leads = len({(owner, layer) for layer, row in enumerate(lead) for owner in row if owner != layer})
-        total += min(leads, shapes.layers) * forward["to_heads"] // shapes.layers
+        leads = {owner for layer, row in enumerate(lead) for owner in row if owner != layer}
+        total += len(leads) * once["to_heads"] // shapes.layers
     return total * args.gradient_accumulation_steps
 
 
-def forward_all_to_all_bytes(
-    shapes: Shapes, lead: Lead, args: TrainArgs, context_length: int
-) -> dict[str, int]:
-    """The same for one forward pass of a micro-batch, by direction; what `Ulysses.sent_bytes` counts on the first rank."""
+def exchanged_bytes(shapes: Shapes, lead: Lead, args: TrainArgs, context_length: int) -> dict[str, int]:
+    """The same for one forward and one backward of a micro-batch; what `Ulysses.sent_bytes` counts on the first rank."""
     tokens, size = rank_tokens(args, context_length), BYTES[args.dtype]
     repeats = kv_head_repeats(shapes.query_heads, shapes.kv_heads, args.sequence_parallel_size)
     heads = shapes.kv_heads * repeats
-    head = tokens * shapes.head_dim * size
+    groups = shapes.query_heads // heads
     silent = sum(row[0] != layer for layer, row in enumerate(lead)) if shapes.layout == "cla" else 0
-    keys = (shapes.layers - silent) * 2 * heads
-    most = -(-heads // args.sequence_parallel_size)
-    returned = (
-        args.micro_batch_size * context_length * most * (shapes.query_heads // heads) * shapes.head_dim * size
-    )
+    most = -(-heads // args.sequence_parallel_size)  # KV heads, replicas included, of the first rank
+    slice_of_all = tokens * shapes.head_dim * size * heads
+    row_of_own = args.micro_batch_size * context_length * shapes.head_dim * size * most
+    per_head = shapes.layers * groups + 2 * (shapes.layers - silent)
     return {
-        "to_heads": head * (shapes.layers * shapes.query_heads + keys),
-        "to_sequence": shapes.layers * returned,
+        "to_heads": slice_of_all * per_head,
+        "to_sequence": row_of_own * shapes.layers * groups,
+        "to_heads_backward": row_of_own * per_head,
+        "to_sequence_backward": slice_of_all * shapes.layers * groups,
     }
 
 

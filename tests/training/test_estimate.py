@@ -14,7 +14,7 @@ from pod.training.args import TrainArgs
 from pod.training.communication import (
     World,
     communication,
-    forward_all_to_all_bytes,
+    exchanged_bytes,
     gradient_bytes,
     weight_bytes,
 )
@@ -65,7 +65,7 @@ def test_parameters_are_those_of_the_model(layout):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", ["pod_keep", "pod_lora_no_checkpoints", "pod_bfloat16_2ranks"])
+@pytest.mark.parametrize("name", ["pod_recompute_carry", "pod_lora_no_checkpoints", "pod_zero3_2ranks"])
 def test_peak_of_real_steps_within_five_percent(estimate_results, name):
     """The goal is 10 %; these configurations are known to be within 2 %."""
     result = estimate_results[name]
@@ -87,12 +87,14 @@ def test_recorded_comparison_is_within_ten_percent_on_at_least_twelve_configurat
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("name", "micro_batches"), [("sp2", 1), ("sp2_zero1", 2)])
 def test_exchanged_bytes_are_those_counted(estimate_results, name, micro_batches):
-    """Ulysses counts what its forward sends: one pass and, with activation checkpoints, the recomputation."""
+    """By direction: a forward, with activation checkpoints a second one, and a backward per micro-batch; slices of 21 and 20."""
     result = estimate_results[name]
-    passes = micro_batches * (2 if name == "sp2" else 1)
-    assert result["sent"] == {key: passes * value for key, value in result["forward"].items()}
-    backward = micro_batches * sum(result["forward"].values())
-    assert result["all"] == passes * sum(result["forward"].values()) + backward
+    forwards = micro_batches * (2 if name == "sp2" else 1)
+    assert result["sent"] == {
+        key: value * (micro_batches if "backward" in key else forwards)
+        for key, value in result["once"].items()
+    }
+    assert result["all"] == sum(result["sent"].values())
 
 
 @pytest.mark.multiprocess
@@ -189,10 +191,7 @@ def test_cla_followers_send_their_queries_only():
     cla = Shapes(**vars(LLAMA3_8B) | {"layout": "cla"})
     pairs = [[layer - layer % 2] * 8 for layer in range(32)]
     args = TrainArgs(sequence_parallel_size=4)
-    sent = [
-        forward_all_to_all_bytes(shapes, lead, args, 8192)
-        for shapes, lead in ((LLAMA3_8B, DENSE), (cla, pairs))
-    ]
+    sent = [exchanged_bytes(shapes, lead, args, 8192) for shapes, lead in ((LLAMA3_8B, DENSE), (cla, pairs))]
     assert sent[0]["to_heads"] - sent[1]["to_heads"] == 16 * 2 * 8 * 128 * 2048 * 2
     assert sent[0]["to_sequence"] == sent[1]["to_sequence"]
 

@@ -1,13 +1,15 @@
 """What the estimate says against real steps: live bytes, exchanged bytes, checkpoint size; ranks that disagree. `worker_estimate.py OUT`."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import tiny
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-MEASURED = ("pod_keep", "pod_lora_no_checkpoints", "pod_bfloat16_2ranks")
+MEASURED = ("pod_recompute_carry", "pod_lora_no_checkpoints", "pod_zero3_2ranks")
+CONTEXT = 512  # tokens: shorter than in the benchmark
 SETTINGS = {"dtype": "float32", "loss_chunk_mib": 1, "max_steps": 1, "save_every_steps": 0}
 
 
@@ -32,7 +34,7 @@ def one_step(out: Path, data: Path, name: str, settings: dict) -> None:
     """Bytes that the first rank handed to all-to-alls in a step, and the estimate's; size of a checkpoint on disk."""
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.communication import all_to_all_bytes, forward_all_to_all_bytes
+    from pod.training.communication import all_to_all_bytes, exchanged_bytes
     from pod.training.estimate import Shapes, checkpoint_disk_bytes
     from pod.training.mesh import start_processes, stop_processes
     from pod.training.trainer import Trainer
@@ -45,13 +47,13 @@ def one_step(out: Path, data: Path, name: str, settings: dict) -> None:
     trainer.train()
     if mesh.rank == 0:
         files = [file for file in (out / name).glob("step-*/**/*") if file.is_file()]
-        forward = forward_all_to_all_bytes(shapes, lead, args, 41)
+        once = exchanged_bytes(shapes, lead, args, 41)
         tiny.write_result(
             out,
             name,
             {
                 "sent": trainer.ulysses.sent_bytes,
-                "forward": forward,
+                "once": once,
                 "all": all_to_all_bytes(shapes, lead, args, 41),
                 "disk": sum(file.stat().st_size for file in files),
                 "disk_estimate": checkpoint_disk_bytes(shapes, args),
@@ -69,7 +71,7 @@ def main(out: Path) -> None:
 
     for case in estimate_memory.CASES:
         if case.name in MEASURED:
-            tiny.write_result(out, case.name, estimate_memory.compare(case))
+            tiny.write_result(out, case.name, estimate_memory.compare(replace(case, context=CONTEXT)))
     tiny.run_ranks(2, disagree, out)
     data = tiny.make_data(out / "data")
     tiny.run_ranks(2, one_step, out, data, "sp2", {"sequence_parallel_size": 2})
