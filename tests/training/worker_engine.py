@@ -16,7 +16,7 @@ from worker_runs import optimizer_hash
 TWO = {"sequence_parallel_size": 2, "loss_chunk_mib": 1, "save_every_steps": 0, "learning_rate": 1e-2}
 STAGES = (1, 2, 3)
 SPIKE = {"spike_factor": 3.0, "spike_window": 4}
-SPIKE_AT = 5  # step, counted from 1
+SPIKE_AT = 6  # step, counted from 1: one good step behind the checkpoint that a rewind returns to
 REWIND = {**TWO, **SPIKE, "dtype": "float32", "bad_step": "rewind", "save_every_steps": 2, "max_steps": 8}
 
 
@@ -139,12 +139,12 @@ def leave():
 
 
 def without_bad_rows(name, out, data) -> None:
-    """What a rewind must come to: rows of steps 1 to 4, then those behind step SPIKE_AT, with the steps' learning rates."""
+    """What a rewind must come to: rows of steps 1 to 4, then those behind step SPIKE_AT, as steps 5 to 8."""
     trainer = make_trainer(out / "run_plain" / name, data, {**REWIND, "save_every_steps": 0})
     for _ in range(4):
         trainer.step()
     trainer.batches.close()
-    trainer.cursor.position += 1
+    trainer.cursor.position = SPIKE_AT
     for _ in range(4):
         trainer.step()
     trainer.batches.close()
