@@ -163,10 +163,10 @@ def make_step(
     """(forward and backward of a random row of that many tokens, update, decoder). Random weights."""
     import deepspeed
 
+    from pod.training.engine import deepspeed_config, drop_carry_hooks, save_activations
     from pod.training.loss import LanguageModelLoss
     from pod.training.mesh import start_processes
     from pod.training.optim import make_optimizer
-    from pod.training.engine import deepspeed_config, drop_carry_hooks, save_activations
 
     mesh, args = start_processes(1), train_args(contestant, tiny)
     torch.manual_seed(0)
