@@ -15,13 +15,19 @@ PICTURE = Path(__file__).parents[1] / "docs" / "images" / "adaptation_smollm2.pn
 def assemble(kept: Path, results: Path, order: Sequence[str]) -> None:
     """Write adaptation_smollm2.json and .md into `results` and the picture into docs/images; says what is missing."""
     found = {name: read_json(kept / f"{name}.json") for name in order if (kept / f"{name}.json").is_file()}
-    rows = [add_change(row, found.get("dense")) for row in found.values()]
+    rows = [add_change(without_folders(row), found.get("dense")) for row in found.values()]
     content = {"schema": 1, "benchmark": "adaptation_smollm2", "environment": environment(), "rows": rows}
     write_json(results / "adaptation_smollm2.json", content)
     atomic_write_text(results / "adaptation_smollm2.md", table(rows))
     draw(rows, PICTURE)
     missing = [name for name in order if name not in found]
     print(f"{len(rows)} rows written; not measured: {', '.join(missing) or 'none'}")
+
+
+def without_folders(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with the name of its plan in place of the plan's path on the machine that measured it."""
+    model = {key: Path(value).name if key == "plan" else value for key, value in row["model"].items()}
+    return row | {"model": model}
 
 
 def add_change(row: dict[str, Any], dense: dict[str, Any] | None) -> dict[str, Any]:
