@@ -187,15 +187,18 @@ def write_rows(folder: Path, tokens: int, rows: int = 4) -> None:
 
 def measure(tokens: int, repeats: int) -> dict[str, Any]:
     """The race at one length, as it is stored."""
-    with tempfile.TemporaryDirectory() as name:
-        write_rows(Path(name) / "data", tokens)
-        raced = on_ranks("race", Path(name), repeats)
+    with tempfile.TemporaryDirectory() as folder:
+        write_rows(Path(folder) / "data", tokens)
+        raced = on_ranks("race", Path(folder), repeats)
     dense = dict(raced["dense"])
-    for row in raced.values():
+    for name, row in raced.items():
         row["speed_over_dense"] = ratios(dense["wall"], row["wall"])
         row["processor_speed_over_dense"] = ratios(dense["processor"], row["processor"])
         row["extra_sent_bytes"] = sum(row["sent_bytes"].values()) - sum(dense["sent_bytes"].values())
-        row["kept_over_dense_bytes"] = row["kept_bytes"] - dense["kept_bytes"]
+        if CONTESTANTS[name].get("carry", "keep") == "keep":
+            row["kept_over_dense_bytes"] = row["kept_bytes"] - dense["kept_bytes"]
+        else:  # its own hooks hide what it keeps from the ones that count
+            row["kept_bytes"] = None
         row["wall_seconds"], row["processor_seconds"] = spread(row.pop("wall")), spread(row.pop("processor"))
     return {"length": tokens, "contestants": raced}
 
