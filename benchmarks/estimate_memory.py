@@ -22,7 +22,7 @@ import socket
 import sys
 import tempfile
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,11 @@ def make_data(folder: Path, context: int) -> Path:
     return folder
 
 
+def has_teacher(case: Case) -> bool:
+    """Whether a frozen copy of the start model is needed."""
+    return bool(case.train.get("distill_logits")) and case.train.get("method") != "lora"
+
+
 class Counted(LiveBytes):
     """Live bytes with a reset, and on request the largest tensors at the peak."""
 
@@ -188,7 +193,11 @@ def measure_rank(case: Case, rank: int, port: int, folder: Path, largest: int, p
         with Counted(largest) as live, host_side(live):
             torch.manual_seed(0)
             model = pod.PodForCausalLM(model_config(case))
-            trainer = Trainer(args, model, PackedDataset(folder / "data"), mesh, folder / "train")
+            teacher = (
+                pod.PodForCausalLM(model_config(replace(case, layout="dense"))) if has_teacher(case) else None
+            )
+            data = PackedDataset(folder / "data")
+            trainer = Trainer(args, model, data, mesh, folder / "train", teacher=teacher)
             for _ in range(2):
                 trainer.step()
             live.restart()
@@ -252,13 +261,16 @@ def answer(pipe: Any) -> dict[str, Any]:
 
 
 def estimated(case: Case) -> dict[str, int]:
-    """The estimate of a case, by part."""
+    """The estimate of a case, by part. An optimizer in host memory cannot be told from the device's on a CPU: it counts too."""
     small_buckets()
-    config = model_config(case)
-    shapes = estimate.Shapes.from_config(config)
-    return estimate.training_bytes(
-        shapes, config.sharing_plan.lead, train_args(case), case.context, case.ranks
-    )
+    config, args = model_config(case), train_args(case)
+    shapes, lead = estimate.Shapes.from_config(config), config.sharing_plan.lead
+    parts = estimate.training_bytes(shapes, lead, args, case.context, case.ranks)
+    if args.offload_optimizer == "cpu":
+        parts["host optimizer"] = estimate.host_bytes(shapes, lead, args, case.context, case.ranks)[
+            "optimizer"
+        ]
+    return parts
 
 
 def compare(case: Case, largest: int = 0) -> dict[str, Any]:
