@@ -1,6 +1,7 @@
 """Rank layouts that the parallel tests compare with one process: all of them, or a few that hold every pair of choices."""
 
 import itertools
+import os
 
 CHOICES = {
     "sp": (1, 2, 3, 4),
@@ -31,6 +32,19 @@ def covering_cases() -> list[dict]:
         cases.append(best)
         left -= pairs(best)
     return cases
+
+
+def chosen_cases() -> list[dict]:
+    """The covering cases; with POD_ALL_LAYOUTS=1 all, and of these the ones that POD_LAYOUTS names.
+
+    POD_LAYOUTS="zero=1|3 data=packed|plain method=full" keeps the cases that have one of the values of each choice.
+    """
+    if os.environ.get("POD_ALL_LAYOUTS") != "1":
+        return covering_cases()
+    wanted = [word.split("=") for word in os.environ.get("POD_LAYOUTS", "").split()]
+    return [
+        case for case in all_cases() if all(str(case[name]) in values.split("|") for name, values in wanted)
+    ]
 
 
 def name_of(case: dict) -> str:

@@ -1,13 +1,9 @@
 """Parallel equals serial: optimizer steps on many rank layouts against plain PyTorch in one process."""
 
-import os
-
 import layout_cases
 import pytest
 
-CASES = (
-    layout_cases.all_cases() if os.environ.get("POD_ALL_LAYOUTS") == "1" else layout_cases.covering_cases()
-)
+CASES = layout_cases.chosen_cases()
 LAYOUTS = ("sp2", "sp2_dense", "sp2_odd_heads", "sp4_replicated", *map(layout_cases.name_of, CASES))
 pytestmark = pytest.mark.multiprocess
 
@@ -23,7 +19,7 @@ def test_loss_and_every_raw_gradient_equal_one_process(parallel_results, layout)
 def test_the_cases_hold_every_pair_of_choices():
     every = set().union(*map(layout_cases.pairs, layout_cases.all_cases()))
     assert len(every) == 137  # of 4 + 2 + 2 + 3 + 3 + 2 + 2 choices
-    assert set().union(*map(layout_cases.pairs, CASES)) == every
+    assert set().union(*map(layout_cases.pairs, layout_cases.covering_cases())) == every
 
 
 @pytest.mark.parametrize("layout", ["sp2_dp2_zero3", "dp2_zero1"])
