@@ -91,7 +91,8 @@ class TrainArgs:
     are bad. Allowed: 0, or above 1."""
 
     spike_window: int = 64
-    """Good steps whose median loss spike_factor multiplies; until a quarter of them have passed no step counts as a spike."""
+    """Good steps whose median loss spike_factor multiplies; until a quarter of them have passed no step counts as a spike. They are
+    counted anew when progressive_steps switches to the next plan."""
 
     bad_step: Literal["skip", "rewind"] = "skip"
     """What follows a step with a NaN, an infinity or a spike. `skip`: its update is left out. `rewind`: the run returns to its last

@@ -40,6 +40,10 @@ class PlanSchedule:
         """The plan of step `step`, counted from 0."""
         return [plan for first, plan in self.stages if first <= step][-1]
 
+    def switches_at(self, step: int) -> bool:
+        """Whether step `step` is the first one of another plan than that of the step before."""
+        return step > 0 and any(first == step for first, _ in self.stages)
+
     @classmethod
     def from_args(cls, args: TrainArgs, plan: SharingPlan, plan_file: Path | None) -> "PlanSchedule":
         """The schedule of `progressive_steps` and `progressive_stages`; only `plan` when the first is 0.

@@ -177,6 +177,9 @@ class Trainer:
                 self.monitor.values(0, self._observe())
             while self.state.step < self.args.max_steps:
                 self._use_plan(self.schedule.plan_at(self.state.step))
+                # Asked of the schedule and not of the model: a run that is resumed here forgets too.
+                if self.schedule.switches_at(self.state.step):
+                    self.guard.forget_losses()
                 values = self.step()
                 verdict = self._judge(values)
                 self.monitor.step(self.state.step, values | self._observe())

@@ -90,6 +90,7 @@ def test_the_schedule_ends_with_the_plan_at_progressive_steps(tmp_path):
     counts = [schedule.plan_at(step).num_non_lead for step in range(50)]
     assert counts == [3] * 10 + [6] * 10 + [9] * 10 + [12] * 20
     assert schedule.plan_at(30) is plan and schedule.plan_at(49) is plan
+    assert [step for step in range(50) if schedule.switches_at(step)] == [10, 20, 30]
     short = TrainArgs(progressive_steps=2, progressive_stages=4)
     counts = [
         PlanSchedule.from_args(short, plan, tmp_path / "plan.json").plan_at(s).num_non_lead for s in range(4)
