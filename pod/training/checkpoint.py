@@ -78,9 +78,22 @@ def layout_of(args: TrainArgs, mesh: Any) -> dict[str, Any]:
 def identity_of(
     model: torch.nn.Module, plan: SharingPlan, manifest: dict[str, Any], method: Any, dtype: str
 ) -> dict[str, Any]:
-    """Fingerprints that a resumed run must share with its checkpoint; JSON.
+    """Fingerprints that a resumed run must share with its checkpoint; JSON."""
+    data = {name: manifest[name] for name in ("context_length", "tokenizer_sha256", "shards")}
+    identity = {
+        **start_identity_of(model),
+        "plan_sha256": _sha256(plan.lead),
+        "data_sha256": _sha256(data),
+        "method": method,
+        "dtype": dtype,
+    }
+    return json.loads(json.dumps(identity))  # as it will be read again: tuples are lists there
 
-    The model's is taken over names, shapes and a sample of 16 values of every weight, before training starts.
+
+def start_identity_of(model: torch.nn.Module) -> dict[str, Any]:
+    """The part of an identity that is the start model's: its weights, layout, windows and RoPE.
+
+    The weights' is taken over names, shapes and a sample of 16 values of every weight, before training starts.
     """
     model_hash = hashlib.sha256()
     for name, parameter in model.named_parameters():
@@ -88,18 +101,23 @@ def identity_of(
         sample = values[:: max(1, values.numel() // 16)][:16].float()
         model_hash.update(f"{name}{tuple(parameter.shape)}{sample.tolist()}".encode())
     config: Any = model.config
-    data = {name: manifest[name] for name in ("context_length", "tokenizer_sha256", "shards")}
-    identity = {
-        "plan_sha256": _sha256(plan.lead),
+    start = {
         "layout": config.layout,
         "windows": [config.num_sink_tokens, config.num_recent_tokens],
         "rope": {**config.rope_parameters, "max_position_embeddings": config.max_position_embeddings},
         "model_sha256": model_hash.hexdigest(),
-        "data_sha256": _sha256(data),
-        "method": method,
-        "dtype": dtype,
     }
-    return json.loads(json.dumps(identity))  # as it will be read again: tuples are lists there
+    return json.loads(json.dumps(start))
+
+
+def check_start_model(state: TrainState, model: torch.nn.Module, checkpoint: Path) -> None:
+    """Raise ValueError when `model` is not the one that a checkpoint's adapters were trained on."""
+    for key, value in start_identity_of(model).items():
+        if state.identity.get(key) != value:
+            what, needed = _IDENTITY_ADVICE[key]
+            raise ValueError(
+                f"the adapters of checkpoint {checkpoint} were trained with {what}: use {needed}"
+            )
 
 
 def _sha256(content: Any) -> str:

@@ -16,7 +16,7 @@ from pod.files import atomic_dir, write_json
 from pod.modeling.config import PodConfig
 from pod.modeling.llama import PodForCausalLM
 from pod.modeling.sharing import SharingPlan
-from pod.training.checkpoint import TrainState, latest_checkpoint, read_state
+from pod.training.checkpoint import TrainState, check_start_model, latest_checkpoint, read_state
 from pod.training.lora import CONFIG_NAME, add_lora, lora_config
 
 WRAPPER = "model."  # LanguageModelLoss holds the model under this name
@@ -74,7 +74,7 @@ def restore_model(checkpoint: Path, state: TrainState, start_model: Any = None) 
         start_model: function of a plan that loads the model that training started from; called for LoRA only.
 
     Raises:
-        ValueError: weights that do not fit the model.
+        ValueError: weights that do not fit the model; another start model, layout, windows or RoPE than the adapters'.
     """
     weights = trained_weights(checkpoint, state)
     if state.lora is None:
@@ -86,6 +86,7 @@ def restore_model(checkpoint: Path, state: TrainState, start_model: Any = None) 
             model.generation_config = GenerationConfig.from_pretrained(checkpoint)
         return model.eval()
     base = start_model(SharingPlan.load(checkpoint / "plan.json")).float()
+    check_start_model(state, base, checkpoint)
     adapted: Any = add_lora(base, state.lora)
     _load(adapted, weights, {name for name in adapted.state_dict() if "lora_" in name}, checkpoint)
     return adapted.merge_and_unload().eval()

@@ -6,8 +6,8 @@ import torch
 import pod
 from pod.training import export as export_module
 from pod.training.args import TrainArgs
-from pod.training.checkpoint import TrainState
-from pod.training.export import export_adapter
+from pod.training.checkpoint import TrainState, start_identity_of
+from pod.training.export import export_adapter, restore_model
 from pod.training.lora import add_lora, load_adapter, lora_settings
 
 LEAD = [[0, 0], [0, 1], [2, 1]]
@@ -102,3 +102,32 @@ def test_wrong_adapter_folders_and_checkpoints_are_refused(checkpoint, tmp_path)
     with pytest.raises(ValueError, match="was trained with train.method=full and has no adapters"):
         export_adapter(folder, tmp_path / "adapter", "base")
     assert not (tmp_path / "adapter").exists()
+
+
+def test_adapters_are_merged_into_their_own_start_model_only(checkpoint):
+    folder, adapted, state = checkpoint
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    fields = {"lead": LEAD, "num_sink_tokens": 1, "num_recent_tokens": 4, "rope_parameters": rope}
+    state.identity |= start_identity_of(make_model(**fields))
+    merged = restore_model(folder, state, lambda plan: make_model(**fields))
+    with torch.no_grad():
+        torch.testing.assert_close(merged(input_ids=IDS).logits, adapted(input_ids=IDS).logits)
+
+    def other_weights(plan):
+        model = make_model(**fields)
+        with torch.no_grad():
+            model.model.layers[1].self_attn.q_proj.weight.mul_(1.01)
+        return model
+
+    others = {
+        "another model: use the model that it was started from": other_weights,
+        "other windows: use the same model.num_sink": lambda plan: make_model(
+            **{**fields, "num_sink_tokens": 2}
+        ),
+        "another RoPE: use the same model.rope": lambda plan: make_model(
+            **{**fields, "rope_parameters": None}
+        ),
+    }
+    for message, start_model in others.items():
+        with pytest.raises(ValueError, match=f"^the adapters of checkpoint .* were trained with {message}"):
+            restore_model(folder, state, start_model)
