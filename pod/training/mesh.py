@@ -49,6 +49,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def local_world_size() -> int:
+    """Ranks on this machine, which torchrun and Slurm's script call by another name than the `deepspeed` launcher; 1 without one."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
+
+
 def planned_world_size() -> int:
     """Ranks that the launcher announced; 1 when there is none."""
     return int(os.environ.get("WORLD_SIZE", "1"))

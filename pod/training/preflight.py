@@ -20,7 +20,7 @@ import torch.distributed as dist
 from pod.files import check_can_write
 from pod.training.args import TrainArgs
 from pod.training.estimate import Shapes, checkpoint_disk_bytes, host_bytes
-from pod.training.mesh import check_world_size
+from pod.training.mesh import check_world_size, local_world_size
 from pod.training.ulysses import kv_head_repeats
 
 GIB = 2**30
@@ -70,7 +70,8 @@ def check_model(config: Any, args: TrainArgs, plan: Any) -> None:
     """Plan, layout and heads against the configuration.
 
     Raises:
-        ValueError: a plan of other sizes, a sequence-parallel size without enough heads.
+        ValueError: a plan of other sizes, a layout without a plan that could grow, a sequence-parallel size without enough
+            heads, a teacher that is the student.
     """
     try:
         plan.check_fits(config.num_hidden_layers, config.num_key_value_heads)
@@ -78,8 +79,14 @@ def check_model(config: Any, args: TrainArgs, plan: Any) -> None:
         raise ValueError(
             f"the plan does not belong to this model: {error}; run launch/explore.py on it"
         ) from None
+    layout = getattr(config, "layout", "pod")
+    if args.progressive_steps and layout != "pod":
+        raise ValueError(
+            f"train.progressive_steps lets a plan grow, and model.layout {layout} shares by its weights or not at all: set "
+            "progressive_steps=0, or layout=pod"
+        )
     kv_head_repeats(config.num_attention_heads, config.num_key_value_heads, args.sequence_parallel_size)
-    if args.distill_logits and plan.is_dense and getattr(config, "layout", "pod") == "pod":
+    if args.distill_logits and plan.is_dense and layout == "pod":
         raise ValueError(
             "train.distill_logits has nothing to teach: the plan shares nothing, so that the model is its own teacher; "
             "set distill_logits=0 or name a plan (model.plan)"
@@ -155,7 +162,7 @@ def check_tools(args: TrainArgs, world_size: int) -> None:
         ValueError: NCCL without CUDA's build, no compiler for DeepSpeed's aio, peft missing.
     """
     if torch.cuda.is_available():
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        local = local_world_size()
         if local > torch.cuda.device_count():
             raise ValueError(
                 f"{local} ranks on this machine, but {torch.cuda.device_count()} GPUs are visible: start one rank per GPU "
@@ -235,7 +242,7 @@ def check_host_memory(shapes: Shapes, lead: Any, args: TrainArgs, context: int, 
         ValueError: how much is needed, and for which parts.
     """
     parts = host_bytes(shapes, lead, args, context, world_size)
-    local = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    local = min(world_size, local_world_size())
     needed, available = local * sum(parts.values()), int(_HOST_SHARE * host_memory_bytes())
     if needed > available:
         what = ", ".join(f"{name} {_gib(local * value)}" for name, value in parts.items())

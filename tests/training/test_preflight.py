@@ -65,6 +65,7 @@ def test_a_run_that_is_fine_is_not_refused(tmp_path):
         ({"settings": {"micro_batch_size": 2, "gradient_accumulation_steps": 4}, "world_size": 2}, "a step takes 16 rows"),
         ({"settings": {"sequence_parallel_size": 4}, "world_size": 4, "manifest": {"context_length": 3}}, "cannot be split"),
         ({"settings": {"distill_logits": 0.5}, "model": {"lead": None}}, "its own teacher"),
+        ({"settings": {"progressive_steps": 5}, "model": {"layout": "cla"}}, "lets a plan grow, and model.layout cla shares"),
     ],
 )  # fmt: skip
 def test_wrong_things_are_refused_by_name(tmp_path, changes, says):
@@ -111,13 +112,14 @@ def test_disk_too_small_for_the_checkpoints_that_will_be_kept(tmp_path, monkeypa
     run(tmp_path / "train", settings=settings)
 
 
-def test_host_memory_too_small_for_offload(tmp_path, monkeypatch):
+@pytest.mark.parametrize("launcher_sets", ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"])  # torchrun and Slurm; deepspeed
+def test_host_memory_too_small_for_offload(tmp_path, monkeypatch, launcher_sets):
     shapes = preflight.Shapes.from_config(config())
     needed = shapes.parameters * 16
     monkeypatch.setattr(preflight, "host_memory_bytes", lambda: int(needed / 0.9) + 2)
     settings = {"offload_optimizer": "cpu"}
     run(tmp_path, settings=settings)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv(launcher_sets, "2")
     run(tmp_path, 2, settings)  # two ranks, half each
     monkeypatch.setattr(preflight, "host_memory_bytes", lambda: int(needed / 0.9) - 2)
     assert "offloading needs 0.0 GiB of this machine's memory for 2 ranks (optimizer" in refused(
