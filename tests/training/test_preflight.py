@@ -13,6 +13,7 @@ from pod.training.args import TrainArgs
 from pod.training.preflight import agree, check, kept_checkpoints
 
 GIB = 2**30
+CLA = {"layout": "cla", "lead": [[0, 0], [0, 0], [2, 2], [2, 2]]}
 
 
 def config(**changes):
@@ -65,7 +66,7 @@ def test_a_run_that_is_fine_is_not_refused(tmp_path):
         ({"settings": {"micro_batch_size": 2, "gradient_accumulation_steps": 4}, "world_size": 2}, "a step takes 16 rows"),
         ({"settings": {"sequence_parallel_size": 4}, "world_size": 4, "manifest": {"context_length": 3}}, "cannot be split"),
         ({"settings": {"distill_logits": 0.5}, "model": {"lead": None}}, "its own teacher"),
-        ({"settings": {"progressive_steps": 5}, "model": {"layout": "cla"}}, "lets a plan grow, and model.layout cla shares"),
+        ({"settings": {"progressive_steps": 5}, "model": CLA}, "lets a plan grow, and model.layout cla shares by"),
     ],
 )  # fmt: skip
 def test_wrong_things_are_refused_by_name(tmp_path, changes, says):
