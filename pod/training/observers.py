@@ -66,7 +66,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def make_observers(
-    args: TrainArgs, dataset: Any, mesh: Any, folder: Path, config: Any, probes: Probes | None = None
+    args: TrainArgs, dataset: Any, folder: Path, config: Any, probes: Probes | None = None
 ) -> list[Observer]:
     """What a recipe asks for: gradient norms and memory always, gates, evaluation and samples by their settings.
 

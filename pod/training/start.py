@@ -67,6 +67,7 @@ def train(
     Raises:
         ValueError, OSError, RuntimeError: in one line that says what to do; nothing has been trained for a ValueError.
     """
+    from pod.training.observers import make_observers
     from pod.training.progressive import PlanSchedule
 
     check_recipe(args)
@@ -76,6 +77,7 @@ def train(
     preflight.check(planned, args, dataset.manifest, folder, planned_world_size(), plan=plan)
     plan_file = plan_path(model_args, Path(output_dir))
     schedule = PlanSchedule.from_args(args, plan, plan_file)
+    observers = make_observers(args, dataset, folder, planned, probes)
     folder.mkdir(parents=True, exist_ok=True)
     mesh = start_processes(
         args.sequence_parallel_size, timeout_s=max(GROUP_TIMEOUT_S, 4 * args.hang_timeout_s)
@@ -83,7 +85,7 @@ def train(
     facts = {"the plan": _digest(plan.lead), "the data": _digest(dataset.manifest)}
     preflight.agree(mesh, config, folder, facts)
     trainer = _make_trainer(
-        model_args, args, dataset, mesh, folder, seed, config, schedule, probes, plan_file
+        model_args, args, dataset, mesh, folder, seed, config, schedule, observers, plan_file
     )
     state = trainer.train()
     if mesh.rank == 0:
@@ -91,14 +93,14 @@ def train(
     stop_processes()
 
 
-def _make_trainer(model_args, args, dataset, mesh, folder, seed, config, schedule, probes, plan_file) -> Any:
+def _make_trainer(
+    model_args, args, dataset, mesh, folder, seed, config, schedule, observers, plan_file
+) -> Any:
     from pod.training.distill import needs_teacher
-    from pod.training.observers import make_observers
     from pod.training.trainer import Trainer
 
     model = load_start_model(model_args, plan_file)
     teacher = load_teacher(model_args) if needs_teacher(args, model.config.layout) else None
-    observers = make_observers(args, dataset, mesh, folder, model.config, probes)
     return Trainer(
         args,
         model,

@@ -127,6 +127,7 @@ def test_sigterm_to_a_rank_saves_and_every_process_exits_with_0_then_export(conf
         ("model.plan=nowhere.json", "nowhere.json"),
         ("output_dir=nothing_here", "run launch/prepare_data.py first"),
         ("train.max_step=3", "max_steps"),
+        ("train.eval_every_steps=2", "need held-out text, and this data has none"),
     ],
 )
 def test_what_cannot_work_is_one_line_and_exit_code_2(config, environment, tmp_path, override, says):
@@ -138,6 +139,7 @@ def test_what_cannot_work_is_one_line_and_exit_code_2(config, environment, tmp_p
     assert len(errors) == 1
     assert says in errors[0]
     assert "Traceback" not in done.stderr
+    assert "Loading weights" not in done.stderr, "refused before the model is loaded"
 
 
 def test_dry_run_prints_bytes_by_part_and_starts_nothing(config, environment, tmp_path):

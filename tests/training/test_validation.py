@@ -54,13 +54,12 @@ def test_little_held_out_text_makes_one_row_with_padding(tmp_path):
 def test_data_without_held_out_text_is_refused(tmp_path, lengths):
     args = TrainArgs(eval_every_steps=5)
     with pytest.raises(ValueError, match="data.held_out_fraction above 0"):
-        make_observers(args, Prepared(tmp_path, lengths), None, tmp_path, None)
+        make_observers(args, Prepared(tmp_path, lengths), tmp_path, None)
 
 
 def test_without_settings_nothing_is_evaluated(tmp_path):
     names = [
-        type(one).__name__
-        for one in make_observers(TrainArgs(), Prepared(tmp_path, None), None, tmp_path, None)
+        type(one).__name__ for one in make_observers(TrainArgs(), Prepared(tmp_path, None), tmp_path, None)
     ]
     assert names == ["GradientNorms", "PeakMemory"]
 

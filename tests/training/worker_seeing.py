@@ -168,7 +168,7 @@ def observed(name, out, settings, data, heads=(6, 3)) -> None:
         start_processes(args.sequence_parallel_size),
         tiny.make_model(),
     )
-    observers = make_observers(args, dataset, mesh, out / name, model.config, make_probes(model))
+    observers = make_observers(args, dataset, out / name, model.config, make_probes(model))
     trainer = Trainer(args, model, dataset, mesh, out / name, observers=observers)
     trainer.monitor = Monitor.of(trainer)
     values: dict = {}
@@ -211,7 +211,7 @@ def trained(name, out, settings, data) -> None:
     )
     observers = None
     if args.eval_every_steps:
-        observers = make_observers(args, dataset, mesh, out / name, model.config, make_probes(model))
+        observers = make_observers(args, dataset, out / name, model.config, make_probes(model))
     trainer = Trainer(args, model, dataset, mesh, out / name, observers=observers)
     trainer.train()
     fingerprint = optimizer_hash(trainer)
