@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from pod.files import atomic_write_text, explain_disk_full, read_json, write_json
@@ -317,6 +318,7 @@ class Checkpointer:
         """
         state = read_state(checkpoint)
         own = same_shards(state.layout, self.layout)
+        random_states = self._read_random_states(checkpoint) if own else None
         universal = None if own else convert_on_rank_0(checkpoint, self.mesh, self.alive)
         try:
             if universal is None:
@@ -336,17 +338,31 @@ class Checkpointer:
             self.engine.optimizer.optimizer.param_groups, self._hyperparameters, strict=True
         ):
             group.update(values)
-        self._restore_random_state(checkpoint, state, own)
+        self._set_random_states(state, random_states)
         self.engine.global_steps = state.step
         self.latest = checkpoint
         return replace(state, layout=self.layout)
 
-    def _restore_random_state(self, checkpoint: Path, state: TrainState, own: bool) -> None:
-        if not own:
+    def _read_random_states(self, checkpoint: Path) -> dict[str, torch.Tensor]:
+        """This rank's. One that cannot read its file tells the others, who would wait for it in the first step."""
+        file = checkpoint / f"random-{self.mesh.rank:05d}.safetensors"
+        states, reason = {}, None
+        try:
+            states = load_file(file)
+        except (OSError, SafetensorError) as error:
+            reason = f"{file.name}: {_first_line(error)}"
+        failed = torch.tensor([reason is not None], dtype=torch.int32, device=self.mesh.device)
+        dist.all_reduce(failed)
+        if failed.item():
+            reason = reason or "another rank failed, see its message"
+            raise ValueError(f"checkpoint {checkpoint} cannot be read ({reason}): remove it")
+        return states
+
+    def _set_random_states(self, state: TrainState, random_states: dict[str, torch.Tensor] | None) -> None:
+        if random_states is None:
             mixed = _sha256([state.cursor.get("seed", 0), state.step, self.mesh.rank])
             torch.manual_seed(int(mixed[:15], 16))
             return
-        random_states = load_file(checkpoint / f"random-{self.mesh.rank:05d}.safetensors")
         torch.set_rng_state(random_states["cpu"])
         if "cuda" in random_states:
             torch.cuda.set_rng_state(random_states["cuda"])
@@ -362,9 +378,13 @@ class Checkpointer:
             random_states["cuda"] = torch.cuda.get_rng_state()
         try:
             with explain_disk_full(temporary / STATE_NAME):
-                save_file(random_states, temporary / f"random-{self.mesh.rank:05d}.safetensors")
+                own = temporary / f"random-{self.mesh.rank:05d}.safetensors"
+                save_file(random_states, own)
+                sync_to_disk(own)
                 if self.mesh.rank == 0:
                     self.describe(temporary)
+                    for file in temporary.glob("*.json"):
+                        sync_to_disk(file)
                     write_json(temporary / STATE_NAME, {"schema": SCHEMA_VERSION, **vars(state)})
         except Exception as error:  # noqa: BLE001  safetensors' own error class derives from Exception; raised by _agree
             return error

@@ -2,12 +2,15 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from pod.training import checkpoint as checkpoint_module
 from pod.training import snapshot
-from pod.training.checkpoint import TrainState, check_layout, same_shards
+from pod.training.checkpoint import Checkpointer, TrainState, check_layout, same_shards
 from pod.training.snapshot import FileWriter, to_host
 
 pytestmark = pytest.mark.multiprocess
@@ -208,3 +211,27 @@ def test_nvme_continues_only_as_it_was():
     for one, other in ((nvme, LAYOUT), (LAYOUT, nvme), (nvme, {**nvme, "world_size": 4})):
         with pytest.raises(ValueError, match="cannot be converted to another layout with offload to nvme"):
             check_layout(TrainState(layout=one), other, Path("c"))
+
+
+@pytest.mark.parametrize(("content", "says"), [(b"", "header too small"), (None, "No such file")])
+def test_a_damaged_random_state_is_one_line_on_every_rank(tmp_path, monkeypatch, content, says):
+    """Read before the engine changes anything, and agreed: a rank alone would leave its peers in the first step."""
+    failed = []
+    monkeypatch.setattr(checkpoint_module.dist, "all_reduce", lambda count: failed.append(count.item()))
+    checkpointer = Checkpointer.__new__(Checkpointer)
+    checkpointer.mesh = SimpleNamespace(rank=1, device=torch.device("cpu"))
+    if content is not None:
+        (tmp_path / "random-00001.safetensors").write_bytes(content)
+    with pytest.raises(
+        ValueError, match=rf"^checkpoint .* cannot be read \(random-00001.safetensors: .*{says}.*: remove it$"
+    ):
+        checkpointer._read_random_states(tmp_path)
+    assert failed == [1]
+
+    save_file({"cpu": torch.get_rng_state()}, tmp_path / "random-00001.safetensors")
+    assert torch.equal(checkpointer._read_random_states(tmp_path)["cpu"], torch.get_rng_state())
+    monkeypatch.setattr(checkpoint_module.dist, "all_reduce", lambda count: count.add_(1))  # the other rank's
+    with pytest.raises(
+        ValueError, match=r"cannot be read \(another rank failed, see its message\): remove it$"
+    ):
+        checkpointer._read_random_states(tmp_path)
