@@ -10,6 +10,7 @@ import hashlib
 import json
 import shutil
 import time
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -318,7 +319,7 @@ class Checkpointer:
         """
         state = read_state(checkpoint)
         own = same_shards(state.layout, self.layout)
-        random_states = self._read_random_states(checkpoint) if own else None
+        random_states = self._read_own_files(checkpoint) if own else None
         universal = None if own else convert_on_rank_0(checkpoint, self.mesh, self.alive)
         try:
             if universal is None:
@@ -343,14 +344,19 @@ class Checkpointer:
         self.latest = checkpoint
         return replace(state, layout=self.layout)
 
-    def _read_random_states(self, checkpoint: Path) -> dict[str, torch.Tensor]:
-        """This rank's. One that cannot read its file tells the others, who would wait for it in the first step."""
+    def _read_own_files(self, checkpoint: Path) -> dict[str, torch.Tensor]:
+        """This rank's. One whose files are damaged tells the others, who would wait for it in the engine's collectives and
+        take their broken connection for a broken checkpoint."""
         file = checkpoint / f"random-{self.mesh.rank:05d}.safetensors"
         states, reason = {}, None
         try:
             states = load_file(file)
         except (OSError, SafetensorError) as error:
             reason = f"{file.name}: {_first_line(error)}"
+        # torch writes zip archives, whose directory stands at the end
+        for shard in checkpoint.glob(f"*pp_rank_{self.mesh.rank}_*.pt"):
+            if not zipfile.is_zipfile(shard):
+                reason = f"{shard.name} is cut off"
         failed = torch.tensor([reason is not None], dtype=torch.int32, device=self.mesh.device)
         dist.all_reduce(failed)
         if failed.item():

@@ -214,7 +214,7 @@ def test_nvme_continues_only_as_it_was():
 
 
 @pytest.mark.parametrize(("content", "says"), [(b"", "header too small"), (None, "No such file")])
-def test_a_damaged_random_state_is_one_line_on_every_rank(tmp_path, monkeypatch, content, says):
+def test_a_damaged_file_of_one_rank_is_one_line_on_every_rank(tmp_path, monkeypatch, content, says):
     """Read before the engine changes anything, and agreed: a rank alone would leave its peers in the first step."""
     failed = []
     monkeypatch.setattr(checkpoint_module.dist, "all_reduce", lambda count: failed.append(count.item()))
@@ -225,13 +225,21 @@ def test_a_damaged_random_state_is_one_line_on_every_rank(tmp_path, monkeypatch,
     with pytest.raises(
         ValueError, match=rf"^checkpoint .* cannot be read \(random-00001.safetensors: .*{says}.*: remove it$"
     ):
-        checkpointer._read_random_states(tmp_path)
+        checkpointer._read_own_files(tmp_path)
     assert failed == [1]
 
     save_file({"cpu": torch.get_rng_state()}, tmp_path / "random-00001.safetensors")
-    assert torch.equal(checkpointer._read_random_states(tmp_path)["cpu"], torch.get_rng_state())
+    assert torch.equal(checkpointer._read_own_files(tmp_path)["cpu"], torch.get_rng_state())
+    shard = tmp_path / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    torch.save({"moments": torch.zeros(1000)}, shard)
+    (tmp_path / "zero_pp_rank_11_mp_rank_00_optim_states.pt").touch()  # another rank's to complain about
+    checkpointer._read_own_files(tmp_path)
+    os.truncate(shard, 3000)
+    with pytest.raises(ValueError, match=r"cannot be read \(zero_pp_rank_1_mp.* is cut off\): remove it$"):
+        checkpointer._read_own_files(tmp_path)
+    shard.unlink()
     monkeypatch.setattr(checkpoint_module.dist, "all_reduce", lambda count: count.add_(1))  # the other rank's
     with pytest.raises(
         ValueError, match=r"cannot be read \(another rank failed, see its message\): remove it$"
     ):
-        checkpointer._read_random_states(tmp_path)
+        checkpointer._read_own_files(tmp_path)
