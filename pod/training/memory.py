@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pod.training.args import TrainArgs
+from pod.training.distill import needs_teacher
 from pod.training.loss import MEBIBYTE
 from pod.training.shapes import (
     Lead,
@@ -181,8 +182,8 @@ def resting_bytes(shapes: Shapes, args: TrainArgs, world_size: int) -> Parts:
         # both stages hold the sum of every trained weight's gradients on every rank
         gradients, buckets = trained * reduce, REDUCE_BUCKET_ELEMENTS * reduce
     teacher = 0
-    if has_teacher_copy(shapes, args):
-        teacher = shapes.parameters * size // (world_size if args.zero_stage == 3 else 1)
+    if needs_teacher(args, shapes.layout):
+        teacher = shapes.dense_parameters * size // (world_size if args.zero_stage == 3 else 1)
     return {
         "parameters": weights,
         "teacher": teacher,
@@ -191,12 +192,6 @@ def resting_bytes(shapes: Shapes, args: TrainArgs, world_size: int) -> Parts:
         "gradients": gradients if on_device else 0,
         "buffers": buckets,
     }
-
-
-def has_teacher_copy(shapes: Shapes, args: TrainArgs) -> bool:
-    """Whether distillation needs a frozen copy of the model: not under LoRA, whose base weights are the teacher."""
-    distilled = bool(args.distill_logits or args.distill_attention)
-    return distilled and (args.method == "full" or shapes.layout != "pod")
 
 
 def _kept(shapes: Shapes, args: TrainArgs, layers: list[_Layer], width: _Widths, last: int) -> int:

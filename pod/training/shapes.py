@@ -17,6 +17,7 @@ class Shapes:
     Attributes:
         layout: pod (dense without a plan), cla or window.
         windows: sink and recent tokens.
+        silent_layers: under `cla`, layers without projections for keys and values; None = every second one.
     """
 
     hidden: int
@@ -29,6 +30,7 @@ class Shapes:
     tied: bool
     layout: str = "pod"
     windows: tuple[int, int] = (16, 4080)
+    silent_layers: int | None = None
 
     @classmethod
     def from_config(cls, config: Any) -> "Shapes":
@@ -44,6 +46,7 @@ class Shapes:
             tied=bool(config.tie_word_embeddings),
             layout=getattr(config, "layout", "pod"),
             windows=(getattr(config, "num_sink_tokens", 16), getattr(config, "num_recent_tokens", 4080)),
+            silent_layers=_silent_layers(config) if getattr(config, "layout", "pod") == "cla" else None,
         )
 
     @property
@@ -70,19 +73,31 @@ class Shapes:
         return self.vocab * self.hidden
 
     @property
-    def parameters(self) -> int:
-        """All weights; under `cla` every second layer has no projections for keys and values."""
+    def num_silent_layers(self) -> int:
+        """Layers without projections for keys and values."""
+        if self.layout != "cla":
+            return 0
+        return self.layers // 2 if self.silent_layers is None else self.silent_layers
+
+    @property
+    def dense_parameters(self) -> int:
+        """All weights of the model with keys and values in every layer: a teacher's."""
         heads = self.embedding_parameters * (1 if self.tied else 2)
-        absent = 0
-        if self.layout == "cla":
-            absent = self.layers // 2 * 2 * self.hidden * self.kv_heads * self.head_dim
-        return self.layers * self.layer_parameters + heads + self.hidden - absent
+        return self.layers * self.layer_parameters + heads + self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All weights; under `cla` followers have no projections for keys and values."""
+        absent = self.num_silent_layers * 2 * self.hidden * self.kv_heads * self.head_dim
+        return self.dense_parameters - absent
 
     def lora_parameters(self, args: TrainArgs) -> int:
         """Trainable weights of the adapters."""
         sizes = self.linear_sizes
-        each = [sum(sizes[name]) for name in args.lora_target_modules if name in sizes]
-        return self.layers * args.lora_rank * sum(each)
+        layers = dict.fromkeys(sizes, self.layers)
+        layers |= dict.fromkeys(("k_proj", "v_proj"), self.layers - self.num_silent_layers)
+        each = [layers[name] * sum(sizes[name]) for name in args.lora_target_modules if name in sizes]
+        return args.lora_rank * sum(each)
 
     def trained_parameters(self, args: TrainArgs) -> int:
         """Weights that get gradients and optimizer states."""
@@ -98,6 +113,10 @@ class Shapes:
     def carried_width(self) -> int:
         """Elements per token that a lead hands on for one KV head: its queries and key, or (cla) key and value."""
         return (2 if self.layout == "cla" else self.query_heads // self.kv_heads + 1) * self.head_dim
+
+
+def _silent_layers(config: Any) -> int:
+    return sum(row[0] != layer for layer, row in enumerate(config.sharing_plan.lead))
 
 
 def carried_heads(lead: Lead) -> int:

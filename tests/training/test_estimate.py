@@ -196,6 +196,33 @@ def test_cla_followers_send_their_queries_only():
     assert sent[0]["to_sequence"] == sent[1]["to_sequence"]
 
 
+@pytest.mark.parametrize("factor", [2, 3])
+def test_cla_weights_are_those_of_the_model(factor):
+    """Followers have no projections for keys and values, and no adapters on them."""
+    import pod
+    from pod.training.lora import add_lora, lora_settings
+
+    plan = pod.SharingPlan.cla(5, 2, factor)
+    sizes = {
+        "hidden_size": 24,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+    }
+    model = pod.PodForCausalLM(
+        pod.PodConfig(
+            **sizes, vocab_size=37, intermediate_size=32, layout="cla", lead=[list(row) for row in plan.lead]
+        )
+    )
+    shapes = Shapes.from_config(model.config)
+    assert shapes.parameters == sum(parameter.numel() for parameter in model.parameters())
+    args = TrainArgs(method="lora", lora_rank=3)
+    adapted = add_lora(model, lora_settings(args))
+    trained = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
+    assert shapes.trained_parameters(args) == trained
+
+
 def test_operations_are_six_per_weight_and_token_plus_attention():
     """Without recomputation: 2 forward and 4 backward per weight, but for the loss, which computes its logits twice."""
     args = TrainArgs(gradient_checkpointing=False, mlp_tile_tokens=0)
