@@ -23,9 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from pod.training.args import TrainArgs
-from pod.training.loss import LossHead, causal_model
-
-IGNORED_LABEL = -100
+from pod.training.loss import IGNORED_LABEL, LossHead, causal_model
 
 
 def is_distilling(args: TrainArgs) -> bool:

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 MEBIBYTE = 2**20
+IGNORED_LABEL = -100
+"""Label of a token that counts in no loss."""
 
 
 class LossHead(nn.Module):
@@ -35,7 +37,7 @@ class LossHead(nn.Module):
 
         rows = max(1, min(labels.numel(), self.chunk_bytes // (4 * self.vocab_size)))
         return vocab_parallel_linear_cross_entropy(
-            hidden, self.weight, labels, ignore_index=-100, reduction="sum", chunk_size=rows
+            hidden, self.weight, labels, ignore_index=IGNORED_LABEL, reduction="sum", chunk_size=rows
         )
 
 

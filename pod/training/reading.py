@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED_LABEL = -100
+from pod.training.loss import IGNORED_LABEL
+
 Reader = Callable[[Tensor, Tensor, Tensor], Tensor]
 """hidden states of this rank [B, n_local, hidden], output projection [V, hidden], labels [B, n_local] -> any tensor."""
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from pod.training.args import TrainArgs
+from pod.training.loss import IGNORED_LABEL
 from pod.training.observers import Periodic
 from pod.training.probes import Probes
-from pod.training.reading import IGNORED_LABEL, read, reading, row_length_for, wide_logits
+from pod.training.reading import read, reading, row_length_for, wide_logits
 from pod.training.trackers import append_records
 
 FILE_NAME = "samples.jsonl"

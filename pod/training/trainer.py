@@ -35,7 +35,7 @@ from pod.training.engine import (
 from pod.training.estimate import checkpoint_bytes
 from pod.training.guard import Guard
 from pod.training.lora import add_lora, lora_settings
-from pod.training.loss import LanguageModelLoss
+from pod.training.loss import IGNORED_LABEL, LanguageModelLoss
 from pod.training.mesh import Mesh
 from pod.training.metrics import Monitor
 from pod.training.observers import Observer
@@ -43,8 +43,6 @@ from pod.training.optim import learning_rate, make_optimizer
 from pod.training.progressive import PlanSchedule
 from pod.training.run_control import RunControl
 from pod.training.ulysses import Ulysses
-
-IGNORED_LABEL = -100
 
 
 class Trainer:

@@ -12,9 +12,10 @@ from torch import Tensor
 from pod.modeling.reference import document_positions
 from pod.training.args import TrainArgs
 from pod.training.held_out import Rows, lengthened, padded_row
+from pod.training.loss import IGNORED_LABEL
 from pod.training.observers import Periodic
 from pod.training.probes import Passkey
-from pod.training.reading import IGNORED_LABEL, read, reading, row_length_for, token_scores
+from pod.training.reading import read, reading, row_length_for, token_scores
 from pod.training.trackers import append_records
 
 FILE_NAME = "eval.jsonl"
