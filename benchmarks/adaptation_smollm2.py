@@ -199,7 +199,11 @@ def write_recipe(row: Row, folder: Path) -> Path:
 
 def launch(script: str, recipe: Path) -> None:
     """Run a launcher on all cores in one process; its output passes through."""
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count()))}
+    environment = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count())),
+    }
     subprocess.run(
         [sys.executable, ROOT / "launch" / script, "--config", recipe], env=environment, check=True
     )
