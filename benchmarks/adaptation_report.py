@@ -77,10 +77,10 @@ def draw(rows: Sequence[dict[str, Any]], target: Path) -> None:
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     by_name = {row["name"]: row for row in rows}
-    for color, kind in zip(("C3", "C0", "C2"), ("greedy", "dp", "best"), strict=True):
+    for color, kind in zip(("C3", "C0", "C2"), ("greedy", "dp", "retrieval"), strict=True):
         for suffix, fill in ((", untrained", "none"), ("", color)):
             cells = [by_name.get(f"{kind} {percent}%{suffix}") for percent in (30, 35, 40, 45)]
-            if kind == "best" and not suffix:
+            if kind == "retrieval" and not suffix:
                 cells[1] = by_name.get("full")
             points = [(100 * cell["asymptotic_saving"], cell["perplexity"]) for cell in cells if cell]
             label = f"{kind}, {'before' if suffix else 'after'} adaptation"

@@ -43,7 +43,7 @@ CONTEXT, STEPS, SEQUENCES, BURN_IN = 2048, 24, 8, 256
 SINKS, RECENT = 16, 240
 PASSKEY_LENGTHS, PASSKEY_DEPTHS, PASSKEY_SAMPLES, NEW_TOKENS = (1024, 2048), (0.1, 0.3, 0.5, 0.7, 0.9), 2, 8
 SAVINGS = (45, 40, 35, 30)
-PLAN_KINDS = ("greedy", "dp", "best")
+PLAN_KINDS = ("greedy", "dp", "retrieval")
 BASE_TRAIN: dict[str, Any] = {
     "max_steps": STEPS,
     "dtype": "bfloat16",
@@ -103,7 +103,7 @@ def cla_at_equal_bytes(percent: int) -> SharingPlan:
 
 def rows() -> list[Row]:
     """All lines of the table, the most telling first."""
-    middle = {"plan": str(plan_file("best", 35))}
+    middle = {"plan": str(plan_file("retrieval", 35))}
     found = [
         Row("dense, untrained", train=None),
         Row("dense"),
@@ -129,7 +129,7 @@ def rows() -> list[Row]:
     found += [
         Row(f"{kind} {percent}%", plans[kind, percent])
         for kind, percent in grid
-        if (kind, percent) != ("best", 35)
+        if (kind, percent) != ("retrieval", 35)
     ]
     found += [Row(f"{kind} {percent}%, untrained", plans[kind, percent], None) for kind, percent in grid]
     return found

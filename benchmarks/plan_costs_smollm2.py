@@ -28,7 +28,8 @@ from pod.files import write_json
 from pod.modeling.recording import record_attention_rows
 from pod.models import resolve_model
 from pod.recipe import load_recipe
-from pod.training.plan_costs import MEASURED_COSTS, measure_pair_costs
+from pod.training.heads import repeated_tokens
+from pod.training.plan_costs import MEASURED_COSTS, RETRIEVAL, combined_cost, measure_pair_costs
 from pod.training.planning import dp_plan, greedy_plan, least_cost_plan
 from pod.training.refine import LossLog, PlanLoss, lead_flags, plan_of, refine_plan
 from pod.training.similarity import Similarity, jensen_shannon_similarity
@@ -39,6 +40,7 @@ PLANS = ROOT / "runs" / "plan_costs"
 SAVINGS = (0.30, 0.35, 0.40, 0.45)
 SINKS, RECENT, LENGTH = 16, 240, 2048
 CALIBRATION, SEQUENCES, QUERIES, PROPOSALS = 8, 24, 32, 8
+RETRIEVAL_SEQUENCES, SPECIAL = 2, 17  # the first 17 ids are special tokens
 ESSAYS = (18, 23)  # the sequences of evaluation that are prose
 CALIBRATION_ORDER = (
     3,
@@ -70,9 +72,12 @@ def texts(folder: str) -> torch.Tensor:
 def measured(model: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     """Similarity ``[L, L, Hq]`` and the measured costs ``[L, L, H]``, means over the calibration sequences."""
     path = PLANS / "costs.safetensors"
-    if path.exists():
-        return load_file(path)
-    total: dict[str, torch.Tensor] = {}
+    total: dict[str, torch.Tensor] = load_file(path) if path.exists() else {}
+    if MEASURED_COSTS[0] + RETRIEVAL not in total:
+        total |= measured_retrieval(model)
+        save_file(total, path)
+    if "similarity" in total:
+        return total
     for index in range(CALIBRATION):
         row = tokens[index : index + 1]
         found = dict(zip(MEASURED_COSTS, measure_pair_costs(model, row, QUERIES), strict=True))
@@ -91,6 +96,17 @@ def measured(model: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     return total
 
 
+def measured_retrieval(model: Any) -> dict[str, torch.Tensor]:
+    """The costs on random tokens that are repeated four times, means over RETRIEVAL_SEQUENCES."""
+    total: dict[str, torch.Tensor] = {}
+    for seed in range(RETRIEVAL_SEQUENCES):
+        ids = repeated_tokens(LENGTH // 4, 4, model.config.vocab_size, range(SPECIAL), seed)[None]
+        found = measure_pair_costs(model, ids, QUERIES)
+        for name, value in zip(MEASURED_COSTS, found, strict=True):
+            total[name + RETRIEVAL] = total.get(name + RETRIEVAL, 0) + value / RETRIEVAL_SEQUENCES
+    return total
+
+
 def greedy_at(similarity: np.ndarray, heads: int, saving: float) -> pod.SharingPlan:
     """The greedy plan whose saving is nearest to `saving`, over thresholds in steps of 0.001."""
     plans = [greedy_plan(similarity, heads, threshold / 1000) for threshold in range(1000, -1, -1)]
@@ -103,6 +119,10 @@ def plans_at(saving: float, found: dict[str, torch.Tensor], heads: int) -> dict[
     plans = {"greedy": greedy_at(similarity, heads, saving), "dp": dp_plan(similarity, heads, saving)}
     for name in MEASURED_COSTS:
         plans[name] = least_cost_plan(found[name], saving, {"cost": name})
+    both = combined_cost(found, "projected")
+    plans["retrieval"] = least_cost_plan(
+        both, saving, {"cost": "projected", "retrieval_sequences": RETRIEVAL_SEQUENCES}
+    )
     return plans
 
 

@@ -109,11 +109,11 @@ def write_plan(recipe: Recipe, similarity: Any, plan: Any) -> None:
 def draw_costs(recipe: Recipe, plan: Any) -> None:
     """costs.png from the file of costs."""
     from pod.training.explore_plan import COSTS_NAME
-    from pod.training.plan_costs import PlanCosts
+    from pod.training.plan_costs import PlanCosts, combined_cost
     from pod.training.plan_pictures import save_cost_picture
 
     name = recipe.explore.cost
-    costs = PlanCosts.load(recipe.plan_dir / COSTS_NAME).values[name]
+    costs = combined_cost(PlanCosts.load(recipe.plan_dir / COSTS_NAME).values, name)
     subject = f"KV saving {plan.asymptotic_saving:.1%}"
     print(f"written: {save_cost_picture(recipe.plan_dir, costs, plan, name, subject)}")
 

@@ -24,6 +24,11 @@ class ExploreArgs:
     head's output; `projected`: that error after the output projection, relative to the residual stream; `loss`: expected
     growth of the loss (one backward pass per sequence). All but `similarity` need sequences longer than the windows."""
 
+    retrieval_sequences: int = 0
+    """Measured costs only: sequences of random tokens, repeated four times, that are measured beside the text (RazorAttention's search
+    for retrieval heads uses such). Both costs then weigh the same, so that heads that find earlier copies stay leads though
+    ordinary text seldom needs them; 2 are enough, 0 = text alone."""
+
     refine_evaluations: int = 0
     """Plans whose loss is measured in a local search that starts from the plan of least cost and keeps its saving; 0 = none.
     One measurement reads refine_sequences sequences; 50 to 150 are usual."""
@@ -86,6 +91,15 @@ class ExploreArgs:
         if self.refine_evaluations < 0:
             raise ValueError(
                 f"refine_evaluations is {self.refine_evaluations}, allowed are 0 (no refinement) and more"
+            )
+        if self.retrieval_sequences < 0:
+            raise ValueError(
+                f"retrieval_sequences is {self.retrieval_sequences}, allowed are 0 (text alone) and more"
+            )
+        if self.retrieval_sequences and self.cost == "similarity":
+            raise ValueError(
+                f"retrieval_sequences is {self.retrieval_sequences} with cost=similarity, which is measured on text alone: set "
+                "cost=projected, or retrieval_sequences=0"
             )
         if self.algorithm == "greedy" and self.cost != "similarity":
             raise ValueError(

@@ -12,6 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pod.data import DataArgs
+from pod.modeling.loading import load_tokenizer
 from pod.modeling.sharing import SharingPlan
 from pod.training.explore import (
     advance,
@@ -23,11 +24,20 @@ from pod.training.explore import (
     weights_stamp,
 )
 from pod.training.explore_args import ExploreArgs
-from pod.training.plan_costs import MEASURED_COSTS, PlanCosts, measure_pair_costs, sample_queries
+from pod.training.heads import fitting_tokens, ordinary_vocabulary, repeated_tokens
+from pod.training.plan_costs import (
+    MEASURED_COSTS,
+    RETRIEVAL,
+    PlanCosts,
+    combined_cost,
+    measure_pair_costs,
+    sample_queries,
+)
 from pod.training.planning import dp_plan, greedy_plan, least_cost_plan
 from pod.training.refine import LossLog, PlanLoss, refine_plan
 from pod.training.similarity import Similarity, measure_mean, model_fingerprint, sequence_fingerprint
 
+REPEATS = 4  # copies of the random tokens of a retrieval sequence
 COSTS_NAME = "plan_costs.safetensors"
 PARTIAL_NAME = "plan_costs.partial"
 REFINE_NAME = "refine.jsonl"
@@ -61,6 +71,17 @@ class Exploration:
         )
         return list(sequences), split
 
+    def repeated(self, config: Any) -> list[Tensor]:
+        """Sequences of random ordinary tokens, each repeated REPEATS times."""
+        if not self.explore.retrieval_sequences:
+            return []
+        tokenizer = load_tokenizer(self.model_folder, gguf_file=self.settings["gguf_file"])
+        vocab, special = ordinary_vocabulary(tokenizer, config)
+        length = self.explore.sequence_length // REPEATS
+        num_tokens = fitting_tokens(config, length, REPEATS, vocab - len(special))
+        seeds = range(self.settings["seed"], self.settings["seed"] + self.explore.retrieval_sequences)
+        return [repeated_tokens(num_tokens, REPEATS, vocab, special, seed) for seed in seeds]
+
 
 def check_windows(explore: ExploreArgs, windows: dict[str, int]) -> None:
     """Refuse, before anything is measured, sequences that the windows cover whole.
@@ -90,7 +111,7 @@ def find_plan(
     costs = 1.0 - similarity.values.unflatten(-1, (heads, -1)).mean(-1)
     if explore.cost != "similarity":
         measured = find_costs(exploration, say)
-        costs = measured.values[explore.cost]
+        costs = combined_cost(measured.values, explore.cost)
         plan = least_cost_plan(costs, explore.target_saving, {"cost": explore.cost, **measured.provenance})
     if explore.refine_evaluations:
         plan = _refined(exploration, plan, costs, say)
@@ -106,6 +127,7 @@ def find_costs(exploration: Exploration, say: Callable[[str], None] = print) -> 
     path = exploration.folder / COSTS_NAME
     wanted = exploration.settings | exploration.windows
     wanted |= {"weights": weights_stamp(exploration.model_folder)}
+    wanted |= {"retrieval_sequences": explore.retrieval_sequences}
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     found = from_first_rank(_reusable(path, wanted, explore.cost, say) if is_first else None)
     if found is not None:
@@ -147,18 +169,21 @@ def _measure(
     def measure(input_ids: Tensor) -> Tensor:
         return measure_pair_costs(model, input_ids.to(model.device), explore.num_queries, names)
 
-    with tqdm(total=len(sequences), desc="plan costs", unit="seq", disable=say is quiet) as bar:
-        values = measure_mean(
-            measure,
-            sequences,
-            fingerprint=fingerprint,
-            partial_dir=exploration.folder / PARTIAL_NAME,
-            save_every=explore.save_every,
-            progress=partial(advance, bar),
-        )
-    return PlanCosts(
-        values=dict(zip(names, values, strict=True)), provenance=fingerprint | {"split_used": split}
-    )
+    values: dict[str, Tensor] = {}
+    for ending, kind in (("", sequences), (RETRIEVAL, exploration.repeated(model.config))):
+        if not kind:
+            continue
+        with tqdm(total=len(kind), desc=f"plan costs{ending}", unit="seq", disable=say is quiet) as bar:
+            means = measure_mean(
+                measure,
+                kind,
+                fingerprint=fingerprint,
+                partial_dir=exploration.folder / PARTIAL_NAME / f"text{ending}",
+                save_every=explore.save_every,
+                progress=partial(advance, bar),
+            )
+        values |= {name + ending: mean for name, mean in zip(names, means, strict=True)}
+    return PlanCosts(values=values, provenance=fingerprint | {"split_used": split})
 
 
 def _refined(
@@ -167,7 +192,7 @@ def _refined(
     explore = exploration.explore
     model = load_dense(exploration.model_folder, exploration.settings, **exploration.windows)
     sequences, _ = exploration.read(say)
-    sequences = sequences[: explore.refine_sequences]
+    sequences = [*sequences[: explore.refine_sequences], *exploration.repeated(model.config)]
     fingerprint = {
         **exploration.windows,
         "dtype": exploration.settings["dtype"],

@@ -139,9 +139,7 @@ def _search(wanted: dict[str, Any], model_folder: str, say: Callable[[str], None
     gguf_file, dtype = wanted["gguf_file"], getattr(torch, wanted["dtype"])
     model = load_model(model_folder, gguf_file=gguf_file, dtype=dtype, device=device)
     tokenizer = load_tokenizer(model_folder, gguf_file=gguf_file)
-    added = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special = added | set(tokenizer.all_special_ids)
-    vocab = min(len(tokenizer), model.config.vocab_size)
+    vocab, special = ordinary_vocabulary(tokenizer, model.config)
     repeats = wanted["head_repeats"]
     num_tokens = fitting_tokens(model.config, wanted["head_tokens"], repeats, vocab - len(special))
     if num_tokens < wanted["head_tokens"]:
@@ -159,6 +157,13 @@ def _search(wanted: dict[str, Any], model_folder: str, say: Callable[[str], None
         num_key_value_heads=model.config.num_key_value_heads,
         provenance=wanted | {"num_tokens": num_tokens, "weights_sha256": model_fingerprint(model)},
     )
+
+
+def ordinary_vocabulary(tokenizer: Any, config: Any) -> tuple[int, set[int]]:
+    """Ids below the first number are a tokenizer's and the model's; the set are the special ones among them."""
+    added = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    vocab = min(len(tokenizer), config.vocab_size)
+    return vocab, {id for id in added | set(tokenizer.all_special_ids) if id < vocab}
 
 
 def fitting_tokens(config: Any, wanted: int, repeats: int, num_ordinary: int) -> int:

@@ -70,6 +70,18 @@ class PlanCosts:
             ) from None
 
 
+RETRIEVAL = "_retrieval"
+"""Ends the name of a cost that was measured on repeated random tokens."""
+
+
+def combined_cost(values: dict[str, Tensor], name: str) -> Tensor:
+    """The cost `name` of text plus that of retrieval, where it was measured, scaled to the same sum over all pairs: ``[L, L, H]``."""
+    text, retrieval = values[name], values.get(name + RETRIEVAL)
+    if retrieval is None or not retrieval.any():
+        return text
+    return text + retrieval * (text.sum() / retrieval.sum())
+
+
 @dataclass(frozen=True)
 class Sample:
     """The queries that stand for a sequence, and which tokens each of them sees how.

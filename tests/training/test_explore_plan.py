@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from pod.modeling.config import PodConfig
 from pod.modeling.sharing import SharingPlan
+from pod.models import resolve_model
 from pod.recipe import load_recipe, run
 from pod.training import explore_plan
-from pod.training.plan_costs import PlanCosts
+from pod.training.plan_costs import PlanCosts, combined_cost
 from pod.training.planning import least_cost_plan
 from pod.training.refine import PlanLoss
 
@@ -85,6 +87,42 @@ def test_other_windows_and_missing_costs_are_measured_again(launcher, overrides,
     same = bool((old.values["output"] == new.values["output"]).all())
     assert same == (change == "explore.cost=loss")
     assert len(list((tmp_path / "run" / "plan").glob("plan_costs-*.safetensors"))) == 1
+
+
+def test_retrieval_is_measured_beside_the_text_and_weighs_the_same(launcher, overrides, tmp_path, capsys):
+    launcher.main(load_recipe(None, overrides))
+    alone = plan_and_costs(tmp_path)[1].values
+    launcher.main(load_recipe(None, [*overrides, "explore.retrieval_sequences=2"]))
+    assert "differs in retrieval_sequences" in capsys.readouterr().out
+    plan, costs = plan_and_costs(tmp_path)
+    values = costs.values
+    assert set(values) == {
+        name + end for name in ("distant", "output", "projected") for end in ("", "_retrieval")
+    }
+    assert all((values[name] == alone[name]).all() for name in alone)
+    text, retrieval = values["projected"], values["projected_retrieval"]
+    assert not (text == retrieval).all()
+    both = combined_cost(values, "projected")
+    assert ((both - text).sum() / text.sum()).item() == pytest.approx(1, rel=1e-12)
+    assert (both - text - retrieval * (text.sum() / retrieval.sum())).abs().max() <= 1e-15
+    assert plan.lead == least_cost_plan(both, 0.25).lead
+
+
+def test_retrieval_sequences_repeat_ordinary_tokens(overrides):
+    recipe = load_recipe(None, [*overrides, "explore.retrieval_sequences=2", "explore.sequence_length=50"])
+    exploration = explore_plan.Exploration(
+        Path("unused"),
+        {"gguf_file": None, "seed": 5},
+        resolve_model("package:tiny"),
+        {},
+        recipe.explore,
+        recipe.data,
+    )
+    config = PodConfig(vocab_size=300, max_position_embeddings=64)
+    first, second = exploration.repeated(config)
+    assert first.shape == (48,) and not (first == second).all()  # 12 tokens, four times
+    assert (first.view(4, 12) == first[:12]).all() and len(set(first.tolist())) == 12
+    assert exploration.repeated(config)[0].tolist() == first.tolist()
 
 
 def test_an_interrupted_measurement_continues(launcher, overrides, tmp_path, monkeypatch):
@@ -164,6 +202,11 @@ def test_two_ranks_make_the_plan_of_one(launcher, overrides, tmp_path):
     [
         (["model.num_recent_tokens=46"], "a sequence of 48 tokens has 0 behind 2 sink and 46 recent tokens"),
         (["explore.algorithm=greedy"], "cost is 'projected', but algorithm=greedy"),
+        (
+            ["explore.cost=similarity", "explore.retrieval_sequences=2"],
+            "with cost=similarity, which is measured on text",
+        ),
+        (["explore.retrieval_sequences=-1"], "retrieval_sequences is -1"),
         (["explore.refine_evaluations=-1"], "refine_evaluations is -1"),
         (["explore.cost=outputs"], "output"),
     ],
