@@ -66,6 +66,9 @@ class RunControl:
         self.watchdog.start()
         try:
             yield
+        except Exception as error:
+            self.watchdog.abort_after(error)
+            raise
         finally:
             self.watchdog.stop()
             if self.stop_signal is None:  # a launcher repeats SIGTERM while its ranks are leaving

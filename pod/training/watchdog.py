@@ -4,6 +4,7 @@ The main thread of a hanging rank usually waits inside a collective for a peer t
 thread beside it can, because collectives release Python's lock while they wait.
 """
 
+import contextlib
 import faulthandler
 import os
 import re
@@ -71,6 +72,29 @@ class Watchdog:
         if self._thread is not None:
             self._thread.join(timeout=10)
             self._thread = None
+
+    def abort_after(self, error: BaseException) -> None:
+        """End with code 75 when `error` of the main thread is how a reported hang looks from here: a rank that has given up
+        breaks the connections of the others. Else return."""
+        recent = time.time() - self.timeout - 120.0
+        own = self._reported_at is not None and self._beat < self._reported_at
+        if self.action != "abort" or not (own or self._others_reported_since(recent)):
+            return
+        if not own:
+            self.report()
+        print(
+            f"rank {self.rank} of {self.world_size} ends with the others: {error}",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(ABORT_CODE)
+
+    def _others_reported_since(self, moment: float) -> bool:
+        for file in self.folder.glob("hang-rank*.txt"):
+            with contextlib.suppress(OSError):
+                if file != self.path and file.stat().st_mtime >= moment:
+                    return True
+        return False
 
     def _run(self) -> None:
         interval = min(self.timeout / 8, 30.0)

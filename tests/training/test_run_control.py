@@ -1,5 +1,6 @@
 """Ends before the last step: signals, max_hours, hangs. On real ranks (worker_control.py) and with a clock of our own."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -189,6 +190,23 @@ def test_abort_ends_every_rank_with_75_after_its_stacks(control_results, control
     assert control_results["abort"]["message"] == "abort on 2 ranks: exit codes [75, 75]"
     stacks = [(control_folder / "abort" / f"hang-rank{rank:05d}.txt").read_text() for rank in range(2)]
     assert "late_collective" in stacks[0] and "in abort" in stacks[1]
+
+
+@pytest.mark.multiprocess
+def test_a_rank_whose_peer_gave_up_ends_with_the_same_code(control_results, control_folder):
+    assert control_results["broken"]["message"] == "broken on 2 ranks: exit codes [75, 75]"
+    assert "after step 0" in (control_folder / "broken" / "hang-rank00000.txt").read_text()
+
+
+def test_an_error_without_a_hang_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("os._exit", lambda code: pytest.fail(f"ended with code {code}"))
+    for action in ("report", "abort"):
+        Watchdog(tmp_path, 0, 2, 5.0, action).abort_after(ValueError("no hang"))
+    old = tmp_path / "hang-rank00001.txt"
+    old.write_text("rank 1")
+    Watchdog(tmp_path, 0, 2, 5.0, "report").abort_after(ValueError("a hang that is only reported"))
+    os.utime(old, (0, 0))
+    Watchdog(tmp_path, 0, 2, 5.0, "abort").abort_after(ValueError("a hang of another day"))
 
 
 @pytest.mark.multiprocess

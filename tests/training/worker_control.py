@@ -70,6 +70,18 @@ def abort(out: Path) -> None:
         late_collective()
 
 
+def broken(out: Path) -> None:
+    """Rank 1 gives up; the collective of rank 0, which would wait ten times as long, fails."""
+    rank = int(os.environ["RANK"])
+    settings = {"hang_timeout_s": TIMEOUT * (1 if rank else 10), "hang_action": "abort"}
+    control = join(out / "broken", settings)
+    with control.watching():
+        control.alive("forward")
+        if rank:
+            time.sleep(120)
+        late_collective()
+
+
 def hours(out: Path) -> None:
     """Rank 0's clock says when; rank 1's is a day ahead and asks nobody. Steps take 10 s, checkpoints 30 s."""
     rank = int(os.environ["RANK"])
@@ -113,10 +125,11 @@ def main(out: Path) -> None:
 
     for function in (hang, hours, signals):
         tiny.run_ranks(2, function, out)
-    try:
-        tiny.run_ranks(2, abort, out)
-    except SystemExit as error:
-        tiny.write_result(out, "abort", {"message": str(error)})
+    for function in (abort, broken):
+        try:
+            tiny.run_ranks(2, function, out)
+        except SystemExit as error:
+            tiny.write_result(out, function.__name__, {"message": str(error)})
 
 
 if __name__ == "__main__":
