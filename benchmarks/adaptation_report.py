@@ -9,6 +9,7 @@ from pod.eval.stats import paired_change, wilson_interval
 from pod.files import atomic_write_text, read_json, write_json
 
 RESAMPLES = 2000
+LONGEST_BAR = 14.0  # perplexity; beyond it the number alone tells
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "adaptation_smollm2.png"
 
 
@@ -93,12 +94,14 @@ def draw(rows: Sequence[dict[str, Any]], target: Path) -> None:
         left.axhline(by_name["dense"]["perplexity"], color="0.5", linewidth=1, label="dense, same tokens")
     left.legend(fontsize=8)
     others = [row for row in rows if "%" not in row["name"]]
-    right.barh([row["name"] for row in others], [row["perplexity"] for row in others], color="C0")
+    right.barh(
+        [row["name"] for row in others], [min(row["perplexity"], LONGEST_BAR) for row in others], color="C0"
+    )
     for place, row in enumerate(others):
         found, asked = passkeys(row)
         label = f" {row['perplexity']:.2f}; {row['bytes'] / 1e6:.0f} MB; passkeys {found}/{asked}"
-        right.text(row["perplexity"], place, label, va="center", fontsize=8)
-    right.set_xlim(0, 1.7 * max((row["perplexity"] for row in others), default=1))
+        right.text(min(row["perplexity"], LONGEST_BAR), place, label, va="center", fontsize=8)
+    right.set_xlim(0, 1.8 * LONGEST_BAR)
     right.invert_yaxis()
     right.set_xlabel("perplexity after training on the same tokens")
     figure.suptitle("SmolLM2-135M adapted on 49,000 tokens: plans by saving, ways to adapt, other layouts")
