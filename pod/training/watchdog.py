@@ -77,7 +77,7 @@ class Watchdog:
         """End with code 75 when `error` of the main thread is how a reported hang looks from here: a rank that has given up
         breaks the connections of the others. Else return."""
         recent = time.time() - self.timeout - 120.0
-        own = self._reported_at is not None and self._beat < self._reported_at
+        own = self._is_stuck()
         if self.action != "abort" or not (own or self._others_reported_since(recent)):
             return
         if not own:
@@ -88,6 +88,10 @@ class Watchdog:
             flush=True,
         )
         os._exit(ABORT_CODE)
+
+    def _is_stuck(self) -> bool:
+        """Whether this rank has made no progress since it reported a hang."""
+        return self._reported_at is not None and self._beat < self._reported_at
 
     def _others_reported_since(self, moment: float) -> bool:
         for file in self.folder.glob("hang-rank*.txt"):
@@ -102,11 +106,7 @@ class Watchdog:
             if self.check():
                 self.report()
                 self._wait_for_peers()
-                if (
-                    self.action == "abort"
-                    and not self._stop.is_set()
-                    and self._beat < (self._reported_at or 0)
-                ):
+                if self.action == "abort" and not self._stop.is_set() and self._is_stuck():
                     os._exit(ABORT_CODE)  # exit handlers would wait for the same collective
 
     def check(self) -> bool:
