@@ -37,7 +37,7 @@ ARROWS = {
 }
 # Reading a recipe's model names and the package's public interface is allowed to the two that work on whole models.
 ARROWS["training"] |= {"__init__", "models", "recipe"}
-ARROWS["eval"] |= {"__init__", "models", "recipe"}
+ARROWS["eval"] |= {"__init__", "models", "recipe", "schema"}
 
 
 def imported_parts(file: Path) -> set[str]:

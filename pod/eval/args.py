@@ -1,9 +1,9 @@
 """What an evaluation measures: the `eval` section of the recipe. Standard library only."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from pod.eval.methods import check_names, find_method, unknown
+from pod.eval.methods import check_names, find_method
 
 TASKS = ("perplexity", "passkey", "efficiency")
 _COUNTS = (
@@ -37,7 +37,31 @@ class EvalArgs:
     `run_eval.py --list-methods` shows what each one takes"""
 
     tasks: list[str] = field(default_factory=lambda: list(TASKS))
-    """what to measure: perplexity, passkey, efficiency"""
+    """what to measure: perplexity, passkey, efficiency, the other tasks of `run_eval.py --list-tasks`, and any task or group of lm-eval,
+    those of pod/eval/tasks included (longbench, leval, infinitebench_32k, ruler …)"""
+
+    task_options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """options of tasks by name, as `{niah: {lengths: [4096, 8192]}}`; `run_eval.py --list-tasks` shows what each one takes"""
+
+    models: dict[str, str] = field(default_factory=dict)
+    """more exported models to compare, by a name of yours: `{cla: runs/demo_cla/export}` is the method `model:cla`"""
+
+    data_dir: str | None = None
+    """folder with local copies of benchmark data in their official files, one folder per suite (pod/eval/tasks/README.md lists them);
+    without it they are read from the hub"""
+
+    limit: int | None = None
+    """samples per lm-eval task, the first ones; null = all"""
+
+    chat_template: Literal["auto", "on", "off"] = "auto"
+    """put the prompts of lm-eval tasks into the tokenizer's chat template: each task's own rule (auto; tasks without one: off), always, never"""
+
+    too_long: Literal["truncate", "skip", "error"] = "truncate"
+    """lm-eval prompts that exceed what the model reads: shorten as the task says (its middle, where the task does not say), skip them
+    (counted and named in the report), or stop before anything is computed"""
+
+    unsafe_code: bool = False
+    """allow tasks that execute what the model writes (humaneval): only on machines where that may do harm"""
 
     pod_model: str | None = None
     """folder of the adapted PoD export; default is where export_hf.py writes, <output_dir>/export"""
@@ -95,7 +119,17 @@ class EvalArgs:
 
     def __post_init__(self) -> None:
         check_names("method", self.methods, find_method)
-        check_names("task", self.tasks, find_task)
+        _check_tasks(self.tasks)
+        if self.limit is not None:
+            _check_positive("limit", self.limit)
+        for name in self.task_options:
+            if name not in self.tasks:
+                raise ValueError(
+                    f"eval.task_options names {name!r}, which is not in eval.tasks: {', '.join(self.tasks)}"
+                )
+        for name in self.models:
+            if not name.isidentifier() or name in ("dense", "unadapted", "adapted"):
+                raise ValueError(f"eval.models: {name!r} must be a word other than dense, unadapted, adapted")
         _check_options(self.method_options, self.methods)
         for name in _COUNTS:
             _check_positive(name, getattr(self, name))
@@ -110,18 +144,9 @@ class EvalArgs:
                 f"eval.min_context = {self.min_context} must be at least 2 and less than eval.text_length = {self.text_length}"
             )
 
-    def longest(self) -> int:
-        """The longest sequence that the chosen tasks feed to a model (tokens), generated tokens included."""
-        lengths = [0]
-        if "perplexity" in self.tasks:
-            lengths.append(self.text_length)
-        if "passkey" in self.tasks:
-            lengths.append(max(self.passkey_lengths) + self.passkey_new_tokens)
-        if "efficiency" in self.tasks:
-            lengths.append(
-                max(self.efficiency_lengths) + self.efficiency_tokens * (self.efficiency_repeats + 1)
-            )
-        return max(lengths)
+    def longest_speed_run(self) -> int:
+        """The longest sequence of the task `efficiency` (tokens)."""
+        return max(self.efficiency_lengths) + self.efficiency_tokens * (self.efficiency_repeats + 1)
 
 
 def _check_positive(name: str, value: object) -> None:
@@ -138,11 +163,12 @@ def _check_lengths(name: str, value: object) -> None:
         raise ValueError(f"eval.{name} must be a list of token counts of at least 2, got {value!r}")
 
 
-def find_task(name: str) -> str:
-    """The task of this name; ValueError for one that does not exist."""
-    if name not in TASKS:
-        raise unknown("task", name, TASKS)
-    return name
+def _check_tasks(names: object) -> None:
+    """The form only: which names exist is known where tasks are made (`pod.eval.runner.make_tasks`), before any computation."""
+    if not isinstance(names, list) or not names or any(not isinstance(name, str) for name in names):
+        raise ValueError(f"eval.tasks must be a list of at least one task, got {names!r}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"eval.tasks names one task twice: {', '.join(names)}")
 
 
 def _check_options(options: object, methods: list[str]) -> None:

@@ -16,7 +16,6 @@ def estimate(recipe: "Recipe") -> str:
     for name in recipe.eval.methods:
         prompt, steps = token_counts(recipe.eval, name)
         lines.append(f"  {name:<14} {prompt:>12,} prompt tokens {steps:>8,} decode steps")
-    lines.append(f"Longest sequence: {recipe.eval.longest():,} tokens.")
     return "\n".join(lines)
 
 

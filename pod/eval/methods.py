@@ -1,16 +1,18 @@
 """The methods that an evaluation can compare, and what it must know about each. Standard library only."""
 
 import difflib
+import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """One way to hold the KV cache, under evaluation.
 
-    spec: what `pod.make_cache` calls it.
-    model: `dense` (recipe.model.path), `unadapted` (the same weights under the plan, no training) or `adapted` (the PoD export).
+    spec: what `pod.make_cache` calls it; None: the layout of the model itself.
+    model: `dense` (recipe.model.path), `unadapted` (the same weights under the plan, no training), `adapted` (the PoD export) or a name in
+        eval.models.
     takes_budget: it drops or skips tokens, so it is given the budget that fills the bytes that `pod` holds.
     grows: how many slots a token fed after the prompt adds (0 = as many leave).
     one_shot: one forward pass without a cache equals its decode path (tests/eval/test_perplexity.py proves it), so that
@@ -18,12 +20,28 @@ class Method:
     """
 
     name: str
-    spec: str
+    spec: str | None
     model: str
     takes_budget: bool = False
     grows: bool = True
     one_shot: bool = False
     title: str = ""
+    budget: int | float | None = None
+    """fixed instead of PoD's bytes: tokens per KV head and layer, or (float) the share of the tokens seen"""
+
+    @property
+    def file_name(self) -> str:
+        """Its result file."""
+        return f"{safe_name(self.name)}.json"
+
+    def fixed_budget(self, length: int) -> int | None:
+        """The budget at a length when it does not follow PoD's bytes. Raises: ValueError when a share leaves no token."""
+        if not isinstance(self.budget, float):
+            return self.budget
+        tokens = int(self.budget * length)
+        if tokens < 1:
+            raise ValueError(f"{self.name}: {self.budget:.1%} of {length} tokens is no token")
+        return tokens
 
 
 def _dense(name: str, title: str, takes_budget: bool = True, grows: bool = True) -> Method:
@@ -67,12 +85,23 @@ METHODS = {
 
 
 def find_method(name: str) -> Method:
-    """The method of a name, or of a combination such as `pod+snapkv+int4` or `imdc(streamingllm)`.
+    """The method of a name, of a combination such as `pod+snapkv+int4` or `imdc(streamingllm)`, or of a model of its own, `model:cla`.
+
+    `snapkv@1024` has a budget of 1,024 tokens, `snapkv@25%` one of a quarter of the tokens, at every length.
 
     Raises: ValueError naming the nearest method there is. Whether the parts go together is for `pod.make_cache` to say.
     """
     if name in METHODS:
         return METHODS[name]
+    if "@" in str(name):
+        return _with_budget(str(name))
+    if str(name).startswith("model:"):
+        kind = name.removeprefix("model:")
+        if not kind.isidentifier() or kind in ("dense", "unadapted", "adapted"):
+            raise ValueError(
+                f"method {name!r}: after `model:` stands a name in eval.models, a word of its own"
+            )
+        return Method(name=name, spec=None, model=kind, title=f"the model {kind} with its own layout")
     parts = [METHODS.get(part.split("(")[0].strip()) for part in str(name).split("+")]
     found = [part for part in parts if part is not None]
     if len(found) < len(parts) or not ("+" in name or "(" in name):
@@ -85,6 +114,27 @@ def find_method(name: str) -> Method:
         grows=all(part.grows for part in found),
         title="; ".join(part.title for part in found),
     )
+
+
+def _with_budget(name: str) -> Method:
+    base, _, text = name.rpartition("@")
+    found = find_method(base)
+    share = text.endswith("%")
+    number = text.removesuffix("%")
+    if not re.fullmatch(r"[0-9]+" + (r"(\.[0-9]+)?" if share else ""), number) or not float(number):
+        raise ValueError(
+            f"method {name!r}: after @ stands a budget, tokens as snapkv@1024 or a share of them as snapkv@25%"
+        )
+    if share and not 0 < float(number) <= 100:
+        raise ValueError(f"method {name!r}: a share is from 0 to 100 %")
+    if not found.takes_budget:
+        raise ValueError(f"method {name!r}: {base} takes no budget; leave out @{text}")
+    return replace(found, name=name, budget=float(number) / 100 if share else int(number))
+
+
+def safe_name(name: str) -> str:
+    """A method's or task's name as a file name: `imdc(snapkv)@25%` → `imdc_snapkv_@25p`."""
+    return re.sub(r"[^\w.+@-]", "_", name.replace("%", "p"))
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> ValueError:

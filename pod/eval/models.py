@@ -14,6 +14,7 @@ from pod.models import resolve_model
 if TYPE_CHECKING:
     from pod.recipe import Recipe
 
+_KINDS = ("dense", "unadapted", "adapted")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -32,14 +33,13 @@ class Models:
         chosen = [find_method(name) for name in recipe.eval.methods]
         self.kinds = sorted({method.model for method in chosen})
         self._check_available()
-        for kind in self.kinds:
-            self._check_length(kind)
+        self._check_own()
         self.reference_kind = self._reference_kind()
         if "unadapted" in (*self.kinds, self.reference_kind):
             self._check_plan()
         if {"adapted", "unadapted"} <= set(self.kinds):
             self._check_same_plan()
-        budgeted = [method.name for method in chosen if method.takes_budget]
+        budgeted = [method.name for method in chosen if method.takes_budget and method.budget is None]
         if self.reference_kind is None and budgeted:
             raise ValueError(
                 f"{', '.join(budgeted)}: the byte budget is what PoD holds, and there is neither a PoD export in "
@@ -54,6 +54,21 @@ class Models:
             )
         if "unadapted" in self.kinds and self.plan is None:
             raise ValueError("method 'pod-unadapted' needs a plan: run launch/explore.py or set model.plan")
+
+    def _check_own(self) -> None:
+        for kind in self.kinds:
+            if kind in _KINDS:
+                continue
+            path = self.recipe.eval.models.get(kind)
+            if path is None:
+                known = ", ".join(self.recipe.eval.models) or "none"
+                raise ValueError(
+                    f"method 'model:{kind}' needs eval.models.{kind}, the folder of an export; there is {known}"
+                )
+            if not (Path(path) / "config.json").is_file():
+                raise ValueError(
+                    f"eval.models.{kind} = {path} holds no model: export one there with launch/export_hf.py"
+                )
 
     def _reference_kind(self) -> str | None:
         """Which PoD model tells the bytes: one that is compared anyway, else the cheapest to have."""
@@ -70,6 +85,10 @@ class Models:
             self._loaded[kind] = self._load(kind)
         return self._loaded[kind]
 
+    def _path(self, kind: str) -> str:
+        """Folder of an exported model."""
+        return str(self.export) if kind == "adapted" else self.recipe.eval.models[kind]
+
     def _load(self, kind: str) -> Any:
         args = self.recipe.model
         options: dict[str, Any] = {
@@ -77,8 +96,8 @@ class Models:
             "attention_backend": args.attention_backend,
             "device": self.device,
         }
-        if kind == "adapted":
-            model = pod.load_model(str(self.export), **options)
+        if kind not in ("dense", "unadapted"):
+            model = pod.load_model(self._path(kind), **options)
         else:
             plan = self.plan if kind == "unadapted" else None
             model = pod.load_model(
@@ -91,12 +110,17 @@ class Models:
             )
         return model.eval()
 
-    def _check_length(self, kind: str) -> None:
+    def check_lengths(self, longest: int) -> None:
+        """ValueError when a model that will be compared reads fewer tokens than `longest`."""
+        for kind in self.kinds:
+            self._check_length(kind, longest)
+
+    def _check_length(self, kind: str, longest: int) -> None:
         where, gguf_file = self.dense_path, self.recipe.model.gguf_file
-        if kind == "adapted":
-            where, gguf_file = str(self.export), None
+        if kind not in ("dense", "unadapted"):
+            where, gguf_file = self._path(kind), None
         config, _ = PreTrainedConfig.get_config_dict(where, **({"gguf_file": gguf_file} if gguf_file else {}))
-        longest, limit = self.recipe.eval.longest(), config.get("max_position_embeddings")
+        limit = config.get("max_position_embeddings")
         if limit is not None and longest > limit:
             raise ValueError(
                 f"the tasks feed up to {longest} tokens and the {kind} model reads {limit}: lower eval.text_length, "
@@ -144,8 +168,8 @@ class Models:
             return None
         args = self.recipe.model
         windows = [args.num_sink_tokens, args.num_recent_tokens, args.dtype, args.attention_backend]
-        if kind == "adapted":
-            return [identity(self.export), args.dtype, args.attention_backend]
+        if kind not in ("dense", "unadapted"):
+            return [identity(self._path(kind)), args.dtype, args.attention_backend]
         plan = identity(self.plan) if kind == "unadapted" and self.plan else None
         return [identity(self.dense_path), args.gguf_file, plan, windows]
 
@@ -171,7 +195,7 @@ class Models:
         plan = model.config.sharing_plan
         return {
             "kind": kind,
-            "path": str(self.export) if kind == "adapted" else self.recipe.model.path,
+            "path": self.recipe.model.path if kind in ("dense", "unadapted") else self._path(kind),
             "dtype": self.recipe.model.dtype,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "weight_bytes": sum(

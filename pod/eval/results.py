@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from pod.eval.methods import safe_name
 from pod.files import read_json, sha256_file, write_json
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _HASHED_WHOLE = 1 << 20  # bytes; smaller files are identified by content, weights by size and time of change
 _PACKAGES = ("pod-kv", "torch", "transformers", "numpy")
 
@@ -26,12 +27,12 @@ _PACKAGES = ("pod-kv", "torch", "transformers", "numpy")
 class RunResults:
     """The result file of one run (a method, or the speeds of all), written after every part.
 
-    path: the JSON file; header: what is the same for all parts (method, config …). An existing file of another schema or
+    path: the JSON file; writes: False on ranks that only help; header: what is the same for all parts (method, config …). An existing file of another schema or
     method is replaced, an unreadable one too: results can be measured again.
     """
 
-    def __init__(self, path: str | os.PathLike, method: str, header: dict[str, Any]):
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike, method: str, header: dict[str, Any], writes: bool = True):
+        self.path, self.writes = Path(path), writes
         old = _read_or_none(self.path)
         old = old if old and old.get("method") == method else {}
         self.content = {
@@ -42,6 +43,7 @@ class RunResults:
             **header,
             "model": old.get("model"),
             "environment": environment(),
+            "refused": {},
             "parts": old.get("parts", {}),
         }
 
@@ -79,7 +81,8 @@ class RunResults:
 
     def write(self) -> None:
         """Write the file as it stands, atomically."""
-        write_json(self.path, self.content)
+        if self.writes:
+            write_json(self.path, self.content)
 
 
 def load_results(folder: str | os.PathLike, methods: list[str] | None = None) -> dict[str, dict]:
@@ -87,9 +90,13 @@ def load_results(folder: str | os.PathLike, methods: list[str] | None = None) ->
 
     Raises: ValueError when the folder holds none of them.
     """
-    names = methods or sorted(path.stem for path in Path(folder).glob("*.json"))
-    found = {name: _read_or_none(Path(folder) / f"{name}.json") for name in names}
-    results = {name: content for name, content in found.items() if content and content.get("method") == name}
+    files = sorted(Path(folder).glob("*.json"))
+    if methods is not None:
+        files = [Path(folder) / f"{safe_name(name)}.json" for name in methods]
+    found = [_read_or_none(file) for file in files]
+    results = {content["method"]: content for content in found if content and content.get("method")}
+    if methods is not None:
+        results = {name: results[name] for name in methods if name in results}
     if not results:
         raise ValueError(f"{folder} holds no evaluation results: run launch/run_eval.py first")
     return results

@@ -62,6 +62,14 @@ def paired_change(
     return {"change": math.expm1(mean_nll(sums, counts) - mean_nll(base_sums, counts)), "ci95": interval}
 
 
+def mean_interval(values: Sequence[float], resamples: int, seed: int = 0) -> list[float] | None:
+    """95 % percentile bootstrap interval of the mean of independent values; None for fewer than two."""
+    if len(values) < 2:
+        return None
+    drawn = _resampled_means([values], [1] * len(values), resamples, seed)[0]
+    return [float(value) for value in np.quantile(drawn, [0.025, 0.975])]
+
+
 def wilson_interval(successes: int, trials: int) -> list[float]:
     """95 % Wilson score interval of a proportion (Wilson 1927): sound at 0 and at 1, where the normal one has width zero."""
     if not 0 <= successes <= trials or trials < 1:

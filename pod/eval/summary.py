@@ -69,7 +69,14 @@ def _perplexity_columns(result: dict, base: dict | None) -> dict[str, Any]:
 
 
 def _samples(result: dict) -> list[dict]:
-    return result.get("parts", {}).get("perplexity", {}).get("samples", [])
+    """One per sequence and position bucket."""
+    part = result.get("parts", {}).get("perplexity", {})
+    scored = [bucket["end"] - bucket["first"] for bucket in part.get("buckets", [])]
+    return [
+        {"sequence": int(sample["id"]), "bucket": number, "nll_sum": value, "tokens": scored[number]}
+        for sample in part.get("samples", [])
+        for number, value in enumerate(sample["buckets"])
+    ]
 
 
 def _paired(own: list[dict], other: list[dict], result: dict) -> dict[str, Any] | None:
@@ -100,7 +107,7 @@ def _per_sequence(samples: list[dict]) -> tuple[dict[int, float], dict[int, int]
 def _passkey_columns(result: dict) -> dict[str, Any]:
     part = result["parts"].get("passkey", {})
     return {
-        "passkey": part.get("accuracy"),
+        "passkey": part.get("value"),
         "passkey_correct": part.get("correct"),
         "passkey_prompts": part.get("prompts"),
         "passkey_ci95": part.get("ci95"),

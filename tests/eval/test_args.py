@@ -23,7 +23,6 @@ def test_unknown_method_names_the_nearest(name, nearest):
     [
         ({"methods": []}, "at least one method"),
         ({"methods": ["full", "full"]}, "twice"),
-        ({"tasks": ["perplexty"]}, "did you mean 'perplexity'"),
         ({"text_sequences": 0}, "text_sequences must be a whole number of at least 1, got 0"),
         ({"passkey_lengths": []}, "passkey_lengths must be a list"),
         ({"passkey_depths": [1.5]}, "from 0 .start. to 1 .end., got .1.5."),

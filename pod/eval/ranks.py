@@ -1,0 +1,78 @@
+"""Data-parallel evaluation: every rank answers its share of the samples, and all know all answers afterwards.
+
+Ranks come from the launcher's environment (`torchrun`, `accelerate launch`, `deepspeed`, `srun` with RANK and WORLD_SIZE set); without it
+there is one.
+"""
+
+import datetime
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_TIMEOUT = datetime.timedelta(days=2)  # a rank with long prompts keeps the others waiting
+
+
+class Ranks:
+    """This process among its peers: `rank` (global), `local_rank`, `world_size`.
+
+    Starts torch.distributed (nccl on CUDA, gloo else) when the environment asks for more than one rank and nobody has started it.
+    Raises: ValueError when the environment is not whole.
+    """
+
+    def __init__(self) -> None:
+        self.world_size, self.rank, self.local_rank = (
+            _number(name, default) for name, default in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0))
+        )
+        self._started = False
+        if self.world_size > 1 and not dist.is_initialized():
+            if torch.cuda.is_available():
+                torch.cuda.set_device(self.local_rank)
+            # gloo carries objects and small tensors; models are never spread
+            dist.init_process_group("gloo", timeout=_TIMEOUT)
+            self._started = True
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes files and talks."""
+        return self.rank == 0
+
+    def share(self, items: list[Any]) -> list[Any]:
+        """The items of this rank: every `world_size`-th, so that neighbours of like length are spread."""
+        return items[self.rank :: self.world_size]
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every rank, in the order of ranks, on every rank. Plain data only (JSON types, numbers, tuples)."""
+        if self.world_size == 1:
+            return [value]
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value)
+        return found
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's `value`, on every rank."""
+        return self.gather(value)[0]
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        if self.world_size > 1:
+            dist.barrier()
+
+    def close(self) -> None:
+        """Leave together."""
+        if self._started:
+            dist.barrier()
+            dist.destroy_process_group()
+            self._started = False
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    if not text.isdecimal():
+        raise ValueError(
+            f"the environment says {name}={text!r}; a whole number is expected (set by torchrun)"
+        )
+    return int(text)

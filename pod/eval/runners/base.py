@@ -1,0 +1,179 @@
+"""What a task is: it knows its samples, the cache sizes that they need, and turns a method's answers into one payload.
+
+A task is a file in this folder with one subclass of `Task` whose `name` is the file's name; nothing else has to know it. The payload's
+keys are the same for every task, so that tables, intervals and comparisons are made in one place:
+
+    kind              `nll` (samples hold sums of nats and token counts), `binary` (0 or 1) or `score` (0 to 1)
+    metric            what the number is called in its field: perplexity, accuracy, qa_f1, rougeL …
+    higher_is_better  bool
+    value, ci95       the number (perplexity; share; mean score) and its 95 % interval over samples, or None
+    samples           one per answered sample: id, score (nll: sum in nats, with tokens), prompt_tokens, prompt_hash, and what the
+                      task has of answer, target, budget_tokens, bytes
+    skipped           one per sample that was not answered: id, reason
+    bytes             rows of `pod.eval.budget.stated`, one per length
+    settings          what the task did: prompt format, truncation, lengths …
+    metrics           optional: other numbers by name, {value, ci95}
+"""
+
+import dataclasses
+import hashlib
+import importlib
+import pkgutil
+import typing
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pod.eval import stats
+from pod.schema import build
+
+if TYPE_CHECKING:
+    from pod.eval.journal import Journal
+    from pod.eval.methods import Method
+    from pod.eval.runner import Evaluation
+
+_HELPERS = {"base"}
+
+
+@dataclass(frozen=True)
+class Span:
+    """A cache that a task will use: the length it reaches (tokens), and how many of them are fed after the prompt."""
+
+    length: int
+    fed: int
+
+
+@dataclass(kw_only=True)
+class NoOptions:
+    """For tasks that read everything from the `eval` section."""
+
+
+class Task(ABC):
+    """One thing to measure, the same for every method.
+
+    name: how recipes call it; title: what a table's head says; Options: dataclass of `eval.task_options.<name>`, one docstring per
+    field. The constructor makes or reads the samples; it raises ValueError for whatever is wrong, before any model is loaded.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    Options: ClassVar[type] = NoOptions
+
+    def __init__(self, run: "Evaluation", options: Any):
+        self.run, self.args, self.options = run, run.args, options
+
+    @abstractmethod
+    def inputs(self) -> Any:
+        """JSON that changes with whatever can change the result, apart from model and method: prompts, lengths, rules."""
+
+    @abstractmethod
+    def spans(self) -> list[Span]:
+        """The sizes of every cache that the task will make."""
+
+    @abstractmethod
+    def measure(self, method: "Method", journal: "Journal") -> dict[str, Any]:
+        """The payload of one method. Samples are answered through `journal.answers`, so that ranks share them and a killed run goes on."""
+
+    def longest(self) -> int:
+        """The longest sequence that is fed to a model (tokens), new tokens included."""
+        return max((span.length for span in self.spans()), default=0)
+
+    def refuses(self, method: "Method") -> str | None:
+        """Why this method cannot be measured by this task, in one line; None when it can. Such a pair is skipped and named in the report."""
+        return None
+
+    def headline(self, payload: dict[str, Any]) -> str:
+        """The result in a few words."""
+        if payload["value"] is None:
+            return f"no sample answered, {len(payload['skipped'])} skipped"
+        if payload["kind"] == "binary":
+            right = sum(sample["score"] for sample in payload["samples"])
+            return f"{right:g} of {len(payload['samples'])} correct"
+        return f"{payload['metric']} {payload['value']:.4g}"
+
+
+def names() -> list[str]:
+    """Every task of this folder. Imports nothing."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__()) if module.name not in _HELPERS)
+
+
+def task_class(name: str) -> type[Task]:
+    """The class of a task of this folder."""
+    module = importlib.import_module(f"pod.eval.runners.{name}")
+    found = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Task) and value.__dict__.get("name") == name
+    ]
+    assert len(found) == 1, f"{module.__file__} must hold one Task named {name}"
+    return found[0]
+
+
+def make_options(task: type[Task], values: dict[str, Any]) -> Any:
+    """`eval.task_options` of a task as its dataclass.
+
+    Raises: ValueError for an unknown key, naming the nearest, and for a wrong value.
+    """
+    return build(task.Options, values, f"eval.task_options.{task.name}")
+
+
+def option_lines(task: type[Task]) -> list[str]:
+    """Name, default and meaning of every option of a task, for `--list-tasks`."""
+    from pod.schema import field_docs
+
+    docs = field_docs(task.Options)
+    hints = typing.get_type_hints(task.Options)
+    return [
+        f"{field.name} ({getattr(hints[field.name], '__name__', hints[field.name])}): {docs[field.name]}"
+        for field in dataclasses.fields(task.Options)
+    ]
+
+
+def prompt_hash(prompt: Any) -> str:
+    """SHA-256 of a prompt's text or token ids, 16 hex digits: equal prompts are seen to be equal across runs."""
+    text = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def scored_payload(
+    kind: str,
+    metric: str,
+    samples: list[dict[str, Any]],
+    *,
+    resamples: int,
+    seed: int,
+    skipped: list[dict[str, Any]] | None = None,
+    bytes_rows: list[dict[str, Any]] | None = None,
+    settings: dict[str, Any] | None = None,
+    higher_is_better: bool = True,
+    **more: Any,
+) -> dict[str, Any]:
+    """A payload of kind `binary` or `score` from its samples: mean, Wilson or bootstrap interval."""
+    assert kind in ("binary", "score"), kind
+    scores = [sample["score"] for sample in samples]
+    value, interval = None, None
+    if scores:
+        value = sum(scores) / len(scores)
+        interval = (
+            stats.wilson_interval(round(sum(scores)), len(scores))
+            if kind == "binary"
+            else stats.mean_interval(scores, resamples, seed)
+        )
+    return {
+        "kind": kind,
+        "metric": metric,
+        "higher_is_better": higher_is_better,
+        "value": value,
+        "ci95": interval,
+        "samples": samples,
+        "skipped": skipped or [],
+        "bytes": bytes_rows or [],
+        "settings": settings or {},
+        **more,
+    }
+
+
+def __path__() -> list[str]:
+    import pod.eval.runners
+
+    return list(pod.eval.runners.__path__)
