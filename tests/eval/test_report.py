@@ -39,18 +39,41 @@ def method_file(name, nll, held):
     }
     total = {"perplexity": math.exp(nll + 0.5), "ci95": [1.0, 90.0], "sequences": 2, "tokens": 8}
     perplexity = {
+        "kind": "nll",
+        "metric": "perplexity",
+        "higher_is_better": False,
+        "value": total["perplexity"],
+        "ci95": total["ci95"],
         "scored_by": "one forward pass",
         "decode_path_check": None,
         "buckets": [bucket],
         "total": total,
         "samples": [
-            {"sequence": i, "bucket": 0, "nll_sum": value, "tokens": 4} for i, value in enumerate(sums)
+            {"id": str(i), "score": value, "tokens": 4, "buckets": [value], "prompt_hash": f"text {i}"}
+            for i, value in enumerate(sums)
         ],
+        "skipped": [],
+        "bytes": [stated],
+        "settings": {},
     }
-    passkey = {"accuracy": 0.75, "correct": 3, "prompts": 4, "ci95": [0.3, 0.95], "bytes": [], "samples": []}
+    passkey = {
+        "kind": "binary",
+        "metric": "accuracy",
+        "higher_is_better": True,
+        "value": 0.75,
+        "ci95": [0.3, 0.95],
+        "samples": [
+            {"id": f"80/{i // 2}/{i % 2}", "score": float(i < 3), "prompt_hash": f"key {i}"} for i in range(4)
+        ],
+        "skipped": [],
+        "bytes": [],
+        "settings": {},
+        "correct": 3,
+        "prompts": 4,
+    }
     passkey["cells"] = [{"length": 80, "depth": depth, "correct": 1, "prompts": 2} for depth in (0.0, 1.0)]
     return {
-        "schema": 1,
+        "schema": 2,
         "method": name,
         "title": f"what {name} is",
         "status": "finished",
@@ -82,7 +105,7 @@ def speed_file():
             "bytes_by_part": {"keys": 400, "values": 599, "bookkeeping": 1},
         }
     part = {"lengths": [{"length": 90, "methods": rows}], "failed": {}}
-    return {"schema": 1, "method": "efficiency", "status": "finished", "parts": {"efficiency": part}}
+    return {"schema": 2, "method": "efficiency", "status": "finished", "parts": {"efficiency": part}}
 
 
 @pytest.fixture
