@@ -9,6 +9,17 @@ import pod
 from pod.eval.methods import Method
 
 
+LENGTH_CLASS = 64  # tokens
+
+
+def length_class(length: int) -> int:
+    """A sample's length rounded up to a multiple of 64 tokens, the length that its budget is taken at.
+
+    So samples of one class get one budget and may share a batch, and few cache sizes exist, however ragged the lengths are.
+    """
+    return -(-length // LENGTH_CLASS) * LENGTH_CLASS
+
+
 class ByteBudgets:
     """Bytes that the PoD cache holds at each length, measured on one sequence, and the budgets that follow from them.
 
@@ -86,3 +97,8 @@ def stated(
         "bytes_over_pod": own / reference if own and reference else None,
         "saving": 1 - own / (bytes_per_token * length) if own else None,
     }
+
+
+def length_class(tokens: int) -> int:
+    """`tokens` rounded up to a multiple of 64: samples of one class share budgets and batches, so that few sizes of caches exist."""
+    return -(-tokens // 64) * 64

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import pod
-from pod.eval.budget import ByteBudgets, measure_bytes, native_bytes_per_token, stated
+from pod.eval.budget import ByteBudgets, length_class, measure_bytes, native_bytes_per_token, stated
 from pod.eval.methods import METHODS
 
 
@@ -53,3 +53,7 @@ def test_stated_bytes_without_pod_and_without_cache():
     assert (row["dense_bytes"], row["bytes"], row["bytes_over_pod"], row["saving"]) == (50, None, None, None)
     row = stated(None, 10, 5, None, [20, 30])
     assert (row["bytes"], row["saving"]) == (30, pytest.approx(0.4))
+
+
+def test_length_classes_round_up_to_64():
+    assert [length_class(n) for n in (1, 63, 64, 65, 128, 1000)] == [64, 64, 64, 128, 128, 1024]

@@ -1,0 +1,1 @@
+"""Local data for tasks of lm-eval itself (MMLU, HellaSwag, ARC, GSM8K, TruthfulQA …)."""

@@ -1,0 +1,210 @@
+"""Where the data of a benchmark comes from: the official files in a local folder, or the same files from the hub.
+
+The folder is `eval.data_dir` of a recipe (`use` sets it) or, for lm-eval's own command line, the environment variable POD_EVAL_DATA. It
+holds one folder per suite. With a folder nothing is ever downloaded; without one the files come from the hub (plain files only: no
+script of a data set is ever run).
+"""
+
+import contextlib
+import contextvars
+import csv
+import gzip
+import io
+import json
+import os
+import zipfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = "POD_EVAL_DATA"
+FORMATS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv", ".tsv")
+_LIST_KEYS = ("data", "rows", "examples")  # where a .json file that is one object keeps its rows
+
+_folder: contextvars.ContextVar[Path | None] = contextvars.ContextVar("data_dir", default=None)
+_tokenizer: contextvars.ContextVar[Any] = contextvars.ContextVar("tokenizer", default=None)
+
+
+@contextlib.contextmanager
+def use(folder: str | os.PathLike | None, tokenizer: Any = None) -> Iterator[None]:
+    """Read data from `folder` (None: POD_EVAL_DATA, else the hub) and build prompts of a length with `tokenizer`, inside the block."""
+    tokens = _folder.set(None if folder is None else Path(folder)), _tokenizer.set(tokenizer)
+    try:
+        yield
+    finally:
+        _folder.reset(tokens[0])
+        _tokenizer.reset(tokens[1])
+
+
+def data_dir() -> Path | None:
+    """The folder with local data; None when data comes from the hub. Raises: ValueError when it does not exist."""
+    folder, setting = _folder.get(), "eval.data_dir"
+    if folder is None and os.environ.get(ENVIRONMENT):
+        folder, setting = Path(os.environ[ENVIRONMENT]), ENVIRONMENT
+    if folder is not None and not folder.is_dir():
+        raise ValueError(f"{setting} = {folder} is no folder: give one that holds a folder per benchmark")
+    return folder
+
+
+def load_tokenizer(metadata: dict[str, Any] | None = None) -> Any:
+    """The tokenizer of the model under test, for tasks whose prompts have a length.
+
+    In an evaluation it is the run's; under lm-eval's command line it is that of the model arguments (`tokenizer`, else `pretrained`),
+    which lm-eval passes to `custom_dataset` functions with the task's metadata. Raises: ValueError when there is neither.
+    """
+    if _tokenizer.get() is not None:
+        return _tokenizer.get()
+    name = (metadata or {}).get("tokenizer") or (metadata or {}).get("pretrained")
+    if not isinstance(name, str):
+        raise ValueError(
+            "this task builds prompts of a length: give the model's tokenizer as pretrained=… or tokenizer=…"
+        )
+    from transformers import AutoTokenizer
+
+    from pod.models import resolve_model
+
+    return AutoTokenizer.from_pretrained(resolve_model(name))
+
+
+def load_rows(
+    suite: str, file: str, hub_id: str | None = None, hub_file: str | None = None
+) -> list[dict[str, Any]]:
+    """The rows of one data file, as dicts, in the file's order.
+
+    Args:
+        suite: folder in `data_dir`, the benchmark's short name.
+        file: path in that folder, as the official release calls it; its ending says the format (see FORMATS).
+        hub_id: data set on the hub, for runs without a local folder; None when the file is on no hub.
+        hub_file: path in the hub's repository, `file` by default. `data.zip/data/qasper.jsonl` is a member of an archive; locally,
+            too, the archive may lie in the suite's folder instead of the file.
+    Raises: ValueError, in one line, that names the file, where it was looked for and how to provide it, or says what is wrong in it.
+    """
+    folder, hub_file = data_dir(), hub_file or file
+    if folder is None:
+        return _parse(file, _from_hub(suite, file, hub_id, hub_file))
+    place = folder / suite / file
+    if place.is_file():
+        return _parse(str(place), place.read_bytes())
+    archive, member = _split_archive(hub_file)
+    if member and (folder / suite / archive).is_file():
+        return _parse(f"{folder / suite / archive}: {member}", _member((folder / suite / archive), member))
+    raise _missing(suite, file, f"{place} is not there", hub_id, hub_file)
+
+
+def dataset(rows: list[dict[str, Any]], split: str = "test") -> dict[str, Any]:
+    """Rows as what lm-eval's `custom_dataset` functions return. Keys that a row lacks are None.
+
+    Raises: ValueError when there is no row.
+    """
+    from datasets import Dataset
+
+    if not rows:
+        raise ValueError("the data hold no row for this task")
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    return {split: Dataset.from_list([{key: row.get(key) for key in keys} for row in rows])}
+
+
+def _from_hub(suite: str, file: str, hub_id: str | None, hub_file: str) -> bytes:
+    if hub_id is None:
+        raise _missing(suite, file, "it is on no hub", None, hub_file)
+    from huggingface_hub import hf_hub_download
+
+    archive, member = _split_archive(hub_file)
+    try:
+        path = Path(hf_hub_download(repo_id=hub_id, filename=archive, repo_type="dataset"))
+    except Exception as error:
+        reason = " ".join(str(error).split()).partition(". ")[0][:160]
+        raise _missing(
+            suite, file, f"the hub gave {type(error).__name__}: {reason}", hub_id, hub_file
+        ) from error
+    return _member(path, member) if member else path.read_bytes()
+
+
+def _missing(suite: str, file: str, why: str, hub_id: str | None, hub_file: str) -> ValueError:
+    ways = f"put it there under a folder set by eval.data_dir (or {ENVIRONMENT}) as {suite}/{file}"
+    if hub_id is not None:
+        archive, member = _split_archive(hub_file)
+        what = f"{member} in {archive}" if member else archive
+        ways += f", or leave both unset and connect to the hub, where it is {what} of the data set {hub_id}"
+    return ValueError(f"data of {suite}: {file} is missing ({why}): {ways}")
+
+
+def _split_archive(path: str) -> tuple[str, str | None]:
+    """`data.zip/data/a.jsonl` → (`data.zip`, `data/a.jsonl`); (path, None) for a plain file."""
+    head, separator, member = path.partition(".zip/")
+    return (f"{head}.zip", member) if separator else (path, None)
+
+
+def _member(archive: Path, member: str) -> bytes:
+    try:
+        with zipfile.ZipFile(archive) as opened:
+            return opened.read(member)
+    except KeyError:
+        raise ValueError(f"{archive} holds no {member}") from None
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{archive} is no whole zip archive ({error}): copy it again") from None
+
+
+def _parse(name: str, content: bytes) -> list[dict[str, Any]]:
+    if name.endswith(".gz"):
+        try:
+            name, content = name.removesuffix(".gz"), gzip.decompress(content)
+        except (OSError, EOFError) as error:
+            raise ValueError(f"{name} is no whole gzip file ({error}): copy it again") from None
+    if name.endswith(".parquet"):
+        return _parquet_rows(name, content)
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text ({error})") from None
+    if name.endswith(".jsonl"):
+        rows = list(_json_lines(name, text))
+    elif name.endswith(".json"):
+        rows = _json_rows(name, text)
+    elif name.endswith((".csv", ".tsv")):
+        rows = [
+            dict(row)
+            for row in csv.DictReader(io.StringIO(text), delimiter="," if name.endswith(".csv") else "\t")
+        ]
+    else:
+        raise ValueError(f"{name}: the ending must be one of {', '.join(FORMATS)}")
+    if not rows:
+        raise ValueError(f"{name} holds no row")
+    return rows
+
+
+def _json_lines(name: str, text: str) -> Iterable[dict[str, Any]]:
+    # not splitlines(): texts hold U+2028 and other separators that are no line ends in JSON
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{name}, line {number}: no JSON ({error})") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{name}, line {number}: a JSON object is expected, found {type(row).__name__}")
+        yield row
+
+
+def _json_rows(name: str, text: str) -> list[dict[str, Any]]:
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{name} is no JSON ({error})") from None
+    if isinstance(content, dict):
+        content = next((content[key] for key in _LIST_KEYS if isinstance(content.get(key), list)), content)
+    if not isinstance(content, list) or any(not isinstance(row, dict) for row in content):
+        keys = " or ".join(repr(key) for key in _LIST_KEYS)
+        raise ValueError(f"{name}: a list of objects is expected, alone or under {keys}")
+    return content
+
+
+def _parquet_rows(name: str, content: bytes) -> list[dict[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{name} is no whole parquet file ({error}): copy it again") from None
