@@ -8,7 +8,6 @@ import torch
 import pod
 from pod.eval.methods import Method
 
-
 LENGTH_CLASS = 64  # tokens
 
 
@@ -97,8 +96,3 @@ def stated(
         "bytes_over_pod": own / reference if own and reference else None,
         "saving": 1 - own / (bytes_per_token * length) if own else None,
     }
-
-
-def length_class(tokens: int) -> int:
-    """`tokens` rounded up to a multiple of 64: samples of one class share budgets and batches, so that few sizes of caches exist."""
-    return -(-tokens // 64) * 64

@@ -69,11 +69,9 @@ def test_wrong_method_options(options, message):
         EvalArgs(methods=["full", "snapkv"], method_options=options)
 
 
-def test_longest_counts_generated_tokens():
-    args = EvalArgs(
-        text_length=512, passkey_lengths=[600], passkey_new_tokens=9, efficiency_lengths=[64], min_context=16
-    )
-    assert args.longest() == 609
+def test_longest_speed_run_counts_the_warm_up_round():
+    args = EvalArgs(efficiency_lengths=[64, 32], efficiency_tokens=9, efficiency_repeats=3)
+    assert args.longest_speed_run() == 64 + 9 * (3 + 1)
 
 
 def test_position_buckets_double_and_score_their_end():

@@ -32,9 +32,15 @@ def test_failure_keeps_what_finished(tmp_path):
     run = RunResults(tmp_path / "pod.json", "pod", {})
     run.store("perplexity", "abc", 0, {})
     run.fail("passkey", KeyError("x"))
+    run.fail("niah", ValueError("too\nlong"))
     content = load_results(tmp_path)["pod"]
-    assert content["status"] == "failed" and content["error"] == "passkey: KeyError: 'x'"
+    assert content["status"] == "failed"
+    assert content["failed"] == {"passkey": "KeyError: 'x'", "niah": "too long"}
+    assert content["error"] == "passkey: KeyError: 'x'; niah: too long"
     assert list(content["parts"]) == ["perplexity"]
+    run.finish()
+    content = load_results(tmp_path)["pod"]
+    assert (content["status"], content["failed"], content["error"]) == ("finished", {}, None)
 
 
 def test_keep_drops_outdated_parts(tmp_path):

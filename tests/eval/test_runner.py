@@ -81,13 +81,13 @@ def test_every_method_has_a_finished_file(finished):
     assert list(results) == METHODS
     for name in METHODS:
         content = read(recipe, name)
-        assert (content["schema"], content["method"], content["status"]) == (1, name, "finished")
+        assert (content["schema"], content["method"], content["status"]) == (2, name, "finished")
         assert set(content["parts"]) == {"perplexity", "passkey"}
         assert content["environment"]["versions"]["torch"] == torch.__version__
         assert len(content["parts"]["perplexity"]["samples"]) == 3 * 1
-        assert [s["key"] for s in content["parts"]["passkey"]["samples"]] == [
-            s["key"] for s in results["full"]["parts"]["passkey"]["samples"]
-        ]
+        for part in ("perplexity", "passkey"):
+            asked = [(s["id"], s["prompt_hash"]) for s in content["parts"][part]["samples"]]
+            assert asked == [(s["id"], s["prompt_hash"]) for s in results["full"]["parts"][part]["samples"]]
         assert content["config"]["text_sequences"] == 3
     assert not list(recipe.eval_dir.glob(".*")), "temporary files left behind"
 
@@ -112,7 +112,7 @@ def test_scores_differ_between_methods_and_add_up(finished):
     assert len({round(total, 6) for total in totals.values()}) == len(METHODS)
     for result in results.values():
         part = result["parts"]["perplexity"]
-        total = sum(s["nll_sum"] for s in part["samples"]) / sum(s["tokens"] for s in part["samples"])
+        total = sum(s["score"] for s in part["samples"]) / sum(s["tokens"] for s in part["samples"])
         assert part["total"]["mean_nll"] == pytest.approx(total)
 
 
@@ -175,7 +175,8 @@ def test_failed_method_is_recorded_and_the_others_go_on(place, tmp_path, monkeyp
     with pytest.raises(RuntimeError, match=r"1 of 2 methods failed .*streamingllm.*out of sinks"):
         runner.evaluate(recipe, log=lambda line: None)
     failed, fine = read(recipe, "streamingllm"), read(recipe, "full")
-    assert failed["status"] == "failed" and failed["error"] == "perplexity: RuntimeError: out of sinks"
+    assert failed["status"] == "failed" and list(failed["failed"]) == ["perplexity", "passkey"]
+    assert failed["error"] == "perplexity: RuntimeError: out of sinks; passkey: RuntimeError: out of sinks"
     assert fine["status"] == "finished" and "passkey" in fine["parts"]
     assert read(recipe, "efficiency")["status"] == "failed"
     report = (recipe.eval_dir / "report.html").read_text()
