@@ -240,6 +240,11 @@ class TrainArgs:
             raise ValueError(
                 f"progressive_steps is {self.progressive_steps}, allowed are 0 to max_steps ({self.max_steps})"
             )
+        for name in ("eval_passkeys", "sample_prompts"):
+            if getattr(self, name) and not self.eval_every_steps:
+                raise ValueError(
+                    f"{name} is set and eval_every_steps is 0, so that nothing would be asked: set eval_every_steps"
+                )
         if self.offload_checkpoints and not self.gradient_checkpointing:
             raise ValueError(
                 "offload_checkpoints moves what gradient_checkpointing keeps: set gradient_checkpointing=true"

@@ -95,12 +95,13 @@ def identity_of(
 def start_identity_of(model: torch.nn.Module) -> dict[str, Any]:
     """The part of an identity that is the start model's: its weights, layout, windows and RoPE.
 
-    The weights' is taken over names, shapes and a sample of 16 values of every weight, before training starts.
+    The weights' is taken over names, shapes and a sample of 16 values of every weight, before training starts, in bfloat16: a run
+    in bfloat16 loads them so, its export in float32.
     """
     model_hash = hashlib.sha256()
     for name, parameter in model.named_parameters():
         values = parameter.detach().reshape(-1)
-        sample = values[:: max(1, values.numel() // 16)][:16].float()
+        sample = values[:: max(1, values.numel() // 16)][:16].bfloat16().float()
         model_hash.update(f"{name}{tuple(parameter.shape)}{sample.tolist()}".encode())
     config: Any = model.config
     start = {

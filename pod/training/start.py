@@ -73,6 +73,7 @@ def train(
     check_recipe(args)
     planned, plan = model_config(model_args, output_dir)
     dataset = open_data(model_args, Path(output_dir), planned)
+    _check_row_length(config, dataset, output_dir)
     folder = Path(output_dir) / "train"
     preflight.check(planned, args, dataset.manifest, folder, planned_world_size(), plan=plan)
     plan_file = plan_path(model_args, Path(output_dir))
@@ -93,14 +94,23 @@ def train(
     stop_processes()
 
 
+def _check_row_length(config: dict[str, Any], dataset: PackedDataset, output_dir: str) -> None:
+    asked = config.get("data", {}).get("context_length")
+    if asked is not None and asked != dataset.context_length:
+        raise ValueError(
+            f"data.context_length is {asked} and the rows in {Path(output_dir) / 'data'} have {dataset.context_length} tokens: "
+            f"run launch/prepare_data.py again, or set data.context_length={dataset.context_length}"
+        )
+
+
 def _make_trainer(
     model_args, args, dataset, mesh, folder, seed, config, schedule, observers, plan_file
 ) -> Any:
     from pod.training.distill import needs_teacher
     from pod.training.trainer import Trainer
 
-    model = load_start_model(model_args, plan_file)
-    teacher = load_teacher(model_args) if needs_teacher(args, model.config.layout) else None
+    model = load_start_model(model_args, plan_file, args.dtype)
+    teacher = load_teacher(model_args, args.dtype) if needs_teacher(args, model.config.layout) else None
     return Trainer(
         args,
         model,

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pod.modeling.config import PodConfig
 from pod.modeling.loading import convert_config, rope_changes
 from pod.modeling.sharing import SharingPlan
@@ -20,11 +22,13 @@ def plan_path(model_args: ModelArgs, output_dir: Path) -> Path | None:
     return default if model_args.layout in ("auto", "pod") and default.is_file() else None
 
 
-def load_start_model(model_args: ModelArgs, plan: Any) -> Any:
-    """The PodForCausalLM that training starts from, fp32, with the layout, plan, windows and RoPE of the recipe.
+def load_start_model(model_args: ModelArgs, plan: Any, dtype: str = "float32") -> Any:
+    """The PodForCausalLM that training starts from, with the layout, plan, windows and RoPE of the recipe.
 
     Args:
         plan: a SharingPlan or the path of one; None = the layout's own (`cla`), the checkpoint's, or none.
+        dtype: of the weights. DeepSpeed makes bfloat16 of them before it takes its master weights, so that a run in bfloat16
+            loads half the bytes on every rank and trains the same bits.
 
     Raises:
         ValueError: layout=pod without a plan; whatever does not fit the checkpoint.
@@ -42,7 +46,7 @@ def load_start_model(model_args: ModelArgs, plan: Any) -> Any:
         plan=plan,
         num_sink_tokens=model_args.num_sink_tokens,
         num_recent_tokens=model_args.num_recent_tokens,
-        dtype="float32",
+        dtype="float32" if layout == "cla" else dtype,  # means of weights are taken before they are rounded
         gguf_file=model_args.gguf_file,
         attention_backend=model_args.attention_backend,
         layout=layout,
@@ -51,14 +55,14 @@ def load_start_model(model_args: ModelArgs, plan: Any) -> Any:
     )
     if layout == "pod" and model.config.sharing_plan.is_dense:
         raise ValueError(_NO_PLAN)
-    return model
+    return model.to(getattr(torch, dtype))
 
 
-def load_teacher(model_args: ModelArgs) -> Any:
+def load_teacher(model_args: ModelArgs, dtype: str = "float32") -> Any:
     """The same start model without sharing: dense, with the same RoPE."""
     from dataclasses import replace
 
-    return load_start_model(replace(model_args, layout="dense", plan=None), None)
+    return load_start_model(replace(model_args, layout="dense", plan=None), None, dtype)
 
 
 _NO_PLAN = (

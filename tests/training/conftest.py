@@ -1,5 +1,6 @@
 """Starts the worker scripts of this folder: each pays its imports once and forks its ranks."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -36,97 +37,65 @@ def run_worker(script: str, folder: Path, timeout: int = 240) -> dict[str, dict]
 
 
 @pytest.fixture(scope="session")
-def parallel_results(tmp_path_factory) -> dict[str, dict]:
-    """Results of worker_parallel.py."""
-    every = os.environ.get("POD_ALL_LAYOUTS") == "1"  # hours on two cores
-    return run_worker("worker_parallel.py", tmp_path_factory.mktemp("parallel"), 6 * 3600 if every else 400)
+def explore_launcher():
+    """launch/explore.py as a module."""
+    spec = importlib.util.spec_from_file_location("explore_launcher", ROOT / "launch" / "explore.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-@pytest.fixture(scope="session")
-def runs_folder(tmp_path_factory) -> Path:
-    """Where worker_runs.py writes its runs and exports."""
-    return tmp_path_factory.mktemp("runs")
+@pytest.fixture
+def explore_overrides(tmp_path) -> list[str]:
+    """Settings of an exploration of the tiny model on a text of its own, for `load_recipe(None, …)`."""
+    text = tmp_path / "texts" / "a.txt"
+    text.parent.mkdir()
+    text.write_text(" ".join(f"word{number} of a long text" for number in range(200)))
+    return [
+        f"output_dir={tmp_path / 'run'}",
+        "model.path=package:tiny",
+        f"explore.sources=[{text.parent}]",
+        "explore.num_sequences=3",
+        "explore.sequence_length=48",
+        "explore.num_queries=5",
+    ]
 
 
-@pytest.fixture(scope="session")
-def run_results(runs_folder) -> dict[str, dict]:
-    """Results of worker_runs.py."""
-    return run_worker("worker_runs.py", runs_folder, timeout=600)
+def every_layout() -> bool:
+    """Whether all layouts are asked for: hours on two cores."""
+    return os.environ.get("POD_ALL_LAYOUTS") == "1"
 
 
-@pytest.fixture(scope="session")
-def carry_results(tmp_path_factory) -> dict[str, dict]:
-    """Results of worker_carry.py."""
-    return run_worker("worker_carry.py", tmp_path_factory.mktemp("carry"))
+WORKERS = {  # worker_<name>.py, and how long it may take (seconds)
+    "carry": 240,
+    "cheaper": 600,
+    "control": 240,
+    "data": 240,
+    "engine": 400,
+    "estimate": 600,
+    "kills": 3600,
+    "parallel": 6 * 3600 if every_layout() else 400,
+    "restart": 1200,
+    "runs": 600,
+    "seeing": 480,
+    "variants": 240,
+}
 
 
-@pytest.fixture(scope="session")
-def data_folder(tmp_path_factory) -> Path:
-    """Where worker_data.py writes its rows."""
-    return tmp_path_factory.mktemp("read")
+def worker_fixtures(name: str, timeout: int) -> dict[str, object]:
+    """`<name>_folder`, where a worker script writes, and `<name>_results`, its JSON results by name; it runs once."""
+
+    @pytest.fixture(scope="session", name=f"{name}_folder")
+    def folder(tmp_path_factory) -> Path:
+        return tmp_path_factory.mktemp(name)
+
+    @pytest.fixture(scope="session", name=f"{name}_results")
+    def results(request) -> dict[str, dict]:
+        return run_worker(f"worker_{name}.py", request.getfixturevalue(f"{name}_folder"), timeout)
+
+    return {f"{name}_folder": folder, f"{name}_results": results}
 
 
-@pytest.fixture(scope="session")
-def data_results(data_folder) -> dict[str, dict]:
-    """Results of worker_data.py."""
-    return run_worker("worker_data.py", data_folder)
-
-
-@pytest.fixture(scope="session")
-def control_folder(tmp_path_factory) -> Path:
-    """Where worker_control.py writes its runs."""
-    return tmp_path_factory.mktemp("control")
-
-
-@pytest.fixture(scope="session")
-def control_results(control_folder) -> dict[str, dict]:
-    """Results of worker_control.py."""
-    return run_worker("worker_control.py", control_folder)
-
-
-@pytest.fixture(scope="session")
-def cheaper_results(tmp_path_factory) -> dict[str, dict]:
-    """Results of worker_cheaper.py."""
-    return run_worker("worker_cheaper.py", tmp_path_factory.mktemp("cheaper"), timeout=600)
-
-
-@pytest.fixture(scope="session")
-def seeing_folder(tmp_path_factory) -> Path:
-    """Where worker_seeing.py writes its runs."""
-    return tmp_path_factory.mktemp("seeing")
-
-
-@pytest.fixture(scope="session")
-def seeing_results(seeing_folder) -> dict[str, dict]:
-    """Results of worker_seeing.py."""
-    return run_worker("worker_seeing.py", seeing_folder, timeout=480)
-
-
-@pytest.fixture(scope="session")
-def restart_results(tmp_path_factory) -> dict[str, dict]:
-    """Results of worker_restart.py."""
-    return run_worker("worker_restart.py", tmp_path_factory.mktemp("restart"), timeout=1200)
-
-
-@pytest.fixture(scope="session")
-def kill_results(tmp_path_factory) -> dict[str, dict]:
-    """Results of worker_kills.py."""
-    return run_worker("worker_kills.py", tmp_path_factory.mktemp("kills"), timeout=3600)
-
-
-@pytest.fixture(scope="session")
-def engine_results(tmp_path_factory) -> dict[str, dict]:
-    """Results of worker_engine.py."""
-    return run_worker("worker_engine.py", tmp_path_factory.mktemp("engine"), 400)
-
-
-@pytest.fixture(scope="session")
-def variant_results(tmp_path_factory) -> dict[str, dict]:
-    """Results of worker_variants.py."""
-    return run_worker("worker_variants.py", tmp_path_factory.mktemp("variants"))
-
-
-@pytest.fixture(scope="session")
-def estimate_results(tmp_path_factory) -> dict[str, dict]:
-    """Results of worker_estimate.py."""
-    return run_worker("worker_estimate.py", tmp_path_factory.mktemp("estimate"), timeout=600)
+for worker, seconds in WORKERS.items():
+    globals().update(worker_fixtures(worker, seconds))

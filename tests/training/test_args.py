@@ -27,6 +27,8 @@ SMOLLM2 = Shapes(
         ("min_lr_ratio", 1.5),
         ("prefetch_steps", -1),
         ("lora_target_modules", []),
+        ("eval_passkeys", 3),  # and eval_every_steps is 0
+        ("sample_prompts", ["Once"]),
     ],
 )
 def test_bad_values_are_refused_by_name(field, value):

@@ -121,8 +121,8 @@ def test_a_conversion_ends_with_its_parent(restart_results):
     assert result["child_alive"] == [True, False]
 
 
-def test_killed_runs_end_with_the_weights_of_an_uninterrupted_one(kill_results):
-    result = kill_results["kills"]
+def test_killed_runs_end_with_the_weights_of_an_uninterrupted_one(kills_results):
+    result = kills_results["kills"]
     wanted = int(os.environ.get("POD_KILLS", "6"))
     assert len(result["moments"]) >= wanted
     assert result["rounds"]

@@ -1,6 +1,5 @@
 """launch/explore.py from text to plan on a random four-layer model; what is measured again and what is not."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -24,28 +23,9 @@ WRITTEN = {
 }
 
 
-@pytest.fixture(scope="module")
-def launcher():
-    spec = importlib.util.spec_from_file_location("explore_launcher", LAUNCHER)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
-def overrides(tmp_path):
-    text = tmp_path / "texts" / "a.txt"
-    text.parent.mkdir()
-    text.write_text(" ".join(f"word{number} of a long text" for number in range(200)))
-    return [
-        f"output_dir={tmp_path / 'run'}",
-        "model.path=package:tiny",
-        f"explore.sources=[{text.parent}]",
-        "explore.num_sequences=3",
-        "explore.sequence_length=48",
-        "explore.num_queries=5",
-        "explore.target_saving=0.25",
-    ]
+def overrides(explore_overrides):
+    return [*explore_overrides, "explore.target_saving=0.25"]
 
 
 def saved(tmp_path):
@@ -53,8 +33,8 @@ def saved(tmp_path):
     return SharingPlan.load(folder / "plan.json"), Similarity.load(folder / "similarity.safetensors")
 
 
-def test_writes_plan_similarity_summary_and_pictures(launcher, overrides, tmp_path, capsys):
-    launcher.main(load_recipe(None, overrides))
+def test_writes_plan_similarity_summary_and_pictures(explore_launcher, overrides, tmp_path, capsys):
+    explore_launcher.main(load_recipe(None, overrides))
     plan, similarity = saved(tmp_path)
     assert {path.name for path in (tmp_path / "run" / "plan").iterdir()} == WRITTEN
     assert plan.lead == dp_plan(similarity.values, 2, 0.25).lead
@@ -65,7 +45,7 @@ def test_writes_plan_similarity_summary_and_pictures(launcher, overrides, tmp_pa
     assert "25.0%" in summary and summary in capsys.readouterr().out
 
 
-def test_similarity_is_that_of_stock_attention(launcher, overrides, tmp_path):
+def test_similarity_is_that_of_stock_attention(explore_launcher, overrides, tmp_path):
     """The rows come from our decoder; here they come from transformers' eager attention."""
     from transformers import AutoModelForCausalLM
 
@@ -73,7 +53,7 @@ def test_similarity_is_that_of_stock_attention(launcher, overrides, tmp_path):
     from pod.training.similarity import jensen_shannon_similarity
 
     recipe = load_recipe(None, [*overrides, "model.dtype=float64"])
-    launcher.main(recipe)
+    explore_launcher.main(recipe)
     folder = resolve_model("package:tiny")
     stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     sequences, split = explore_module.read_sequences(recipe.explore, recipe.data, folder, None, recipe.seed)
@@ -86,15 +66,19 @@ def test_similarity_is_that_of_stock_attention(launcher, overrides, tmp_path):
     assert (saved(tmp_path)[1].values - torch.stack(expected).mean(0)).abs().max() < 1e-5
 
 
-def test_another_algorithm_measures_nothing_and_loads_no_model(launcher, overrides, tmp_path, monkeypatch):
-    launcher.main(load_recipe(None, overrides))
+def test_another_algorithm_measures_nothing_and_loads_no_model(
+    explore_launcher, overrides, tmp_path, monkeypatch
+):
+    explore_launcher.main(load_recipe(None, overrides))
     first = saved(tmp_path)[1]
 
     def loaded_again(*args, **kwargs):
         raise AssertionError("loaded the model again")
 
     monkeypatch.setattr(explore_module, "load_model", loaded_again)
-    launcher.main(load_recipe(None, [*overrides, "explore.algorithm=greedy", "explore.threshold=0.2"]))
+    explore_launcher.main(
+        load_recipe(None, [*overrides, "explore.algorithm=greedy", "explore.threshold=0.2"])
+    )
     plan, second = saved(tmp_path)
     assert torch.equal(first.values, second.values)
     assert plan.lead == greedy_plan(first.values, 2, 0.2).lead
@@ -111,19 +95,21 @@ def test_another_algorithm_measures_nothing_and_loads_no_model(launcher, overrid
         "model.rope_theta=9e5",
     ],
 )
-def test_other_settings_measure_again_and_keep_the_old_file(launcher, overrides, tmp_path, change, capsys):
-    launcher.main(load_recipe(None, overrides))
+def test_other_settings_measure_again_and_keep_the_old_file(
+    explore_launcher, overrides, tmp_path, change, capsys
+):
+    explore_launcher.main(load_recipe(None, overrides))
     old = saved(tmp_path)[1].values
     capsys.readouterr()
-    launcher.main(load_recipe(None, [*overrides, change]))
+    explore_launcher.main(load_recipe(None, [*overrides, change]))
     assert change.split("=")[0].split(".")[-1].removesuffix("_theta") in capsys.readouterr().out
     assert not torch.equal(saved(tmp_path)[1].values, old)
     (kept,) = (tmp_path / "run" / "plan").glob("similarity-*.safetensors")
     assert torch.equal(Similarity.load(kept).values, old)
 
 
-def test_an_interrupted_launch_continues(launcher, overrides, tmp_path, monkeypatch):
-    launcher.main(load_recipe(None, [*overrides, f"output_dir={tmp_path / 'whole'}"]))
+def test_an_interrupted_launch_continues(explore_launcher, overrides, tmp_path, monkeypatch):
+    explore_launcher.main(load_recipe(None, [*overrides, f"output_dir={tmp_path / 'whole'}"]))
     record = explore_module.record_attention_rows
     calls = []
 
@@ -135,11 +121,11 @@ def test_an_interrupted_launch_continues(launcher, overrides, tmp_path, monkeypa
 
     monkeypatch.setattr(explore_module, "record_attention_rows", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        launcher.main(load_recipe(None, [*overrides, "explore.save_every=1"]))
+        explore_launcher.main(load_recipe(None, [*overrides, "explore.save_every=1"]))
     assert not (tmp_path / "run" / "plan" / "plan.json").exists()
     with pytest.raises(ValueError, match=r"num_queries = 5 \(now 4\)"):
-        launcher.main(load_recipe(None, [*overrides, "explore.num_queries=4"]))
-    launcher.main(load_recipe(None, overrides))
+        explore_launcher.main(load_recipe(None, [*overrides, "explore.num_queries=4"]))
+    explore_launcher.main(load_recipe(None, overrides))
     assert len(calls) == 4  # the third sequence only
     whole = Similarity.load(tmp_path / "whole" / "plan" / "similarity.safetensors")
     assert torch.equal(saved(tmp_path)[1].values, whole.values)
@@ -155,24 +141,26 @@ def test_an_interrupted_launch_continues(launcher, overrides, tmp_path, monkeypa
         (["explore.sources=[/nowhere/at/all]"], "nowhere"),
     ],
 )
-def test_bad_input_is_one_line_and_writes_no_plan(launcher, overrides, tmp_path, change, words, capsys):
+def test_bad_input_is_one_line_and_writes_no_plan(
+    explore_launcher, overrides, tmp_path, change, words, capsys
+):
     argv = [part for override in [*overrides, *change] for part in ("--set", override)]
     with pytest.raises(SystemExit) as ended:
-        run(launcher.main, sections=("model", "explore"), argv=argv)
+        run(explore_launcher.main, sections=("model", "explore"), argv=argv)
     assert ended.value.code == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and words in error
     assert not (tmp_path / "run" / "plan" / "plan.json").exists()
 
 
-def test_shorthands_and_dry_run(launcher, overrides, capsys):
+def test_shorthands_and_dry_run(explore_launcher, overrides, capsys):
     argv = [part for override in overrides for part in ("--set", override)]
     argv += ["--algorithm", "greedy", "--threshold", "0.42", "--target-saving", "0.1", "--dry-run"]
     run(
-        launcher.main,
+        explore_launcher.main,
         sections=("model", "explore"),
-        estimate=launcher.estimate,
-        extra_arguments=launcher.shorthands,
+        estimate=explore_launcher.estimate,
+        extra_arguments=explore_launcher.shorthands,
         argv=argv,
     )
     printed = capsys.readouterr().out
@@ -180,10 +168,12 @@ def test_shorthands_and_dry_run(launcher, overrides, capsys):
     assert "3 x 48 = 144 tokens" in printed
 
 
-def test_small_sources_give_training_text_and_say_so(launcher, overrides, tmp_path, capsys):
+def test_small_sources_give_training_text_and_say_so(explore_launcher, overrides, tmp_path, capsys):
     source = next(item for item in overrides if item.startswith("explore.sources")).split("=")[1]
     kept = [item for item in overrides if not item.startswith("explore.sources")]
-    launcher.main(load_recipe(None, [*kept, f"data.sources={source}", "data.held_out_fraction=0.001"]))
+    explore_launcher.main(
+        load_recipe(None, [*kept, f"data.sources={source}", "data.held_out_fraction=0.001"])
+    )
     assert "measured on training text" in capsys.readouterr().out
     assert (
         json.loads((tmp_path / "run" / "plan" / "plan.json").read_text())["provenance"]["split_used"]

@@ -1,6 +1,5 @@
 """launch/explore.py with measured costs and refinement: what decides, what is measured again, ranks, interruptions."""
 
-import importlib.util
 import json
 import os
 import socket
@@ -23,31 +22,10 @@ LAUNCHER = Path(__file__).parents[2] / "launch" / "explore.py"
 REFINED = ["explore.refine_evaluations=14", "explore.refine_sequences=2", "explore.refine_proposals=2"]
 
 
-@pytest.fixture(scope="module")
-def launcher():
-    spec = importlib.util.spec_from_file_location("explore_plan_launcher", LAUNCHER)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
-def overrides(tmp_path):
-    text = tmp_path / "texts" / "a.txt"
-    text.parent.mkdir()
-    text.write_text(" ".join(f"word{number} of a long text" for number in range(200)))
-    return [
-        f"output_dir={tmp_path / 'run'}",
-        "model.path=package:tiny",
-        "model.num_sink_tokens=2",
-        "model.num_recent_tokens=5",
-        f"explore.sources=[{text.parent}]",
-        "explore.num_sequences=3",
-        "explore.sequence_length=48",
-        "explore.num_queries=5",
-        "explore.target_saving=0.25",
-        "explore.cost=projected",
-    ]
+def overrides(explore_overrides):
+    windows = ["model.num_sink_tokens=2", "model.num_recent_tokens=5"]
+    return [*explore_overrides, *windows, "explore.target_saving=0.25", "explore.cost=projected"]
 
 
 def plan_and_costs(tmp_path):
@@ -59,8 +37,8 @@ def refuse(*args, **kwargs):
     raise AssertionError("measured again")
 
 
-def test_the_cost_decides_and_serves_again(launcher, overrides, tmp_path, monkeypatch, capsys):
-    launcher.main(load_recipe(None, overrides))
+def test_the_cost_decides_and_serves_again(explore_launcher, overrides, tmp_path, monkeypatch, capsys):
+    explore_launcher.main(load_recipe(None, overrides))
     plan, costs = plan_and_costs(tmp_path)
     assert set(costs.values) == {"distant", "output", "projected"}
     assert all(value.shape == (4, 4, 2) and value.max() > 0 for value in costs.values.values())
@@ -70,17 +48,21 @@ def test_the_cost_decides_and_serves_again(launcher, overrides, tmp_path, monkey
     assert "dp at target saving 25.0% by cost projected" in capsys.readouterr().out
     assert (tmp_path / "run" / "plan" / "costs.png").stat().st_size > 10_000
     monkeypatch.setattr(explore_plan, "measure_pair_costs", refuse)
-    launcher.main(load_recipe(None, [*overrides, "explore.cost=distant", "explore.target_saving=0.125"]))
+    explore_launcher.main(
+        load_recipe(None, [*overrides, "explore.cost=distant", "explore.target_saving=0.125"])
+    )
     assert plan_and_costs(tmp_path)[0].lead == least_cost_plan(costs.values["distant"], 0.125).lead
 
 
 @pytest.mark.parametrize(
     "change", ["explore.cost=loss", "model.num_recent_tokens=9", "explore.num_queries=4"]
 )
-def test_other_windows_and_missing_costs_are_measured_again(launcher, overrides, tmp_path, change, capsys):
-    launcher.main(load_recipe(None, overrides))
+def test_other_windows_and_missing_costs_are_measured_again(
+    explore_launcher, overrides, tmp_path, change, capsys
+):
+    explore_launcher.main(load_recipe(None, overrides))
     old = plan_and_costs(tmp_path)[1]
-    launcher.main(load_recipe(None, [*overrides, change]))
+    explore_launcher.main(load_recipe(None, [*overrides, change]))
     assert "plan costs: " in capsys.readouterr().out
     new = plan_and_costs(tmp_path)[1]
     assert ("loss" in new.values) == (change == "explore.cost=loss")
@@ -89,10 +71,12 @@ def test_other_windows_and_missing_costs_are_measured_again(launcher, overrides,
     assert len(list((tmp_path / "run" / "plan").glob("plan_costs-*.safetensors"))) == 1
 
 
-def test_retrieval_is_measured_beside_the_text_and_weighs_the_same(launcher, overrides, tmp_path, capsys):
-    launcher.main(load_recipe(None, overrides))
+def test_retrieval_is_measured_beside_the_text_and_weighs_the_same(
+    explore_launcher, overrides, tmp_path, capsys
+):
+    explore_launcher.main(load_recipe(None, overrides))
     alone = plan_and_costs(tmp_path)[1].values
-    launcher.main(load_recipe(None, [*overrides, "explore.retrieval_sequences=2"]))
+    explore_launcher.main(load_recipe(None, [*overrides, "explore.retrieval_sequences=2"]))
     assert "differs in retrieval_sequences" in capsys.readouterr().out
     plan, costs = plan_and_costs(tmp_path)
     values = costs.values
@@ -125,7 +109,7 @@ def test_retrieval_sequences_repeat_ordinary_tokens(overrides):
     assert exploration.repeated(config)[0].tolist() == first.tolist()
 
 
-def test_an_interrupted_measurement_continues(launcher, overrides, tmp_path, monkeypatch):
+def test_an_interrupted_measurement_continues(explore_launcher, overrides, tmp_path, monkeypatch):
     measure, calls = explore_plan.measure_pair_costs, []
 
     def interrupted(*args):
@@ -137,18 +121,18 @@ def test_an_interrupted_measurement_continues(launcher, overrides, tmp_path, mon
     monkeypatch.setattr(explore_plan, "measure_pair_costs", interrupted)
     recipe = load_recipe(None, [*overrides, "explore.save_every=1"])
     with pytest.raises(KeyboardInterrupt):
-        launcher.main(recipe)
-    launcher.main(recipe)
+        explore_launcher.main(recipe)
+    explore_launcher.main(recipe)
     assert len(calls) == 4  # the third sequence only
     cut = plan_and_costs(tmp_path)
-    launcher.main(load_recipe(None, [*overrides, f"output_dir={tmp_path / 'whole' / 'run'}"]))
+    explore_launcher.main(load_recipe(None, [*overrides, f"output_dir={tmp_path / 'whole' / 'run'}"]))
     whole = plan_and_costs(tmp_path / "whole")
     assert cut[0] == whole[0]
     assert all((cut[1].values[name] == whole[1].values[name]).all() for name in whole[1].values)
 
 
-def test_refinement_continues_where_it_was(launcher, overrides, tmp_path, monkeypatch, capsys):
-    launcher.main(load_recipe(None, overrides))
+def test_refinement_continues_where_it_was(explore_launcher, overrides, tmp_path, monkeypatch, capsys):
+    explore_launcher.main(load_recipe(None, overrides))
     start = plan_and_costs(tmp_path)[0]
     measured, losses = [], PlanLoss.losses
 
@@ -160,10 +144,10 @@ def test_refinement_continues_where_it_was(launcher, overrides, tmp_path, monkey
 
     monkeypatch.setattr(PlanLoss, "losses", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        launcher.main(load_recipe(None, [*overrides, *REFINED]))
+        explore_launcher.main(load_recipe(None, [*overrides, *REFINED]))
     again = []
     monkeypatch.setattr(PlanLoss, "losses", lambda self, plan: again.append(plan.lead) or losses(self, plan))
-    launcher.main(load_recipe(None, [*overrides, *REFINED]))
+    explore_launcher.main(load_recipe(None, [*overrides, *REFINED]))
     assert len(measured) == 6 and not set(measured) & set(again)
     plan = plan_and_costs(tmp_path)[0]
     refined = plan.provenance["refined"]
@@ -172,8 +156,8 @@ def test_refinement_continues_where_it_was(launcher, overrides, tmp_path, monkey
     assert f"{refined['loss_before']:.4f} -> {refined['loss_after']:.4f}" in capsys.readouterr().out
 
 
-def test_two_ranks_make_the_plan_of_one(launcher, overrides, tmp_path):
-    launcher.main(load_recipe(None, [*overrides, *REFINED]))
+def test_two_ranks_make_the_plan_of_one(explore_launcher, overrides, tmp_path):
+    explore_launcher.main(load_recipe(None, [*overrides, *REFINED]))
     alone = (tmp_path / "run" / "plan" / "plan.json").read_text()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -211,23 +195,23 @@ def test_two_ranks_make_the_plan_of_one(launcher, overrides, tmp_path):
         (["explore.cost=outputs"], "output"),
     ],
 )
-def test_bad_settings_are_one_line(launcher, overrides, tmp_path, change, words, capsys):
+def test_bad_settings_are_one_line(explore_launcher, overrides, tmp_path, change, words, capsys):
     argv = [part for override in [*overrides, *change] for part in ("--set", override)]
     with pytest.raises(SystemExit) as ended:
-        run(launcher.main, sections=("model", "explore"), argv=argv)
+        run(explore_launcher.main, sections=("model", "explore"), argv=argv)
     assert ended.value.code == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and words in error
     assert not (tmp_path / "run" / "plan").exists()
 
 
-def test_dry_run_names_the_cost_and_the_refinement(launcher, overrides, capsys):
+def test_dry_run_names_the_cost_and_the_refinement(explore_launcher, overrides, capsys):
     argv = [part for override in [*overrides, *REFINED] for part in ("--set", override)]
     run(
-        launcher.main,
+        explore_launcher.main,
         sections=("model", "explore"),
-        estimate=launcher.estimate,
-        extra_arguments=launcher.shorthands,
+        estimate=explore_launcher.estimate,
+        extra_arguments=explore_launcher.shorthands,
         argv=[*argv, "--cost", "loss", "--dry-run"],
     )
     printed = capsys.readouterr().out

@@ -49,6 +49,7 @@ def config(tmp_path_factory, environment) -> Path:
     recipe = f"""
 output_dir: {folder}
 model: {{path: "package:tiny", num_sink_tokens: 2, num_recent_tokens: 8}}
+data: {{context_length: 64}}
 train: {{max_steps: 1000000, sequence_parallel_size: 2, dtype: float32, save_every_steps: 0, gradient_checkpointing: false}}
 """
     (folder / "recipe.yaml").write_text(recipe, encoding="utf-8")
@@ -172,3 +173,20 @@ def test_dry_run_without_the_model_says_so(config, environment, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=offline, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "No estimate: the configuration of model.path = nobody/nothing cannot be read here" in done.stdout
+
+
+def test_rows_of_another_length_than_the_recipes_are_refused(config, environment):
+    command = [
+        sys.executable,
+        "launch/train_pod.py",
+        "--config",
+        str(config),
+        "--set",
+        "data.context_length=32",
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert (
+        "data.context_length is 32" in last and "have 64 tokens" in last and "data.context_length=64" in last
+    )

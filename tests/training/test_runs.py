@@ -15,8 +15,8 @@ pytestmark = pytest.mark.multiprocess
     ("whole", "stopped", "resumed", "steps"),
     [("whole", "stopped", "resumed", 2), ("lora", "lora_stopped", "lora_resumed", 3)],
 )
-def test_resumed_equals_uninterrupted_bit_for_bit(run_results, whole, stopped, resumed, steps):
-    expected, part, rest = (run_results[name] for name in (whole, stopped, resumed))
+def test_resumed_equals_uninterrupted_bit_for_bit(runs_results, whole, stopped, resumed, steps):
+    expected, part, rest = (runs_results[name] for name in (whole, stopped, resumed))
     assert part["step"] == steps, "SIGTERM to one rank must stop all ranks after the step in which it came"
     assert part["hash"] != expected["hash"]
     assert rest["hash"] == expected["hash"]  # master weights and both moments
@@ -25,31 +25,31 @@ def test_resumed_equals_uninterrupted_bit_for_bit(run_results, whole, stopped, r
     assert len(rest["waits"]) == 5 and all(wait > 0 for wait in rest["waits"])  # seconds for rows, per step
 
 
-def test_training_lowers_the_loss_and_moves_every_weight(run_results):
-    result = run_results["whole"]
+def test_training_lowers_the_loss_and_moves_every_weight(runs_results):
+    result = runs_results["whole"]
     assert min(result["losses"]) < 0.92 * result["losses"][0]
     assert len(result["moved"]) == 4 * 9 + 2  # 9 weights a layer, the tied embedding and the last norm
 
 
-def test_lora_moves_adapters_only(run_results):
-    moved = run_results["lora"]["moved"]
+def test_lora_moves_adapters_only(runs_results):
+    moved = runs_results["lora"]["moved"]
     assert len(moved) == 4 * 4 * 2
     assert all("lora_" in name for name in moved)
 
 
-def test_latest_names_the_last_step_and_old_checkpoints_go(run_results):
-    assert run_results["whole"]["latest"] == "step-00000005"
-    assert run_results["whole"]["kept"] == ["step-00000004", "step-00000005"]
+def test_latest_names_the_last_step_and_old_checkpoints_go(runs_results):
+    assert runs_results["whole"]["latest"] == "step-00000005"
+    assert runs_results["whole"]["kept"] == ["step-00000004", "step-00000005"]
 
 
-def test_a_step_with_nan_on_one_rank_is_skipped_on_all(run_results):
-    result = run_results["nan"]
+def test_a_step_with_nan_on_one_rank_is_skipped_on_all(runs_results):
+    result = runs_results["nan"]
     assert result["skips"] == [0, 1, 0, 0]
     assert result["changed"] == [False, True, True]
 
 
-def test_run_stops_after_three_skipped_steps(run_results):
-    result = run_results["nan"]
+def test_run_stops_after_three_skipped_steps(runs_results):
+    result = runs_results["nan"]
     assert result["stopped_at"] == 7
     assert result["error"].startswith("3 bad steps in a row (at step 7 ")
 
@@ -68,15 +68,21 @@ def test_run_stops_after_three_skipped_steps(run_results):
         ("never", "already holds checkpoints: set train.resume=auto"),
     ],
 )
-def test_checkpoint_that_belongs_elsewhere_is_refused(run_results, case, says):
-    message = run_results["refusals"][case]
+def test_checkpoint_that_belongs_elsewhere_is_refused(runs_results, case, says):
+    message = runs_results["refusals"][case]
     assert says in message
     assert "\n" not in message
 
 
-def test_failed_write_is_one_line_on_every_rank_and_leaves_nothing(run_results):
+def test_model_loaded_in_bfloat16_trains_the_same_bits(runs_results):
+    wide, narrow = runs_results["half"], runs_results["half_loaded"]
+    assert narrow["hash"] == wide["hash"]
+    assert narrow["losses"] == wide["losses"]
+
+
+def test_failed_write_is_one_line_on_every_rank_and_leaves_nothing(runs_results):
     for rank in (0, 1):
-        result = run_results[f"disk_rank{rank}"]
+        result = runs_results[f"disk_rank{rank}"]
         assert result["write"].startswith("cannot write checkpoint")
         assert "disk full while writing" in result["space"]
         assert "free at least 2 MB" in result["space"]
@@ -88,8 +94,8 @@ def test_failed_write_is_one_line_on_every_rank_and_leaves_nothing(run_results):
     ("name", "dtype", "tolerance"),
     [("whole", "torch.float32", 0), ("half", "torch.bfloat16", 0), ("lora", "torch.float32", 2e-6)],
 )
-def test_export_reloads_with_the_trained_logits_and_generates(run_results, name, dtype, tolerance):
-    result = run_results[f"export_{name}"]
+def test_export_reloads_with_the_trained_logits_and_generates(runs_results, name, dtype, tolerance):
+    result = runs_results[f"export_{name}"]
     assert result["module"].startswith("transformers_modules"), "the export must bring its own code"
     assert result["dtype"] == dtype
     assert len(result["eos"]) == 2, "the generation configuration must survive the export"
@@ -147,7 +153,7 @@ print(model.generate(expected["input_ids"], max_new_tokens=4, do_sample=False).s
 
 
 @pytest.mark.slow
-def test_export_needs_only_torch_and_transformers(run_results, runs_folder, tmp_path):
+def test_export_needs_only_torch_and_transformers(runs_results, runs_folder, tmp_path):
     site = link_packages(tmp_path / "site", "torch", "transformers")
     command = [sys.executable, "-I", "-S", "-c", ALONE, str(site)]
     command += [str(runs_folder / "whole_export"), str(runs_folder / "whole_logits.safetensors")]

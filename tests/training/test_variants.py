@@ -242,23 +242,23 @@ VARIANTS = ("dense_theta", "dense_llama3", "dense_yarn", "pod", "cla", "window")
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", VARIANTS)
-def test_two_ranks_that_share_rows_train_what_one_does(variant_results, name):
-    one, two = (torch.tensor(variant_results[f"losses_{size}"][name]) for size in (1, 2))
+def test_two_ranks_that_share_rows_train_what_one_does(variants_results, name):
+    one, two = (torch.tensor(variants_results[f"losses_{size}"][name]) for size in (1, 2))
     assert len(one) == 3 and one[2] < one[0] - 0.1
     assert ((one - two).abs() / one).max() <= 1e-6
-    assert variant_results["weights"][name] <= 1e-4
+    assert variants_results["weights"][name] <= 1e-4
 
 
 @pytest.mark.multiprocess
-def test_variants_are_not_the_same_model(variant_results):
-    first = [losses[0] for name, losses in variant_results["losses_1"].items()]
+def test_variants_are_not_the_same_model(variants_results):
+    first = [losses[0] for name, losses in variants_results["losses_1"].items()]
     assert len({round(loss, 5) for loss in first}) == len(VARIANTS)
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", [*VARIANTS, "cla_lora", "window_lora"])
-def test_exports_reload_with_transformers_alone(variant_results, name):
-    found = variant_results["exports"][name]
+def test_exports_reload_with_transformers_alone(variants_results, name):
+    found = variants_results["exports"][name]
     assert found["module"].startswith("transformers_modules.")
     assert found["unexpected"] == []
     assert found["error"] <= (1e-5 if name.endswith("lora") else 0.0)  # merging rounds
@@ -267,8 +267,8 @@ def test_exports_reload_with_transformers_alone(variant_results, name):
 
 
 @pytest.mark.multiprocess
-def test_exports_keep_layout_windows_and_rope(variant_results):
-    exports = variant_results["exports"]
+def test_exports_keep_layout_windows_and_rope(variants_results):
+    exports = variants_results["exports"]
     methods = {name: exports[name]["method"] for name in VARIANTS}
     assert methods == {
         "dense_theta": "full", "dense_llama3": "full", "dense_yarn": "full", "pod": "pod", "cla": "cla",

@@ -66,12 +66,12 @@ def optimizer_hash(trainer) -> str:
     return digest.hexdigest()
 
 
-def run(name, out, folder, data, settings, stop_after=None) -> None:
+def run(name, out, folder, data, settings, stop_after=None, start_dtype=torch.float32) -> None:
     """Train; optionally rank 1 (alone) gets SIGTERM during step `stop_after`. Writes what the run ended with."""
     from pod.training.mesh import stop_processes
 
     before = {k: v.clone() for k, v in tiny.make_model().named_parameters()}
-    trainer = make_trainer(folder, data, settings)
+    trainer = make_trainer(folder, data, settings, tiny.make_model().to(start_dtype))
     if stop_after is not None and trainer.mesh.rank == 1:
         trainer.engine.module.loss_head.register_forward_pre_hook(signal_in_step(trainer, stop_after - 1))
     state = trainer.train()
@@ -263,6 +263,7 @@ def main(out: Path, first: int = 0) -> None:
         (2, run, "lora_stopped", out, out / "lora_stopped", data, LORA, 3),
         (2, run, "lora_resumed", out, out / "lora_stopped", data, LORA),
         (2, run, "half", out, out / "half", data, half),
+        (2, run, "half_loaded", out, out / "half_loaded", data, half, None, torch.bfloat16),
         (2, nan_policy, out, data),
         (1, refusals, out, data, other, out / "whole"),
         (2, disk_full, out, data),
