@@ -176,14 +176,9 @@ def test_dry_run_without_the_model_says_so(config, environment, tmp_path):
 
 
 def test_rows_of_another_length_than_the_recipes_are_refused(config, environment):
-    command = [
-        sys.executable,
-        "launch/train_pod.py",
-        "--config",
-        str(config),
-        "--set",
-        "data.context_length=32",
-    ]
+    changes = ["data.context_length=32", "train.sequence_parallel_size=1"]
+    sets = [word for change in changes for word in ("--set", change)]
+    command = [sys.executable, "launch/train_pod.py", "--config", str(config), *sets]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
