@@ -1,7 +1,7 @@
 """Intervals and spreads. Everything is resampled over sequences, which are independent, never over the tokens of one sequence."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -68,6 +68,60 @@ def mean_interval(values: Sequence[float], resamples: int, seed: int = 0) -> lis
         return None
     drawn = _resampled_means([values], [1] * len(values), resamples, seed)[0]
     return [float(value) for value in np.quantile(drawn, [0.025, 0.975])]
+
+
+def paired_difference(
+    values: Sequence[float],
+    base_values: Sequence[float],
+    resamples: int,
+    seed: int = 0,
+    strata: Sequence[str] | None = None,
+    weights: Mapping[str, float] | None = None,
+) -> dict:
+    """Difference of two methods' mean scores on the same samples, with a paired 95 % percentile bootstrap interval.
+
+    strata: the task of each sample when the score is a mean over tasks; each task's samples are then drawn by themselves. weights: of
+    each task in that mean (default: equal).
+    Returns: {"difference", "ci95": [low, high] or None}; the interval is None unless every stratum has two samples.
+    Raises: ValueError when the two do not cover the same samples, or none.
+    """
+    if len(values) != len(base_values) or not len(values):
+        raise ValueError(
+            f"paired comparison needs the same samples, got {len(values)} and {len(base_values)}"
+        )
+    gaps = np.asarray(values, dtype=np.float64) - np.asarray(base_values, dtype=np.float64)
+    groups = _rows(strata if strata is not None else [""] * len(gaps))
+    shares = np.asarray([1.0 if weights is None else weights[name] for name in groups])
+    shares = shares / shares.sum()
+    interval = None
+    if min(len(rows) for rows in groups.values()) > 1:
+        rng = np.random.default_rng(seed)
+        drawn = [
+            gaps[rows][rng.integers(0, len(rows), (resamples, len(rows)))].mean(axis=1) for rows in groups
+        ]
+        interval = [float(value) for value in np.quantile(np.mean(drawn, axis=0), [0.025, 0.975])]
+    return {"difference": float(np.mean([gaps[rows].mean() for rows in groups])), "ci95": interval}
+
+
+def mcnemar(only_first: int, only_second: int) -> float:
+    """Two-sided exact p value of McNemar's test (1947): are two methods right equally often on the same 0/1 samples?
+
+    Args: samples that only the first, only the second got right; samples on which both agree say nothing. The exact binomial form:
+    the smaller count against Binomial(sum, 1/2), both tails.
+    """
+    if min(only_first, only_second) < 0:
+        raise ValueError(f"counts of samples cannot be negative, got {only_first} and {only_second}")
+    trials, fewer = only_first + only_second, min(only_first, only_second)
+    below = sum(math.comb(trials, count) for count in range(fewer + 1))
+    return min(1.0, 2 * below / 2**trials)
+
+
+def _rows(strata: Sequence[str]) -> dict[str, np.ndarray]:
+    """Row numbers of each stratum, in the order of first appearance."""
+    rows: dict[str, list[int]] = {}
+    for number, name in enumerate(strata):
+        rows.setdefault(name, []).append(number)
+    return {name: np.asarray(numbers) for name, numbers in rows.items()}
 
 
 def wilson_interval(successes: int, trials: int) -> list[float]:

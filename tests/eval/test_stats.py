@@ -67,3 +67,55 @@ def test_wilson_refuses_impossible_counts():
 
 def test_spread():
     assert stats.spread([3.0, 1.0, 2.0, 10.0]) == {"median": 2.5, "min": 1.0, "max": 10.0, "repeats": 4}
+
+
+def test_paired_difference_of_two_samples():
+    # gaps 0.5 and -0.25: resamples give 0.5, 0.125 or -0.25 (a quarter, a half, a quarter)
+    found = stats.paired_difference([1.0, 0.25], [0.5, 0.5], resamples=4000)
+    assert found["difference"] == pytest.approx(0.125)
+    assert found["ci95"] == pytest.approx([-0.25, 0.5])
+
+
+def test_paired_difference_ignores_what_both_find_hard():
+    base = [0.0, 1.0, 0.3, 0.9, 0.1]
+    found = stats.paired_difference([value - 0.05 for value in base], base, resamples=300)
+    assert found["difference"] == pytest.approx(-0.05) and found["ci95"] == pytest.approx([-0.05, -0.05])
+
+
+def test_strata_weigh_tasks_equally_and_are_drawn_by_themselves():
+    # task a: four samples that gain 0.1; task b: two that lose 0.5 and 0.3
+    values, base = [0.1] * 4 + [-0.5, -0.3], [0.0] * 6
+    strata = ["a"] * 4 + ["b"] * 2
+    found = stats.paired_difference(values, base, resamples=4000, strata=strata)
+    assert found["difference"] == pytest.approx((0.1 - 0.4) / 2)
+    assert found["ci95"] == pytest.approx(
+        [(0.1 - 0.5) / 2, (0.1 - 0.3) / 2]
+    )  # a never varies, b is -0.5 … -0.3
+    assert stats.paired_difference(values, base, resamples=50)["difference"] == pytest.approx(-0.4 / 6)
+    weighted = stats.paired_difference(values, base, 50, strata=strata, weights={"a": 0.75, "b": 0.25})
+    assert weighted["difference"] == pytest.approx(0.75 * 0.1 - 0.25 * 0.4)
+
+
+def test_a_stratum_of_one_has_no_interval():
+    assert stats.paired_difference([1.0, 0.5, 0.5], [0.0] * 3, 20, strata=["a", "b", "b"])["ci95"] is None
+
+
+def test_paired_difference_refuses_other_samples():
+    with pytest.raises(ValueError, match="same samples, got 2 and 1"):
+        stats.paired_difference([1.0, 0.0], [1.0], resamples=10)
+    with pytest.raises(ValueError, match="got 0 and 0"):
+        stats.paired_difference([], [], resamples=10)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [(1, 8, 0.0390625), (8, 1, 0.0390625), (0, 6, 0.03125), (5, 5, 1.0), (0, 0, 1.0), (5, 15, 0.04138947)],
+)
+def test_mcnemar(first, second, expected):
+    # 2 (1 + 9) / 2^9, 2 / 2^6, and R's binom.test(5, 20)$p.value
+    assert stats.mcnemar(first, second) == pytest.approx(expected, abs=1e-8)
+
+
+def test_mcnemar_refuses_negative_counts():
+    with pytest.raises(ValueError, match="got -1 and 2"):
+        stats.mcnemar(-1, 2)
