@@ -97,10 +97,12 @@ def paired_difference(
     if min(len(rows) for rows in groups.values()) > 1:
         rng = np.random.default_rng(seed)
         drawn = [
-            gaps[rows][rng.integers(0, len(rows), (resamples, len(rows)))].mean(axis=1) for rows in groups
+            gaps[rows][rng.integers(0, len(rows), (resamples, len(rows)))].mean(axis=1)
+            for rows in groups.values()
         ]
-        interval = [float(value) for value in np.quantile(np.mean(drawn, axis=0), [0.025, 0.975])]
-    return {"difference": float(np.mean([gaps[rows].mean() for rows in groups])), "ci95": interval}
+        interval = [float(value) for value in np.quantile(shares @ np.asarray(drawn), [0.025, 0.975])]
+    means = np.asarray([gaps[rows].mean() for rows in groups.values()])
+    return {"difference": float(shares @ means), "ci95": interval}
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
