@@ -5,8 +5,9 @@ A prompt is correct when the first number in the answer is the key, which is Inf
 
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -120,8 +121,17 @@ def left_padded(
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
+class Tokenized(Protocol):
+    """Anything with the token ids of a prompt."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]: ...
+
+
 @torch.no_grad()
-def answer(model: Any, tokenizer: Any, cache: Any, prompts: list[Prompt], new_tokens: int) -> list[str]:
+def answer(
+    model: Any, tokenizer: Any, cache: Any, prompts: Sequence[Tokenized], new_tokens: int
+) -> list[str]:
     """Greedy answers to a batch of prompts (left padding) through `cache`, a new one."""
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     ids, mask = left_padded(

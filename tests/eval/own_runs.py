@@ -1,0 +1,62 @@
+"""An evaluation of `package:tiny` with a plan, for tests of single tasks: no result files, no report."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pod
+from pod.eval.journal import Journal
+from pod.eval.methods import find_method
+from pod.eval.runner import Evaluation
+from pod.recipe import load_recipe
+
+PLAN = pod.SharingPlan(lead=[[0, 0], [0, 0], [0, 2], [3, 2]])
+SETTINGS: dict[str, Any] = {
+    "model.path": "package:tiny",
+    "model.dtype": "float64",
+    "model.num_sink_tokens": 4,
+    "model.num_recent_tokens": 60,
+    "eval.batch_size": 3,
+    "eval.bootstrap_samples": 50,
+}
+WORDS = ("river", "stone", "lamp", "garden", "letter", "bridge", "winter", "paper", "window", "music", "road")
+
+
+def write_place(folder: Path) -> Path:
+    """A text of many different sentences and a plan below `folder`."""
+    lines = [
+        f"The {WORDS[i % 11]} by the {WORDS[i * i % 11]} was seen with a {WORDS[(3 * i + i // 11) % 11]}. "
+        for i in range(700)
+    ]
+    (folder / "text.txt").write_text("".join(lines))
+    PLAN.save(folder / "plan.json")
+    return folder
+
+
+def make_run(
+    place: Path, task: str, methods: list[str], options: dict[str, Any], **changes: Any
+) -> Evaluation:
+    """An evaluation of one task; changes: dotted recipe keys with `.` written as `__`."""
+    settings = SETTINGS | {
+        "output_dir": str(place / "out"),
+        "model.plan": str(place / "plan.json"),
+        "eval.text": [str(place / "text.txt")],
+        "eval.methods": methods,
+        "eval.tasks": [task],
+        "eval.task_options": {task: options},
+    }
+    settings |= {key.replace("__", "."): value for key, value in changes.items()}
+    recipe = load_recipe(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
+    return Evaluation(recipe, log=lambda line: None)
+
+
+def measure(run: Evaluation, name: str) -> dict[str, Any]:
+    """The payload of the run's one task for a method, through a fresh journal."""
+    method, task = find_method(name), next(iter(run.tasks.values()))
+    journal = Journal(
+        run.recipe.eval_dir / "journal", name, task.name, run.fingerprint(task, method), run.ranks
+    )
+    try:
+        return task.measure(method, journal)
+    finally:
+        journal.remove()

