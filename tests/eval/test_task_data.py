@@ -55,6 +55,14 @@ def test_member_of_a_local_archive(folder):
             data.load_rows("suite", "none.jsonl", "some/set", "data.zip/data/none.jsonl")
 
 
+def test_an_archive_may_be_unpacked(tmp_path):
+    place = tmp_path / "suite" / "data"
+    place.mkdir(parents=True)
+    (place / "b.jsonl").write_text(LINES, encoding="utf-8")
+    with data.use(tmp_path):
+        assert data.load_rows("suite", "b.jsonl", "some/set", "data.zip!data/b.jsonl") == ROWS
+
+
 def test_environment_names_the_folder_and_the_recipe_wins(folder, tmp_path, monkeypatch):
     monkeypatch.setenv(data.ENVIRONMENT, str(folder))
     assert data.load_rows("suite", "a.jsonl") == ROWS
@@ -86,7 +94,9 @@ def test_a_hub_that_cannot_be_reached_is_the_same_line(monkeypatch):
         raise ConnectionError("no route\nto host. More words")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
-    with pytest.raises(ValueError, match=r"leval/Exam/a.jsonl.*a\.jsonl of the data set L4NLP/LEval") as caught:
+    with pytest.raises(
+        ValueError, match=r"leval/Exam/a.jsonl.*a\.jsonl of the data set L4NLP/LEval"
+    ) as caught:
         data.load_rows("leval", "Exam/a.jsonl", "L4NLP/LEval", "LEval/Exam/a.jsonl")
     assert "(the hub gave ConnectionError: no route to host)" in str(caught.value) and "\n" not in str(
         caught.value
@@ -98,7 +108,7 @@ def test_hub_files_and_members_are_read(folder, monkeypatch):
     monkeypatch.delenv(data.ENVIRONMENT, raising=False)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda **a: str(folder / "suite" / a["filename"]))
     assert data.load_rows("suite", "a.parquet", "some/set") == ROWS
-    assert data.load_rows("suite", "zipped.jsonl", "some/set", "data.zip/data/zipped.jsonl") == ROWS
+    assert data.load_rows("suite", "zipped.jsonl", "some/set", "data.zip!data/zipped.jsonl") == ROWS
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import gzip
 import io
 import json
 import os
+import re
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -75,19 +76,20 @@ def load_rows(
         suite: folder in `data_dir`, the benchmark's short name.
         file: path in that folder, as the official release calls it; its ending says the format (see FORMATS).
         hub_id: data set on the hub, for runs without a local folder; None when the file is on no hub.
-        hub_file: path in the hub's repository, `file` by default. `data.zip/data/qasper.jsonl` is a member of an archive; locally,
-            too, the archive may lie in the suite's folder instead of the file.
+        hub_file: path in the hub's repository, `file` by default. `data.zip!data/qasper.jsonl` is a member of an archive; locally,
+            too, the archive, or what was unpacked of it, may lie in the suite's folder instead of the file.
     Raises: ValueError, in one line, that names the file, where it was looked for and how to provide it, or says what is wrong in it.
     """
     folder, hub_file = data_dir(), hub_file or file
     if folder is None:
         return _parse(file, _from_hub(suite, file, hub_id, hub_file))
     place = folder / suite / file
-    if place.is_file():
-        return _parse(str(place), place.read_bytes())
     archive, member = _split_archive(hub_file)
+    for path in (place, *((folder / suite / member,) if member else ())):
+        if path.is_file():
+            return _parse(str(path), path.read_bytes())
     if member and (folder / suite / archive).is_file():
-        return _parse(f"{folder / suite / archive}: {member}", _member((folder / suite / archive), member))
+        return _parse(f"{folder / suite / archive}: {member}", _member(folder / suite / archive, member))
     raise _missing(suite, file, f"{place} is not there", hub_id, hub_file)
 
 
@@ -130,9 +132,9 @@ def _missing(suite: str, file: str, why: str, hub_id: str | None, hub_file: str)
 
 
 def _split_archive(path: str) -> tuple[str, str | None]:
-    """`data.zip/data/a.jsonl` → (`data.zip`, `data/a.jsonl`); (path, None) for a plain file."""
-    head, separator, member = path.partition(".zip/")
-    return (f"{head}.zip", member) if separator else (path, None)
+    """`data.zip!data/a.jsonl`, also with a slash, → (`data.zip`, `data/a.jsonl`); (path, None) for a plain file."""
+    found = re.fullmatch(r"(.+?\.zip)[!/](.+)", path)
+    return (found[1], found[2]) if found else (path, None)
 
 
 def _member(archive: Path, member: str) -> bytes:
