@@ -1,36 +1,127 @@
 """The language model class of lm-eval for every method: the compressed cache is used in generation *and* in scoring.
 
-`PodLM` is registered with lm-eval as the model `pod`; importing this module is what registers it (`launch/run_eval.py lm-eval …` does).
+Importing this module registers it with lm-eval as the model `pod`; `launch/run_eval.py lm-eval …` does so.
 """
 
+import hashlib
+import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
+import pod
 from pod.eval.journal import Journal
-from pod.eval.lm_requests import Encoded, Encoder, Rule, hash_of, request_keys, size_of
+from pod.eval.lm_batches import (
+    Unit,
+    forward_batches,
+    generation_batches,
+    generation_size,
+    unit_batches,
+    units_of,
+)
+from pod.eval.lm_caches import POD_BYTES, MethodCaches
+from pod.eval.lm_generate import generate
+from pod.eval.lm_requests import Encoded, Encoder, Rule, request_keys
 from pod.eval.lm_scoring import score_by_decode
+from pod.eval.ranks import Ranks
+from pod.eval.results import identity
+from pod.modeling.loading import from_dense
 
 CacheFactory = Callable[[int, int], tuple[Any, int | None]]
 """(tokens at the end, tokens fed after the prompt) -> (a new cache, its budget in tokens or None)"""
 
+_MARK = "pod-kv: made by"  # in the database of --use_cache
 
-@register_model("pod")
+
+@register_model("pod", "pod-kv")
 class PodLM(HFLM):
     """A PoD or dense model under a method, for lm-eval.
 
-    In process: `PodLM.around(model, tokenizer, make_cache, …)`.
+    `lm-eval --model pod --model_args pretrained=…,method=snapkv,budget=25%` uses the arguments of the constructor; in process a loaded
+    model is handed over by `PodLM.around(model, tokenizer, make_cache, …)`.
+
+    Every rank runs lm-eval's pipeline as if it were alone (rank 0 of 1); only the batches of requests are shared, so that results are
+    the same on any number of ranks.
 
     Attributes:
-        records: by request key: prompt_tokens, prompt_hash, dropped_tokens, budget_tokens, bytes, skipped.
+        encoder: text to token ids.
+        records: by request key: prompt_tokens, prompt_hash, dropped_tokens, skipped, budget_tokens, bytes (held at the end per
+            sequence; None where one forward without a cache scores).
     """
 
     encoder: Encoder
     records: dict[str, dict[str, Any]]
+
+    def __init__(
+        self,
+        pretrained: str,
+        method: str | None = None,
+        budget: int | str | None = None,
+        plan: str | None = None,
+        num_sink_tokens: int | None = None,
+        num_recent_tokens: int | None = None,
+        gguf_file: str | None = None,
+        dtype: str | None = None,
+        batch_size: int | str = 1,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        max_length: int | None = None,
+        too_long: str = "truncate",
+        attention_backend: str = "auto",
+        **options: Any,
+    ):
+        """
+        Args:
+            pretrained: folder or hub id: a dense model or an export of this project.
+            method: a spec of `pod.make_cache`, as `snapkv` or `pod+snapkv+int4`; default: the layout of the model itself.
+            budget: tokens per KV head and layer, a share of the tokens as `25%`, or `pod`: as many as fill PoD's bytes.
+            plan: plan.json for the method `pod` on dense weights and for `budget=pod`; an export has its own.
+            num_sink_tokens, num_recent_tokens: PoD's windows (tokens).
+            gguf_file: name of a GGUF file in `pretrained`; dtype: of the weights, default the checkpoint's.
+            batch_size: sequences that run together (a number; `auto` is not supported).
+            device: default cuda where there is one.
+            max_length: longest sequence (tokens), default what the model reads; too_long: truncate, skip or error.
+            options: parameters of the method (`run_eval.py --list-methods`).
+        Raises: ValueError, before any computation, for whatever does not go together.
+        """
+        _check_batch_size(batch_size, max_batch_size)
+        ranks = Ranks()
+        where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        # for other methods the plan only says how many bytes PoD would hold
+        parts = [part.strip() for part in (method or "pod").split("@")[0].split("+")]
+        shares = plan is not None and ("pod" in parts or "pod-unadapted" in parts)
+        model = pod.load_model(
+            pretrained,
+            plan=plan if shares else None,
+            num_sink_tokens=num_sink_tokens,
+            num_recent_tokens=num_recent_tokens,
+            dtype=dtype,
+            gguf_file=gguf_file,
+            attention_backend=attention_backend,
+            device=where,
+        )
+        reference = _reference(model, plan, budget)
+        caches = MethodCaches(model, method, budget, reference, options)
+        tokenizer = pod.load_tokenizer(pretrained, gguf_file)
+        length = int(max_length or model.config.max_position_embeddings)
+        self._start(model, tokenizer, int(batch_size))
+        self._connect(caches, caches.one_shot, Encoder(tokenizer, length, too_long), ranks)
+        self.identity = {
+            "pretrained": identity(pretrained),
+            "method": caches.method.name,
+            "budget": budget,
+            "plan": None if plan is None else json.loads(Path(plan).read_text(encoding="utf-8")),
+            "windows": [model.config.num_sink_tokens, model.config.num_recent_tokens],
+            "model": [gguf_file, str(model.dtype), attention_backend],
+            "limits": [length, too_long],
+            "options": options,
+        }
 
     @classmethod
     def around(
@@ -44,22 +135,34 @@ class PodLM(HFLM):
         max_length: int | None = None,
         too_long: str = "truncate",
         encoder: Encoder | None = None,
+        ranks: Ranks | None = None,
     ) -> "PodLM":
         """A PodLM around a loaded model.
 
-        make_cache: `(length, fed) -> (cache, budget)`; one_shot: score by one forward (`pod.eval.methods.Method.one_shot`);
-        encoder: one that has rendered this run's chat templates; None makes one from max_length (None = the model's) and too_long.
+        make_cache: `(length, fed) -> (cache, budget)`; one_shot: score by one forward without a cache, only for methods whose decode path
+            equals it (`pod.eval.methods.Method.one_shot`).
+        encoder: the one that rendered this run's chat templates; None makes one from max_length (None = the model's) and too_long.
+        ranks: who shares the requests; None = this process alone. A journal has its own.
         """
         self = cls.__new__(cls)
-        HFLM.__init__(self, pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
-        self._connect(
-            make_cache, one_shot, encoder or Encoder(tokenizer, max_length or self.max_length, too_long)
-        )
+        self._start(model, tokenizer, batch_size)
+        length = max_length or model.config.max_position_embeddings
+        self._connect(make_cache, one_shot, encoder or Encoder(tokenizer, length, too_long), ranks)
+        self.identity = None
         return self
 
-    def _connect(self, make_cache: CacheFactory, one_shot: bool, encoder: Encoder) -> None:
-        self.make_cache, self.one_shot, self.encoder = make_cache, one_shot, encoder
+    def _start(self, model: Any, tokenizer: Any, batch_size: int) -> None:
+        with _quiet("lm_eval.models.huggingface"):  # which warns that a loaded model is handed over
+            HFLM.__init__(
+                self, pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size
+            )
+
+    def _connect(
+        self, make_cache: CacheFactory, one_shot: bool, encoder: Encoder, ranks: Ranks | None
+    ) -> None:
+        self.make_cache, self.one_shot, self.encoder, self.ranks = make_cache, one_shot, encoder, ranks
         self._max_length = encoder.max_length
+        # HFLM takes the softmax in the model's dtype: bfloat16 rounds log-likelihoods to 3 digits
         self.softmax_dtype = torch.promote_types(self.model.dtype, torch.float32)
         self._rule, self._journal, self.records = Rule(), None, {}
 
@@ -73,38 +176,209 @@ class PodLM(HFLM):
         finally:
             self._rule, self._journal = before
 
+    def records_of(self, requests: Sequence[Any]) -> list[dict[str, Any]]:
+        """The records of answered requests, in order."""
+        return [self.records[key] for key in request_keys(requests)]
+
+    # -- what lm-eval calls ------------------------------------------------------------------------------------
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        encoded = self.encoder.requests(requests, self._rule)
+        return [(total, greedy) for total, greedy in self._score(encoded)]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        encoded = self.encoder.requests(requests, self._rule)
+        return [total for total, _ in self._score(encoded)]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        encoded = self.encoder.requests(requests, self._rule)
+        self._prepare(generation_size(item).length for item in encoded if item.skipped is None)
+        batches = generation_batches(encoded, self.batch_size)
+        answers = [""] * len(encoded)
+        for batch, found in zip(batches, self._answers(encoded, batches, self._generate), strict=True):
+            for number, text in zip(batch, found["answers"], strict=True):
+                answers[number] = text
+        return answers
+
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         return self.encoder.apply_chat_template(chat_history, add_generation_prompt)
 
-    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        encoded = self.encoder.requests(requests, self._rule)
-        answers = []
-        for item in encoded:
-            size = size_of(item)
-            cache, budget = self.make_cache(size.length, size.fed)
-            scores, held = score_by_decode(
-                self.model, cache, [item.context], [[item.continuation]], self._pad, 1
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval writes into its results; asks no network."""
+        return {
+            "model_num_parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "model_dtype": str(self.model.dtype),
+            "model_revision": None,
+            "model_sha": None,
+            "pod": self.identity,
+        }
+
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        """Refuse a `--use_cache` of another method, budget or model: lm-eval's keys name the prompt only.
+
+        Raises: ValueError.
+        """
+        if cache_hook.dbdict is not None:
+            self._claim(cache_hook.dbdict)
+        super().set_cache_hook(cache_hook)
+
+    def _claim(self, database: Any) -> None:
+        if self.identity is None or (self.ranks and self.ranks.world_size > 1):
+            raise ValueError(
+                "--use_cache is for one process with --model pod: here answers are kept by pod.eval.journal; leave it out"
             )
-            self._record(item, budget, held)
-            answers.append((scores[0][0].logprob, scores[0][0].is_greedy))
-        return answers
+        mine = hashlib.sha256(json.dumps(self.identity, sort_keys=True, default=str).encode()).hexdigest()
+        if len(database) and database.get(_MARK) != mine:
+            raise ValueError(
+                f"the answers in {database.filename} come from another method, budget or model: take another --use_cache path"
+            )
+        database[_MARK] = mine
+
+    # -- answers ---------------------------------------------------------------------------------------------
 
     @property
     def _pad(self) -> int:
         return int(self.tokenizer.pad_token_id or 0)
 
-    def _record(self, item: Encoded, budget: int | None, held: int) -> None:
-        self.records[item.key] = {
-            "prompt_tokens": len(item.context),
-            "prompt_hash": hash_of(item),
-            "dropped_tokens": item.dropped,
-            "budget_tokens": budget,
-            "bytes": held,
-            "skipped": item.skipped,
-        }
+    def _prepare(self, lengths: Iterator[int]) -> None:
+        if isinstance(self.make_cache, MethodCaches):
+            self.make_cache.prepare(sorted(set(lengths)))
 
-    def records_of(self, requests: Sequence[Any]) -> list[dict[str, Any]]:
-        """The records of requests, in order."""
-        return [self.records[key] for key in request_keys(requests)]
+    def _score(self, encoded: list[Encoded]) -> list[tuple[float, bool]]:
+        """Sum in nats and whether it is greedy, per request; of a text in blocks the sums add up. Skipped: (-inf, False)."""
+        totals = [(-float("inf"), False) if item.skipped else (0.0, True) for item in encoded]
+        if self.one_shot:
+            jobs, compute = forward_batches(encoded, self.batch_size), self._forward
+        else:
+            units = units_of(encoded)
+            self._prepare(unit.size.length for unit in units)
+            jobs, compute = unit_batches(units, self.batch_size), self._decode
+        owners = [[number for unit in batch for number in unit.owners] for batch in jobs]
+        for numbers, found in zip(owners, self._answers(encoded, jobs, compute, owners), strict=True):
+            for number, (total, greedy) in zip(numbers, found["answers"], strict=True):
+                totals[number] = (totals[number][0] + total, totals[number][1] and greedy)
+        return totals
+
+    def _answers(
+        self,
+        encoded: list[Encoded],
+        batches: list[Any],
+        compute: Callable[[list[Encoded], Any], dict[str, Any]],
+        owners: list[list[int]] | None = None,
+    ) -> list[dict[str, Any]]:
+        """What `compute` says of every batch, shared over ranks and kept in the journal; writes the records.
+
+        A batch is what ranks share and the journal keeps: fixed before, it gives the same bits on any number of ranks and after a restart.
+        """
+        owners = owners or batches
+        places = list(range(len(batches)))
+        if self._journal is not None:
+            found = self._journal.answers(
+                places,
+                key=lambda place: self._batch_key(encoded, place, owners[place]),
+                batches=lambda left: [[place] for place in left],
+                compute=lambda left: [compute(encoded, batches[place]) for place in left],
+            )
+        else:
+            mine = self.ranks.share(places) if self.ranks else places
+            done = [(place, compute(encoded, batches[place])) for place in mine]
+            parts = self.ranks.gather(done) if self.ranks else [done]
+            found = [
+                answer for _, answer in sorted((pair for part in parts for pair in part), key=lambda p: p[0])
+            ]
+        self._keep_records(encoded, owners, found)
+        return found
+
+    def _batch_key(self, encoded: list[Encoded], place: int, owners: list[int]) -> str:
+        names = " ".join(encoded[number].key for number in owners)
+        rolling = (
+            encoded[owners[0]].kind == "loglikelihood_rolling"
+        )  # a text has many batches of the same owners
+        return f"{names} #{place}" if rolling else names
+
+    def _keep_records(
+        self, encoded: list[Encoded], owners: list[list[int]], found: list[dict[str, Any]]
+    ) -> None:
+        for item in encoded:
+            self.records[item.key] = {
+                "prompt_tokens": item.prompt_tokens,
+                "prompt_hash": item.prompt_hash,
+                "dropped_tokens": item.dropped,
+                "skipped": item.skipped,
+                "budget_tokens": None,
+                "bytes": None,
+            }
+        for numbers, answer in zip(owners, found, strict=True):
+            for number in numbers:
+                record = self.records[encoded[number].key]
+                for name in ("budget_tokens", "bytes"):  # of a text in blocks: the largest
+                    known = [value for value in (record[name], answer[name]) if value is not None]
+                    record[name] = max(known, default=None)
+
+    def _generate(self, encoded: list[Encoded], batch: list[int]) -> dict[str, Any]:
+        items = [encoded[number] for number in batch]
+        need = generation_size(items[0])
+        cache, budget = self.make_cache(need.length, need.fed)
+        texts, held = generate(
+            self.model,
+            self.tokenizer,
+            cache,
+            [item.context for item in items],
+            items[0].new_tokens,
+            items[0].settings,
+            seed=" ".join(item.key for item in items),
+        )
+        return {"answers": texts, "budget_tokens": budget, "bytes": held}
+
+    def _decode(self, encoded: list[Encoded], units: list[Unit]) -> dict[str, Any]:
+        cache, budget = self.make_cache(units[0].size.length, units[0].size.fed)
+        scores, held = score_by_decode(
+            self.model,
+            cache,
+            [unit.context for unit in units],
+            [unit.continuations for unit in units],
+            self._pad,
+            max(self.batch_size, 1),
+        )
+        answers = [[score.logprob, score.is_greedy] for row in scores for score in row]
+        return {"answers": answers, "budget_tokens": budget, "bytes": held}
+
+    def _forward(self, encoded: list[Encoded], units: list[Unit]) -> dict[str, Any]:
+        """HFLM's own scoring of one of its batches."""
+        requests = [(None, list(unit.context), list(unit.continuations[0])) for unit in units]
+        answers = HFLM._loglikelihood_tokens(self, requests, disable_tqdm=True)  # type: ignore[arg-type]
+        return {"answers": [list(answer) for answer in answers], "budget_tokens": None, "bytes": None}
+
+
+def _check_batch_size(batch_size: int | str, max_batch_size: int | None) -> None:
+    if not str(batch_size).isdecimal() or int(batch_size) < 1 or max_batch_size is not None:
+        raise ValueError(
+            f"batch_size = {batch_size!r}: a number of sequences is needed (auto and max_batch_size are not supported: what runs "
+            "together would depend on the machine)"
+        )
+
+
+def _reference(model: Any, plan: str | None, budget: int | str | None) -> Any:
+    """A model that tells PoD's bytes: the model itself when it has a plan, else the same weights under `plan`."""
+    if budget != POD_BYTES:
+        return None
+    if model.config.own_method == "pod":
+        return model
+    if plan is None:
+        raise ValueError("budget=pod needs plan=PLAN.json: it says which bytes PoD would hold")
+    lead = [list(row) for row in pod.SharingPlan.load(plan).lead]
+    config = pod.PodConfig(**(model.config.to_dict() | {"lead": lead}))
+    return from_dense(model, config).to(model.device).eval()
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,28 +1,32 @@
 """Requests of lm-eval as token ids: encoded as lm-eval does it, shortened by the task's own rule. Needs a tokenizer, no model.
 
-Encoding equals `lm_eval.models.huggingface.HFLM` (lm-eval 0.4.13, MIT) for whatever fits the model; what does not fit is shortened here
+Encoding equals `lm_eval.models.huggingface.HFLM` (lm-eval 0.4.13, MIT) for whatever fits the model. What does not fit is shortened here
 and not by dropping its start: that would lose the beginning-of-sequence token and, in a chat template, the system message.
 """
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jinja2.exceptions import TemplateError
+
 from pod.eval.budget import length_class
+from pod.eval.lm_prompts import shorten
 from pod.eval.runners.base import prompt_hash
 
 Drop = Literal["middle", "start", "end", "document", "none"]
-DROPS: tuple[Drop, ...] = ("middle", "start", "end", "document", "none")
+DROPS = ("middle", "start", "end", "document", "none")
 TOO_LONG = ("truncate", "skip", "error")
 DEFAULT_NEW_TOKENS = 256  # HFLM.max_gen_toks
-_ROUNDS = 8  # of shortening; pieces of text that are joined anew may encode to a few tokens more
+BLOCK = 256  # tokens of a long text that are scored after one compression
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """What a task allows to be done to its prompts, from `metadata.pod` of its YAML.
 
-    truncation: the part that is dropped of a prompt that is too long: its middle, start or end, the middle of its document
+    truncation: the part that is dropped of a prompt that is too long: its middle, start or end, a part of its document
         (`doc["document"]`, see `pod.eval.documents`), or none.
     chat_template: whether its prompts go into the chat template.
     max_prompt_tokens: the longest prompt (tokens), whatever the model reads; None = what the model reads.
@@ -44,35 +48,75 @@ class Encoded:
     """One request as token ids.
 
     key: its id in the journal: request type, task, document, index, repeat.
+    unit: what it belongs to: choices of one document with one context are scored from one prefill.
     context, continuation: token ids; generation has no continuation.
-    new_tokens: tokens to generate at most; settings: of the generation, normalized.
+    windows: of a text scored whole (`loglikelihood_rolling`): pairs of context and continuation that follow one another.
+    new_tokens: tokens to generate at most; settings: of the generation, normalized by lm-eval.
     dropped: tokens by which the prompt was shortened; skipped: why it is not answered.
     """
 
     key: str
     kind: str
-    args: tuple[Any, ...]
+    unit: str
     context: tuple[int, ...] = ()
     continuation: tuple[int, ...] = ()
+    windows: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
     new_tokens: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
     dropped: int = 0
     skipped: str | None = None
 
     @property
-    def fed(self) -> int:
-        """Tokens fed after the compressed prompt. Scoring holds one context token out, so that even a one-token answer is predicted from the
-        compressed cache; generation feeds every new token but the last."""
-        if self.kind == "generate_until":
-            return self.new_tokens - 1
-        return len(self.continuation)
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt; of the whole text when that is what is scored."""
+        if self.kind == "loglikelihood_rolling":
+            return sum(len(continuation) for _, continuation in self.windows)
+        return len(self.context)
 
     @property
-    def length(self) -> int:
-        """Tokens in the cache at the end."""
-        if self.kind == "generate_until":
-            return len(self.context) + self.fed
-        return len(self.context) + len(self.continuation) - 1
+    def prompt_hash(self) -> str:
+        """Hash of the prompt as the model reads it (token ids)."""
+        if self.kind == "loglikelihood_rolling":
+            return prompt_hash([token for _, continuation in self.windows for token in continuation])
+        return prompt_hash(self.context)
+
+    def blocks(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Context and continuation pairs that a compressed cache scores.
+
+        A text that is scored whole is cut into blocks, each scored after the compression of everything before it: 1 token, then as many
+        as stand before it, then `BLOCK` at a time.
+        """
+        if self.kind != "loglikelihood_rolling":
+            return [(self.context, self.continuation)]
+        found = []
+        for context, continuation in self.windows:
+            whole, at = context + continuation, len(context)
+            while at < len(whole):
+                end = min(at + min(at, BLOCK), len(whole))
+                found.append((whole[:at], whole[at:end]))
+                at = end
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Size:
+    """A cache that requests need: `length` tokens at the end (a length class), `fed` of them after the prompt (0 or a power of two).
+
+    Both come from the request alone, so that its budget does not depend on what else is in its batch.
+    """
+
+    length: int
+    fed: int
+
+
+def size(context: int, continuation: int, new_tokens: int = 0) -> Size:
+    """The size for a context and its longest continuation or its new tokens (all in tokens).
+
+    Scoring holds the last context token out of the prompt and never feeds the last scored token; generation never feeds its last.
+    """
+    fed = continuation if continuation else new_tokens - 1
+    length = context + continuation - 1 if continuation else context + new_tokens - 1
+    return Size(length=length_class(length), fed=1 << (fed - 1).bit_length() if fed > 0 else 0)
 
 
 def request_key(request: Any, repeat: int = 0) -> str:
@@ -101,10 +145,10 @@ class Encoder:
     def __init__(self, tokenizer: Any, max_length: int, too_long: str = "truncate"):
         if too_long not in TOO_LONG:
             raise ValueError(f"too_long = {too_long!r}: known are {', '.join(TOO_LONG)}")
-        if not isinstance(max_length, int) or max_length < 2:
+        if not isinstance(max_length, int) or isinstance(max_length, bool) or max_length < 2:
             raise ValueError(f"max_length = {max_length!r} must be a whole number of at least 2 tokens")
         self.tokenizer, self.max_length, self.too_long = tokenizer, max_length, too_long
-        self._templated: dict[str, tuple[str, str, str]] = {}
+        self._user_part: dict[str, tuple[int, int]] = {}  # of rendered chats: where the user's message is
 
     @property
     def prefix_token_id(self) -> int:
@@ -113,90 +157,186 @@ class Encoder:
         return self.tokenizer.eos_token_id if bos is None else bos
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids; special tokens as the tokenizer adds them, unless the text begins with one already."""
+        """Token ids; special tokens as the tokenizer adds them, unless the text begins with BOS already."""
         if special and text.startswith(self.tokenizer.decode(self.prefix_token_id)):
             special = False
         return list(self.tokenizer.encode(text, **({} if special else {"add_special_tokens": False})))
 
     def requests(self, requests: Sequence[Any], rule: Rule) -> list[Encoded]:
-        """Every request, in order. Raises: ValueError for a prompt that is too long when that is an error."""
+        """Every request, in order. Raises: ValueError for a prompt that is too long where that is an error."""
         keys = request_keys(requests)
         return [self.request(request, rule, key) for request, key in zip(requests, keys, strict=True)]
 
     def request(self, request: Any, rule: Rule, key: str | None = None) -> Encoded:
-        """One `loglikelihood` or `generate_until` request of lm-eval."""
+        """One request of lm-eval: `loglikelihood`, `loglikelihood_rolling` or `generate_until`."""
         key = request_key(request) if key is None else key
-        if request.request_type == "generate_until":
-            return self._generation(request, rule, key)
-        return self._likelihood(request, rule, key)
+        encode = {
+            "generate_until": self._generation,
+            "loglikelihood_rolling": self._rolling,
+            "loglikelihood": self._likelihood,
+        }[request.request_type]
+        return encode(request, rule, key)
+
+    def sizes(self, requests: Sequence[Any], rule: Rule) -> set[Size]:
+        """Every size of cache that a model class will ask for to answer the requests."""
+        from pod.eval.lm_batches import generation_size, units_of
+
+        encoded = [item for item in self.requests(requests, rule) if item.skipped is None]
+        generations = {generation_size(item) for item in encoded if item.kind == "generate_until"}
+        return generations | {
+            unit.size for unit in units_of([item for item in encoded if item.kind != "generate_until"])
+        }
 
     def _generation(self, request: Any, rule: Rule, key: str) -> Encoded:
         from lm_eval.models.utils import normalize_gen_kwargs
 
         text, given = request.args
-        settings = dict(normalize_gen_kwargs(given, DEFAULT_NEW_TOKENS))
+        settings: dict[str, Any] = dict(normalize_gen_kwargs(given, DEFAULT_NEW_TOKENS))
         new_tokens = int(settings.pop("max_gen_toks"))
-        if not 1 <= new_tokens < self.max_length:
-            raise ValueError(
-                f"{request.task_name} generates {new_tokens} tokens and the model reads {self.max_length}: generate from 1 to "
-                f"{self.max_length - 1}"
-            )
-        ids = self.encode(text) or [self.prefix_token_id]
-        return Encoded(
-            key=key,
-            kind="generate_until",
-            args=request.args,
-            context=tuple(ids),
-            new_tokens=new_tokens,
-            settings=settings,
-        )
+        _check_generation(request.task_name, settings, new_tokens, self.max_length)
+        blank = Encoded(key=key, kind="generate_until", unit=key, new_tokens=new_tokens, settings=settings)
+        fitted = self._fit(request, text, rule, self.max_length - new_tokens)
+        if fitted.skipped:
+            return dataclasses.replace(blank, skipped=fitted.skipped)
+        ids = fitted.ids or [self.prefix_token_id]
+        return dataclasses.replace(blank, context=tuple(ids), dropped=fitted.dropped)
 
     def _likelihood(self, request: Any, rule: Rule, key: str) -> Encoded:
-        context, continuation = self.pair(*request.args)
-        return Encoded(
-            key=key,
-            kind=request.request_type,
-            args=request.args,
-            context=tuple(context),
-            continuation=tuple(continuation),
+        text, continuation = request.args
+        blank = Encoded(key=key, kind="loglikelihood", unit="")
+        context_ids, ids = self.pair(text, continuation)
+        if not ids:
+            return dataclasses.replace(blank, skipped="the continuation is no token")
+        room = self.max_length + 1 - len(ids)
+        dropped = 0
+        if text:
+            fitted = self._fit(request, text, rule, room, len(context_ids))
+            if fitted.skipped:
+                return dataclasses.replace(blank, skipped=fitted.skipped)
+            if fitted.dropped:
+                dropped = fitted.dropped
+                context_ids, ids = self.pair(fitted.text, continuation)
+        elif room < 1:
+            return dataclasses.replace(blank, skipped=self._too_long(request, len(ids), self.max_length))
+        return dataclasses.replace(
+            blank,
+            unit=f"{request.task_name}/{request.doc_id}/{prompt_hash(context_ids)}",
+            context=tuple(context_ids),
+            continuation=tuple(ids),
+            dropped=dropped,
         )
+
+    def _rolling(self, request: Any, rule: Rule, key: str) -> Encoded:
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+        windows = get_rolling_token_windows(
+            token_list=self.encode(request.args[0]),
+            prefix_token=self.prefix_token_id,
+            max_seq_len=self.max_length,
+            context_len=1,
+        )
+        pairs = tuple((tuple(c), tuple(t)) for c, t in map(make_disjoint_window, windows))
+        return Encoded(key=key, kind="loglikelihood_rolling", unit=key, windows=pairs)
 
     def pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Ids of a context and of its continuation, encoded together and split where the context alone ends (lm-eval's way)."""
         if not context:
             ids = self.encode(continuation, special=False)
-            if ids[0] == self.prefix_token_id:
+            if ids[0] == self.prefix_token_id and len(ids) > 1:
                 return ids[:1], ids[1:]
             return [self.prefix_token_id], ids
         stripped = context.rstrip()
         continuation, context = context[len(stripped) :] + continuation, stripped
-        ids = self.encode(context)
-        return ids, self.encode(context + continuation)[len(ids) :]
+        ids = self.encode(context) or [self.prefix_token_id]
+        whole = self.encode(context + continuation)
+        return ids, whole[len(ids) :] if context else whole
+
+    def _fit(self, request: Any, text: str, rule: Rule, room: int, tokens: int | None = None) -> "Fitted":
+        """The prompt within `room` tokens and the rule's own limit, or why it is skipped."""
+        if rule.max_prompt_tokens is not None:
+            room = min(room, rule.max_prompt_tokens)
+        ids = self.encode(text) if tokens is None else []
+        tokens = len(ids) if tokens is None else tokens
+        if tokens <= room:
+            return Fitted(text, ids, 0)
+        if self.too_long != "truncate" or rule.truncation == "none" or room < 1:
+            return Fitted(text, ids, 0, self._too_long(request, tokens, room))
+        try:
+            text = shorten(
+                self.tokenizer,
+                text,
+                rule.truncation,
+                room,
+                lambda shorter: len(self.encode(shorter)),
+                span=self._user_part.get(text),
+                document=(getattr(request, "doc", None) or {}).get("document"),
+                keep=rule.keep,
+            )
+        except ValueError as error:
+            return Fitted(text, ids, 0, str(error))
+        ids = self.encode(text)
+        return Fitted(text, ids, tokens - len(ids))
+
+    def _too_long(self, request: Any, tokens: int, room: int) -> str:
+        reason = f"a prompt of {tokens} tokens exceeds the {max(room, 0)} that there is room for"
+        if self.too_long == "error":
+            raise ValueError(
+                f"{request.task_name}, document {request.doc_id}: {reason}; too_long = truncate or skip goes on, or lower the task's length"
+            )
+        # equal causes are counted by their reason: no numbers in it
+        return "too long for the model" if self.too_long == "skip" else "too long, and may not be shortened"
 
     def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The messages in the tokenizer's chat template."""
-        return self.tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
+        """The messages in the tokenizer's chat template; a last message of the assistant is left open when no generation prompt is added.
+
+        A template that knows no system role gets its text before the user's first message.
+        Raises: ValueError when the tokenizer has no chat template.
+        """
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ValueError(
+                "the tokenizer has no chat template: set chat_template to off, or take an instruction-tuned model"
+            )
+        options = {
+            "tokenize": False,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt,
+        }
+        try:
+            text = self.tokenizer.apply_chat_template(messages, **options)
+        except TemplateError:
+            text = self.tokenizer.apply_chat_template(_system_merged(messages), **options)
+        longest = max((m["content"].strip() for m in messages if m["role"] == "user"), key=len, default="")
+        start = text.find(longest)
+        if longest and start >= 0:
+            self._user_part[text] = (start, start + len(longest))
+        return text
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A prompt that fits: its text and ids, the tokens that it lost; or the reason why it is skipped."""
+
+    text: str
+    ids: list[int]
+    dropped: int
+    skipped: str | None = None
+
+
+def _check_generation(task: str, settings: dict[str, Any], new_tokens: int, max_length: int) -> None:
+    if not 1 <= new_tokens < max_length:
+        raise ValueError(
+            f"{task} generates {new_tokens} tokens and the model reads {max_length}: generate from 1 to {max_length - 1}"
         )
+    for name in ("num_beams", "num_return_sequences"):
+        if int(settings.get(name) or 1) > 1:
+            raise ValueError(
+                f"{task} asks for {name} = {settings[name]}: only one sequence per prompt is supported"
+            )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """A cache that requests need: `length` tokens at the end (a length class), `fed` of them after the prompt (a power of two)."""
-
-    length: int
-    fed: int
-
-
-def size_of(encoded: Encoded) -> Size:
-    """The size of the cache for a request: from its own length only, so that an answer does not depend on its batch."""
-    fed = 0 if encoded.fed < 1 else 1 << (encoded.fed - 1).bit_length()
-    return Size(length=length_class(len(encoded.context) + max(encoded.fed, 1)), fed=fed)
-
-
-def hash_of(encoded: Encoded) -> str:
-    """Hash of the prompt as the model reads it (token ids)."""
-    return prompt_hash(encoded.context)
+def _system_merged(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    system = "\n\n".join(message["content"] for message in messages if message["role"] == "system")
+    others = [dict(message) for message in messages if message["role"] != "system"]
+    if system and others and others[0]["role"] == "user":
+        others[0]["content"] = f"{system}\n\n{others[0]['content']}"
+    return others

@@ -1,4 +1,4 @@
-"""What a batch of requests asks of a model through a cache: log-likelihoods (prefill → compress → score) and generation."""
+"""Log-likelihoods through a compressed cache: prefill → compress → score, one prefill for all continuations of a context."""
 
 import copy
 from collections.abc import Sequence
@@ -20,15 +20,6 @@ class Score:
     is_greedy: bool
 
 
-def prefill(model: Any, cache: Any, contexts: Sequence[Sequence[int]], pad: int) -> Tensor:
-    """Feed whole prompts (left padding) through an empty cache, which compresses at their end; returns the mask [B, longest]."""
-    device = next(model.parameters()).device
-    ids, mask = left_padded([tuple(row) for row in contexts], pad, device)
-    cache.begin_prompt(ids.shape[1])
-    model.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
-    return mask
-
-
 @torch.no_grad()
 def score_by_decode(
     model: Any,
@@ -38,49 +29,87 @@ def score_by_decode(
     pad: int,
     max_rows: int,
 ) -> tuple[list[list[Score]], int]:
-    """Scores of every context's continuations through `cache`, and the bytes per row at the end.
+    """Scores of every context's continuations through `cache`, a new one.
 
-    One prefill for every context, without its last token; the cache is then branched, and each branch reads the held-out token and a
-    continuation token by token, as in generation. At most `max_rows` branches run together.
+    Every context is fed once, without its last token, and compressed. The cache is then branched: each branch reads the held-out token
+    and one continuation, token by token as in generation, so that already the first token is predicted from the compressed cache. A
+    context of a single token (BOS) cannot be held out of itself; then all must be of one token.
+
+    Args:
+        contexts, continuations: token ids; continuations[i] are those of contexts[i].
+        pad: id that fills shorter rows.
+        max_rows: branches that run together.
+    Returns: scores like `continuations`, and the bytes per row at the end.
     """
-    mask = prefill(model, cache, [row[:-1] or row for row in contexts], pad)
+    alone = len(contexts[0]) == 1
+    assert all((len(row) == 1) == alone for row in contexts), (
+        "contexts of one token have a batch of their own"
+    )
+    prompts = [list(row) if alone else list(row[:-1]) for row in contexts]
+    hidden, mask = _prefill(model, cache, prompts, pad)
     jobs = [(row, choice) for row, choices in enumerate(continuations) for choice in range(len(choices))]
     scores: list[list[Score]] = [[Score(0.0, True)] * len(choices) for choices in continuations]
     held = 0
     for start in range(0, len(jobs), max_rows):
         part = jobs[start : start + max_rows]
-        last = start + max_rows >= len(jobs)
-        branch = cache if last else copy.deepcopy(cache)
-        branch.batch_select_indices(torch.tensor([row for row, _ in part]))
-        rows = [list(contexts[row][-1:]) + list(continuations[row][choice]) for row, choice in part]
-        found = _decode_rows(model, branch, rows, mask[[row for row, _ in part]], pad)
+        index = torch.tensor([row for row, _ in part], device=mask.device)
+        branch = cache if start + max_rows >= len(jobs) else copy.deepcopy(cache)
+        branch.batch_select_indices(index)
+        last = [] if alone else [list(contexts[row][-1:]) for row, _ in part]
+        rows = [list(continuations[row][choice]) for row, choice in part]
+        first = hidden[index] if alone else None
+        found = _decode_rows(model, branch, last, rows, mask[index], first, pad)
         for (row, choice), score in zip(part, found, strict=True):
             scores[row][choice] = score
         held = max(held, branch.nbytes // len(part))
     return scores, held
 
 
-def _decode_rows(model: Any, cache: Any, rows: list[list[int]], mask: Tensor, pad: int) -> list[Score]:
-    """Scores of rows[i][1:], each token predicted from the tokens before it; rows[i][0] is fed first."""
-    steps = max(len(row) for row in rows) - 1
-    tokens = torch.tensor([row + [pad] * (steps + 1 - len(row)) for row in rows], device=mask.device)
+def _prefill(model: Any, cache: Any, prompts: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """Feed whole prompts (left padding), compressed at their end; the last hidden state [B, 1, D] and the mask [B, longest]."""
+    device = next(model.parameters()).device
+    ids, mask = left_padded([tuple(row) for row in prompts], pad, device)
+    cache.begin_prompt(ids.shape[1])
+    out = model.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+    return out.last_hidden_state[:, -1:], mask
+
+
+def _decode_rows(
+    model: Any,
+    cache: Any,
+    last: list[list[int]],
+    rows: list[list[int]],
+    mask: Tensor,
+    hidden: Tensor | None,
+    pad: int,
+) -> list[Score]:
+    """Scores of `rows` after the prompts in the cache.
+
+    last: the held-out token of each prompt, fed first; or none when `hidden` [B, 1, D] predicts the first token.
+    """
+    longest = max(len(row) for row in rows)
+    targets = torch.tensor([row + [pad] * (longest - len(row)) for row in rows], device=mask.device)
+    fed = targets[:, :-1] if hidden is not None else torch.cat([targets.new_tensor(last), targets[:, :-1]], 1)
     logprobs, greedy = [], []
-    for step in range(steps):
-        # rows that ended are fed padding as if it were text: nobody reads what follows
-        mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
-        out = model(
-            input_ids=tokens[:, step : step + 1],
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-        )
-        logits = out.logits[:, -1]
-        logits = F.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
-        target = tokens[:, step + 1]
-        logprobs.append(logits.gather(1, target[:, None])[:, 0])
-        greedy.append(logits.argmax(dim=-1) == target)
+    for step in range(longest):
+        if hidden is None or step:
+            # Rows that ended are fed padding as if it were text: nobody reads what follows.
+            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
+            column = step if hidden is None else step - 1
+            state = model.model(
+                input_ids=fed[:, column : column + 1],
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=True,
+            ).last_hidden_state
+        else:
+            state = hidden
+        logits = model.lm_head(state[:, -1])
+        logits = F.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        logprobs.append(logits.gather(1, targets[:, step : step + 1])[:, 0])
+        greedy.append(logits.argmax(dim=-1) == targets[:, step])
     table, hits = torch.stack(logprobs, dim=1), torch.stack(greedy, dim=1)
     return [
-        Score(float(table[row, : len(ids) - 1].sum()), bool(hits[row, : len(ids) - 1].all()))
-        for row, ids in enumerate(rows)
+        Score(float(table[number, : len(row)].sum()), bool(hits[number, : len(row)].all()))
+        for number, row in enumerate(rows)
     ]

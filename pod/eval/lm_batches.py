@@ -1,0 +1,111 @@
+"""Batches of encoded requests, fixed from all requests before any is answered: an answer is the same on any number of ranks."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pod.eval.lm_requests import Encoded, Size, size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """A context and the continuations that are scored after one prefill of it.
+
+    owners: for each continuation the number of its request.
+    """
+
+    context: tuple[int, ...]
+    continuations: tuple[tuple[int, ...], ...]
+    owners: tuple[int, ...]
+
+    @property
+    def size(self) -> Size:
+        return size(len(self.context), max(len(ids) for ids in self.continuations))
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether a context token can be held out of the prompt; a context of one token (BOS) is the whole prompt."""
+        return len(self.context) > 1
+
+
+def units_of(encoded: Sequence[Encoded]) -> list[Unit]:
+    """Scoring requests as units: choices of one document with one context share theirs. Skipped requests are left out."""
+    units, by_name = [], {}
+    for number, item in enumerate(encoded):
+        if item.skipped is not None:
+            continue
+        for context, continuation in item.blocks():
+            if item.kind == "loglikelihood":
+                contents = by_name.setdefault((item.unit, context), ([], []))
+                if not contents[0]:
+                    units.append((context, contents))
+                contents[0].append(continuation)
+                contents[1].append(number)
+            else:
+                units.append((context, ([continuation], [number])))
+    return [
+        Unit(context=context, continuations=tuple(choices), owners=tuple(owners))
+        for context, (choices, owners) in units
+    ]
+
+
+def unit_batches(units: Sequence[Unit], batch_size: int) -> list[list[Unit]]:
+    """Units of one size together, at most `batch_size` continuations in a batch unless one unit has more; the longest first."""
+    groups: dict[tuple[Size, bool], list[Unit]] = {}
+    for unit in units:
+        groups.setdefault((unit.size, unit.holds_out), []).append(unit)
+    batches = []
+    for key in sorted(groups, reverse=True):
+        batch: list[Unit] = []
+        for unit in groups[key]:
+            if batch and sum(len(u.continuations) for u in [*batch, unit]) > batch_size:
+                batches.append(batch)
+                batch = []
+            batch.append(unit)
+        batches.append(batch)
+    return batches
+
+
+def generation_size(item: Encoded) -> Size:
+    """The cache for a generation."""
+    return size(len(item.context), 0, item.new_tokens)
+
+
+def generation_batches(encoded: Sequence[Encoded], batch_size: int) -> list[list[int]]:
+    """Numbers of generation requests of one size with the same settings; the longest first."""
+    groups: dict[tuple[Size, int, str], list[int]] = {}
+    for number, item in enumerate(encoded):
+        if item.skipped is None:
+            settings = json.dumps(item.settings, sort_keys=True, default=str)
+            groups.setdefault((generation_size(item), item.new_tokens, settings), []).append(number)
+    return [part for key in sorted(groups, reverse=True) for part in _chunks(groups[key], batch_size)]
+
+
+def forward_batches(encoded: Sequence[Encoded], batch_size: int) -> list[list[Unit]]:
+    """Units of one continuation that one forward pass scores together, in the very batches of lm-eval's HFLM (bits depend on them).
+
+    Requests that differ only in the last token of their continuation are one row; rows are sorted by length, the longest first. Windows
+    of whole texts stay in order.
+    """
+    rows: dict[tuple[int, ...], list[Unit]] = {}
+    windows = []
+    for number, item in enumerate(encoded):
+        if item.skipped is not None:
+            continue
+        for context, continuation in item.windows:
+            windows.append(Unit(context=context, continuations=(continuation,), owners=(number,)))
+        if item.kind == "loglikelihood":
+            unit = Unit(context=item.context, continuations=(item.continuation,), owners=(number,))
+            rows.setdefault(item.context + item.continuation[:-1], []).append(unit)
+
+    def order(units: list[Unit]) -> tuple[int, tuple[int, ...]]:
+        longest = max(units, key=lambda unit: len(unit.continuations[0]))
+        tokens = longest.context + longest.continuations[0]
+        return -len(tokens), tokens
+
+    chunks = _chunks(sorted(rows.values(), key=order), batch_size)
+    return [[unit for row in chunk for unit in row] for chunk in chunks] + _chunks(windows, batch_size)
+
+
+def _chunks(items: Sequence, length: int) -> list[list]:
+    return [list(items[start : start + length]) for start in range(0, len(items), length)]
