@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,30 +10,40 @@ from torch import Tensor
 from pod.eval.stats import spread
 
 _WARM_UP_TOKENS = 16
+T = TypeVar("T")
 
 
 @dataclass
 class Contestant:
-    """A model with a filled cache, and the next token to feed. seconds: of every timed repeat."""
+    """A model with a filled cache, and the next token to feed.
+
+    prompt_seconds: of every timed reading of the prompt; seconds: of every timed repeat of decoding. failed: why it is out.
+    """
 
     name: str
     model: Any
     cache: Any
     token: Tensor | None = None
-    first_token_seconds: float = 0.0
+    prompt_seconds: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    failed: Exception | None = None
+
+
+@torch.no_grad()
+def warm_up(model: Any, prompt: Tensor) -> None:
+    """A short pass without a cache."""
+    model(input_ids=prompt[:, :_WARM_UP_TOKENS], logits_to_keep=1)
 
 
 @torch.no_grad()
 def fill(contestant: Contestant, prompt: Tensor) -> None:
-    """Read the prompt [B, n] into the cache and time it up to the first token, after a short pass that warms up the model."""
-    contestant.model(input_ids=prompt[:, :_WARM_UP_TOKENS], logits_to_keep=1)
+    """Read the prompt [B, n] into the cache, a new one, and time it up to the first token: the method's compression included."""
     began = _now(prompt)
     output = contestant.model(
         input_ids=prompt, past_key_values=contestant.cache, use_cache=True, logits_to_keep=1
     )
     contestant.token = output.logits[:, -1].argmax(-1, keepdim=True)
-    contestant.first_token_seconds = _now(prompt) - began
+    contestant.prompt_seconds.append(_now(prompt) - began)
 
 
 @torch.no_grad()
@@ -54,26 +64,48 @@ def decode(contestant: Contestant, steps: int) -> float:
 def race(contestants: list[Contestant], steps: int, repeats: int) -> None:
     """One warm-up round, then `repeats` timed rounds; every round lets each contestant decode `steps` tokens, in turns.
 
-    The order moves by one from round to round, so that no one always runs on another's warm or cold caches.
+    The order moves by one from round to round, so that no one always runs on another's warm or cold caches. Whoever fails is out, with
+    the reason in `failed` and an empty cache, and the others go on.
     """
     for round_number in range(repeats + 1):
-        shift = round_number % len(contestants)
-        for contestant in contestants[shift:] + contestants[:shift]:
-            seconds = decode(contestant, steps)
+        for contestant in in_turns(contestants, round_number):
+            if contestant.failed is not None:
+                continue
+            try:
+                seconds = decode(contestant, steps)
+            except Exception as error:  # noqa: BLE001  kept in `failed`
+                contestant.failed, contestant.cache = error, None
+                continue
             if round_number:
                 contestant.seconds.append(seconds)
 
 
-def speeds(contestant: Contestant, base: Contestant | None, steps: int, batch: int = 1) -> dict[str, Any]:
-    """Tokens per second (median, min, max over the repeats) and the ratio to `base`, taken round by round."""
+def in_turns(items: list[T], round_number: int) -> list[T]:
+    """The order of a round."""
+    shift = round_number % max(1, len(items))
+    return items[shift:] + items[:shift]
+
+
+def speeds(
+    contestant: Contestant, base: Contestant | None, steps: int, prompt: int, batch: int = 1
+) -> dict[str, Any]:
+    """Seconds to the first token and tokens per second (median, min, max over the repeats), and the ratios to `base`, taken round by round.
+
+    prompt: tokens per row.
+    """
+    first = spread(contestant.prompt_seconds)
     result: dict[str, Any] = {
-        "time_to_first_token_seconds": contestant.first_token_seconds,
+        "time_to_first_token_seconds": first["median"],
+        "time_to_first_token": first,
+        "prefill_tokens_per_second": prompt * batch / first["median"],
         "decode_tokens_per_second": spread([steps * batch / seconds for seconds in contestant.seconds]),
         "seconds_per_repeat": contestant.seconds,
     }
     if base is not None:
         pairs = zip(base.seconds, contestant.seconds, strict=True)
         result["speed_over_full"] = spread([other / own for other, own in pairs])
+        pairs = zip(base.prompt_seconds, contestant.prompt_seconds, strict=True)
+        result["prefill_speed_over_full"] = spread([other / own for other, own in pairs])
     return result
 
 

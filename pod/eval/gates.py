@@ -1,0 +1,93 @@
+"""How often PoD's gate lets distant tokens be left out, counted while decoding (PoD appendix B.4)."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pod.modeling.layout import PodCacheLayer
+
+COUNTS = ("heads", "heads_skipped", "groups", "groups_skipped", "exact", "saved", "dense")
+
+
+@dataclass
+class GateCounts:
+    """Of one row of a batch, over decoded tokens that have distant tokens, and layers.
+
+    heads, groups: query heads of followers, and their KV heads; skipped: whose gate reached tau (of groups: of all their query heads; only
+    then the distant values stay unread). exact, saved, dense: multiply-adds of attention in units of head_dim, over all heads: of PoD
+    without skipping, of what is left out, and of the dense model.
+    """
+
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
+
+    def add(self, skipped: Tensor, length: int, window: int, leads: int, groups: int) -> None:
+        """A layer's decision for one token: skipped [f, G] of its following KV heads; leads: number of leading ones; groups: G."""
+        followers, heads_skipped = skipped.shape[0], int(skipped.sum())
+        found = {
+            "heads": followers * groups,
+            "heads_skipped": heads_skipped,
+            "groups": followers,
+            "groups_skipped": int(skipped.all(-1).sum()),
+            "exact": groups * (leads * 2 * length + followers * (window + length)),
+            "saved": heads_skipped * (length - window),
+            "dense": groups * (leads + followers) * 2 * length,
+        }
+        for name, number in found.items():
+            self.counts[name] += number
+
+
+class GateProbe:
+    """Sets `tau` of a PoD cache without an engine, and counts what its gates decide from then on.
+
+    cache: of rows without padding; tau: None = the exact attention, nothing is skipped.
+    Attributes: rows: `GateCounts` of every row.
+    """
+
+    def __init__(self, cache: Any, tau: float | None):
+        self.tau = tau
+        self.rows = [GateCounts() for _ in range(cache.batch_size)]
+        for layer in cache.layers:
+            assert isinstance(layer, PodCacheLayer) and cache.engine is None, "the ordinary PoD cache"
+            layer.tau = tau
+            layer.observe_weights = self._of(layer)  # type: ignore[method-assign]
+
+    def _of(self, layer: PodCacheLayer) -> Any:
+        def observe(weights: Tensor) -> None:
+            self._see(layer, weights)
+
+        return observe
+
+    def _see(self, layer: PodCacheLayer, weights: Tensor) -> None:
+        """weights [B, H, G, n] of one new token per row, before anything is left out."""
+        length = weights.shape[-1]
+        window = layer.num_sink_tokens + layer.num_recent_tokens
+        if length <= window:
+            return
+        columns = torch.arange(length, device=weights.device)
+        near = (columns < layer.num_sink_tokens) | (columns >= length - layer.num_recent_tokens)
+        gates = (weights[:, layer.followers] * near).sum(-1)  # as pod.modeling.gate adds them
+        skipped = torch.zeros_like(gates, dtype=torch.bool) if self.tau is None else gates >= self.tau
+        for row, decided in zip(self.rows, skipped.cpu(), strict=True):
+            row.add(decided, length, window, len(layer.leads), layer.groups)
+
+
+def shares(counts: dict[str, int]) -> dict[str, float | None]:
+    """What counts mean, in [0, 1]; None where nothing was counted (no follower, or no distant token).
+
+    Returns: {skipped: of the followers' query heads, skipped_groups: of their KV heads, saved: of the attention's multiply-adds of PoD
+    without skipping, saved_over_dense: of those of the dense model, what PoD saves anyway included}.
+    """
+    heads, groups, exact, dense = (counts[name] for name in ("heads", "groups", "exact", "dense"))
+    return {
+        "skipped": counts["heads_skipped"] / heads if heads else None,
+        "skipped_groups": counts["groups_skipped"] / groups if groups else None,
+        "saved": counts["saved"] / exact if exact else None,
+        "saved_over_dense": 1 - (exact - counts["saved"]) / dense if dense else None,
+    }
+
+
+def total(rows: list[dict[str, int]]) -> dict[str, int]:
+    """The sum of counts."""
+    return {name: sum(row[name] for row in rows) for name in COUNTS}

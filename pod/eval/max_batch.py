@@ -1,0 +1,191 @@
+"""The largest batch that fits, by trying (PoD Table 3, D2O Table 3; as FlexGen and LCKV measure it).
+
+A try reads a random prompt of x tokens per row into the method's cache and decodes y tokens of every row, one at a time. It fits when the
+GPU does not run out of memory, or when weights, cache and activations stay below a number of bytes. Two small tries tell the bytes per
+row and so where to look; bisection does the rest.
+
+Batches are whole numbers, 41 and 57 rows are 1.39x where bytes allow 1.41x; so the rows that would fit if rows could be cut are told too.
+"""
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pod.eval.memory import Meter, next_token, weight_bytes
+from pod.eval.results import one_line
+
+_KEPT = 200  # characters of an error
+
+
+class Tries:
+    """What is known about the batches of one method: does one fit, and with how many bytes.
+
+    make_cache: a new cache; limit: bytes that weights, cache and activations may take, None = until the GPU is full.
+    peaks: batch → peak bytes of tries that fitted; failed: batch → why it did not.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        make_cache: Callable[[], Any],
+        prompt: int,
+        generated: int,
+        limit: int | None,
+        seed: int = 0,
+    ):
+        self.model, self.make_cache, self.limit = model, make_cache, limit
+        self.prompt, self.generated, self.seed = prompt, generated, seed
+        self.weights = weight_bytes(model)
+        self.peaks: dict[int, int] = {}
+        self.failed: dict[int, str] = {}
+
+    def fits(self, batch: int) -> bool:
+        """Try a batch, once. Raises: whatever is no lack of memory."""
+        if batch not in self.peaks and batch not in self.failed:
+            try:
+                self.peaks[batch] = self._peak(batch)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                self.failed[batch] = one_line(error)[:_KEPT]
+            self._free()
+        return batch in self.peaks
+
+    def rows(self, batch: int) -> Tensor:
+        """[batch, prompt] random tokens."""
+        generator = torch.Generator().manual_seed(self.seed)
+        tokens = torch.randint(self.model.config.vocab_size, (batch, self.prompt), generator=generator)
+        return tokens.to(next(self.model.parameters()).device)
+
+    @torch.no_grad()
+    def _peak(self, batch: int) -> int:
+        """Peak bytes of a try, weights included. Raises: MemoryError beyond the limit, or what CUDA raises."""
+        room = None if self.limit is None else self.limit - self.weights
+        if room is not None and room < 0:
+            raise MemoryError(f"the weights alone take {self.weights:,} bytes")
+        with Meter(self.model, room) as meter:
+            prompt = self.rows(batch)
+            cache, peak = self.make_cache(), 0
+            token = next_token(self.model, cache, prompt)
+            for _ in range(self.generated - 1):  # the last new token is never fed
+                token = next_token(self.model, cache, token)
+                peak = max(peak, meter.restart())
+            return self.weights + max(peak, meter.restart())
+
+    @torch.no_grad()
+    def throughput(self, batch: int) -> dict[str, float]:
+        """Generated tokens per second of all rows: of the whole (reading the prompt included, as FlexGen counts), and of decoding alone."""
+        device, prompt = next(self.model.parameters()).device, self.rows(batch)
+        cache = self.make_cache()
+        began = _now(device)
+        token = next_token(self.model, cache, prompt)
+        read = _now(device)
+        for _ in range(self.generated - 1):
+            token = next_token(self.model, cache, token)
+        ended = _now(device)
+        del cache
+        self._free()
+        rates = {"tokens_per_second": batch * self.generated / (ended - began)}
+        if self.generated > 1:
+            rates["decode_tokens_per_second"] = batch * (self.generated - 1) / (ended - read)
+        return rates
+
+    def _free(self) -> None:
+        gc.collect()
+        if next(self.model.parameters()).is_cuda:
+            torch.cuda.empty_cache()
+
+
+def search(tries: Tries, most: int) -> dict[str, Any]:
+    """The largest batch up to `most` rows that fits, with the tries.
+
+    Returns: {batch, fractional_batch, bytes_per_row, peak_bytes, failed, most_reached}; batch = 0 when not one row fits. `most_reached`: so
+    many rows fit that no more were tried.
+    """
+    guess = 1
+    if most > 1 and all(tries.fits(batch) for batch in (1, 2)):
+        guess = most
+        limit = memory_limit(tries)
+        if limit is not None and bytes_per_row(tries.peaks):
+            guess = int(fractional(tries.peaks, limit))
+    batch = largest(tries.fits, min(max(1, guess), most), most)
+    two = len(tries.peaks) > 1
+    limit = memory_limit(tries)
+    return {
+        "batch": batch,
+        "fractional_batch": fractional(tries.peaks, limit) if two and limit is not None else None,
+        "bytes_per_row": bytes_per_row(tries.peaks) if two else None,
+        "peak_bytes": {str(rows): size for rows, size in sorted(tries.peaks.items())},
+        "failed": {str(rows): reason for rows, reason in sorted(tries.failed.items())},
+        "most_reached": batch == most,
+    }
+
+
+def memory_limit(tries: Tries) -> int | None:
+    """Bytes that weights, cache and activations may take: the limit asked for, or what the GPU has left; None on a CPU without a limit."""
+    device = next(tries.model.parameters()).device
+    if tries.limit is not None or device.type != "cuda":
+        return tries.limit
+    free, _ = torch.cuda.mem_get_info(device)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return tries.weights + free + kept
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or what led to it, is a lack of memory: a graph that is being captured raises another error behind it."""
+    while error is not None:
+        text = str(error)
+        if (
+            isinstance(error, (torch.OutOfMemoryError, MemoryError))
+            or "out of memory" in text
+            or "not enough memory" in text
+            or "ALLOC_FAILED" in text
+        ):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def largest(fits: Callable[[int], bool], guess: int, most: int | None = None) -> int:
+    """The largest batch (of at most `most`) that fits, 0 when not even one does: from a guess outwards, then by bisection."""
+    low, high, width = 0, None, 1
+    batch = max(1, guess)
+    while high is None or high - low > 1:
+        if fits(batch):
+            low = batch
+            if most is not None and low >= most:
+                return most
+        else:
+            high = batch
+        if high is None:
+            batch, width = low + width, 2 * width
+            batch = batch if most is None else min(batch, most)
+        elif low == 0:
+            batch, width = max(1, high - width) if high > 1 else 0, 2 * width
+            if batch == 0:
+                return 0
+        else:
+            batch = (low + high) // 2
+    return low
+
+
+def bytes_per_row(peaks: dict[int, int]) -> float:
+    """Slope of the line through the smallest and the largest batch tried."""
+    first, last = min(peaks), max(peaks)
+    return (peaks[last] - peaks[first]) / (last - first)
+
+
+def fractional(peaks: dict[int, int], limit: float) -> float:
+    """Rows that would fit into `limit` bytes if they could be cut, by the line through the smallest and the largest batch tried."""
+    last = max(peaks)
+    return last + (limit - peaks[last]) / bytes_per_row(peaks)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,197 @@
+"""Peak memory of a model's passes, split into weights, keys and values by part, and activations; the same on CPU and GPU.
+
+On CUDA the allocator counts. Elsewhere every storage that an operation makes is counted once while it lives, which is what an allocator
+without slack would hold; what a library's kernel takes and gives back inside one operation is seen on CUDA only.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+ALLOCATOR, STORAGES = "CUDA allocator", "live storages"
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of all tensors that operations made and that live, each storage once, and their peak.
+
+    limit: bytes; MemoryError by the operation with which the peak exceeds it. Within functions wrapped by `host` nothing counts.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        super().__init__()
+        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.now = self.peak = 0
+        self.limit, self.counting = limit, True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._see(leaf.untyped_storage())
+        if self.now > self.peak:  # some of these may be gone
+            self._forget_dead()
+            self.peak = max(self.peak, self.now)
+            if self.limit is not None and self.peak > self.limit:
+                raise MemoryError(f"{self.peak:,} bytes where {self.limit:,} are allowed")
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        known = self.live.get(storage._cdata)
+        if known is not None and not known[0].expired():
+            return
+        size = storage.nbytes() if self.counting else 0
+        self.now += size - (known[1] if known else 0)
+        self.live[storage._cdata] = StorageWeakRef(storage), size
+
+    def _forget_dead(self) -> None:
+        for key in [key for key, (reference, _) in self.live.items() if reference.expired()]:
+            self.now -= self.live.pop(key)[1]
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """These were there before: views of them, which operations return too, count nothing."""
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            self.live[storage._cdata] = StorageWeakRef(storage), 0
+
+    def restart(self) -> None:
+        """The peak counts from now on."""
+        self._forget_dead()
+        self.peak = self.now
+
+    def host(self, function: Callable) -> Callable:
+        """The function, with what it allocates counted as host memory."""
+
+        def uncounted(*arguments):
+            self.counting = False
+            try:
+                return function(*arguments)
+            finally:
+                self.counting = True
+
+        return uncounted
+
+
+class Meter:
+    """Context: peak bytes beyond those that were held when it began.
+
+    model: its weights are not counted. limit: bytes of this peak; more of them are a MemoryError (on CUDA at the next `restart`).
+    """
+
+    def __init__(self, model: Any, limit: int | None = None):
+        self.device, self.limit = next(model.parameters()).device, limit
+        self._before, self._live = 0, None
+        if self.device.type != "cuda":
+            self._live = LiveBytes(limit)
+            self._live.ignore([*model.parameters(), *model.buffers()])
+
+    def __enter__(self) -> "Meter":
+        if self._live is not None:
+            self._live.__enter__()
+        else:
+            torch.cuda.synchronize(self.device)
+            self._before = torch.cuda.memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._live is not None:
+            self._live.__exit__(*error)
+
+    @property
+    def peak(self) -> int:
+        """Bytes, since the beginning or the last `restart`."""
+        if self._live is not None:
+            return self._live.peak
+        return torch.cuda.max_memory_allocated(self.device) - self._before
+
+    def restart(self) -> int:
+        """Begin a new stretch; returns the peak of the one that ends."""
+        peak = self.peak
+        if self._live is not None:
+            self._live.restart()
+        else:
+            torch.cuda.reset_peak_memory_stats(self.device)
+            if self.limit is not None and peak > self.limit:
+                raise MemoryError(f"{peak:,} bytes where {self.limit:,} are allowed")
+        return peak
+
+
+class Split:
+    """The largest peak of several stretches, each with what the cache held when it ended."""
+
+    def __init__(self, meter: Meter, cache: Any):
+        self.meter, self.cache = meter, cache
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the stretches so far."""
+        self.meter.restart()
+        self.peak, self.kv_by_part = 0, dict[str, int]()
+
+    def end_stretch(self, *_: Any) -> None:
+        """A stretch ends: a decoder layer or the whole pass (also a forward hook)."""
+        held, peak = self.cache.nbytes_by_part(), self.meter.restart()
+        if peak >= self.peak:
+            self.peak, self.kv_by_part = peak, held
+
+    def row(self, weights: int) -> dict[str, Any]:
+        """Bytes at the peak: of everything, of the cache, of the rest."""
+        kv = sum(self.kv_by_part.values())
+        return {
+            "peak": weights + self.peak,
+            "kv": kv,
+            "activations": max(0, self.peak - kv),
+            "kv_by_part": {part: int(size) for part, size in self.kv_by_part.items()},
+        }
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of parameters and buffers, tied ones once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@torch.no_grad()
+def measure(model: Any, make_cache: Callable[[], Any], prompt: Tensor, steps: int) -> dict[str, Any]:
+    """Peak bytes while a prompt [B, n] is read into a new cache, and while `steps` tokens per row are decoded behind it.
+
+    Returns: {counted_by, weights, prefill, decode}; the two phases have peak = weights + kv + activations and kv_by_part. `kv` is what the
+    cache holds at the end of the decoder layer in which the peak lies; keys and values that a method lets go before that, as those of a
+    prompt that it compresses, are activations.
+    """
+    weights = weight_bytes(model)
+    result: dict[str, Any] = {"counted_by": ALLOCATOR if prompt.is_cuda else STORAGES, "weights": weights}
+    with Meter(model) as meter:
+        cache = make_cache()
+        split = Split(meter, cache)
+        with _hooked(model, split.end_stretch):
+            token = next_token(model, cache, prompt)
+            split.end_stretch()
+            result["prefill"] = split.row(weights)
+            split.begin()
+            for _ in range(steps):
+                token = next_token(model, cache, token)
+                split.end_stretch()
+            result["decode"] = split.row(weights)
+    return result
+
+
+def next_token(model: Any, cache: Any, fed: Tensor) -> Tensor:
+    """The most likely next token [B, 1] of every row once `fed` [B, n] is read into the cache."""
+    output = model(input_ids=fed, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return output.logits[:, -1].argmax(-1, keepdim=True)
+
+
+@contextmanager
+def _hooked(model: Any, end_stretch: Callable[..., None]) -> Iterator[None]:
+    hooks = [layer.register_forward_hook(end_stretch) for layer in model.model.layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,315 @@
+"""Window size and KV saving of PoD (Figure 3): perplexity and passkeys of the model under other windows and other plans, on the same weights.
+
+Nothing is trained here. Of `pod-unadapted` the curves say how much each setting leaves to adaptation; of `pod`, how far the adapted weights
+carry beyond the setting that they were trained with. The paper trains every setting: compare such exports as methods `model:NAME`.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import pod
+from pod.eval import passkey, perplexity, stats
+from pod.eval.buckets import position_buckets
+from pod.eval.budget import measure_bytes, native_bytes_per_token
+from pod.eval.journal import Journal
+from pod.eval.methods import Method
+from pod.eval.runners.base import Span, Task, prompt_hash
+from pod.eval.text import load_text
+from pod.eval.variants import check_plan, variant, windows_of
+
+OWN, DENSE = "own", "no sharing"
+COLUMNS = {
+    "setting": "setting",
+    "num_recent_tokens": "recent tokens",
+    "share_non_lead": "pairs that follow",
+    "asymptotic_saving": "saving in the limit",
+    "saving": "saving at the length",
+    "perplexity": "perplexity",
+    "change": "change against no sharing",
+    "passkey": "passkeys found",
+}
+
+
+@dataclass(kw_only=True)
+class AblationOptions:
+    """`eval.task_options.ablation`. Texts and position buckets are those of the task perplexity, prompts those of passkey."""
+
+    windows: list[int] = field(default_factory=list)
+    """numbers of recent tokens to measure, with the model's own plan and sink tokens"""
+
+    plans: list[str] = field(default_factory=list)
+    """plan files to measure, with the model's own windows: `launch/explore.py` makes one per saving"""
+
+    sequences: int | None = None
+    """texts, the first ones; null = eval.text_sequences"""
+
+    passkeys: bool = True
+    """answer the passkey prompts under every setting, too"""
+
+    def __post_init__(self) -> None:
+        if not self.windows and not self.plans:
+            raise ValueError("windows and plans are empty: give windows=[256, 512], plans=[a.json], or both")
+        if any(window < 1 for window in self.windows) or len(set(self.windows)) < len(self.windows):
+            raise ValueError(f"windows must be different token counts of at least 1, got {self.windows}")
+        if len(set(self.plans)) < len(self.plans):
+            raise ValueError(f"plans names one file twice: {', '.join(self.plans)}")
+        self.windows = sorted(self.windows)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A name and the fields of the configuration that differ from the model's own."""
+
+    name: str
+    changes: dict[str, Any]
+
+
+class Ablation(Task):
+    """Perplexity over all position buckets and passkeys of every setting; the model's own setting and no sharing besides."""
+
+    name = "ablation"
+    title = "windows and savings"
+    Options = AblationOptions
+
+    def __init__(self, run: Any, options: AblationOptions):
+        super().__init__(run, options)
+        args = self.args
+        wanted = args.text_sequences if options.sequences is None else options.sequences
+        if not 1 <= wanted <= args.text_sequences:
+            raise ValueError(
+                f"eval.task_options.ablation.sequences = {wanted} must be from 1 to eval.text_sequences = {args.text_sequences}"
+            )
+        where, gguf_file = run.models.dense_path, run.recipe.model.gguf_file
+        plans = {path: check_plan(path, where, gguf_file) for path in options.plans}
+        self.settings = [Setting(OWN, {}), Setting(DENSE, {"lead": None})]
+        self.settings += [
+            Setting(f"window {window}", {"num_recent_tokens": window}) for window in options.windows
+        ]
+        names = _plan_names(options.plans)
+        self.settings += [
+            Setting(f"plan {names[path]}", {"lead": [list(row) for row in plan.lead]})
+            for path, plan in plans.items()
+        ]
+        self.buckets = position_buckets(args.text_length, args.min_context, args.scored_tokens)
+        self.text = load_text(run.recipe, run.tokenizer)[:wanted]
+        self.prompts = self._make_prompts() if options.passkeys else []
+
+    def _make_prompts(self) -> list[passkey.Prompt]:
+        args = self.args
+        return passkey.make_prompts(
+            self.run.tokenizer,
+            args.passkey_lengths,
+            args.passkey_depths,
+            args.passkey_samples,
+            self.run.recipe.seed,
+            args.passkey_chat_template,
+        )
+
+    def inputs(self) -> Any:
+        return {
+            "text": hashlib.sha256(self.text.numpy().tobytes()).hexdigest(),
+            "buckets": [asdict(bucket) for bucket in self.buckets],
+            "settings": [asdict(setting) for setting in self.settings],
+            "prompts": [asdict(prompt) for prompt in self.prompts],
+            "new": self.args.passkey_new_tokens,
+            "resamples": self.args.bootstrap_samples,
+        }
+
+    def spans(self) -> list[Span]:
+        return [Span(self.args.text_length, 0)]
+
+    def longest(self) -> int:
+        prompts = (len(prompt.token_ids) + self.args.passkey_new_tokens for prompt in self.prompts)
+        return max(self.args.text_length, *prompts, 0)
+
+    def refuses(self, method: Method) -> str | None:
+        if method.spec != "pod":
+            return "it varies PoD's windows and plan: measured for pod and pod-unadapted"
+        return None
+
+    def token_counts(self, method: Method) -> tuple[int, int]:
+        """(prompt tokens, decode steps) for `--dry-run`."""
+        if self.refuses(method):
+            return 0, 0
+        prompts = sum(len(prompt.token_ids) for prompt in self.prompts)
+        texts = (len(self.text) + 1) * self.args.text_length  # one more, whose bytes are measured
+        steps = len(self._prompt_batches(self.prompts)) * self.args.passkey_new_tokens
+        return len(self.settings) * (texts + prompts), len(self.settings) * steps
+
+    def measure(self, method: Method, journal: Journal) -> dict[str, Any]:
+        texts = [("text", number) for number in range(len(self.text))]
+        prompts = [("passkey", number) for number in range(len(self.prompts))]
+        items = [(setting, *item) for setting in self.settings for item in texts + prompts]
+        models = _Variants(self.run.models.get(method.model))
+        records = journal.answers(
+            items,
+            key=lambda item: f"{item[0].name}/{item[1]}/{item[2]}",
+            batches=self._batches,
+            compute=lambda batch: self._compute(method, models, batch),
+        )
+        per_setting = len(texts) + len(prompts)
+        rows = []
+        for index, setting in enumerate(self.settings):
+            found = records[index * per_setting : (index + 1) * per_setting]
+            row = {"setting": setting.name, "answers": found[len(texts) :], "texts": found[: len(texts)]}
+            rows.append(row | self._held(models.get(setting)))
+        return self._payload(method, rows)
+
+    def _batches(self, left: list[tuple[Setting, str, int]]) -> Iterable[list[tuple[Setting, str, int]]]:
+        """Setting by setting, texts first; prompts of one asked-for length together."""
+        size = self.args.batch_size
+        for setting in self.settings:
+            own = [item for item in left if item[0].name == setting.name]
+            texts = [item for item in own if item[1] == "text"]
+            yield from (texts[start : start + size] for start in range(0, len(texts), size))
+            numbers = {item[2]: item for item in own if item[1] == "passkey"}
+            for batch in self._prompt_batches([self.prompts[number] for number in numbers]):
+                yield [numbers[self.prompts.index(prompt)] for prompt in batch]
+
+    def _prompt_batches(self, prompts: list[passkey.Prompt]) -> list[list[passkey.Prompt]]:
+        size, batches = self.args.batch_size, []
+        for length in self.args.passkey_lengths:
+            same = [prompt for prompt in prompts if prompt.length == length]
+            batches += [same[start : start + size] for start in range(0, len(same), size)]
+        return batches
+
+    def _compute(
+        self, method: Method, models: "_Variants", batch: list[tuple[Setting, str, int]]
+    ) -> list[dict[str, Any]]:
+        model, numbers = models.get(batch[0][0]), [number for _, _, number in batch]
+        if batch[0][1] == "text":
+            rows = self.text[numbers].to(next(model.parameters()).device)
+            scored = perplexity.score_by_forward(model, rows, self.buckets)
+            sums = torch.stack([nll.double().sum(1) for nll in scored]).sum(0).tolist()
+            return [{"id": str(number), "nll": total} for number, total in zip(numbers, sums, strict=True)]
+        prompts = [self.prompts[number] for number in numbers]
+        cache = pod.make_cache(model, model.config.own_method)
+        answers = passkey.answer(model, self.run.tokenizer, cache, prompts, self.args.passkey_new_tokens)
+        return [
+            {
+                "id": f"{prompt.length}/{prompt.depth}/{prompt.sample}",
+                "answer": answer,
+                "correct": passkey.is_correct(answer, prompt.key),
+            }
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+
+    def _held(self, model: Any) -> dict[str, Any]:
+        """Plan, windows and bytes of a setting: those of one text, really held."""
+        plan, length = model.config.sharing_plan, self.args.text_length
+        held = sum(measure_bytes(model, model.config.own_method, [length])[length].values())
+        return {
+            "num_sink_tokens": model.config.num_sink_tokens,
+            "num_recent_tokens": model.config.num_recent_tokens,
+            "share_non_lead": plan.share_non_lead,
+            "asymptotic_saving": plan.asymptotic_saving,
+            "bytes": held,
+            "saving": 1 - held / (native_bytes_per_token(model) * length),
+        }
+
+    def _payload(self, method: Method, found: list[dict[str, Any]]) -> dict[str, Any]:
+        base = [record["nll"] for record in found[1]["texts"]]
+        rows = [self._row(row, base) for row in found]
+        tokens = sum(bucket.scored for bucket in self.buckets)
+        return {
+            "kind": "nll",
+            "metric": "perplexity",
+            "higher_is_better": False,
+            "value": rows[0]["perplexity"],
+            "ci95": rows[0]["ci95"],
+            "samples": [
+                {
+                    "id": record["id"],
+                    "score": record["nll"],
+                    "tokens": tokens,
+                    "prompt_hash": prompt_hash(self.text[int(record["id"])].tolist()),
+                    "prompt_tokens": self.args.text_length,
+                    "by_setting": {row["setting"]: row["texts"][index]["nll"] for row in found},
+                }
+                for index, record in enumerate(found[0]["texts"])
+            ],
+            "skipped": [],
+            "bytes": [self.run.stated_bytes(self.args.text_length, None, [found[0]["bytes"]])],
+            "settings": {
+                **asdict(self.options),
+                "length": self.args.text_length,
+                "own_windows": list(windows_of(self.run, method.model)),
+                "trained_per_setting": False,
+            },
+            "passkeys": {row["setting"]: row["answers"] for row in found},
+            "columns": COLUMNS if self.prompts else {k: v for k, v in COLUMNS.items() if k != "passkey"},
+            "rows": rows,
+            "curves": _curves(rows, bool(self.prompts)),
+        }
+
+    def _row(self, found: dict[str, Any], base: list[float]) -> dict[str, Any]:
+        """One setting: its numbers, perplexity and change against no sharing (paired), passkeys."""
+        resamples, seed = self.args.bootstrap_samples, self.run.recipe.seed
+        sums = [record["nll"] for record in found["texts"]]
+        counts = [sum(bucket.scored for bucket in self.buckets)] * len(sums)
+        own = stats.perplexity_summary(sums, counts, resamples, seed)
+        change = stats.paired_change(sums, base, counts, resamples, seed)
+        row = {key: value for key, value in found.items() if key not in ("texts", "answers")}
+        row |= {"perplexity": own["perplexity"], "ci95": own["ci95"]}
+        row |= {"change": change["change"], "change_ci95": change["ci95"]}
+        if found["answers"]:
+            right, prompts = sum(record["correct"] for record in found["answers"]), len(found["answers"])
+            row |= {"passkey": right / prompts, "passkey_ci95": stats.wilson_interval(right, prompts)}
+        return row
+
+
+class _Variants:
+    """The model of the last setting asked for; weights are shared between all."""
+
+    def __init__(self, model: Any):
+        self.model, self.name, self.last = model, OWN, model
+
+    def get(self, setting: Setting) -> Any:
+        if setting.name != self.name:
+            self.last = variant(self.model, **setting.changes) if setting.changes else self.model
+            self.name = setting.name
+        return self.last
+
+
+def _plan_names(paths: list[str]) -> dict[str, str]:
+    """File names where they tell plans apart, else paths."""
+    names = {path: Path(path).stem for path in paths}
+    return names if len(set(names.values())) == len(paths) else {path: path for path in paths}
+
+
+def _curves(rows: list[dict[str, Any]], with_passkeys: bool) -> list[dict[str, Any]]:
+    """Both halves of Figure 3: by window, the own one included, and by saving, no sharing included."""
+    own, dense, *others = rows
+    by_window = [own, *(row for row in others if row["setting"].startswith("window "))]
+    by_plan = [dense, own, *(row for row in others if row["setting"].startswith("plan "))]
+    curves = []
+    measures = [("perplexity", "ci95")] + [("passkey", "passkey_ci95")] * with_passkeys
+    for chosen, key, what in (
+        (by_window, "num_recent_tokens", "recent tokens"),
+        (by_plan, "asymptotic_saving", "KV saving in the limit"),
+    ):
+        chosen = sorted(chosen, key=lambda row: row[key])
+        if len({row[key] for row in chosen}) < 2:
+            continue
+        for measure, interval in measures:
+            ends = [row[interval] for row in chosen]
+            known = all(end is not None for end in ends)
+            curves.append(
+                {
+                    "title": f"{COLUMNS[measure].capitalize()} by {what}",
+                    "x_label": what,
+                    "y_label": COLUMNS[measure],
+                    "x": [row[key] for row in chosen],
+                    "y": [row[measure] for row in chosen],
+                    "low": [end[0] for end in ends] if known else None,
+                    "high": [end[1] for end in ends] if known else None,
+                    "labels": [row["setting"] for row in chosen],
+                    "reference": dense[measure],
+                }
+            )
+    return curves

@@ -1,0 +1,80 @@
+"""Options of the task `efficiency`: `eval.task_options.efficiency`. Standard library only."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pod.schema import build
+
+if TYPE_CHECKING:
+    from pod.eval.args import EvalArgs
+
+NAME = "efficiency"
+
+
+@dataclass(kw_only=True)
+class SpeedOptions:
+    """What `efficiency` measures besides decode speed, and how."""
+
+    prefill_repeats: int = 1
+    """timed readings of the prompt, interleaved between the methods: time to first token is their median"""
+
+    memory: bool = True
+    """peak memory of reading the prompt and of decoding, split into weights, keys and values by part, and activations; one more
+    reading of the prompt per method"""
+
+    max_batch: list[list[int]] = field(default_factory=list)
+    """pairs [prompt tokens, generated tokens] for which the largest batch that fits is searched (PoD Table 3, D2O Table 3)"""
+
+    memory_limit_gib: float | None = None
+    """what weights, cache and activations may take in that search (GiB); null = until the GPU is full. Needed without a GPU"""
+
+    max_batch_rows: int = 256
+    """the search stops at so many rows"""
+
+    throughput: bool = True
+    """generated tokens per second at the largest batch, in one more run of it"""
+
+    def __post_init__(self) -> None:
+        for name in ("prefill_repeats", "max_batch_rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed are 1 and more")
+        if self.memory_limit_gib is not None and self.memory_limit_gib <= 0:
+            raise ValueError(
+                f"memory_limit_gib is {self.memory_limit_gib}, allowed are more than 0, and null"
+            )
+        for pair in self.max_batch:
+            if len(pair) != 2 or min(pair) < 1:
+                raise ValueError(
+                    f"max_batch holds {pair}, expected pairs [prompt tokens, generated tokens], as [[2048, 128]]"
+                )
+
+    @property
+    def memory_limit(self) -> int | None:
+        """Bytes."""
+        return None if self.memory_limit_gib is None else int(self.memory_limit_gib * 2**30)
+
+    def lengths(self) -> set[int]:
+        """Tokens in the cache at the end of every batch that is tried; the last new token is never fed."""
+        return {prompt + generated - 1 for prompt, generated in self.max_batch}
+
+
+def speed_options(args: "EvalArgs") -> SpeedOptions:
+    """The options of the task `efficiency`.
+
+    Raises: ValueError for an unknown key, naming the nearest, for a wrong value, and for a search without a GPU that has no limit.
+    """
+    options: SpeedOptions = build(SpeedOptions, args.task_options.get(NAME, {}), f"eval.task_options.{NAME}")
+    if options.max_batch and options.memory_limit is None and not _has_gpu(args.device):
+        raise ValueError(
+            f"eval.task_options.{NAME}.max_batch searches until memory is full, which only a GPU survives: "
+            f"set eval.task_options.{NAME}.memory_limit_gib"
+        )
+    return options
+
+
+def _has_gpu(device: str) -> bool:
+    if device != "auto":
+        return device.startswith("cuda")
+    import torch
+
+    return torch.cuda.is_available()
