@@ -115,12 +115,16 @@ class Models:
         for kind in self.kinds:
             self._check_length(kind, longest)
 
-    def _check_length(self, kind: str, longest: int) -> None:
+    def limit(self, kind: str) -> int | None:
+        """Tokens that the model of a kind reads (max_position_embeddings), without loading it; None when it does not say."""
         where, gguf_file = self.dense_path, self.recipe.model.gguf_file
         if kind not in ("dense", "unadapted"):
             where, gguf_file = self._path(kind), None
         config, _ = PreTrainedConfig.get_config_dict(where, **({"gguf_file": gguf_file} if gguf_file else {}))
-        limit = config.get("max_position_embeddings")
+        return config.get("max_position_embeddings")
+
+    def _check_length(self, kind: str, longest: int) -> None:
+        limit = self.limit(kind)
         if limit is not None and longest > limit:
             raise ValueError(
                 f"the tasks feed up to {longest} tokens and the {kind} model reads {limit}: lower eval.text_length, "
