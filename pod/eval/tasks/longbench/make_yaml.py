@@ -123,6 +123,8 @@ def _task_e(name: str, task: LongBenchTask) -> str:
 
 def _metrics(task: LongBenchTask, more: tuple[str, ...]) -> list[str]:
     lines = ["metric_list:"]
+    if task.metric == "edit_similarity":
+        more = ("edit_similarity_levenshtein", *more)
     for metric in (task.metric, "score", *more):
         lines += [f"  - metric: {metric}", "    aggregation: mean", "    higher_is_better: true"]
     return lines
