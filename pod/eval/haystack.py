@@ -16,7 +16,8 @@ from pod.data import load_documents
 
 ESSAYS = "package:long_context_eval/data/synthetic/json/PaulGrahamEssays.json"
 BEFORE = "This is a very long story book: <book> "
-AFTER = " </book>.\n Based on the content of the book, Question: "
+CLOSE = " </book>.\n"
+ASK = " Based on the content of the book, Question: "
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[a-z][.!?])(?=[A-Z])")
 _CHARACTERS_PER_TOKEN = 8  # more than any tokenizer of English needs, so that a haystack is long enough
@@ -43,13 +44,13 @@ def make_frame(tokenizer: Any, question: str, answer: str, chat_template: bool, 
     Raises: ValueError when there is no template.
     """
     if not chat_template:
-        return Frame(BEFORE, f"{AFTER}{question}\nAnswer: {answer}".rstrip(), True)
+        return Frame(BEFORE, f"{CLOSE}{ASK}{question}\nAnswer: {answer}".rstrip(), True)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(f"{where} is true and the tokenizer has no chat template: set it to false")
     messages = [{"role": "user", "content": _CONTENT}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     head, _, tail = text.partition(_CONTENT)
-    return Frame(f"{head}{BEFORE}", f"{AFTER}{question}{tail}{answer}".rstrip(), False)
+    return Frame(f"{head}{BEFORE}", f"{CLOSE}{ASK}{question}{tail}{answer}".rstrip(), False)
 
 
 def load_sentences(sources: Sequence[str] | None, longest: int, where: str) -> list[str]:

@@ -54,6 +54,23 @@ CITIES = (
         "Jakarta",
     ),
 )
+PEOPLE = (
+    *("Mary", "Bob", "Alice", "John", "Emma", "Peter", "Laura", "Frank", "Helen", "Oscar", "Nina", "Victor"),
+    *(
+        "Clara",
+        "Hugo",
+        "Sofia",
+        "Martin",
+        "Irene",
+        "Felix",
+        "Julia",
+        "Simon",
+        "Diana",
+        "Walter",
+        "Eva",
+        "Leo",
+    ),
+)
 STATEMENT = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
 STATEMENT_QUESTION = "What is the best thing to do in San Francisco?"
 
@@ -102,11 +119,11 @@ def make_needle_prompts(
     return prompts
 
 
-def facts(seed: str, number: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """`number` different cities and five-digit numbers."""
+def facts(seed: str, number: int, names: tuple[str, ...] = CITIES) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """`number` different names and five-digit numbers."""
     draw = random.Random(seed)
     values = draw.sample(range(10_000, 100_000), number)
-    return tuple(draw.sample(CITIES, number)), tuple(map(str, values))
+    return tuple(draw.sample(names, number)), tuple(map(str, values))
 
 
 def _question(names: tuple[str, ...]) -> tuple[str, str]:

