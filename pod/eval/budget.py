@@ -38,11 +38,14 @@ class ByteBudgets:
         """Budget of a method (tokens per KV head and layer) that fills PoD's bytes when the sequence has reached `length`.
 
         fed: tokens fed after the prompt; a method that keeps every one of them gets so many slots less for its prompt, so
-        that the *largest* number of bytes it ever holds is PoD's. None for a method that takes no budget.
+        that the *largest* number of bytes it ever holds is PoD's. `length` where PoD holds every key and value: nothing is
+        dropped then. None for a method that takes no budget.
         """
         if not method.takes_budget:
             return None
         slots = self.pod_bytes(length) // self.bytes_per_token
+        if slots >= length:
+            return length  # PoD has dropped nothing yet, and neither need the others
         budget = slots - (fed if method.grows else 0)
         if budget < 1:
             raise ValueError(

@@ -15,8 +15,14 @@ from tqdm import tqdm
 
 from pod.eval.methods import safe_name
 from pod.eval.ranks import Ranks
+from pod.eval.results import one_line
+from pod.files import atomic_write_text
 
 T = TypeVar("T")
+
+
+class AnswerError(RuntimeError):
+    """A rank failed at a sample. Raised on every rank, so that all go on to the next task together."""
 
 
 class Journal:
@@ -42,15 +48,26 @@ class Journal:
             key: an item's id, unique within the task and the same in every run.
             batches: puts what is left for this rank into batches; an item's answer must not depend on its batch.
             compute: the records of a batch (JSON types), one per item.
-        Raises: ValueError when two items have one key.
+        Raises: ValueError when two items have one key; what `compute` raises, on several ranks AnswerError on all of them. What was
+            answered before stays.
         """
         keys = [key(item) for item in items]
         if len(set(keys)) < len(keys):
             raise ValueError(f"{self.label}: two samples have the same id")
-        done = self.ranks.from_first(self._read())
+        done = self.ranks.from_first(self._read() if self.ranks.is_first else None)
         left = self.ranks.share([item for item, name in zip(items, keys, strict=True) if name not in done])
-        mine = self._compute(left, key, batches, compute)
-        for found in self.ranks.gather(mine):
+        mine, failure = {}, None
+        try:
+            mine = self._compute(left, key, batches, compute)
+        except Exception as error:
+            if self.ranks.world_size == 1:
+                raise
+            failure = error
+        outcomes = self.ranks.gather((mine, None if failure is None else one_line(failure)))
+        failed = [f"rank {rank}: {line}" for rank, (_, line) in enumerate(outcomes) if line is not None]
+        if failed:
+            raise AnswerError("; ".join(failed)) from failure
+        for found, _ in outcomes:
             done |= found
         return [done[name] for name in keys]
 
@@ -63,8 +80,10 @@ class Journal:
         with bar, open(self.folder / f"{self.ranks.rank}.jsonl", "a", encoding="utf-8") as file:
             for batch in batches(left):
                 for item, record in zip(batch, compute(batch), strict=True):
-                    found[key(item)] = record
-                    file.write(json.dumps([key(item), record]) + "\n")
+                    # as the file holds it: an answer that was read back is not another one (tuples, keys that are numbers)
+                    line = json.dumps([key(item), record])
+                    found[key(item)] = json.loads(line)[1]
+                    file.write(line + "\n")
                 file.flush()
                 os.fsync(file.fileno())
                 bar.update(len(batch))
@@ -77,11 +96,11 @@ class Journal:
             text = file.read_text(encoding="utf-8", errors="replace")
             if not text.endswith("\n"):
                 text = text[: text.rfind("\n") + 1]
-                if self.ranks.is_first:
-                    file.write_text(text, encoding="utf-8")
-            for line in text.splitlines():
-                name, record = json.loads(line)
-                done[name] = record
+                atomic_write_text(file, text)  # what is appended next must stand on a line of its own
+            for line in text.split("\n"):
+                known = _entry(line)
+                if known is not None:
+                    done[known[0]] = known[1]
         return done
 
     def remove(self) -> None:
@@ -89,3 +108,12 @@ class Journal:
         self.ranks.barrier()
         if self.ranks.is_first:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _entry(line: str) -> tuple[str, dict[str, Any]] | None:
+    """Key and record of a line; None for one that a crash of the machine has damaged: its sample is answered again."""
+    try:
+        name, record = json.loads(line)
+    except (ValueError, TypeError):
+        return None
+    return (name, record) if isinstance(name, str) and isinstance(record, dict) else None

@@ -1,27 +1,254 @@
 """Tasks of lm-eval, those in `pod/eval/tasks` included, as tasks of an evaluation."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from pod.eval.methods import unknown
+from pod.eval import lm_index
+from pod.eval.lm_payload import Leaf, group_payload, leaf_payload, primary_metric
+from pod.eval.results import one_line
 from pod.eval.runners import base
+from pod.eval.runners.base import Span, Task
 
 if TYPE_CHECKING:
+    from pod.eval.journal import Journal
+    from pod.eval.methods import Method
     from pod.eval.runner import Evaluation
 
-TASK_FOLDER = Path(__file__).parent / "tasks"
+_FEWSHOT_SEED = 1234  # lm-eval's own default: the same examples as its command line draws
 
 
-def make_lm_tasks(run: "Evaluation", names: list[str]) -> dict[str, base.Task]:
-    """A task per name; a group of lm-eval is one task.
+@dataclass(kw_only=True)
+class LmOptions:
+    """Options of any task of lm-eval."""
 
-    Raises: ValueError for a name that neither this package nor lm-eval knows, with the nearest.
+    num_fewshot: int | None = None
+    """examples before the question; null = the task's own number"""
+
+    limit: int | None = None
+    """samples per leaf task, the first ones; null = eval.limit"""
+
+    metric: str | None = None
+    """the metric that tables and intervals are made of, as exact_match or exact_match,flexible-extract; null = the task's first"""
+
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """values for tasks that make their own prompts, as {max_seq_lengths: [4096]} for lm-eval's ruler"""
+
+    def __post_init__(self) -> None:
+        if self.num_fewshot is not None and self.num_fewshot < 0:
+            raise ValueError(f"num_fewshot is {self.num_fewshot}, allowed are 0 and more")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit is {self.limit}, allowed are 1 and more")
+
+
+def make_lm_tasks(run: "Evaluation", names: list[str]) -> dict[str, Task]:
+    """A task per name; a group or tag of lm-eval is one task.
+
+    Raises: ValueError for a name that neither this package nor lm-eval knows, with the nearest, and for whatever a task lacks.
     """
-    from lm_eval.tasks import TaskManager
-
-    manager = TaskManager(include_path=str(TASK_FOLDER))
-    known = [*base.names(), "efficiency", *manager.all_tasks]
+    lm_index.check_known(names)
+    tasks: dict[str, Task] = {}
     for name in names:
-        if name not in known:
-            raise unknown("task", name, known)
-    raise ValueError("lm-eval tasks are not built yet")
+        options = base.make_options(LmTask, run.args.task_options.get(name, {}), name)
+        metadata = {"pretrained": str(run.models.dense_path), **options.metadata}
+        # one by one: groups of different papers share tasks, which lm-eval refuses within one load
+        tasks[name] = LmTask(run, options, lm_index.load(name, metadata, run.args.unsafe_code))
+    return tasks
+
+
+class LmTask(Task):
+    """A task, group or tag of lm-eval: its prompts, filters and metrics; our model class answers through the method's cache."""
+
+    name = "lm-eval"
+    title = "a task of lm-eval"
+    Options = LmOptions
+
+    def __init__(self, run: "Evaluation", options: LmOptions, loaded: lm_index.Loaded):
+        from pod.eval.lm_requests import Encoder
+
+        super().__init__(run, options)
+        self.name = self.title = loaded.name
+        self.loaded = loaded
+        self.encoder = Encoder(run.tokenizer, run.models.max_length(), run.args.too_long)
+        self.limit = options.limit or run.args.limit
+        self.leaves = {name: self._leaf(name, task) for name, task in loaded.leaves.items()}
+        for leaf in self.leaves.values():
+            with _errors_name(leaf.name):
+                self._build(leaf)
+
+    def _leaf(self, name: str, task: Any) -> Leaf:
+        """What is known of a leaf task before its prompts. Raises: ValueError for what cannot be run."""
+        if getattr(task, "UNSAFE_CODE", False) and not self.args.unsafe_code:
+            raise ValueError(
+                f"task {name} executes code that the model writes: set eval.unsafe_code to true on a machine where that may do harm"
+            )
+        if getattr(task, "MULTIMODAL", False):
+            raise ValueError(f"task {name} asks about pictures or sound, which these models do not read")
+        rules = lm_index.rules_of(task.config.metadata)
+        if self.options.num_fewshot is not None:
+            task.set_config(key="num_fewshot", value=self.options.num_fewshot)
+        elif task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        metric, kind = primary_metric(name, task, rules, self.options.metric)
+        return Leaf(name=name, task=task, rules=rules, metric=metric, kind=kind, chat=self._chat(name, rules))
+
+    def _chat(self, name: str, rules: lm_index.TaskRules) -> bool:
+        """Whether the prompts of a leaf go into the chat template. A tokenizer without one is an error only when it is asked for."""
+        has = bool(getattr(self.run.tokenizer, "chat_template", None))
+        if self.args.chat_template == "on" and not has:
+            raise ValueError(
+                f"eval.chat_template is on and the tokenizer of {self.run.recipe.model.path} has no chat template: set it to auto or off"
+            )
+        return {"on": True, "off": False}.get(self.args.chat_template, rules.chat_template and has)
+
+    def _prompts(self, leaf: Leaf) -> None:
+        """Build the requests of a leaf; the same ones every time: few-shot examples are drawn by a seed."""
+        leaf.task.set_fewshot_seed(seed=_FEWSHOT_SEED)
+        leaf.task.build_all_requests(
+            limit=self.limit,
+            rank=0,
+            world_size=1,
+            apply_chat_template=leaf.chat,
+            fewshot_as_multiturn=leaf.chat,
+            chat_template=self.encoder.apply_chat_template if leaf.chat else None,
+            tokenizer_name=str(self.run.recipe.model.path),
+        )
+
+    def _rule(self, leaf: Leaf) -> Any:
+        from pod.eval.lm_requests import Rule
+
+        rules = leaf.rules
+        values = {
+            "truncation": rules.truncation,
+            "max_prompt_tokens": rules.max_prompt_tokens,
+            "keep": rules.keep,
+        }
+        return Rule(chat_template=leaf.chat, **values)  # type: ignore[arg-type]
+
+    def _build(self, leaf: Leaf) -> None:
+        """Encode the prompts of a leaf and keep what the checks need: sizes, counts, a hash; the prompts themselves are made again."""
+        from pod.eval.lm_batches import generation_size, units_of
+
+        with lm_index.quiet():
+            self._prompts(leaf)
+        encoded = self.encoder.requests(leaf.task.instances, self._rule(leaf))
+        digest = hashlib.sha256()
+        for request, item in zip(leaf.task.instances, encoded, strict=True):
+            digest.update(
+                json.dumps([item.key, request.args, item.context, item.skipped], default=str).encode()
+            )
+            if item.skipped is not None:
+                continue
+            sizes = (
+                [generation_size(item)]
+                if item.kind == "generate_until"
+                else [u.size for u in units_of([item])]
+            )
+            leaf.lengths[request.doc_id] = max(
+                leaf.lengths.get(request.doc_id, 0), *(size.length for size in sizes)
+            )
+            leaf.longest = max(leaf.longest, _end(item))
+        answered = [item for item in encoded if item.skipped is None]
+        leaf.sizes = self._sizes(answered)
+        leaf.digest = digest.hexdigest()
+        leaf.count_tokens(answered, self.args.batch_size)
+        leaf.task._instances = None  # prompts of 100,000 tokens: only one leaf's are kept at a time
+
+    @staticmethod
+    def _sizes(encoded: list[Any]) -> set[Any]:
+        from pod.eval.lm_batches import generation_size, units_of
+
+        generated = {generation_size(item) for item in encoded if item.kind == "generate_until"}
+        return generated | {
+            unit.size for unit in units_of([item for item in encoded if item.kind != "generate_until"])
+        }
+
+    def inputs(self) -> Any:
+        from importlib.metadata import version
+
+        return {
+            "leaves": {name: [leaf.digest, leaf.identity()] for name, leaf in self.leaves.items()},
+            "share": self.loaded.share,
+            "limit": self.limit,
+            "too_long": self.args.too_long,
+            "lm_eval": version("lm-eval"),
+            "resamples": self.args.bootstrap_samples,
+        }
+
+    def spans(self) -> list[Span]:
+        sizes = {(size.length, size.fed) for leaf in self.leaves.values() for size in leaf.sizes}
+        return [Span(length, fed) for length, fed in sorted(sizes)]
+
+    def longest(self) -> int:
+        return max((leaf.longest for leaf in self.leaves.values()), default=0)
+
+    def token_counts(self, method: "Method") -> tuple[int, int]:
+        """(prompt tokens, decode steps of a batch) that a method takes at most."""
+        counts = [leaf.counts(method.one_shot) for leaf in self.leaves.values()]
+        return sum(prompt for prompt, _ in counts), sum(steps for _, steps in counts)
+
+    def measure(self, method: "Method", journal: "Journal") -> dict[str, Any]:
+        from pod.eval.lm import PodLM
+
+        run = self.run
+        lm = PodLM.around(
+            run.models.get(method.model),
+            run.tokenizer,
+            lambda length, fed: run.cache(method, length, fed),
+            one_shot=method.one_shot,
+            batch_size=self.args.batch_size,
+            encoder=self.encoder,
+            ranks=run.ranks,
+        )
+        payloads = {name: self._measure_leaf(lm, leaf, journal) for name, leaf in self.leaves.items()}
+        if not self.loaded.is_group:
+            return next(iter(payloads.values()))
+        return group_payload(self.loaded, payloads, self.args.bootstrap_samples, run.recipe.seed)
+
+    def _measure_leaf(self, lm: Any, leaf: Leaf, journal: "Journal") -> dict[str, Any]:
+        from lm_eval.evaluator import evaluate
+
+        with lm_index.quiet(), lm.rules(self._rule(leaf), journal):
+            leaf.task.set_fewshot_seed(seed=_FEWSHOT_SEED)
+            results = evaluate(
+                lm=lm,
+                task_dict={"tasks": {leaf.name: leaf.task}},
+                limit=self.limit,
+                bootstrap_iters=0,
+                log_samples=True,
+                apply_chat_template=leaf.chat,
+                fewshot_as_multiturn=leaf.chat,
+                confirm_run_unsafe_code=self.args.unsafe_code,
+            )
+            records = dict(lm.records)
+        leaf.task._instances = None
+        assert results is not None and "samples" in results, "every rank is rank 0 of 1 to lm-eval"
+        return leaf_payload(
+            leaf,
+            results["samples"][leaf.name],
+            records,
+            run=self.run,
+            prefix=f"{leaf.name}/" if self.loaded.is_group else "",
+            settings={"limit": self.limit, "too_long": self.args.too_long},
+        )
+
+
+def _end(item: Any) -> int:
+    """Tokens that a model reads for a request at most."""
+    if item.kind == "generate_until":
+        return len(item.context) + item.new_tokens - 1
+    return max(len(context) + len(continuation) - 1 for context, continuation in item.blocks())
+
+
+@contextlib.contextmanager
+def _errors_name(task: str) -> Iterator[None]:
+    """Errors of a task's own code on its data, in one line that names the task."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"task {task}: its prompts cannot be built: {one_line(error)}") from error

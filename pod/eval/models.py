@@ -115,6 +115,18 @@ class Models:
         for kind in self.kinds:
             self._check_length(kind, longest)
 
+    def max_length(self) -> int:
+        """The longest sequence (tokens) that every model that is compared reads, so that all methods get the same prompts.
+
+        Raises: ValueError when no model says how much it reads.
+        """
+        limits = [limit for limit in map(self.limit, self.kinds) if limit is not None]
+        if not limits:
+            raise ValueError(
+                "no model says how many tokens it reads (max_position_embeddings in its config.json)"
+            )
+        return min(limits)
+
     def limit(self, kind: str) -> int | None:
         """Tokens that the model of a kind reads (max_position_embeddings), without loading it; None when it does not say."""
         where, gguf_file = self.dense_path, self.recipe.model.gguf_file

@@ -21,7 +21,7 @@ from pod.files import read_json, sha256_file, write_json
 
 SCHEMA_VERSION = 2
 _HASHED_WHOLE = 1 << 20  # bytes; smaller files are identified by content, weights by size and time of change
-_PACKAGES = ("pod-kv", "torch", "transformers", "numpy")
+_PACKAGES = ("pod-kv", "torch", "transformers", "numpy", "lm-eval")
 
 
 class RunResults:

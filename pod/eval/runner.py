@@ -8,21 +8,27 @@ from typing import TYPE_CHECKING, Any
 
 import pod
 from pod.eval.budget import ByteBudgets, native_bytes_per_token, stated
-from pod.eval.journal import Journal
+from pod.eval.journal import AnswerError, Journal
 from pod.eval.methods import Method, find_method
 from pod.eval.models import Models
 from pod.eval.ranks import Ranks
 from pod.eval.report import write_report
 from pod.eval.results import RunResults, environment, fingerprint, one_line
 from pod.eval.runners import base
+from pod.eval.speed import check as check_speed
 from pod.eval.speed import measure_speed
-from pod.eval.summary import SPEED_RUN
+from pod.eval.speed_args import NAME as SPEED_RUN
+from pod.eval.speed_args import speed_options
+from pod.eval.tasks import data
 
 if TYPE_CHECKING:
     from pod.recipe import Recipe
 
 Log = Callable[[str], None]
 _print_now: Log = functools.partial(print, flush=True)
+_NO_LIMIT = (
+    1 << 20
+)  # tokens; a budget under which nothing is dropped, also by methods that give some layers less than others
 
 
 class Evaluation:
@@ -38,14 +44,17 @@ class Evaluation:
         self.models = Models(recipe)
         self.tokenizer = self.models.tokenizer()
         self._budgets: ByteBudgets | None = None
-        self.tasks = make_tasks(self)
+        if SPEED_RUN in self.args.tasks:
+            speed_options(self.args)  # a wrong one is an error now
+        with data.use(self.args.data_dir, self.tokenizer):
+            self.tasks = make_tasks(self)
         self.models.check_lengths(self.longest())
 
     def longest(self) -> int:
         """The longest sequence that any task feeds to a model (tokens)."""
         lengths = [task.longest() for task in self.tasks.values()]
         if SPEED_RUN in self.args.tasks:
-            lengths.append(self.args.longest_speed_run())
+            lengths += [self.args.longest_speed_run(), *speed_options(self.args).lengths()]
         return max(lengths, default=0)
 
     @property
@@ -59,7 +68,7 @@ class Evaluation:
         """Every length at which bytes are compared."""
         lengths = {span.length for task in self.tasks.values() for span in task.spans()}
         if SPEED_RUN in self.args.tasks:
-            lengths |= set(self.args.efficiency_lengths)
+            lengths |= {*self.args.efficiency_lengths, *speed_options(self.args).lengths()}
         return lengths
 
     def budget(self, method: Method, length: int, fed: int) -> int | None:
@@ -75,12 +84,32 @@ class Evaluation:
         """A new cache for a method, and its budget, so that it holds PoD's bytes once it has seen `length` tokens."""
         budget = self.budget(method, length, fed)
         options = self.args.method_options.get(method.name, {})
-        return pod.make_cache(self.models.get(method.model), method.spec, budget=budget, **options), budget
+        room = budget
+        if budget is not None and method.budget is None and budget >= length:
+            room = _NO_LIMIT
+        return pod.make_cache(self.models.get(method.model), method.spec, budget=room, **options), budget
 
-    def check_budgets(self, method: Method, task: base.Task) -> None:
-        """Make every cache that a task will use, so that a budget below the method's minimum is an error before any measuring."""
+    def check_caches(self, method: Method, task: base.Task) -> None:
+        """Make every cache that a task will use, so that a method that cannot run the model, a wrong option or a budget below the
+        method's minimum is an error before any measuring.
+
+        Raises: ValueError that names the method and the task.
+        """
+        seen = set()
         for span in task.spans():
-            self.cache(method, span.length, span.fed)
+            try:
+                budget = self.budget(method, span.length, span.fed)
+                if budget in seen:
+                    continue
+                seen.add(budget)
+                self.cache(method, span.length, span.fed)
+            except ValueError as error:
+                at = (
+                    f" at {span.length} tokens, {span.fed} of them after the prompt"
+                    if method.takes_budget
+                    else ""
+                )
+                raise ValueError(f"{method.name} cannot do {task.name}{at}: {one_line(error)}") from error
 
     def stated_bytes(self, length: int, budget: int | None, held: list[int]) -> dict[str, Any]:
         """What a result says about its bytes; held: bytes per sequence of every cache that was used."""
@@ -118,6 +147,7 @@ class Evaluation:
                     args.efficiency_tokens,
                     args.efficiency_repeats,
                 ],
+                "options": asdict(speed_options(args)),
                 "hardware": environment()["hardware"],
             }
         )
@@ -168,8 +198,9 @@ def _evaluate(run: Evaluation) -> dict[str, dict]:
     pending = {name: _pending_tasks(run, find_method(name), result) for name, result in results.items()}
     for name, parts in pending.items():
         for part in parts:
-            if find_method(name).takes_budget:
-                run.check_budgets(find_method(name), run.tasks[part])
+            run.check_caches(find_method(name), run.tasks[part])
+    if SPEED_RUN in recipe.eval.tasks:
+        check_speed(run)
     for name, result in results.items():
         error = _measure_method(run, find_method(name), result, pending[name])
         if error:
@@ -222,8 +253,8 @@ def _measure_method(
             payload = run.tasks[part].measure(method, journal)
             results.content["model"] = run.models.description(method.model)
         except Exception as error:
-            if run.ranks.world_size > 1:
-                raise  # the other ranks wait inside this task: only a restart helps, and the journal keeps the answers
+            if run.ranks.world_size > 1 and not isinstance(error, AnswerError):
+                raise  # the other ranks may wait inside this task: only a restart helps, and the journal keeps the answers
             results.fail(part, error)
             errors.append(f"{part}: {one_line(error)}")
             run.log(f"{method.name}: {part} FAILED: {one_line(error)}")

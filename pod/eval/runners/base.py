@@ -55,8 +55,8 @@ class Task(ABC):
     field. The constructor makes or reads the samples; it raises ValueError for whatever is wrong, before any model is loaded.
     """
 
-    name: ClassVar[str]
-    title: ClassVar[str]
+    name: str
+    title: str
     Options: ClassVar[type] = NoOptions
 
     def __init__(self, run: "Evaluation", options: Any):
@@ -109,12 +109,12 @@ def task_class(name: str) -> type[Task]:
     return found[0]
 
 
-def make_options(task: type[Task], values: dict[str, Any]) -> Any:
-    """`eval.task_options` of a task as its dataclass.
+def make_options(task: type[Task], values: dict[str, Any], name: str | None = None) -> Any:
+    """`eval.task_options` of a task as its dataclass; name: how the recipe calls it, when that is not the class's name.
 
     Raises: ValueError for an unknown key, naming the nearest, and for a wrong value.
     """
-    return build(task.Options, values, f"eval.task_options.{task.name}")
+    return build(task.Options, values, f"eval.task_options.{name or task.name}")
 
 
 def option_lines(task: type[Task]) -> list[str]:

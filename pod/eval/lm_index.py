@@ -1,0 +1,187 @@
+"""Which tasks lm-eval has, those of `pod/eval/tasks` included, and how they are loaded: quietly, with local data, errors in one line."""
+
+import contextlib
+import difflib
+import functools
+import importlib.util
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from pod.eval.results import one_line
+from pod.eval.runners import base
+from pod.eval.speed_args import NAME as SPEED_RUN
+
+TASK_FOLDER = Path(__file__).parent / "tasks"
+_NAME = re.compile(r"^(?:task|group):[ \t]*([\w.-]+)[ \t]*$", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskRules:
+    """`metadata.pod` of a task's or group's YAML.
+
+    chat_template: whether its prompts go into the tokenizer's chat template.
+    truncation: the part that is dropped of a prompt that is too long (see `pod.eval.lm_requests.Rule`); keep: with `document`, what stays.
+    max_prompt_tokens: the longest prompt; None = what the model reads.
+    metric: the primary one, `name` or `name,filter`; kind: `score`, `binary` or `nll`.
+    average: of a group: `samples` (each counts alike), `tasks` (each leaf task counts alike) or `members` (each direct member).
+    source, license: of data, prompts and scorer.
+    """
+
+    chat_template: bool = False
+    truncation: str = "middle"
+    keep: str = "start"
+    max_prompt_tokens: int | None = None
+    metric: str | None = None
+    kind: str | None = None
+    average: str | None = None
+    source: str | None = None
+    license: str | None = None
+
+
+def rules_of(metadata: Any) -> TaskRules:
+    """The rules of a task; those of a task that says nothing (lm-eval's own) are the defaults."""
+    given = metadata.get("pod") if isinstance(metadata, dict) else None
+    known = TaskRules.__dataclass_fields__
+    return TaskRules(**{key: value for key, value in (given or {}).items() if key in known})
+
+
+def own_names() -> dict[str, list[str]]:
+    """Tasks and groups of `pod/eval/tasks` by suite (folder). Imports nothing."""
+    found: dict[str, list[str]] = {}
+    for file in sorted(TASK_FOLDER.glob("*/*.yaml")):
+        for name in _NAME.findall(file.read_text(encoding="utf-8")):
+            found.setdefault(file.parent.name, []).append(name)
+    return {suite: sorted(set(names)) for suite, names in found.items()}
+
+
+def check_known(names: list[str]) -> None:
+    """ValueError for the first name that neither this package nor lm-eval has, with the nearest there is."""
+    ours = {*base.names(), SPEED_RUN, *(name for found in own_names().values() for name in found)}
+    others = [name for name in names if name not in ours]
+    if not others:
+        return
+    known = ours | set(_manager(True).all_tasks)
+    for name in others:
+        if name in known:
+            continue
+        near = difflib.get_close_matches(name.lower(), sorted(ours), n=1, cutoff=0.5)
+        near = near or difflib.get_close_matches(name.lower(), sorted(known), n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"unknown task {name!r}; {hint}launch/run_eval.py --list-tasks lists them")
+
+
+@dataclass
+class Loaded:
+    """A task, group or tag of lm-eval: leaf tasks by name in order; share: of each leaf in the mean, None where each sample counts alike."""
+
+    name: str
+    leaves: dict[str, Any]
+    share: dict[str, float] | None
+    is_group: bool
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+def load(name: str, metadata: dict[str, Any], unsafe_code: bool) -> Loaded:
+    """Load a task, group or tag; its data are read (see `pod.eval.tasks.data.use`).
+
+    metadata: given to functions that make data. Raises: ValueError for missing data, code that may not be run, and whatever else fails.
+    """
+    from lm_eval.tasks._factory import TaskFactory
+
+    from pod.eval.tasks.common.local_data import local_datasets
+
+    manager = _manager(not any(name in names for names in own_names().values()))
+    _check_safe(manager, name, unsafe_code)
+    manager._factory = TaskFactory(
+        meta=metadata
+    )  # building an index anew for other metadata takes ten seconds
+    try:
+        with quiet(), local_datasets():
+            loaded = manager.load([name])
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"task {name} cannot be loaded: {one_line(error)}") from error
+    group = loaded.get("groups", {}).get(name)
+    leaves = dict(loaded["tasks"])
+    if group is None:
+        return Loaded(name, leaves, None if len(leaves) == 1 else _equal(leaves), len(leaves) > 1)
+    return Loaded(name, leaves, _shares(group), True, dict(group.metadata or {}))
+
+
+def _equal(names: Any) -> dict[str, float]:
+    return {name: 1 / len(names) for name in names}
+
+
+def _shares(group: Any) -> dict[str, float] | None:
+    """How much each leaf counts: as the group's rules say, else as lm-eval does it, else alike."""
+    average = rules_of(group.metadata).average
+    if average is None:
+        listed = group.aggregate_metric_list or []
+        average = "samples" if any(item.weight_by_size for item in listed) else "tasks"
+    if average == "samples":
+        return None
+    if average == "tasks":
+        return _equal([task.task_name for task in group.get_all_tasks()])
+    if average != "members":
+        raise ValueError(
+            f"group {group.name}: average is {average!r}, allowed are samples, tasks and members"
+        )
+    shares: dict[str, float] = {}
+    members = list(group)
+    for member in members:
+        below = (
+            _equal([leaf.task_name for leaf in member.get_all_tasks()])
+            if hasattr(member, "get_all_tasks")
+            else None
+        )
+        for leaf, share in (below or {getattr(member, "task_name", ""): 1.0}).items():
+            shares[leaf] = shares.get(leaf, 0.0) + share / len(members)
+    return shares
+
+
+def _check_safe(manager: Any, name: str, unsafe_code: bool) -> None:
+    """Before the task's module is imported: some load a metric that executes code on import."""
+    if unsafe_code:
+        return
+    entry = manager.task_index[name]
+    below = [name]
+    if entry.tags and entry.yaml_path is None:
+        below = sorted(entry.tags)
+    elif isinstance((entry.cfg or {}).get("task"), list):
+        below = [item if isinstance(item, str) else item.get("task") for item in entry.cfg["task"]]
+    for item in below:
+        child = manager.task_index.get(item)
+        if child is not None and child.cfg and child.cfg.get("unsafe_code"):
+            raise ValueError(
+                f"task {item} executes code that the model writes: set eval.unsafe_code to true on a machine where that may do harm"
+            )
+
+
+@functools.cache
+def _manager(with_lm_eval: bool) -> Any:
+    """The index of tasks; that of lm-eval's own takes ten seconds, so ours have one of their own."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError("tasks of lm-eval need its package: pip install 'pod-kv[eval]'")
+    from lm_eval.tasks import TaskManager
+
+    with quiet():
+        return TaskManager(include_path=str(TASK_FOLDER), include_defaults=with_lm_eval)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """lm-eval without its notes on every task and a progress bar for every list of prompts."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with mock.patch("lm_eval.api.task.tqdm", lambda items, **_: items):
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,373 @@
+"""From what lm-eval logs about its samples to the payload that every task has (`pod.eval.runners.base`)."""
+
+import dataclasses
+import hashlib
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from numbers import Number
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pod.eval import stats
+from pod.eval.lm_index import TASK_FOLDER, Loaded, TaskRules
+from pod.eval.runners.base import scored_payload
+
+if TYPE_CHECKING:
+    from pod.eval.runner import Evaluation
+
+_PREFERRED = ("acc_norm", "acc", "exact_match")
+_PERPLEXITIES = ("word_perplexity", "byte_perplexity")
+_OF_THE_WHOLE = (
+    "f1",
+    "mcc",
+    "brier_score",
+    "bleu",
+    "chrf",
+    "ter",
+    "bits_per_byte",
+    "perplexity",
+    "likelihood",
+)
+
+
+@dataclass
+class Leaf:
+    """A leaf task of lm-eval with what its prompts came to.
+
+    metric: (name, filter or None for the first); kind: of the payload; chat: prompts are in the chat template.
+    sizes: of every cache that it needs; lengths: length class by document; longest: tokens read at most; digest: of all prompts.
+    """
+
+    name: str
+    task: Any
+    rules: TaskRules
+    metric: tuple[str, str | None]
+    kind: str
+    chat: bool
+    sizes: set[Any] = field(default_factory=set)
+    lengths: dict[int, int] = field(default_factory=dict)
+    longest: int = 0
+    digest: str = ""
+    _tokens: dict[bool, tuple[int, int]] = field(default_factory=dict)
+
+    def count_tokens(self, encoded: list[Any], batch_size: int) -> None:
+        """Count what one forward per request and what the decode path read of the encoded requests."""
+        contexts = {(item.unit, item.context): len(item.context) for item in encoded}
+        fed = [
+            item.new_tokens if item.kind == "generate_until" else len(item.continuation) for item in encoded
+        ]
+        scored = sum(len(item.context) + len(item.continuation) for item in encoded if not item.new_tokens)
+        generated = sum(item.new_tokens for item in encoded if item.new_tokens)
+        prompts = sum(len(item.context) for item in encoded if item.new_tokens)
+        self._tokens = {
+            False: (sum(contexts.values()), -(-sum(fed) // batch_size)),
+            True: (scored + prompts, -(-generated // batch_size)),
+        }
+
+    def counts(self, one_shot: bool) -> tuple[int, int]:
+        """(prompt tokens, decode steps of a batch)."""
+        return self._tokens.get(one_shot, (0, 0))
+
+    def identity(self) -> Any:
+        """What of the task can change its scores besides the prompts: rules, metric, generation, version, the scorer's files."""
+        config = self.task.config
+        return {
+            "rules": dataclasses.asdict(self.rules),
+            "metric": list(self.metric),
+            "chat": self.chat,
+            "version": str(self.task.VERSION),
+            "fewshot": config.num_fewshot,
+            "generation": str(config.generation_kwargs),
+            "filters": str(config.filter_list),
+            "repeats": config.repeats,
+            "code": _code_of(config.metadata),
+        }
+
+
+def _code_of(metadata: Any) -> str | None:
+    """Hash of the suite's files: a repaired scorer makes old results outdated. lm-eval's own have their version."""
+    source = Path(str((metadata or {}).get("config_source", "")))
+    if TASK_FOLDER not in source.parents:
+        return None
+    digest = hashlib.sha256()
+    for file in [*sorted(source.parent.glob("*.py")), source]:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def primary_metric(
+    name: str, task: Any, rules: TaskRules, asked: str | None
+) -> tuple[tuple[str, str | None], str]:
+    """The metric (and its filter) that stands for the task, and its kind.
+
+    Raises: ValueError for a metric that the task does not have or that is no number per sample.
+    """
+    wanted, has = asked or rules.metric, list(task.aggregation())
+    if wanted is None:
+        per_sample = [metric for metric in has if metric not in _OF_THE_WHOLE]
+        wanted = next((metric for metric in (*_PREFERRED, *_PERPLEXITIES) if metric in has), None)
+        wanted = wanted or (per_sample[0] if per_sample else None)
+    if wanted is None:
+        raise ValueError(
+            f"task {name} has only metrics over all samples at once ({', '.join(has)}), which have no paired interval: it cannot be compared here"
+        )
+    metric, _, filtered = wanted.partition(",")
+    filters = [ensemble.name for ensemble in task._filters]
+    if metric not in has or (filtered and filtered not in filters):
+        known = f"{', '.join(has)}; filters: {', '.join(filters)}"
+        raise ValueError(f"task {name} has no metric {wanted!r}: it has {known}")
+    if metric in _OF_THE_WHOLE:
+        raise ValueError(
+            f"task {name}: {metric} is one number over all samples, which has no paired interval: take another metric"
+        )
+    kind = (asked is None and rules.kind) or _kind_of(metric, task)
+    return (metric, filtered or None), kind
+
+
+def _kind_of(metric: str, task: Any) -> str:
+    """`binary` only where lm-eval itself makes nothing but 0 and 1."""
+    if metric in _PERPLEXITIES:
+        return "nll"
+    plain = task.config.process_results is None
+    return "binary" if plain and metric in ("acc", "acc_norm", "acc_bytes", "exact_match") else "score"
+
+
+def leaf_payload(
+    leaf: Leaf,
+    logged: list[dict[str, Any]],
+    records: Mapping[str, dict[str, Any]],
+    *,
+    run: "Evaluation",
+    prefix: str,
+    settings: dict[str, Any],
+) -> dict[str, Any]:
+    """The payload of a leaf task.
+
+    logged: samples as lm-eval logs them, one per document and filter; records: by request key, from our model class; prefix: of the ids
+    of samples, in a group; settings: of the run.
+    """
+    metric, filtered = leaf.metric
+    filtered = filtered or (logged[0]["filter"] if logged else None)
+    by_doc: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for key, record in records.items():
+        by_doc[int(key.split("/")[-3])].append(record)
+    samples, skipped, kept = [], [], []
+    for row in logged:
+        asked = by_doc[row["doc_id"]]
+        reason = next((record["skipped"] for record in asked if record["skipped"]), None)
+        if reason is None:
+            kept.append(row)
+        if row["filter"] != filtered:
+            continue
+        name = f"{prefix}{row['doc_id']}"
+        if reason is not None:
+            skipped.append({"id": name, "reason": reason})
+        elif metric in row:
+            extra = {"subtask": leaf.name} if prefix else {}
+            samples.append({"id": name, **extra, **_sample(leaf, row, asked, metric)})
+        else:
+            skipped.append({"id": name, "reason": f"the task gives it no {metric}"})
+    more = {
+        "bytes_rows": _bytes_rows(leaf, samples, run),
+        "settings": _settings(leaf, filtered, samples) | settings,
+        "skipped": skipped,
+    }
+    resamples, seed = run.args.bootstrap_samples, run.recipe.seed
+    higher = leaf.task.higher_is_better().get(metric, True)
+    metrics = _other_metrics(leaf, kept, (metric, filtered))
+    if leaf.kind == "nll":
+        return _nll_payload(metric, samples, resamples, seed, more) | {"metrics": metrics}
+    payload = scored_payload(
+        leaf.kind, metric, samples, resamples=resamples, seed=seed, higher_is_better=bool(higher), **more
+    )
+    return payload | {"metrics": metrics}
+
+
+def _sample(leaf: Leaf, row: dict[str, Any], asked: list[dict[str, Any]], metric: str) -> dict[str, Any]:
+    value = row[metric]
+    score = (
+        {"score": float(value)}
+        if leaf.kind != "nll"
+        else {"score": -float(value[0]), "tokens": int(value[1])}
+    )
+    held = [record["bytes"] for record in asked if record["bytes"] is not None]
+    budgets = [record["budget_tokens"] for record in asked if record["budget_tokens"] is not None]
+    return {
+        **score,
+        "prompt_tokens": max(record["prompt_tokens"] for record in asked),
+        "prompt_hash": asked[0]["prompt_hash"],
+        "dropped_tokens": max(record["dropped_tokens"] for record in asked),
+        "length": leaf.lengths.get(row["doc_id"]),
+        "budget_tokens": max(budgets, default=None),
+        "bytes": max(held, default=None),
+        **_answer(leaf, row),
+        "target": _plain(row["target"]),
+    }
+
+
+def _answer(leaf: Leaf, row: dict[str, Any]) -> dict[str, Any]:
+    """What the model said: the text; of choices the likeliest, with all log-likelihoods (nats)."""
+    if leaf.task.OUTPUT_TYPE == "generate_until":
+        return {"answer": row["resps"][0][0], "filtered": _plain(row["filtered_resps"][0])}
+    if leaf.task.OUTPUT_TYPE == "loglikelihood_rolling":
+        return {"answer": None}
+    logprobs = [float(answer[0][0]) for answer in row["resps"]]
+    best = int(np.argmax(logprobs))
+    return {"answer": row["arguments"][best][1], "logprobs": logprobs}
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON holds it."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, np.generic):
+        return value.item()
+    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
+
+
+def _bytes_rows(leaf: Leaf, samples: list[dict[str, Any]], run: "Evaluation") -> list[dict[str, Any]]:
+    """What was held, by length class."""
+    rows = []
+    for length in sorted({sample["length"] for sample in samples if sample["length"]}):
+        same = [sample for sample in samples if sample["length"] == length]
+        held = [sample["bytes"] for sample in same if sample["bytes"] is not None]
+        budgets = [sample["budget_tokens"] for sample in same if sample["budget_tokens"] is not None]
+        stated = run.stated_bytes(length, max(budgets, default=None), held)
+        rows.append({"task": leaf.name, "samples": len(same), **stated})
+    return rows
+
+
+def _settings(leaf: Leaf, filtered: str | None, samples: list[dict[str, Any]]) -> dict[str, Any]:
+    config = leaf.task.config
+    generation = config.generation_kwargs or {}
+    return {
+        "format": "chat template" if leaf.chat else "plain text",
+        "num_fewshot": config.num_fewshot,
+        "truncation": leaf.rules.truncation,
+        "truncated_samples": sum(sample["dropped_tokens"] > 0 for sample in samples),
+        "filter": filtered,
+        "new_tokens": generation.get("max_gen_toks") if leaf.task.OUTPUT_TYPE == "generate_until" else None,
+        "version": str(leaf.task.VERSION),
+        "source": leaf.rules.source or "lm-eval",
+        "license": leaf.rules.license,
+    }
+
+
+def _other_metrics(
+    leaf: Leaf, rows: list[dict[str, Any]], primary: tuple[str, str | None]
+) -> dict[str, dict[str, Any]]:
+    """Every number but the primary one, over the answered samples, as the task aggregates it."""
+    values: dict[tuple[str, str], list[Any]] = defaultdict(list)
+    for row in rows:
+        for name in row["metrics"]:
+            values[name, row["filter"]].append(row[name])
+    filters = {filtered for _, filtered in values}
+    found = {}
+    for (name, filtered), items in values.items():
+        if (name, filtered) == primary:
+            continue
+        aggregate = leaf.task.aggregation().get(name)
+        value = _plain(aggregate(items) if aggregate else np.mean(items))
+        if isinstance(value, Number):
+            found[name if len(filters) == 1 else f"{name} ({filtered})"] = {"value": value, "ci95": None}
+    return found
+
+
+def _nll_payload(
+    metric: str, samples: list[dict[str, Any]], resamples: int, seed: int, more: dict[str, Any]
+) -> dict[str, Any]:
+    summary = None
+    if samples:
+        sums, counts = [s["score"] for s in samples], [s["tokens"] for s in samples]
+        summary = stats.perplexity_summary(sums, counts, resamples, seed)
+    return {
+        "kind": "nll",
+        "metric": metric,
+        "higher_is_better": False,
+        "value": summary["perplexity"] if summary else None,
+        "ci95": summary["ci95"] if summary else None,
+        "samples": samples,
+        "skipped": more["skipped"],
+        "bytes": more["bytes_rows"],
+        "settings": more["settings"],
+    }
+
+
+def group_payload(
+    loaded: Loaded, payloads: dict[str, dict[str, Any]], resamples: int, seed: int
+) -> dict[str, Any]:
+    """One payload for a group: the mean over its leaf tasks, each with its share, and a value per subtask.
+
+    Raises: ValueError when the members cannot be averaged.
+    """
+    parts = list(payloads.values())
+    kinds, higher = {part["kind"] for part in parts}, {part["higher_is_better"] for part in parts}
+    if "nll" in kinds or len(higher) > 1:
+        raise ValueError(f"group {loaded.name} mixes metrics that have no mean: name its tasks one by one")
+    samples = [sample for part in parts for sample in part["samples"]]
+    weights = _weights(loaded, payloads)
+    names = {part["metric"] for part in parts}
+    payload = scored_payload(
+        "binary" if kinds == {"binary"} and loaded.share is None else "score",
+        names.pop() if len(names) == 1 else "mean of the tasks' metrics",
+        samples,
+        resamples=resamples,
+        seed=seed,
+        skipped=[row for part in parts for row in part["skipped"]],
+        bytes_rows=[row for part in parts for row in part["bytes"]],
+        settings=_common([part["settings"] for part in parts]),
+        higher_is_better=higher.pop(),
+    )
+    if samples and loaded.share is not None:
+        payload["value"] = sum(weight * payloads[name]["value"] for name, weight in weights.items())
+        payload["ci95"] = _stratified(payloads, weights, resamples, seed)
+    payload["subtasks"] = {
+        name: {
+            "metric": part["metric"],
+            "value": part["value"],
+            "ci95": part["ci95"],
+            "count": len(part["samples"]),
+            "weight": weights.get(name, 0.0),
+            "metrics": part["metrics"],
+        }
+        for name, part in payloads.items()
+    }
+    return payload
+
+
+def _weights(loaded: Loaded, payloads: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Share of each subtask that has a sample; they add to 1."""
+    counts = {name: len(part["samples"]) for name, part in payloads.items() if part["samples"]}
+    shares = counts if loaded.share is None else {name: loaded.share[name] for name in counts}
+    total = sum(shares.values())
+    return {name: share / total for name, share in shares.items()}
+
+
+def _stratified(
+    payloads: dict[str, dict[str, Any]], weights: dict[str, float], resamples: int, seed: int
+) -> list[float] | None:
+    """95 % percentile bootstrap interval of the weighted mean: each subtask's samples are drawn by themselves."""
+    rng, total = np.random.default_rng(seed), np.zeros(resamples)
+    for name, weight in weights.items():
+        scores = np.asarray([sample["score"] for sample in payloads[name]["samples"]])
+        if len(scores) < 2:
+            return None
+        total += weight * scores[rng.integers(0, len(scores), (resamples, len(scores)))].mean(axis=1)
+    return [float(value) for value in np.quantile(total, [0.025, 0.975])]
+
+
+def _common(settings: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all members share; what differs is `by task`. Counts add up."""
+    found = {}
+    for key in settings[0]:
+        values = [row[key] for row in settings]
+        if key == "truncated_samples":
+            found[key] = sum(values)
+        else:
+            found[key] = values[0] if all(value == values[0] for value in values) else "by task"
+    return found
