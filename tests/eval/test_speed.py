@@ -1,0 +1,170 @@
+"""The task efficiency: every method has its row, failures are its own, numbers by hand, options."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from own_runs import make_run, write_place
+
+import pod
+from pod.eval import efficiency, speed
+from pod.eval.args import EvalArgs
+from pod.eval.efficiency import Contestant
+from pod.eval.memory import weight_bytes
+from pod.eval.speed_args import SpeedOptions, speed_options
+from pod.modeling.methods.streamingllm import StreamingLayer
+
+METHODS = ["full", "pod-unadapted", "snapkv", "streamingllm"]
+OPTIONS = {"prefill_repeats": 2, "max_batch": [[48, 2]], "memory_limit_gib": 0.004, "max_batch_rows": 64}
+CHANGES = {"eval__efficiency_lengths": [300], "eval__efficiency_tokens": 2, "eval__efficiency_repeats": 2}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("POD_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield write_place(tmp_path_factory.mktemp("run"))
+
+
+def measured(run):
+    errors = speed.measure_speed(run)
+    content = json.loads((run.recipe.eval_dir / "efficiency.json").read_text())
+    return errors, content
+
+
+@pytest.fixture(scope="module")
+def finished(place):
+    run = make_run(place, "efficiency", METHODS, OPTIONS, **CHANGES)
+    return run, *measured(run)
+
+
+def test_every_method_has_speeds_bytes_and_memory(finished):
+    run, errors, content = finished
+    part = content["parts"]["efficiency"]
+    assert errors == {} and content["status"] == "finished" and part["options"]["prefill_repeats"] == 2
+    (row,) = part["lengths"]
+    assert row["length"] == 300 and list(row["methods"]) == METHODS
+    for name, own in row["methods"].items():
+        assert own["time_to_first_token"]["repeats"] == own["decode_tokens_per_second"]["repeats"] == 2
+        assert own["time_to_first_token_seconds"] == own["time_to_first_token"]["median"] > 0
+        assert sum(own["bytes_by_part"].values()) == own["bytes"]["bytes"]
+        memory = own["memory"]
+        kind = "unadapted" if name == "pod-unadapted" else "dense"
+        assert memory["weights"] == weight_bytes(run.models.get(kind))
+        for phase in ("prefill", "decode"):
+            parts = memory[phase]
+            assert parts["peak"] == memory["weights"] + parts["kv"] + parts["activations"]
+        # the four tokens decoded for memory add less than 3 % to what the cache holds after the prompt
+        assert memory["decode"]["kv"] == pytest.approx(own["bytes"]["bytes"], rel=0.03)
+    assert row["methods"]["snapkv"]["bytes"]["bytes_over_pod"] == pytest.approx(1, abs=0.02)
+    assert row["methods"]["full"]["speed_over_full"]["median"] == 1
+
+
+def test_largest_batches(finished):
+    _, _, content = finished
+    (found,) = content["parts"]["efficiency"]["max_batch"]
+    assert (found["prompt"], found["generated"], found["limit_bytes"]) == (48, 2, int(0.004 * 2**30))
+    full = found["methods"]["full"]
+    for name, row in found["methods"].items():
+        assert 1 < row["batch"] < 64 and row["tokens_per_second"] > 0
+        assert row["peak_bytes"][str(row["batch"])] <= found["limit_bytes"]
+        assert str(row["batch"] + 1) in row["failed"]
+        assert row["batch_over_full"] == row["batch"] / full["batch"]
+        assert (row["budget_tokens"] is None) == (name in ("full", "pod-unadapted"))
+
+
+def test_finished_speeds_are_kept(finished, monkeypatch):
+    run, _, content = finished
+    monkeypatch.setattr(pod, "make_cache", lambda *a, **k: pytest.fail("measured again"))
+    assert measured(run)[1]["parts"] == content["parts"]
+
+
+def test_a_method_that_fails_does_not_lose_the_others(place, tmp_path, monkeypatch):
+    """Once when it reads the prompt, once not before it decodes."""
+    original, calls = StreamingLayer.attend, []
+
+    def attend(self, q, k, v, step):
+        calls.append(step.is_decode)
+        if step.is_decode or when == "prompt":
+            raise RuntimeError(f"out of\nsinks at the {when}")
+        return original(self, q, k, v, step)
+
+    monkeypatch.setattr(StreamingLayer, "attend", attend)
+    for when in ("prompt", "decoding"):
+        options = {"memory": False}
+        run = make_run(
+            place,
+            "efficiency",
+            METHODS,
+            options,
+            output_dir=str(tmp_path / when),
+            eval__reuse=False,
+            **CHANGES,
+        )
+        calls.clear()
+        errors, content = measured(run)
+        assert errors == {"streamingllm": f"efficiency: RuntimeError: out of sinks at the {when}"}
+        assert content["status"] == "failed" and calls[-1] == (when == "decoding")
+        methods = content["parts"]["efficiency"]["lengths"][0]["methods"]
+        assert list(methods) == METHODS[:3] and "memory" not in methods["full"]
+
+
+class Clock:
+    """A model whose every pass takes the next of some seconds, for whoever calls it."""
+
+    def __init__(self, seconds, monkeypatch):
+        self.seconds, self.now = list(seconds), 0.0
+        monkeypatch.setattr(efficiency, "_now", lambda tensor: self.now)
+
+    def __call__(self, **_):
+        self.now += self.seconds.pop(0)
+        return type("Output", (), {"logits": torch.zeros(1, 1, 5)})
+
+
+def test_rates_and_ratios_by_hand(monkeypatch):
+    # prompts 8 and 4 s; a warm-up round of one step each; then rounds in order b, a and a, b
+    clock = Clock([8, 4, 1, 1, 2, 4, 5, 1], monkeypatch)
+    pair = [Contestant(name=name, model=clock, cache=None) for name in "ab"]
+    for contestant in pair:
+        efficiency.fill(contestant, torch.zeros(1, 40, dtype=torch.long))
+    efficiency.race(pair, steps=1, repeats=2)
+    assert (pair[0].seconds, pair[1].seconds) == ([4, 5], [2, 1])
+    found = efficiency.speeds(pair[1], pair[0], steps=1, prompt=40)
+    assert found["time_to_first_token_seconds"] == 4 and found["prefill_tokens_per_second"] == 10
+    assert found["decode_tokens_per_second"] == {"median": 0.75, "min": 0.5, "max": 1, "repeats": 2}
+    assert (found["speed_over_full"]["min"], found["speed_over_full"]["max"]) == (2, 5)
+    assert found["prefill_speed_over_full"]["median"] == 2
+
+
+def args_of(**options) -> EvalArgs:
+    return EvalArgs(tasks=["efficiency"], task_options={"efficiency": options}, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_batch": [[64, 3]]}, "only a GPU survives: set eval.task_options.efficiency.memory_limit_gib"),
+        ({"max_batch": [[64]], "memory_limit_gib": 1}, r"max_batch holds \[64\], expected pairs"),
+        ({"prefill_repeats": 0}, "prefill_repeats is 0, allowed are 1 and more"),
+        ({"memory_limit_gib": 0}, "memory_limit_gib is 0.0, allowed are more than 0"),
+        ({"max_batches": [[64, 3]]}, "max_batch"),
+    ],
+)
+def test_wrong_options_are_one_line(options, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        speed_options(args_of(**options))
+    assert "\n" not in str(caught.value)
+
+
+def test_options_say_which_lengths_they_need():
+    options = speed_options(args_of(max_batch=[[64, 3], [100, 1]], memory_limit_gib=2))
+    assert options.lengths() == {66, 100} and options.memory_limit == 2**31
+    assert speed_options(EvalArgs()) == SpeedOptions()
+    assert dataclasses.asdict(SpeedOptions())["max_batch"] == []
+
+
+def test_budget_below_the_minimum_is_refused_before_measuring(place):
+    run = make_run(place, "efficiency", ["snapkv@16"], {}, **CHANGES)
+    with pytest.raises(ValueError, match="snapkv: budget = 16 must exceed window = 32"):
+        speed.check(run)
