@@ -1,0 +1,104 @@
+"""The thirteen tasks of RULER and their prompts, word for word.
+
+Source: github.com/NVIDIA/RULER (Apache-2.0), commit c3f5e3b, scripts/synthetic.yaml and scripts/data/synthetic/constants.py. The answer
+prefix stands behind the prompt, or begins the assistant's turn of a chat.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """text: the question with its {context}; prefix: how the answer begins; new_tokens: how many are generated."""
+
+    text: str
+    prefix: str
+    new_tokens: int
+
+
+@dataclass(frozen=True)
+class RulerTask:
+    """One of the thirteen.
+
+    prompt: key of PROMPTS and of the generators; options: of its generator; metric: string_match_all (share of the answers found)
+    or string_match_part (any of them found); binary: a sample's score is 0 or 1.
+    """
+
+    prompt: str
+    options: dict[str, Any] = field(default_factory=dict)
+    metric: str = "string_match_all"
+    binary: bool = False
+
+
+PROMPTS = {
+    "niah": Prompt(
+        "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you about the {kind} "
+        "afterwards.\n{context}\nWhat are all the special magic {kind} for {query} mentioned in the provided text?",
+        " The special magic {kind} for {query} mentioned in the provided text are",
+        128,
+    ),
+    "vt": Prompt(
+        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: Find all "
+        "variables that are assigned the value {query} in the text above.",
+        " Answer: According to the chain(s) of variable assignment in the text above, {number} variables are assigned the value "
+        "{query}, they are: ",
+        30,
+    ),
+    "cwe": Prompt(
+        "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that appear most "
+        "often.\n{context}\nQuestion: What are the 10 most common words in the above list?",
+        " Answer: The top 10 words that appear most often in the list are:",
+        120,
+    ),
+    "fwe": Prompt(
+        "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared coded "
+        "words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most "
+        "frequently appeared words in the above coded text?",
+        " Answer: According to the coded text above, the three most frequently appeared words are:",
+        50,
+    ),
+    "qa": Prompt(
+        "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\nThe "
+        "following are given documents.\n\n{context}\n\nAnswer the question based on the given documents. Only give me the answer "
+        "and do not output any other words.\n\nQuestion: {query}",
+        " Answer:",
+        32,
+    ),
+}
+
+
+def _niah(haystack: str, keys: str = "words", values: str = "numbers", **counts: int) -> RulerTask:
+    options = {"haystack": haystack, "key_kind": keys, "value_kind": values, **counts}
+    return RulerTask("niah", options, binary=not {"num_values", "num_queries"} & counts.keys())
+
+
+TASKS = {
+    "niah_single_1": _niah("noise"),
+    "niah_single_2": _niah("essay"),
+    "niah_single_3": _niah("essay", values="uuids"),
+    "niah_multikey_1": _niah("essay", num_keys=4),
+    "niah_multikey_2": _niah("needle"),
+    "niah_multikey_3": _niah("needle", keys="uuids", values="uuids"),
+    "niah_multivalue": _niah("essay", num_values=4),
+    "niah_multiquery": _niah("essay", num_queries=4),
+    "vt": RulerTask("vt", {"num_hops": 4}),
+    "cwe": RulerTask("cwe"),
+    "fwe": RulerTask("fwe"),
+    "qa_1": RulerTask("qa", {"source": "squad"}, "string_match_part", binary=True),
+    "qa_2": RulerTask("qa", {"source": "hotpotqa"}, "string_match_part", binary=True),
+}
+TYPES = {
+    "niah_single": ["niah_single_1", "niah_single_2", "niah_single_3"],
+    "niah_multikey": ["niah_multikey_1", "niah_multikey_2", "niah_multikey_3"],
+    "niah_multivalue": ["niah_multivalue"],
+    "niah_multiquery": ["niah_multiquery"],
+    "cwe": ["cwe"],
+    "fwe": ["fwe"],
+    "qa": ["qa_1", "qa_2"],
+    "vt": ["vt"],
+}
+"""The eight columns of SimLayerKV's Table 3, whose average is the mean of the columns."""
