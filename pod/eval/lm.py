@@ -39,8 +39,10 @@ CacheFactory = Callable[[int, int], tuple[Any, int | None]]
 _MARK = "pod-kv: made by"  # in the database of --use_cache
 
 
-@register_model("pod", "pod-kv")
-class PodLM(HFLM):
+_Base: Any = HFLM  # lm-eval's decorator hides its type
+
+
+class PodLM(_Base):
     """A PoD or dense model under a method, for lm-eval.
 
     `lm-eval --model pod --model_args pretrained=…,method=snapkv,budget=25%` uses the arguments of the constructor; in process a loaded
@@ -153,7 +155,7 @@ class PodLM(HFLM):
 
     def _start(self, model: Any, tokenizer: Any, batch_size: int) -> None:
         with _quiet("lm_eval.models.huggingface"):  # which warns that a loaded model is handed over
-            HFLM.__init__(
+            _Base.__init__(
                 self, pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size
             )
 
@@ -350,6 +352,9 @@ class PodLM(HFLM):
         requests = [(None, list(unit.context), list(unit.continuations[0])) for unit in units]
         answers = HFLM._loglikelihood_tokens(self, requests, disable_tqdm=True)  # type: ignore[arg-type]
         return {"answers": [list(answer) for answer in answers], "budget_tokens": None, "bytes": None}
+
+
+register_model("pod")(PodLM)
 
 
 def _check_batch_size(batch_size: int | str, max_batch_size: int | None) -> None:

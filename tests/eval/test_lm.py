@@ -1,0 +1,112 @@
+"""The lm-eval model class: equal to stock HFLM where nothing is compressed, through the compressed cache everywhere else."""
+
+import lm_tools
+import pytest
+import torch
+from lm_eval.models.huggingface import HFLM
+from transformers import AutoModelForCausalLM
+
+import pod
+from pod.models import resolve_model
+
+EVERY = sorted(lm_tools.SMALL)
+IN_FORWARD = ("full", "pod", "cla")  # scored by one forward; all others go through the decode path
+
+
+def stock(model, batch_size=1):
+    return HFLM(pretrained=model, tokenizer=lm_tools.tokenizer(), backend="causal", batch_size=batch_size)
+
+
+def answers(lm):
+    """Every kind of answer."""
+    return (
+        lm.loglikelihood(lm_tools.choices(), disable_tqdm=True),
+        lm.loglikelihood_rolling(lm_tools.texts(), disable_tqdm=True),
+        lm.generate_until(lm_tools.generations(), disable_tqdm=True),
+    )
+
+
+def differences(found, other):
+    """Largest difference of log-likelihoods; the rest must be equal."""
+    assert [greedy for _, greedy in found[0]] == [greedy for _, greedy in other[0]]
+    assert found[2] == other[2]
+    scores = [(a, b) for (a, _), (b, _) in zip(found[0], other[0], strict=True)] + list(
+        zip(found[1], other[1], strict=True)
+    )
+    return max(abs(a - b) for a, b in scores)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_full_equals_hflm_bit_for_bit(dtype, batch_size):
+    ours = lm_tools.around("full", dtype=dtype, one_shot=True, batch_size=batch_size)
+    found, wanted = answers(ours), answers(stock(lm_tools.model("full", dtype), batch_size))
+    assert differences(found, wanted) == 0.0
+    assert len(set(wanted[2])) == 4  # the answers tell prompts apart
+
+
+def test_bfloat16_scores_are_hflms_with_a_float32_softmax():
+    model = lm_tools.model("full", "bfloat16")
+    wide = HFLM(
+        pretrained=model,
+        tokenizer=lm_tools.tokenizer(),
+        backend="causal",
+        batch_size=1,
+        softmax_dtype="float32",
+    )
+    ours = lm_tools.around("full", dtype="bfloat16", one_shot=True)
+    assert ours.loglikelihood(lm_tools.choices()) == wide.loglikelihood(lm_tools.choices())
+    assert ours.loglikelihood(lm_tools.choices()) != stock(model).loglikelihood(lm_tools.choices())
+
+
+@pytest.mark.parametrize(("dtype", "allowed"), [("float32", 2e-4), ("float64", 1e-4)])
+def test_stock_weights_give_the_same_answers(dtype, allowed):
+    """Against transformers' own Llama, whose RMSNorm computes in float32 whatever the dtype."""
+    llama = AutoModelForCausalLM.from_pretrained(
+        resolve_model("package:tiny"), dtype=getattr(torch, dtype)
+    ).eval()
+    difference = differences(
+        answers(lm_tools.around("full", dtype=dtype, one_shot=True)), answers(stock(llama))
+    )
+    assert difference <= allowed
+
+
+@pytest.mark.parametrize("kind", IN_FORWARD)
+def test_one_forward_equals_the_decode_path(kind):
+    """What `one_shot` means, for the layouts that claim it; a window layout must not."""
+    forward = answers(lm_tools.around(kind, one_shot=True))
+    assert differences(forward, answers(lm_tools.around(kind, batch_size=3))) <= 1e-9
+
+
+@pytest.mark.parametrize("spec", EVERY)
+def test_batch_1_equals_batch_3(spec):
+    alone, together = (answers(lm_tools.around(spec, batch_size=size)) for size in (1, 3))
+    assert differences(alone, together) <= 1e-9
+
+
+def test_every_method_is_tested():
+    assert set(EVERY) == set(pod.methods())
+
+
+BUDGETED = [name for name in EVERY if "budget" in lm_tools.SMALL[name]]
+
+
+@pytest.mark.parametrize("spec", BUDGETED)
+def test_a_budget_that_holds_everything_is_full(spec):
+    found = answers(lm_tools.around(spec, budget=4096, batch_size=2))
+    assert differences(found, answers(lm_tools.around("full", one_shot=True))) <= 1e-9
+
+
+@pytest.mark.parametrize("spec", [name for name in EVERY if name not in ("full", "pod", "cla", "window")])
+def test_compression_changes_scores_even_of_one_token_answers(spec):
+    """Scores must come from the compressed cache: one-token answers too, which prefill → compress → score would let through."""
+    requests = [request for request in lm_tools.choices() if request.args[1] in "ABC" and request.doc_id == 3]
+    assert [len(lm_tools.tokenizer().encode(r.args[1], add_special_tokens=False)) for r in requests] == [
+        1,
+        1,
+        1,
+    ]
+    full = lm_tools.around("full", one_shot=True).loglikelihood(requests)
+    found = lm_tools.around(spec).loglikelihood(requests)
+    changed = [abs(a - b) for (a, _), (b, _) in zip(found, full, strict=True)]
+    assert min(changed) > 1e-6, changed
