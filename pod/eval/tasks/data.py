@@ -82,7 +82,7 @@ def load_rows(
     """
     folder, hub_file = data_dir(), hub_file or file
     if folder is None:
-        return _parse(file, _from_hub(suite, file, hub_id, hub_file))
+        return _parse(_split_archive(hub_file)[1] or hub_file, _from_hub(suite, file, hub_id, hub_file))
     place = folder / suite / file
     archive, member = _split_archive(hub_file)
     for path in (place, *((folder / suite / member,) if member else ())):
