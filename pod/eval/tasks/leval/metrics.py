@@ -1,0 +1,160 @@
+"""Scores of one L-Eval answer, 0 to 1, by the rules of Evaluation/{auto_eval,em,f1,rouge}.py of github.com/OpenLMLab/LEval (cd34b05).
+
+The rules are the official ones with their corners; the code is our own (theirs is under GPL-3.0).
+"""
+
+import re
+import string
+from collections import Counter
+from functools import cache
+from typing import Any
+
+LETTERS = "ABCD"
+SUBSET_CREDIT = 0.25
+FACT_MARK = "[fact:"
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_OPTION = re.compile(r"\s*[A-Z](?=[\s.)])")
+_CODE_PHRASES = (
+    *("will be", "of the code", "is", "would be"),
+    *("the value of", "the result of", "printed"),
+)
+
+
+def normalize(text: str) -> str:
+    """Without punctuation, lower-case articles and extra white space (the SQuAD rule; letter case is kept)."""
+    return " ".join(_ARTICLES.sub(" ", text.translate(_PUNCTUATION)).split())
+
+
+def exact_match(answer: str, target: str) -> float:
+    """1 or 0; for targets of option letters also 0.25 when the answer holds only right letters, but not all.
+
+    Other targets: equal as numbers, else the target within the answer, both without case and blanks.
+    """
+    wanted = normalize(target)
+    if set(wanted) <= set(LETTERS):
+        given = normalize(answer)
+        if given == wanted:
+            return 1.0
+        return SUBSET_CREDIT if set(given) <= set(wanted) else 0.0
+    try:
+        return float(float(answer) == float(target))
+    except ValueError:
+        return float(_squeezed(target) in _squeezed(answer))
+
+
+def _squeezed(text: str) -> str:
+    return text.lower().replace(" ", "")
+
+
+def target_letters(target: str) -> str:
+    """The letters of the right options from a reference such as `(B) Their …` or `ABD`."""
+    return re.sub(f"[^{LETTERS}]", "", target.split()[0]) or "A"
+
+
+def one_letter(answer: str) -> str:
+    """The option that an answer names: its first A, B, C or D; a guess (A) when there is none, `None` for an empty answer."""
+    if not answer.strip():
+        return "None"
+    if answer in LETTERS:  # a piece of "ABCD", so "BC" stays two letters: the official rule
+        return answer
+    return next((letter for letter in answer if letter in LETTERS), "A")
+
+
+def several_letters(answer: str) -> str:
+    """The options that an answer names, sorted (Coursera): leading letters, else letters that stand as options, else the first run of them.
+
+    A guess (A) when there is none, `None` for an empty answer.
+    """
+    if not answer.strip():
+        return "None"
+    if answer in LETTERS:
+        return answer
+    head = _leading_letters(answer)
+    if len(head) > 1:
+        return "".join(sorted(set(head)))
+    rest = answer[len(head) :].partition("Question")[0]
+    found = set(head + " ".join(_OPTION.findall(rest)).strip()) & set(LETTERS)
+    if not found:
+        start = next((at for at, letter in enumerate(rest) if letter in LETTERS), len(rest))
+        return _leading_letters(rest[start:]) or "A"
+    return "".join(sorted(found))
+
+
+def _leading_letters(text: str) -> str:
+    return text[: len(text) - len(text.lstrip(LETTERS))]
+
+
+def number(text: str) -> str:
+    """The digits of the word after `The answer is`, else of the last word with a digit in the first paragraph; decimals are cut off."""
+    match = re.search(r"The answer is (\S+)", text)
+    if match:
+        word = match[1]
+    else:
+        words = text.partition("\n\n")[0].split(" ")
+        word = next((word for word in reversed(words) if any(map(str.isdigit, word))), "")
+    return "".join(filter(str.isdigit, word.partition(".")[0]))
+
+
+def code_text(text: str) -> str:
+    """Program output without the differences that do not count: white space, commas, quotes, `.0`."""
+    text = re.sub(r"\s+", " ", text)
+    for old, new in (
+        (",", ""),
+        ("'", ""),
+        ("\\", ""),
+        (".0", ""),
+        ("] [", "]["),
+        ("[ [", "[["),
+        ("] ]", "]]"),
+    ):
+        text = text.replace(old, new)
+    return text
+
+
+def code_output(answer: str, target: str) -> str:
+    """The part of an answer that names the program's output: as many words as the target has and three more, the first ones after
+    `the final output`, else the last ones."""
+    words = len(target.split()) + 3
+    answer = code_text(answer)
+    for phrase in _CODE_PHRASES:
+        answer = answer.replace(phrase, "")
+    head, mark, tail = answer.rpartition("the final output")
+    return " ".join(re.split(r"\s+", tail)[:words] if mark else re.split(r"\s+", tail)[-words:])
+
+
+def judgement(answer: str) -> str:
+    """`true` or `false`, whichever word of the answer holds one first; `<error>` when none does."""
+    for word in answer.lower().partition(FACT_MARK)[0].split():
+        for value in ("true", "false"):
+            if value in word:
+                return value
+    return "<error>"
+
+
+def judgement_target(target: str, part: str) -> str:
+    """The reference of one part of a `True [fact: False]` pair: `loyalty` to the document, or `fact` of the real world."""
+    loyalty, _, fact = target.lower().partition(FACT_MARK)
+    return loyalty.strip() if part == "loyalty" else fact[:-1].strip()
+
+
+def f1(answer: str, target: str) -> float:
+    """F1 of the words of two normalized, lower-case texts."""
+    given, wanted = normalize(answer.lower()).split(), normalize(target.lower()).split()
+    same = sum((Counter(given) & Counter(wanted)).values())
+    if same == 0:
+        return 0.0
+    precision, recall = same / len(given), same / len(wanted)
+    return 2 * precision * recall / (precision + recall)
+
+
+def rouge(answer: str, target: str) -> dict[str, float]:
+    """rouge1, rouge2 and rougeL (F-measure, no stemming) by the package rouge-score, as the official scorer."""
+    return {name: float(score.fmeasure) for name, score in _scorer().score(target, answer).items()}
+
+
+@cache
+def _scorer() -> Any:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=False)
