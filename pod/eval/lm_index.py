@@ -180,8 +180,14 @@ def quiet() -> Iterator[None]:
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
+    from datasets.utils import logging as bars
+
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
     try:
         with mock.patch("lm_eval.api.task.tqdm", lambda items, **_: items):
             yield
     finally:
         logger.setLevel(level)
+        if shown:
+            bars.enable_progress_bar()

@@ -1,0 +1,327 @@
+"""Tasks of lm-eval in an evaluation: stock tasks on local fixtures, rules, groups, skipped samples, what is refused before any computation."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+import pod
+from pod.eval import lm_index, runner
+from pod.eval.lm_payload import group_payload
+from pod.eval.methods import find_method
+from pod.eval.runners.base import scored_payload
+from pod.recipe import load_recipe
+
+DATA = Path(__file__).parent / "data"
+STOCK = [
+    "hellaswag",
+    "arc_easy",
+    "arc_challenge",
+    "gsm8k",
+    "truthfulqa_mc1",
+    "truthfulqa_mc2",
+    "truthfulqa_gen",
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("POD_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch):
+    monkeypatch.setattr(runner, "write_report", lambda recipe: "none")
+
+
+def recipe_of(folder, tasks, methods=("full",), **changes):
+    settings = {
+        "output_dir": str(folder),
+        "model.path": "package:tiny",
+        "model.num_sink_tokens": 4,
+        "model.num_recent_tokens": 60,
+        "eval.methods": list(methods),
+        "eval.tasks": list(tasks),
+        "eval.data_dir": str(DATA),
+        "eval.bootstrap_samples": 50,
+        "eval.batch_size": 2,
+    }
+    lines = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in (settings | changes).items()]
+    return load_recipe(None, lines)
+
+
+def measure(folder, tasks, methods=("full",), **changes):
+    return runner.evaluate(recipe_of(folder, tasks, methods, **changes), log=lambda line: None)
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory):
+    """Every stock task with its fixture rows, without and with compression."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "write_report", lambda recipe: "none")
+        return measure(tmp_path_factory.mktemp("stock"), STOCK, ["full", "snapkv@40"])
+
+
+def test_stock_tasks_run_offline_with_their_metrics(stock):
+    expected = {
+        "hellaswag": ("acc_norm", "binary"),
+        "arc_easy": ("acc_norm", "binary"),
+        "arc_challenge": ("acc_norm", "binary"),
+        "gsm8k": ("exact_match", "binary"),
+        "truthfulqa_mc1": ("acc", "binary"),
+        "truthfulqa_mc2": ("acc", "score"),
+        "truthfulqa_gen": ("bleu_acc", "score"),
+    }
+    for method in ("full", "snapkv@40"):
+        parts = stock[method]["parts"]
+        assert {name: (part["metric"], part["kind"]) for name, part in parts.items()} == expected
+        for part in parts.values():
+            assert [sample["id"] for sample in part["samples"]] == ["0", "1", "2"] and not part["skipped"]
+            scores = [sample["score"] for sample in part["samples"]]
+            assert part["value"] == pytest.approx(sum(scores) / 3) and 0 <= min(scores) <= max(scores) <= 1
+    assert stock["full"]["parts"]["gsm8k"]["settings"]["num_fewshot"] == 5
+    assert "exact_match (flexible-extract)" in stock["full"]["parts"]["gsm8k"]["metrics"]
+
+
+def test_methods_get_the_same_prompts_and_compression_changes_scores(stock):
+    for name in STOCK:
+        full, small = stock["full"]["parts"][name], stock["snapkv@40"]["parts"][name]
+        assert [s["prompt_hash"] for s in full["samples"]] == [s["prompt_hash"] for s in small["samples"]]
+        assert {s["budget_tokens"] for s in small["samples"]} == {40}
+    for name in ("arc_easy", "truthfulqa_mc1"):
+        for full, small in zip(*(stock[m]["parts"][name]["samples"] for m in stock), strict=True):
+            gaps = [abs(a - b) for a, b in zip(full["logprobs"], small["logprobs"], strict=True)]
+            assert max(gaps) > 0.1, "a budget of 40 tokens changes nothing: compression is bypassed"
+
+
+def test_bytes_are_those_of_the_compressed_cache(stock):
+    row = stock["snapkv@40"]["parts"]["truthfulqa_mc1"]["bytes"][0]
+    assert row["length"] == 704 and row["samples"] == 3 and row["budget_tokens"] == 40
+    assert row["bytes"] < 0.2 * row["dense_bytes"]
+    assert stock["full"]["parts"]["truthfulqa_mc1"]["bytes"][0]["bytes"] is None, (
+        "scored in one pass: no cache"
+    )
+
+
+def test_choices_are_scored_against_the_right_targets(stock):
+    part = stock["full"]["parts"]["arc_easy"]
+    rows = [
+        json.loads(line) for line in (DATA / "allenai/ai2_arc/ARC-Easy/test.jsonl").read_text().splitlines()
+    ]
+    for sample, row in zip(part["samples"], rows, strict=True):
+        right = row["choices"]["label"].index(row["answerKey"])
+        lengths = [len(text) for text in row["choices"]["text"]]
+        normed = [value / length for value, length in zip(sample["logprobs"], lengths, strict=True)]
+        assert sample["score"] == float(normed.index(max(normed)) == right) and sample["target"] == right
+
+
+def test_mmlu_is_one_task_of_57_subjects_weighted_by_samples(tmp_path):
+    part = measure(tmp_path, ["mmlu"], eval__limit=1)["full"]["parts"]["mmlu"]
+    assert len(part["subtasks"]) == 57 == len(part["samples"]) and part["kind"] == "binary"
+    assert part["value"] == pytest.approx(sum(s["score"] for s in part["samples"]) / 57)
+    assert sum(row["weight"] for row in part["subtasks"].values()) == pytest.approx(1)
+    assert {s["id"] for s in part["samples"]} == {f"{name}/0" for name in part["subtasks"]}
+    hashes = [s["prompt_hash"] for s in part["samples"]]
+    assert len(set(hashes)) == 57, "every subject has its own rows of the one file"
+
+
+def leaf(scores):
+    samples = [{"id": str(number), "score": score} for number, score in enumerate(scores)]
+    made = scored_payload(
+        "score", "f1", samples, resamples=20, seed=0, settings={"truncated_samples": 1, "x": len(scores)}
+    )
+    return made | {"metrics": {}}
+
+
+def test_group_values_by_hand():
+    payloads = {"a": leaf([1.0, 0.0]), "b": leaf([1.0] * 6), "c": leaf([0.0, 0.0, 0.6])}
+
+    def value(share):
+        return group_payload(lm_index.Loaded("g", {}, share, True), payloads, 200, 0)
+
+    assert value(None)["value"] == pytest.approx((1 + 6 + 0.6) / 11)
+    macro = value({"a": 1 / 3, "b": 1 / 3, "c": 1 / 3})
+    assert macro["value"] == pytest.approx((0.5 + 1 + 0.2) / 3)
+    assert macro["ci95"][0] < macro["value"] < macro["ci95"][1] <= (1 + 1 + 0.6) / 3
+    members = value({"a": 0.5, "b": 0.25, "c": 0.25})
+    assert members["value"] == pytest.approx(0.25 + 0.25 + 0.05)
+    assert members["subtasks"]["a"] == {
+        "metric": "f1",
+        "value": 0.5,
+        "ci95": payloads["a"]["ci95"],
+        "count": 2,
+        "weight": 0.5,
+        "metrics": {},
+    }
+    assert members["settings"] == {"truncated_samples": 3, "x": "by task"}
+
+
+def test_a_subtask_without_samples_has_no_weight():
+    payloads = {"a": leaf([1.0, 0.0]), "b": leaf([])}
+    made = group_payload(lm_index.Loaded("g", {}, {"a": 0.5, "b": 0.5}, True), payloads, 20, 0)
+    assert (
+        made["value"] == 0.5
+        and made["subtasks"]["b"]["weight"] == 0.0
+        and made["subtasks"]["b"]["value"] is None
+    )
+
+
+def test_shares_follow_the_groups_rules():
+    by_name = {}
+    for name in ("pod_longbench_14", "pod_longbench_few_shot_en"):
+        with fixtures():
+            loaded = lm_index.load(name, {}, False)
+        by_name[name] = loaded.share
+    assert sum(by_name["pod_longbench_14"].values()) == pytest.approx(1)
+    assert by_name["pod_longbench_14"]["pod_longbench_lcc"] == pytest.approx(1 / 10), (
+        "one of two tasks in one of five categories"
+    )
+    assert by_name["pod_longbench_few_shot_en"]["pod_longbench_trec"] == pytest.approx(1 / 3)
+
+
+def fixtures():
+    from pod.eval.tasks import data
+
+    return data.use(DATA)
+
+
+def test_skipped_samples_are_counted_explained_and_not_scored(tmp_path, monkeypatch):
+    monkeypatch.setattr("pod.eval.models.Models.max_length", lambda self: 650)
+    part = measure(tmp_path, ["truthfulqa_mc1"], eval__too_long="skip")["full"]["parts"]["truthfulqa_mc1"]
+    lengths = {"0": 620, "1": 617, "2": 634}
+    assert len(part["samples"]) + len(part["skipped"]) == 3 and part["skipped"]
+    for row in part["skipped"]:
+        assert lengths[row["id"]] > 600 and "too long" in row["reason"]
+    assert part["value"] == pytest.approx(
+        sum(s["score"] for s in part["samples"]) / max(1, len(part["samples"]))
+    )
+
+
+def test_too_long_is_an_error_before_any_computation(tmp_path, monkeypatch):
+    monkeypatch.setattr("pod.eval.models.Models.max_length", lambda self: 400)
+    monkeypatch.setattr(pod, "load_model", lambda *a, **k: pytest.fail("computation began"))
+    with pytest.raises(
+        ValueError, match=r"truthfulqa_mc1, document 0: a prompt of 620 tokens exceeds the 3\d\d"
+    ) as caught:
+        measure(tmp_path, ["truthfulqa_mc1"], eval__too_long="error")
+    assert "\n" not in str(caught.value)
+
+
+def test_truncated_prompts_are_counted_and_fit(tmp_path, monkeypatch):
+    monkeypatch.setattr("pod.eval.models.Models.max_length", lambda self: 400)
+    recipe = recipe_of(tmp_path, ["truthfulqa_mc1"])
+    run = runner.Evaluation(recipe, log=lambda line: None)
+    assert run.longest() <= 400
+    part = measure(tmp_path, ["truthfulqa_mc1"])["full"]["parts"]["truthfulqa_mc1"]
+    assert part["settings"]["truncated_samples"] == 3 and all(
+        s["dropped_tokens"] > 200 for s in part["samples"]
+    )
+
+
+def test_options_change_prompts_metric_and_fingerprint(tmp_path):
+    def task(**options):
+        recipe = recipe_of(tmp_path, ["gsm8k"], eval__task_options={"gsm8k": options})
+        run = runner.Evaluation(recipe, log=lambda line: None)
+        return run.tasks["gsm8k"], run.fingerprint(run.tasks["gsm8k"], find_method("full"))
+
+    plain, first = task()
+    short, second = task(num_fewshot=1)
+    one, third = task(limit=1)
+    other, fourth = task(metric="exact_match,flexible-extract")
+    assert short.longest() < plain.longest() - 100
+    assert len(one.leaves["gsm8k"].lengths) == 1 and len(plain.leaves["gsm8k"].lengths) == 3
+    assert other.leaves["gsm8k"].metric == ("exact_match", "flexible-extract")
+    assert len({first, second, third, fourth}) == 4
+    assert task()[1] == first
+
+
+def test_counts_for_the_estimate_by_hand(tmp_path):
+    run = runner.Evaluation(recipe_of(tmp_path, ["arc_easy", "gsm8k"], eval__limit=1), log=lambda line: None)
+    arc, gsm = run.tasks["arc_easy"], run.tasks["gsm8k"]
+    context = len(run.tokenizer("Question: Which of these melts first in a warm hand?\nAnswer:")["input_ids"])
+    answers = [" an ice cube", " a copper coin", " a pebble", " a glass bead"]
+    fed = [
+        len(run.tokenizer("Answer:" + text)["input_ids"]) - len(run.tokenizer("Answer:")["input_ids"])
+        for text in answers
+    ]
+    prompt, steps = arc.token_counts(find_method("snapkv@64"))
+    assert prompt == context and steps == math.ceil(sum(fed) / 2)
+    assert arc.token_counts(find_method("full")) == (4 * context + sum(fed), 0)
+    assert gsm.token_counts(find_method("full"))[1] == math.ceil(256 / 2)
+
+
+REFUSED = [
+    ({"tasks": ["arc_esay"]}, r"unknown task 'arc_esay'; did you mean 'arc_easy'\?.*--list-tasks"),
+    ({"tasks": ["pod_longbench_quasper"]}, r"unknown task.*did you mean 'pod_longbench_qasper'\?"),
+    ({"tasks": ["winogrande"]}, r"data of winogrande: no file in .*allenai/winogrande.*eval\.data_dir"),
+    ({"tasks": ["arc_easy"], "eval__data_dir": "/nowhere"}, "eval.data_dir = /nowhere is no folder"),
+    ({"tasks": ["arc_easy"], "eval__task_options": {"arc_easy": {"num_fewshoot": 1}}}, "num_fewshot"),
+    (
+        {"tasks": ["arc_easy"], "eval__task_options": {"arc_easy": {"metric": "f2"}}},
+        "has no metric 'f2': it has acc, acc_norm",
+    ),
+    (
+        {"tasks": ["arc_easy"], "eval__task_options": {"arc_easy": {"limit": 0}}},
+        "limit is 0, allowed are 1 and more",
+    ),
+    ({"tasks": ["humaneval"]}, "task humaneval executes code that the model writes: set eval.unsafe_code"),
+    (
+        {"tasks": ["arc_easy"], "methods": ["snapkv@20"]},
+        r"snapkv@20 cannot do arc_easy at 64 tokens.*budget = 20 must exceed window",
+    ),
+    ({"tasks": ["arc_easy"], "methods": ["razor"]}, "razor cannot do arc_easy"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_bad_input_is_one_line_before_any_computation(tmp_path, monkeypatch, changes, message):
+    monkeypatch.setattr("pod.eval.lm.PodLM.around", lambda *a, **k: pytest.fail("computation began"))
+    changes = dict(changes)
+    with pytest.raises(ValueError, match=message) as caught:
+        measure(tmp_path, changes.pop("tasks"), changes.pop("methods", ["full"]), **changes)
+    assert "\n" not in str(caught.value) and not (tmp_path / "eval").exists()
+
+
+def test_chat_rule_and_a_tokenizer_without_template(tmp_path, monkeypatch):
+    def format_of(template, setting):
+        from pod.eval.models import Models
+
+        tokenizer = Models(recipe_of(tmp_path, ["arc_easy"])).tokenizer()
+        tokenizer.chat_template = template
+        monkeypatch.setattr("pod.eval.models.Models.tokenizer", lambda self: tokenizer)
+        recipe = recipe_of(
+            tmp_path, ["pod_longbench_qasper", "pod_longbench_trec"], eval__chat_template=setting
+        )
+        run = runner.Evaluation(recipe, log=lambda line: None)
+        return {name.rpartition("_")[2]: task.leaves[name].chat for name, task in run.tasks.items()}
+
+    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
+    assert format_of(template, "auto") == {"qasper": True, "trec": False}
+    assert format_of(template, "on") == {"qasper": True, "trec": True}
+    assert format_of(template, "off") == {"qasper": False, "trec": False}
+    assert format_of(None, "auto") == {"qasper": False, "trec": False}
+    with pytest.raises(
+        ValueError, match=r"eval.chat_template is on and the tokenizer of .* has no chat template"
+    ):
+        format_of(None, "on")
+
+
+def test_every_own_task_has_known_rules_and_is_found_without_lm_eval():
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    names = [name for found in lm_index.own_names().values() for name in found]
+    assert len(names) == len(set(names)) and all(name.startswith("pod_") for name in names)
+    assert sorted(names) == sorted(lm_index._manager(False).all_tasks), (
+        "the quick list and lm-eval's index differ"
+    )
+    for file in lm_index.TASK_FOLDER.glob("*/*.yaml"):
+        config = load_yaml(file, resolve_func=False)
+        if "group" in config or "task" not in config:
+            continue
+        rules = config["metadata"]["pod"]
+        assert not set(rules) - set(lm_index.TaskRules.__dataclass_fields__), f"{file.name}: {rules}"
+        assert rules["source"] and rules["license"] and rules["kind"] in ("score", "binary", "nll"), file.name
+        assert rules["metric"].partition(",")[0] in [m["metric"] for m in config["metric_list"]], file.name
