@@ -28,11 +28,9 @@ from typing import Any
 
 import torch
 from gpu_tools import RESULTS, finish, goal_row, header, parser
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import pod
+from pod.eval.memory import LiveBytes
 from pod.eval.results import one_line
 from pod.files import write_json
 from pod.modeling.attention import Backend, register_backend
@@ -101,50 +99,6 @@ def train_args(contestant: str, tiny: bool) -> TrainArgs:
         dtype="float32" if tiny else "bfloat16",
         offload_optimizer="cpu",
     )
-
-
-class LiveBytes(TorchDispatchMode):
-    """Peak of the bytes of all tensors that operations made and that live; within `host` new ones do not count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.now = self.peak = 0
-        self.counting = True
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._see(leaf.untyped_storage())
-        if self.now > self.peak:  # some of these may be gone
-            self._forget_dead()
-            self.peak = max(self.peak, self.now)
-        return result
-
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        known = self.live.get(storage._cdata)
-        if known is not None and not known[0].expired():
-            return
-        size = storage.nbytes() if self.counting else 0
-        self.now += size - (known[1] if known else 0)
-        self.live[storage._cdata] = StorageWeakRef(storage), size
-
-    def _forget_dead(self) -> None:
-        for key in [key for key, (reference, _) in self.live.items() if reference.expired()]:
-            self.now -= self.live.pop(key)[1]
-
-    def host(self, function: Callable) -> Callable:
-        """The function, with what it allocates counted as host memory."""
-
-        def uncounted(*arguments):
-            self.counting = False
-            try:
-                return function(*arguments)
-            finally:
-                self.counting = True
-
-        return uncounted
 
 
 @contextmanager

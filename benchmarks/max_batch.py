@@ -15,7 +15,6 @@ which knows the bytes of keys and values only, at n = x + 8192. The verdict is t
 import argparse
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from gpu_tools import DeviceLost, choose_device, finish, goal_row, header, parse
 from pod.eval import decode_bytes, decode_speed
 from pod.eval.bench_args import FULL, SHAPES, BenchMethod, parse_method
 from pod.eval.decode_bytes import spread_plan
+from pod.eval.max_batch import fractional, is_out_of_memory, largest
 from pod.eval.results import one_line
 
 SHARE = 0.7
@@ -75,47 +75,6 @@ class Tries:
         if self.budget is not None and held > self.budget:
             raise MemoryError(f"{held} bytes, the budget is {self.budget}")
         return held
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or what led to it, is a lack of memory: a graph that is being captured raises another error behind it."""
-    while error is not None:
-        text = str(error)
-        if (
-            isinstance(error, (torch.OutOfMemoryError, MemoryError))
-            or "out of memory" in text
-            or "ALLOC_FAILED" in text
-        ):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def largest(fits: Callable[[int], bool], guess: int) -> int:
-    """The largest batch that fits, 0 when not even one does: from a guess outwards, then by bisection."""
-    low, high, width = 0, None, 1
-    batch = max(1, guess)
-    while high is None or high - low > 1:
-        if fits(batch):
-            low = batch
-        else:
-            high = batch
-        if high is None:
-            batch, width = low + width, 2 * width
-        elif low == 0:
-            batch, width = max(1, high - width) if high > 1 else 0, 2 * width
-            if batch == 0:
-                return 0
-        else:
-            batch = (low + high) // 2
-    return low
-
-
-def fractional(peaks: dict[int, int], limit: float) -> float:
-    """Rows that would fit into `limit` bytes if they could be cut, by the line through the smallest and the largest batch tried."""
-    first, last = min(peaks), max(peaks)
-    per_row = (peaks[last] - peaks[first]) / (last - first)
-    return last + (limit - peaks[last]) / per_row
 
 
 def measure(bench: decode_speed.Bench, tokens: int, limit: float, budget: int | None) -> dict[str, Any]:
