@@ -1,0 +1,1 @@
+"""InfiniteBench: books cut in the middle, retrieval tasks built at a length (arXiv:2402.13718)."""
