@@ -1,0 +1,212 @@
+"""Prediction consistency: how often is the next token predicted as the dense model predicts it from the full context?
+
+For `full` by window size (PoD Table 7 and Figure 1c): the share of the last 100 tokens of long texts, fed as they are, whose prediction stays
+the same when the model uses only its nearest tokens. For every other method the same share for the method at its bytes. The paper does
+not say whether the window cuts the text or the attention of every layer; `restrict` offers both.
+"""
+
+import hashlib
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from torch import Tensor
+
+from pod.eval import stats
+from pod.eval.agreement import predict_by_decode, predict_by_forward, predict_by_window
+from pod.eval.journal import Journal
+from pod.eval.methods import Method
+from pod.eval.runners.base import Span, Task, prompt_hash, scored_payload
+from pod.eval.text import load_text
+
+_WHERE = "eval.task_options.consistency"
+
+
+@dataclass(kw_only=True)
+class ConsistencyOptions:
+    """`eval.task_options.consistency`."""
+
+    text: list[str] | None = None
+    """files, folders or other sources; default: eval.text, else the held-out part of data.sources"""
+
+    length: int = 2048
+    """tokens of each text (paper: 32K)"""
+
+    sequences: int = 8
+    """texts (paper: 1000)"""
+
+    predictions: int = 100
+    """last tokens of each text whose predictions are compared (paper: 100)"""
+
+    windows: list[int] = field(default_factory=lambda: [256, 512, 1024])
+    """window sizes for the method `full` (tokens; paper: 256 to 4096)"""
+
+    restrict: Literal["cut", "wa", "streamingllm"] = "cut"
+    """cut: the model is fed nothing but the window; wa, streamingllm: every layer attends to a window (without, with sinks in it)"""
+
+    def __post_init__(self) -> None:
+        for name in ("sequences", "predictions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed are 1 and more")
+        if self.length < self.predictions + 2:
+            raise ValueError(f"length is {self.length}, it must exceed predictions = {self.predictions} by 2")
+        if any(window < 1 for window in self.windows) or len(set(self.windows)) < len(self.windows):
+            raise ValueError(f"windows is {self.windows}, allowed are different sizes of at least 1 token")
+        if self.windows and max(self.windows) > self.length - self.predictions:
+            raise ValueError(
+                f"windows is {self.windows}: a window above length - predictions = {self.length - self.predictions} is no restriction"
+            )
+
+
+class Consistency(Task):
+    """Share of identical greedy predictions per text; the reference is the dense model with everything in its context."""
+
+    name = "consistency"
+    title = "same predictions as dense"
+    Options = ConsistencyOptions
+
+    def __init__(self, run: Any, options: ConsistencyOptions):
+        super().__init__(run, options)
+        limit = run.models.limit("dense")
+        if limit is not None and options.length > limit:
+            raise ValueError(
+                f"{_WHERE}.length is {options.length} and the dense model reads {limit}: lower it"
+            )
+        asked = replace(
+            run.recipe.eval,
+            text=options.text or run.recipe.eval.text,
+            text_length=options.length,
+            text_sequences=options.sequences,
+            min_context=2,
+        )
+        self.text = load_text(replace(run.recipe, eval=asked), run.tokenizer)
+
+    def inputs(self) -> Any:
+        return {
+            "text": hashlib.sha256(self.text.numpy().tobytes()).hexdigest(),
+            "dense": self.run.models.identity("dense"),
+            "resamples": self.args.bootstrap_samples,
+        }
+
+    def spans(self) -> list[Span]:
+        return [Span(self.options.length - 1, self.options.predictions)]
+
+    def longest(self) -> int:
+        return self.options.length
+
+    def token_counts(self, method: Method) -> tuple[int, int]:
+        """(prompt tokens, decode steps of a batch) that a method takes, the dense reference included."""
+        options = self.options
+        prompt = 2 * options.length
+        if method.name == "full":
+            each = options.predictions if options.restrict == "cut" else 1
+            per_window = options.windows if each > 1 else [options.length] * len(options.windows)
+            prompt = options.length + each * sum(per_window)
+        batches = -(-options.sequences // self.args.batch_size)
+        return options.sequences * prompt, 0 if method.one_shot else batches * options.predictions
+
+    def measure(self, method: Method, journal: Journal) -> dict[str, Any]:
+        size = self.args.batch_size
+        records = journal.answers(
+            list(range(len(self.text))),
+            key=str,
+            batches=lambda left: [left[start : start + size] for start in range(0, len(left), size)],
+            compute=lambda rows: self._compare(method, rows),
+        )
+        return self._payload(method, records)
+
+    def _compare(self, method: Method, numbers: list[int]) -> list[dict[str, Any]]:
+        """A record per text: share of identical predictions, for `full` also by window; bytes, budget."""
+        dense, last = self.run.models.get("dense"), self.options.predictions
+        rows = self.text[numbers].to(next(dense.parameters()).device)
+        reference = predict_by_forward(dense, rows, last)
+        held, budget = None, None
+        windows: list[list[float]] = [[] for _ in numbers]
+        if method.name == "full":
+            own = reference
+            windows = self._by_window(dense, rows, reference)
+        elif method.one_shot:
+            own = predict_by_forward(self.run.models.get(method.model), rows, last)
+        else:
+            span = self.spans()[0]
+            cache, budget = self.run.cache(method, span.length, span.fed)
+            own = predict_by_decode(self.run.models.get(method.model), cache, rows, last)
+            held = cache.nbytes // len(rows)
+        return [
+            {
+                "id": str(number),
+                "score": score,
+                "prompt_tokens": self.options.length - last,
+                "prompt_hash": prompt_hash(self.text[number].tolist()),
+                "windows": by_window,
+                "budget_tokens": budget,
+                "bytes": held,
+            }
+            for number, score, by_window in zip(numbers, _same(own, reference), windows, strict=True)
+        ]
+
+    def _by_window(self, dense: Any, rows: Tensor, reference: Tensor) -> list[list[float]]:
+        """Share of identical predictions by window, per text."""
+        options = self.options
+        shares = [
+            _same(
+                predict_by_window(
+                    dense, rows, options.predictions, window, options.restrict, self.args.batch_size
+                ),
+                reference,
+            )
+            for window in options.windows
+        ]
+        return [[share[row] for share in shares] for row in range(len(rows))]
+
+    def _payload(self, method: Method, records: list[dict[str, Any]]) -> dict[str, Any]:
+        options, span = self.options, self.spans()[0]
+        held = [record["bytes"] for record in records if record["bytes"] is not None]
+        more = self._windows(records) if method.name == "full" else {}
+        return scored_payload(
+            "score",
+            "identical predictions",
+            [{key: value for key, value in record.items() if key != "windows"} for record in records],
+            resamples=self.args.bootstrap_samples,
+            seed=self.run.recipe.seed,
+            bytes_rows=[self.run.stated_bytes(span.length, records[0]["budget_tokens"], held)],
+            settings={
+                "length": options.length,
+                "predictions": options.predictions,
+                "restrict": options.restrict if method.name == "full" else "the method's own rule",
+            },
+            **more,
+        )
+
+    def _windows(self, records: list[dict[str, Any]]) -> dict[str, Any]:
+        """PoD Table 7 as metrics, table and curve."""
+        rows = []
+        for index, window in enumerate(self.options.windows):
+            shares = [record["windows"][index] for record in records]
+            interval = stats.mean_interval(shares, self.args.bootstrap_samples, self.run.recipe.seed)
+            rows.append((window, sum(shares) / len(shares), interval))
+        return {
+            "metrics": {
+                f"window {window}": {"value": value, "ci95": interval} for window, value, interval in rows
+            },
+            "tables": [
+                {
+                    "title": "Identical predictions by window (PoD Table 7)",
+                    "columns": ["window (tokens)", "identical", "95 % from", "to"],
+                    "rows": [[w, value, *(interval or (None, None))] for w, value, interval in rows],
+                }
+            ],
+            "curves": [
+                {
+                    "name": "identical predictions by window",
+                    "x_label": "window (tokens)",
+                    "y_label": "share identical",
+                    "log_x": True,
+                    "points": [[window, value] for window, value, _ in rows],
+                }
+            ],
+        }
+
+
+def _same(left: Tensor, right: Tensor) -> list[float]:
+    """Share of equal predictions per row of [B, n]."""
+    return (left == right).double().mean(dim=1).tolist()

@@ -1,0 +1,224 @@
+"""Cumulative NLL of long texts streamed through the decode path (D2O Figure 6, on PG-19 there): does a method stay stable for ever?
+
+Any long text will do: files of PG-19's test books in `text`, else what perplexity is measured on. `pod.eval.streaming` says how it is scored.
+"""
+
+import hashlib
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from pod.eval import stats
+from pod.eval.journal import Journal
+from pod.eval.methods import Method
+from pod.eval.runners.base import Span, Task, prompt_hash
+from pod.eval.streaming import UNBOUNDED, Stream, chunk_of, make_stream, stream_nll
+from pod.eval.text import load_text
+
+
+@dataclass(kw_only=True)
+class StreamNllOptions:
+    """`eval.task_options.stream_nll`."""
+
+    text: list[str] | None = None
+    """files, folders or other sources; default: eval.text, else the held-out part of data.sources"""
+
+    length: int = 4096
+    """tokens of each text; beyond what a model reads only methods go on whose distances do not grow (streamingllm, lm_infinite)"""
+
+    sequences: int = 2
+    """texts; the confidence intervals are over these"""
+
+    prompt_tokens: int = 256
+    """tokens at the start that are one prompt and not scored; methods that compress a prompt do so behind them"""
+
+    every: int = 256
+    """tokens between two points of the curve"""
+
+    chunk_size: int = 512
+    """tokens at once for methods whose chunks equal single tokens; the others take one at a time"""
+
+    def __post_init__(self) -> None:
+        for name in ("sequences", "every", "chunk_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed are 1 and more")
+        if self.prompt_tokens < 2:
+            raise ValueError(f"prompt_tokens is {self.prompt_tokens}, allowed are 2 and more")
+        if self.length <= self.prompt_tokens:
+            raise ValueError(f"length is {self.length}, it must exceed prompt_tokens = {self.prompt_tokens}")
+
+
+class StreamNll(Task):
+    """Perplexity over the tokens that every method reads, NLL and bytes by position as curves.
+
+    Texts longer than a model's limit: the value covers the part up to the smallest limit of the compared models, the same for all; methods
+    that allow it go on, and their curve and a metric of its own show the rest.
+    """
+
+    name = "stream_nll"
+    title = "streamed text"
+    Options = StreamNllOptions
+
+    def __init__(self, run: Any, options: StreamNllOptions):
+        super().__init__(run, options)
+        asked = replace(
+            run.recipe.eval,
+            text=options.text or run.recipe.eval.text,
+            text_length=options.length,
+            text_sequences=options.sequences,
+            min_context=2,
+        )
+        self.text = load_text(replace(run.recipe, eval=asked), run.tokenizer)
+        limits = [limit for kind in run.models.kinds if (limit := run.models.limit(kind)) is not None]
+        self.limit = min(limits, default=options.length)
+        self.common = min(options.length, self.limit)
+        if self.common <= options.prompt_tokens:
+            raise ValueError(
+                f"eval.task_options.stream_nll.prompt_tokens is {options.prompt_tokens} and the model reads {self.limit} tokens: "
+                "lower it"
+            )
+        self.stream = make_stream(options.prompt_tokens, options.length, options.every, self.common)
+
+    def inputs(self) -> Any:
+        return {
+            "text": hashlib.sha256(self.text.numpy().tobytes()).hexdigest(),
+            "stream": asdict(self.stream),
+            "common": self.common,
+            "resamples": self.args.bootstrap_samples,
+        }
+
+    def spans(self) -> list[Span]:
+        return [Span(self.common - 1, self.common - self.options.prompt_tokens)]
+
+    def longest(self) -> int:
+        return self.common
+
+    def token_counts(self, method: Method) -> tuple[int, int]:
+        """(prompt tokens, decode steps of a batch) that a method takes."""
+        options, end = self.options, self._end(method)
+        behind, chunked = end - options.prompt_tokens, chunk_of(method, options.chunk_size) > 1
+        prompt = options.sequences * (end if chunked else options.prompt_tokens)
+        return prompt, 0 if chunked else behind * -(-options.sequences // self.args.batch_size)
+
+    def refuses(self, method: Method) -> str | None:
+        if method.takes_budget and method.grows and method.budget is None:
+            return (
+                f"{method.name} keeps every token behind its prompt, so it has no constant budget of PoD's bytes while a text streams; "
+                f"give it a budget of its own, as {method.name}@1024"
+            )
+        return None
+
+    def _end(self, method: Method) -> int:
+        """Where a method stops (tokens)."""
+        return self.options.length if method.spec in UNBOUNDED else self.common
+
+    def measure(self, method: Method, journal: Journal) -> dict[str, Any]:
+        size = self.args.batch_size
+        tokens = self.text.to(next(self.run.models.get(method.model).parameters()).device)
+        records = journal.answers(
+            list(range(len(tokens))),
+            key=str,
+            batches=lambda left: [left[start : start + size] for start in range(0, len(left), size)],
+            compute=lambda rows: self._score(method, tokens[rows], rows),
+        )
+        return self._payload(method, self.stream.upto(self._end(method)), records)
+
+    def _score(self, method: Method, rows: Tensor, numbers: list[int]) -> list[dict[str, Any]]:
+        """A record per text: summed NLL (nats) and bytes of every interval."""
+        span = self.spans()[0]
+        cache, budget = self.run.cache(method, span.length, span.fed)
+        stream = self.stream.upto(self._end(method))
+        model = self.run.models.get(method.model)
+        sums, held = stream_nll(model, cache, rows, stream, chunk_of(method, self.options.chunk_size))
+        return [
+            {
+                "id": str(number),
+                "sums": [float(total[row]) for total in sums],
+                "held": [size // len(rows) for size in held],
+                "budget": budget,
+            }
+            for row, number in enumerate(numbers)
+        ]
+
+    def _payload(self, method: Method, stream: Stream, records: list[dict[str, Any]]) -> dict[str, Any]:
+        options, shared = self.options, stream.ends.index(self.common) + 1
+        tokens = self.common - options.prompt_tokens
+        sums = [sum(record["sums"][:shared]) for record in records]
+        resamples, seed = self.args.bootstrap_samples, self.run.recipe.seed
+        total = stats.perplexity_summary(sums, [tokens] * len(sums), resamples, seed)
+        held = [record["held"][shared - 1] for record in records]
+        stated = self.run.stated_bytes(self.spans()[0].length, records[0]["budget"], held)
+        chunk = chunk_of(method, options.chunk_size)
+        return {
+            "kind": "nll",
+            "metric": "perplexity",
+            "higher_is_better": False,
+            "value": total["perplexity"],
+            "ci95": total["ci95"],
+            "samples": [
+                {
+                    "id": record["id"],
+                    "score": value,
+                    "tokens": tokens,
+                    "prompt_tokens": self.common,
+                    "prompt_hash": prompt_hash(self.text[int(record["id"])][: self.common].tolist()),
+                    "budget_tokens": record["budget"],
+                    "bytes": record["held"][shared - 1],
+                }
+                for record, value in zip(records, sums, strict=True)
+            ],
+            "skipped": [],
+            "bytes": [stated],
+            "settings": {
+                "texts": len(records),
+                "read": stream.ends[-1],
+                "scored": f"{options.prompt_tokens} to {self.common}",
+                "fed": f"{chunk} tokens at once, equal to single ones" if chunk > 1 else "token by token",
+                "stopped": self._stopped(method),
+            },
+            "metrics": _beyond(stream, shared, records),
+            "curves": _curves(stream, records),
+        }
+
+    def _stopped(self, method: Method) -> str | None:
+        """Why a method did not read the whole text."""
+        if self._end(method) == self.options.length:
+            return None
+        return f"at {self.common} of {self.options.length} tokens: the model reads no more, and positions of {method.name} grow with the text"
+
+
+def _intervals(stream: Stream) -> list[int]:
+    """Tokens of every interval."""
+    begins = (stream.prompt, *stream.ends)
+    return [end - begin for begin, end in zip(begins, stream.ends, strict=False)]
+
+
+def _beyond(stream: Stream, shared: int, records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Perplexity of what only this method read."""
+    tokens = sum(_intervals(stream)[shared:])
+    if not tokens:
+        return {}
+    mean = sum(sum(record["sums"][shared:]) for record in records) / (tokens * len(records))
+    return {"perplexity beyond the model's limit": {"value": math.exp(mean), "ci95": None, "percent": False}}
+
+
+def _curves(stream: Stream, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mean over texts, at the end of every interval: cumulative NLL, NLL within it, bytes per text."""
+    within, cumulative, held, total, seen = [], [], [], 0.0, 0
+    for index, (end, tokens) in enumerate(zip(stream.ends, _intervals(stream), strict=True)):
+        nats = sum(record["sums"][index] for record in records) / len(records)
+        total, seen = total + nats, seen + tokens
+        within.append([end, nats / tokens])
+        cumulative.append([end, total / seen])
+        held.append([end, sum(record["held"][index] for record in records) / len(records)])
+    return [
+        _curve("cumulative NLL", "mean NLL so far (nats per token)", cumulative),
+        _curve("NLL by position", "NLL of the last tokens (nats per token)", within),
+        _curve("bytes by position", "KV cache (bytes)", held),
+    ]
+
+
+def _curve(name: str, y_label: str, points: list[list[float]]) -> dict[str, Any]:
+    return {"name": name, "x_label": "tokens read", "y_label": y_label, "log_x": False, "points": points}

@@ -1,0 +1,71 @@
+"""Negative log-likelihood of a long text that is streamed through the decode path.
+
+The text's first tokens are one prompt, after which a method compresses; every token behind it is scored from the cache. Methods whose mask
+is the same for a chunk and for single tokens take chunks (`CHUNKED`: equal to the decode path by test); all others take one token at a
+time, as in generation.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pod.eval.methods import Method
+from pod.eval.perplexity import token_nll
+
+CHUNKED = frozenset({"full", "pod", "streamingllm", "lm_infinite", "wa", None})
+"""Specs (None: the layout of the model itself) whose chunks equal single tokens."""
+
+UNBOUNDED = frozenset({"streamingllm", "lm_infinite"})
+"""Specs in which no distance grows with the input, so that it may be longer than what the model was trained on."""
+
+
+def chunk_of(method: Method, chunk_size: int) -> int:
+    """Tokens that a method may take at once behind the prompt."""
+    return chunk_size if method.spec in CHUNKED else 1
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What of a text is scored, in positions: the prompt ends before `prompt`, sums are kept at every one of `ends`."""
+
+    prompt: int
+    ends: tuple[int, ...]
+
+    def upto(self, end: int) -> "Stream":
+        """The part before `end`, which is one of `ends`."""
+        assert end in self.ends, (end, self.ends)
+        return Stream(self.prompt, tuple(e for e in self.ends if e <= end))
+
+
+def make_stream(prompt: int, length: int, every: int, common: int) -> Stream:
+    """Sums every `every` tokens behind the prompt, at `common` (where some methods stop) and at `length`."""
+    ends = {*range(prompt + every, length, every), common, length}
+    return Stream(prompt, tuple(sorted(end for end in ends if prompt < end <= length)))
+
+
+@torch.no_grad()
+def stream_nll(
+    model: Any, cache: Any, tokens: Tensor, stream: Stream, chunk: int
+) -> tuple[list[Tensor], list[int]]:
+    """Summed NLL (nats, fp64 [B]) of every interval between `stream.ends`, and the cache's bytes at its end.
+
+    Args:
+        cache: a new one; the first `stream.prompt - 1` tokens of `tokens` [B, n] are its prompt: one token of the context is held out,
+            so that already the first score is read from the compressed cache.
+        chunk: tokens at once behind the prompt, see `chunk_of`.
+    """
+    model.model(input_ids=tokens[:, : stream.prompt - 1], past_key_values=cache, use_cache=True)
+    sums, held, position = [], [], stream.prompt - 1
+    for end in stream.ends:
+        total = torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)
+        while position < end - 1:
+            stop = min(position + chunk, end - 1)
+            fed = tokens[:, position:stop]
+            hidden = model.model(input_ids=fed, past_key_values=cache, use_cache=True).last_hidden_state
+            total += token_nll(model.lm_head, hidden, tokens[:, position + 1 : stop + 1]).double().sum(dim=1)
+            position = stop
+        sums.append(total)
+        held.append(cache.nbytes)
+    return sums, held

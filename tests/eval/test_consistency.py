@@ -1,0 +1,133 @@
+"""Prediction consistency: which tokens a prediction may see, windows, methods, payload."""
+
+import pytest
+import torch
+from own_runs import make_run, measure, write_place
+
+import pod
+from pod.eval import agreement
+from pod.eval.methods import find_method
+
+OPTIONS = {"length": 200, "sequences": 3, "predictions": 20, "windows": [16, 64, 180]}
+METHODS = ["full", "pod-unadapted", "snapkv", "snapkv@40", "snapkv@400"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("POD_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield write_place(tmp_path_factory.mktemp("consistency"))
+
+
+def test_forward_predicts_the_last_tokens(dense_model, text):
+    logits = dense_model(input_ids=text).logits
+    found = agreement.predict_by_forward(dense_model, text, 5)
+    assert torch.equal(found, logits[:, 58:63].argmax(dim=-1))
+
+
+@pytest.mark.parametrize(("spec", "plan"), [("full", False), ("pod", True)])
+def test_decode_path_predicts_as_one_forward(spec, plan, dense_model, pod_model, text):
+    model = pod_model if plan else dense_model
+    cache = pod.make_cache(model, spec)
+    found = agreement.predict_by_decode(model, cache, text, 9)
+    assert torch.equal(found, agreement.predict_by_forward(model, text, 9))
+    assert cache.get_seq_length() == 63, "the last token is not fed"
+
+
+@pytest.mark.parametrize("window", [1, 7, 30])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_cut_sees_the_window_and_nothing_else(dense_model, text, window, rows):
+    found = agreement.predict_by_window(dense_model, text, 6, window, "cut", rows)
+    for row in range(3):
+        for column, position in enumerate(range(58, 64)):
+            logits = dense_model(input_ids=text[row : row + 1, position - window : position]).logits
+            assert found[row, column] == logits[0, -1].argmax()
+
+
+def test_window_of_everything_changes_nothing(dense_model, text):
+    full = agreement.predict_by_forward(dense_model, text, 6)
+    assert torch.equal(agreement.predict_by_window(dense_model, text, 6, 64, "wa", 2), full)
+    assert torch.equal(agreement.predict_by_window(dense_model, text, 1, 63, "cut", 2), full[:, -1:])
+
+
+@pytest.mark.parametrize("restrict", ["wa", "streamingllm"])
+def test_window_of_attention_equals_that_cache_token_by_token(dense_model, text, restrict):
+    found = agreement.predict_by_window(dense_model, text, 20, 12, restrict, 2)
+    cache = pod.make_cache(dense_model, restrict, budget=12)
+    assert torch.equal(found, agreement.predict_by_decode(dense_model, cache, text, 20))
+    assert not torch.equal(found, agreement.predict_by_forward(dense_model, text, 20))
+
+
+def test_payload_by_method_and_window(place):
+    run = make_run(place, "consistency", METHODS, OPTIONS)
+    found = {name: measure(run, name) for name in METHODS}
+    values = {name: payload["value"] for name, payload in found.items()}
+    assert values["full"] == values["snapkv@400"] == 1.0
+    assert values["snapkv@40"] < 1 and values["pod-unadapted"] < 1
+    assert found["full"]["kind"] == "score" and len(found["full"]["samples"]) == 3
+    assert "metrics" not in found["snapkv"]
+    assert found["snapkv"]["bytes"][0]["bytes_over_pod"] == pytest.approx(1, abs=0.05)
+    assert all(
+        sample["score"] * 20 == pytest.approx(round(sample["score"] * 20))
+        for sample in found["snapkv"]["samples"]
+    )
+
+
+def test_windows_are_averaged_over_texts(place):
+    run = make_run(place, "consistency", ["full"], OPTIONS)
+    payload = measure(run, "full")
+    model, text = run.models.get("dense"), run.tasks["consistency"].text
+    reference = agreement.predict_by_forward(model, text, 20)
+    for (window, value), row in zip(
+        payload["curves"][0]["points"], payload["tables"][0]["rows"], strict=True
+    ):
+        found = agreement.predict_by_window(model, text, 20, window, "cut", 7)
+        assert value == pytest.approx((found == reference).double().mean().item())
+        assert payload["metrics"][f"window {window}"]["value"] == value == row[1]
+        assert payload["metrics"][f"window {window}"]["ci95"] == row[2:]
+    shares = [value for _, value in payload["curves"][0]["points"]]
+    assert shares[0] < shares[2] < 1
+
+
+def test_batch_of_three_predicts_as_alone(place):
+    found = [
+        [
+            measure(make_run(place, "consistency", ["full", "h2o"], OPTIONS, eval__batch_size=size), name)[
+                "samples"
+            ]
+            for name in ("full", "h2o")
+        ]
+        for size in (1, 3)
+    ]
+    assert [[s | {"bytes": 0} for s in samples] for samples in found[0]] == [
+        [s | {"bytes": 0} for s in samples] for samples in found[1]
+    ]
+
+
+def test_what_a_result_depends_on(place):
+    prints = set()
+    for changes in ({}, {"windows": [16]}, {"restrict": "wa"}, {"predictions": 19}):
+        run = make_run(place, "consistency", ["full"], OPTIONS | changes)
+        prints.add(run.fingerprint(run.tasks["consistency"], find_method("full")))
+    assert len(prints) == 4
+    assert run.tasks["consistency"].token_counts(find_method("full")) == (3 * (200 + 19 * 260), 0)
+    assert run.tasks["consistency"].token_counts(find_method("h2o")) == (1200, 19)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"windows": [16, 181]},
+            r"eval\.task_options\.consistency\.windows is \[16, 181\]: a window above length - predictions = 180",
+        ),
+        ({"windows": [16, 16]}, "different sizes"),
+        ({"length": 21}, "length is 21, it must exceed predictions = 20 by 2"),
+        ({"length": 9000}, "consistency.length is 9000 and the dense model reads 8192: lower it"),
+        ({"restrict": "mask"}, "allowed: cut, wa, streamingllm"),
+        ({"predictions": 0}, "predictions is 0"),
+    ],
+)
+def test_wrong_options_are_refused(place, changes, message):
+    with pytest.raises(ValueError, match=message):
+        make_run(place, "consistency", ["full"], OPTIONS | changes)

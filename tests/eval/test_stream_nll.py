@@ -1,0 +1,172 @@
+"""Streamed text: chunks where they equal single tokens, sums by position, limits of the model."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from own_runs import make_run, measure, write_place
+
+import pod
+from pod.eval import streaming
+from pod.eval.methods import find_method
+from pod.eval.perplexity import token_nll
+from pod.eval.streaming import make_stream, stream_nll
+from pod.models import resolve_model
+
+OPTIONS = {"length": 300, "sequences": 3, "prompt_tokens": 40, "every": 64, "chunk_size": 50}
+STREAM = make_stream(12, 64, 20, 64)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("POD_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield write_place(tmp_path_factory.mktemp("stream"))
+
+
+def scored(model, text, chunk, spec, stream=STREAM, **options):
+    sums, held = stream_nll(model, pod.make_cache(model, spec, **options), text, stream, chunk)
+    return torch.stack(sums), held
+
+
+def test_ends_and_parts():
+    assert make_stream(10, 100, 30, 75).ends == (40, 70, 75, 100)
+    assert make_stream(10, 100, 30, 70).upto(70).ends == (40, 70)
+    assert make_stream(10, 20, 30, 20).ends == (20,)
+
+
+def test_full_equals_one_forward(dense_model, text):
+    hidden = dense_model.model(input_ids=text).last_hidden_state
+    nll = token_nll(dense_model.lm_head, hidden[:, :-1], text[:, 1:])
+    expected = torch.stack([nll[:, a - 1 : b - 1].sum(dim=1) for a, b in ((12, 32), (32, 52), (52, 64))])
+    sums, held = scored(dense_model, text, 7, "full")
+    torch.testing.assert_close(sums, expected, rtol=0, atol=1e-9)
+    assert held == sorted(held) and len(set(held)) == 3
+
+
+@pytest.mark.parametrize(
+    "spec", [*sorted(name for name in streaming.CHUNKED if name), "own pod", "own window"]
+)
+def test_chunks_equal_single_tokens(spec, dense_model, pod_model, text):
+    model = pod_model if "pod" in spec else dense_model
+    if spec == "own window":
+        config = pod.PodConfig(**dense_model.config.to_dict() | {"layout": "window", "num_sink_tokens": 0})
+        model = pod.PodForCausalLM(config).double().eval()
+        model.load_state_dict(dense_model.state_dict())
+    options = {"budget": 20} if pod.methods().get(spec) and pod.methods()[spec].takes_budget else {}
+    name = None if spec.startswith("own") else spec
+    chunked, held = scored(model, text, 7, name, **options)
+    single, _ = scored(model, text, 1, name, **options)
+    torch.testing.assert_close(chunked, single, rtol=0, atol=1e-9)
+    if spec not in ("full",):
+        full, most = scored(dense_model, text, 1, "full")
+        assert (full - single).abs().max() > 1e-3 and held[-1] < most[-1]
+
+
+@pytest.mark.parametrize("spec", ["local_window", "h2o"])
+def test_methods_that_compress_by_prompt_take_single_tokens(spec, dense_model, text):
+    """In chunks they would see more: the reason why they are not in CHUNKED."""
+    chunked, _ = scored(dense_model, text, 16, spec, budget=20)
+    single, _ = scored(dense_model, text, 1, spec, budget=20)
+    assert (chunked - single).abs().max() > 1e-3
+    assert streaming.chunk_of(find_method(spec), 16) == 1 and streaming.chunk_of(find_method("wa"), 16) == 16
+
+
+@pytest.mark.parametrize("spec", ["streamingllm", "lm_infinite"])
+def test_unbounded_methods_do_not_depend_on_far_positions(spec, dense_model):
+    """A periodic text: the NLL of a period repeats exactly once the window is full; if the sinks' distances grew, it would not."""
+    draw = torch.Generator().manual_seed(3)
+    period = torch.randint(96, (1, 8), generator=draw)
+    text = period.repeat(1, 101)[:, :804]
+    stream = make_stream(4, 804, 8, 804)
+    sums, held = scored(dense_model, text, 64, spec, stream, budget=24, num_sink_tokens=4)
+    assert (sums[-1] - sums[-10]).abs().max() < 1e-9
+    assert held[-1] - held[-2] == pytest.approx(8 * 4, abs=8), "only the list of ids grows"
+
+
+def test_value_and_curves_add_up(place):
+    run = make_run(place, "stream_nll", ["full", "streamingllm", "h2o"], OPTIONS)
+    found = {name: measure(run, name) for name in ("full", "streamingllm", "h2o")}
+    for payload in found.values():
+        total = sum(sample["score"] for sample in payload["samples"])
+        assert payload["value"] == pytest.approx(math.exp(total / (3 * 260)))
+        curves = {curve["name"]: curve["points"] for curve in payload["curves"]}
+        assert [x for x, _ in curves["cumulative NLL"]] == [104, 168, 232, 296, 300]
+        assert curves["cumulative NLL"][-1][1] == pytest.approx(total / (3 * 260))
+        weighted = sum(
+            y * n for (_, y), n in zip(curves["NLL by position"], (64, 64, 64, 64, 4), strict=True)
+        )
+        assert weighted == pytest.approx(total / 3)
+        assert payload["settings"]["stopped"] is None and payload["metrics"] == {}
+    assert found["full"]["settings"]["fed"] == "50 tokens at once, equal to single ones"
+    assert found["h2o"]["settings"]["fed"] == "token by token"
+    assert found["h2o"]["bytes"][0]["bytes_over_pod"] == pytest.approx(1, abs=0.05)
+    assert found["full"]["bytes"][0]["bytes_over_pod"] > 1.1
+    assert len({round(payload["value"], 6) for payload in found.values()}) == 3
+
+
+def test_batch_of_three_scores_as_alone(place):
+    one = make_run(place, "stream_nll", ["h2o", "d2o"], OPTIONS | {"length": 120}, eval__batch_size=1)
+    three = make_run(place, "stream_nll", ["h2o", "d2o"], OPTIONS | {"length": 120})
+    for name in ("h2o", "d2o"):
+        left, right = measure(one, name), measure(three, name)
+        assert [s["score"] for s in left["samples"]] == pytest.approx(
+            [s["score"] for s in right["samples"]], rel=1e-12
+        )
+        assert left["bytes"][0]["bytes"] == right["bytes"][0]["bytes"]
+
+
+def test_texts_beyond_the_limit(place, tmp_path):
+    folder = tmp_path / "short"
+    shutil.copytree(resolve_model("package:tiny"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 200}))
+    methods = ["full", "streamingllm"]
+    short = make_run(place, "stream_nll", methods, OPTIONS, model__path=str(folder))
+    long = make_run(place, "stream_nll", methods, OPTIONS)
+    assert short.tasks["stream_nll"].longest() == 200 and short.longest() == 200
+    full, other = measure(short, "full"), measure(short, "streamingllm")
+    assert full["settings"]["stopped"].startswith(
+        "at 200 of 300 tokens: the model reads no more, and positions of full grow"
+    )
+    assert full["settings"]["read"] == 200 and other["settings"]["read"] == 300
+    assert other["settings"]["stopped"] is None
+    assert {s["tokens"] for s in full["samples"] + other["samples"]} == {160}
+    points = dict(map(tuple, measure(long, "full")["curves"][0]["points"]))
+    assert dict(map(tuple, full["curves"][0]["points"]))[168] == pytest.approx(points[168])
+    nll = dict(map(tuple, other["curves"][1]["points"]))
+    assert list(nll) == [104, 168, 200, 232, 296, 300]
+    beyond = (nll[232] * 32 + nll[296] * 64 + nll[300] * 4) / 100
+    assert other["metrics"]["perplexity beyond the model's limit"]["value"] == pytest.approx(math.exp(beyond))
+
+
+def test_growing_methods_need_a_budget_of_their_own(place):
+    run = make_run(place, "stream_nll", ["snapkv", "snapkv@64", "full", "h2o"], OPTIONS)
+    task = run.tasks["stream_nll"]
+    reasons = {name: task.refuses(find_method(name)) for name in run.args.methods}
+    assert (
+        reasons["snapkv"].endswith("give it a budget of its own, as snapkv@1024")
+        and "\n" not in reasons["snapkv"]
+    )
+    assert [name for name, reason in reasons.items() if reason] == ["snapkv"]
+    assert task.token_counts(find_method("full")) == (900, 0) and task.token_counts(find_method("h2o")) == (
+        120,
+        260,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"length": 40}, r"eval\.task_options\.stream_nll\.length is 40, it must exceed prompt_tokens = 40"),
+        ({"every": 0}, "every is 0"),
+        ({"prompt_tokens": 1}, "prompt_tokens is 1, allowed are 2 and more"),
+        ({"sequences": 900}, "900 sequences of 300 tokens asked for"),
+        ({"text": ["/nowhere.txt"]}, "nowhere.txt"),
+    ],
+)
+def test_wrong_options_are_refused(place, changes, message):
+    with pytest.raises(ValueError, match=message):
+        make_run(place, "stream_nll", ["full"], OPTIONS | changes)
