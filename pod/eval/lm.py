@@ -54,7 +54,7 @@ class PodLM(_Base):
     Attributes:
         encoder: text to token ids.
         records: by request key: prompt_tokens, prompt_hash, dropped_tokens, skipped, budget_tokens, bytes (held at the end per
-            sequence; None where one forward without a cache scores).
+            sequence) and held_tokens (that the cache had seen then); None where one forward without a cache scores.
     """
 
     encoder: Encoder
@@ -311,19 +311,20 @@ class PodLM(_Base):
                 "skipped": item.skipped,
                 "budget_tokens": None,
                 "bytes": None,
+                "held_tokens": None,
             }
         for numbers, answer in zip(owners, found, strict=True):
             for number in numbers:
                 record = self.records[encoded[number].key]
-                for name in ("budget_tokens", "bytes"):  # of a text in blocks: the largest
-                    known = [value for value in (record[name], answer[name]) if value is not None]
+                for name in ("budget_tokens", "bytes", "held_tokens"):  # of a text in blocks: the largest
+                    known = [value for value in (record[name], answer.get(name)) if value is not None]
                     record[name] = max(known, default=None)
 
     def _generate(self, encoded: list[Encoded], batch: list[int]) -> dict[str, Any]:
         items = [encoded[number] for number in batch]
         need = generation_size(items[0])
         cache, budget = self.make_cache(need.length, need.fed)
-        texts, held = generate(
+        found = generate(
             self.model,
             self.tokenizer,
             cache,
@@ -332,11 +333,16 @@ class PodLM(_Base):
             items[0].settings,
             seed=" ".join(item.key for item in items),
         )
-        return {"answers": texts, "budget_tokens": budget, "bytes": held}
+        return {
+            "answers": found.texts,
+            "budget_tokens": budget,
+            "bytes": found.held_bytes,
+            "held_tokens": found.held_tokens,
+        }
 
     def _decode(self, encoded: list[Encoded], units: list[Unit]) -> dict[str, Any]:
         cache, budget = self.make_cache(units[0].size.length, units[0].size.fed)
-        scores, held = score_by_decode(
+        found = score_by_decode(
             self.model,
             cache,
             [unit.context for unit in units],
@@ -344,14 +350,19 @@ class PodLM(_Base):
             self._pad,
             max(self.batch_size, 1),
         )
-        answers = [[score.logprob, score.is_greedy] for row in scores for score in row]
-        return {"answers": answers, "budget_tokens": budget, "bytes": held}
+        answers = [[score.logprob, score.is_greedy] for row in found.scores for score in row]
+        return {
+            "answers": answers,
+            "budget_tokens": budget,
+            "bytes": found.held_bytes,
+            "held_tokens": found.held_tokens,
+        }
 
     def _forward(self, encoded: list[Encoded], units: list[Unit]) -> dict[str, Any]:
         """HFLM's own scoring of one of its batches."""
         requests = [(None, list(unit.context), list(unit.continuations[0])) for unit in units]
         answers = HFLM._loglikelihood_tokens(self, requests, disable_tqdm=True)  # type: ignore[arg-type]
-        return {"answers": [list(answer) for answer in answers], "budget_tokens": None, "bytes": None}
+        return {"answers": [list(answer) for answer in answers]}
 
 
 register_model("pod")(PodLM)

@@ -2,11 +2,12 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from pod.eval.passkey import left_padded
 
@@ -58,6 +59,36 @@ class StopStrings(StoppingCriteria):
         return torch.tensor(done, device=input_ids.device)
 
 
+class NotAtFirst(LogitsProcessor):
+    """Bans token ids as long as fewer than `tokens` new ones stand: stop strings under `min_new_tokens`, which stock generate() applies to
+    EOS alone (LongBench's samsum ends at a line break, but not before it has begun)."""
+
+    def __init__(self, ids: Sequence[int], tokens: int, prompt_columns: int):
+        self.ids, self.columns = list(ids), tokens + prompt_columns
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] >= self.columns or not self.ids:
+            return scores
+        scores = scores.clone()
+        scores[:, self.ids] = -float("inf")
+        return scores
+
+
+def one_token_stops(tokenizer: Any, stops: Sequence[str]) -> list[int]:
+    """Ids of the stop strings that are one token."""
+    found = [(stop, tokenizer.encode(stop, add_special_tokens=False)) for stop in stops if stop]
+    return [ids[-1] for stop, ids in found if ids and tokenizer.decode(ids[-1:]) == stop]
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Answers of a batch, bytes held per row and tokens seen by the longest row at the end."""
+
+    texts: list[str]
+    held_bytes: int
+    held_tokens: int
+
+
 @torch.no_grad()
 def generate(
     model: Any,
@@ -67,8 +98,8 @@ def generate(
     new_tokens: int,
     settings: dict[str, Any],
     seed: str = "",
-) -> tuple[list[str], int]:
-    """Answers to a batch of prompts (left padding) through `cache`, a new one, and the bytes per row at the end.
+) -> Generated:
+    """Answers to a batch of prompts (left padding) through `cache`, a new one.
 
     settings: of lm-eval's `generation_kwargs`, normalized; `until` holds the stop strings. seed: what sampling depends on, so that a
     restarted run samples the same answers.
@@ -87,6 +118,8 @@ def generate(
     pad = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends or [0])[0])
     device = next(model.parameters()).device
     ids, mask = left_padded([tuple(row) for row in prompts], pad, device)
+    columns, least = ids.shape[1], int(options.get("min_new_tokens") or 0)
+    banned = NotAtFirst(one_token_stops(tokenizer, stops) if least else [], least, columns)
     with torch.random.fork_rng(enabled=bool(options["do_sample"])):
         if options["do_sample"]:
             torch.manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big"))
@@ -97,8 +130,10 @@ def generate(
             max_new_tokens=new_tokens,
             eos_token_id=ends or None,
             pad_token_id=pad,
-            stopping_criteria=StoppingCriteriaList([StopStrings(tokenizer, stops, ids.shape[1])]),
+            logits_processor=LogitsProcessorList([banned]),
+            stopping_criteria=StoppingCriteriaList([StopStrings(tokenizer, stops, columns)]),
             **options,
         )
-    new = out[:, ids.shape[1] :].tolist()
-    return [text_of(tokenizer, row, ends, stops) for row in new], cache.nbytes // len(prompts)
+    new = out[:, columns:].tolist()
+    texts = [text_of(tokenizer, row, ends, stops) for row in new]
+    return Generated(texts, cache.nbytes // len(prompts), int(cache.lengths.max()))

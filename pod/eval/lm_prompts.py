@@ -1,7 +1,7 @@
 """Prompts that are too long: drop their middle, start, end or a part of their document until they fit. Text in, text out."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 _ROUNDS = 8  # pieces of text that are joined anew may encode to a few tokens more than they had
 
@@ -15,7 +15,7 @@ def shorten(
     *,
     span: tuple[int, int] | None = None,
     document: str | None = None,
-    keep: str = "start",
+    keep: Literal["start", "end"] = "start",
 ) -> str:
     """The text within `room` tokens.
 

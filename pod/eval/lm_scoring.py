@@ -20,6 +20,15 @@ class Score:
     is_greedy: bool
 
 
+@dataclass(frozen=True)
+class Scored:
+    """Scores per context and continuation; bytes held per row and tokens seen by the longest row at the end."""
+
+    scores: list[list[Score]]
+    held_bytes: int
+    held_tokens: int
+
+
 @torch.no_grad()
 def score_by_decode(
     model: Any,
@@ -28,7 +37,7 @@ def score_by_decode(
     continuations: Sequence[Sequence[Sequence[int]]],
     pad: int,
     max_rows: int,
-) -> tuple[list[list[Score]], int]:
+) -> Scored:
     """Scores of every context's continuations through `cache`, a new one.
 
     Every context is fed once, without its last token, and compressed. The cache is then branched: each branch reads the held-out token
@@ -39,7 +48,6 @@ def score_by_decode(
         contexts, continuations: token ids; continuations[i] are those of contexts[i].
         pad: id that fills shorter rows.
         max_rows: branches that run together.
-    Returns: scores like `continuations`, and the bytes per row at the end.
     """
     alone = len(contexts[0]) == 1
     assert all((len(row) == 1) == alone for row in contexts), (
@@ -49,7 +57,7 @@ def score_by_decode(
     hidden, mask = _prefill(model, cache, prompts, pad)
     jobs = [(row, choice) for row, choices in enumerate(continuations) for choice in range(len(choices))]
     scores: list[list[Score]] = [[Score(0.0, True)] * len(choices) for choices in continuations]
-    held = 0
+    held = tokens = 0
     for start in range(0, len(jobs), max_rows):
         part = jobs[start : start + max_rows]
         index = torch.tensor([row for row, _ in part], device=mask.device)
@@ -61,8 +69,8 @@ def score_by_decode(
         found = _decode_rows(model, branch, last, rows, mask[index], first, pad)
         for (row, choice), score in zip(part, found, strict=True):
             scores[row][choice] = score
-        held = max(held, branch.nbytes // len(part))
-    return scores, held
+        held, tokens = max(held, branch.nbytes // len(part)), max(tokens, int(branch.lengths.max()))
+    return Scored(scores, held, tokens)
 
 
 def _prefill(model: Any, cache: Any, prompts: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
