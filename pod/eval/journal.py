@@ -46,7 +46,8 @@ class Journal:
 
         Args:
             key: an item's id, unique within the task and the same in every run.
-            batches: puts what is left for this rank into batches; an item's answer must not depend on its batch.
+            batches: puts all items into batches, in the same way in every run. Ranks share whole batches, and a batch of which an answer
+                is missing is computed whole: so an answer has the same bits on any number of ranks and after any restart.
             compute: the records of a batch (JSON types), one per item.
         Raises: ValueError when two items have one key; what `compute` raises, on several ranks AnswerError on all of them. What was
             answered before stays.
@@ -55,10 +56,10 @@ class Journal:
         if len(set(keys)) < len(keys):
             raise ValueError(f"{self.label}: two samples have the same id")
         done = self.ranks.from_first(self._read() if self.ranks.is_first else None)
-        left = self.ranks.share([item for item, name in zip(items, keys, strict=True) if name not in done])
+        left = [batch for batch in batches(list(items)) if any(key(item) not in done for item in batch)]
         mine, failure = {}, None
         try:
-            mine = self._compute(left, key, batches, compute)
+            mine = self._compute(self.ranks.share(left), key, compute)
         except Exception as error:
             if self.ranks.world_size == 1:
                 raise
@@ -71,14 +72,16 @@ class Journal:
             done |= found
         return [done[name] for name in keys]
 
-    def _compute(self, left: list[T], key: Any, batches: Any, compute: Any) -> dict[str, dict[str, Any]]:
+    def _compute(self, batches: list[list[T]], key: Any, compute: Any) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
-        if not left:
+        if not batches:
             return found
         self.folder.mkdir(parents=True, exist_ok=True)
-        bar = tqdm(total=len(left), desc=self.label, unit="sample", disable=not self.ranks.is_first)
+        bar = tqdm(
+            total=sum(map(len, batches)), desc=self.label, unit="sample", disable=not self.ranks.is_first
+        )
         with bar, open(self.folder / f"{self.ranks.rank}.jsonl", "a", encoding="utf-8") as file:
-            for batch in batches(left):
+            for batch in batches:
                 for item, record in zip(batch, compute(batch), strict=True):
                     # as the file holds it: an answer that was read back is not another one (tuples, keys that are numbers)
                     line = json.dumps([key(item), record])

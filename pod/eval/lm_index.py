@@ -53,9 +53,9 @@ def rules_of(metadata: Any) -> TaskRules:
 def own_names() -> dict[str, list[str]]:
     """Tasks and groups of `pod/eval/tasks` by suite (folder). Imports nothing."""
     found: dict[str, list[str]] = {}
-    for file in sorted(TASK_FOLDER.glob("*/*.yaml")):
+    for file in sorted(TASK_FOLDER.glob("*/**/*.yaml")):
         for name in _NAME.findall(file.read_text(encoding="utf-8")):
-            found.setdefault(file.parent.name, []).append(name)
+            found.setdefault(file.relative_to(TASK_FOLDER).parts[0], []).append(name)
     return {suite: sorted(set(names)) for suite, names in found.items()}
 
 

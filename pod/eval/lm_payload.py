@@ -98,7 +98,8 @@ def _code_of(metadata: Any) -> str | None:
     if TASK_FOLDER not in source.parents:
         return None
     digest = hashlib.sha256()
-    for file in [*sorted(source.parent.glob("*.py")), source]:
+    suite = TASK_FOLDER / source.relative_to(TASK_FOLDER).parts[0]
+    for file in [*sorted(suite.glob("**/*.py")), source]:
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 

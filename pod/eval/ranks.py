@@ -25,6 +25,7 @@ class Ranks:
         self.world_size, self.rank, self.local_rank = (
             _number(name, default) for name, default in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0))
         )
+        self._check()
         self._started = False
         if self.world_size > 1 and not dist.is_initialized():
             if torch.cuda.is_available():
@@ -32,6 +33,16 @@ class Ranks:
             # gloo carries objects and small tensors; models are never spread
             dist.init_process_group("gloo", timeout=_TIMEOUT)
             self._started = True
+
+    def _check(self) -> None:
+        if self.world_size < 1:
+            raise ValueError("the environment says WORLD_SIZE=0: unset it or start with torchrun")
+        if self.world_size > 1 and "RANK" not in os.environ:
+            raise ValueError(
+                f"the environment says WORLD_SIZE={self.world_size} and no RANK: start with torchrun"
+            )
+        if self.rank >= self.world_size:
+            raise ValueError(f"the environment says RANK={self.rank}, allowed are 0 to {self.world_size - 1}")
 
     @property
     def is_first(self) -> bool:

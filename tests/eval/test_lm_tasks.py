@@ -317,7 +317,7 @@ def test_every_own_task_has_known_rules_and_is_found_without_lm_eval():
     assert sorted(names) == sorted(lm_index._manager(False).all_tasks), (
         "the quick list and lm-eval's index differ"
     )
-    for file in lm_index.TASK_FOLDER.glob("*/*.yaml"):
+    for file in lm_index.TASK_FOLDER.glob("*/**/*.yaml"):
         config = load_yaml(file, resolve_func=False)
         if "group" in config or "task" not in config:
             continue
