@@ -95,8 +95,9 @@ class Tries:
         return rates
 
     def _free(self) -> None:
-        gc.collect()
+        """Give a try's memory back, also what a failed one left in cycles."""
         if next(self.model.parameters()).is_cuda:
+            gc.collect()
             torch.cuda.empty_cache()
 
 

@@ -1,7 +1,6 @@
 """Speeds, bytes, peak memory and largest batches of all methods side by side, in one process: `efficiency.json`, the one result file
 that is no method's."""
 
-import gc
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -109,7 +108,6 @@ def _enter(
         if options.memory:  # reads the whole prompt: the model is warm afterwards
             found = memory.measure(model, lambda: run.cache(method, length, 0)[0], prompt, _MEMORY_STEPS)
             rows[method.name]["memory"] = found
-            gc.collect()
         efficiency.warm_up(model, prompt)
     except Exception as error:  # noqa: BLE001 - one method's failure must not lose the others
         errors[method.name] = one_line(error)
