@@ -119,7 +119,7 @@ def code_output(answer: str, target: str) -> str:
     answer = code_text(answer)
     for phrase in _CODE_PHRASES:
         answer = answer.replace(phrase, "")
-    head, mark, tail = answer.rpartition("the final output")
+    _, mark, tail = answer.rpartition("the final output")
     return " ".join(re.split(r"\s+", tail)[:words] if mark else re.split(r"\s+", tail)[-words:])
 
 

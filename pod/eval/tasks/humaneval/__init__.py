@@ -1,0 +1,1 @@
+"""HumanEval: completed functions, judged by running their tests in a process of its own with limits."""
