@@ -15,9 +15,12 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 from rouge import Rouge
 
+import pod
+from pod.eval.lm_requests import Encoder, Rule
 from pod.eval.tasks import data
 from pod.eval.tasks.longbench import make_yaml, metrics, utils
 from pod.eval.tasks.longbench.prompts import PROMPTS
+from pod.models import resolve_model
 
 DATA = Path(__file__).parent / "data"
 TASKS = Path(utils.__file__).parent.parent
@@ -263,6 +266,37 @@ def test_fixtures_run_through_lm_eval(manager, group):
         assert set(values) == wanted
         assert values == pytest.approx(dict.fromkeys(wanted, 1.0), abs=1e-7)
     assert out["groups"][group]["score,none"] == pytest.approx(1.0, abs=1e-7)
+
+
+TEMPLATE = (
+    "{{ '<system>' }}{% for m in messages %}{{ '<user>' + m['content'] + '</user>' }}{% endfor %}<model>"
+)
+
+
+@pytest.mark.parametrize(("name", "chat"), [("qasper", True), ("gov_report", False), ("triviaqa", False)])
+def test_long_prompts_lose_their_middle_before_the_template(manager, name, chat):
+    """pred.py: `half = int(max_length / 2)` tokens of the prompt's start and of its end stay; then build_chat. One token is one byte here."""
+    tokenizer = pod.load_tokenizer(resolve_model("package:tiny"))
+    tokenizer.chat_template = TEMPLATE
+    task = load(manager, f"pod_longbench_{name}")["tasks"][f"pod_longbench_{name}"]
+    rules = task.config.metadata["pod"]
+    encoder = Encoder(tokenizer, 900, "truncate")
+    task.build_all_requests(
+        rank=0,
+        world_size=1,
+        apply_chat_template=chat,
+        fewshot_as_multiturn=chat,
+        chat_template=encoder.apply_chat_template if chat else None,
+        tokenizer_name="tiny",
+    )
+    encoded = encoder.requests(task.instances, Rule(truncation=rules["truncation"], chat_template=chat))
+    assert len(encoded) == 2
+    for request, item in zip(task.instances, encoded, strict=True):
+        prompt = PROMPTS[name].format(**request.doc)
+        head, tail = ("<system><user>", "</user><model>") if chat else ("", "")
+        half = (900 - make_yaml.TASKS[name].new_tokens - len(head + tail)) // 2
+        assert tokenizer.decode(item.context) == head + prompt[:half] + prompt[-half:] + tail
+        assert item.dropped == len(prompt) - 2 * half > 0
 
 
 def test_rows_that_are_not_official_are_refused(tmp_path):
