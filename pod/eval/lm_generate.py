@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from pod.eval.passkey import left_padded
 
@@ -59,25 +59,32 @@ class StopStrings(StoppingCriteria):
         return torch.tensor(done, device=input_ids.device)
 
 
-class NotAtFirst(LogitsProcessor):
-    """Bans token ids as long as fewer than `tokens` new ones stand: stop strings under `min_new_tokens`, which stock generate() applies to
-    EOS alone (LongBench's samsum ends at a line break, but not before it has begun)."""
+def _ends(model: Any, tokenizer: Any, until: Sequence[str], at_once: bool) -> tuple[list[int], list[str]]:
+    """Ids and strings that end an answer.
 
-    def __init__(self, ids: Sequence[int], tokens: int, prompt_columns: int):
-        self.ids, self.columns = list(ids), tokens + prompt_columns
+    at_once: False under `min_new_tokens`: stop strings of one token are then ids, because stock generate() keeps back only ids until
+    so many tokens stand (LongBench's samsum ends at a line break, but not before it has begun).
+    """
+    stops = [stop for stop in until if stop]
+    ends = end_ids(model, tokenizer, stops)
+    if not at_once:
+        alone = {stop: tokenizer.encode(stop, add_special_tokens=False)[-1:] for stop in stops}
+        alone = {stop: ids for stop, ids in alone.items() if ids and tokenizer.decode(ids) == stop}
+        ends = sorted({*ends, *(ids[0] for ids in alone.values())})
+        stops = [stop for stop in stops if stop not in alone]
+    if tokenizer.eos_token_id is not None:
+        stops.append(tokenizer.decode([tokenizer.eos_token_id]))  # spelled out, as lm-eval does
+    return ends, stops
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if input_ids.shape[1] >= self.columns or not self.ids:
-            return scores
-        scores = scores.clone()
-        scores[:, self.ids] = -float("inf")
-        return scores
 
-
-def one_token_stops(tokenizer: Any, stops: Sequence[str]) -> list[int]:
-    """Ids of the stop strings that are one token."""
-    found = [(stop, tokenizer.encode(stop, add_special_tokens=False)) for stop in stops if stop]
-    return [ids[-1] for stop, ids in found if ids and tokenizer.decode(ids[-1:]) == stop]
+def _options(settings: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of generate(); greedy unless sampling is asked for."""
+    own = ("until", "max_length")  # of lm-eval
+    options = {name: value for name, value in settings.items() if name not in own}
+    if options.get("do_sample"):
+        return options
+    of_sampling = ("temperature", "top_p", "top_k", "do_sample")
+    return {name: value for name, value in options.items() if name not in of_sampling} | {"do_sample": False}
 
 
 @dataclass(frozen=True)
@@ -104,22 +111,12 @@ def generate(
     settings: of lm-eval's `generation_kwargs`, normalized; `until` holds the stop strings. seed: what sampling depends on, so that a
     restarted run samples the same answers.
     """
-    options = dict(settings)
-    until = options.pop("until", None) or []
-    end_text = tokenizer.decode([tokenizer.eos_token_id]) if tokenizer.eos_token_id is not None else ""
-    stops = [*([until] if isinstance(until, str) else until), end_text]
-    options.pop("max_length", None)  # lm-eval's key for prompt + new tokens; new_tokens says it
-    if not options.get("do_sample"):
-        options = {
-            name: value for name, value in options.items() if name not in ("temperature", "top_p", "top_k")
-        }
-        options["do_sample"] = False
-    ends = end_ids(model, tokenizer, stops)
+    options = _options(settings)
+    until = settings.get("until") or []
+    until = [until] if isinstance(until, str) else until
+    ends, stops = _ends(model, tokenizer, until, at_once=not options.get("min_new_tokens"))
     pad = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends or [0])[0])
-    device = next(model.parameters()).device
-    ids, mask = left_padded([tuple(row) for row in prompts], pad, device)
-    columns, least = ids.shape[1], int(options.get("min_new_tokens") or 0)
-    banned = NotAtFirst(one_token_stops(tokenizer, stops) if least else [], least, columns)
+    ids, mask = left_padded([tuple(row) for row in prompts], pad, next(model.parameters()).device)
     with torch.random.fork_rng(enabled=bool(options["do_sample"])):
         if options["do_sample"]:
             torch.manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big"))
@@ -130,10 +127,9 @@ def generate(
             max_new_tokens=new_tokens,
             eos_token_id=ends or None,
             pad_token_id=pad,
-            logits_processor=LogitsProcessorList([banned]),
-            stopping_criteria=StoppingCriteriaList([StopStrings(tokenizer, stops, columns)]),
+            stopping_criteria=StoppingCriteriaList([StopStrings(tokenizer, stops, ids.shape[1])]),
             **options,
         )
-    new = out[:, columns:].tolist()
+    new = out[:, ids.shape[1] :].tolist()
     texts = [text_of(tokenizer, row, ends, stops) for row in new]
     return Generated(texts, cache.nbytes // len(prompts), int(cache.lengths.max()))

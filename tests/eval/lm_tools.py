@@ -43,9 +43,13 @@ def tokenizer():
     return pod.load_tokenizer(resolve_model("package:tiny"))
 
 
-@cache
 def model(kind: str = "full", dtype: str = "float64"):
     """The random tiny model: `full`, or under a plan or layout."""
+    return _model(kind, dtype)
+
+
+@cache
+def _model(kind: str, dtype: str):
     plan = {"pod": PLAN, "cla": pod.SharingPlan(lead=[[0, 0], [0, 0], [2, 2], [2, 2]])}.get(kind)
     windows = {"pod": (4, 12), "window": (0, 16)}.get(kind, (None, None))
     return pod.load_model(
