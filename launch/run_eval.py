@@ -1,5 +1,6 @@
-"""Compare PoD with the dense model and with token-dropping methods at equal bytes: perplexity by position, passkey retrieval,
-decode speed, bytes. Writes one JSON per method and report.html into <output_dir>/eval."""
+"""Compare PoD with the dense model and with token-dropping methods at equal bytes: perplexity, retrieval, the benchmarks of the papers
+and any task of lm-eval, speed and memory. Writes one JSON per method and report.html into <output_dir>/eval; a killed run goes on
+at the sample where it stopped."""
 
 import argparse
 
@@ -18,6 +19,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="list every method of pod.make_cache with its parameters, and stop",
     )
     parser.add_argument("--tasks", dest="eval.tasks", metavar="A,B", help="tasks, comma-separated")
+    parser.add_argument(
+        "--list-tasks", action=ListTasks, nargs=0, help="list every task with its options, and stop"
+    )
+    parser.add_argument(
+        "--data-dir",
+        dest="eval.data_dir",
+        metavar="FOLDER",
+        help="local copies of benchmark data, a folder per suite",
+    )
+    parser.add_argument("--limit", dest="eval.limit", metavar="N", help="samples per lm-eval task")
 
 
 class ListMethods(argparse.Action):
@@ -28,6 +39,16 @@ class ListMethods(argparse.Action):
         from pod.modeling.methods.describe import describe
 
         print(describe(pod.methods()))
+        parser.exit()
+
+
+class ListTasks(argparse.Action):
+    """`--list-tasks`: print what can be measured, and stop."""
+
+    def __call__(self, parser, *_: object) -> None:
+        from pod.eval.task_list import list_tasks  # loads torch
+
+        print(list_tasks())
         parser.exit()
 
 

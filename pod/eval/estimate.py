@@ -1,6 +1,6 @@
-"""How much an evaluation will feed to the models, before anything is loaded. Standard library only."""
+"""How much an evaluation will feed to the models, before any is loaded."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pod.eval.args import EvalArgs
 from pod.eval.buckets import position_buckets
@@ -9,18 +9,49 @@ from pod.eval.methods import find_method
 if TYPE_CHECKING:
     from pod.recipe import Recipe
 
+_BY_SETTINGS = ("perplexity", "passkey", "efficiency")  # counted from the recipe alone
+
 
 def estimate(recipe: "Recipe") -> str:
-    """Lines for `--dry-run`: tokens read as prompts and tokens decoded one at a time, per method."""
+    """Lines for `--dry-run`: tokens read as prompts and tokens decoded one at a time, per method.
+
+    Tasks other than perplexity, passkey and efficiency are built as the evaluation would build them: their prompts are counted.
+    Raises: ValueError for an unknown task, with the nearest.
+    """
     lines = ["Tokens per method (prompt tokens in parallel, decode steps one token per row at a time):"]
+    others = [name for name in recipe.eval.tasks if name not in _BY_SETTINGS]
+    tasks, missing = _built(recipe, others)
     for name in recipe.eval.methods:
         prompt, steps = token_counts(recipe.eval, name)
+        for task in tasks:
+            more = task.token_counts(find_method(name))
+            prompt, steps = prompt + more[0], steps + more[1]
         lines.append(f"  {name:<14} {prompt:>12,} prompt tokens {steps:>8,} decode steps")
-    return "\n".join(lines)
+    return "\n".join(lines + missing)
+
+
+def _built(recipe: "Recipe", names: list[str]) -> tuple[list[Any], list[str]]:
+    """The tasks of these names that can be counted, and a line for what is not counted."""
+    if not names:
+        return [], []
+    from pod.eval.lm_index import check_known
+
+    check_known(names)
+    from pod.eval.runner import Evaluation  # loads torch
+
+    try:
+        run = Evaluation(recipe, log=lambda line: None)
+    except (ValueError, OSError) as error:
+        text = " ".join(str(error).split())
+        return [], [f"Not counted: {', '.join(names)}. As things are, the evaluation would end with: {text}"]
+    tasks = [run.tasks[name] for name in names]
+    uncounted = [task.name for task in tasks if not hasattr(task, "token_counts")]
+    lines = [f"Not counted: {', '.join(uncounted)}"] if uncounted else []
+    return [task for task in tasks if hasattr(task, "token_counts")], lines
 
 
 def token_counts(args: EvalArgs, name: str) -> tuple[int, int]:
-    """(prompt tokens, decode steps of a batch) that a method takes."""
+    """(prompt tokens, decode steps of a batch) that a method takes for perplexity, passkey and efficiency."""
     method = find_method(name)
     prompt = steps = 0
     if "perplexity" in args.tasks:

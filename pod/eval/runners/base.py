@@ -18,6 +18,7 @@ keys are the same for every task, so that tables, intervals and comparisons are 
 import dataclasses
 import hashlib
 import importlib
+import json
 import pkgutil
 import typing
 from abc import ABC, abstractmethod
@@ -119,14 +120,27 @@ def make_options(task: type[Task], values: dict[str, Any], name: str | None = No
 
 def option_lines(task: type[Task]) -> list[str]:
     """Name, default and meaning of every option of a task, for `--list-tasks`."""
-    from pod.schema import field_docs
+    return lines_of(task.Options)
 
-    docs = field_docs(task.Options)
-    hints = typing.get_type_hints(task.Options)
+
+def lines_of(options: type) -> list[str]:
+    """`option_lines` of a dataclass of options."""
+    from pod.schema import field_docs, type_name
+
+    docs = field_docs(options)
+    hints = typing.get_type_hints(options)
     return [
-        f"{field.name} ({getattr(hints[field.name], '__name__', hints[field.name])}): {docs[field.name]}"
-        for field in dataclasses.fields(task.Options)
+        f"{field.name} ({type_name(hints[field.name])}, {_default_of(field)}): {docs[field.name]}"
+        for field in dataclasses.fields(options)
     ]
+
+
+def _default_of(field: dataclasses.Field) -> str:
+    if field.default is not dataclasses.MISSING:
+        return f"default {json.dumps(field.default)}"
+    if field.default_factory is not dataclasses.MISSING:
+        return f"default {json.dumps(field.default_factory())}"
+    return "needed"
 
 
 def prompt_hash(prompt: Any) -> str:

@@ -1,0 +1,45 @@
+"""`run_eval.py --list-tasks`: what can be measured, with the options of each task."""
+
+import textwrap
+
+from pod.eval import lm_index
+from pod.eval.lm_tasks import LmTask
+from pod.eval.runners import base
+from pod.eval.speed_args import SpeedOptions
+
+_WIDTH = 130
+
+
+def list_tasks() -> str:
+    """The text: our own tasks and their options, the suites in `pod/eval/tasks`, and what lm-eval adds."""
+    lines = ["Tasks of this package (options: eval.task_options.TASK.OPTION):"]
+    for name in base.names():
+        task = base.task_class(name)
+        lines += ["", f"  {name}: {task.title}"]
+        lines += _options(base.option_lines(task))
+    lines += ["", "  efficiency: decode speed, time to first token, memory, largest batch, side by side"]
+    lines += _options(base.lines_of(SpeedOptions))
+    lines += [
+        "",
+        "Suites (groups first; README.md in pod/eval/tasks says source, licence, metric, prompt and truncation):",
+    ]
+    for suite, names in lm_index.own_names().items():
+        lines += ["", f"  {suite}:"]
+        lines += textwrap.wrap(
+            ", ".join(names), _WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
+        )
+    lines += [
+        "",
+        "Any task, group or tag of lm-eval (mmlu, hellaswag, arc_easy, arc_challenge, gsm8k, truthfulqa_mc1 …; `lm-eval ls tasks`).",
+        "Options of every task of lm-eval and of the suites:",
+    ]
+    lines += _options(base.option_lines(LmTask))
+    return "\n".join(lines)
+
+
+def _options(found: list[str]) -> list[str]:
+    return [
+        line
+        for text in found
+        for line in textwrap.wrap(text, _WIDTH, initial_indent="    ", subsequent_indent="      ")
+    ]

@@ -1,0 +1,134 @@
+"""Whole evaluations in processes of their own: killed and restarted, on two ranks, with a method that fails on one rank."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+TASKS = ["passkey", "arc_easy", "gsm8k"]
+SETTINGS = {
+    "model.path": "package:tiny",
+    "model.num_sink_tokens": 4,
+    "model.num_recent_tokens": 60,
+    "eval.methods": ["full", "snapkv@40"],
+    "eval.tasks": TASKS,
+    "eval.data_dir": str(HERE / "data"),
+    "eval.bootstrap_samples": 50,
+    "eval.batch_size": 2,
+    "eval.passkey_lengths": [420],
+    "eval.passkey_depths": [0.0, 0.5, 1.0],
+    "eval.passkey_samples": 1,
+    "eval.passkey_new_tokens": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    return {
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        },
+        "POD_CACHE": str(tmp_path_factory.mktemp("cache")),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def start(folder, environment, *arguments, **changes):
+    folder.mkdir(exist_ok=True)
+    file = folder / "settings.json"
+    file.write_text(json.dumps(SETTINGS | {"output_dir": str(folder)} | changes))
+    command = [sys.executable, str(HERE / "worker_eval.py"), str(file), *arguments]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def end(process):
+    _, errors = process.communicate(timeout=240)
+    return process.returncode, errors
+
+
+def parts(folder, method):
+    content = json.loads((folder / "eval" / f"{method}.json").read_text())
+    for part in content["parts"].values():
+        for key in ("seconds", "environment"):
+            del part[key]
+    return content["status"], content["parts"]
+
+
+def writes(folder):
+    return sum(int(file.read_text()) for file in folder.glob("writes.*"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, environment):
+    """The folder of a run that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    code, errors = end(start(folder, environment))
+    assert code == 0, errors
+    return folder
+
+
+def test_undisturbed_run_is_whole(whole):
+    for method in ("full", "snapkv@40"):
+        status, found = parts(whole, method)
+        assert status == "finished" and list(found) == TASKS
+        assert [len(part["samples"]) for part in found.values()] == [3, 3, 3]
+    assert not list((whole / "eval" / "journal").glob("**/*.jsonl")), "answers stand in the result files now"
+
+
+@pytest.mark.multiprocess
+def test_killed_and_restarted_goes_on_at_the_sample_with_equal_results(tmp_path, whole, environment):
+    """The kill comes in gsm8k's first method, after one of its batches, in the middle of a line."""
+    total = writes(whole)
+    first_method = (
+        2 + 6 + 2
+    )  # batches of passkey, arc_easy (two rows in a batch of one forward each) and gsm8k
+    process = start(tmp_path, environment, str(first_method - 1))
+    code, _ = end(process)
+    assert code == -signal.SIGKILL
+    torn = [
+        file
+        for file in (tmp_path / "eval" / "journal").glob("**/*.jsonl")
+        if not file.read_text().endswith("\n")
+    ]
+    assert len(torn) == 1 and "gsm8k" in str(torn[0]), "the kill did not come in the middle of gsm8k"
+    code, errors = end(start(tmp_path, environment))
+    assert code == 0, errors
+    assert writes(tmp_path) == total - (first_method - 1), "something was answered twice, or not at all"
+    for method in ("full", "snapkv@40"):
+        assert parts(tmp_path, method) == parts(whole, method)
+
+
+@pytest.mark.multiprocess
+def test_two_ranks_equal_one_and_a_method_that_fails_on_one_rank_loses_no_other(tmp_path, whole, environment):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = []
+    changes = {"eval.methods": ["streamingllm@40", "full", "snapkv@40"], "break_on_rank": "1"}
+    for rank in ("0", "1"):
+        place = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        ranks.append(start(tmp_path, environment | place, **changes))
+    ends = [end(process) for process in ranks]
+    for code, errors in ends:
+        assert code == 1 and "1 of 3 methods failed" in errors, errors
+        assert "rank 1: RuntimeError: out of sinks" in errors
+    for method in ("full", "snapkv@40"):
+        assert parts(tmp_path, method) == parts(whole, method)
+    status, found = parts(tmp_path, "streamingllm@40")
+    assert status == "failed" and not found
+    content = json.loads((tmp_path / "eval" / "streamingllm@40.json").read_text())
+    assert set(content["failed"]) == set(TASKS)
