@@ -1,357 +1,337 @@
-"""report.html and report.md out of the result files: one self-contained page, readable on a phone, without network or script."""
+"""report.html, report.md and report.csv out of the result files of one or several runs.
 
-import base64
-import html
+    python -m pod.eval.report RUN_FOLDER… --out FOLDER
+
+One self-contained page: readable on a phone and on paper, sortable by a few lines of script, without network.
+"""
+
+import argparse
+import csv
+import io
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pod.eval import pictures
-from pod.eval.results import load_results
-from pod.eval.summary import bucket_change, load_speed, summarise
+from pod.eval import paper_tables, pictures
+from pod.eval import report_notes as notes
+from pod.eval import report_tables as tables
+from pod.eval.merge import Comparison, base_name, byte_share, combined, held_rows, merge, prompt_conflicts
+from pod.eval.page import Block, Fold, Notes, Picture, Report, Section
+from pod.eval.report_speed import speed_blocks
 from pod.files import atomic_write_text
 
 if TYPE_CHECKING:
     from pod.recipe import Recipe
 
+_TITLE = "Proximal over distant: evaluation"
 _PLAN_TITLES = {  # by a word of the file's name, the first that fits
     "adjacent": "Similarity of neighbouring layers",
     "head": "Similarity of all layer pairs, per KV head",
     "block": "Which layers share keys, per KV head",
 }
-
-Row = dict[str, Any]
-Table = list[list[str]]
+_CSV_COLUMNS: list[str] = [
+    *(
+        "row",
+        "method",
+        "runs",
+        "model",
+        "suite",
+        "task",
+        "metric",
+        "kind",
+        "value",
+        "ci_low",
+        "ci_high",
+        "samples",
+        "skipped",
+    ),
+    *("base", "delta", "delta_kind", "delta_low", "delta_high", "paired", "gained", "lost", "mcnemar_p"),
+    *("byte_share", "longest_length", "bytes", "dense_bytes", "budget_tokens", "status", "reason"),
+]
 
 
 def write_report(recipe: "Recipe") -> Path:
-    """Write report.html and report.md into the eval folder, from the result files of the recipe's methods; returns the HTML path."""
-    folder, methods = recipe.eval_dir, recipe.eval.methods
-    results = load_results(folder, methods)
-    rows, speed = summarise(folder, methods), load_speed(folder)
-    sections = [
-        ("Methods at equal bytes", _table_html(method_table(rows)) + _notes_html(table_notes(rows))),
-        *_failures(rows),
-        *_measured_sections(results, speed),
-        *_run_pictures(recipe),
-        ("How it was measured", _notes_html(method_notes(results))),
-    ]
-    sections = [(title, body) for title, body in sections if body]
+    """Write report.html, report.md and report.csv into the eval folder of one run, from its methods' files; returns the HTML path."""
+    comparison = merge([recipe.eval_dir], recipe.eval.methods)
+    return _write(comparison, recipe.eval_dir, _run_pictures(recipe), None)
+
+
+def write_merged(
+    folders: Iterable[str | Path],
+    out: str | Path,
+    paper_folder: str | Path | None = None,
+    model: str | None = None,
+) -> Path:
+    """One report of several runs into the folder `out`; returns the HTML path.
+
+    paper_folder: CSV files as in docs/paper_tables; model: the papers' name of the model, where its path does not tell.
+    Raises: ValueError when a folder holds no results.
+    """
+    return _write(merge(folders), Path(out), [], model, paper_folder)
+
+
+def _write(
+    comparison: Comparison,
+    folder: Path,
+    run_sections: list[Section],
+    model: str | None,
+    paper_folder: str | Path | None = None,
+) -> Path:
+    report = Report(
+        _TITLE,
+        notes.headline(comparison),
+        notes.origin(comparison),
+        [
+            *sections(comparison, run_sections),
+            *_paper_sections(comparison, paper_folder, model),
+            *_closing(comparison),
+        ],
+    )
+    folder.mkdir(parents=True, exist_ok=True)
     target = folder / "report.html"
-    atomic_write_text(target, _page(_headline(rows), _origin(results), sections))
-    atomic_write_text(folder / "report.md", _markdown(rows, results, speed))
+    atomic_write_text(target, report.html())
+    atomic_write_text(folder / "report.md", report.markdown())
+    atomic_write_text(folder / "report.csv", csv_text(comparison))
     return target
 
 
-# -- tables: lists of rows of text, the first one the head ---------------------------------------------------
+# -- sections ------------------------------------------------------------------------------------------------
 
 
-def method_table(rows: list[Row]) -> Table:
-    """Method, perplexity, change against full, passkey, bytes, saving, speed."""
-    head = ["method", "perplexity", "Δ to full", "passkey", "KV MB", "saved", "tokens/s", "× full"]
-    return [head, *[_method_row(row) for row in rows]]
+def sections(comparison: Comparison, run_sections: list[Section]) -> list[Section]:
+    """What was measured: overview, bytes, every task, speed, what other steps of the run left behind."""
+    failed = notes.failed_lines(comparison)
+    found = [
+        Section(
+            "Methods at equal bytes", [tables.overview(comparison), Notes(notes.overview_notes(comparison))]
+        ),
+        Section("Failed", [Notes(failed, alarm=True)] if failed else []),
+        Section("Read with care", _list(notes.warnings(comparison))),
+        Section("Score over bytes", _overall_bytes(comparison)),
+    ]
+    for column in tables.columns(comparison):
+        if len(column.tasks) == 1:
+            found.append(Section(tables.title_of(column.tasks[0]), task_blocks(comparison, column.tasks[0])))
+        else:
+            found.append(Section(column.title, suite_blocks(comparison, column.tasks)))
+    return [*found, Section("Bytes held and decode speed", speed_blocks(comparison.runs)), *run_sections]
 
 
-def _method_row(row: Row) -> list[str]:
-    if row["status"] == "failed" and row["perplexity"] is None and row["passkey"] is None:
-        return [row["method"], "failed", *["–"] * 6]
-    speed, ratio = row["tokens_per_second"], row["speed_over_full"]
+def _closing(comparison: Comparison) -> list[Section]:
     return [
-        row["method"],
-        _with_interval(row["perplexity"], row["perplexity_ci95"], "{:.2f}"),
-        "–" if row["method"] == "full" else _with_interval(row["change"], row["change_ci95"], "{:+.1%}"),
-        "–" if row["passkey"] is None else f"{row['passkey_correct']}/{row['passkey_prompts']}",
-        "–" if row["bytes"] is None else f"{row['bytes'] / 1e6:.1f}",
-        "–" if row["saving"] is None else f"{max(0.0, row['saving']):.0%}",
-        "–" if speed is None else f"{speed['median']:.1f}",
-        "–" if ratio is None else f"{ratio['median']:.2f}",
+        Section("Skipped and not run", _list(notes.skipped_lines(comparison))),
+        Section("How it was measured", _list(notes.method_lines(comparison))),
     ]
 
 
-def bucket_table(results: dict[str, dict]) -> Table:
-    """Perplexity and change of every position bucket, methods as rows."""
-    scored = {name: result for name, result in results.items() if "perplexity" in result["parts"]}
-    if not scored:
-        return []
-    buckets = next(iter(scored.values()))["parts"]["perplexity"]["buckets"]
-    head = ["method", *[f"{bucket['first']:,}–{bucket['end'] - 1:,}" for bucket in buckets]]
-    table = [head]
-    for name, result in scored.items():
-        cells = []
-        for number, bucket in enumerate(result["parts"]["perplexity"]["buckets"]):
-            change = None if name == "full" else bucket_change(result, scored.get("full"), number)
-            text = f"{bucket['perplexity']:.2f}"
-            cells.append(text if change is None else f"{text} ({change['change']:+.1%})")
-        table.append([name, *cells])
-    return table
+def task_blocks(comparison: Comparison, task: str) -> list[Block]:
+    """Everything about one task."""
+    entries = comparison.measured(task)
+    blocks: list[Block] = [tables.task_table(comparison, task)]
+    subtasks, buckets = tables.subtask_table(comparison, task), tables.bucket_table(comparison, task)
+    blocks += [subtasks] if subtasks is not None else []
+    by_position = {row.label: row.parts[task]["buckets"] for row in entries if row.parts[task].get("buckets")}
+    if by_position:
+        blocks.append(Picture(pictures.perplexity_by_position(by_position), "perplexity by position"))
+    blocks += tables.heat_maps(comparison, task)
+    blocks += _curves(comparison, task)
+    points = _points(comparison, (task,))
+    if _worth_a_picture(points):
+        blocks.append(_bytes_picture(points, comparison, task))
+    blocks += [buckets] if buckets is not None else []
+    extra = [table for entry in entries for table in tables.extra_tables(entry, task)]
+    blocks += extra if len(extra) <= 4 else [Fold(f"{len(extra)} tables of the methods", list(extra))]
+    return blocks + _list(_settings(comparison, task))
 
 
-def speed_table(speed: list[dict]) -> Table:
-    """Decode speed with its spread, time to first token and bytes, per length and method."""
-    if not speed:
-        return []
-    table = [["length", "method", "tokens/s (min–max)", "× full", "first token s", "KV MB", "of PoD's"]]
-    for row in speed:
-        for name, own in row["methods"].items():
-            rate, ratio, held = own["decode_tokens_per_second"], own.get("speed_over_full"), own["bytes"]
-            table.append(
-                [
-                    f"{row['length']:,}",
-                    name,
-                    f"{rate['median']:.1f} ({rate['min']:.1f}–{rate['max']:.1f})",
-                    "–" if ratio is None else f"{ratio['median']:.2f}",
-                    f"{own['time_to_first_token_seconds']:.2f}",
-                    f"{held['bytes'] / 1e6:.1f}",
-                    "–" if held["bytes_over_pod"] is None else f"{held['bytes_over_pod']:.1%}",
-                ]
-            )
-    return table
+def suite_blocks(comparison: Comparison, tasks: tuple[str, ...]) -> list[Block]:
+    """A suite: its table, its picture over bytes, and its tasks behind a line each."""
+    blocks: list[Block] = [tables.suite_table(comparison, tasks)]
+    points = _points(comparison, tasks)
+    if _worth_a_picture(points):
+        blocks.append(_bytes_picture(points, comparison, "mean score of the tasks"))
+    return blocks + [Fold(tables.short_name(task), task_blocks(comparison, task)) for task in tasks]
 
 
-def _with_interval(value: float | None, interval: list[float] | None, form: str) -> str:
-    if value is None:
-        return "–"
-    if interval is None:
-        return form.format(value)
-    return f"{form.format(value)} [{form.format(interval[0])}, {form.format(interval[1])}]"
+def _settings(comparison: Comparison, task: str) -> list[str]:
+    """The settings of a task once, or per run where they differ."""
+    lines = dict.fromkeys(notes.settings_line(entry, task) for entry in comparison.measured(task))
+    return [line for line in lines if line][:4]
 
 
-# -- sentences -----------------------------------------------------------------------------------------------
+def _list(lines: list[str]) -> list[Block]:
+    return [Notes(lines)] if lines else []
 
 
-def _headline(rows: list[Row]) -> str:
-    """The result in one or two sentences."""
-    found = {row["method"]: row for row in rows}
-    pod, raw, full = found.get("pod"), found.get("pod-unadapted"), found.get("full")
-    shown = pod if pod and pod["perplexity"] is not None else raw
-    if not shown or shown["perplexity"] is None:
-        return "Methods for the key-value cache, measured on the same tokens with the same bytes."
-    what = "PoD" if shown is pod else "PoD without adaptation"
-    text = f"{what} reaches perplexity {shown['perplexity']:.2f}"
-    if full and full["perplexity"] is not None:
-        text += f" (dense {full['perplexity']:.2f}"
-        text += (
-            f", PoD without adaptation {raw['perplexity']:.2f})"
-            if raw and raw["perplexity"] and shown is pod
-            else ")"
-        )
-    if shown["saving"] is not None:
-        text += f" with {max(0.0, shown['saving']):.0%} fewer KV bytes at {shown['length']:,} tokens"
-    if shown["speed_over_full"] is not None:
-        text += f", decoding at {shown['speed_over_full']['median']:.2f}× the dense speed"
-    return text + "."
-
-
-def table_notes(rows: list[Row]) -> list[str]:
-    """What the columns mean, with the numbers of this run."""
-    notes = []
-    scored = next((row for row in rows if row["perplexity"] is not None), None)
-    if scored:
-        notes.append(
-            f"Perplexity over {scored['sequences']} sequences; brackets are 95 % bootstrap intervals over sequences, the change "
-            "is paired on the same sequences."
-        )
-    held = next((row for row in rows if row["length"]), None)
-    if held:
-        notes.append(
-            f"KV MB: bytes really held for one sequence of {held['length']:,} tokens, every storage counted once. saved: "
-            "against the dense cache at that length."
-        )
-    budgets = [f"{row['method']} {row['budget_tokens']:,}" for row in rows if row["budget_tokens"]]
-    if budgets:
-        notes.append(
-            "Methods that drop tokens get the bytes that PoD holds at the same length: tokens kept per KV head and layer "
-            f"from the prompt: {', '.join(budgets)}."
-        )
-    if held and all((row["saving"] or 0) < 0.005 for row in rows):
-        notes.append(
-            "Nothing is saved at this length: it does not exceed the windows, so all methods hold everything."
-        )
-    fast = next((row for row in rows if row["speed_length"]), None)
-    if fast:
-        notes.append(
-            f"tokens/s: decoding after {fast['speed_length']:,} tokens, one sequence, all methods in turns in one process."
-        )
-    return notes
-
-
-def method_notes(results: dict[str, dict]) -> list[str]:
-    """How every number came about."""
-    notes = [f"{name}: {result['title']}" for name, result in results.items() if result.get("title")]
-    for name, result in results.items():
-        part = result["parts"].get("perplexity")
-        if part is None:
-            continue
-        text = f"{name}: perplexity scored by {part['scored_by']}"
-        check = part["decode_path_check"]
-        if check:
-            text += (
-                f"; the decode path gives the same on this model: largest difference {check['max_abs_difference_nats']:.1e} nats "
-                f"over {check['tokens']} tokens at length {check['length']:,}"
-            )
-        notes.append(text + ".")
-    notes.append(
-        "A compressed cache is scored after its prompt is compressed, with the last context token held out, so no scored token "
-        "sees what the method dropped."
+def _overall_bytes(comparison: Comparison) -> list[Block]:
+    """Mean score over all tasks of which every row has a score, against bytes."""
+    scored = tuple(
+        task
+        for task in comparison.tasks
+        if len(comparison.measured(task)) == len(comparison.entries)
+        and not prompt_conflicts(comparison, task)[0]
+        and all(entry.parts[task]["kind"] != "nll" for entry in comparison.entries)
     )
-    if any("passkey" in result["parts"] for result in results.values()):
-        notes.append(
-            "Passkey: greedy generation; correct when the first number of the answer is the five-digit key."
+    points = _points(comparison, scored) if len(scored) > 1 else []
+    if not _worth_a_picture(points):
+        return []
+    note = f"Mean of {', '.join(scored)}; every task weighs the same. Bytes: what was held over all lengths of these tasks."
+    return [_bytes_picture(points, comparison, "mean score"), Notes([note])]
+
+
+def _points(comparison: Comparison, tasks: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Share of the dense bytes and value of every row that has both."""
+    points = []
+    for entry in comparison.entries:
+        payload = combined(entry, tasks) if tasks else None
+        shares = [byte_share(entry, task) for task in tasks if task in entry.parts]
+        known = [share for share in shares if share is not None]
+        if payload is None or payload["value"] is None or len(known) < len(tasks):
+            continue
+        scale = 1 if payload["kind"] == "nll" else 100
+        family = base_name(entry.method) + entry.label.removeprefix(entry.method)
+        interval = payload.get("ci95")
+        points.append(
+            {
+                "label": entry.label,
+                "family": family,
+                "share": sum(known) / len(known),
+                "value": scale * payload["value"],
+                "ci95": None if interval is None else [scale * end for end in interval],
+                "higher_is_better": payload["higher_is_better"],
+            }
         )
-    return notes
+    return points
 
 
-def _origin(results: dict[str, dict]) -> str:
-    result = next(iter(results.values()))
-    environment, model = result["environment"], result.get("model") or {}
-    hardware, versions = environment["hardware"], environment["versions"]
-    pieces = [
-        model.get("path", ""),
-        model.get("dtype", ""),
-        hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} thread(s)",
-        f"torch {versions['torch']}, transformers {versions['transformers']}",
-        f"commit {environment['commit'][:10]}" if environment["commit"] else "",
-        environment["date"],
-    ]
-    return " · ".join(piece for piece in pieces if piece)
+def _worth_a_picture(points: list[dict[str, Any]]) -> bool:
+    return len(points) > 2 and len({round(point["share"], 3) for point in points}) > 1
 
 
-# -- pictures ------------------------------------------------------------------------------------------------
+def _bytes_picture(points: list[dict[str, Any]], comparison: Comparison, what: str) -> Picture:
+    measured = comparison.measured(what)
+    label = measured[0].parts[what]["metric"].replace("_", " ") if measured else what
+    svg = pictures.score_over_bytes(points, label, points[0]["higher_is_better"])
+    return Picture(svg, f"{label} over bytes held")
 
 
-def _measured_sections(results: dict[str, dict], speed: list[dict]) -> list[tuple[str, str]]:
-    """Pictures of the measurements, each with its table."""
-    curve, maps = pictures.perplexity_by_position(results), pictures.passkey_maps(results)
-    sections = []
-    if curve:
-        body = _svg_image(curve, "perplexity by position") + _table_html(bucket_table(results))
-        sections.append(("Perplexity by position", body))
-    if speed:
-        bars = (_svg_image(pictures.bytes_by_part(row), f"bytes by part at {row['length']}") for row in speed)
-        sections.append(("Bytes held and decode speed", "".join(bars) + _table_html(speed_table(speed))))
-    if maps:
-        sections.append(("Passkey retrieval", _svg_image(maps, "passkey accuracy by depth and length")))
-    return sections
+def _curves(comparison: Comparison, task: str) -> list[Block]:
+    """Curves of one name are drawn together, a line per method."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for entry in comparison.measured(task):
+        for line in entry.parts[task].get("curves") or []:
+            title = str(line.get("title") or line.get("name") or "")
+            points = line.get("points")
+            xs, ys = zip(*points, strict=True) if points else (line.get("x") or [], line.get("y") or [])
+            if len(xs):
+                found.setdefault(title, {})[entry.label] = {**line, "x": list(xs), "y": list(ys)}
+    return [Picture(pictures.curve(lines), title or task, title=title) for title, lines in found.items()]
 
 
-def _run_pictures(recipe: "Recipe") -> list[tuple[str, str]]:
+def _run_pictures(recipe: "Recipe") -> list[Section]:
     """Pictures that other steps of the run left behind: similarity and plan, training loss."""
-    sections = []
-    images = sorted(recipe.plan_dir.glob("*.png"))
-    if images:
-        sections.append(("Similarity and sharing plan", "".join(_png_image(path) for path in images)))
+    plans: list[Block] = []
+    for path in sorted(recipe.plan_dir.glob("*.png")):
+        words = path.stem.lower()
+        title = next(
+            (text for key, text in _PLAN_TITLES.items() if key in words), path.stem.replace("_", " ")
+        )
+        plans.append(Picture(path.read_bytes(), title, title=title))
     metrics = recipe.train_dir / "metrics.jsonl"
     curve = pictures.training_curve(metrics) if metrics.is_file() else None
-    if curve:
-        sections.append(("Adaptation", _svg_image(curve, "training loss")))
-    return sections
+    training: list[Block] = [Picture(curve, "training loss")] if curve else []
+    return [Section("Similarity and sharing plan", plans), Section("Adaptation", training)]
 
 
-def _svg_image(svg: str, label: str) -> str:
-    return _image("image/svg+xml", svg.encode(), label)
+def _paper_sections(comparison: Comparison, folder: str | Path | None, model: str | None) -> list[Section]:
+    blocks = paper_tables.blocks(comparison, paper_tables.load(folder), model)
+    return [Section("Ours next to the papers'", blocks)]
 
 
-def _png_image(path: Path) -> str:
-    words = path.stem.lower()
-    title = next((text for key, text in _PLAN_TITLES.items() if key in words), path.stem.replace("_", " "))
-    return f"<h3>{html.escape(title)}</h3>" + _image("image/png", path.read_bytes(), title)
+# -- CSV -----------------------------------------------------------------------------------------------------
 
 
-def _image(kind: str, data: bytes, label: str) -> str:
-    return f'<img alt="{html.escape(label)}" src="data:{kind};base64,{base64.b64encode(data).decode()}">'
+def csv_text(comparison: Comparison) -> str:
+    """One line per method and task, everything that the page says about it."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, _CSV_COLUMNS, lineterminator="\n", restval="")
+    writer.writeheader()
+    for entry in comparison.entries:
+        names = {
+            "row": entry.label,
+            "method": entry.method,
+            "model": (entry.content.get("model") or {}).get("path", ""),
+        }
+        for task in comparison.tasks:
+            where = {"task": task, "suite": tables.suite_of(task) or ""}
+            if task in entry.parts:
+                writer.writerow(names | where | _csv_values(comparison, entry, task))
+            elif task in entry.failed or task in entry.refused:
+                status = "failed" if task in entry.failed else "not run"
+                reason = {**entry.refused, **entry.failed}[task]
+                writer.writerow(names | where | {"runs": entry.run.label, "status": status, "reason": reason})
+    return out.getvalue()
 
 
-# -- HTML and Markdown ---------------------------------------------------------------------------------------
+def _csv_values(comparison: Comparison, entry: Any, task: str) -> dict[str, Any]:
+    payload, against = entry.parts[task], comparison.against(entry, (task,))
+    low, high = payload.get("ci95") or ("", "")
+    rows = [row for row in held_rows(entry, task) if row["bytes"]]
+    longest = max(rows, key=lambda row: row["length"], default={})
+    values = {
+        "runs": entry.sources[task].label,
+        "metric": payload["metric"],
+        "kind": payload["kind"],
+        "value": payload["value"],
+        "ci_low": low,
+        "ci_high": high,
+        "samples": len(payload["samples"]),
+        "skipped": len(payload["skipped"]),
+        "byte_share": byte_share(entry, task),
+        "longest_length": longest.get("length"),
+        "bytes": longest.get("bytes"),
+        "dense_bytes": longest.get("dense_bytes"),
+        "budget_tokens": longest.get("budget_tokens"),
+        "status": "measured",
+    }
+    if against is not None:
+        low, high = against.ci95 or ("", "")
+        values |= {
+            "base": against.base,
+            "delta": against.delta,
+            "delta_kind": "relative" if against.relative else "difference",
+            "delta_low": low,
+            "delta_high": high,
+            "paired": against.common,
+            "gained": against.gained,
+            "lost": against.lost,
+            "mcnemar_p": against.p_value,
+        }
+    return {key: "" if value is None else value for key, value in values.items()}
 
-_CSS = """
-:root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; color: #1d2528; background: #fff;
-  max-width: 54rem; margin: 0 auto; padding: 1rem; }
-h1 { font-size: 1.5rem; line-height: 1.25; margin: .5rem 0; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
-h3 { font-size: 1rem; margin: 1rem 0 .25rem; }
-p.lead { font-size: 1.1rem; } p.origin { color: #5b676d; font-size: .8rem; overflow-wrap: anywhere; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; margin: .5rem 0; }
-th, td { padding: .35rem .5rem; border-bottom: 1px solid #dde3e6; text-align: right; vertical-align: top; white-space: nowrap; }
-th { font-weight: 600; border-bottom-width: 2px; } td small { display: block; color: #5b676d; }
-th:first-child, td:first-child { text-align: left; }
-tr.ours td { background: #eef7f2; font-weight: 600; }
-img { display: block; width: 100%; height: auto; max-width: 40rem; margin: .5rem 0; }
-ul { padding-left: 1.2rem; font-size: .9rem; } .failed { color: #a02020; overflow-wrap: anywhere; }
-@media (max-width: 44rem) {
-  table, tbody { display: block; } tr.head { display: none; }
-  tr { display: grid; grid-template-columns: repeat(auto-fill, minmax(8.2rem, 1fr)); border: 1px solid #dde3e6;
-    border-radius: .4rem; margin: .5rem 0; padding: .3rem; }
-  tr.ours { background: #eef7f2; } td { border: 0; padding: .2rem .4rem; text-align: left; }
-  td::before { content: attr(data-label); display: block; color: #5b676d; font-size: .75rem; font-weight: 400; }
-  td:first-child { font-weight: 700; }
-}
-"""
 
-
-def _page(headline: str, origin: str, sections: list[tuple[str, str]]) -> str:
-    body = "".join(f"<h2>{html.escape(title)}</h2>{content}" for title, content in sections)
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><title>PoD evaluation</title>'
-        f"<style>{_CSS}</style></head><body><h1>Proximal over distant: evaluation</h1>"
-        f'<p class="lead">{html.escape(headline)}</p><p class="origin">{html.escape(origin)}</p>{body}</body></html>\n'
+def main(arguments: list[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pod.eval.report", description=(__doc__ or "").partition("\n")[0]
     )
+    parser.add_argument("runs", nargs="+", help="output folders of runs (or their eval folders)")
+    parser.add_argument("--out", required=True, help="folder for report.html, report.md and report.csv")
+    parser.add_argument(
+        "--papers", help="folder of published tables (default: docs/paper_tables of this checkout)"
+    )
+    parser.add_argument(
+        "--model", help="the papers' name of the model, where its path does not tell (as LLaMA3-8B-32K)"
+    )
+    asked = parser.parse_args(arguments)
+    try:
+        print(write_merged(asked.runs, asked.out, asked.papers, asked.model))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
-def _table_html(table: Table) -> str:
-    if not table:
-        return ""
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in table[0])
-    lines = []
-    for row in table[1:]:
-        kind = ' class="ours"' if "pod" in row[:2] else ""
-        cells = (
-            f'<td data-label="{html.escape(label)}"><span>{_cell_html(cell)}</span></td>'
-            for label, cell in zip(table[0], row, strict=False)
-        )
-        lines.append(f"<tr{kind}>{''.join(cells)}</tr>")
-    return f'<div class="scroll"><table><tr class="head">{head}</tr>{"".join(lines)}</table></div>'
-
-
-def _cell_html(cell: str) -> str:
-    """An interval or a range goes under its value, small, which keeps tables narrow."""
-    for opening in (" [", " ("):
-        value, mark, rest = cell.partition(opening)
-        if mark:
-            return f"{html.escape(value)}<small>{html.escape(opening.strip() + rest)}</small>"
-    return html.escape(cell)
-
-
-def _notes_html(notes: list[str]) -> str:
-    return "<ul>" + "".join(f"<li>{html.escape(note)}</li>" for note in notes) + "</ul>" if notes else ""
-
-
-def _failures(rows: list[Row]) -> list[tuple[str, str]]:
-    failed = [
-        f"<li><b>{html.escape(row['method'])}</b>: {html.escape(row['error'] or '')}</li>"
-        for row in rows
-        if row["error"]
-    ]
-    return [("Failed", f'<ul class="failed">{"".join(failed)}</ul>')] if failed else []
-
-
-def _markdown(rows: list[Row], results: dict[str, dict], speed: list[dict]) -> str:
-    lines = ["# PoD evaluation", "", _headline(rows), "", _origin(results)]
-    lines += _markdown_part("Methods at equal bytes", method_table(rows), table_notes(rows))
-    failed = [f"{row['method']}: {row['error']}" for row in rows if row["error"]]
-    if failed:
-        lines += _markdown_part("Failed", [], failed)
-    lines += _markdown_part("Perplexity by position", bucket_table(results), [])
-    lines += _markdown_part("Speed and memory", speed_table(speed), [])
-    lines += _markdown_part("How it was measured", [], method_notes(results))
-    return "\n".join(lines) + "\n"
-
-
-def _markdown_part(title: str, table: Table, notes: list[str]) -> list[str]:
-    if not table and not notes:
-        return []
-    lines = ["", f"## {title}", ""]
-    if table:
-        lines += ["| " + " | ".join(table[0]) + " |", "|" + "---|" * len(table[0])]
-        lines += ["| " + " | ".join(row) + " |" for row in table[1:]] + [""]
-    return lines + [f"* {note}" for note in notes]
+if __name__ == "__main__":
+    sys.exit(main())

@@ -47,18 +47,11 @@ def load_speed(folder: str | os.PathLike) -> list[dict[str, Any]]:
     return content["parts"].get(SPEED_RUN, {}).get("lengths", [])
 
 
-def bucket_change(result: dict, base: dict | None, bucket: int) -> dict[str, Any] | None:
-    """Paired change of one bucket's perplexity against the base; None when the two were not scored on the same tokens."""
-    own = [sample for sample in _samples(result) if sample["bucket"] == bucket]
-    other = [sample for sample in _samples(base or {}) if sample["bucket"] == bucket]
-    return _paired(own, other, result)
-
-
 def _perplexity_columns(result: dict, base: dict | None) -> dict[str, Any]:
     total = result["parts"].get("perplexity", {}).get("total")
     if total is None:
         return dict.fromkeys(("perplexity", "perplexity_ci95", "sequences", "change", "change_ci95"))
-    change = _paired(_samples(result), _samples(base or {}), result) or {}
+    change = _change(result, base)
     return {
         "perplexity": total["perplexity"],
         "perplexity_ci95": total["ci95"],
@@ -68,40 +61,24 @@ def _perplexity_columns(result: dict, base: dict | None) -> dict[str, Any]:
     }
 
 
-def _samples(result: dict) -> list[dict]:
-    """One per sequence and position bucket."""
-    part = result.get("parts", {}).get("perplexity", {})
-    scored = [bucket["end"] - bucket["first"] for bucket in part.get("buckets", [])]
-    return [
-        {"sequence": int(sample["id"]), "bucket": number, "nll_sum": value, "tokens": scored[number]}
-        for sample in part.get("samples", [])
-        for number, value in enumerate(sample["buckets"])
-    ]
-
-
-def _paired(own: list[dict], other: list[dict], result: dict) -> dict[str, Any] | None:
-    sums, counts = _per_sequence(own)
-    base_sums, base_counts = _per_sequence(other)
-    if not sums or counts != base_counts:
-        return None
-    numbers = sorted(sums)
+def _change(result: dict, base: dict | None) -> dict[str, Any]:
+    """Paired change of perplexity against the base; empty when the two were not scored on the same tokens of the same sequences."""
+    own, other = _sums(result), _sums(base or {})
+    if not own or {key: row[1:] for key, row in own.items()} != {key: row[1:] for key, row in other.items()}:
+        return {}
     return stats.paired_change(
-        [sums[n] for n in numbers],
-        [base_sums[n] for n in numbers],
-        [counts[n] for n in numbers],
+        [row[0] for row in own.values()],
+        [other[key][0] for key in own],
+        [row[1] for row in own.values()],
         resamples=result["config"]["bootstrap_samples"],
         seed=result["seed"],
     )
 
 
-def _per_sequence(samples: list[dict]) -> tuple[dict[int, float], dict[int, int]]:
-    sums: dict[int, float] = {}
-    counts: dict[int, int] = {}
-    for sample in samples:
-        number = sample["sequence"]
-        sums[number] = sums.get(number, 0.0) + sample["nll_sum"]
-        counts[number] = counts.get(number, 0) + sample["tokens"]
-    return sums, counts
+def _sums(result: dict) -> dict[str, tuple[float, int, str | None]]:
+    """Summed NLL (nats), scored tokens and prompt of every perplexity sequence."""
+    samples = result.get("parts", {}).get("perplexity", {}).get("samples", [])
+    return {row["id"]: (row["score"], row["tokens"], row.get("prompt_hash")) for row in samples}
 
 
 def _passkey_columns(result: dict) -> dict[str, Any]:
@@ -116,8 +93,7 @@ def _passkey_columns(result: dict) -> dict[str, Any]:
 
 def _stated_bytes(result: dict, speed: list[dict], name: str) -> dict[int, dict]:
     """Measured bytes of a method by length (tokens), from whichever task measured them."""
-    stated = [bucket["bytes"] for bucket in result["parts"].get("perplexity", {}).get("buckets", [])]
-    stated += result["parts"].get("passkey", {}).get("bytes", [])
+    stated = [row for part in result["parts"].values() for row in part.get("bytes") or []]
     stated += [row["methods"][name]["bytes"] for row in speed if name in row["methods"]]
     return {row["length"]: row for row in stated if row["bytes"]}
 

@@ -10,9 +10,12 @@ from html.parser import HTMLParser
 import pytest
 
 from pod.eval import results as result_files
+from pod.eval.merge import merge
 from pod.eval.pictures import training_curve
-from pod.eval.report import bucket_table, method_table, speed_table, table_notes, write_report
-from pod.eval.results import load_results
+from pod.eval.report import write_report
+from pod.eval.report_notes import overview_notes
+from pod.eval.report_speed import speed_table
+from pod.eval.report_tables import bucket_table, overview
 from pod.eval.summary import load_speed, summarise
 from pod.recipe import Recipe
 
@@ -123,27 +126,65 @@ def recipe(tmp_path):
     return recipe
 
 
-def test_method_table_cells(recipe):
-    table = method_table(summarise(recipe.eval_dir, NAMES))
-    assert [row[0] for row in table] == ["method", *NAMES]
-    full, ours, snap = table[1:]
-    assert full[1].startswith(f"{math.exp(2.5):.2f} [") and full[2] == "–"
-    assert ours[2] == "+10.5% [+10.5%, +10.5%]"  # exp(0.1) - 1, the same for every sequence
-    assert snap[2].startswith("+171.8%")
-    assert ours[3:] == ["3/4", "0.0", "40%", "12.5", "1.25"]
+def cells(table):
+    """Text and small text of every cell, below the heads."""
+    return [[f"{cell.text} {cell.small}".split() for cell in row] for row in table.rows]
+
+
+def test_overview_cells(recipe):
+    table = overview(merge([recipe.eval_dir], NAMES))
+    assert table.columns == ["method", "KV MB", "saved", "perplexity", "passkey", "tokens/s", "× full"]
+    assert [row[0].text for row in table.rows] == NAMES and table.ours == {1}
+    full, ours, snap = cells(table)
+    assert full[3] == [f"{math.exp(2.5):.2f}", "[1.00,", "90.00]"]
+    assert ours[3] == [
+        f"{math.exp(2.6):.2f}",
+        "+10.5%",
+        "[+10.5%,",
+        "+10.5%]",
+    ]  # exp(0.1) - 1 for every sequence
+    assert snap[3][1] == "+171.8%"
+    assert [row[4][0] for row in (full, ours)] == ["75.0", "75.0"] and ours[4][1] == "+0.0"
+    assert ours[1:3] == [["0.0"], ["40%"]] and snap[1] == ["0.0", "60", "tokens"]
+    assert ours[5:] == [["12.5"], ["1.25"]]
+    assert [row[3].tone for row in table.rows] == ["", "worse", "worse"]
+
+
+def test_summary_rows_for_the_demo(recipe):
+    full, ours, snap = summarise(recipe.eval_dir, NAMES)
+    assert ours["change"] == pytest.approx(math.expm1(0.1)) and ours["change_ci95"] == pytest.approx(
+        [math.expm1(0.1)] * 2
+    )
+    assert (ours["passkey"], ours["passkey_correct"], ours["passkey_prompts"]) == (0.75, 3, 4)
+    assert (snap["budget_tokens"], snap["length"], full["bytes"]) == (60, 99, 2000)
+    assert ours["speed_over_full"]["median"] == 1.25 and ours["tokens_per_second"]["median"] == 12.5
+
+
+def test_summary_compares_the_same_prompts_only(recipe):
+    content = json.loads((recipe.eval_dir / "pod.json").read_text())
+    content["parts"]["perplexity"]["samples"][0]["prompt_hash"] = "another text"
+    (recipe.eval_dir / "pod.json").write_text(json.dumps(content))
+    assert summarise(recipe.eval_dir, NAMES)[1]["change"] is None
 
 
 def test_other_tables(recipe):
-    found = load_results(recipe.eval_dir, NAMES)
-    table = bucket_table(found)
-    assert table[0] == ["method", "96–99"]
-    assert table[2] == ["pod", f"{math.exp(2.6):.2f} (+10.5%)"]
+    table = bucket_table(merge([recipe.eval_dir], NAMES))
+    assert table.columns == ["method", "96–99"]
+    assert cells(table)[1] == [["pod"], [f"{math.exp(2.6):.2f}", "(+10.5%)"]]
     speed = speed_table(load_speed(recipe.eval_dir))
-    assert speed[2] == ["90", "pod", "12.5 (11.5–13.5)", "1.25", "0.50", "0.0", "100.0%"]
+    assert cells(speed)[1] == [
+        ["pod"],
+        ["90"],
+        ["12.5", "(11.5–13.5)"],
+        ["1.25"],
+        ["0.50"],
+        ["0.0"],
+        ["100.0%"],
+    ]
 
 
 def test_notes_state_budgets_and_lengths(recipe):
-    notes = " ".join(table_notes(summarise(recipe.eval_dir, NAMES)))
+    notes = " ".join(overview_notes(merge([recipe.eval_dir], NAMES)))
     assert "snapkv 60" in notes and "of 99 tokens" in notes and "after 90 tokens" in notes
     assert "Nothing is saved" not in notes
 
@@ -153,12 +194,15 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.sources, self.titles = [], [], []
+        self.open, self.sources, self.titles, self.ids, self.anchors = [], [], [], [], []
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
         attributes = dict(attrs)
-        self.sources += [attributes[key] for key in ("src", "href") if key in attributes]
+        links = [attributes[key] for key in ("src", "href") if key in attributes]
+        self.sources += [link for link in links if not link.startswith("#")]
+        self.ids += [attributes["id"]] if "id" in attributes else []
+        self.anchors += [link[1:] for link in links if link.startswith("#")]
         if tag == "img":
             assert attributes["alt"]
         if tag not in ("img", "meta", "br"):
@@ -186,11 +230,12 @@ def test_page_is_whole_and_self_contained(recipe):
     )
     assert page.sources and all(source.startswith("data:image/") for source in page.sources)
     assert any(base64.b64decode(source.split(",")[1]) == b"\x89PNG picture" for source in page.sources)
-    assert not re.search(r"<script|@import|url\(|<link", text)
+    assert set(page.anchors) <= set(page.ids) and len(page.anchors) > 3
+    assert not re.search(r"<script[^>]+src|@import|url\(|<link|https?://(?!www.w3.org)", text)
     assert 'name="viewport"' in text
     markdown = (recipe.eval_dir / "report.md").read_text()
     assert (
-        f"| pod | {math.exp(2.6):.2f} [" in markdown
+        f"| pod | 0.0 | 40% | {math.exp(2.6):.2f} +10.5% [" in markdown
         and "PoD reaches perplexity 13.46 (dense 12.18)" in markdown
     )
 
@@ -198,9 +243,10 @@ def test_page_is_whole_and_self_contained(recipe):
 def test_failed_method_is_shown_and_escaped(recipe):
     failed = method_file("snapkv", 1.0, 1)
     failed |= {"status": "failed", "error": "perplexity: <b> & 'x'", "parts": {}}
+    failed["failed"] = {"perplexity": "<b> & 'x'"}
     (recipe.eval_dir / "snapkv.json").write_text(json.dumps(failed))
     text = write_report(recipe).read_text()
-    assert "&lt;b&gt; &amp; &#x27;x&#x27;" in text and "<span>failed</span>" in text
+    assert "&lt;b&gt; &amp; &#x27;x&#x27;" in text and '<span class="failed">failed</span>' in text
     assert "* snapkv: perplexity: <b>" in (recipe.eval_dir / "report.md").read_text()
 
 
@@ -209,8 +255,8 @@ def test_a_missing_part_leaves_dashes(recipe):
     del content["parts"]["passkey"]
     (recipe.eval_dir / "pod.json").write_text(json.dumps(content))
     (recipe.eval_dir / "efficiency.json").unlink()
-    table = method_table(summarise(recipe.eval_dir, NAMES))
-    assert table[2][3] == "–" and table[2][6:] == ["–", "–"]
+    table = overview(merge([recipe.eval_dir], NAMES))
+    assert table.columns[-1] == "passkey" and table.rows[1][-1].text == "–"
     assert write_report(recipe).is_file()
 
 

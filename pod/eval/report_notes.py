@@ -1,0 +1,259 @@
+"""The sentences of a report: the result in short, what needs care, what was skipped, refused or failed, how it was measured."""
+
+from collections import Counter
+from typing import Any
+
+from pod.eval.merge import Comparison, Entry, prompt_conflicts
+from pod.eval.report_tables import bytes_at, common_length, speed_of
+from pod.eval.summary import BASE
+
+
+def headline(comparison: Comparison) -> str:
+    """PoD's result if there is one, and how much was measured."""
+    pieces = [_pod_result(comparison)]
+    answers = sum(len(part["samples"]) for entry in comparison.entries for part in entry.parts.values())
+    skipped = sum(len(part["skipped"]) for entry in comparison.entries for part in entry.parts.values())
+    failed = sum(len(entry.failed) for entry in comparison.entries)
+    text = f"{_count(len({entry.method for entry in comparison.entries}), 'method')} on "
+    text += f"{_count(len(comparison.tasks), 'task')}, {answers:,} samples"
+    text += f", {skipped:,} skipped" if skipped else ""
+    text += f", {_count(failed, 'failure')}" if failed else ""
+    return " ".join(filter(None, [*pieces, text + "."]))
+
+
+def _pod_result(comparison: Comparison) -> str:
+    rows: dict[str, Entry] = {}
+    for entry in comparison.entries:
+        if entry.parts.get("perplexity", {}).get("value") is not None:
+            rows.setdefault(entry.method, entry)
+    shown = rows.get("pod") or rows.get("pod-unadapted")
+    if shown is None:
+        return ""
+    name = "PoD" if shown.method == "pod" else "PoD without adaptation"
+    text = f"{name} reaches perplexity {_perplexity(shown)}"
+    beside = [f"dense {_perplexity(rows[BASE])}"] if BASE in rows else []
+    if shown.method == "pod" and "pod-unadapted" in rows:
+        beside.append(f"PoD without adaptation {_perplexity(rows['pod-unadapted'])}")
+    text += f" ({', '.join(beside)})" if beside else ""
+    held, speed = bytes_at(shown, common_length(comparison.entries)), speed_of(shown)
+    if held is not None:
+        text += f" with {max(0.0, 1 - held['bytes'] / held['dense_bytes']):.0%} fewer KV bytes at {held['length']:,} tokens"
+    if speed is not None and speed[1].get("speed_over_full"):
+        text += f", decoding at {speed[1]['speed_over_full']['median']:.2f}× the dense speed"
+    return text + "."
+
+
+def _perplexity(entry: Entry) -> str:
+    return f"{entry.parts['perplexity']['value']:.2f}"
+
+
+def origin(comparison: Comparison) -> list[str]:
+    """Models, machine, versions, commit and date of every run."""
+    lines = []
+    for run in comparison.runs:
+        contents = list(run.results.values())
+        if not contents:
+            continue
+        models = dict.fromkeys(
+            f"{model.get('path', '')} {model.get('dtype', '')}".strip()
+            for content in contents
+            if (model := content.get("model"))
+        )
+        environment = contents[0]["environment"]
+        hardware, versions = environment["hardware"], environment["versions"]
+        pieces = [
+            ", ".join(models),
+            hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} thread(s)",
+            f"torch {versions['torch']}, transformers {versions['transformers']}",
+            f"commit {environment['commit'][:10]}" if environment["commit"] else "",
+            environment["date"],
+        ]
+        start = f"{run.label}: " if len(comparison.runs) > 1 else ""
+        lines.append(start + " · ".join(piece for piece in pieces if piece))
+    return lines
+
+
+def overview_notes(comparison: Comparison) -> list[str]:
+    """What the overview's columns mean, with the numbers of these runs."""
+    notes = [
+        "Scores are 0 to 100, perplexity is exp of the mean NLL per token. Under each value: the change against full on the samples "
+        "that both answered with the same prompt (perplexity: relative; scores: points) and its 95 % paired-bootstrap interval. ▲ ▼ mark "
+        "what chance hardly explains: an interval without 0, for 0/1 tasks McNemar's exact test below 0.05."
+    ]
+    length = common_length(comparison.entries)
+    if length:
+        notes.append(
+            f"KV MB: bytes really held for one sequence of {length:,} tokens, every storage counted once. saved: against the dense "
+            "cache at that length."
+        )
+    budgets = _budgets(comparison, length)
+    if budgets:
+        notes.append(
+            "Methods that drop tokens get the bytes that PoD holds at the same length, unless their name says a budget: tokens kept "
+            f"per KV head and layer from the prompt: {', '.join(budgets)}."
+        )
+    savings = [row for entry in comparison.entries if (row := bytes_at(entry, length))]
+    if savings and all(row["bytes"] >= 0.995 * row["dense_bytes"] for row in savings):
+        notes.append(
+            "Nothing is saved at this length: it does not exceed the windows, so all methods hold everything."
+        )
+    lengths = sorted({found[0] for entry in comparison.entries if (found := speed_of(entry))})
+    if lengths:
+        shown = " and ".join(f"{length:,}" for length in lengths)
+        notes.append(
+            f"tokens/s: decoding after {shown} tokens, one sequence, all methods of a run in turns in one process."
+        )
+    return notes
+
+
+def _budgets(comparison: Comparison, length: int | None) -> list[str]:
+    found = [(entry.label, bytes_at(entry, length)) for entry in comparison.entries]
+    return [f"{label} {row['budget_tokens']:,}" for label, row in found if row and row.get("budget_tokens")]
+
+
+def warnings(comparison: Comparison) -> list[str]:
+    """What a reader must know before comparing rows."""
+    lines = []
+    for task in comparison.tasks:
+        differ, total = prompt_conflicts(comparison, task)
+        if differ:
+            lines.append(
+                f"{task}: {differ:,} of {total:,} samples had different prompts in different rows (another chat template, truncation, "
+                "tokenizer or data): samples with different prompts are never compared."
+            )
+        settings = differing_settings(comparison, task)
+        if settings:
+            lines.append(f"{task}: the runs differ in {', '.join(settings)}.")
+        lines += _unpaired(comparison, task)
+    lines += [f"{run.label}: {line}" for run in comparison.runs for line in run.left_out]
+    lines += _different_worlds(comparison)
+    return lines
+
+
+def differing_settings(comparison: Comparison, task: str) -> list[str]:
+    """Settings of a task that two runs did not share, with their values."""
+    by_run: dict[str, dict[str, Any]] = {}
+    for entry in comparison.measured(task):
+        by_run.setdefault(entry.sources[task].label, entry.parts[task].get("settings") or {})
+    keys = dict.fromkeys(key for settings in by_run.values() for key in settings)
+    lines = []
+    for key in keys:
+        values = {label: repr(settings.get(key)) for label, settings in by_run.items()}
+        if len(set(values.values())) > 1:
+            lines.append(f"{key} ({', '.join(f'{label}: {value}' for label, value in values.items())})")
+    return lines
+
+
+def _unpaired(comparison: Comparison, task: str) -> list[str]:
+    """Rows that are compared on a part of their samples only, and rows that cannot be compared; rows of one cause together."""
+    causes: dict[str, list[str]] = {}
+    for entry in comparison.measured(task):
+        base, against = comparison.base_of(entry, task), comparison.against(entry, (task,))
+        cause = None
+        if against is not None and against.unpaired:
+            cause = f"share {against.common:,} samples with {against.base}, {against.unpaired:,} are on one side only"
+        elif base is not None and base is not entry and against is None:
+            cause = f"share no sample of the same prompt with {base.label}: no Δ"
+        elif (
+            base is None
+            and entry.method != BASE
+            and any(row.method == BASE for row in comparison.measured(task))
+        ):
+            cause = "have no run of full with the same model: no Δ"
+        if cause:
+            causes.setdefault(cause, []).append(entry.label)
+    return [f"{task}: {', '.join(labels)} {cause}." for cause, labels in causes.items()]
+
+
+def _different_worlds(comparison: Comparison) -> list[str]:
+    """Versions and commits that differ between runs."""
+    lines = []
+    worlds: dict[str, set[str]] = {}
+    for run in comparison.runs:
+        for content in run.results.values():
+            environment = content["environment"]
+            found = {"commit": (environment["commit"] or "unknown")[:10]} | environment["versions"]
+            for name, version in found.items():
+                worlds.setdefault(name, set()).add(str(version))
+    for name, versions in worlds.items():
+        if len(versions) > 1:
+            lines.append(f"Results come from different versions of {name}: {', '.join(sorted(versions))}.")
+    return lines
+
+
+def skipped_lines(comparison: Comparison) -> list[str]:
+    """Every skipped sample, counted by reason; tasks that a method cannot run."""
+    lines = []
+    for entry in comparison.entries:
+        for task, part in entry.parts.items():
+            reasons = Counter(skip["reason"] for skip in part["skipped"])
+            total = len(part["samples"]) + len(part["skipped"])
+            lines += [
+                f"{entry.label}, {task}: {_count(count, 'sample')} of {total:,} skipped: {reason}"
+                for reason, count in reasons.most_common()
+            ]
+        lines += [f"{entry.label}, {task}: not run: {reason}" for task, reason in entry.refused.items()]
+    return lines
+
+
+def failed_lines(comparison: Comparison) -> list[str]:
+    """Errors by method and task."""
+    return [
+        f"{entry.label}: {f'{task}: ' if task else ''}{reason}"
+        for entry in comparison.entries
+        for task, reason in entry.failed.items()
+    ]
+
+
+def method_lines(comparison: Comparison) -> list[str]:
+    """How every number came about."""
+    lines = list(
+        dict.fromkeys(
+            f"{entry.method}: {entry.content['title']}"
+            for entry in comparison.entries
+            if entry.content.get("title")
+        )
+    )
+    for entry in comparison.entries:
+        part = entry.parts.get("perplexity")
+        if part is None or "scored_by" not in part:
+            continue
+        text, check = (
+            f"{entry.label}: perplexity scored by {part['scored_by']}",
+            part.get("decode_path_check"),
+        )
+        if check:
+            text += (
+                f"; the decode path gives the same on this model: largest difference {check['max_abs_difference_nats']:.1e} nats "
+                f"over {check['tokens']} tokens at length {check['length']:,}"
+            )
+        lines.append(text + ".")
+    lines.append(
+        "A compressed cache is scored after its prompt is compressed, with the last context token held out, so no scored token sees "
+        "what the method dropped."
+    )
+    if any("passkey" in entry.parts for entry in comparison.entries):
+        lines.append(
+            "Passkey: greedy generation; correct when the first number of the answer is the five-digit key."
+        )
+    return lines
+
+
+def settings_line(entry: Entry, task: str) -> str:
+    """What a task did, in one line."""
+    settings = entry.parts[task].get("settings") or {}
+    shown = [
+        f"{key.replace('_', ' ')}: {_short(value)}"
+        for key, value in settings.items()
+        if value not in (None, "", [], {})
+    ]
+    return "; ".join(shown)
+
+
+def _short(value: Any) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return text if len(text) <= 160 else text[:157] + "…"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
