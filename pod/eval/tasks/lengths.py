@@ -21,13 +21,17 @@ _CHAT_SLACK = 4  # tokens that the borders of a chat template may add when they 
 class Rows(Sequence):
     """Rows of a data set that are built one by one, so that 500 prompts of 128K tokens cost nothing until they are read.
 
-    Has what lm-eval asks of a data set: length, index, iteration, `features`. Every row is built once and kept.
+    Has what lm-eval asks of a data set: length, index, iteration, `features`.
 
-    count: number of rows; make: a row's number → the row; fields: the keys of every row.
+    count: number of rows; make: a row's number → the row; fields: the keys of every row; keep: build a row once and keep it (rows that
+    are long and cheap are better built again).
     """
 
-    def __init__(self, count: int, make: Callable[[int], dict[str, Any]], fields: Sequence[str]):
-        self._count, self._make, self._made = count, make, {}
+    def __init__(
+        self, count: int, make: Callable[[int], dict[str, Any]], fields: Sequence[str], keep: bool = True
+    ):
+        self._count, self._make, self._keep = count, make, keep
+        self._made: dict[int, dict[str, Any]] = {}
         self.features = dict.fromkeys(fields)
 
     def __len__(self) -> int:
@@ -36,9 +40,12 @@ class Rows(Sequence):
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < self._count:
             raise IndexError(f"row {index} of {self._count}")
-        if index not in self._made:
-            self._made[index] = self._make(index)
-        return self._made[index]
+        if index in self._made:
+            return self._made[index]
+        row = self._make(index)
+        if self._keep:
+            self._made[index] = row
+        return row
 
 
 def count_tokens(tokenizer: Any, text: str) -> int:

@@ -21,7 +21,7 @@ def read_rows(task: str) -> Rows:
         row = found[index]
         return {"id": row.get("id", index), "prompt": prompt(task, row), "answer": answers[index]}
 
-    return Rows(len(found), make, FIELDS)
+    return Rows(len(found), make, FIELDS, keep=False)
 
 
 def build_rows(task: str, length: int, tokenizer: Any, seed: int = 42, count: int | None = None) -> Rows:
