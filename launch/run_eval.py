@@ -3,6 +3,7 @@ and any task of lm-eval, speed and memory. Writes one JSON per method and report
 at the sample where it stopped."""
 
 import argparse
+import sys
 
 from pod.recipe import Recipe, run
 
@@ -67,6 +68,10 @@ def main(recipe: Recipe) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["lm-eval"]:
+        from pod.eval.lm_cli import main as lm_eval
+
+        sys.exit(lm_eval(sys.argv[2:]))
     run(
         main,
         sections=("model", "data", "eval"),

@@ -3,9 +3,11 @@
 Importing this module registers it with lm-eval as the model `pod`; `launch/run_eval.py lm-eval …` does so.
 """
 
+import functools
 import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +37,9 @@ from pod.modeling.loading import from_dense
 
 CacheFactory = Callable[[int, int], tuple[Any, int | None]]
 """(tokens at the end, tokens fed after the prompt) -> (a new cache, its budget in tokens or None)"""
+
+_RANKS: list[Ranks] = []
+_log = logging.getLogger(__name__)
 
 _MARK = "pod-kv: made by"  # in the database of --use_cache
 
@@ -87,14 +92,14 @@ class PodLM(_Base):
             num_sink_tokens, num_recent_tokens: PoD's windows (tokens).
             gguf_file: name of a GGUF file in `pretrained`; dtype: of the weights, default the checkpoint's.
             batch_size: sequences that run together (a number; `auto` is not supported).
-            device: default cuda where there is one.
+            device: default a GPU where there is one.
             max_length: longest sequence (tokens), default what the model reads; too_long: truncate, skip or error.
             options: parameters of the method (`run_eval.py --list-methods`).
         Raises: ValueError, before any computation, for whatever does not go together.
         """
         _check_batch_size(batch_size, max_batch_size)
         ranks = Ranks()
-        where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        _RANKS.append(ranks)
         # for other methods the plan only says how many bytes PoD would hold
         parts = [part.strip() for part in (method or "pod").split("@")[0].split("+")]
         shares = plan is not None and ("pod" in parts or "pod-unadapted" in parts)
@@ -106,7 +111,7 @@ class PodLM(_Base):
             dtype=dtype,
             gguf_file=gguf_file,
             attention_backend=attention_backend,
-            device=where,
+            device=_device(device, ranks),
         )
         reference = _reference(model, plan, budget)
         caches = MethodCaches(model, method, budget, reference, options)
@@ -166,7 +171,9 @@ class PodLM(_Base):
         self._max_length = encoder.max_length
         # HFLM takes the softmax in the model's dtype: bfloat16 rounds log-likelihoods to 3 digits
         self.softmax_dtype = torch.promote_types(self.model.dtype, torch.float32)
-        self._rule, self._journal, self.records = Rule(), None, {}
+        self._rule: Rule | None = None
+        self._journal: Journal | None = None
+        self.records = {}
 
     @contextmanager
     def rules(self, rule: Rule, journal: Journal | None = None) -> Iterator[None]:
@@ -185,15 +192,15 @@ class PodLM(_Base):
     # -- what lm-eval calls ------------------------------------------------------------------------------------
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        encoded = self.encoder.requests(requests, self._rule)
+        encoded = self._encode(requests)
         return [(total, greedy) for total, greedy in self._score(encoded)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        encoded = self.encoder.requests(requests, self._rule)
+        encoded = self._encode(requests)
         return [total for total, _ in self._score(encoded)]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        encoded = self.encoder.requests(requests, self._rule)
+        encoded = self._encode(requests)
         self._prepare(generation_size(item).length for item in encoded if item.skipped is None)
         batches = generation_batches(encoded, self.batch_size)
         answers = [""] * len(encoded)
@@ -243,6 +250,18 @@ class PodLM(_Base):
     @property
     def _pad(self) -> int:
         return int(self.tokenizer.pad_token_id or 0)
+
+    def _encode(self, requests: Sequence[Any]) -> list[Encoded]:
+        """The requests as token ids, by the rule of their task: the one that is set, else the one in its YAML."""
+        keys = request_keys(requests)
+        encoded = [
+            self.encoder.request(request, self._rule or task_rule(request.task_name), key)
+            for request, key in zip(requests, keys, strict=True)
+        ]
+        skipped = Counter(item.skipped for item in encoded if item.skipped)
+        for reason, number in skipped.items():
+            _log.warning("%d of %d requests skipped: %s", number, len(encoded), reason)
+        return encoded
 
     def _prepare(self, lengths: Iterator[int]) -> None:
         if isinstance(self.make_cache, MethodCaches):
@@ -366,6 +385,35 @@ class PodLM(_Base):
 
 
 register_model("pod")(PodLM)
+
+
+@functools.cache
+def task_rule(task: str | None) -> Rule:
+    """The rule that the YAML of a task in `pod/eval/tasks` states; the default for others."""
+    from pod.eval.lm_index import own_rules
+
+    found = own_rules(str(task))
+    return Rule(
+        truncation=found.truncation,  # type: ignore[arg-type]
+        chat_template=found.chat_template,
+        max_prompt_tokens=found.max_prompt_tokens,
+        keep=found.keep,  # type: ignore[arg-type]
+    )
+
+
+def close_ranks() -> None:
+    """Leave the process group that a `PodLM(pretrained=…)` of this process has joined."""
+    while _RANKS:
+        _RANKS.pop().close()
+
+
+def _device(asked: str | None, ranks: Ranks) -> str:
+    """lm-eval's command line asks for cuda:0 by itself: that means a GPU where there is one, and each rank its own."""
+    if asked is not None and not asked.startswith("cuda"):
+        return asked
+    if not torch.cuda.is_available():
+        return "cpu"
+    return f"cuda:{ranks.local_rank}" if ranks.world_size > 1 else asked or "cuda"
 
 
 def _check_batch_size(batch_size: int | str, max_batch_size: int | None) -> None:

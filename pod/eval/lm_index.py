@@ -59,6 +59,12 @@ def own_names() -> dict[str, list[str]]:
     return {suite: sorted(set(names)) for suite, names in found.items()}
 
 
+def own_rules(name: str) -> TaskRules:
+    """The rules of a task in `pod/eval/tasks` by its name alone; of any other task: the defaults."""
+    entry = _manager(False).task_index.get(name)
+    return rules_of((entry.cfg or {}).get("metadata")) if entry is not None else TaskRules()
+
+
 def check_known(names: list[str]) -> None:
     """ValueError for the first name that neither this package nor lm-eval has, with the nearest there is."""
     ours = {*base.names(), SPEED_RUN, *(name for found in own_names().values() for name in found)}

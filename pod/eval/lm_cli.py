@@ -1,0 +1,69 @@
+"""`launch/run_eval.py lm-eval …`: lm-eval's own command line with our model class and our tasks."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from pod.eval.results import one_line
+
+_WRITES = ("--output_path", "-o")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run lm-eval's `cli_evaluate()` on `argv` (everything behind `lm-eval`); `--model pod` and our task folder are the defaults.
+
+    Under torchrun every rank runs the whole pipeline and answers its share of the requests; rank 0 prints and writes.
+    Ends the process with code 2 and one line for wrong input.
+    """
+    from lm_eval.__main__ import cli_evaluate
+
+    from pod.eval import lm  # registers the model `pod`
+    from pod.eval.tasks.common.local_data import local_datasets
+
+    first = int(os.environ.get("RANK", "0")) == 0
+    sys.argv = ["lm-eval", *arguments(argv, first)]
+    try:
+        with local_datasets():
+            if first:
+                cli_evaluate()
+            else:
+                with open(os.devnull, "w", encoding="utf-8") as nowhere:
+                    sys.stdout = nowhere
+                    cli_evaluate()
+    except ValueError as error:
+        if os.environ.get("POD_TRACEBACK") == "1":
+            raise
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+    finally:
+        sys.stdout = sys.__stdout__
+        lm.close_ranks()
+
+
+def arguments(argv: Sequence[str], first: bool = True) -> list[str]:
+    """lm-eval's arguments with our defaults; ranks that are not the first write nothing."""
+    from pod.eval.lm_index import TASK_FOLDER
+
+    given = list(argv)
+    if not given or given[0] in ("ls", "validate", "-h", "--help"):
+        return given
+    if given[0] != "run":
+        given.insert(0, "run")
+    if not _has(given, "--model", "-M"):
+        given += ["--model", "pod"]
+    if not _has(given, "--include_path"):
+        given += ["--include_path", str(TASK_FOLDER)]
+    return given if first else _without_output(given)
+
+
+def _has(given: list[str], *names: str) -> bool:
+    return any(item in names or item.split("=")[0] in names for item in given)
+
+
+def _without_output(given: list[str]) -> list[str]:
+    kept, skip = [], False
+    for item in given:
+        if not skip and item.split("=")[0] not in (*_WRITES, "--log_samples", "-s"):
+            kept.append(item)
+        skip = item in _WRITES
+    return kept
