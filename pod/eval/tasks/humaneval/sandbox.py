@@ -21,17 +21,10 @@ _FORBIDDEN = (
     *("os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.kill", "os.killpg"),
     *("subprocess.", "socket.", "ctypes.", "pty.", "signal.pthread_kill", "os.chroot"),
 )
-_FILES = (
-    "os.remove",
-    "os.rename",
-    "os.rmdir",
-    "os.mkdir",
-    "os.truncate",
-    "os.link",
-    "os.symlink",
-    "os.chmod",
-    "os.chown",
-)
+_DIR_FDS = {  # events on paths: how many folder descriptors end their arguments
+    **{"os.remove": 1, "os.rmdir": 1, "os.mkdir": 1, "os.rename": 2, "os.link": 2, "os.symlink": 1},
+    **{"os.chmod": 1, "os.chown": 1, "os.truncate": 0},
+}
 
 
 def cut_network() -> bool:
@@ -55,19 +48,37 @@ def forbid(folder: str) -> None:
     """From now on PermissionError for what a solution has no business to do."""
     inside = os.path.realpath(folder)
 
-    def within(path: object) -> bool:
+    def within(path: object, folder: int = -1) -> bool:
         if isinstance(path, int) or path is None:
             return True
-        real = os.path.realpath(os.fsdecode(path))  # type: ignore[arg-type]
+        name = os.fsdecode(path)  # type: ignore[arg-type]
+        real = os.path.realpath(name if folder < 0 else f"/proc/self/fd/{folder}/{name}")
         return real == os.devnull or os.path.commonpath([real, inside]) == inside
+
+    def check_open(path: object, flags: object) -> None:
+        if within(path):
+            return
+        if isinstance(flags, int) and flags & _WRITING:
+            raise PermissionError("writing outside of the working folder is forbidden to evaluated code")
+        if os.path.isdir(path):  # type: ignore[arg-type]
+            raise PermissionError(
+                "holding a folder open, relative to which files can be written, is forbidden"
+            )
+
+    def check_change(event: str, args: tuple) -> None:
+        number = _DIR_FDS[event]
+        folders = args[len(args) - number :] or (-1,)
+        paths = [path for path in args[: len(args) - number] if isinstance(path, (str, bytes))]
+        if not all(within(path, folder) for path in paths for folder in folders):
+            raise PermissionError(f"{event} outside of the working folder is forbidden to evaluated code")
 
     def hook(event: str, args: tuple) -> None:
         if event.startswith(_FORBIDDEN):
             raise PermissionError(f"{event} is forbidden to evaluated code")
-        if event == "open" and isinstance(args[2], int) and args[2] & _WRITING and not within(args[0]):
-            raise PermissionError("writing outside of the working folder is forbidden to evaluated code")
-        if event in _FILES and not all(within(path) for path in args if isinstance(path, (str, bytes))):
-            raise PermissionError(f"{event} outside of the working folder is forbidden to evaluated code")
+        if event == "open":
+            check_open(args[0], args[2])
+        elif event in _DIR_FDS:
+            check_change(event, args)
 
     sys.addaudithook(hook)
 
