@@ -1,4 +1,4 @@
-"""Writes the YAML files of RULER: a folder per length, thirteen tasks and two groups in each. Run it after a change:
+"""Writes the YAML files of RULER: a folder per length, thirteen tasks and their groups in each. Run it after a change:
 
 python -m pod.eval.tasks.ruler.make_yaml
 """
@@ -26,9 +26,10 @@ def files() -> dict[Path, str]:
         prefix = "pod_ruler" if name == ANY else f"pod_ruler_{name}"
         for task in TASKS:
             found[FOLDER / name / f"{task}.yaml"] = _task(f"{prefix}_{task}", task, length)
-        found[FOLDER / name / "_group.yaml"] = _group(prefix)
+        found[FOLDER / name / "_group.yaml"] = _group(prefix, [f"{prefix}_{task}" for task in TASKS])
         if name != ANY:
-            found[FOLDER / name / "_by_type.yaml"] = _by_type(prefix)
+            for group, text in _by_type(prefix).items():
+                found[FOLDER / name / f"_{group}.yaml"] = text
     return found
 
 
@@ -68,23 +69,22 @@ metadata:
 """
 
 
-def _group(prefix: str) -> str:
-    members = "\n".join(f"  - {prefix}_{task}" for task in TASKS)
-    return f"group: {prefix}\ntask:\n{members}\n{_GROUP_METRIC}metadata:\n  version: 1.0\n"
+def _group(name: str, members: list[str], average: str = "") -> str:
+    listed = "".join(f"  - {member}\n" for member in members)
+    rules = f"  pod:\n    average: {average}\n" if average else ""
+    return f"group: {name}\ntask:\n{listed}{_GROUP_METRIC}metadata:\n  version: 1.0\n{rules}"
 
 
-def _by_type(prefix: str) -> str:
-    """The mean over the eight kinds of tasks instead of the thirteen tasks, as SimLayerKV's Table 3 has it."""
-    lines = [f"group: {prefix}_by_type", "task:"]
-    metric = "".join(f"    {line}\n" for line in _GROUP_METRIC.splitlines())
-    for kind, tasks in TYPES.items():
-        if len(tasks) == 1:
-            lines.append(f"  - {prefix}_{tasks[0]}")
-            continue
-        lines += [f"  - group: {kind}", "    task:", *(f"      - {prefix}_{task}" for task in tasks)]
-        lines.append(metric.rstrip("\n"))
-    tail = f"{_GROUP_METRIC}metadata:\n  version: 1.0\n  pod:\n    average: members\n"
-    return "\n".join(lines) + "\n" + tail
+def _by_type(prefix: str) -> dict[str, str]:
+    """Groups of the kinds that have several tasks, and one of all kinds: the mean over eight kinds instead of thirteen tasks, as in
+    SimLayerKV's Table 3."""
+    several = {kind: tasks for kind, tasks in TYPES.items() if len(tasks) > 1}
+    found = {
+        kind: _group(f"{prefix}_{kind}", [f"{prefix}_{task}" for task in tasks])
+        for kind, tasks in several.items()
+    }
+    kinds = [f"{prefix}_{kind if kind in several else tasks[0]}" for kind, tasks in TYPES.items()]
+    return found | {"by_type": _group(f"{prefix}_by_type", kinds, "members")}
 
 
 def main() -> None:
