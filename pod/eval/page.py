@@ -197,7 +197,10 @@ def _cell_html(column: str, cell: Cell) -> str:
     small = "".join(
         f"<small{tone if not number else ''}>{html.escape(line)}</small>" for number, line in enumerate(lines)
     )
-    text = f"<span{'' if small else tone}>{html.escape(cell.text)}</span>"
+    name = (
+        html.escape(cell.text).replace("_", "_<wbr>").replace("@", "<wbr>@")
+    )  # where a narrow screen may break it
+    text = f"<span{'' if small else tone}>{name}</span>"
     return f'<td{empty} data-label="{html.escape(column)}"{sort}>{text}{small}</td>'
 
 
@@ -266,7 +269,7 @@ nav a { border: 1px solid #c9d2d6; border-radius: 1rem; padding: .15rem .7rem; f
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; margin: .5rem 0; }
 th, td { padding: .35rem .55rem; border-bottom: 1px solid #dde3e6; text-align: right; vertical-align: top; white-space: nowrap; }
-th { font-weight: 600; border-bottom-width: 2px; vertical-align: bottom; white-space: normal; }
+th { font-weight: 600; border-bottom-width: 2px; vertical-align: bottom; white-space: normal; min-width: 4.2rem; }
 th button { font: inherit; color: inherit; text-align: inherit; background: none; border: 0; padding: 0; cursor: pointer; }
 th[aria-sort] button { text-decoration: underline; } th[aria-sort=ascending] button::after { content: " ↑"; }
 th[aria-sort=descending] button::after { content: " ↓"; }
@@ -279,7 +282,7 @@ table.matrix tr.ours td:first-child { background: #eef7f2; }
 .maps { display: grid; grid-template-columns: repeat(auto-fill, minmax(19rem, 1fr)); gap: .5rem 1.5rem; }
 figure.map { margin: 0; min-width: 0; } figure.map figcaption { font-weight: 600; font-size: .9rem; }
 figure.map table { font-size: .75rem; } figure.map th, figure.map td { padding: .2rem .35rem; text-align: center; border: 1px solid #fff; }
-figure.map td { print-color-adjust: exact; -webkit-print-color-adjust: exact; } figure.map th { font-weight: 400; color: #5b676d; }
+figure.map td { print-color-adjust: exact; -webkit-print-color-adjust: exact; } figure.map th { font-weight: 400; color: #5b676d; min-width: 0; }
 .pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); gap: .5rem 2rem; align-items: end; }
 .pictures > div { max-width: 36rem; } img { display: block; width: 100%; height: auto; margin: .5rem 0; }
 ul { padding-left: 1.2rem; font-size: .9rem; max-width: 60rem; } li { overflow-wrap: anywhere; } .failed { color: #9a1c1c; }

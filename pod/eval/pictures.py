@@ -144,10 +144,9 @@ def score_over_bytes(points: list[dict[str, Any]], y_label: str, higher_is_bette
         families.setdefault(point["family"], []).append(point)
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=(5.2, 4.2), layout="constrained")
-        best = undominated(points, higher_is_better)
-        shares, values = [100 * point["share"] for point in best], [point["value"] for point in best]
+        shifted, best = _side_by_side(points), undominated(points, higher_is_better)
+        shares, values = [100 * shifted[point["label"]] for point in best], [point["value"] for point in best]
         axes.step(shares, values, where="post", color="#8d99ae", linestyle=":", linewidth=1.4, zorder=1)
-        shifted = _side_by_side(points)
         for number, (name, members) in enumerate(families.items()):
             members = sorted(members, key=lambda point: point["share"])
             shares = [100 * shifted[point["label"]] for point in members]

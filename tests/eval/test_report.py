@@ -205,7 +205,7 @@ class Page(HTMLParser):
         self.anchors += [link[1:] for link in links if link.startswith("#")]
         if tag == "img":
             assert attributes["alt"]
-        if tag not in ("img", "meta", "br"):
+        if tag not in ("img", "meta", "br", "wbr"):
             self.open.append(tag)
 
     def handle_endtag(self, tag):

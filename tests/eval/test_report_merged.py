@@ -1,0 +1,340 @@
+"""Several runs as one report: rows, paired comparisons, warnings, files. Result files are made up (tests/eval/synthetic.py)."""
+
+import copy
+import csv
+import io
+import json
+
+import pytest
+from synthetic import LONGBENCH, choices, group, needles, perplexity, result_file, scores, write_runs
+from test_report import Page
+
+from pod.eval import merge as merging
+from pod.eval import pictures, report_notes, report_tables
+from pod.eval.merge import byte_share, combined, compare, merge, paired_samples
+from pod.eval.page import Cell, Notes, Report, Section, Table
+from pod.eval.report import csv_text, main, task_blocks, write_merged
+
+
+def write(folder, **files):
+    """A run's folder from method files."""
+    (folder / "eval").mkdir(parents=True)
+    for name, content in files.items():
+        (folder / "eval" / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+def payload(values, kind="score", **more):
+    """Samples 0, 1, … with these scores."""
+    samples = [{"id": str(i), "score": value, "prompt_hash": f"p{i}"} for i, value in enumerate(values)]
+    part = {
+        "kind": kind,
+        "metric": "m",
+        "higher_is_better": True,
+        "value": sum(values) / len(values),
+        "ci95": None,
+    }
+    return part | {"samples": samples, "skipped": [], "bytes": [], "settings": {}} | more
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory):
+    return write_runs(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def comparison(two_runs):
+    return merge(two_runs)
+
+
+# -- pairs ---------------------------------------------------------------------------------------------------
+
+
+def test_mcnemar_counts_and_difference():
+    own, base = payload([1, 1, 0, 0, 1, 0], "binary"), payload([1, 0, 1, 1, 1, 1], "binary")
+    found = compare(own, base, "full", 100, 0)
+    assert (found.gained, found.lost, found.common, found.relative) == (1, 3, 6, False)
+    assert found.delta == pytest.approx(-2 / 6) and found.p_value == pytest.approx(2 * (1 + 4) / 16)
+
+
+def test_only_samples_of_the_same_prompt_are_paired():
+    own, base = payload([1.0, 0.5, 0.0, 0.2]), payload([0.0, 0.5, 1.0])
+    own["samples"][0]["prompt_hash"] = "templated"
+    pairs, left_out = paired_samples(own, base)
+    assert [mine["id"] for mine, _ in pairs] == ["1", "2"] and left_out == {"another prompt": 1}
+    found = compare(own, base, "full", 100, 0)
+    assert found.delta == pytest.approx(-0.5) and (found.common, found.unpaired) == (2, 1)
+
+
+def test_perplexity_needs_the_same_scored_tokens():
+    own, base = perplexity("pod", 3), perplexity("full", 3)
+    whole = compare(own, base, "full", 50, 0)
+    assert whole.relative and whole.common == 3 and whole.ci95[0] <= whole.delta <= whole.ci95[1]
+    own["samples"][1]["tokens"] = 383
+    part = compare(own, base, "full", 50, 0)
+    assert part.common == 2 and part.left_out == {"another number of scored tokens": 1}
+
+
+def test_groups_are_compared_as_the_mean_of_their_parts():
+    own, base = group("pod-unadapted"), group("full")
+    found = compare(own, base, "full", 200, 0)
+    assert found.delta == pytest.approx(
+        own["value"] - base["value"]
+    )  # 12 and 18 samples: the plain mean would differ
+    for part in (own, base):
+        part["subtasks"]["history"]["weight"], part["subtasks"]["physics"]["weight"] = 0.4, 0.6
+        part["value"] = sum(sample["score"] for sample in part["samples"]) / 30
+    assert compare(own, base, "full", 200, 0).delta == pytest.approx(own["value"] - base["value"])
+
+
+def test_nothing_in_common_is_no_comparison():
+    other = payload([1.0])
+    other["samples"][0]["id"] = "x"
+    assert compare(payload([1.0]), other, "full", 10, 0) is None
+    assert compare(payload([1.0]), payload([1.0], "binary"), "full", 10, 0) is None
+
+
+# -- rows ----------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_two_runs(comparison):
+    labels = [entry.label for entry in comparison.entries]
+    assert labels == [
+        *["full", "pod", "pod-unadapted", "streamingllm"],
+        *["snapkv", "snapkv@12.5%", "snapkv@25%", "snapkv@50%", "razor"],
+    ]
+    budget = comparison.entries[5]
+    base = comparison.base_of(budget, "niah")
+    assert base.label == "full" and base.run is not budget.run  # the same dense model, from the other run
+    assert comparison.against(budget, ("niah",)).common == 60
+
+
+def test_tasks_of_one_method_from_two_runs_become_one_row(tmp_path):
+    first = write(tmp_path / "a", full=result_file("full", {"niah": needles("full")}))
+    second = write(tmp_path / "b", full=result_file("full", {"mmlu": choices("full")}))
+    (row,) = merge([first, second]).entries
+    assert row.label == "full" and list(row.parts) == ["niah", "mmlu"]
+    assert [row.sources[task].label for task in row.parts] == ["a", "b"]
+
+
+@pytest.mark.parametrize("change", ["task", "model", "options"])
+def test_what_does_not_go_together_stays_apart(tmp_path, change):
+    second = result_file("full", {"mmlu": choices("full")})
+    if change == "task":
+        second = result_file("full", {"niah": needles("full")})
+    elif change == "model":
+        second["model"]["path"] = "another/model"
+    else:
+        second["config"]["method_options"] = {"full": {"x": 1}}
+    first = write(tmp_path / "a", full=result_file("full", {"niah": needles("full")}))
+    rows = merge([first, write(tmp_path / "b", full=second)]).entries
+    assert [row.label for row in rows] == ["full · a", "full · b"]
+
+
+def test_each_model_has_its_own_base(tmp_path):
+    files = []
+    for name, path in (("a", "some/model"), ("b", "another/model")):
+        contents = {m: result_file(m, {"niah": needles(m)}, path) for m in ("full", "snapkv")}
+        files.append(write(tmp_path / name, **contents))
+    comparison = merge(files)
+    bases = {row.label: comparison.base_of(row, "niah").label for row in comparison.entries}
+    assert bases == {
+        "full · a": "full · a",
+        "full · b": "full · b",
+        "snapkv · a": "full · a",
+        "snapkv · b": "full · b",
+    }
+    alone = merge(
+        [
+            write(tmp_path / "c", snapkv=result_file("snapkv", {"niah": needles("snapkv")}, "third/model")),
+            *files,
+        ]
+    )
+    stranger = next(row for row in alone.entries if row.run.label == "c")
+    assert alone.base_of(stranger, "niah") is None
+    assert "niah: snapkv · c have no run of full with the same model: no Δ." in report_notes.warnings(alone)
+
+
+def test_bytes_that_are_known_are_filled_in(comparison):
+    rows = {entry.label: entry for entry in comparison.entries}
+    assert byte_share(rows["full"], "perplexity") == 1.0
+    assert byte_share(rows["pod"], "perplexity") == pytest.approx(0.68, abs=1e-6)
+    assert byte_share(rows["snapkv@25%"], "niah") == pytest.approx(0.26, abs=1e-6)
+    unknown = copy.deepcopy(rows["snapkv"])
+    unknown.parts["mmlu"]["bytes"] = [{"length": 512, "bytes": None, "dense_bytes": 99, "pod_bytes": 60}]
+    assert byte_share(unknown, "mmlu") is None
+
+
+# -- tables and notes ----------------------------------------------------------------------------------------
+
+
+def test_suites_and_groups(comparison):
+    found = {column.title: column.tasks for column in report_tables.columns(comparison)}
+    assert list(found) == [
+        *["perplexity", "niah", "mmlu_anatomy", "mmlu"],
+        *["longbench (7 tasks)", "ruler 4k (5 tasks)", "tau_curve"],
+    ]
+    assert found["longbench (7 tasks)"] == tuple(f"pod_longbench_{task}" for task in LONGBENCH)
+    assert report_tables.suite_of("pod_ruler_16k_niah_single_1") == "pod_ruler_16k"
+    assert report_tables.suite_of("pod_infinitebench_128k_passkey") == "pod_infinitebench_128k"
+    whole = (
+        "pod_longbench",
+        "pod_longbench_14",
+        "pod_longbench_16_simlayerkv",
+        "pod_longbench_e",
+        "pod_ruler_4k",
+        "niah",
+    )
+    assert [report_tables.suite_of(name) for name in whole] == [None] * 6
+
+
+def test_the_mean_of_a_suite_weighs_tasks_equally(comparison):
+    tasks = tuple(f"pod_longbench_{task}" for task in LONGBENCH)
+    pod = next(entry for entry in comparison.entries if entry.label == "pod")
+    full = comparison.base_of(pod, tasks[0])
+    mean = sum(pod.parts[task]["value"] for task in tasks) / 7
+    assert combined(pod, tasks)["value"] == pytest.approx(mean)
+    against = comparison.against(pod, tasks)  # gov_report has 27 samples, the others 30
+    assert against.delta == pytest.approx(mean - sum(full.parts[task]["value"] for task in tasks) / 7)
+    assert combined(comparison.entries[5], tasks) is None  # lacks narrativeqa
+
+
+def test_warnings_say_what_cannot_be_compared(comparison):
+    lines = "\n".join(report_notes.warnings(comparison))
+    assert "pod_longbench_trec: 30 of 30 samples had different prompts in different rows" in lines
+    assert "pod_longbench_trec: the runs differ in chat_template (run_a: False, run_b: True)." in lines
+    assert (
+        "pod_longbench_trec: snapkv@12.5%, snapkv@25%, snapkv@50% share no sample of the same prompt with full: no Δ."
+        in lines
+    )
+    assert (
+        "pod_longbench_gov_report: snapkv@12.5%, snapkv@25%, snapkv@50% share 27 samples with full, 3 are on one side"
+        in lines
+    )
+    assert "qasper" not in lines and "niah" not in lines
+
+
+def test_partly_shared_samples_are_said(tmp_path):
+    less = scores("snapkv", "qasper", 12)
+    contents = {
+        "full": result_file("full", {"t": scores("full", "qasper", 10)}),
+        "snapkv": result_file("snapkv", {"t": less}),
+    }
+    lines = report_notes.warnings(merge([write(tmp_path, **contents)]))
+    assert lines == ["t: snapkv share 10 samples with full, 2 are on one side only."]
+
+
+def test_skipped_refused_and_failed_are_counted(comparison):
+    skipped = report_notes.skipped_lines(comparison)
+    assert "pod, pod_longbench_gov_report: 3 samples of 30 skipped: longer than the model reads" in skipped
+    assert "razor, tau_curve: not run: razor has no gate: only PoD methods skip distant tokens" in skipped
+    assert report_notes.failed_lines(comparison) == ["streamingllm: mmlu: out of memory"]
+    assert "9 methods on 17 tasks" in report_notes.headline(comparison)
+    rows = {row[0].text: row for row in report_tables.overview(comparison).rows}
+    at = report_tables.overview(comparison).columns.index
+    assert rows["streamingllm"][at("mmlu")] == Cell("failed", tone="failed")
+    assert rows["razor"][at("tau_curve")].text == "not run"
+
+
+def test_files_of_another_schema_are_named(tmp_path):
+    old = result_file("h2o", {"niah": needles("h2o")}) | {"schema": 1}
+    folder = write(tmp_path, full=result_file("full", {"niah": needles("full")}), h2o=old)
+    lines = report_notes.warnings(merge([folder]))
+    assert lines == [f"{tmp_path.name}: h2o.json has schema 1, this report reads 2: measure again"]
+
+
+def test_binary_tone_follows_mcnemar_and_scores_their_interval():
+    better = merging.Against("full", False, 0.2, [0.1, 0.3], 10, 0, {})
+    up, down = {"higher_is_better": True}, {"higher_is_better": False}
+    assert report_tables.tone_of(up, better) == "better" and report_tables.tone_of(down, better) == "worse"
+    unclear = merging.Against("full", False, 0.2, [0.1, 0.3], 10, 0, {}, 4, 0, 0.125)
+    assert report_tables.tone_of(up, unclear) == ""
+    zero = merging.Against("full", False, 0.2, [-0.1, 0.3], 10, 0, {})
+    assert report_tables.tone_of(up, zero) == ""
+
+
+def test_heat_map_cells(comparison):
+    maps = report_tables.heat_maps(comparison, "niah")
+    assert (
+        len(maps) == 9 and maps[0].columns == ["1,024", "2,048", "4,096", "8,192"] and len(maps[0].rows) == 5
+    )
+    stream = next(found for found in maps if found.title == "streamingllm")
+    part = next(entry for entry in comparison.entries if entry.label == "streamingllm").parts["niah"]
+    cell = next(cell for cell in part["cells"] if (cell["length"], cell["depth"]) == (8192, 0.5))
+    assert stream.shares[2][3] == cell["value"] and stream.texts[2][3] == f"{100 * cell['value']:.0f}"
+
+
+def test_undominated_points():
+    points = [
+        {"label": name, "share": share, "value": value}
+        for name, share, value in [
+            ("a", 1.0, 50),
+            ("b", 0.5, 49),
+            ("c", 0.6, 48),
+            ("d", 0.2, 30),
+            ("e", 0.5, 40),
+        ]
+    ]
+    assert [point["label"] for point in pictures.undominated(points, True)] == ["d", "b", "a"]
+    assert [point["label"] for point in pictures.undominated(points, False)] == ["d"]
+
+
+def test_payloads_may_bring_curves_and_tables(comparison):
+    titles = [block.title for block in task_blocks(comparison, "tau_curve") if getattr(block, "title", "")]
+    assert "Score by gate threshold" in titles and "5 tables of the methods" in titles
+    entry = copy.copy(comparison.entries[0])
+    entry.parts = {"t": {"rows": [{"a": 1, "b": None}], "columns": {"a": "batch", "b": "share"}}}
+    (table,) = report_tables.extra_tables(entry, "t")
+    assert table.columns == ["batch", "share"] and [cell.text for cell in table.rows[0]] == ["1", "–"]
+
+
+# -- files ---------------------------------------------------------------------------------------------------
+
+
+def test_merged_report_is_one_whole_page(two_runs, tmp_path):
+    text = write_merged(two_runs, tmp_path / "out").read_text()
+    page = Page(text)
+    assert not page.open and all(source.startswith("data:image/") for source in page.sources)
+    assert page.titles[0] == "Methods at equal bytes" and "Read with care" in page.titles
+    assert "SimLayerKV, Table 1: LLaMA3-8B-Instruct" in text
+    assert (tmp_path / "out" / "report.md").read_text().count("\n## ") == len(page.titles)
+    rows = list(csv.DictReader((tmp_path / "out" / "report.csv").open()))
+    assert (
+        len(rows) == 6 * 16 + 6 - 1 + 3 * 7 + 1
+    )  # six methods, tau_curve, one failed, three budgets, one refused
+
+
+def test_csv_has_what_the_page_says(comparison):
+    rows = {(row["row"], row["task"]): row for row in csv.DictReader(io.StringIO(csv_text(comparison)))}
+    snap = rows["snapkv@25%", "niah"]
+    assert snap["base"] == "full" and float(snap["byte_share"]) == pytest.approx(0.26, abs=1e-6)
+    assert float(snap["delta"]) == pytest.approx((int(snap["gained"]) - int(snap["lost"])) / 60)
+    assert snap["runs"] == "run_b" and snap["delta_kind"] == "difference" and snap["budget_tokens"] == "2129"
+    assert rows["streamingllm", "mmlu"]["reason"] == "out of memory"
+    assert rows["razor", "tau_curve"]["status"] == "not run"
+
+
+def test_command_line(two_runs, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("pod.eval.report.write_merged", lambda *arguments: arguments)
+    assert main([str(two_runs[0]), "--out", str(tmp_path / "r"), "--model", "LLaMA3-8B-32K"]) == 0
+    assert "LLaMA3-8B-32K" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert main([str(tmp_path), "--out", str(tmp_path / "r")]) == 2
+    error = capsys.readouterr().err
+    assert error == f"error: {tmp_path} holds no evaluation results: run launch/run_eval.py first\n"
+
+
+def test_page_escapes_and_sorts():
+    table = Table(
+        ["a_b", "n"], [[Cell("<i>"), Cell("1", sort=1.0)], [Cell("x|y"), Cell("–")], [Cell("z"), Cell("2")]]
+    )
+    report = Report("t", "<lead>", ["o"], [Section("s", [table, Notes(["n & m"])]), Section("empty", [])])
+    text, markdown = report.html(), report.markdown()
+    assert (
+        "&lt;i&gt;" in text
+        and "&lt;lead&gt;" in text
+        and "n &amp; m" in text
+        and "empty" not in text + markdown
+    )
+    assert 'data-sort="1"' in text and 'class="matrix sort"' in text and "| x\\|y | – |" in markdown
+    Page(text)
