@@ -209,6 +209,12 @@ def curves(method):
     return {**payload, "curves": [line | {"reference": 45.0}], "tables": [table]}
 
 
+def payload_of(values):
+    """A scored task with these scores and nothing else."""
+    samples = [{"id": str(i), "score": value, "prompt_hash": f"p{i}"} for i, value in enumerate(values)]
+    return scored_payload("score", "m", samples, resamples=20, seed=0)
+
+
 def result_file(method, parts, path="meta-llama/Meta-Llama-3-8B-Instruct", **more):
     """A method's file. parts: payloads by task."""
     adapted = method == "pod"
