@@ -30,7 +30,7 @@ def _closed(scorer: str, kind: str = "binary", more: tuple[str, ...] = (), **rul
     return LEvalTask("Exam", scorer, ("exact_match", *more), kind, **rules)
 
 
-_F1 = LEvalTask("Generation", "f1", ("f1",))
+_F1 = LEvalTask("Generation", "f1", ("qa_f1",))
 _ROUGE = LEvalTask("Generation", "rouge", ("rougeL", "rouge1", "rouge2"))
 CLOSED = {
     "coursera": _closed("several_letters", "score"),

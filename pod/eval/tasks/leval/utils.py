@@ -98,7 +98,7 @@ def judgement(doc: dict[str, Any], results: list[str]) -> Scores:
 def f1(doc: dict[str, Any], results: list[str]) -> Scores:
     """Open-ended questions."""
     value = metrics.f1(results[0], doc["target"])
-    return {"f1": value, "score": value}
+    return {"qa_f1": value, "score": value}
 
 
 def rouge(doc: dict[str, Any], results: list[str]) -> Scores:
