@@ -123,3 +123,45 @@ def test_meter_restarts(dense_model):
         torch.zeros(10)
         assert meter.peak == 440
     assert len(kept) == 100
+
+
+class Allocator:
+    """What torch.cuda tells of an allocator: bytes now and their peak."""
+
+    def __init__(self, monkeypatch, held: int):
+        self.now = self.peak = held
+        for name, answer in (
+            ("synchronize", lambda device=None: None),
+            ("memory_allocated", lambda device=None: self.now),
+            ("max_memory_allocated", lambda device=None: self.peak),
+            ("reset_peak_memory_stats", lambda device=None: setattr(self, "peak", self.now)),
+        ):
+            monkeypatch.setattr(torch.cuda, name, answer)
+
+    def take(self, size: int) -> None:
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+class OnGpu:
+    """A model that says it is on a GPU."""
+
+    def parameters(self):
+        yield type("Weight", (), {"device": torch.device("cuda")})
+
+
+def test_meter_asks_the_allocator_on_a_gpu(monkeypatch):
+    """An imitation: what others hold does not count, each stretch has its own peak, and a limit is of bytes beyond theirs."""
+    allocator = Allocator(monkeypatch, held=1000)
+    with Meter(OnGpu()) as meter:
+        allocator.take(500)
+        allocator.take(-400)
+        assert meter.restart() == 500
+        allocator.take(50)
+        assert meter.peak == 150
+    with Meter(OnGpu(), limit=400) as meter:
+        allocator.take(400)
+        assert meter.restart() == 400
+        allocator.take(1)
+        with pytest.raises(MemoryError, match="401 bytes where 400 are allowed"):
+            meter.restart()
