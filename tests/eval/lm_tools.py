@@ -116,5 +116,5 @@ def generations(new_tokens: int = 6) -> list[Instance]:
 
 def texts() -> list[Instance]:
     return [
-        instance("loglikelihood_rolling", (text(40 + doc, 8 + 7 * doc),), doc, task="r") for doc in range(2)
+        instance("loglikelihood_rolling", (text(40 + doc, 6 + 5 * doc),), doc, task="r") for doc in range(2)
     ]

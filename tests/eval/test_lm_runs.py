@@ -1,0 +1,249 @@
+"""The model class in whole runs: ranks, the journal, lm-eval's command line and its --use_cache."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import lm_tools
+import pytest
+import torch
+import worker_lm
+from lm_eval.api.model import CachingLM
+
+from pod.eval.journal import Journal
+from pod.eval.lm import PodLM, task_rule
+from pod.eval.lm_caches import MethodCaches
+from pod.eval.lm_cli import arguments, main
+from pod.eval.ranks import Ranks
+from pod.models import resolve_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_two_ranks_equal_one_bit_for_bit(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    outer = os.environ | {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests/eval'}",
+    }
+    command = [sys.executable, str(ROOT / "tests/eval/worker_lm.py"), str(tmp_path / "found"), "snapkv"]
+    ranks = [
+        subprocess.Popen(command, env=outer | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    first, second = (json.loads((tmp_path / f"found.{rank}").read_text()) for rank in range(2))
+    assert first == second
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # bits of float32 depend on it
+    try:
+        assert worker_lm.answer("snapkv") == first
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("spec", ["full", "snapkv"])
+def test_a_journal_gives_the_answers_back_and_computes_nothing_twice(spec, tmp_path, monkeypatch):
+    """Stopped in the third batch and started again: the same bits, every batch computed once."""
+    wanted = worker_lm.answer(spec)
+    computed = []
+
+    def count(name, stop_at=None):
+        original = getattr(PodLM, name)
+
+        def counted(self, encoded, batch):
+            if len(computed) == stop_at:
+                raise KeyboardInterrupt
+            computed.append(name)
+            return original(self, encoded, batch)
+
+        return counted
+
+    names = ("_forward", "_decode", "_generate")
+    with monkeypatch.context() as patch:
+        for name in names:
+            patch.setattr(PodLM, name, count(name, stop_at=2))
+        with pytest.raises(KeyboardInterrupt):
+            worker_lm.answer(spec, journal=Journal(tmp_path, spec, "t", "f" * 16, Ranks()))
+    assert len(computed) == 2
+    with monkeypatch.context() as patch:
+        for name in names:
+            patch.setattr(PodLM, name, count(name))
+        found = worker_lm.answer(spec, journal=Journal(tmp_path, spec, "t", "f" * 16, Ranks()))
+    assert found == wanted
+    total = len(computed)
+    again = worker_lm.answer(spec, journal=Journal(tmp_path, spec, "t", "f" * 16, Ranks()))
+    assert again == wanted and len(computed) == total
+
+
+def test_records_say_what_was_read_and_held():
+    lm = lm_tools.around("snapkv", batch_size=3)
+    requests = lm_tools.generations()
+    lm.generate_until(requests)
+    records = lm.records_of(requests)
+    assert [record["prompt_tokens"] for record in records] == [35, 45, 55, 65]
+    assert len({record["prompt_hash"] for record in records}) == 4
+    assert {record["budget_tokens"] for record in records} == {20}
+    per_token = 2 * 4 * 2 * 16 * 8  # K and V, layers, KV heads, head_dim, float64
+    for record in records:
+        kept = record["bytes"] / per_token
+        assert 20 <= kept <= 20 + 6 + 3, kept  # budget, new tokens, bookkeeping
+        assert record["held_tokens"] <= 65 + 5
+    full = lm_tools.around("full", batch_size=1)
+    full.generate_until(requests[:1])
+    assert full.records_of(requests[:1])[0]["held_tokens"] == 35 + 5
+    scored = lm_tools.around("full", one_shot=True)
+    scored.loglikelihood(lm_tools.choices())
+    assert {record["bytes"] for record in scored.records.values()} == {None}
+
+
+def make(**arguments):
+    return PodLM(str(resolve_model("package:tiny")), dtype="float64", **arguments)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    lm_tools.PLAN.save(path)
+    return str(path)
+
+
+def test_model_arguments_make_the_method(plan):
+    """As in --model_args; budgets in tokens, shares and PoD's bytes."""
+    found = make(method="snapkv", budget=20, window=6).loglikelihood(lm_tools.choices())
+    assert found == lm_tools.around("snapkv").loglikelihood(lm_tools.choices())
+    assert make().loglikelihood(lm_tools.choices()) == lm_tools.around(one_shot=True).loglikelihood(
+        lm_tools.choices()
+    )
+    assert make(method="snapkv", budget="25%", window=4).make_cache(64, 2)[1] == 16
+    windows = {"plan": plan, "num_sink_tokens": 4, "num_recent_tokens": 12}
+    pod_lm = make(method="pod", **windows)
+    assert pod_lm.one_shot and pod_lm.model.config.own_method == "pod"
+    assert pod_lm.loglikelihood(lm_tools.choices()) == lm_tools.around("pod", one_shot=True).loglikelihood(
+        lm_tools.choices()
+    )
+    # 4 of 8 (layer, head) pairs do not lead: they hold 16 of 128 keys, so PoD holds 128 - 112 * 4 / 16 = 100 tokens' bytes, and bookkeeping
+    equal = make(method="streamingllm", budget="pod", **windows)
+    assert not equal.one_shot and equal.model.config.own_method == "full"
+    assert equal.make_cache(128, 4)[1] == 101
+    assert not make(method="pod", tau=0.7, **windows).one_shot  # the gate skip is no part of one forward
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"method": "snapvk", "budget": 9}, "unknown method 'snapvk'; did you mean 'snapkv'"),
+        ({"method": "snapkv"}, "method 'snapkv' needs a budget: budget=1024"),
+        ({"method": "snapkv", "budget": 20}, "must exceed window = 32"),
+        ({"method": "snapkv", "budget": "pod"}, "budget=pod needs plan=PLAN.json"),
+        ({"method": "snapkv", "budget": "many"}, "after @ stands a budget"),
+        ({"method": "full", "budget": 9}, "takes no budget"),
+        ({"method": "snapkv@99", "budget": 9}, "has its budget behind the @"),
+        ({"method": "snapkv", "budget": 99, "widnow": 4}, "widnow"),
+        ({"batch_size": "auto"}, "batch_size = 'auto': a number"),
+        ({"too_long": "cut"}, "too_long = 'cut'"),
+        ({"device": "cpu", "max_length": 1}, "max_length = 1"),
+    ],
+)
+def test_wrong_model_arguments_are_one_line(arguments, message):
+    with pytest.raises(ValueError, match=message) as error:
+        make(**arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_use_cache_is_never_shared(tmp_path):
+    """lm-eval's keys name the prompt only: a second method must not read the first one's answers."""
+    path = str(tmp_path / "answers.db")
+    requests = lm_tools.choices()[:2]
+    first = CachingLM(make(method="snapkv", budget=20, window=6), path)
+    answers = first.loglikelihood(requests)
+    again = CachingLM(make(method="snapkv", budget=20, window=6), path)
+    again.lm._score = None  # nothing is computed
+    assert again.loglikelihood(requests) == answers
+    for other in ({"method": "snapkv", "budget": 30, "window": 6}, {}):
+        with pytest.raises(ValueError, match="come from another method, budget or model"):
+            CachingLM(make(**other), path)
+    with pytest.raises(ValueError, match="leave it out"):
+        CachingLM(lm_tools.around(), str(tmp_path / "other.db"))
+
+
+def test_arguments_of_the_command_line():
+    given = arguments(["--tasks", "arc_easy", "--output_path", "out", "--log_samples", "-L", "2"])
+    assert given[:3] == ["run", "--tasks", "arc_easy"] and given[-4:-1] == [
+        "--model",
+        "pod",
+        "--include_path",
+    ]
+    assert "--model" not in arguments(["run", "-M", "hf"])
+    assert arguments(["ls", "tasks"]) == ["ls", "tasks"]
+    others = arguments(
+        ["--tasks", "arc_easy", "--output_path", "out", "--log_samples", "-L", "2"], first=False
+    )
+    assert others[:5] == ["run", "--tasks", "arc_easy", "-L", "2"] and "out" not in others
+
+
+def test_rules_of_our_tasks_hold_on_the_command_line_too():
+    rule = task_rule("pod_longbench_qasper")
+    assert (rule.truncation, rule.chat_template) == ("middle", True)
+    assert task_rule("arc_easy").chat_template is False
+
+
+def test_command_line_runs_a_task_of_ours(tmp_path):
+    model = f"pretrained={resolve_model('package:tiny')},method=snapkv,budget=25%,window=4"
+    options = f"--tasks pod_longbench_qasper --limit 1 --gen_kwargs max_gen_toks=4 --output_path {tmp_path}/out --log_samples"
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "launch/run_eval.py"),
+            "lm-eval",
+            "--model_args",
+            model,
+            *options.split(),
+        ],
+        env=os.environ
+        | {"POD_EVAL_DATA": str(ROOT / "tests/eval/data"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "|pod_longbench_qasper|" in done.stdout
+    results = json.loads(next((tmp_path / "out").rglob("results_*.json")).read_text())
+    assert results["config"]["pod"]["method"] == "snapkv@25%"
+
+
+def test_command_line_ends_with_one_line(monkeypatch, capsys):
+    def refuse():
+        make(method="snapkv", budget=99, widnow=4)
+
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", refuse)
+    with pytest.raises(SystemExit) as end:
+        main(["--tasks", "arc_easy"])
+    assert end.value.code == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("error: ") and "widnow" in last
+
+
+def test_pod_bytes_are_measured_for_all_lengths_at_once(monkeypatch):
+    model, reference = lm_tools.model(), lm_tools.model("pod")
+    caches = MethodCaches(model, "h2o", "pod", reference, {"num_recent_tokens": 6})
+    lm = PodLM.around(model, lm_tools.tokenizer(), caches, batch_size=3)
+    prepared = []
+    original = MethodCaches.prepare
+    monkeypatch.setattr(
+        MethodCaches, "prepare", lambda self, lengths: prepared.append(lengths) or original(self, lengths)
+    )
+    lm.loglikelihood(lm_tools.choices())
+    assert prepared == [[64, 128]]
+    budgets = {record["budget_tokens"] for record in lm.records.values()}
+    assert len(budgets) == 2 and max(budgets) < 128

@@ -1,0 +1,28 @@
+"""A rank of the model class: answers every kind of request and writes what it knows as JSON. Arguments: file, method."""
+
+import json
+import sys
+from pathlib import Path
+
+import lm_tools
+
+from pod.eval.lm_requests import Rule
+from pod.eval.ranks import Ranks
+
+
+def answer(spec: str, ranks: Ranks | None = None, journal=None) -> dict:
+    lm = lm_tools.around(spec, dtype="float32", batch_size=3, ranks=ranks, one_shot=spec == "full")
+    with lm.rules(Rule(), journal):
+        found = {
+            "loglikelihood": lm.loglikelihood(lm_tools.choices()),
+            "rolling": lm.loglikelihood_rolling(lm_tools.texts()),
+            "generate": lm.generate_until(lm_tools.generations()),
+        }
+    return json.loads(json.dumps(found | {"records": lm.records}))
+
+
+if __name__ == "__main__":
+    ranks = Ranks()
+    found = answer(sys.argv[2], ranks)
+    Path(f"{sys.argv[1]}.{ranks.rank}").write_text(json.dumps(found), encoding="utf-8")
+    ranks.close()
