@@ -61,15 +61,13 @@ class Leaf:
     def count_tokens(self, encoded: list[Any], batch_size: int) -> None:
         """Count what one forward per request and what the decode path read of the encoded requests."""
         contexts = {(item.unit, item.context): len(item.context) for item in encoded}
-        fed = [
-            item.new_tokens if item.kind == "generate_until" else len(item.continuation) for item in encoded
-        ]
         scored = sum(len(item.context) + len(item.continuation) for item in encoded if not item.new_tokens)
-        generated = sum(item.new_tokens for item in encoded if item.new_tokens)
         prompts = sum(len(item.context) for item in encoded if item.new_tokens)
+        generated = [item.new_tokens for item in encoded if item.new_tokens]
+        choices = [len(item.continuation) for item in encoded if not item.new_tokens]
         self._tokens = {
-            False: (sum(contexts.values()), -(-sum(fed) // batch_size)),
-            True: (scored + prompts, -(-generated // batch_size)),
+            False: (sum(contexts.values()), _steps(generated, batch_size) + _steps(choices, batch_size)),
+            True: (scored + prompts, _steps(generated, batch_size)),
         }
 
     def counts(self, one_shot: bool) -> tuple[int, int]:
@@ -90,6 +88,11 @@ class Leaf:
             "repeats": config.repeats,
             "code": _code_of(config.metadata),
         }
+
+
+def _steps(fed: list[int], batch_size: int) -> int:
+    """Decode steps of batches of like rows, each as long as its longest."""
+    return sum(sorted(fed, reverse=True)[::batch_size])
 
 
 def _code_of(metadata: Any) -> str | None:

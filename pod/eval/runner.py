@@ -199,7 +199,7 @@ def _evaluate(run: Evaluation) -> dict[str, dict]:
     for name, parts in pending.items():
         for part in parts:
             run.check_caches(find_method(name), run.tasks[part])
-    if SPEED_RUN in recipe.eval.tasks:
+    if SPEED_RUN in recipe.eval.tasks and not _speed_is_known(run):
         check_speed(run)
     for name, result in results.items():
         error = _measure_method(run, find_method(name), result, pending[name])
@@ -215,6 +215,11 @@ def _evaluate(run: Evaluation) -> dict[str, dict]:
             f"{len(errors)} of {len(results)} methods failed ({what}); the others are in {recipe.eval_dir}"
         )
     return {name: result.content for name, result in results.items()}
+
+
+def _speed_is_known(run: Evaluation) -> bool:
+    results = RunResults(run.recipe.eval_dir / f"{SPEED_RUN}.json", SPEED_RUN, {}, writes=False)
+    return run.args.reuse and results.finished(SPEED_RUN, run.speed_fingerprint())
 
 
 def _method_results(run: Evaluation, method: Method) -> RunResults:

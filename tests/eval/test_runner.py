@@ -11,7 +11,9 @@ import torch
 
 import pod
 from pod.eval import runner
+from pod.eval.estimate import estimate
 from pod.eval.summary import summarise
+from pod.eval.task_list import list_tasks
 from pod.modeling.methods.streamingllm import StreamingLayer
 from pod.models import resolve_model
 from pod.recipe import load_recipe
@@ -240,18 +242,45 @@ def test_methods_with_budget_need_a_plan(place, tmp_path):
         runner.evaluate(recipe, log=lambda line: None)
 
 
-def test_budget_below_a_methods_minimum_is_refused_before_any_computation(place, tmp_path):
+def test_budget_below_a_methods_minimum_is_refused_before_any_computation(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "pod.eval.perplexity.score_by_decode", lambda *a, **k: pytest.fail("computation began")
+    )
+    changes = {"eval.tasks": ["perplexity"], "eval.methods": ["full", "snapkv@20"]}
+    recipe = recipe_of(place, output_dir=str(tmp_path), **changes)
+    with pytest.raises(
+        ValueError, match=r"snapkv@20 cannot do perplexity at 255 tokens.*budget = 20 must exceed window = 32"
+    ):
+        runner.evaluate(recipe, log=lambda line: None)
+    assert not (tmp_path / "eval").exists()
+
+
+def test_nothing_is_dropped_where_pod_drops_nothing(place, tmp_path):
+    """Below n_s + n_r tokens PoD holds everything, and so does a method whose window is longer than the prompt."""
     changes = {
         "eval.text_length": 36,
         "eval.min_context": 20,
         "eval.tasks": ["perplexity"],
-        "eval.methods": ["snapkv"],
+        "eval.methods": ["full", "snapkv", "pyramidkv"],
+        "model.plan": str(place / "out/plan/plan.json"),
     }
-    recipe = recipe_of(
-        place, output_dir=str(tmp_path), **{"model.plan": str(place / "out/plan/plan.json")}, **changes
+    recipe = recipe_of(place, output_dir=str(tmp_path), **changes)
+    results = runner.evaluate(recipe, log=lambda line: None)
+    totals = {name: results[name]["parts"]["perplexity"]["total"]["mean_nll"] for name in results}
+    assert totals["snapkv"] == pytest.approx(totals["full"], rel=1e-6)
+    assert totals["pyramidkv"] == pytest.approx(totals["full"], rel=1e-6)
+    assert results["snapkv"]["parts"]["perplexity"]["bytes"][-1]["budget_tokens"] == 35
+
+
+def test_a_method_that_cannot_run_the_model_is_refused_before_any_computation(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "pod.eval.perplexity.score_by_forward", lambda *a, **k: pytest.fail("computation began")
     )
-    with pytest.raises(ValueError, match=r"snapkv: budget = \d+ must exceed window = 32"):
+    changes = {"eval.tasks": ["perplexity"], "eval.methods": ["full", "razor"]}
+    recipe = recipe_of(place, output_dir=str(tmp_path), **changes)
+    with pytest.raises(ValueError, match=r"razor cannot do perplexity: .*heads") as caught:
         runner.evaluate(recipe, log=lambda line: None)
+    assert "\n" not in str(caught.value)
 
 
 def test_summary_rows(finished):
@@ -266,20 +295,41 @@ def test_summary_rows(finished):
 
 
 def test_command_line(place, tmp_path):
-    """The launcher from another folder: an unknown method is one line and exit code 2; --dry-run estimates."""
-    command = [sys.executable, str(ROOT / "launch" / "run_eval.py"), "--methods"]
-    wrong = subprocess.run(
-        [*command, "full,snapk"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
+    """The launcher from another folder: unknown names are one line and exit code 2; --dry-run estimates, also tasks of lm-eval."""
+
+    def launch(*arguments):
+        command = [sys.executable, str(ROOT / "launch" / "run_eval.py"), *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+
+    wrong = launch("--methods", "full,snapk")
     assert wrong.returncode == 2
     assert wrong.stderr.strip().count("\n") == 0 and "did you mean 'snapkv'" in wrong.stderr
-    dry = subprocess.run(
-        [*command, "full,snapkv", "--dry-run"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    dry = launch("--methods", "full,snapkv", "--dry-run")
     assert dry.returncode == 0 and "decode steps" in dry.stdout, dry.stderr
+    dry = launch("--methods", "full", "--tasks", "pod_longbench_trec", "--limit", "1", "--dry-run", *TINY)
+    assert dry.returncode == 0 and "64 decode steps" in dry.stdout, dry.stdout + dry.stderr
+    wrong = launch("--tasks", "pod_longbench_tric", "--dry-run")
+    assert wrong.returncode == 2 and "did you mean 'pod_longbench_trec'" in wrong.stderr
     assert not list(tmp_path.iterdir())
+
+
+TINY = ["--set", "model.path=package:tiny", "--data-dir", str(Path(__file__).parent / "data")]
+
+
+def test_an_estimate_says_what_stands_in_the_way(place, tmp_path):
+    recipe = recipe_of(place, **{"eval.tasks": ["perplexity", "arc_easy"], "eval.data_dir": str(tmp_path)})
+    text = estimate(recipe)
+    assert (
+        "Not counted: arc_easy. As things are, the evaluation would end with: data of arc_easy: no file in"
+        in text
+    )
+    assert "  full " in text and "prompt tokens" in text
+
+
+def test_list_of_tasks_names_options_suites_and_defaults():
+    text = list_tasks()
+    assert (
+        "  niah: needle in a haystack" in text and "    samples (int, default 1): prompts per length" in text
+    )
+    assert "pod_longbench_14" in text and "    num_fewshot (int or null, default null)" in text
+    assert "  efficiency: " in text and "max_batch (list of " in text
