@@ -6,6 +6,7 @@ python-Levenshtein, as its requirements say) and Python 3.11, on tests/eval/data
 
 import hashlib
 import json
+import os
 import random
 from pathlib import Path
 
@@ -130,6 +131,27 @@ def test_length_groups_equal_the_official_result(recorded, task):
     means = tuple(round(100 * sum(values) / len(values), 2) for values in groups.values())
     assert means == RESULT_E[task]
     assert sum(map(len, groups.values())) == len(recorded[task])
+
+
+@pytest.mark.skipif("POD_LONGBENCH_PRED" not in os.environ, reason="POD_LONGBENCH_PRED names no predictions")
+def test_scores_equal_a_result_that_somebody_published():
+    """A folder pred/<model> or pred_e/<model> of the official scripts, with its result.json.
+
+    Equal so far: github.com/viridisGreen/LongBench at eaae805 (pred/llama2-7b-chat-4k, 21 tasks, 4,750 answers) and
+    github.com/dreaming-panda/MagicPiG at 8666d53 (pred_e/llama2-7b-chat-4k-original, 13 tasks, 3,668 answers).
+    """
+    folder = Path(os.environ["POD_LONGBENCH_PRED"])
+    result = json.loads((folder / "result.json").read_text())
+    for task, expected in result.items():
+        suffix = "_e" if isinstance(expected, dict) else ""
+        groups = {"score_0_4k": [], "score_4_8k": [], "score_8k": []} if suffix else {"score": []}
+        for line in (folder / f"{task}.jsonl").read_text(encoding="utf-8").split("\n"):
+            row = json.loads(line) if line else None
+            for name, value in scores(task, row, suffix).items() if row else ():
+                if name in groups:
+                    groups[name].append(value)
+        means = [round(100 * sum(values) / len(values), 2) for values in groups.values()]
+        assert means == (list(expected.values()) if suffix else [expected]), task
 
 
 def test_edit_similarity_equals_fuzzywuzzy_with_and_without_levenshtein():
