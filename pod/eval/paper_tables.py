@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pod.eval.merge import Comparison, Entry, Run, base_name, byte_share
-from pod.eval.page import Block, Cell, Notes, Table
+from pod.eval.page import Block, Cell, Fold, Notes, Table
 from pod.eval.report_tables import NONE, speed_of
 from pod.eval.summary import BASE
 
@@ -58,6 +58,7 @@ _MEMBERS = {
         "qa": ("qa_1", "qa_2"),
     },
 }
+_OPEN_ROWS = 12  # longer tables stand behind a line that opens them
 _OURS = re.compile(r"pod_(longbench|leval|infinitebench_\d+k|ruler_\d+k)_(.+)")
 _STANDARD = ("mmlu", "hellaswag", "arc_easy", "arc_challenge", "humaneval")
 
@@ -142,7 +143,8 @@ def blocks(comparison: Comparison, published: list[Published], model: str | None
                     "ours: value",
                     "ours: Δ",
                 ]
-                found.append(Table(heads, body, title))
+                long = len(body) > _OPEN_ROWS
+                found.append(Fold(title, [Table(heads, body)]) if long else Table(heads, body, title))
     if found:
         note = (
             "Prompts, truncation and budgets of the papers differ from ours and from one another: compare the changes against full "
