@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Number
 from pathlib import Path
@@ -146,7 +146,7 @@ def _kind_of(metric: str, task: Any) -> str:
 
 def leaf_payload(
     leaf: Leaf,
-    logged: list[dict[str, Any]],
+    logged: Sequence[Mapping[str, Any]],
     records: Mapping[str, dict[str, Any]],
     *,
     run: "Evaluation",
@@ -195,7 +195,7 @@ def leaf_payload(
     return payload | {"metrics": metrics}
 
 
-def _sample(leaf: Leaf, row: dict[str, Any], asked: list[dict[str, Any]], metric: str) -> dict[str, Any]:
+def _sample(leaf: Leaf, row: Mapping[str, Any], asked: list[dict[str, Any]], metric: str) -> dict[str, Any]:
     value = row[metric]
     score = (
         {"score": float(value)}
@@ -218,7 +218,7 @@ def _sample(leaf: Leaf, row: dict[str, Any], asked: list[dict[str, Any]], metric
     }
 
 
-def _answer(leaf: Leaf, row: dict[str, Any]) -> dict[str, Any]:
+def _answer(leaf: Leaf, row: Mapping[str, Any]) -> dict[str, Any]:
     """What the model said: the text; of choices the likeliest, with all log-likelihoods (nats)."""
     if leaf.task.OUTPUT_TYPE == "generate_until":
         return {"answer": row["resps"][0][0], "filtered": _plain(row["filtered_resps"][0])}
@@ -282,7 +282,7 @@ def _settings(leaf: Leaf, filtered: str | None, samples: list[dict[str, Any]]) -
 
 
 def _other_metrics(
-    leaf: Leaf, rows: list[dict[str, Any]], primary: tuple[str, str | None]
+    leaf: Leaf, rows: Sequence[Mapping[str, Any]], primary: tuple[str, str | None]
 ) -> dict[str, dict[str, Any]]:
     """Every number but the primary one, over the answered samples, as the task aggregates it."""
     values: dict[tuple[str, str], list[Any]] = defaultdict(list)
