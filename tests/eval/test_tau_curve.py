@@ -103,6 +103,7 @@ def test_value_and_curves_are_of_the_chosen_tau(payload):
         s["by_tau"]["0.7"] for s in payload["samples"]
     ]
     assert [curve["x"] for curve in payload["curves"]] == [TAUS] * 3
+    assert [row["setting"] for row in payload["rows"]] == ["exact", "0.0", "0.5", "0.7", "0.95"]
     assert payload["curves"][0]["y"] == [row["saved"] for row in payload["rows"][1:]]
     skipped = [row["skipped"] for row in payload["rows"][1:]]
     assert skipped == sorted(skipped, reverse=True) and skipped[-1] < skipped[1]

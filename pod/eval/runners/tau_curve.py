@@ -24,7 +24,7 @@ from pod.modeling.gate import check_tau
 
 EXACT = "exact"
 COLUMNS = {
-    "tau": "τ",
+    "setting": "τ",
     "perplexity": "perplexity",
     "change": "change",
     "skipped": "query heads that skip",
@@ -251,6 +251,7 @@ class TauCurve(Task):
         found = stats.perplexity_summary(sums, counts, resamples, seed)
         change = stats.paired_change(sums, exact, counts, resamples, seed)
         row = {
+            "setting": label(tau),
             "tau": tau,
             "perplexity": found["perplexity"],
             "ci95": found["ci95"],
@@ -308,4 +309,4 @@ def _curves(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
     if "passkey" in exact:
         curves.append(curve("Passkeys by τ", "passkey", "passkey_ci95", exact["passkey"]))
-    return curves
+    return [curve for curve in curves if None not in curve["y"]]  # nothing is saved where no head follows
