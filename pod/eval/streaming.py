@@ -21,9 +21,13 @@ UNBOUNDED = frozenset({"streamingllm", "lm_infinite"})
 """Specs in which no distance grows with the input, so that it may be longer than what the model was trained on."""
 
 
-def chunk_of(method: Method, chunk_size: int) -> int:
-    """Tokens that a method may take at once behind the prompt."""
-    return chunk_size if method.spec in CHUNKED else 1
+def chunk_of(method: Method, chunk_size: int, options: dict[str, Any]) -> int:
+    """Tokens that a method with these options (`eval.method_options`) may take at once behind the prompt.
+
+    PoD's gate skip (`tau`) is decided when a single token is decoded, so that a layout with options takes single tokens.
+    """
+    exact = method.spec in CHUNKED and not (options and method.spec in ("pod", None))
+    return chunk_size if exact else 1
 
 
 @dataclass(frozen=True)

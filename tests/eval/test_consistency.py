@@ -104,6 +104,18 @@ def test_batch_of_three_predicts_as_alone(place):
     ]
 
 
+def test_gate_skip_is_predicted_token_by_token(place):
+    options = {"method_options": {"pod-unadapted": {"tau": 0.0}}}
+    run = make_run(
+        place, "consistency", ["pod-unadapted"], OPTIONS, eval__method_options=options["method_options"]
+    )
+    plain = make_run(place, "consistency", ["pod-unadapted"], OPTIONS)
+    assert run.tasks["consistency"].token_counts(find_method("pod-unadapted"))[1] == 20
+    skipped, exact = measure(run, "pod-unadapted"), measure(plain, "pod-unadapted")
+    assert skipped["samples"][0]["bytes"] and exact["samples"][0]["bytes"] is None
+    assert [s["score"] for s in skipped["samples"]] != [s["score"] for s in exact["samples"]]
+
+
 def test_what_a_result_depends_on(place):
     prints = set()
     for changes in ({}, {"windows": [16]}, {"restrict": "wa"}, {"predictions": 19}):

@@ -64,6 +64,24 @@ def test_haystack_goes_round_and_samples_begin_elsewhere():
     assert starts[0] == 0 and len(set(starts)) > 3
 
 
+class Joining:
+    """A tokenizer that needs more tokens for a whole prompt than for its parts."""
+
+    def __call__(self, text, add_special_tokens):
+        return {"input_ids": [1] * (len(text) + (len(text) // 200 if add_special_tokens else 0))}
+
+    def decode(self, ids, **options):
+        return "x" * len(ids)
+
+
+def test_whole_prompt_is_counted():
+    frame = haystack.Frame("before ", " after", True)
+    for length in range(300, 500):
+        text = haystack.Haystack(SENTENCES, 0).fitted(Joining(), frame, ["needle."], [0.5], length)
+        assert length - 30 < len(frame.encode(Joining(), text)) <= length
+        assert text.startswith("before Sentence a") and text.endswith(" after") and "\nneedle.\n" in text
+
+
 def test_sentences_are_read_once_as_long_as_needed(tmp_path):
     (tmp_path / "a.txt").write_text("One  is\nhere. Two is!Three asks? v1.5 stays")
     found = haystack.load_sentences([str(tmp_path / "a.txt")], 100, "x")
@@ -107,18 +125,19 @@ def test_statement_score_is_rouge_1_f():
 
 def test_payload_counts_right_answers_per_cell(place, monkeypatch):
     run = make_run(place, "niah", ["full"], options_of(place, needles=2))
-    monkeypatch.setattr(
-        passkey,
-        "answer",
-        lambda model, tokenizer, cache, prompts, new: [
-            " and ".join(p.values) if p.depth == 0 else p.values[p.sample] if p.depth < 1 else "no"
-            for p in prompts
-        ],
-    )
+
+    def answer(model, tokenizer, cache, prompts, new):
+        named = [
+            p.values if p.depth == 0 else p.values[: 1 - p.sample] if p.depth < 1 else () for p in prompts
+        ]
+        return [" and ".join(values) for values in named]
+
+    monkeypatch.setattr(passkey, "answer", answer)
     payload = measure(run, "full")
-    assert (payload["kind"], payload["metric"], payload["value"]) == ("score", "needle recall", 0.5)
-    assert [cell["value"] for cell in payload["cells"]] == [1, 0.5, 0, 1, 0.5, 0]
-    assert payload["cells"][1] == {"length": 330, "depth": 0.5, "value": 0.5, "count": 2}
+    assert (payload["kind"], payload["metric"]) == ("score", "needle recall")
+    assert payload["value"] == pytest.approx((1 + 0.25 + 0) / 3)
+    assert [cell["value"] for cell in payload["cells"]] == [1, 0.25, 0, 1, 0.25, 0]
+    assert payload["cells"][1] == {"length": 330, "depth": 0.5, "value": 0.25, "count": 2}
     assert [s["id"] for s in payload["samples"]][:3] == ["330/0.0/0", "330/0.0/1", "330/0.5/0"]
     assert payload["settings"]["needles"] == 2 and payload["skipped"] == []
 

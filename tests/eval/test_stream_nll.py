@@ -71,7 +71,9 @@ def test_methods_that_compress_by_prompt_take_single_tokens(spec, dense_model, t
     chunked, _ = scored(dense_model, text, 16, spec, budget=20)
     single, _ = scored(dense_model, text, 1, spec, budget=20)
     assert (chunked - single).abs().max() > 1e-3
-    assert streaming.chunk_of(find_method(spec), 16) == 1 and streaming.chunk_of(find_method("wa"), 16) == 16
+    assert streaming.chunk_of(find_method(spec), 16, {}) == 1
+    assert streaming.chunk_of(find_method("wa"), 16, {"window": 3}) == 16
+    assert [streaming.chunk_of(find_method("pod"), 16, options) for options in ({}, {"tau": 0.7})] == [16, 1]
 
 
 @pytest.mark.parametrize("spec", ["streamingllm", "lm_infinite"])

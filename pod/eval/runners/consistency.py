@@ -102,7 +102,11 @@ class Consistency(Task):
             per_window = options.windows if each > 1 else [options.length] * len(options.windows)
             prompt = options.length + each * sum(per_window)
         batches = -(-options.sequences // self.args.batch_size)
-        return options.sequences * prompt, 0 if method.one_shot else batches * options.predictions
+        return options.sequences * prompt, 0 if self._one_shot(method) else batches * options.predictions
+
+    def _one_shot(self, method: Method) -> bool:
+        """Whether one forward predicts what the decode path does: not with options such as the gate skip `tau`."""
+        return method.one_shot and not self.args.method_options.get(method.name)
 
     def measure(self, method: Method, journal: Journal) -> dict[str, Any]:
         size = self.args.batch_size
@@ -124,7 +128,7 @@ class Consistency(Task):
         if method.name == "full":
             own = reference
             windows = self._by_window(dense, rows, reference)
-        elif method.one_shot:
+        elif self._one_shot(method):
             own = predict_by_forward(self.run.models.get(method.model), rows, last)
         else:
             span = self.spans()[0]

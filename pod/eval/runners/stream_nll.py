@@ -98,7 +98,7 @@ class StreamNll(Task):
     def token_counts(self, method: Method) -> tuple[int, int]:
         """(prompt tokens, decode steps of a batch) that a method takes."""
         options, end = self.options, self._end(method)
-        behind, chunked = end - options.prompt_tokens, chunk_of(method, options.chunk_size) > 1
+        behind, chunked = end - options.prompt_tokens, self._chunk(method) > 1
         prompt = options.sequences * (end if chunked else options.prompt_tokens)
         return prompt, 0 if chunked else behind * -(-options.sequences // self.args.batch_size)
 
@@ -113,6 +113,10 @@ class StreamNll(Task):
     def _end(self, method: Method) -> int:
         """Where a method stops (tokens)."""
         return self.options.length if method.spec in UNBOUNDED else self.common
+
+    def _chunk(self, method: Method) -> int:
+        """Tokens that a method takes at once."""
+        return chunk_of(method, self.options.chunk_size, self.args.method_options.get(method.name, {}))
 
     def measure(self, method: Method, journal: Journal) -> dict[str, Any]:
         size = self.args.batch_size
@@ -131,7 +135,7 @@ class StreamNll(Task):
         cache, budget = self.run.cache(method, span.length, span.fed)
         stream = self.stream.upto(self._end(method))
         model = self.run.models.get(method.model)
-        sums, held = stream_nll(model, cache, rows, stream, chunk_of(method, self.options.chunk_size))
+        sums, held = stream_nll(model, cache, rows, stream, self._chunk(method))
         return [
             {
                 "id": str(number),
@@ -150,7 +154,7 @@ class StreamNll(Task):
         total = stats.perplexity_summary(sums, [tokens] * len(sums), resamples, seed)
         held = [record["held"][shared - 1] for record in records]
         stated = self.run.stated_bytes(self.spans()[0].length, records[0]["budget"], held)
-        chunk = chunk_of(method, options.chunk_size)
+        chunk = self._chunk(method)
         return {
             "kind": "nll",
             "metric": "perplexity",
