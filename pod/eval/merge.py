@@ -282,19 +282,24 @@ def held_rows(entry: Entry, task: str | None = None) -> list[dict[str, Any]]:
             for lengths in entry.run.speed
             if entry.method in lengths["methods"]
         ]
-    return [{**row, "bytes": row["bytes"] or _known_bytes(entry.method, row)} for row in rows]
+    return [row if row["bytes"] else _known(entry.method, row) for row in rows]
 
 
 def byte_share(entry: Entry, task: str) -> float | None:
     """Bytes held as a share of the dense cache's, over all lengths of a task; None when they were not measured."""
     rows = [row for row in held_rows(entry, task) if row["bytes"] and row.get("dense_bytes")]
-    return sum(row["bytes"] for row in rows) / sum(row["dense_bytes"] for row in rows) if rows else None
+    return sum(row["bytes"] for row in rows) / sum(map(dense_bytes, rows)) if rows else None
 
 
-def _known_bytes(method: str, row: dict[str, Any]) -> int | None:
-    if method == BASE:
-        return row.get("dense_bytes")
-    return row.get("pod_bytes") if method in ("pod", "pod-unadapted") else None
+def dense_bytes(row: dict[str, Any]) -> float:
+    """What a dense cache holds where the row's bytes were measured: answers may end before the row's length (`held_tokens`)."""
+    return row["dense_bytes"] * row.get("held_tokens", row["length"]) / row["length"]
+
+
+def _known(method: str, row: dict[str, Any]) -> dict[str, Any]:
+    """A row without measured bytes, with those of its whole length where the method's are known."""
+    known = {BASE: "dense_bytes", "pod": "pod_bytes", "pod-unadapted": "pod_bytes"}.get(method, "")
+    return {**row, "bytes": row.get(known), "held_tokens": row["length"]}
 
 
 def _hash(sample: dict[str, Any]) -> str | None:

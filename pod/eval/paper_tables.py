@@ -218,6 +218,9 @@ def _ours(
     """(our value, our change against full) for a published number, None when we did not measure it."""
     if row.benchmark == "efficiency":
         return _efficiency(entry, row)
+    if row.benchmark == "consistency":
+        found = entry.parts.get("consistency", {}).get("metrics", {}).get(row.setting)
+        return None if found is None else (100 * found["value"], None)
     if row.metric != "score":
         return None
     names = _leaves(row, published)

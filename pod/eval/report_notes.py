@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Any
 
 from pod.eval.merge import Comparison, Entry, prompt_conflicts
-from pod.eval.report_tables import bytes_at, common_length, speed_of
+from pod.eval.report_tables import MOST_COLUMNS, bytes_at, columns, common_length, saving_of, speed_of
 from pod.eval.summary import BASE
 
 
@@ -37,7 +37,7 @@ def _pod_result(comparison: Comparison) -> str:
     text += f" ({', '.join(beside)})" if beside else ""
     held, speed = bytes_at(shown, common_length(comparison.entries)), speed_of(shown)
     if held is not None:
-        text += f" with {max(0.0, 1 - held['bytes'] / held['dense_bytes']):.0%} fewer KV bytes at {held['length']:,} tokens"
+        text += f" with {saving_of(held):.0%} fewer KV bytes at {held['length']:,} tokens"
     if speed is not None and speed[1].get("speed_over_full"):
         text += f", decoding at {speed[1]['speed_over_full']['median']:.2f}× the dense speed"
     return text + "."
@@ -93,9 +93,14 @@ def overview_notes(comparison: Comparison) -> list[str]:
             f"per KV head and layer from the prompt: {', '.join(budgets)}."
         )
     savings = [row for entry in comparison.entries if (row := bytes_at(entry, length))]
-    if savings and all(row["bytes"] >= 0.995 * row["dense_bytes"] for row in savings):
+    if savings and all(saving_of(row) < 0.005 for row in savings):
         notes.append(
             "Nothing is saved at this length: it does not exceed the windows, so all methods hold everything."
+        )
+    hidden = columns(comparison)[MOST_COLUMNS:]
+    if hidden:
+        notes.append(
+            f"{_count(len(hidden), 'more task')} below: {', '.join(column.title for column in hidden)}."
         )
     lengths = sorted({found[0] for entry in comparison.entries if (found := speed_of(entry))})
     if lengths:
@@ -132,15 +137,18 @@ def warnings(comparison: Comparison) -> list[str]:
 
 def differing_settings(comparison: Comparison, task: str) -> list[str]:
     """Settings of a task that two runs did not share, with their values."""
-    by_run: dict[str, dict[str, Any]] = {}
+    by_run: dict[str, dict[str, set[str]]] = {}
     for entry in comparison.measured(task):
-        by_run.setdefault(entry.sources[task].label, entry.parts[task].get("settings") or {})
-    keys = dict.fromkeys(key for settings in by_run.values() for key in settings)
+        seen = by_run.setdefault(entry.sources[task].label, {})
+        for key, value in (entry.parts[task].get("settings") or {}).items():
+            seen.setdefault(key, set()).add(repr(value))
     lines = []
-    for key in keys:
-        values = {label: repr(settings.get(key)) for label, settings in by_run.items()}
-        if len(set(values.values())) > 1:
-            lines.append(f"{key} ({', '.join(f'{label}: {value}' for label, value in values.items())})")
+    for key in dict.fromkeys(key for seen in by_run.values() for key in seen):
+        values = {label: seen.get(key, {"not said"}) for label, seen in by_run.items()}
+        if any(len(found) > 1 for found in values.values()):
+            continue  # the methods of one run differ in it: it is the method's, not the run's
+        if len(set.union(*values.values())) > 1:
+            lines.append(f"{key} ({', '.join(f'{label}: {min(found)}' for label, found in values.items())})")
     return lines
 
 

@@ -12,6 +12,7 @@ from pod.eval.merge import (
     byte_share,
     combined,
     compare,
+    dense_bytes,
     held_rows,
 )
 from pod.eval.page import Cell, HeatMap, Table
@@ -23,7 +24,7 @@ _TITLES = {
     "passkey": "Passkey retrieval",
     "niah": "Needle in a haystack",
 }
-_MOST_COLUMNS = 12
+MOST_COLUMNS = 12
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def missing_cell(entry: Entry, task: str) -> Cell:
 
 def overview(comparison: Comparison) -> Table:
     """Every method: its value on each task or suite with Δ to full, bytes, saving, speed."""
-    shown = columns(comparison)[:_MOST_COLUMNS]
+    shown = columns(comparison)[:MOST_COLUMNS]
     length = common_length(comparison.entries)
     timed = any(run.speed for run in comparison.runs)
     heads = ["method", "KV MB", "saved", *[column.title for column in shown]]
@@ -180,19 +181,30 @@ def _overview_cell(comparison: Comparison, entry: Entry, column: Column) -> Cell
 
 def common_length(entries: list[Entry]) -> int | None:
     """The longest length (tokens) at which every row that has bytes has them."""
-    lengths = [{row["length"] for row in held_rows(entry) if row["bytes"]} for entry in entries]
+    lengths = [{row["length"] for row in _whole_rows(entry)} for entry in entries]
     lengths = [found for found in lengths if found]
     return max(set.intersection(*lengths), default=None) if lengths else None
 
 
+def _whole_rows(entry: Entry) -> list[dict[str, Any]]:
+    """Stated bytes of caches that reached their length; where answers ended early, only if there is nothing else."""
+    rows = [row for row in held_rows(entry) if row["bytes"]]
+    return [row for row in rows if row.get("held_tokens", row["length"]) >= row["length"]] or rows
+
+
 def bytes_at(entry: Entry, length: int | None) -> dict[str, Any] | None:
     """The stated bytes at a length, else at the row's longest; the largest where several tasks state it."""
-    rows = [row for row in held_rows(entry) if row["bytes"]]
+    rows = _whole_rows(entry)
     if not rows:
         return None
     there = [row for row in rows if row["length"] == length]
     wanted = there or [row for row in rows if row["length"] == max(row["length"] for row in rows)]
     return max(wanted, key=lambda row: row["bytes"])
+
+
+def saving_of(row: dict[str, Any]) -> float:
+    """Share of the dense bytes that is saved; what an empty answer or bookkeeping adds counts as nothing saved."""
+    return max(0.0, 1 - row["bytes"] / dense_bytes(row))
 
 
 def _byte_cells(entry: Entry, length: int | None) -> list[Cell]:
@@ -202,7 +214,7 @@ def _byte_cells(entry: Entry, length: int | None) -> list[Cell]:
     budget = f"{row['budget_tokens']:,} tokens" if row.get("budget_tokens") else ""
     if row["length"] != length:
         budget = f"at {row['length']:,} tokens"
-    saving = max(0.0, 1 - row["bytes"] / row["dense_bytes"])
+    saving = saving_of(row)
     return [Cell(f"{row['bytes'] / 1e6:.1f}", budget, row["bytes"]), Cell(f"{saving:.0%}", sort=saving)]
 
 
@@ -263,7 +275,8 @@ def _metric_cell(payload: Payload, name: str) -> Cell:
     value, interval = (found.get("value"), found.get("ci95")) if isinstance(found, dict) else (found, None)
     if value is None:
         return NONE
-    percent = payload["kind"] != "nll" and not (isinstance(found, dict) and found.get("percent") is False)
+    raw = isinstance(found, dict) and found.get("percent") is False
+    percent = payload["kind"] != "nll" and not raw and 0 <= value <= 1
     form = (lambda number: f"{100 * number:.1f}") if percent else (lambda number: f"{number:.4g}")
     return Cell(form(value), "" if not interval else f"[{form(interval[0])}, {form(interval[1])}]", value)
 

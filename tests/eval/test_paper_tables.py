@@ -245,6 +245,19 @@ def test_averages_need_every_task(tmp_path, published):
     assert [row[0] for row in rows] == ["single doc qa", "multi doc qa", "summarization", "few shot"]
 
 
+def test_consistency_by_window(tmp_path, published):
+    (tmp_path / "eval").mkdir()
+    part = payload_of([1.0, 1.0]) | {"metrics": {"window 1024": {"value": 0.8, "ci95": None}}}
+    write_json(
+        tmp_path / "eval" / "full.json",
+        result_file("full", {"consistency": part}, "meta-llama/Meta-Llama-3-8B"),
+    )
+    rows = table_of(tmp_path, published)["PoD, Table 7: LLaMA3-8B-32K"]
+    assert rows == [
+        ["last 100 tokens (identical %)", "full", "window 1024", "83.6", "–", "full", "80.0", "–"]
+    ]
+
+
 def test_parts_of_a_group_count_and_the_user_may_name_the_model(tmp_path, published):
     (tmp_path / "eval").mkdir()
     part = payload_of([0.5, 0.5]) | {

@@ -155,6 +155,28 @@ def test_each_model_has_its_own_base(tmp_path):
     assert "niah: snapkv · c have no run of full with the same model: no Δ." in report_notes.warnings(alone)
 
 
+def test_the_base_is_of_the_same_run_where_there_is_one(tmp_path):
+    contents = {m: result_file(m, {"niah": needles(m)}) for m in ("full", "snapkv")}
+    comparison = merge([write(tmp_path / name, **contents) for name in ("a", "b")])
+    bases = {row.label: comparison.base_of(row, "niah").label for row in comparison.entries}
+    assert bases["snapkv · a"] == "full · a" and bases["snapkv · b"] == "full · b"
+    assert comparison.against(comparison.entries[0], ("niah",)) is None  # full has no Δ to itself
+
+
+def test_answers_that_end_early_are_held_against_a_dense_cache_of_their_length(tmp_path):
+    part = choices("snapkv")
+    row = {"length": 1024, "bytes": 50, "dense_bytes": 200, "pod_bytes": 120, "budget_tokens": 9}
+    part["bytes"] = [
+        row | {"held_tokens": 512},
+        row | {"length": 512, "bytes": 30, "dense_bytes": 100, "held_tokens": 512},
+    ]
+    comparison = merge([write(tmp_path, snapkv=result_file("snapkv", {"t": part}))])
+    (entry,) = comparison.entries
+    assert byte_share(entry, "t") == pytest.approx((50 + 30) / (100 + 100))
+    assert report_tables.common_length([entry]) == 512  # only there it reached the length
+    assert report_tables.saving_of(report_tables.bytes_at(entry, 512)) == pytest.approx(0.7)
+
+
 def test_bytes_that_are_known_are_filled_in(comparison):
     rows = {entry.label: entry for entry in comparison.entries}
     assert byte_share(rows["full"], "perplexity") == 1.0
@@ -222,6 +244,26 @@ def test_partly_shared_samples_are_said(tmp_path):
     }
     lines = report_notes.warnings(merge([write(tmp_path, **contents)]))
     assert lines == ["t: snapkv share 10 samples with full, 2 are on one side only."]
+
+
+def test_settings_of_methods_are_no_difference_of_runs(tmp_path):
+    contents = {}
+    for method, fed in (("full", "chunks"), ("snapkv", "single tokens")):
+        part = scores(method, "qasper", 5)
+        part["settings"] |= {"fed": fed}
+        contents[method] = result_file(method, {"t": part})
+    other = scores("snapkv@25%", "qasper", 5)
+    other["settings"] |= {"fed": "single tokens", "limit": 6}
+    second = write(tmp_path / "b", other=result_file("snapkv@25%", {"t": other}))
+    comparison = merge([write(tmp_path / "a", **contents), second])
+    assert report_notes.differing_settings(comparison, "t") == ["limit (a: 5, b: 6)"]
+
+
+def test_more_tasks_than_the_overview_shows_are_named(tmp_path):
+    parts = {f"task {number}": payload([0.5, 0.6]) for number in range(14)}
+    comparison = merge([write(tmp_path, full=result_file("full", parts))])
+    assert report_tables.overview(comparison).columns[-1] == "task 11"
+    assert "2 more tasks below: task 12, task 13." in report_notes.overview_notes(comparison)
 
 
 def test_skipped_refused_and_failed_are_counted(comparison):
