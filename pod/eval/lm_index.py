@@ -155,18 +155,32 @@ def _check_safe(manager: Any, name: str, unsafe_code: bool) -> None:
     """Before the task's module is imported: some load a metric that executes code on import."""
     if unsafe_code:
         return
-    entry = manager.task_index[name]
-    below = [name]
-    if entry.tags and entry.yaml_path is None:
-        below = sorted(entry.tags)
-    elif isinstance((entry.cfg or {}).get("task"), list):
-        below = [item if isinstance(item, str) else item.get("task") for item in entry.cfg["task"]]
-    for item in below:
-        child = manager.task_index.get(item)
-        if child is not None and child.cfg and child.cfg.get("unsafe_code"):
+    for entry in _entries(manager, name, set()):
+        if (entry.cfg or {}).get("unsafe_code"):
             raise ValueError(
-                f"task {item} executes code that the model writes: set eval.unsafe_code to true on a machine where that may do harm"
+                f"task {entry.name} executes code that the model writes: set eval.unsafe_code to true on a machine where that may do harm"
             )
+
+
+def _entries(manager: Any, item: Any, seen: set[str]) -> Iterator[Any]:
+    """The index entries of a task, group or tag and of everything below it; item: a name, or what stands in a group's list."""
+    if isinstance(item, dict):
+        members = item.get("task")
+        if not isinstance(members, list):
+            members = [item.get("group") or members]
+        for member in members:
+            yield from _entries(manager, member, seen)
+    entry = manager.task_index.get(item) if isinstance(item, str) else None
+    if entry is None or item in seen:
+        return
+    seen.add(item)
+    yield entry
+    members = (entry.cfg or {}).get("task")
+    for member in [
+        *(members if isinstance(members, list) else []),
+        *(sorted(entry.tags) if entry.yaml_path is None else []),
+    ]:
+        yield from _entries(manager, member, seen)
 
 
 @functools.cache

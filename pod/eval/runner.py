@@ -3,7 +3,7 @@
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import pod
@@ -70,6 +70,11 @@ class Evaluation:
         if SPEED_RUN in self.args.tasks:
             lengths |= {*self.args.efficiency_lengths, *speed_options(self.args).lengths()}
         return lengths
+
+    def method(self, name: str) -> Method:
+        """A method of the recipe. With options of its own (the gate skip of PoD, say) one forward pass may differ from its decode path."""
+        found = find_method(name)
+        return replace(found, one_shot=False) if self.args.method_options.get(name) else found
 
     def budget(self, method: Method, length: int, fed: int) -> int | None:
         """The budget (tokens per KV head and layer) of a method whose cache reaches `length` tokens, `fed` of them after the prompt."""
@@ -194,15 +199,16 @@ def evaluate(recipe: "Recipe", log: Log = _print_now) -> dict[str, dict]:
 def _evaluate(run: Evaluation) -> dict[str, dict]:
     recipe = run.recipe
     errors = {}
-    results = {name: _method_results(run, find_method(name)) for name in recipe.eval.methods}
-    pending = {name: _pending_tasks(run, find_method(name), result) for name, result in results.items()}
+    methods = {name: run.method(name) for name in recipe.eval.methods}
+    results = {name: _method_results(run, method) for name, method in methods.items()}
+    pending = {name: _pending_tasks(run, methods[name], result) for name, result in results.items()}
     for name, parts in pending.items():
         for part in parts:
-            run.check_caches(find_method(name), run.tasks[part])
+            run.check_caches(methods[name], run.tasks[part])
     if SPEED_RUN in recipe.eval.tasks and not _speed_is_known(run):
         check_speed(run)
     for name, result in results.items():
-        error = _measure_method(run, find_method(name), result, pending[name])
+        error = _measure_method(run, methods[name], result, pending[name])
         if error:
             errors[name] = error
     if run.ranks.is_first:

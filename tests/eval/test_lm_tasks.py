@@ -284,6 +284,24 @@ def test_bad_input_is_one_line_before_any_computation(tmp_path, monkeypatch, cha
     assert "\n" not in str(caught.value) and not (tmp_path / "eval").exists()
 
 
+def test_code_below_inline_groups_and_tags_is_found():
+    from types import SimpleNamespace as Entry
+
+    def entry(name, cfg=None, tags=(), file="x.yaml"):
+        return Entry(name=name, cfg=cfg, tags=set(tags), yaml_path=file)
+
+    index = {
+        "top": entry("top", {"task": [{"group": "inline", "task": ["safe", {"task": "tag"}]}, "top"]}),
+        "tag": entry("tag", None, ["safe", "code"], None),
+        "safe": entry("safe", {"task": "safe"}),
+        "code": entry("code", {"task": "code", "unsafe_code": True}),
+    }
+    with pytest.raises(ValueError, match="task code executes code"):
+        lm_index._check_safe(Entry(task_index=index), "top", False)
+    lm_index._check_safe(Entry(task_index=index), "safe", False)
+    lm_index._check_safe(Entry(task_index=index), "top", True)
+
+
 def test_chat_rule_and_a_tokenizer_without_template(tmp_path, monkeypatch):
     def format_of(template, setting):
         from pod.eval.models import Models

@@ -283,6 +283,21 @@ def test_a_method_that_cannot_run_the_model_is_refused_before_any_computation(pl
     assert "\n" not in str(caught.value)
 
 
+def test_a_method_with_options_is_scored_through_its_cache(place, tmp_path):
+    """PoD's gate skip exists in decoding only: one forward pass would not see it."""
+    changes = {
+        "eval.tasks": ["perplexity"],
+        "eval.methods": ["pod"],
+        "eval.pod_model": str(place / "out/export"),
+    }
+    exact = runner.evaluate(recipe_of(place, output_dir=str(tmp_path), **changes), log=lambda line: None)
+    changes["eval.method_options"] = {"pod": {"tau": 0.5}}
+    skips = runner.evaluate(recipe_of(place, output_dir=str(tmp_path), **changes), log=lambda line: None)
+    exact, skips = (found["pod"]["parts"]["perplexity"] for found in (exact, skips))
+    assert exact["scored_by"] == "one forward pass" and skips["scored_by"] == "decode path, token by token"
+    assert abs(exact["total"]["mean_nll"] - skips["total"]["mean_nll"]) > 1e-4
+
+
 def test_summary_rows(finished):
     recipe, results = finished
     rows = {row["method"]: row for row in summarise(recipe.eval_dir, METHODS)}
