@@ -32,10 +32,9 @@ class Sample:
 
 
 class Generator(Protocol):
-    """smallest, largest: the sizes that a task has (largest None: no bound)."""
+    """smallest: the least size that a task has."""
 
     smallest: int
-    largest: int | None
 
     def sample(self, rng: random.Random, index: int, size: int) -> Sample:
         """The sample `index` at a size. Equal arguments give equal samples."""
@@ -48,8 +47,6 @@ class Needles:
     haystack: noise, essay or needle; key_kind, value_kind: words, numbers (7 digits) or uuids; num_keys: needles with keys of their
     own; num_values: values of each key; num_queries: keys that are asked for.
     """
-
-    largest = None
 
     def __init__(
         self,
@@ -128,8 +125,6 @@ class Needles:
 class VariableTracking:
     """Chains of assignments between lines of noise, behind one worked example of at most 500 tokens."""
 
-    largest = None
-
     def __init__(self, tokenizer: Any, length: int, num_hops: int = 4):
         self.num_hops, self.smallest = num_hops, num_hops + 1
         self.example_size = largest_fit(
@@ -164,7 +159,7 @@ class VariableTracking:
 class CommonWords:
     """A numbered list in which ten words stand more often than the others, behind one worked example."""
 
-    largest, smallest, num_common = None, 20, 10
+    smallest, num_common = 20, 10
 
     def __init__(self, length: int):
         small = length < _SMALL_LENGTH
@@ -196,7 +191,7 @@ class CommonWords:
 class FrequentWords:
     """Coded words whose counts fall as 1/rank²; the most frequent is noise ('...'), the next three are asked for."""
 
-    largest, smallest, letters = None, 60, 6
+    smallest, letters = 60, 6
 
     def __init__(self, room: int):
         self.num_words = max(8, room // 50)
@@ -221,7 +216,6 @@ class Documents:
     def __init__(self, source: str):
         self.questions, self.documents = corpora.questions(source)
         self.smallest = 1
-        self.largest = None
 
     def sample(self, rng: random.Random, index: int, size: int) -> Sample:
         question = self.questions[index]

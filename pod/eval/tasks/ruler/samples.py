@@ -77,7 +77,6 @@ class _Sizes:
             tokens_of,
             self.room,
             smallest=self.generator.smallest,
-            largest=self.generator.largest,
             guess=self.guess,
             near=_NEAR,
         )
