@@ -219,6 +219,9 @@ def test_the_mean_of_a_suite_weighs_tasks_equally(comparison):
     against = comparison.against(pod, tasks)  # gov_report has 27 samples, the others 30
     assert against.delta == pytest.approx(mean - sum(full.parts[task]["value"] for task in tasks) / 7)
     assert combined(comparison.entries[5], tasks) is None  # lacks narrativeqa
+    mixed = comparison.against(pod, ("mmlu", "tau_curve")).delta  # a group of two parts weighs as much as one task
+    single = [comparison.against(pod, (task,)).delta for task in ("mmlu", "tau_curve")]
+    assert mixed == pytest.approx(sum(single) / 2) and single[0] != single[1]
 
 
 def test_warnings_say_what_cannot_be_compared(comparison):
