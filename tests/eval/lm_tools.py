@@ -107,6 +107,14 @@ def choices(docs: int = 4) -> list[Instance]:
     return found
 
 
+def ragged() -> list[Instance]:
+    """One answer each after contexts of different lengths in one length class: rows that need padding when they run together."""
+    return [
+        instance("loglikelihood", (text(30 + doc, 8 + doc), "Z" * (2 - doc % 2)), 100 + doc)
+        for doc in range(3)
+    ]
+
+
 def generations(new_tokens: int = 6) -> list[Instance]:
     settings = {"until": ["\n"], "max_gen_toks": new_tokens, "do_sample": False}
     return [

@@ -7,6 +7,8 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM
 
 import pod
+from pod.eval.lm_batches import unit_batches, units_of
+from pod.eval.lm_requests import Rule
 from pod.models import resolve_model
 
 EVERY = sorted(lm_tools.SMALL)
@@ -20,7 +22,7 @@ def stock(model, batch_size=1):
 def answers(lm):
     """Every kind of answer."""
     return (
-        lm.loglikelihood(lm_tools.choices(), disable_tqdm=True),
+        lm.loglikelihood(lm_tools.choices() + lm_tools.ragged(), disable_tqdm=True),
         lm.loglikelihood_rolling(lm_tools.texts(), disable_tqdm=True),
         lm.generate_until(lm_tools.generations(), disable_tqdm=True),
     )
@@ -43,6 +45,27 @@ def test_full_equals_hflm_bit_for_bit(dtype, batch_size):
     found, wanted = answers(ours), answers(stock(lm_tools.model("full", dtype), batch_size))
     assert differences(found, wanted) == 0.0
     assert len(set(wanted[2])) == 4  # the answers tell prompts apart
+
+
+def test_one_forward_sees_the_very_batches_of_hflm(monkeypatch):
+    """Bits of large models depend on what runs together."""
+    fed = []
+    original = HFLM._model_call
+    monkeypatch.setattr(
+        HFLM, "_model_call", lambda self, ids: fed.append(ids.tolist()) or original(self, ids)
+    )
+    answers(lm_tools.around("full", one_shot=True, batch_size=3))
+    ours = fed.copy()
+    fed.clear()
+    answers(stock(lm_tools.model(), 3))
+    assert len(ours) >= 5 and ours == fed
+
+
+def test_padding_is_part_of_the_batches():
+    """Rows of different lengths do meet in one batch, or the comparison of batches would say nothing about padding."""
+    encoded = lm_tools.around("snapkv").encoder.requests(lm_tools.ragged(), Rule())
+    batches = unit_batches(units_of(encoded), 3)
+    assert max(len({len(unit.context) for unit in batch}) for batch in batches) >= 2
 
 
 def test_bfloat16_scores_are_hflms_with_a_float32_softmax():
