@@ -136,6 +136,9 @@ def test_texts_beyond_the_limit(place, tmp_path):
     assert full["settings"]["read"] == 200 and other["settings"]["read"] == 300
     assert other["settings"]["stopped"] is None
     assert {s["tokens"] for s in full["samples"] + other["samples"]} == {160}
+    for payload in (full, other):
+        mean = sum(s["score"] for s in payload["samples"]) / (3 * 160)
+        assert mean == pytest.approx(dict(map(tuple, payload["curves"][0]["points"]))[200])
     points = dict(map(tuple, measure(long, "full")["curves"][0]["points"]))
     assert dict(map(tuple, full["curves"][0]["points"]))[168] == pytest.approx(points[168])
     nll = dict(map(tuple, other["curves"][1]["points"]))
