@@ -304,7 +304,7 @@ details { border: 1px solid #dde3e6; border-radius: .4rem; padding: .3rem .7rem;
 @media print {
   body { max-width: none; padding: 0; font-size: 10pt; } nav { display: none; } .scroll { overflow: visible; }
   table { font-size: 8pt; } th, td { white-space: normal; padding: .15rem .3rem; } tr, img, figure { break-inside: avoid; }
-  h2, h3 { break-after: avoid; } .pictures { grid-template-columns: 1fr 1fr; }
+  details::details-content { content-visibility: visible; } h2, h3 { break-after: avoid; } .pictures { grid-template-columns: 1fr 1fr; }
 }
 """
 

@@ -210,6 +210,16 @@ def test_suites_and_groups(comparison):
     assert [report_tables.suite_of(name) for name in whole] == [None] * 6
 
 
+def test_a_measured_group_is_a_column_of_its_own(tmp_path):
+    parts = {name: scores("full", name, 4) for name in ("pod_longbench_qasper", "pod_longbench_trec")}
+    parts["pod_longbench_single_doc_qa_en"] = group("full")
+    found = report_tables.columns(merge([write(tmp_path, full=result_file("full", parts))]))
+    assert [column.tasks for column in found] == [
+        ("pod_longbench_qasper", "pod_longbench_trec"),
+        ("pod_longbench_single_doc_qa_en",),
+    ]
+
+
 def test_the_mean_of_a_suite_weighs_tasks_equally(comparison):
     tasks = tuple(f"pod_longbench_{task}" for task in LONGBENCH)
     pod = next(entry for entry in comparison.entries if entry.label == "pod")
@@ -219,7 +229,9 @@ def test_the_mean_of_a_suite_weighs_tasks_equally(comparison):
     against = comparison.against(pod, tasks)  # gov_report has 27 samples, the others 30
     assert against.delta == pytest.approx(mean - sum(full.parts[task]["value"] for task in tasks) / 7)
     assert combined(comparison.entries[5], tasks) is None  # lacks narrativeqa
-    mixed = comparison.against(pod, ("mmlu", "tau_curve")).delta  # a group of two parts weighs as much as one task
+    mixed = comparison.against(
+        pod, ("mmlu", "tau_curve")
+    ).delta  # a group of two parts weighs as much as one task
     single = [comparison.against(pod, (task,)).delta for task in ("mmlu", "tau_curve")]
     assert mixed == pytest.approx(sum(single) / 2) and single[0] != single[1]
 
@@ -305,8 +317,14 @@ def test_heat_map_cells(comparison):
     )
     stream = next(found for found in maps if found.title == "streamingllm")
     part = next(entry for entry in comparison.entries if entry.label == "streamingllm").parts["niah"]
-    cell = next(cell for cell in part["cells"] if (cell["length"], cell["depth"]) == (8192, 0.5))
-    assert stream.shares[2][3] == cell["value"] and stream.texts[2][3] == f"{100 * cell['value']:.0f}"
+    for cell in part["cells"]:
+        row, column = (
+            [0.0, 0.25, 0.5, 0.75, 1.0].index(cell["depth"]),
+            [1024, 2048, 4096, 8192].index(cell["length"]),
+        )
+        assert stream.shares[row][column] == cell["value"]
+        assert stream.texts[row][column] == f"{100 * cell['value']:.0f}"
+    assert stream.shares != stream.shares[::-1]  # or a map that stands on its head would pass
 
 
 def test_undominated_points():
