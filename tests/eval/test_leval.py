@@ -5,6 +5,7 @@ tests/eval/data/leval_predictions.jsonl (own texts in the format of the official
 """
 
 import copy
+import hashlib
 import json
 import os
 import random
@@ -24,6 +25,7 @@ from pod.models import resolve_model
 
 DATA = Path(__file__).parent / "data"
 TASKS = Path(utils.__file__).parent.parent
+OFFICIAL = Path(os.environ.get("POD_GOLDEN", "golden")) / "leval"
 CHAT_TEMPLATE = (  # drops outer white space, as many do
     "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -70,7 +72,7 @@ def scored(task, answer, target):
 
 def test_scores_equal_the_official_ones_on_recorded_predictions():
     rows = [json.loads(line) for line in (DATA / "leval_predictions.jsonl").read_text().splitlines()]
-    assert len(rows) == 77
+    assert len(rows) == 81
     assert {row["task"] for row in rows} == set(make_yaml.CLOSED) | {"financial_qa", "gov_report_summ"}
     for row in rows:
         ours = scored(row["task"], row["own_pred"], row["gt"])
@@ -78,14 +80,12 @@ def test_scores_equal_the_official_ones_on_recorded_predictions():
             assert ours[name] == pytest.approx(value, abs=1e-11), (row, ours)
 
 
-@pytest.mark.skipif(
-    "POD_GOLDEN" not in os.environ, reason="the official predictions lie outside of the repository"
-)
+@pytest.mark.skipif(not OFFICIAL.is_dir(), reason="the official predictions lie outside of the repository")
 @pytest.mark.parametrize("folder", PUBLISHED)
 def test_published_scores_come_out_of_the_official_predictions(folder):
     """POD_GOLDEN/leval is a copy of github.com/OpenLMLab/LEval/Predictions."""
     for task, published in PUBLISHED[folder].items():
-        file = Path(os.environ["POD_GOLDEN"]) / "leval" / folder / f"{task}.pred.jsonl"
+        file = OFFICIAL / folder / f"{task}.pred.jsonl"
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         rows = [row for row in rows if row["evaluation"] in utils.BY_METRIC]
         answer = next(key for key in rows[0] if key.endswith("_pred"))
@@ -163,6 +163,13 @@ def test_prompts_are_the_official_ones(task, count, start, end, prefix):
     assert first["system"].startswith(start) and first["prompt"].endswith(prefix)
     assert first["document"] in first["prompt"] and first["document"].startswith(end)
     assert first["prefix"] == ("\nAnswer:" if task == "coursera" else "")
+
+
+def test_system_prompts_are_the_official_ones():
+    """SHA-256 of what get_sys_prompt of Baselines/LEval_config.py gives, by task."""
+    ours = {name: prompts.system_prompt(name) for name in make_yaml.TASKS}
+    digest = hashlib.sha256(json.dumps(ours, sort_keys=True).encode()).hexdigest()
+    assert digest == "cbba09fa8031cd5bf3a563c36927dd3e2963d2fee9c6498b1dd99daa929ad85d"
 
 
 def test_rows_for_judges_are_left_out_and_each_question_is_a_sample():
