@@ -3,12 +3,14 @@
 import gzip
 import json
 import zipfile
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from pod.eval.tasks import data
+from pod.eval.tasks.common.local_data import read_dataset
 
 ROWS = [{"question": "who\u2028now?", "answers": ["Bo", "Bea"]}, {"question": "where?", "answers": ["Ulm"]}]
 LINES = "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n"
@@ -148,3 +150,17 @@ def test_tokenizer_of_the_run_or_of_the_model_arguments():
         assert data.load_tokenizer({"pretrained": "elsewhere"}) is marker
     with pytest.raises(ValueError, match="give the model's tokenizer"):
         data.load_tokenizer({})
+
+
+def test_local_copies_of_hub_data_sets_keep_subsets_apart():
+    fixtures = Path(__file__).parent / "data"
+    with data.use(fixtures):
+        anatomy = read_dataset("mmlu_anatomy", "cais/mmlu", "anatomy")
+        assert {name: len(rows) for name, rows in anatomy.items()} == {"test": 2, "dev": 1}
+        assert {row["subject"] for rows in anatomy.values() for row in rows} == {"anatomy"}
+        easy, hard = (read_dataset("arc", "allenai/ai2_arc", f"ARC-{name}") for name in ("Easy", "Challenge"))
+        assert easy["test"][0]["question"] != hard["test"][0]["question"]
+        with pytest.raises(ValueError, match=r"no file of the split 'train' in .*all \(found: dev, test\)"):
+            anatomy["train"]
+        with pytest.raises(ValueError, match=r"data of arc: no file in .*ai2_arc/ARC-Medium: put a copy"):
+            read_dataset("arc", "allenai/ai2_arc", "ARC-Medium")
