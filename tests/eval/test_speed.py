@@ -70,7 +70,8 @@ def test_largest_batches(finished):
         assert 1 < row["batch"] < 64 and row["tokens_per_second"] > 0
         assert row["peak_bytes"][str(row["batch"])] <= found["limit_bytes"]
         assert str(row["batch"] + 1) in row["failed"]
-        assert row["batch_over_full"] == row["batch"] / full["batch"]
+        for key in ("batch", "fractional_batch", "tokens_per_second"):
+            assert row[f"{key}_over_full"] == row[key] / full[key]
         assert (row["budget_tokens"] is None) == (name in ("full", "pod-unadapted"))
 
 
