@@ -122,6 +122,9 @@ def test_what_a_result_depends_on(place):
         run = make_run(place, "consistency", ["full"], OPTIONS | changes)
         prints.add(run.fingerprint(run.tasks["consistency"], find_method("full")))
     assert len(prints) == 4
+    assert run.tasks["consistency"].inputs()["dense"] == run.models.identity("dense"), (
+        "the reference of every method"
+    )
     assert run.tasks["consistency"].token_counts(find_method("full")) == (3 * (200 + 19 * 260), 0)
     assert run.tasks["consistency"].token_counts(find_method("h2o")) == (1200, 19)
 
