@@ -92,7 +92,9 @@ def overview_notes(comparison: Comparison) -> list[str]:
             "Methods that drop tokens get the bytes that PoD holds at the same length, unless their name says a budget: tokens kept "
             f"per KV head and layer from the prompt: {', '.join(budgets)}."
         )
-    savings = [row for entry in comparison.entries if (row := bytes_at(entry, length))]
+    savings = [
+        row for entry in comparison.entries if entry.method != BASE and (row := bytes_at(entry, length))
+    ]
     if savings and all(saving_of(row) < 0.005 for row in savings):
         notes.append(
             "Nothing is saved at this length: it does not exceed the windows, so all methods hold everything."
