@@ -22,6 +22,27 @@ from pod.recipe import Recipe
 NAMES = ["full", "pod", "snapkv"]
 
 
+def passkey_part():
+    """3 of 4 keys found."""
+    passkey = {
+        "kind": "binary",
+        "metric": "accuracy",
+        "higher_is_better": True,
+        "value": 0.75,
+        "ci95": [0.3, 0.95],
+        "samples": [
+            {"id": f"80/{i // 2}/{i % 2}", "score": float(i < 3), "prompt_hash": f"key {i}"} for i in range(4)
+        ],
+        "skipped": [],
+        "bytes": [],
+        "settings": {},
+        "correct": 3,
+        "prompts": 4,
+    }
+    passkey["cells"] = [{"length": 80, "depth": depth, "correct": 1, "prompts": 2} for depth in (0.0, 1.0)]
+    return passkey
+
+
 def method_file(name, nll, held):
     """Two sequences in one bucket of 4 tokens with mean NLL `nll` and `nll + 1`; 3 of 4 keys found."""
     sums = [4 * nll, 4 * (nll + 1)]
@@ -59,22 +80,6 @@ def method_file(name, nll, held):
         "bytes": [stated],
         "settings": {},
     }
-    passkey = {
-        "kind": "binary",
-        "metric": "accuracy",
-        "higher_is_better": True,
-        "value": 0.75,
-        "ci95": [0.3, 0.95],
-        "samples": [
-            {"id": f"80/{i // 2}/{i % 2}", "score": float(i < 3), "prompt_hash": f"key {i}"} for i in range(4)
-        ],
-        "skipped": [],
-        "bytes": [],
-        "settings": {},
-        "correct": 3,
-        "prompts": 4,
-    }
-    passkey["cells"] = [{"length": 80, "depth": depth, "correct": 1, "prompts": 2} for depth in (0.0, 1.0)]
     return {
         "schema": 2,
         "method": name,
@@ -85,7 +90,7 @@ def method_file(name, nll, held):
         "config": {"bootstrap_samples": 20},
         "model": {"path": "some/model", "dtype": "float32"},
         "environment": result_files.environment(),
-        "parts": {"perplexity": perplexity, "passkey": passkey},
+        "parts": {"perplexity": perplexity, "passkey": passkey_part()},
     }
 
 
