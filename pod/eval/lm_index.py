@@ -162,7 +162,7 @@ def _check_safe(manager: Any, name: str, unsafe_code: bool) -> None:
             )
 
 
-def _entries(manager: Any, item: str | dict[str, Any], seen: set[str]) -> Iterator[Any]:
+def _entries(manager: Any, item: str | dict[str, Any] | None, seen: set[str]) -> Iterator[Any]:
     """The index entries of a task, group or tag and of everything below it; item: a name, or what stands in a group's list."""
     if isinstance(item, dict):
         members = item.get("task")
@@ -171,8 +171,8 @@ def _entries(manager: Any, item: str | dict[str, Any], seen: set[str]) -> Iterat
         for member in members:
             yield from _entries(manager, member, seen)
         return
-    entry = manager.task_index.get(item)
-    if entry is None or item in seen:
+    entry = manager.task_index.get(item) if item else None
+    if item is None or entry is None or item in seen:
         return
     seen.add(item)
     yield entry
