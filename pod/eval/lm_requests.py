@@ -76,8 +76,8 @@ class Encoded:
     @property
     def prompt_hash(self) -> str:
         """Hash of the prompt as the model reads it (token ids)."""
-        if self.kind == "loglikelihood_rolling":
-            return prompt_hash([token for _, continuation in self.windows for token in continuation])
+        if self.kind == "loglikelihood_rolling":  # what stands before a token depends on the windows
+            return prompt_hash([token for window in self.windows for part in window for token in (*part, -1)])
         return prompt_hash(self.context)
 
     def blocks(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

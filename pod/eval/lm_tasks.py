@@ -137,9 +137,7 @@ class LmTask(Task):
         encoded = self.encoder.requests(leaf.task.instances, self._rule(leaf))
         digest = hashlib.sha256()
         for request, item in zip(leaf.task.instances, encoded, strict=True):
-            digest.update(
-                json.dumps([item.key, request.args, item.context, item.skipped], default=str).encode()
-            )
+            digest.update(_content(request, item))
             if item.skipped is not None:
                 continue
             sizes = (
@@ -234,6 +232,12 @@ class LmTask(Task):
             prefix=f"{leaf.name}/" if self.loaded.is_group else "",
             settings={"limit": self.limit, "too_long": self.args.too_long},
         )
+
+
+def _content(request: Any, item: Any) -> bytes:
+    """Whatever of a request can change its sample: what the model reads, and the document, which holds the right answers."""
+    read = [item.key, request.args, item.context, item.windows, item.skipped]
+    return json.dumps([*read, request.doc if request.idx == 0 else None], default=str).encode()
 
 
 def _end(item: Any) -> int:

@@ -342,3 +342,40 @@ def test_every_own_task_has_known_rules_and_is_found_without_lm_eval():
         assert not set(rules) - set(lm_index.TaskRules.__dataclass_fields__), f"{file.name}: {rules}"
         assert rules["source"] and rules["license"] and rules["kind"] in ("score", "binary", "nll"), file.name
         assert rules["metric"].partition(",")[0] in [m["metric"] for m in config["metric_list"]], file.name
+
+
+def test_the_right_answers_are_part_of_a_fingerprint(tmp_path):
+    """A data file that was corrected under its old name: the prompts are the same, the scores are not."""
+    file = tmp_path / "data" / "longbench" / "qasper.jsonl"
+    file.parent.mkdir(parents=True)
+    rows = [json.loads(line) for line in (DATA / "longbench/qasper.jsonl").read_text().splitlines()]
+
+    def inputs():
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        recipe = recipe_of(tmp_path, ["pod_longbench_qasper"], eval__data_dir=str(tmp_path / "data"))
+        run = runner.Evaluation(recipe, log=lambda line: None)
+        return run.fingerprint(run.tasks["pod_longbench_qasper"], find_method("full"))
+
+    before = inputs()
+    assert inputs() == before
+    rows[0]["answers"] = ["corrected"]
+    assert inputs() != before
+
+
+def test_whole_texts_in_other_windows_are_another_input(tmp_path, monkeypatch):
+    """A model of a shorter limit joins: texts are scored in shorter windows, so the old numbers of the others do not hold."""
+    folder = tmp_path / "data/EleutherAI/wikitext_document_level/wikitext-2-raw-v1"
+    folder.mkdir(parents=True)
+    for split in ("train", "validation", "test"):
+        (folder / f"{split}.jsonl").write_text(json.dumps({"page": " ".join(["a word"] * 40)}) + "\n")
+
+    def found(limit):
+        monkeypatch.setattr("pod.eval.models.Models.max_length", lambda self: limit)
+        recipe = recipe_of(tmp_path, ["wikitext"], eval__data_dir=str(tmp_path / "data"))
+        run = runner.Evaluation(recipe, log=lambda line: None)
+        task, method = run.tasks["wikitext"], find_method("full")
+        inputs = run.fingerprint(task, method)
+        return inputs, task.measure(method, run.journal(method, task, inputs))["samples"][0]["prompt_hash"]
+
+    (whole, whole_hash), (cut, cut_hash) = found(512), found(32)
+    assert whole != cut and whole_hash != cut_hash
