@@ -32,7 +32,7 @@ from pod.eval.lm_generate import generate
 from pod.eval.lm_requests import Encoded, Encoder, Rule, request_keys
 from pod.eval.lm_scoring import score_by_decode
 from pod.eval.ranks import Ranks
-from pod.eval.results import identity
+from pod.eval.results import identity, with_files
 from pod.modeling.loading import from_dense
 
 CacheFactory = Callable[[int, int], tuple[Any, int | None]]
@@ -127,7 +127,7 @@ class PodLM(_Base):
             "windows": [model.config.num_sink_tokens, model.config.num_recent_tokens],
             "model": [gguf_file, str(model.dtype), attention_backend],
             "limits": [length, too_long],
-            "options": options,
+            "options": with_files(options),
         }
 
     @classmethod

@@ -122,6 +122,14 @@ def identity(path: str | os.PathLike) -> Any:
     return [[file.name, *_file_identity(file)] for file in files]
 
 
+def with_files(options: dict[str, Any]) -> dict[str, Any]:
+    """Parameters of a method with what the files that they name hold (as `razor`'s `heads`): a file may change under its name."""
+    return {
+        name: [value, identity(value)] if isinstance(value, str) and Path(value).is_file() else value
+        for name, value in options.items()
+    }
+
+
 def _file_identity(file: Path) -> list[Any]:
     status = file.stat()
     return [status.st_size, sha256_file(file) if status.st_size < _HASHED_WHOLE else status.st_mtime_ns]

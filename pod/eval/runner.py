@@ -13,7 +13,7 @@ from pod.eval.methods import Method, find_method
 from pod.eval.models import Models
 from pod.eval.ranks import Ranks
 from pod.eval.report import write_report
-from pod.eval.results import RunResults, environment, fingerprint, one_line
+from pod.eval.results import RunResults, environment, fingerprint, one_line, with_files
 from pod.eval.runners import base
 from pod.eval.speed import check as check_speed
 from pod.eval.speed import measure_speed
@@ -129,7 +129,7 @@ class Evaluation:
                 "seed": self.recipe.seed,
                 "reference": self.models.reference_layout(),
                 "method": asdict(method),
-                "options": self.args.method_options.get(method.name, {}),
+                "options": with_files(self.args.method_options.get(method.name, {})),
                 "model": self.models.identity(method.model),
                 "task_options": asdict(task.options),
                 **{"task": task.inputs()},
@@ -147,7 +147,7 @@ class Evaluation:
                 "models": {kind: models.identity(kind) for kind in models.kinds},
                 "run": [
                     args.methods,
-                    args.method_options,
+                    {name: with_files(options) for name, options in args.method_options.items()},
                     args.efficiency_lengths,
                     args.efficiency_tokens,
                     args.efficiency_repeats,

@@ -5,7 +5,15 @@ import os
 
 import pytest
 
-from pod.eval.results import RunResults, environment, fingerprint, identity, load_results, one_line
+from pod.eval.results import (
+    RunResults,
+    environment,
+    fingerprint,
+    identity,
+    load_results,
+    one_line,
+    with_files,
+)
 
 
 def test_part_is_finished_for_its_fingerprint_only(tmp_path):
@@ -88,3 +96,15 @@ def test_environment_is_json_without_paths():
 )
 def test_one_line(error, line):
     assert one_line(error) == line
+
+
+def test_a_file_that_an_option_names_is_known_by_its_content(tmp_path):
+    """`razor: {heads: file}` after another launch/explore.py --heads under the same name."""
+    file = tmp_path / "heads.json"
+    file.write_text("[[0], []]")
+    options = {"heads": str(file), "num_recent_tokens": 4, "detector": "prefill"}
+    before = with_files(options)
+    assert before == with_files(options) and before["num_recent_tokens"] == 4
+    assert before["detector"] == "prefill"
+    file.write_text("[[], [0]]")
+    assert with_files(options) != before
