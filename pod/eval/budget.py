@@ -19,6 +19,16 @@ def length_class(length: int) -> int:
     return -(-length // LENGTH_CLASS) * LENGTH_CLASS
 
 
+_NO_LIMIT = (
+    1 << 20
+)  # tokens; a budget under which nothing is dropped, also by methods that give some layers less than others
+
+
+def without_limit(budget: int | None, length: int) -> int | None:
+    """The budget to make a cache with when it fills PoD's bytes at `length` tokens: no limit where PoD has dropped nothing yet."""
+    return _NO_LIMIT if budget is not None and budget >= length else budget
+
+
 class ByteBudgets:
     """Bytes that the PoD cache holds at each length, measured on one sequence, and the budgets that follow from them.
 

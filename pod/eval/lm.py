@@ -93,11 +93,12 @@ class PodLM(_Base):
             gguf_file: name of a GGUF file in `pretrained`; dtype: of the weights, default the checkpoint's.
             batch_size: sequences that run together (a number; `auto` is not supported).
             device: default a GPU where there is one.
-            max_length: longest sequence (tokens), default what the model reads; too_long: truncate, skip or error.
+            max_length: longest sequence (tokens), default what the model reads; too_long: truncate or error (skip: in recipes).
             options: parameters of the method (`run_eval.py --list-methods`).
         Raises: ValueError, before any computation, for whatever does not go together.
         """
         _check_batch_size(batch_size, max_batch_size)
+        _check_too_long(too_long)
         ranks = Ranks()
         _RANKS.append(ranks)
         # for other methods the plan only says how many bytes PoD would hold
@@ -421,6 +422,14 @@ def _check_batch_size(batch_size: int | str, max_batch_size: int | None) -> None
         raise ValueError(
             f"batch_size = {batch_size!r}: a number of sequences is needed (auto and max_batch_size are not supported: what runs "
             "together would depend on the machine)"
+        )
+
+
+def _check_too_long(too_long: str) -> None:
+    if too_long == "skip":
+        raise ValueError(
+            "too_long=skip: lm-eval's command line would score the prompts that are left out as wrong; take truncate or error, or run the "
+            "tasks by a recipe, which counts them apart (eval.too_long)"
         )
 
 

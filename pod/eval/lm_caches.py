@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pod
-from pod.eval.budget import ByteBudgets
+from pod.eval.budget import ByteBudgets, without_limit
 from pod.eval.methods import Method, find_method
 
 POD_BYTES = "pod"
@@ -63,7 +63,7 @@ class MethodCaches:
 
     def __call__(self, length: int, fed: int) -> tuple[Any, int | None]:
         budget = self.budget(length, fed)
-        return self._cache(budget), budget
+        return self._cache(without_limit(budget, length) if self.of_pod_bytes else budget), budget
 
     def _cache(self, budget: int | None) -> Any:
         return pod.make_cache(self.model, self.method.spec, budget=budget, **self.options)

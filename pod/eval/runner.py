@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import pod
-from pod.eval.budget import ByteBudgets, native_bytes_per_token, stated
+from pod.eval.budget import ByteBudgets, native_bytes_per_token, stated, without_limit
 from pod.eval.journal import AnswerError, Journal
 from pod.eval.methods import Method, find_method
 from pod.eval.models import Models
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
 Log = Callable[[str], None]
 _print_now: Log = functools.partial(print, flush=True)
-_NO_LIMIT = (
-    1 << 20
-)  # tokens; a budget under which nothing is dropped, also by methods that give some layers less than others
 
 
 class Evaluation:
@@ -89,9 +86,7 @@ class Evaluation:
         """A new cache for a method, and its budget, so that it holds PoD's bytes once it has seen `length` tokens."""
         budget = self.budget(method, length, fed)
         options = self.args.method_options.get(method.name, {})
-        room = budget
-        if budget is not None and method.budget is None and budget >= length:
-            room = _NO_LIMIT
+        room = budget if method.budget is not None else without_limit(budget, length)
         return pod.make_cache(self.models.get(method.model), method.spec, budget=room, **options), budget
 
     def check_caches(self, method: Method, task: base.Task) -> None:

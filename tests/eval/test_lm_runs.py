@@ -137,6 +137,16 @@ def test_model_arguments_make_the_method(plan):
     assert not make(method="pod", tau=0.7, **windows).one_shot  # the gate skip is no part of one forward
 
 
+def test_nothing_is_dropped_where_pod_drops_nothing(plan):
+    """Also by methods that give some layers less than others."""
+    wide = {"plan": plan, "num_sink_tokens": 4, "num_recent_tokens": 124}
+    lm = make(method="pyramidkv", budget="pod", window=4, **wide)
+    full = make().loglikelihood(lm_tools.choices())
+    assert lm.loglikelihood(lm_tools.choices()) == [
+        (pytest.approx(value, abs=1e-9), same) for value, same in full
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -150,6 +160,7 @@ def test_model_arguments_make_the_method(plan):
         ({"method": "snapkv", "budget": 99, "widnow": 4}, "widnow"),
         ({"batch_size": "auto"}, "batch_size = 'auto': a number"),
         ({"too_long": "cut"}, "too_long = 'cut'"),
+        ({"too_long": "skip"}, "score the prompts that are left out as wrong"),
         ({"device": "cpu", "max_length": 1}, "max_length = 1"),
     ],
 )
