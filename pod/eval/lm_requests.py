@@ -100,7 +100,8 @@ class Encoded:
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Size:
-    """A cache that requests need: `length` tokens at the end (a length class), `fed` of them after the prompt (0 or a power of two).
+    """A cache that requests need: `length` tokens at the end (a length class), `fed` of them after the prompt (of scored ones a power of
+    two).
 
     Both come from the request alone, so that its budget does not depend on what else is in its batch.
     """
@@ -114,9 +115,12 @@ def size(context: int, continuation: int, new_tokens: int = 0) -> Size:
 
     Scoring holds the last context token out of the prompt and never feeds the last scored token; generation never feeds its last.
     """
-    fed = continuation if continuation else new_tokens - 1
-    length = context + continuation - 1 if continuation else context + new_tokens - 1
-    return Size(length=length_class(length), fed=1 << (fed - 1).bit_length() if fed > 0 else 0)
+    if continuation:  # many lengths: rounded up, so that few sizes exist
+        return Size(length=length_class(context + continuation - 1), fed=1 << (continuation - 1).bit_length())
+    fed = (
+        new_tokens - 1
+    )  # the same for a whole task: a rounded one would take bytes from methods that keep every new token
+    return Size(length=length_class(context + fed), fed=fed)
 
 
 def request_key(request: Any, repeat: int = 0) -> str:

@@ -176,6 +176,7 @@ def test_sizes():
     assert size(60, 5) == Size(length=64, fed=8)
     assert size(60, 0, 5) == Size(length=64, fed=4)
     assert size(60, 0, 1) == Size(length=64, fed=0)
+    assert size(60, 0, 1200) == Size(length=1280, fed=1199)  # InfiniteBench's summaries: not 2048 slots less
     encoder = Encoder(lm_tools.tokenizer(), 4096)
     requests = lm_tools.choices() + lm_tools.generations()
     encoded = encoder.requests(requests, Rule())
