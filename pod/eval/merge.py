@@ -169,8 +169,8 @@ def failures(content: dict[str, Any]) -> dict[str, str]:
 
 
 def compare(own: Payload, base: Payload, label: str, resamples: int, seed: int) -> Against | None:
-    """One payload against another on their common samples; None when they are of different kinds or share none."""
-    if own["kind"] != base["kind"]:
+    """One payload against another on their common samples; None when they are of different kinds or metrics or share none."""
+    if any(own[key] != base[key] for key in ("kind", "metric")) or _filter(own) != _filter(base):
         return None
     pairs, left_out = paired_samples(own, base)
     if not pairs:
@@ -302,6 +302,11 @@ def _known(method: str, row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "bytes": row.get(known), "held_tokens": row["length"]}
 
 
+def _filter(payload: Payload) -> Any:
+    """How answers were read before they were scored (gsm8k: strict-match or flexible-extract)."""
+    return (payload.get("settings") or {}).get("filter")
+
+
 def _hash(sample: dict[str, Any]) -> str | None:
     return sample.get("prompt_hash")
 
@@ -324,6 +329,8 @@ def _goes_with(entry: Entry, run: Run, method: str, content: dict[str, Any]) -> 
     old, new = entry.content.get("model") or {}, content.get("model") or {}
     keys = ("kind", "path", "dtype", "num_sink_tokens", "num_recent_tokens", "asymptotic_saving")
     if old and new and any(old.get(key) != new.get(key) for key in keys):
+        return False
+    if entry.content.get("bytes_of") != content.get("bytes_of"):
         return False
     configs = [
         (result.get("config") or {}).get("method_options", {}).get(method)

@@ -225,6 +225,9 @@ def _speed_is_known(run: Evaluation) -> bool:
 
 def _method_results(run: Evaluation, method: Method) -> RunResults:
     header = {"title": method.title, "spec": method.spec, "seed": run.recipe.seed, "config": asdict(run.args)}
+    follows = (method.takes_budget and method.budget is None) or method.spec == "pod"
+    # plan and windows behind the budget: results under another plan are no more of the same row
+    header["bytes_of"] = fingerprint(run.models.reference_layout())[:16] if follows else None
     return RunResults(run.recipe.eval_dir / method.file_name, method.name, header, writes=run.ranks.is_first)
 
 

@@ -97,6 +97,14 @@ def test_nothing_in_common_is_no_comparison():
 # -- rows ----------------------------------------------------------------------------------------------------
 
 
+def test_other_metrics_and_filters_are_not_compared():
+    """gsm8k by strict-match in one run, by flexible-extract in the other: the same prompts, another number."""
+    strict, flexible = (payload([1, 0], settings={"filter": name}) for name in ("strict", "flexible"))
+    assert compare(strict, strict, "full", 100, 0) is not None
+    assert compare(strict, flexible, "full", 100, 0) is None
+    assert compare(payload([1, 0]), payload([1, 0], metric="n"), "full", 100, 0) is None
+
+
 def test_rows_of_two_runs(comparison):
     labels = [entry.label for entry in comparison.entries]
     assert labels == [
@@ -117,13 +125,15 @@ def test_tasks_of_one_method_from_two_runs_become_one_row(tmp_path):
     assert [row.sources[task].label for task in row.parts] == ["a", "b"]
 
 
-@pytest.mark.parametrize("change", ["task", "model", "options"])
+@pytest.mark.parametrize("change", ["task", "model", "options", "plan"])
 def test_what_does_not_go_together_stays_apart(tmp_path, change):
     second = result_file("full", {"mmlu": choices("full")})
     if change == "task":
         second = result_file("full", {"niah": needles("full")})
     elif change == "model":
         second["model"]["path"] = "another/model"
+    elif change == "plan":
+        second["bytes_of"] = "another plan's bytes"
     else:
         second["config"]["method_options"] = {"full": {"x": 1}}
     first = write(tmp_path / "a", full=result_file("full", {"niah": needles("full")}))
