@@ -229,7 +229,7 @@ def main(out: Path, *names: str) -> None:
     import pod  # noqa: F401
 
     data = add_held_out(tiny.make_data(out / "data", CONTEXT))
-    off = {"eval_every_steps": 0, "gate_every_steps": 0}
+    off = {"eval_every_steps": 0, "eval_passkeys": 0, "sample_prompts": [], "gate_every_steps": 0}
     dropout = {"sequence_parallel_size": 2, "method": "lora", "lora_rank": 2, "lora_dropout": 0.2}
     full = {"sequence_parallel_size": 2}
     runs = {
