@@ -4,6 +4,7 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pod
@@ -95,14 +96,13 @@ class Evaluation:
 
         Raises: ValueError that names the method and the task.
         """
-        seen = set()
+        chunks: dict[int | None, Any] = {}
         for span in task.spans():
             try:
                 budget = self.budget(method, span.length, span.fed)
-                if budget in seen:
-                    continue
-                seen.add(budget)
-                self.cache(method, span.length, span.fed)
+                if budget not in chunks:
+                    chunks[budget] = getattr(self.cache(method, span.length, span.fed)[0], "chunks", None)
+                _check_chunks(chunks[budget], span.length - span.fed)
             except ValueError as error:
                 at = (
                     f" at {span.length} tokens, {span.fed} of them after the prompt"
@@ -155,6 +155,15 @@ class Evaluation:
     def journal(self, method: Method, task: base.Task, inputs: str) -> Journal:
         """Where the finished samples of a method on a task are kept until all are."""
         return Journal(self.recipe.eval_dir / "journal", method.name, task.name, inputs, self.ranks)
+
+
+def _check_chunks(chunks: Any, prompt: int) -> None:
+    """Whether a method that compresses chunk by chunk has a chunk left to read everywhere in a prompt of so many tokens.
+
+    Raises: ValueError, which it would else raise in the middle of the run.
+    """
+    if chunks is not None and prompt > 0:
+        chunks.start_prompt(prompt, 0, [SimpleNamespace(held=0)])
 
 
 def make_tasks(run: Evaluation) -> dict[str, base.Task]:

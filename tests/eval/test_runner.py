@@ -283,6 +283,20 @@ def test_a_method_that_cannot_run_the_model_is_refused_before_any_computation(pl
     assert "\n" not in str(caught.value)
 
 
+def test_chunks_that_do_not_fit_a_prompt_are_refused_before_any_computation(place, tmp_path, monkeypatch):
+    """IMDC knows only with the prompt's length whether its chunks shrink to nothing."""
+    monkeypatch.setattr(
+        "pod.eval.perplexity.score_by_forward", lambda *a, **k: pytest.fail("computation began")
+    )
+    changes = {"eval.tasks": ["perplexity"], "eval.methods": ["full", "imdc"]}
+    changes["eval.method_options"] = {"imdc": {"chunk_size": 20, "window": 4}}
+    recipe = recipe_of(
+        place, output_dir=str(tmp_path), **changes, **{"model.plan": str(place / "out/plan/plan.json")}
+    )
+    with pytest.raises(ValueError, match=r"imdc cannot do perplexity at .*raise chunk_size"):
+        runner.evaluate(recipe, log=lambda line: None)
+
+
 def test_a_method_with_options_is_scored_through_its_cache(place, tmp_path):
     """PoD's gate skip exists in decoding only: one forward pass would not see it."""
     changes = {
