@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -49,11 +50,23 @@ class RunResults:
         }
 
     def keep(self, wanted: dict[str, str]) -> None:
-        """Forget every part but those measured with the given fingerprints, so that the file never mixes old and new."""
+        """Forget every part but those measured with the given fingerprints, so that the file never mixes old and new.
+
+        The file with the forgotten parts stays in the folder `replaced`.
+        """
         parts = self.content["parts"]
         self.content["parts"] = {
             name: parts[name] for name, inputs in wanted.items() if self.finished(name, inputs)
         }
+        if self.writes and len(self.content["parts"]) < len(parts):
+            self._set_aside()
+
+    def _set_aside(self) -> None:
+        """Copy the file into the folder `replaced`: hours of work, maybe, of tasks that this run merely does not name."""
+        when = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%f")
+        place = self.path.parent / "replaced"
+        place.mkdir(exist_ok=True)
+        shutil.copy2(self.path, place / f"{self.path.stem}.{when}.json")
 
     def finished(self, part: str, fingerprint: str) -> bool:
         """Whether this part was measured before with exactly these inputs."""

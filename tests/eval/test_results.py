@@ -108,3 +108,20 @@ def test_a_file_that_an_option_names_is_known_by_its_content(tmp_path):
     assert before["detector"] == "prefill"
     file.write_text("[[], [0]]")
     assert with_files(options) != before
+
+
+def test_parts_that_a_run_forgets_stay_in_a_file(tmp_path):
+    """Another list of tasks in the same folder must not throw hours away."""
+    run = RunResults(tmp_path / "pod.json", "pod", {})
+    run.store("mmlu", "abc", 1.0, {"value": 5})
+    run.keep({"mmlu": "abc"})
+    assert not (tmp_path / "replaced").exists()
+    helper = RunResults(tmp_path / "pod.json", "pod", {}, writes=False)
+    helper.keep({"niah": "abd"})
+    assert not (tmp_path / "replaced").exists()
+    again = RunResults(tmp_path / "pod.json", "pod", {})
+    again.keep({"niah": "abd"})
+    again.store("niah", "abd", 1.0, {"value": 6})
+    (file,) = (tmp_path / "replaced").iterdir()
+    assert json.loads(file.read_text())["parts"]["mmlu"]["value"] == 5
+    assert list(load_results(tmp_path)["pod"]["parts"]) == ["niah"]
