@@ -156,9 +156,13 @@ class Encoder:
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without context: BOS, else EOS."""
-        bos = self.tokenizer.bos_token_id
-        return self.tokenizer.eos_token_id if bos is None else bos
+        """What stands before a text without context: BOS, else EOS. Raises: ValueError when the tokenizer has neither."""
+        for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
+            if token is not None:
+                return token
+        raise ValueError(
+            "the tokenizer has neither a BOS nor an EOS token: set eos_token in its tokenizer_config.json"
+        )
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids; special tokens as the tokenizer adds them, unless the text begins with BOS already."""

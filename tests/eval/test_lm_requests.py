@@ -214,3 +214,12 @@ def test_blocks_score_every_token_once():
 def test_repeats_have_keys_of_their_own():
     request = asks("a", doc=2)
     assert request_keys([request, request]) == ["generate_until/t/2/0/0", "generate_until/t/2/0/1"]
+
+
+def test_a_tokenizer_without_bos_and_eos_is_named():
+    import copy
+
+    bare = copy.deepcopy(lm_tools.tokenizer())
+    bare.bos_token = bare.eos_token = None
+    with pytest.raises(ValueError, match="neither a BOS nor an EOS token: set eos_token"):
+        Encoder(bare, 64).request(asks("a"), Rule())
