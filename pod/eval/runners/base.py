@@ -90,7 +90,8 @@ class Task(ABC):
         if payload["kind"] == "binary":
             right = sum(sample["score"] for sample in payload["samples"])
             return f"{right:g} of {len(payload['samples'])} correct"
-        return f"{payload['metric']} {payload['value']:.4g}"
+        metric = "" if payload["metric"] == self.name else f"{payload['metric']} "
+        return f"{metric}{payload['value']:.4g}"
 
 
 def names() -> list[str]:
