@@ -87,7 +87,9 @@ def draw(rows: Sequence[dict[str, Any]], target: Path) -> None:
             label = f"{kind}, {'before' if suffix else 'after'} adaptation"
             left.plot(*zip(*points, strict=True), marker="o", color=color, markerfacecolor=fill, label=label,
                       linestyle=":" if suffix else "-") if points else None  # fmt: skip
-    left.set_yscale("log")
+    left.set_yscale("log", subs=[])
+    left.set_yticks([6, 8, 10, 15, 20, 30, 40], ["6", "8", "10", "15", "20", "30", "40"])
+    left.set_xticks([30, 35, 40, 45])
     left.set_xlabel("saving of KV bytes in the limit (%)")
     left.set_ylabel("perplexity, positions 256 to 2,047")
     if "dense" in by_name:
@@ -101,7 +103,7 @@ def draw(rows: Sequence[dict[str, Any]], target: Path) -> None:
         found, asked = passkeys(row)
         label = f" {row['perplexity']:.2f}; {row['bytes'] / 1e6:.0f} MB; passkeys {found}/{asked}"
         right.text(min(row["perplexity"], LONGEST_BAR), place, label, va="center", fontsize=8)
-    right.set_xlim(0, 1.8 * LONGEST_BAR)
+    right.set_xlim(0, 2 * LONGEST_BAR)
     right.invert_yaxis()
     right.set_xlabel("perplexity after training on the same tokens")
     figure.suptitle("SmolLM2-135M adapted on 49,000 tokens: plans by saving, ways to adapt, other layouts")
