@@ -23,8 +23,7 @@ from gpu_tools import DeviceLost, choose_device, finish, goal_row, header, parse
 from pod.eval import decode_bytes, decode_speed
 from pod.eval.bench_args import FULL, SHAPES, BenchMethod, parse_method
 from pod.eval.decode_bytes import spread_plan
-from pod.eval.max_batch import fractional, is_out_of_memory, largest
-from pod.eval.results import one_line
+from pod.eval.max_batch import BatchTries, fractional, largest
 
 SHARE = 0.7
 GOAL = 0.97
@@ -33,30 +32,19 @@ _TINY_BUDGET = 10_000_000
 """Bytes of weights, caches and buffers that a tiny run may hold."""
 
 
-class Tries:
+class Tries(BatchTries):
     """What one row of the table measures: does a batch of a method fit at `tokens` per row, and with how many bytes.
 
     Attributes:
         budget: bytes that may be held; None = until CUDA runs out of memory.
-        peaks: batch → peak bytes of the tries that fitted.
     """
 
     def __init__(self, bench: decode_speed.Bench, method: BenchMethod, tokens: int, budget: int | None):
+        super().__init__()
         self.bench, self.method, self.tokens, self.budget = bench, method, tokens, budget
-        self.peaks: dict[int, int] = {}
-        self.failed: dict[int, str] = {}
 
-    def fits(self, batch: int) -> bool:
-        """Try a batch, once."""
-        if batch not in self.peaks and batch not in self.failed:
-            try:
-                self.peaks[batch] = self._peak(batch)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                self.failed[batch] = one_line(error)[:200]
-            decode_speed.free(self.bench.device)
-        return batch in self.peaks
+    def _free(self) -> None:
+        decode_speed.free(self.bench.device)
 
     def _peak(self, batch: int) -> int:
         """Peak bytes of a try. Raises: MemoryError beyond the budget, or what CUDA raises."""

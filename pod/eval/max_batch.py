@@ -9,6 +9,7 @@ Batches are whole numbers, 41 and 57 rows are 1.39x where bytes allow 1.41x; so 
 
 import gc
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -21,25 +22,13 @@ from pod.eval.results import one_line
 _KEPT = 200  # characters of an error
 
 
-class Tries:
+class BatchTries(ABC):
     """What is known about the batches of one method: does one fit, and with how many bytes.
 
-    make_cache: a new cache; limit: bytes that weights, cache and activations may take, None = until the GPU is full.
     peaks: batch → peak bytes of tries that fitted; failed: batch → why it did not.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        make_cache: Callable[[], Any],
-        prompt: int,
-        generated: int,
-        limit: int | None,
-        seed: int = 0,
-    ):
-        self.model, self.make_cache, self.limit = model, make_cache, limit
-        self.prompt, self.generated, self.seed = prompt, generated, seed
-        self.weights = weight_bytes(model)
+    def __init__(self) -> None:
         self.peaks: dict[int, int] = {}
         self.failed: dict[int, str] = {}
 
@@ -54,6 +43,35 @@ class Tries:
                 self.failed[batch] = one_line(error)[:_KEPT]
             self._free()
         return batch in self.peaks
+
+    @abstractmethod
+    def _peak(self, batch: int) -> int:
+        """Peak bytes of a try. Raises: MemoryError beyond a limit, or what CUDA raises."""
+
+    @abstractmethod
+    def _free(self) -> None:
+        """Give a try's memory back."""
+
+
+class Tries(BatchTries):
+    """Tries that read a prompt and decode.
+
+    make_cache: a new cache; limit: bytes that weights, cache and activations may take, None = until the GPU is full.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        make_cache: Callable[[], Any],
+        prompt: int,
+        generated: int,
+        limit: int | None,
+        seed: int = 0,
+    ):
+        super().__init__()
+        self.model, self.make_cache, self.limit = model, make_cache, limit
+        self.prompt, self.generated, self.seed = prompt, generated, seed
+        self.weights = weight_bytes(model)
 
     def rows(self, batch: int) -> Tensor:
         """[batch, prompt] random tokens."""
