@@ -18,7 +18,7 @@ from pod.eval.buckets import position_buckets
 from pod.eval.budget import measure_bytes, native_bytes_per_token
 from pod.eval.journal import Journal
 from pod.eval.methods import Method
-from pod.eval.runners.base import Span, Task, prompt_hash
+from pod.eval.runners.base import Span, Task, perplexity_result, prompt_hash
 from pod.eval.text import load_text
 from pod.eval.variants import check_plan, variant, windows_of
 
@@ -217,11 +217,7 @@ class Ablation(Task):
         rows = [self._row(row, base) for row in found]
         tokens = sum(bucket.scored for bucket in self.buckets)
         return {
-            "kind": "nll",
-            "metric": "perplexity",
-            "higher_is_better": False,
-            "value": rows[0]["perplexity"],
-            "ci95": rows[0]["ci95"],
+            **perplexity_result(rows[0]["perplexity"], rows[0]["ci95"]),
             "samples": [
                 {
                     "id": record["id"],
@@ -233,7 +229,6 @@ class Ablation(Task):
                 }
                 for index, record in enumerate(found[0]["texts"])
             ],
-            "skipped": [],
             "bytes": [self.run.stated_bytes(self.args.text_length, None, [found[0]["bytes"]])],
             "settings": {
                 **asdict(self.options),

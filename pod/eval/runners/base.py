@@ -150,6 +150,18 @@ def prompt_hash(prompt: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def perplexity_result(value: float, ci95: list[float] | None) -> dict[str, Any]:
+    """The keys that every payload of kind `nll` has in common; every text is answered."""
+    return {
+        "kind": "nll",
+        "metric": "perplexity",
+        "higher_is_better": False,
+        "value": value,
+        "ci95": ci95,
+        "skipped": [],
+    }
+
+
 def scored_payload(
     kind: str,
     metric: str,

@@ -10,7 +10,7 @@ from pod.eval import perplexity, stats
 from pod.eval.buckets import position_buckets
 from pod.eval.journal import Journal
 from pod.eval.methods import Method
-from pod.eval.runners.base import Span, Task, prompt_hash
+from pod.eval.runners.base import Span, Task, perplexity_result, prompt_hash
 from pod.eval.text import load_text
 
 _CHECKED_TOKENS = (
@@ -93,11 +93,7 @@ class Perplexity(Task):
         sums = [sum(record["sums"]) for record in records]
         total = stats.perplexity_summary(sums, [tokens] * len(sums), resamples, seed)
         return {
-            "kind": "nll",
-            "metric": "perplexity",
-            "higher_is_better": False,
-            "value": total["perplexity"],
-            "ci95": total["ci95"],
+            **perplexity_result(total["perplexity"], total["ci95"]),
             "samples": [
                 {
                     "id": record["id"],
@@ -109,7 +105,6 @@ class Perplexity(Task):
                 }
                 for record in records
             ],
-            "skipped": [],
             "bytes": [row["bytes"] for row in rows],
             "settings": {"sequences": len(records), "length": self.args.text_length},
             "buckets": rows,

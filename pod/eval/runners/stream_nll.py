@@ -13,7 +13,7 @@ from torch import Tensor
 from pod.eval import stats
 from pod.eval.journal import Journal
 from pod.eval.methods import Method
-from pod.eval.runners.base import Span, Task, prompt_hash
+from pod.eval.runners.base import Span, Task, perplexity_result, prompt_hash
 from pod.eval.streaming import UNBOUNDED, Stream, chunk_of, make_stream, stream_nll
 from pod.eval.text import load_text
 
@@ -156,11 +156,7 @@ class StreamNll(Task):
         stated = self.run.stated_bytes(self.spans()[0].length, records[0]["budget"], held)
         chunk = self._chunk(method)
         return {
-            "kind": "nll",
-            "metric": "perplexity",
-            "higher_is_better": False,
-            "value": total["perplexity"],
-            "ci95": total["ci95"],
+            **perplexity_result(total["perplexity"], total["ci95"]),
             "samples": [
                 {
                     "id": record["id"],
@@ -173,7 +169,6 @@ class StreamNll(Task):
                 }
                 for record, value in zip(records, sums, strict=True)
             ],
-            "skipped": [],
             "bytes": [stated],
             "settings": {
                 "texts": len(records),

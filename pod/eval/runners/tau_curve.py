@@ -17,7 +17,7 @@ from pod.eval import gates, passkey, stats
 from pod.eval.journal import Journal
 from pod.eval.methods import Method
 from pod.eval.perplexity import token_nll
-from pod.eval.runners.base import Span, Task, prompt_hash
+from pod.eval.runners.base import Span, Task, perplexity_result, prompt_hash
 from pod.eval.text import load_text
 from pod.eval.variants import windows_of
 from pod.modeling.gate import check_tau
@@ -211,11 +211,7 @@ class TauCurve(Task):
         chosen = rows[options.settings.index(options.tau)]
         held = self.run.stated_bytes(self.args.text_length - 1, None, [record["bytes"] for record in texts])
         return {
-            "kind": "nll",
-            "metric": "perplexity",
-            "higher_is_better": False,
-            "value": chosen["perplexity"],
-            "ci95": chosen["ci95"],
+            **perplexity_result(chosen["perplexity"], chosen["ci95"]),
             "samples": [
                 {
                     "id": record["id"],
@@ -228,7 +224,6 @@ class TauCurve(Task):
                 }
                 for record in texts
             ],
-            "skipped": [],
             "bytes": [held],
             "settings": {**asdict(options), "length": self.args.text_length},
             "passkeys": answers,
