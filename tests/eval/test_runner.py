@@ -118,6 +118,14 @@ def test_scores_differ_between_methods_and_add_up(finished):
         assert part["total"]["mean_nll"] == pytest.approx(total)
 
 
+def test_lower_perplexity_is_better(finished):
+    _, results = finished
+    for result in results.values():
+        part = result["parts"]["perplexity"]
+        assert (part["kind"], part["metric"], part["higher_is_better"]) == ("nll", "perplexity", False)
+        assert part["value"] == part["total"]["perplexity"]
+
+
 def test_one_pass_methods_state_their_check(finished):
     _, results = finished
     for name in ("full", "pod", "pod-unadapted"):
