@@ -74,11 +74,19 @@ def test_other_errors_are_not_taken_for_memory(dense_model):
 
 
 def test_lack_of_memory_is_recognised():
+    try:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        finally:
+            raise RuntimeError("capture was invalidated")
+    except RuntimeError as error:
+        assert is_out_of_memory(error)
     error = RuntimeError("capture failed")
     error.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
     assert is_out_of_memory(error) and is_out_of_memory(MemoryError())
     assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate"))
     assert not is_out_of_memory(RuntimeError("shape mismatch"))
+    assert not is_out_of_memory(RuntimeError("illegal memory access"))
 
 
 def test_fractional_rows_by_hand():
