@@ -12,9 +12,9 @@ Settled here (METHODS.md §1 last point, §6):
   lead's query and lead's key beyond; own values. A token never becomes proximal again.
 * Decoded tokens are appended everywhere. A later prompt attends fully to what is held and to itself; at its end selection runs again over what is
   held (in slot order, as snapkv does), if that exceeds the budget.
-* pod+pyramidkv: let ``B_l`` be pyramidkv's budget of layer l (window w included; oracles_ranked.py). Head h of a block with lead l' holds at most
-  ``w + floor((B_l' - w)·L·(budget - w) / Σ_l (B_{lead[l][h]} - w))``: per KV head the total over layers is at most L·budget. Heads of one
-  layer may hold different numbers; each is compressed when it holds more than its own.
+* pod+pyramidkv: let ``B_l`` be pyramidkv's budget of layer l at n tokens seen (window w included; oracles_ranked.py). Head h of a block with
+  lead l' holds at most ``min(n, w + floor(s·(B_l' - w)))`` with the largest s for which the total over layers is at most L·budget. Heads of
+  one layer may hold different numbers; each is compressed when it holds more than its own.
 * num_sink_tokens and num_recent_tokens are the model's (its plan's windows). pod+snapkv with budget >= length: equal to ``pod`` exactly.
 """
 
@@ -27,18 +27,29 @@ from oracles_imdc import snap
 from oracles_ranked import pyramid
 
 
-def block_budgets(lead, budget, window, beta):
-    """``[L][H]`` budgets of pod+pyramidkv; ``lead[layer][head]``."""
+def block_budgets(lead, budget, window, beta, seen):
+    """``[L][H]`` budgets of pod+pyramidkv after ``seen`` tokens; ``lead[layer][head]``."""
     layers = len(lead)
-    alone = pyramid(layers, budget, window, beta)
+    if seen <= budget:
+        return [[budget] * len(lead[0]) for _ in lead]
+    alone = pyramid(layers, budget, window, beta, seen)
     out = [[0] * len(lead[0]) for _ in lead]
     for head in range(len(lead[0])):
-        whole = sum(alone[row[head]] - window for row in lead)
-        for layer, row in enumerate(lead):
-            out[layer][head] = window + math.floor(
-                Fraction((alone[row[head]] - window) * layers * (budget - window), whole)
-            )
+        shares = [alone[row[head]] - window for row in lead]
+        scale = largest_scale(shares, seen - window, layers * (budget - window))
+        for layer, share in enumerate(shares):
+            out[layer][head] = window + math.floor(min(seen - window, scale * share))
     return out
+
+
+def largest_scale(shares, most, total):
+    """The s with sum(min(most, s * share)) == total, by the pieces of this rising line: it bends where s * share == most."""
+    bends = sorted(Fraction(most, share) for share in shares)
+    for bend in bends:
+        if sum(min(most, bend * share) for share in shares) >= total:
+            rest = [share for share in shares if Fraction(most, share) >= bend]
+            return Fraction(total - most * (len(shares) - len(rest)), sum(rest))
+    raise AssertionError("the total does not exceed what all can hold")
 
 
 class PodSelected(NaiveDecoder):
@@ -53,10 +64,8 @@ class PodSelected(NaiveDecoder):
         self.lead = [list(row) for row in config.sharing_plan.lead]
         self.sinks, self.recent = config.num_sink_tokens, config.num_recent_tokens
         self.window, self.kernel, self.pool = window, kernel, pool
-        if selection == "pyramidkv":
-            self.budgets = block_budgets(self.lead, budget, window, beta)
-        else:
-            self.budgets = [[budget if selection else math.inf] * self.num_heads] * self.num_layers
+        self.rule = (budget, window, beta) if selection == "pyramidkv" else None
+        self.budgets = [[budget if selection else math.inf] * self.num_heads] * self.num_layers
         self.chosen = {}
 
     def weights(self, layer, head, q, entries):
@@ -75,6 +84,8 @@ class PodSelected(NaiveDecoder):
 
     def after_prompt(self, layer, head, weights):
         """A lead chooses; everybody still holds everything, because the followers have yet to attend."""
+        if self.rule:
+            self.budgets = block_budgets(self.lead, *self.rule, self.seen + self.num_new)
         if self.lead[layer][head] == layer:
             budget, held = self.budgets[layer][head], weights.shape[2]
             slots = list(range(held))

@@ -24,7 +24,8 @@ SnapKV (budget, window, kernel, pool)
 PyramidKV (budget = mean over layers, window, kernel, pool, beta)
     * smallest = max(window + 1, round(budget / beta)) in the top layer, largest = 2*budget - smallest in layer 0,
       linear in between, cumulative sums rounded half up, so that the layer budgets add up to L*budget exactly.
-      One layer: the budget. Otherwise SnapKV with the layer's budget; a layer with more budget than tokens keeps all.
+      If largest exceeds n, the tokens seen when the prompt ends: largest = n, smallest = 2*budget - n (n <= budget:
+      all layers keep all). One layer: the budget. Otherwise SnapKV with the layer's budget.
 H2O (budget, num_recent_tokens = budget // 2)
     * Score = sum of A over all queries so far. If more than the budget is held: keep the last num_recent_tokens and
       the top (budget - num_recent_tokens) of the others. The same rule at a prompt's end and at a decode step.
@@ -124,13 +125,18 @@ class PyramidKV(SnapKV):
         self, budget: int, window=8, kernel=7, pool="max", beta: float = 20, chunk_size: int = 0
     ) -> None:
         super().setup(budget, window, kernel, pool, chunk_size)
-        self.budgets = pyramid(self.num_layers, budget, window, beta)
+        self.rule = budget, window, beta
+
+    def after_prompt(self, layer: int, head: int, weights: Tensor) -> None:
+        self.budgets = pyramid(self.num_layers, *self.rule, self.seen + self.num_new)
+        super().after_prompt(layer, head, weights)
 
 
-def pyramid(num_layers: int, budget: int, window: int, beta: float) -> list[int]:
-    if num_layers == 1:
-        return [budget]
+def pyramid(num_layers: int, budget: int, window: int, beta: float, seen: int) -> list[int]:
+    if num_layers == 1 or seen <= budget:
+        return [budget] * num_layers
     smallest = max(window + 1, half_up(Fraction(budget) / Fraction(beta)))
+    smallest = max(smallest, 2 * budget - seen)
     largest = 2 * budget - smallest
     ideal = [largest - Fraction((largest - smallest) * layer, num_layers - 1) for layer in range(num_layers)]
     ends = [half_up(sum(ideal[:layer])) for layer in range(num_layers + 1)]

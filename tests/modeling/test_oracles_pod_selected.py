@@ -60,11 +60,13 @@ def test_leads_hold_what_they_would_hold_alone(tools):
     assert positions[0] == positions[1] and len(positions[0][0]) == 16
 
 
-def test_block_budgets_add_up_to_the_total():
+@pytest.mark.parametrize("seen", [41, 50, 60, 75, 1000])
+def test_block_budgets_add_up_to_the_total(seen):
     lead = [[0, 0], [0, 1], [0, 1], [3, 1], [3, 4]]
-    budgets = block_budgets(lead, 40, 8, 20)
+    budgets = block_budgets(lead, 40, 8, 20, seen)
     for head in range(2):
         column = [row[head] for row in budgets]
-        assert 5 * 40 - 5 < sum(column) <= 5 * 40 and min(column) >= 8
+        assert 5 * 40 - 5 < sum(column) <= 5 * 40 and min(column) >= 8 and max(column) <= seen
         assert all(column[layer] == column[lead[layer][head]] for layer in range(5))
-    assert block_budgets([[layer] for layer in range(5)], 40, 8, 20) == [[b] for b in pyramid(5, 40, 8, 20)]
+    own = [[layer] for layer in range(5)]
+    assert block_budgets(own, 40, 8, 20, seen) == [[b] for b in pyramid(5, 40, 8, 20, seen)]

@@ -160,17 +160,19 @@ def test_streaming_chunk_sizes(tools, name, chunk):
 @pytest.mark.parametrize("num_layers", [1, 2, 5, 30, 32])
 @pytest.mark.parametrize("budget", [12, 64, 2048])
 @pytest.mark.parametrize("beta", [2, 20])
-def test_pyramid_adds_up_along_a_line(num_layers, budget, beta):
-    budgets = oracles.pyramid(num_layers, budget, 8, beta)
-    assert sum(budgets) == num_layers * budget and min(budgets) >= 8
-    top = max(9, math.floor(budget / beta + 0.5))
+@pytest.mark.parametrize("length", [1.1, 1.5, 10])  # of the prompt, in budgets
+def test_pyramid_adds_up_along_a_line(num_layers, budget, beta, length):
+    seen = round(length * budget)
+    budgets = oracles.pyramid(num_layers, budget, 8, beta, seen)
+    assert sum(budgets) == num_layers * budget and min(budgets) >= 8 and max(budgets) <= seen
+    top = max(9, math.floor(budget / beta + 0.5), 2 * budget - seen)
     ends = 2 * budget - top, top
     line = torch.linspace(*ends, num_layers) if num_layers > 1 else torch.tensor([budget])
     assert (torch.tensor(budgets) - line).abs().max() <= 1 + 1e-3
 
 
 def test_largest_pyramid_layer_of_the_paper():
-    assert max(oracles.pyramid(32, 2048, 8, 20)) == 3994  # "about 4K" of a mean of 2048
+    assert max(oracles.pyramid(32, 2048, 8, 20, 32768)) == 3994  # "about 4K" of a mean of 2048
 
 
 @pytest.mark.parametrize("n", [9, 10, 11, 14, 20, 23, 24, 100])

@@ -84,10 +84,45 @@ def test_a_block_keeps_the_same_tokens(tools):
     assert all(not torch.equal(kept[0], other) for other in kept[1:])  # blocks choose on their own
 
 
-def test_budgets_of_blocks_keep_the_total():
-    budgets = layer_budgets(100, 5, 20, 9)
-    assert sum(budgets) == 500 and budgets == sorted(budgets, reverse=True)
-    rows = block_budgets(budgets, 100, 8, ((0, 0), (0, 1), (0, 1), (3, 1), (3, 4)))
+def test_layer_budgets_by_hand():
+    assert layer_budgets(100, 5, 20, 9, seen=1000) == [191, 146, 100, 54, 9]
+    assert layer_budgets(100, 5, 20, 9, seen=140) == [140, 120, 100, 80, 60]
+    assert layer_budgets(100, 5, 20, 9, seen=100) == layer_budgets(100, 5, 20, 9, seen=60) == [100] * 5
+    assert layer_budgets(100, 1, 20, 9, seen=1000) == [100]
+
+
+LEAD = ((0, 0), (0, 1), (0, 1), (3, 1), (3, 4))
+
+
+@pytest.mark.parametrize("seen", [100, 110, 150, 191, 400])
+def test_budgets_of_blocks_keep_the_total(seen):
+    budgets = layer_budgets(100, 5, 20, 9, seen)
+    assert sum(budgets) == 500 and budgets == sorted(budgets, reverse=True) and budgets[0] <= seen
+    rows = block_budgets(budgets, 100, 8, LEAD, seen)
     for head in range(2):
         assert 500 - 5 <= sum(row[head] for row in rows) <= 500
+        assert max(row[head] for row in rows) <= seen
     assert rows[0][0] == rows[1][0] == rows[2][0] and rows[3][0] == rows[4][0]
+
+
+def test_what_a_block_cannot_hold_goes_to_the_others():
+    """Above the window of 8: shares 42 24 24 24 12, at most 42 each, 160 in all: 42, then 118 in parts of 24 24 24 12."""
+    rows = block_budgets([50, 32, 50, 48, 20], 40, 8, ((0,), (1,), (1,), (1,), (4,)), seen=50)
+    assert [row[0] for row in rows] == [50, 41, 41, 41, 24]
+
+
+@pytest.mark.parametrize("spec", ["pyramidkv", "pod+pyramidkv"])
+@pytest.mark.parametrize("length", [110, 150, 189, 300])
+def test_a_pyramid_fills_its_budget(tools, spec, length):
+    """Also where the first layer's share exceeds the prompt."""
+    plain = tools.make_pod("llama", torch.float32, plan=spec.startswith("pod"), windows=(4, 60))
+    cache = pod.make_cache(plain, spec, budget=100, window=8)
+    with torch.no_grad():
+        plain(tools.random_ids(1, length), past_key_values=cache)
+    layers = cache.groups[0].layers
+    if spec == "pyramidkv":
+        held = [[layer.held] * HEADS for layer in layers]
+        assert held[0][0] == min(length, 191)
+    else:
+        held = [[head.held for head in layer.heads] for layer in layers]
+    assert all(LAYERS * 99 < sum(row[head] for row in held) <= LAYERS * 100 for head in range(HEADS))

@@ -1,51 +1,112 @@
-"""PyramidKV (Cai et al., 2024): SnapKV with budgets that fall linearly from the first layer to the last."""
+"""PyramidKV (Cai et al., 2024): SnapKV with budgets that fall linearly from the first layer to the last.
 
+The first layer cannot hold more than the tokens seen: where its share exceeds them, the line is flatter, down to SnapKV's
+equal budgets when nothing can be dropped, and all layers together hold what they were given. (Of the two implementations by
+the authors' group and by kvpress, the latter flattens in this way; the former jumps to equal budgets below twice the budget.)
+"""
+
+from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
 from math import floor
+from typing import Any
 
-from pod.modeling.cache import PodCache
+from pod.modeling.cache import PodCache, Step
 from pod.modeling.config import PodConfig
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.ranking import check_ranking, ranking_parameters
 from pod.modeling.methods.rows import GroupedCache
-from pod.modeling.methods.shared_selection import shared_cache
+from pod.modeling.methods.shared_selection import SharedSelectionLayer
 from pod.modeling.methods.snapkv import SnapLayer
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, chunks_of
 
 
-def layer_budgets(budget: int, num_layers: int, beta: int, smallest: int) -> list[int]:
+def layer_budgets(budget: int, num_layers: int, beta: int, smallest: int, seen: int) -> list[int]:
     """Tokens per layer, first layer first: an arithmetic sequence with mean ``budget`` down to about ``budget / beta``.
 
-    The last layer gets at least ``smallest`` tokens. Cumulative sums are rounded, so that all layers together get
-    exactly ``num_layers * budget``.
+    The last layer gets at least ``smallest`` tokens, the first one at most ``seen``, the tokens seen when the prompt ends; the
+    mean stays. Cumulative sums are rounded, so that all layers together get exactly ``num_layers * budget``.
     """
     last = max(smallest, _nearest(Fraction(budget, beta)))
-    if num_layers == 1 or last >= budget:
+    first = min(2 * budget - last, max(seen, budget))
+    if num_layers == 1 or first <= budget:
         return [budget] * num_layers
-    first = 2 * budget - last
-    falls = [first - Fraction((first - last) * layer, num_layers - 1) for layer in range(num_layers)]
+    fall = Fraction(2 * (first - budget), num_layers - 1)
+    falls = [first - fall * layer for layer in range(num_layers)]
     ends = [_nearest(sum(falls[:layer], Fraction(0))) for layer in range(num_layers + 1)]
     return [end - start for start, end in pairwise(ends)]
 
 
 def block_budgets(
-    budgets: list[int], budget: int, window: int, lead: tuple[tuple[int, ...], ...]
+    budgets: Sequence[int], budget: int, window: int, lead: tuple[tuple[int, ...], ...], seen: int
 ) -> list[list[int]]:
-    """Tokens ``[L][H]`` when blocks share a selection: the lead layer's budget, rescaled to the same total per head."""
-    spare = len(budgets) * (budget - window)
-    rows = []
-    for layer in lead:
-        totals = [sum(budgets[other[head]] - window for other in lead) for head in range(len(layer))]
-        rows.append(
-            [window + (budgets[own] - window) * spare // totals[head] for head, own in enumerate(layer)]
+    """Tokens ``[L][H]`` when blocks share a selection: the lead layer's budget, rescaled to the same total per head.
+
+    A pair holds at most ``seen`` tokens, or ``budget`` if that is more; what it cannot hold goes to the other blocks.
+    """
+    heads = [
+        _rescaled(
+            [budgets[layer[head]] - window for layer in lead], budget - window, max(seen, budget) - window
         )
-    return rows
+        for head in range(len(lead[0]))
+    ]
+    return [[window + spare[layer] for spare in heads] for layer in range(len(lead))]
+
+
+def _rescaled(shares: list[int], mean: int, most: int) -> list[int]:
+    """``min(most, s * share)`` rounded down, with the largest ``s`` whose sum is at most ``len(shares) * mean``."""
+    full: set[int] = set()
+    while True:
+        spare = len(shares) * mean - len(full) * most
+        total = sum(share for place, share in enumerate(shares) if place not in full)
+        over = {i for i, share in enumerate(shares) if i not in full and share * spare > most * total}
+        if not over:
+            return [most if i in full else share * spare // total for i, share in enumerate(shares)]
+        full |= over
 
 
 def _nearest(x: Fraction) -> int:
     """The nearest integer, halves up."""
     return floor(x + Fraction(1, 2))
+
+
+class PyramidLayer(SnapLayer):
+    """SnapKV in one layer, with this layer's budget for the tokens seen.
+
+    Args:
+        pyramid: ``budget``, ``num_layers``, ``beta`` and ``smallest`` of ``layer_budgets``.
+        values: ``window``, ``kernel``, ``pool`` and ``codec`` of ``SnapLayer``.
+    """
+
+    def __init__(self, config: PodConfig, layer_idx: int, pyramid: dict[str, int], **values: Any):
+        super().__init__(config, layer_idx, pyramid["budget"], **values)
+        self.pyramid = pyramid
+
+    def evict(self, step: Step) -> None:
+        if step.ends_prompt:
+            self.budget = layer_budgets(**self.pyramid, seen=_seen(step))[self.layer_idx]
+        super().evict(step)
+
+
+class SharedPyramidLayer(SharedSelectionLayer):
+    """The same where blocks share a selection. Args: as ``PyramidLayer``; params: SnapKV's."""
+
+    def __init__(self, config: PodConfig, layer_idx: int, pyramid: dict[str, int], params: dict, codec: Any):
+        super().__init__(config, layer_idx, [pyramid["budget"]] * config.num_key_value_heads, params, codec)
+        self.pyramid = pyramid
+
+    def settle(self, step: Step) -> None:
+        if step.ends_prompt:
+            seen, budget, window = _seen(step), self.pyramid["budget"], self.params["window"]
+            budgets = layer_budgets(**self.pyramid, seen=seen)
+            self.budgets = block_budgets(budgets, budget, window, self.lead, seen)[self.layer_idx]
+        super().settle(step)
+
+
+def _seen(step: Step) -> int:
+    """Tokens of each row after this pass; the rows are alike."""
+    assert step.uniform_past is not None
+    return step.uniform_past + step.num_new
 
 
 def _build(config: PodConfig, request: Request) -> PodCache:
@@ -54,17 +115,20 @@ def _build(config: PodConfig, request: Request) -> PodCache:
     beta = request.params["beta"]
     if beta < 1:
         raise ValueError(f"pyramidkv: beta = {beta} must be at least 1")
-    budgets = layer_budgets(request.tokens, config.num_hidden_layers, beta, values["window"] + 1)
+    pyramid = {
+        "budget": request.tokens,
+        "num_layers": config.num_hidden_layers,
+        "beta": beta,
+        "smallest": values["window"] + 1,
+    }
+    shared = request.layout == "pod"
 
-    if request.layout == "pod":
-        lead = config.sharing_plan.lead
-        per_head = block_budgets(budgets, request.tokens, values["window"], lead)
-        return shared_cache(config, request, per_head, chunks_of(request))
+    def make_layer(config: PodConfig, layer_idx: int) -> PyramidLayer | SharedPyramidLayer:
+        if shared:
+            return SharedPyramidLayer(config, layer_idx, pyramid, request.params, request.codec)
+        return PyramidLayer(config, layer_idx, pyramid, codec=request.codec, **values)
 
-    def make_layer(config: PodConfig, layer_idx: int) -> SnapLayer:
-        return SnapLayer(config, layer_idx, budgets[layer_idx], codec=request.codec, **values)
-
-    return GroupedCache(config, make_layer, request.spec, chunks=chunks_of(request))
+    return GroupedCache(config, make_layer, request.spec, rowwise=shared, chunks=chunks_of(request))
 
 
 METHOD = Method(
