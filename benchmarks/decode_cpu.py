@@ -22,8 +22,8 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import pod
-from pod.eval.efficiency import Contestant, race
 from pod.eval.results import environment
+from pod.eval.speed.efficiency import Contestant, race
 from pod.eval.stats import spread
 from pod.files import read_json, write_json
 from pod.kernels import decode

@@ -6,7 +6,7 @@ python benchmarks/demo_results.py [runs/demo]
 import sys
 from pathlib import Path
 
-from pod.eval.summary import summarise
+from pod.eval.report.summary import summarise
 from pod.files import read_json, write_json
 from pod.modeling.sharing import SharingPlan
 

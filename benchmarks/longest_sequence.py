@@ -30,8 +30,8 @@ import torch
 from gpu_tools import RESULTS, finish, goal_row, header, parser
 
 import pod
-from pod.eval.memory import LiveBytes
 from pod.eval.results import one_line
+from pod.eval.speed.memory import LiveBytes
 from pod.files import write_json
 from pod.modeling.attention import Backend, register_backend
 from pod.training import carry

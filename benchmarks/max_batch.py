@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from gpu_tools import DeviceLost, choose_device, finish, goal_row, header, parser, start
 
-from pod.eval import decode_bytes, decode_speed
-from pod.eval.bench_args import FULL, SHAPES, BenchMethod, parse_method
-from pod.eval.decode_bytes import spread_plan
-from pod.eval.max_batch import BatchTries, fractional, largest
+from pod.eval.speed import decode_bytes, decode_speed
+from pod.eval.speed.bench_args import FULL, SHAPES, BenchMethod, parse_method
+from pod.eval.speed.decode_bytes import spread_plan
+from pod.eval.speed.max_batch import BatchTries, fractional, largest
 
 SHARE = 0.7
 GOAL = 0.97

@@ -415,7 +415,7 @@ def summary(recipe: Recipe, state: dict[str, Any], seconds: float) -> list[str]:
 
 
 def _evaluated(recipe: Recipe) -> list[dict[str, Any]]:
-    from pod.eval.summary import summarise
+    from pod.eval.report.summary import summarise
 
     return summarise(recipe.eval_dir, recipe.eval.methods)
 

@@ -69,7 +69,7 @@ def main(recipe: Recipe) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["lm-eval"]:
-        from pod.eval.lm_cli import main as lm_eval
+        from pod.eval.lm.cli import main as lm_eval
 
         sys.exit(lm_eval(sys.argv[2:]))
     run(

@@ -19,7 +19,7 @@ import yaml
 
 from pod.data.args import DataArgs
 from pod.eval.args import EvalArgs
-from pod.eval.bench_args import BenchArgs
+from pod.eval.speed.bench_args import BenchArgs
 from pod.files import check_can_write
 from pod.models import ModelArgs
 from pod.schema import (

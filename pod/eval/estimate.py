@@ -34,7 +34,7 @@ def _built(recipe: "Recipe", names: list[str]) -> tuple[list[Any], list[str]]:
     """The tasks of these names that can be counted, and a line for what is not counted."""
     if not names:
         return [], []
-    from pod.eval.lm_index import check_known
+    from pod.eval.lm.index import check_known
 
     check_known(names)
     from pod.eval.runner import Evaluation  # loads torch

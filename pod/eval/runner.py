@@ -13,13 +13,13 @@ from pod.eval.journal import AnswerError, Journal
 from pod.eval.methods import Method, find_method
 from pod.eval.models import Models
 from pod.eval.ranks import Ranks
-from pod.eval.report import write_report
+from pod.eval.report.write import write_report
 from pod.eval.results import RunResults, environment, fingerprint, one_line, with_files
 from pod.eval.runners import base
-from pod.eval.speed import check as check_speed
-from pod.eval.speed import measure_speed
-from pod.eval.speed_args import NAME as SPEED_RUN
-from pod.eval.speed_args import speed_options
+from pod.eval.speed.args import NAME as SPEED_RUN
+from pod.eval.speed.args import speed_options
+from pod.eval.speed.task import check as check_speed
+from pod.eval.speed.task import measure_speed
 from pod.eval.tasks import data
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def make_tasks(run: Evaluation) -> dict[str, base.Task]:
             tasks[name] = found(run, options)
     theirs = [name for name in run.args.tasks if name not in tasks and name != SPEED_RUN]
     if theirs:
-        from pod.eval.lm_tasks import make_lm_tasks
+        from pod.eval.lm.tasks import make_lm_tasks
 
         tasks |= make_lm_tasks(run, theirs)
     return {name: tasks[name] for name in run.args.tasks if name in tasks}

@@ -2,10 +2,10 @@
 
 import textwrap
 
-from pod.eval import lm_index
-from pod.eval.lm_tasks import LmTask
+from pod.eval.lm import index as lm_index
+from pod.eval.lm.tasks import LmTask
 from pod.eval.runners import base
-from pod.eval.speed_args import SpeedOptions
+from pod.eval.speed.args import SpeedOptions
 
 _WIDTH = 130
 

@@ -6,7 +6,7 @@ import torch
 from lm_eval.api.instance import Instance
 
 import pod
-from pod.eval.lm import PodLM
+from pod.eval.lm.model import PodLM
 from pod.models import resolve_model
 
 PLAN = pod.SharingPlan(lead=[[0, 0], [0, 1], [0, 1], [3, 1]])

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import pod
-from pod.eval import bench as bench_module
-from pod.eval import decode_speed
-from pod.eval.bench_args import FULL, SHAPES, BenchArgs, parse_method
-from pod.eval.decode_bytes import (
+from pod.eval.speed import bench as bench_module
+from pod.eval.speed import decode_speed
+from pod.eval.speed.bench_args import FULL, SHAPES, BenchArgs, parse_method
+from pod.eval.speed.decode_bytes import (
     Sizes,
     ceiling,
     held_per_row,
@@ -23,8 +23,8 @@ from pod.eval.decode_bytes import (
     token_bytes,
     weight_bytes,
 )
-from pod.eval.decode_speed import Bench, fill, make_cache, sizes_of
-from pod.eval.dense_decode import PEERS, dense_peers
+from pod.eval.speed.decode_speed import Bench, fill, make_cache, sizes_of
+from pod.eval.speed.dense_decode import PEERS, dense_peers
 from pod.kernels.decode import BACKENDS
 from pod.modeling.stores import TokenStore
 from pod.recipe import Recipe, field_docs, fields_of, load_recipe

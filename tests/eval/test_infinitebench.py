@@ -14,7 +14,7 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
-from pod.eval import lm_index
+from pod.eval.lm import index as lm_index
 from pod.eval.tasks import data
 from pod.eval.tasks.infinitebench import make_yaml, metrics, samples, synthetic
 from pod.eval.tasks.infinitebench.prompts import PAPER_TASKS, TASKS, answer, prompt
@@ -257,7 +257,7 @@ def test_the_group_of_the_paper_loads_offline_and_a_right_answer_scores_1(tokeni
 
 @pytest.mark.parametrize("task", READ)
 def test_books_are_cut_in_the_middle_to_the_length_of_the_task(task):
-    from pod.eval.lm_index import rules_of
+    from pod.eval.lm.index import rules_of
 
     path = make_yaml.FOLDER / "32k" / f"{task}.yaml"
     text = re.sub(r"!function \S+", "f", path.read_text(encoding="utf-8"))

@@ -18,7 +18,7 @@ from lm_eval.tasks import TaskManager
 
 import pod
 from pod.eval.documents import WORD_STEP, cut_document
-from pod.eval.lm_requests import Encoder, Rule
+from pod.eval.lm.requests import Encoder, Rule
 from pod.eval.tasks import data
 from pod.eval.tasks.leval import make_yaml, metrics, prompts, utils
 from pod.models import resolve_model

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lm_tools import instance
 
-from pod.eval.lm_generate import StopStrings, end_ids, text_of
+from pod.eval.lm.generate import StopStrings, end_ids, text_of
 
 
 @contextlib.contextmanager

@@ -8,8 +8,8 @@ from lm_eval.models.huggingface import HFLM
 from lm_tools import instance
 from tokenizers.processors import TemplateProcessing
 
-from pod.eval.lm_batches import forward_batches, generation_batches, unit_batches, units_of
-from pod.eval.lm_requests import Encoder, Rule, Size, request_keys, size
+from pod.eval.lm.batches import forward_batches, generation_batches, unit_batches, units_of
+from pod.eval.lm.requests import Encoder, Rule, Size, request_keys, size
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</{{ m.role }}>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 NO_SYSTEM = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}{{ m.content }}|{% endfor %}"

@@ -14,9 +14,9 @@ import worker_lm
 from lm_eval.api.model import CachingLM
 
 from pod.eval.journal import Journal
-from pod.eval.lm import PodLM, task_rule
-from pod.eval.lm_caches import MethodCaches
-from pod.eval.lm_cli import arguments, main
+from pod.eval.lm.caches import MethodCaches
+from pod.eval.lm.cli import arguments, main
+from pod.eval.lm.model import PodLM, task_rule
 from pod.eval.ranks import Ranks
 from pod.models import resolve_model
 

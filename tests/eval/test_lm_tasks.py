@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 import pod
-from pod.eval import lm_index, runner
-from pod.eval.lm_payload import group_payload
+from pod.eval import runner
+from pod.eval.lm import index as lm_index
+from pod.eval.lm.payload import group_payload
 from pod.eval.methods import find_method
 from pod.eval.runners.base import scored_payload
 from pod.recipe import load_recipe
@@ -277,7 +278,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
 def test_bad_input_is_one_line_before_any_computation(tmp_path, monkeypatch, changes, message):
-    monkeypatch.setattr("pod.eval.lm.PodLM.around", lambda *a, **k: pytest.fail("computation began"))
+    monkeypatch.setattr("pod.eval.lm.model.PodLM.around", lambda *a, **k: pytest.fail("computation began"))
     changes = dict(changes)
     with pytest.raises(ValueError, match=message) as caught:
         measure(tmp_path, changes.pop("tasks"), changes.pop("methods", ["full"]), **changes)

@@ -17,7 +17,7 @@ from lm_eval.tasks import TaskManager
 from rouge import Rouge
 
 import pod
-from pod.eval.lm_requests import Encoder, Rule
+from pod.eval.lm.requests import Encoder, Rule
 from pod.eval.tasks import data
 from pod.eval.tasks.longbench import make_yaml, metrics, utils
 from pod.eval.tasks.longbench.prompts import PROMPTS

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 from synthetic import payload_of, result_file
 
-from pod.eval import paper_tables
-from pod.eval.merge import merge
-from pod.eval.page import Fold
-from pod.eval.paper_tables import Published, load, same_model
+from pod.eval.report import paper_tables
+from pod.eval.report.merge import merge
+from pod.eval.report.page import Fold
+from pod.eval.report.paper_tables import Published, load, same_model
 from pod.files import write_json
 
-TASKS = Path(paper_tables.__file__).parent / "tasks"
+ROOT = Path(__file__).parents[2]
+TASKS = ROOT / "pod" / "eval" / "tasks"
 AVERAGES_THAT_DO_NOT_FIT = {  # as printed: (paper, table, model, method)
     *[("imdc", "2", model) for model in ("LLaMA2-7b", "InternLM2-7b", "Tiny-LLaMA")],
     ("simlayerkv", "1", "LLaMA3-8B-Instruct", "minicache"),
@@ -135,7 +136,7 @@ def test_values_stand_in_the_papers(published):
     texts = {
         paper: (Path(folder) / f"{paper}.txt").read_text(encoding="utf-8") for paper in paper_tables.TITLES
     }
-    for file in sorted((Path(paper_tables.__file__).parents[2] / "docs" / "paper_tables").glob("*.csv")):
+    for file in sorted((ROOT / "docs" / "paper_tables").glob("*.csv")):
         for line in file.read_text(encoding="utf-8").splitlines()[1:]:
             number = re.escape(line.rpartition(",")[2])
             latex = (

@@ -10,13 +10,13 @@ from html.parser import HTMLParser
 import pytest
 
 from pod.eval import results as result_files
-from pod.eval.merge import merge
-from pod.eval.pictures import training_curve
-from pod.eval.report import write_report
-from pod.eval.report_notes import overview_notes
-from pod.eval.report_speed import speed_table
-from pod.eval.report_tables import bucket_table, overview
-from pod.eval.summary import load_speed, summarise
+from pod.eval.report.merge import merge
+from pod.eval.report.notes import overview_notes
+from pod.eval.report.pictures import training_curve
+from pod.eval.report.speed import speed_table
+from pod.eval.report.summary import load_speed, summarise
+from pod.eval.report.tables import bucket_table, overview
+from pod.eval.report.write import write_report
 from pod.recipe import Recipe
 
 NAMES = ["full", "pod", "snapkv"]

@@ -9,11 +9,13 @@ import pytest
 from synthetic import LONGBENCH, choices, group, needles, perplexity, result_file, scores, write_runs
 from test_report import Page
 
-from pod.eval import merge as merging
-from pod.eval import pictures, report_notes, report_tables
-from pod.eval.merge import byte_share, combined, compare, merge, paired_samples
-from pod.eval.page import Cell, Notes, Report, Section, Table
-from pod.eval.report import csv_text, main, task_blocks, write_merged
+from pod.eval.report import merge as merging
+from pod.eval.report import notes as report_notes
+from pod.eval.report import pictures
+from pod.eval.report import tables as report_tables
+from pod.eval.report.merge import byte_share, combined, compare, merge, paired_samples
+from pod.eval.report.page import Cell, Notes, Report, Section, Table
+from pod.eval.report.write import csv_text, main, task_blocks, write_merged
 
 
 def write(folder, **files):
@@ -388,7 +390,7 @@ def test_csv_has_what_the_page_says(comparison):
 
 
 def test_command_line(two_runs, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("pod.eval.report.write_merged", lambda *arguments: arguments)
+    monkeypatch.setattr("pod.eval.report.write.write_merged", lambda *arguments: arguments)
     assert main([str(two_runs[0]), "--out", str(tmp_path / "r"), "--model", "LLaMA3-8B-32K"]) == 0
     assert "LLaMA3-8B-32K" in capsys.readouterr().out
     monkeypatch.undo()

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
-from pod.eval import lm_index
+from pod.eval.lm import index as lm_index
 from pod.eval.tasks import data
 from pod.eval.tasks.lengths import NAMES, Rows, chat_tokens, largest_fit
 from pod.eval.tasks.ruler import corpora, make_yaml, metrics, samples

@@ -12,7 +12,7 @@ import torch
 import pod
 from pod.eval import runner
 from pod.eval.estimate import estimate
-from pod.eval.summary import summarise
+from pod.eval.report.summary import summarise
 from pod.eval.task_list import list_tasks
 from pod.modeling.methods.streamingllm import StreamingLayer
 from pod.models import resolve_model

@@ -8,11 +8,12 @@ import torch
 from own_runs import make_run, write_place
 
 import pod
-from pod.eval import efficiency, speed
 from pod.eval.args import EvalArgs
-from pod.eval.efficiency import Contestant
-from pod.eval.memory import weight_bytes
-from pod.eval.speed_args import SpeedOptions, speed_options
+from pod.eval.speed import efficiency
+from pod.eval.speed import task as speed
+from pod.eval.speed.args import SpeedOptions, speed_options
+from pod.eval.speed.efficiency import Contestant
+from pod.eval.speed.memory import weight_bytes
 from pod.modeling.methods.streamingllm import StreamingLayer
 
 METHODS = ["full", "pod-unadapted", "snapkv", "streamingllm"]

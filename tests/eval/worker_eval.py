@@ -13,7 +13,8 @@ import torch
 
 torch.set_num_threads(1)
 
-from pod.eval import journal, lm_index, runner  # noqa: E402 - threads first
+from pod.eval import journal, runner  # noqa: E402 - threads first
+from pod.eval.lm import index as lm_index  # noqa: E402 - threads first
 from pod.recipe import load_recipe  # noqa: E402
 
 writes = 0

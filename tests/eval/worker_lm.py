@@ -6,7 +6,7 @@ from pathlib import Path
 
 import lm_tools
 
-from pod.eval.lm_requests import Rule
+from pod.eval.lm.requests import Rule
 from pod.eval.ranks import Ranks
 
 

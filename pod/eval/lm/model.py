@@ -19,7 +19,7 @@ from lm_eval.models.huggingface import HFLM
 
 import pod
 from pod.eval.journal import Journal
-from pod.eval.lm_batches import (
+from pod.eval.lm.batches import (
     Unit,
     forward_batches,
     generation_batches,
@@ -27,10 +27,10 @@ from pod.eval.lm_batches import (
     unit_batches,
     units_of,
 )
-from pod.eval.lm_caches import POD_BYTES, MethodCaches
-from pod.eval.lm_generate import generate
-from pod.eval.lm_requests import Encoded, Encoder, Rule, request_keys
-from pod.eval.lm_scoring import score_by_decode
+from pod.eval.lm.caches import POD_BYTES, MethodCaches
+from pod.eval.lm.generate import generate
+from pod.eval.lm.requests import Encoded, Encoder, Rule, request_keys
+from pod.eval.lm.scoring import score_by_decode
 from pod.eval.ranks import Ranks
 from pod.eval.results import identity, with_files
 from pod.modeling.loading import from_dense
@@ -391,7 +391,7 @@ register_model("pod")(PodLM)
 @functools.cache
 def task_rule(task: str | None) -> Rule:
     """The rule that the YAML of a task in `pod/eval/tasks` states; the default for others."""
-    from pod.eval.lm_index import own_rules
+    from pod.eval.lm.index import own_rules
 
     found = own_rules(str(task))
     return Rule(

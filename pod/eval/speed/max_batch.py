@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pod.eval.memory import Meter, next_token, weight_bytes
 from pod.eval.results import one_line
+from pod.eval.speed.memory import Meter, next_token, weight_bytes
 
 _KEPT = 200  # characters of an error
 

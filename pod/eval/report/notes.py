@@ -3,9 +3,9 @@
 from collections import Counter
 from typing import Any
 
-from pod.eval.merge import Comparison, Entry, prompt_conflicts
-from pod.eval.report_tables import MOST_COLUMNS, bytes_at, columns, common_length, saving_of, speed_of
-from pod.eval.summary import BASE
+from pod.eval.report.merge import Comparison, Entry, prompt_conflicts
+from pod.eval.report.summary import BASE
+from pod.eval.report.tables import MOST_COLUMNS, bytes_at, columns, common_length, saving_of, speed_of
 
 
 def headline(comparison: Comparison) -> str:

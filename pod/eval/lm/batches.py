@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pod.eval.lm_requests import Encoded, Size, size
+from pod.eval.lm.requests import Encoded, Size, size
 
 
 @dataclass(frozen=True, kw_only=True)

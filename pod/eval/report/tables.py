@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from pod.eval.merge import (
+from pod.eval.report.merge import (
     Against,
     Comparison,
     Entry,
@@ -15,7 +15,7 @@ from pod.eval.merge import (
     dense_bytes,
     held_rows,
 )
-from pod.eval.page import Cell, HeatMap, Table
+from pod.eval.report.page import Cell, HeatMap, Table
 
 NONE = Cell("–")
 _SUITE = re.compile(r"(pod_(?:longbench_e|longbench|leval|infinitebench(?:_\d+k)?|ruler(?:_\d+k?)?))_(.+)")

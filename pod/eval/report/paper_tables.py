@@ -5,10 +5,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from pod.eval.merge import Comparison, Entry, Run, base_name, byte_share
-from pod.eval.page import Block, Cell, Fold, Notes, Table
-from pod.eval.report_tables import NONE, speed_of
-from pod.eval.summary import BASE
+from pod.eval.report.merge import Comparison, Entry, Run, base_name, byte_share
+from pod.eval.report.page import Block, Cell, Fold, Notes, Table
+from pod.eval.report.summary import BASE
+from pod.eval.report.tables import NONE, speed_of
 
 COLUMNS = ("paper", "table", "model", "benchmark", "task", "method", "setting", "metric", "value")
 TITLES = {
@@ -83,7 +83,7 @@ def load(folder: str | Path | None = None) -> list[Published]:
 
     Raises: ValueError naming file and line for other columns or a value that is no number.
     """
-    place = Path(__file__).resolve().parents[2] / "docs" / "paper_tables" if folder is None else Path(folder)
+    place = Path(__file__).resolve().parents[3] / "docs" / "paper_tables" if folder is None else Path(folder)
     files = sorted(place.glob("*.csv"))
     if folder is not None and not files:
         raise ValueError(f"{place} holds no CSV files with the columns {', '.join(COLUMNS)}")

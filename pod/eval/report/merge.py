@@ -9,8 +9,8 @@ from typing import Any
 
 from pod.eval import stats
 from pod.eval.methods import METHODS
+from pod.eval.report.summary import BASE, SPEED_RUN, load_speed
 from pod.eval.results import SCHEMA_VERSION, load_results
-from pod.eval.summary import BASE, SPEED_RUN, load_speed
 from pod.files import read_json
 
 Payload = dict[str, Any]

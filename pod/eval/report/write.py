@@ -13,12 +13,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pod.eval import paper_tables, pictures
-from pod.eval import report_notes as notes
-from pod.eval import report_tables as tables
-from pod.eval.merge import Comparison, base_name, byte_share, combined, held_rows, merge, prompt_conflicts
-from pod.eval.page import Block, Fold, Notes, Picture, Report, Section
-from pod.eval.report_speed import speed_blocks
+from pod.eval.report import notes, paper_tables, pictures, tables
+from pod.eval.report.merge import (
+    Comparison,
+    base_name,
+    byte_share,
+    combined,
+    held_rows,
+    merge,
+    prompt_conflicts,
+)
+from pod.eval.report.page import Block, Fold, Notes, Picture, Report, Section
+from pod.eval.report.speed import speed_blocks
 from pod.files import atomic_write_text
 
 if TYPE_CHECKING:
@@ -331,7 +337,3 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

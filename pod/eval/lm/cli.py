@@ -17,7 +17,7 @@ def main(argv: Sequence[str]) -> None:
     """
     from lm_eval.__main__ import cli_evaluate
 
-    from pod.eval import lm  # registers the model `pod`
+    from pod.eval.lm import model as lm  # registers the model `pod`
     from pod.eval.tasks.common.local_data import local_datasets
 
     first = int(os.environ.get("RANK", "0")) == 0
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
 
 def arguments(argv: Sequence[str], first: bool = True) -> list[str]:
     """lm-eval's arguments with our defaults; ranks that are not the first write nothing."""
-    from pod.eval.lm_index import TASK_FOLDER
+    from pod.eval.lm.index import TASK_FOLDER
 
     given = list(argv)
     if not given or given[0] in ("ls", "validate", "-h", "--help"):

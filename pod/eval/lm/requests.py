@@ -12,7 +12,7 @@ from typing import Any, Literal
 from jinja2.exceptions import TemplateError
 
 from pod.eval.budget import length_class
-from pod.eval.lm_prompts import shorten
+from pod.eval.lm.prompts import shorten
 from pod.eval.runners.base import prompt_hash
 
 Drop = Literal["middle", "start", "end", "document", "none"]
@@ -187,7 +187,7 @@ class Encoder:
 
     def sizes(self, requests: Sequence[Any], rule: Rule) -> set[Size]:
         """Every size of cache that a model class will ask for to answer the requests."""
-        from pod.eval.lm_batches import generation_size, units_of
+        from pod.eval.lm.batches import generation_size, units_of
 
         encoded = [item for item in self.requests(requests, rule) if item.skipped is None]
         generations = {generation_size(item) for item in encoded if item.kind == "generate_until"}

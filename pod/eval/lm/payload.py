@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pod.eval import stats
-from pod.eval.lm_index import TASK_FOLDER, Loaded, TaskRules
+from pod.eval.lm.index import TASK_FOLDER, Loaded, TaskRules
 from pod.eval.runners.base import scored_payload
 
 if TYPE_CHECKING:

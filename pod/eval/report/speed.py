@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from pod.eval import pictures
-from pod.eval.merge import Run
-from pod.eval.page import Block, Cell, Notes, Picture, Table
+from pod.eval.report import pictures
+from pod.eval.report.merge import Run
+from pod.eval.report.page import Block, Cell, Notes, Picture, Table
 
 NONE = Cell("–")
 

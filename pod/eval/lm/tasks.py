@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pod.eval import lm_index
-from pod.eval.lm_payload import Leaf, group_payload, leaf_payload, primary_metric
+from pod.eval.lm import index as lm_index
+from pod.eval.lm.payload import Leaf, group_payload, leaf_payload, primary_metric
 from pod.eval.results import one_line
 from pod.eval.runners import base
 from pod.eval.runners.base import Span, Task
@@ -67,7 +67,7 @@ class LmTask(Task):
     Options = LmOptions
 
     def __init__(self, run: "Evaluation", options: LmOptions, loaded: lm_index.Loaded):
-        from pod.eval.lm_requests import Encoder
+        from pod.eval.lm.requests import Encoder
 
         super().__init__(run, options)
         self.name = self.title = loaded.name
@@ -118,7 +118,7 @@ class LmTask(Task):
         )
 
     def _rule(self, leaf: Leaf) -> Any:
-        from pod.eval.lm_requests import Rule
+        from pod.eval.lm.requests import Rule
 
         rules = leaf.rules
         values = {
@@ -130,7 +130,7 @@ class LmTask(Task):
 
     def _build(self, leaf: Leaf) -> None:
         """Encode the prompts of a leaf and keep what the checks need: sizes, counts, a hash; the prompts themselves are made again."""
-        from pod.eval.lm_batches import generation_size, units_of
+        from pod.eval.lm.batches import generation_size, units_of
 
         with lm_index.quiet():
             self._prompts(leaf)
@@ -157,7 +157,7 @@ class LmTask(Task):
 
     @staticmethod
     def _sizes(encoded: list[Any]) -> set[Any]:
-        from pod.eval.lm_batches import generation_size, units_of
+        from pod.eval.lm.batches import generation_size, units_of
 
         generated = {generation_size(item) for item in encoded if item.kind == "generate_until"}
         return generated | {
@@ -189,7 +189,7 @@ class LmTask(Task):
         return sum(prompt for prompt, _ in counts), sum(steps for _, steps in counts)
 
     def measure(self, method: "Method", journal: "Journal") -> dict[str, Any]:
-        from pod.eval.lm import PodLM
+        from pod.eval.lm.model import PodLM
 
         run = self.run
         lm = PodLM.around(

@@ -14,9 +14,9 @@ from unittest import mock
 
 from pod.eval.results import one_line
 from pod.eval.runners import base
-from pod.eval.speed_args import NAME as SPEED_RUN
+from pod.eval.speed.args import NAME as SPEED_RUN
 
-TASK_FOLDER = Path(__file__).parent / "tasks"
+TASK_FOLDER = Path(__file__).parents[1] / "tasks"
 _NAME = re.compile(r"^(?:task|group):[ \t]*([\w.-]+)[ \t]*$", re.MULTILINE)
 
 
@@ -25,7 +25,7 @@ class TaskRules:
     """`metadata.pod` of a task's or group's YAML.
 
     chat_template: whether its prompts go into the tokenizer's chat template.
-    truncation: the part that is dropped of a prompt that is too long (see `pod.eval.lm_requests.Rule`); keep: with `document`, what stays.
+    truncation: the part that is dropped of a prompt that is too long (see `pod.eval.lm.requests.Rule`); keep: with `document`, what stays.
     max_prompt_tokens: the longest prompt; None = what the model reads.
     metric: the primary one, `name` or `name,filter`; kind: `score`, `binary` or `nll`.
     average: of a group: `samples` (each counts alike), `tasks` (each leaf task counts alike) or `members` (each direct member).

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pod.eval import efficiency, max_batch, memory
 from pod.eval.methods import Method, find_method
+from pod.eval.report.summary import BASE, SPEED_RUN
 from pod.eval.results import RunResults, one_line
-from pod.eval.speed_args import SpeedOptions, speed_options
-from pod.eval.summary import BASE, SPEED_RUN
+from pod.eval.speed import efficiency, max_batch, memory
+from pod.eval.speed.args import SpeedOptions, speed_options
 
 if TYPE_CHECKING:
     from pod.eval.runner import Evaluation

@@ -18,7 +18,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from pod.eval.bench_args import BenchMethod
+from pod.eval.speed.bench_args import BenchMethod
 
 _LOGIT = 4
 _CODEC_BITS = {"int4": 4, "int8": 8}
