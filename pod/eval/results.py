@@ -5,6 +5,7 @@ as its fingerprint stays the same, so that an interrupted run continues where it
 """
 
 import datetime
+import functools
 import hashlib
 import json
 import os
@@ -23,6 +24,12 @@ from pod.files import read_json, sha256_file, write_json
 SCHEMA_VERSION = 2
 _HASHED_WHOLE = 1 << 20  # bytes; smaller files are identified by content, weights by size and time of change
 _PACKAGES = ("pod-kv", "torch", "transformers", "numpy", "lm-eval")
+_DECISIVE = ("torch", "transformers", "lm-eval")
+_PACKAGE = Path(__file__).resolve().parents[1]
+_CODE = (
+    *("models.py", "modeling/**/*.py", "kernels/**/*.py", "engine/**/*.py"),
+    *("eval/*.py", "eval/lm/*.py", "eval/runners/base.py", "eval/tasks/*.py", "eval/tasks/common/*.py"),
+)
 
 
 class RunResults:
@@ -148,6 +155,20 @@ def _file_identity(file: Path) -> list[Any]:
     return [status.st_size, sha256_file(file) if status.st_size < _HASHED_WHOLE else status.st_mtime_ns]
 
 
+@functools.cache
+def code_identity(more: str = "") -> str:
+    """What decides answers besides a task's own files: versions of the libraries under it, sources of model, kernels, caches and scoring.
+
+    An upgrade or an edit makes older results outdated; what only draws them (`report/`) does not, and of `runners/` and `tasks/`
+    each task counts its own. more: a pattern of further sources, below the package.
+    """
+    digest = hashlib.sha256(json.dumps({name: _version(name) for name in _DECISIVE}).encode())
+    for pattern in (*_CODE, more) if more else _CODE:
+        for file in sorted(_PACKAGE.glob(pattern)):
+            digest.update(file.relative_to(_PACKAGE).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def environment() -> dict[str, Any]:
     """Date (UTC), versions, commit of this package's checkout, hardware, threads."""
     return {
@@ -181,7 +202,7 @@ def _version(package: str) -> str | None:
 
 def _commit() -> str | None:
     """Commit of the checkout that this package runs from, `+` when files differ from it; None outside a checkout."""
-    root = Path(__file__).resolve().parents[2]
+    root = _PACKAGE.parent
     if not (root / ".git").exists():
         return None
     try:

@@ -1,6 +1,7 @@
 """One evaluation: check the inputs, measure every method on every task at equal bytes, keep each result, write the report."""
 
 import functools
+import inspect
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -14,13 +15,14 @@ from pod.eval.methods import Method, find_method
 from pod.eval.models import Models
 from pod.eval.ranks import Ranks
 from pod.eval.report.write import write_report
-from pod.eval.results import RunResults, environment, fingerprint, one_line, with_files
+from pod.eval.results import RunResults, code_identity, environment, fingerprint, one_line, with_files
 from pod.eval.runners import base
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.speed.args import speed_options
 from pod.eval.speed.task import check as check_speed
 from pod.eval.speed.task import measure_speed
 from pod.eval.tasks import data
+from pod.files import sha256_file
 
 if TYPE_CHECKING:
     from pod.recipe import Recipe
@@ -121,6 +123,7 @@ class Evaluation:
         return fingerprint(
             {
                 "part": task.name,
+                "code": [code_identity(), sha256_file(inspect.getfile(type(task)))],
                 "seed": self.recipe.seed,
                 "reference": self.models.reference_layout(),
                 "method": asdict(method),
@@ -137,6 +140,7 @@ class Evaluation:
         return fingerprint(
             {
                 "part": SPEED_RUN,
+                "code": code_identity("eval/speed/*.py"),
                 "seed": self.recipe.seed,
                 "reference": models.reference_layout(),
                 "models": {kind: models.identity(kind) for kind in models.kinds},

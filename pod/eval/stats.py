@@ -1,7 +1,11 @@
-"""Intervals and spreads. Everything is resampled over sequences, which are independent, never over the tokens of one sequence."""
+"""Intervals and spreads. Everything is resampled over sequences, which are independent, never over the tokens of one sequence.
+
+Samples that ask about one text are no more independent than its tokens are: they are a *cluster*, which is drawn whole.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -62,11 +66,17 @@ def paired_change(
     return {"change": math.expm1(mean_nll(sums, counts) - mean_nll(base_sums, counts)), "ci95": interval}
 
 
-def mean_interval(values: Sequence[float], resamples: int, seed: int = 0) -> list[float] | None:
-    """95 % percentile bootstrap interval of the mean of independent values; None for fewer than two."""
-    if len(values) < 2:
+def mean_interval(
+    values: Sequence[float], resamples: int, seed: int = 0, clusters: Sequence[Hashable] | None = None
+) -> list[float] | None:
+    """95 % percentile bootstrap interval of the mean; None for fewer than two independent values.
+
+    clusters: what each value belongs to (default: values are independent); clusters are drawn whole.
+    """
+    sums, counts = _by_cluster(values, clusters)
+    if len(sums) < 2:
         return None
-    drawn = _resampled_means([values], [1] * len(values), resamples, seed)[0]
+    drawn = _drawn_means(sums, counts, resamples, np.random.default_rng(seed))
     return [float(value) for value in np.quantile(drawn, [0.025, 0.975])]
 
 
@@ -77,12 +87,13 @@ def paired_difference(
     seed: int = 0,
     strata: Sequence[str] | None = None,
     weights: Mapping[str, float] | None = None,
+    clusters: Sequence[Hashable] | None = None,
 ) -> dict:
     """Difference of two methods' mean scores on the same samples, with a paired 95 % percentile bootstrap interval.
 
     strata: the task of each sample when the score is a mean over tasks; each task's samples are then drawn by themselves. weights: of
-    each task in that mean (default: equal).
-    Returns: {"difference", "ci95": [low, high] or None}; the interval is None unless every stratum has two samples.
+    each task in that mean (default: equal). clusters: what each sample belongs to (default: samples are independent).
+    Returns: {"difference", "ci95": [low, high] or None}; the interval is None unless every stratum has two clusters.
     Raises: ValueError when the two do not cover the same samples, or none.
     """
     if len(values) != len(base_values) or not len(values):
@@ -94,12 +105,13 @@ def paired_difference(
     shares = np.asarray([1.0 if weights is None else weights[name] for name in groups])
     shares = shares / shares.sum()
     interval = None
-    if min(len(rows) for rows in groups.values()) > 1:
+    parts = [
+        _by_cluster(gaps[rows], None if clusters is None else [clusters[row] for row in rows])
+        for rows in groups.values()
+    ]
+    if min(len(sums) for sums, _ in parts) > 1:
         rng = np.random.default_rng(seed)
-        drawn = [
-            gaps[rows][rng.integers(0, len(rows), (resamples, len(rows)))].mean(axis=1)
-            for rows in groups.values()
-        ]
+        drawn = [_drawn_means(sums, counts, resamples, rng) for sums, counts in parts]
         interval = [float(value) for value in np.quantile(shares @ np.asarray(drawn), [0.025, 0.975])]
     means = np.asarray([gaps[rows].mean() for rows in groups.values()])
     return {"difference": float(shares @ means), "ci95": interval}
@@ -126,7 +138,46 @@ def _rows(strata: Sequence[str]) -> dict[str, np.ndarray]:
     return {name: np.asarray(numbers) for name, numbers in rows.items()}
 
 
-def wilson_interval(successes: int, trials: int) -> list[float]:
+def weighted_interval(
+    parts: Sequence[tuple[float, Sequence[float], Sequence[Hashable] | None]], resamples: int, seed: int = 0
+) -> list[float] | None:
+    """95 % percentile bootstrap interval of a weighted mean of means, each of whose values are drawn by themselves.
+
+    parts: (weight, values, their clusters or None); None when a part has fewer than two clusters.
+    """
+    rng, total = np.random.default_rng(seed), np.zeros(resamples)
+    for weight, values, clusters in parts:
+        sums, counts = _by_cluster(values, clusters)
+        if len(sums) < 2:
+            return None
+        total += weight * _drawn_means(sums, counts, resamples, rng)
+    return [float(value) for value in np.quantile(total, [0.025, 0.975])]
+
+
+def clusters_of(samples: Sequence[Mapping[str, Any]]) -> list[Hashable] | None:
+    """What each sample belongs to: its `cluster`, else itself; None when no two samples share one."""
+    names: list[Hashable] = [sample.get("cluster") or (number,) for number, sample in enumerate(samples)]
+    return names if len(set(names)) < len(names) else None
+
+
+def binary_interval(scores: Sequence[float], clusters: Sequence[Hashable] | None = None) -> list[float]:
+    """95 % Wilson interval of a share of 0/1 scores, with the number of trials that clusters are worth.
+
+    That number is n over the design effect (Kish 1965): the variance of the share from the clusters' sums of residuals over p(1 - p)/n.
+    Never more than n; the number of clusters where all scores are the same and no variance can be seen.
+    """
+    trials, share = len(scores), sum(scores) / len(scores)
+    residuals, _ = _by_cluster([score - share for score in scores], clusters)
+    number = len(residuals)
+    if number == trials:
+        return wilson_interval(sum(scores), trials)
+    variance = float(np.sum(residuals**2)) / trials**2 * number / max(1, number - 1)
+    worth = share * (1 - share) / variance if variance > 0 else number
+    worth = max(1.0, min(worth, trials))
+    return wilson_interval(share * worth, worth)
+
+
+def wilson_interval(successes: float, trials: float) -> list[float]:
     """95 % Wilson score interval of a proportion (Wilson 1927): sound at 0 and at 1, where the normal one has width zero."""
     if not 0 <= successes <= trials or trials < 1:
         raise ValueError(
@@ -155,3 +206,25 @@ def _resampled_means(
     drawn = np.random.default_rng(seed).integers(0, len(counts), size=(resamples, len(counts)))
     tokens = np.asarray(counts)[drawn].sum(axis=1)
     return [np.asarray(column, dtype=np.float64)[drawn].sum(axis=1) / tokens for column in columns]
+
+
+def _drawn_means(
+    sums: np.ndarray, counts: np.ndarray, resamples: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Means over `resamples` draws of clusters with replacement, each of its sums over its counts. [resamples]."""
+    drawn = rng.integers(0, len(sums), (resamples, len(sums)))
+    return sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
+
+
+def _by_cluster(
+    values: Sequence[float] | np.ndarray, clusters: Sequence[Hashable] | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sum and count of the values of each cluster, in the order of first appearance."""
+    values = np.asarray(values, dtype=np.float64)
+    if clusters is None:
+        return values, np.ones(len(values), dtype=np.int64)
+    if len(clusters) != len(values):
+        raise ValueError(f"{len(values)} values belong to {len(clusters)} clusters: name one for each")
+    places = {name: place for place, name in enumerate(dict.fromkeys(clusters))}
+    rows = np.asarray([places[name] for name in clusters], dtype=np.int64)
+    return np.bincount(rows, weights=values), np.bincount(rows)

@@ -188,6 +188,21 @@ def fixtures():
     return data.use(DATA)
 
 
+def test_samples_know_which_text_they_ask_about(tmp_path):
+    names = [
+        "pod_leval_coursera",
+        "pod_coqa_turns",
+        "pod_longbench_qasper",
+        "pod_infinitebench_2k_longbook_qa_eng",
+    ]
+    parts = measure(tmp_path, [*names, "arc_easy"])["full"]["parts"]
+    shared = {name: [sample.get("cluster") for sample in parts[name]["samples"]] for name in parts}
+    for name in names:
+        assert all(cluster.startswith(f"{name}/") for cluster in shared[name]), shared[name]
+    assert len(shared["pod_coqa_turns"]) > len(set(shared["pod_coqa_turns"])) > 1  # turns of several stories
+    assert set(shared["arc_easy"]) == {None}
+
+
 def test_skipped_samples_are_counted_explained_and_not_scored(tmp_path, monkeypatch):
     monkeypatch.setattr("pod.eval.models.Models.max_length", lambda self: 650)
     part = measure(tmp_path, ["truthfulqa_mc1"], eval__too_long="skip")["full"]["parts"]["truthfulqa_mc1"]

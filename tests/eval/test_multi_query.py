@@ -135,6 +135,7 @@ def test_payload_of_right_and_wrong_answers(place, monkeypatch):
         and payload["metrics"]["later questions"]["value"] == 0
     )
     assert [s["id"] for s in payload["samples"]][:4] == ["420/0/0", "420/0/1", "420/0/2", "420/1/0"]
+    assert [s["cluster"] for s in payload["samples"]][:4] == ["420/0", "420/0", "420/0", "420/1"]
     assert payload["cells"][:2] == [
         {"length": 420, "depth": 0.1667, "value": 1.0, "count": 2},
         {"length": 420, "depth": 0.5, "value": 0.0, "count": 2},

@@ -59,6 +59,17 @@ def test_mcnemar_counts_and_difference():
     assert found.delta == pytest.approx(-2 / 6) and found.p_value == pytest.approx(2 * (1 + 4) / 16)
 
 
+def test_questions_about_one_text_have_no_mcnemar():
+    own, base = payload([1, 1, 0, 0, 1, 1], "binary"), payload([1, 1, 1, 1, 1, 1], "binary")
+    for part in (own, base):
+        for number, sample in enumerate(part["samples"]):
+            sample["cluster"] = f"text {number // 2}"
+    found = compare(own, base, "full", 2000, 0)
+    assert (found.gained, found.lost, found.p_value) == (0, 2, None)
+    assert found.ci95 == pytest.approx([-1.0, 0.0])  # a third of three texts: all or none of a resample
+    assert compare(own, base, "full", 2000, 0).delta == pytest.approx(-1 / 3)
+
+
 def test_only_samples_of_the_same_prompt_are_paired():
     own, base = payload([1.0, 0.5, 0.0, 0.2]), payload([0.0, 0.5, 1.0])
     own["samples"][0]["prompt_hash"] = "templated"

@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from pod.eval import results as results_module
 from pod.eval.results import (
     RunResults,
     environment,
@@ -72,6 +73,41 @@ def test_identity_sees_content_and_time(tmp_path):
     (tmp_path / "config.json").write_text("{ }")
     assert identity(tmp_path) != touched
     assert identity("owner/name") == "owner/name"
+
+
+def test_code_is_part_of_what_a_result_depends_on(tmp_path, monkeypatch):
+    """An edit of a method, of scoring, of the common code of tasks, another torch; not a new file of the report or a new task."""
+    package = tmp_path / "pod"
+    for name in (
+        "modeling/methods/a.py",
+        "eval/perplexity.py",
+        "eval/tasks/data.py",
+        "eval/report/page.py",
+        "eval/tasks/x/u.py",
+    ):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text("1\n")
+    monkeypatch.setattr(results_module, "_PACKAGE", package)
+
+    def now():
+        results_module.code_identity.cache_clear()
+        return results_module.code_identity()
+
+    seen = [now()]
+    assert seen == [now()]
+    for name in ("modeling/methods/a.py", "eval/perplexity.py", "eval/tasks/data.py"):
+        (package / name).write_text("2\n")
+        seen.append(now())
+    (package / "modeling/methods/a.py").rename(package / "modeling/methods/b.py")
+    seen.append(now())
+    for name in ("eval/report/page.py", "eval/tasks/x/u.py"):
+        (package / name).write_text("2\n")
+        assert now() == seen[-1]
+    assert results_module.code_identity("eval/report/*.py") != now()
+    monkeypatch.setattr(results_module, "_version", lambda name: "9" if name == "torch" else None)
+    seen.append(now())
+    assert len(set(seen)) == 6
+    results_module.code_identity.cache_clear()
 
 
 def test_fingerprint_ignores_the_order_of_keys():

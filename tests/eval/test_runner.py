@@ -147,6 +147,19 @@ def test_finished_runs_are_kept_and_changed_ones_are_not(finished, monkeypatch):
     assert results["full"]["model"]["parameters"] > 0
 
 
+def test_other_code_measures_again(finished, monkeypatch):
+    recipe, _ = finished
+    run = runner.Evaluation(recipe)
+    task, method = run.tasks["perplexity"], runner.find_method("snapkv")
+    before = run.fingerprint(task, method), run.speed_fingerprint()
+    assert before == (run.fingerprint(task, method), run.speed_fingerprint())
+    monkeypatch.setattr(runner, "code_identity", lambda more="": f"edited {more}")
+    assert run.fingerprint(task, method) != before[0] and run.speed_fingerprint() != before[1]
+    monkeypatch.undo()
+    monkeypatch.setattr(runner, "sha256_file", lambda file: "edited task")
+    assert run.fingerprint(task, method) != before[0] and run.speed_fingerprint() == before[1]
+
+
 def test_changed_model_is_measured_again(place, tmp_path):
     recipe = recipe_of(
         place, output_dir=str(tmp_path), **{"eval.methods": ["full"], "eval.tasks": ["perplexity"]}

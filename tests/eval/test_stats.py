@@ -119,3 +119,75 @@ def test_mcnemar(first, second, expected):
 def test_mcnemar_refuses_negative_counts():
     with pytest.raises(ValueError, match="got -1 and 2"):
         stats.mcnemar(-1, 2)
+
+
+TEXTS = ["a", "a", "b", "b", "c", "c", "d", "d"]  # four texts, two questions each
+
+
+def test_questions_about_one_text_count_as_one_when_they_agree():
+    values = [0.9, 0.9, 0.1, 0.1, 0.5, 0.5, 0.4, 0.4]
+    together = stats.mean_interval(values, 500, clusters=TEXTS)
+    assert together == pytest.approx(stats.mean_interval(values[::2], 500))
+    apart = stats.mean_interval(values, 500)
+    assert together[1] - together[0] > 1.2 * (apart[1] - apart[0])
+    base = [0.0] * 8
+    assert stats.paired_difference(values, base, 500, clusters=TEXTS)["ci95"] == pytest.approx(
+        stats.paired_difference(values[::2], base[::2], 500)["ci95"]
+    )
+    weighted = stats.weighted_interval([(0.5, values, TEXTS), (0.5, values[::2], None)], 500)
+    assert weighted == pytest.approx(
+        stats.weighted_interval([(0.5, values[::2], None), (0.5, values[::2], None)], 500)
+    )
+
+
+def test_strata_draw_their_own_clusters():
+    """Task a: one text, which has no interval; with two texts, one gains 1 and the other nothing."""
+    strata = ["a"] * 4 + ["b"] * 4
+    values = [1.0, 1.0, 0.0, 0.0] * 2
+    one = stats.paired_difference(values, [0.0] * 8, 50, strata=strata, clusters=["t"] * 4 + TEXTS[:4])
+    assert one["ci95"] is None
+    two = stats.paired_difference(values, [0.0] * 8, 4000, strata=strata, clusters=TEXTS)
+    assert two["ci95"] == pytest.approx([0.0, 1.0])
+
+
+def test_texts_of_many_questions_weigh_more():
+    """Three questions of text a are right, the one of b is wrong: a resample of b alone is 0, of both 3/4."""
+    low, high = stats.mean_interval([1.0, 1.0, 1.0, 0.0], 4000, clusters=["a", "a", "a", "b"])
+    assert (low, high) == (0.0, 1.0)
+    drawn = stats._drawn_means(np.array([3.0, 0.0]), np.array([3, 1]), 2000, np.random.default_rng(0))
+    assert set(drawn.round(6)) == {0.0, 0.75, 1.0}
+
+
+def test_share_of_agreeing_questions_is_worth_its_texts():
+    scores = [1, 1, 0, 0, 1, 1, 1, 1]
+    assert stats.binary_interval(scores, TEXTS) == pytest.approx(stats.wilson_interval(0.75 * 3, 3))  # k - 1
+    assert stats.binary_interval(scores) == stats.binary_interval(scores, list(range(8)))
+    assert stats.binary_interval(scores) == stats.wilson_interval(6, 8)
+    assert stats.binary_interval([1] * 8, TEXTS) == stats.wilson_interval(4, 4)
+    # one right and one wrong about every text: no more than independent samples are worth
+    assert stats.binary_interval([1, 0] * 4, TEXTS) == pytest.approx(stats.wilson_interval(2, 4))
+    assert stats.binary_interval([1, 0, 0, 0], ["a", "a", "a", "a"])[0] < stats.wilson_interval(1, 4)[0]
+
+
+def test_the_interval_over_texts_covers_the_truth_where_samples_alone_do_not():
+    rng = np.random.default_rng(0)
+    hits = {"texts": 0, "samples": 0}
+    for _ in range(300):
+        right = np.repeat(rng.random(30) < 0.6, 6)
+        scores = np.where(rng.random(180) < 0.9, right, ~right).astype(float).tolist()
+        truth = 0.6 * 0.9 + 0.4 * 0.1
+        texts = np.repeat(np.arange(30), 6).tolist()
+        for name, found in (
+            ("texts", stats.binary_interval(scores, texts)),
+            ("samples", stats.binary_interval(scores)),
+        ):
+            hits[name] += found[0] <= truth <= found[1]
+    assert hits["texts"] / 300 == pytest.approx(0.95, abs=0.03) and hits["samples"] / 300 < 0.75
+
+
+def test_clusters_of_samples():
+    assert stats.clusters_of([{"cluster": "a"}, {"cluster": "b"}, {}]) is None
+    named = stats.clusters_of([{"cluster": "a"}, {}, {"cluster": "a"}, {}])
+    assert named[0] == named[2] and len(set(named)) == 3
+    with pytest.raises(ValueError, match="3 values belong to 2 clusters"):
+        stats.mean_interval([1.0, 2.0, 3.0], 10, clusters=["a", "b"])

@@ -206,6 +206,7 @@ def _sample(leaf: Leaf, row: Mapping[str, Any], asked: list[dict[str, Any]], met
     budgets = [record["budget_tokens"] for record in asked if record["budget_tokens"] is not None]
     return {
         **score,
+        **_cluster(leaf, row.get("doc")),
         "prompt_tokens": max(record["prompt_tokens"] for record in asked),
         "prompt_hash": asked[0]["prompt_hash"],
         "dropped_tokens": max(record["dropped_tokens"] for record in asked),
@@ -216,6 +217,12 @@ def _sample(leaf: Leaf, row: Mapping[str, Any], asked: list[dict[str, Any]], met
         **_answer(leaf, row),
         "target": _plain(row["target"]),
     }
+
+
+def _cluster(leaf: Leaf, doc: Any) -> dict[str, str]:
+    """What a sample shares with others of its task: the row's `cluster`, as in `pod/eval/tasks`, made different from other tasks'."""
+    shared = doc.get("cluster") if isinstance(doc, Mapping) else None
+    return {} if shared is None else {"cluster": f"{leaf.name}/{shared}"}
 
 
 def _answer(leaf: Leaf, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -375,13 +382,15 @@ def _stratified(
     payloads: dict[str, dict[str, Any]], weights: dict[str, float], resamples: int, seed: int
 ) -> list[float] | None:
     """95 % percentile bootstrap interval of the weighted mean: each subtask's samples are drawn by themselves."""
-    rng, total = np.random.default_rng(seed), np.zeros(resamples)
-    for name, weight in weights.items():
-        scores = np.asarray([sample["score"] for sample in payloads[name]["samples"]])
-        if len(scores) < 2:
-            return None
-        total += weight * scores[rng.integers(0, len(scores), (resamples, len(scores)))].mean(axis=1)
-    return [float(value) for value in np.quantile(total, [0.025, 0.975])]
+    samples = {name: payloads[name]["samples"] for name in weights}
+    return stats.weighted_interval(
+        [
+            (weight, [sample["score"] for sample in samples[name]], stats.clusters_of(samples[name]))
+            for name, weight in weights.items()
+        ],
+        resamples,
+        seed,
+    )
 
 
 def _common(settings: list[dict[str, Any]]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class Against:
     """A method against its base on the samples that both answered, with equal prompts.
 
     relative: `delta` is the relative change of perplexity, else the difference of the scores (0 to 1). gained, lost: 0/1 samples that
-    only the method, only the base got right; p_value: McNemar's. left_out: common sample ids that were not compared, by reason.
+    only the method, only the base got right; p_value: McNemar's, None where several samples share a text. left_out: common sample ids that were not compared, by reason.
     """
 
     base: str
@@ -184,12 +184,13 @@ def compare(own: Payload, base: Payload, label: str, resamples: int, seed: int) 
         found = stats.paired_change(scores[0], scores[1], counts, resamples, seed)
         return Against(label, True, found["change"], found["ci95"], len(pairs), unpaired, left_out)
     strata, weights = _strata(own, mine)
-    found = stats.paired_difference(scores[0], scores[1], resamples, seed, strata, weights)
+    clusters = stats.clusters_of(mine)
+    found = stats.paired_difference(scores[0], scores[1], resamples, seed, strata, weights, clusters)
     gained = lost = p_value = None
     if own["kind"] == "binary":
         gained = sum(a > b for a, b in zip(*scores, strict=True))
         lost = sum(a < b for a, b in zip(*scores, strict=True))
-        p_value = stats.mcnemar(gained, lost)
+        p_value = stats.mcnemar(gained, lost) if clusters is None else None
     return Against(
         label,
         False,

@@ -78,7 +78,7 @@ def overview_notes(comparison: Comparison) -> list[str]:
     notes = [
         "Scores are 0 to 100, perplexity is exp of the mean NLL per token. Under each value: the change against full on the samples "
         "that both answered with the same prompt (perplexity: relative; scores: points) and its 95 % paired-bootstrap interval. ▲ ▼ mark "
-        "what chance hardly explains: an interval without 0, for 0/1 tasks McNemar's exact test below 0.05."
+        "what chance hardly explains: an interval without 0, for 0/1 tasks of independent samples McNemar's exact test below 0.05."
     ]
     length = common_length(comparison.entries)
     if length:

@@ -8,7 +8,8 @@ keys are the same for every task, so that tables, intervals and comparisons are 
     higher_is_better  bool
     value, ci95       the number (perplexity; share; mean score) and its 95 % interval over samples, or None
     samples           one per answered sample: id, score (nll: sum in nats, with tokens), prompt_tokens, prompt_hash, and what the
-                      task has of answer, target, budget_tokens, bytes
+                      task has of answer, target, budget_tokens, bytes; cluster (optional): what several samples share, as
+                      a text that all of them ask about: intervals draw clusters, not samples
     skipped           one per sample that was not answered: id, reason
     bytes             rows of `pod.eval.budget.stated`, one per length
     settings          what the task did: prompt format, truncation, lengths …
@@ -175,16 +176,17 @@ def scored_payload(
     higher_is_better: bool = True,
     **more: Any,
 ) -> dict[str, Any]:
-    """A payload of kind `binary` or `score` from its samples: mean, Wilson or bootstrap interval."""
+    """A payload of kind `binary` or `score` from its samples: mean, Wilson or bootstrap interval over independent clusters."""
     assert kind in ("binary", "score"), kind
     scores = [sample["score"] for sample in samples]
     value, interval = None, None
     if scores:
         value = sum(scores) / len(scores)
+        clusters = stats.clusters_of(samples)
         interval = (
-            stats.wilson_interval(round(sum(scores)), len(scores))
+            stats.binary_interval(scores, clusters)
             if kind == "binary"
-            else stats.mean_interval(scores, resamples, seed)
+            else stats.mean_interval(scores, resamples, seed, clusters)
         )
     return {
         "kind": kind,

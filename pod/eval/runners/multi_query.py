@@ -179,6 +179,7 @@ class MultiQuery(Task):
         return [
             {
                 "id": f"{document.length}/{document.sample}/{number}",
+                "cluster": f"{document.length}/{document.sample}",
                 "score": needles.recall(answer, (value,)),
                 "length": document.length,
                 "depth": depth,
@@ -253,11 +254,11 @@ def _plain(tokenizer: Any, text: str) -> tuple[int, ...]:
 def _by_turn(samples: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Accuracy of the question that stood in the prompt and of the others."""
     found = {
-        "first question": [sample["score"] for sample in samples if sample["question"] == 0],
-        "later questions": [sample["score"] for sample in samples if sample["question"] > 0],
+        "first question": [sample for sample in samples if sample["question"] == 0],
+        "later questions": [sample for sample in samples if sample["question"] > 0],
     }
+    scores = {name: [sample["score"] for sample in rows] for name, rows in found.items() if rows}
     return {
-        name: {"value": sum(s) / len(s), "ci95": stats.wilson_interval(round(sum(s)), len(s))}
-        for name, s in found.items()
-        if s
+        name: {"value": sum(s) / len(s), "ci95": stats.binary_interval(s, stats.clusters_of(found[name]))}
+        for name, s in scores.items()
     }

@@ -9,6 +9,7 @@ import contextlib
 import contextvars
 import csv
 import gzip
+import hashlib
 import io
 import json
 import os
@@ -91,6 +92,11 @@ def load_rows(
     if member and (folder / suite / archive).is_file():
         return _parse(f"{folder / suite / archive}: {member}", _member(folder / suite / archive, member))
     raise _missing(suite, file, f"{place} is not there", hub_id, hub_file)
+
+
+def text_id(text: str) -> str | None:
+    """SHA-256 of a text, 16 hex digits: the `cluster` of the rows that ask about it, which intervals draw together. None for no text."""
+    return None if not text else hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def dataset(rows: list[dict[str, Any]], split: str = "test") -> dict[str, Any]:

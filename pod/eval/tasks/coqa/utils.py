@@ -52,7 +52,11 @@ def _sample(row: dict[str, Any], turn: int) -> dict[str, Any]:
     prompt = f"{row['story']}\n\n"
     for question, answer in zip(questions[:turn], answers[:turn], strict=True):
         prompt += f"Q: {question}\n\nA: {answer}\n\n"
-    return {"prompt": f"{prompt}Q: {questions[turn]}\n\nA:", "references": references}
+    return {
+        "prompt": f"{prompt}Q: {questions[turn]}\n\nA:",
+        "references": references,
+        "cluster": data.text_id(row["story"]),
+    }
 
 
 def target(doc: dict[str, Any]) -> list[str]:

@@ -12,16 +12,21 @@ FIELDS = ("id", "prompt", "answer")
 
 
 def read_rows(task: str) -> Rows:
-    """The rows {id, prompt, answer} of a task with a file. Raises: ValueError when it is missing or in another format."""
+    """The rows {id, prompt, answer, cluster} of a task with a file. Raises: ValueError when it is missing or in another format."""
     found = data.load_rows("infinitebench", f"{task}.jsonl", HUB_ID)
     answers = [answer(task, row) for row in found]
     prompt(task, found[0])
 
     def make(index: int) -> dict[str, Any]:
         row = found[index]
-        return {"id": row.get("id", index), "prompt": prompt(task, row), "answer": answers[index]}
+        return {
+            "id": row.get("id", index),
+            "prompt": prompt(task, row),
+            "answer": answers[index],
+            "cluster": data.text_id(row["context"]),
+        }
 
-    return Rows(len(found), make, FIELDS, keep=False)
+    return Rows(len(found), make, (*FIELDS, "cluster"), keep=False)
 
 
 def build_rows(task: str, length: int, tokenizer: Any, seed: int = 42, count: int | None = None) -> Rows:

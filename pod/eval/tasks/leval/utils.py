@@ -42,6 +42,7 @@ def _check(row: dict[str, Any], where: str) -> None:
 def _samples(task: str, document: str, instruction: str, target: str) -> list[dict[str, Any]]:
     sample = {
         "document": document,
+        "cluster": data.text_id(document),
         "system": prompts.system_prompt(task),
         "prompt": prompts.user_prompt(task, document, instruction, len(target.split())),
         "prefix": prompts.answer_prefix(task),

@@ -26,7 +26,7 @@ def rows(file: str, **metadata: Any) -> dict[str, Any]:
             )
         if not row["answers"]:
             raise ValueError(f"longbench/{file}, row {number}: no answer to score against")
-    return data.dataset(found)
+    return data.dataset([row | {"cluster": data.text_id(row["context"])} for row in found])
 
 
 def length_group(length: int) -> str:
