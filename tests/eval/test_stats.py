@@ -166,6 +166,10 @@ def test_share_of_agreeing_questions_is_worth_its_texts():
     assert stats.binary_interval([1] * 8, TEXTS) == stats.wilson_interval(4, 4)
     # one right and one wrong about every text: no more than independent samples are worth
     assert stats.binary_interval([1, 0] * 4, TEXTS) == pytest.approx(stats.wilson_interval(2, 4))
+    # sums of residuals -1/3, -1/3, 2/3: by the formula worth 8, but no more than the six that there are
+    assert stats.binary_interval([1, 0, 1, 0, 1, 1], list("aabbcc")) == pytest.approx(
+        stats.wilson_interval(4, 6)
+    )
     assert stats.binary_interval([1, 0, 0, 0], ["a", "a", "a", "a"])[0] < stats.wilson_interval(1, 4)[0]
 
 
