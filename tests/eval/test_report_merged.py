@@ -6,7 +6,17 @@ import io
 import json
 
 import pytest
-from synthetic import LONGBENCH, choices, group, needles, perplexity, result_file, scores, write_runs
+from synthetic import (
+    ENVIRONMENT,
+    LONGBENCH,
+    choices,
+    group,
+    needles,
+    perplexity,
+    result_file,
+    scores,
+    write_runs,
+)
 from test_report import Page
 
 from pod.eval.report import merge as merging
@@ -57,6 +67,23 @@ def test_mcnemar_counts_and_difference():
     found = compare(own, base, "full", 100, 0)
     assert (found.gained, found.lost, found.common, found.relative) == (1, 3, 6, False)
     assert found.delta == pytest.approx(-2 / 6) and found.p_value == pytest.approx(2 * (1 + 4) / 16)
+
+
+def test_commits_are_those_of_the_measurements(tmp_path):
+    """A later run that kept every part writes its own commit into the file; the parts say when they were measured."""
+    old = {**ENVIRONMENT, "commit": "oldoldoldold", "date": "2026-11-01T00:00:00+00:00"}
+    files = {
+        name: result_file(name, {"a": {**payload([1.0, 0.0]), "environment": old}})
+        for name in ("full", "snapkv")
+    }
+    comparison = merge([write(tmp_path / "same", **files)])
+    assert "oldoldoldo" in report_notes.origin(comparison)[0]
+    assert not any("versions of commit" in line for line in report_notes.warnings(comparison))
+    new = {**ENVIRONMENT, "commit": "newnewnewnew"}
+    files["snapkv"]["parts"]["a"]["environment"] = new
+    comparison = merge([write(tmp_path / "mixed", **files)])
+    assert "newnewnewn" in report_notes.origin(comparison)[0]
+    assert any("versions of commit: newnewnewn, oldoldoldo" in x for x in report_notes.warnings(comparison))
 
 
 def test_questions_about_one_text_have_no_mcnemar():

@@ -48,7 +48,7 @@ def _perplexity(entry: Entry) -> str:
 
 
 def origin(comparison: Comparison) -> list[str]:
-    """Models, machine, versions, commit and date of every run."""
+    """Models of every run; machine, versions, commit and date of what was measured last."""
     lines = []
     for run in comparison.runs:
         contents = list(run.results.values())
@@ -59,7 +59,10 @@ def origin(comparison: Comparison) -> list[str]:
             for content in contents
             if (model := content.get("model"))
         )
-        environment = contents[0]["environment"]
+        environment = max(
+            (found for content in contents for found in _environments(content)),
+            key=lambda found: found["date"],
+        )
         hardware, versions = environment["hardware"], environment["versions"]
         pieces = [
             ", ".join(models),
@@ -181,14 +184,20 @@ def _different_worlds(comparison: Comparison) -> list[str]:
     worlds: dict[str, set[str]] = {}
     for run in comparison.runs:
         for content in run.results.values():
-            environment = content["environment"]
-            found = {"commit": (environment["commit"] or "unknown")[:10]} | environment["versions"]
-            for name, version in found.items():
-                worlds.setdefault(name, set()).add(str(version))
+            for environment in _environments(content):
+                found = {"commit": (environment["commit"] or "unknown")[:10]} | environment["versions"]
+                for name, version in found.items():
+                    worlds.setdefault(name, set()).add(str(version))
     for name, versions in worlds.items():
         if len(versions) > 1:
             lines.append(f"Results come from different versions of {name}: {', '.join(sorted(versions))}.")
     return lines
+
+
+def _environments(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Where and when the parts of a result file were measured; a run that only kept them wrote the file's own entry."""
+    own = [part["environment"] for part in content["parts"].values() if part.get("environment")]
+    return own or [content["environment"]]
 
 
 def skipped_lines(comparison: Comparison) -> list[str]:
