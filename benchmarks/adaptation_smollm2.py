@@ -1,6 +1,6 @@
 """Adaptation on SmolLM2-135M at equal tokens: ways to train, plans, and other layouts, before and after.
 
-    python benchmarks/plan_costs_smollm2.py                # once: the plans of every cost in runs/plan_costs
+    python benchmarks/plan_costs_smollm2.py --refine 46     # once: the plans of every cost in runs/plan_costs
     python benchmarks/adaptation_smollm2.py                # all rows, about four minutes each on two quiet cores
     python benchmarks/adaptation_smollm2.py --only lora,cla # some of them
     python benchmarks/adaptation_smollm2.py --assemble     # benchmarks/results/adaptation_smollm2.json, .md and a picture
@@ -44,11 +44,12 @@ SINKS, RECENT = 16, 240
 PASSKEY_LENGTHS, PASSKEY_DEPTHS, PASSKEY_SAMPLES, NEW_TOKENS = (1024, 2048), (0.1, 0.3, 0.5, 0.7, 0.9), 2, 8
 SAVINGS = (45, 40, 35, 30)
 PLAN_KINDS = ("greedy", "dp", "retrieval")
+TRAINED_KINDS = ("projected", "output", "loss", "refined", "distant")
+"""Plans of text alone that are measured after training; before it, plan_costs_smollm2.py has measured them."""
 LOSS_ROWS = tuple(
     f"{way}, plan by loss" for way in ("full", "lora", "lora + distillation", "full + distillation")
 )
-EARLIER_ROWS = (*LOSS_ROWS, "loss 45%")
-"""Measured once, with plans of least cost `loss` of text alone: why retrieval is measured beside it. Kept, not repeated."""
+"""Measured once, at 35 %, with the plan of least cost `loss` of text alone: why retrieval is measured beside it. Kept, not repeated."""
 BASE_TRAIN: dict[str, Any] = {
     "max_steps": STEPS,
     "dtype": "bfloat16",
@@ -135,6 +136,12 @@ def rows() -> list[Row]:
         Row(f"{kind} {percent}%", plans[kind, percent])
         for kind, percent in grid
         if (kind, percent) != ("retrieval", 35)
+    ]
+    found += [
+        Row(f"{kind} {percent}%", {"plan": str(plan_file(kind, percent))})
+        for kind in TRAINED_KINDS
+        for percent in SAVINGS
+        if (kind, percent) != ("loss", 35)
     ]
     found += [Row(f"{kind} {percent}%, untrained", plans[kind, percent], None) for kind, percent in grid]
     return found
@@ -315,6 +322,6 @@ if __name__ == "__main__":
     if arguments.assemble:
         from adaptation_report import assemble
 
-        assemble(WORK / "rows", RESULTS, [*(row.name for row in rows()), *EARLIER_ROWS])
+        assemble(WORK / "rows", RESULTS, [*(row.name for row in rows()), *LOSS_ROWS])
     else:
         run([name for name in arguments.only.split(",") if name])
