@@ -24,7 +24,7 @@ from pod.files import read_json, sha256_file, write_json
 SCHEMA_VERSION = 2
 _HASHED_WHOLE = 1 << 20  # bytes; smaller files are identified by content, weights by size and time of change
 _PACKAGES = ("pod-kv", "torch", "transformers", "numpy", "lm-eval")
-_DECISIVE = ("torch", "transformers", "lm-eval")
+_DECISIVE = ("torch", "transformers", "lm-eval", "rouge", "rouge_score", "rapidfuzz", "jieba", "flash-attn")
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CODE = (
     *("models.py", "modeling/**/*.py", "kernels/**/*.py", "engine/**/*.py"),

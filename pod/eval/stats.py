@@ -164,16 +164,18 @@ def binary_interval(scores: Sequence[float], clusters: Sequence[Hashable] | None
     """95 % Wilson interval of a share of 0/1 scores, with the number of trials that clusters are worth.
 
     That number is n over the design effect (Kish 1965): the variance of the share from the clusters' sums of residuals over p(1 - p)/n.
-    Never more than n; the number of clusters where all scores are the same and no variance can be seen.
+    Never more than n; the number of clusters where no variance can be seen: all scores are the same, or there is one cluster.
     """
     trials, share = len(scores), sum(scores) / len(scores)
     residuals, _ = _by_cluster([score - share for score in scores], clusters)
     number = len(residuals)
     if number == trials:
         return wilson_interval(sum(scores), trials)
-    variance = float(np.sum(residuals**2)) / trials**2 * number / max(1, number - 1)
-    worth = share * (1 - share) / variance if variance > 0 else number
-    worth = max(1.0, min(worth, trials))
+    if number == 1 or share in (0, 1):
+        return wilson_interval(share * number, number)
+    variance = float(np.sum(residuals**2)) / trials**2 * number / (number - 1)
+    effect = variance * trials / (share * (1 - share))  # about 0 where every cluster has the same share
+    worth = max(1.0, trials / max(1.0, effect))
     return wilson_interval(share * worth, worth)
 
 

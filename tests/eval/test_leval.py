@@ -181,6 +181,13 @@ def test_rows_for_judges_are_left_out_and_each_question_is_a_sample():
     ]
 
 
+def test_worked_examples_are_no_text_that_is_asked_about():
+    """gsm100's 100 questions stand behind the same 16 examples: one cluster would leave it, and L-Eval's mean, no interval."""
+    assert len({doc["document"] for doc in docs_of("gsm100")}) == 1
+    assert {doc["cluster"] for doc in docs_of("gsm100")} == {None}
+    assert all(doc["cluster"] for doc in docs_of("coursera"))
+
+
 def test_science_fiction_asks_twice_once_without_the_document():
     docs = docs_of("sci_fi")
     assert [(doc["part"], doc["target"]) for doc in docs] == [

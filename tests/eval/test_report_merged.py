@@ -79,11 +79,11 @@ def test_commits_are_those_of_the_measurements(tmp_path):
     comparison = merge([write(tmp_path / "same", **files)])
     assert "oldoldoldo" in report_notes.origin(comparison)[0]
     assert not any("versions of commit" in line for line in report_notes.warnings(comparison))
-    new = {**ENVIRONMENT, "commit": "newnewnewnew"}
+    new = {**ENVIRONMENT, "commit": "newnewnewnew+"}  # with files that no commit has
     files["snapkv"]["parts"]["a"]["environment"] = new
     comparison = merge([write(tmp_path / "mixed", **files)])
-    assert "newnewnewn" in report_notes.origin(comparison)[0]
-    assert any("versions of commit: newnewnewn, oldoldoldo" in x for x in report_notes.warnings(comparison))
+    assert "newnewnewn+" in report_notes.origin(comparison)[0]
+    assert any("versions of commit: newnewnewn+, oldoldoldo" in x for x in report_notes.warnings(comparison))
 
 
 def test_questions_about_one_text_have_no_mcnemar():

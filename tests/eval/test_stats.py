@@ -165,12 +165,24 @@ def test_share_of_agreeing_questions_is_worth_its_texts():
     assert stats.binary_interval(scores) == stats.wilson_interval(6, 8)
     assert stats.binary_interval([1] * 8, TEXTS) == stats.wilson_interval(4, 4)
     # one right and one wrong about every text: no more than independent samples are worth
-    assert stats.binary_interval([1, 0] * 4, TEXTS) == pytest.approx(stats.wilson_interval(2, 4))
+    assert stats.binary_interval([1, 0] * 4, TEXTS) == pytest.approx(stats.wilson_interval(4, 8))
+    assert stats.binary_interval([1, 0, 0] * 4, list("aaabbbcccddd")) == pytest.approx(
+        stats.wilson_interval(4, 12)
+    )
     # sums of residuals -1/3, -1/3, 2/3: by the formula worth 8, but no more than the six that there are
     assert stats.binary_interval([1, 0, 1, 0, 1, 1], list("aabbcc")) == pytest.approx(
         stats.wilson_interval(4, 6)
     )
-    assert stats.binary_interval([1, 0, 0, 0], ["a", "a", "a", "a"])[0] < stats.wilson_interval(1, 4)[0]
+    for scores in (
+        [1, 0, 0, 0],
+        [1, 0, 0],
+        [1, 1, 0],
+        [0, 1, 0, 0, 0, 0, 0],
+    ):  # one text, whatever is rounded
+        share = sum(scores) / len(scores)
+        assert stats.binary_interval(scores, ["a"] * len(scores)) == pytest.approx(
+            stats.wilson_interval(share, 1)
+        )
 
 
 def test_the_interval_over_texts_covers_the_truth_where_samples_alone_do_not():

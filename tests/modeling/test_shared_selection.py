@@ -5,6 +5,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import pod
+from pod.modeling.methods import pyramidkv
 from pod.modeling.methods.pyramidkv import block_budgets, layer_budgets
 
 LAYERS, HEADS, HEAD_DIM = 5, 2, 8  # of the tiny model; its plan: tests/modeling/conftest.py
@@ -98,17 +99,25 @@ LEAD = ((0, 0), (0, 1), (0, 1), (3, 1), (3, 4))
 def test_budgets_of_blocks_keep_the_total(seen):
     budgets = layer_budgets(100, 5, 20, 9, seen)
     assert sum(budgets) == 500 and budgets == sorted(budgets, reverse=True) and budgets[0] <= seen
-    rows = block_budgets(budgets, 100, 8, LEAD, seen)
+    rows = block_budgets(budgets, 100, 8, LEAD)
     for head in range(2):
         assert 500 - 5 <= sum(row[head] for row in rows) <= 500
         assert max(row[head] for row in rows) <= seen
     assert rows[0][0] == rows[1][0] == rows[2][0] and rows[3][0] == rows[4][0]
 
 
-def test_what_a_block_cannot_hold_goes_to_the_others():
-    """Above the window of 8: shares 42 24 24 24 12, at most 42 each, 160 in all: 42, then 118 in parts of 24 24 24 12."""
-    rows = block_budgets([50, 32, 50, 48, 20], 40, 8, ((0,), (1,), (1,), (1,), (4,)), seen=50)
-    assert [row[0] for row in rows] == [50, 41, 41, 41, 24]
+@pytest.mark.parametrize("spec", ["pyramidkv", "pod+pyramidkv"])
+def test_budgets_are_computed_once_per_chunk(tools, monkeypatch, spec):
+    """Not once per layer: with many layers and small chunks that took longer than the model."""
+    calls = []
+    monkeypatch.setattr(
+        pyramidkv, "layer_budgets", lambda *args, **kwargs: calls.append(1) or layer_budgets(*args, **kwargs)
+    )
+    plain = tools.make_pod("llama", torch.float32, plan=spec.startswith("pod"), windows=(4, 60))
+    cache = pod.make_cache(plain, spec, budget=100, window=8, prefill="streaming", chunk_size=50)
+    with torch.no_grad():
+        plain(tools.random_ids(1, 190), past_key_values=cache)
+    assert len(calls) == 4
 
 
 @pytest.mark.parametrize("spec", ["pyramidkv", "pod+pyramidkv"])

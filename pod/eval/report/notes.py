@@ -68,7 +68,7 @@ def origin(comparison: Comparison) -> list[str]:
             ", ".join(models),
             hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} thread(s)",
             f"torch {versions['torch']}, transformers {versions['transformers']}",
-            f"commit {environment['commit'][:10]}" if environment["commit"] else "",
+            f"commit {_commit_text(environment)}" if environment["commit"] else "",
             environment["date"],
         ]
         start = f"{run.label}: " if len(comparison.runs) > 1 else ""
@@ -185,7 +185,7 @@ def _different_worlds(comparison: Comparison) -> list[str]:
     for run in comparison.runs:
         for content in run.results.values():
             for environment in _environments(content):
-                found = {"commit": (environment["commit"] or "unknown")[:10]} | environment["versions"]
+                found = {"commit": _commit_text(environment)} | environment["versions"]
                 for name, version in found.items():
                     worlds.setdefault(name, set()).add(str(version))
     for name, versions in worlds.items():
@@ -198,6 +198,12 @@ def _environments(content: dict[str, Any]) -> list[dict[str, Any]]:
     """Where and when the parts of a result file were measured; a run that only kept them wrote the file's own entry."""
     own = [part["environment"] for part in content["parts"].values() if part.get("environment")]
     return own or [content["environment"]]
+
+
+def _commit_text(environment: dict[str, Any]) -> str:
+    """Ten digits, with `+` where files differed from the commit."""
+    name = environment["commit"] or "unknown"
+    return name[:10] + ("+" if name.endswith("+") else "")
 
 
 def skipped_lines(comparison: Comparison) -> list[str]:

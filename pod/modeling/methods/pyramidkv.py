@@ -7,7 +7,7 @@ the authors' group and by kvpress, the latter flattens in this way; the former j
 
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import floor
 from typing import Any
 
@@ -32,37 +32,25 @@ def layer_budgets(budget: int, num_layers: int, beta: int, smallest: int, seen: 
     if num_layers == 1 or first <= budget:
         return [budget] * num_layers
     fall = Fraction(2 * (first - budget), num_layers - 1)
-    falls = [first - fall * layer for layer in range(num_layers)]
-    ends = [_nearest(sum(falls[:layer], Fraction(0))) for layer in range(num_layers + 1)]
+    ends = map(
+        _nearest, accumulate((first - fall * layer for layer in range(num_layers)), initial=Fraction(0))
+    )
     return [end - start for start, end in pairwise(ends)]
 
 
 def block_budgets(
-    budgets: Sequence[int], budget: int, window: int, lead: tuple[tuple[int, ...], ...], seen: int
+    budgets: Sequence[int], budget: int, window: int, lead: tuple[tuple[int, ...], ...]
 ) -> list[list[int]]:
     """Tokens ``[L][H]`` when blocks share a selection: the lead layer's budget, rescaled to the same total per head.
 
-    A pair holds at most ``seen`` tokens, or ``budget`` if that is more; what it cannot hold goes to the other blocks.
+    No lead is above its layer, so the budgets of the leads add up to the total or more: none grows beyond the tokens seen.
     """
-    heads = [
-        _rescaled(
-            [budgets[layer[head]] - window for layer in lead], budget - window, max(seen, budget) - window
-        )
-        for head in range(len(lead[0]))
+    spare = len(lead) * (budget - window)
+    totals = [sum(budgets[layer[head]] - window for layer in lead) for head in range(len(lead[0]))]
+    return [
+        [window + (budgets[own] - window) * spare // total for own, total in zip(layer, totals, strict=True)]
+        for layer in lead
     ]
-    return [[window + spare[layer] for spare in heads] for layer in range(len(lead))]
-
-
-def _rescaled(shares: list[int], mean: int, most: int) -> list[int]:
-    """``min(most, s * share)`` rounded down, with the largest ``s`` whose sum is at most ``len(shares) * mean``."""
-    full: set[int] = set()
-    while True:
-        spare = len(shares) * mean - len(full) * most
-        total = sum(share for place, share in enumerate(shares) if place not in full)
-        over = {i for i, share in enumerate(shares) if i not in full and share * spare > most * total}
-        if not over:
-            return [most if i in full else share * spare // total for i, share in enumerate(shares)]
-        full |= over
 
 
 def _nearest(x: Fraction) -> int:
@@ -84,7 +72,7 @@ class PyramidLayer(SnapLayer):
 
     def evict(self, step: Step) -> None:
         if step.ends_prompt:
-            self.budget = layer_budgets(**self.pyramid, seen=_seen(step))[self.layer_idx]
+            self.budget = _budgets(self.pyramid, step)[self.layer_idx]
         super().evict(step)
 
 
@@ -97,16 +85,20 @@ class SharedPyramidLayer(SharedSelectionLayer):
 
     def settle(self, step: Step) -> None:
         if step.ends_prompt:
-            seen, budget, window = _seen(step), self.pyramid["budget"], self.params["window"]
-            budgets = layer_budgets(**self.pyramid, seen=seen)
-            self.budgets = block_budgets(budgets, budget, window, self.lead, seen)[self.layer_idx]
+            if "block budgets" not in step.shared:
+                budget, window = self.pyramid["budget"], self.params["window"]
+                found = block_budgets(_budgets(self.pyramid, step), budget, window, self.lead)
+                step.shared["block budgets"] = found
+            self.budgets = step.shared["block budgets"][self.layer_idx]
         super().settle(step)
 
 
-def _seen(step: Step) -> int:
-    """Tokens of each row after this pass; the rows are alike."""
-    assert step.uniform_past is not None
-    return step.uniform_past + step.num_new
+def _budgets(pyramid: dict[str, int], step: Step) -> list[int]:
+    """``layer_budgets`` for the tokens seen after this pass, computed once for all layers; the rows are alike."""
+    if "budgets" not in step.shared:
+        assert step.uniform_past is not None
+        step.shared["budgets"] = layer_budgets(**pyramid, seen=step.uniform_past + step.num_new)
+    return step.shared["budgets"]
 
 
 def _build(config: PodConfig, request: Request) -> PodCache:

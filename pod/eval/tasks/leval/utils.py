@@ -8,6 +8,7 @@ from pod.eval.tasks.leval import metrics, prompts
 HUB = "L4NLP/LEval"
 FIELDS = ("input", "instructions", "outputs", "evaluation")
 BY_METRIC = ("exam", "f1", "rouge")  # the other rows are for human or model judges
+EXAMPLES = ("gsm100",)  # its document is always the same worked examples, no text that is asked about
 Scores = dict[str, float]
 
 
@@ -42,7 +43,7 @@ def _check(row: dict[str, Any], where: str) -> None:
 def _samples(task: str, document: str, instruction: str, target: str) -> list[dict[str, Any]]:
     sample = {
         "document": document,
-        "cluster": data.text_id(document),
+        "cluster": None if task in EXAMPLES else data.text_id(document),
         "system": prompts.system_prompt(task),
         "prompt": prompts.user_prompt(task, document, instruction, len(target.split())),
         "prefix": prompts.answer_prefix(task),
