@@ -44,8 +44,8 @@ SINKS, RECENT = 16, 240
 PASSKEY_LENGTHS, PASSKEY_DEPTHS, PASSKEY_SAMPLES, NEW_TOKENS = (1024, 2048), (0.1, 0.3, 0.5, 0.7, 0.9), 2, 8
 SAVINGS = (45, 40, 35, 30)
 PLAN_KINDS = ("greedy", "dp", "retrieval")
-TRAINED_KINDS = ("projected", "output", "loss", "refined", "distant")
-"""Plans of text alone that are measured after training; before it, plan_costs_smollm2.py has measured them."""
+TEXT_KINDS = ("projected", "output", "loss", "refined", "distant")
+"""Plans of text alone; `loss` at 35 % is in LOSS_ROWS."""
 LOSS_ROWS = tuple(
     f"{way}, plan by loss" for way in ("full", "lora", "lora + distillation", "full + distillation")
 )
@@ -137,13 +137,16 @@ def rows() -> list[Row]:
         for kind, percent in grid
         if (kind, percent) != ("retrieval", 35)
     ]
+    text = [(kind, percent) for kind in TEXT_KINDS for percent in SAVINGS]
+    plans |= {cell: {"plan": str(plan_file(*cell))} for cell in text}
     found += [
-        Row(f"{kind} {percent}%", {"plan": str(plan_file(kind, percent))})
-        for kind in TRAINED_KINDS
-        for percent in SAVINGS
+        Row(f"{kind} {percent}%", plans[kind, percent])
+        for kind, percent in text
         if (kind, percent) != ("loss", 35)
     ]
-    found += [Row(f"{kind} {percent}%, untrained", plans[kind, percent], None) for kind, percent in grid]
+    found += [
+        Row(f"{kind} {percent}%, untrained", plans[kind, percent], None) for kind, percent in grid + text
+    ]
     return found
 
 
