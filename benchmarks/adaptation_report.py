@@ -100,7 +100,7 @@ def draw(rows: Sequence[dict[str, Any]], target: Path) -> None:
 
 
 def cells(by_name: dict[str, dict[str, Any]], kind: str, suffix: str = "") -> list[dict[str, Any]]:
-    """Rows of one kind of plan by saving; three of them stand in the table under another name."""
+    """Rows of one kind of plan by saving; two of them stand in the table under another name."""
     names = {percent: f"{kind} {percent}%{suffix}" for percent in SAVINGS}
     other = {"retrieval": "full", "loss": "full, plan by loss"}
     if not suffix and kind in other:

@@ -131,18 +131,12 @@ def rows() -> list[Row]:
         Row("window, equal window", {**wide, "num_recent_tokens": SINKS + RECENT}),
     ]
     grid = [(kind, percent) for percent in SAVINGS for kind in PLAN_KINDS]
-    plans = {cell: {"plan": str(plan_file(*cell))} for cell in grid}
-    found += [
-        Row(f"{kind} {percent}%", plans[kind, percent])
-        for kind, percent in grid
-        if (kind, percent) != ("retrieval", 35)
-    ]
     text = [(kind, percent) for kind in TEXT_KINDS for percent in SAVINGS]
-    plans |= {cell: {"plan": str(plan_file(*cell))} for cell in text}
+    plans = {cell: {"plan": str(plan_file(*cell))} for cell in grid + text}
     found += [
         Row(f"{kind} {percent}%", plans[kind, percent])
-        for kind, percent in text
-        if (kind, percent) != ("loss", 35)
+        for kind, percent in grid + text
+        if (kind, percent) not in (("retrieval", 35), ("loss", 35))  # they have names of their own
     ]
     found += [
         Row(f"{kind} {percent}%, untrained", plans[kind, percent], None) for kind, percent in grid + text

@@ -162,11 +162,10 @@ def code_identity(more: str = "") -> str:
     An upgrade or an edit makes older results outdated; what only draws them (`report/`) does not, and of `runners/` and `tasks/`
     each task counts its own. more: a pattern of further sources, below the package.
     """
-    digest = hashlib.sha256(json.dumps({name: _version(name) for name in _DECISIVE}).encode())
-    for pattern in (*_CODE, more) if more else _CODE:
-        for file in sorted(_PACKAGE.glob(pattern)):
-            digest.update(file.relative_to(_PACKAGE).as_posix().encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()[:16]
+    patterns = (*_CODE, more) if more else _CODE
+    files = [file for pattern in patterns for file in sorted(_PACKAGE.glob(pattern))]
+    sources = [[file.relative_to(_PACKAGE).as_posix(), sha256_file(file)] for file in files]
+    return fingerprint({"versions": {name: _version(name) for name in _DECISIVE}, "sources": sources})[:16]
 
 
 def environment() -> dict[str, Any]:

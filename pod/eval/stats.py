@@ -36,7 +36,7 @@ def perplexity_summary(sums: Sequence[float], counts: Sequence[int], resamples: 
     means = np.asarray(sums, dtype=np.float64) / np.asarray(counts)
     interval = None
     if len(means) > 1:
-        drawn = _resampled_means([sums], counts, resamples, seed)[0]
+        drawn = _resampled_means([sums], counts, resamples, np.random.default_rng(seed))[0]
         interval = [math.exp(value) for value in np.quantile(drawn, [0.025, 0.975])]
     return {
         "tokens": int(np.sum(counts)),
@@ -61,7 +61,7 @@ def paired_change(
         raise ValueError(f"paired comparison needs the same sequences, got {len(sums)} and {len(base_sums)}")
     interval = None
     if len(sums) > 1:
-        drawn, base = _resampled_means([sums, base_sums], counts, resamples, seed)
+        drawn, base = _resampled_means([sums, base_sums], counts, resamples, np.random.default_rng(seed))
         interval = [math.expm1(value) for value in np.quantile(drawn - base, [0.025, 0.975])]
     return {"change": math.expm1(mean_nll(sums, counts) - mean_nll(base_sums, counts)), "ci95": interval}
 
@@ -73,11 +73,7 @@ def mean_interval(
 
     clusters: what each value belongs to (default: values are independent); clusters are drawn whole.
     """
-    sums, counts = _by_cluster(values, clusters)
-    if len(sums) < 2:
-        return None
-    drawn = _drawn_means(sums, counts, resamples, np.random.default_rng(seed))
-    return [float(value) for value in np.quantile(drawn, [0.025, 0.975])]
+    return weighted_interval([(1.0, values, clusters)], resamples, seed)
 
 
 def paired_difference(
@@ -104,17 +100,12 @@ def paired_difference(
     groups = _rows(strata if strata is not None else [""] * len(gaps))
     shares = np.asarray([1.0 if weights is None else weights[name] for name in groups])
     shares = shares / shares.sum()
-    interval = None
     parts = [
-        _by_cluster(gaps[rows], None if clusters is None else [clusters[row] for row in rows])
-        for rows in groups.values()
+        (share, gaps[rows], None if clusters is None else [clusters[row] for row in rows])
+        for share, rows in zip(shares, groups.values(), strict=True)
     ]
-    if min(len(sums) for sums, _ in parts) > 1:
-        rng = np.random.default_rng(seed)
-        drawn = [_drawn_means(sums, counts, resamples, rng) for sums, counts in parts]
-        interval = [float(value) for value in np.quantile(shares @ np.asarray(drawn), [0.025, 0.975])]
     means = np.asarray([gaps[rows].mean() for rows in groups.values()])
-    return {"difference": float(shares @ means), "ci95": interval}
+    return {"difference": float(shares @ means), "ci95": weighted_interval(parts, resamples, seed)}
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
@@ -139,7 +130,9 @@ def _rows(strata: Sequence[str]) -> dict[str, np.ndarray]:
 
 
 def weighted_interval(
-    parts: Sequence[tuple[float, Sequence[float], Sequence[Hashable] | None]], resamples: int, seed: int = 0
+    parts: Sequence[tuple[float, Sequence[float] | np.ndarray, Sequence[Hashable] | None]],
+    resamples: int,
+    seed: int = 0,
 ) -> list[float] | None:
     """95 % percentile bootstrap interval of a weighted mean of means, each of whose values are drawn by themselves.
 
@@ -150,7 +143,7 @@ def weighted_interval(
         sums, counts = _by_cluster(values, clusters)
         if len(sums) < 2:
             return None
-        total += weight * _drawn_means(sums, counts, resamples, rng)
+        total += weight * _resampled_means([sums], counts, resamples, rng)[0]
     return [float(value) for value in np.quantile(total, [0.025, 0.975])]
 
 
@@ -202,20 +195,16 @@ def spread(values: Sequence[float]) -> dict:
 
 
 def _resampled_means(
-    columns: list[Sequence[float]], counts: Sequence[int], resamples: int, seed: int
+    columns: Sequence[Sequence[float] | np.ndarray],
+    counts: Sequence[int] | np.ndarray,
+    resamples: int,
+    rng: np.random.Generator,
 ) -> list[np.ndarray]:
-    """Mean NLL of `resamples` draws of the sequences with replacement; the same draws for every column. Each [resamples]."""
-    drawn = np.random.default_rng(seed).integers(0, len(counts), size=(resamples, len(counts)))
-    tokens = np.asarray(counts)[drawn].sum(axis=1)
-    return [np.asarray(column, dtype=np.float64)[drawn].sum(axis=1) / tokens for column in columns]
-
-
-def _drawn_means(
-    sums: np.ndarray, counts: np.ndarray, resamples: int, rng: np.random.Generator
-) -> np.ndarray:
-    """Means over `resamples` draws of clusters with replacement, each of its sums over its counts. [resamples]."""
-    drawn = rng.integers(0, len(sums), (resamples, len(sums)))
-    return sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
+    """Means over `resamples` draws of sequences or clusters with replacement, each of its sums over its counts; the same draws for
+    every column of sums. Each [resamples]."""
+    drawn = rng.integers(0, len(counts), size=(resamples, len(counts)))
+    total = np.asarray(counts)[drawn].sum(axis=1)
+    return [np.asarray(column, dtype=np.float64)[drawn].sum(axis=1) / total for column in columns]
 
 
 def _by_cluster(

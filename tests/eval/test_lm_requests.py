@@ -8,7 +8,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_tools import instance
 from tokenizers.processors import TemplateProcessing
 
-from pod.eval.lm.batches import forward_batches, generation_batches, unit_batches, units_of
+from pod.eval.lm.batches import forward_batches, generation_batches, sizes_of, unit_batches, units_of
 from pod.eval.lm.requests import Encoder, Rule, Size, request_keys, size
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</{{ m.role }}>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -184,7 +184,7 @@ def test_sizes():
     asked |= {
         size(len(encoded[-4:][batch[0]].context), 0, 6) for batch in generation_batches(encoded[-4:], 3)
     }
-    assert encoder.sizes(requests, Rule()) == asked
+    assert sizes_of(encoded) == asked
 
 
 def test_choices_of_a_document_share_a_unit_and_batches_hold_them_together():

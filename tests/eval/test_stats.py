@@ -154,7 +154,7 @@ def test_texts_of_many_questions_weigh_more():
     """Three questions of text a are right, the one of b is wrong: a resample of b alone is 0, of both 3/4."""
     low, high = stats.mean_interval([1.0, 1.0, 1.0, 0.0], 4000, clusters=["a", "a", "a", "b"])
     assert (low, high) == (0.0, 1.0)
-    drawn = stats._drawn_means(np.array([3.0, 0.0]), np.array([3, 1]), 2000, np.random.default_rng(0))
+    drawn = stats._resampled_means([[3.0, 0.0]], [3, 1], 2000, np.random.default_rng(0))[0]
     assert set(drawn.round(6)) == {0.0, 0.75, 1.0}
 
 

@@ -109,3 +109,10 @@ def forward_batches(encoded: Sequence[Encoded], batch_size: int) -> list[list[Un
 
 def _chunks(items: Sequence, length: int) -> list[list]:
     return [list(items[start : start + length]) for start in range(0, len(items), length)]
+
+
+def sizes_of(encoded: Sequence[Encoded]) -> set[Size]:
+    """Every size of cache that a model class will ask for to answer these requests, none of which is skipped."""
+    generated = {generation_size(item) for item in encoded if item.kind == "generate_until"}
+    scored = units_of([item for item in encoded if item.kind != "generate_until"])
+    return generated | {unit.size for unit in scored}

@@ -1,7 +1,6 @@
 """From what lm-eval logs about its samples to the payload that every task has (`pod.eval.runners.base`)."""
 
 import dataclasses
-import hashlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,9 @@ import numpy as np
 
 from pod.eval import stats
 from pod.eval.lm.index import TASK_FOLDER, Loaded, TaskRules
-from pod.eval.runners.base import scored_payload
+from pod.eval.results import fingerprint
+from pod.eval.runners.base import perplexity_result, scored_payload
+from pod.files import sha256_file
 
 if TYPE_CHECKING:
     from pod.eval.runner import Evaluation
@@ -100,11 +101,8 @@ def _code_of(metadata: Any) -> str | None:
     source = Path(str((metadata or {}).get("config_source", "")))
     if TASK_FOLDER not in source.parents:
         return None
-    digest = hashlib.sha256()
     suite = TASK_FOLDER / source.relative_to(TASK_FOLDER).parts[0]
-    for file in [*sorted(suite.glob("**/*.py")), source]:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
+    return fingerprint([sha256_file(file) for file in [*sorted(suite.glob("**/*.py")), source]])[:16]
 
 
 def primary_metric(
@@ -311,16 +309,13 @@ def _other_metrics(
 def _nll_payload(
     metric: str, samples: list[dict[str, Any]], resamples: int, seed: int, more: dict[str, Any]
 ) -> dict[str, Any]:
-    summary = None
+    value = interval = None
     if samples:
         sums, counts = [s["score"] for s in samples], [s["tokens"] for s in samples]
         summary = stats.perplexity_summary(sums, counts, resamples, seed)
-    return {
-        "kind": "nll",
+        value, interval = summary["perplexity"], summary["ci95"]
+    return perplexity_result(value, interval) | {
         "metric": metric,
-        "higher_is_better": False,
-        "value": summary["perplexity"] if summary else None,
-        "ci95": summary["ci95"] if summary else None,
         "samples": samples,
         "skipped": more["skipped"],
         "bytes": more["bytes_rows"],

@@ -185,16 +185,6 @@ class Encoder:
         }[request.request_type]
         return encode(request, rule, key)
 
-    def sizes(self, requests: Sequence[Any], rule: Rule) -> set[Size]:
-        """Every size of cache that a model class will ask for to answer the requests."""
-        from pod.eval.lm.batches import generation_size, units_of
-
-        encoded = [item for item in self.requests(requests, rule) if item.skipped is None]
-        generations = {generation_size(item) for item in encoded if item.kind == "generate_until"}
-        return generations | {
-            unit.size for unit in units_of([item for item in encoded if item.kind != "generate_until"])
-        }
-
     def _generation(self, request: Any, rule: Rule, key: str) -> Encoded:
         from lm_eval.models.utils import normalize_gen_kwargs
 

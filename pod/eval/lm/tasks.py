@@ -130,7 +130,7 @@ class LmTask(Task):
 
     def _build(self, leaf: Leaf) -> None:
         """Encode the prompts of a leaf and keep what the checks need: sizes, counts, a hash; the prompts themselves are made again."""
-        from pod.eval.lm.batches import generation_size, units_of
+        from pod.eval.lm.batches import generation_size, sizes_of, units_of
 
         with lm_index.quiet():
             self._prompts(leaf)
@@ -150,19 +150,10 @@ class LmTask(Task):
             )
             leaf.longest = max(leaf.longest, _end(item))
         answered = [item for item in encoded if item.skipped is None]
-        leaf.sizes = self._sizes(answered)
+        leaf.sizes = sizes_of(answered)
         leaf.digest = digest.hexdigest()
         leaf.count_tokens(answered, self.args.batch_size)
         leaf.task._instances = None  # prompts of 100,000 tokens: only one leaf's are kept at a time
-
-    @staticmethod
-    def _sizes(encoded: list[Any]) -> set[Any]:
-        from pod.eval.lm.batches import generation_size, units_of
-
-        generated = {generation_size(item) for item in encoded if item.kind == "generate_until"}
-        return generated | {
-            unit.size for unit in units_of([item for item in encoded if item.kind != "generate_until"])
-        }
 
     def inputs(self) -> Any:
         from importlib.metadata import version

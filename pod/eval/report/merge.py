@@ -64,7 +64,8 @@ class Against:
     """A method against its base on the samples that both answered, with equal prompts.
 
     relative: `delta` is the relative change of perplexity, else the difference of the scores (0 to 1). gained, lost: 0/1 samples that
-    only the method, only the base got right; p_value: McNemar's, None where several samples share a text. left_out: common sample ids that were not compared, by reason.
+    only the method, only the base got right; p_value: McNemar's, None where several samples share a text.
+    left_out: common sample ids that were not compared, by reason.
     """
 
     base: str

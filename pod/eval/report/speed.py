@@ -5,8 +5,7 @@ from typing import Any
 from pod.eval.report import pictures
 from pod.eval.report.merge import Run
 from pod.eval.report.page import Block, Cell, Notes, Picture, Table
-
-NONE = Cell("–")
+from pod.eval.report.tables import NONE
 
 
 def speed_blocks(runs: list[Run]) -> list[Block]:

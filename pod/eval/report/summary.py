@@ -6,10 +6,8 @@ from typing import Any
 
 from pod.eval import stats
 from pod.eval.results import load_results
+from pod.eval.speed.args import NAME as SPEED_RUN
 
-SPEED_RUN = (
-    "efficiency"  # the one result file that is not a method's: speeds are only comparable within one process
-)
 BASE = "full"
 
 

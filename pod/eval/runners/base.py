@@ -146,13 +146,13 @@ def _default_of(field: dataclasses.Field) -> str:
 
 
 def prompt_hash(prompt: Any) -> str:
-    """SHA-256 of a prompt's text or token ids, 16 hex digits: equal prompts are seen to be equal across runs."""
+    """SHA-256 of a prompt's text (lone surrogates allowed) or token ids, 16 hex digits: equal prompts are seen to be equal across runs."""
     text = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def perplexity_result(value: float, ci95: list[float] | None) -> dict[str, Any]:
-    """The keys that every payload of kind `nll` has in common; every text is answered."""
+def perplexity_result(value: float | None, ci95: list[float] | None) -> dict[str, Any]:
+    """The keys that every payload of kind `nll` has in common. Own tasks answer every text."""
     return {
         "kind": "nll",
         "metric": "perplexity",

@@ -9,7 +9,6 @@ import contextlib
 import contextvars
 import csv
 import gzip
-import hashlib
 import io
 import json
 import os
@@ -18,6 +17,8 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from pod.eval.runners.base import prompt_hash
 
 ENVIRONMENT = "POD_EVAL_DATA"
 FORMATS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv", ".tsv")
@@ -96,7 +97,7 @@ def load_rows(
 
 def text_id(text: str) -> str | None:
     """SHA-256 of a text, 16 hex digits: the `cluster` of the rows that ask about it, which intervals draw together. None for no text."""
-    return None if not text else hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return prompt_hash(text) if text else None
 
 
 def dataset(rows: list[dict[str, Any]], split: str = "test") -> dict[str, Any]:
