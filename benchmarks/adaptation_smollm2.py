@@ -31,7 +31,7 @@ from pod.eval import passkey
 from pod.eval.perplexity import token_nll
 from pod.eval.results import environment
 from pod.files import read_json, write_json
-from pod.modeling.sharing import SharingPlan
+from pod.modeling.shipped.sharing import SharingPlan
 from pod.models import resolve_model
 from pod.recipe import load_recipe
 

@@ -27,7 +27,7 @@ from pod.eval.speed.efficiency import Contestant, race
 from pod.eval.stats import spread
 from pod.files import read_json, write_json
 from pod.kernels import decode
-from pod.modeling.attention import Backend, register_backend
+from pod.modeling.shipped.attention import Backend, register_backend
 
 LAYERS, HIDDEN, QUERY_HEADS, KV_HEADS, HEAD_DIM = 4, 2048, 16, 4, 128
 WINDOWS = ((16, 1008), (16, 4080))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pod.eval.report.summary import summarise
 from pod.files import read_json, write_json
-from pod.modeling.sharing import SharingPlan
+from pod.modeling.shipped.sharing import SharingPlan
 
 METHODS = ["full", "pod", "pod-unadapted", "streamingllm", "snapkv"]
 RESULTS = Path(__file__).parent / "results" / "demo_smollm2.json"

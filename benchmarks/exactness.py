@@ -16,7 +16,7 @@ import pod  # noqa: F401  (connects the kernels)
 from pod.eval.results import environment
 from pod.files import write_json
 from pod.kernels import flash
-from pod.modeling import reference
+from pod.modeling.shipped import reference
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results" / "exactness.json"

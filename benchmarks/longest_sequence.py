@@ -33,7 +33,7 @@ import pod
 from pod.eval.results import one_line
 from pod.eval.speed.memory import LiveBytes
 from pod.files import write_json
-from pod.modeling.attention import Backend, register_backend
+from pod.modeling.shipped.attention import Backend, register_backend
 from pod.training import carry
 from pod.training.args import TrainArgs
 from pod.training.estimate import carried_heads, mlp_tiles

@@ -435,7 +435,7 @@ def _length(rows: list[dict[str, Any]], key: str) -> str:
 
 
 def _plan_line(recipe: Recipe) -> str:
-    from pod.modeling.sharing import SharingPlan
+    from pod.modeling.shipped.sharing import SharingPlan
 
     plan = SharingPlan.load(recipe.plan_path() or recipe.plan_dir / "plan.json")
     now = plan.saving(

@@ -5,16 +5,16 @@ from functools import partial
 from pod import engine as _engine
 from pod.kernels import api as _api
 from pod.kernels import statistics as _kernel_statistics
-from pod.modeling import attention as _attention
-from pod.modeling import cache as _cache
-from pod.modeling import reference as _reference
 from pod.modeling import statistics as _statistics
-from pod.modeling.cache import PodCache
-from pod.modeling.config import PodConfig
-from pod.modeling.llama import PodForCausalLM, PodModel
 from pod.modeling.loading import load_model, load_tokenizer
 from pod.modeling.methods import make_cache, methods
-from pod.modeling.sharing import SharingPlan
+from pod.modeling.shipped import attention as _attention
+from pod.modeling.shipped import cache as _cache
+from pod.modeling.shipped import reference as _reference
+from pod.modeling.shipped.cache import PodCache
+from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.llama import PodForCausalLM, PodModel
+from pod.modeling.shipped.sharing import SharingPlan
 
 __all__ = [
     "PodCache",

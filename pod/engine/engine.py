@@ -20,10 +20,10 @@ from torch import Tensor
 from pod.engine.layers import StaticLayer, StaticStep, is_at_rest, static
 from pod.engine.packed import PackedLayer
 from pod.kernels import decode
-from pod.modeling.cache import PodCache
-from pod.modeling.cache_layer import Step
-from pod.modeling.layout import PodCacheLayer
-from pod.modeling.stores import NATIVE
+from pod.modeling.shipped.cache import PodCache
+from pod.modeling.shipped.cache_layer import Step
+from pod.modeling.shipped.layout import PodCacheLayer
+from pod.modeling.shipped.stores import NATIVE
 
 _WARM_UPS = 2  # runs before a capture: kernels compile, libraries allocate
 _ROOM = 256  # tokens by which a full cache grows, at least; 1/8 of a long one
@@ -161,7 +161,7 @@ class StaticEngine:
         return cache
 
     def decode(self, model: Any, hidden_states: Tensor, step: Step) -> Tensor | None:
-        """See ``pod.modeling.cache.DecodeEngine.decode``; passes that gradients are taken of go the ordinary way."""
+        """See ``pod.modeling.shipped.cache.DecodeEngine.decode``; passes that gradients are taken of go the ordinary way."""
         if torch.is_grad_enabled() and any(
             weight.requires_grad for weight in (hidden_states, *model.parameters())
         ):

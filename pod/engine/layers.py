@@ -12,9 +12,9 @@ from torch import Tensor
 from pod.engine.packed import StaticPackedStore
 from pod.kernels import decode
 from pod.kernels.decode_types import Call, Stored
-from pod.modeling.layout import PodCacheLayer
-from pod.modeling.sharing import is_followed
-from pod.modeling.stores import Store, TokenStore
+from pod.modeling.shipped.layout import PodCacheLayer
+from pod.modeling.shipped.sharing import is_followed
+from pod.modeling.shipped.stores import Store, TokenStore
 
 
 @dataclass

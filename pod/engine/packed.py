@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from pod.kernels.decode import Packed
-from pod.modeling.cache_layer import Step
-from pod.modeling.config import PodConfig
-from pod.modeling.layout import PodCacheLayer
 from pod.modeling.methods.packing import Packing
 from pod.modeling.methods.quantized import QuantizedCodec
-from pod.modeling.stores import Codec, Store, TokenStore
+from pod.modeling.shipped.cache_layer import Step
+from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.layout import PodCacheLayer
+from pod.modeling.shipped.stores import Codec, Store, TokenStore
 
 
 class StaticPackedStore:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pod.modeling.layout import PodCacheLayer
+from pod.modeling.shipped.layout import PodCacheLayer
 
 COUNTS = ("heads", "heads_skipped", "groups", "groups_skipped", "exact", "saved", "dense")
 
@@ -67,7 +67,7 @@ class GateProbe:
             return
         columns = torch.arange(length, device=weights.device)
         near = (columns < layer.num_sink_tokens) | (columns >= length - layer.num_recent_tokens)
-        gates = (weights[:, layer.followers] * near).sum(-1)  # as pod.modeling.gate adds them
+        gates = (weights[:, layer.followers] * near).sum(-1)  # as pod.modeling.shipped.gate adds them
         skipped = torch.zeros_like(gates, dtype=torch.bool) if self.tau is None else gates >= self.tau
         for row, decided in zip(self.rows, skipped.cpu(), strict=True):
             row.add(decided, length, window, len(layer.leads), layer.groups)

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .blocked import Source, blocked_attention
-from .stores import NATIVE, Codec, Store
+from pod.modeling.shipped.blocked import Source, blocked_attention
+from pod.modeling.shipped.stores import NATIVE, Codec, Store
 
 Bound = Literal["paper", "strict"]
 

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from .config import ROPE_TYPES, PodConfig
-from .llama import PodForCausalLM
+from pod.modeling.shipped.config import ROPE_TYPES, PodConfig
+from pod.modeling.shipped.llama import PodForCausalLM
+from pod.modeling.shipped.sharing import SharingPlan
+
 from .rope_scaling import change_rope
-from .sharing import SharingPlan
 
 _FAMILIES = {
     "llama": {"qk_norm": False},

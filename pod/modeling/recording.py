@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attention import ForwardContext
-from .config import PodConfig
-from .llama import PodDecoderLayer, PodForCausalLM
+from pod.modeling.shipped.attention import ForwardContext
+from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.llama import PodDecoderLayer, PodForCausalLM
 
 
 @torch.no_grad()

@@ -8,8 +8,7 @@ from operator import index
 from typing import Any
 
 from pod.files import read_json, write_json
-
-from .config import PodConfig
+from pod.modeling.shipped.config import PodConfig
 
 SCHEMA = "retrieval heads 1"
 

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from pod.files import atomic_write_text, explain_disk_full, read_json, write_json
-from pod.modeling.sharing import SharingPlan
+from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.args import TrainArgs
 from pod.training.snapshot import FileWriter, sync_to_disk
 from pod.training.universal import convert_on_rank_0, load_universal, remove_universal

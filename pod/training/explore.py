@@ -18,9 +18,9 @@ from tqdm import tqdm
 from pod.data import DataArgs, long_sequences
 from pod.data.job import OF_READING, OF_SPLIT
 from pod.files import sha256_file
-from pod.modeling.llama import PodForCausalLM
 from pod.modeling.loading import load_model, load_tokenizer
 from pod.modeling.recording import record_attention_rows
+from pod.modeling.shipped.llama import PodForCausalLM
 from pod.training.explore_args import ExploreArgs
 from pod.training.planning import num_non_lead_for
 from pod.training.similarity import (

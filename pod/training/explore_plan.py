@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from pod.data import DataArgs
 from pod.modeling.loading import load_tokenizer
-from pod.modeling.sharing import SharingPlan
+from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.explore import (
     advance,
     from_first_rank,

@@ -13,9 +13,9 @@ from safetensors.torch import save
 from transformers import GenerationConfig
 
 from pod.files import atomic_dir, write_json
-from pod.modeling.config import PodConfig
-from pod.modeling.llama import PodForCausalLM
-from pod.modeling.sharing import SharingPlan
+from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.llama import PodForCausalLM
+from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.checkpoint import TrainState, check_start_model, latest_checkpoint, read_state
 from pod.training.lora import CONFIG_NAME, add_lora, lora_config
 

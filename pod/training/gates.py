@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pod.kernels.documents import document_segments
-from pod.modeling.attention import Backend, split_heads
+from pod.modeling.shipped.attention import Backend, split_heads
 from pod.training.args import TrainArgs
 from pod.training.held_out import Rows, lengthened
 from pod.training.observers import Periodic

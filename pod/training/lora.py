@@ -76,8 +76,8 @@ def load_adapter(folder: Path | str, base: Any, **options: Any) -> Any:
     """
     from peft import PeftModel
 
-    from pod.modeling.config import PodConfig
     from pod.modeling.loading import load_model
+    from pod.modeling.shipped.config import PodConfig
     from pod.models import resolve_model
 
     file = Path(folder) / CONFIG_NAME

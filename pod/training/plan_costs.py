@@ -29,8 +29,8 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from pod.files import atomic_write_bytes
-from pod.modeling.llama import PodForCausalLM
 from pod.modeling.recording import AttentionInputs, record_attention_inputs
+from pod.modeling.shipped.llama import PodForCausalLM
 
 SCHEMA_VERSION = "1"
 MEASURED_COSTS = ("distant", "output", "projected", "loss")

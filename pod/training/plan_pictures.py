@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike, NDArray
 
 from pod.files import atomic_write_bytes
-from pod.modeling.sharing import SharingPlan
+from pod.modeling.shipped.sharing import SharingPlan
 
 MAX_LABELLED_HEADS = 16  # curves that a legend can still tell apart
 BLOCK_COLOURS = matplotlib.color_sequences["Set2"][:7]  # the eighth is grey

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pod.modeling.sharing import SharingPlan
+from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.args import TrainArgs
 from pod.training.carry import set_carry
 from pod.training.planning import (

@@ -24,9 +24,9 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from pod.files import atomic_write_text
-from pod.modeling.attention import Carry, ForwardContext
-from pod.modeling.llama import PodForCausalLM
-from pod.modeling.sharing import SharingPlan
+from pod.modeling.shipped.attention import Carry, ForwardContext
+from pod.modeling.shipped.llama import PodForCausalLM
+from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.planning import sum_of_costs
 
 _LOGIT_ROWS = 512  # rows of logits in memory at once

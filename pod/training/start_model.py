@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from pod.modeling.config import PodConfig
 from pod.modeling.loading import convert_config, rope_changes
-from pod.modeling.sharing import SharingPlan
+from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.sharing import SharingPlan
 from pod.models import KNOWN_SIZES, PACKAGE, ModelArgs, resolve_model
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pod.files import write_json
-from pod.modeling.sharing import SharingPlan
+from pod.modeling.shipped.sharing import SharingPlan
 from pod.training import progressive
 from pod.training.args import TrainArgs
 from pod.training.batches import StepBatches

@@ -26,7 +26,7 @@ from pod.eval.speed.decode_bytes import (
 from pod.eval.speed.decode_speed import Bench, fill, make_cache, sizes_of
 from pod.eval.speed.dense_decode import PEERS, dense_peers
 from pod.kernels.decode import BACKENDS
-from pod.modeling.stores import TokenStore
+from pod.modeling.shipped.stores import TokenStore
 from pod.recipe import Recipe, field_docs, fields_of, load_recipe
 
 WINDOWS = (2, 6)

@@ -9,7 +9,7 @@ from pod.eval.buckets import Bucket
 from pod.eval.gates import GateCounts, GateProbe, shares
 from pod.eval.methods import find_method
 from pod.eval.perplexity import score_by_decode, score_by_forward
-from pod.modeling import layout
+from pod.modeling.shipped import layout
 
 TAUS = [0.0, 0.5, 0.7, 0.95]
 OPTIONS = {"taus": TAUS, "scored_tokens": 6, "passkeys": True}

@@ -7,7 +7,7 @@ import torch
 
 import pod  # noqa: F401  (connects the reference to the kernels)
 from pod.kernels import api, flash
-from pod.modeling import reference
+from pod.modeling.shipped import reference
 
 NAMES = ("q", "k", "v", "q_lead", "k_lead")
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pod  # noqa: F401  (connects the reference to the kernels)
 from pod.kernels import api, cudnn, documents, flash_attn, flash_ops, flash_varlen
-from pod.modeling import reference
+from pod.modeling.shipped import reference
 
 CAUSAL, POD, WINDOW = flash_varlen.operations(lambda q: flash_emulation.OPS)
 

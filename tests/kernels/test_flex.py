@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_mask
 
 import pod  # noqa: F401  (connects the reference to the kernels)
 from pod.kernels import api, flex
-from pod.modeling import reference
+from pod.modeling.shipped import reference
 
 
 def layouts(n):

@@ -96,7 +96,7 @@ def inputs(case: Case) -> list[torch.Tensor]:
 
 def reference_attention(case: Case, q, k, v, q_lead, k_lead):
     """Every KV head by the plain reference."""
-    from pod.modeling import reference
+    from pod.modeling.shipped import reference
 
     options = {"doc_ids": documents(case.docs, case.batch, case.n, case.n), "scale": case.scale}
     if case.op == "window":

@@ -7,7 +7,7 @@ import torch
 
 import pod  # noqa: F401  (connects the reference to the kernels)
 from pod.kernels import api, flash
-from pod.modeling import reference
+from pod.modeling.shipped import reference
 
 SHAPES = [(1, 8), (7, 8), (8, 8), (9, 8), (63, 1), (200, 40), (257, 256), (500, 129)]  # n, window
 

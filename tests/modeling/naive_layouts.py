@@ -117,8 +117,8 @@ def exported_logits(model, folder, ids):
     import subprocess
     import sys
 
-    from pod.modeling.config import PodConfig
-    from pod.modeling.llama import PodForCausalLM
+    from pod.modeling.shipped.config import PodConfig
+    from pod.modeling.shipped.llama import PodForCausalLM
 
     PodConfig.register_for_auto_class()
     PodForCausalLM.register_for_auto_class("AutoModelForCausalLM")

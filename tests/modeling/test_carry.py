@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pod.modeling.attention import next_carry, take_heads
+from pod.modeling.shipped.attention import next_carry, take_heads
 
 
 def loss_and_gradients(model, ids, doc_ids=None):

@@ -15,7 +15,7 @@ from oracles_pod_selected import PodSelected
 import pod
 from pod.modeling.methods.packing import Packing
 from pod.modeling.methods.quantized import QuantizedCodec, QuantizedWindow
-from pod.modeling.stores import TokenStore
+from pod.modeling.shipped.stores import TokenStore
 
 
 def randn(*shape, seed=0, dtype=torch.float64):

@@ -7,7 +7,7 @@ import torch
 
 import pod
 from pod.modeling.methods.accumulate import choose_slots, round_half_up
-from pod.modeling.stores import take_slots
+from pod.modeling.shipped.stores import take_slots
 
 
 @pytest.mark.parametrize("seed", range(20))

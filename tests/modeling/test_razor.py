@@ -10,7 +10,7 @@ from pod.modeling.methods.quantized import QuantizedCodec
 from pod.modeling.methods.razor import CompensationToken
 from pod.modeling.methods.sliding import SlidingTokens, Tokens
 from pod.modeling.retrieval_heads import RetrievalHeads
-from pod.modeling.stores import NATIVE
+from pod.modeling.shipped.stores import NATIVE
 
 HEADS = [[0], [], [1], [0, 1], []]
 OPTIONS = {"heads": HEADS, "num_sink_tokens": 2, "num_recent_tokens": 5, "compression": 4.0}

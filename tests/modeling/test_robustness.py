@@ -5,7 +5,7 @@ import torch
 
 import pod
 from pod.kernels import flash
-from pod.modeling import reference
+from pod.modeling.shipped import reference
 
 
 @torch.no_grad()

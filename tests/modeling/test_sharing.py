@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pod.modeling.sharing import SharingPlan
+from pod.modeling.shipped.sharing import SharingPlan
 
 LEAD = [[0, 0], [0, 1], [0, 1], [3, 1]]
 

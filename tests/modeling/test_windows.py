@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
-from pod.modeling import strips
-from pod.modeling.strips import Aside, strip_attention
+from pod.modeling.shipped import strips
+from pod.modeling.shipped.strips import Aside, strip_attention
 
 WINDOWS = {
     "streamingllm": {"num_sink_tokens": 3},

@@ -5,7 +5,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import pod
-from pod.modeling import attention
+from pod.modeling.shipped import attention
 from pod.training import carry as carry_memory
 from pod.training.args import TrainArgs
 from pod.training.carry import OffloadedCarry, RecomputedCarry, leads_that_end, set_carry

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pod.modeling.sharing import SharingPlan
+from pod.modeling.shipped.sharing import SharingPlan
 from pod.recipe import load_recipe, run
 from pod.training import explore as explore_module
 from pod.training.planning import dp_plan, greedy_plan

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pod.modeling.config import PodConfig
-from pod.modeling.sharing import SharingPlan
+from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.sharing import SharingPlan
 from pod.models import resolve_model
 from pod.recipe import load_recipe, run
 from pod.training import explore_plan

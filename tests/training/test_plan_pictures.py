@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from matplotlib.patches import Rectangle
 
-from pod.modeling.sharing import SharingPlan
+from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.plan_pictures import (
     SINGLE_COLOUR,
     adjacent_similarity,

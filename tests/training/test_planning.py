@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from pod.modeling.sharing import SharingPlan
+from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.planning import (
     describe_plan,
     dp_plan,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pod
-from pod.modeling.sharing import SharingPlan
+from pod.modeling.shipped.sharing import SharingPlan
 from pod.training import preflight
 from pod.training.args import TrainArgs
 from pod.training.preflight import agree, check, kept_checkpoints

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pod
-from pod.modeling.sharing import SharingPlan
+from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.args import TrainArgs
 from pod.training.engine import save_activations
 from pod.training.planning import dp_plan, plan_cost

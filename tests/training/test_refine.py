@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pod
-from pod.modeling.sharing import SharingPlan
+from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.planning import least_cost_plan
 from pod.training.refine import LossLog, PlanLoss, lead_flags, plan_of, possible_moves, refine_plan
 

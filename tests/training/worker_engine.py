@@ -156,7 +156,7 @@ def without_bad_rows(name, out, data) -> None:
 def changing_plan(name, out, data, stop=False) -> None:
     """A schedule that goes from dense to the plan in step 3; `stop` ends the run after step 4, the same call continues it."""
     from pod.data import PackedDataset
-    from pod.modeling.sharing import SharingPlan
+    from pod.modeling.shipped.sharing import SharingPlan
     from pod.training.args import TrainArgs
     from pod.training.progressive import PlanSchedule
     from pod.training.trainer import Trainer

@@ -138,7 +138,7 @@ def nan_policy(out, data) -> None:
 
 def refusals(out, data, other_data, folder) -> None:
     """Every way in which the checkpoint in `folder` does not belong to a run."""
-    from pod.modeling.sharing import SharingPlan
+    from pod.modeling.shipped.sharing import SharingPlan
     from pod.training.mesh import stop_processes
 
     replanned = tiny.make_model()

@@ -27,7 +27,7 @@ def write_start_model(folder: Path) -> None:
     """A stock Llama of random weights, and the plan of tiny.py beside it."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from pod.modeling.sharing import SharingPlan
+    from pod.modeling.shipped.sharing import SharingPlan
 
     torch.manual_seed(0)
     config = LlamaConfig(

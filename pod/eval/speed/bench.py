@@ -58,8 +58,8 @@ def _config(recipe: "Recipe") -> Any:
         )
     from transformers import AutoConfig
 
-    from pod.modeling.config import PodConfig  # loads torch, which random shapes do not need
     from pod.modeling.loading import convert_config
+    from pod.modeling.shipped.config import PodConfig  # loads torch, which random shapes do not need
 
     options = {} if recipe.model.gguf_file is None else {"gguf_file": recipe.model.gguf_file}
     path = resolve_model(recipe.model.path)
@@ -76,7 +76,7 @@ def _lead(recipe: "Recipe", config: Any) -> tuple[list[list[int]], str]:
     found, share = recipe.plan_path(), recipe.bench.share_non_lead
     shape = config.num_hidden_layers, config.num_key_value_heads
     if found is not None:
-        from pod.modeling.sharing import SharingPlan
+        from pod.modeling.shipped.sharing import SharingPlan
 
         plan = SharingPlan.load(found)
         plan.check_fits(*shape)

@@ -31,10 +31,10 @@ from pod.eval.speed.bench_args import FULL, BenchMethod
 from pod.eval.speed.decode_bytes import Sizes
 from pod.eval.speed.dense_decode import candidates
 from pod.eval.stats import spread
-from pod.modeling.attention import BACKENDS, Backend, register_backend
-from pod.modeling.layout import PodCacheLayer
 from pod.modeling.loading import from_dense
-from pod.modeling.stores import TokenStore
+from pod.modeling.shipped.attention import BACKENDS, Backend, register_backend
+from pod.modeling.shipped.layout import PodCacheLayer
+from pod.modeling.shipped.stores import TokenStore
 
 _WARM_UP = 2  # tokens; the first compiles and captures
 _CHUNK = 1 << 26  # random numbers written to a store at a time

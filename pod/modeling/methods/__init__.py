@@ -1,7 +1,5 @@
 """Methods by name: a method is a cache that you hand to ``generate()``. One file each; registered here once."""
 
-from pod.modeling.cache import PodCache
-from pod.modeling.llama import PodForCausalLM
 from pod.modeling.methods import (
     codecs,
     d2o,
@@ -22,6 +20,8 @@ from pod.modeling.methods import (
 )
 from pod.modeling.methods.base import Method
 from pod.modeling.methods.combine import build_cache
+from pod.modeling.shipped.cache import PodCache
+from pod.modeling.shipped.llama import PodForCausalLM
 
 _METHODS: dict[str, Method] = {
     method.name: method

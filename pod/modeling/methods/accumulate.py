@@ -10,8 +10,8 @@ from math import floor
 import torch
 from torch import Tensor
 
-from pod.modeling.cache import Step
 from pod.modeling.methods.held import HeldLayer
+from pod.modeling.shipped.cache import Step
 from pod.modeling.statistics import attention_column_sums
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pod.modeling.cache import PodCache
-from pod.modeling.config import PodConfig
-from pod.modeling.stores import NATIVE, Codec
+from pod.modeling.shipped.cache import PodCache
+from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.stores import NATIVE, Codec
 
 
 @dataclass(frozen=True, kw_only=True)

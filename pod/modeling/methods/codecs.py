@@ -3,10 +3,10 @@
 from functools import partial
 from typing import Any
 
-from pod.modeling.config import PodConfig
 from pod.modeling.methods.base import Method
 from pod.modeling.methods.quantized import make_codec
-from pod.modeling.stores import Codec
+from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.stores import Codec
 
 _PARAMETERS: dict[str, tuple[Any, str]] = {
     "group_size": (

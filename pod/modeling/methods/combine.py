@@ -5,10 +5,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pod.modeling.cache import PodCache
-from pod.modeling.config import LAYOUTS, PodConfig
 from pod.modeling.methods.base import Method, Request
-from pod.modeling.stores import NATIVE
+from pod.modeling.shipped.cache import PodCache
+from pod.modeling.shipped.config import LAYOUTS, PodConfig
+from pod.modeling.shipped.stores import NATIVE
 
 _WHAT = {
     "layout": "say which layers hold keys and values",

@@ -5,13 +5,13 @@ When a prompt ends, and after each decoded token, every KV head drops the tokens
 over decoding, mean over the query heads of a group; rows of a batch never mix. Keys keep their positions.
 """
 
-from pod.modeling.cache import PodCache, Step
-from pod.modeling.config import PodConfig
 from pod.modeling.methods.accumulate import AccumulatingLayer, choose_slots
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.rows import GroupedCache
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, chunks_of
-from pod.modeling.stores import NATIVE, Codec
+from pod.modeling.shipped.cache import PodCache, Step
+from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.stores import NATIVE, Codec
 
 
 class H2OLayer(AccumulatingLayer):

@@ -6,10 +6,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pod.modeling.cache import Step
-from pod.modeling.config import PodConfig
-from pod.modeling.layout import PodCacheLayer
-from pod.modeling.stores import NATIVE, Codec
+from pod.modeling.shipped.cache import Step
+from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.layout import PodCacheLayer
+from pod.modeling.shipped.stores import NATIVE, Codec
 
 
 class HeldLayer(PodCacheLayer):

@@ -14,8 +14,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pod.modeling.cache import CacheLayer, PodCache, Step
-from pod.modeling.config import PodConfig
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.imdc_schedule import (
     FUNCTIONS,
@@ -26,9 +24,11 @@ from pod.modeling.methods.imdc_schedule import (
 )
 from pod.modeling.methods.ranking import check_ranking, ranking_parameters, snapkv_slots
 from pod.modeling.methods.rows import GroupedCache
-from pod.modeling.rope import rotate
-from pod.modeling.stores import Codec
-from pod.modeling.strips import strip_attention
+from pod.modeling.shipped.cache import CacheLayer, PodCache, Step
+from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.rope import rotate
+from pod.modeling.shipped.stores import Codec
+from pod.modeling.shipped.strips import strip_attention
 
 Pruner = Callable[[Tensor, Tensor, int], Tensor]
 """``(queries [B, Hq, o, d], keys [B, H, n, d], m) -> slots [B, H, m]`` to keep, ascending; both rotated at their slots."""

@@ -1,12 +1,12 @@
 """The layouts: what a model's own attention needs. Dense and PoD keep every token of dense weights; the others are trained."""
 
-from pod.modeling.cache import ENGINE_HOOKS, LAYOUT_LAYERS, CacheLayer, PodCache
-from pod.modeling.config import PodConfig
-from pod.modeling.gate import check_tau
-from pod.modeling.layout import PodCacheLayer
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.rows import GroupedCache
-from pod.modeling.stores import NATIVE
+from pod.modeling.shipped.cache import ENGINE_HOOKS, LAYOUT_LAYERS, CacheLayer, PodCache
+from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.gate import check_tau
+from pod.modeling.shipped.layout import PodCacheLayer
+from pod.modeling.shipped.stores import NATIVE
 
 _CAPACITY = {
     "capacity": (

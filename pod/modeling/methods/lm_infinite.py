@@ -6,8 +6,6 @@ Recent tokens are nearer than that by themselves, so only sinks are affected. Ke
 import torch
 from torch import Tensor
 
-from pod.modeling.cache import PodCache
-from pod.modeling.config import PodConfig
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.windowed import (
     WINDOW_REFUSES_POD,
@@ -15,6 +13,8 @@ from pod.modeling.methods.windowed import (
     sinks_and_recents,
     windowed_cache,
 )
+from pod.modeling.shipped.cache import PodCache
+from pod.modeling.shipped.config import PodConfig
 
 
 class LambdaLayer(WindowedLayer):

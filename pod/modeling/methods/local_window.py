@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pod.modeling.cache import PodCache, Step
-from pod.modeling.config import PodConfig
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, chunks_of
 from pod.modeling.methods.windowed import WINDOW_REFUSES_POD, WindowedLayer, windowed_cache
-from pod.modeling.strips import strip_attention
+from pod.modeling.shipped.cache import PodCache, Step
+from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.strips import strip_attention
 
 
 class LocalLayer(WindowedLayer):

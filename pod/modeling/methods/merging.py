@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pod.modeling.stores import take_slots
+from pod.modeling.shipped.stores import take_slots
 
 _BLOCK_ELEMENTS = 1 << 22
 _LEAST_ROWS = 32  # a matrix product with fewer rows is slow; a block then grows with the kept tokens

@@ -11,14 +11,14 @@ from itertools import accumulate, pairwise
 from math import floor
 from typing import Any
 
-from pod.modeling.cache import PodCache, Step
-from pod.modeling.config import PodConfig
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.ranking import check_ranking, ranking_parameters
 from pod.modeling.methods.rows import GroupedCache
 from pod.modeling.methods.shared_selection import SharedSelectionLayer
 from pod.modeling.methods.snapkv import SnapLayer
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, chunks_of
+from pod.modeling.shipped.cache import PodCache, Step
+from pod.modeling.shipped.config import PodConfig
 
 
 def layer_budgets(budget: int, num_layers: int, beta: int, smallest: int, seen: int) -> list[int]:

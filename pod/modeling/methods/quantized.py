@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pod.modeling.config import PodConfig
 from pod.modeling.methods.packing import PackedTokens, Packing
-from pod.modeling.stores import Codec, Store, TokenStore, take_slots
+from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.stores import Codec, Store, TokenStore, take_slots
 
 _SLACK = 128
 

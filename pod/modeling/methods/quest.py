@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pod.modeling.cache import PodCache, Step
-from pod.modeling.config import PodConfig
-from pod.modeling.layout import PodCacheLayer
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.rows import GroupedCache
-from pod.modeling.stores import NATIVE, Codec, TokenStore, take_slots
+from pod.modeling.shipped.cache import PodCache, Step
+from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.layout import PodCacheLayer
+from pod.modeling.shipped.stores import NATIVE, Codec, TokenStore, take_slots
 
 
 class QuestLayer(PodCacheLayer):

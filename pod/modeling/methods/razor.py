@@ -12,10 +12,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pod.modeling.attention import BACKENDS, merge_heads, take_heads
-from pod.modeling.blocked import Source, blocked_attention
-from pod.modeling.cache import CacheLayer, PodCache, Step
-from pod.modeling.config import PodConfig
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.rows import GroupedCache
 from pod.modeling.methods.sliding import (
@@ -28,8 +24,12 @@ from pod.modeling.methods.sliding import (
     everything,
 )
 from pod.modeling.retrieval_heads import Heads, protected_heads
-from pod.modeling.stores import NATIVE, Codec
-from pod.modeling.strips import strip_attention
+from pod.modeling.shipped.attention import BACKENDS, merge_heads, take_heads
+from pod.modeling.shipped.blocked import Source, blocked_attention
+from pod.modeling.shipped.cache import CacheLayer, PodCache, Step
+from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.stores import NATIVE, Codec
+from pod.modeling.shipped.strips import strip_attention
 
 
 class CompensationToken:

@@ -9,14 +9,14 @@ Mean and deviation come from the sums of weights and of squared weights, mean ov
 import torch
 from torch import Tensor
 
-from pod.modeling.cache import PodCache, Step
-from pod.modeling.config import PodConfig
 from pod.modeling.methods.accumulate import AccumulatingLayer, choose_slots, round_half_up
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.rows import GroupedCache
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, chunks_of
+from pod.modeling.shipped.cache import PodCache, Step
+from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.stores import NATIVE, Codec
 from pod.modeling.statistics import attention_column_moments
-from pod.modeling.stores import NATIVE, Codec
 
 
 class RocoLayer(AccumulatingLayer):

@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pod.modeling.cache import CacheLayer, PodCache, Step
-from pod.modeling.config import PodConfig
+from pod.modeling.shipped.cache import CacheLayer, PodCache, Step
+from pod.modeling.shipped.config import PodConfig
 
 
 class Schedule(Protocol):

@@ -11,15 +11,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pod.modeling.attention import BACKENDS, attend_by_role, split_heads
-from pod.modeling.blocked import Source, blocked_attention
-from pod.modeling.cache import CacheLayer, PodCache, Step
-from pod.modeling.config import PodConfig
 from pod.modeling.methods.base import Request
 from pod.modeling.methods.ranking import snapkv_slots
 from pod.modeling.methods.rows import Chunks, GroupedCache
-from pod.modeling.sharing import is_followed
-from pod.modeling.stores import Codec, Store
+from pod.modeling.shipped.attention import BACKENDS, attend_by_role, split_heads
+from pod.modeling.shipped.blocked import Source, blocked_attention
+from pod.modeling.shipped.cache import CacheLayer, PodCache, Step
+from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.sharing import is_followed
+from pod.modeling.shipped.stores import Codec, Store
 
 _AGED = 256  # a follower frees aged keys when they are more than this share (1/256) of its own keys
 

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pod.modeling.attention import BACKENDS
-from pod.modeling.blocked import Source, blocked_attention
-from pod.modeling.cache import Step
-from pod.modeling.stores import Codec, Store
-from pod.modeling.strips import strip_attention
+from pod.modeling.shipped.attention import BACKENDS
+from pod.modeling.shipped.blocked import Source, blocked_attention
+from pod.modeling.shipped.cache import Step
+from pod.modeling.shipped.stores import Codec, Store
+from pod.modeling.shipped.strips import strip_attention
 
 
 class Tokens(NamedTuple):

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pod.modeling.cache import PodCache, Step
-from pod.modeling.config import PodConfig
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.held import HeldLayer
 from pod.modeling.methods.ranking import check_ranking, ranking_parameters, snapkv_slots
 from pod.modeling.methods.rows import GroupedCache
 from pod.modeling.methods.shared_selection import shared_cache
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, chunks_of
-from pod.modeling.stores import NATIVE, Codec
+from pod.modeling.shipped.cache import PodCache, Step
+from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.stores import NATIVE, Codec
 
 
 class SnapLayer(HeldLayer):

@@ -7,8 +7,6 @@ the input may be unbounded. The prompt is masked the same way, which makes the r
 import torch
 from torch import Tensor
 
-from pod.modeling.cache import PodCache
-from pod.modeling.config import PodConfig
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.windowed import (
     WINDOW_REFUSES_POD,
@@ -16,6 +14,8 @@ from pod.modeling.methods.windowed import (
     sinks_and_recents,
     windowed_cache,
 )
+from pod.modeling.shipped.cache import PodCache
+from pod.modeling.shipped.config import PodConfig
 
 
 class StreamingLayer(WindowedLayer):

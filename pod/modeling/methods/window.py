@@ -1,9 +1,9 @@
 """Window attention (WA): every query sees the most recent ``budget`` tokens, its own included, in the prompt as well."""
 
-from pod.modeling.cache import PodCache
-from pod.modeling.config import PodConfig
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.windowed import WINDOW_REFUSES_POD, WindowedLayer, windowed_cache
+from pod.modeling.shipped.cache import PodCache
+from pod.modeling.shipped.config import PodConfig
 
 
 class WindowLayer(WindowedLayer):

@@ -11,13 +11,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pod.modeling.cache import CacheLayer, PodCache, Step
-from pod.modeling.config import PodConfig
 from pod.modeling.methods.base import Request
 from pod.modeling.methods.rows import Chunks, GroupedCache
-from pod.modeling.rope import rotate
-from pod.modeling.stores import Codec
-from pod.modeling.strips import Aside, strip_attention
+from pod.modeling.shipped.cache import CacheLayer, PodCache, Step
+from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.rope import rotate
+from pod.modeling.shipped.stores import Codec
+from pod.modeling.shipped.strips import Aside, strip_attention
 
 _SMALLEST_CHUNK = 64
 WINDOW_REFUSES_POD = {"pod": "a window has no distant token whose keys a block could share"}
