@@ -1,4 +1,4 @@
-"""Attention of one layer: project, then hand un-rotated q, k, v to the cache or to a registered backend.
+"""Attention of one layer: project, then hand un-rotated q, k, v to the cache, or attend.
 
 The queries and keys of a lead travel to the layers that use them as an explicit *carry*: a flat tuple of
 ``2·H`` entries, ``(q_0, k_0, q_1, k_1, …)``, each a tensor or None. It is passed after ``hidden_states`` by
@@ -8,50 +8,31 @@ Under cross-layer attention it starts with the lead's keys and values of all hea
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from .attend import CAUSAL, Lead, Segments, Tokens, Visibility, attend
 from .config import PodConfig
-from .norm import RMSNorm
-from .reference import causal_attention, pod_attention, window_attention
 from .rope import Rope
 from .sharing import is_followed
 
 Carry = tuple[Tensor | None, ...]
 
 
-class Backend(NamedTuple):
-    """The operations that an attention backend offers; signatures as in ``reference``.
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension: ``x / sqrt(mean(x²) + eps) · weight``; fp64 stays exact."""
 
-    ``mixed_attention(q, k, v, q_lead, k_lead, followers, n_s, n_r, doc_ids=…)`` takes leading and following KV heads in
-    one call; where it is None the layer makes two.
-    """
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
 
-    causal_attention: Callable[..., Tensor]
-    pod_attention: Callable[..., Tensor]
-    window_attention: Callable[..., Tensor]
-    mixed_attention: Callable[..., Tensor] | None = None
-
-
-BACKENDS: dict[str, Backend] = {"reference": Backend(causal_attention, pod_attention, window_attention)}
-"""Registered backends by name. ``auto`` means the entry of that name when a package filled it, else ``reference``."""
-
-
-def register_backend(name: str, backend: Backend) -> None:
-    """Make an attention backend available to ``PodConfig.attention_backend``."""
-    BACKENDS[name] = backend
-
-
-def get_backend(name: str) -> Backend:
-    """The backend of this name; an explicit name never falls back to another one."""
-    if name == "auto":
-        return BACKENDS.get("auto", BACKENDS["reference"])
-    if name not in BACKENDS:
-        known = ", ".join(sorted({*BACKENDS, "auto"}))
-        raise ValueError(f"attention_backend = {name!r} is not available here; choose one of {known}")
-    return BACKENDS[name]
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
 
 
 class SequenceParallel(Protocol):
@@ -71,8 +52,8 @@ class ForwardContext:
     Attributes:
         rope: rotation at the positions of this pass.
         lead: plan of the KV heads computed here, ``[L][H]``.
-        doc_ids: ``[B, n]`` or None, see ``reference.pod_attention``.
-        backend: operations for attention without a cache.
+        backend: implementation of attention, see ``attend``.
+        segments: documents of the rows, None = every row is one.
         step: the cache's view of this pass, None without a cache.
         sequence_parallel: None, or how heads are exchanged between ranks.
         on_attention: called with every layer's index and attention output ``[B, n, hidden]`` (after ``o_proj``), again
@@ -81,8 +62,8 @@ class ForwardContext:
 
     rope: Rope
     lead: tuple[tuple[int, ...], ...]
-    backend: Backend
-    doc_ids: Any = None
+    backend: str = "auto"
+    segments: Segments | None = None
     step: Any = None
     sequence_parallel: SequenceParallel | None = None
     on_attention: Callable[[int, Tensor], None] | None = None
@@ -152,67 +133,29 @@ class PodAttention(nn.Module):
 
     def _attend_without_cache(self, q, k, v, context: ForwardContext, carry: Carry) -> tuple[Tensor, Carry]:
         q, k = context.rope(q), context.rope(k)
+        options: dict[str, Any] = {"segments": context.segments, "backend": context.backend}
         if self.layout == "window":
-            window, doc_ids = self.num_recent_tokens, context.doc_ids
-            return context.backend.window_attention(q, k, v, window, doc_ids=doc_ids), carry
+            see = Visibility(num_recent_tokens=self.num_recent_tokens)
+            return attend(q, Tokens(k, v), None, see, **options)[0], carry
         if self.layout == "cla":
-            return self._attend_across_layers(q, k, v, context, carry)
-        heads = split_heads(context.lead[self.layer_idx], self.layer_idx)
-
-        def from_carry() -> tuple[Tensor, Tensor]:
-            return _carried(carry, heads[1], 0), _carried(carry, heads[1], 1)
-
-        windows = self.num_sink_tokens, self.num_recent_tokens
-        out = attend_by_role(q, k, v, heads, from_carry, windows, context.backend, context.doc_ids)
+            return self._attend_across_layers(q, k, v, context, carry, options)
+        lead, see = None, CAUSAL
+        followers = split_heads(context.lead[self.layer_idx], self.layer_idx)[1]
+        if followers:
+            lead = Lead(*(_carried(carry, followers, part) for part in (0, 1)), heads=tuple(followers))
+            see = Visibility(self.num_sink_tokens, self.num_recent_tokens)
+        out, _ = attend(q, Tokens(k, v), lead, see, **options)
         return out, next_carry(q, k, context.lead, self.layer_idx, carry)
 
-    def _attend_across_layers(self, q, k, v, context: ForwardContext, carry: Carry) -> tuple[Tensor, Carry]:
+    def _attend_across_layers(self, q, k, v, context: ForwardContext, carry: Carry, options: dict) -> tuple[Tensor, Carry]:
         """Own queries on the keys and values of the block's lead (Brandon et al., 2024, §2)."""
         if self.source_layer != self.layer_idx:
             k, v = carry[:2]
             assert k is not None and v is not None, "the lead left no keys and values in the carry"
-        out = context.backend.causal_attention(q, k, v, doc_ids=context.doc_ids)
+        out, _ = attend(q, Tokens(k, v), **options)
         nothing = (None,) * len(carry)
         followed = is_followed(context.lead, self.layer_idx, 0)
         return out, (k, v, *nothing[2:]) if followed else nothing
-
-
-def attend_by_role(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    heads: tuple[list[int], list[int]],
-    lead_queries_and_keys: Callable[[], tuple[Tensor, Tensor]],
-    windows: tuple[int, int],
-    backend: Backend,
-    doc_ids: Tensor | None,
-) -> Tensor:
-    """Attention of whole rows: dense for the KV heads that lead, PoD for those that follow.
-
-    Args:
-        q: ``[B, Hq, n, d]``; k, v: ``[B, H, n, d]``, rotated.
-        heads: KV heads that lead and that follow, from ``split_heads``.
-        lead_queries_and_keys: called when there are followers; ``[B, h·G, n, d]`` and ``[B, h, n, d]`` for them.
-        windows: ``(n_s, n_r)`` in tokens.
-
-    Returns:
-        ``[B, Hq, n, d]``.
-    """
-    leads, followers = heads
-    groups = q.shape[1] // k.shape[1]
-    if leads and followers and backend.mixed_attention is not None:
-        return backend.mixed_attention(
-            q, k, v, *lead_queries_and_keys(), followers, *windows, doc_ids=doc_ids
-        )
-    parts = []
-    if leads:
-        own = take_heads(q, leads, groups), take_heads(k, leads), take_heads(v, leads)
-        parts.append((leads, backend.causal_attention(*own, doc_ids=doc_ids)))
-    if followers:
-        own = take_heads(q, followers, groups), take_heads(k, followers), take_heads(v, followers)
-        out = backend.pod_attention(*own, *lead_queries_and_keys(), *windows, doc_ids=doc_ids)
-        parts.append((followers, out))
-    return merge_heads(parts, groups)
 
 
 def _carried(carry: Carry, heads: Sequence[int], part: int) -> Tensor:
@@ -229,24 +172,6 @@ def split_heads(lead_row: Sequence[int], layer_idx: int) -> tuple[list[int], lis
     """KV heads of a layer that lead, and those that follow a lower layer."""
     leads = [head for head, lead in enumerate(lead_row) if lead == layer_idx]
     return leads, [head for head, lead in enumerate(lead_row) if lead != layer_idx]
-
-
-def take_heads(x: Tensor, heads: Sequence[int], groups: int = 1) -> Tensor:
-    """Heads ``heads`` (each ``groups`` wide) of ``[B, h, …]``: a view when they are neighbours, else a copy."""
-    if heads[-1] - heads[0] == len(heads) - 1:
-        return x[:, heads[0] * groups : (heads[-1] + 1) * groups]
-    index = [head * groups + g for head in heads for g in range(groups)]
-    return x[:, index]
-
-
-def merge_heads(parts: Sequence[tuple[Sequence[int], Tensor]], groups: int) -> Tensor:
-    """Inverse of ``take_heads`` over disjoint head sets: ``[B, Hq, n, d]`` in the order of the heads."""
-    if len(parts) == 1:
-        return parts[0][1]
-    pieces = {}
-    for heads, tensor in parts:
-        pieces.update(zip(heads, tensor.split(groups, dim=1), strict=True))
-    return torch.cat([pieces[head] for head in sorted(pieces)], dim=1)
 
 
 def next_carry(q: Tensor, k: Tensor, lead: Sequence[Sequence[int]], layer_idx: int, carry: Carry) -> Carry:

@@ -1,114 +1,87 @@
-"""Plain PyTorch attention: the truth that every fast backend is tested against, and what an exported checkpoint runs.
+"""Attention with every logit in memory, a block of queries at a time: the truth that fast implementations are held to."""
 
-Logits and softmax use at least fp32 (fp64 for fp64 inputs). Queries are processed in blocks, so that a forward
-pass without gradients needs memory linear in the sequence length.
-"""
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .attend import IMPLEMENTATIONS, Call, Implementation, Segment, Source, span
+
 _BLOCK_ELEMENTS = 1 << 24
 
 
-def document_positions(doc_ids: Tensor) -> Tensor:
-    """Position of every token inside its document: ``[B, n]`` ids, equal ids contiguous, to ``[B, n]`` int64."""
-    index = torch.arange(doc_ids.shape[1], device=doc_ids.device).expand_as(doc_ids)
-    starts = torch.ones_like(doc_ids, dtype=torch.bool)
-    starts[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
-    return index - torch.where(starts, index, 0).cummax(dim=1).values
+def attend(call: Call) -> tuple[Tensor, Tensor]:
+    """See ``attend.attend``; computes in fp32, or in fp64 for fp64 queries, with gradients by autograd."""
+    batch, heads, m, _ = call.q.shape
+    compute = torch.promote_types(call.q.dtype, torch.float32)
+    out = torch.zeros_like(call.q, memory_format=torch.contiguous_format)
+    lse = torch.full((batch, heads, m), float("-inf"), dtype=compute, device=call.q.device)
+    for segment in call.segments.all:
+        inputs = _inputs(call, segment, compute)
+        block = max(1, _BLOCK_ELEMENTS // (inputs.q.shape[0] * heads * max(1, inputs.keys.shape[2])))
+        for start in range(0, inputs.q.shape[2], block):
+            stop = min(start + block, inputs.q.shape[2])
+            part = slice(*segment.rows), slice(None), slice(segment.queries[0] + start, segment.queries[0] + stop)
+            found, lse_of_rows = _rows(call, inputs, segment, start, stop)
+            out[part], lse[part] = found.to(out.dtype), lse_of_rows.detach()
+    return out, lse
 
 
-def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None = None, scale: float | None = None
-) -> Tensor:
-    """Dense causal attention; see ``pod_attention`` for shapes and documents."""
-    return _attention(q, k, v, None, None, 0, 0, doc_ids, scale)
+class _Inputs(NamedTuple):
+    """One segment, keys and values repeated for every query head."""
+
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    q_lead: Tensor | None
+    k_lead: Tensor | None
 
 
-def window_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    num_recent_tokens: int,
-    doc_ids: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """Causal attention to the ``num_recent_tokens`` newest tokens, the query's own included (Beltagy et al., 2020).
+def _inputs(call: Call, segment: Segment, compute: torch.dtype) -> _Inputs:
+    rows, queries = slice(*segment.rows), slice(*segment.queries)
 
-    Shapes and documents as in ``pod_attention``.
-    """
-    return _attention(q, k, v, None, None, 0, num_recent_tokens, doc_ids, scale, only_window=True)
+    def repeated(x: Source) -> Tensor:
+        return span(x, *segment.keys)[rows].repeat_interleave(call.groups, dim=1).to(compute)
+
+    lead = None, None
+    if call.lead is not None:
+        lead = call.lead.queries[rows, :, queries].to(compute), repeated(call.lead.keys)
+    return _Inputs(call.q[rows, :, queries].to(compute), *map(repeated, call.tokens), *lead)
 
 
-def pod_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_lead: Tensor,
-    k_lead: Tensor,
-    num_sink_tokens: int,
-    num_recent_tokens: int,
-    doc_ids: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """Attention of heads that follow a lead (paper eqs. 3 and 4; METHODS of PoD).
-
-    Own logits for proximal tokens (``j < n_s`` or ``i - j < n_r``), the lead's logits for all others, one softmax
-    over both, the layer's own values. Positions count from the start of each document.
-
-    Args:
-        q, q_lead: ``[B, Hq, n, d]``, rotated.
-        k, v, k_lead: ``[B, H, n, d]``, ``Hq = G·H``; query head ``i`` belongs to KV head ``i // G``.
-        doc_ids: ``[B, n]``; tokens attend inside their document only, -1 is padding and gets a zero output.
-        scale: factor on logits, ``1/sqrt(d)`` when None.
-
-    Returns:
-        ``[B, Hq, n, d]``.
-    """
-    return _attention(q, k, v, q_lead, k_lead, num_sink_tokens, num_recent_tokens, doc_ids, scale)
+def _rows(call: Call, inputs: _Inputs, segment: Segment, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of queries ``start`` to ``stop`` of a segment; zeros and -inf where nothing is seen."""
+    proximal, distant = masks(call, segment, start, stop)
+    logits = (inputs.q[:, :, start:stop] * call.scale) @ inputs.keys.transpose(2, 3)
+    if call.visibility.bias is not None:
+        bias = call.visibility.bias[slice(*segment.rows)]
+        logits = logits + bias.repeat_interleave(call.groups, dim=1)[:, :, None]
+    visible = proximal
+    if inputs.q_lead is not None and inputs.k_lead is not None:
+        far = (inputs.q_lead[:, :, start:stop] * call.scale) @ inputs.k_lead.transpose(2, 3)
+        logits, visible = torch.where(proximal, logits, far), proximal | distant
+    nothing = ~visible.any(-1, keepdim=True)
+    logits = logits.masked_fill(~visible & ~nothing, float("-inf"))
+    out = logits.softmax(-1).masked_fill(nothing, 0.0) @ inputs.values
+    return out, logits.logsumexp(-1).masked_fill(nothing[..., 0], float("-inf"))
 
 
-def _attention(
-    q, k, v, q_lead, k_lead, num_sink_tokens, num_recent_tokens, doc_ids, scale, only_window=False
-):
-    batch, heads, n, head_dim = q.shape
-    groups = heads // k.shape[1]
-    scale = head_dim**-0.5 if scale is None else scale
-    compute = torch.promote_types(q.dtype, torch.float32)
-    k, v = (x.repeat_interleave(groups, dim=1).to(compute) for x in (k, v))
-    if doc_ids is None:
-        doc_ids = torch.zeros(1, n, dtype=torch.long, device=q.device)
-    position_ids = document_positions(doc_ids)
-    doc_ids = torch.where(
-        doc_ids < 0, -1, (position_ids == 0).long().cumsum(1)
-    )  # an id that returns is a new document
-    if k_lead is not None:
-        k_lead = k_lead.repeat_interleave(groups, dim=1).to(compute)
-    block = max(1, _BLOCK_ELEMENTS // (batch * heads * n))
-    outputs = []
-    for start in range(0, n, block):
-        rows = slice(start, min(start + block, n))
-        allowed, distance = _visible(doc_ids, position_ids, rows)
-        if only_window:
-            allowed = allowed & (distance < num_recent_tokens)
-        logits = (q[:, :, rows].to(compute) * scale) @ k.transpose(2, 3)
-        if k_lead is not None:
-            distant = (distance >= num_recent_tokens) & (position_ids[:, None] >= num_sink_tokens)
-            lead_logits = (q_lead[:, :, rows].to(compute) * scale) @ k_lead.transpose(2, 3)
-            logits = torch.where(distant[:, None], lead_logits, logits)
-        outputs.append(_softmax_where(logits, allowed[:, None]) @ v)
-    return torch.cat(outputs, dim=2).to(q.dtype)
+def masks(call: Call, segment: Segment, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """What queries ``start`` to ``stop`` of a segment see, and what of the rest their leads see: ``[stop - start, n]``, or
+    ``[b, Hq, stop - start, n]`` for tokens with positions of their own."""
+    see, device = call.visibility, call.q.device
+    query = torch.arange(start, stop, device=device)[:, None]
+    if see.positions is None:
+        key = torch.arange(segment.keys[1] - segment.keys[0], device=device)
+        query = query + segment.past
+    else:
+        key = see.positions[slice(*segment.rows)].repeat_interleave(call.groups, dim=1)[:, :, None]
+        query = query + see.start
+    visible = (key >= 0) & ((key <= query) | (not see.causal))
+    if see.num_recent_tokens is None:
+        return visible, torch.zeros_like(visible)
+    near = (key < see.num_sink_tokens) | (query - key < see.num_recent_tokens)
+    return visible & near, visible & ~near
 
 
-def _visible(doc_ids: Tensor, position_ids: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-    """Causal, same-document mask ``[B, rows, n]`` and distance ``i - j`` in tokens."""
-    distance = position_ids[:, rows, None] - position_ids[:, None]
-    same = (doc_ids[:, rows, None] == doc_ids[:, None]) & (doc_ids[:, rows, None] >= 0)
-    return same & (distance >= 0), distance
-
-
-def _softmax_where(logits: Tensor, allowed: Tensor) -> Tensor:
-    """Softmax over the allowed columns; rows without any get zeros (and zero gradients) instead of NaN."""
-    nothing = ~allowed.any(-1, keepdim=True)
-    logits = logits.masked_fill(~allowed & ~nothing, float("-inf"))
-    return logits.softmax(-1).masked_fill(nothing, 0.0)
+IMPLEMENTATIONS["reference"] = Implementation(attend, lambda call: None)

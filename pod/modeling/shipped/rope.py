@@ -8,6 +8,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .config import PodConfig
 
+_TILE_ELEMENTS = 1 << 20
+
 
 def inverse_frequencies(config: PodConfig, device: torch.device) -> tuple[Tensor, float]:
     """Inverse frequencies ``[head_dim / 2]`` in fp32 and the factor on cos and sin (YaRN; 1.0 otherwise).
@@ -38,14 +40,20 @@ class Rope:
         self.attention_scaling = attention_scaling
         self.compute_dtype = torch.promote_types(dtype, torch.float32)
         self.own_tables = self.tables(position_ids)
+        self._other_tables: dict[range, tuple[Tensor, Tensor]] = {}
 
     def tables(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin ``[B or 1, 1, n, d]`` at ``position_ids`` ``[B or 1, n]``, for ``rotate``."""
-        angles = position_ids[:, None, :, None].to(self.compute_dtype) * self.frequencies.to(
-            self.compute_dtype
-        )
-        angles = torch.cat((angles, angles), dim=-1)
+        """cos and sin ``[B or 1, 1, n, d / 2]`` at ``position_ids`` ``[B or 1, n]``, for ``rotate``."""
+        frequencies = self.frequencies.to(self.compute_dtype)
+        angles = position_ids[:, None, :, None].to(self.compute_dtype) * frequencies
         return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+
+    def turn(self, x: Tensor, positions: range) -> Tensor:
+        """Rotate ``[B, h, n, d]`` at other positions than this pass's; layers that ask for the same ones share tables."""
+        if positions not in self._other_tables:
+            index = torch.arange(positions.start, positions.stop, device=x.device)
+            self._other_tables[positions] = self.tables(index[None])
+        return rotate(x, self._other_tables[positions])
 
     def for_rows(self, rows: Tensor | None, num_new: int) -> "Rope":
         """The same rotation for some rows of the batch (None = all) and their first ``num_new`` columns."""
@@ -62,9 +70,23 @@ class Rope:
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate ``[B, h, n, d]`` with the tables of its positions."""
-    cos, sin = tables
-    half = x.shape[-1] // 2
-    wide = x.to(cos.dtype)
-    turned = torch.cat((-wide[..., half:], wide[..., :half]), dim=-1)
-    return (wide * cos + turned * sin).to(x.dtype)
+    """Rotate ``[B, h, n, d]`` with the tables of its positions: long inputs in tiles, so that little is held in fp32."""
+    tile = max(1, _TILE_ELEMENTS // max(1, x[:, :, :1].numel()))
+    if x.shape[2] <= tile:
+        return _rotate(x, *tables)
+    cos, sin = (table.expand(-1, -1, x.shape[2], -1) for table in tables)
+    parts = (
+        _rotate(*(part[:, :, start : start + tile] for part in (x, cos, sin)))
+        for start in range(0, x.shape[2], tile)
+    )
+    if torch.is_grad_enabled() and x.requires_grad:
+        return torch.cat(list(parts), dim=2)
+    out = torch.empty_like(x)
+    for start, part in zip(range(0, x.shape[2], tile), parts, strict=True):
+        out[:, :, start : start + tile] = part
+    return out
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)

@@ -1,12 +1,36 @@
 """The interface between the decoder and a cache: one `Step` per forward pass, one `CacheLayer` per decoder layer."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
+
+from .attend import Lead, Segments, Source
+from .decode import DecodeBuffers
+
+
+@dataclass
+class LeadState:
+    """What the leads of a pass leave for the layers that follow them, by KV head.
+
+    Attributes:
+        queries: ``[B, G, m, d]``; keys: ``[B, 1, n, d]``, as they were when the lead attended.
+        buffers: when decoding, the logits of distant tokens and what belongs to them.
+    """
+
+    queries: dict[int, Tensor] = field(default_factory=dict)
+    keys: dict[int, Source] = field(default_factory=dict)
+    buffers: DecodeBuffers | None = None
+
+    def take(self, heads: Sequence[int]) -> Lead:
+        """The lead queries and keys of these KV heads, for all heads of a call."""
+        keys = [self.keys[head] for head in heads]
+        tensors = [x if isinstance(x, Tensor) else x.span(0, x.shape[2]) for x in keys]
+        return Lead(torch.cat([self.queries[head] for head in heads], 1), torch.cat(tensors, 1))
 
 
 @dataclass
@@ -26,7 +50,9 @@ class Step:
         schedule, chunk_index, is_last_chunk: the method's chunks of this prompt, the one being fed, and whether it
             is the prompt's last; None, 0, True for methods that do not chunk.
         rope, backend: set by the model.
-        shared: what lead layers leave for their followers, by name or KV head; emptied with the step.
+        lead: what lead layers leave for their followers.
+        groups: the passes of groups of rows, with the rows ``[b]`` of each.
+        sizes: tokens that every layer keeps, where the first layer that asks decides for all.
     """
 
     layers: list
@@ -43,8 +69,10 @@ class Step:
     chunk_index: int = 0
     is_last_chunk: bool = True
     rope: Any = None
-    backend: Any = None
-    shared: dict = field(default_factory=dict)
+    backend: str = "auto"
+    lead: LeadState = field(default_factory=LeadState)
+    groups: list[tuple["Step", Tensor]] = field(default_factory=list)
+    sizes: Sequence[int] | None = None
 
     @property
     def positions(self) -> Tensor:
@@ -55,6 +83,33 @@ class Step:
     def lengths(self) -> Tensor:
         """``[B]`` real tokens per row after the pass."""
         return self.past + self.counts
+
+    @cached_property
+    def rows(self) -> list[tuple[int, int]]:
+        """``(past, counts)`` of every row; read from the device once in a pass."""
+        if self.uniform_past is not None:
+            return [(self.uniform_past, self.num_new)] * self.past.shape[0]
+        return list(zip(self.past.tolist(), self.counts.tolist(), strict=True))
+
+    @cached_property
+    def segments(self) -> Segments:
+        """What every row holds and gets, for ``attend``."""
+        return Segments.of_rows(*zip(*self.rows, strict=True), device=self.past.device)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest row after the pass."""
+        return max(sum(row) for row in self.rows)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether no row has a token yet."""
+        return not any(past for past, _ in self.rows)
+
+    @property
+    def chunk_backend(self) -> str:
+        """What attends behind a past: backends for whole sequences only leave it to ``auto``."""
+        return self.backend if self.is_fresh or self.backend == "reference" else "auto"
 
 
 class CacheLayer(CacheLayerMixin):

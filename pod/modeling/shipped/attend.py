@@ -1,0 +1,327 @@
+"""One attention operation for prefill, chunks behind a filled cache, decoding, training and every method.
+
+``attend(q, tokens, lead, visibility)`` gives the output and the log-sum-exp of its logits, so that parts of one softmax that
+were attended apart merge exactly (``merge``). Implementations are registered in ``IMPLEMENTATIONS``: those of this folder run
+wherever torch runs and travel with exported checkpoints; ``pod.kernels`` adds others.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Span = tuple[int, int]
+
+
+class TokenSource(Protocol):
+    """Keys or values that are no plain tensor ``[B, h, n, d]`` with column = position: rings, packed tokens."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(B, h, n, d)``."""
+        ...
+
+    def span(self, start: int, stop: int) -> Tensor:
+        """Tokens ``[B, h, stop - start, d]`` at these positions."""
+        ...
+
+    def heads(self, heads: Sequence[int]) -> "Source":
+        """These heads."""
+        ...
+
+    def rows(self, rows: slice) -> "Source":
+        """These rows of the batch."""
+        ...
+
+
+Source = Tensor | TokenSource
+
+
+class Tokens(NamedTuple):
+    """Keys and values ``[B, H, n, d]`` of the same ``n`` tokens in the order of their positions; keys rotated."""
+
+    keys: Source
+    values: Source
+
+
+class Lead(NamedTuple):
+    """What heads that follow take from their leads for distant tokens (PoD, §2.2).
+
+    Attributes:
+        queries: ``[B, F·G, m, d]``; keys: ``[B, F, n, d]``; rotated.
+        heads: the ``F`` KV heads that follow, ascending; None = all of them. The others see everything with their own keys.
+    """
+
+    queries: Tensor
+    keys: Source
+    heads: tuple[int, ...] | None = None
+
+
+class Visibility(NamedTuple):
+    """Which of ``n`` tokens a query sees; the queries are the last ``m`` of the ``n`` positions.
+
+    Attributes:
+        num_sink_tokens, num_recent_tokens: a query at position ``i`` sees ``j < n_s`` and ``i - j < n_r`` (of the past);
+            ``n_r = None`` = all of it. With a lead the other tokens are seen through it.
+        causal: False = every query sees all ``n`` tokens, which all came before the queries, in whatever order they are.
+        positions: int ``[B, H, n]`` of tokens that were selected, ascending, -1 = no token; ``start`` is then the position
+            of the first query.
+        bias: ``[B, H, n]``, added to the logits of each token.
+    """
+
+    num_sink_tokens: int = 0
+    num_recent_tokens: int | None = None
+    causal: bool = True
+    positions: Tensor | None = None
+    start: int = 0
+    bias: Tensor | None = None
+
+
+CAUSAL = Visibility()
+EVERYTHING = Visibility(causal=False)
+
+
+class Segment(NamedTuple):
+    """Tokens that see each other only: columns of the queries and of the keys in neighbouring rows of the batch."""
+
+    rows: Span
+    queries: Span
+    keys: Span
+
+    @property
+    def past(self) -> int:
+        """Tokens before the first query."""
+        return self.keys[1] - self.keys[0] - (self.queries[1] - self.queries[0])
+
+
+class Segments:
+    """The documents of a batch, or what each row of a cache holds and gets: made once in a pass, for all of its layers.
+
+    Attributes:
+        all: every segment; columns in none are padding and get a zero output.
+        is_fresh: whether no segment has a past: keys and queries are the same columns.
+        doc_ids: ``[B or 1, n]``, equal for tokens of one segment, -1 = padding; None = every row is one segment.
+        memo: what implementations derive from the segments, by a key of their own.
+    """
+
+    def __init__(self, segments: Sequence[Segment], doc_ids: Tensor | None = None):
+        self.all, self.doc_ids = tuple(segments), doc_ids
+        self.is_fresh = all(segment.queries == segment.keys for segment in self.all)
+        self.memo: dict[Any, Any] = {}
+
+    @classmethod
+    def whole(cls, batch: int, num_queries: int, length: int) -> "Segments":
+        """All rows alike."""
+        return cls([Segment((0, batch), (0, num_queries), (0, length))])
+
+    @classmethod
+    def of_rows(cls, past: Sequence[int], counts: Sequence[int], device: torch.device) -> "Segments":
+        """Left-aligned rows: ``counts[b]`` new tokens behind ``past[b]``."""
+        pairs = list(zip(past, counts, strict=True))
+        if len(set(pairs)) == 1:
+            return cls.whole(len(pairs), pairs[0][1], sum(pairs[0]))
+        found = [Segment((row, row + 1), (0, m), (0, p + m)) for row, (p, m) in enumerate(pairs) if m]
+        behind = torch.arange(max(counts))[None] >= torch.tensor(counts)[:, None]
+        return cls(found, -behind.long().to(device))
+
+    @classmethod
+    def of_documents(cls, doc_ids: Tensor, batch: int) -> "Segments":
+        """Runs of equal ids ``[batch or 1, n]``, -1 = padding; ids are copied to the host, which waits for the device."""
+        runs: list[list[Span]] = []
+        for row in doc_ids.detach().cpu():
+            values, lengths = torch.unique_consecutive(row, return_counts=True)
+            ends = lengths.cumsum(0).tolist()
+            spans = zip([0, *ends[:-1]], ends, values.tolist(), strict=True)
+            runs.append([(start, end) for start, end, value in spans if value >= 0])
+        if len(runs) < batch:
+            return cls([Segment((0, batch), span, span) for span in runs[0]], doc_ids)
+        return cls([Segment((i, i + 1), span, span) for i, row in enumerate(runs) for span in row], doc_ids)
+
+    def derived(self, key: Any, make: Callable[[], Any]) -> Any:
+        """``make()``, once for each key."""
+        if key not in self.memo:
+            self.memo[key] = make()
+        return self.memo[key]
+
+
+class Call(NamedTuple):
+    """A checked call of ``attend`` in which all heads play one role, or the heads ``lead.heads`` follow."""
+
+    q: Tensor
+    tokens: Tokens
+    lead: Lead | None
+    visibility: Visibility
+    segments: Segments
+    scale: float
+
+    @property
+    def groups(self) -> int:
+        """``G``: query heads per KV head."""
+        return self.q.shape[1] // self.tokens.keys.shape[1]
+
+    @property
+    def windows(self) -> tuple[int, int]:
+        """``(n_s, n_r)``, with the number of tokens for a missing window."""
+        n_s, n_r = self.visibility[:2]
+        return (0, max(1, self.tokens.keys.shape[2])) if n_r is None else (n_s, n_r)
+
+
+class Implementation(NamedTuple):
+    """How attention runs.
+
+    Attributes:
+        attend: a ``Call`` to the output ``[B, Hq, m, d]`` and the log-sum-exp ``[B, Hq, m]``, at least fp32.
+        unsupported: why it cannot run a call; None = it can.
+        takes_mixed_heads: whether ``lead.heads`` may be some of the heads.
+    """
+
+    attend: Callable[[Call], tuple[Tensor, Tensor]]
+    unsupported: Callable[[Call], str | None]
+    takes_mixed_heads: bool = False
+
+
+IMPLEMENTATIONS: dict[str, Implementation] = {}
+"""What ``PodConfig.attention_backend`` may name."""
+AUTO_ORDER = ["flash", "reference"]
+"""What ``auto`` tries, in this order; others run only when they are asked for, until a GPU has measured them."""
+
+
+def choose(call: Call, backend: str = "auto") -> Implementation:
+    """The implementation that will run; ``ValueError`` when the one that was asked for is unknown or cannot."""
+    if backend == "auto":
+        able = (IMPLEMENTATIONS[name] for name in AUTO_ORDER if name in IMPLEMENTATIONS)
+        return next(entry for entry in able if entry.unsupported(call) is None)
+    check_backend(backend)
+    reason = IMPLEMENTATIONS[backend].unsupported(call)
+    if reason is not None:
+        raise ValueError(f"attention backend {backend!r} cannot run: {reason}; choose auto or another backend")
+    return IMPLEMENTATIONS[backend]
+
+
+def check_backend(name: str) -> None:
+    """Raise ``ValueError`` for an implementation that is not registered."""
+    if name != "auto" and name not in IMPLEMENTATIONS:
+        known = ", ".join(["auto", *sorted(IMPLEMENTATIONS)])
+        raise ValueError(f"attention_backend = {name!r} is not available here; choose one of {known}")
+
+
+def attend(
+    q: Tensor,
+    tokens: Tokens,
+    lead: Lead | None = None,
+    visibility: Visibility = CAUSAL,
+    segments: Segments | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Attention of ``m`` queries, the last of ``n`` positions, to ``n`` tokens (paper eqs. 3 and 4 with a lead).
+
+    Args:
+        q: ``[B, Hq, m, d]``, rotated; query head ``i`` belongs to KV head ``i // G``, ``Hq = G·H``.
+        tokens: keys and values of the ``n`` tokens, those of the queries included (unless ``visibility.causal`` is False).
+        segments: documents, or rows of unlike length; None = all rows are alike.
+        scale: factor on logits, ``1/sqrt(d)`` when None.
+        backend: ``auto`` or the name of an implementation, which then runs or raises.
+
+    Returns:
+        ``[B, Hq, m, d]`` with gradients for all tensors, and the log-sum-exp ``[B, Hq, m]`` of the logits in at least fp32,
+        without gradients; -inf and a zero output where a query sees nothing.
+
+    Raises:
+        ValueError: shapes that do not fit, or a backend that cannot run.
+    """
+    if segments is None:
+        segments = Segments.whole(q.shape[0], q.shape[2], tokens.keys.shape[2])
+    call = Call(q, tokens, lead, visibility, segments, q.shape[-1] ** -0.5 if scale is None else scale)
+    _check(call)
+    entry = choose(call, backend)
+    if lead is None or lead.heads is None or entry.takes_mixed_heads:
+        return entry.attend(call)
+    return _split_by_role(call, list(lead.heads), entry)
+
+
+def _split_by_role(call: Call, followers: list[int], entry: Implementation) -> tuple[Tensor, Tensor]:
+    """Heads that lead and heads that follow in a call each."""
+    groups = call.groups
+    leads = [head for head in range(call.tokens.keys.shape[1]) if head not in followers]
+    assert call.lead is not None
+    parts = []
+    for members, lead in ((leads, None), (followers, call.lead._replace(heads=None))):
+        if members:
+            own = Tokens(*(take_heads(x, members) for x in call.tokens))
+            visibility = CAUSAL if lead is None else call.visibility
+            q = take_heads(call.q, members, groups)
+            parts.append((members, entry.attend(call._replace(q=q, tokens=own, lead=lead, visibility=visibility))))
+    return tuple(  # type: ignore[return-value]
+        merge_heads([(members, result[i]) for members, result in parts], groups) for i in range(2)
+    )
+
+
+def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """One softmax over what several calls attended to: outputs ``[B, Hq, m, d]`` and log-sum-exps to the same of all.
+
+    Takes no gradients.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    lses = torch.stack([lse for _, lse in parts])
+    total = lses.logsumexp(0)
+    shares = (lses - total.masked_fill(total == float("-inf"), 0.0)).exp().unsqueeze(-1)
+    out = sum((share * out for share, (out, _) in zip(shares, parts, strict=True)), start=torch.zeros(()))
+    return out.to(parts[0][0].dtype), total
+
+
+def span(x: Source, start: int, stop: int) -> Tensor:
+    """Tokens ``[B, h, stop - start, d]``: a view of a tensor."""
+    return x[:, :, start:stop] if isinstance(x, Tensor) else x.span(start, stop)
+
+
+def take_heads(x: Any, heads: Sequence[int], groups: int = 1) -> Any:
+    """Heads ``heads`` (each ``groups`` wide) of ``[B, h, …]``: a view when they are neighbours, else a copy."""
+    if not isinstance(x, Tensor):
+        return x.heads(heads)
+    if heads[-1] - heads[0] == len(heads) - 1:
+        return x[:, heads[0] * groups : (heads[-1] + 1) * groups]
+    return x[:, [head * groups + g for head in heads for g in range(groups)]]
+
+
+def merge_heads(parts: Sequence[tuple[Sequence[int], Tensor]], groups: int) -> Tensor:
+    """Inverse of ``take_heads`` over disjoint head sets: ``[B, Hq, …]`` in the order of the heads."""
+    if len(parts) == 1:
+        return parts[0][1]
+    pieces = {}
+    for heads, tensor in parts:
+        pieces.update(zip(heads, tensor.split(groups, dim=1), strict=True))
+    return torch.cat([pieces[head] for head in sorted(pieces)], dim=1)
+
+
+def _check(call: Call) -> None:
+    q, (keys, values), lead = call.q, call.tokens, call.lead
+    shape = tuple(keys.shape)
+    fits = shape == tuple(values.shape) and (shape[0], shape[3]) == (q.shape[0], q.shape[3])
+    if not fits or q.shape[1] % shape[1]:
+        raise ValueError(
+            f"q, k, v are {list(q.shape)}, {list(shape)}, {list(values.shape)}: k and v must be [B, H, n, d] with the "
+            "B and d of q, and H must divide its heads"
+        )
+    if call.windows[0] < 0 or call.windows[1] < 1:
+        raise ValueError(f"need n_s >= 0 and n_r >= 1, got {call.windows[0]} and {call.windows[1]}")
+    ids = call.segments.doc_ids
+    if ids is not None and (ids.dim() != 2 or ids.shape[0] not in (1, shape[0]) or ids.shape[1] != q.shape[2]):
+        raise ValueError(f"doc_ids is {list(ids.shape)}, expected [{shape[0]}, {q.shape[2]}]")
+    if lead is not None:
+        _check_lead(lead, q, shape)
+
+
+def _check_lead(lead: Lead, q: Tensor, shape: tuple[int, ...]) -> None:
+    heads = range(shape[1]) if lead.heads is None else lead.heads
+    if list(heads) != sorted(set(heads)) or not heads or not 0 <= heads[0] <= heads[-1] < shape[1]:
+        raise ValueError(f"followers = {list(heads)}; give KV heads 0 … {shape[1] - 1} in rising order, each once")
+    groups = q.shape[1] // shape[1]
+    expected = [q.shape[0], len(heads) * groups, *q.shape[2:]], [shape[0], len(heads), *shape[2:]]
+    if [list(lead.queries.shape), list(lead.keys.shape)] != list(expected):
+        raise ValueError(
+            f"lead queries and keys are {list(lead.queries.shape)} and {list(lead.keys.shape)}, "
+            f"expected {expected[0]} and {expected[1]}"
+        )
