@@ -19,10 +19,10 @@ from torch import Tensor
 
 from pod.engine.layers import StaticLayer, StaticStep, is_at_rest, static
 from pod.engine.packed import PackedLayer
-from pod.kernels import decode
+from pod.modeling.shipped import decode
 from pod.modeling.shipped.cache import PodCache
-from pod.modeling.shipped.cache_layer import Step
 from pod.modeling.shipped.layout import PodCacheLayer
+from pod.modeling.shipped.step import Step
 from pod.modeling.shipped.stores import NATIVE
 
 _WARM_UPS = 2  # runs before a capture: kernels compile, libraries allocate
@@ -46,7 +46,7 @@ def attach(
     """Reserve room for ``capacity`` tokens per row, and let an engine decode over ``cache`` from now on.
 
     Args:
-        backend: of ``pod.kernels.decode``.
+        backend: of ``pod.modeling.shipped.decode``.
         compiler: backend of ``torch.compile`` for what stands between the attentions (``inductor`` fuses it); None =
             run as written.
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from pod.engine.packed import StaticPackedStore
-from pod.kernels import decode
-from pod.kernels.decode_types import Call, Stored
+from pod.modeling.shipped import decode
+from pod.modeling.shipped.decode import DecodeCall
 from pod.modeling.shipped.layout import PodCacheLayer
+from pod.modeling.shipped.packed import Stored
 from pod.modeling.shipped.sharing import is_followed
 from pod.modeling.shipped.stores import Store, TokenStore
 
@@ -80,7 +81,7 @@ class StaticLayer:
     Args:
         layer: the cache's layer, with room reserved and at least one token stored.
         buffers: what leads leave for their followers; one for all layers.
-        backend: of ``pod.kernels.decode``.
+        backend: of ``pod.modeling.shipped.decode``.
     """
 
     def __init__(self, layer: PodCacheLayer, buffers: decode.DecodeBuffers, backend: str):
@@ -107,8 +108,8 @@ class StaticLayer:
         lengths = torch.ones(batch, dtype=torch.long, device=q.device)
         windows = self.layer.num_sink_tokens, self.layer.num_recent_tokens
         numbers = self.layer.scale, self.layer.tau
-        call = Call(q, *self._stored(), lengths, self.roles, self.buffers, *windows, *numbers, q)
-        return decode.choose(call, self.backend) is decode.BACKENDS["triton"]
+        call = DecodeCall(q, *self._stored(), lengths, self.roles, self.buffers, *windows, *numbers, q)
+        return decode.choose_decoder(call, self.backend) is decode.DECODERS["triton"]
 
     def _stored(self) -> tuple[Stored | None, Tensor | None, Stored]:
         """Keys, window keys (always native) and values."""

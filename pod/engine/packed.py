@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pod.kernels.decode import Packed
 from pod.modeling.methods.packing import Packing
 from pod.modeling.methods.quantized import QuantizedCodec
-from pod.modeling.shipped.cache_layer import Step
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.layout import PodCacheLayer
+from pod.modeling.shipped.packed import Packed
+from pod.modeling.shipped.step import Step
 from pod.modeling.shipped.stores import Codec, Store, TokenStore
 
 
@@ -137,6 +137,8 @@ class StaticPackedStore:
         self.packing.unpack(self._codes(0, self.num_packed), out[:, :, : self.num_packed])
         out[:, :, self.num_packed :] = native
         return out[:, :, :length]
+
+    view = read
 
     def _codes(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         assert self.packed is not None

@@ -9,7 +9,8 @@ from typing import Literal, NamedTuple, overload
 
 from torch import Tensor
 
-from pod.kernels import dispatch, statistics_blocked, statistics_reference
+from pod.kernels import statistics_blocked, statistics_reference
+from pod.modeling.shipped import attend
 
 
 class Entry(NamedTuple):
@@ -56,7 +57,8 @@ measurement on a GPU; until then it runs when asked for."""
 
 def choose(q: Tensor, backend: str = "auto") -> Entry:
     """The backend that will run; ``ValueError`` when the asked one cannot."""
-    return dispatch.choose("statistics", BACKENDS, AUTO_ORDER.get(q.device.type, ["blocked"]), q, backend)
+    order = AUTO_ORDER.get(q.device.type, ["blocked"])
+    return attend.choose("statistics", BACKENDS, order, q, backend)
 
 
 @overload

@@ -21,7 +21,8 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from pod.kernels import dispatch
-from pod.kernels.decode_types import Call, Packed, Stored
+from pod.modeling.shipped.decode import DecodeCall
+from pod.modeling.shipped.packed import Packed, Stored
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _SPLITS = 64  # partial results that the merging kernel reads at a time
@@ -359,7 +360,7 @@ def interpreted() -> bool:
     return not isinstance(decode_kernel, triton.JITFunction)
 
 
-def unsupported(call: Call) -> str | None:
+def unsupported(call: DecodeCall) -> str | None:
     """Why the kernels cannot run a call; None when they can."""
     q = call.q
     if q.dtype not in dispatch.TRITON_DTYPES:
@@ -383,7 +384,7 @@ def _packed():
     return importlib.import_module("pod.kernels.triton_decode_packed")
 
 
-def decode(call: Call) -> None:
+def decode(call: DecodeCall) -> None:
     """See ``pod.kernels.decode.pod_decode``."""
     if isinstance(call.values, Packed):
         _packed().decode(call)
@@ -396,7 +397,7 @@ def decode(call: Call) -> None:
         combine(call, len(parts) == 2, shape.BLOCK_N)
 
 
-def _launch(call: Call, part: int) -> None:
+def _launch(call: DecodeCall, part: int) -> None:
     batch, heads, head_dim = call.q.shape
     groups = heads // call.roles.num_heads
     values = _native(call.values)
@@ -413,7 +414,9 @@ def _launch(call: Call, part: int) -> None:
     )  # fmt: skip
 
 
-def combine(call: Call, with_gate: bool, tokens_per_step: int, packed_lengths: Tensor | None = None) -> None:
+def combine(
+    call: DecodeCall, with_gate: bool, tokens_per_step: int, packed_lengths: Tensor | None = None
+) -> None:
     """Merge what the programs of one launch, or of two, left in ``call.buffers``."""
     batch, heads, head_dim = call.q.shape
     groups = heads // call.roles.num_heads

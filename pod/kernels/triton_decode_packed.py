@@ -14,7 +14,6 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from pod.kernels.decode_types import Call, Packed
 from pod.kernels.triton_decode import (
     _FREE,
     _LOG2E,
@@ -27,6 +26,8 @@ from pod.kernels.triton_decode import (
     splits,
     tiles,
 )
+from pod.modeling.shipped.decode import DecodeCall
+from pod.modeling.shipped.packed import Packed
 
 
 class Tile(NamedTuple):
@@ -285,7 +286,7 @@ def packed_decode_kernel(
 # -- launch -------------------------------------------------------------------------------------------------------
 
 
-def unsupported(call: Call) -> str | None:
+def unsupported(call: DecodeCall) -> str | None:
     """Why the kernel cannot read these packed stores; None when it can."""
     keys, values = call.keys, call.values
     if not isinstance(values, Packed) or (keys is not None and not isinstance(keys, Packed)):
@@ -307,7 +308,7 @@ def unsupported(call: Call) -> str | None:
     return None
 
 
-def decode(call: Call) -> None:
+def decode(call: DecodeCall) -> None:
     """See ``pod.kernels.decode.pod_decode``; keys and values of a row have one ``packed_lengths``."""
     sizes = call.q.dtype, call.q.shape[2], call.q.shape[1] // call.roles.num_heads
     with torch.cuda.device(call.q.device) if call.q.is_cuda else contextlib.nullcontext():
@@ -322,7 +323,7 @@ def _packed(x) -> Packed:
     return x
 
 
-def _launch(call: Call, part: int, shape: Tile) -> None:
+def _launch(call: DecodeCall, part: int, shape: Tile) -> None:
     batch, heads, head_dim = call.q.shape
     values = _packed(call.values)
     keys = values if call.keys is None else _packed(call.keys)

@@ -10,9 +10,9 @@ from math import floor
 import torch
 from torch import Tensor
 
+from pod.kernels.statistics import attention_column_sums
 from pod.modeling.methods.held import HeldLayer
-from pod.modeling.shipped.cache import Step
-from pod.modeling.statistics import attention_column_sums
+from pod.modeling.shipped.step import Step
 
 
 class AccumulatingLayer(HeldLayer):

@@ -17,15 +17,16 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from pod.kernels.statistics import attention_column_sums
 from pod.modeling.methods import merging
 from pod.modeling.methods.accumulate import AccumulatingLayer, choose_slots
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.rows import GroupedCache
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, chunks_of
-from pod.modeling.shipped.cache import PodCache, Step
+from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.step import Step
 from pod.modeling.shipped.stores import NATIVE, Codec
-from pod.modeling.statistics import attention_column_sums
 
 _RECENT_SHARE = 4  # of four tokens that are not sinks one is recent: N:M = 3:1 (section 5.1)
 

@@ -9,8 +9,9 @@ from pod.modeling.methods.accumulate import AccumulatingLayer, choose_slots
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.rows import GroupedCache
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, chunks_of
-from pod.modeling.shipped.cache import PodCache, Step
+from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.step import Step
 from pod.modeling.shipped.stores import NATIVE, Codec
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pod.modeling.shipped.cache import Step
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.layout import PodCacheLayer
+from pod.modeling.shipped.step import Step
 from pod.modeling.shipped.stores import NATIVE, Codec
 
 

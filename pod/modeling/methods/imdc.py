@@ -24,9 +24,11 @@ from pod.modeling.methods.imdc_schedule import (
 )
 from pod.modeling.methods.ranking import check_ranking, ranking_parameters, snapkv_slots
 from pod.modeling.methods.rows import GroupedCache
-from pod.modeling.shipped.cache import CacheLayer, PodCache, Step
+from pod.modeling.shipped.attend import Tokens, attend
+from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.rope import rotate
+from pod.modeling.shipped.step import CacheLayer, Step
 from pod.modeling.shipped.stores import Codec
 from pod.modeling.shipped.strips import strip_attention
 
@@ -104,7 +106,7 @@ class MemoryLayer(CacheLayer):
         if step.ends_prompt:
             step.shared["rotated keys"] = keys
         if before == 0 and step.num_new > 1:
-            return step.backend.causal_attention(q, keys, values)
+            return attend(q, Tokens(keys, values), backend=step.backend)[0]
         return strip_attention(q, keys, values, self.scale)
 
     def _rotated_keys(self, step: Step) -> Tensor:

@@ -2,10 +2,10 @@
 
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.rows import GroupedCache
-from pod.modeling.shipped.cache import ENGINE_HOOKS, LAYOUT_LAYERS, CacheLayer, PodCache
+from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.gate import check_tau
-from pod.modeling.shipped.layout import PodCacheLayer
+from pod.modeling.shipped.layout import LAYOUT_LAYERS, PodCacheLayer
+from pod.modeling.shipped.step import CacheLayer
 from pod.modeling.shipped.stores import NATIVE
 
 _CAPACITY = {
@@ -26,14 +26,14 @@ def _build(config: PodConfig, request: Request) -> PodCache:
     """The model's own layout and plan say which layers hold what."""
     tau, capacity = check_tau(request.params.get("tau")), request.params.get("capacity")
     codec = request.codec
-    if capacity is not None and "attach" not in ENGINE_HOOKS:
-        raise ValueError("capacity needs the decode engine of the pod package: leave capacity out")
+    from pod import engine
+
     in_place = capacity is not None and codec is not NATIVE
     make = PodCache if codec is NATIVE or in_place else GroupedCache
 
     def make_layer(config: PodConfig, layer_idx: int) -> CacheLayer:
         if in_place:
-            layer = ENGINE_HOOKS["packed_layer"](config, layer_idx, codec, capacity)
+            layer = engine.packed_layer(config, layer_idx, codec, capacity)
         else:
             layer = LAYOUT_LAYERS[config.layout](config, layer_idx, codec)
         if isinstance(layer, PodCacheLayer):
@@ -42,8 +42,19 @@ def _build(config: PodConfig, request: Request) -> PodCache:
 
     cache = make(config, make_layer, request.spec)
     if capacity is not None:
-        ENGINE_HOOKS["attach"](cache, capacity)
+        engine.attach(cache, capacity)
     return cache
+
+
+def check_tau(tau: object) -> float | None:
+    """``tau`` of a cache: None, or a number of 0 to 1."""
+    if tau is None:
+        return None
+    if isinstance(tau, bool) or not isinstance(tau, int | float) or not 0 <= tau <= 1:
+        raise ValueError(
+            f"tau = {tau!r} must be a number from 0 (always skip) to 1, or None: the exact attention"
+        )
+    return float(tau)
 
 
 METHODS = (

@@ -12,8 +12,10 @@ from torch import Tensor
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, chunks_of
 from pod.modeling.methods.windowed import WINDOW_REFUSES_POD, WindowedLayer, windowed_cache
-from pod.modeling.shipped.cache import PodCache, Step
+from pod.modeling.shipped.attend import Tokens, attend
+from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.step import Step
 from pod.modeling.shipped.strips import strip_attention
 
 
@@ -71,7 +73,7 @@ class LocalLayer(WindowedLayer):
         if step.is_decode:
             self._slide(k, v)
         if keys.shape[2] == q.shape[2] > 1:
-            return step.backend.causal_attention(q, keys, values)
+            return attend(q, Tokens(keys, values), backend=step.backend)[0]
         return strip_attention(q, keys, values, self.scale)
 
     def settle(self, step: Step) -> None:

@@ -15,9 +15,10 @@ from torch import Tensor
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.rows import GroupedCache
 from pod.modeling.shipped.blocked import Source, blocked_attention
-from pod.modeling.shipped.cache import CacheLayer, PodCache, Step
+from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.layout import PodCacheLayer
+from pod.modeling.shipped.step import CacheLayer, Step
 from pod.modeling.shipped.stores import TokenStore
 
 _PARALLEL = 1e-4  # below this sine two directions are parallel or opposite, and interpolated on a line

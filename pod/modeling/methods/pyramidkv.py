@@ -17,8 +17,9 @@ from pod.modeling.methods.rows import GroupedCache
 from pod.modeling.methods.shared_selection import SharedSelectionLayer
 from pod.modeling.methods.snapkv import SnapLayer
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, chunks_of
-from pod.modeling.shipped.cache import PodCache, Step
+from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.step import Step
 
 
 def layer_budgets(budget: int, num_layers: int, beta: int, smallest: int, seen: int) -> list[int]:

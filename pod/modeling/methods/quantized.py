@@ -169,6 +169,12 @@ class QuantizedStore(_PackedStore):
             mixed.copy_(torch.where(native, self.tail.view(self.tail.first, self.tail.stop), mixed))
         return out[:, :, :length]
 
+    view = read
+
+    @property
+    def stored(self) -> Tensor:
+        return self.read(self.length)
+
     def _is_native(self, first: int, stop: int) -> Tensor:
         """``[b, h, stop - first]``: whether these slots are native; only with a boundary."""
         assert self.boundary is not None

@@ -13,9 +13,10 @@ from torch.nn import functional as F
 
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.rows import GroupedCache
-from pod.modeling.shipped.cache import PodCache, Step
+from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.layout import PodCacheLayer
+from pod.modeling.shipped.step import Step
 from pod.modeling.shipped.stores import NATIVE, Codec, TokenStore, take_slots
 
 

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pod.kernels.statistics import attention_column_sums
 from pod.modeling.methods.held import best_slots
-from pod.modeling.statistics import attention_column_sums
 
 _POOLS = {"avg": F.avg_pool1d, "max": F.max_pool1d}
 

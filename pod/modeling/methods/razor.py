@@ -24,10 +24,11 @@ from pod.modeling.methods.sliding import (
     everything,
 )
 from pod.modeling.retrieval_heads import Heads, protected_heads
-from pod.modeling.shipped.attention import BACKENDS, merge_heads, take_heads
+from pod.modeling.shipped.attend import attend, merge_heads, take_heads
 from pod.modeling.shipped.blocked import Source, blocked_attention
-from pod.modeling.shipped.cache import CacheLayer, PodCache, Step
+from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.step import CacheLayer, Step
 from pod.modeling.shipped.stores import NATIVE, Codec
 from pod.modeling.shipped.strips import strip_attention
 
@@ -125,14 +126,14 @@ class RazorLayer(CacheLayer):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         q, k = step.rope(q), step.rope(k)
         assert step.uniform_past is not None
-        if step.uniform_past == 0 and not step.is_decode and step.backend is not BACKENDS["reference"]:
+        if step.uniform_past == 0 and not step.is_decode and step.backend != "reference":
             self._hold_first(k, v)
-            return step.backend.causal_attention(q, k, v)
+            return attend(q, Tokens(k, v), backend=step.backend)[0]
         parts = []
-        for heads, attend in ((self.full, self._attend_full), (self.others, self._attend_near)):
+        for heads, run in ((self.full, self._attend_full), (self.others, self._attend_near)):
             if heads:
                 new = Tokens(take_heads(k, heads), take_heads(v, heads))
-                parts.append((heads, attend(take_heads(q, heads, self.groups), new, step)))
+                parts.append((heads, run(take_heads(q, heads, self.groups), new, step)))
         return merge_heads(parts, self.groups)
 
     def _hold_first(self, k: Tensor, v: Tensor) -> None:
@@ -150,7 +151,7 @@ class RazorLayer(CacheLayer):
         queries = q.unflatten(1, (len(self.full), self.groups))
         if step.num_new == 1:
             return attend_columns(queries.squeeze(3) * self.scale, [Column(tokens)])[0]
-        if step.backend is not BACKENDS["reference"]:
+        if step.backend != "reference":
             return strip_attention(q, *tokens, self.scale)
         source = Source(queries, *tokens, visible=causal(length))
         return blocked_attention([source], step.positions, self.scale)

@@ -9,14 +9,15 @@ Mean and deviation come from the sums of weights and of squared weights, mean ov
 import torch
 from torch import Tensor
 
+from pod.kernels.statistics import attention_column_sums
 from pod.modeling.methods.accumulate import AccumulatingLayer, choose_slots, round_half_up
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.rows import GroupedCache
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, chunks_of
-from pod.modeling.shipped.cache import PodCache, Step
+from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.step import Step
 from pod.modeling.shipped.stores import NATIVE, Codec
-from pod.modeling.statistics import attention_column_moments
 
 
 class RocoLayer(AccumulatingLayer):
@@ -44,7 +45,9 @@ class RocoLayer(AccumulatingLayer):
         super().__init__(config, layer_idx, codec)
 
     def observe_prompt(self, q: Tensor, step: Step) -> None:
-        sums, squares = attention_column_moments(q, self.lead_keys.read(self.held), scale=self.scale)
+        sums, squares = attention_column_sums(
+            q, self.lead_keys.read(self.held), scale=self.scale, squares=True
+        )
         self._observe(self.group_mean(sums), self.group_mean(squares), step)
 
     def observe_decode(self, weights: Tensor, step: Step) -> None:

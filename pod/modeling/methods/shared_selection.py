@@ -14,11 +14,13 @@ from torch import Tensor
 from pod.modeling.methods.base import Request
 from pod.modeling.methods.ranking import snapkv_slots
 from pod.modeling.methods.rows import Chunks, GroupedCache
-from pod.modeling.shipped.attention import BACKENDS, attend_by_role, split_heads
+from pod.modeling.shipped.attend import CAUSAL, Lead, Tokens, Visibility, attend
+from pod.modeling.shipped.attention import split_heads
 from pod.modeling.shipped.blocked import Source, blocked_attention
-from pod.modeling.shipped.cache import CacheLayer, PodCache, Step
+from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.sharing import is_followed
+from pod.modeling.shipped.step import CacheLayer, Step
 from pod.modeling.shipped.stores import Codec, Store
 
 _AGED = 256  # a follower frees aged keys when they are more than this share (1/256) of its own keys
@@ -137,11 +139,12 @@ class SharedSelectionLayer(CacheLayer):
                 step.shared[number] = _Lead(queries[number].clone(), keys, head.positions)
         if step.num_new == 1:
             out = torch.cat([self._decode(i, x, step) for i, x in enumerate(queries)], dim=1)
-        elif step.uniform_past == 0 and step.backend is not BACKENDS["reference"]:
-            from_lead = partial(self._lead_queries_and_keys, step)
-            windows = self.num_sink_tokens, self.num_recent_tokens
-            heads = self.leads, self.followers
-            out = attend_by_role(q, k, v, heads, from_lead, windows, step.backend, None)
+        elif step.uniform_past == 0 and step.backend != "reference":
+            lead, see = None, CAUSAL
+            if self.followers:
+                lead = Lead(*self._lead_queries_and_keys(step), heads=tuple(self.followers))
+                see = Visibility(self.num_sink_tokens, self.num_recent_tokens)
+            out, _ = attend(q, Tokens(k, v), lead, see, backend=step.backend)
         else:
             out = torch.cat([self._attend_blocked(i, x, step) for i, x in enumerate(queries)], dim=1)
         if not step.is_decode:

@@ -11,14 +11,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from pod.kernels.statistics import attention_rows
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.rows import GroupedCache
 from pod.modeling.methods.sliding import SlidingTokens, Tokens
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, chunks_of
-from pod.modeling.shipped.cache import CacheLayer, PodCache, Step
+from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.step import CacheLayer, Step
 from pod.modeling.shipped.stores import NATIVE, Codec
-from pod.modeling.statistics import attention_rows
 
 DETECTORS = ("decode", "prefill")
 

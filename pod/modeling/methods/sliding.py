@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pod.modeling.shipped.attention import BACKENDS
+from pod.modeling.shipped.attend import attend
 from pod.modeling.shipped.blocked import Source, blocked_attention
-from pod.modeling.shipped.cache import Step
+from pod.modeling.shipped.step import Step
 from pod.modeling.shipped.stores import Codec, Store
 from pod.modeling.shipped.strips import strip_attention
 
@@ -201,9 +201,9 @@ class SlidingTokens:
         """
         fresh = not self.held and not more
         self.append(new)
-        if fresh and step.backend is not BACKENDS["reference"]:
-            return step.backend.causal_attention(q, new.keys, new.values)
-        if not self.num_in_window and not more and step.backend is not BACKENDS["reference"]:
+        if fresh and step.backend != "reference":
+            return attend(q, Tokens(new.keys, new.values), backend=step.backend)[0]
+        if not self.num_in_window and not more and step.backend != "reference":
             return strip_attention(q, *self.beside.read(self.num_beside), scale)
         queries = q.unflatten(1, (new.keys.shape[1], -1))
         sources = list(more or ())

@@ -16,8 +16,9 @@ from pod.modeling.methods.ranking import check_ranking, ranking_parameters, snap
 from pod.modeling.methods.rows import GroupedCache
 from pod.modeling.methods.shared_selection import shared_cache
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, chunks_of
-from pod.modeling.shipped.cache import PodCache, Step
+from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.step import Step
 from pod.modeling.shipped.stores import NATIVE, Codec
 
 

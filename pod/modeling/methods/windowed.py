@@ -13,9 +13,11 @@ from torch import Tensor
 
 from pod.modeling.methods.base import Request
 from pod.modeling.methods.rows import Chunks, GroupedCache
-from pod.modeling.shipped.cache import CacheLayer, PodCache, Step
+from pod.modeling.shipped.attend import Tokens, attend
+from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.rope import rotate
+from pod.modeling.shipped.step import CacheLayer, Step
 from pod.modeling.shipped.stores import Codec
 from pod.modeling.shipped.strips import Aside, strip_attention
 
@@ -114,7 +116,7 @@ class WindowedLayer(CacheLayer):
         if not self.rotates_keys:
             q, keys = self._turn(step, q, range(past, length)), self._turn(step, keys, range(length))
         if past == 0 and length > 1:
-            return step.backend.causal_attention(q, keys, values)
+            return attend(q, Tokens(keys, values), backend=step.backend)[0]
         return strip_attention(q, keys, values, self.scale)
 
     def _attend_one(self, q: Tensor, k: Tensor, v: Tensor, past: int, step: Step) -> Tensor:

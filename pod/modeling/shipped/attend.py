@@ -5,7 +5,7 @@ were attended apart merge exactly (``merge``). Implementations are registered in
 wherever torch runs and travel with exported checkpoints; ``pod.kernels`` adds others.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -183,20 +183,33 @@ class Implementation(NamedTuple):
 
 IMPLEMENTATIONS: dict[str, Implementation] = {}
 """What ``PodConfig.attention_backend`` may name."""
-AUTO_ORDER = ["flash", "reference"]
+AUTO_ORDER = ["grouped", "flash", "reference"]
 """What ``auto`` tries, in this order; others run only when they are asked for, until a GPU has measured them."""
 
 
-def choose(call: Call, backend: str = "auto") -> Implementation:
-    """The implementation that will run; ``ValueError`` when the one that was asked for is unknown or cannot."""
+def choose(what: str, table: Mapping[str, Any], order: Sequence[str], call: Any, backend: str) -> Any:
+    """The entry of an operation's table that will run: with ``auto`` the first of ``order`` that can, else the one that was asked
+    for, and no other.
+
+    Args:
+        what: name of the operation in error messages, such as "attention".
+        table: entries with ``unsupported``, which says why a call cannot run (None = it can).
+
+    Raises:
+        ValueError: an unknown name, one that cannot run, or nothing that ``auto`` could take.
+    """
     if backend == "auto":
-        able = (IMPLEMENTATIONS[name] for name in AUTO_ORDER if name in IMPLEMENTATIONS)
-        return next(entry for entry in able if entry.unsupported(call) is None)
-    check_backend(backend)
-    reason = IMPLEMENTATIONS[backend].unsupported(call)
+        for name in order:
+            if name in table and table[name].unsupported(call) is None:
+                return table[name]
+        q = getattr(call, "q", call)
+        raise ValueError(f"no {what} backend runs on {q.dtype} on {q.device.type}")
+    if backend not in table:
+        raise ValueError(f"{what} backend {backend!r} is unknown; choose auto or one of {', '.join(table)}")
+    reason = table[backend].unsupported(call)
     if reason is not None:
-        raise ValueError(f"attention backend {backend!r} cannot run: {reason}; choose auto or another backend")
-    return IMPLEMENTATIONS[backend]
+        raise ValueError(f"{what} backend {backend!r} cannot run: {reason}; choose auto or another backend")
+    return table[backend]
 
 
 def check_backend(name: str) -> None:
@@ -235,7 +248,7 @@ def attend(
         segments = Segments.whole(q.shape[0], q.shape[2], tokens.keys.shape[2])
     call = Call(q, tokens, lead, visibility, segments, q.shape[-1] ** -0.5 if scale is None else scale)
     _check(call)
-    entry = choose(call, backend)
+    entry = choose("attention", IMPLEMENTATIONS, AUTO_ORDER, call, backend)
     if lead is None or lead.heads is None or entry.takes_mixed_heads:
         return entry.attend(call)
     return _split_by_role(call, list(lead.heads), entry)
@@ -252,7 +265,9 @@ def _split_by_role(call: Call, followers: list[int], entry: Implementation) -> t
             own = Tokens(*(take_heads(x, members) for x in call.tokens))
             visibility = CAUSAL if lead is None else call.visibility
             q = take_heads(call.q, members, groups)
-            parts.append((members, entry.attend(call._replace(q=q, tokens=own, lead=lead, visibility=visibility))))
+            parts.append(
+                (members, entry.attend(call._replace(q=q, tokens=own, lead=lead, visibility=visibility)))
+            )
     return tuple(  # type: ignore[return-value]
         merge_heads([(members, result[i]) for members, result in parts], groups) for i in range(2)
     )
@@ -270,6 +285,13 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     shares = (lses - total.masked_fill(total == float("-inf"), 0.0)).exp().unsqueeze(-1)
     out = sum((share * out for share, (out, _) in zip(shares, parts, strict=True)), start=torch.zeros(()))
     return out.to(parts[0][0].dtype), total
+
+
+def take_rows(x: Any, rows: Span) -> Any:
+    """These rows of the batch, as a view; None stays None."""
+    if x is None or rows == (0, x.shape[0]):
+        return x
+    return x[slice(*rows)] if isinstance(x, Tensor) else x.rows(slice(*rows))
 
 
 def span(x: Source, start: int, stop: int) -> Tensor:
@@ -308,7 +330,9 @@ def _check(call: Call) -> None:
     if call.windows[0] < 0 or call.windows[1] < 1:
         raise ValueError(f"need n_s >= 0 and n_r >= 1, got {call.windows[0]} and {call.windows[1]}")
     ids = call.segments.doc_ids
-    if ids is not None and (ids.dim() != 2 or ids.shape[0] not in (1, shape[0]) or ids.shape[1] != q.shape[2]):
+    if ids is not None and (
+        ids.dim() != 2 or ids.shape[0] not in (1, shape[0]) or ids.shape[1] != q.shape[2]
+    ):
         raise ValueError(f"doc_ids is {list(ids.shape)}, expected [{shape[0]}, {q.shape[2]}]")
     if lead is not None:
         _check_lead(lead, q, shape)
@@ -317,7 +341,9 @@ def _check(call: Call) -> None:
 def _check_lead(lead: Lead, q: Tensor, shape: tuple[int, ...]) -> None:
     heads = range(shape[1]) if lead.heads is None else lead.heads
     if list(heads) != sorted(set(heads)) or not heads or not 0 <= heads[0] <= heads[-1] < shape[1]:
-        raise ValueError(f"followers = {list(heads)}; give KV heads 0 … {shape[1] - 1} in rising order, each once")
+        raise ValueError(
+            f"followers = {list(heads)}; give KV heads 0 … {shape[1] - 1} in rising order, each once"
+        )
     groups = q.shape[1] // shape[1]
     expected = [q.shape[0], len(heads) * groups, *q.shape[2:]], [shape[0], len(heads), *shape[2:]]
     if [list(lead.queries.shape), list(lead.keys.shape)] != list(expected):

@@ -147,7 +147,9 @@ class PodAttention(nn.Module):
         out, _ = attend(q, Tokens(k, v), lead, see, **options)
         return out, next_carry(q, k, context.lead, self.layer_idx, carry)
 
-    def _attend_across_layers(self, q, k, v, context: ForwardContext, carry: Carry, options: dict) -> tuple[Tensor, Carry]:
+    def _attend_across_layers(
+        self, q, k, v, context: ForwardContext, carry: Carry, options: dict
+    ) -> tuple[Tensor, Carry]:
         """Own queries on the keys and values of the block's lead (Brandon et al., 2024, §2)."""
         if self.source_layer != self.layer_idx:
             k, v = carry[:2]

@@ -7,32 +7,16 @@ left-aligned real tokens, so the token at position ``p`` of a row sits at slot `
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from .cache_layer import CacheLayer, Step
-from .cla import ClaCacheLayer
 from .config import PodConfig
-from .layout import PodCacheLayer
+from .layout import LAYOUT_LAYERS, PodCacheLayer
 from .padding import Compaction, check_positions, compaction_of
-from .window import WindowCacheLayer
-
-__all__ = ["LAYOUT_LAYERS", "CacheLayer", "PodCache", "Step"]
-
-LAYOUT_LAYERS: dict[str, Callable[..., CacheLayer]] = {
-    "pod": PodCacheLayer,
-    "cla": ClaCacheLayer,
-    "window": WindowCacheLayer,
-}
-"""``(config, layer_idx, codec) -> CacheLayer`` for each ``PodConfig.layout``."""
-
-
-ENGINE_HOOKS: dict[str, Callable[..., Any]] = {}
-"""Filled by ``pod``; without it caches decode layer by layer. ``attach``: ``(cache, capacity)`` gives a cache an engine;
-``packed_layer``: ``(config, layer_idx, codec, capacity)`` is a layer that it can serve; ``generate``: ``(cache, prompt columns, most columns)`` may give one to a cache that ``generate()`` made."""
+from .step import CacheLayer, Step
 
 
 class DecodeEngine(Protocol):
@@ -62,10 +46,12 @@ class PodCache(Cache):
     Attributes:
         engine: what decodes over this cache in place of the layer-by-layer pass, see ``pod.engine``; None = nothing.
         made_by_generate: whether ``generate()`` made it because it was given none.
+        attach_engine: ``(cache, prompt columns, most columns)`` may give an engine to such a cache; the package sets it.
     """
 
     engine: DecodeEngine | None = None
     made_by_generate = False
+    attach_engine: ClassVar[Callable[["PodCache", int, int], None] | None] = None
 
     def __init__(
         self, config: PodConfig, make_layer: Callable[[PodConfig, int], CacheLayer] | None = None, spec=None

@@ -1,63 +1,174 @@
 """One new token per row: dense heads and heads that follow, in one call (paper §2.2, METHODS.md §1 fact 3).
 
 A lead writes the logits of its distant tokens once; the later layers of its block read these numbers (4 bytes per query
-head and token) instead of any distant key. Validation and dispatch; an explicit backend that cannot run raises.
+head and token) instead of any distant key. Types, validation and dispatch.
 """
 
-import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pod.kernels import decode_grouped, decode_reference, dispatch
-from pod.kernels.decode_types import (
-    SPARE_COLUMNS,
-    Call,
-    DecodeBuffers,
-    Packed,
-    Roles,
-    Stored,
-    make_buffers,
-    make_roles,
-)
+from .attend import choose
+from .packed import Packed, Stored
 
-__all__ = ["DecodeBuffers", "Packed", "Roles", "make_buffers", "make_roles", "pod_decode"]
+_PROGRAMS_PER_PROCESSOR = 2  # as many as fit by registers, so that all run at once
+SPARE_COLUMNS = 64  # the last tile of a row of logits is read as a whole
 
 
-class Entry(NamedTuple):
-    """A backend: its operation, and why it cannot run a call (None = it can)."""
+@dataclass(frozen=True)
+class Roles:
+    """Which KV heads of a layer lead and follow; made once per layer by ``make_roles``.
 
-    decode: Callable[[Call], None]
-    unsupported: Callable[[Call], str | None]
+    Attributes:
+        leads, followers: KV heads, ascending; together all of ``0 … H-1``.
+        followed: leads of this layer that a later layer uses.
+        table: int32 ``[2, H]`` on the device. Row 0: leads, then followers. Row 1: the same, 1 for heads in ``followed``.
+    """
+
+    leads: list[int]
+    followers: list[int]
+    followed: list[int]
+    table: Tensor
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.leads) + len(self.followers)
 
 
-def _triton():
-    """The Triton kernels; imported when first asked for, because a CPU installation has no Triton."""
-    return importlib.import_module("pod.kernels.triton_decode")
+def make_roles(leads: list[int], followers: list[int], followed: list[int], device) -> Roles:
+    """Roles of a layer's KV heads, with the small tensors that kernels read.
+
+    Raises:
+        ValueError: heads that are not ``0 … H-1`` in two ascending lists, or ``followed`` heads that do not lead.
+    """
+    if sorted(leads + followers) != list(range(len(leads) + len(followers))) or not leads + followers:
+        raise ValueError(f"leads {leads} and followers {followers} must name each of the heads 0 … H-1 once")
+    if leads != sorted(leads) or followers != sorted(followers):
+        raise ValueError(f"leads {leads} and followers {followers} must ascend")
+    if not set(followed) <= set(leads):
+        raise ValueError(
+            f"heads {sorted(set(followed) - set(leads))} are followed but do not lead; leads are {leads}"
+        )
+    order = leads + followers
+    table = torch.tensor([order, [int(head in followed) for head in order]], dtype=torch.int32, device=device)
+    return Roles(list(leads), list(followers), sorted(followed), table)
 
 
-def _triton_unsupported(call: Call) -> str | None:
-    try:
-        return _triton().unsupported(call)
-    except ImportError as error:
-        return f"Triton cannot be imported ({error})"
+@dataclass(frozen=True)
+class DecodeBuffers:
+    """What one model's decoding reuses in all layers and steps; made by ``make_buffers``.
+
+    Attributes:
+        logits: ``[B, H, G, >= C]``; column ``j`` of head ``h`` holds the scaled logit of distant token ``j``, written by the
+            lead of ``h``'s block. The other columns are scratch. fp32 (fp64 for fp64 models).
+        distant_lse: ``[B, H, G]``, log-sum-exp of these columns, -inf when there is no distant token.
+        weights: private to ``grouped``: ``exp(logits - max)`` of distant tokens, so that followers need no exponential.
+        weight_sums: their sums ``[B, H, G]``.
+        partial_out: private to ``triton``: ``[2, B, P, G, d]`` fp32, results of its ``P`` programs per row.
+        partial_lse: ``[3, B, P, G]`` fp32, base 2: of the two launches, and of the distant tokens alone.
+    """
+
+    logits: Tensor
+    distant_lse: Tensor
+    weights: Tensor | None
+    weight_sums: Tensor
+    partial_out: Tensor
+    partial_lse: Tensor
+
+    @property
+    def capacity(self) -> int:
+        """Tokens per row that there is room for."""
+        return self.logits.shape[3] - SPARE_COLUMNS
+
+    @property
+    def programs(self) -> int:
+        """Programs per row and launch."""
+        return self.partial_lse.shape[2]
 
 
-BACKENDS: dict[str, Entry] = {
-    "reference": Entry(decode_reference.decode, decode_reference.unsupported),
-    "grouped": Entry(decode_grouped.decode, decode_grouped.unsupported),
-    "triton": Entry(lambda call: _triton().decode(call), _triton_unsupported),
-}
-AUTO_ORDER: dict[str, list[str]] = {"cuda": ["triton", "grouped"]}
+def num_programs(batch: int, kv_heads: int, device: torch.device) -> int:
+    """Programs per row of the batch: two on every multiprocessor, and one for every head at least."""
+    if device.type != "cuda":
+        return 3 * kv_heads
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(kv_heads, -(-processors * _PROGRAMS_PER_PROCESSOR // batch))
+
+
+def make_buffers(
+    batch: int,
+    kv_heads: int,
+    groups: int,
+    head_dim: int,
+    capacity: int,
+    dtype: torch.dtype,
+    device,
+    programs: int | None = None,
+) -> DecodeBuffers:
+    """Buffers for ``batch`` rows of at most ``capacity`` tokens. ``4·B·H·G·capacity`` bytes for the logits.
+
+    Args:
+        programs: splits per row of the Triton kernel, all heads together; None = by the device. At least ``kv_heads``.
+    """
+    device = torch.device(device)
+    compute = torch.promote_types(dtype, torch.float32)
+    if programs is None:
+        programs = num_programs(batch, kv_heads, device)
+    if programs < kv_heads:
+        raise ValueError(f"{programs} programs are fewer than {kv_heads} KV heads; give at least one to each")
+    room = -(-capacity // 16) * 16 + SPARE_COLUMNS  # in sixteens: rows are read 16 bytes at a time
+    rows = batch, kv_heads, groups
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    return DecodeBuffers(
+        logits=empty(*rows, room, dtype=compute),
+        distant_lse=empty(*rows, dtype=compute),
+        weights=None if device.type == "cuda" else empty(*rows, room, dtype=compute),
+        weight_sums=empty(*rows, dtype=compute),
+        partial_out=empty(2, batch, programs, groups, head_dim),
+        partial_lse=empty(3, batch, programs, groups),
+    )
+
+
+class DecodeCall(NamedTuple):
+    """One validated call of ``pod_decode``; see there."""
+
+    q: Tensor
+    keys: Stored | None
+    window_keys: Stored | None
+    values: Stored
+    lengths: Tensor
+    roles: Roles
+    buffers: DecodeBuffers
+    num_sink_tokens: int
+    num_recent_tokens: int
+    scale: float
+    tau: float | None
+    out: Tensor
+    rows: Sequence[int] | None
+
+
+class Decoder(NamedTuple):
+    """An implementation of ``pod_decode``: its operation, and why it cannot run a call (None = it can)."""
+
+    decode: Callable[[DecodeCall], None]
+    unsupported: Callable[[DecodeCall], str | None]
+
+
+DECODERS: dict[str, Decoder] = {}
+"""``grouped`` and ``reference`` of this folder, and what ``pod.kernels`` adds."""
+DECODE_ORDER: dict[str, list[str]] = {"cuda": ["triton", "grouped"]}
 """What ``auto`` tries on a device type, fastest first; devices not named use ``grouped``."""
 
 
-def choose(call: Call, backend: str = "auto") -> Entry:
-    """The backend that will run; ``ValueError`` when the asked one cannot."""
-    order = AUTO_ORDER.get(call.q.device.type, ["grouped"])
-    return dispatch.choose("decode", BACKENDS, order, call.q, backend, call)
+def choose_decoder(call: DecodeCall, backend: str = "auto") -> Decoder:
+    """The implementation that will run; ``ValueError`` when the asked one cannot."""
+    order = DECODE_ORDER.get(call.q.device.type, ["grouped"])
+    return choose("decode", DECODERS, order, call, backend)
 
 
 @torch.no_grad()
@@ -75,6 +186,7 @@ def pod_decode(
     tau: float | None = None,
     backend: str = "auto",
     out: Tensor | None = None,
+    rows: Sequence[int] | None = None,
 ) -> Tensor:
     """Attention of the newest token of every row.
 
@@ -98,6 +210,7 @@ def pod_decode(
             ``sigmoid(lse_P - lse_D) >= tau`` attends to these alone. Distant values are read only by KV heads with a query
             head that does not.
         out: ``[B, Hq, d]`` to write to.
+        rows: ``lengths`` on the host, for implementations that would otherwise wait for the device.
 
     Returns:
         ``[B, Hq, d]`` in the dtype of ``q``.
@@ -105,18 +218,23 @@ def pod_decode(
     Raises:
         ValueError: shapes that do not fit, or a backend that cannot run.
     """
-    _check(q, keys, window_keys, values, lengths, roles, num_sink_tokens, num_recent_tokens)
+    slots = num_sink_tokens + num_recent_tokens
+    if window_keys is not None and rows is not None:
+        slots = min(
+            slots, max(window_keys.shape[2], *rows)
+        )  # a window that is not full may hold room for its tokens only
+    _check(q, keys, window_keys, values, lengths, roles, num_sink_tokens, num_recent_tokens, slots)
     _check_buffers(q, values, roles, buffers, out)
     out = torch.empty_like(q) if out is None else out
     factor = float(q.shape[-1] ** -0.5) if scale is None else scale
     stores = keys, window_keys, values
     windows = num_sink_tokens, num_recent_tokens
-    call = Call(q, *stores, lengths, roles, buffers, *windows, factor, tau, out)
-    choose(call, backend).decode(call)
+    call = DecodeCall(q, *stores, lengths, roles, buffers, *windows, factor, tau, out, rows)
+    choose_decoder(call, backend).decode(call)
     return out
 
 
-def _check(q, keys, window_keys, values, lengths, roles: Roles, n_s: int, n_r: int) -> None:
+def _check(q, keys, window_keys, values, lengths, roles: Roles, n_s: int, n_r: int, slots: int) -> None:
     if n_s < 0 or n_r < 1:
         raise ValueError(f"need n_s >= 0 and n_r >= 1, got {n_s} and {n_r}")
     if q.dim() != 3 or q.shape[1] % roles.num_heads or not q.dtype.is_floating_point:
@@ -133,14 +251,14 @@ def _check(q, keys, window_keys, values, lengths, roles: Roles, n_s: int, n_r: i
             f"lengths is {list(lengths.shape)} {lengths.dtype}, expected int32 or int64 [{batch}]"
         )
     capacity = values.shape[2] if len(values.shape) == 4 else 0
-    for name, x, heads, slots in (
+    for name, x, heads, size in (
         ("keys", keys, len(roles.leads), capacity),
-        ("window_keys", window_keys, len(roles.followers), n_s + n_r),
+        ("window_keys", window_keys, len(roles.followers), slots),
         ("values", values, roles.num_heads, capacity),
     ):
         if heads == 0:
             continue
-        expected = batch, heads, slots, head_dim
+        expected = batch, heads, size, head_dim
         if x is None or tuple(x.shape) != expected:
             got = "None" if x is None else list(x.shape)
             raise ValueError(f"{name} is {got}, expected {list(expected)} for {roles.num_heads} KV heads")

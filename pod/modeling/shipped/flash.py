@@ -1,4 +1,4 @@
-"""PyTorch's flash attention op on slices, merged by log-sum-exp; forward and backward, on the CPU.
+"""PyTorch's flash attention ops on slices, merged by log-sum-exp; forward and backward. Here on the CPU, on CUDA in ``varlen``.
 
 Within a segment of ``n`` tokens, ``m`` of them queries, let ``h = n_s + n_r``. No mask grows with ``n``:
 
@@ -17,7 +17,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .attend import IMPLEMENTATIONS, Call, Implementation, Lead, Segment, Source, Span, Tokens, span
+from . import varlen
+from .attend import (
+    IMPLEMENTATIONS,
+    Call,
+    Implementation,
+    Lead,
+    Segment,
+    Source,
+    Span,
+    Tokens,
+    span,
+    take_rows,
+)
 
 _STRIP_ROWS = 256
 _TILE_ELEMENTS = 1 << 22  # of a strip's mask
@@ -37,16 +49,18 @@ class Part(NamedTuple):
 
 
 def unsupported(call: Call) -> str | None:
-    """Why the CPU's flash op cannot run a call; None when it can."""
-    if call.q.device.type != "cpu":
-        return f"device {call.q.device.type} (CPU)"
+    """Why no flash op can run a call; None when one can."""
     if call.visibility.positions is not None or call.visibility.bias is not None:
         return "tokens with positions or a bias of their own"
+    if call.q.device.type != "cpu":
+        return varlen.unsupported(call)
     return None if call.q.dtype.is_floating_point else f"dtype {call.q.dtype} is not floating point"
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
     """See ``attend.attend``."""
+    if call.q.device.type != "cpu":
+        return varlen.attend(call)
     lead = call.lead or Lead(None, None)  # type: ignore[arg-type]
     tensors = call.q, *call.tokens, lead.queries, lead.keys
     if all(x is None or isinstance(x, Tensor) for x in tensors):
@@ -143,17 +157,11 @@ def _columns(x: Source, columns: tuple[Span, ...], first: int) -> Tensor:
     return spans[0] if len(spans) == 1 else torch.cat(spans, dim=2)
 
 
-def _rows_of(x: Any, rows: Span) -> Any:
-    if x is None or rows == (0, x.shape[0]):
-        return x
-    return x[slice(*rows)] if isinstance(x, Tensor) else x.rows(slice(*rows))
-
-
 def _views(call: Call, segment: Segment) -> _Views:
     lead = call.lead or Lead(None, None)  # type: ignore[arg-type]
     rows, queries = segment.rows, slice(*segment.queries)
-    q, q_lead = (x if x is None else _rows_of(x, rows)[:, :, queries] for x in (call.q, lead.queries))
-    keys, values, k_lead = (_rows_of(x, rows) for x in (*call.tokens, lead.keys))
+    q, q_lead = (x if x is None else take_rows(x, rows)[:, :, queries] for x in (call.q, lead.queries))
+    keys, values, k_lead = (take_rows(x, rows) for x in (*call.tokens, lead.keys))
     return _Views(q, keys, values, q_lead, k_lead)
 
 
@@ -224,7 +232,11 @@ def _backward_segment(call: Call, segment: Segment, grads: _Views, grad_out, out
         at = slice(*part.rows)
         saved = out[:, :, at], lse[:, :, at].contiguous(), 0.0, part.causal
         q, k, v = _op_backward(
-            grad_out[:, :, at].contiguous(), *views.of(part, first), *saved, attn_mask=part.mask, scale=call.scale
+            grad_out[:, :, at].contiguous(),
+            *views.of(part, first),
+            *saved,
+            attn_mask=part.mask,
+            scale=call.scale,
         )
         grad_q, grad_k = (grads.q_lead, grads.k_lead) if part.lead else (grads.q, grads.keys)
         grad_q[rows, :, queries][:, :, at] += q

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationMixin
 
-from .cache import ENGINE_HOOKS, PodCache
+from .cache import PodCache
 from .config import PodConfig
 
 
@@ -57,7 +57,6 @@ class PodGenerationMixin(GenerationMixin):
             has_beams = (
                 generation_config.num_beams or 1
             ) > 1  # rows move at every step: nothing for an engine
-            if cache.made_by_generate and not has_beams and "generate" in ENGINE_HOOKS:
-                longest = max(columns + 1, generation_config.max_length or 0)
-                ENGINE_HOOKS["generate"](cache, columns, longest)
+            if cache.made_by_generate and not has_beams and PodCache.attach_engine is not None:
+                PodCache.attach_engine(cache, columns, max(columns + 1, generation_config.max_length or 0))
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]

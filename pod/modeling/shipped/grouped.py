@@ -11,22 +11,20 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pod.kernels import decode_packed
-from pod.kernels.decode_packed import read
-from pod.kernels.decode_types import Call, DecodeBuffers, Stored
+from . import packed
+from .attend import IMPLEMENTATIONS, Call, Implementation
+from .decode import DECODERS, DecodeBuffers, DecodeCall, Decoder
+from .packed import Stored, read
 
-_BLOCK_ELEMENTS = (
-    1 << 19
-)  # keys or values per product: they stay in the cache while they are converted and used
-
-
-def unsupported(call: Call) -> str | None:
-    return None
+_BLOCK_ELEMENTS = {
+    "cpu": 1 << 19
+}  # keys or values per product: they stay in a CPU's cache while they are converted and used
+_OTHER_BLOCK_ELEMENTS = 1 << 26
 
 
-def decode(call: Call) -> None:
-    """See ``pod.kernels.decode.pod_decode``; computes in fp32, or in fp64 for fp64 queries."""
-    lengths = call.lengths.tolist()
+def decode(call: DecodeCall) -> None:
+    """See ``decode.pod_decode``; computes in fp32, or in fp64 for fp64 queries."""
+    lengths = call.lengths.tolist() if call.rows is None else call.rows
     if min(lengths) == max(lengths):
         _decode_rows(call, lengths[0])
         return
@@ -34,9 +32,9 @@ def decode(call: Call) -> None:
         _decode_rows(_take_row(call, slice(row, row + 1)), length)
 
 
-def _take_row(call: Call, row: slice) -> Call:
+def _take_row(call: DecodeCall, row: slice) -> DecodeCall:
     stores = {
-        name: None if (x := getattr(call, name)) is None else decode_packed.rows(x, row)
+        name: None if (x := getattr(call, name)) is None else packed.rows(x, row)
         for name in ("keys", "window_keys", "values")
     }
     b = call.buffers
@@ -47,7 +45,7 @@ def _take_row(call: Call, row: slice) -> Call:
     return call._replace(q=call.q[row], out=call.out[row], buffers=buffers, **stores)
 
 
-def _decode_rows(call: Call, length: int) -> None:
+def _decode_rows(call: DecodeCall, length: int) -> None:
     """Rows of ``length`` tokens each."""
     compute = call.buffers.logits.dtype
     heads = call.roles.num_heads
@@ -62,20 +60,20 @@ def _decode_rows(call: Call, length: int) -> None:
             call.buffers.distant_lse[:, head] = float("-inf")
 
 
-def _one_part(call: Call, q: Tensor, length: int) -> Tensor:
+def _one_part(call: DecodeCall, q: Tensor, length: int) -> Tensor:
     """``[B, H, G, d]`` when no head takes logits from another: no distant token, or a dense layer."""
     logits = call.buffers.logits[:, :, :, :length]
     for heads, stored in _runs(call.roles.leads):
         assert call.keys is not None
-        _scores(q[:, heads], decode_packed.heads(call.keys, stored), logits[:, heads])
+        _scores(q[:, heads], packed.heads(call.keys, stored), logits[:, heads])
     for heads, stored in _runs(call.roles.followers):
         assert call.window_keys is not None
-        _scores(q[:, heads], decode_packed.heads(call.window_keys, stored), logits[:, heads])
+        _scores(q[:, heads], packed.heads(call.window_keys, stored), logits[:, heads])
     weights, _, sums = _exponentials(logits, logits)
     return _weighted(weights, call.values, 0, length) / sums[..., None]
 
 
-def _two_parts(call: Call, q: Tensor, length: int) -> Tensor:
+def _two_parts(call: DecodeCall, q: Tensor, length: int) -> Tensor:
     """``[B, H, G, d]`` from proximal and distant tokens, of which there are some."""
     n_s, n_r = call.num_sink_tokens, call.num_recent_tokens
     proximal = q.new_empty(*q.shape[:3], n_s + n_r)
@@ -95,13 +93,13 @@ def _two_parts(call: Call, q: Tensor, length: int) -> Tensor:
     return near * (gate / sums)[..., None] + far * (1 - gate)[..., None]
 
 
-def _lead(call: Call, q: Tensor, heads: slice, stored: slice, length: int, proximal: Tensor) -> None:
+def _lead(call: DecodeCall, q: Tensor, heads: slice, stored: slice, length: int, proximal: Tensor) -> None:
     """Logits of all tokens; the distant ones also as the block will use them."""
     assert call.keys is not None
     n_s, oldest_recent = call.num_sink_tokens, length - call.num_recent_tokens
     buffers = call.buffers
     logits = buffers.logits[:, heads, :, :length]
-    _scores(q[:, heads], decode_packed.heads(call.keys, stored), logits)
+    _scores(q[:, heads], packed.heads(call.keys, stored), logits)
     proximal[:, heads, :, :n_s] = logits[..., :n_s]
     proximal[:, heads, :, n_s:] = logits[..., oldest_recent:]
     distant = logits[..., n_s:oldest_recent]
@@ -112,12 +110,14 @@ def _lead(call: Call, q: Tensor, heads: slice, stored: slice, length: int, proxi
         _, buffers.distant_lse[:, heads], buffers.weight_sums[:, heads] = _exponentials(distant, target)
 
 
-def _window_scores(call: Call, q: Tensor, heads: slice, stored: slice, length: int, proximal: Tensor) -> None:
+def _window_scores(
+    call: DecodeCall, q: Tensor, heads: slice, stored: slice, length: int, proximal: Tensor
+) -> None:
     """Logits of a full window, put in the order of positions."""
     assert call.window_keys is not None
     n_s, n_r = call.num_sink_tokens, call.num_recent_tokens
     own = torch.empty_like(proximal[:, heads])
-    _scores(q[:, heads], decode_packed.heads(call.window_keys, stored), own)
+    _scores(q[:, heads], packed.heads(call.window_keys, stored), own)
     wrap = (length - n_s) % n_r  # ring slots before this one hold the newest tokens
     target = proximal[:, heads]
     target[..., :n_s] = own[..., :n_s]
@@ -125,7 +125,7 @@ def _window_scores(call: Call, q: Tensor, heads: slice, stored: slice, length: i
     target[..., n_s + n_r - wrap :] = own[..., n_s : n_s + wrap]
 
 
-def _distant(call: Call, gate: Tensor, length: int) -> Tensor:
+def _distant(call: DecodeCall, gate: Tensor, length: int) -> Tensor:
     """Means ``[B, H, G, d]`` of distant values; 0 for KV heads in which every query head skips them."""
     start, stop = call.num_sink_tokens, length - call.num_recent_tokens
     buffers = call.buffers
@@ -143,9 +143,60 @@ def _distant(call: Call, gate: Tensor, length: int) -> Tensor:
     out = torch.zeros(*gate.shape, call.q.shape[-1], dtype=gate.dtype, device=gate.device)
     for row, head in reads.nonzero().tolist():
         one = slice(row, row + 1), slice(head, head + 1)
-        values = decode_packed.heads(decode_packed.rows(call.values, one[0]), one[1])
+        values = packed.heads(packed.rows(call.values, one[0]), one[1])
         out[one] = _weighted(weights[one], values, start, stop) / sums[one][..., None]
     return out
+
+
+def attend_slots(
+    q: Tensor,
+    keys: Stored,
+    values: Stored,
+    scale: float,
+    lengths: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of one query per row to tokens that it sees in whatever order they are held.
+
+    Args:
+        q: ``[B, Hq, 1, d]``; keys, values: ``[B, H, n, d]``.
+        lengths: ``[B]`` or ``[B, H]`` slots in use, the first ones; None = all.
+        bias: ``[B, H, n]``, added to the logits.
+
+    Returns:
+        Output ``[B, Hq, 1, d]``, log-sum-exp ``[B, Hq, 1]`` and weights ``[B, H, G, n]``, both in at least fp32.
+    """
+    compute, heads, n = torch.promote_types(q.dtype, torch.float32), keys.shape[1], keys.shape[2]
+    grouped = q[:, :, 0].unflatten(1, (heads, -1)).to(compute) * scale
+    logits = grouped.new_empty(*grouped.shape[:3], n)
+    _scores(grouped, keys, logits)
+    if bias is not None:
+        logits += bias[:, :, None]
+    if lengths is not None:
+        used = torch.arange(n, device=q.device) < lengths.view(len(lengths), -1, 1)
+        logits.masked_fill_(~used[:, :, None], float("-inf"))
+    weights, lse, sums = _exponentials(logits, logits)
+    weights /= sums[..., None]
+    out = _weighted(weights, values, 0, n).flatten(1, 2)[:, :, None]
+    return out.to(q.dtype), lse.flatten(1)[..., None], weights
+
+
+def _attend_one(call: Call) -> tuple[Tensor, Tensor]:
+    stored = [x if isinstance(x, Tensor) else x.span(0, x.shape[2]) for x in call.tokens]
+    return attend_slots(call.q, *stored, call.scale, bias=call.visibility.bias)[:2]
+
+
+def _unsupported_one(call: Call) -> str | None:
+    """Why one query per row cannot be attended by grouped products; None when it can."""
+    if call.q.shape[2] != 1 or call.lead is not None or call.segments.doc_ids is not None:
+        return "more than one query per row, a lead, or rows of unlike length"
+    if call.visibility.num_recent_tokens is not None or call.visibility.positions is not None:
+        return "a window"
+    if torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in (call.q, *call.tokens)
+    ):
+        return "gradients are taken"
+    return None
 
 
 # -- products ----------------------------------------------------------------------------------------------------
@@ -162,7 +213,8 @@ def _runs(heads: list[int]) -> Iterator[tuple[slice, slice]]:
 
 def _blocks(x: Stored, start: int, stop: int) -> Iterator[tuple[int, int]]:
     batch, heads, _, head_dim = x.shape
-    block = max(16, _BLOCK_ELEMENTS // (batch * heads * head_dim))
+    elements = _BLOCK_ELEMENTS.get(x.device.type, _OTHER_BLOCK_ELEMENTS)
+    block = max(16, elements // (batch * heads * head_dim))
     return ((first, min(first + block, stop)) for first in range(start, stop, block))
 
 
@@ -189,3 +241,7 @@ def _exponentials(logits: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     torch.sub(logits, peak, out=out).exp_()
     sums = out.sum(-1)
     return out, peak.squeeze(-1) + sums.log(), sums
+
+
+DECODERS["grouped"] = Decoder(decode, lambda call: None)
+IMPLEMENTATIONS["grouped"] = Implementation(_attend_one, _unsupported_one)

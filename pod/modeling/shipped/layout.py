@@ -1,27 +1,25 @@
-"""The PoD layout of one cache layer: full keys for leads, window keys for followers, all values (paper §2.2)."""
+"""What a model's own attention holds in one layer: PoD (dense without a plan), cross-layer attention, a window."""
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from .attention import BACKENDS, attend_by_role, merge_heads, split_heads, take_heads
-from .blocked import Source, blocked_attention
-from .cache_layer import CacheLayer, Step
+from .attend import CAUSAL, Lead, Source, Tokens, Visibility, attend, merge_heads, take_heads
+from .attention import split_heads
 from .config import PodConfig
-from .gate import skip_distant
+from .decode import make_buffers, make_roles, pod_decode
+from .grouped import attend_slots
 from .sharing import is_followed
-from .stores import NATIVE, Codec, Store
-from .strips import strip_attention
+from .step import CacheLayer, Step
+from .stores import NATIVE, Codec, Recent, Store
 
 
 class PodCacheLayer(CacheLayer):
-    """Keys and values of one layer. A dense model is the plan in which every head leads.
+    """The PoD layout (paper §2.2): full keys for leads, window keys for followers, all values. A dense model is the plan in
+    which every head leads.
 
-    A lead leaves its queries for its followers in ``step.shared``; when decoding, it leaves its logits instead:
-    one buffer ``[B, H, G, n]`` goes from layer to layer, leads rewrite their heads, followers only the proximal
-    columns, so that no distant key is read twice in a step.
+    A lead leaves its queries and keys for its followers in ``step.lead``; when decoding, it leaves the logits of distant tokens
+    instead, so that no distant key is read twice in a step.
 
     Attributes:
         tau: gate above which a follower's query head leaves out its distant tokens when decoding; None = never.
@@ -38,6 +36,7 @@ class PodCacheLayer(CacheLayer):
         self.layer_idx = layer_idx
         self.lead = config.sharing_plan.lead
         self.leads, self.followers = split_heads(self.lead[layer_idx], layer_idx)
+        self.followed = [head for head in self.leads if is_followed(self.lead, layer_idx, head)]
         self.num_sink_tokens = config.num_sink_tokens
         self.num_recent_tokens = config.num_recent_tokens
         self.scale = config.head_dim**-0.5
@@ -45,6 +44,7 @@ class PodCacheLayer(CacheLayer):
         self.clear()
 
     def clear(self) -> None:
+        self.roles = None  # on the device of the first decoded token
         self.all_values = self.codec.tokens("values", self.evicts)
         self.lead_keys = self.codec.tokens("keys", self.evicts)
         self.window_keys = self.codec.window("keys", self.num_sink_tokens, self.num_recent_tokens)
@@ -53,27 +53,11 @@ class PodCacheLayer(CacheLayer):
     def reserve(self, capacity: int) -> None:
         """Hold room for ``capacity`` tokens, so that the tensors stay where they are while it suffices."""
         self.capacity = capacity
-        for store in self._stores().values() if capacity else ():
+        for store in self.stores().values() if capacity else ():
             store.reserve(capacity)
 
-    def _stores(self) -> dict[str, Store]:
+    def stores(self) -> dict[str, Store]:
         return {"keys": self.lead_keys, "window_keys": self.window_keys, "values": self.all_values}
-
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
-        for name, store in self._stores().items():
-            yield from ((name, tensor) for tensor in store.tensors())
-
-    def select_rows(self, index: Tensor) -> None:
-        for store in self._stores().values():
-            store.select_rows(index)
-
-    def predicted_nbytes(self, length: int) -> int:
-        return sum(store.predicted_nbytes(length) for store in self._stores().values() if not store.is_empty)
-
-    def settle(self, step: Step) -> None:
-        if step.ends_prompt or step.is_decode:
-            for store in self._stores().values():
-                store.settle(max_length(step))
 
     # -- attention -------------------------------------------------------------------------------------------
 
@@ -89,163 +73,76 @@ class PodCacheLayer(CacheLayer):
             if self.followers:
                 append_new(self.window_keys, take_heads(k, self.followers), step)
             return self._decode(q, step)
-        self._share_queries(q, step)
-        if is_fresh(step) and step.backend is not BACKENDS["reference"]:
-            out = self._prefill(q, k, v, step)
-        else:
-            out = self._attend_blocked(q, k, step)
+        for head in self.followed:
+            step.lead.queries[head] = take_heads(q, [head], self.groups).clone()
+            step.lead.keys[head] = take_heads(self.lead_keys.view(step.max_length), [self.leads.index(head)])
+        out = self._prefill(q, k, v, step) if step.is_fresh else self._attend_chunk(q, k, step)
         if self.followers:
             append_new(self.window_keys, take_heads(k, self.followers), step)
-        self._drop_queries(step)
-        return out
-
-    def _share_queries(self, q: Tensor, step: Step) -> None:
-        """Keys are shared as read now: a codec packs them when this layer settles, before its followers attend."""
-        followed = [head for head in self.leads if is_followed(self.lead, self.layer_idx, head)]
-        if not followed:
-            return
-        keys = self.lead_keys.read(max_length(step))
-        for head in followed:
-            index = self.leads.index(head)
-            q_head = q[:, head * self.groups : (head + 1) * self.groups].clone()
-            step.shared[head] = (q_head, keys[:, index : index + 1])
-
-    def _drop_queries(self, step: Step) -> None:
         for head in self.followers:
             if not is_followed(self.lead, self.layer_idx, head):
-                step.shared.pop(head)
-
-    def _lead_queries_and_keys(self, step: Step) -> tuple[Tensor, Tensor]:
-        """What this layer's followers share: ``[B, h·G, m, d]`` queries and ``[B, h, length, d]`` keys."""
-        queries, keys = zip(*(step.shared[head] for head in self.followers), strict=True)
-        return torch.cat(queries, dim=1), torch.cat(keys, dim=1)
+                del step.lead.queries[head], step.lead.keys[head]
+        return out
 
     def _prefill(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        """First pass over an empty cache: the training kernels on the rows as documents."""
-        doc_ids = documents(step)
-        heads, windows = (self.leads, self.followers), (self.num_sink_tokens, self.num_recent_tokens)
-        from_step = partial(self._lead_queries_and_keys, step)
-        return attend_by_role(q, k, v, heads, from_step, windows, step.backend, doc_ids)
-
-    def _attend_blocked(self, q: Tensor, k: Tensor, step: Step) -> Tensor:
-        """Any chunk behind any past, ragged or not."""
-        length = max_length(step)
-        parts = []
-
-        def causal(query: Tensor) -> Tensor:
-            return torch.arange(length, device=query.device) <= query[..., None]
-
-        if self.leads:
-            keys, values = self.lead_keys.read(length), take_heads(self.all_values.read(length), self.leads)
-            if step.uniform_past is not None and step.backend is not BACKENDS["reference"]:
-                out = strip_attention(take_heads(q, self.leads, self.groups), keys, values, self.scale)
-            else:
-                source = Source(self._grouped(q, self.leads), keys, values, causal)
-                out = blocked_attention([source], step.positions, self.scale)
-            parts.append((self.leads, out))
+        """First pass over an empty cache: as without one."""
+        lead = None
         if self.followers:
-            sources = [self._own_source(q, k, step, length), self._distant_source(step, length)]
-            parts.append((self.followers, blocked_attention(sources, step.positions, self.scale)))
-        return merge_heads(parts, self.groups)
-
-    def _grouped(self, q: Tensor, heads: list[int]) -> Tensor:
-        return take_heads(q, heads, self.groups).unflatten(1, (len(heads), self.groups))
-
-    def _own_source(self, q: Tensor, k: Tensor, step: Step, length: int) -> Source:
-        """Proximal tokens with this layer's own keys: the window before the chunk, and the chunk."""
-        keys, positions = take_heads(k, self.followers), step.positions
-        if not self.window_keys.is_empty:
-            before = self.window_keys.slot_positions(step.past)
-            keys = torch.cat((self.window_keys.read(int(step.past.max())), keys), dim=2)
-            positions = torch.cat((before, positions), dim=1)
-        values = take_heads(self.all_values.read(length), self.followers)
-        index = positions.clamp(0, length - 1)[:, None, :, None]
-        values = values.gather(2, index.expand(-1, values.shape[1], -1, values.shape[3]))
-
-        def proximal(query: Tensor) -> Tensor:
-            key, query = positions[:, None], query[..., None]
-            near = (key < self.num_sink_tokens) | (query - key < self.num_recent_tokens)
-            return (key >= 0) & (key <= query) & near
-
-        return Source(self._grouped(q, self.followers), keys, values, proximal)
-
-    def _distant_source(self, step: Step, length: int) -> Source:
-        """Distant tokens with the lead's queries and keys, and this layer's values."""
-        queries, keys = self._lead_queries_and_keys(step)
-
-        def distant(query: Tensor) -> Tensor:
-            slot = torch.arange(length, device=query.device)
-            return (slot >= self.num_sink_tokens) & (slot <= query[..., None] - self.num_recent_tokens)
-
-        queries = queries.unflatten(1, (len(self.followers), self.groups))
-        values = take_heads(self.all_values.read(length), self.followers)
-        return Source(queries, keys, values, distant)
-
-    def _decode(self, q: Tensor, step: Step) -> Tensor:
-        """One new token per row. Reads: lead keys, window keys, the logits buffer and values."""
-        length = max_length(step)
-        q = q.unflatten(1, (-1, self.groups)).squeeze(3) * self.scale
-        logits = self._logits_buffer(q, length, step)
-        if self.leads:
-            own = take_heads(q, self.leads) @ self.lead_keys.read(length).transpose(2, 3)
-            if step.uniform_past is None:
-                behind = torch.arange(length, device=q.device) >= step.lengths[:, None]
-                own = own.masked_fill(behind[:, None, None], float("-inf"))
-            _put_heads(logits, self.leads, slice(0, length), own)
-        if self.followers:
-            own = take_heads(q, self.followers) @ self.window_keys.read(length).transpose(2, 3)
-            if step.uniform_past is None:
-                self._scatter_window(logits, own, step)
-            else:
-                for columns, slots in self._window_columns(length):
-                    _put_heads(logits, self.followers, columns, own[..., slots])
-        weights = logits[..., :length].softmax(-1)
-        self.observe_weights(weights)
-        if self.tau is not None and self.followers:
-            sinks, recent = self.num_sink_tokens, self.num_recent_tokens
-            skip_distant(weights, self.followers, step.lengths, sinks, recent, self.tau)
-        weights = weights.to(q.dtype)
-        return (weights @ self.all_values.read(length)).flatten(1, 2).unsqueeze(2)
-
-    def observe_weights(self, weights: Tensor) -> None:
-        """Attention ``[B, H, G, length]`` of one new token per row, for methods that rank tokens by it."""
-
-    def _logits_buffer(self, q: Tensor, length: int, step: Step) -> Tensor:
-        """``[B, H, G, length + 1]`` that goes from layer to layer; the last column takes what has no position."""
-        logits = step.shared.get("logits")
-        if logits is None or logits.shape[-1] != length + 1:
-            compute = torch.promote_types(q.dtype, torch.float32)
-            logits = torch.empty(*q.shape[:3], length + 1, dtype=compute, device=q.device)
-            step.shared["logits"] = logits
-        return logits
-
-    def _scatter_window(self, logits: Tensor, own: Tensor, step: Step) -> None:
-        """Put window logits ``[B, h, G, slots]`` to the columns of their positions, which differ by row."""
-        positions = self.window_keys.slot_positions(step.lengths)
-        columns = torch.where(positions < 0, logits.shape[-1] - 1, positions)[:, None, None]
-        for index, head in enumerate(self.followers):
-            target = own[:, index].unsqueeze(1).to(logits.dtype)
-            logits[:, head : head + 1].scatter_(3, columns.expand_as(target), target)
-
-    def _window_columns(self, length: int) -> list[tuple[slice, slice]]:
-        """Pairs (columns = positions, slots of the window) after ``length`` tokens."""
-        sinks, recent = self.num_sink_tokens, self.num_recent_tokens
-        if length <= sinks + recent:
-            return [(slice(0, length), slice(0, length))]
-        wrap = (length - sinks) % recent  # ring slots before this one hold the newest `wrap` tokens
-        return [
-            (slice(0, sinks), slice(0, sinks)),
-            (slice(length - recent, length - wrap), slice(sinks + wrap, sinks + recent)),
-            (slice(length - wrap, length), slice(sinks, sinks + wrap)),
+            lead = step.lead.take(self.followers)._replace(heads=tuple(self.followers))
+        return attend(q, Tokens(k, v), lead, self._visibility(lead), step.segments, self.scale, step.backend)[
+            0
         ]
 
+    def _visibility(self, lead: Lead | None) -> Visibility:
+        return CAUSAL if lead is None else Visibility(self.num_sink_tokens, self.num_recent_tokens)
 
-def _put_heads(logits: Tensor, heads: list[int], columns: slice, values: Tensor) -> None:
-    """Write ``[B, h, G, c]`` into these heads and columns: through a view when the heads are neighbours."""
-    if heads[-1] - heads[0] == len(heads) - 1:
-        logits[:, heads[0] : heads[-1] + 1, :, columns] = values
-    else:
-        logits[:, heads, :, columns] = values.to(logits.dtype)
+    def _attend_chunk(self, q: Tensor, k: Tensor, step: Step) -> Tensor:
+        """Any chunk behind any past, ragged or not."""
+        values, parts = self.all_values.view(step.max_length), []
+        for heads, lead in ((self.leads, None), (self.followers, step.lead.take)):
+            if not heads:
+                continue
+            keys = self._own_keys(k, step) if lead else self.lead_keys.view(step.max_length)
+            taken = lead(heads) if lead else None
+            tokens = Tokens(keys, take_heads(values, heads))
+            out, _ = attend(
+                take_heads(q, heads, self.groups),
+                tokens,
+                taken,
+                self._visibility(taken),
+                step.segments,
+                self.scale,
+                step.chunk_backend,
+            )
+            parts.append((heads, out))
+        return merge_heads(parts, self.groups)
+
+    def _own_keys(self, k: Tensor, step: Step) -> Source:
+        """Keys of followers: the window before the chunk, and the chunk."""
+        return Recent(self.window_keys, take_heads(k, self.followers), step.rows)
+
+    def _decode(self, q: Tensor, step: Step) -> Tensor:
+        """One new token per row. Reads: lead keys, window keys, the leads' logits and values."""
+        values = self.all_values.stored
+        if step.lead.buffers is None or step.lead.buffers.capacity < values.shape[2]:
+            size = q.shape[0], q.shape[1] // self.groups, self.groups, q.shape[3], values.shape[2]
+            step.lead.buffers = make_buffers(*size, q.dtype, q.device)
+        if self.roles is None:
+            self.roles = make_roles(self.leads, self.followers, self.followed, q.device)
+        return pod_decode(
+            q[:, :, 0],
+            self.lead_keys.stored if self.leads else None,
+            self.window_keys.read(step.max_length) if self.followers else None,
+            values,
+            step.lengths,
+            self.roles,
+            step.lead.buffers,
+            self.num_sink_tokens,
+            self.num_recent_tokens,
+            scale=self.scale,
+            tau=self.tau,
+            rows=[sum(row) for row in step.rows],
+        ).unsqueeze(2)
 
 
 def append_new(store: Store, x: Tensor, step: Step) -> None:
@@ -256,18 +153,89 @@ def append_new(store: Store, x: Tensor, step: Step) -> None:
         store.append(x, step.uniform_past)
 
 
-def max_length(step: Step) -> int:
-    """Tokens of the longest row after the pass."""
-    return int(step.lengths.max()) if step.uniform_past is None else step.uniform_past + step.num_new
+class ClaCacheLayer(PodCacheLayer):
+    """Cross-layer attention (Brandon et al., 2024): the lead of a block stores, its followers read.
+
+    Followers find their lead in ``step.layers``, so that rows can be regrouped and copied as for any other layer.
+    """
+
+    def __init__(self, config: PodConfig, layer_idx: int, codec: Codec = NATIVE):
+        super().__init__(config, layer_idx, codec)
+        sources = [row[0] for row in config.sharing_plan.lead]
+        self.source_layer = sources[layer_idx]
+        self.is_last_of_block = sources[layer_idx + 1 : layer_idx + 2] != [self.source_layer]
+        # with its keys and values in place every layer attends as a dense one
+        self.lead = tuple((i,) * config.num_key_value_heads for i in range(len(sources)))
+        self.leads, self.followers, self.followed = list(range(config.num_key_value_heads)), [], []
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        """See ``CacheLayer.attend``; a follower gets ``k`` and ``v`` of no heads."""
+        if self.source_layer == self.layer_idx:
+            return super().attend(q, k, v, step)
+        return step.layers[self.source_layer].attend_again(step.rope(q), step)
+
+    def attend_again(self, q: Tensor, step: Step) -> Tensor:
+        """Rotated queries ``[B, Hq, m, d]`` of a follower on what this lead stored in the same pass."""
+        if step.num_new == 1 and step.all_real:
+            return self._decode(q, step)
+        tokens = Tokens(self.lead_keys.view(step.max_length), self.all_values.view(step.max_length))
+        return attend(q, tokens, None, CAUSAL, step.segments, self.scale, step.chunk_backend)[0]
+
+    def settle(self, step: Step) -> None:
+        """A lead's tokens come to rest when the last layer of its block has read them."""
+        if self.is_last_of_block:
+            PodCacheLayer.settle(step.layers[self.source_layer], step)
 
 
-def documents(step: Step) -> Tensor | None:
-    """``doc_ids`` ``[B, m]`` that hide the garbage behind shorter rows; None when there is none."""
-    if step.uniform_past is not None:
-        return None
-    return -(torch.arange(step.num_new, device=step.counts.device) >= step.counts[:, None]).long()
+class WindowCacheLayer(CacheLayer):
+    """Window attention (Beltagy et al., 2020): the last ``num_recent_tokens`` keys and values, the current token included;
+    keys keep their rotation.
+
+    A query at position i sees ``i - j < num_recent_tokens`` in any pass, so the result depends on no chunking.
+    """
+
+    def __init__(self, config: PodConfig, layer_idx: int, codec: Codec = NATIVE):
+        super().__init__()
+        self.codec = codec
+        self.num_recent_tokens = config.num_recent_tokens
+        self.scale = config.head_dim**-0.5
+        self.groups = config.num_key_value_groups
+        self.clear()
+
+    def clear(self) -> None:
+        self.keys_store = self.codec.window("keys", 0, self.num_recent_tokens)
+        self.values_store = self.codec.window("values", 0, self.num_recent_tokens)
+
+    def stores(self) -> dict[str, Store]:
+        return {"window_keys": self.keys_store, "window_values": self.values_store}
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        q, k = step.rope(q), step.rope(k)
+        if (
+            step.num_new == 1 and step.all_real
+        ):  # the ring is exactly the window, in an order that does not matter
+            self._append(k, v, step)
+            stored = self.keys_store.read(step.max_length), self.values_store.read(step.max_length)
+            held = None if step.uniform_past is not None else step.lengths.clamp(max=self.num_recent_tokens)
+            return attend_slots(q, *stored, self.scale, held)[0]
+        tokens = Tokens(k, v)
+        if not step.is_fresh:
+            tokens = Tokens(
+                *(Recent(s, x, step.rows) for s, x in zip(self.stores().values(), (k, v), strict=True))
+            )
+        see = Visibility(num_recent_tokens=self.num_recent_tokens)
+        out, _ = attend(q, tokens, None, see, step.segments, self.scale, step.chunk_backend)
+        self._append(k, v, step)
+        return out
+
+    def _append(self, k: Tensor, v: Tensor, step: Step) -> None:
+        append_new(self.keys_store, k, step)
+        append_new(self.values_store, v, step)
 
 
-def is_fresh(step: Step) -> bool:
-    """Whether no row has a token yet."""
-    return not bool(step.past.any()) if step.uniform_past is None else step.uniform_past == 0
+LAYOUT_LAYERS: dict[str, Callable[..., CacheLayer]] = {
+    "pod": PodCacheLayer,
+    "cla": ClaCacheLayer,
+    "window": WindowCacheLayer,
+}
+"""``(config, layer_idx, codec) -> CacheLayer`` for each ``PodConfig.layout``."""

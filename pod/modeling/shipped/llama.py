@@ -10,13 +10,20 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from .attention import Carry, ForwardContext, PodAttention, SequenceParallel, get_backend
+from . import flash, grouped, reference  # noqa: F401  (register themselves)
+from .attend import Segments
+from .attention import Carry, ForwardContext, PodAttention, RMSNorm, SequenceParallel
 from .cache import PodCache
 from .config import PodConfig
 from .generation import PodGenerationMixin
-from .norm import RMSNorm
-from .padding import check_positions, compaction_of, piece_columns, put_columns, take_columns
-from .reference import document_positions
+from .padding import (
+    check_positions,
+    compaction_of,
+    document_positions,
+    piece_columns,
+    put_columns,
+    take_columns,
+)
 from .rope import Rope, inverse_frequencies
 
 _MLP_TILE = 4096  # tokens
@@ -219,12 +226,14 @@ class PodModel(PodPreTrainedModel):
         device = hidden_states.device
         if device not in self._frequencies:
             self._frequencies[device] = inverse_frequencies(self.config, device)
-        parallel = self.sequence_parallel
+        parallel, segments = self.sequence_parallel, None
+        if doc_ids is not None:
+            segments = Segments.of_documents(doc_ids, hidden_states.shape[0])
         return ForwardContext(
             rope=Rope(*self._frequencies[device], position_ids, hidden_states.dtype),
             lead=self.lead if parallel is None else parallel.lead,
-            backend=get_backend(self.config.attention_backend),
-            doc_ids=doc_ids,
+            backend=self.config.attention_backend,
+            segments=segments,
             sequence_parallel=parallel,
             on_attention=getattr(self, "on_attention", None),  # set by training
         )

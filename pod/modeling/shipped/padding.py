@@ -43,6 +43,14 @@ class Compaction:
         return self.mask.long().cumsum(1) - 1 + start
 
 
+def document_positions(doc_ids: Tensor) -> Tensor:
+    """Position of every token inside its document: ``[B, n]`` ids, equal ids contiguous, to ``[B, n]`` int64."""
+    index = torch.arange(doc_ids.shape[1], device=doc_ids.device).expand_as(doc_ids)
+    starts = torch.ones_like(doc_ids, dtype=torch.bool)
+    starts[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
+    return index - torch.where(starts, index, 0).cummax(dim=1).values
+
+
 def compaction_of(attention_mask: Tensor | None, n: int) -> Compaction | None:
     """The compaction of the last ``n`` columns of a padding mask (nonzero = token); None when there is no padding."""
     if attention_mask is None:

@@ -5,7 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attend import IMPLEMENTATIONS, Call, Implementation, Segment, Source, span
+from . import packed
+from .attend import IMPLEMENTATIONS, Call, Implementation, Segment, Source, span, take_rows
+from .decode import DECODERS, DecodeCall, Decoder
+from .packed import Stored
 
 _BLOCK_ELEMENTS = 1 << 24
 
@@ -21,7 +24,11 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         block = max(1, _BLOCK_ELEMENTS // (inputs.q.shape[0] * heads * max(1, inputs.keys.shape[2])))
         for start in range(0, inputs.q.shape[2], block):
             stop = min(start + block, inputs.q.shape[2])
-            part = slice(*segment.rows), slice(None), slice(segment.queries[0] + start, segment.queries[0] + stop)
+            part = (
+                slice(*segment.rows),
+                slice(None),
+                slice(segment.queries[0] + start, segment.queries[0] + stop),
+            )
             found, lse_of_rows = _rows(call, inputs, segment, start, stop)
             out[part], lse[part] = found.to(out.dtype), lse_of_rows.detach()
     return out, lse
@@ -41,7 +48,9 @@ def _inputs(call: Call, segment: Segment, compute: torch.dtype) -> _Inputs:
     rows, queries = slice(*segment.rows), slice(*segment.queries)
 
     def repeated(x: Source) -> Tensor:
-        return span(x, *segment.keys)[rows].repeat_interleave(call.groups, dim=1).to(compute)
+        return (
+            span(take_rows(x, segment.rows), *segment.keys).repeat_interleave(call.groups, dim=1).to(compute)
+        )
 
     lead = None, None
     if call.lead is not None:
@@ -84,4 +93,51 @@ def masks(call: Call, segment: Segment, start: int, stop: int) -> tuple[Tensor, 
     return visible & near, visible & ~near
 
 
+# -- decoding ----------------------------------------------------------------------------------------------------
+
+
+def decode(call: DecodeCall) -> None:
+    """Row by row and head by head. See ``decode.pod_decode``; computes in fp32, or in fp64 for fp64 queries."""
+    for row, length in enumerate(call.lengths.tolist()):
+        for head in range(call.roles.num_heads):
+            _decode_head(call, row, head, length)
+
+
+def _decode_head(call: DecodeCall, row: int, head: int, length: int) -> None:
+    compute = torch.promote_types(call.q.dtype, torch.float32)
+    groups = call.q.shape[1] // call.roles.num_heads
+    mine = slice(head * groups, (head + 1) * groups)
+    q = call.q[row, mine].to(compute) * call.scale
+    values = _tokens(call.values, row, head, length, compute)
+    position = torch.arange(length, device=q.device)
+    oldest_recent = max(length - call.num_recent_tokens, 0)
+    distant = (position >= call.num_sink_tokens) & (position < oldest_recent)
+    stored = call.buffers.logits[row, head]
+    if head in call.roles.leads:
+        assert call.keys is not None
+        logits = q @ _tokens(call.keys, row, call.roles.leads.index(head), length, compute).T
+        if head in call.roles.followed:
+            stored[:, :length][:, distant] = logits[:, distant]
+            call.buffers.distant_lse[row, head] = logits[:, distant].logsumexp(-1)
+    else:
+        assert call.window_keys is not None
+        n_s, n_r = call.num_sink_tokens, call.num_recent_tokens
+        slot = torch.where(position < n_s + n_r, position, n_s + (position - n_s) % n_r)
+        slot = torch.where(distant, 0, slot)
+        keys = _tokens(call.window_keys, row, call.roles.followers.index(head), n_s + n_r, compute)
+        logits = torch.where(distant, stored[:, :length], q @ keys[slot].T)
+        if call.tau is not None:
+            proximal = logits.masked_fill(distant, float("-inf"))
+            gate = torch.sigmoid(proximal.logsumexp(-1) - call.buffers.distant_lse[row, head])
+            logits = torch.where((gate >= call.tau)[:, None], proximal, logits)
+    call.out[row, mine] = (logits.softmax(-1) @ values).to(call.out.dtype)
+
+
+def _tokens(x: Stored, row: int, head: int, length: int, dtype: torch.dtype) -> Tensor:
+    """``[length, d]`` of one row and head."""
+    one = packed.heads(packed.rows(x, slice(row, row + 1)), slice(head, head + 1))
+    return packed.read(one, 0, length, dtype)[0, 0]
+
+
 IMPLEMENTATIONS["reference"] = Implementation(attend, lambda call: None)
+DECODERS["reference"] = Decoder(decode, lambda call: None)

@@ -73,6 +73,7 @@ class Step:
     lead: LeadState = field(default_factory=LeadState)
     groups: list[tuple["Step", Tensor]] = field(default_factory=list)
     sizes: Sequence[int] | None = None
+    shared: dict = field(default_factory=dict)
 
     @property
     def positions(self) -> Tensor:
@@ -113,8 +114,7 @@ class Step:
 
 
 class CacheLayer(CacheLayerMixin):
-    """One layer of a cache. A method implements ``attend``, ``settle``, ``parts``, ``select_rows``, ``clear`` and
-    ``predicted_nbytes``."""
+    """One layer of a cache. A method implements ``attend``, ``clear`` and ``stores``, and ``settle`` if it compresses."""
 
     is_compileable = False
     is_croppable = False
@@ -134,23 +134,32 @@ class CacheLayer(CacheLayerMixin):
     def settle(self, step: Step) -> None:
         """Compress: called after ``attend``, and with ``num_new`` 0 when a prompt ends without a new token of these rows.
 
-        Nothing is to be done unless ``step.ends_prompt`` or ``step.is_decode``.
+        Nothing is to be done unless ``step.ends_prompt`` or ``step.is_decode``; then stores come to rest.
         """
+        if step.ends_prompt or step.is_decode:
+            for store in self.stores().values():
+                store.settle(step.max_length)
+
+    def stores(self) -> dict[str, Any]:
+        """Every store that the layer has, by the name of the part that it counts towards."""
+        return {}
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor that the layer holds, with the name of the part it counts towards."""
-        raise NotImplementedError
+        for name, store in self.stores().items():
+            yield from ((name, tensor) for tensor in store.tensors())
 
     def select_rows(self, index: Tensor) -> None:
         """Keep, repeat or reorder rows of the batch."""
-        raise NotImplementedError
-
-    def clear(self) -> None:
-        """Forget everything."""
-        raise NotImplementedError
+        for store in self.stores().values():
+            store.select_rows(index)
 
     def predicted_nbytes(self, length: int) -> int:
         """Bytes that the method's rule needs for rows of ``length`` tokens, without growth slack."""
+        return sum(store.predicted_nbytes(length) for store in self.stores().values() if not store.is_empty)
+
+    def clear(self) -> None:
+        """Forget everything."""
         raise NotImplementedError
 
     # What transformers asks of a layer; the bookkeeping of lengths is the cache's.

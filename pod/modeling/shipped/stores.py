@@ -4,10 +4,15 @@ A layer never makes a store itself: it asks a codec for one, and so works with p
 """
 
 import sys
+from collections.abc import Sequence
+from copy import copy
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from .attend import Source
+from .packed import Stored
 
 _SLACK = 128  # a store grows by 1/128 of its length: under 1 % of the bytes, and appending stays cheap
 
@@ -45,6 +50,15 @@ class Store(Protocol):
 
     def read(self, length: int) -> Tensor:
         """``[B, h, used slots, d]``: a view, or a copy that the caller must not keep."""
+        ...
+
+    def view(self, length: int) -> Source:
+        """The same for ``attend``, which reads what it needs: as the tokens are now, whatever is stored or packed later."""
+        ...
+
+    @property
+    def stored(self) -> Stored:
+        """What decoding reads: ``[B, h, slots reserved, d]``."""
         ...
 
     def settle(self, length: int) -> None:
@@ -221,6 +235,8 @@ class TokenStore:
         """View of the used slots after at most ``length`` tokens per row."""
         return self.data[:, :, : self.used_slots(length)]
 
+    view = read
+
     def settle(self, length: int) -> None:
         """Nothing to do: tokens rest as they came."""
 
@@ -257,3 +273,47 @@ class NativeCodec:
 
 
 NATIVE: Codec = NativeCodec()
+
+
+class Recent:
+    """Tokens of a window and the chunk behind it, in the order of their positions: a ``TokenSource``.
+
+    What has left the window is read as zeros, which no query sees.
+
+    Args:
+        window: store of sinks and a ring; new: ``[B, h, m, d]``, not stored yet.
+        rows: ``(past, counts)`` of each row.
+    """
+
+    def __init__(self, window: Store, new: Tensor, rows: Sequence[tuple[int, int]]):
+        self.new, self.past = new, [past for past, _ in rows]
+        self.held = None if window.is_empty else window.read(max(self.past))
+        lengths = torch.tensor(self.past, device=new.device)
+        self.places = None if self.held is None else window.slot_positions(lengths)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(B, h, n, d)``, ``n`` the longest row's."""
+        batch, heads, m, head_dim = self.new.shape
+        return batch, heads, max(self.past) + m, head_dim
+
+    def rows(self, rows: slice) -> "Recent":
+        """These rows."""
+        part = copy(self)
+        part.new, part.past = self.new[rows], self.past[rows]
+        if self.held is not None and self.places is not None:
+            part.held, part.places = self.held[rows], self.places[rows]
+        return part
+
+    def span(self, start: int, stop: int) -> Tensor:
+        """``[B, h, stop - start, d]`` of rows with the same past."""
+        past = self.past[0]
+        chunk = self.new[:, :, max(start - past, 0) : max(stop - past, 0)]
+        before = range(start, min(stop, past))
+        if not len(before) or self.held is None or self.places is None:
+            return chunk
+        place = self.places[0]
+        wanted = (place >= before.start) & (place < before.stop)
+        out = self.new.new_zeros(*self.new.shape[:2], len(before), self.new.shape[3])
+        out[:, :, place[wanted] - before.start] = self.held[:, :, : len(place)][:, :, wanted]
+        return torch.cat((out, chunk), dim=2)
