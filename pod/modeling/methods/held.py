@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.grouped import attend_slots
 from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.step import Step
 from pod.modeling.shipped.stores import NATIVE, Codec
@@ -67,8 +68,10 @@ class HeldLayer(PodCacheLayer):
             self.observe_prompt(q, step)
         return out
 
-    def observe_weights(self, weights: Tensor) -> None:
-        self.weights = weights
+    def _decode(self, q: Tensor, step: Step) -> Tensor:
+        tokens = self.lead_keys.read(self.held), self.all_values.read(self.held)
+        out, _, self.weights = attend_slots(q, *tokens, self.scale)
+        return out
 
     def settle(self, step: Step) -> None:
         if step.ends_prompt or step.is_decode:

@@ -27,8 +27,10 @@ from .attend import (
     Source,
     Span,
     Tokens,
+    materialized,
     span,
     take_rows,
+    takes_gradients,
 )
 
 _STRIP_ROWS = 256
@@ -63,9 +65,13 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         return varlen.attend(call)
     lead = call.lead or Lead(None, None)  # type: ignore[arg-type]
     tensors = call.q, *call.tokens, lead.queries, lead.keys
-    if all(x is None or isinstance(x, Tensor) for x in tensors):
-        return _Flash.apply(*tensors, call)  # type: ignore[return-value]
-    return _forward(call)
+    if not takes_gradients(*tensors):
+        with torch.no_grad():
+            return _forward(call)
+    q, keys, values, q_lead, k_lead = map(materialized, tensors)
+    lead = None if call.lead is None else Lead(q_lead, k_lead)
+    call = call._replace(tokens=Tokens(keys, values), lead=lead)
+    return _Flash.apply(q, keys, values, q_lead, k_lead, call)  # type: ignore[return-value]
 
 
 # -- which calls -------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import packed
-from .attend import IMPLEMENTATIONS, Call, Implementation
+from .attend import IMPLEMENTATIONS, Call, Implementation, takes_gradients
 from .decode import DECODERS, DecodeBuffers, DecodeCall, Decoder
 from .packed import Stored, read
 
@@ -168,17 +168,25 @@ def attend_slots(
     """
     compute, heads, n = torch.promote_types(q.dtype, torch.float32), keys.shape[1], keys.shape[2]
     grouped = q[:, :, 0].unflatten(1, (heads, -1)).to(compute) * scale
-    logits = grouped.new_empty(*grouped.shape[:3], n)
-    _scores(grouped, keys, logits)
+    in_place = not takes_gradients(q, keys, values)
+    if in_place:
+        logits = grouped.new_empty(*grouped.shape[:3], n)
+        _scores(grouped, keys, logits)
+    else:
+        logits = grouped @ read(keys, 0, n, compute).transpose(2, 3)
     if bias is not None:
-        logits += bias[:, :, None]
+        logits = logits + bias[:, :, None]
     if lengths is not None:
         used = torch.arange(n, device=q.device) < lengths.view(len(lengths), -1, 1)
-        logits.masked_fill_(~used[:, :, None], float("-inf"))
-    weights, lse, sums = _exponentials(logits, logits)
-    weights /= sums[..., None]
-    out = _weighted(weights, values, 0, n).flatten(1, 2)[:, :, None]
-    return out.to(q.dtype), lse.flatten(1)[..., None], weights
+        logits = logits.masked_fill(~used[:, :, None], float("-inf"))
+    if in_place:
+        weights, lse, sums = _exponentials(logits, logits)
+        weights /= sums[..., None]
+        out = _weighted(weights, values, 0, n)
+    else:
+        weights, lse = logits.softmax(-1), logits.logsumexp(-1)
+        out = weights @ read(values, 0, n, compute)
+    return out.flatten(1, 2)[:, :, None].to(q.dtype), lse.flatten(1)[..., None], weights
 
 
 def _attend_one(call: Call) -> tuple[Tensor, Tensor]:
@@ -192,10 +200,6 @@ def _unsupported_one(call: Call) -> str | None:
         return "more than one query per row, a lead, or rows of unlike length"
     if call.visibility.num_recent_tokens is not None or call.visibility.positions is not None:
         return "a window"
-    if torch.is_grad_enabled() and any(
-        isinstance(x, Tensor) and x.requires_grad for x in (call.q, *call.tokens)
-    ):
-        return "gradients are taken"
     return None
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from .attend import CAUSAL, Lead, Source, Tokens, Visibility, attend, merge_heads, take_heads
+from .attend import CAUSAL, Lead, Source, Tokens, Visibility, attend, merge_heads, take_heads, takes_gradients
 from .attention import split_heads
 from .config import PodConfig
 from .decode import make_buffers, make_roles, pod_decode
@@ -69,7 +69,7 @@ class PodCacheLayer(CacheLayer):
         append_new(self.all_values, v, step)
         if self.leads:
             append_new(self.lead_keys, take_heads(k, self.leads), step)
-        if step.num_new == 1 and step.all_real:
+        if step.num_new == 1 and step.all_real and not takes_gradients(q, k, v):
             if self.followers:
                 append_new(self.window_keys, take_heads(k, self.followers), step)
             return self._decode(q, step)
@@ -176,7 +176,7 @@ class ClaCacheLayer(PodCacheLayer):
 
     def attend_again(self, q: Tensor, step: Step) -> Tensor:
         """Rotated queries ``[B, Hq, m, d]`` of a follower on what this lead stored in the same pass."""
-        if step.num_new == 1 and step.all_real:
+        if step.num_new == 1 and step.all_real and not takes_gradients(q):
             return self._decode(q, step)
         tokens = Tokens(self.lead_keys.view(step.max_length), self.all_values.view(step.max_length))
         return attend(q, tokens, None, CAUSAL, step.segments, self.scale, step.chunk_backend)[0]
