@@ -13,19 +13,12 @@ import time
 from pathlib import Path
 
 import triton
+from aot import SHARED_LIMIT, AotCase, CompiledCase, fingerprint, multiplies
+from aot_cases import all_cases, compile_many
 from tqdm import tqdm
 
 from pod.eval.results import environment
 from pod.files import atomic_write_text, write_json
-from pod.kernels.aot import (
-    SHARED_LIMIT,
-    AotCase,
-    CompiledCase,
-    all_cases,
-    compile_many,
-    fingerprint,
-    multiplies,
-)
 
 RESULTS = Path(__file__).parent / "results" / "kernel_resources.json"
 COMMAND = "python benchmarks/kernel_resources.py"

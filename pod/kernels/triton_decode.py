@@ -13,7 +13,6 @@ Nothing here waits for the device or allocates. Logits and sums are fp32; those 
 
 import contextlib
 import importlib
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -22,7 +21,6 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from pod.kernels import dispatch
-from pod.kernels.aot import AotCase
 from pod.kernels.decode_types import Call, Packed, Stored
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -438,53 +436,3 @@ def _native(x: Stored | None) -> Tensor:
 
 def _run(kernel, grid: tuple[int, int], *arguments, **options) -> None:
     kernel[grid](*arguments, **options)
-
-
-# -- compiled ahead of time ---------------------------------------------------------------------------------------
-
-
-def aot_cases() -> Iterator[AotCase]:
-    """The configurations that models use: bf16 and fp16, head_dim 64 and 128, groups of 1 to 8, with and without threshold."""
-    short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-    for dtype, head_dim, groups in (
-        (torch.bfloat16, 128, 4),
-        (torch.bfloat16, 128, 8),
-        (torch.bfloat16, 64, 4),
-        (torch.bfloat16, 64, 1),
-        (torch.float16, 128, 4),
-        (torch.float32, 128, 4),
-    ):
-        shape = tile(dtype, head_dim, groups)
-        name = f"{short[dtype]} d{head_dim} g{groups}"
-        for part, suffix in ((ALL, ""), (FIRST, " tau near"), (SECOND, " tau far")):
-            yield _decode_case(name + suffix, short[dtype], head_dim, groups, part, shape)
-        for with_gate, suffix in ((False, ""), (True, " tau")):
-            yield combine_case(name + suffix, short[dtype], head_dim, groups, with_gate, shape.BLOCK_N, False)
-
-
-def _decode_case(name: str, dtype: str, head_dim: int, groups: int, part: int, shape: Tile) -> AotCase:
-    pointers = dict.fromkeys(("q", "keys", "window", "values"), f"*{dtype}")
-    pointers |= dict.fromkeys(("logits", "distant_lse", "part_out", "part_lse"), "*fp32")
-    pointers |= {"lengths": "*i32", "table": "*i32", "scale": "fp32", "tau": "fp32"}
-    constants = {"PART": part, "GROUPS": groups, "HEAD_DIM": head_dim}
-    constants |= {"BLOCK_N": shape.BLOCK_N, "BLOCK_D": shape.BLOCK_D, "BLOCK_G": shape.BLOCK_G}
-    strides = [f"{x}_{y}" for x in "kwv" for y in ("batch", "head", "row")]
-    even = ("n_s", "n_r", "room", "q_batch", "q_head", *strides)
-    options = {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
-    hot = dtype != "fp32"
-    return AotCase(f"decode {name}", decode_kernel, pointers, constants, options, hot=hot, divisible=even)
-
-
-def combine_case(
-    name: str, dtype: str, head_dim: int, groups: int, with_gate: bool, tokens_per_step: int, packed: bool
-) -> AotCase:
-    """The kernel that merges splits, as ``combine`` launches it."""
-    pointers = {"lengths": "*i32", "packed_lengths": "*i32", "table": "*i32", "out": f"*{dtype}"}
-    pointers |= dict.fromkeys(("distant_lse", "part_out", "part_lse"), "*fp32")
-    constants = {"WITH_GATE": with_gate, "PACKED": packed, "GROUPS": groups, "HEAD_DIM": head_dim}
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    constants |= {"BLOCK_N": tokens_per_step, "BLOCK_S": _SPLITS, "BLOCK_D": block_d}
-    even = ("n_s", "n_r", "out_batch", "out_head")
-    hot = dtype != "fp32"
-    options = {"num_warps": 4}
-    return AotCase(f"combine {name}", combine_kernel, pointers, constants, options, hot=hot, divisible=even)

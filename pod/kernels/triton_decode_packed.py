@@ -7,7 +7,6 @@ followers are native.
 """
 
 import contextlib
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,6 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from pod.kernels.aot import AotCase
 from pod.kernels.decode_types import Call, Packed
 from pod.kernels.triton_decode import (
     _FREE,
@@ -25,7 +23,6 @@ from pod.kernels.triton_decode import (
     SECOND,
     boundary,
     combine,
-    combine_case,
     proximal_lse,
     splits,
     tiles,
@@ -347,47 +344,3 @@ def _launch(call: Call, part: int, shape: Tile) -> None:
 
 def _run(kernel, grid: tuple[int, int], *arguments, **options) -> None:
     kernel[grid](*arguments, **options)
-
-
-# -- compiled ahead of time ---------------------------------------------------------------------------------------
-
-
-def aot_cases() -> Iterator[AotCase]:
-    """The configurations that models use: groups of 32 and 64, with and without threshold."""
-    short = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-    for dtype, head_dim, groups, group_size in (
-        (torch.bfloat16, 128, 4, 32),
-        (torch.bfloat16, 128, 8, 64),
-        (torch.bfloat16, 64, 4, 32),
-        (torch.float32, 128, 4, 32),
-    ):
-        name = f"int4 {short[dtype]} d{head_dim} g{groups} group {group_size}"
-        for part, suffix in ((ALL, ""), (FIRST, " tau near"), (SECOND, " tau far")):
-            shape = tile(dtype, head_dim, groups, part)
-            yield _decode_case(name + suffix, short[dtype], head_dim, groups, group_size, part, shape)
-        tokens_per_step = tile(dtype, head_dim, groups).BLOCK_N
-        yield combine_case(name, short[dtype], head_dim, groups, False, tokens_per_step, True)
-
-
-def _decode_case(
-    name: str, dtype: str, head_dim: int, groups: int, group_size: int, part: int, shape: Tile
-) -> AotCase:
-    pointers = dict.fromkeys(("q", "key_tail", "window", "value_tail"), f"*{dtype}")
-    pointers |= dict.fromkeys(("key_zero", "key_scale", "value_zero", "value_scale"), "*fp16")
-    pointers |= dict.fromkeys(("key_codes", "value_codes"), "*u8")
-    pointers |= dict.fromkeys(("logits", "distant_lse", "part_out", "part_lse"), "*fp32")
-    pointers |= dict.fromkeys(("packed_lengths", "lengths", "table"), "*i32")
-    pointers |= {"scale": "fp32", "tau": "fp32"}
-    constants = {"PART": part, "GROUPS": groups, "HALF": head_dim // 2, "KEY_GROUP": group_size}
-    constants |= {"VALUE_GROUP": group_size, "BLOCK_N": shape.BLOCK_N, "BLOCK_G": shape.BLOCK_G}
-    even = ("n_s", "n_r", "room", "capacity", "ring", "q_batch", "q_head", "w_batch", "w_head", "w_row")
-    options = {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
-    return AotCase(
-        f"decode {name}",
-        packed_decode_kernel,
-        pointers,
-        constants,
-        options,
-        hot=dtype != "fp32",
-        divisible=even,
-    )

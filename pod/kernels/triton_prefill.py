@@ -10,7 +10,7 @@ and values from the L2 cache at the same time.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from pod.kernels import dispatch
 from pod.kernels import triton_prefill_backward as backward
-from pod.kernels.aot import AotCase
 from pod.kernels.triton_prefill_tiles import (
     FULL,
     LOG2E,
@@ -337,10 +336,3 @@ def mixed_attention(
 def forward_tile(dtype: torch.dtype, head_dim: int, chip: int) -> Tile:
     """The tile of the forward kernel."""
     return tile(TILES, dtype, head_dim, chip)
-
-
-def aot_cases() -> Iterator[AotCase]:
-    """The forward kernel for every shipped tile; mixed heads with documents, the largest variant, and without both."""
-    yield from backward.cases(
-        forward_kernel, "forward", forward_tile, ("q", "k", "v", "out"), ("q_lead", "k_lead")
-    )

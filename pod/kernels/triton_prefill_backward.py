@@ -6,14 +6,11 @@ costs 7 products a tile instead of the 5 of one kernel with atomic dQ; in return
 is no fp32 dQ of the size of the inputs.
 """
 
-from collections.abc import Callable, Iterator
-
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from pod.kernels.aot import CAPABILITIES, AotCase
 from pod.kernels.triton_prefill_tiles import (
     FULL,
     LOG2E,
@@ -396,64 +393,3 @@ def keys_tile(dtype: torch.dtype, head_dim: int, chip: int) -> Tile:
 def queries_tile(dtype: torch.dtype, head_dim: int, chip: int) -> Tile:
     """The tile of the kernel for dQ."""
     return tile(QUERY_TILES, dtype, head_dim, chip)
-
-
-def cases(
-    kernel, name: str, tile_of: Callable[..., Tile], data: tuple[str, ...], lead_data: tuple[str, ...]
-) -> Iterator[AotCase]:
-    """Cases of one kernel: bf16 with head_dim 64, 128 and 256 on each chip, fp32; each with mixed heads and documents.
-
-    bf16 with head_dim 128 also without both, as a dense layer runs it. Those up to 128 are hot.
-    """
-    arguments = kernel.arg_names
-    even = tuple(a for a in arguments if a.endswith(("_batch", "_head")) and a != "starts_batch")
-    for dtype, short, head_dim, chip, mixed in _variants():
-        options = tile_of(dtype, head_dim, chip)._asdict()
-        compiler = {key: options.pop(key) for key in ("num_warps", "num_stages")}
-        types = dict.fromkeys((*data, *lead_data), f"*{short}") | dict.fromkeys(
-            ("scale", "scale_log2"), "fp32"
-        )
-        types |= dict.fromkeys(("lse", "delta"), "*fp32") | dict.fromkeys(
-            ("lead_index", "starts", "ends"), "*i32"
-        )
-        types = {a: t for a, t in types.items() if a in arguments}
-        # tokens before heads, as projections give them: 32 query heads and 8 KV heads, of which 5 follow
-        rows = {"Q": 32, "K": 8, "V": 8, "QL": 20, "KL": 5, "OUT": 32, "DO": 32}
-        rows |= {"DQ": 32, "DK": 8, "DV": 8, "DQL": 20, "DKL": 5}
-        constants = {**options, "HEAD_DIM": head_dim, "HAS_LEAD": mixed, "HAS_DOCS": mixed}
-        constants |= {f"{x}_ROW": h * head_dim for x, h in rows.items() if f"{x}_ROW" in arguments}
-        if not mixed:
-            unused = {*lead_data, "lead_index", "starts", "ends"} & set(arguments)
-            constants |= dict.fromkeys(unused)
-            types = {a: t for a, t in types.items() if a not in unused}
-        yield AotCase(
-            f"{name} {short} d{head_dim} {'mixed, documents' if mixed else 'dense'} sm_{chip}",
-            kernel,
-            types,
-            constants,
-            compiler,
-            hot=short == "bf16" and head_dim <= 128,
-            divisible=even,
-            capabilities=(chip,),
-        )
-
-
-def _variants() -> Iterator[tuple[torch.dtype, str, int, int, bool]]:
-    for chip in CAPABILITIES:
-        for head_dim in (64, 128, 256):
-            yield torch.bfloat16, "bf16", head_dim, chip, True
-        yield torch.bfloat16, "bf16", 128, chip, False
-        for head_dim in (64, 128, 256):
-            yield torch.float32, "fp32", head_dim, chip, True
-
-
-def aot_cases() -> Iterator[AotCase]:
-    """The three kernels of the backward pass for every shipped tile."""
-    reads = "q", "k", "v", "dout"
-    yield from cases(keys_kernel, "keys", keys_tile, (*reads, "dk", "dv"), ("q_lead", "k_lead", "dk_lead"))
-    yield from cases(queries_kernel, "queries", queries_tile, (*reads, "dq"), ("q_lead", "k_lead", "dq_lead"))
-    for short in ("bf16", "fp32"):
-        constants = {"HEAD_DIM": 128, "BLOCK_M": 64, "BLOCK_D": 128, "OUT_ROW": 32 * 128, "DO_ROW": 32 * 128}
-        types = {"out": f"*{short}", "dout": f"*{short}", "delta": "*fp32"}
-        even = tuple(a for a in delta_kernel.arg_names if a.endswith(("_batch", "_head")))
-        yield AotCase(f"delta {short} d128", delta_kernel, types, constants, {}, divisible=even)

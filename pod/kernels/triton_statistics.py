@@ -6,7 +6,6 @@ log-sum-exp, then every weight is written once. Logits of fp32 inputs are comput
 """
 
 import contextlib
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,6 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from pod.kernels import dispatch
-from pod.kernels.aot import AotCase
 
 _LOG2E = 1.4426950408889634
 
@@ -225,31 +223,3 @@ def attention_rows(q: Tensor, k: Tensor, scale: float) -> Tensor:
     lse = torch.logsumexp(parts / _LOG2E, dim=1) * _LOG2E
     _launch(rows_kernel, grid, q, k, (lse, out), scale, WRITE=True, **options)
     return out
-
-
-def aot_cases() -> Iterator[AotCase]:
-    """Every kernel with every tile, for compilation without a GPU."""
-    pointers = dict.fromkeys(("lse", "out", "sums", "squares"), "*fp32")
-    even = ("n", "m", "head_dim", "q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row")
-    variants = (
-        ("log-sum-exp", lse_kernel, {}),
-        ("column sums", column_sums_kernel, {"WITH_SQUARES": False}),
-        ("column sums and squares", column_sums_kernel, {"WITH_SQUARES": True}),
-        ("rows, log-sum-exp", rows_kernel, {"WRITE": False}),
-        ("rows, weights", rows_kernel, {"WRITE": True}),
-    )
-    for dtype, short in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")):
-        for head_dim in (64, 128, 256):
-            constants = tile(dtype, head_dim)._asdict()
-            options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-            for name, kernel, flags in variants:
-                known = {"q": "*" + short, "k": "*" + short, "scale_log2": "fp32"} | pointers
-                yield AotCase(
-                    f"{name} {short} d{head_dim}",
-                    kernel,
-                    {n: t for n, t in known.items() if n in kernel.arg_names},
-                    constants | flags,
-                    options,
-                    hot=dtype != torch.float32,
-                    divisible=even,
-                )

@@ -1,9 +1,9 @@
 """Ahead-of-time cases: what is refused, what a fingerprint depends on, and which compiled kernels break a limit."""
 
+import importlib
 import importlib.util
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -37,10 +37,9 @@ def kernel(out, x, n, row, SIZE: tl.constexpr):
 
 
 @pytest.fixture
-def aot():
-    from pod.kernels import aot
-
-    return aot
+def aot(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("aot")
 
 
 @pytest.fixture
@@ -126,12 +125,11 @@ def test_alignment_reaches_the_compiler(aot, case_of, monkeypatch):
     assert needs.stack_bytes == 0 and 8 <= needs.registers <= 64 and "wgmma" not in needs.instructions
 
 
-def test_names_are_unique_in_a_module(aot, case_of, monkeypatch):
-    case = case_of()
-    twice = SimpleNamespace(aot_cases=lambda: iter([case, case]))
-    monkeypatch.setattr(aot, "modules", lambda: {"triton_x": twice})
-    with pytest.raises(ValueError, match=r"triton_x.aot_cases\(\) yields the name 'a case' twice"):
-        aot.all_cases()
+def test_names_are_unique_in_a_module(case_of, monkeypatch):
+    cases, case = importlib.import_module("aot_cases"), case_of()
+    monkeypatch.setattr(cases, "CASES", {"triton_x": lambda: iter([case, case])})
+    with pytest.raises(ValueError, match="the cases of triton_x have the name 'a case' twice"):
+        cases.all_cases()
 
 
 @pytest.mark.parametrize(
@@ -161,10 +159,7 @@ def test_names_are_unique_in_a_module(aot, case_of, monkeypatch):
     ],
 )
 def test_limits_of_the_table(aot, case_of, name, types, hot, capability, needs, message):
-    path = ROOT / "benchmarks" / "kernel_resources.py"
-    spec = importlib.util.spec_from_file_location("kernel_resources", path)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = importlib.import_module("kernel_resources")
     product = ("* FACTOR", "* tl.dot(x, x)") if "no product" not in name else ("", "")
     case = case_of(*product, types={"x": types}, hot=hot)
     problems = script.problems(name, case, capability, aot.CompiledCase(*needs))

@@ -4,6 +4,7 @@ The table holds a fingerprint of each kernel's code and settings, so that no ker
 against the limits, and the kernels of the usual shape are compiled again. POD_COMPILE_ALL=1 compiles all (minutes).
 """
 
+import importlib
 import importlib.util
 import json
 import os
@@ -22,19 +23,22 @@ COMPILE_ALL = os.environ.get("POD_COMPILE_ALL") == "1"
 
 
 @pytest.fixture(scope="module")
-def script():
-    """benchmarks/kernel_resources.py, which writes the table."""
-    spec = importlib.util.spec_from_file_location("kernel_resources", ROOT / "benchmarks/kernel_resources.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def load():
+    """A script of benchmarks/, by its name; spawned processes import them by name too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        yield importlib.import_module
 
 
 @pytest.fixture(scope="module")
-def cases():
-    from pod.kernels import aot
+def script(load):
+    """benchmarks/kernel_resources.py, which writes the table."""
+    return load("kernel_resources")
 
-    return aot.all_cases()
+
+@pytest.fixture(scope="module")
+def cases(load):
+    return load("aot_cases").all_cases()
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +47,8 @@ def committed():
 
 
 def test_the_table_holds_exactly_these_kernels(cases, committed, script):
-    from pod.kernels.aot import fingerprint
-
     table = {name: entry["fingerprint"] for name, entry in committed["kernels"].items()}
-    now = {name: fingerprint(case) for name, case in cases.items()}
+    now = {name: script.fingerprint(case) for name, case in cases.items()}
     changed = sorted(name for name in table.keys() | now.keys() if table.get(name) != now.get(name))
     assert not changed, f"{len(changed)} kernels changed, came or went; run: {script.COMMAND}"
     chips = {
@@ -55,12 +57,10 @@ def test_the_table_holds_exactly_these_kernels(cases, committed, script):
     assert chips == {name: {f"sm_{c}" for c in case.capabilities} for name, case in cases.items()}
 
 
-def test_every_kernel_of_the_package_is_compiled(cases):
+def test_every_kernel_of_the_package_is_compiled(cases, load):
     import triton
 
-    from pod.kernels import aot
-
-    used = set().union(*(aot.used_kernels(case) for case in cases.values()))
+    used = set().union(*(load("aot").used_kernels(case) for case in cases.values()))
     defined = set()
     for file in (ROOT / "pod" / "kernels").glob("triton_*.py"):
         module = importlib.import_module(f"pod.kernels.{file.stem}")
@@ -71,13 +71,11 @@ def test_every_kernel_of_the_package_is_compiled(cases):
 
 
 def test_the_tables_figures_keep_the_limits(cases, committed, script):
-    from pod.kernels.aot import CompiledCase
-
     wrong = []
     for name, case in cases.items():
         for capability in case.capabilities:
             needs = dict(committed["kernels"][name][f"sm_{capability}"])
-            found = CompiledCase(**needs | {"instructions": set(needs["instructions"].split())})
+            found = script.CompiledCase(**needs | {"instructions": set(needs["instructions"].split())})
             wrong += script.problems(name, case, capability, found)
     assert not wrong
     assert script.KNOWN_SPILLS.keys() <= {
@@ -95,11 +93,9 @@ def usual(name: str, case) -> bool:
 def test_compiled_kernels_have_the_tables_figures(cases, committed, script):
     import triton
 
-    from pod.kernels import aot
-
     wanted = [(n, c) for n, case in cases.items() for c in case.capabilities if COMPILE_ALL or usual(n, case)]
-    assert {c for _, c in wanted} == set(aot.CAPABILITIES)
-    compiled = dict(aot.compile_many(wanted, processes=2))
+    assert {c for _, c in wanted} == set(script.SHARED_LIMIT)
+    compiled = dict(script.compile_many(wanted, processes=2))
     wrong = [
         line for (name, c), found in compiled.items() for line in script.problems(name, cases[name], c, found)
     ]

@@ -1,21 +1,15 @@
 """Kernels compiled ahead of time, for chips that need not be there, and what the compiled code needs of them.
 
-Every Triton module of this package has ``aot_cases()``: one ``AotCase`` for each shipped launch configuration, with the arguments
-typed as in a model. This file imports without Triton; compiling needs it, and no GPU.
+``aot_cases`` lists what the package ships. This file imports without Triton; compiling needs it, and no GPU.
 """
 
 import ast
 import functools
 import hashlib
-import importlib
 import inspect
-import multiprocessing
-import pkgutil
 import subprocess
 import tempfile
 import textwrap
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -87,48 +81,6 @@ def compile_case(case: AotCase, capability: int) -> CompiledCase:
     return CompiledCase(registers, stack, binary.metadata.shared, {i for i in INSTRUCTIONS if i in ptx})
 
 
-def modules() -> dict[str, ModuleType]:
-    """Every module of this package with ``aot_cases``, by its name without the package."""
-    found = {}
-    for entry in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if entry.name.startswith("triton_"):
-            module = importlib.import_module(f"{__package__}.{entry.name}")
-            if hasattr(module, "aot_cases"):
-                found[entry.name] = module
-    return found
-
-
-def all_cases() -> dict[str, AotCase]:
-    """Every case of every module, by ``"module: name"``. Raises ValueError for a name that occurs twice in a module."""
-    found: dict[str, AotCase] = {}
-    for name, module in modules().items():
-        for case in module.aot_cases():
-            if f"{name}: {case.name}" in found:
-                raise ValueError(f"{name}.aot_cases() yields the name {case.name!r} twice; make names unique")
-            found[f"{name}: {case.name}"] = case
-    return found
-
-
-def compile_many(
-    wanted: Iterable[tuple[str, int]], processes: int
-) -> Iterator[tuple[tuple[str, int], CompiledCase]]:
-    """Compile ``("module: name", capability)`` pairs in ``processes`` processes of their own; yields each with its result, in order."""
-    wanted = list(wanted)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        yield from zip(wanted, pool.map(_compile_named, wanted), strict=True)
-
-
-def _compile_named(wanted: tuple[str, int]) -> CompiledCase:
-    name, capability = wanted
-    return compile_case(_cases_of_process()[name], capability)
-
-
-@functools.cache
-def _cases_of_process() -> dict[str, AotCase]:
-    return all_cases()
-
-
 def used_kernels(case: AotCase) -> set[str]:
     """Full names of the case's kernel and of the ``@triton.jit`` functions that it calls."""
     return {name for name, text in _reached(case.kernel).items() if text.startswith("@")}
@@ -181,7 +133,7 @@ def _global_of(node: ast.AST, names: dict[str, Any]) -> Any:
         return names.get(node.id)
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         owner = names.get(node.value.id)
-        if isinstance(owner, ModuleType) and owner.__name__.split(".")[0] == __name__.split(".")[0]:
+        if isinstance(owner, ModuleType) and owner.__name__.startswith("pod."):
             return getattr(owner, node.attr, None)
     return None
 

@@ -1,0 +1,246 @@
+"""What ``aot`` compiles: one ``AotCase`` for each launch configuration that the Triton modules ship, arguments typed as in a model.
+
+A test records what models launch and holds these types against it.
+"""
+
+import functools
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import torch
+import triton
+from aot import CAPABILITIES, AotCase, CompiledCase, compile_case
+
+from pod.kernels import triton_decode, triton_decode_packed, triton_prefill, triton_statistics
+from pod.kernels import triton_prefill_backward as backward
+from pod.kernels.triton_decode import ALL, FIRST, SECOND
+
+SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def decode_cases() -> Iterator[AotCase]:
+    """bf16 and fp16, head_dim 64 and 128, groups of 1 to 8, with and without threshold."""
+    for dtype, head_dim, groups in (
+        (torch.bfloat16, 128, 4),
+        (torch.bfloat16, 128, 8),
+        (torch.bfloat16, 64, 4),
+        (torch.bfloat16, 64, 1),
+        (torch.float16, 128, 4),
+        (torch.float32, 128, 4),
+    ):
+        shape = triton_decode.tile(dtype, head_dim, groups)
+        name = f"{SHORT[dtype]} d{head_dim} g{groups}"
+        for part, suffix in ((ALL, ""), (FIRST, " tau near"), (SECOND, " tau far")):
+            yield _decode_case(name + suffix, SHORT[dtype], head_dim, groups, part, shape)
+        for with_gate, suffix in ((False, ""), (True, " tau")):
+            yield _combine_case(
+                name + suffix, SHORT[dtype], head_dim, groups, with_gate, shape.BLOCK_N, False
+            )
+
+
+def _decode_case(
+    name: str, dtype: str, head_dim: int, groups: int, part: int, shape: triton_decode.Tile
+) -> AotCase:
+    types = dict.fromkeys(("q", "keys", "window", "values"), f"*{dtype}")
+    types |= dict.fromkeys(("logits", "distant_lse", "part_out", "part_lse"), "*fp32")
+    types |= {"lengths": "*i64", "table": "*i32", "scale": "fp32", "tau": "fp32"}
+    constants = {"PART": part, "GROUPS": groups, "HEAD_DIM": head_dim}
+    constants |= {"BLOCK_N": shape.BLOCK_N, "BLOCK_D": shape.BLOCK_D, "BLOCK_G": shape.BLOCK_G}
+    strides = [f"{x}_{y}" for x in "kwv" for y in ("batch", "head", "row")]
+    even = ("n_s", "n_r", "room", "q_batch", "q_head", *strides)
+    options = {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
+    kernel, hot = triton_decode.decode_kernel, dtype != "fp32"
+    return AotCase(f"decode {name}", kernel, types, constants, options, hot=hot, divisible=even)
+
+
+def _combine_case(
+    name: str, dtype: str, head_dim: int, groups: int, with_gate: bool, tokens_per_step: int, packed: bool
+) -> AotCase:
+    """The kernel that merges splits; lengths of native tokens stand in for those that packed ones have of their own."""
+    types = {"lengths": "*i64", "packed_lengths": "*i32" if packed else "*i64", "table": "*i32"}
+    types |= {"out": f"*{dtype}"} | dict.fromkeys(("distant_lse", "part_out", "part_lse"), "*fp32")
+    constants = {"WITH_GATE": with_gate, "PACKED": packed, "GROUPS": groups, "HEAD_DIM": head_dim}
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    constants |= {"BLOCK_N": tokens_per_step, "BLOCK_S": triton_decode._SPLITS, "BLOCK_D": block_d}
+    even = ("n_s", "n_r", "out_batch", "out_head")
+    kernel, hot = triton_decode.combine_kernel, dtype != "fp32"
+    return AotCase(f"combine {name}", kernel, types, constants, {"num_warps": 4}, hot=hot, divisible=even)
+
+
+def packed_cases() -> Iterator[AotCase]:
+    """4 bits in groups of 32 and 64, with and without threshold."""
+    tile = triton_decode_packed.tile
+    for dtype, head_dim, groups, group_size in (
+        (torch.bfloat16, 128, 4, 32),
+        (torch.bfloat16, 128, 8, 64),
+        (torch.bfloat16, 64, 4, 32),
+        (torch.float32, 128, 4, 32),
+    ):
+        name = f"int4 {SHORT[dtype]} d{head_dim} g{groups} group {group_size}"
+        for part, suffix in ((ALL, ""), (FIRST, " tau near"), (SECOND, " tau far")):
+            shape = tile(dtype, head_dim, groups, part)
+            yield _packed_case(name + suffix, SHORT[dtype], head_dim, groups, group_size, part, shape)
+        tokens_per_step = tile(dtype, head_dim, groups).BLOCK_N
+        yield _combine_case(name, SHORT[dtype], head_dim, groups, False, tokens_per_step, True)
+
+
+def _packed_case(
+    name: str,
+    dtype: str,
+    head_dim: int,
+    groups: int,
+    group_size: int,
+    part: int,
+    shape: triton_decode_packed.Tile,
+) -> AotCase:
+    types = dict.fromkeys(("q", "key_tail", "window", "value_tail"), f"*{dtype}")
+    types |= dict.fromkeys(("key_zero", "key_scale", "value_zero", "value_scale"), "*fp16")
+    types |= dict.fromkeys(("key_codes", "value_codes"), "*u8")
+    types |= dict.fromkeys(("logits", "distant_lse", "part_out", "part_lse"), "*fp32")
+    types |= {"lengths": "*i64", "packed_lengths": "*i32", "table": "*i32", "scale": "fp32", "tau": "fp32"}
+    constants = {"PART": part, "GROUPS": groups, "HALF": head_dim // 2, "KEY_GROUP": group_size}
+    constants |= {"VALUE_GROUP": group_size, "BLOCK_N": shape.BLOCK_N, "BLOCK_G": shape.BLOCK_G}
+    even = ("n_s", "n_r", "room", "capacity", "ring", "q_batch", "q_head", "w_batch", "w_head", "w_row")
+    options = {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
+    kernel, hot = triton_decode_packed.packed_decode_kernel, dtype != "fp32"
+    return AotCase(f"decode {name}", kernel, types, constants, options, hot=hot, divisible=even)
+
+
+def prefill_cases() -> Iterator[AotCase]:
+    """The forward kernel for every shipped tile; mixed heads with documents, the largest variant, and without both."""
+    data = ("q", "k", "v", "out"), ("q_lead", "k_lead")
+    yield from _whole_sequences(triton_prefill.forward_kernel, "forward", triton_prefill.forward_tile, *data)
+
+
+def backward_cases() -> Iterator[AotCase]:
+    """The three kernels of the backward pass for every shipped tile."""
+    reads = "q", "k", "v", "dout"
+    of_keys = (*reads, "dk", "dv"), ("q_lead", "k_lead", "dk_lead")
+    yield from _whole_sequences(backward.keys_kernel, "keys", backward.keys_tile, *of_keys)
+    of_queries = (*reads, "dq"), ("q_lead", "k_lead", "dq_lead")
+    yield from _whole_sequences(backward.queries_kernel, "queries", backward.queries_tile, *of_queries)
+    kernel = backward.delta_kernel
+    for short in ("bf16", "fp32"):
+        constants = {"HEAD_DIM": 128, "BLOCK_M": 64, "BLOCK_D": 128, "OUT_ROW": 32 * 128, "DO_ROW": 32 * 128}
+        types = {"out": f"*{short}", "dout": f"*{short}", "delta": "*fp32"}
+        even = tuple(a for a in kernel.arg_names if a.endswith(("_batch", "_head")))
+        yield AotCase(f"delta {short} d128", kernel, types, constants, {}, divisible=even)
+
+
+def _whole_sequences(
+    kernel, name: str, tile_of: Callable[..., Any], data: tuple[str, ...], lead_data: tuple[str, ...]
+) -> Iterator[AotCase]:
+    """Cases of one kernel: bf16 with head_dim 64, 128 and 256 on each chip, fp32; each with mixed heads and documents.
+
+    bf16 with head_dim 128 also without both, as a dense layer runs it. Those up to 128 are hot.
+    """
+    arguments = kernel.arg_names
+    even = tuple(a for a in arguments if a.endswith(("_batch", "_head")) and a != "starts_batch")
+    for dtype, head_dim, chip, mixed in _variants():
+        short, options = SHORT[dtype], tile_of(dtype, head_dim, chip)._asdict()
+        compiler = {key: options.pop(key) for key in ("num_warps", "num_stages")}
+        types = dict.fromkeys((*data, *lead_data), f"*{short}")
+        types |= dict.fromkeys(("scale", "scale_log2"), "fp32") | dict.fromkeys(("lse", "delta"), "*fp32")
+        types |= dict.fromkeys(("lead_index", "starts", "ends"), "*i32")
+        types = {a: t for a, t in types.items() if a in arguments}
+        # tokens before heads, as projections give them: 32 query heads and 8 KV heads, of which 5 follow
+        rows = {"Q": 32, "K": 8, "V": 8, "QL": 20, "KL": 5, "OUT": 32, "DO": 32}
+        rows |= {"DQ": 32, "DK": 8, "DV": 8, "DQL": 20, "DKL": 5}
+        constants = {**options, "HEAD_DIM": head_dim, "HAS_LEAD": mixed, "HAS_DOCS": mixed}
+        constants |= {f"{x}_ROW": h * head_dim for x, h in rows.items() if f"{x}_ROW" in arguments}
+        if not mixed:
+            unused = {*lead_data, "lead_index", "starts", "ends"} & set(arguments)
+            constants |= dict.fromkeys(unused)
+            types = {a: t for a, t in types.items() if a not in unused}
+        yield AotCase(
+            f"{name} {short} d{head_dim} {'mixed, documents' if mixed else 'dense'} sm_{chip}",
+            kernel,
+            types,
+            constants,
+            compiler,
+            hot=short == "bf16" and head_dim <= 128,
+            divisible=even,
+            capabilities=(chip,),
+        )
+
+
+def _variants() -> Iterator[tuple[torch.dtype, int, int, bool]]:
+    for chip in CAPABILITIES:
+        for head_dim in (64, 128, 256):
+            yield torch.bfloat16, head_dim, chip, True
+        yield torch.bfloat16, 128, chip, False
+        for head_dim in (64, 128, 256):
+            yield torch.float32, head_dim, chip, True
+
+
+def statistics_cases() -> Iterator[AotCase]:
+    """Every kernel with every tile."""
+    pointers = dict.fromkeys(("lse", "out", "sums", "squares"), "*fp32")
+    even = ("n", "m", "head_dim", "q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row")
+    variants = (
+        ("log-sum-exp", triton_statistics.lse_kernel, {}),
+        ("column sums", triton_statistics.column_sums_kernel, {"WITH_SQUARES": False}),
+        ("column sums and squares", triton_statistics.column_sums_kernel, {"WITH_SQUARES": True}),
+        ("rows, log-sum-exp", triton_statistics.rows_kernel, {"WRITE": False}),
+        ("rows, weights", triton_statistics.rows_kernel, {"WRITE": True}),
+    )
+    for dtype, short in SHORT.items():
+        for head_dim in (64, 128, 256):
+            constants = triton_statistics.tile(dtype, head_dim)._asdict()
+            options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+            for name, kernel, flags in variants:
+                known = {"q": "*" + short, "k": "*" + short, "scale_log2": "fp32"} | pointers
+                yield AotCase(
+                    f"{name} {short} d{head_dim}",
+                    kernel,
+                    {n: t for n, t in known.items() if n in kernel.arg_names},
+                    constants | flags,
+                    options,
+                    hot=dtype != torch.float32,
+                    divisible=even,
+                )
+
+
+CASES: dict[str, Callable[[], Iterator[AotCase]]] = {
+    "triton_decode": decode_cases,
+    "triton_decode_packed": packed_cases,
+    "triton_prefill": prefill_cases,
+    "triton_prefill_backward": backward_cases,
+    "triton_statistics": statistics_cases,
+}
+"""By the module of ``pod.kernels`` whose kernels they are."""
+
+
+def all_cases() -> dict[str, AotCase]:
+    """Every case, by ``"module: name"``. Raises ValueError for a name that occurs twice in a module."""
+    found: dict[str, AotCase] = {}
+    for module, cases in CASES.items():
+        for case in cases():
+            if f"{module}: {case.name}" in found:
+                raise ValueError(
+                    f"the cases of {module} have the name {case.name!r} twice; make names unique"
+                )
+            found[f"{module}: {case.name}"] = case
+    return found
+
+
+def compile_many(
+    wanted: Iterable[tuple[str, int]], processes: int
+) -> Iterator[tuple[tuple[str, int], CompiledCase]]:
+    """Compile ``("module: name", capability)`` pairs in ``processes`` processes of their own; yields each with its result, in order."""
+    wanted = list(wanted)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        yield from zip(wanted, pool.map(_compile_named, wanted), strict=True)
+
+
+def _compile_named(wanted: tuple[str, int]) -> CompiledCase:
+    name, capability = wanted
+    return compile_case(_cases_of_process()[name], capability)
+
+
+@functools.cache
+def _cases_of_process() -> dict[str, AotCase]:
+    return all_cases()
