@@ -51,23 +51,20 @@ BACKENDS: dict[str, Entry] = {
     "flash": Entry(
         flash.causal_attention, flash.pod_attention, flash.window_attention, flash_ops.unsupported
     ),
-    "cudnn": _lazy("cudnn", "cuDNN"),
-    "flash-attn": _lazy("flash_attn", "flash-attn"),
     "flex": _lazy("flex", "FlexAttention"),
     "triton": _lazy("triton_prefill", "Triton", mixed=True),
 }
 """What can be asked for by name:
 
-* ``flash``: PyTorch's flash op, on CPU and CUDA.
-* ``cudnn``: CUDA; cuDNN for the large square calls of unpacked batches, PyTorch's flash op for windows, sinks and documents.
-* ``flash-attn``: CUDA; the installed package, version 3 on Hopper, else 2.
+* ``flash``: PyTorch's flash op, on CPU and CUDA; there with the kernels of an installed flash-attn after
+  ``torch.nn.attention.activate_flash_attention_impl``.
 * ``flex``: CUDA; two compiled FlexAttention calls, also in fp32. On the CPU without gradients, unfused.
 * ``triton``: CUDA; one fused kernel of our own.
 * ``reference``: anywhere, once ``pod`` has registered it; quadratic memory with gradients.
 """
 AUTO_ORDER = ["flash", "reference"]
-"""What ``auto`` tries, in this order. Not in it, and so run only when asked for: ``cudnn``, ``flash-attn``, ``flex`` and ``triton``,
-until a GPU has measured them."""
+"""What ``auto`` tries, in this order. Not in it, and so run only when asked for: ``flex`` and ``triton``, until a GPU
+has measured them."""
 
 
 def register(name: str, entry: Entry) -> None:

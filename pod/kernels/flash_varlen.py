@@ -33,13 +33,11 @@ class Call(NamedTuple):
     Attributes:
         bounds: int32 ``[sequences + 1]`` on the device, where each sequence starts among the packed queries, and among the keys.
         longest: tokens of the longest sequence, of queries and of keys.
-        equal: all sequences have the same number of queries, and of keys.
         causal: bottom-right aligned. With a ``window`` of w tokens only the w newest visible keys count.
     """
 
     bounds: tuple[Tensor, Tensor]
     longest: tuple[int, int]
-    equal: bool
     causal: bool
     window: int | None
     scale: float
@@ -109,9 +107,8 @@ class Part(NamedTuple):
 
     def call(self, scale: float) -> Call:
         rows, columns = self.rows, self.columns
-        equal = len(set(rows.lengths)) == 1 and len(set(columns.lengths)) == 1
         longest = max(rows.lengths), max(columns.lengths)
-        return Call((rows.bounds, columns.bounds), longest, equal, self.causal, self.window, scale)
+        return Call((rows.bounds, columns.bounds), longest, self.causal, self.window, scale)
 
     def add_to_columns(self, x: Tensor, values: Tensor) -> None:
         if self.copies is None:
@@ -210,25 +207,6 @@ def attend(
 
     plan = _PLANS.get(doc_ids, (batch, n, windows, lead is not None, q.device), make)
     return _Varlen.apply(q, k, v, *(lead or (None, None)), plan, scale, ops)
-
-
-def operations(ops_for: Callable[[Tensor], Ops]) -> tuple[Callable[..., Tensor], ...]:
-    """``causal_attention``, ``pod_attention`` and ``window_attention``, as in ``flash``, with the ops that queries get."""
-
-    def run(q, k, v, lead, windows, doc_ids, scale) -> Tensor:
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        return attend(q, k, v, lead, windows, doc_ids, scale, ops_for(q))
-
-    def causal(q, k, v, doc_ids=None, scale=None):
-        return run(q, k, v, None, (0, q.shape[2]), doc_ids, scale)
-
-    def pod(q, k, v, q_lead, k_lead, num_sink_tokens, num_recent_tokens, doc_ids=None, scale=None):
-        return run(q, k, v, (q_lead, k_lead), (num_sink_tokens, num_recent_tokens), doc_ids, scale)
-
-    def window(q, k, v, num_recent_tokens, doc_ids=None, scale=None):
-        return run(q, k, v, None, (0, num_recent_tokens), doc_ids, scale)
-
-    return causal, pod, window
 
 
 def _packed(x: Tensor | None) -> Tensor | None:

@@ -6,7 +6,7 @@ and what the libraries demand of their inputs is asserted.
 
 import torch
 
-from pod.kernels.flash_varlen import Ops
+from pod.kernels.flash_varlen import Ops, attend
 
 
 def check(q, k, v, call):
@@ -21,8 +21,6 @@ def check(q, k, v, call):
         assert lengths.max() == longest, name
     assert k.shape == v.shape and v.stride(-1) == 1 and q.shape[1] % k.shape[1] == 0
     assert len(call.bounds[0]) == len(call.bounds[1])
-    uniform = all(len(bounds.diff().unique()) == 1 for bounds in call.bounds)
-    assert call.equal == uniform
 
 
 def sequences(q, k, v, call):
@@ -70,3 +68,22 @@ def backward(grad, q, k, v, out, lse, call):
 
 
 OPS = Ops(forward, backward)
+
+
+def operations(ops):
+    """``causal_attention``, ``pod_attention`` and ``window_attention`` of ``pod.kernels.api`` as ``flash`` runs them on CUDA, with these ops."""
+
+    def run(q, k, v, lead, windows, doc_ids, scale):
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        return attend(q, k, v, lead, windows, doc_ids, scale, ops)
+
+    def causal(q, k, v, doc_ids=None, scale=None):
+        return run(q, k, v, None, (0, q.shape[2]), doc_ids, scale)
+
+    def pod(q, k, v, q_lead, k_lead, num_sink_tokens, num_recent_tokens, doc_ids=None, scale=None):
+        return run(q, k, v, (q_lead, k_lead), (num_sink_tokens, num_recent_tokens), doc_ids, scale)
+
+    def window(q, k, v, num_recent_tokens, doc_ids=None, scale=None):
+        return run(q, k, v, None, (0, num_recent_tokens), doc_ids, scale)
+
+    return causal, pod, window
