@@ -176,7 +176,6 @@ class Stack:
             *self.shape.windows,
             tau=tau,
             backend=backend,
-            max_length=self.shape.n,
             out=self.outs[layer],
         )
 

@@ -179,7 +179,6 @@ class StaticEngine:
                 bound.hidden = torch.empty_like(hidden_states)
         hidden = bound.hidden.copy_(hidden_states)
         bound.step.past.copy_(step.past)
-        bound.step.max_length = None if hidden_states.is_cuda else int(step.lengths.max())
         run = self._program("layers", model, lambda: bound.run_layers(model, hidden))
         out = run().clone()
         self._settle(bound, step.uniform_past)
@@ -214,13 +213,11 @@ class StaticEngine:
         def restart() -> None:
             bound.token.copy_(token)
             bound.step.past.fill_(past)
-            bound.step.max_length = past + 1
 
         run = self._program("greedy", model, lambda: _greedy_step(model, bound), restart)
         restart()
         found = []
         for number in range(num_tokens):
-            bound.step.max_length = past + number + 1
             found.append(run().clone())
             self._settle(bound, past + number)
         ids = torch.cat(found, dim=1)

@@ -25,13 +25,11 @@ class StaticStep:
         layers: one ``StaticLayer`` per decoder layer.
         past: ``[B]`` int64 tokens per row before the step.
         rope: rotation at ``past``; set for each step.
-        max_length: host bound on the tokens per row, the new one included; None = unknown (the CPU code wants it).
     """
 
     layers: list["StaticLayer"]
     past: Tensor
     rope: Any = None
-    max_length: int | None = None
 
     def __post_init__(self):
         for layer in self.layers:
@@ -108,7 +106,7 @@ class StaticLayer:
         q = self.values.target.new_empty(batch, heads * self.layer.groups, head_dim)
         lengths = torch.ones(batch, dtype=torch.long, device=q.device)
         windows = self.layer.num_sink_tokens, self.layer.num_recent_tokens
-        numbers = self.layer.scale, self.layer.tau, None
+        numbers = self.layer.scale, self.layer.tau
         call = Call(q, *self._stored(), lengths, self.roles, self.buffers, *windows, *numbers, q)
         return decode.choose(call, self.backend) is decode.BACKENDS["triton"]
 
@@ -142,7 +140,6 @@ class StaticLayer:
             scale=self.layer.scale,
             tau=self.layer.tau,
             backend=self.backend,
-            max_length=step.max_length,
         )
         return out.unsqueeze(2)
 

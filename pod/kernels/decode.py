@@ -74,7 +74,6 @@ def pod_decode(
     scale: float | None = None,
     tau: float | None = None,
     backend: str = "auto",
-    max_length: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention of the newest token of every row.
@@ -98,8 +97,6 @@ def pod_decode(
         tau: gate threshold (paper B.4), None = exact. A query head of a follower whose proximal tokens hold the share
             ``sigmoid(lse_P - lse_D) >= tau`` attends to these alone. Distant values are read only by KV heads with a query
             head that does not.
-        max_length: at least the longest of ``lengths``, for backends that would otherwise ask the device. None of today's uses
-            it: the Triton kernels read ``lengths`` on the device, the others run where reading them costs nothing.
         out: ``[B, Hq, d]`` to write to.
 
     Returns:
@@ -114,7 +111,7 @@ def pod_decode(
     factor = float(q.shape[-1] ** -0.5) if scale is None else scale
     stores = keys, window_keys, values
     windows = num_sink_tokens, num_recent_tokens
-    call = Call(q, *stores, lengths, roles, buffers, *windows, factor, tau, max_length, out)
+    call = Call(q, *stores, lengths, roles, buffers, *windows, factor, tau, out)
     choose(call, backend).decode(call)
     return out
 

@@ -177,5 +177,4 @@ class Call(NamedTuple):
     num_recent_tokens: int
     scale: float
     tau: float | None
-    max_length: int | None
     out: Tensor

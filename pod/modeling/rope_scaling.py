@@ -2,7 +2,6 @@
 
 from typing import Any
 
-SCALED = ("linear", "llama3", "yarn")
 _KEYS = {
     "default": set(),
     "linear": {"factor"},

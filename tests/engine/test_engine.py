@@ -193,7 +193,6 @@ def test_the_step_is_static(tools, monkeypatch):
     recorded = []
 
     def prepare(self, run, restart=lambda: None):
-        self._bound.step.max_length = None  # unknown on CUDA
         program = make_fx(run)()
         recorded.append(program)
         return program

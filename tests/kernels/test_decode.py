@@ -390,5 +390,5 @@ def test_refused_roles_and_buffers():
 
 def test_auto_is_grouped_on_cpu():
     case = CASES["dense"]
-    call = api.Call(build(case)[0].q.flatten(1, 2), *[None] * 12)  # type: ignore[arg-type]
+    call = api.Call(build(case)[0].q.flatten(1, 2), *[None] * 11)  # type: ignore[arg-type]
     assert api.choose(call) is api.BACKENDS["grouped"]

@@ -7,7 +7,6 @@ import pytest
 from pod.modeling.methods.imdc_schedule import (
     LARGEST_RATIO,
     Settings,
-    attention_lengths,
     decremental_chunks,
     mean_memory,
     memory_curve,
@@ -70,10 +69,12 @@ def test_limits_for_very_long_prompts(function):
 def test_attention_length_against_fixed_memory(m_max, change):
     """Constant at c + m̂ from the second chunk on (eq. 6): -25 % of FM's c + m_max for m_max = c, -33 % for 2c."""
     plan, fixed = (prompt_schedule(settings(v, m_max=m_max), 32768) for v in ("imdc", "fm"))
-    lengths = attention_lengths(plan.chunk_sizes, plan.memory[0])
+    lengths, longest = (
+        [size + before for size, before in zip(x.chunk_sizes, (0, *x.memory[0][:-1]), strict=True)]
+        for x in (plan, fixed)
+    )
     assert set(lengths[1:]) == {1024 + m_max // 2} and lengths[0] == 1024
-    longest = max(attention_lengths(fixed.chunk_sizes, fixed.memory[0]))
-    assert max(lengths) / longest - 1 == pytest.approx(change, abs=1e-12)
+    assert max(lengths) / max(longest) - 1 == pytest.approx(change, abs=1e-12)
 
 
 def test_example_by_hand():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pod.modeling.shipped.sharing import SharingPlan
+from pod.modeling.shipped.sharing import SharingPlan, is_followed
 
 LEAD = [[0, 0], [0, 1], [0, 1], [3, 1]]
 
@@ -17,7 +17,7 @@ def test_blocks_and_saving():
     assert plan.saving(100, 16, 24) == pytest.approx(0.25 * 60 / 100)
     assert plan.saving(40, 16, 24) == 0
     assert SharingPlan.dense(4, 2).is_dense and not plan.is_dense
-    assert plan.has_users(0, 0) and not plan.has_users(0, 1) and not plan.has_users(3, 1)
+    assert [is_followed(plan.lead, *place) for place in ((0, 0), (0, 1), (3, 1))] == [True, False, False]
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,9 @@ def sdpa(call: Call) -> None:
     """
     keys, values = call.keys, call.values
     assert isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor)
-    if not call.q.is_cuda and call.max_length is not None:
-        keys, values = keys[:, :, : call.max_length], values[:, :, : call.max_length]
+    if not call.q.is_cuda:
+        longest = int(call.lengths.max())
+        keys, values = keys[:, :, :longest], values[:, :, :longest]
     q = call.q.unsqueeze(2)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         out = F.scaled_dot_product_attention(q, keys, values, scale=call.scale, enable_gqa=True)

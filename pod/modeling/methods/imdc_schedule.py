@@ -133,11 +133,6 @@ def decremental_chunks(chunk_size: int | Fraction, memory: Sequence[int | Fracti
     return [Fraction(chunk_size), *(chunk_size + mean - before for before in memory[:-1])]
 
 
-def attention_lengths(chunks: Sequence[int], memory: Sequence[int]) -> list[int]:
-    """``c_i + m_{i-1}``: tokens that chunk ``i`` attends over; the first chunk finds no memory."""
-    return [size + before for size, before in zip(chunks, (0, *memory[:-1]), strict=True)]
-
-
 def speedup_ceiling(attention_share: float, m_max: float, chunk_size: float, m_hat: float) -> float:
     """Eq. 4: how much faster than FM a prompt can be read.
 

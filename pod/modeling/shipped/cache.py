@@ -324,11 +324,6 @@ class PodCache(Cache):
         return self._lengths
 
     @property
-    def has_padding(self) -> bool:
-        """Whether any column seen so far was padding in some row."""
-        return self._seen_mask is not None
-
-    @property
     def is_initialized(self) -> bool:
         return self._lengths is not None
 

@@ -117,10 +117,6 @@ class SharingPlan:
             blocks[-1].append(layer)
         return blocks
 
-    def has_users(self, layer: int, head: int) -> bool:
-        """Whether a later layer uses the queries and keys of this (layer, KV head)."""
-        return is_followed(self.lead, layer, head)
-
     def check_fits(self, num_layers: int, num_key_value_heads: int) -> None:
         """Raise ``ValueError`` unless the plan belongs to a model of this size."""
         if (self.num_layers, self.num_key_value_heads) != (num_layers, num_key_value_heads):
