@@ -1,0 +1,118 @@
+"""Ahead-of-time cases type their arguments as models, engines and statistics launch the kernels.
+
+Launches are recorded on the CPU and compute nothing: what lies in memory then is as good as any logit.
+"""
+
+import importlib
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import pod
+from pod.kernels import api, decode, dispatch, statistics
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
+]
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+FLAGS = ("PART", "WITH_GATE", "PACKED", "HAS_LEAD", "HAS_DOCS", "WITH_SQUARES", "WRITE")
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+class Recorder:
+    """Stands where a kernel stands, and keeps the arguments of its launches by name."""
+
+    def __init__(self, kernel):
+        self.arg_names, self.launches = kernel.arg_names, []
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: self.launches.append(
+            dict(zip(self.arg_names, arguments, strict=False)) | options
+        )
+
+
+def decoding():
+    """A prompt and two tokens, in native and in 4-bit stores, with and without threshold."""
+    config = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    sizes = {"vocab_size": 50, "intermediate_size": 32, "num_hidden_layers": 2, "lead": [[0, 0], [0, 1]]}
+    model = pod.PodForCausalLM(pod.PodConfig(**config, **sizes, num_sink_tokens=2, num_recent_tokens=64))
+    model = model.bfloat16().eval()
+    for spec, options in (("pod", {}), ("pod+int4", {"group_size": 32, "residual": 32})):
+        for tau in (None, 0.5):
+            cache = pod.make_cache(model, spec, tau=tau, capacity=128, **options)
+            with torch.no_grad():
+                model(torch.ones(2, 90, dtype=torch.long), past_key_values=cache)
+                for _ in range(2):
+                    model(torch.ones(2, 1, dtype=torch.long), past_key_values=cache)
+            assert cache.engine.steps == 2
+
+
+def whole_sequences():
+    """Forward and backward of a layer of both kinds with documents, and of a dense layer."""
+    for docs in (torch.arange(40).expand(2, 40) // 30, None):
+        q, k, v, q_lead, k_lead = (
+            torch.randn(2, 40, heads, 64, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+            for heads in (4, 2, 2, 2, 1)
+        )
+        lead = (q_lead, k_lead, [1]) if docs is not None else (None, None, [])
+        out = api.mixed_attention(q, k, v, *lead, 2, 8, doc_ids=docs, backend="triton")
+        out.sum().backward()
+
+
+def sums_and_rows():
+    q, k = torch.randn(2, 4, 40, 64, dtype=torch.bfloat16), torch.randn(2, 2, 40, 64, dtype=torch.bfloat16)
+    for squares in (False, True):
+        statistics.attention_column_sums(q, k, squares=squares, backend="triton")
+    statistics.attention_rows(q[:, :, -8:], k, backend="triton")
+
+
+@pytest.fixture(scope="module")
+def launches():
+    """Bf16 cases by name, and by name what its kernel was launched with, in the case's variant."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        cases = {n: c for n, c in importlib.import_module("aot_cases").all_cases().items() if "bf16" in n}
+        recorders = {case.kernel: Recorder(case.kernel) for case in cases.values()}
+        for kernel, recorder in recorders.items():
+            patch.setattr(importlib.import_module(kernel.fn.__module__), kernel.fn.__name__, recorder)
+        patch.setattr(dispatch, "no_triton", lambda q, interpreted: None)
+        patch.setitem(decode.AUTO_ORDER, "cpu", ["triton"])
+        for launch in (decoding, whole_sequences, sums_and_rows):
+            launch()
+        yield cases, {name: of_variant(case, recorders[case.kernel]) for name, case in cases.items()}
+
+
+def of_variant(case, recorder) -> list[dict]:
+    wanted = {flag: case.constants[flag] for flag in FLAGS if flag in case.constants}
+    return [x for x in recorder.launches if all(x[flag] == value for flag, value in wanted.items())]
+
+
+def type_of(value) -> str:
+    if isinstance(value, torch.Tensor):
+        return POINTERS[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def test_cases_type_every_argument_as_it_is_launched(launches):
+    cases, found = launches
+    assert not [name for name, seen in found.items() if not seen], "never launched"
+    wrong = set()
+    for name, seen in found.items():
+        constants, types = cases[name].constants, cases[name].types
+        for argument, value in ((a, v) for launch in seen for a, v in launch.items()):
+            if value is None:
+                wrong |= {(name, argument)} if constants.get(argument, 0) is not None else set()
+            elif argument in cases[name].kernel.arg_names and argument not in constants:
+                wrong |= {(name, argument)} if type_of(value) != types.get(argument, "i32") else set()
+    assert not wrong
