@@ -56,7 +56,7 @@ BACKENDS: dict[str, Entry] = {
 }
 """What can be asked for by name:
 
-* ``flash``: PyTorch's flash op, on CPU and CUDA; there with the kernels of an installed flash-attn after
+* ``flash``: PyTorch's flash op, on CPU and CUDA; there with an installed FlashAttention 3 or 4 after
   ``torch.nn.attention.activate_flash_attention_impl``.
 * ``flex``: CUDA; two compiled FlexAttention calls, also in fp32. On the CPU without gradients, unfused.
 * ``triton``: CUDA; one fused kernel of our own.
