@@ -237,6 +237,7 @@ CASES = {
     "head_dim 64": Case([33, 9], [[0, 1], []], head_dim=64),
     "head_dim 128": Case([33], [[0, 1], []], head_dim=128),
     "no room to spare": Case([33], [[0, 1], []], spare=0),
+    "leads want every program": Case([1000], [list(range(8)), [0, 1, 2, 3]], num_heads=8, groups=1),
     "blocks of tokens": Case([300, 300], [[0, 1], [0], []], n_s=10, n_r=70),
 }
 PACKED = {

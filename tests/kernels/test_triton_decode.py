@@ -5,6 +5,7 @@ test_kernels_compile.py compiles the kernels for real chips.
 """
 
 import ast
+import itertools
 import json
 import os
 from dataclasses import replace
@@ -28,6 +29,7 @@ RUNS = [  # case of test_decode.py, dtype, tau, programs per row (None = by the 
     ("mixed heads, ragged", "float16", 0.3, 13),
     ("no sinks, one recent", "float32", None, None),
     ("head_dim 24", "float32", 0.7, None),
+    ("leads want every program", "float32", 0.3, 9),
     ("blocks of tokens", "float16", None, 40),
     ("packed, ragged", "float32", None, 17),
     ("packed, ragged", "float16", 0.3, 9),
@@ -67,7 +69,8 @@ def interpret() -> dict:
     """Errors of the kernels and of the reference for every run; `broken` is why the interpreter does not run here at all."""
     if (why := interpreter.broken()) is not None:
         return why
-    return {"errors": [errors(*run) for run in RUNS], **logits_that_leads_leave(), "unread": unread_values()}
+    content = {"errors": [errors(*run) for run in RUNS], "unread": unread_values(), "starved": starved()}
+    return content | logits_that_leads_leave()
 
 
 def errors(name, dtype, tau, programs):
@@ -129,6 +132,25 @@ def unread_values() -> float:
     )
 
 
+def starved() -> list:
+    """Deals of 4 leads and 4 followers, or all of one kind, that leave a head with tiles unserved or deal out more than there is.
+
+    ``(part, leads, length, programs, programs of each lead and follower)``; 128K tokens behind the usual windows among them.
+    """
+    import deal_kernel
+
+    wrong = []
+    for part, length, leads in itertools.product((0, 1, 2), (1, 5000, 131072), (0, 1, 4, 8)):
+        out = torch.full((4, 512), -1, dtype=torch.int32)
+        deal_kernel.deal[(1,)](out, length, leads, 8 - leads, part, 512)
+        of_lead, of_follower, lead_tiles, tiles = out
+        few = (leads > 0) & (lead_tiles > 0) & (of_lead < 1) | (leads < 8) & (tiles > 0) & (of_follower < 1)
+        many = leads * of_lead + (8 - leads) * of_follower > torch.arange(512) + 8
+        for i in (few | many).nonzero().flatten().tolist():
+            wrong.append((part, leads, length, i + 8, int(of_lead[i]), int(of_follower[i])))
+    return wrong
+
+
 @pytest.fixture(scope="module")
 def interpreted():
     return interpreter.answers(__file__)
@@ -147,6 +169,11 @@ def test_leads_leave_distant_logits_and_their_lse_and_nothing_else(interpreted):
     assert interpreted["logits"] < 1e-5 and interpreted["lse"] < 1e-5
     assert interpreted["only_distant_columns"]
     assert set(interpreted["lse_of_none"]) == {-float("inf")}
+
+
+@needs_triton
+def test_every_head_with_tokens_gets_a_program(interpreted):
+    assert not interpreted["starved"]
 
 
 @needs_triton

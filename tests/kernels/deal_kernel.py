@@ -1,0 +1,21 @@
+"""A kernel that says how the decode kernels deal their programs, for test_triton_decode.py; needs Triton."""
+
+import triton
+import triton.language as tl
+
+from pod.kernels.triton_decode import splits, tiles
+
+
+@triton.jit
+def deal(out, length, leads, followers, PART: tl.constexpr, COUNT: tl.constexpr):
+    """``out [4, COUNT]``: programs of each lead and follower, tiles of each, for COUNT numbers of programs from one per head on."""
+    at = tl.arange(0, COUNT)
+    zero = tl.zeros([COUNT], tl.int32)
+    programs = at + leads + followers
+    of_lead, of_follower = splits(length, 0, leads, followers, programs, 16, 4080, PART, 64)
+    lead_far, lead_near = tiles(length, 0, 16, 4080, True, PART, 64)
+    far, near = tiles(length, 0, 16, 4080, False, PART, 64)
+    tl.store(out + at, of_lead + zero)
+    tl.store(out + COUNT + at, of_follower + zero)
+    tl.store(out + 2 * COUNT + at, lead_far + lead_near + zero)
+    tl.store(out + 3 * COUNT + at, far + near + zero)

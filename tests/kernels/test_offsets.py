@@ -1,0 +1,184 @@
+"""Triton kernels on memory of more than 2**31 elements, in Triton's interpreter: the same bits as on compact memory.
+
+Pages that nothing touches cost nothing, so tensors are laid out with one stride so large that the last steps along it lie beyond
+what 32 bits can say. The interpreter is chosen when triton is imported: this file, started as a script.
+"""
+
+import contextlib
+import json
+import mmap
+from dataclasses import replace
+
+import interpreter
+import torch
+from interpreter import needs_triton
+
+MAP_NORESERVE = 0x4000  # Linux; Python names it from 3.13 on
+BEYOND = 2**31
+RUNS = ["batch", "heads", "tokens"]
+
+
+def memory(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that take memory page by page, when they are written."""
+    pages = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype)
+
+
+def like(x: torch.Tensor) -> torch.Tensor:
+    """``torch.empty_like`` that keeps strides with gaps."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    assert last < 40 * BEYOND
+    return memory(last + 1, x.dtype).as_strided(x.shape, x.stride())
+
+
+def vast(x: torch.Tensor, dimension: int) -> torch.Tensor:
+    """``x`` where the last third along ``dimension`` lies beyond 2**31 elements, and the stride itself is below."""
+    order = [i for i in range(x.dim()) if i != dimension]
+    strides = [0] * x.dim()
+    step = 1
+    for i in reversed(order):
+        strides[i], step = step, step * x.shape[i]
+    strides[dimension] = (3 * BEYOND // 2 // (x.shape[dimension] - 1) // 16 + 1) * 16
+    assert step <= strides[dimension] < 1.5 * BEYOND <= (x.shape[dimension] - 1) * strides[dimension]
+    shaped = torch.empty(0, dtype=x.dtype, device="meta").as_strided(x.shape, strides)
+    return like(shaped).copy_(x)
+
+
+def decoded(case, place=lambda x: x, change=lambda buffers: buffers) -> torch.Tensor:
+    """Outputs of all layers, from queries, stores and outputs as ``place`` lays them out; with a threshold, every line runs."""
+    import test_decode as tests
+
+    buffers = change(tests.poisoned_buffers(case, programs=13))
+    lengths, outputs = torch.tensor(case.lengths), []
+    for number, layer in enumerate(tests.build(case)):
+        stores = tests.packed_stores(case, layer) if case.group_size else tests.stored(case, layer)
+        stores = [x if x is None else place(x) for x in stores]
+        q = place(layer.q.flatten(1, 2))
+        arguments = q, *stores, lengths, tests.roles_of(case, number), buffers, case.n_s, case.n_r
+        out = place(torch.zeros_like(layer.q.flatten(1, 2)))
+        outputs.append(tests.pod_decode(*arguments, tau=0.3, backend="triton", out=out))
+    return torch.stack([x.contiguous() for x in outputs])
+
+
+def decoding() -> dict[str, bool]:
+    """What was far away → whether the outputs have the same bits."""
+    import test_decode as tests
+
+    case = tests.Case([200, 9, 40], [[0, 1, 2, 3, 4, 5], [0, 1, 2]], num_heads=6, spare=0, dtype="float32")
+    expected = decoded(case)
+    answer = {"logits": torch.equal(decoded(case, change=lambda x: wide_logits(x, 2**26)), expected)}
+    for dimension, name in enumerate(RUNS):
+        # queries and outputs [B, Hq, d] have no tokens
+        found = decoded(case, lambda x, i=dimension: vast(x, i) if i < x.dim() - 1 else x)
+        answer[name] = torch.equal(found, expected)
+    return answer
+
+
+def wide_logits(buffers, room: int):
+    rows = buffers.logits.shape[:3]
+    return replace(buffers, logits=memory(rows.numel() * room, torch.float32).view(*rows, room))
+
+
+def packed_decoding() -> dict[str, bool]:
+    """Stores of 4 bits with room for 2**25 tokens: codes, zeros and scales all exceed 2**31 elements."""
+    import test_decode as tests
+
+    layers = [[0, 1, 2, 3, 4, 5], [0, 1, 2]]
+    sizes = {"num_heads": 6, "groups": 1, "head_dim": 64, "n_r": 21, "group_size": 16}
+    case = tests.Case([90, 36, 60], layers, **sizes, dtype="float32")
+    capacity = 2**25
+
+    def place(x):
+        if not isinstance(x, tests.Packed):
+            return x
+        grown = {}
+        for name in ("codes", "zero", "scale"):
+            old = getattr(x, name)
+            shape = *old.shape[:2], old.shape[2] * capacity // x.codes.shape[2], old.shape[3]
+            grown[name] = memory(torch.Size(shape).numel(), old.dtype).view(shape)
+            grown[name][:, :, : old.shape[2]] = old
+            assert x.shape[1] < 6 or grown[name].numel() > BEYOND
+        return x._replace(**grown)
+
+    found = decoded(case, place, lambda buffers: wide_logits(buffers, capacity + 64))
+    return {"capacity": torch.equal(found, decoded(case))}
+
+
+def whole_sequences() -> dict[str, bool]:
+    """Output and gradients, where inputs and results lie far apart; a tile's own rows stay within 32 bits."""
+    from pod.kernels import triton_prefill, triton_prefill_tiles
+
+    triton_prefill_tiles.OVERRIDE = 64, 64, 32
+    answer = {}
+    for dimension, name in enumerate(RUNS):
+        n = 560 if name == "tokens" else 70
+        heads = (1, 1, 1, 1, 1) if name == "tokens" else (6, 3, 3, 4, 2)
+        generator = torch.Generator().manual_seed(0)
+        batch = 3 if name == "batch" else 1
+        tensors = [torch.randn(batch, h, n, 16, generator=generator) for h in (*heads, heads[0])]
+        followers = [0] if name == "tokens" else [0, 2]
+        found = []
+        for place in (lambda x: x, lambda x, i=dimension: vast(x, i)):
+            if name == "heads":  # the lead has two heads: its stride alone says nothing
+                *leaves, dout = [place(x) if x.shape[1] > 2 else x.clone() for x in tensors]
+            else:
+                *leaves, dout = map(place, tensors)
+            leaves = [x.requires_grad_() for x in leaves]
+            with empty_like(like):
+                out = triton_prefill.mixed_attention(*leaves, followers, 3, 40)
+                found.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
+        near, far = found
+        assert all(x.stride() == y.stride() for x, y in zip(far[1:], leaves, strict=True))
+        answer[name] = all(torch.equal(x, y.contiguous()) for x, y in zip(near, far, strict=True))
+    return answer
+
+
+@contextlib.contextmanager
+def empty_like(function):
+    before, torch.empty_like = torch.empty_like, function
+    try:
+        yield
+    finally:
+        torch.empty_like = before
+
+
+def sums_and_rows() -> dict[str, bool]:
+    from pod.kernels import triton_statistics
+
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(3, heads, 70, 16, generator=generator) for heads in (6, 3))
+    answer = {}
+    for dimension, name in enumerate(RUNS):
+        near, far = (
+            (
+                *triton_statistics.attention_column_sums(*x, None, 0.25, True),
+                triton_statistics.attention_rows(*x, 0.25),
+            )
+            for x in ((q, k), (vast(q, dimension), vast(k, dimension)))
+        )
+        answer[name] = all(torch.equal(x, y) for x, y in zip(near, far, strict=True))
+    return answer
+
+
+def interpret() -> dict:
+    if (why := interpreter.broken()) is not None:
+        return why
+    parts = decoding, packed_decoding, whole_sequences, sums_and_rows
+    return {part.__name__: part() for part in parts}
+
+
+@needs_triton
+def test_offsets_are_computed_in_64_bits():
+    found = interpreter.answers(__file__)
+    assert {name: len(part) for name, part in found.items()} == {
+        "decoding": 4,
+        "packed_decoding": 1,
+        "whole_sequences": 3,
+        "sums_and_rows": 3,
+    }
+    assert not {(name, what) for name, part in found.items() for what, same in part.items() if not same}
+
+
+if __name__ == "__main__":
+    print(json.dumps(interpret()))
