@@ -11,8 +11,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pod.kernels import decode_packed
-from pod.kernels.decode_packed import read
 from pod.kernels.decode_types import Call, DecodeBuffers, Stored
 
 _BLOCK_ELEMENTS = (
@@ -36,7 +34,7 @@ def decode(call: Call) -> None:
 
 def _take_row(call: Call, row: slice) -> Call:
     stores = {
-        name: None if (x := getattr(call, name)) is None else decode_packed.rows(x, row)
+        name: None if (x := getattr(call, name)) is None else _rows(x, row)
         for name in ("keys", "window_keys", "values")
     }
     b = call.buffers
@@ -67,10 +65,10 @@ def _one_part(call: Call, q: Tensor, length: int) -> Tensor:
     logits = call.buffers.logits[:, :, :, :length]
     for heads, stored in _runs(call.roles.leads):
         assert call.keys is not None
-        _scores(q[:, heads], decode_packed.heads(call.keys, stored), logits[:, heads])
+        _scores(q[:, heads], _heads(call.keys, stored), logits[:, heads])
     for heads, stored in _runs(call.roles.followers):
         assert call.window_keys is not None
-        _scores(q[:, heads], decode_packed.heads(call.window_keys, stored), logits[:, heads])
+        _scores(q[:, heads], _heads(call.window_keys, stored), logits[:, heads])
     weights, _, sums = _exponentials(logits, logits)
     return _weighted(weights, call.values, 0, length) / sums[..., None]
 
@@ -101,7 +99,7 @@ def _lead(call: Call, q: Tensor, heads: slice, stored: slice, length: int, proxi
     n_s, oldest_recent = call.num_sink_tokens, length - call.num_recent_tokens
     buffers = call.buffers
     logits = buffers.logits[:, heads, :, :length]
-    _scores(q[:, heads], decode_packed.heads(call.keys, stored), logits)
+    _scores(q[:, heads], _heads(call.keys, stored), logits)
     proximal[:, heads, :, :n_s] = logits[..., :n_s]
     proximal[:, heads, :, n_s:] = logits[..., oldest_recent:]
     distant = logits[..., n_s:oldest_recent]
@@ -117,7 +115,7 @@ def _window_scores(call: Call, q: Tensor, heads: slice, stored: slice, length: i
     assert call.window_keys is not None
     n_s, n_r = call.num_sink_tokens, call.num_recent_tokens
     own = torch.empty_like(proximal[:, heads])
-    _scores(q[:, heads], decode_packed.heads(call.window_keys, stored), own)
+    _scores(q[:, heads], _heads(call.window_keys, stored), own)
     wrap = (length - n_s) % n_r  # ring slots before this one hold the newest tokens
     target = proximal[:, heads]
     target[..., :n_s] = own[..., :n_s]
@@ -143,7 +141,7 @@ def _distant(call: Call, gate: Tensor, length: int) -> Tensor:
     out = torch.zeros(*gate.shape, call.q.shape[-1], dtype=gate.dtype, device=gate.device)
     for row, head in reads.nonzero().tolist():
         one = slice(row, row + 1), slice(head, head + 1)
-        values = decode_packed.heads(decode_packed.rows(call.values, one[0]), one[1])
+        values = _heads(_rows(call.values, one[0]), one[1])
         out[one] = _weighted(weights[one], values, start, stop) / sums[one][..., None]
     return out
 
@@ -160,7 +158,15 @@ def _runs(heads: list[int]) -> Iterator[tuple[slice, slice]]:
             first = i
 
 
-def _blocks(x: Stored, start: int, stop: int) -> Iterator[tuple[int, int]]:
+def _rows(x: Stored, which: slice) -> Stored:
+    return x[which] if isinstance(x, Tensor) else x.rows(which)
+
+
+def _heads(x: Stored, which: slice) -> Stored:
+    return x[:, which] if isinstance(x, Tensor) else x.heads(which)
+
+
+def _blocks(x: Tensor, start: int, stop: int) -> Iterator[tuple[int, int]]:
     batch, heads, _, head_dim = x.shape
     block = max(16, _BLOCK_ELEMENTS // (batch * heads * head_dim))
     return ((first, min(first + block, stop)) for first in range(start, stop, block))
@@ -168,18 +174,23 @@ def _blocks(x: Stored, start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 def _scores(q: Tensor, keys: Stored, out: Tensor) -> None:
     """Write ``q · k`` of ``q`` ``[b, h, G, d]`` and the first tokens of ``keys`` to ``out`` ``[b, h, G, n]``."""
+    if not isinstance(keys, Tensor):
+        keys.scores(q, out)
+        return
     q = q.transpose(2, 3)
     for start, stop in _blocks(keys, 0, out.shape[3]):
-        out[..., start:stop] = (read(keys, start, stop, q.dtype) @ q).transpose(2, 3)
+        out[..., start:stop] = (keys[:, :, start:stop].to(q.dtype) @ q).transpose(2, 3)
 
 
 def _weighted(weights: Tensor, values: Stored, start: int, stop: int) -> Tensor:
     """Sums ``[b, h, G, d]`` of the values from ``start`` to ``stop`` with weights ``[b, h, G, stop - start]``."""
-    if isinstance(values, Tensor) and values.dtype == weights.dtype:
+    if not isinstance(values, Tensor):
+        return values.weighted(weights, start, stop)
+    if values.dtype == weights.dtype:
         return weights @ values[:, :, start:stop]
     out = weights.new_zeros(*weights.shape[:3], values.shape[3])
     for first, last in _blocks(values, start, stop):
-        out += weights[..., first - start : last - start] @ read(values, first, last, weights.dtype)
+        out += weights[..., first - start : last - start] @ values[:, :, first:last].to(weights.dtype)
     return out
 
 

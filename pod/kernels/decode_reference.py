@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from pod.kernels import decode_packed
 from pod.kernels.decode_types import Call, Stored
 
 
@@ -50,5 +49,6 @@ def _decode_head(call: Call, row: int, head: int, length: int) -> None:
 
 def _tokens(x: Stored, row: int, head: int, length: int, dtype: torch.dtype) -> Tensor:
     """``[length, d]`` of one row and head."""
-    one = decode_packed.heads(decode_packed.rows(x, slice(row, row + 1)), slice(head, head + 1))
-    return decode_packed.read(one, 0, length, dtype)[0, 0]
+    if isinstance(x, Tensor):
+        return x[row, head, :length].to(dtype)
+    return x.rows(slice(row, row + 1)).heads(slice(head, head + 1)).read(0, length, dtype)[0, 0]

@@ -6,46 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pod.modeling.shipped.packed_tokens import Packed
+
 _PROGRAMS_PER_PROCESSOR = 2  # as many as fit by registers, so that all run at once
 SPARE_COLUMNS = 64  # the last tile of a row of logits is read as a whole
-
-
-class Packed(NamedTuple):
-    """Tokens in 4 bits, the newest ones native: keys or values ``[B, h, C, d]`` (pod/modeling/methods/packing.py).
-
-    Token ``p`` of row ``b`` is ``zero + code · scale`` for ``p < packed_lengths[b]``; the others stand in ``tail``.
-
-    Attributes:
-        codes: uint8 ``[B, h, C, d/2]``; channel ``i`` in the low four bits, ``i + d/2`` in the high ones.
-        zero, scale: fp16. Keys: ``[B, h, C/group_size, d]``, one per channel and ``group_size`` tokens. Values:
-            ``[B, h, C, d/group_size]``, one per token and ``group_size`` channels.
-        tail: ``[B, h, R, d]`` in the model's dtype, token ``p`` at slot ``p mod R``; ``R >= residual + group_size``.
-        packed_lengths: int32 ``[B]``.
-        group_size: numbers that share a zero and a scale, at most d for values.
-        per_channel: groups run over tokens (keys); else over channels (values).
-    """
-
-    codes: Tensor
-    zero: Tensor
-    scale: Tensor
-    tail: Tensor
-    packed_lengths: Tensor
-    group_size: int
-    per_channel: bool
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """``(B, h, C, d)``."""
-        batch, heads, capacity, half = self.codes.shape
-        return batch, heads, capacity, 2 * half
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tail.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.tail.device
 
 
 Stored = Tensor | Packed

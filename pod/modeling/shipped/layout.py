@@ -11,6 +11,7 @@ from .blocked import Source, blocked_attention
 from .cache_layer import CacheLayer, Step
 from .config import PodConfig
 from .gate import skip_distant
+from .packed_tokens import Packed
 from .sharing import is_followed
 from .stores import NATIVE, Codec, Store
 from .strips import strip_attention
@@ -187,7 +188,7 @@ class PodCacheLayer(CacheLayer):
         q = q.unflatten(1, (-1, self.groups)).squeeze(3) * self.scale
         logits = self._logits_buffer(q, length, step)
         if self.leads:
-            own = take_heads(q, self.leads) @ self.lead_keys.read(length).transpose(2, 3)
+            own = _scores(take_heads(q, self.leads), self.lead_keys, length)
             if step.uniform_past is None:
                 behind = torch.arange(length, device=q.device) >= step.lengths[:, None]
                 own = own.masked_fill(behind[:, None, None], float("-inf"))
@@ -204,8 +205,7 @@ class PodCacheLayer(CacheLayer):
         if self.tau is not None and self.followers:
             sinks, recent = self.num_sink_tokens, self.num_recent_tokens
             skip_distant(weights, self.followers, step.lengths, sinks, recent, self.tau)
-        weights = weights.to(q.dtype)
-        return (weights @ self.all_values.read(length)).flatten(1, 2).unsqueeze(2)
+        return _weighted(weights, self.all_values, q.dtype).flatten(1, 2).unsqueeze(2)
 
     def observe_weights(self, weights: Tensor) -> None:
         """Attention ``[B, H, G, length]`` of one new token per row, for methods that rank tokens by it."""
@@ -238,6 +238,24 @@ class PodCacheLayer(CacheLayer):
             (slice(length - recent, length - wrap), slice(sinks + wrap, sinks + recent)),
             (slice(length - wrap, length), slice(sinks, sinks + wrap)),
         ]
+
+
+def _scores(q: Tensor, keys: Store, length: int) -> Tensor:
+    """``[B, h, G, length]`` of ``q`` ``[B, h, G, d]``; packed keys are read as they are."""
+    if not isinstance(stored := keys.stored, Packed):
+        return q @ keys.read(length).transpose(2, 3)
+    q = q.to(torch.promote_types(q.dtype, torch.float32))
+    out = q.new_empty(*q.shape[:3], length)
+    stored.scores(q, out)
+    return out
+
+
+def _weighted(weights: Tensor, values: Store, dtype: torch.dtype) -> Tensor:
+    """Sums ``[B, H, G, d]`` of all values with ``weights`` ``[B, H, G, n]``."""
+    length = weights.shape[3]
+    if not isinstance(stored := values.stored, Packed):
+        return weights.to(dtype) @ values.read(length)
+    return stored.weighted(weights, 0, length).to(dtype)
 
 
 def _put_heads(logits: Tensor, heads: list[int], columns: slice, values: Tensor) -> None:

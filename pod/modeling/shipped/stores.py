@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .packed_tokens import Packed
+
 _SLACK = 128  # a store grows by 1/128 of its length: under 1 % of the bytes, and appending stays cheap
 
 
@@ -30,6 +32,11 @@ class Store(Protocol):
 
     @property
     def dtype(self) -> torch.dtype: ...
+
+    @property
+    def stored(self) -> Tensor | Packed:
+        """What attention reads: tokens ``[B, h, slots, d]``, or packed ones; valid until the store changes."""
+        ...
 
     def used_slots(self, length: int) -> int: ...
 
@@ -136,7 +143,7 @@ class TokenStore:
         return self.data.dtype
 
     @property
-    def stored(self) -> Tensor:
+    def stored(self) -> Tensor | Packed:
         """What decode kernels read; a decoded token is written to ``slots_of`` in ``target``."""
         return self.data
 
