@@ -198,7 +198,9 @@ class _PackedStore(TokenStore):
         raise ValueError("packed stores grow as tokens come: pass capacity to pod.make_cache instead")
 
     def append_ragged(self, x: Tensor, past: Tensor, counts: Tensor) -> None:
-        raise ValueError("packed stores take rows that are alike: use a GroupedCache, which splits the batch")
+        raise ValueError(
+            "packed stores take rows that are alike, here rows of one length: leave capacity out, or pad no row"
+        )
 
     def select_rows(self, index: Tensor) -> None:
         self.newest.select_rows(index)
@@ -228,6 +230,12 @@ class PackedTokens(_PackedStore):
         self.codes = Codes(packing, capacity=capacity)
         self.packed_lengths: Tensor | None = None
         self.packed_stop = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(b, h, used slots or those reserved, d)``."""
+        batch, heads, used, head_dim = super().shape
+        return batch, heads, self.codes.slots if self.is_static else used, head_dim
 
     @property
     def is_static(self) -> bool:

@@ -13,7 +13,7 @@ depend on its chunks. When it ends, and after every decoded token, ``settle`` pa
 ``residual + group_size - 1`` tokens stay native, the same ones for keys and values. Tokens are packed once; ``keep``
 copies codes.
 
-**Products.** ``q · k̂ = (q ∘ scale) · code + q · zero`` and ``Σ w v̂ = Σ (w · scale) code + Σ w · zero``: scales go into the
+**Products.** ``q · k̂ = (q ∘ scale) · code + q · zero`` and ``Σ w v̂ = Σ (w · scale) code + Σ w · zero``, counted from the middle code: scales go into the
 small factor, codes become floats a tile at a time, inside the processor's cache, and nothing else is unpacked.
 """
 
@@ -233,57 +233,69 @@ class Packed(NamedTuple):
         return out
 
     def _numbers(self, start: int, stop: int, scratch: "_Scratch") -> Tensor:
-        """Codes as floats ``[P, B, h, n, d/P]``, ``P`` codes to a byte; valid until the next call."""
+        """Codes ``c`` as floats ``2 c - 15`` (8 bits: ``c - 128``), ``[P, B, h, n, d/P]``, ``P`` codes to a byte.
+
+        Sums of codes and of zeros would be far larger than what they sum up to, and lose as many digits. Valid until the
+        next call.
+        """
         codes = self.codes[:, :, start:stop]
         if codes.shape[3] == self.shape[3]:
-            return scratch.floats(codes.unsqueeze(0))
+            return scratch.floats((codes ^ 128).view(torch.int8).unsqueeze(0))
         halves = scratch.bytes(2, *codes.shape)
-        mask, into = 15, halves
+        mask, into = 0x1E, halves
         if codes.shape[3] % 4 == 0:  # four bytes at a time: half the time
-            mask, codes, into = 0x0F0F0F0F, codes.view(torch.int32), halves.view(torch.int32)
-        torch.bitwise_and(codes, mask, out=into[0])
-        torch.bitwise_right_shift(codes, 4, out=into[1]).bitwise_and_(mask)
-        return scratch.floats(halves)
+            mask, codes, into = 0x1E1E1E1E, codes.view(torch.int32), halves.view(torch.int32)
+        torch.bitwise_left_shift(codes, 1, out=into[0])
+        torch.bitwise_right_shift(codes, 3, out=into[1])
+        into.bitwise_and_(mask)
+        return scratch.floats(halves.view(torch.int8).sub_(15))
+
+    def _middle_and_scale(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """What the number 0 stands for, and the step between numbers, of the groups of these tokens."""
+        entries = slice(start // self.packing.shared, stop // self.packing.shared)
+        zero, scale = (x[:, :, entries].to(dtype) for x in (self.zero, self.scale))
+        if self.packing.bits == 8:
+            return zero.add_(scale, alpha=128), scale
+        return zero.add_(scale, alpha=7.5), scale.mul_(0.5)
 
     def _channel_scores(self, q: Tensor, start: int, stop: int, out: Tensor, scratch: "_Scratch") -> None:
         numbers = self._numbers(start, stop, scratch)
         parts, group = numbers.shape[0], self.group_size
-        zero, scale = (x[:, :, start // group : stop // group].to(q.dtype) for x in (self.zero, self.scale))
+        middle, scale = self._middle_and_scale(start, stop, q.dtype)
         scaled = _by_part(q, parts).unsqueeze(3) * _by_part(scale, parts).unsqueeze(4)
         keys = numbers.unflatten(3, (-1, group)).flatten(0, 3)
         products = torch.bmm(scaled.flatten(0, 3), keys.transpose(1, 2)).view(*scaled.shape[:5], group)
         target = out.unflatten(3, (-1, group))
-        target.copy_((q @ zero.transpose(2, 3)).unsqueeze(4).expand_as(target))
+        target.copy_((q @ middle.transpose(2, 3)).unsqueeze(4).expand_as(target))
         for product in products:
             target += product.transpose(2, 3)
 
-    def _units(self, x: Tensor, parts: int, dtype: torch.dtype) -> Tensor:
-        """Zeros or scales ``[B, h, n, d/g]`` for runs of channels within a group and a part: ``[P, B, h, U, n]``."""
+    def _units(self, x: Tensor, parts: int) -> Tensor:
+        """Middles or scales ``[B, h, n, d/g]`` for runs of channels within a group and a part: ``[P, B, h, U, n]``."""
         group, part = self.shape[3] // x.shape[3], self.shape[3] // parts
-        x = x.to(dtype).repeat_interleave(group // math.gcd(group, part), dim=3)
+        x = x.repeat_interleave(group // math.gcd(group, part), dim=3)
         return _by_part(x, parts).transpose(3, 4).contiguous()
 
     def _token_scores(self, q: Tensor, start: int, stop: int, out: Tensor, scratch: "_Scratch") -> None:
         numbers = self._numbers(start, stop, scratch)
-        zero, scale = (
-            self._units(x[:, :, start:stop], numbers.shape[0], q.dtype) for x in (self.zero, self.scale)
-        )
+        groups = self._middle_and_scale(start, stop, q.dtype)
+        middle, scale = (self._units(x, numbers.shape[0]) for x in groups)
         units = _by_part(q, numbers.shape[0]).unflatten(4, (scale.shape[3], -1))  # [P, B, h, G, U, c]
         own = torch.diag_embed(units.movedim(4, -1)).movedim(-1, 3).transpose(-1, -2)  # 0 in other units
         products = (own.flatten(5).flatten(3, 4) @ numbers.transpose(3, 4)).unflatten(3, own.shape[3:5])
         out.copy_((products * scale.unsqueeze(4)).sum((0, 3)))
-        out += torch.einsum("pbhgu,pbhun->bhgn", units.sum(5), zero)
+        out += torch.einsum("pbhgu,pbhun->bhgn", units.sum(5), middle)
 
     def _add_weighted(self, weights: Tensor, start: int, stop: int, out: Tensor, scratch: "_Scratch") -> None:
         numbers = self._numbers(start, stop, scratch)
         parts = numbers.shape[0]
-        scale = self._units(self.scale[:, :, start:stop], parts, weights.dtype)
+        middle, scale = self._middle_and_scale(start, stop, weights.dtype)
+        scale = self._units(scale, parts)
         scaled = weights.contiguous().unsqueeze(2) * scale.unsqueeze(4)  # [P, B, h, U, G, n]
         sums = torch.bmm(scaled.flatten(3, 4).flatten(0, 2), numbers.flatten(0, 2))
         sums = sums.view(*scaled.shape[:5], scale.shape[3], -1).diagonal(dim1=3, dim2=5)  # [P, B, h, G, c, U]
         out += sums.permute(1, 2, 3, 0, 5, 4).flatten(3)
-        zero = weights @ self.zero[:, :, start:stop].to(weights.dtype)
-        out.unflatten(3, (zero.shape[3], -1)).add_(zero.unsqueeze(4))
+        out.unflatten(3, (middle.shape[3], -1)).add_((weights @ middle).unsqueeze(4))
 
 
 def _by_part(x: Tensor, parts: int) -> Tensor:
