@@ -124,7 +124,12 @@ class Newest:
 
     def append(self, x: Tensor) -> None:
         stop = self.stop + x.shape[2]
-        if self.pending is None and self.ring is not None and x.shape[2] == 1 and stop - self.first <= self.room:
+        if (
+            self.pending is None
+            and self.ring is not None
+            and x.shape[2] == 1
+            and stop - self.first <= self.room
+        ):
             self.ring[:, :, self.stop % self.room] = x[:, :, 0]
         elif self.pending is None and self.ring is None:
             self.pending = x.clone(memory_format=torch.contiguous_format)

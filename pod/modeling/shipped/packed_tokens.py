@@ -58,7 +58,9 @@ class Packing:
     def allocate(self, like: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor]:
         """Zeros as ``pack`` would return for ``slots`` tokens, whole groups, of ``[b, h, …, d]``."""
         (batch, heads, _, head_dim), group = like.shape, self.group_size
-        entries = (slots // group, head_dim) if self.per_channel else (slots, head_dim // min(group, head_dim))
+        entries = (
+            (slots // group, head_dim) if self.per_channel else (slots, head_dim // min(group, head_dim))
+        )
         codes = like.new_zeros(batch, heads, slots, head_dim * self.bits // 8, dtype=torch.uint8)
         zero, scale = (like.new_zeros(batch, heads, *entries, dtype=torch.float16) for _ in range(2))
         return codes, zero, scale
@@ -89,7 +91,9 @@ class Packing:
         compute = torch.promote_types(out.dtype, torch.float32)
         for start, stop in tiles(out, 0, out.shape[2], self.group_size):
             codes = packed[0][:, :, start:stop]
-            zero, scale = (x[:, :, start // self.shared : stop // self.shared].to(compute) for x in packed[1:])
+            zero, scale = (
+                x[:, :, start // self.shared : stop // self.shared].to(compute) for x in packed[1:]
+            )
             if self.bits == 4:
                 codes = torch.cat((codes & 15, codes >> 4), dim=3)
             groups, dim = self._group(codes.to(compute))
