@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pod.engine.packed import StaticPackedStore
+from pod.modeling.methods.quantized import PackedTokens
 from pod.modeling.shipped import decode
 from pod.modeling.shipped.decode import DecodeCall
 from pod.modeling.shipped.layout import PodCacheLayer
@@ -60,7 +60,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, handle: int) -> Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-StaticStore = TokenStore | StaticPackedStore
+StaticStore = TokenStore | PackedTokens
 """Stores that say where a token goes (``target``, ``slots_of``) and what kernels read (``stored``)."""
 
 
@@ -72,7 +72,7 @@ def static(store: Store) -> StaticStore:
 
 def is_at_rest(store: Store) -> bool:
     """Whether a store holds tokens where kernels read them: one in which a prompt is running does not."""
-    return not store.is_empty and not (isinstance(store, StaticPackedStore) and store.pending is not None)
+    return not store.is_empty and not (isinstance(store, PackedTokens) and not store.is_at_rest)
 
 
 class StaticLayer:
@@ -147,7 +147,7 @@ class StaticLayer:
     def settle(self, length: int) -> None:
         """Let packed stores pack, outside of any graph; nothing to do in most steps."""
         for store in (self.values, self.keys):
-            if isinstance(store, StaticPackedStore):
+            if isinstance(store, PackedTokens):
                 store.settle(length)
 
     def _write(self, store: StaticStore, x: Tensor, heads: Tensor | None, past: Tensor) -> None:

@@ -6,12 +6,12 @@ import weakref
 
 import pytest
 import torch
+from pod.kernels.decode import AUTO_ORDER, BACKENDS, Entry
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import pod
 from pod import engine
 from pod.engine.engine import StaticEngine
-from pod.kernels.decode import AUTO_ORDER, BACKENDS, Entry
 
 TOLERANCE = 1e-11
 WINDOWS = [(4, 11), (0, 1), (2, 200)]

@@ -5,7 +5,6 @@ and what the libraries demand of their inputs is asserted.
 """
 
 import torch
-
 from pod.kernels.flash_varlen import Ops, attend
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from pod.kernels.decode import Packed, make_buffers, make_roles, pod_decode
 
 from pod.kernels import decode as api
-from pod.kernels.decode import Packed, make_buffers, make_roles, pod_decode
 
 NAN = float("nan")
 

@@ -1,117 +1,202 @@
-"""Stores whose old tokens are packed to 4 or 8 bits; the newest stay as they came (as KIVI, Liu et al., 2024).
+"""Stores whose old tokens are packed to 4 or 8 bits; the newest stay as they came (``shipped/packed.py``).
 
-**What is packed when.** While a prompt runs its tokens stay native, so that attention inside it is exact and does not
-depend on its chunks. When it ends, and after every decoded token, ``settle`` packs so that of ``n`` tokens held the first
-``P(n) = ⌊(n - residual) / group_size⌋ · group_size`` are packed (none if negative): ``residual`` to
-``residual + group_size - 1`` tokens stay native, the same ones for keys and values. Whether a token is packed thus depends
-on the tokens of its own row alone. Tokens are packed once; ``keep`` copies codes.
-
-**Groups.** Keys of a store that never evicts are grouped per channel over ``group_size`` consecutive tokens, because keys
-have outlier channels. Values, keys of evicting stores and keys in windows are grouped per token over channels: tokens of
-a per-channel group can only leave together.
+Keys of a store that never evicts are grouped per channel over ``group_size`` consecutive tokens, because keys have outlier
+channels. Values, keys of evicting stores and keys in windows are grouped per token over channels: tokens of a per-channel
+group can only leave together.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pod.modeling.methods.packing import PackedTokens, Packing
 from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.packed import Packed, Packing, tiles
 from pod.modeling.shipped.stores import Codec, Store, TokenStore, take_slots
 
-_SLACK = 128
+_SLACK = 128  # tensors grow by 1/128 of their length
 
 
-class NativeTail:
-    """The newest tokens of a store, at slots ``first … stop - 1``.
+class Codes:
+    """Packed tokens at slots 0, 1, …, in tensors that grow: codes, zeros, scales.
 
     Args:
-        room: slots reserved once older tokens were packed, so that a rest of this size is never copied to grow.
-        start: slot of the first token.
+        limit: slots that are never exceeded, None = any number.
+        capacity: slots reserved when the first token comes.
+    """
+
+    def __init__(self, packing: Packing, limit: int | None = None, capacity: int = 0):
+        self.packing, self.limit, self.capacity = packing, limit, capacity
+        self.tensors: tuple[Tensor, ...] = ()
+
+    @property
+    def slots(self) -> int:
+        """Tokens that there is room for."""
+        return self.tensors[0].shape[2] if self.tensors else 0
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.tensors = tuple(change(x) for x in self.tensors)
+
+    def _at(self, start: int, stop: int) -> list[Tensor]:
+        shared = self.packing.shared
+        entries = slice(start // shared, stop // shared)
+        return [x[:, :, slice(start, stop) if i == 0 else entries] for i, x in enumerate(self.tensors)]
+
+    def reserve(self, like: Tensor, slots: int) -> None:
+        """Room for ``slots`` tokens of ``[b, h, …, d]`` and, in whole groups, 1/128 more where nothing was reserved."""
+        if slots <= self.slots:
+            return
+        group = self.packing.group_size
+        reserved = -(-self.capacity // group) * group
+        wanted = reserved if slots <= reserved else slots + slots // _SLACK // group * group
+        wanted = wanted if self.limit is None else min(wanted, self.limit)
+        old, self.tensors = self._at(0, self.slots), self.packing.allocate(like, wanted)
+        for new, held in zip(self._at(0, old[0].shape[2]) if old else (), old, strict=True):
+            new.copy_(held)
+
+    def write(self, x: Tensor, start: int, mask: Tensor | None = None) -> None:
+        """Pack ``[b, h, m, d]`` into the slots from ``start`` on; with a mask ``[b, h, m]`` only where it is True."""
+        self.reserve(x, start + x.shape[2])
+        for first, last in tiles(x, 0, x.shape[2], self.packing.group_size):
+            packed = self.packing.pack(x[:, :, first:last])
+            for target, new in zip(self._at(start + first, start + last), packed, strict=True):
+                target.copy_(new if mask is None else torch.where(mask[:, :, first:last, None], new, target))
+
+    def read(self, start: int, out: Tensor) -> None:
+        """Unpack the slots from ``start`` on into ``out`` ``[b, h, m, d]``."""
+        codes, zero, scale = self._at(start, start + out.shape[2])
+        self.packing.unpack((codes, zero, scale), out)
+
+    def keep(self, index: Tensor) -> None:
+        """Hold only the slots ``index`` ``[b, h, w]``: codes are copied, not quantized again. Per token only."""
+        assert not self.packing.per_channel, "tokens of a group share its scale"
+        if index.shape[2] == 0:
+            self.tensors = ()
+        self._map(lambda x: x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[3])))
+
+    def overwrite(self, slots: Tensor, x: Tensor, mask: Tensor) -> None:
+        """Pack ``[b, h, c, d]`` into slots ``[b, h, c]`` where ``mask`` is True. Per token only."""
+        assert not self.packing.per_channel, "tokens of a group share its scale"
+        if not self.tensors or not mask.any():
+            return
+        for tensor, new in zip(self.tensors, self.packing.pack(x), strict=True):
+            _put(tensor, slots, new, mask)
+
+    def select_rows(self, index: Tensor) -> None:
+        self._map(lambda x: x.index_select(0, index.to(x.device)))
+
+
+class Newest:
+    """The native tokens of a store, at positions ``first … stop - 1``: ``pending`` in order, or at rest in a ring.
+
+    Args:
+        room: slots of the ring, in which position ``p`` stands at ``p mod room``, always at the same address.
     """
 
     def __init__(self, room: int, start: int = 0):
-        self.room, self.start = room, start
+        self.room = room
         self.first = self.stop = start
-        self.data: Tensor | None = None  # [b, h, capacity, d]
+        self.ring: Tensor | None = None
+        self.pending: Tensor | None = None
 
     def __len__(self) -> int:
         return self.stop - self.first
 
     @property
-    def shape(self) -> torch.Size:
-        assert self.data is not None, "empty store"
-        return self.data.shape
+    def data(self) -> Tensor:
+        """``[b, h, slots, d]`` in which the tokens stand now."""
+        data = self.ring if self.pending is None else self.pending
+        assert data is not None, "empty store"
+        return data
 
-    def capacity_for(self, count: int, slack: int = 0) -> int:
-        """Slots reserved for ``count`` tokens."""
-        return self.room if self.first > self.start and count <= self.room else count + slack
+    @property
+    def start(self) -> int:
+        """Position ``p`` stands at slot ``(p - start) mod slots``."""
+        return 0 if self.pending is None else self.first
 
     def view(self, first: int, stop: int) -> Tensor:
-        """``[b, h, stop - first, d]``."""
-        assert self.data is not None and self.first <= first <= stop <= self.stop
-        return self.data[:, :, first - self.first : stop - self.first]
-
-    def _hold(self, x: Tensor, capacity: int) -> None:
-        self.data = x.new_zeros(*x.shape[:2], capacity, x.shape[3])
-        self.data[:, :, : x.shape[2]] = x
+        """``[b, h, stop - first, d]`` in order: a view of what is pending, else a copy."""
+        assert self.first <= first <= stop <= self.stop
+        if self.pending is not None:
+            return self.pending[:, :, first - self.first : stop - self.first]
+        return self.data[:, :, torch.arange(first, stop, device=self.data.device) % self.room]
 
     def append(self, x: Tensor) -> None:
-        if self.data is None:
-            self.data = x.new_empty(*x.shape[:2], 0, x.shape[3])
-        count = len(self) + x.shape[2]
-        if count > self.data.shape[2]:
-            self._hold(self.view(self.first, self.stop), self.capacity_for(count, max(1, count // _SLACK)))
-        self.stop += x.shape[2]
-        self.view(self.stop - x.shape[2], self.stop).copy_(x)
-
-    def drop(self, first: int) -> None:
-        """Free the slots before ``first``."""
-        rest = self.view(first, self.stop)
-        self.first = first
-        # a new tensor, so that views that were read stay as they are
-        self._hold(rest, self.capacity_for(rest.shape[2]))
+        stop = self.stop + x.shape[2]
+        if (
+            self.pending is None
+            and self.ring is not None
+            and x.shape[2] == 1
+            and stop - self.first <= self.room
+        ):
+            self.ring[:, :, self.stop % self.room] = x[:, :, 0]
+        elif self.pending is None and self.ring is None:
+            self.pending = x.clone(memory_format=torch.contiguous_format)
+        else:
+            self.pending = torch.cat((self.view(self.first, self.stop), x), dim=2)
+        self.stop = stop
 
     def replace(self, x: Tensor, first: int) -> None:
-        """Hold ``x`` at slots ``first …`` instead."""
-        self.first, self.stop = first, first + x.shape[2]
-        self._hold(x, self.capacity_for(x.shape[2]))
+        """Hold ``x`` at positions ``first …`` instead."""
+        self.pending, self.first, self.stop = x, first, first + x.shape[2]
+
+    def rest(self, first: int) -> None:
+        """Free what stands before ``first``, and put the others into the ring."""
+        assert self.stop - first <= self.room
+        if self.pending is not None:
+            rest = self.view(first, self.stop)
+            if self.ring is None:
+                self.ring = rest.new_zeros(*rest.shape[:2], self.room, rest.shape[3])
+            self.ring[:, :, torch.arange(first, self.stop, device=rest.device) % self.room] = rest
+            self.pending = None
+        self.first = first
+
+    def write(self, positions: Tensor, x: Tensor, mask: Tensor) -> None:
+        """Overwrite positions ``[b, h, c]`` with ``[b, h, c, d]`` where ``mask`` is True."""
+        _put(self.data, (positions - self.start) % max(1, self.data.shape[2]), x, mask)
 
     def select_rows(self, index: Tensor) -> None:
-        if self.data is not None:
-            self.data = self.data.index_select(0, index.to(self.data.device))
+        if self.ring is not None:
+            self.ring = self.ring.index_select(0, index.to(self.ring.device))
+        if self.pending is not None:
+            self.pending = self.pending.index_select(0, index.to(self.pending.device))
+
+    def tensors(self) -> list[Tensor]:
+        return [x for x in (self.ring, self.pending) if x is not None]
 
 
 class _PackedStore(TokenStore):
-    """What the stores of this file share: a packed part and a native tail. Slots are those of the native store."""
+    """What the stores of this file share: codes, and the newest tokens. Slots are those of the native store."""
 
     def __init__(self, packing: Packing, residual: int, num_sink_tokens=None, num_recent_tokens=None):
         super().__init__(num_sink_tokens, num_recent_tokens)
         self.packing, self.residual = packing, residual
-        self.tail = NativeTail(residual + packing.group_size)
-        self.packed = PackedTokens(packing)
+        self.newest = Newest(residual + packing.group_size, start=self.num_sink_tokens)
+        self.codes = Codes(packing)
 
     @property
     def length(self) -> int:
         """Tokens per row: held, and in a window seen."""
-        return self.tail.stop
+        return self.newest.stop
 
     @property
     def is_empty(self) -> bool:
-        return self.tail.data is None
+        return not self.newest.tensors()
 
     @property
     def shape(self) -> tuple[int, ...]:
         """``(b, h, used slots, d)``."""
-        batch, heads, _, head_dim = self.tail.shape
+        batch, heads, _, head_dim = self.newest.data.shape
         return batch, heads, self.used_slots(self.length), head_dim
 
     @property
     def dtype(self) -> torch.dtype:
-        assert self.tail.data is not None, "empty store"
-        return self.tail.data.dtype
+        return self.newest.data.dtype
+
+    def view(self, length: int) -> Tensor | Packed:
+        """See ``Store.view``."""
+        return self.stored
 
     def num_packed(self, length: int) -> int:
         """``P(length)``: slots packed when ``length`` tokens have settled."""
@@ -122,14 +207,16 @@ class _PackedStore(TokenStore):
         raise ValueError("packed stores grow as tokens come: pass capacity to pod.make_cache instead")
 
     def append_ragged(self, x: Tensor, past: Tensor, counts: Tensor) -> None:
-        raise ValueError("packed stores take rows that are alike: use a GroupedCache, which splits the batch")
+        raise ValueError(
+            "packed stores take rows that are alike, here rows of one length: leave capacity out, or pad no row"
+        )
 
     def select_rows(self, index: Tensor) -> None:
-        self.tail.select_rows(index)
-        self.packed.select_rows(index)
+        self.newest.select_rows(index)
+        self.codes.select_rows(index)
 
     def tensors(self) -> list[Tensor]:
-        return self.packed.tensors() + ([] if self.tail.data is None else [self.tail.data])
+        return [*self.codes.tensors, *self.newest.tensors()]
 
     def _nbytes(self, packed: int, native: int) -> int:
         batch, heads, _, head_dim = self.shape
@@ -137,102 +224,152 @@ class _PackedStore(TokenStore):
         return int(batch * heads * (packed * self.packing.token_nbytes(head_dim) + native * token))
 
 
-class QuantizedStore(_PackedStore):
+class PackedTokens(_PackedStore):
     """Every token held, at slots 0, 1, …; see ``TokenStore`` for the methods.
 
-    Slots below ``tail.first`` are packed and those from ``packed_stop`` on native, in every row and head. ``keep`` can
-    leave one head with more packed tokens than another: between the two it depends on ``boundary`` ``[b, h]``, the
-    first native slot of each row and head (None = ``tail.first`` for all).
+    ``packed_lengths`` ``[b]`` says how many of them are packed. ``keep`` can leave one head with more packed tokens than
+    another: then it is ``[b, h]``, slots below ``newest.first`` are packed and those from ``packed_stop`` on native everywhere.
+
+    Args:
+        capacity: tokens whose codes are reserved at once and stay where they are; 0 = grow as tokens come.
     """
 
-    def __init__(self, packing: Packing, residual: int):
+    def __init__(self, packing: Packing, residual: int, capacity: int = 0):
         super().__init__(packing, residual)
-        self.boundary: Tensor | None = None
+        self.codes = Codes(packing, capacity=capacity)
+        self.packed_lengths: Tensor | None = None
         self.packed_stop = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(b, h, used slots or those reserved, d)``."""
+        batch, heads, used, head_dim = super().shape
+        return batch, heads, self.codes.slots if self.is_static else used, head_dim
+
+    @property
+    def is_static(self) -> bool:
+        """Whether tokens stay where they are, as kernels want it."""
+        return self.codes.capacity > 0
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether no prompt is running: its tokens are pending."""
+        return not self.is_empty and self.newest.pending is None
+
+    @property
+    def stored(self) -> Tensor | Packed:
+        """What attention reads: native while nothing is packed; valid until the store changes."""
+        if self.packed_lengths is None:
+            return self.newest.view(0, self.length)
+        codes, zero, scale = self.codes.tensors
+        size, bounds = self.packing.group_size, (self.newest.first, self.packed_stop)
+        rest = size, self.packing.per_channel, self.newest.start, bounds
+        return Packed(codes, zero, scale, self.newest.data, self.packed_lengths, *rest)
+
+    @property
+    def target(self) -> Tensor:
+        """``[b, h, R, d]``, to which a decoded token is written."""
+        assert self.is_at_rest, "a prompt is running"
+        return self.newest.data
+
+    def slots_of(self, position_ids: Tensor) -> Tensor:
+        """Slot of each position in ``target``."""
+        return position_ids % self.newest.room
+
+    def reserve(self, slots: int) -> None:
+        """Hold codes for ``slots`` tokens, if the store has a capacity."""
+        if not self.is_static:
+            super().reserve(slots)
+        self.codes.capacity = max(self.codes.capacity, slots)
+        if self.codes.tensors:
+            self.codes.reserve(self.newest.data, self.codes.capacity)
 
     def append(self, x: Tensor, past: int) -> None:
         """``[b, h, m, d]`` behind the ``past`` tokens held."""
         assert past == self.length, "tokens are appended in order"
-        self.tail.append(x)
+        self.newest.append(x)
+        if self.is_static:
+            self.reserve(self.length)
+            self._start_packing(x)
+
+    def _start_packing(self, x: Tensor) -> None:
+        self.codes.reserve(x, max(1, self.codes.capacity))
+        if self.packed_lengths is None:
+            self.packed_lengths = torch.zeros(x.shape[0], dtype=torch.int32, device=x.device)
 
     def read(self, length: int) -> Tensor:
         """``[b, h, length, d]``: a view while nothing is packed, else a copy."""
-        if not self.packed_stop:
-            return self.tail.view(0, length)
-        out = self.tail.view(self.tail.first, self.tail.stop).new_empty(self.shape)
-        self.packed.read(0, out[:, :, : self.packed_stop])
-        if self.boundary is None:
-            out[:, :, self.tail.first :] = self.tail.view(self.tail.first, self.tail.stop)
-        else:
-            native = self._is_native(self.tail.first, self.tail.stop)[..., None]
-            mixed = out[:, :, self.tail.first :]
-            mixed.copy_(torch.where(native, self.tail.view(self.tail.first, self.tail.stop), mixed))
-        return out[:, :, :length]
+        stored = self.stored
+        return stored.read(0, length, self.dtype) if isinstance(stored, Packed) else stored[:, :, :length]
 
-    view = read
-
-    @property
-    def stored(self) -> Tensor:
-        return self.read(self.length)
-
-    def _is_native(self, first: int, stop: int) -> Tensor:
-        """``[b, h, stop - first]``: whether these slots are native; only with a boundary."""
-        assert self.boundary is not None
-        return torch.arange(first, stop, device=self.boundary.device) >= self.boundary[..., None]
+    def _is_native(self, first: int, stop: int) -> Tensor | None:
+        """``[b, h, stop - first]``: whether these slots are native; None where heads do not differ."""
+        if self.packed_lengths is None or self.packed_lengths.ndim == 1:
+            return None
+        return torch.arange(first, stop, device=self.packed_lengths.device) >= self.packed_lengths[..., None]
 
     def settle(self, length: int) -> None:
         """Pack what left the residual window of the ``length`` tokens held."""
-        first, stop = self.tail.first, self.num_packed(length)
-        if self.is_empty or stop <= first:
+        if self.is_empty:
             return
-        mask = None if self.boundary is None else self._is_native(first, stop)
-        self.packed.write(self.tail.view(first, stop), first, mask)
-        self.packed_stop = max(self.packed_stop, stop)
-        if self.boundary is not None:
-            self._set_boundary(self.boundary.clamp(min=stop))
-        self.tail.drop(stop)
+        self.newest.stop = length  # an engine writes to the ring itself
+        first, stop = self.newest.first, self.num_packed(length)
+        if stop > first:
+            new = self.newest.view(first, stop)
+            self.codes.write(new, first, self._is_native(first, stop))
+            self._start_packing(new)
+            self.packed_stop = max(self.packed_stop, stop)
+            self._set_lengths(stop)
+        if self.packed_lengths is not None:
+            self.newest.rest(max(first, stop))
 
-    def _set_boundary(self, boundary: Tensor) -> None:
-        lowest, self.packed_stop = (int(x) for x in boundary.aminmax())
-        self.boundary = None if lowest == self.packed_stop else boundary.to(torch.int32)
+    def _set_lengths(self, least: int) -> None:
+        """At least ``least`` tokens are packed now."""
+        assert self.packed_lengths is not None
+        self.packed_lengths.clamp_(min=least)
+        if self.packed_stop == least and self.packed_lengths.ndim == 2:
+            self.packed_lengths = self.packed_lengths[:, 0].clone()
 
     def keep(self, index: Tensor, length: int) -> None:
         """Hold only the slots ``index`` ``[b, h, w]``, which must ascend; packed ones are copied, not packed again."""
-        assert length == self.length
-        if not self.packed_stop:
-            self.tail.replace(take_slots(self.tail.view(0, length), index), 0)
-            return
-        boundary = self.tail.first if self.boundary is None else self.boundary[..., None]
-        is_packed = index < boundary
-        tail, old_first = self.tail.view(self.tail.first, length), self.tail.first
-        self._set_boundary(is_packed.sum(-1))
-        self.packed.keep(index[..., : self.packed_stop].clamp(max=self.packed.capacity - 1))
-        first = self.packed_stop if self.boundary is None else int(self.boundary.min())
-        self.tail.replace(take_slots(tail, (index[..., first:] - old_first).clamp(min=0)), first)
+        assert length == self.length and not self.is_static, "capacity is for caches that drop no token"
+        newest, old_first = self.newest.view(self.newest.first, length), self.newest.first
+        first = 0
+        if self.packed_lengths is not None:
+            lengths = self.packed_lengths.view(index.shape[0], -1, 1)
+            counts = (index < lengths).sum(-1, dtype=torch.int32)
+            first, self.packed_stop = (int(x) for x in counts.aminmax())
+            self.packed_lengths = counts if self.packed_stop else None
+            self.codes.keep(index[..., : self.packed_stop].clamp(max=self.codes.slots - 1))
+            self.newest.ring = None
+            if self.packed_lengths is not None:
+                self._set_lengths(first)
+        slots = (index[..., first:] - old_first).clamp(min=0)
+        self.newest.replace(take_slots(newest, slots) if slots.shape[2] else newest[:, :, :0].clone(), first)
 
     def write(self, slots: Tensor, x: Tensor) -> None:
         """Overwrite slots ``[b, h, c]`` with ``[b, h, c, d]``: packed ones are packed anew, alone."""
-        boundary = self.tail.first if self.boundary is None else self.boundary[..., None]
-        is_native = slots >= boundary
-        if self.packed_stop:
-            self.packed.overwrite(slots, x, ~is_native)
-        assert self.tail.data is not None
-        _put(self.tail.data, slots - self.tail.first, x, is_native)
+        assert not self.is_static, "capacity is for caches that merge no token"
+        lengths = 0 if self.packed_lengths is None else self.packed_lengths.view(slots.shape[0], -1, 1)
+        is_native = slots >= lengths
+        self.codes.overwrite(slots, x, ~is_native)
+        self.newest.write(slots, x, is_native)
 
     def select_rows(self, index: Tensor) -> None:
         super().select_rows(index)
-        if self.boundary is not None:
-            self.boundary = self.boundary.index_select(0, index.to(self.boundary.device))
+        if self.packed_lengths is not None:
+            self.packed_lengths = self.packed_lengths.index_select(0, index.to(self.packed_lengths.device))
 
     def tensors(self) -> list[Tensor]:
-        return super().tensors() + ([] if self.boundary is None else [self.boundary])
+        return super().tensors() + ([] if self.packed_lengths is None else [self.packed_lengths])
 
     def predicted_nbytes(self, length: int) -> int:
         """Bytes when ``length`` tokens have settled: ``P(length)`` of them packed (more where ``keep`` left more), room
         for ``residual + group_size`` native."""
-        packed = self.num_packed(length)
-        native = self.tail.room if max(packed, self.tail.first) else length
-        return self._nbytes(max(packed, self.packed_stop), native)
+        if self.is_static:
+            return sum(tensor.nbytes for tensor in self.tensors())
+        packed = max(self.num_packed(length), self.packed_stop)
+        return self._nbytes(packed, self.newest.room if packed else length)
 
 
 class QuantizedWindow(_PackedStore):
@@ -244,16 +381,15 @@ class QuantizedWindow(_PackedStore):
 
     def __init__(self, packing: Packing, residual: int, num_sink_tokens: int, num_recent_tokens: int):
         super().__init__(packing, residual, num_sink_tokens, num_recent_tokens)
-        assert num_recent_tokens > self.tail.room and not packing.per_channel
+        assert num_recent_tokens > self.newest.room and not packing.per_channel
         self.ring = num_recent_tokens - residual  # slots of the packed ring
-        self.packed = PackedTokens(packing, limit=self.ring)
-        self.tail = NativeTail(self.tail.room, start=num_sink_tokens)
+        self.codes = Codes(packing, limit=self.ring)
         self.sinks: Tensor | None = None  # [b, h, <= num_sink_tokens, d]
 
     @property
     def length(self) -> int:
         sinks = 0 if self.sinks is None else self.sinks.shape[2]
-        return sinks + self.tail.stop - self.num_sink_tokens
+        return sinks + self.newest.stop - self.num_sink_tokens
 
     def append(self, x: Tensor, past: int) -> None:
         """``[b, h, m, d]`` behind ``past`` tokens per row."""
@@ -262,13 +398,10 @@ class QuantizedWindow(_PackedStore):
         if self.sinks is None or sinks.shape[2]:
             self.sinks = sinks.clone() if self.sinks is None else torch.cat((self.sinks, sinks), dim=2)
         x = x[:, :, sinks.shape[2] :]
-        expired = self.tail.stop + x.shape[2] - self.num_recent_tokens
-        if expired >= self.tail.stop:
-            self.tail.replace(x[:, :, expired - self.tail.stop :], expired)
-            return
-        if expired - self.tail.first > self.num_recent_tokens // _SLACK:
-            self.tail.drop(expired)
-        self.tail.append(x)
+        self.newest.append(x)
+        newest, expired = self.newest, self.newest.stop - self.num_recent_tokens
+        if expired - newest.first > self.num_recent_tokens // _SLACK:
+            newest.replace(newest.view(expired, newest.stop).clone(), expired)
 
     def _oldest(self) -> int:
         """Position of the oldest token in the ring."""
@@ -288,10 +421,10 @@ class QuantizedWindow(_PackedStore):
         out = self.sinks.new_empty(self.shape)
         out[:, :, : self.sinks.shape[2]] = self.sinks
         oldest, recent = self._oldest(), self.num_recent_tokens
-        for positions, behind in self._runs(oldest, self.tail.first, self.ring, recent):
-            self.packed.read(behind % self.ring, self._slots(out, positions, behind))
-        for positions, behind in self._runs(max(oldest, self.tail.first), self.tail.stop, recent):
-            self._slots(out, positions, behind).copy_(self.tail.view(positions.start, positions.stop))
+        for positions, behind in self._runs(oldest, self.newest.first, self.ring, recent):
+            self.codes.read(behind % self.ring, self._slots(out, positions, behind))
+        for positions, behind in self._runs(max(oldest, self.newest.first), self.newest.stop, recent):
+            self._slots(out, positions, behind).copy_(self.newest.view(positions.start, positions.stop))
         return out
 
     def _slots(self, out: Tensor, positions: slice, behind: int) -> Tensor:
@@ -301,11 +434,11 @@ class QuantizedWindow(_PackedStore):
     def settle(self, length: int) -> None:
         """Pack what left the residual window."""
         stop = self.num_sink_tokens + self.num_packed(length)
-        if self.is_empty or stop <= self.tail.first:
+        if self.is_empty or stop <= self.newest.first:
             return
-        for positions, behind in self._runs(max(self._oldest(), self.tail.first), stop, self.ring):
-            self.packed.write(self.tail.view(positions.start, positions.stop), behind % self.ring)
-        self.tail.drop(stop)
+        for positions, behind in self._runs(max(self._oldest(), self.newest.first), stop, self.ring):
+            self.codes.write(self.newest.view(positions.start, positions.stop), behind % self.ring)
+        self.newest.rest(stop)
 
     def keep(self, index: Tensor, length: int) -> None:
         raise NotImplementedError(
@@ -314,16 +447,16 @@ class QuantizedWindow(_PackedStore):
 
     def write(self, slots: Tensor, x: Tensor) -> None:
         """Overwrite slots ``[b, h, c]`` with ``[b, h, c, d]``: packed ones are packed anew, alone."""
-        assert self.sinks is not None and self.tail.data is not None
+        assert self.sinks is not None
         newest = self.length - 1
         positions = torch.where(
             slots < self.num_sink_tokens, slots, newest - (newest - slots) % self.num_recent_tokens
         )
-        is_sink, is_native = slots < self.num_sink_tokens, positions >= self.tail.first
+        is_sink, is_native = slots < self.num_sink_tokens, positions >= self.newest.first
         _put(self.sinks, positions, x, is_sink)
-        _put(self.tail.data, positions - self.tail.first, x, is_native)
-        if self.tail.first > self.num_sink_tokens:
-            self.packed.overwrite((positions - self.num_sink_tokens) % self.ring, x, ~is_sink & ~is_native)
+        self.newest.write(positions, x, is_native)
+        if self.newest.first > self.num_sink_tokens:
+            self.codes.overwrite((positions - self.num_sink_tokens) % self.ring, x, ~is_sink & ~is_native)
 
     def select_rows(self, index: Tensor) -> None:
         super().select_rows(index)
@@ -337,7 +470,7 @@ class QuantizedWindow(_PackedStore):
         """Bytes when ``length`` tokens have settled."""
         packed = min(self.num_packed(length), self.ring)
         sinks = min(length, self.num_sink_tokens)
-        return self._nbytes(packed, sinks + (self.tail.room if packed else length - sinks))
+        return self._nbytes(packed, sinks + (self.newest.room if packed else length - sinks))
 
 
 def _put(target: Tensor, slots: Tensor, x: Tensor, mask: Tensor) -> None:
@@ -354,18 +487,22 @@ class QuantizedCodec:
         bits: 4 or 8.
         group_size: numbers that share a scale, and tokens packed at a time.
         residual: newest tokens that stay native.
+        capacity: tokens whose codes are reserved, for stores that stay where they are (windows are rings already and stay
+            native); 0 = stores grow.
     """
 
     bits: int
     group_size: int
     residual: int
+    capacity: int = 0
 
     def tokens(self, part: str, evicts: bool = False) -> Store:
-        return QuantizedStore(self._packing(per_channel=part == "keys" and not evicts), self.residual)
+        packing = self._packing(per_channel=part == "keys" and not evicts)
+        return PackedTokens(packing, self.residual, self.capacity)
 
     def window(self, part: str, num_sink_tokens: int, num_recent_tokens: int) -> Store:
         """Native when the ring is not larger than what a packed one holds natively."""
-        if num_recent_tokens <= self.residual + self.group_size:
+        if self.capacity or num_recent_tokens <= self.residual + self.group_size:
             return TokenStore(num_sink_tokens, num_recent_tokens)
         return QuantizedWindow(
             self._packing(per_channel=False), self.residual, num_sink_tokens, num_recent_tokens

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from . import packed
 from .attend import IMPLEMENTATIONS, Call, Implementation, takes_gradients
 from .decode import DECODERS, DecodeBuffers, DecodeCall, Decoder
-from .packed import Stored, read
+from .packed import Packed, Stored
 
 _BLOCK_ELEMENTS = {
     "cpu": 1 << 19
@@ -34,7 +33,7 @@ def decode(call: DecodeCall) -> None:
 
 def _take_row(call: DecodeCall, row: slice) -> DecodeCall:
     stores = {
-        name: None if (x := getattr(call, name)) is None else packed.rows(x, row)
+        name: None if (x := getattr(call, name)) is None else _rows(x, row)
         for name in ("keys", "window_keys", "values")
     }
     b = call.buffers
@@ -65,10 +64,10 @@ def _one_part(call: DecodeCall, q: Tensor, length: int) -> Tensor:
     logits = call.buffers.logits[:, :, :, :length]
     for heads, stored in _runs(call.roles.leads):
         assert call.keys is not None
-        _scores(q[:, heads], packed.heads(call.keys, stored), logits[:, heads])
+        _scores(q[:, heads], _heads(call.keys, stored), logits[:, heads])
     for heads, stored in _runs(call.roles.followers):
         assert call.window_keys is not None
-        _scores(q[:, heads], packed.heads(call.window_keys, stored), logits[:, heads])
+        _scores(q[:, heads], _heads(call.window_keys, stored), logits[:, heads])
     weights, _, sums = _exponentials(logits, logits)
     return _weighted(weights, call.values, 0, length) / sums[..., None]
 
@@ -99,7 +98,7 @@ def _lead(call: DecodeCall, q: Tensor, heads: slice, stored: slice, length: int,
     n_s, oldest_recent = call.num_sink_tokens, length - call.num_recent_tokens
     buffers = call.buffers
     logits = buffers.logits[:, heads, :, :length]
-    _scores(q[:, heads], packed.heads(call.keys, stored), logits)
+    _scores(q[:, heads], _heads(call.keys, stored), logits)
     proximal[:, heads, :, :n_s] = logits[..., :n_s]
     proximal[:, heads, :, n_s:] = logits[..., oldest_recent:]
     distant = logits[..., n_s:oldest_recent]
@@ -117,7 +116,7 @@ def _window_scores(
     assert call.window_keys is not None
     n_s, n_r = call.num_sink_tokens, call.num_recent_tokens
     own = torch.empty_like(proximal[:, heads])
-    _scores(q[:, heads], packed.heads(call.window_keys, stored), own)
+    _scores(q[:, heads], _heads(call.window_keys, stored), own)
     wrap = (length - n_s) % n_r  # ring slots before this one hold the newest tokens
     target = proximal[:, heads]
     target[..., :n_s] = own[..., :n_s]
@@ -143,7 +142,7 @@ def _distant(call: DecodeCall, gate: Tensor, length: int) -> Tensor:
     out = torch.zeros(*gate.shape, call.q.shape[-1], dtype=gate.dtype, device=gate.device)
     for row, head in reads.nonzero().tolist():
         one = slice(row, row + 1), slice(head, head + 1)
-        values = packed.heads(packed.rows(call.values, one[0]), one[1])
+        values = _heads(_rows(call.values, one[0]), one[1])
         out[one] = _weighted(weights[one], values, start, stop) / sums[one][..., None]
     return out
 
@@ -173,7 +172,7 @@ def attend_slots(
         logits = grouped.new_empty(*grouped.shape[:3], n)
         _scores(grouped, keys, logits)
     else:
-        logits = grouped @ read(keys, 0, n, compute).transpose(2, 3)
+        logits = grouped @ keys.to(compute).transpose(2, 3)
     if bias is not None:
         logits = logits + bias[:, :, None]
     if lengths is not None:
@@ -185,12 +184,12 @@ def attend_slots(
         out = _weighted(weights, values, 0, n)
     else:
         weights, lse = logits.softmax(-1), logits.logsumexp(-1)
-        out = weights @ read(values, 0, n, compute)
+        out = weights @ values.to(compute)
     return out.flatten(1, 2)[:, :, None].to(q.dtype), lse.flatten(1)[..., None], weights
 
 
 def _attend_one(call: Call) -> tuple[Tensor, Tensor]:
-    stored = [x if isinstance(x, Tensor) else x.span(0, x.shape[2]) for x in call.tokens]
+    stored = [x if isinstance(x, Tensor | Packed) else x.span(0, x.shape[2]) for x in call.tokens]
     return attend_slots(call.q, *stored, call.scale, bias=call.visibility.bias)[:2]
 
 
@@ -215,7 +214,15 @@ def _runs(heads: list[int]) -> Iterator[tuple[slice, slice]]:
             first = i
 
 
-def _blocks(x: Stored, start: int, stop: int) -> Iterator[tuple[int, int]]:
+def _rows(x: Stored, which: slice) -> Stored:
+    return x.rows(which) if isinstance(x, Packed) else x[which]
+
+
+def _heads(x: Stored, which: slice) -> Stored:
+    return x.heads(which) if isinstance(x, Packed) else x[:, which]
+
+
+def _blocks(x: Tensor, start: int, stop: int) -> Iterator[tuple[int, int]]:
     batch, heads, _, head_dim = x.shape
     elements = _BLOCK_ELEMENTS.get(x.device.type, _OTHER_BLOCK_ELEMENTS)
     block = max(16, elements // (batch * heads * head_dim))
@@ -224,18 +231,23 @@ def _blocks(x: Stored, start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 def _scores(q: Tensor, keys: Stored, out: Tensor) -> None:
     """Write ``q · k`` of ``q`` ``[b, h, G, d]`` and the first tokens of ``keys`` to ``out`` ``[b, h, G, n]``."""
+    if isinstance(keys, Packed):
+        keys.scores(q, out)
+        return
     q = q.transpose(2, 3)
     for start, stop in _blocks(keys, 0, out.shape[3]):
-        out[..., start:stop] = (read(keys, start, stop, q.dtype) @ q).transpose(2, 3)
+        out[..., start:stop] = (keys[:, :, start:stop].to(q.dtype) @ q).transpose(2, 3)
 
 
 def _weighted(weights: Tensor, values: Stored, start: int, stop: int) -> Tensor:
     """Sums ``[b, h, G, d]`` of the values from ``start`` to ``stop`` with weights ``[b, h, G, stop - start]``."""
-    if isinstance(values, Tensor) and values.dtype == weights.dtype:
+    if isinstance(values, Packed):
+        return values.weighted(weights, start, stop)
+    if values.dtype == weights.dtype:
         return weights @ values[:, :, start:stop]
     out = weights.new_zeros(*weights.shape[:3], values.shape[3])
     for first, last in _blocks(values, start, stop):
-        out += weights[..., first - start : last - start] @ read(values, first, last, weights.dtype)
+        out += weights[..., first - start : last - start] @ values[:, :, first:last].to(weights.dtype)
     return out
 
 

@@ -124,8 +124,9 @@ class PodCacheLayer(CacheLayer):
     def _decode(self, q: Tensor, step: Step) -> Tensor:
         """One new token per row. Reads: lead keys, window keys, the leads' logits and values."""
         values = self.all_values.stored
-        if step.lead.buffers is None or step.lead.buffers.capacity < values.shape[2]:
-            size = q.shape[0], q.shape[1] // self.groups, self.groups, q.shape[3], values.shape[2]
+        room = max(values.shape[2], step.max_length)
+        if step.lead.buffers is None or step.lead.buffers.capacity < room:
+            size = q.shape[0], q.shape[1] // self.groups, self.groups, q.shape[3], room
             step.lead.buffers = make_buffers(*size, q.dtype, q.device)
         if self.roles is None:
             self.roles = make_roles(self.leads, self.followers, self.followed, q.device)

@@ -5,10 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import packed
 from .attend import IMPLEMENTATIONS, Call, Implementation, Segment, Source, span, take_rows
 from .decode import DECODERS, DecodeCall, Decoder
-from .packed import Stored
+from .packed import Packed, Stored
 
 _BLOCK_ELEMENTS = 1 << 24
 
@@ -135,8 +134,9 @@ def _decode_head(call: DecodeCall, row: int, head: int, length: int) -> None:
 
 def _tokens(x: Stored, row: int, head: int, length: int, dtype: torch.dtype) -> Tensor:
     """``[length, d]`` of one row and head."""
-    one = packed.heads(packed.rows(x, slice(row, row + 1)), slice(head, head + 1))
-    return packed.read(one, 0, length, dtype)[0, 0]
+    if isinstance(x, Packed):
+        return x.rows(slice(row, row + 1)).heads(slice(head, head + 1)).read(0, length, dtype)[0, 0]
+    return x[row, head, :length].to(dtype)
 
 
 IMPLEMENTATIONS["reference"] = Implementation(attend, lambda call: None)

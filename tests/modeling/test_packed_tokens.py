@@ -1,0 +1,146 @@
+"""Products with packed tokens against fp64 arithmetic on the same codes, unpacked one number at a time."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from pod.modeling.methods.quantized import PackedTokens
+from pod.modeling.shipped import packed as packed_tokens
+from pod.modeling.shipped.packed import Packed, Packing
+
+NAN = math.nan
+
+
+def randn(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def meaning(x: Packed, length: int) -> torch.Tensor:
+    """``[B, h, length, d]`` in fp64: what the bytes say, by the words of ``Packed``."""
+    batch, heads, _, d = x.shape
+    out = torch.full((batch, heads, length, d), NAN, dtype=torch.float64)
+    bits = 8 * x.codes.shape[3] // d
+    for b, h, p in itertools.product(range(batch), range(heads), range(length)):
+        if p >= x.packed_lengths.view(batch, -1)[b, min(h, x.packed_lengths.view(batch, -1).shape[1] - 1)]:
+            out[b, h, p] = x.tail[b, h, (p - x.tail_start) % x.tail.shape[2]].double()
+            continue
+        row = x.codes[b, h, p].long()
+        numbers = row if bits == 8 else torch.cat((row % 16, row // 16))
+        if x.per_channel:
+            zero, scale = x.zero[b, h, p // x.group_size], x.scale[b, h, p // x.group_size]
+        else:
+            width = min(x.group_size, d)
+            zero, scale = (y[b, h, p].repeat_interleave(width) for y in (x.zero, x.scale))
+        out[b, h, p] = zero.double() + numbers.double() * scale.double()
+    return out
+
+
+def packed(n, d, packing, residual, dtype=torch.float32, batch=2, heads=3, offset=0.0, capacity=0):
+    """A settled store of ``n`` tokens, and the tokens."""
+    store = PackedTokens(packing, residual, capacity)
+    x = (randn(batch, heads, n, d, seed=n) + offset).to(dtype)
+    store.append(x, 0)
+    store.settle(n)
+    return store, x
+
+
+def assert_products(stored: Packed, n: int, dtype: torch.dtype, tolerance: float, groups=3):
+    batch, heads, _, d = stored.shape
+    numbers = meaning(stored, n)
+    q = randn(batch, heads, groups, d, seed=1, dtype=dtype)
+    out = torch.full((batch, heads, groups, n), NAN, dtype=dtype)
+    stored.scores(q, out)
+    expected = q.double() @ numbers.transpose(2, 3)
+    size = q.double().abs() @ numbers.abs().transpose(2, 3)
+    assert ((out - expected).abs() <= tolerance * size.amax()).all()
+    assert (out - expected).norm() <= tolerance * expected.norm()
+    for start, stop in ((0, n), (3, n - 2), (n - 3, n), (5, 5)):
+        weights = randn(batch, heads, groups, n, seed=2, dtype=dtype)[..., start:stop].softmax(-1)
+        found = stored.weighted(weights, start, stop)
+        expected = weights.double() @ numbers[:, :, start:stop]
+        assert found.dtype == dtype and (found - expected).norm() <= tolerance * expected.norm()
+
+
+CASES = [
+    (4, 32, True, 64, 300, 128),
+    (4, 32, False, 64, 300, 128),
+    (4, 32, False, 96, 70, 5),  # three groups: one reaches across the halves of a byte
+    (4, 64, False, 32, 130, 0),  # one group of all channels
+    (4, 16, True, 10, 90, 7),  # rows of codes that are no multiple of four bytes
+    (4, 2, False, 10, 41, 7),
+    (8, 32, True, 64, 200, 20),
+    (8, 16, False, 48, 100, 20),
+]
+
+
+@pytest.mark.parametrize("tile", [64, 1 << 20], ids=["many tiles", "one tile"])
+@pytest.mark.parametrize(("bits", "size", "per_channel", "d", "n", "residual"), CASES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-14)], ids=str)
+def test_products(monkeypatch, tile, bits, size, per_channel, d, n, residual, dtype, tolerance):
+    monkeypatch.setattr(packed_tokens, "_TILE", tile)
+    packing = Packing(bits=bits, group_size=size, per_channel=per_channel)
+    store, _ = packed(n, d, packing, residual)
+    assert isinstance(store.stored, Packed)
+    assert_products(store.stored, n, dtype, tolerance)
+
+
+def test_products_of_2048_tokens_far_from_zero():
+    """Scales fold into queries and weights without loss, also where zeros are large."""
+    for per_channel in (True, False):
+        store, _ = packed(2100, 64, Packing(bits=4, group_size=32, per_channel=per_channel), 128, offset=30.0)
+        assert isinstance(store.stored, Packed)
+        assert_products(store.stored, 2100, torch.float32, 1e-5)
+
+
+def test_sums_of_8192_tokens_lose_no_digits():
+    """Counted from the smallest numbers of the groups, parts of 2.0 would cancel to 0.01, with a hundred times this error."""
+    store, _ = packed(8192, 64, Packing(bits=4, group_size=32, per_channel=False), 128, batch=1, heads=1)
+    stored = store.stored
+    assert isinstance(stored, Packed)
+    weights = randn(1, 1, 3, 8192, seed=1).softmax(-1)
+    expected = weights.double() @ meaning(stored, 8192)
+    assert (stored.weighted(weights, 0, 8192) - expected).norm() <= 5e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_16_bit_models(d):
+    """Products of bf16 queries are exact but for the rounding of the output: computed in fp32."""
+    store, _ = packed(2048, d, Packing(bits=4, group_size=32, per_channel=False), 128, torch.bfloat16, 1, 2)
+    assert isinstance(store.stored, Packed)
+    weights = (3 * randn(1, 2, 4, 2048, seed=3)).softmax(-1)
+    expected = weights.double() @ meaning(store.stored, 2048)
+    rounding = (expected.bfloat16() - expected).norm()
+    found = store.stored.weighted(weights, 0, 2048).bfloat16()
+    assert (found - expected).norm() <= 1.1 * rounding
+
+
+@pytest.mark.parametrize("capacity", [0, 200])
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_products_while_tokens_come(per_channel, capacity):
+    """At rest, behind a decoded token, and inside a second prompt; slots without a token are spoilt."""
+    packing = Packing(bits=4, group_size=8, per_channel=per_channel)
+    store, _ = packed(50, 16, packing, 10, capacity=capacity)
+    for count, m in enumerate((1, 1, 1, 30, 5, 1)):
+        length = store.length
+        store.append(randn(2, 3, m, 16, seed=count), length)
+        stored = store.stored
+        assert isinstance(stored, Packed) and stored.bounds == (store.newest.first, store.packed_stop)
+        spoilt = [x.clone() for x in (stored.zero, stored.scale)]
+        for x in spoilt:
+            x[:, :, store.packed_stop // packing.shared :] = NAN
+        stored = stored._replace(zero=spoilt[0], scale=spoilt[1])
+        assert torch.equal(store.read(length + m).double(), meaning(stored, length + m).float().double())
+        assert_products(stored, length + m, torch.float32, 1e-5)
+        if m < 30:
+            store.settle(length + m)
+
+
+def test_products_after_heads_kept_different_tokens():
+    store, _ = packed(60, 16, Packing(bits=4, group_size=8, per_channel=False), 10)
+    kept = [[torch.arange(30) + 5 * (h + 2 * b) for h in range(3)] for b in range(2)]
+    store.keep(torch.stack([torch.stack(row) for row in kept]), 60)
+    assert isinstance(store.stored, Packed) and store.stored.packed_lengths.shape == (2, 3)
+    assert_products(store.stored, 30, torch.float32, 1e-5)
+    assert_products(store.stored.heads(slice(1, 3)).rows(slice(0, 1)), 30, torch.float32, 1e-5)
