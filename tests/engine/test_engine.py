@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from pod.kernels.decode import AUTO_ORDER, BACKENDS, Entry
+from pod.modeling.shipped.decode import DECODE_ORDER, DECODERS, Decoder
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import pod

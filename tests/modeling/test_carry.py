@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from pod.modeling.shipped.attention import next_carry, take_heads
+from pod.modeling.shipped.attend import take_heads
+from pod.modeling.shipped.attention import next_carry
 
 
 def loss_and_gradients(model, ids, doc_ids=None):

@@ -335,8 +335,11 @@ def merge_heads(parts: Sequence[tuple[Sequence[int], Tensor]], groups: int) -> T
 def _check(call: Call) -> None:
     q, (keys, values), lead = call.q, call.tokens, call.lead
     shape = tuple(keys.shape)
-    fits = shape == tuple(values.shape) and (shape[0], shape[3]) == (q.shape[0], q.shape[3])
-    if not fits or q.shape[1] % shape[1]:
+    fits = _without_tokens(keys) == _without_tokens(values) and (shape[0], shape[3]) == (
+        q.shape[0],
+        q.shape[3],
+    )
+    if not fits or q.shape[1] % shape[1] or not _same_tokens(keys, values):
         raise ValueError(
             f"q, k, v are {list(q.shape)}, {list(shape)}, {list(values.shape)}: k and v must be [B, H, n, d] with the "
             "B and d of q, and H must divide its heads"
@@ -349,10 +352,20 @@ def _check(call: Call) -> None:
     ):
         raise ValueError(f"doc_ids is {list(ids.shape)}, expected [{shape[0]}, {q.shape[2]}]")
     if lead is not None:
-        _check_lead(lead, q, shape)
+        _check_lead(lead, q, keys)
 
 
-def _check_lead(lead: Lead, q: Tensor, shape: tuple[int, ...]) -> None:
+def _without_tokens(x: Source) -> tuple[int, ...]:
+    return *x.shape[:2], x.shape[3]
+
+
+def _same_tokens(*sources: Source) -> bool:
+    """Whether tensors have equally many columns; other sources have room for more tokens than there are."""
+    return len({x.shape[2] for x in sources if isinstance(x, Tensor)}) < 2
+
+
+def _check_lead(lead: Lead, q: Tensor, keys: Source) -> None:
+    shape = tuple(keys.shape)
     heads = range(shape[1]) if lead.heads is None else lead.heads
     if list(heads) != sorted(set(heads)) or not heads or not 0 <= heads[0] <= heads[-1] < shape[1]:
         raise ValueError(
@@ -360,7 +373,12 @@ def _check_lead(lead: Lead, q: Tensor, shape: tuple[int, ...]) -> None:
         )
     groups = q.shape[1] // shape[1]
     expected = [q.shape[0], len(heads) * groups, *q.shape[2:]], [shape[0], len(heads), *shape[2:]]
-    if [list(lead.queries.shape), list(lead.keys.shape)] != list(expected):
+    fits = list(lead.queries.shape) == expected[0] and _without_tokens(lead.keys) == (
+        shape[0],
+        len(heads),
+        shape[3],
+    )
+    if not fits or not _same_tokens(lead.keys, keys):
         raise ValueError(
             f"lead queries and keys are {list(lead.queries.shape)} and {list(lead.keys.shape)}, "
             f"expected {expected[0]} and {expected[1]}"

@@ -6,6 +6,7 @@ head and token) instead of any distant key. Types, validation and dispatch.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -25,13 +26,20 @@ class Roles:
     Attributes:
         leads, followers: KV heads, ascending; together all of ``0 … H-1``.
         followed: leads of this layer that a later layer uses.
-        table: int32 ``[2, H]`` on the device. Row 0: leads, then followers. Row 1: the same, 1 for heads in ``followed``.
+        device: of ``table``, which kernels read.
     """
 
     leads: list[int]
     followers: list[int]
     followed: list[int]
-    table: Tensor
+    device: torch.device | str = "cpu"
+
+    @cached_property
+    def table(self) -> Tensor:
+        """int32 ``[2, H]``. Row 0: leads, then followers. Row 1: 1 for heads of this order that are in ``followed``."""
+        order = self.leads + self.followers
+        rows = [order, [int(head in self.followed) for head in order]]
+        return torch.tensor(rows, dtype=torch.int32, device=self.device)
 
     @property
     def num_heads(self) -> int:
@@ -39,7 +47,7 @@ class Roles:
 
 
 def make_roles(leads: list[int], followers: list[int], followed: list[int], device) -> Roles:
-    """Roles of a layer's KV heads, with the small tensors that kernels read.
+    """Roles of a layer's KV heads.
 
     Raises:
         ValueError: heads that are not ``0 … H-1`` in two ascending lists, or ``followed`` heads that do not lead.
@@ -52,9 +60,7 @@ def make_roles(leads: list[int], followers: list[int], followed: list[int], devi
         raise ValueError(
             f"heads {sorted(set(followed) - set(leads))} are followed but do not lead; leads are {leads}"
         )
-    order = leads + followers
-    table = torch.tensor([order, [int(head in followed) for head in order]], dtype=torch.int32, device=device)
-    return Roles(list(leads), list(followers), sorted(followed), table)
+    return Roles(list(leads), list(followers), sorted(followed), device)
 
 
 @dataclass(frozen=True)

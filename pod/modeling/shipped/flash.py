@@ -17,9 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import varlen
 from .attend import (
-    IMPLEMENTATIONS,
     Call,
     Implementation,
     Lead,
@@ -32,6 +30,7 @@ from .attend import (
     take_rows,
     takes_gradients,
 )
+from .varlen import attend_on_cuda, unsupported_on_cuda
 
 _STRIP_ROWS = 256
 _TILE_ELEMENTS = 1 << 22  # of a strip's mask
@@ -55,14 +54,14 @@ def unsupported(call: Call) -> str | None:
     if call.visibility.positions is not None or call.visibility.bias is not None:
         return "tokens with positions or a bias of their own"
     if call.q.device.type != "cpu":
-        return varlen.unsupported(call)
+        return unsupported_on_cuda(call)
     return None if call.q.dtype.is_floating_point else f"dtype {call.q.dtype} is not floating point"
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
     """See ``attend.attend``."""
     if call.q.device.type != "cpu":
-        return varlen.attend(call)
+        return attend_on_cuda(call)
     lead = call.lead or Lead(None, None)  # type: ignore[arg-type]
     tensors = call.q, *call.tokens, lead.queries, lead.keys
     if not takes_gradients(*tensors):
@@ -256,4 +255,4 @@ def _add_columns(target: Tensor, columns: tuple[Span, ...], first: int, x: Tenso
         x = x[:, :, end - start :]
 
 
-IMPLEMENTATIONS["flash"] = Implementation(attend, unsupported)
+FLASH = Implementation(attend, unsupported)

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .attend import IMPLEMENTATIONS, Call, Implementation, takes_gradients
-from .decode import DECODERS, DecodeBuffers, DecodeCall, Decoder
+from .attend import Call, Implementation, takes_gradients
+from .decode import DecodeBuffers, DecodeCall, Decoder
 from .packed import Packed, Stored
 
 _BLOCK_ELEMENTS = {
@@ -259,5 +259,5 @@ def _exponentials(logits: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return out, peak.squeeze(-1) + sums.log(), sums
 
 
-DECODERS["grouped"] = Decoder(decode, lambda call: None)
-IMPLEMENTATIONS["grouped"] = Implementation(_attend_one, _unsupported_one)
+DECODE_GROUPED = Decoder(decode, lambda call: None)
+ATTEND_GROUPED = Implementation(_attend_one, _unsupported_one)

@@ -88,7 +88,7 @@ class PodCacheLayer(CacheLayer):
         """First pass over an empty cache: as without one."""
         lead = None
         if self.followers:
-            lead = step.lead.take(self.followers)._replace(heads=tuple(self.followers))
+            lead = step.lead.take(self.followers, step.max_length)._replace(heads=tuple(self.followers))
         return attend(q, Tokens(k, v), lead, self._visibility(lead), step.segments, self.scale, step.backend)[
             0
         ]
@@ -103,7 +103,7 @@ class PodCacheLayer(CacheLayer):
             if not heads:
                 continue
             keys = self._own_keys(k, step) if lead else self.lead_keys.view(step.max_length)
-            taken = lead(heads) if lead else None
+            taken = lead(heads, step.max_length) if lead else None
             tokens = Tokens(keys, take_heads(values, heads))
             out, _ = attend(
                 take_heads(q, heads, self.groups),

@@ -10,12 +10,14 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from . import flash, grouped, reference  # noqa: F401  (register themselves)
-from .attend import Segments
+from .attend import IMPLEMENTATIONS, Segments, check_backend
 from .attention import Carry, ForwardContext, PodAttention, RMSNorm, SequenceParallel
 from .cache import PodCache
 from .config import PodConfig
+from .decode import DECODERS
+from .flash import FLASH
 from .generation import PodGenerationMixin
+from .grouped import ATTEND_GROUPED, DECODE_GROUPED
 from .padding import (
     check_positions,
     compaction_of,
@@ -24,9 +26,13 @@ from .padding import (
     put_columns,
     take_columns,
 )
+from .reference import ATTEND_REFERENCE, DECODE_REFERENCE
 from .rope import Rope, inverse_frequencies
 
 _MLP_TILE = 4096  # tokens
+
+IMPLEMENTATIONS |= {"grouped": ATTEND_GROUPED, "flash": FLASH, "reference": ATTEND_REFERENCE}
+DECODERS |= {"grouped": DECODE_GROUPED, "reference": DECODE_REFERENCE}
 
 
 class PodMLP(nn.Module):
@@ -113,6 +119,7 @@ class PodModel(PodPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(PodDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        check_backend(config.attention_backend)
         self.lead = config.sharing_plan.lead
         self.sequence_parallel: SequenceParallel | None = None
         self.gradient_checkpointing = False

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attend import IMPLEMENTATIONS, Call, Implementation, Segment, Source, span, take_rows
-from .decode import DECODERS, DecodeCall, Decoder
+from .attend import Call, Implementation, Segment, Source, span, take_rows
+from .decode import DecodeCall, Decoder
 from .packed import Packed, Stored
 
 _BLOCK_ELEMENTS = 1 << 24
@@ -139,5 +139,5 @@ def _tokens(x: Stored, row: int, head: int, length: int, dtype: torch.dtype) -> 
     return x[row, head, :length].to(dtype)
 
 
-IMPLEMENTATIONS["reference"] = Implementation(attend, lambda call: None)
-DECODERS["reference"] = Decoder(decode, lambda call: None)
+ATTEND_REFERENCE = Implementation(attend, lambda call: None)
+DECODE_REFERENCE = Decoder(decode, lambda call: None)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from .attend import Lead, Segments, Source
+from .attend import Lead, Segments, Source, span
 from .decode import DecodeBuffers
 
 
@@ -26,10 +26,9 @@ class LeadState:
     keys: dict[int, Source] = field(default_factory=dict)
     buffers: DecodeBuffers | None = None
 
-    def take(self, heads: Sequence[int]) -> Lead:
-        """The lead queries and keys of these KV heads, for all heads of a call."""
-        keys = [self.keys[head] for head in heads]
-        tensors = [x if isinstance(x, Tensor) else x.span(0, x.shape[2]) for x in keys]
+    def take(self, heads: Sequence[int], length: int) -> Lead:
+        """The lead queries and keys of these KV heads and ``length`` tokens, for all heads of a call."""
+        tensors = [span(self.keys[head], 0, length) for head in heads]
         return Lead(torch.cat([self.queries[head] for head in heads], 1), torch.cat(tensors, 1))
 
 

@@ -221,7 +221,7 @@ def _tokens(spans: Sequence[Span], device: torch.device) -> Columns:
     return Columns(index, bounds, lengths)
 
 
-def unsupported(call: Call) -> str | None:
+def unsupported_on_cuda(call: Call) -> str | None:
     """Why CUDA's flash op cannot run a call; None when it can."""
     q = call.q
     if q.device.type != "cuda":
@@ -235,7 +235,7 @@ def unsupported(call: Call) -> str | None:
     return None
 
 
-def attend(call: Call) -> tuple[Tensor, Tensor]:
+def attend_on_cuda(call: Call) -> tuple[Tensor, Tensor]:
     """See ``attend.attend``; the output is laid out as ``[B, m, Hq, d]``."""
     n = call.tokens.keys.shape[2]
     sizes, see, has_lead = (call.q.shape[2], n), call.visibility, call.lead is not None
