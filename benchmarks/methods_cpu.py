@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode_cpu import no_attention
+from decode_cpu import Backend, no_attention, register_backend
 
 import pod
 from pod.eval.results import environment
 from pod.eval.speed.efficiency import Contestant, fill, in_turns, race, warm_up
 from pod.eval.stats import spread
 from pod.files import write_json
-from pod.modeling.attention import Backend, register_backend
 
 LAYERS, HIDDEN, QUERY_HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4, 128, 8, 2, 128, 512
 LENGTHS, SHARE, ROOM = (8192, 32768), 8, 512
