@@ -1,0 +1,116 @@
+"""How large the decoder, its kernels and its engine are, and that none of their files imports itself on a way round."""
+
+import ast
+import statistics
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PARTS = ("modeling", "kernels", "engine")
+FILES = sorted(file for part in PARTS for file in (ROOT / "pod" / part).rglob("*.py"))
+MOST_LINES, MEDIAN, NINTH_DECILE = 11_500, 8, 25
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def function_lengths(text: str) -> list[int]:
+    """Lines of every function and method, docstring not counted, as in the test of readable sizes."""
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, Function)]
+    return [(node.end_lineno or 0) - node.lineno + 1 - docstring_lines(node) for node in functions]
+
+
+def docstring_lines(node: Function) -> int:
+    first = node.body[0]
+    return 0 if ast.get_docstring(node) is None else (first.end_lineno or 0) - first.lineno + 1
+
+
+def module_name(file: Path, root: Path) -> str:
+    parts = file.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(file: Path, root: Path, known: set[str]) -> set[str]:
+    """Modules of `known` that a file imports anywhere, inside functions too; `if TYPE_CHECKING:` blocks do not run."""
+    package = file.relative_to(root).parent.parts
+    found = set()
+    for node in running_nodes(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {longest_known(alias.name, known) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            # a name of a package's own is in its __init__; a module of it is not
+            found |= {longest_known(f"{origin}.{alias.name}", known) for alias in node.names}
+    return found - {None, module_name(file, root)}
+
+
+def running_nodes(tree: ast.AST):
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+            yield node
+            yield from running_nodes(node)
+
+
+def longest_known(name: str, known: set[str]) -> str | None:
+    parts = name.split(".")
+    prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    return next((prefix for prefix in prefixes if prefix in known), None)
+
+
+def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Sets of modules that reach one another."""
+    reached = {name: reachable(graph, name) for name in graph}
+    groups = {frozenset({b for b in reached[a] if a in reached[b]} | {a}) for a in graph if a in reached[a]}
+    return [set(group) for group in groups]
+
+
+def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    seen: set[str] = set()
+    stack = [start]
+    while stack:
+        new = graph[stack.pop()] - seen
+        seen |= new
+        stack += new
+    return seen
+
+
+def import_graph(root: Path) -> dict[str, set[str]]:
+    files = {module_name(file, root): file for file in sorted((root / "pod").rglob("*.py"))}
+    return {name: imports(file, root, set(files)) for name, file in files.items()}
+
+
+def test_the_decoder_fits_into_so_many_lines():
+    counts = dict.fromkeys(PARTS, 0)
+    for file in FILES:
+        counts[file.relative_to(ROOT).parts[1]] += file.read_text(encoding="utf-8").count("\n")
+    assert sum(counts.values()) <= MOST_LINES, counts
+
+
+@pytest.mark.parametrize(("share", "most"), [(0.5, MEDIAN), (0.9, NINTH_DECILE)], ids=["median", "p90"])
+def test_functions_are_short(share, most):
+    lengths = [length for file in FILES for length in function_lengths(file.read_text(encoding="utf-8"))]
+    assert statistics.quantiles(lengths, n=100, method="inclusive")[round(100 * share) - 1] <= most
+
+
+def test_no_import_goes_round():
+    assert not [sorted(group) for group in cycles(import_graph(ROOT)) if any(part_of(m) for m in group)]
+
+
+def part_of(module: str) -> bool:
+    return module.startswith(tuple(f"pod.{part}" for part in PARTS))
+
+
+def test_the_search_for_cycles_sees_every_kind_of_import(tmp_path):
+    (tmp_path / "pod" / "kernels").mkdir(parents=True)
+    for name, text in {
+        "__init__": "",
+        "kernels/__init__": "",
+        "kernels/a": "from . import b\n",
+        "kernels/b": "def f():\n    from pod.kernels.c import g\n",
+        "kernels/c": "import pod.kernels.a\n",
+        "kernels/d": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .e import x\n",
+        "kernels/e": "from .d import y\n",
+    }.items():
+        (tmp_path / "pod" / f"{name}.py").write_text(text)
+    found = cycles(import_graph(tmp_path))
+    assert found == [{"pod.kernels.a", "pod.kernels.b", "pod.kernels.c"}]
