@@ -4,14 +4,15 @@ import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pod.engine.packed import StaticPackedStore
 from pod.kernels import decode
+from pod.kernels import step as step_kernels
 from pod.kernels.decode_types import Call, Stored
+from pod.kernels.step import HeadNorms, NewToken
 from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.sharing import is_followed
 from pod.modeling.shipped.stores import Store, TokenStore
@@ -24,21 +25,28 @@ class StaticStep:
     Attributes:
         layers: one ``StaticLayer`` per decoder layer.
         past: ``[B]`` int64 tokens per row before the step.
-        rope: rotation at ``past``; set for each step.
+        lengths: ``[B]`` int64 tokens per row, the new one included.
+        tables: cos and sin ``[B, d]`` at ``past``; set for each step.
     """
 
     layers: list["StaticLayer"]
     past: Tensor
-    rope: Any = None
+    tables: tuple[Tensor, ...] = ()
 
     def __post_init__(self):
+        self.lengths = self.past + 1
         for layer in self.layers:
             layer.step = weakref.ref(self)  # not a cycle, which would keep the cache's tensors
 
-    @property
-    def lengths(self) -> Tensor:
-        """``[B]`` tokens per row, the new one included."""
-        return self.past + 1
+    def place(self, past: Tensor | int) -> None:
+        """The next token stands behind ``past`` tokens per row."""
+        self.past.copy_(past) if isinstance(past, Tensor) else self.past.fill_(past)
+        torch.add(self.past, 1, out=self.lengths)
+
+    def advance(self) -> None:
+        """To the token after this one."""
+        self.past.add_(1)
+        self.lengths.add_(1)
 
 
 _HANDLES = itertools.count()
@@ -46,21 +54,21 @@ _LAYERS: weakref.WeakValueDictionary[int, "StaticLayer"] = weakref.WeakValueDict
 
 
 @torch.library.custom_op("pod::attend_static", mutates_args=())
-def _attend_static(q: Tensor, k: Tensor, v: Tensor, handle: int) -> Tensor:
+def _attend_static(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, handle: int) -> Tensor:
     """A layer's attention as one opaque call. It writes into the cache, of which the compiler knows nothing: it must not copy it."""
     layer = _LAYERS[handle]
     step = layer.step()
     assert step is not None
-    return layer.attend_rotated(q, k, v, step)
+    return layer.attend_new(q, k, v, (cos, sin), None, step)
 
 
 @_attend_static.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, handle: int) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, handle: int) -> Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
 StaticStore = TokenStore | StaticPackedStore
-"""Stores that say where a token goes (``target``, ``slots_of``) and what kernels read (``stored``)."""
+"""Stores that say where a token goes (``target``) and what kernels read (``stored``)."""
 
 
 def static(store: Store) -> StaticStore:
@@ -91,9 +99,7 @@ class StaticLayer:
         device = self.values.target.device
         followed = [h for h in layer.leads if is_followed(layer.lead, layer.layer_idx, h)]
         self.roles = decode.make_roles(layer.leads, layer.followers, followed, device)
-        self.leads = torch.tensor(layer.leads, device=device)
-        self.followers = torch.tensor(layer.followers, device=device)
-        self.rows = torch.arange(self.values.shape[0], device=device)[:, None]
+        self.operations = step_kernels.choose(self.values.target, backend)
         self.step: Callable[[], StaticStep | None] = lambda: None
         self.handle = next(_HANDLES)
         _LAYERS[self.handle] = self
@@ -117,20 +123,24 @@ class StaticLayer:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: StaticStep) -> Tensor:
         """As ``CacheLayer.attend`` for ``m = 1``: ``[B, Hq, 1, d]``."""
-        q, k = step.rope(q), step.rope(k)
+        q, k, v = q[:, :, 0], k[:, :, 0], v[:, :, 0]
         if torch.compiler.is_compiling():
-            return torch.ops.pod.attend_static(q, k, v, self.handle)
-        return self.attend_rotated(q, k, v, step)
+            return torch.ops.pod.attend_static(q, k, v, *step.tables, self.handle).unsqueeze(2)
+        return self.attend_new(q, k, v, step.tables, None, step).unsqueeze(2)
 
-    def attend_rotated(self, q: Tensor, k: Tensor, v: Tensor, step: StaticStep) -> Tensor:
-        """Store and attend, for queries and keys that are already rotated."""
-        self._write(self.values, v, None, step.past)
-        if self.keys is not None:
-            self._write(self.keys, k, self.leads, step.past)
-        if self.window_keys is not None:
-            self._write(self.window_keys, k, self.followers, step.past)
-        out = decode.pod_decode(
-            q[:, :, 0],
+    def attend_new(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tables: tuple[Tensor, ...],
+        norms: HeadNorms | None,
+        step: StaticStep,
+    ) -> Tensor:
+        """Norm, rotate, store and attend for the new token of each row: ``[B, Hq, d]`` to the same."""
+        q = self.operations.rotate_and_store(q, k, v, tables, norms, self.roles, self._target(step.past))
+        return decode.pod_decode(
+            q,
             *self._stored(),
             step.lengths,
             self.roles,
@@ -141,17 +151,14 @@ class StaticLayer:
             tau=self.layer.tau,
             backend=self.backend,
         )
-        return out.unsqueeze(2)
+
+    def _target(self, past: Tensor) -> NewToken:
+        keys = None if self.keys is None else self.keys.target
+        window_keys = None if self.window_keys is None else self.window_keys.target
+        return NewToken(past, keys, window_keys, self.values.target, self.layer.num_sink_tokens)
 
     def settle(self, length: int) -> None:
         """Let packed stores pack, outside of any graph; nothing to do in most steps."""
         for store in (self.values, self.keys):
             if isinstance(store, StaticPackedStore):
                 store.settle(length)
-
-    def _write(self, store: StaticStore, x: Tensor, heads: Tensor | None, past: Tensor) -> None:
-        """Put ``[B, h, 1, d]`` (of these heads; None = all) to the slot of each row's next token."""
-        if heads is not None and len(heads) != x.shape[1]:
-            x = x.index_select(1, heads)
-        columns = torch.arange(x.shape[1], device=x.device)
-        store.target[self.rows, columns, store.slots_of(past)[:, None]] = x[:, :, 0]

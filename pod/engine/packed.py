@@ -45,17 +45,13 @@ class StaticPackedStore:
 
     @property
     def target(self) -> Tensor:
-        """``[B, h, R, d]``, to which a decoded token is written."""
+        """``[B, h, R, d]``, to which a decoded token is written: position ``p`` to slot ``p mod R``."""
         return self.stored.tail
 
     @property
     def ring(self) -> int:
         """Slots for native tokens."""
         return self.residual + self.packing.group_size
-
-    def slots_of(self, position_ids: Tensor) -> Tensor:
-        """Slot of each position in ``target``."""
-        return position_ids % self.ring
 
     @property
     def shape(self) -> tuple[int, ...]:
