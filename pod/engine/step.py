@@ -1,16 +1,22 @@
 """Decoder layers for one token per row in few launches: what the modules compute, with all that stands between products fused."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from pod.engine.layers import StaticLayer, StaticStep
 from pod.kernels.step import HeadNorms
 from pod.modeling.shipped.attention import PodAttention
-from pod.modeling.shipped.llama import PodDecoderLayer, PodMLP, PodModel
+from pod.modeling.shipped.llama import PodDecoderLayer, PodMLP
 from pod.modeling.shipped.norm import RMSNorm
 
+_SILU = type(ACT2FN["silu"])
 
-def obstacle(model: PodModel, hidden_states: Tensor) -> str | None:
+
+def obstacle(model: Any, hidden_states: Tensor) -> str | None:
     """Why the layers must run as their modules' own ``forward``; None when they need not.
 
     Linear layers are called as modules: adapters and hooks on them do not matter.
@@ -23,15 +29,16 @@ def obstacle(model: PodModel, hidden_states: Tensor) -> str | None:
         return "forward hooks on all modules"
     if getattr(model, "on_attention", None) is not None:
         return "on_attention looks at every layer"
-    return next(filter(None, (_changed(*one, hidden_states.dtype) for one in _passed_over(model))), None)
+    reasons = (_changed(*one, hidden_states.dtype) for one in _passed_over(model))
+    return next((reason for reason in reasons if reason is not None), None)
 
 
-def _passed_over(model: PodModel):
+def _passed_over(model: Any) -> Iterator[tuple[nn.Module, type]]:
     """Modules whose ``forward`` is not called, each with the class that it must have."""
     yield model.norm, RMSNorm
     for layer in model.layers:
         attention, mlp = layer.self_attn, layer.mlp
-        yield from ((layer, PodDecoderLayer), (attention, PodAttention), (mlp, PodMLP), (mlp.act_fn, nn.SiLU))
+        yield from ((layer, PodDecoderLayer), (attention, PodAttention), (mlp, PodMLP), (mlp.act_fn, _SILU))
         norms = layer.input_layernorm, layer.post_attention_layernorm, attention.q_norm, attention.k_norm
         yield from ((norm, RMSNorm) for norm in norms if norm is not None)
 
@@ -46,7 +53,7 @@ def _changed(module: nn.Module, expected: type, dtype: torch.dtype) -> str | Non
     return None
 
 
-def run_layers(model: PodModel, hidden_states: Tensor, step: StaticStep) -> Tensor:
+def run_layers(model: Any, hidden_states: Tensor, step: StaticStep) -> Tensor:
     """As ``PodModel.run_layers`` with ``step``: ``[B, 1, hidden]`` to the same, final norm included."""
     x, delta, operations = hidden_states, None, step.layers[0].operations
     for layer, static in zip(model.layers, step.layers, strict=True):
