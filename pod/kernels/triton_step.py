@@ -4,7 +4,6 @@ Arithmetic is fp32; what the modules round to their dtype on the way is rounded 
 """
 
 import contextlib
-from collections.abc import Iterator
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
@@ -12,11 +11,10 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from pod.kernels import dispatch
-from pod.kernels.aot import AotCase
 from pod.kernels.decode_types import Roles
 from pod.kernels.step import HeadNorms, NewToken, Operations
 
-_GATE_BLOCK = 512  # 16 bytes of 16-bit numbers per thread of two warps
+GATE = {"BLOCK": 512, "num_warps": 2}  # 16 bytes of 16-bit numbers per thread
 
 
 @triton.jit
@@ -135,11 +133,12 @@ def _add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tu
     total = x if delta is None else torch.empty_like(x)
     out, size = torch.empty_like(x), x.shape[-1]
     arguments = x, x if delta is None else delta, weight, total, out, eps
-    _run(add_norm_kernel, (x.numel() // size,), x, *arguments, **_norm_options(delta is not None, size))
+    _run(add_norm_kernel, (x.numel() // size,), x, *arguments, **norm_options(delta is not None, size))
     return total, out
 
 
-def _norm_options(with_delta: bool, size: int) -> dict[str, int | bool]:
+def norm_options(with_delta: bool, size: int) -> dict[str, int | bool]:
+    """How ``add_norm_kernel`` is compiled for rows of ``size`` numbers."""
     block = triton.next_power_of_2(size)
     warps = min(max(block // 256, 1), 16)  # 8 numbers per thread: 16 bytes of 16-bit ones
     return {"WITH_DELTA": with_delta, "SIZE": size, "BLOCK": block, "num_warps": warps}
@@ -166,12 +165,13 @@ def _rotate_and_store(
         len(roles.leads), len(roles.followers),
         keys.shape[2], token.num_sink_tokens, window.shape[2], token.values.shape[2], eps,
         *(stride for x in stores for stride in x.stride()[:3]),
-        **_rotate_options(norms is not None, heads // k.shape[1], head_dim),
+        **rotate_options(norms is not None, heads // k.shape[1], head_dim),
     )  # fmt: skip
     return out
 
 
-def _rotate_options(with_norm: bool, groups: int, head_dim: int) -> dict[str, int | bool]:
+def rotate_options(with_norm: bool, groups: int, head_dim: int) -> dict[str, int | bool]:
+    """How ``rotate_kernel`` is compiled."""
     sizes = {"GROUPS": groups, "HEAD_DIM": head_dim, "BLOCK": triton.next_power_of_2(head_dim // 2)}
     return {"WITH_NORM": with_norm, **sizes, "num_warps": 1}
 
@@ -179,8 +179,7 @@ def _rotate_options(with_norm: bool, groups: int, head_dim: int) -> dict[str, in
 def _gate(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = gate.contiguous(), up.contiguous()
     out, numbers = torch.empty_like(gate), gate.numel()
-    grid = (triton.cdiv(numbers, _GATE_BLOCK),)
-    _run(gate_kernel, grid, gate, gate, up, out, numbers, BLOCK=_GATE_BLOCK, num_warps=2)
+    _run(gate_kernel, (triton.cdiv(numbers, GATE["BLOCK"]),), gate, gate, up, out, numbers, **GATE)
     return out
 
 
@@ -191,46 +190,3 @@ def _run(kernel, grid: tuple[int, ...], on: Tensor, *arguments, **options) -> No
 
 
 OPERATIONS = Operations(_add_norm, _rotate_and_store, _gate, unsupported)
-
-
-# -- compiled ahead of time ---------------------------------------------------------------------------------------
-
-
-def aot_cases() -> Iterator[AotCase]:
-    """The configurations that models use: bf16, fp16 and fp32, hidden sizes from 576 to 16,384, head_dim 64 to 128, head norms."""
-    for dtype, size in (("bf16", 576), ("bf16", 4096), ("bf16", 16384), ("fp16", 4096), ("fp32", 4096)):
-        for with_delta, suffix in ((False, ""), (True, " sum")):
-            names = ("x", "delta", "weight", "total", "out")
-            yield _case(
-                f"norm{suffix} {dtype} {size}", add_norm_kernel, dtype, names, _norm_options(with_delta, size)
-            )
-    for dtype, head_dim, groups in (
-        ("bf16", 128, 4),
-        ("bf16", 80, 1),
-        ("bf16", 64, 3),
-        ("fp16", 128, 4),
-        ("fp32", 128, 8),
-    ):
-        for with_norm, suffix in ((False, ""), (True, " norm")):
-            names = ("q", "k", "v", "q_weight", "k_weight", "keys", "window", "values", "out")
-            options = _rotate_options(with_norm, groups, head_dim)
-            yield _case(f"rotate{suffix} {dtype} d{head_dim} g{groups}", rotate_kernel, dtype, names, options)
-    for dtype in ("bf16", "fp16", "fp32"):
-        yield _case(
-            f"gate {dtype}",
-            gate_kernel,
-            dtype,
-            ("gate", "up", "out"),
-            {"BLOCK": _GATE_BLOCK, "num_warps": 2},
-        )
-
-
-def _case(name: str, kernel, dtype: str, tensors: tuple[str, ...], options: dict) -> AotCase:
-    types = dict.fromkeys(tensors, f"*{dtype}")
-    types |= {"cos": "*fp32", "sin": "*fp32", "past": "*i64", "table": "*i32", "eps": "fp32"}
-    even = [f"{x}_{y}" for x in "kwv" for y in ("batch", "head", "row")] + ["numbers"]
-    known = set(kernel.arg_names)
-    constants = {key: value for key, value in options.items() if key in known}
-    compiler = {key: value for key, value in options.items() if key not in known}
-    types = {key: value for key, value in types.items() if key in known}
-    return AotCase(name, kernel, types, constants, compiler, divisible=tuple(x for x in even if x in known))
