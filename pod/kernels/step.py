@@ -92,9 +92,9 @@ def rotate_and_store(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    low, high = x.to(cos.dtype).chunk(2, dim=-1)
-    turned = torch.cat((-high, low), dim=-1)
-    return (torch.cat((low, high), dim=-1) * cos[:, None] + turned * sin[:, None]).to(x.dtype)
+    wide = x.to(cos.dtype)
+    low, high = wide.chunk(2, dim=-1)
+    return (wide * cos[:, None] + torch.cat((-high, low), dim=-1) * sin[:, None]).to(x.dtype)
 
 
 def _store(target: Tensor, x: Tensor, heads: list[int] | None, past: Tensor, first: int) -> None:
