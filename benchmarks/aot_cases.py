@@ -13,7 +13,7 @@ import torch
 import triton
 from aot import CAPABILITIES, AotCase, CompiledCase, compile_case
 
-from pod.kernels import triton_decode, triton_decode_packed, triton_prefill, triton_statistics
+from pod.kernels import triton_decode, triton_decode_packed, triton_fused, triton_prefill, triton_statistics
 from pod.kernels import triton_prefill_backward as backward
 from pod.kernels.triton_decode import ALL, FIRST, SECOND
 
@@ -203,12 +203,52 @@ def statistics_cases() -> Iterator[AotCase]:
                 )
 
 
+def step_cases() -> Iterator[AotCase]:
+    """Hidden sizes from 576 to 16,384, head_dim 64 to 128, groups of 1 to 8, with and without head norms."""
+    for flag, suffix in ((False, ""), (True, " sum")):
+        for short, size in (
+            ("bf16", 576),
+            ("bf16", 4096),
+            ("bf16", 16384),
+            ("fp16", 4096),
+            ("fp32", 4096),
+        ):
+            options = triton_fused.norm_options(flag, size)
+            yield _step_case(f"norm{suffix} {short} {size}", triton_fused.add_norm_kernel, short, options)
+    for flag, suffix in ((False, ""), (True, " norm")):
+        for short, head_dim, groups in (
+            ("bf16", 128, 4),
+            ("bf16", 80, 1),
+            ("bf16", 64, 3),
+            ("fp16", 128, 4),
+            ("fp32", 128, 8),
+        ):
+            options = triton_fused.rotate_options(flag, groups, head_dim)
+            name = f"rotate{suffix} {short} d{head_dim} g{groups}"
+            yield _step_case(name, triton_fused.rotate_kernel, short, options)
+    for short in SHORT.values():
+        yield _step_case(f"gate {short}", triton_fused.gate_kernel, short, triton_fused.GATE)
+
+
+def _step_case(name: str, kernel, short: str, settings: dict[str, Any]) -> AotCase:
+    arguments = kernel.arg_names
+    tensors = ("x", "delta", "weight", "total", "out", "q", "k", "v", "q_weight", "k_weight")
+    types = dict.fromkeys((*tensors, "keys", "window", "values", "gate", "up"), f"*{short}")
+    types |= {"cos": "*fp32", "sin": "*fp32", "past": "*i64", "table": "*i32", "eps": "fp32"}
+    types = {a: t for a, t in types.items() if a in arguments}
+    constants = {a: value for a, value in settings.items() if a in arguments}
+    even = tuple(a for a in arguments if a.endswith(("_batch", "_head", "_row")) or a == "numbers")
+    options = {"num_warps": settings["num_warps"]}
+    return AotCase(name, kernel, types, constants, options, hot=short != "fp32", divisible=even)
+
+
 CASES: dict[str, Callable[[], Iterator[AotCase]]] = {
     "triton_decode": decode_cases,
     "triton_decode_packed": packed_cases,
     "triton_prefill": prefill_cases,
     "triton_prefill_backward": backward_cases,
     "triton_statistics": statistics_cases,
+    "triton_fused": step_cases,
 }
 """By the module of ``pod.kernels`` whose kernels they are."""
 

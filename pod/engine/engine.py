@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pod.engine.layers import StaticLayer, StaticStep, is_at_rest, static
+from pod.engine.layers import StaticLayer, StaticStep, is_at_rest, obstacle, run_layers, static
 from pod.engine.packed import PackedLayer
 from pod.modeling.shipped import decode
 from pod.modeling.shipped.cache import PodCache
@@ -95,7 +95,10 @@ class _Bound:
     Attributes:
         places: address and shape of every tensor of the cache.
         hidden: ``[B, 1, hidden]``, what goes into the layers.
+        unfused: why the layers ran as their modules' own ``forward``; None = fused, or not yet.
     """
+
+    unfused: str | None = None
 
     def __init__(self, layers: list[PodCacheLayer], places: list, backend: str):
         values = static(layers[0].all_values).target
@@ -115,7 +118,11 @@ class _Bound:
 
     def run_layers(self, model: Any, hidden_states: Tensor) -> Tensor:
         context = model.context(hidden_states, self.step.past[:, None])
-        context.step, self.step.rope = self.step, context.rope
+        self.step.tables = tuple(table[:, 0, 0] for table in context.rope.own_tables)
+        self.unfused = obstacle(model, hidden_states)
+        if self.unfused is None:
+            return run_layers(model, hidden_states, self.step)
+        context.step = self.step
         return model.run_layers(hidden_states, context)
 
 
@@ -155,6 +162,11 @@ class StaticEngine:
         self.__dict__ |= {**state, "_cache": weakref.ref(state["_cache"])}
 
     @property
+    def unfused(self) -> str | None:
+        """Why the last step took the modules' own ``forward``, with more launches; None = it did not."""
+        return None if self._bound is None else self._bound.unfused
+
+    @property
     def cache(self) -> PodCache:
         cache = self._cache()
         assert cache is not None, "the cache of this engine is gone"
@@ -178,7 +190,7 @@ class StaticEngine:
             with lasting():
                 bound.hidden = torch.empty_like(hidden_states)
         hidden = bound.hidden.copy_(hidden_states)
-        bound.step.past.copy_(step.past)
+        bound.step.place(step.past)
         run = self._program("layers", model, lambda: bound.run_layers(model, hidden))
         out = run().clone()
         self._settle(bound, step.uniform_past)
@@ -212,7 +224,7 @@ class StaticEngine:
 
         def restart() -> None:
             bound.token.copy_(token)
-            bound.step.past.fill_(past)
+            bound.step.place(past)
 
         run = self._program("greedy", model, lambda: _greedy_step(model, bound), restart)
         restart()
@@ -336,5 +348,5 @@ def _record(run: Callable[[], Tensor], restart: Callable[[], None]) -> tuple[tor
 def _greedy_step(model: Any, bound: _Bound) -> Tensor:
     hidden_states = bound.run_layers(model.model, model.model.embed_tokens(bound.token))
     bound.token.copy_(model.lm_head(hidden_states[:, -1]).argmax(-1, keepdim=True))
-    bound.step.past.add_(1)
+    bound.step.advance()
     return bound.token

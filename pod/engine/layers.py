@@ -2,17 +2,22 @@
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
+from pod.kernels import fused
+from pod.kernels.fused import HeadNorms, NewToken
 from pod.modeling.methods.quantized import PackedTokens
 from pod.modeling.shipped import decode
+from pod.modeling.shipped.attention import PodAttention, RMSNorm
 from pod.modeling.shipped.decode import DecodeCall
 from pod.modeling.shipped.layout import PodCacheLayer
+from pod.modeling.shipped.llama import PodDecoderLayer, PodMLP
 from pod.modeling.shipped.packed import Stored
 from pod.modeling.shipped.sharing import is_followed
 from pod.modeling.shipped.stores import Store, TokenStore
@@ -25,21 +30,28 @@ class StaticStep:
     Attributes:
         layers: one ``StaticLayer`` per decoder layer.
         past: ``[B]`` int64 tokens per row before the step.
-        rope: rotation at ``past``; set for each step.
+        lengths: ``[B]`` int64 tokens per row, the new one included.
+        tables: cos and sin ``[B, d]`` at ``past``; set for each step.
     """
 
     layers: list["StaticLayer"]
     past: Tensor
-    rope: Any = None
+    tables: tuple[Tensor, ...] = ()
 
     def __post_init__(self):
+        self.lengths = self.past + 1
         for layer in self.layers:
             layer.step = weakref.ref(self)  # not a cycle, which would keep the cache's tensors
 
-    @property
-    def lengths(self) -> Tensor:
-        """``[B]`` tokens per row, the new one included."""
-        return self.past + 1
+    def place(self, past: Tensor | int) -> None:
+        """The next token stands behind ``past`` tokens per row."""
+        self.past.copy_(past) if isinstance(past, Tensor) else self.past.fill_(past)
+        torch.add(self.past, 1, out=self.lengths)
+
+    def advance(self) -> None:
+        """To the token after this one."""
+        self.past.add_(1)
+        self.lengths.add_(1)
 
 
 _HANDLES = itertools.count()
@@ -47,21 +59,21 @@ _LAYERS: weakref.WeakValueDictionary[int, "StaticLayer"] = weakref.WeakValueDict
 
 
 @torch.library.custom_op("pod::attend_static", mutates_args=())
-def _attend_static(q: Tensor, k: Tensor, v: Tensor, handle: int) -> Tensor:
+def _attend_static(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, handle: int) -> Tensor:
     """A layer's attention as one opaque call. It writes into the cache, of which the compiler knows nothing: it must not copy it."""
     layer = _LAYERS[handle]
     step = layer.step()
     assert step is not None
-    return layer.attend_rotated(q, k, v, step)
+    return layer.attend_new(q, k, v, (cos, sin), None, step)
 
 
 @_attend_static.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, handle: int) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, handle: int) -> Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
 StaticStore = TokenStore | PackedTokens
-"""Stores that say where a token goes (``target``, ``slots_of``) and what kernels read (``stored``)."""
+"""Stores that say where a token goes (``target``) and what kernels read (``stored``)."""
 
 
 def static(store: Store) -> StaticStore:
@@ -92,9 +104,7 @@ class StaticLayer:
         device = self.values.target.device
         followed = [h for h in layer.leads if is_followed(layer.lead, layer.layer_idx, h)]
         self.roles = decode.make_roles(layer.leads, layer.followers, followed, device)
-        self.leads = torch.tensor(layer.leads, device=device)
-        self.followers = torch.tensor(layer.followers, device=device)
-        self.rows = torch.arange(self.values.shape[0], device=device)[:, None]
+        self.operations = fused.choose(self.values.target, backend)
         self.step: Callable[[], StaticStep | None] = lambda: None
         self.handle = next(_HANDLES)
         _LAYERS[self.handle] = self
@@ -118,20 +128,24 @@ class StaticLayer:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: StaticStep) -> Tensor:
         """As ``CacheLayer.attend`` for ``m = 1``: ``[B, Hq, 1, d]``."""
-        q, k = step.rope(q), step.rope(k)
+        q, k, v = q[:, :, 0], k[:, :, 0], v[:, :, 0]
         if torch.compiler.is_compiling():
-            return torch.ops.pod.attend_static(q, k, v, self.handle)
-        return self.attend_rotated(q, k, v, step)
+            return torch.ops.pod.attend_static(q, k, v, *step.tables, self.handle).unsqueeze(2)
+        return self.attend_new(q, k, v, step.tables, None, step).unsqueeze(2)
 
-    def attend_rotated(self, q: Tensor, k: Tensor, v: Tensor, step: StaticStep) -> Tensor:
-        """Store and attend, for queries and keys that are already rotated."""
-        self._write(self.values, v, None, step.past)
-        if self.keys is not None:
-            self._write(self.keys, k, self.leads, step.past)
-        if self.window_keys is not None:
-            self._write(self.window_keys, k, self.followers, step.past)
-        out = decode.pod_decode(
-            q[:, :, 0],
+    def attend_new(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tables: tuple[Tensor, ...],
+        norms: HeadNorms | None,
+        step: StaticStep,
+    ) -> Tensor:
+        """Norm, rotate, store and attend for the new token of each row: ``[B, Hq, d]`` to the same."""
+        q = self.operations.rotate_and_store(q, k, v, tables, norms, self.roles, self._target(step.past))
+        return decode.pod_decode(
+            q,
             *self._stored(),
             step.lengths,
             self.roles,
@@ -142,7 +156,11 @@ class StaticLayer:
             tau=self.layer.tau,
             backend=self.backend,
         )
-        return out.unsqueeze(2)
+
+    def _target(self, past: Tensor) -> NewToken:
+        keys = None if self.keys is None else self.keys.target
+        window_keys = None if self.window_keys is None else self.window_keys.target
+        return NewToken(past, keys, window_keys, self.values.target, self.layer.num_sink_tokens)
 
     def settle(self, length: int) -> None:
         """Let packed stores pack, outside of any graph; nothing to do in most steps."""
@@ -150,9 +168,68 @@ class StaticLayer:
             if isinstance(store, PackedTokens):
                 store.settle(length)
 
-    def _write(self, store: StaticStore, x: Tensor, heads: Tensor | None, past: Tensor) -> None:
-        """Put ``[B, h, 1, d]`` (of these heads; None = all) to the slot of each row's next token."""
-        if heads is not None and len(heads) != x.shape[1]:
-            x = x.index_select(1, heads)
-        columns = torch.arange(x.shape[1], device=x.device)
-        store.target[self.rows, columns, store.slots_of(past)[:, None]] = x[:, :, 0]
+
+# -- whole layers -------------------------------------------------------------------------------------------------
+
+_SILU = type(ACT2FN["silu"])
+
+
+def obstacle(model: Any, hidden_states: Tensor) -> str | None:
+    """Why the layers must run as their modules' own ``forward``; None when they need not.
+
+    Linear layers are called as modules: adapters and hooks on them do not matter.
+    """
+    if torch.compiler.is_compiling():
+        return "a compiler fuses what it sees"
+    if torch.is_autocast_enabled(hidden_states.device.type):
+        return "autocast chooses dtypes"
+    if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
+        return "forward hooks on all modules"
+    if getattr(model, "on_attention", None) is not None:
+        return "on_attention looks at every layer"
+    reasons = (_changed(*one, hidden_states.dtype) for one in _passed_over(model))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _passed_over(model: Any) -> Iterator[tuple[nn.Module, type]]:
+    """Modules whose ``forward`` is not called, each with the class that it must have."""
+    yield model.norm, RMSNorm
+    for layer in model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        yield from ((layer, PodDecoderLayer), (attention, PodAttention), (mlp, PodMLP), (mlp.act_fn, _SILU))
+        norms = layer.input_layernorm, layer.post_attention_layernorm, attention.q_norm, attention.k_norm
+        yield from ((norm, RMSNorm) for norm in norms if norm is not None)
+
+
+def _changed(module: nn.Module, expected: type, dtype: torch.dtype) -> str | None:
+    if type(module) is not expected:
+        return f"{type(module).__name__} in place of {expected.__name__}"
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+        return f"a hook on a {expected.__name__}"
+    if expected is RMSNorm and module.weight.dtype != dtype:
+        return f"norms in {module.weight.dtype}, hidden states in {dtype}"
+    return None
+
+
+def run_layers(model: Any, hidden_states: Tensor, step: StaticStep) -> Tensor:
+    """As ``PodModel.run_layers`` with ``step``: ``[B, 1, hidden]`` to the same, final norm included."""
+    x, delta, operations = hidden_states, None, step.layers[0].operations
+    for layer, static in zip(model.layers, step.layers, strict=True):
+        norm = layer.input_layernorm
+        x, normed = operations.add_norm(x, delta, norm.weight, norm.eps)
+        attended = _attend(layer.self_attn, normed, static, step)
+        norm, mlp = layer.post_attention_layernorm, layer.mlp
+        x, normed = operations.add_norm(x, attended, norm.weight, norm.eps)
+        delta = mlp.down_proj(operations.gate(mlp.gate_proj(normed), mlp.up_proj(normed)))
+    return operations.add_norm(x, delta, model.norm.weight, model.norm.eps)[1]
+
+
+def _attend(attention: PodAttention, x: Tensor, static: StaticLayer, step: StaticStep) -> Tensor:
+    """``[B, 1, hidden]`` to the same."""
+    assert attention.k_proj is not None and attention.v_proj is not None, "a layer without keys of its own"
+    shape = x.shape[0], -1, attention.head_dim
+    q, k, v = (project(x).view(shape) for project in (attention.q_proj, attention.k_proj, attention.v_proj))
+    norms = None
+    if attention.q_norm is not None and attention.k_norm is not None:
+        norms = HeadNorms(attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.eps)
+    return attention.o_proj(static.attend_new(q, k, v, step.tables, norms, step).flatten(1)[:, None])

@@ -6,7 +6,6 @@ import weakref
 
 import pytest
 import torch
-from pod.modeling.shipped.decode import DECODE_ORDER, DECODERS, Decoder
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import pod

@@ -12,14 +12,24 @@ import pytest
 import torch
 
 import pod
-from pod.kernels import api, decode, dispatch, statistics
+from pod.kernels import api, decode, dispatch, statistics, step
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
 ]
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-FLAGS = ("PART", "WITH_GATE", "PACKED", "HAS_LEAD", "HAS_DOCS", "WITH_SQUARES", "WRITE")
+FLAGS = (
+    "PART",
+    "WITH_GATE",
+    "PACKED",
+    "HAS_LEAD",
+    "HAS_DOCS",
+    "WITH_SQUARES",
+    "WRITE",
+    "WITH_DELTA",
+    "WITH_NORM",
+)
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -43,13 +53,13 @@ class Recorder:
 
 
 def decoding():
-    """A prompt and two tokens, in native and in 4-bit stores, with and without threshold."""
+    """A prompt and two tokens, in native and in 4-bit stores, with and without threshold and head norms."""
     config = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     sizes = {"vocab_size": 50, "intermediate_size": 32, "num_hidden_layers": 2, "lead": [[0, 0], [0, 1]]}
-    model = pod.PodForCausalLM(pod.PodConfig(**config, **sizes, num_sink_tokens=2, num_recent_tokens=64))
-    model = model.bfloat16().eval()
+    config |= sizes | {"num_sink_tokens": 2, "num_recent_tokens": 64}
     for spec, options in (("pod", {}), ("pod+int4", {"group_size": 32, "residual": 32})):
         for tau in (None, 0.5):
+            model = pod.PodForCausalLM(pod.PodConfig(**config, qk_norm=tau is not None)).bfloat16().eval()
             cache = pod.make_cache(model, spec, tau=tau, capacity=128, **options)
             with torch.no_grad():
                 model(torch.ones(2, 90, dtype=torch.long), past_key_values=cache)
@@ -88,6 +98,7 @@ def launches():
             patch.setattr(importlib.import_module(kernel.fn.__module__), kernel.fn.__name__, recorder)
         patch.setattr(dispatch, "no_triton", lambda q, interpreted: None)
         patch.setitem(decode.AUTO_ORDER, "cpu", ["triton"])
+        patch.setitem(step.ORDER, "cpu", ["triton"])
         for launch in (decoding, whole_sequences, sums_and_rows):
             launch()
         yield cases, {name: of_variant(case, recorders[case.kernel]) for name, case in cases.items()}

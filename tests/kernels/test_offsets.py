@@ -161,10 +161,33 @@ def sums_and_rows() -> dict[str, bool]:
     return answer
 
 
+def storing() -> dict[str, bool]:
+    """A decoded token's keys and values in stores that lie far apart."""
+    from pod.kernels.decode import make_roles
+
+    from pod.kernels.fused import NewToken
+    from pod.kernels.triton_fused import OPERATIONS
+
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, cos, sin = (torch.randn(3, n, 16, generator=generator) for n in (12, 6, 6, 1, 1))
+    roles, past = make_roles([0, 2, 4], [1, 3, 5], [], "cpu"), torch.tensor([1, 39, 38])
+    answer = {}
+    for dimension, name in enumerate(RUNS):
+        found = []
+        for place in (lambda x: x, lambda x, i=dimension: vast(x, i)):
+            stores = [place(torch.zeros(3, *shape, 16)) for shape in ((3, 40), (3, 9), (6, 40))]
+            OPERATIONS.rotate_and_store(
+                q, k, v, (cos[:, 0], sin[:, 0]), None, roles, NewToken(past, *stores, 2)
+            )
+            found.append([store.contiguous() for store in stores])
+        answer[name] = all(torch.equal(x, y) and x.any() for x, y in zip(*found, strict=True))
+    return answer
+
+
 def interpret() -> dict:
     if (why := interpreter.broken()) is not None:
         return why
-    parts = decoding, packed_decoding, whole_sequences, sums_and_rows
+    parts = decoding, packed_decoding, whole_sequences, sums_and_rows, storing
     return {part.__name__: part() for part in parts}
 
 
@@ -176,6 +199,7 @@ def test_offsets_are_computed_in_64_bits():
         "packed_decoding": 1,
         "whole_sequences": 3,
         "sums_and_rows": 3,
+        "storing": 3,
     }
     assert not {(name, what) for name, part in found.items() for what, same in part.items() if not same}
 

@@ -151,7 +151,7 @@ class TokenStore:
 
     @property
     def stored(self) -> Tensor:
-        """What decode kernels read; a decoded token is written to ``slots_of`` in ``target``."""
+        """What decode kernels read; a decoded token is written to ``target``."""
         return self.data
 
     @property

@@ -1,0 +1,134 @@
+"""What stands between the products of a decoder layer, for one new token per row: choice of a backend, and its plain form.
+
+Three operations: residual and norm; head norms, rotation and the stores of keys and values; the gate of the feed-forward. The
+plain form computes what the modules of ``pod.modeling.shipped`` compute, in the same order of roundings, in any dtype.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pod.modeling.shipped import attend
+from pod.modeling.shipped.decode import Roles
+
+
+class HeadNorms(NamedTuple):
+    """Norms of single heads (Qwen3): ``[d]`` weights of queries and of keys."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+
+
+class NewToken(NamedTuple):
+    """Where the new token of each row goes in a layer's tensors.
+
+    Token ``p`` stands at slot ``p`` of ``[B, h, slots, d]`` while there are so many slots; later a ring takes it.
+
+    Attributes:
+        past: int64 ``[B]``, position of the new token.
+        keys: of the heads that lead, None without; the ring begins at slot 0.
+        window_keys: of the heads that follow, None without; the ring begins at slot ``num_sink_tokens``.
+        values: of all heads; the ring begins at slot 0.
+    """
+
+    past: Tensor
+    keys: Tensor | None
+    window_keys: Tensor | None
+    values: Tensor
+    num_sink_tokens: int
+
+
+class Operations(NamedTuple):
+    """The operations of a backend; signatures as in this file."""
+
+    add_norm: Callable[..., tuple[Tensor, Tensor]]
+    rotate_and_store: Callable[..., Tensor]
+    gate: Callable[[Tensor, Tensor], Tensor]
+    unsupported: Callable[[Tensor], str | None]
+
+
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``x + delta`` (None = 0) and its root-mean-square norm times ``weight`` ``[size]``; all ``[…, size]``."""
+    total = x if delta is None else x + delta
+    return total, _norm(total, weight, eps)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def rotate_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: tuple[Tensor, ...],
+    norms: HeadNorms | None,
+    roles: Roles,
+    token: NewToken,
+) -> Tensor:
+    """Norm (None = none) and rotate the heads of ``q`` ``[B, Hq, d]`` and ``k`` ``[B, H, d]``; write ``k`` and ``v`` to their slots.
+
+    Args:
+        tables: cos and sin ``[B, d]`` of the new positions, in the dtype that is computed in (at least fp32).
+
+    Returns:
+        ``[B, Hq, d]``, the rotated queries.
+    """
+    if norms is not None:
+        q, k = _norm(q, norms.q_weight, norms.eps), _norm(k, norms.k_weight, norms.eps)
+    q, k = _rotate(q, *tables), _rotate(k, *tables)
+    _store(token.values, v, None, token.past, 0)
+    if token.keys is not None:
+        _store(token.keys, k, roles.leads, token.past, 0)
+    if token.window_keys is not None:
+        _store(token.window_keys, k, roles.followers, token.past, token.num_sink_tokens)
+    return q
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    wide = x.to(cos.dtype)
+    low, high = wide.chunk(2, dim=-1)
+    return (wide * cos[:, None] + torch.cat((-high, low), dim=-1) * sin[:, None]).to(x.dtype)
+
+
+def _store(target: Tensor, x: Tensor, heads: list[int] | None, past: Tensor, first: int) -> None:
+    """Put heads ``heads`` (None = all) of ``[B, H, d]`` to the slots of positions ``past``; the ring begins at slot ``first``."""
+    slots = target.shape[2]
+    slot = torch.where(past < slots, past, first + (past - first) % (slots - first))
+    rows, columns = (torch.arange(n, device=past.device) for n in target.shape[:2])
+    x = x if heads is None or len(heads) == x.shape[1] else torch.stack([x[:, head] for head in heads], dim=1)
+    target[rows[:, None], columns, slot[:, None]] = x
+
+
+REFERENCE = Operations(
+    add_norm, rotate_and_store, lambda gate, up: F.silu(gate) * up, unsupported=lambda x: None
+)
+ORDER = {"cuda": ["triton", "reference"]}
+"""What ``auto`` tries on a device type; devices not named use the plain form."""
+
+
+def choose(x: Tensor, backend: str = "auto") -> Operations:
+    """The operations that will run on tensors like ``x``; ``ValueError`` when the asked backend cannot.
+
+    Args:
+        backend: of ``pod.modeling.shipped.decode``: ``auto``, ``triton``; the others are written in torch, and so is this then.
+    """
+    if backend not in ("auto", "triton") or (backend == "auto" and x.device.type not in ORDER):
+        return REFERENCE
+    table = {"triton": _triton(), "reference": REFERENCE}
+    return attend.choose("decode step", table, ORDER.get(x.device.type, []), x, backend)
+
+
+def _triton() -> Operations:
+    """The Triton kernels; imported when first asked for, because a CPU installation has no Triton."""
+    try:
+        return importlib.import_module("pod.kernels.triton_fused").OPERATIONS
+    except ImportError as error:
+        reason = f"Triton cannot be imported ({error})"
+        return REFERENCE._replace(unsupported=lambda x: reason)

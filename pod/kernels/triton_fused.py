@@ -1,0 +1,192 @@
+"""The operations of ``pod.kernels.fused`` as Triton kernels, one launch each.
+
+Arithmetic is fp32; what the modules round to their dtype on the way is rounded here as well.
+"""
+
+import contextlib
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+from pod.kernels import dispatch
+from pod.kernels.fused import HeadNorms, NewToken, Operations
+from pod.modeling.shipped.decode import Roles
+
+GATE = {"BLOCK": 512, "num_warps": 2}  # 16 bytes of 16-bit numbers per thread
+
+
+@triton.jit
+def add_norm_kernel(
+    x, delta, weight, total, out, eps, WITH_DELTA: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One row."""
+    dtype = out.dtype.element_ty
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    here = tl.program_id(0).to(tl.int64) * SIZE + columns
+    wide = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
+    if WITH_DELTA:
+        summed = (wide + tl.load(delta + here, mask=inside, other=0.0).to(tl.float32)).to(dtype)
+        tl.store(total + here, summed, mask=inside)
+        wide = summed.to(tl.float32)
+    normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)).to(dtype).to(tl.float32)
+    weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + here, (weights * normed).to(dtype), mask=inside)
+
+
+@triton.jit
+def ring_slot(position, first, slots):
+    """See ``NewToken``."""
+    return tl.where(position < slots, position, first + (position - first) % (slots - first))
+
+
+@triton.jit
+def rotated(
+    head, weight, cos, sin, eps, features, inside,
+    WITH_NORM: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Both halves of a head's features, with norm and rotation, in the dtype of ``head``."""
+    dtype = head.dtype.element_ty
+    low = tl.load(head + features, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(head + HEAD_DIM // 2 + features, mask=inside, other=0.0).to(tl.float32)
+    if WITH_NORM:
+        scale = tl.rsqrt((tl.sum(low * low, 0) + tl.sum(high * high, 0)) / HEAD_DIM + eps)
+        low_weight = tl.load(weight + features, mask=inside, other=0.0).to(tl.float32)
+        high_weight = tl.load(weight + HEAD_DIM // 2 + features, mask=inside, other=0.0).to(tl.float32)
+        low = (low_weight * (low * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        high = (high_weight * (high * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    cosine = tl.load(cos + features, mask=inside, other=0.0)
+    sine = tl.load(sin + features, mask=inside, other=0.0)
+    return (low * cosine - high * sine).to(dtype), (high * cosine + low * sine).to(dtype)
+
+
+@triton.jit(do_not_specialize=["leads", "followers"])
+def rotate_kernel(
+    q, k, v, q_weight, k_weight, cos, sin, past, table, keys, window, values, out,
+    leads, followers, key_slots, window_sinks, window_slots, value_slots, eps,
+    k_batch, k_head, k_row, w_batch, w_head, w_row, v_batch, v_head, v_row,
+    WITH_NORM: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One head of one row: first those of the queries, then of the keys (in the order of ``table``), then of the values."""
+    kv_heads = leads + followers
+    index = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    features = tl.arange(0, BLOCK)
+    inside = features < HEAD_DIM // 2
+    position = tl.load(past + row).to(tl.int64)
+    cos += row * HEAD_DIM
+    sin += row * HEAD_DIM
+    if index < kv_heads * GROUPS:
+        place = (row * kv_heads * GROUPS + index) * HEAD_DIM
+        low, high = rotated(q + place, q_weight, cos, sin, eps, features, inside, WITH_NORM, HEAD_DIM)
+        target = out + place
+    elif index < kv_heads * (GROUPS + 1):
+        role = (index - kv_heads * GROUPS).to(tl.int64)
+        source = k + (row * kv_heads + tl.load(table + role)) * HEAD_DIM
+        low, high = rotated(source, k_weight, cos, sin, eps, features, inside, WITH_NORM, HEAD_DIM)
+        if role < leads:
+            target = keys + row * k_batch + role * k_head + ring_slot(position, 0, key_slots) * k_row
+        else:
+            slot = ring_slot(position, window_sinks, window_slots)
+            target = window + row * w_batch + (role - leads) * w_head + slot * w_row
+    else:
+        head = (index - kv_heads * (GROUPS + 1)).to(tl.int64)
+        source = v + (row * kv_heads + head) * HEAD_DIM
+        low = tl.load(source + features, mask=inside, other=0.0)
+        high = tl.load(source + HEAD_DIM // 2 + features, mask=inside, other=0.0)
+        target = values + row * v_batch + head * v_head + ring_slot(position, 0, value_slots) * v_row
+    tl.store(target + features, low, mask=inside)
+    tl.store(target + HEAD_DIM // 2 + features, high, mask=inside)
+
+
+@triton.jit
+def gate_kernel(gate, up, out, numbers, BLOCK: tl.constexpr):
+    """``silu(gate) · up``."""
+    dtype = out.dtype.element_ty
+    here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = here < numbers
+    x = tl.load(gate + here, mask=inside, other=0.0).to(tl.float32)
+    x = (x / (1.0 + tl.exp(-x))).to(dtype).to(tl.float32)
+    y = tl.load(up + here, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + here, (x * y).to(dtype), mask=inside)
+
+
+# -- launch -------------------------------------------------------------------------------------------------------
+
+
+def interpreted() -> bool:
+    """Whether the kernels run in Triton's interpreter (``TRITON_INTERPRET=1`` before triton was imported)."""
+    return not isinstance(gate_kernel, triton.JITFunction)
+
+
+def unsupported(x: Tensor) -> str | None:
+    """Why the kernels cannot run on tensors like ``x``; None when they can."""
+    if x.dtype not in dispatch.TRITON_DTYPES:
+        return f"dtype {x.dtype} (float32, float16 or bfloat16)"
+    return dispatch.no_triton(x, interpreted())
+
+
+def _add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    x, delta = x.contiguous(), None if delta is None else delta.contiguous()
+    total = x if delta is None else torch.empty_like(x)
+    out, size = torch.empty_like(x), x.shape[-1]
+    arguments = x, x if delta is None else delta, weight, total, out, eps
+    _run(add_norm_kernel, (x.numel() // size,), x, *arguments, **norm_options(delta is not None, size))
+    return total, out
+
+
+def norm_options(with_delta: bool, size: int) -> dict[str, int | bool]:
+    """How ``add_norm_kernel`` is compiled for rows of ``size`` numbers."""
+    block = triton.next_power_of_2(size)
+    warps = min(max(block // 256, 1), 16)  # 8 numbers per thread: 16 bytes of 16-bit ones
+    return {"WITH_DELTA": with_delta, "SIZE": size, "BLOCK": block, "num_warps": warps}
+
+
+def _rotate_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: tuple[Tensor, ...],
+    norms: HeadNorms | None,
+    roles: Roles,
+    token: NewToken,
+) -> Tensor:
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    cos, sin = (table.contiguous() for table in tables)
+    (batch, heads, head_dim), out = q.shape, torch.empty_like(q)
+    keys, window = (token.values if x is None else x for x in (token.keys, token.window_keys))
+    q_weight, k_weight, eps = (q, k, 0.0) if norms is None else norms
+    stores = keys, window, token.values
+    _run(
+        rotate_kernel, (heads + 2 * k.shape[1], batch), q,
+        q, k, v, q_weight, k_weight, cos, sin, token.past, roles.table, *stores, out,
+        len(roles.leads), len(roles.followers),
+        keys.shape[2], token.num_sink_tokens, window.shape[2], token.values.shape[2], eps,
+        *(stride for x in stores for stride in x.stride()[:3]),
+        **rotate_options(norms is not None, heads // k.shape[1], head_dim),
+    )  # fmt: skip
+    return out
+
+
+def rotate_options(with_norm: bool, groups: int, head_dim: int) -> dict[str, int | bool]:
+    """How ``rotate_kernel`` is compiled."""
+    sizes = {"GROUPS": groups, "HEAD_DIM": head_dim, "BLOCK": triton.next_power_of_2(head_dim // 2)}
+    return {"WITH_NORM": with_norm, **sizes, "num_warps": 1}
+
+
+def _gate(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = gate.contiguous(), up.contiguous()
+    out, numbers = torch.empty_like(gate), gate.numel()
+    _run(gate_kernel, (triton.cdiv(numbers, GATE["BLOCK"]),), gate, gate, up, out, numbers, **GATE)
+    return out
+
+
+def _run(kernel, grid: tuple[int, ...], on: Tensor, *arguments, **options) -> None:
+    """One launch, on the device of a tensor."""
+    with torch.cuda.device(on.device) if on.is_cuda else contextlib.nullcontext():
+        kernel[grid](*arguments, **options)
+
+
+OPERATIONS = Operations(_add_norm, _rotate_and_store, _gate, unsupported)
