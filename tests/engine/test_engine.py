@@ -188,7 +188,7 @@ def test_the_step_is_static(tools, monkeypatch):
     for one in (cache, reference):
         feed(model, one, ids[:, :12])
     cache.engine.backend = "masked"
-    monkeypatch.setitem(BACKENDS, "masked", Entry(masked, lambda call: None))
+    monkeypatch.setitem(DECODERS, "masked", Decoder(masked, lambda call: None))
     recorded = []
 
     def prepare(self, run, restart=lambda: None):
@@ -530,8 +530,8 @@ def test_only_steps_that_ask_the_device_nothing_are_recorded(tools, spec, monkey
     _, cache, _ = used(tools, spec, **({"group_size": 4, "residual": 1} if "+" in spec else {}))
     layers = cache.engine._bound.step.layers
     assert not any(layer.can_be_recorded() for layer in layers)
-    monkeypatch.setitem(BACKENDS, "triton", Entry(masked, lambda call: None))
-    monkeypatch.setitem(AUTO_ORDER, "cpu", ["triton", "grouped"])
+    monkeypatch.setitem(DECODERS, "triton", Decoder(masked, lambda call: None))
+    monkeypatch.setitem(DECODE_ORDER, "cpu", ["triton", "grouped"])
     assert all(layer.can_be_recorded() for layer in layers)
     assert not cache.engine._bound.can_be_recorded(), "no CUDA here"
     for layer in layers:
