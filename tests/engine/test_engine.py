@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import pod
 from pod import engine
 from pod.engine.engine import StaticEngine
+from pod.modeling.shipped.decode import DECODE_ORDER, DECODERS, Decoder
 
 TOLERANCE = 1e-11
 WINDOWS = [(4, 11), (0, 1), (2, 200)]
@@ -38,7 +39,7 @@ def decode(model, cache, ids, mask=None):
 def poison(cache):
     """NaN into every reserved slot that no token has, so that reading one shows."""
     for layer in cache.layers:
-        for store in layer._stores().values():
+        for store in layer.stores().values():
             if not store.is_empty:
                 used = store.used_slots(int(cache.lengths.max()))
                 store.data[:, :, used:] = float("nan")
