@@ -31,7 +31,7 @@ class StaticStep:
         layers: one ``StaticLayer`` per decoder layer.
         past: ``[B]`` int64 tokens per row before the step.
         lengths: ``[B]`` int64 tokens per row, the new one included.
-        tables: cos and sin ``[B, d]`` at ``past``; set for each step.
+        tables: cos and sin ``[B, d / 2]`` at ``past``; set for each step.
     """
 
     layers: list["StaticLayer"]

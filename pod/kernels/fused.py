@@ -75,7 +75,7 @@ def rotate_and_store(
     """Norm (None = none) and rotate the heads of ``q`` ``[B, Hq, d]`` and ``k`` ``[B, H, d]``; write ``k`` and ``v`` to their slots.
 
     Args:
-        tables: cos and sin ``[B, d]`` of the new positions, in the dtype that is computed in (at least fp32).
+        tables: cos and sin ``[B, d / 2]`` of the new positions, in the dtype that is computed in (at least fp32).
 
     Returns:
         ``[B, Hq, d]``, the rotated queries.
@@ -92,9 +92,9 @@ def rotate_and_store(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    wide = x.to(cos.dtype)
-    low, high = wide.chunk(2, dim=-1)
-    return (wide * cos[:, None] + torch.cat((-high, low), dim=-1) * sin[:, None]).to(x.dtype)
+    low, high = x.to(cos.dtype).chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
 
 
 def _store(target: Tensor, x: Tensor, heads: list[int] | None, past: Tensor, first: int) -> None:

@@ -76,8 +76,8 @@ def rotate_kernel(
     features = tl.arange(0, BLOCK)
     inside = features < HEAD_DIM // 2
     position = tl.load(past + row).to(tl.int64)
-    cos += row * HEAD_DIM
-    sin += row * HEAD_DIM
+    cos += row * (HEAD_DIM // 2)
+    sin += row * (HEAD_DIM // 2)
     if index < kv_heads * GROUPS:
         place = (row * kv_heads * GROUPS + index) * HEAD_DIM
         low, high = rotated(q + place, q_weight, cos, sin, eps, features, inside, WITH_NORM, HEAD_DIM)

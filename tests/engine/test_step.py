@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pod.modeling.shipped.norm import RMSNorm
+from pod.modeling.shipped.attention import RMSNorm
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 

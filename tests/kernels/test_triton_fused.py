@@ -12,7 +12,7 @@ import interpreter
 import pytest
 import torch
 from interpreter import needs_triton
-from pod.kernels.decode import make_roles
+from pod.modeling.shipped.decode import make_roles
 
 from pod.kernels import fused as step
 
@@ -80,7 +80,6 @@ def run_heads(case: Case, operations: step.Operations) -> dict[str, list[float]]
     k, v = (random(batch, heads, d, dtype=case.dtype, seed=seed) for seed in (1, 2))
     weights = [random(d, dtype=case.dtype, seed=seed) for seed in (3, 4)]
     angles = torch.rand(batch, d // 2, generator=torch.Generator().manual_seed(0)) * 6
-    both = torch.cat((angles, angles), dim=-1)
     like = {"dtype": q.dtype}
     window = sum(case.windows)
     stores = [
@@ -91,7 +90,7 @@ def run_heads(case: Case, operations: step.Operations) -> dict[str, list[float]]
     token = step.NewToken(torch.tensor(case.past), stores[1], stores[2], stores[0], case.windows[0])
     norms = step.HeadNorms(*weights, 1e-5) if case.norms else None
     roles = make_roles(case.leads, followers, [], "cpu")
-    found = operations.rotate_and_store(q, k, v, (both.cos(), both.sin()), norms, roles, token)
+    found = operations.rotate_and_store(q, k, v, (angles.cos(), angles.sin()), norms, roles, token)
 
     def expected(x, weight, row):
         x = x.double()

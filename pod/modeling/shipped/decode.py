@@ -155,7 +155,7 @@ class DecodeCall(NamedTuple):
     scale: float
     tau: float | None
     out: Tensor
-    rows: Sequence[int] | None
+    rows: Sequence[int] | None = None
 
 
 class Decoder(NamedTuple):
