@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pod
-from pod.modeling.shipped.reference import document_positions
+from pod.modeling.shipped.padding import document_positions
 from pod.training import gates
 from pod.training.gate_pictures import gate_picture, save_gate_picture
 from pod.training.gates import check_gates, proximal_share

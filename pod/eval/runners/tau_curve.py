@@ -20,7 +20,7 @@ from pod.eval.perplexity import token_nll
 from pod.eval.runners.base import Span, Task, perplexity_result, prompt_hash
 from pod.eval.text import load_text
 from pod.eval.variants import windows_of
-from pod.modeling.shipped.gate import check_tau
+from pod.modeling.methods.layouts import check_tau
 
 EXACT = "exact"
 COLUMNS = {

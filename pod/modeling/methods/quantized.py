@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.packed import Packed, Packing, tiles
-from pod.modeling.shipped.stores import Codec, Store, TokenStore, take_slots
+from pod.modeling.shipped.stores import Codec, RaggedRows, Store, TokenStore, take_slots
 
 _SLACK = 128  # tensors grow by 1/128 of their length
 
@@ -206,7 +206,7 @@ class _PackedStore(TokenStore):
     def reserve(self, slots: int) -> None:
         raise ValueError("packed stores grow as tokens come: pass capacity to pod.make_cache instead")
 
-    def append_ragged(self, x: Tensor, past: Tensor, counts: Tensor) -> None:
+    def append_ragged(self, x: Tensor, rows: RaggedRows) -> None:
         raise ValueError(
             "packed stores take rows that are alike, here rows of one length: leave capacity out, or pad no row"
         )
@@ -271,10 +271,6 @@ class PackedTokens(_PackedStore):
         """``[b, h, R, d]``, to which a decoded token is written."""
         assert self.is_at_rest, "a prompt is running"
         return self.newest.data
-
-    def slots_of(self, position_ids: Tensor) -> Tensor:
-        """Slot of each position in ``target``."""
-        return position_ids % self.newest.room
 
     def reserve(self, slots: int) -> None:
         """Hold codes for ``slots`` tokens, if the store has a capacity."""

@@ -1,18 +1,34 @@
 """`generate()` with our caches: supplies the default cache and refuses every use that would go wrong silently."""
 
+import inspect
+from functools import cache
 from typing import Any
 
+import transformers
 from torch import Tensor
 from transformers import GenerationMixin
 
 from .cache import PodCache
 from .config import PodConfig
 
+SUPPORTED = ">=5.17,<6"
+"""Versions of transformers."""
+_HOOKS = {
+    "_prefill": ["input_ids", "generation_config", "model_kwargs"],
+    "_prepare_cache_for_generation": ["generation_config", "model_kwargs"],
+    "_get_candidate_generator": [],
+}
+
 
 class PodGenerationMixin(GenerationMixin):
     """Stock generation (greedy, sampling, beams, left padding, chunked prefill) over a ``PodCache``."""
 
     config: PodConfig
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """See transformers; ``ImportError`` when the installed version does not call what is supplied here."""
+        check_hooks()
+        return super().generate(*args, **kwargs)
 
     def generate_batch(self, *args: Any, **kwargs: Any):
         raise ValueError(
@@ -60,3 +76,19 @@ class PodGenerationMixin(GenerationMixin):
             if cache.made_by_generate and not has_beams and PodCache.attach_engine is not None:
                 PodCache.attach_engine(cache, columns, max(columns + 1, generation_config.max_length or 0))
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+
+
+@cache
+def check_hooks() -> None:
+    """Raise ``ImportError`` unless transformers has the private methods that this class replaces, with their arguments.
+
+    One of another name would never be called: methods that announce their prompt would then select other tokens.
+    """
+    for name, expected in _HOOKS.items():
+        hook = getattr(GenerationMixin, name, None)
+        found = [] if hook is None else list(inspect.signature(hook).parameters)[1 : 1 + len(expected)]
+        if hook is None or found != expected:
+            raise ImportError(
+                f"generate() replaces GenerationMixin.{name}({', '.join(['self', *expected, '…'])}), which transformers "
+                f"{transformers.__version__} does not have: install transformers{SUPPORTED}"
+            )

@@ -137,7 +137,7 @@ def _distant(call: DecodeCall, gate: Tensor, length: int) -> Tensor:
     if call.tau is not None:
         for head in call.roles.followers:
             reads[:, head] = (gate[:, head] < 1).any(-1).cpu()
-    if reads.all():
+    if call.tau is None or reads.all():
         return _weighted(weights, call.values, start, stop) / sums[..., None]
     out = torch.zeros(*gate.shape, call.q.shape[-1], dtype=gate.dtype, device=gate.device)
     for row, head in reads.nonzero().tolist():

@@ -232,7 +232,8 @@ class PodModel(PodPreTrainedModel):
     ) -> ForwardContext:
         device = hidden_states.device
         if device not in self._frequencies:
-            self._frequencies[device] = inverse_frequencies(self.config, device)
+            with torch.inference_mode(False):  # a later pass may train
+                self._frequencies[device] = inverse_frequencies(self.config, device)
         parallel, segments = self.sequence_parallel, None
         if doc_ids is not None:
             segments = Segments.of_documents(doc_ids, hidden_states.shape[0])

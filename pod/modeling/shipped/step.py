@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .attend import Lead, Segments, Source, span
 from .decode import DecodeBuffers
+from .stores import RaggedRows
 
 
 @dataclass
@@ -95,6 +96,11 @@ class Step:
     def segments(self) -> Segments:
         """What every row holds and gets, for ``attend``."""
         return Segments.of_rows(*zip(*self.rows, strict=True), device=self.past.device)
+
+    @cached_property
+    def ragged(self) -> RaggedRows:
+        """The same for stores, when rows differ."""
+        return RaggedRows(self.rows, self.past.device)
 
     @property
     def max_length(self) -> int:

@@ -38,7 +38,9 @@ class Store(Protocol):
 
     def used_slots(self, length: int) -> int: ...
 
-    def slot_positions(self, lengths: Tensor) -> Tensor: ...
+    def runs(self, start: int, stop: int, length: int) -> list[tuple[int, int, int]]:
+        """Where tokens ``start … stop-1`` of ``length`` are: ``(position, slot, tokens)`` of neighbours that are held."""
+        ...
 
     def reserve(self, slots: int) -> None:
         """Hold room for ``slots`` tokens, so that the tensors stay where they are while it suffices."""
@@ -46,7 +48,7 @@ class Store(Protocol):
 
     def append(self, x: Tensor, past: int) -> None: ...
 
-    def append_ragged(self, x: Tensor, past: Tensor, counts: Tensor) -> None: ...
+    def append_ragged(self, x: Tensor, rows: "RaggedRows") -> None: ...
 
     def read(self, length: int) -> Tensor:
         """``[B, h, used slots, d]``: a view, or a copy that the caller must not keep."""
@@ -159,30 +161,21 @@ class TokenStore:
         """``[B, h, capacity, d]``."""
         return self.data
 
-    def slots_of(self, position_ids: Tensor) -> Tensor:
-        """Slot of each position."""
-        if not self.has_window:
-            return position_ids
-        ring = self.num_sink_tokens + (position_ids - self.num_sink_tokens) % self.num_recent_tokens
-        return torch.where(position_ids < self.limit, position_ids, ring)
-
     def used_slots(self, length: int) -> int:
         """Slots in use after ``length`` tokens."""
         return min(length, self.limit)
 
-    def slot_positions(self, lengths: Tensor) -> Tensor:
-        """Position held by each used slot after ``lengths`` ``[B]`` tokens per row: ``[B, slots]``, -1 = empty."""
-        slots = torch.arange(self.used_slots(int(lengths.max())), device=lengths.device)
-        newest = lengths[:, None] - 1
-        if not self.has_window:
-            positions = slots.expand(lengths.shape[0], -1)
+    def runs(self, start: int, stop: int, length: int) -> list[tuple[int, int, int]]:
+        """See ``Store``."""
+        if length <= self.limit:
+            found = [(start, start, stop - start)]
         else:
-            behind = (newest - slots) % self.num_recent_tokens
-            positions = torch.where(slots < self.num_sink_tokens, slots, newest - behind)
-            positions = positions.masked_fill(
-                (slots >= self.num_sink_tokens) & (positions < self.num_sink_tokens), -1
-            )
-        return positions.masked_fill(positions > newest, -1)
+            n_s, n_r = self.num_sink_tokens, self.num_recent_tokens
+            first, wrap = max(start, n_s, length - n_r), stop - (stop - n_s) % n_r
+            recent = ((first, min(wrap, stop)), (max(first, wrap), stop))
+            found = [(start, start, min(stop, n_s) - start)]
+            found += [(begin, n_s + (begin - n_s) % n_r, end - begin) for begin, end in recent]
+        return [run for run in found if run[2] > 0]
 
     def reserve(self, slots: int) -> None:
         """Hold room for ``slots`` tokens (a window: for all that it can hold), at once or when the first token comes."""
@@ -205,31 +198,14 @@ class TokenStore:
         """Write ``[B, h, m, d]`` when every row has ``past`` tokens and gets ``m`` more."""
         length = past + x.shape[2]
         data = self._grow(x, self.used_slots(length))
-        if length <= self.limit:
-            data[:, :, past:length] = x
-            return
-        sinks = min(max(self.num_sink_tokens - past, 0), x.shape[2])
-        data[:, :, past : past + sinks] = x[:, :, :sinks]
-        first = max(past + sinks, length - self.num_recent_tokens)
-        x = x[:, :, first - past :]
-        slot = self.num_sink_tokens + (first - self.num_sink_tokens) % self.num_recent_tokens
-        before_wrap = min(x.shape[2], self.limit - slot)
-        data[:, :, slot : slot + before_wrap] = x[:, :, :before_wrap]
-        data[:, :, self.num_sink_tokens : self.num_sink_tokens + x.shape[2] - before_wrap] = x[
-            :, :, before_wrap:
-        ]
+        for position, slot, count in self.runs(past, length, length):
+            data[:, :, slot : slot + count] = x[:, :, position - past : position - past + count]
 
-    def append_ragged(self, x: Tensor, past: Tensor, counts: Tensor) -> None:
-        """Write the first ``counts[b]`` of ``[B, h, m, d]`` behind ``past[b]`` tokens of each row."""
-        steps = torch.arange(x.shape[2], device=x.device)
-        position_ids = past[:, None] + steps
-        keep = steps < counts[:, None]
-        if self.has_window:
-            overwritten = position_ids < (past + counts - self.num_recent_tokens)[:, None]
-            keep = keep & ~(overwritten & (position_ids >= self.num_sink_tokens))
-        data = self._grow(x, self.used_slots(int((past + counts).max())))
-        rows, columns = keep.nonzero(as_tuple=True)
-        data[rows, :, self.slots_of(position_ids)[rows, columns]] = x[rows, :, columns]
+    def append_ragged(self, x: Tensor, rows: "RaggedRows") -> None:
+        """Write the new tokens of each row of ``[B, h, m, d]`` behind those that it has."""
+        data = self._grow(x, self.used_slots(rows.length))
+        places, columns, slots = rows.places(self)
+        data[places, :, slots] = x[places, :, columns]
 
     def read(self, length: int) -> Tensor:
         """View of the used slots after at most ``length`` tokens per row."""
@@ -275,6 +251,31 @@ class NativeCodec:
 NATIVE: Codec = NativeCodec()
 
 
+class RaggedRows:
+    """Rows that get unlike numbers of tokens: where these are stored, worked out on the host once in a pass.
+
+    Args:
+        rows: ``(past, counts)`` of each row; device: of the stores.
+    """
+
+    def __init__(self, rows: Sequence[tuple[int, int]], device: torch.device):
+        self._rows, self._device = rows, device
+        self.length = max(sum(row) for row in rows)
+        self._places: dict[tuple[int, int], Tensor] = {}
+
+    def places(self, store: TokenStore) -> Tensor:
+        """int64 ``[3, t]``: row, column in the pass and slot of every token that such a store will hold."""
+        key = store.num_sink_tokens, store.limit
+        if key not in self._places:
+            found = [torch.empty(3, 0, dtype=torch.long)]
+            for row, (past, count) in enumerate(self._rows):
+                for position, slot, tokens in store.runs(past, past + count, past + count):
+                    steps = torch.arange(tokens)
+                    found.append(torch.stack((torch.full_like(steps, row), steps + position - past, steps + slot)))
+            self._places[key] = torch.cat(found, dim=1).to(self._device)
+        return self._places[key]
+
+
 class Recent:
     """Tokens of a window and the chunk behind it, in the order of their positions: a ``TokenSource``.
 
@@ -286,10 +287,8 @@ class Recent:
     """
 
     def __init__(self, window: Store, new: Tensor, rows: Sequence[tuple[int, int]]):
-        self.new, self.past = new, [past for past, _ in rows]
+        self.window, self.new, self.past = window, new, [past for past, _ in rows]
         self.held = None if window.is_empty else window.read(max(self.past))
-        lengths = torch.tensor(self.past, device=new.device)
-        self.places = None if self.held is None else window.slot_positions(lengths)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -301,19 +300,16 @@ class Recent:
         """These rows."""
         part = copy(self)
         part.new, part.past = self.new[rows], self.past[rows]
-        if self.held is not None and self.places is not None:
-            part.held, part.places = self.held[rows], self.places[rows]
+        part.held = None if self.held is None else self.held[rows]
         return part
 
     def span(self, start: int, stop: int) -> Tensor:
         """``[B, h, stop - start, d]`` of rows with the same past."""
         past = self.past[0]
         chunk = self.new[:, :, max(start - past, 0) : max(stop - past, 0)]
-        before = range(start, min(stop, past))
-        if not len(before) or self.held is None or self.places is None:
+        if start >= past or self.held is None:
             return chunk
-        place = self.places[0]
-        wanted = (place >= before.start) & (place < before.stop)
-        out = self.new.new_zeros(*self.new.shape[:2], len(before), self.new.shape[3])
-        out[:, :, place[wanted] - before.start] = self.held[:, :, : len(place)][:, :, wanted]
+        out = self.new.new_zeros(*self.new.shape[:2], min(stop, past) - start, self.new.shape[3])
+        for position, slot, count in self.window.runs(start, min(stop, past), past):
+            out[:, :, position - start : position - start + count] = self.held[:, :, slot : slot + count]
         return torch.cat((out, chunk), dim=2)
