@@ -1,12 +1,16 @@
 """How often PoD's gate lets distant tokens be left out, counted while decoding (PoD appendix B.4)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pod.modeling.shipped.attend import take_heads
+from pod.modeling.shipped.grouped import attend_slots
 from pod.modeling.shipped.layout import PodCacheLayer
+from pod.modeling.shipped.step import Step
 
 COUNTS = ("heads", "heads_skipped", "groups", "groups_skipped", "exact", "saved", "dense")
 
@@ -51,25 +55,30 @@ class GateProbe:
         for layer in cache.layers:
             assert isinstance(layer, PodCacheLayer) and cache.engine is None, "the ordinary PoD cache"
             layer.tau = tau
-            layer.observe_weights = self._of(layer)  # type: ignore[method-assign]
+            layer._decode = self._before(layer, layer._decode)  # type: ignore[method-assign]
 
-    def _of(self, layer: PodCacheLayer) -> Any:
-        def observe(weights: Tensor) -> None:
-            self._see(layer, weights)
+    def _before(self, layer: PodCacheLayer, decode: Callable[[Tensor, Step], Tensor]) -> Any:
+        def observed(q: Tensor, step: Step) -> Tensor:
+            out = decode(q, step)
+            self._see(layer, q, step)
+            return out
 
-        return observe
+        return observed
 
-    def _see(self, layer: PodCacheLayer, weights: Tensor) -> None:
-        """weights [B, H, G, n] of one new token per row, before anything is left out."""
-        length = weights.shape[-1]
+    def _see(self, layer: PodCacheLayer, q: Tensor, step: Step) -> None:
+        """q [B, Hq, 1, d] of one new token per row, which is stored; its leads have left their distant tokens."""
+        length, heads = step.max_length, layer.followers
         window = layer.num_sink_tokens + layer.num_recent_tokens
         if length <= window:
             return
-        columns = torch.arange(length, device=weights.device)
-        near = (columns < layer.num_sink_tokens) | (columns >= length - layer.num_recent_tokens)
-        gates = (weights[:, layer.followers] * near).sum(-1)  # as pod.modeling.shipped.gate adds them
-        skipped = torch.zeros_like(gates, dtype=torch.bool) if self.tau is None else gates >= self.tau
-        for row, decided in zip(self.rows, skipped.cpu(), strict=True):
+        skipped = torch.zeros(len(self.rows), len(heads), layer.groups, dtype=torch.bool)
+        if self.tau is not None and heads:
+            keys = layer.window_keys.read(length)
+            near = attend_slots(take_heads(q, heads, layer.groups), keys, keys, layer.scale)[1]
+            assert step.lead.buffers is not None
+            far = step.lead.buffers.distant_lse[:, heads]
+            skipped = (torch.sigmoid(near.view(far.shape) - far) >= self.tau).cpu()
+        for row, decided in zip(self.rows, skipped, strict=True):
             row.add(decided, length, window, len(layer.leads), layer.groups)
 
 

@@ -12,8 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pod.kernels.documents import document_segments
-from pod.modeling.shipped.attention import Backend, split_heads
+from pod.modeling.shipped.attend import (
+    IMPLEMENTATIONS,
+    Call,
+    Implementation,
+    Lead,
+    Segments,
+    Tokens,
+    Visibility,
+    attend,
+)
+from pod.modeling.shipped.attention import split_heads
 from pod.training.args import TrainArgs
 from pod.training.held_out import Rows, lengthened
 from pod.training.observers import Periodic
@@ -21,7 +30,7 @@ from pod.training.reading import read, reading, row_length_for
 from pod.training.trackers import append_records
 
 FILE_NAME, PICTURE_NAME = "gates.jsonl", "gates.png"
-_BLOCK_ELEMENTS = 1 << 24
+_NAME = "noting gates"  # of an implementation of attention, while a row is measured
 
 
 class Gates(Periodic):
@@ -92,7 +101,7 @@ def measure_gates(trainer: Any, row: Rows) -> list[list[float | None]]:
 
 
 class _Recorder:
-    """Stands before a model's attention backend for one pass and notes every head's gates.
+    """Stands before a model's attention for one pass and notes every head's gates.
 
     Args:
         lead: plan of the heads that this rank computes.
@@ -114,38 +123,29 @@ class _Recorder:
     @contextlib.contextmanager
     def listening(self, decoder: Any) -> Iterator[None]:
         """Around one forward pass of a PodModel."""
-        make = decoder.context
+        config = decoder.config
+        backend = config.attention_backend
 
-        def context(*arguments: Any, **options: Any) -> Any:
-            made = make(*arguments, **options)
-            made.backend = self._before(made.backend)
-            return made
+        def noted(call: Call) -> tuple[Tensor, Tensor]:
+            self._note(call)
+            return attend(*call, backend=backend)
 
-        decoder.context = context
+        IMPLEMENTATIONS[_NAME] = Implementation(noted, lambda call: None)
+        config.attention_backend = _NAME
         try:
             yield
         finally:
-            del decoder.context
+            config.attention_backend = backend
+            del IMPLEMENTATIONS[_NAME]
 
-    def _before(self, backend: Backend) -> Backend:
-        """The same operations, which note first."""
-
-        def causal(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None = None) -> Tensor:
-            self._note(q, k, q, k, doc_ids)
-            return backend.causal_attention(q, k, v, doc_ids=doc_ids)
-
-        def pod(q, k, v, q_lead, k_lead, *windows: int, doc_ids: Tensor | None = None) -> Tensor:
-            self._note(q, k, q_lead, k_lead, doc_ids)
-            return backend.pod_attention(q, k, v, q_lead, k_lead, *windows, doc_ids=doc_ids)
-
-        return Backend(causal, pod, backend.window_attention)
-
-    def _note(self, q: Tensor, k: Tensor, q_lead: Tensor, k_lead: Tensor, doc_ids: Tensor | None) -> None:
+    def _note(self, call: Call) -> None:
         layer, heads = next(self.calls)
-        gates = proximal_share(q, k, q_lead, k_lead, *self.windows, doc_ids=doc_ids)
-        groups = q.shape[1] // k.shape[1]
+        keys = call.tokens.keys
+        assert isinstance(keys, Tensor), "a row that is read without a cache"
+        lead = (call.q, keys) if call.lead is None else (call.lead.queries, call.lead.keys)
+        gates = proximal_share(call.q, keys, *lead, self.windows, call.segments)
         for at, head in enumerate(heads):
-            own = gates[:, at * groups : (at + 1) * groups]
+            own = gates[:, at * call.groups : (at + 1) * call.groups]
             seen = own.isfinite()
             self.layers[layer][head] = (float(own[seen].double().sum()), int(seen.sum()))
 
@@ -156,60 +156,28 @@ def proximal_share(
     k: Tensor,
     q_lead: Tensor,
     k_lead: Tensor,
-    num_sink_tokens: int,
-    num_recent_tokens: int,
-    doc_ids: Tensor | None = None,
+    windows: tuple[int, int],
+    segments: Segments,
+    backend: str = "auto",
 ) -> Tensor:
     """The gate of every query: `exp(lse_P) / (exp(lse_P) + exp(lse_D))`, in memory linear in n.
 
     Args:
         q, q_lead: ``[B, Hq, n, d]``, rotated; k, k_lead: ``[B, H, n, d]``. A lead's own queries and keys stand for the
             lead's.
-        doc_ids: ``[B, n]`` as in ``pod_attention``.
+        windows: (n_s, n_r) in tokens.
 
     Returns:
         ``[B, Hq, n]`` in at least fp32; NaN for queries that see no distant token.
     """
-    batch, query_heads, n, _ = q.shape
-    compute = torch.promote_types(q.dtype, torch.float32)
-    gates = torch.full((batch, query_heads, n), float("nan"), dtype=compute, device=q.device)
-    windows = num_sink_tokens, num_recent_tokens
-    first = sum(windows)  # the first token of a document that sees a distant one
-    for row, spans in enumerate(document_segments(doc_ids, batch, n)):
-        for start, end in spans:
-            if end - start <= first:
-                continue
-            parts = [x[row, :, start:end].to(compute) for x in (q, k, q_lead, k_lead)]
-            size = max(1, min(end - start - first, _BLOCK_ELEMENTS // (query_heads * (end - start))))
-            for begin in range(first, end - start, size):
-                block = slice(begin, min(begin + size, end - start))
-                gates[row, :, start + block.start : start + block.stop] = _block_gates(parts, windows, block)
+    see = Visibility(*windows)
+    if q.device.type == "cpu":  # whose exponentials of 16-bit logits are rounded to five digits
+        compute = torch.promote_types(q.dtype, torch.float32)
+        q, k, q_lead, k_lead = (x.to(compute) for x in (q, k, q_lead, k_lead))
+    leads = None, Lead(q_lead, k_lead)
+    near, both = (attend(q, Tokens(k, k), lead, see, segments, backend=backend)[1] for lead in leads)
+    share, gates = (near - both).exp().clamp(max=1), torch.full_like(near, float("nan"))
+    for segment in segments.all:  # its first n_s + n_r tokens see no distant one
+        part = slice(*segment.rows), slice(None), slice(segment.queries[0] + sum(windows), segment.queries[1])
+        gates[part] = share[part]
     return gates
-
-
-def _block_gates(parts: list[Tensor], windows: tuple[int, int], rows: slice) -> Tensor:
-    """Gates ``[Hq, rows]`` of some queries of one document, all of which see distant tokens.
-
-    parts: q, k, q_lead, k_lead of the document, ``[Hq or H, n, d]``.
-    """
-    q, k, q_lead, k_lead = parts
-    num_sink_tokens, num_recent_tokens = windows
-    window = slice(rows.start - num_recent_tokens + 1, rows.stop)
-    distant = slice(num_sink_tokens, rows.stop - num_recent_tokens)
-    query = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
-
-    def logits(queries: Tensor, keys: Tensor, columns: slice) -> Tensor:
-        groups = queries.shape[0] // keys.shape[0]
-        scaled = queries[:, rows].unflatten(0, (-1, groups)).flatten(1, 2) * queries.shape[-1] ** -0.5
-        out = scaled @ keys[:, columns].transpose(1, 2)
-        return out.view(queries.shape[0], rows.stop - rows.start, columns.stop - columns.start)
-
-    def columns_of(columns: slice) -> Tensor:
-        return torch.arange(columns.start, columns.stop, device=q.device)
-
-    distance = query - columns_of(window)
-    recent = logits(q, k, window).masked_fill((distance < 0) | (distance >= num_recent_tokens), float("-inf"))
-    near = torch.cat([logits(q, k, slice(0, num_sink_tokens)), recent], dim=-1).logsumexp(-1)
-    too_near = query - columns_of(distant) < num_recent_tokens
-    far = logits(q_lead, k_lead, distant).masked_fill(too_near, float("-inf")).logsumexp(-1)
-    return torch.sigmoid(near - far)

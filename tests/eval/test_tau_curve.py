@@ -9,7 +9,7 @@ from pod.eval.buckets import Bucket
 from pod.eval.gates import GateCounts, GateProbe, shares
 from pod.eval.methods import find_method
 from pod.eval.perplexity import score_by_decode, score_by_forward
-from pod.modeling.shipped import layout
+from pod.modeling.shipped import grouped
 
 TAUS = [0.0, 0.5, 0.7, 0.95]
 OPTIONS = {"taus": TAUS, "scored_tokens": 6, "passkeys": True}
@@ -61,19 +61,17 @@ def test_exact_row_equals_one_forward_pass(run, payload):
 
 
 def test_what_is_counted_is_what_is_skipped(run, payload, monkeypatch):
-    """Beside `skip_distant` itself: query heads whose weights of distant tokens it has set to zero."""
+    """Beside the decoding itself: query heads of followers whose distant tokens it has given no weight."""
     done = {"heads": 0, "groups": 0}
-    original = layout.skip_distant
+    original = grouped._distant
 
-    def counting(weights, followers, lengths, sinks, recent, tau):
-        before = weights[:, followers, :, sinks : weights.shape[-1] - recent].sum(-1)
-        original(weights, followers, lengths, sinks, recent, tau)
-        after = weights[:, followers, :, sinks : weights.shape[-1] - recent].sum(-1)
-        skipped = (before > 0) & (after == 0)
+    def counting(call, gate, length):
+        skipped = gate[:, call.roles.followers] == 1
         done["heads"] += int(skipped.sum())
         done["groups"] += int(skipped.all(-1).sum())
+        return original(call, gate, length)
 
-    monkeypatch.setattr(layout, "skip_distant", counting)
+    monkeypatch.setattr(grouped, "_distant", counting)
     model, text = run.models.get("unadapted"), run.tasks["tau_curve"].text
     score_by_decode(model, pod.make_cache(model, "pod", tau=0.5), text, Bucket(start=100, end=150, first=144))
     counts = [sample["counts"]["0.5"] for sample in payload["samples"]]

@@ -5,8 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pod
+from pod.modeling.shipped.attend import Segments
 from pod.modeling.shipped.padding import document_positions
-from pod.training import gates
 from pod.training.gate_pictures import gate_picture, save_gate_picture
 from pod.training.gates import check_gates, proximal_share
 from pod.training.trackers import append_records
@@ -41,12 +41,16 @@ def make_inputs(batch=2, heads=4, kv_heads=2, n=67, dim=8, dtype=torch.float64):
 DOCUMENTS = torch.tensor([[0] * 30 + [1] * 7 + [2] * 8 + [3] * 22, [5] * 61 + [-1] * 6])
 
 
-@pytest.mark.parametrize("block", [1 << 24, 4 * 67 * 5, 1])
+def share(q, k, q_lead, k_lead, sinks, recent, doc_ids, backend="auto"):
+    segments = Segments.of_documents(doc_ids, q.shape[0])
+    return proximal_share(q, k, q_lead, k_lead, (sinks, recent), segments, backend)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize(("sinks", "recent"), [(2, 5), (0, 1), (3, 40), (0, 9), (40, 30)])
-def test_gate_is_the_share_of_proximal_weights(monkeypatch, sinks, recent, block):
-    monkeypatch.setattr(gates, "_BLOCK_ELEMENTS", block)
+def test_gate_is_the_share_of_proximal_weights(sinks, recent, backend):
     inputs = make_inputs()
-    got = proximal_share(*inputs, sinks, recent, doc_ids=DOCUMENTS)
+    got = share(*inputs, sinks, recent, DOCUMENTS, backend)
     expected = naive_share(*inputs, sinks, recent, DOCUMENTS)
     assert torch.equal(got.isnan(), expected.isnan())
     assert expected.isfinite().any() == (sinks + recent < 61)
@@ -58,7 +62,7 @@ def test_gate_without_documents_and_in_half_precision():
     half = [x.bfloat16() for x in inputs]
     whole = torch.zeros(1, 67, dtype=torch.long)
     expected = naive_share(*[x.double() for x in half], 2, 5, whole)
-    got = proximal_share(*half, 2, 5)
+    got = share(*half, 2, 5, whole)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), expected, rtol=2e-6, atol=1e-7, equal_nan=True)
 
@@ -78,13 +82,12 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-def test_memory_grows_with_the_row_and_not_with_its_square(monkeypatch):
-    monkeypatch.setattr(gates, "_BLOCK_ELEMENTS", 1 << 12)
+def test_memory_grows_with_the_row_and_not_with_its_square():
     largest = []
     for n in (256, 1024):
         inputs = make_inputs(batch=1, heads=2, kv_heads=1, n=n, dim=4)
         with LargestTensor() as seen:
-            proximal_share(*inputs, 2, 8)
+            share(*inputs, 2, 8, torch.zeros(1, n, dtype=torch.long))
         largest.append(seen.elements)
     assert largest[1] <= 4 * largest[0]
     assert largest[1] < 1024 * 1024 // 50

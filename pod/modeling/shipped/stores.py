@@ -271,7 +271,9 @@ class RaggedRows:
             for row, (past, count) in enumerate(self._rows):
                 for position, slot, tokens in store.runs(past, past + count, past + count):
                     steps = torch.arange(tokens)
-                    found.append(torch.stack((torch.full_like(steps, row), steps + position - past, steps + slot)))
+                    found.append(
+                        torch.stack((torch.full_like(steps, row), steps + position - past, steps + slot))
+                    )
             self._places[key] = torch.cat(found, dim=1).to(self._device)
         return self._places[key]
 
