@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 import pod
 from pod import engine
+from pod.modeling.shipped import generation
 
 HOOKS = ("_prefill", "_prepare_cache_for_generation", "_get_candidate_generator")
 # A method of transformers' generation gets another name, and its callers call that; then a prompt is read in chunks.
@@ -119,6 +120,22 @@ def test_a_renamed_hook_of_transformers_is_an_error_that_names_it(renamed, kind,
     assert isinstance(found, str), f"generated {found}, with the hook in place {answers['None']}"
     assert hook in found and transformers.__version__ in found and "\n" not in found
     assert not found.startswith(("AttributeError", "TypeError"))
+
+
+def test_a_hook_with_other_arguments_is_an_error(monkeypatch):
+    generation.check_hooks.cache_clear()
+    monkeypatch.setattr(
+        transformers.GenerationMixin, "_prefill", lambda self, inputs, generation_config, model_kwargs: None
+    )
+    with pytest.raises(
+        ImportError, match=rf"_prefill\(self, input_ids.*{transformers.__version__} does not have"
+    ):
+        small_model(2).generate(torch.arange(3, 9)[None], max_new_tokens=2)
+
+
+def test_the_versions_that_are_named_are_those_of_the_package():
+    text = (Path(pod.__file__).parents[1] / "pyproject.toml").read_text()
+    assert f'"transformers{generation.SUPPORTED}"' in text
 
 
 def greedy(model, cache, token, steps):
