@@ -140,14 +140,13 @@ class _Recorder:
 
     def _note(self, call: Call) -> None:
         layer, heads = next(self.calls)
-        keys = call.tokens.keys
-        assert isinstance(keys, Tensor), "a row that is read without a cache"
-        lead = (call.q, keys) if call.lead is None else (call.lead.queries, call.lead.keys)
-        gates = proximal_share(call.q, keys, *lead, self.windows, call.segments)
+        q, keys = call.q, call.tokens.keys
+        q_lead, k_lead = (q, keys) if call.lead is None else call.lead[:2]
+        gates = proximal_share(q, keys, q_lead, k_lead, self.windows, call.segments)  # type: ignore[arg-type]
         for at, head in enumerate(heads):
-            own = gates[:, at * call.groups : (at + 1) * call.groups]
-            seen = own.isfinite()
-            self.layers[layer][head] = (float(own[seen].double().sum()), int(seen.sum()))
+            of_head = gates[:, at * call.groups : (at + 1) * call.groups]
+            seen = of_head.isfinite()
+            self.layers[layer][head] = (float(of_head[seen].double().sum()), int(seen.sum()))
 
 
 @torch.no_grad()

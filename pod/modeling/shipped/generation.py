@@ -28,7 +28,7 @@ class PodGenerationMixin(GenerationMixin):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """See transformers; ``ImportError`` when the installed version does not call what is supplied here."""
         check_hooks()
-        return super().generate(*args, **kwargs)
+        return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def generate_batch(self, *args: Any, **kwargs: Any):
         raise ValueError(
