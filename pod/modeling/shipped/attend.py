@@ -139,9 +139,10 @@ class Segments:
         return cls([Segment((i, i + 1), span, span) for i, row in enumerate(runs) for span in row], doc_ids)
 
     def derived(self, key: Any, make: Callable[[], Any]) -> Any:
-        """``make()``, once for each key."""
+        """``make()``, once for each key; tensors that may serve a later pass that trains."""
         if key not in self.memo:
-            self.memo[key] = make()
+            with torch.inference_mode(False):
+                self.memo[key] = make()
         return self.memo[key]
 
 

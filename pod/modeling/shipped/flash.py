@@ -124,9 +124,8 @@ def _strip_mask(rows: int, num_sink_tokens: int, num_recent_tokens: int, like: T
     row = torch.arange(rows)[:, None]
     column = torch.arange(num_recent_tokens - 1 + rows)
     hidden = (column < row) | (column >= row + num_recent_tokens)
-    with torch.inference_mode(False):  # what is kept must serve a later pass that trains
-        mask = torch.zeros(rows, num_sink_tokens + column.shape[0], dtype=like.dtype)
-        mask[:, num_sink_tokens:].masked_fill_(hidden.clone(), float("-inf"))
+    mask = torch.zeros(rows, num_sink_tokens + column.shape[0], dtype=like.dtype)
+    mask[:, num_sink_tokens:].masked_fill_(hidden, float("-inf"))
     return mask
 
 
