@@ -300,15 +300,6 @@ def takes_gradients(*tensors: Any) -> bool:
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 
-def materialized(x: Any) -> Any:
-    """A source as one tensor ``[B, h, n, d]``, with zeros where it holds nothing; None stays None."""
-    if x is None or isinstance(x, Tensor):
-        return x
-    n = x.shape[2]
-    rows = [x.rows(slice(row, row + 1)).span(0, n) for row in range(x.shape[0])]
-    return torch.cat([torch.nn.functional.pad(row, (0, 0, 0, n - row.shape[2])) for row in rows])
-
-
 def span(x: Source, start: int, stop: int) -> Tensor:
     """Tokens ``[B, h, stop - start, d]``: a view of a tensor."""
     return x[:, :, start:stop] if isinstance(x, Tensor) else x.span(start, stop)

@@ -25,7 +25,6 @@ from .attend import (
     Source,
     Span,
     Tokens,
-    materialized,
     span,
     take_rows,
     takes_gradients,
@@ -67,7 +66,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     if not takes_gradients(*tensors):
         with torch.no_grad():
             return _forward(call)
-    q, keys, values, q_lead, k_lead = map(materialized, tensors)
+    q, keys, values, q_lead, k_lead = (x if x is None else span(x, 0, x.shape[2]) for x in tensors)
     lead = None if call.lead is None else Lead(q_lead, k_lead)
     call = call._replace(tokens=Tokens(keys, values), lead=lead)
     return _Flash.apply(q, keys, values, q_lead, k_lead, call)  # type: ignore[return-value]

@@ -237,7 +237,7 @@ def unsupported_on_cuda(call: Call) -> str | None:
 
 def attend_on_cuda(call: Call) -> tuple[Tensor, Tensor]:
     """See ``attend.attend``; the output is laid out as ``[B, m, Hq, d]``."""
-    n = call.tokens.keys.shape[2]
+    n = max((segment.keys[1] for segment in call.segments.all), default=0)  # sources may have room for more
     sizes, see, has_lead = (call.q.shape[2], n), call.visibility, call.lead is not None
     key = "varlen", sizes, see[:3], has_lead, call.q.device
     plan = call.segments.derived(
