@@ -33,7 +33,7 @@ import pod
 from pod.eval.results import one_line
 from pod.eval.speed.memory import LiveBytes
 from pod.files import write_json
-from pod.modeling.shipped.attention import Backend, register_backend
+from pod.modeling.shipped.attend import IMPLEMENTATIONS, Call, Implementation
 from pod.training import carry
 from pod.training.args import TrainArgs
 from pod.training.estimate import carried_heads, mlp_tiles
@@ -287,7 +287,8 @@ class CountedAttention(torch.autograd.Function):
         out = torch.empty_like(inputs[0])
         lse = inputs[0].new_empty(inputs[0].shape[:3], dtype=torch.float32)
         ctx.save_for_backward(*inputs, out, lse)
-        return out
+        ctx.mark_non_differentiable(lse)
+        return out, lse
 
     @staticmethod
     def backward(ctx, *grads):
@@ -295,9 +296,9 @@ class CountedAttention(torch.autograd.Function):
         return tuple(torch.empty_like(x) for x in inputs)
 
 
-def counted_attention(*arguments: Any, **_: Any) -> torch.Tensor:
-    """Any of the attention operations."""
-    return CountedAttention.apply(*(x for x in arguments if isinstance(x, torch.Tensor)))
+def counted_attention(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of heads in any role."""
+    return CountedAttention.apply(call.q, *call.tokens, *([] if call.lead is None else call.lead[:2]))
 
 
 def predicted_peak(contestant: str, tokens: int) -> int:
@@ -306,7 +307,7 @@ def predicted_peak(contestant: str, tokens: int) -> int:
 
     from pod.training.engine import save_activations
 
-    register_backend("counted", Backend(*[counted_attention] * 4))
+    IMPLEMENTATIONS["counted"] = Implementation(counted_attention, lambda call: None, takes_mixed_heads=True)
     torch.set_default_dtype(torch.bfloat16)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
