@@ -37,8 +37,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-import pod  # noqa: F401  (connects the reference)
-from pod.kernels import api
+import pod  # noqa: F401  (registers the implementations)
+from pod.modeling.shipped.attend import IMPLEMENTATIONS, Lead, Tokens, Visibility, attend
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SINKS, RECENT, SHARE = 16, 4080, 0.7
@@ -105,9 +105,8 @@ def both_ways(attention: Callable[..., Tensor], leaves: Sequence[Tensor], grad: 
 
 def pod_layer(followers: list[int], windows: tuple[int, int], backend: str) -> Callable[..., Tensor]:
     """Attention of a layer whose KV heads `followers` follow."""
-    return lambda q, k, v, q_lead, k_lead: api.mixed_attention(
-        q, k, v, q_lead, k_lead, followers, *windows, backend=backend
-    )
+    see, heads = Visibility(*windows), tuple(followers)
+    return lambda q, k, v, *lead: attend(q, Tokens(k, v), Lead(*lead, heads), see, backend=backend)[0]
 
 
 def sdpa(kind: SDPBackend, repeat: bool = False) -> Callable[..., Tensor]:
@@ -142,8 +141,8 @@ def flash_attn(module: str) -> Callable[..., Tensor]:
 
 
 def own_backends(tiny: bool) -> list[str]:
-    """This package's backends; the n x n reference only at toy sizes."""
-    return [name for name in api.BACKENDS if tiny or name != "reference"]
+    """This package's backends for whole sequences; the n x n reference only at toy sizes."""
+    return [name for name in IMPLEMENTATIONS if name != "grouped" and (tiny or name != "reference")]
 
 
 def dense_makers(n: int, tiny: bool, device: torch.device) -> dict[str, Callable[[], Callable[..., Tensor]]]:
@@ -156,7 +155,7 @@ def dense_makers(n: int, tiny: bool, device: torch.device) -> dict[str, Callable
     for name in ("flash_attn", "flash_attn_interface", "flash_attn.cute"):
         makers[name] = lambda name=name: flash_attn(name)
     for name in own_backends(tiny) if tiny else ["triton"]:  # the others are the peers above
-        makers[f"own {name}"] = lambda name=name: lambda *x: api.causal_attention(*x, backend=name)
+        makers[f"own {name}"] = lambda name=name: lambda q, *x: attend(q, Tokens(*x), backend=name)[0]
     return makers
 
 
@@ -231,7 +230,7 @@ def report(race: Race, kinds: list, setting: argparse.Namespace, n: int, errors:
     peers = [name for name in race.seconds if name.startswith("dense: ") and ": own" not in name]
     fastest = min(peers, key=lambda name: contestants[name]["seconds"]["median"], default=None)
     backends = {}
-    for backend in api.BACKENDS:
+    for backend in IMPLEMENTATIONS:
         names = [(weight, pod_name(backend, followers)) for weight, followers in kinds]
         if fastest is None or not all(name in race.seconds for _, name in names):
             continue

@@ -39,7 +39,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
 import pod  # noqa: F401  (a checkout that does not import is told from a kernel that does not run)
-from pod.kernels import decode
+from pod.modeling.shipped import decode
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SINKS, RECENT = 16, 4080
@@ -229,7 +229,7 @@ def peers(device: torch.device) -> dict[str, Callable[[], Callable[..., Tensor]]
 def backends(device: torch.device) -> list[str]:
     """Own backends that a CUDA graph can hold; all of them on a CPU."""
     asks_the_host = ("reference", "grouped")
-    return [name for name in decode.BACKENDS if device.type != "cuda" or name not in asks_the_host]
+    return [name for name in decode.DECODERS if device.type != "cuda" or name not in asks_the_host]
 
 
 def largest_error(found: list[Tensor], truth: list[Tensor]) -> float:

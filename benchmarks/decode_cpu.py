@@ -23,11 +23,10 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import pod
 from pod.eval.results import environment
-from pod.eval.speed.efficiency import Contestant, race
+from pod.eval.speed.efficiency import Contestant, race, without_attention
 from pod.eval.stats import spread
 from pod.files import read_json, write_json
-from pod.kernels import decode
-from pod.modeling.shipped.attention import Backend, register_backend
+from pod.modeling.shipped import decode
 
 LAYERS, HIDDEN, QUERY_HEADS, KV_HEADS, HEAD_DIM = 4, 2048, 16, 4, 128
 WINDOWS = ((16, 1008), (16, 4080))
@@ -51,18 +50,12 @@ def stock_config(longest: int) -> LlamaConfig:
     )
 
 
-def no_attention(q: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-    """Zeros of the output's shape."""
-    return torch.zeros_like(q)
-
-
 @torch.no_grad()
 def filled_pod(model: pod.PodForCausalLM, spec: str, prompt: torch.Tensor) -> pod.PodCache:
     """A cache that has seen the prompt `[1, n]`, and whose decode engine has room for what is decoded."""
     cache = pod.make_cache(model, spec, capacity=prompt.shape[1] + _ROOM)
-    model.config.attention_backend = "zeros"
-    model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    model.config.attention_backend = "auto"
+    with without_attention(model):
+        model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return cache
 
 
@@ -203,7 +196,6 @@ def main() -> None:
     if arguments.attention_only:
         renew_attention(arguments.out, dtype)
         return
-    register_backend("zeros", Backend(no_attention, no_attention, no_attention))
     stock = LlamaForCausalLM(stock_config(2 * max(lengths))).to(getattr(torch, arguments.dtype)).eval()
     models = build_models(stock)
     result = {

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import torch
 
-import pod  # noqa: F401  (connects the kernels)
+import pod  # noqa: F401  (registers the implementations)
 from pod.eval.results import environment
 from pod.files import write_json
-from pod.kernels import flash
-from pod.modeling.shipped import reference
+from pod.modeling.shipped.attend import Lead, Segments, Tokens, Visibility, attend
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results" / "exactness.json"
@@ -34,17 +33,19 @@ def attention_errors() -> dict[str, float]:
                 heads = (2 * groups, 2, 2, 2 * groups, 2)
                 inputs = [torch.randn(2, h, n, 16, generator=generator) for h in heads]
                 doc_ids = (torch.arange(n) * 3 // n).expand(2, -1) if packed else None
-                ours = _run(flash.pod_attention, inputs, windows, doc_ids)
-                truth = _run(reference.pod_attention, [x.double() for x in inputs], windows, doc_ids)
+                ours = _run("flash", inputs, windows, doc_ids)
+                truth = _run("reference", [x.double() for x in inputs], windows, doc_ids)
                 for name, a, b in zip(worst, ours, truth, strict=True):
                     if b.norm() > 1e-9:
                         worst[name] = max(worst[name], float(((a - b).norm() / b.norm()).detach()))
     return worst
 
 
-def _run(function, inputs, windows, doc_ids) -> list[torch.Tensor]:
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    out = function(*leaves, *windows, doc_ids=doc_ids)
+def _run(backend, inputs, windows, doc_ids) -> list[torch.Tensor]:
+    q, k, v, q_lead, k_lead = leaves = [x.clone().requires_grad_() for x in inputs]
+    segments = None if doc_ids is None else Segments.of_documents(doc_ids, q.shape[0])
+    lead, see = Lead(q_lead, k_lead), Visibility(*windows)
+    out, _ = attend(q, Tokens(k, v), lead, see, segments, backend=backend)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
     grads = torch.autograd.grad((out * weights).sum(), leaves, allow_unused=True)
     return [out, *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True))]

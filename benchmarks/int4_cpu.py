@@ -17,10 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
 from pod.eval.results import environment
-from pod.eval.speed.efficiency import Contestant, race
+from pod.eval.speed.efficiency import Contestant, race, without_attention
 from pod.eval.stats import spread
 from pod.files import write_json
-from pod.modeling.shipped.attention import Backend
 
 _ROOM = 256  # decoded tokens, at least (repeats + 1) · steps
 RESULTS = Path(__file__).parent / "results" / "int4_cpu.json"
@@ -55,10 +54,6 @@ class _Unrotated:
         return self
 
 
-def _no_attention(q: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-    return torch.zeros_like(q)
-
-
 @torch.no_grad()
 def filled(model: pod.PodForCausalLM, spec: str, batch: int, length: int, **options) -> pod.PodCache:
     """A cache that holds random keys and values of ``length`` tokens per row, as behind a prompt."""
@@ -66,13 +61,14 @@ def filled(model: pod.PodForCausalLM, spec: str, batch: int, length: int, **opti
     dtype = next(model.parameters()).dtype
     step, _ = cache.begin_step(torch.empty(batch, length, 1), None, None)
     heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
-    for piece in cache.pieces(step):
-        piece.rope, piece.backend = _Unrotated(), Backend(_no_attention, _no_attention, _no_attention)
-        for layer in piece.layers:
-            q, k, v = (torch.randn(batch, h, length, config.head_dim, dtype=dtype) for h in heads)
-            layer.attend(q, k, v, piece)
-            layer.settle(piece)
-        cache.end_piece(piece)
+    with without_attention(model):
+        for piece in cache.pieces(step):
+            piece.rope, piece.backend = _Unrotated(), "zeros"
+            for layer in piece.layers:
+                q, k, v = (torch.randn(batch, h, length, config.head_dim, dtype=dtype) for h in heads)
+                layer.attend(q, k, v, piece)
+                layer.settle(piece)
+            cache.end_piece(piece)
     cache.end_step(step)
     return cache
 

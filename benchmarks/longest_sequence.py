@@ -297,9 +297,8 @@ class CountedAttention(torch.autograd.Function):
 
 
 def counted_attention(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """Any call of attention."""
-    lead = () if call.lead is None else (call.lead.queries, call.lead.keys)
-    return CountedAttention.apply(call.q, *call.tokens, *lead)  # type: ignore[return-value]
+    """Of heads in any role."""
+    return CountedAttention.apply(call.q, *call.tokens, *([] if call.lead is None else call.lead[:2]))
 
 
 def predicted_peak(contestant: str, tokens: int) -> int:
@@ -308,7 +307,7 @@ def predicted_peak(contestant: str, tokens: int) -> int:
 
     from pod.training.engine import save_activations
 
-    IMPLEMENTATIONS["counted"] = Implementation(counted_attention, lambda call: None)
+    IMPLEMENTATIONS["counted"] = Implementation(counted_attention, lambda call: None, takes_mixed_heads=True)
     torch.set_default_dtype(torch.bfloat16)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):

@@ -13,18 +13,15 @@ import argparse
 import copy
 import gc
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from decode_cpu import Backend, no_attention, register_backend
 
 import pod
 from pod.eval.results import environment
-from pod.eval.speed.efficiency import Contestant, fill, in_turns, race, warm_up
+from pod.eval.speed.efficiency import Contestant, fill, in_turns, race, warm_up, without_attention
 from pod.eval.stats import spread
 from pod.files import write_json
 
@@ -112,16 +109,6 @@ def new_cache(model: pod.PodForCausalLM, row: Row, length: int) -> pod.PodCache:
     if any(pod.methods()[part].takes_budget for part in row.spec.split("+")):
         options["budget"] = budget
     return pod.make_cache(model, row.spec, **options, **({"capacity": length + ROOM} if row.reserved else {}))
-
-
-@contextmanager
-def without_attention(model: pod.PodForCausalLM) -> Iterator[None]:
-    """Prompts of this model are read with an attention that gives zeros."""
-    model.config.attention_backend = "zeros"
-    try:
-        yield
-    finally:
-        model.config.attention_backend = "auto"
 
 
 @torch.no_grad()
@@ -236,7 +223,6 @@ def main() -> None:
     lengths = [int(length) for length in arguments.lengths.split(",") if length]
     names = [name.strip() for name in arguments.only.split(";") if name]
     rows = [row for row in ROWS if not names or row.name in names]
-    register_backend("zeros", Backend(no_attention, no_attention, no_attention))
     models = build_models(max([*lengths, arguments.prompt]))
     result: dict[str, Any] = {
         "schema": 1,

@@ -14,37 +14,38 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from pod.kernels.documents import DocumentCache
+from pod.kernels import dispatch
+from pod.modeling.shipped.attend import Call, Segments, span, takes_gradients
 
 _BLOCK = 128
-_MASKS = DocumentCache(size=16)
 
 
 class Visible(NamedTuple):
-    """Which keys of its own document a query sees, all causal.
+    """Which keys of its own document a query sees, all causal: sinks and window, or with ``distant`` all others."""
 
-    Attributes:
-        kind: ``window`` (the ``num_recent`` newest), ``proximal`` (those and ``num_sink`` sinks) or ``distant`` (all others).
-    """
-
-    kind: str
+    distant: bool
     num_sink: int
     num_recent: int
 
 
 class Documents(NamedTuple):
-    """Per token ``[B, n]``, int32: the running number of its document, -1 for padding, and its position inside it."""
+    """Per token ``[B, n]``, int32: where its document starts, -1 for padding, and its position inside it."""
 
     number: Tensor
     position: Tensor
 
 
-def unsupported(q: Tensor) -> str | None:
-    """Why FlexAttention cannot run on such queries; None when it can."""
+def unsupported(call: Call) -> str | None:
+    """Why FlexAttention cannot run a call; None when it can."""
+    q = call.q
     if not torch._dynamo.is_dynamo_supported():  # pyright: ignore[reportPrivateImportUsage]
         return "torch.compile does not support this Python or platform"
+    reason = dispatch.not_whole_sequences(call)
+    if reason is not None:
+        return reason
     if q.device.type == "cpu":
-        if q.requires_grad and torch.is_grad_enabled():
+        lead = () if call.lead is None else call.lead[:2]
+        if takes_gradients(q, *call.tokens, *lead):
             return "it has no backward on the CPU"
         return None if q.dtype.is_floating_point else f"dtype {q.dtype} is not floating point"
     if q.device.type != "cuda":
@@ -59,62 +60,25 @@ def unsupported(q: Tensor) -> str | None:
     return None if major >= 8 else f"compute capability {major}.{minor} (needs 8.0)"
 
 
-def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None = None, scale: float | None = None
-) -> Tensor:
-    """Dense causal attention; shapes and documents as in ``flash.pod_attention``."""
-    return window_attention(q, k, v, q.shape[2], doc_ids, scale)
+def attend(call: Call) -> tuple[Tensor, Tensor]:
+    """See ``attend.attend``; all heads play one role."""
+    (batch, _, n, _), lead = call.q.shape, call.lead
+    n_s, n_r = (min(x, n) for x in call.windows)
+    inputs = [call.q, *(span(x, 0, n) for x in call.tokens)]
+    if lead is not None:
+        inputs += [lead.queries, span(lead.keys, 0, n)]
+    if not takes_gradients(*inputs):
+        # On the CPU PyTorch refuses tensors that require gradients, even where none is recorded.
+        inputs = [x.detach() for x in inputs]
+    kinds = (False, True) if lead is not None and n_s + n_r < n else (False,)
+    masks = [block_mask(Visible(kind, n_s, n_r), call.segments, (batch, n), call.q.device) for kind in kinds]
+    out, lse = _compiled(call.q.device.type)(inputs, masks, call.scale)
+    if lead is not None and len(masks) == 1:  # sums over no tokens: zero gradients, as other backends give
+        out = out + sum(x.narrow(2, 0, 0).sum() for x in inputs[3:])
+    return out, lse
 
 
-def window_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    num_recent_tokens: int,
-    doc_ids: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """Causal attention to the ``num_recent_tokens`` newest tokens; shapes and documents as in ``flash.pod_attention``."""
-    q, k, v = _without_gradients_on_cpu(q, k, v)
-    mask = block_mask(Visible("window", 0, min(num_recent_tokens, q.shape[2])), q, doc_ids)
-    return _compiled(_one_call, q.device.type)(q, k, v, mask, scale)
-
-
-def pod_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_lead: Tensor,
-    k_lead: Tensor,
-    num_sink_tokens: int,
-    num_recent_tokens: int,
-    doc_ids: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """Attention of heads that follow a lead; shapes and documents as in ``flash.pod_attention``."""
-    n = q.shape[2]
-    if num_sink_tokens + num_recent_tokens >= n:
-        # The sums over no tokens give the lead zero gradients, as other backends do.
-        nothing = q_lead.narrow(2, 0, 0).sum() + k_lead.narrow(2, 0, 0).sum()
-        return causal_attention(q, k, v, doc_ids, scale) + nothing
-    inputs = _without_gradients_on_cpu(q, k, v, q_lead, k_lead)
-    proximal, distant = (
-        block_mask(Visible(kind, num_sink_tokens, num_recent_tokens), q, doc_ids)
-        for kind in ("proximal", "distant")
-    )
-    return _compiled(_two_calls, q.device.type)(*inputs, proximal, distant, scale)
-
-
-def _without_gradients_on_cpu(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """PyTorch refuses CPU tensors that require gradients, even where none is recorded; ``unsupported`` saw the queries only."""
-    if tensors[0].device.type != "cpu":
-        return tensors
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        raise ValueError("attention backend 'flex' cannot run: it has no backward on the CPU; choose flash")
-    return tuple(x.detach() for x in tensors)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None) -> tuple[Tensor, Tensor]:
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
     """``[B, Hq, n, d]`` and its log-sum-exp ``[B, Hq, n]``; 0 and -inf for a query that sees nothing."""
     options = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     out, aux = flex_attention(q, k, v, **options, return_aux=AuxRequest(lse=True))
@@ -122,36 +86,36 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float | Non
     return out, aux.lse
 
 
-def _one_call(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None) -> Tensor:
-    return _attend(q, k, v, mask, scale)[0]
-
-
-def _two_calls(
-    q, k, v, q_lead, k_lead, proximal: BlockMask, distant: BlockMask, scale: float | None
-) -> Tensor:
-    near, lse_near = _attend(q, k, v, proximal, scale)
-    far, lse_far = _attend(q_lead, k_lead, v, distant, scale)
+def _calls(inputs: list[Tensor], masks: list[BlockMask], scale: float) -> tuple[Tensor, Tensor]:
+    q, k, v, *lead = inputs
+    near, lse = _flex(q, k, v, masks[0], scale)
+    if len(masks) == 1:
+        return near, lse.detach()
+    far, lse_far = _flex(lead[0], lead[1], v, masks[1], scale)
     # Padding sees nothing in either call, and -inf less -inf has no value.
-    lse_near = lse_near.masked_fill(lse_near == float("-inf"), 0.0)
-    gate = torch.sigmoid(lse_near - lse_far)[..., None]
-    return (gate * near + (1 - gate) * far).to(q.dtype)
+    gate = torch.sigmoid(lse.masked_fill(lse == float("-inf"), 0.0) - lse_far)[..., None]
+    out = (gate * near + (1 - gate) * far).to(q.dtype)
+    return out, torch.logaddexp(lse.detach(), lse_far.detach())
 
 
 @cache
-def _compiled(function, device_type: str):
-    """The function, compiled on CUDA."""
+def _compiled(device_type: str):
+    """``_calls``, compiled on CUDA."""
     # Layers differ in how many heads lead: each number compiles anew, and past the limit PyTorch would run the unfused code.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    return torch.compile(function) if device_type == "cuda" else function
+    return torch.compile(_calls) if device_type == "cuda" else _calls
 
 
-def block_mask(visible: Visible, q: Tensor, doc_ids: Tensor | None) -> BlockMask:
-    """The mask of one call over ``q``'s ``[B, n]`` tokens, made once per shape, windows, device and tensor of documents."""
-    batch, n, device = q.shape[0], q.shape[2], q.device
-    key = visible, batch if doc_ids is not None else 1, n, device
+def block_mask(
+    visible: Visible, segments: Segments, shape: tuple[int, int], device: torch.device
+) -> BlockMask:
+    """The mask of one call over ``[B, n]`` tokens, made once for all layers."""
+    batch, n = shape if segments.doc_ids is not None else (1, shape[1])
 
     def make() -> BlockMask:
-        documents = None if doc_ids is None else _documents(doc_ids.expand(batch, n))
+        documents = None
+        if segments.doc_ids is not None:
+            documents = _documents(segments.doc_ids.expand(batch, n))
         partial, full = _block_visibility(visible, n, documents, device)
         return BlockMask.from_kv_blocks(
             *_as_lists(partial),
@@ -161,28 +125,23 @@ def block_mask(visible: Visible, q: Tensor, doc_ids: Tensor | None) -> BlockMask
             seq_lengths=(n, n),
         )
 
-    return _MASKS.get(doc_ids, key, make)
+    return segments.derived(("flex", visible, batch, n, device), make)
 
 
 def _documents(doc_ids: Tensor) -> Documents:
-    index = torch.arange(doc_ids.shape[1], device=doc_ids.device).expand_as(doc_ids)
-    starts = torch.ones_like(doc_ids, dtype=torch.bool)
-    starts[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
-    position = index - torch.where(starts, index, 0).cummax(dim=1).values
-    number = starts.cumsum(1).masked_fill(doc_ids < 0, -1)
-    return Documents(number.int(), position.int())
+    start = dispatch.document_bounds(doc_ids)[0]
+    position = torch.arange(doc_ids.shape[1], device=doc_ids.device) - start
+    return Documents(start.masked_fill(doc_ids < 0, -1), position.int())
 
 
 def _mask_function(visible: Visible, documents: Documents | None):
     """``mask_mod`` of FlexAttention: may query ``i`` see key ``j``?"""
-    kind, num_sink, num_recent = visible
+    is_distant, num_sink, num_recent = visible
 
     def of_kind(distance, position):
-        if kind == "window":
-            return (distance >= 0) & (distance < num_recent)
-        if kind == "proximal":
-            return (distance >= 0) & ((distance < num_recent) | (position < num_sink))
-        return (distance >= num_recent) & (position >= num_sink)
+        if is_distant:
+            return (distance >= num_recent) & (position >= num_sink)
+        return (distance >= 0) & ((distance < num_recent) | (position < num_sink))
 
     if documents is None:
         return lambda b, h, i, j: of_kind(i - j, j)
@@ -203,20 +162,18 @@ def _block_visibility(
     From the least and greatest distance, position and document number of each pair: a pair may be listed although nothing in
     it is visible (which costs its time), never the other way round.
     """
-    kind, num_sink, num_recent = visible
+    is_distant, num_sink, num_recent = visible
     first = torch.arange(0, n, _BLOCK, device=device)
     last = (first + _BLOCK - 1).clamp(max=n - 1)
     nearest, farthest = first[:, None] - last, last[:, None] - first
     low, high = (first, last) if documents is None else _bounds(documents.position)
     low, high = low[..., None, :], high[..., None, :]
-    if kind == "distant":
+    if is_distant:
         some = (farthest >= num_recent) & (high >= num_sink)
         every = (nearest >= num_recent) & (low >= num_sink)
     else:
-        some, every = nearest < num_recent, farthest < num_recent
-        if kind == "proximal":
-            some, every = some | (low < num_sink), every | (high < num_sink)
-        some, every = some & (farthest >= 0), every & (nearest >= 0)
+        some = (farthest >= 0) & ((nearest < num_recent) | (low < num_sink))
+        every = (nearest >= 0) & ((farthest < num_recent) | (high < num_sink))
     whole = first + _BLOCK <= n
     every = every & whole & whole[:, None]
     if documents is not None:

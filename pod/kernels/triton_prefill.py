@@ -10,7 +10,6 @@ and values from the L2 cache at the same time.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,7 +26,6 @@ from pod.kernels.triton_prefill_tiles import (
     Tile,
     batch_stride,
     capability,
-    document_bounds,
     launch,
     lead_blocks,
     lead_mask,
@@ -42,6 +40,7 @@ from pod.kernels.triton_prefill_tiles import (
     strides,
     tile,
 )
+from pod.modeling.shipped.attend import Call, span
 
 TILES = {  # family -> rounded head_dim -> queries, keys, keys of a masked block, warps, stages
     80: {64: (128, 64, 32, 8, 3), 128: (64, 64, 32, 4, 2), 256: (64, 32, 32, 8, 2)},
@@ -171,13 +170,43 @@ def interpreted() -> bool:
     return not isinstance(forward_kernel, triton.JITFunction)
 
 
-def unsupported(q: Tensor) -> str | None:
-    """Why the kernels cannot run on such queries; None when they can."""
+def unsupported(call: Call) -> str | None:
+    """Why the kernels cannot run a call; None when they can."""
+    q = call.q
+    lead = () if call.lead is None else call.lead[:2]
+    given = [x for x in (q, *call.tokens, *lead) if isinstance(x, Tensor)]
+    if len({(x.dtype, x.device) for x in given}) > 1:
+        kinds = ", ".join(f"{x.dtype} on {x.device}" for x in given)
+        return f"q, k, v (and lead q, k) are {kinds}; give all in one dtype on one device"
     if q.dtype not in dispatch.TRITON_DTYPES:
         return f"dtype {q.dtype} (float32, float16 or bfloat16)"
     if not 1 <= q.shape[-1] <= 256:
         return f"head_dim {q.shape[-1]} (1 to 256)"
-    return dispatch.no_triton(q, interpreted())
+    if call.lead is None and call.windows[0]:
+        return "sinks and a window without a lead"
+    return dispatch.not_whole_sequences(call) or dispatch.no_triton(q, interpreted())
+
+
+def attend(call: Call) -> tuple[Tensor, Tensor]:
+    """See ``attend.attend``: heads that lead and heads that follow in one launch; the output has the layout of ``q``."""
+    n, doc_ids, q, scale = call.q.shape[2], call.segments.doc_ids, call.q, float(call.scale)
+    keys, values = (span(x, 0, n) for x in call.tokens)
+    q_lead = k_lead = index = None
+    if call.lead is not None:
+        q_lead, k_lead = call.lead.queries, span(call.lead.keys, 0, n)
+        followers = range(keys.shape[1]) if call.lead.heads is None else call.lead.heads
+        index = _lead_index(tuple(followers), keys.shape[1], q.device)
+    if scale < 0:  # the kernels take the largest logit before they scale
+        q, q_lead, scale = -q, None if q_lead is None else -q_lead, -scale
+    given = q, keys, values, q_lead, k_lead
+    inputs = [x if x is None or x.stride(-1) == 1 else x.contiguous() for x in given]
+    starts = ends = None
+    if doc_ids is not None:
+        starts, ends = call.segments.derived("bounds", lambda: dispatch.document_bounds(doc_ids))
+    num_sink, num_recent = (min(x, n) for x in call.windows)
+    settings = Settings(index, starts, ends, num_sink, num_recent, scale)
+    out, lse = _Attention.apply(*inputs, settings)  # type: ignore[misc]
+    return out, lse / LOG2E
 
 
 def _forward(q, k, v, q_lead, k_lead, settings: Settings) -> tuple[Tensor, Tensor]:
@@ -224,113 +253,6 @@ def _lead_index(followers: tuple[int, ...], kv_heads: int, device: torch.device)
     for position, head in enumerate(followers):
         index[head] = position
     return torch.tensor(index, dtype=torch.int32, device=device)
-
-
-def forward_with_lse(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_lead: Tensor | None = None,
-    k_lead: Tensor | None = None,
-    followers: Sequence[int] = (),
-    num_sink_tokens: int = 0,
-    num_recent_tokens: int | None = None,
-    doc_ids: Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Output ``[B, Hq, n, d]`` and natural log-sum-exp ``[B, Hq, n]`` (fp32, -inf for padding, without a gradient).
-
-    Arguments as in ``mixed_attention``; without followers ``num_recent_tokens`` is a sliding window for all heads (None = all tokens).
-
-    Raises:
-        ValueError: inputs of several dtypes or devices.
-    """
-    out, lse = _run(q, k, v, q_lead, k_lead, followers, num_sink_tokens, num_recent_tokens, doc_ids, scale)
-    return out, lse / LOG2E
-
-
-def _run(q, k, v, q_lead, k_lead, followers, num_sink_tokens, num_recent_tokens, doc_ids, scale):
-    given = [x for x in (q, k, v, q_lead, k_lead) if x is not None]
-    if len({(x.dtype, x.device) for x in given}) > 1:
-        kinds = ", ".join(f"{x.dtype} on {x.device}" for x in given)
-        raise ValueError(f"q, k, v (and lead q, k) are {kinds}; give all in one dtype on one device")
-    n = q.shape[2]
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if scale < 0:  # the kernels take the largest logit before they scale
-        q, q_lead, scale = -q, None if q_lead is None else -q_lead, -scale
-    inputs = [x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, q_lead, k_lead)]
-    index = _lead_index(tuple(followers), k.shape[1], q.device) if q_lead is not None else None
-    starts, ends = (None, None) if doc_ids is None else document_bounds(doc_ids)
-    recent = n if num_recent_tokens is None else min(num_recent_tokens, n)
-    return _Attention.apply(*inputs, Settings(index, starts, ends, min(num_sink_tokens, n), recent, scale))
-
-
-def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None = None, scale: float | None = None
-) -> Tensor:
-    """Dense causal attention, ``[B, Hq, n, d]``; shapes and documents as in ``mixed_attention``."""
-    return _run(q, k, v, None, None, (), 0, None, doc_ids, scale)[0]
-
-
-def window_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    num_recent_tokens: int,
-    doc_ids: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """Causal attention to the ``num_recent_tokens`` newest tokens, the query's own included (Beltagy et al., 2020)."""
-    return _run(q, k, v, None, None, (), 0, num_recent_tokens, doc_ids, scale)[0]
-
-
-def pod_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_lead: Tensor,
-    k_lead: Tensor,
-    num_sink_tokens: int,
-    num_recent_tokens: int,
-    doc_ids: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """Attention of heads that all follow a lead; ``q_lead [B, Hq, n, d]``, ``k_lead [B, H, n, d]``, else as ``mixed_attention``."""
-    followers = range(k.shape[1])
-    return _run(q, k, v, q_lead, k_lead, followers, num_sink_tokens, num_recent_tokens, doc_ids, scale)[0]
-
-
-def mixed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_lead: Tensor | None,
-    k_lead: Tensor | None,
-    followers: Sequence[int],
-    num_sink_tokens: int,
-    num_recent_tokens: int,
-    doc_ids: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """Attention of a layer whose KV heads lead (dense) or follow (paper equations 3 and 4), in one launch.
-
-    Args:
-        q: ``[B, Hq, n, d]``, rotated; k, v: ``[B, H, n, d]`` with ``Hq = G·H``; any strides.
-        q_lead, k_lead: ``[B, F·G, n, d]`` and ``[B, F, n, d]``; head ``f`` belongs to KV head ``followers[f]``. None without followers.
-        followers: the F KV heads that follow.
-        num_sink_tokens, num_recent_tokens: ``n_s >= 0`` and ``n_r >= 1``, per document.
-        doc_ids: ``[B or 1, n]``; a run of equal ids is a document, -1 is padding (zero output, zero gradients).
-        scale: factor on logits, ``1/sqrt(d)`` when None.
-
-    Returns:
-        ``[B, Hq, n, d]`` in the layout of ``q``.
-
-    Raises:
-        ValueError: inputs of several dtypes or devices.
-    """
-    if len(followers) == 0:
-        return causal_attention(q, k, v, doc_ids=doc_ids, scale=scale)
-    return _run(q, k, v, q_lead, k_lead, followers, num_sink_tokens, num_recent_tokens, doc_ids, scale)[0]
 
 
 def forward_tile(dtype: torch.dtype, head_dim: int, chip: int) -> Tile:

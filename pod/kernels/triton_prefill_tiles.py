@@ -79,21 +79,6 @@ def batch_stride(x: Tensor | None) -> int:
     return 0 if x is None or x.shape[0] == 1 else x.stride(0)
 
 
-def document_bounds(doc_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """First position and end of the document of every token, int32 ``[B or 1, n]``; padding (-1) starts at n and ends at 0.
-
-    A document is a run of equal ids. So token ``i`` sees ``j <= i`` exactly if ``j >= start[i]``, and nothing if it is padding.
-    """
-    n = doc_ids.shape[1]
-    index = torch.arange(n, device=doc_ids.device)
-    change = doc_ids[:, 1:] != doc_ids[:, :-1]
-    edge = torch.ones_like(doc_ids[:, :1], dtype=torch.bool)
-    starts = torch.where(torch.cat([edge, change], 1), index, 0).cummax(1).values
-    ends = torch.where(torch.cat([change, edge], 1), index + 1, n).flip(1).cummin(1).values.flip(1)
-    padding = doc_ids < 0
-    return starts.masked_fill(padding, n).int(), ends.masked_fill(padding, 0).int()
-
-
 @triton.jit
 def load_tile(
     base, ROW: tl.constexpr, first, limit, feature,

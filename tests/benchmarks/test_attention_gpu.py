@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from pod.kernels import api
+from pod.modeling.shipped.attend import IMPLEMENTATIONS, Lead
 
 
 @pytest.fixture
@@ -59,15 +59,16 @@ def test_a_wrong_backend_gets_no_time(attention, monkeypatch, wrong):
         def backward(ctx, grad):
             return grad * 1.01
 
-    def pod_attention(q, k, v, q_lead, k_lead, *windows, **options):
+    def attended(call):
+        if call.lead is None:
+            return reference.attend(call)
         if wrong.startswith("lead"):
-            k_lead = Wrong.apply(k_lead)
-        out = api.BACKENDS["reference"].pod_attention(q, k, v, q_lead, k_lead, *windows, **options)
-        return out * {"output": 1.01, "nan": float("nan")}.get(wrong, 1.0)
+            call = call._replace(lead=Lead(call.lead.queries, Wrong.apply(call.lead.keys)))
+        out, lse = reference.attend(call)
+        return out * {"output": 1.01, "nan": float("nan")}.get(wrong, 1.0), lse
 
-    monkeypatch.setitem(
-        api.BACKENDS, "wrong", api.BACKENDS["reference"]._replace(pod_attention=pod_attention)
-    )
+    reference = IMPLEMENTATIONS["reference"]
+    monkeypatch.setitem(IMPLEMENTATIONS, "wrong", reference._replace(attend=attended))
     setting = argparse.Namespace(windows=(4, 28), checked_rows=16, dtype=torch.float32)
     with pytest.raises(ValueError, match="wrong results"):
         attention.correct("wrong", setting, torch.device("cpu"))

@@ -25,7 +25,7 @@ from pod.eval.speed.decode_bytes import (
 )
 from pod.eval.speed.decode_speed import Bench, fill, make_cache, sizes_of
 from pod.eval.speed.dense_decode import PEERS, dense_peers
-from pod.kernels.decode import BACKENDS
+from pod.modeling.shipped.decode import DECODERS
 from pod.modeling.shipped.stores import TokenStore
 from pod.recipe import Recipe, field_docs, fields_of, load_recipe
 
@@ -342,8 +342,8 @@ def test_the_dense_cache_takes_its_fastest_backend(bench, monkeypatch):
         raise RuntimeError("no such\nkernel")
 
     with dense_peers():
-        monkeypatch.setitem(BACKENDS, "broken", BACKENDS["grouped"]._replace(decode=broken))
-        monkeypatch.setitem(BACKENDS, "slow", BACKENDS["grouped"])
+        monkeypatch.setitem(DECODERS, "broken", DECODERS["grouped"]._replace(decode=broken))
+        monkeypatch.setitem(DECODERS, "slow", DECODERS["grouped"])
         bench.skip = {"full slow": "left out"}
         name, tried = decode_speed.fastest_backend(bench, 1, 40)
         assert name == "sdpa" and tried["sdpa"] == 1.0 / 8 and tried["grouped"] == 2.0 / 8
@@ -355,7 +355,7 @@ def test_the_dense_cache_takes_its_fastest_backend(bench, monkeypatch):
         )
         clock.seconds["full", "grouped"] = 0.5
         assert decode_speed.fastest_backend(bench, 1, 40)[0] == "grouped"
-    assert not set(PEERS) & set(BACKENDS)
+    assert not set(PEERS) & set(DECODERS)
 
 
 def test_dense_peers_compute_dense_attention_and_nothing_else(bench):

@@ -5,7 +5,10 @@ and what the libraries demand of their inputs is asserted.
 """
 
 import torch
-from pod.kernels.flash_varlen import Ops, attend
+
+from pod.modeling.shipped import varlen
+from pod.modeling.shipped.attend import IMPLEMENTATIONS, Implementation
+from pod.modeling.shipped.varlen import Ops, attend_on_cuda
 
 
 def check(q, k, v, call):
@@ -69,20 +72,7 @@ def backward(grad, q, k, v, out, lse, call):
 OPS = Ops(forward, backward)
 
 
-def operations(ops):
-    """``causal_attention``, ``pod_attention`` and ``window_attention`` of ``pod.kernels.api`` as ``flash`` runs them on CUDA, with these ops."""
-
-    def run(q, k, v, lead, windows, doc_ids, scale):
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        return attend(q, k, v, lead, windows, doc_ids, scale, ops)
-
-    def causal(q, k, v, doc_ids=None, scale=None):
-        return run(q, k, v, None, (0, q.shape[2]), doc_ids, scale)
-
-    def pod(q, k, v, q_lead, k_lead, num_sink_tokens, num_recent_tokens, doc_ids=None, scale=None):
-        return run(q, k, v, (q_lead, k_lead), (num_sink_tokens, num_recent_tokens), doc_ids, scale)
-
-    def window(q, k, v, num_recent_tokens, doc_ids=None, scale=None):
-        return run(q, k, v, None, (0, num_recent_tokens), doc_ids, scale)
-
-    return causal, pod, window
+def install(monkeypatch, ops=OPS):
+    """Let ``attend(…, backend="emulated")`` run what ``flash`` runs on CUDA, with these ops."""
+    monkeypatch.setattr(varlen, "OPS", ops)
+    monkeypatch.setitem(IMPLEMENTATIONS, "emulated", Implementation(attend_on_cuda, lambda call: None))

@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
+from attention_inputs import operations
 
-import pod  # noqa: F401  (connects the reference to the kernels)
-from pod.kernels import api, flash
-from pod.modeling.shipped import reference
+import pod  # noqa: F401  (connects the kernels)
+from pod.modeling.shipped.attend import AUTO_ORDER, IMPLEMENTATIONS, Tokens, attend
 
+api, flash, reference = map(operations, ("auto", "flash", "reference"))
 NAMES = ("q", "k", "v", "q_lead", "k_lead")
 
 
@@ -93,7 +94,7 @@ def test_reference_follows_the_paper(windows, with_docs):
 def test_reference_blocks_do_not_change_the_result(monkeypatch):
     inputs = tensors(1, 2, 3, 37, 8, torch.float64)
     whole = reference.pod_attention(*inputs, 3, 9)
-    monkeypatch.setattr(reference, "_BLOCK_ELEMENTS", 6 * 37 * 5)
+    monkeypatch.setattr("pod.modeling.shipped.reference._BLOCK_ELEMENTS", 6 * 37 * 5)
     torch.testing.assert_close(reference.pod_attention(*inputs, 3, 9), whole, rtol=0, atol=1e-13)
 
 
@@ -171,7 +172,7 @@ def test_strided_inputs_and_outputs():
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_dispatch_names_what_is_wrong():
+def test_dispatch_names_what_is_wrong(monkeypatch):
     q, k, v, q_lead, k_lead = tensors(1, 2, 2, 8, 4)
     with pytest.raises(ValueError, match="'nope' is unknown; choose auto"):
         api.pod_attention(q, k, v, q_lead, k_lead, 1, 2, backend="nope")
@@ -183,7 +184,17 @@ def test_dispatch_names_what_is_wrong():
         api.pod_attention(q, k, v, q_lead, k_lead, 1, 0)
     with pytest.raises(ValueError, match="doc_ids"):
         api.causal_attention(q, k, v, doc_ids=torch.zeros(1, 7))
-    assert api.choose(q).pod_attention is flash.pod_attention
+    assert AUTO_ORDER == ["grouped", "flash", "reference"]
+    with pytest.raises(ValueError, match="'grouped' cannot run: more than one query"):
+        api.causal_attention(q, k, v, backend="grouped")
+    seen = []
+    for name in AUTO_ORDER:
+        entry = IMPLEMENTATIONS[name]
+        run = lambda call, name=name, entry=entry: seen.append(name) or entry.attend(call)  # noqa: E731
+        monkeypatch.setitem(IMPLEMENTATIONS, name, entry._replace(attend=run))
+    api.causal_attention(q, k, v)
+    attend(q[:, :, -1:], Tokens(k, v))
+    assert seen == ["flash", "grouped"]
 
 
 @pytest.mark.parametrize("backend", ["flash", "reference"])
@@ -220,19 +231,24 @@ def test_mixed_heads_are_each_their_own_kind(backend, followers, with_docs):
 def test_mixed_attention_uses_the_backends_own_when_both_kinds_are_there(monkeypatch):
     seen = []
 
-    def own_mixed(q, *arguments, **options):
-        seen.append((arguments[4:], options))
-        return q
+    def own(call):
+        heads = call.lead and call.lead.heads
+        seen.append((heads, call.visibility[:2], call.segments.doc_ids, call.scale))
+        return (call.q, call.q[..., 0]) if heads == (1,) else entry.attend(call)
 
-    monkeypatch.setitem(api.BACKENDS, "flash", api.BACKENDS["flash"]._replace(mixed_attention=own_mixed))
+    entry = IMPLEMENTATIONS["flash"]
+    monkeypatch.setitem(IMPLEMENTATIONS, "flash", entry._replace(attend=own, takes_mixed_heads=True))
     q, k, v, q_lead, k_lead = tensors(1, 3, 2, 8, 4)
     assert api.mixed_attention(q, k, v, q_lead[:, :2], k_lead[:, :1], [1], 1, 2, scale=0.5) is q
-    assert seen == [(([1], 1, 2), {"doc_ids": None, "scale": 0.5})]
+    assert seen == [((1,), (1, 2), None, 0.5)]
     dense = api.mixed_attention(q, k, v, None, None, [], 1, 2)
     assert torch.equal(dense, api.causal_attention(q, k, v))
     pod_heads = api.mixed_attention(q, k, v, q_lead, k_lead, [0, 1, 2], 1, 2)
     assert torch.equal(pod_heads, api.pod_attention(q, k, v, q_lead, k_lead, 1, 2))
-    assert len(seen) == 1
+    assert [heads for heads, *_ in seen[1:]] == [None, None, (0, 1, 2), None]
+    monkeypatch.setitem(IMPLEMENTATIONS, "flash", entry._replace(attend=own))
+    api.mixed_attention(q, k, v, q_lead[:, :2], k_lead[:, :1], [1], 1, 2)
+    assert [see[:2] for see in seen[-2:]] == [(None, (0, None)), (None, (1, 2))]  # each kind in a call
 
 
 def test_mixed_attention_names_what_is_wrong():
@@ -244,21 +260,19 @@ def test_mixed_attention_names_what_is_wrong():
         ValueError, match=r"lead queries and keys are \[1, 6, 8, 4\].*expected \[1, 2, 8, 4\]"
     ):
         api.mixed_attention(q, k, v, q_lead, k_lead, [1], 1, 2)
-    with pytest.raises(ValueError, match="needed with followers"):
-        api.mixed_attention(q, k, v, None, None, [1], 1, 2)
-    with pytest.raises(ValueError, match="must be None without"):
+    with pytest.raises(ValueError, match="rising order"):
         api.mixed_attention(q, k, v, q_lead, k_lead, [], 1, 2)
     with pytest.raises(ValueError, match="n_r >= 1"):
         api.mixed_attention(q, k, v, q_lead, k_lead, [0, 1, 2], 1, 0)
 
 
 def test_triton_runs_only_when_asked_for(monkeypatch):
-    assert "triton" in api.BACKENDS and "triton" not in api.AUTO_ORDER
+    assert "triton" in IMPLEMENTATIONS and "triton" not in AUTO_ORDER
 
     def missing(name):
         raise ImportError("No module named 'triton'")
 
-    monkeypatch.setattr(api.importlib, "import_module", missing)
+    monkeypatch.setattr("pod.kernels.importlib.import_module", missing)
     q, k, v, *_ = tensors(1, 2, 2, 8, 4)
     with pytest.raises(ValueError, match="'triton' cannot run: Triton cannot be imported"):
         api.causal_attention(q, k, v, backend="triton")

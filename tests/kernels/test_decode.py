@@ -6,9 +6,18 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from pod.kernels.decode import Packed, make_buffers, make_roles, pod_decode
 
-from pod.kernels import decode as api
+import pod  # noqa: F401  (registers the kernels)
+from pod.modeling.shipped import grouped
+from pod.modeling.shipped.decode import (
+    DECODERS,
+    DecodeCall,
+    choose_decoder,
+    make_buffers,
+    make_roles,
+    pod_decode,
+)
+from pod.modeling.shipped.packed import Packed
 
 NAN = float("nan")
 
@@ -258,7 +267,7 @@ TAUS = [None, 0.0, 0.3, 0.7, 1.0]
 @pytest.mark.parametrize("backend", ["reference", "grouped"])
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_definition(name, backend, tau, monkeypatch):
-    monkeypatch.setattr("pod.kernels.decode_grouped._BLOCK_ELEMENTS", 1 << 11)
+    monkeypatch.setitem(grouped._BLOCK_ELEMENTS, "cpu", 1 << 11)
     case = CASES[name]
     layers = build(case)
     found, _ = decode(case, layers, backend, tau, long=tau == 0.3)
@@ -338,7 +347,7 @@ def test_scale_and_new_output():
 
 
 BAD = {
-    "unknown backend": ({"backend": "fast"}, "unknown; choose auto or one of reference, grouped, triton"),
+    "unknown backend": ({"backend": "fast"}, "unknown; choose auto or one of grouped, reference, triton"),
     "no recent token": ({"num_recent_tokens": 0}, "n_r >= 1"),
     "window too small": ({"num_recent_tokens": 6}, r"window_keys is .*expected \[2, 1, 9, 16\]"),
     "no keys": ({"keys": None}, "keys is None, expected"),
@@ -391,5 +400,5 @@ def test_refused_roles_and_buffers():
 
 def test_auto_is_grouped_on_cpu():
     case = CASES["dense"]
-    call = api.Call(build(case)[0].q.flatten(1, 2), *[None] * 11)  # type: ignore[arg-type]
-    assert api.choose(call) is api.BACKENDS["grouped"]
+    call = DecodeCall(build(case)[0].q.flatten(1, 2), *[None] * 12)  # type: ignore[arg-type]
+    assert choose_decoder(call) is DECODERS["grouped"]

@@ -5,14 +5,27 @@ from types import SimpleNamespace
 import flash_emulation
 import pytest
 import torch
-from attention_inputs import NAMES, gradients, tensors
+from attention_inputs import NAMES, gradients, operations, segments_of, tensors, with_lse
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import pod  # noqa: F401  (connects the reference to the kernels)
-from pod.kernels import api, documents, flash_ops, flash_varlen
-from pod.modeling.shipped import reference
+from pod.modeling.shipped import varlen
+from pod.modeling.shipped.attend import (
+    CAUSAL,
+    IMPLEMENTATIONS,
+    Call,
+    Lead,
+    Segments,
+    Tokens,
+    Visibility,
+)
 
-CAUSAL, POD, WINDOW = flash_emulation.operations(flash_emulation.OPS)
+TORCH_OPS = varlen.OPS
+reference, emulated = operations("reference"), operations("emulated")
+
+
+@pytest.fixture(autouse=True)
+def emulate(monkeypatch):
+    flash_emulation.install(monkeypatch)
 
 
 def layouts(n):
@@ -45,7 +58,7 @@ def test_packed_calls_equal_the_reference_with_all_gradients(shape, batch, heads
     n, *windows = shape
     docs = layouts(n)[layout]
     inputs = tensors(batch, heads, groups, n, 8)
-    found = gradients(POD, inputs, *windows, doc_ids=docs, scale=0.4)
+    found = gradients(emulated.pod_attention, inputs, *windows, doc_ids=docs, scale=0.4)
     truth = gradients(reference.pod_attention, inputs, *windows, doc_ids=docs, scale=0.4)
     for name, a, b in zip(NAMES, found, truth, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
@@ -57,8 +70,8 @@ def test_dense_and_window_attention(n, window, layout):
     inputs = tensors(2, 2, 2, n, 8)[:3]
     docs = layouts(n)[layout]
     for fast, slow, arguments in (
-        (CAUSAL, reference.causal_attention, ()),
-        (WINDOW, reference.window_attention, (window,)),
+        (emulated.causal_attention, reference.causal_attention, ()),
+        (emulated.window_attention, reference.window_attention, (window,)),
     ):
         found = gradients(fast, inputs, *arguments, doc_ids=docs)
         truth = gradients(slow, inputs, *arguments, doc_ids=docs)
@@ -66,7 +79,7 @@ def test_dense_and_window_attention(n, window, layout):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
 
 
-def test_one_row_is_sliced_and_never_copied():
+def test_one_row_is_sliced_and_never_copied(monkeypatch):
     """Batch 1 without documents: every input of every call is a view, and so is a model's transposed layout of a whole batch."""
     seen = []
 
@@ -74,14 +87,14 @@ def test_one_row_is_sliced_and_never_copied():
         seen.extend((q, k, v))
         return flash_emulation.forward(q, k, v, call)
 
-    pod_attention = flash_emulation.operations(flash_varlen.Ops(watching, flash_emulation.backward))[1]
+    monkeypatch.setattr(varlen, "OPS", varlen.Ops(watching, flash_emulation.backward))
     inputs = tensors(1, 2, 2, 50, 8)
-    pod_attention(*inputs, 3, 7)
+    emulated.pod_attention(*inputs, 3, 7)
     storages = {x.untyped_storage().data_ptr() for x in inputs}
     assert len(seen) == 12 and all(x.untyped_storage().data_ptr() in storages for x in seen)
     seen.clear()
     batch = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors(3, 2, 2, 50, 8)]
-    flash_emulation.operations(flash_varlen.Ops(watching, flash_emulation.backward))[0](*batch[:3])
+    emulated.causal_attention(*batch[:3])
     storages = {x.untyped_storage().data_ptr() for x in batch}
     assert len(seen) == 3 and all(x.untyped_storage().data_ptr() in storages for x in seen)
 
@@ -94,30 +107,31 @@ def test_layouts_of_memory(strided, batch):
         inputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
     elif strided == "channels apart":
         inputs = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in inputs]
-    out = POD(*inputs, 3, 9)
+    out = emulated.pod_attention(*inputs, 3, 9)
     torch.testing.assert_close(out, reference.pod_attention(*inputs, 3, 9), rtol=0, atol=1e-11)
     assert out.transpose(1, 2).is_contiguous()  # what the output projection reads
 
 
 @pytest.mark.parametrize("merge_elements", [1, 100, 1 << 24])
 def test_merge_in_pieces(monkeypatch, merge_elements):
-    monkeypatch.setattr(flash_varlen, "_MERGE_ELEMENTS", merge_elements)
+    monkeypatch.setattr(varlen, "_MERGE_ELEMENTS", merge_elements)
     inputs = tensors(2, 2, 2, 60, 8)
     docs = layouts(60)["several"]
     for ids in (docs, docs[:1, :60], None):
         truth = reference.pod_attention(*inputs, 3, 9, doc_ids=ids)
-        torch.testing.assert_close(POD(*inputs, 3, 9, doc_ids=ids), truth, rtol=0, atol=1e-11)
+        torch.testing.assert_close(
+            emulated.pod_attention(*inputs, 3, 9, doc_ids=ids), truth, rtol=0, atol=1e-11
+        )
 
 
 @pytest.mark.parametrize("layout", layouts(20))
 @pytest.mark.parametrize("sink_rows", [1, 7, 40])
 def test_copies_of_sinks(monkeypatch, sink_rows, layout):
     """Long rows get a copy of the sinks per piece; their gradients are summed."""
-    monkeypatch.setattr(flash_varlen, "_SINK_ROWS", sink_rows)
-    monkeypatch.setattr(flash_varlen, "_PLANS", documents.DocumentCache(size=1))
+    monkeypatch.setattr(varlen, "_SINK_ROWS", sink_rows)
     inputs = tensors(2, 2, 2, 61, 8)
     docs = layouts(61)[layout]
-    found = gradients(POD, inputs, 3, 4, doc_ids=docs)
+    found = gradients(emulated.pod_attention, inputs, 3, 4, doc_ids=docs)
     truth = gradients(reference.pod_attention, inputs, 3, 4, doc_ids=docs)
     for name, a, b in zip(NAMES, found, truth, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
@@ -126,7 +140,7 @@ def test_copies_of_sinks(monkeypatch, sink_rows, layout):
 def test_bfloat16_is_as_good_as_its_rounding():
     inputs = tensors(1, 2, 3, 300, 16, torch.bfloat16)
     truth = gradients(reference.pod_attention, [x.double() for x in inputs], 4, 50)
-    found = gradients(POD, inputs, 4, 50)
+    found = gradients(emulated.pod_attention, inputs, 4, 50)
     plain = gradients(reference.pod_attention, inputs, 4, 50)
     for name, a, b, c in zip(NAMES, found, truth, plain, strict=True):
         assert a.dtype == torch.bfloat16
@@ -136,49 +150,50 @@ def test_bfloat16_is_as_good_as_its_rounding():
 
 def test_large_logits_do_not_overflow_the_merge():
     inputs = [x * 30 for x in tensors(1, 1, 1, 40, 8)]
-    found = gradients(POD, inputs, 3, 5)
+    found = gradients(emulated.pod_attention, inputs, 3, 5)
     for a, b in zip(found, gradients(reference.pod_attention, inputs, 3, 5), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-def test_documents_are_read_once_until_they_change(monkeypatch):
-    calls = []
-    original = documents.document_segments
-    monkeypatch.setattr(
-        flash_varlen, "document_segments", lambda *arguments: calls.append(1) or original(*arguments)
-    )
-    monkeypatch.setattr(flash_varlen, "_PLANS", documents.DocumentCache(size=3))
+def test_plans_are_made_once_per_windows_and_documents(monkeypatch):
+    plans, original = [], varlen.make_plan
+    monkeypatch.setattr(varlen, "make_plan", lambda *x: plans.append(1) or original(*x))
     inputs = tensors(2, 1, 2, 30, 8)
-    docs = layouts(30)["several"]
+    lead, docs = Lead(*inputs[3:]), layouts(30)["several"]
 
-    def checked(ids):
-        truth = reference.pod_attention(*inputs, 2, 4, doc_ids=ids)
-        torch.testing.assert_close(POD(*inputs, 2, 4, doc_ids=ids), truth, rtol=0, atol=1e-11)
+    def checked(segments, windows=(2, 4), lead=lead, inputs=inputs):
+        options = {"lead": lead, "windows": windows, "segments": segments}
+        found, truth = (with_lse(*inputs[:3], backend=x, **options) for x in ("emulated", "reference"))
+        for a, b in zip(found, truth, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
 
+    segments = segments_of(docs, 2)
     for _ in range(4):
-        checked(docs)
-    assert len(calls) == 1
+        checked(segments)
+    assert len(plans) == 1
     docs[:, :7] = -1  # the same tensor with other documents
-    checked(docs)
-    assert len(calls) == 2
+    checked(segments_of(docs, 2))
+    assert len(plans) == 2
+    checked(segments, (0, 4))
+    checked(segments, (0, 4), None)
+    checked(segments, (0, None), None)
+    assert len(plans) == 5
     for rows in (1, 2, 3):  # the same shape and windows otherwise
         few = [torch.cat([x, x])[:rows] for x in inputs]
         for ids in (None, docs[:1]):
-            truth = reference.pod_attention(*few, 2, 4, doc_ids=ids)
-            torch.testing.assert_close(POD(*few, 2, 4, doc_ids=ids), truth, rtol=0, atol=1e-11)
-    q, k, v, *_ = inputs
-    window = WINDOW(q, k, v, 4)
-    torch.testing.assert_close(window, reference.window_attention(q, k, v, 4), rtol=0, atol=1e-11)
-    torch.testing.assert_close(POD(*inputs, 0, 4), reference.pod_attention(*inputs, 0, 4), rtol=0, atol=1e-11)
-    calls.clear()
-    for seed in range(20):  # objects that die and leave their id to the next
-        checked(torch.randint(0, 2, (2, 30), generator=torch.Generator().manual_seed(seed)).sort().values)
-    assert len(calls) == 20 and len(flash_varlen._PLANS._entries) == 3
+            checked(segments_of(ids, rows), lead=Lead(few[3], few[4]), inputs=few)
     with torch.inference_mode():
-        ids = torch.zeros(2, 30, dtype=torch.long)
-        checked(ids)
-        ids[:, 15:] = 1
-        checked(ids)
+        segments = segments_of(docs.clone(), 2)
+        checked(segments)
+    plans.clear()
+    options = {"windows": (2, 4), "lead": lead, "segments": segments}
+    found, truth = (  # what was made there serves a pass that trains
+        gradients(lambda *qkv, name=name: with_lse(*qkv, backend=name, **options)[0], inputs[:3])
+        for name in ("emulated", "reference")
+    )
+    assert not plans
+    for a, b in zip(found, truth, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -194,16 +209,21 @@ def test_torch_ops_accept_what_they_are_given(monkeypatch, batch, with_lead):
         def save_for_backward(self, *tensors):
             self.saved_tensors = tensors
 
+        def mark_non_differentiable(self, lse):
+            pass
+
     query, key = (batch, 8, 300, 64), (batch, 2, 300, 64)
     with FakeTensorMode():
         inputs = [torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in (query, key, key, query, key)]
         inputs[3:] = inputs[3:] if with_lead else (None, None)
-        spans = [(row * 300, row * 300 + 300) for row in range(batch)]
-        plan = flash_varlen.make_plan(spans, (4, 60), with_lead, inputs[0].device)
+        segments, see = Segments.whole(batch, 300, 300).all, Visibility(4, 60)
+        plan = varlen.make_plan(segments, (300, 300), see, with_lead, inputs[0].device)
         context = Context()
-        out = flash_varlen._Varlen.forward(context, *inputs, plan, 0.1, flash_ops.PACKED)
+        monkeypatch.setattr(varlen, "OPS", TORCH_OPS)
+        out, lse = varlen._Varlen.forward(context, *inputs, plan, 0.1)
         assert out.shape == query and out.dtype == torch.bfloat16 and out.device.type == "cuda"
-        grads = flash_varlen._Varlen.backward(context, torch.empty_like(out))
+        assert lse.shape == query[:3] and lse.dtype == torch.float32 and lse.device.type == "cuda"
+        grads = varlen._Varlen.backward(context, torch.empty_like(out), None)
         for x, grad in zip(inputs, grads, strict=False):
             assert x is grad is None or (grad.shape, grad.dtype, grad.device) == (x.shape, x.dtype, x.device)
 
@@ -219,7 +239,7 @@ def as_torch_op(saw):
         saw.append("flash")
         window = None if left is None else left + 1
         causal = causal or window is not None
-        return flash_varlen.Call((cu_q, cu_k), (max_q, max_k), causal, window, options["scale"])
+        return varlen.PackedCall((cu_q, cu_k), (max_q, max_k), causal, window, options["scale"])
 
     def forward(q, k, v, *rest, **options):
         nothing = torch.empty(0)
@@ -237,18 +257,18 @@ def test_torch_ops_equal_the_reference(monkeypatch, layout):
     saw = []
     forward, backward = as_torch_op(saw)
     aten = SimpleNamespace(_flash_attention_forward=forward, _flash_attention_backward=backward)
-    monkeypatch.setattr(flash_ops, "_aten", aten)
-    _, pod_attention, window_attention = flash_emulation.operations(flash_ops.PACKED)
+    monkeypatch.setattr(varlen, "_aten", aten)
+    monkeypatch.setattr(varlen, "OPS", TORCH_OPS)
     for n, batch in ((70, 2), (70, 1), (21, 2)):  # of 21 tokens 4 are sinks and 4 have distant ones: a square
         inputs = tensors(batch, 2, 2, n, 8)
         docs = layouts(n)[layout]
         docs = docs if docs is None else docs[:batch]
-        found = gradients(window_attention, inputs[:3], 13, doc_ids=docs)
+        found = gradients(emulated.window_attention, inputs[:3], 13, doc_ids=docs)
         truth = gradients(reference.window_attention, inputs[:3], 13, doc_ids=docs)
         for a, b in zip(found, truth, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
         saw.clear()
-        found = gradients(pod_attention, inputs, 4, 13, doc_ids=docs)
+        found = gradients(emulated.pod_attention, inputs, 4, 13, doc_ids=docs)
         truth = gradients(reference.pod_attention, inputs, 4, 13, doc_ids=docs)
         for label, a, b in zip(NAMES, found, truth, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-11, msg=lambda m, label=label: f"{label}: {m}")
@@ -260,12 +280,12 @@ def test_reasons_on_cuda(monkeypatch):
     def reason(dtype=torch.bfloat16, d=64, capability=(9, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         q = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 1, 8, d))
-        return flash_ops.unsupported(q)
+        return varlen.unsupported_on_cuda(Call(q, Tokens(q, q), None, CAUSAL, Segments.whole(1, 8, 8), 1.0))  # type: ignore[arg-type]
 
     assert reason() is None and reason(torch.float16, 256) is None
     assert "needs float16 or bfloat16" in reason(torch.float32)
     assert "multiple of 8" in reason(d=12) and "at most 256" in reason(d=264)
-    assert "7.5 (needs 8.0)" in reason(capability=(7, 5))
+    assert "capability 8.0" in reason(capability=(7, 5))
 
 
 GPU_SHAPES = [(1, 16, 48), (63, 4, 8), (500, 16, 100), (1025, 16, 240), (3000, 0, 700)]
@@ -277,14 +297,15 @@ GPU_SHAPES = [(1, 16, 48), (63, 4, 8), (500, 16, 100), (1025, 16, 240), (3000, 0
 def test_on_a_gpu(layout, dtype):
     for n, *windows in GPU_SHAPES:
         inputs = tensors(2, 2, 4, n, 64, dtype, "cuda")
-        reason = api.BACKENDS["flash"].unsupported(inputs[0])
+        call = Call(inputs[0], Tokens(*inputs[1:3]), None, CAUSAL, Segments.whole(2, n, n), 1.0)
+        reason = IMPLEMENTATIONS["flash"].unsupported(call)
         if reason:
             pytest.skip(reason)
         docs = layouts(n)[layout]
         options = {"doc_ids": docs if docs is None else docs.cuda()}
         truth = gradients(reference.pod_attention, [x.double() for x in inputs], *windows, **options)
         plain = gradients(reference.pod_attention, inputs, *windows, **options)
-        found = gradients(api.pod_attention, inputs, *windows, backend="flash", **options)
+        found = gradients(operations("flash").pod_attention, inputs, *windows, **options)
         size = max(x.norm() for x in truth[1:])
         for name, a, b, c in zip(NAMES, found, truth, plain, strict=True):
             scale = b.norm() if b.norm() > 1e-9 else size

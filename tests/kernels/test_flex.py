@@ -8,13 +8,27 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_inputs import NAMES, gradients, tensors
+from attention_inputs import NAMES, gradients, operations, segments_of, tensors, with_lse
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import create_mask
 
-import pod  # noqa: F401  (connects the reference to the kernels)
-from pod.kernels import api, flex
-from pod.modeling.shipped import reference
+import pod  # noqa: F401  (connects the kernels)
+from pod.kernels import flex
+from pod.modeling.shipped.attend import (
+    AUTO_ORDER,
+    CAUSAL,
+    EVERYTHING,
+    IMPLEMENTATIONS,
+    Call,
+    Lead,
+    Segments,
+    Tokens,
+    Visibility,
+    attend,
+)
+
+api, reference = map(operations, ("flex", "reference"))
+CPU = torch.device("cpu")
 
 
 def layouts(n):
@@ -40,9 +54,7 @@ def _visible_by_loops(visible, n, ids):
         start = i if i and ids[i] != ids[i - 1] else start
         for j in range(start, i + 1) if ids[i] >= 0 else ():
             window, sink = i - j < visible.num_recent, j - start < visible.num_sink
-            allowed[i, j] = {"window": window, "proximal": window or sink, "distant": not (window or sink)}[
-                visible.kind
-            ]
+            allowed[i, j] = (window or sink) != visible.distant
     return allowed
 
 
@@ -50,7 +62,11 @@ def _visible_by_loops(visible, n, ids):
 def unfused(monkeypatch):
     """Eager FlexAttention without the compiler, which would trace every shape of these tests."""
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    monkeypatch.setattr(flex, "_MASKS", flex.DocumentCache(size=16))
+
+
+def block_mask(visible, n, docs=None, batch=2):
+    segments = segments_of(docs, batch) or Segments.whole(batch, n, n)
+    return flex.block_mask(visible, segments, (batch, n), CPU)
 
 
 @pytest.mark.parametrize("block", [4, 16])
@@ -62,8 +78,8 @@ def test_blocks_say_what_the_mask_says(monkeypatch, windows, layout, block):
     for n in (1, 32, 37) if block == 4 else (37,):
         docs = layouts(n)[layout]
         for kind in ("window", "proximal", "distant"):
-            visible = flex.Visible(kind, *windows)
-            mask = flex.block_mask(visible, torch.empty(2, 1, n, 1), docs)
+            visible = flex.Visible(kind == "distant", 0 if kind == "window" else windows[0], windows[1])
+            mask = block_mask(visible, n, docs)
             assert mask.mask_mod is not None and mask.full_kv_num_blocks is not None
             rows = 1 if docs is None else 2
             blocks = -(-n // block)
@@ -103,10 +119,9 @@ def listed(count, index):
 def test_a_long_context_lists_what_its_windows_need():
     """128K tokens: block masks come from bounds of blocks, so this takes no ``n x n`` memory; most distant blocks are whole."""
     n = 1 << 17
-    q = torch.empty(1, 1, n, 1)
     blocks = n // 128
-    near = flex.block_mask(flex.Visible("proximal", 16, 4080), q, None)
-    far = flex.block_mask(flex.Visible("distant", 16, 4080), q, None)
+    near = block_mask(flex.Visible(False, 16, 4080), n)
+    far = block_mask(flex.Visible(True, 16, 4080), n)
     assert near.full_kv_num_blocks is not None and far.full_kv_num_blocks is not None
     listed_near = int((near.kv_num_blocks + near.full_kv_num_blocks).sum())
     assert listed_near <= blocks * (4080 // 128 + 3)
@@ -129,7 +144,7 @@ def test_eager_forward_equals_the_reference(shape, layout):
         ("window", (*inputs[:3], windows[1])),
     ):
         function = f"{name}_attention"
-        out = getattr(api, function)(*arguments, doc_ids=docs, scale=0.3, backend="flex")
+        out = getattr(api, function)(*arguments, doc_ids=docs, scale=0.3)
         truth = getattr(reference, function)(*arguments, doc_ids=docs, scale=0.3)
         torch.testing.assert_close(out, truth, rtol=0, atol=1e-11)
 
@@ -140,9 +155,9 @@ def test_log_sum_exp(layout):
     n = 70
     q, k, v, *_ = tensors(2, 2, 2, n, 16)
     docs = layouts(n)[layout]
-    for kind in ("proximal", "distant"):
+    for kind in (False, True):
         visible = flex.Visible(kind, 3, 9)
-        out, lse = flex._attend(q, k, v, flex.block_mask(visible, q, docs), 0.3)
+        out, lse = flex._flex(q, k, v, block_mask(visible, n, docs), 0.3)
         allowed = [visible_by_loops(visible, n, None if docs is None else docs[b]) for b in range(2)]
         logits = (q @ k.repeat_interleave(2, 1).transpose(2, 3) * 0.3).masked_fill(
             ~torch.stack(allowed)[:, None], float("-inf")
@@ -170,10 +185,12 @@ def dense_flex(query, key, value, *, block_mask, scale, enable_gqa, return_aux):
 def test_gradients_of_the_merge(monkeypatch, shape, layout):
     n, *windows = shape
     monkeypatch.setattr(flex, "flex_attention", dense_flex)
-    monkeypatch.setattr(flex, "_without_gradients_on_cpu", lambda *tensors: tensors)
+    monkeypatch.setitem(
+        IMPLEMENTATIONS, "flex", IMPLEMENTATIONS["flex"]._replace(unsupported=lambda call: None)
+    )
     inputs = tensors(2, 2, 3, n, 8)
     docs = layouts(n)[layout]
-    found = gradients(flex.pod_attention, inputs, *windows, doc_ids=docs)
+    found = gradients(api.pod_attention, inputs, *windows, doc_ids=docs)
     truth = gradients(reference.pod_attention, inputs, *windows, doc_ids=docs)
     for name, a, b in zip(NAMES, found, truth, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
@@ -182,42 +199,63 @@ def test_gradients_of_the_merge(monkeypatch, shape, layout):
 def test_mixed_heads_are_composed():
     q, k, v, q_lead, k_lead = tensors(2, 3, 2, 60, 16)
     q_lead, k_lead = q_lead[:, :4], k_lead[:, :2]
-    found = api.mixed_attention(q, k, v, q_lead, k_lead, [0, 2], 3, 9, backend="flex")
-    truth = api.mixed_attention(q, k, v, q_lead, k_lead, [0, 2], 3, 9, backend="reference")
+    found = api.mixed_attention(q, k, v, q_lead, k_lead, [0, 2], 3, 9)
+    truth = reference.mixed_attention(q, k, v, q_lead, k_lead, [0, 2], 3, 9)
     torch.testing.assert_close(found, truth, rtol=0, atol=1e-11)
 
 
-def test_masks_are_made_once_per_shape_and_documents():
-    q = torch.empty(2, 1, 45, 1)
+def test_masks_are_made_once_per_windows_and_documents():
     docs = layouts(45)["several"]
-    visible = flex.Visible("proximal", 3, 9)
-    first = flex.block_mask(visible, q, docs)
-    assert flex.block_mask(visible, q, docs) is first
-    assert flex.block_mask(visible._replace(num_recent=8), q, docs) is not first
-    assert flex.block_mask(visible, q, None) is flex.block_mask(visible, q[:1], None)
-    docs[0, 5:] = 9
-    assert flex.block_mask(visible, q, docs) is not first
-    for num_recent in range(1, 40):
-        flex.block_mask(flex.Visible("window", 0, num_recent), q, None)
-    assert len(flex._MASKS._entries) == 16
+    visible = flex.Visible(False, 3, 9)
+    of_docs, whole = Segments.of_documents(docs, 2), Segments.whole(2, 45, 45)
+    first = flex.block_mask(visible, of_docs, (2, 45), CPU)
+    assert flex.block_mask(visible, of_docs, (2, 45), CPU) is first
+    assert flex.block_mask(visible._replace(num_recent=8), of_docs, (2, 45), CPU) is not first
+    assert flex.block_mask(visible, whole, (2, 45), CPU) is flex.block_mask(visible, whole, (1, 45), CPU)
+    with torch.inference_mode():
+        mask = flex.block_mask(
+            visible._replace(num_recent=7), Segments.of_documents(docs.clone(), 2), (2, 45), CPU
+        )
+    assert not mask.kv_indices.is_inference()
+
+
+@pytest.mark.parametrize("layout", layouts(20))
+def test_log_sum_exp_of_the_merge(layout):
+    n, docs = 61, layouts(61)[layout]
+    q, k, v, q_lead, k_lead = tensors(2, 2, 3, n, 16)
+    for lead, windows in ((None, (0, None)), (None, (3, 9)), (Lead(q_lead, k_lead), (3, 9))):
+        found, truth = (with_lse(q, k, v, lead, windows, docs, backend=x) for x in ("flex", "reference"))
+        for a, b in zip(found, truth, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
 
 
 def test_it_says_why_it_cannot_run():
     q, k, v, q_lead, k_lead = tensors(1, 1, 1, 20, 16)
     with pytest.raises(ValueError, match="'flex' cannot run: it has no backward on the CPU"):
-        api.causal_attention(q.requires_grad_(), k, v, backend="flex")
+        api.causal_attention(q.requires_grad_(), k, v)
     with pytest.raises(ValueError, match="'flex' cannot run: it has no backward on the CPU"):
-        api.pod_attention(q.detach(), k, v, q_lead, k_lead.requires_grad_(), 2, 3, backend="flex")
+        api.pod_attention(q.detach(), k, v, q_lead, k_lead.requires_grad_(), 2, 3)
     with torch.no_grad():
-        api.pod_attention(q, k, v, q_lead, k_lead, 2, 3, backend="flex")
-    assert "flex" not in api.AUTO_ORDER
+        api.pod_attention(q, k, v, q_lead, k_lead, 2, 3)
+    assert "flex" not in AUTO_ORDER
+    q, tokens = q.detach(), Tokens(k, v)
+    for see, message in (
+        (EVERYTHING, "all came before"),
+        (Visibility(bias=torch.zeros(1, 1, 20)), "a bias of their own"),
+        (Visibility(positions=torch.arange(20)[None, None]), "positions"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attend(q, tokens, visibility=see, backend="flex")
+    with pytest.raises(ValueError, match="behind a filled cache"):
+        attend(q[:, :, 5:], tokens, backend="flex")
 
 
 def test_reasons_on_cuda(monkeypatch):
     def reason(dtype=torch.bfloat16, d=64, capability=(9, 0), triton=True):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(flex.importlib.util, "find_spec", lambda name: triton or None)
-        return flex.unsupported(SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 1, 8, d)))
+        q = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 1, 8, d))
+        return flex.unsupported(Call(q, Tokens(q, q), None, CAUSAL, Segments.whole(1, 8, 8), 1.0))  # type: ignore[arg-type]
 
     assert reason() is None and reason(torch.float32, 16) is None
     assert "Triton is not installed" in reason(triton=False)
@@ -237,7 +275,7 @@ def test_on_a_gpu(monkeypatch, layout):
             options = {"doc_ids": docs if docs is None else docs.cuda()}
             truth = gradients(reference.pod_attention, [x.double() for x in inputs], *windows, **options)
             plain = gradients(reference.pod_attention, inputs, *windows, **options)
-            found = gradients(api.pod_attention, inputs, *windows, backend="flex", **options)
+            found = gradients(api.pod_attention, inputs, *windows, **options)
             size = max(x.norm() for x in truth[1:])
             for name, a, b, c in zip(NAMES, found, truth, plain, strict=True):
                 scale = b.norm() if b.norm() > 1e-9 else size

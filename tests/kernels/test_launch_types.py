@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from attention_inputs import operations
 
 import pod
-from pod.kernels import api, decode, dispatch, statistics, step
+from pod.kernels import dispatch, fused, statistics
+from pod.modeling.shipped import decode
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -76,7 +78,7 @@ def whole_sequences():
             for heads in (4, 2, 2, 2, 1)
         )
         lead = (q_lead, k_lead, [1]) if docs is not None else (None, None, [])
-        out = api.mixed_attention(q, k, v, *lead, 2, 8, doc_ids=docs, backend="triton")
+        out = operations("triton").mixed_attention(q, k, v, *lead, 2, 8, doc_ids=docs)
         out.sum().backward()
 
 
@@ -97,8 +99,8 @@ def launches():
         for kernel, recorder in recorders.items():
             patch.setattr(importlib.import_module(kernel.fn.__module__), kernel.fn.__name__, recorder)
         patch.setattr(dispatch, "no_triton", lambda q, interpreted: None)
-        patch.setitem(decode.AUTO_ORDER, "cpu", ["triton"])
-        patch.setitem(step.ORDER, "cpu", ["triton"])
+        patch.setitem(decode.DECODE_ORDER, "cpu", ["triton"])
+        patch.setitem(fused.ORDER, "cpu", ["triton"])
         for launch in (decoding, whole_sequences, sums_and_rows):
             launch()
         yield cases, {name: of_variant(case, recorders[case.kernel]) for name, case in cases.items()}

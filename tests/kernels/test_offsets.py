@@ -107,7 +107,9 @@ def packed_decoding() -> dict[str, bool]:
 
 def whole_sequences() -> dict[str, bool]:
     """Output and gradients, where inputs and results lie far apart; a tile's own rows stay within 32 bits."""
-    from pod.kernels import triton_prefill, triton_prefill_tiles
+    from attention_inputs import operations
+
+    from pod.kernels import triton_prefill_tiles
 
     triton_prefill_tiles.OVERRIDE = 64, 64, 32
     answer = {}
@@ -126,7 +128,7 @@ def whole_sequences() -> dict[str, bool]:
                 *leaves, dout = map(place, tensors)
             leaves = [x.requires_grad_() for x in leaves]
             with empty_like(like):
-                out = triton_prefill.mixed_attention(*leaves, followers, 3, 40)
+                out = operations("triton").mixed_attention(*leaves, followers, 3, 40)
                 found.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
         near, far = found
         assert all(x.stride() == y.stride() for x, y in zip(far[1:], leaves, strict=True))
@@ -163,10 +165,9 @@ def sums_and_rows() -> dict[str, bool]:
 
 def storing() -> dict[str, bool]:
     """A decoded token's keys and values in stores that lie far apart."""
-    from pod.kernels.decode import make_roles
-
     from pod.kernels.fused import NewToken
     from pod.kernels.triton_fused import OPERATIONS
+    from pod.modeling.shipped.decode import make_roles
 
     generator = torch.Generator().manual_seed(0)
     q, k, v, cos, sin = (torch.randn(3, n, 16, generator=generator) for n in (12, 6, 6, 1, 1))

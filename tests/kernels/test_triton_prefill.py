@@ -14,7 +14,10 @@ from typing import NamedTuple
 import interpreter
 import pytest
 import torch
+from attention_inputs import operations, with_lse
 from interpreter import needs_triton
+
+from pod.modeling.shipped.attend import CAUSAL, EVERYTHING, Call, Lead, Segments, Tokens, Visibility
 
 NAMES = ("out", "lse", "q", "k", "v", "q_lead", "k_lead")
 
@@ -94,10 +97,15 @@ def inputs(case: Case) -> list[torch.Tensor]:
     return found
 
 
+def call_of(q, tokens=None, visibility=CAUSAL):
+    tokens = q if tokens is None else tokens
+    segments = Segments.whole(q.shape[0], q.shape[2], tokens.shape[2])
+    return Call(q, Tokens(tokens, tokens), None, visibility, segments, 1.0)
+
+
 def reference_attention(case: Case, q, k, v, q_lead, k_lead):
     """Every KV head by the plain reference."""
-    from pod.modeling.shipped import reference
-
+    reference = operations("reference")
     options = {"doc_ids": documents(case.docs, case.batch, case.n, case.n), "scale": case.scale}
     if case.op == "window":
         return reference.window_attention(q, k, v, case.windows[1], **options)
@@ -156,10 +164,9 @@ def results(case: Case, attention, tensors) -> list[torch.Tensor]:
 
 
 def triton_attention(case: Case, q, k, v, q_lead, k_lead):
-    from pod.kernels import triton_prefill
-
+    triton_prefill = operations("triton")
     options = {"doc_ids": documents(case.docs, case.batch, case.n, case.n), "scale": case.scale}
-    if case.op == "causal":
+    if case.op == "causal" or (not case.followers and case.op != "window"):
         return triton_prefill.causal_attention(q, k, v, **options)
     if case.op == "window":
         return triton_prefill.window_attention(q, k, v, case.windows[1], **options)
@@ -171,13 +178,12 @@ def triton_attention(case: Case, q, k, v, q_lead, k_lead):
 
 
 def triton_lse(case: Case, q, k, v, q_lead, k_lead):
-    from pod.kernels import triton_prefill
-
-    lead = (q_lead, k_lead, case.followers, *case.windows) if case.followers else ()
     options = {"doc_ids": documents(case.docs, case.batch, case.n, case.n), "scale": case.scale}
     if case.op == "window":
-        options["num_recent_tokens"] = case.windows[1]
-    return triton_prefill.forward_with_lse(q, k, v, *lead, **options)[1]
+        options["windows"] = 0, case.windows[1]
+    elif case.followers:
+        options |= {"lead": Lead(q_lead, k_lead, case.followers), "windows": case.windows}
+    return with_lse(q, k, v, backend="triton", **options)[1]
 
 
 def relative(a, b, size):
@@ -262,7 +268,7 @@ def interpret(sweep: int) -> dict:
         answers.append(check(random_case(seed)))
         worst = max(error / limit for error, limit in answers[-1].values())
         print(seed, f"{worst:.2f}", random_case(seed), file=sys.stderr, flush=True)
-    refused = triton_prefill.unsupported(torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16))
+    refused = triton_prefill.unsupported(call_of(torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16)))
     return {"answers": answers, "refused": refused}
 
 
@@ -296,9 +302,8 @@ def test_interpreter_refuses_what_it_gets_wrong(interpreted):
     assert "bfloat16" in interpreted["refused"]
 
 
-@needs_triton
 def test_document_bounds():
-    from pod.kernels.triton_prefill_tiles import document_bounds
+    from pod.kernels.dispatch import document_bounds
 
     starts, ends = document_bounds(torch.tensor([[5, 5, 2, -1, -1, 5, 5, -1], [1, 1, 1, 1, 0, 0, 0, 0]]))
     assert starts.tolist() == [[0, 0, 2, 8, 8, 5, 5, 8], [0, 0, 0, 0, 4, 4, 4, 4]]
@@ -311,12 +316,19 @@ def test_what_cannot_run_is_refused():
     from pod.kernels import triton_prefill
 
     q = torch.zeros(1, 2, 4, 16)
-    assert "float64" in (triton_prefill.unsupported(q.double()) or "")
-    assert "head_dim 320" in (triton_prefill.unsupported(torch.zeros(1, 1, 4, 320)) or "")
+    for call, message in (
+        (call_of(q.double()), "float64"),
+        (call_of(torch.zeros(1, 1, 4, 320)), "head_dim 320"),
+        (call_of(q, visibility=EVERYTHING), "all came before"),
+        (call_of(q, visibility=Visibility(3, 2)), "sinks and a window without a lead"),
+        (call_of(q, visibility=Visibility(bias=q[..., 0])), "a bias of their own"),
+        (call_of(q[:, :, 2:], q), "behind a filled cache"),
+    ):
+        assert message in (triton_prefill.unsupported(call) or "")
     if not triton_prefill.interpreted():
-        assert "device cpu" in (triton_prefill.unsupported(q) or "")
+        assert "device cpu" in (triton_prefill.unsupported(call_of(q)) or "")
     with pytest.raises(ValueError, match="give all in one dtype on one device"):
-        triton_prefill.causal_attention(q, q.half(), q)
+        operations("triton").causal_attention(q, q.half(), q)
 
 
 @pytest.mark.gpu

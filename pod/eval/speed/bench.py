@@ -228,11 +228,11 @@ def _check_methods(bench: Any, args: BenchArgs) -> None:
     """Raises: ValueError for a method, option or backend that does not exist."""
     import pod
     from pod.eval.speed.dense_decode import PEERS
-    from pod.kernels.decode import BACKENDS
+    from pod.modeling.shipped.decode import DECODERS
 
     for method in args.contestants():
         pod.make_cache(bench.model_of(method), method.spec, **method.options)
-    allowed = {"backend": ["auto", *BACKENDS], "full_backend": ["fastest", "auto", *BACKENDS, *PEERS]}
+    allowed = {"backend": ["auto", *DECODERS], "full_backend": ["fastest", "auto", *DECODERS, *PEERS]}
     for name, names in allowed.items():
         if getattr(args, name) not in names:
             raise ValueError(f"bench.{name} is {getattr(args, name)!r}, allowed: {', '.join(names)}")

@@ -32,7 +32,6 @@ from pod.eval.speed.decode_bytes import Sizes
 from pod.eval.speed.dense_decode import candidates
 from pod.eval.stats import spread
 from pod.modeling.loading import from_dense
-from pod.modeling.shipped.attention import BACKENDS, Backend, register_backend
 from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.stores import TokenStore
 
@@ -276,15 +275,10 @@ def reserve(model: Any, cache: Any, batch: int, length: int) -> None:
 @torch.no_grad()
 def _read_random_prompt(model: Any, cache: Any, batch: int, length: int) -> None:
     """Feed a random prompt with an attention that returns zeros: projections, methods and packing work as they do."""
-    if "zeros" not in BACKENDS:
-        register_backend("zeros", Backend(*(lambda q, *_, **__: torch.zeros_like(q) for _ in range(3))))
     generator = torch.Generator().manual_seed(length)
     prompt = torch.randint(model.config.vocab_size, (batch, length), generator=generator)
-    before, model.config.attention_backend = model.config.attention_backend, "zeros"
-    try:
+    with efficiency.without_attention(model):
         model(input_ids=prompt.to(model.lm_head.weight.device), past_key_values=cache, logits_to_keep=1)
-    finally:
-        model.config.attention_backend = before
 
 
 # -- contestants -----------------------------------------------------------------------------------------------------

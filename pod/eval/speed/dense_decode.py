@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pod.kernels.decode import BACKENDS, Call, Entry
+from pod.modeling.shipped.decode import DECODERS, DecodeCall, Decoder
 
 
-def _reason(call: Call) -> str | None:
+def _reason(call: DecodeCall) -> str | None:
     if call.roles.followers or call.roles.followed:
         return "it serves dense caches only"
     if not isinstance(call.keys, torch.Tensor) or not isinstance(call.values, torch.Tensor):
@@ -22,7 +22,7 @@ def _reason(call: Call) -> str | None:
     return None
 
 
-def sdpa(call: Call) -> None:
+def sdpa(call: DecodeCall) -> None:
     """PyTorch's flash attention.
 
     It takes no lengths per row. On a GPU it attends to all reserved slots, with keys that are whatever stands there: what it
@@ -39,7 +39,7 @@ def sdpa(call: Call) -> None:
     call.out.copy_(out.squeeze(2))
 
 
-def flash_attn(call: Call) -> None:
+def flash_attn(call: DecodeCall) -> None:
     """Split-KV decoding of the flash-attn package."""
     from flash_attn import flash_attn_with_kvcache  # pyright: ignore[reportMissingImports]
 
@@ -55,7 +55,7 @@ def flash_attn(call: Call) -> None:
     call.out.copy_(out.squeeze(1))
 
 
-def _flash_attn_unsupported(call: Call) -> str | None:
+def _flash_attn_unsupported(call: DecodeCall) -> str | None:
     if not call.q.is_cuda:
         return "it needs CUDA"
     if importlib.util.find_spec("flash_attn") is None:
@@ -63,20 +63,20 @@ def _flash_attn_unsupported(call: Call) -> str | None:
     return _reason(call)
 
 
-PEERS = {"sdpa": Entry(sdpa, _reason), "flash_attn": Entry(flash_attn, _flash_attn_unsupported)}
+PEERS = {"sdpa": Decoder(sdpa, _reason), "flash_attn": Decoder(flash_attn, _flash_attn_unsupported)}
 """Backends for dense caches by name."""
 
 
 @contextmanager
 def dense_peers() -> Iterator[None]:
     """Offer ``PEERS`` as decode backends by name; ``auto`` takes none of them."""
-    added = {name: entry for name, entry in PEERS.items() if name not in BACKENDS}
-    BACKENDS.update(added)
+    added = {name: entry for name, entry in PEERS.items() if name not in DECODERS}
+    DECODERS.update(added)
     try:
         yield
     finally:
         for name in added:
-            del BACKENDS[name]
+            del DECODERS[name]
 
 
 def candidates(device: torch.device) -> list[str]:
@@ -85,4 +85,4 @@ def candidates(device: torch.device) -> list[str]:
     ``grouped`` asks the device for lengths, which no CUDA graph can record.
     """
     left_out = {"reference", "grouped"} if device.type == "cuda" else {"reference"}
-    return [name for name in (*BACKENDS, *PEERS) if name not in left_out]
+    return [name for name in (*DECODERS, *PEERS) if name not in left_out]

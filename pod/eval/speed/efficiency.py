@@ -1,6 +1,8 @@
 """Time to first token and decode speed, side by side: all methods in one process, their repeats interleaved, one step at a time."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -8,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pod.eval.stats import spread
+from pod.modeling.shipped.attend import IMPLEMENTATIONS, Call, Implementation
 
 _WARM_UP_TOKENS = 16
 T = TypeVar("T")
@@ -27,6 +30,23 @@ class Contestant:
     prompt_seconds: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     failed: Exception | None = None
+
+
+def _no_attention(call: Call) -> tuple[Tensor, Tensor]:
+    lse = torch.zeros(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
+    return torch.zeros_like(call.q), lse
+
+
+@contextmanager
+def without_attention(model: Any) -> Iterator[None]:
+    """Prompts are read with an attention that gives zeros (the backend ``zeros``): projections, methods and packing work as ever."""
+    IMPLEMENTATIONS["zeros"] = Implementation(_no_attention, lambda call: None, takes_mixed_heads=True)
+    before, model.config.attention_backend = model.config.attention_backend, "zeros"
+    try:
+        yield
+    finally:
+        model.config.attention_backend = before
+        del IMPLEMENTATIONS["zeros"]
 
 
 @torch.no_grad()

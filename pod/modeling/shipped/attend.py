@@ -139,9 +139,10 @@ class Segments:
         return cls([Segment((i, i + 1), span, span) for i, row in enumerate(runs) for span in row], doc_ids)
 
     def derived(self, key: Any, make: Callable[[], Any]) -> Any:
-        """``make()``, once for each key."""
+        """``make()``, once for each key; tensors that may serve a later pass that trains."""
         if key not in self.memo:
-            self.memo[key] = make()
+            with torch.inference_mode(False):
+                self.memo[key] = make()
         return self.memo[key]
 
 
@@ -297,15 +298,6 @@ def take_rows(x: Any, rows: Span) -> Any:
 def takes_gradients(*tensors: Any) -> bool:
     """Whether a gradient will be taken through one of these."""
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
-
-
-def materialized(x: Any) -> Any:
-    """A source as one tensor ``[B, h, n, d]``, with zeros where it holds nothing; None stays None."""
-    if x is None or isinstance(x, Tensor):
-        return x
-    n = x.shape[2]
-    rows = [x.rows(slice(row, row + 1)).span(0, n) for row in range(x.shape[0])]
-    return torch.cat([torch.nn.functional.pad(row, (0, 0, 0, n - row.shape[2])) for row in rows])
 
 
 def span(x: Source, start: int, stop: int) -> Tensor:

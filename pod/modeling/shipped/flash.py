@@ -25,7 +25,6 @@ from .attend import (
     Source,
     Span,
     Tokens,
-    materialized,
     span,
     take_rows,
     takes_gradients,
@@ -67,7 +66,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     if not takes_gradients(*tensors):
         with torch.no_grad():
             return _forward(call)
-    q, keys, values, q_lead, k_lead = map(materialized, tensors)
+    q, keys, values, q_lead, k_lead = (x if x is None else span(x, 0, x.shape[2]) for x in tensors)
     lead = None if call.lead is None else Lead(q_lead, k_lead)
     call = call._replace(tokens=Tokens(keys, values), lead=lead)
     return _Flash.apply(q, keys, values, q_lead, k_lead, call)  # type: ignore[return-value]
@@ -124,9 +123,8 @@ def _strip_mask(rows: int, num_sink_tokens: int, num_recent_tokens: int, like: T
     row = torch.arange(rows)[:, None]
     column = torch.arange(num_recent_tokens - 1 + rows)
     hidden = (column < row) | (column >= row + num_recent_tokens)
-    with torch.inference_mode(False):  # what is kept must serve a later pass that trains
-        mask = torch.zeros(rows, num_sink_tokens + column.shape[0], dtype=like.dtype)
-        mask[:, num_sink_tokens:].masked_fill_(hidden.clone(), float("-inf"))
+    mask = torch.zeros(rows, num_sink_tokens + column.shape[0], dtype=like.dtype)
+    mask[:, num_sink_tokens:].masked_fill_(hidden, float("-inf"))
     return mask
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .attend import Call, Implementation, takes_gradients
+from .attend import Call, Implementation, Source, span, takes_gradients
 from .decode import DecodeBuffers, DecodeCall, Decoder
 from .packed import Packed, Stored
 
@@ -189,8 +189,13 @@ def attend_slots(
 
 
 def _attend_one(call: Call) -> tuple[Tensor, Tensor]:
-    stored = [x if isinstance(x, Tensor | Packed) else x.span(0, x.shape[2]) for x in call.tokens]
+    stored = [_first(x, call.segments.all[0].keys[1]) for x in call.tokens]
     return attend_slots(call.q, *stored, call.scale, bias=call.visibility.bias)[:2]
+
+
+def _first(x: Source, tokens: int) -> Stored:
+    """As many tokens; packed ones stay packed."""
+    return x._replace(codes=x.codes[:, :, :tokens]) if isinstance(x, Packed) else span(x, 0, tokens)
 
 
 def _unsupported_one(call: Call) -> str | None:

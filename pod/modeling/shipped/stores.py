@@ -10,8 +10,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from .attend import Source
+from .attend import Source, take_heads
 from .packed import Stored
 
 _SLACK = 128  # a store grows by 1/128 of its length: under 1 % of the bytes, and appending stays cheap
@@ -305,9 +306,19 @@ class Recent:
         part.held = None if self.held is None else self.held[rows]
         return part
 
+    def heads(self, heads: Sequence[int]) -> "Recent":
+        """These heads."""
+        part = copy(self)
+        part.new = take_heads(self.new, heads)
+        part.held = None if self.held is None else take_heads(self.held, heads)
+        return part
+
     def span(self, start: int, stop: int) -> Tensor:
-        """``[B, h, stop - start, d]`` of rows with the same past."""
+        """``[B, h, stop - start, d]``; zeros behind the tokens of a shorter row."""
         past = self.past[0]
+        if len(set(self.past)) > 1:
+            rows = [self.rows(slice(i, i + 1)).span(start, stop) for i in range(len(self.past))]
+            return torch.cat([F.pad(row, (0, 0, 0, stop - start - row.shape[2])) for row in rows])
         chunk = self.new[:, :, max(start - past, 0) : max(stop - past, 0)]
         if start >= past or self.held is None:
             return chunk

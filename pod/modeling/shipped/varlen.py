@@ -237,13 +237,12 @@ def unsupported_on_cuda(call: Call) -> str | None:
 
 def attend_on_cuda(call: Call) -> tuple[Tensor, Tensor]:
     """See ``attend.attend``; the output is laid out as ``[B, m, Hq, d]``."""
-    n = call.tokens.keys.shape[2]
+    n = max((segment.keys[1] for segment in call.segments.all), default=0)  # sources may have room for more
     sizes, see, has_lead = (call.q.shape[2], n), call.visibility, call.lead is not None
     key = "varlen", sizes, see[:3], has_lead, call.q.device
-    with torch.inference_mode(False):
-        plan = call.segments.derived(
-            key, lambda: make_plan(call.segments.all, sizes, see, has_lead, call.q.device)
-        )
+    plan = call.segments.derived(
+        key, lambda: make_plan(call.segments.all, sizes, see, has_lead, call.q.device)
+    )
     keys, values = (span(x, 0, n) for x in call.tokens)
     lead = (None, None) if call.lead is None else (call.lead.queries, span(call.lead.keys, 0, n))
     return _Varlen.apply(call.q, keys, values, *lead, plan, call.scale)  # type: ignore[return-value]
