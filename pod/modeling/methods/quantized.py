@@ -363,6 +363,24 @@ class PackedTokens(_PackedStore):
     def tensors(self) -> list[Tensor]:
         return super().tensors() + ([] if self.packed_lengths is None else [self.packed_lengths])
 
+    def check_integrity(self) -> None:
+        """See ``TokenStore.check_integrity``."""
+        first, stop = self.newest.first, self.newest.stop
+        assert first <= self.packed_stop <= max(stop, first), (
+            f"{first}, {self.packed_stop}, {stop} are packed, tokens"
+        )
+        if self.packed_lengths is not None:
+            bounds = tuple(int(x) for x in self.packed_lengths.aminmax())
+            assert bounds == (first, self.packed_stop), (
+                f"{bounds} tokens are packed, not {first, self.packed_stop}"
+            )
+            assert self.codes.slots >= self.packed_stop, (
+                f"room for {self.codes.slots} of {self.packed_stop} packed"
+            )
+        if self.newest.tensors():
+            slots = self.newest.data.shape[2]
+            assert slots >= stop - first, f"{slots} slots hold {stop - first} native tokens"
+
     def predicted_nbytes(self, length: int) -> int:
         """Bytes when ``length`` tokens have settled: ``P(length)`` of them packed (more where ``keep`` left more), room
         for ``residual + group_size`` native."""

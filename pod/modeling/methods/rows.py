@@ -112,9 +112,14 @@ class GroupedCache(PodCache):
         self.groups: list[RowGroup] = []
         super().__init__(config, partial(_GroupedLayer, self), spec)
 
+    configuration = PodCache.configuration | {"layers", "chunks", "rowwise"}
+
     def reset(self) -> None:
         self.groups.clear()
         super().reset()
+
+    def new_layer(self, layer_idx: int) -> CacheLayer:
+        return self.make_child(self.config, layer_idx)
 
     # -- one pass --------------------------------------------------------------------------------------------
 
@@ -297,6 +302,19 @@ class GroupedCache(PodCache):
                         selected.append(group.take([place[wanted[new]] for new in part], part))
             self.groups = selected
         super()._select_rows(index)
+
+    def _check_layers(self) -> None:
+        rows = sorted(row for group in self.groups for row in group.rows)
+        assert rows == list(range(max(self.batch_size, 0))), (
+            f"groups hold the rows {rows} of {self.batch_size}"
+        )
+        for group in self.groups:
+            lengths = self.lengths[group.rows].cpu()
+            assert lengths.eq(group.seen).all(), (
+                f"rows {group.rows} have {lengths.tolist()} tokens, not {group.seen}"
+            )
+            for number, layer in enumerate(group.layers):
+                layer.check_integrity(f"layer {number}, rows {group.rows}", lengths)
 
     def predicted_nbytes(self) -> int:
         return sum(layer.predicted_nbytes(group.seen) for group in self.groups for layer in group.layers)

@@ -5,6 +5,7 @@ q, k, v to ``cache.layers[i].attend(q, k, v, step)`` and closes the step. Layers
 left-aligned real tokens, so the token at position ``p`` of a row sits at slot ``p`` of a full store.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar, Protocol
@@ -14,8 +15,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from .config import PodConfig
+from .integrity import check_bookkeeping, check_objects
 from .layout import LAYOUT_LAYERS, PodCacheLayer
 from .padding import Compaction, check_positions, compaction_of
+from .state import SCHEMA, CacheState, Reader, Writer, fields_of
 from .step import CacheLayer, Step
 
 
@@ -31,7 +34,11 @@ class DecodeEngine(Protocol):
         ...
 
     def release(self) -> None:
-        """The cache is emptied."""
+        """The cache is emptied, or holds something else."""
+        ...
+
+    def check_integrity(self) -> None:
+        """See ``PodCache.check_integrity``."""
         ...
 
 
@@ -44,6 +51,7 @@ class PodCache(Cache):
         spec: name shown in reports and errors.
 
     Attributes:
+        made_with: the budget and the parameters given to ``pod.make_cache``.
         engine: what decodes over this cache in place of the layer-by-layer pass, see ``pod.engine``; None = nothing.
         made_by_generate: whether ``generate()`` made it because it was given none.
         attach_engine: ``(cache, prompt columns, most columns)`` may give an engine to such a cache; the package sets it.
@@ -51,6 +59,9 @@ class PodCache(Cache):
 
     engine: DecodeEngine | None = None
     made_by_generate = False
+    made_with: tuple[int | None, dict[str, Any]] = (None, {})
+    configuration = frozenset({"config", "spec", "made_with", "engine"})
+    """Attributes that come with a new cache of the same spec, and with its device."""
     attach_engine: ClassVar[Callable[["PodCache", int, int], None] | None] = None
 
     def __init__(
@@ -262,6 +273,81 @@ class PodCache(Cache):
     def _same_tokens(self, given: Tensor, seen: Tensor) -> bool:
         equal = given == seen
         return bool((equal if self._seen_mask is None else equal | ~self._seen_mask).all())
+
+    # -- what is held, as tensors and facts ------------------------------------------------------------------
+
+    def state(self) -> CacheState:
+        """Everything that the cache holds; the tensors are its own, so read them before the next pass.
+
+        Raises:
+            ValueError: the last pass failed half-way.
+        """
+        self._check_no_pass_failed()
+        writer = self._writer()
+        fields = {name: writer.write(value, name) for name, value in self._held().items()}
+        facts = {"schema": SCHEMA, "spec": self.spec, "model": _signature(self.config), "fields": fields}
+        return CacheState(writer.tensors, json.loads(json.dumps(facts)))
+
+    def from_state(self, state: CacheState) -> None:
+        """Hold what ``state`` holds, from now on in its tensors: they must be this cache's alone, and on its model's device.
+
+        Raises:
+            ValueError: another schema or spec, or a model of another shape, plan or windows.
+        """
+        facts = state.facts
+        if facts.get("schema") != SCHEMA:
+            raise ValueError(
+                f"the state of the cache has schema {facts.get('schema')!r}, this version reads {SCHEMA}: make the cache "
+                "anew from its tokens"
+            )
+        if facts["spec"] != self.spec:
+            raise ValueError(
+                f"the state is that of a {facts['spec']} cache, this is a {self.spec} cache: make one of that spec"
+            )
+        if facts["model"] != json.loads(json.dumps(_signature(self.config))):
+            raise ValueError(
+                f"the state of this {self.spec} cache belongs to a model of another shape, plan or windows: load that "
+                "model, or make the cache anew from its tokens"
+            )
+        self.reset()
+        device = next((tensor.device for tensor in state.tensors.values()), torch.device("cpu"))
+        reader = Reader(state.tensors, {"config": self.config, "cache": self}, self.new_layer, device)
+        vars(self).update({name: reader.read(value) for name, value in facts["fields"].items()})
+
+    def new_layer(self, layer_idx: int) -> CacheLayer:
+        """An empty layer, for ``from_state`` to fill."""
+        return self.layers[layer_idx]
+
+    def _writer(self) -> Writer:
+        return Writer({"config": self.config, "cache": self})
+
+    def _held(self) -> dict[str, Any]:
+        return {name: value for name, value in fields_of(self).items() if name not in self.configuration}
+
+    def check_integrity(self) -> None:
+        """Count everything anew that is kept in two places, and compare; for tests, after any operation.
+
+        Raises:
+            AssertionError: with what is wrong.
+        """
+        self._check_no_pass_failed()
+        check_bookkeeping(self._columns, self._lengths, self._seen_mask, self._seen_ids)
+        writer = self._writer()
+        for name, value in self._held().items():
+            writer.write(value, name)
+        check_objects(writer.met, writer.tensors)
+        parts = {tensor.untyped_storage().data_ptr() for _, tensor in self._all_parts()}
+        for path, tensor in writer.tensors.items():
+            assert tensor.untyped_storage().data_ptr() in parts or path.endswith(".table"), (
+                f"{path} is not in nbytes"
+            )
+        self._check_layers()
+        if self.engine is not None:
+            self.engine.check_integrity()
+
+    def _check_layers(self) -> None:
+        for number, layer in enumerate(self.layers):
+            layer.check_integrity(f"layer {number}", self._lengths)
 
     # -- bytes -----------------------------------------------------------------------------------------------
 

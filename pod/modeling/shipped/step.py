@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .attend import Lead, Segments, Source, span
 from .decode import DecodeBuffers
+from .integrity import check_tokens
 
 
 @dataclass
@@ -152,6 +153,14 @@ class CacheLayer(CacheLayerMixin):
         """Keep, repeat or reorder rows of the batch."""
         for store in self.stores().values():
             store.select_rows(index)
+
+    def check_integrity(self, where: str, lengths: Tensor) -> None:
+        """Raise ``AssertionError`` unless the stores hold rows of ``lengths`` ``[B]`` tokens; what a method drops is its own."""
+        for name, store in self.stores().items():
+            if self.is_croppable:
+                check_tokens(store, lengths, f"{where}: {name}")
+            else:
+                assert store.is_empty or store.shape[0] == len(lengths), f"{where}: {name} has other rows"
 
     def predicted_nbytes(self, length: int) -> int:
         """Bytes that the method's rule needs for rows of ``length`` tokens, without growth slack."""

@@ -261,9 +261,21 @@ class TokenStore:
     def tensors(self) -> list[Tensor]:
         return [] if self.is_empty else [self.data]
 
+    def check_integrity(self) -> None:
+        """Raise ``AssertionError`` with what is wrong."""
+        for tensor in self.tensors():
+            assert tensor.dim() == 4, f"a store holds {list(tensor.shape)}"
+        assert self.is_empty or self.shape[2] <= self.limit, (
+            f"{self.shape[2]} slots in a window of {self.limit}"
+        )
+
 
 class NativeCodec:
     """Keys and values as the model computes them."""
+
+    def __reduce__(self) -> str:
+        """A copy is the codec itself."""
+        return "NATIVE"
 
     def tokens(self, part: str, evicts: bool = False) -> Store:
         return TokenStore()
