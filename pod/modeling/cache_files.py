@@ -94,7 +94,8 @@ def _read(path: str | os.PathLike, device: torch.device) -> tuple[dict[str, str]
                 raise ValueError(
                     f"{path} has schema {metadata['schema']}, this version reads {SCHEMA}: make the cache anew from its tokens"
                 )
-            return metadata, {name: file.get_tensor(name) for name in file.keys()}
+            names = file.keys()  # not a dictionary: it does not iterate
+            return metadata, {name: file.get_tensor(name) for name in names}
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
     except (SafetensorError, OSError) as error:

@@ -141,6 +141,13 @@ class Newest:
         """Hold ``x`` at positions ``first …`` instead."""
         self.pending, self.first, self.stop = x, first, first + x.shape[2]
 
+    def crop(self, stop: int) -> None:
+        """Forget the positions from ``stop`` on."""
+        assert stop >= self.first
+        self.stop = min(self.stop, stop)
+        if self.pending is not None:
+            self.pending = self.pending[:, :, : len(self)]
+
     def rest(self, first: int) -> None:
         """Free what stands before ``first``, and put the others into the ring."""
         assert self.stop - first <= self.room
@@ -193,6 +200,15 @@ class _PackedStore(TokenStore):
     @property
     def dtype(self) -> torch.dtype:
         return self.newest.data.dtype
+
+    @property
+    def num_croppable(self) -> int:
+        """See ``Store``: native tokens."""
+        return len(self.newest)
+
+    def crop(self, length: int) -> None:
+        """See ``Store``."""
+        self.newest.crop(length)
 
     def view(self, length: int) -> Tensor | Packed:
         """See ``Store.view``."""
@@ -420,6 +436,17 @@ class QuantizedWindow(_PackedStore):
         newest, expired = self.newest, self.newest.stop - self.num_recent_tokens
         if expired - newest.first > self.num_recent_tokens // _SLACK:
             newest.replace(newest.view(expired, newest.stop).clone(), expired)
+
+    @property
+    def num_croppable(self) -> int:
+        """See ``Store``: native tokens, sinks behind no packed one included."""
+        return self.length if self.newest.first == self.num_sink_tokens else len(self.newest)
+
+    def crop(self, length: int) -> None:
+        """See ``Store``."""
+        self.newest.crop(max(length, self.num_sink_tokens))
+        if self.sinks is not None:
+            self.sinks = self.sinks[:, :, :length]
 
     def _oldest(self) -> int:
         """Position of the oldest token in the ring."""

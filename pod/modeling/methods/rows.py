@@ -82,6 +82,18 @@ class RowGroup:
             layer.select_rows(torch.tensor(places))
         return replace(self, rows=rows, layers=layers)
 
+    def crop(self, count: int) -> None:
+        """Take back the last ``count`` tokens of each row; a running prompt keeps its end."""
+        self.seen -= count
+        if self.prompt_length is not None:
+            self.prompt_length += max(0, count - self.prompt_done)
+        self.prompt_done = max(0, self.prompt_done - count)
+        for layer in self.layers:
+            if self.seen:
+                layer.crop(self.seen)
+            else:
+                layer.clear()
+
 
 class GroupedCache(PodCache):
     """A cache of child layers, one set per group of rows.
@@ -302,6 +314,31 @@ class GroupedCache(PodCache):
                         selected.append(group.take([place[wanted[new]] for new in part], part))
             self.groups = selected
         super()._select_rows(index)
+
+    @property
+    def is_croppable(self) -> bool:
+        return self.new_layer(0).is_croppable
+
+    def _most_croppable(self) -> list[int]:
+        longest = self.lengths if self._longest is None else self._longest
+        most = longest.tolist()
+        for group in self.groups:
+            for row in group.rows:
+                most[row] = min(layer.most_croppable(group.seen, most[row]) for layer in group.layers)
+        return most
+
+    def _crop_layers(self, counts: Tensor) -> None:
+        split = []
+        for group in self.groups:
+            members: dict[int, list[int]] = {}
+            for place, row in enumerate(group.rows):
+                members.setdefault(int(counts[row]), []).append(place)
+            for count, places in members.items():
+                rows = [group.rows[place] for place in places]
+                part = group if len(members) == 1 else group.take(places, rows)
+                part.crop(count)
+                split.append(part)
+        self.groups = split
 
     def _check_layers(self) -> None:
         rows = sorted(row for group in self.groups for row in group.rows)

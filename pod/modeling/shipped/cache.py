@@ -78,6 +78,7 @@ class PodCache(Cache):
     def _forget(self) -> None:
         self._columns = 0
         self._lengths: Tensor | None = None
+        self._longest: Tensor | None = None  # [B] lengths before the last crop; None = none
         self._seen_mask: Tensor | None = None  # bool [B, columns]; None = no padding so far
         self._seen_ids: list[Tensor] | None = []  # int32 [B, …]; None after inputs_embeds
         self._prompt_columns_left = 0
@@ -158,15 +159,21 @@ class PodCache(Cache):
 
     def end_decoding(self, ids: Tensor) -> None:
         """Count tokens ``[B, m]`` that an engine has fed since ``begin_decoding``."""
-        self._lengths, self._pending = self.lengths + ids.shape[1], None
+        self._set_lengths(self.lengths + ids.shape[1])
+        self._pending = None
         self._remember(ids.shape[1], None, ids, None, 0)
 
     def end_step(self, step: Step) -> None:
         """Count the tokens of the pass as seen."""
-        self._lengths = step.lengths
+        self._set_lengths(step.lengths)
         if self._pending is not None:
             self._pending()
         self._pending = None
+
+    def _set_lengths(self, lengths: Tensor) -> None:
+        self._lengths = lengths
+        if self._longest is not None:
+            self._longest = torch.maximum(self._longest, lengths)
 
     def pieces(self, step: Step) -> Iterator[Step]:
         """The pass in the pieces in which it goes through the layers, one after the other; here one, the pass itself.
@@ -356,7 +363,7 @@ class PodCache(Cache):
             yield from layer.parts()
         if self.engine is not None:
             yield from (("decode_buffers", tensor) for tensor in self.engine.tensors())
-        bookkeeping = [self._lengths, self._seen_mask, *(self._seen_ids or ())]
+        bookkeeping = [self._lengths, self._longest, self._seen_mask, *(self._seen_ids or ())]
         yield from (("bookkeeping", tensor) for tensor in bookkeeping if tensor is not None)
 
     def nbytes_by_part(self) -> dict[str, int]:
@@ -417,6 +424,7 @@ class PodCache(Cache):
             layer.select_rows(index)
         index = index.to(self._lengths.device)
         self._lengths = self._lengths[index]
+        self._longest = None if self._longest is None else self._longest[index]
         if self._seen_mask is not None:
             self._seen_mask = self._seen_mask[index]
             if self._seen_mask.all():
@@ -434,8 +442,77 @@ class PodCache(Cache):
         if self._lengths is not None:
             self._select_rows(torch.arange(self.batch_size).repeat_interleave(repeats))
 
+    # -- taking tokens back ----------------------------------------------------------------------------------
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether tokens can be taken back at all; ``num_croppable`` says how many."""
+        return all(layer.is_croppable for layer in self.layers)
+
+    @property
+    def num_croppable(self) -> int:
+        """How many of the last columns ``crop`` can take back now."""
+        if self._lengths is None:
+            return 0
+        most = torch.tensor(self._most_croppable())
+        if self._seen_mask is None:
+            return int(most.min())
+        tokens = self._seen_mask.cpu().flip(1).cumsum(1)
+        return int((tokens <= most[:, None]).all(0).sum())
+
+    def _most_croppable(self) -> list[int]:
+        """Tokens that each row can take back."""
+        longest = self.lengths if self._longest is None else self._longest
+        rows = zip(self.lengths.tolist(), longest.tolist(), strict=True)
+        return [min(layer.most_croppable(*row) for layer in self.layers) for row in rows]
+
     def crop(self, tokens_to_remove: int) -> None:
-        raise ValueError(f"crop is not supported by the {self.spec} cache: overwritten keys cannot come back")
+        """Take back the last columns, as if they had not been fed; an announced prompt still ends where it was to end.
+
+        Args:
+            tokens_to_remove: how many columns, padding included, as a negative number; 0 does nothing.
+
+        Raises:
+            ValueError: a positive number, or more columns than ``num_croppable``.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop({tokens_to_remove}) takes a negative number of columns: crop({-tokens_to_remove})"
+            )
+        self._check_no_pass_failed()
+        count, most = -tokens_to_remove, self.num_croppable
+        if count > most:
+            raise ValueError(
+                f"crop({tokens_to_remove}) is not possible: this {self.spec} cache can take back {most} of its {self._columns} "
+                "columns, as what it dropped, packed or overwrote does not come back; crop less, or reset() and feed again"
+            )
+        left = self._prompt_columns_left
+        if count == self._columns:
+            self.reset()
+        elif count:
+            self._crop(count)
+        self._prompt_columns_left = left + count if left else 0
+
+    def _crop(self, count: int) -> None:
+        counts = torch.full_like(self.lengths, count)
+        if self._seen_mask is not None:
+            counts = self._seen_mask[:, -count:].sum(1)
+            rest = self._seen_mask[:, :-count]
+            self._seen_mask = None if rest.all() else rest.clone()
+        longest = self.lengths if self._longest is None else self._longest
+        self._lengths, self._longest = self.lengths - counts, longest
+        self._columns -= count
+        self._crop_layers(counts)
+        while count and self._seen_ids:
+            last = self._seen_ids.pop()
+            if last.shape[1] > count:
+                self._seen_ids.append(last[:, :-count])
+            count -= min(count, last.shape[1])
+
+    def _crop_layers(self, counts: Tensor) -> None:
+        """Take back ``counts`` ``[B]`` tokens of each row; the new lengths are known already."""
+        for layer in self.layers:
+            layer.crop(int(self.lengths.max()))
 
 
 def _nothing() -> None:

@@ -118,6 +118,13 @@ class CacheLayer(CacheLayerMixin):
 
     is_compileable = False
     is_croppable = False
+    """Whether tokens can be taken back; every class says so for itself, as ``crop`` knows nothing of what it adds."""
+    extra_slots = 0
+    """Tokens that a ring holds behind its window, so that as many can be taken back."""
+
+    def __init_subclass__(cls, **kwargs) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.is_croppable = vars(cls).get("is_croppable", False)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         """Store the new tokens and attend.
@@ -153,6 +160,28 @@ class CacheLayer(CacheLayerMixin):
         """Keep, repeat or reorder rows of the batch."""
         for store in self.stores().values():
             store.select_rows(index)
+
+    def most_croppable(self, length: int, longest: int) -> int:
+        """How many of the last tokens of rows of ``length`` can be taken back.
+
+        Args:
+            longest: tokens that the rows had before a ``crop``, which have been written over older ones.
+        """
+        if not self.is_croppable:
+            return 0
+        most = length
+        for store in self.stores().values():
+            if not store.is_empty:
+                most = min(most, store.num_croppable)
+                if store.has_window and longest > store.used_slots(longest):
+                    most = min(most, length + self.extra_slots - longest)
+        return most
+
+    def crop(self, length: int) -> None:
+        """Forget the tokens behind the first ``length`` of each row."""
+        for store in self.stores().values():
+            if not store.is_empty:
+                store.crop(length)
 
     def check_integrity(self, where: str, lengths: Tensor) -> None:
         """Raise ``AssertionError`` unless the stores hold rows of ``lengths`` ``[B]`` tokens; what a method drops is its own."""

@@ -73,6 +73,15 @@ class Store(Protocol):
         """Overwrite slots ``[B, h, c]`` with ``[B, h, c, d]``."""
         ...
 
+    @property
+    def num_croppable(self) -> int:
+        """How many of the last tokens ``crop`` can forget, as far as their form goes."""
+        ...
+
+    def crop(self, length: int) -> None:
+        """Forget the tokens behind the first ``length`` of each row, where there are more."""
+        ...
+
     def select_rows(self, index: Tensor) -> None: ...
 
     def tensors(self) -> list[Tensor]: ...
@@ -247,6 +256,14 @@ class TokenStore:
     def write(self, slots: Tensor, x: Tensor) -> None:
         """Overwrite slots ``[B, h, c]`` with ``[B, h, c, d]``."""
         self.data.scatter_(2, slots[..., None].expand_as(x), x.to(self.dtype))
+
+    @property
+    def num_croppable(self) -> int:
+        """See ``Store``: any; that older tokens of a window are overwritten, its layer knows."""
+        return sys.maxsize
+
+    def crop(self, length: int) -> None:
+        """Nothing to do: later tokens are written over what is forgotten."""
 
     def predicted_nbytes(self, length: int) -> int:
         """Bytes of the slots in use after ``length`` tokens."""
