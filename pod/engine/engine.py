@@ -37,7 +37,7 @@ def refusal(cache: PodCache) -> str | None:
     for layer in cache.layers:
         if type(layer) is not PackedLayer and (type(layer) is not PodCacheLayer or layer.codec is not NATIVE):
             return f"the {cache.spec} cache has a layout or codec of its own"
-        if layer.extra_slots:
+        if layer.extra_slots and layer.followers:
             return f"the {cache.spec} cache keeps extra_slots behind its windows"
     return None
 

@@ -206,6 +206,11 @@ class _PackedStore(TokenStore):
         """See ``Store``: native tokens."""
         return len(self.newest)
 
+    @property
+    def num_ahead(self) -> int:
+        """See ``Store``: a group of tokens is packed when the ring would be full."""
+        return self.newest.room - len(self.newest) - 1
+
     def crop(self, length: int) -> None:
         """See ``Store``."""
         self.newest.crop(length)

@@ -327,6 +327,9 @@ class GroupedCache(PodCache):
                 most[row] = min(layer.most_croppable(group.seen, most[row]) for layer in group.layers)
         return most
 
+    def _layers_and_lengths(self) -> Iterator[tuple[CacheLayer, int]]:
+        yield from ((layer, group.seen) for group in self.groups for layer in group.layers)
+
     def _crop_layers(self, counts: Tensor) -> None:
         split = []
         for group in self.groups:

@@ -460,6 +460,28 @@ class PodCache(Cache):
         tokens = self._seen_mask.cpu().flip(1).cumsum(1)
         return int((tokens <= most[:, None]).all(0).sum())
 
+    @property
+    def num_ahead(self) -> int:
+        """How many tokens behind the next one can be fed in a pass and taken back, as if they never came."""
+        return max(0, min(layer.most_ahead(length) for layer, length in self._layers_and_lengths()))
+
+    def _layers_and_lengths(self) -> Iterator[tuple[CacheLayer, int]]:
+        yield from ((layer, length) for length in set(self.lengths.tolist()) for layer in self.layers)
+
+    def check_assisted(self, longest: int) -> None:
+        """Raise ``ValueError`` unless candidates for up to ``longest`` tokens can be fed and taken back."""
+        layers = [self.new_layer(layer_idx) for layer_idx in range(self.config.num_hidden_layers)]
+        if not all(layer.is_croppable for layer in layers):
+            raise ValueError(
+                f"assisted decoding is not supported by the {self.spec} cache: what it drops for a candidate does not come "
+                "back; use full, pod with extra_slots, or int4, or decode without assistance"
+            )
+        if any(layer.most_ahead(longest) < 0 for layer in layers):
+            raise ValueError(
+                f"assisted decoding needs room behind the windows of the {self.spec} cache: pass past_key_values="
+                "pod.make_cache(model, 'pod', extra_slots=…) with the most candidates of a step (a trained window has none)"
+            )
+
     def _most_croppable(self) -> list[int]:
         """Tokens that each row can take back."""
         longest = self.lengths if self._longest is None else self._longest
@@ -479,6 +501,8 @@ class PodCache(Cache):
             raise ValueError(
                 f"crop({tokens_to_remove}) takes a negative number of columns: crop({-tokens_to_remove})"
             )
+        if not tokens_to_remove:
+            return
         self._check_no_pass_failed()
         count, most = -tokens_to_remove, self.num_croppable
         if count > most:
@@ -489,7 +513,7 @@ class PodCache(Cache):
         left = self._prompt_columns_left
         if count == self._columns:
             self.reset()
-        elif count:
+        else:
             self._crop(count)
         self._prompt_columns_left = left + count if left else 0
 

@@ -60,7 +60,8 @@ class PodCacheLayer(CacheLayer):
             store.reserve(capacity)
 
     def stores(self) -> dict[str, Store]:
-        return {"keys": self.lead_keys, "window_keys": self.window_keys, "values": self.all_values}
+        stores = {"keys": self.lead_keys, "window_keys": self.window_keys, "values": self.all_values}
+        return stores if self.followers else {name: stores[name] for name in ("keys", "values")}
 
     # -- attention -------------------------------------------------------------------------------------------
 

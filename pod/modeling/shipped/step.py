@@ -1,5 +1,6 @@
 """The interface between the decoder and a cache: one `Step` per forward pass, one `CacheLayer` per decoder layer."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -175,6 +176,15 @@ class CacheLayer(CacheLayerMixin):
                 most = min(most, store.num_croppable)
                 if store.has_window and longest > store.used_slots(longest):
                     most = min(most, length + self.extra_slots - longest)
+        return most
+
+    def most_ahead(self, length: int) -> int:
+        """How many tokens behind the next one can be fed in a pass and taken back, as if they never came; -1 = never again."""
+        most = min(store.num_ahead for store in self.stores().values()) - 1
+        for store in self.stores().values():
+            if store.has_window:
+                room = store.used_slots(sys.maxsize) - length - 1
+                most = min(most, max(room, self.extra_slots or -1))
         return most
 
     def crop(self, length: int) -> None:

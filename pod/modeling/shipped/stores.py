@@ -78,6 +78,11 @@ class Store(Protocol):
         """How many of the last tokens ``crop`` can forget, as far as their form goes."""
         ...
 
+    @property
+    def num_ahead(self) -> int:
+        """How many tokens can come before others take another form."""
+        ...
+
     def crop(self, length: int) -> None:
         """Forget the tokens behind the first ``length`` of each row, where there are more."""
         ...
@@ -260,6 +265,11 @@ class TokenStore:
     @property
     def num_croppable(self) -> int:
         """See ``Store``: any; that older tokens of a window are overwritten, its layer knows."""
+        return sys.maxsize
+
+    @property
+    def num_ahead(self) -> int:
+        """See ``Store``."""
         return sys.maxsize
 
     def crop(self, length: int) -> None:
