@@ -2,6 +2,7 @@
 
 from pod import kernels as _kernels  # registers its implementations of attention
 from pod.engine import attach_for_generation as _attach_for_generation
+from pod.modeling.cache_files import load_cache, save_cache
 from pod.modeling.loading import load_model, load_tokenizer
 from pod.modeling.methods import make_cache, methods
 from pod.modeling.shipped.cache import PodCache
@@ -15,10 +16,12 @@ __all__ = [
     "PodForCausalLM",
     "PodModel",
     "SharingPlan",
+    "load_cache",
     "load_model",
     "load_tokenizer",
     "make_cache",
     "methods",
+    "save_cache",
 ]
 
 _kernels.register()

@@ -37,6 +37,8 @@ def refusal(cache: PodCache) -> str | None:
     for layer in cache.layers:
         if type(layer) is not PackedLayer and (type(layer) is not PodCacheLayer or layer.codec is not NATIVE):
             return f"the {cache.spec} cache has a layout or codec of its own"
+        if layer.extra_slots and layer.followers:
+            return f"the {cache.spec} cache keeps extra_slots behind its windows"
     return None
 
 
@@ -255,6 +257,13 @@ class StaticEngine:
             held = (getattr(self._bound.buffers, field.name) for field in fields(self._bound.buffers))
             yield from (tensor for tensor in held if isinstance(tensor, Tensor))
 
+    def check_integrity(self) -> None:
+        """See ``PodCache.check_integrity``: what the engine is bound to is what the cache holds, or is known to have moved."""
+        assert self.cache.engine is self, "the engine serves another cache"
+        if self._bound is not None and self._bound.places == self._places():
+            for layer, own in zip(self._bound.step.layers, self._layers(), strict=True):
+                assert layer.layer is own, "the engine decodes over layers that the cache does not have"
+
     # -- programs ------------------------------------------------------------------------------------------------
 
     def _program(
@@ -302,6 +311,10 @@ class StaticEngine:
             with lasting():
                 self.cache.reserve(max(length, capacity + max(_ROOM, capacity // 8)))
 
+    def _places(self) -> list:
+        tensors = [tensor for layer in self._layers() for _, tensor in layer.parts()]
+        return [(tensor.data_ptr(), tensor.shape) for tensor in tensors]
+
     def _bind(self) -> _Bound | None:
         """The engine on the tensors as they are now.
 
@@ -309,8 +322,7 @@ class StaticEngine:
         """
         if not all(is_at_rest(layer.all_values) for layer in self._layers()):
             return None
-        tensors = [tensor for layer in self._layers() for _, tensor in layer.parts()]
-        places = [(tensor.data_ptr(), tensor.shape) for tensor in tensors]
+        places = self._places()
         if self._bound is not None and self._bound.places == places:
             return self._bound
         is_first, self._bound = self._bound is None and self._moved_to is None, None

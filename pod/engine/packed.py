@@ -14,6 +14,8 @@ from pod.modeling.shipped.stores import Codec
 class PackedLayer(PodCacheLayer):
     """A layer of packed stores, which packs as soon as it has attended."""
 
+    is_croppable = True
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         out = super().attend(q, k, v, step)
         self.settle(step)

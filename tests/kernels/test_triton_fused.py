@@ -12,9 +12,9 @@ import interpreter
 import pytest
 import torch
 from interpreter import needs_triton
-from pod.modeling.shipped.decode import make_roles
 
 from pod.kernels import fused as step
+from pod.modeling.shipped.decode import make_roles
 
 
 @dataclass

@@ -22,6 +22,9 @@ from pod.modeling.methods.base import Method
 from pod.modeling.methods.combine import build_cache
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.llama import PodForCausalLM
+from pod.modeling.shipped.state import PACKAGES
+
+PACKAGES.add(__name__)
 
 _METHODS: dict[str, Method] = {
     method.name: method
@@ -67,4 +70,6 @@ def make_cache(
             small, a method that does not fit the model.
     """
     name = model.config.own_method if spec is None else spec
-    return build_cache(_METHODS, model.config, name, budget, params)
+    cache = build_cache(_METHODS, model.config, name, budget, params)
+    cache.made_with = budget, params
+    return cache

@@ -14,6 +14,12 @@ _CAPACITY = {
         "tokens per row to reserve room for; decoding then runs in the decode engine (pod.engine)",
     )
 }
+_EXTRA_SLOTS = {
+    "extra_slots": (
+        0,
+        "tokens that followers hold behind their windows, so that as many can be taken back: crop, assisted decoding",
+    )
+}
 _TAU = {
     "tau": (
         None,
@@ -25,7 +31,12 @@ _TAU = {
 def _build(config: PodConfig, request: Request) -> PodCache:
     """The model's own layout and plan say which layers hold what."""
     tau, capacity = check_tau(request.params.get("tau")), request.params.get("capacity")
-    codec = request.codec
+    codec, extra_slots = request.codec, request.params.get("extra_slots", 0)
+    if extra_slots < 0 or (extra_slots and capacity is not None):
+        raise ValueError(
+            f"{request.spec}: extra_slots = {extra_slots} must be at least 0 tokens, and 0 with a capacity: the engine "
+            "serves windows without them"
+        )
     from pod import engine
 
     in_place = capacity is not None and codec is not NATIVE
@@ -34,6 +45,8 @@ def _build(config: PodConfig, request: Request) -> PodCache:
     def make_layer(config: PodConfig, layer_idx: int) -> CacheLayer:
         if in_place:
             layer = engine.packed_layer(config, layer_idx, codec, capacity)
+        elif extra_slots:
+            layer = PodCacheLayer(config, layer_idx, codec, extra_slots)
         else:
             layer = LAYOUT_LAYERS[config.layout](config, layer_idx, codec)
         if isinstance(layer, PodCacheLayer):
@@ -65,7 +78,7 @@ METHODS = (
         frees="distant keys of heads that follow a lead; no token is dropped",
         axis="layout",
         build=_build,
-        parameters=_TAU | _CAPACITY,
+        parameters=_TAU | _CAPACITY | _EXTRA_SLOTS,
     ),
     Method(
         name="cla",

@@ -141,6 +141,13 @@ class Newest:
         """Hold ``x`` at positions ``first …`` instead."""
         self.pending, self.first, self.stop = x, first, first + x.shape[2]
 
+    def crop(self, stop: int) -> None:
+        """Forget the positions from ``stop`` on."""
+        assert stop >= self.first
+        self.stop = min(self.stop, stop)
+        if self.pending is not None:
+            self.pending = self.pending[:, :, : len(self)]
+
     def rest(self, first: int) -> None:
         """Free what stands before ``first``, and put the others into the ring."""
         assert self.stop - first <= self.room
@@ -193,6 +200,20 @@ class _PackedStore(TokenStore):
     @property
     def dtype(self) -> torch.dtype:
         return self.newest.data.dtype
+
+    @property
+    def num_croppable(self) -> int:
+        """See ``Store``: native tokens."""
+        return len(self.newest)
+
+    @property
+    def num_ahead(self) -> int:
+        """See ``Store``: a group of tokens is packed when the ring would be full."""
+        return self.newest.room - len(self.newest) - 1
+
+    def crop(self, length: int) -> None:
+        """See ``Store``."""
+        self.newest.crop(length)
 
     def view(self, length: int) -> Tensor | Packed:
         """See ``Store.view``."""
@@ -359,6 +380,24 @@ class PackedTokens(_PackedStore):
     def tensors(self) -> list[Tensor]:
         return super().tensors() + ([] if self.packed_lengths is None else [self.packed_lengths])
 
+    def check_integrity(self) -> None:
+        """See ``TokenStore.check_integrity``."""
+        first, stop = self.newest.first, self.newest.stop
+        assert first <= self.packed_stop <= max(stop, first), (
+            f"{first}, {self.packed_stop}, {stop} are packed, tokens"
+        )
+        if self.packed_lengths is not None:
+            bounds = tuple(int(x) for x in self.packed_lengths.aminmax())
+            assert bounds == (first, self.packed_stop), (
+                f"{bounds} tokens are packed, not {first, self.packed_stop}"
+            )
+            assert self.codes.slots >= self.packed_stop, (
+                f"room for {self.codes.slots} of {self.packed_stop} packed"
+            )
+        if self.newest.tensors():
+            slots = self.newest.data.shape[2]
+            assert slots >= stop - first, f"{slots} slots hold {stop - first} native tokens"
+
     def predicted_nbytes(self, length: int) -> int:
         """Bytes when ``length`` tokens have settled: ``P(length)`` of them packed (more where ``keep`` left more), room
         for ``residual + group_size`` native."""
@@ -398,6 +437,17 @@ class QuantizedWindow(_PackedStore):
         newest, expired = self.newest, self.newest.stop - self.num_recent_tokens
         if expired - newest.first > self.num_recent_tokens // _SLACK:
             newest.replace(newest.view(expired, newest.stop).clone(), expired)
+
+    @property
+    def num_croppable(self) -> int:
+        """See ``Store``: native tokens, sinks behind no packed one included."""
+        return self.length if self.newest.first == self.num_sink_tokens else len(self.newest)
+
+    def crop(self, length: int) -> None:
+        """See ``Store``."""
+        self.newest.crop(max(length, self.num_sink_tokens))
+        if self.sinks is not None:
+            self.sinks = self.sinks[:, :, :length]
 
     def _oldest(self) -> int:
         """Position of the oldest token in the ring."""

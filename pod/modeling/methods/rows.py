@@ -82,6 +82,18 @@ class RowGroup:
             layer.select_rows(torch.tensor(places))
         return replace(self, rows=rows, layers=layers)
 
+    def crop(self, count: int) -> None:
+        """Take back the last ``count`` tokens of each row; a running prompt keeps its end."""
+        self.seen -= count
+        if self.prompt_length is not None:
+            self.prompt_length += max(0, count - self.prompt_done)
+        self.prompt_done = max(0, self.prompt_done - count)
+        for layer in self.layers:
+            if self.seen:
+                layer.crop(self.seen)
+            else:
+                layer.clear()
+
 
 class GroupedCache(PodCache):
     """A cache of child layers, one set per group of rows.
@@ -112,9 +124,14 @@ class GroupedCache(PodCache):
         self.groups: list[RowGroup] = []
         super().__init__(config, partial(_GroupedLayer, self), spec)
 
+    configuration = PodCache.configuration | {"layers", "chunks", "rowwise"}
+
     def reset(self) -> None:
         self.groups.clear()
         super().reset()
+
+    def new_layer(self, layer_idx: int) -> CacheLayer:
+        return self.make_child(self.config, layer_idx)
 
     # -- one pass --------------------------------------------------------------------------------------------
 
@@ -297,6 +314,47 @@ class GroupedCache(PodCache):
                         selected.append(group.take([place[wanted[new]] for new in part], part))
             self.groups = selected
         super()._select_rows(index)
+
+    @property
+    def is_croppable(self) -> bool:
+        return self.new_layer(0).is_croppable
+
+    def _most_croppable(self) -> list[int]:
+        longest = self.lengths if self._longest is None else self._longest
+        most = longest.tolist()
+        for group in self.groups:
+            for row in group.rows:
+                most[row] = min(layer.most_croppable(group.seen, most[row]) for layer in group.layers)
+        return most
+
+    def _layers_and_lengths(self) -> Iterator[tuple[CacheLayer, int]]:
+        yield from ((layer, group.seen) for group in self.groups for layer in group.layers)
+
+    def _crop_layers(self, counts: Tensor) -> None:
+        split = []
+        for group in self.groups:
+            members: dict[int, list[int]] = {}
+            for place, row in enumerate(group.rows):
+                members.setdefault(int(counts[row]), []).append(place)
+            for count, places in members.items():
+                rows = [group.rows[place] for place in places]
+                part = group if len(members) == 1 else group.take(places, rows)
+                part.crop(count)
+                split.append(part)
+        self.groups = split
+
+    def _check_layers(self) -> None:
+        rows = sorted(row for group in self.groups for row in group.rows)
+        assert rows == list(range(max(self.batch_size, 0))), (
+            f"groups hold the rows {rows} of {self.batch_size}"
+        )
+        for group in self.groups:
+            lengths = self.lengths[group.rows].cpu()
+            assert lengths.eq(group.seen).all(), (
+                f"rows {group.rows} have {lengths.tolist()} tokens, not {group.seen}"
+            )
+            for number, layer in enumerate(group.layers):
+                layer.check_integrity(f"layer {number}, rows {group.rows}", lengths)
 
     def predicted_nbytes(self) -> int:
         return sum(layer.predicted_nbytes(group.seen) for group in self.groups for layer in group.layers)

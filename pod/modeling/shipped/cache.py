@@ -5,6 +5,7 @@ q, k, v to ``cache.layers[i].attend(q, k, v, step)`` and closes the step. Layers
 left-aligned real tokens, so the token at position ``p`` of a row sits at slot ``p`` of a full store.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar, Protocol
@@ -14,8 +15,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from .config import PodConfig
+from .integrity import check_bookkeeping, check_objects
 from .layout import LAYOUT_LAYERS, PodCacheLayer
 from .padding import Compaction, check_positions, compaction_of
+from .state import SCHEMA, CacheState, Reader, Writer, fields_of
 from .step import CacheLayer, Step
 
 
@@ -31,7 +34,11 @@ class DecodeEngine(Protocol):
         ...
 
     def release(self) -> None:
-        """The cache is emptied."""
+        """The cache is emptied, or holds something else."""
+        ...
+
+    def check_integrity(self) -> None:
+        """See ``PodCache.check_integrity``."""
         ...
 
 
@@ -44,6 +51,7 @@ class PodCache(Cache):
         spec: name shown in reports and errors.
 
     Attributes:
+        made_with: the budget and the parameters given to ``pod.make_cache``.
         engine: what decodes over this cache in place of the layer-by-layer pass, see ``pod.engine``; None = nothing.
         made_by_generate: whether ``generate()`` made it because it was given none.
         attach_engine: ``(cache, prompt columns, most columns)`` may give an engine to such a cache; the package sets it.
@@ -51,6 +59,9 @@ class PodCache(Cache):
 
     engine: DecodeEngine | None = None
     made_by_generate = False
+    made_with: tuple[int | None, dict[str, Any]] = (None, {})
+    configuration = frozenset({"config", "spec", "made_with", "engine"})
+    """Attributes that come with a new cache of the same spec, and with its device."""
     attach_engine: ClassVar[Callable[["PodCache", int, int], None] | None] = None
 
     def __init__(
@@ -67,6 +78,7 @@ class PodCache(Cache):
     def _forget(self) -> None:
         self._columns = 0
         self._lengths: Tensor | None = None
+        self._longest: Tensor | None = None  # [B] lengths before the last crop; None = none
         self._seen_mask: Tensor | None = None  # bool [B, columns]; None = no padding so far
         self._seen_ids: list[Tensor] | None = []  # int32 [B, …]; None after inputs_embeds
         self._prompt_columns_left = 0
@@ -147,15 +159,21 @@ class PodCache(Cache):
 
     def end_decoding(self, ids: Tensor) -> None:
         """Count tokens ``[B, m]`` that an engine has fed since ``begin_decoding``."""
-        self._lengths, self._pending = self.lengths + ids.shape[1], None
+        self._set_lengths(self.lengths + ids.shape[1])
+        self._pending = None
         self._remember(ids.shape[1], None, ids, None, 0)
 
     def end_step(self, step: Step) -> None:
         """Count the tokens of the pass as seen."""
-        self._lengths = step.lengths
+        self._set_lengths(step.lengths)
         if self._pending is not None:
             self._pending()
         self._pending = None
+
+    def _set_lengths(self, lengths: Tensor) -> None:
+        self._lengths = lengths
+        if self._longest is not None:
+            self._longest = torch.maximum(self._longest, lengths)
 
     def pieces(self, step: Step) -> Iterator[Step]:
         """The pass in the pieces in which it goes through the layers, one after the other; here one, the pass itself.
@@ -263,6 +281,81 @@ class PodCache(Cache):
         equal = given == seen
         return bool((equal if self._seen_mask is None else equal | ~self._seen_mask).all())
 
+    # -- what is held, as tensors and facts ------------------------------------------------------------------
+
+    def state(self) -> CacheState:
+        """Everything that the cache holds; the tensors are its own, so read them before the next pass.
+
+        Raises:
+            ValueError: the last pass failed half-way.
+        """
+        self._check_no_pass_failed()
+        writer = self._writer()
+        fields = {name: writer.write(value, name) for name, value in self._held().items()}
+        facts = {"schema": SCHEMA, "spec": self.spec, "model": _signature(self.config), "fields": fields}
+        return CacheState(writer.tensors, json.loads(json.dumps(facts)))
+
+    def from_state(self, state: CacheState) -> None:
+        """Hold what ``state`` holds, from now on in its tensors: they must be this cache's alone, and on its model's device.
+
+        Raises:
+            ValueError: another schema or spec, or a model of another shape, plan or windows.
+        """
+        facts = state.facts
+        if facts.get("schema") != SCHEMA:
+            raise ValueError(
+                f"the state of the cache has schema {facts.get('schema')!r}, this version reads {SCHEMA}: make the cache "
+                "anew from its tokens"
+            )
+        if facts["spec"] != self.spec:
+            raise ValueError(
+                f"the state is that of a {facts['spec']} cache, this is a {self.spec} cache: make one of that spec"
+            )
+        if facts["model"] != json.loads(json.dumps(_signature(self.config))):
+            raise ValueError(
+                f"the state of this {self.spec} cache belongs to a model of another shape, plan or windows: load that "
+                "model, or make the cache anew from its tokens"
+            )
+        self.reset()
+        device = next((tensor.device for tensor in state.tensors.values()), torch.device("cpu"))
+        reader = Reader(state.tensors, {"config": self.config, "cache": self}, self.new_layer, device)
+        vars(self).update({name: reader.read(value) for name, value in facts["fields"].items()})
+
+    def new_layer(self, layer_idx: int) -> CacheLayer:
+        """An empty layer, for ``from_state`` to fill."""
+        return self.layers[layer_idx]
+
+    def _writer(self) -> Writer:
+        return Writer({"config": self.config, "cache": self})
+
+    def _held(self) -> dict[str, Any]:
+        return {name: value for name, value in fields_of(self).items() if name not in self.configuration}
+
+    def check_integrity(self) -> None:
+        """Count everything anew that is kept in two places, and compare; for tests, after any operation.
+
+        Raises:
+            AssertionError: with what is wrong.
+        """
+        self._check_no_pass_failed()
+        check_bookkeeping(self._columns, self._lengths, self._seen_mask, self._seen_ids)
+        writer = self._writer()
+        for name, value in self._held().items():
+            writer.write(value, name)
+        check_objects(writer.met, writer.tensors)
+        parts = {tensor.untyped_storage().data_ptr() for _, tensor in self._all_parts()}
+        for path, tensor in writer.tensors.items():
+            assert tensor.untyped_storage().data_ptr() in parts or path.endswith(".table"), (
+                f"{path} is not in nbytes"
+            )
+        self._check_layers()
+        if self.engine is not None:
+            self.engine.check_integrity()
+
+    def _check_layers(self) -> None:
+        for number, layer in enumerate(self.layers):
+            layer.check_integrity(f"layer {number}", self._lengths)
+
     # -- bytes -----------------------------------------------------------------------------------------------
 
     def _all_parts(self) -> Iterator[tuple[str, Tensor]]:
@@ -270,7 +363,7 @@ class PodCache(Cache):
             yield from layer.parts()
         if self.engine is not None:
             yield from (("decode_buffers", tensor) for tensor in self.engine.tensors())
-        bookkeeping = [self._lengths, self._seen_mask, *(self._seen_ids or ())]
+        bookkeeping = [self._lengths, self._longest, self._seen_mask, *(self._seen_ids or ())]
         yield from (("bookkeeping", tensor) for tensor in bookkeeping if tensor is not None)
 
     def nbytes_by_part(self) -> dict[str, int]:
@@ -331,6 +424,7 @@ class PodCache(Cache):
             layer.select_rows(index)
         index = index.to(self._lengths.device)
         self._lengths = self._lengths[index]
+        self._longest = None if self._longest is None else self._longest[index]
         if self._seen_mask is not None:
             self._seen_mask = self._seen_mask[index]
             if self._seen_mask.all():
@@ -348,8 +442,101 @@ class PodCache(Cache):
         if self._lengths is not None:
             self._select_rows(torch.arange(self.batch_size).repeat_interleave(repeats))
 
+    # -- taking tokens back ----------------------------------------------------------------------------------
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether tokens can be taken back at all; ``num_croppable`` says how many."""
+        return all(layer.is_croppable for layer in self.layers)
+
+    @property
+    def num_croppable(self) -> int:
+        """How many of the last columns ``crop`` can take back now."""
+        if self._lengths is None:
+            return 0
+        most = torch.tensor(self._most_croppable())
+        if self._seen_mask is None:
+            return int(most.min())
+        tokens = self._seen_mask.cpu().flip(1).cumsum(1)
+        return int((tokens <= most[:, None]).all(0).sum())
+
+    @property
+    def num_ahead(self) -> int:
+        """How many tokens behind the next one can be fed in a pass and taken back, as if they never came."""
+        return max(0, min(layer.most_ahead(length) for layer, length in self._layers_and_lengths()))
+
+    def _layers_and_lengths(self) -> Iterator[tuple[CacheLayer, int]]:
+        yield from ((layer, length) for length in set(self.lengths.tolist()) for layer in self.layers)
+
+    def check_assisted(self, longest: int) -> None:
+        """Raise ``ValueError`` unless candidates for up to ``longest`` tokens can be fed and taken back."""
+        layers = [self.new_layer(layer_idx) for layer_idx in range(self.config.num_hidden_layers)]
+        if not all(layer.is_croppable for layer in layers):
+            raise ValueError(
+                f"assisted decoding is not supported by the {self.spec} cache: what it drops for a candidate does not come "
+                "back; use full, pod with extra_slots, or int4, or decode without assistance"
+            )
+        if any(layer.most_ahead(longest) < 0 for layer in layers):
+            raise ValueError(
+                f"assisted decoding needs room behind the windows of the {self.spec} cache: pass past_key_values="
+                "pod.make_cache(model, 'pod', extra_slots=…) with the most candidates of a step (a trained window has none)"
+            )
+
+    def _most_croppable(self) -> list[int]:
+        """Tokens that each row can take back."""
+        longest = self.lengths if self._longest is None else self._longest
+        rows = zip(self.lengths.tolist(), longest.tolist(), strict=True)
+        return [min(layer.most_croppable(*row) for layer in self.layers) for row in rows]
+
     def crop(self, tokens_to_remove: int) -> None:
-        raise ValueError(f"crop is not supported by the {self.spec} cache: overwritten keys cannot come back")
+        """Take back the last columns, as if they had not been fed; an announced prompt still ends where it was to end.
+
+        Args:
+            tokens_to_remove: how many columns, padding included, as a negative number; 0 does nothing.
+
+        Raises:
+            ValueError: a positive number, or more columns than ``num_croppable``.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop({tokens_to_remove}) takes a negative number of columns: crop({-tokens_to_remove})"
+            )
+        if not tokens_to_remove:
+            return
+        self._check_no_pass_failed()
+        count, most = -tokens_to_remove, self.num_croppable
+        if count > most:
+            raise ValueError(
+                f"crop({tokens_to_remove}) is not possible: this {self.spec} cache can take back {most} of its {self._columns} "
+                "columns, as what it dropped, packed or overwrote does not come back; crop less, or reset() and feed again"
+            )
+        left = self._prompt_columns_left
+        if count == self._columns:
+            self.reset()
+        else:
+            self._crop(count)
+        self._prompt_columns_left = left + count if left else 0
+
+    def _crop(self, count: int) -> None:
+        counts = torch.full_like(self.lengths, count)
+        if self._seen_mask is not None:
+            counts = self._seen_mask[:, -count:].sum(1)
+            rest = self._seen_mask[:, :-count]
+            self._seen_mask = None if rest.all() else rest.clone()
+        longest = self.lengths if self._longest is None else self._longest
+        self._lengths, self._longest = self.lengths - counts, longest
+        self._columns -= count
+        self._crop_layers(counts)
+        while count and self._seen_ids:
+            last = self._seen_ids.pop()
+            if last.shape[1] > count:
+                self._seen_ids.append(last[:, :-count])
+            count -= min(count, last.shape[1])
+
+    def _crop_layers(self, counts: Tensor) -> None:
+        """Take back ``counts`` ``[B]`` tokens of each row; the new lengths are known already."""
+        for layer in self.layers:
+            layer.crop(int(self.lengths.max()))
 
 
 def _nothing() -> None:

@@ -7,9 +7,14 @@ from typing import Any
 import transformers
 from torch import Tensor
 from transformers import GenerationMixin
+from transformers.generation import CandidateGenerator, GenerationMode
 
 from .cache import PodCache
 from .config import PodConfig
+from .layout import LAYOUT_LAYERS, PodCacheLayer
+from .step import CacheLayer
+
+_EXTRA_SLOTS = 32  # of a cache that generate() makes for assisted decoding; 20 candidates are usual
 
 SUPPORTED = ">=5.17,<6"
 """Versions of transformers."""
@@ -35,13 +40,45 @@ class PodGenerationMixin(GenerationMixin):
             "generate_batch (continuous batching) is not supported: it ignores the cache; use generate()"
         )
 
-    def _get_candidate_generator(self, *args: Any, **kwargs: Any):
-        raise ValueError(
-            "assisted decoding is not supported: a window that moved on cannot be rolled back; leave it out"
+    def _get_candidate_generator(
+        self, generation_config, input_ids: Tensor, model_kwargs: dict, *args: Any, **kwargs: Any
+    ) -> "BoundedCandidates":
+        cache = model_kwargs["past_key_values"]
+        cache.check_assisted(generation_config.max_length)
+        columns = self._begin_prompt(input_ids, generation_config, model_kwargs)
+        if columns != input_ids.shape[1]:
+            raise ValueError(
+                f"assisted decoding over a filled cache takes the whole conversation: pass all {columns} columns as input_ids"
+            )
+        generator = super()._get_candidate_generator(
+            *args,
+            generation_config=generation_config,
+            input_ids=input_ids,
+            model_kwargs=model_kwargs,
+            **kwargs,
         )
+        if generator.requires_model_outputs:
+            raise ValueError(
+                f"a {type(generator).__name__} is not supported: it reads hidden states; use an assistant_model or "
+                "prompt_lookup_num_tokens"
+            )
+        model_kwargs["feeds_all"] = True
+        return BoundedCandidates(generator, cache)
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        feeds_all: bool = False,
+        **kwargs: Any,
+    ) -> dict:
+        """As in transformers; its assisted decoding would feed again what the cache holds (``feeds_all``)."""
+        if feeds_all and next_sequence_length is None:
+            next_sequence_length = input_ids.shape[1] - kwargs["past_key_values"].get_seq_length()
+        return super().prepare_inputs_for_generation(input_ids, next_sequence_length, **kwargs)
 
     def _prepare_cache_for_generation(
-        self, generation_config, model_kwargs: dict, *args: Any, **kwargs: Any
+        self, generation_config, model_kwargs: dict, generation_mode: Any = None, *args: Any, **kwargs: Any
     ) -> None:
         if generation_config.cache_implementation is not None:
             raise ValueError(
@@ -51,8 +88,12 @@ class PodGenerationMixin(GenerationMixin):
         cache = model_kwargs.get("past_key_values")
         if cache is None:
             if generation_config.use_cache is not False:
-                cache = model_kwargs["past_key_values"] = PodCache(self.config)
+                assisted = (
+                    generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION
+                )
+                cache = PodCache(self.config, _assisted_layer if assisted else None)
                 cache.made_by_generate = True
+                model_kwargs["past_key_values"] = cache
         elif not hasattr(cache, "begin_step"):
             raise ValueError(
                 f"a {type(cache).__name__} cannot serve a PoD model: make one with pod.make_cache(model, …)"
@@ -60,16 +101,22 @@ class PodGenerationMixin(GenerationMixin):
         else:
             cache._is_user_defined = True
 
+    def _begin_prompt(self, input_ids: Tensor, generation_config, model_kwargs: dict) -> int:
+        """Check that the inputs continue the cache, and announce the prompt; gives the columns of the whole conversation."""
+        cache, mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
+        embeds = model_kwargs.get("inputs_embeds")
+        given = (input_ids if embeds is None else embeds).shape[1]
+        # stock generate() drops a mask of ones and remembers its width
+        columns = getattr(generation_config, "_mask_length", given) if mask is None else mask.shape[1]
+        if cache.get_seq_length():
+            cache.check_continues(input_ids, columns, embeds is not None)
+        cache.begin_prompt(columns - cache.get_seq_length())
+        return columns
+
     def _prefill(self, input_ids: Tensor, generation_config, model_kwargs: dict, *args: Any, **kwargs: Any):
-        cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+        cache = model_kwargs.get("past_key_values")
         if cache is not None:
-            embeds = model_kwargs.get("inputs_embeds")
-            given = (input_ids if embeds is None else embeds).shape[1]
-            # stock generate() drops a mask of ones and remembers its width
-            columns = getattr(generation_config, "_mask_length", given) if mask is None else mask.shape[1]
-            if cache.get_seq_length():
-                cache.check_continues(input_ids, columns, embeds is not None)
-            cache.begin_prompt(columns - cache.get_seq_length())
+            columns = self._begin_prompt(input_ids, generation_config, model_kwargs)
             has_beams = (
                 generation_config.num_beams or 1
             ) > 1  # rows move at every step: nothing for an engine
@@ -92,3 +139,30 @@ def check_hooks() -> None:
                 f"generate() replaces GenerationMixin.{name}({', '.join(['self', *expected, '…'])}), which transformers "
                 f"{transformers.__version__} does not have: install transformers{SUPPORTED}"
             )
+
+
+class BoundedCandidates(CandidateGenerator):
+    """Another generator's candidates, and no more of them than the cache can take back as if they never came.
+
+    While the prompt is not in the cache there are none: a method must see where a prompt ends.
+    """
+
+    def __init__(self, generator: CandidateGenerator, cache: PodCache):
+        self.generator, self.cache = generator, cache
+
+    def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """``[1, n]`` to ``[1, n + candidates]``, and the logits of the candidates where the generator knows them."""
+        ids, logits = self.generator.get_candidates(input_ids, **kwargs)
+        n = input_ids.shape[1]
+        most = self.cache.num_ahead if self.cache.get_seq_length() == n - 1 and n > 1 else 0
+        return ids[:, : n + most], None if logits is None or not most else logits[:, :most]
+
+    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
+        """As the generator does."""
+        self.generator.update_candidate_strategy(input_ids, scores, num_matches)
+
+
+def _assisted_layer(config: PodConfig, layer_idx: int) -> CacheLayer:
+    if config.layout == "pod":
+        return PodCacheLayer(config, layer_idx, extra_slots=_EXTRA_SLOTS)
+    return LAYOUT_LAYERS[config.layout](config, layer_idx)

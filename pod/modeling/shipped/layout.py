@@ -11,7 +11,7 @@ from .decode import make_buffers, make_roles, pod_decode
 from .grouped import attend_slots
 from .sharing import is_followed
 from .step import CacheLayer, Step
-from .stores import NATIVE, Codec, Recent, Store
+from .stores import NATIVE, Codec, Recent, Store, TokenStore, take_slots
 
 
 class PodCacheLayer(CacheLayer):
@@ -22,17 +22,19 @@ class PodCacheLayer(CacheLayer):
     instead, so that no distant key is read twice in a step.
 
     Attributes:
+        extra_slots: see ``CacheLayer``; for the window keys of followers.
         tau: gate above which a follower's query head leaves out its distant tokens when decoding; None = never.
         capacity: tokens that native stores have room for from the start; 0 = they grow as tokens come.
     """
 
+    is_croppable = True
     evicts = False
     tau: float | None = None
     capacity = 0
 
-    def __init__(self, config: PodConfig, layer_idx: int, codec: Codec = NATIVE):
+    def __init__(self, config: PodConfig, layer_idx: int, codec: Codec = NATIVE, extra_slots: int = 0):
         super().__init__()
-        self.codec = codec
+        self.codec, self.extra_slots = codec, extra_slots
         self.layer_idx = layer_idx
         self.lead = config.sharing_plan.lead
         self.leads, self.followers = split_heads(self.lead[layer_idx], layer_idx)
@@ -47,7 +49,8 @@ class PodCacheLayer(CacheLayer):
         self.roles = None  # on the device of the first decoded token
         self.all_values = self.codec.tokens("values", self.evicts)
         self.lead_keys = self.codec.tokens("keys", self.evicts)
-        self.window_keys = self.codec.window("keys", self.num_sink_tokens, self.num_recent_tokens)
+        ring = self.num_recent_tokens + self.extra_slots
+        self.window_keys = self.codec.window("keys", self.num_sink_tokens, ring)
         self.reserve(self.capacity)
 
     def reserve(self, capacity: int) -> None:
@@ -57,7 +60,8 @@ class PodCacheLayer(CacheLayer):
             store.reserve(capacity)
 
     def stores(self) -> dict[str, Store]:
-        return {"keys": self.lead_keys, "window_keys": self.window_keys, "values": self.all_values}
+        stores = {"keys": self.lead_keys, "window_keys": self.window_keys, "values": self.all_values}
+        return stores if self.followers else {name: stores[name] for name in ("keys", "values")}
 
     # -- attention -------------------------------------------------------------------------------------------
 
@@ -133,7 +137,7 @@ class PodCacheLayer(CacheLayer):
         return pod_decode(
             q[:, :, 0],
             self.lead_keys.stored if self.leads else None,
-            self.window_keys.read(step.max_length) if self.followers else None,
+            self._window(step) if self.followers else None,
             values,
             step.lengths,
             self.roles,
@@ -144,6 +148,16 @@ class PodCacheLayer(CacheLayer):
             tau=self.tau,
             rows=[sum(row) for row in step.rows],
         ).unsqueeze(2)
+
+    def _window(self, step: Step) -> Tensor:
+        """Window keys ``[B, h, n_s + n_r, d]`` as decoding reads them: of a larger ring, a copy."""
+        held = self.window_keys.read(step.max_length)
+        if not self.extra_slots:
+            return held
+        window = TokenStore(self.num_sink_tokens, self.num_recent_tokens)
+        places = TokenStore(self.num_sink_tokens, self.num_recent_tokens + self.extra_slots)
+        slots = places.slots_of(window.slot_positions(step.lengths).clamp(min=0))
+        return take_slots(held, slots[:, None].expand(-1, held.shape[1], -1))
 
 
 def append_new(store: Store, x: Tensor, step: Step) -> None:
@@ -159,6 +173,8 @@ class ClaCacheLayer(PodCacheLayer):
 
     Followers find their lead in ``step.layers``, so that rows can be regrouped and copied as for any other layer.
     """
+
+    is_croppable = True
 
     def __init__(self, config: PodConfig, layer_idx: int, codec: Codec = NATIVE):
         super().__init__(config, layer_idx, codec)
@@ -194,6 +210,8 @@ class WindowCacheLayer(CacheLayer):
 
     A query at position i sees ``i - j < num_recent_tokens`` in any pass, so the result depends on no chunking.
     """
+
+    is_croppable = True
 
     def __init__(self, config: PodConfig, layer_idx: int, codec: Codec = NATIVE):
         super().__init__()

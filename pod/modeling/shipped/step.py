@@ -1,5 +1,6 @@
 """The interface between the decoder and a cache: one `Step` per forward pass, one `CacheLayer` per decoder layer."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .attend import Lead, Segments, Source, span
 from .decode import DecodeBuffers
+from .integrity import check_tokens
 from .stores import RaggedRows
 
 
@@ -123,6 +125,13 @@ class CacheLayer(CacheLayerMixin):
 
     is_compileable = False
     is_croppable = False
+    """Whether tokens can be taken back; every class says so for itself, as ``crop`` knows nothing of what it adds."""
+    extra_slots = 0
+    """Tokens that a ring holds behind its window, so that as many can be taken back."""
+
+    def __init_subclass__(cls, **kwargs) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.is_croppable = vars(cls).get("is_croppable", False)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         """Store the new tokens and attend.
@@ -158,6 +167,45 @@ class CacheLayer(CacheLayerMixin):
         """Keep, repeat or reorder rows of the batch."""
         for store in self.stores().values():
             store.select_rows(index)
+
+    def most_croppable(self, length: int, longest: int) -> int:
+        """How many of the last tokens of rows of ``length`` can be taken back.
+
+        Args:
+            longest: tokens that the rows had before a ``crop``, which have been written over older ones.
+        """
+        if not self.is_croppable:
+            return 0
+        most = length
+        for store in self.stores().values():
+            if not store.is_empty:
+                most = min(most, store.num_croppable)
+                if store.has_window and longest > store.used_slots(longest):
+                    most = min(most, length + self.extra_slots - longest)
+        return most
+
+    def most_ahead(self, length: int) -> int:
+        """How many tokens behind the next one can be fed in a pass and taken back, as if they never came; -1 = never again."""
+        most = min(store.num_ahead for store in self.stores().values()) - 1
+        for store in self.stores().values():
+            if store.has_window:
+                room = store.used_slots(sys.maxsize) - length - 1
+                most = min(most, max(room, self.extra_slots or -1))
+        return most
+
+    def crop(self, length: int) -> None:
+        """Forget the tokens behind the first ``length`` of each row."""
+        for store in self.stores().values():
+            if not store.is_empty:
+                store.crop(length)
+
+    def check_integrity(self, where: str, lengths: Tensor) -> None:
+        """Raise ``AssertionError`` unless the stores hold rows of ``lengths`` ``[B]`` tokens; what a method drops is its own."""
+        for name, store in self.stores().items():
+            if self.is_croppable:
+                check_tokens(store, lengths, f"{where}: {name}")
+            else:
+                assert store.is_empty or store.shape[0] == len(lengths), f"{where}: {name} has other rows"
 
     def predicted_nbytes(self, length: int) -> int:
         """Bytes that the method's rule needs for rows of ``length`` tokens, without growth slack."""

@@ -76,6 +76,20 @@ class Store(Protocol):
         """Overwrite slots ``[B, h, c]`` with ``[B, h, c, d]``."""
         ...
 
+    @property
+    def num_croppable(self) -> int:
+        """How many of the last tokens ``crop`` can forget, as far as their form goes."""
+        ...
+
+    @property
+    def num_ahead(self) -> int:
+        """How many tokens can come before others take another form."""
+        ...
+
+    def crop(self, length: int) -> None:
+        """Forget the tokens behind the first ``length`` of each row, where there are more."""
+        ...
+
     def select_rows(self, index: Tensor) -> None: ...
 
     def tensors(self) -> list[Tensor]: ...
@@ -225,6 +239,19 @@ class TokenStore:
         """Overwrite slots ``[B, h, c]`` with ``[B, h, c, d]``."""
         self.data.scatter_(2, slots[..., None].expand_as(x), x.to(self.dtype))
 
+    @property
+    def num_croppable(self) -> int:
+        """See ``Store``: any; that older tokens of a window are overwritten, its layer knows."""
+        return sys.maxsize
+
+    @property
+    def num_ahead(self) -> int:
+        """See ``Store``."""
+        return sys.maxsize
+
+    def crop(self, length: int) -> None:
+        """Nothing to do: later tokens are written over what is forgotten."""
+
     def predicted_nbytes(self, length: int) -> int:
         """Bytes of the slots in use after ``length`` tokens."""
         batch, heads, _, head_dim = self.shape
@@ -238,9 +265,21 @@ class TokenStore:
     def tensors(self) -> list[Tensor]:
         return [] if self.is_empty else [self.data]
 
+    def check_integrity(self) -> None:
+        """Raise ``AssertionError`` with what is wrong."""
+        for tensor in self.tensors():
+            assert tensor.dim() == 4, f"a store holds {list(tensor.shape)}"
+        assert self.is_empty or self.shape[2] <= self.limit, (
+            f"{self.shape[2]} slots in a window of {self.limit}"
+        )
+
 
 class NativeCodec:
     """Keys and values as the model computes them."""
+
+    def __reduce__(self) -> str:
+        """A copy is the codec itself."""
+        return "NATIVE"
 
     def tokens(self, part: str, evicts: bool = False) -> Store:
         return TokenStore()

@@ -1,0 +1,102 @@
+"""Caches in safetensors files: a prefix is read once, and continued in other processes with the same bits."""
+
+import json
+import os
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pod.engine import attach
+from pod.files import atomic_write_bytes
+from pod.modeling.methods import make_cache
+from pod.modeling.shipped.cache import PodCache
+from pod.modeling.shipped.llama import PodForCausalLM
+from pod.modeling.shipped.state import PACKAGES, SCHEMA, CacheState
+
+PACKAGES.add("pod.engine.packed")
+_KIND = "pod-kv cache"
+
+
+def save_cache(cache: PodCache, path: str | os.PathLike) -> None:
+    """Write everything that ``cache`` holds to a safetensors file of about ``cache.nbytes`` bytes, all at once or not at all.
+
+    Raises:
+        ValueError: an empty cache, or one whose last pass failed.
+    """
+    if not cache.is_initialized:
+        raise ValueError("the cache is empty: feed a prompt before it is saved")
+    state = cache.state()
+    budget, params = cache.made_with
+    made = {"spec": cache.spec, "budget": budget, "params": params, "engine": _engine(cache)}
+    metadata = {
+        "kind": _KIND,
+        "schema": str(SCHEMA),
+        "cache": json.dumps(made, default=os.fspath),
+        "dtype": str(_dtype(state.tensors)),
+        "columns": str(cache.get_seq_length()),
+        "lengths": json.dumps(cache.lengths.tolist()),
+        "facts": json.dumps(state.facts),
+    }
+    tensors = {name: tensor.contiguous().clone() for name, tensor in state.tensors.items()}
+    atomic_write_bytes(path, safetensors.torch.save(tensors, metadata))
+
+
+def load_cache(model: PodForCausalLM, path: str | os.PathLike) -> PodCache:
+    """The cache of a file that ``save_cache`` wrote, for a model like the one that filled it, on that model's device.
+
+    Raises:
+        ValueError: no such file, a damaged one or one of another kind or schema; a model of another shape, plan, windows
+            or dtype. Weights are not compared.
+    """
+    metadata, tensors = _read(path, model.device)
+    made, facts = json.loads(metadata["cache"]), json.loads(metadata["facts"])
+    if metadata["dtype"] != str(model.dtype):
+        raise ValueError(
+            f"{path} holds a cache in {metadata['dtype']}, the model is in {model.dtype}: load the model in that dtype"
+        )
+    try:
+        cache = make_cache(model, made["spec"], made["budget"], **made["params"])
+        if made["engine"] is not None and cache.engine is None:
+            attach(cache, **made["engine"])
+        cache.from_state(CacheState(tensors, facts))
+        cache.check_integrity()
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    except (AssertionError, AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): save the cache again") from None
+    return cache
+
+
+def _engine(cache: PodCache) -> dict[str, Any] | None:
+    """What to attach an engine with, as ``cache`` has one."""
+    engine = cache.engine
+    if engine is None:
+        return None
+    capacity = cache.layers[0].capacity  # type: ignore[attr-defined]
+    return {"capacity": capacity, "backend": engine.backend, "compiler": engine.compiler}  # type: ignore[attr-defined]
+
+
+def _dtype(tensors: dict[str, Tensor]) -> torch.dtype | None:
+    """That of the model: keys, or what of a packed store is not packed yet, come in it."""
+    return next((x.dtype for x in tensors.values() if x.is_floating_point() and x.dim() == 4), None)
+
+
+def _read(path: str | os.PathLike, device: torch.device) -> tuple[dict[str, str], dict[str, Tensor]]:
+    try:
+        with safe_open(path, "pt", device=str(device)) as file:
+            metadata = file.metadata() or {}
+            if metadata.get("kind") != _KIND:
+                raise ValueError(f"{path} is not a cache that pod.save_cache wrote: name such a file")
+            if metadata["schema"] != str(SCHEMA):
+                raise ValueError(
+                    f"{path} has schema {metadata['schema']}, this version reads {SCHEMA}: make the cache anew from its tokens"
+                )
+            names = file.keys()  # not a dictionary: it does not iterate
+            return metadata, {name: file.get_tensor(name) for name in names}
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file") from None
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): save the cache again") from None
