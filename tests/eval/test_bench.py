@@ -54,7 +54,7 @@ def bench(models):
 
 
 def stores_of(cache):
-    return [store for layer in cache.layers for store in layer._stores().values() if not store.is_empty]
+    return [store for layer in cache.layers for store in layer.stores().values() if not store.is_empty]
 
 
 # -- recipe ----------------------------------------------------------------------------------------------------------

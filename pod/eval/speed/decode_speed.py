@@ -33,7 +33,6 @@ from pod.eval.speed.dense_decode import candidates
 from pod.eval.stats import spread
 from pod.modeling.loading import from_dense
 from pod.modeling.shipped.layout import PodCacheLayer
-from pod.modeling.shipped.stores import TokenStore
 
 _WARM_UP = 2  # tokens; the first compiles and captures
 _CHUNK = 1 << 26  # random numbers written to a store at a time
@@ -250,8 +249,7 @@ def _append_random(store: Any, shape: tuple, factor: Tensor | None, dtype: torch
             batch, heads, rows, head_dim, generator=generator, device=generator.device, dtype=dtype
         )
         store.append(x if factor is None else x * factor[:, None, None].to(dtype), first)
-        if not isinstance(store, TokenStore):
-            store.settle(first + rows)
+        store.settle(first + rows)
 
 
 @torch.no_grad()
