@@ -21,7 +21,7 @@ from pod.modeling.shipped.attend import (
     merge,
     take_heads,
 )
-from pod.modeling.shipped.stores import Recent, TokenStore
+from pod.modeling.shipped.stores import RaggedRows, Recent, TokenStore
 
 NAN = float("nan")
 BACKENDS = ["reference", "flash", "emulated"]
@@ -142,13 +142,12 @@ def test_tokens_of_a_window(rows, see, backend):
     (past, counts), see = ROWS[rows], SEES[see]
     rows = ROWS[rows]
     q, k, v, q_lead, k_lead = followed(made(rows), see)
-    lengths = torch.tensor(past), torch.tensor(counts)
     exact = truth(rows, see, q, k, v, q_lead, k_lead, 0.4)
 
     def recent(x, heads):
         store, x = TokenStore(see[0], see[1]), x[:, heads].nan_to_num(7.0)
         if max(past):
-            store.append_ragged(x[:, :, : max(past)], torch.zeros_like(lengths[0]), lengths[0])
+            store.append_ragged(x[:, :, : max(past)], RaggedRows([(0, length) for length in past], x.device))
         chunk = torch.stack(
             [
                 torch.nn.functional.pad(x[b, :, p : p + c], (0, 0, 0, max(counts) - c))

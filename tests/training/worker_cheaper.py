@@ -137,7 +137,6 @@ def trained_logits(trainer):
     model = tiny.make_model()
     whole = add_lora(model, trainer.lora) if trainer.lora else model
     whole.load_state_dict(weights, strict=False)
-    model.config.attention_backend = "reference"
     with torch.no_grad():
         return model.eval()(input_ids=PROMPT).logits
 
@@ -211,15 +210,13 @@ def adapter(out, folder) -> None:
     export_adapter(checkpoint_to_export(folder, None), out / "adapter", "tiny")
     with torch.no_grad():
         plain = tiny.make_model()
-        plain.config.attention_backend = "reference"
         without = plain.eval()(input_ids=PROMPT).logits
         wrapped = PeftModel.from_pretrained(plain, str(out / "adapter")).eval()
         by_peft = wrapped(input_ids=PROMPT).logits
         dense = pod.PodForCausalLM(pod.PodConfig(**{**plain.config.to_dict(), "lead": None}))
         dense.load_state_dict(tiny.make_model().state_dict())
-        dense.config.attention_backend = "reference"
         dense.save_pretrained(out / "base")
-        loaded = load_adapter(out / "adapter", str(out / "base"), attention_backend="reference")
+        loaded = load_adapter(out / "adapter", str(out / "base"))
         merged = loaded.merge_and_unload()
         by_us = merged(input_ids=PROMPT).logits
         tokens = [

@@ -226,7 +226,6 @@ def exported(name, out, folder, dtype) -> None:
         model = add_lora(model, {**settings, "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]})
     model.to(dtype).load_state_dict(weights, strict=False)
     plain = model.get_base_model() if hasattr(model, "get_base_model") else model
-    plain.config.attention_backend = "reference"  # what the export's own files have
     loaded = AutoModelForCausalLM.from_pretrained(
         out / f"{name}_export", trust_remote_code=True, dtype="auto"
     ).eval()

@@ -139,8 +139,6 @@ def exports(out: Path) -> None:
             torch.load(folder / "trained.pt", weights_only=True), strict=False
         )
         loaded = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True).eval()
-        plain = trained.get_base_model() if label != name else trained
-        plain.config.attention_backend = "reference"
         with torch.no_grad():
             expected, got = trained.eval()(input_ids=PROMPT).logits, loaded(input_ids=PROMPT).logits
         generated = loaded.generate(PROMPT, max_new_tokens=4, do_sample=False, eos_token_id=-1)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from .attend import CAUSAL, Lead, Source, Tokens, Visibility, attend, merge_heads, take_heads, takes_gradients
@@ -11,7 +12,7 @@ from .decode import make_buffers, make_roles, pod_decode
 from .grouped import attend_slots
 from .sharing import is_followed
 from .step import CacheLayer, Step
-from .stores import NATIVE, Codec, Recent, Store, TokenStore, take_slots
+from .stores import NATIVE, Codec, Recent, Store, take_slots
 
 
 class PodCacheLayer(CacheLayer):
@@ -154,9 +155,12 @@ class PodCacheLayer(CacheLayer):
         held = self.window_keys.read(step.max_length)
         if not self.extra_slots:
             return held
-        window = TokenStore(self.num_sink_tokens, self.num_recent_tokens)
-        places = TokenStore(self.num_sink_tokens, self.num_recent_tokens + self.extra_slots)
-        slots = places.slots_of(window.slot_positions(step.lengths).clamp(min=0))
+        n_s, n_r = self.num_sink_tokens, self.num_recent_tokens
+        slots = torch.arange(min(step.max_length, n_s + n_r), device=held.device)
+        newest = step.lengths[:, None] - 1
+        positions = newest - (newest - slots) % n_r
+        ring = (n_s + (positions - n_s) % (n_r + self.extra_slots)).clamp(max=held.shape[2] - 1)
+        slots = torch.where(slots < n_s, slots, ring)
         return take_slots(held, slots[:, None].expand(-1, held.shape[1], -1))
 
 
