@@ -48,6 +48,8 @@ class Store(Protocol):
 
     def append_ragged(self, x: Tensor, past: Tensor, counts: Tensor) -> None: ...
 
+    def append_one(self, x: Tensor, past: Tensor, length: int) -> None: ...
+
     def read(self, length: int) -> Tensor:
         """``[B, h, used slots, d]``: a view, or a copy that the caller must not keep."""
         ...
@@ -230,6 +232,11 @@ class TokenStore:
         data = self._grow(x, self.used_slots(int((past + counts).max())))
         rows, columns = keep.nonzero(as_tuple=True)
         data[rows, :, self.slots_of(position_ids)[rows, columns]] = x[rows, :, columns]
+
+    def append_one(self, x: Tensor, past: Tensor, length: int) -> None:
+        """Write a token ``[B, h, 1, d]`` behind ``past[b]`` tokens of each row, after which the longest has ``length``."""
+        self._grow(x, self.used_slots(length))
+        self.write(self.slots_of(past)[:, None, None].expand(-1, x.shape[1], 1), x)
 
     def read(self, length: int) -> Tensor:
         """View of the used slots after at most ``length`` tokens per row."""
