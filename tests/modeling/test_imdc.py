@@ -13,6 +13,7 @@ from oracles_imdc import Chunked
 import pod
 from pod.modeling.methods import imdc
 from pod.modeling.methods.imdc_schedule import Settings, prompt_schedule
+from pod.modeling.shipped.rope import Rope
 
 SLOT = 2 * 5 * 2 * 8 * 8  # bytes: keys and values, layers, KV heads, head_dim, fp64
 COMMON = {"budget": 16, "chunk_size": 12, "window": 2}
@@ -68,13 +69,13 @@ def test_decoded_tokens_are_appended(tools):
 def test_positions_never_exceed_memory_and_chunk(tools, monkeypatch, spec):
     """A prompt of 400 tokens in chunks of 20: no key or query is turned beyond max(c_i + m_{i-1})."""
     model, ids, largest = tools.make_pod("llama", plan=False), tools.random_ids(1, 400), []
-    turn = imdc._turn
+    turn = Rope.turn
 
-    def noted(x, slots, step):
+    def noted(rope, x, slots):
         largest.append(slots.stop)
-        return turn(x, slots, step)
+        return turn(rope, x, slots)
 
-    monkeypatch.setattr(imdc, "_turn", noted)
+    monkeypatch.setattr(Rope, "turn", noted)
     cache = pod.make_cache(model, spec, budget=20, chunk_size=20, window=3)
     out = model(ids, past_key_values=cache).logits
     plan = prompt_schedule(Settings("imdc", "linear", 20, 20, 5), 400)

@@ -99,8 +99,8 @@ def test_mean_of_many_tokens_does_not_freeze_in_half_precision():
         compensation.add(Tokens(tokens[:, :, at : at + 1], tokens[:, :, at : at + 1]))
     exact = tokens.double().mean(2, keepdim=True)
     assert (compensation.mean.keys.double() - exact).abs().max() < 1e-4 * exact.abs().max()
-    (column,) = compensation.column(torch.bfloat16)
-    assert column.bias == math.log(6000) and column.tokens.keys.dtype == torch.bfloat16
+    ((tokens, bias),) = compensation.seen(torch.bfloat16)
+    assert bias == math.log(6000) and tokens.keys.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("codec", [NATIVE, QuantizedCodec(8, 4, 2)], ids=["native", "int8"])

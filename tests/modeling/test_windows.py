@@ -1,4 +1,4 @@
-"""Windows in the unit: attention in strips, bytes, cost, unbounded decoding, rows, packed windows, refusals.
+"""Windows in the unit: attention in parts, bytes, cost, unbounded decoding, rows, packed windows, refusals.
 
 Logits against naive oracles are in test_oracles_windows.py and test_oracles_ranked.py.
 """
@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
-from pod.modeling.shipped import strips
-from pod.modeling.shipped.strips import Aside, strip_attention
+from pod.modeling.shipped import flash
+from pod.modeling.shipped.attend import EVERYTHING, Tokens, Visibility, attend, merge
+from pod.modeling.shipped.grouped import attend_slots
 
 WINDOWS = {
     "streamingllm": {"num_sink_tokens": 3},
@@ -45,45 +46,82 @@ def payload(cache):
     return sum(size for part, size in cache.nbytes_by_part().items() if part != "bookkeeping")
 
 
-def naive_strip(q, k, v, scale, window, extra):
-    """One softmax over the band and ``extra = (logits [B, Hq, m, s], values [B, Hq, s, d])``, n×n in fp64."""
-    q, k, v = q.double(), *(x.double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+def one_softmax(q, k, v, window, other_q, other_k, other_v, bias=0.0):
+    """Over a window of the keys and all of the other part, n×n in fp64; both scaled by 0.3."""
+    groups = q.shape[1] // k.shape[1]
+    q, other_q = q.double(), other_q.double()
+    k, v, other_k, other_v = (x.double().repeat_interleave(groups, 1) for x in (k, v, other_k, other_v))
     m, n = q.shape[2], k.shape[2]
     distance = torch.arange(n - m, n)[:, None] - torch.arange(n)
-    logits = (q @ k.transpose(2, 3) * scale).masked_fill((distance < 0) | (distance >= window), -torch.inf)
-    if extra is None:
-        return logits.softmax(-1) @ v
-    weights = torch.cat((logits, extra[0].double()), -1).softmax(-1)
-    return weights[..., :n] @ v + weights[..., n:] @ extra[1].double()
+    near = (q @ k.transpose(2, 3) * 0.3).masked_fill((distance < 0) | (distance >= window), -torch.inf)
+    logits = torch.cat((near, other_q @ other_k.transpose(2, 3) * 0.3 + bias), -1)
+    return logits.softmax(-1) @ torch.cat((v, other_v), 2), logits.logsumexp(-1), logits.softmax(-1)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 5e-6), (torch.bfloat16, 0.04)]
-)
+def random_parts(dtype, groups, m, n):
+    """Queries, keys and values, and another part of 4 tokens that is seen with other queries: its logits reach ±30."""
+    generator = torch.Generator().manual_seed(m + n)
+    heads = 2 * groups, 2, 2
+    near = (
+        torch.randn(2, h, length, 16, generator=generator) for h, length in zip(heads, (m, n, n), strict=True)
+    )
+    other = (
+        torch.randn(2, h, length, 16, generator=generator) for h, length in zip(heads, (m, 4, 4), strict=True)
+    )
+    q, k, v, other_q, other_k, other_v = (x.to(dtype) for x in (*near, *other))
+    return q, k, v, 3 * other_q, 3 * other_k, other_v
+
+
+PRECISIONS = [(torch.float64, 1e-12), (torch.float32, 5e-6), (torch.bfloat16, 0.04)]
+
+
+@pytest.mark.parametrize(("dtype", "limit"), PRECISIONS)
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize(
     ("m", "n", "window"),
     [(1, 1, None), (7, 7, None), (300, 420, None), (300, 500, 60), (1, 9, 4), (130, 130, 5)],
 )
-def test_strips_equal_one_softmax(dtype, limit, groups, m, n, window):
-    """Ragged strips, a window, and logits of up to ±30 that take part from aside, in every precision."""
-    generator = torch.Generator().manual_seed(m + n)
-    shapes = [
-        (2, 2 * groups, m, 16),
-        (2, 2, n, 16),
-        (2, 2, n, 16),
-        (2, 2 * groups, m, 4),
-        (2, 2 * groups, 4, 16),
-    ]
-    q, k, v, logits, values = (torch.randn(s, generator=generator).to(dtype) for s in shapes)
-    logits = 10 * logits.to(torch.promote_types(dtype, torch.float32))
-    for extra in (None, (logits, values)):
-        aside = None
-        if extra is not None:
-            aside = Aside(logits.logsumexp(-1), logits.softmax(-1).to(dtype) @ values)
-        out = strip_attention(q, k, v, 0.3, window, aside)
-        expected = naive_strip(q, k, v, 0.3, window or n, extra)
-        assert out.dtype == dtype and (out - expected).abs().max() <= limit
+def test_parts_of_a_window_equal_one_softmax(dtype, limit, groups, m, n, window):
+    """Ragged strips, a window, and a part with queries of its own, in every precision."""
+    q, k, v, other_q, other_k, other_v = random_parts(dtype, groups, m, n)
+    near = attend(q, Tokens(k, v), visibility=Visibility(num_recent_tokens=window), scale=0.3)
+    far = attend(other_q, Tokens(other_k, other_v), visibility=EVERYTHING, scale=0.3)
+    out, lse = merge([near, far])
+    expected, expected_lse, _ = one_softmax(q, k, v, window or n, other_q, other_k, other_v)
+    assert out.dtype == dtype and (out - expected).abs().max() <= limit
+    assert (lse - expected_lse).abs().max() <= 20 * limit  # of up to 60
+
+
+@pytest.mark.parametrize(("dtype", "limit"), PRECISIONS)
+@pytest.mark.parametrize("groups", [1, 3])
+def test_tokens_beside_the_slots_are_part_of_the_same_softmax(dtype, limit, groups):
+    q, k, v, _, other_k, other_v = random_parts(dtype, groups, 1, 37)
+    out, lse, weights = attend_slots(q, k, v, 0.3, also=[(Tokens(other_k, other_v), 2.5)])
+    expected = one_softmax(q, k, v, 37, q, other_k, other_v, bias=2.5)
+    assert out.dtype == dtype and (out - expected[0]).abs().max() <= limit
+    assert (lse - expected[1]).abs().max() <= limit
+    assert (weights.flatten(1, 2) - expected[2][:, :, 0]).abs().max() <= min(limit, 1e-5)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gradients_through_merged_parts(groups):
+    """Parts of `reference` have log-sum-exps with gradients, so that a merge has exact ones; so has a decoded token."""
+    tensors = [x.requires_grad_() for x in random_parts(torch.float64, groups, 5, 9)]
+    q, k, v, other_q, other_k, other_v = tensors
+    see = Visibility(num_recent_tokens=3)
+    near = attend(q, Tokens(k, v), None, see, scale=0.3, backend="reference")
+    far = attend(other_q, Tokens(other_k, other_v), None, EVERYTHING, scale=0.3, backend="reference")
+    direction = torch.randn(near[0].shape, dtype=torch.float64)
+    found = torch.autograd.grad((merge([near, far])[0] * direction).sum(), tensors)
+    exact = torch.autograd.grad(
+        (one_softmax(q, k, v, 3, other_q, other_k, other_v)[0] * direction).sum(), tensors
+    )
+    assert max((a - b).abs().max() for a, b in zip(found, exact, strict=True)) <= 1e-12
+    one, tensors = q[:, :, :1], [q, k, v, other_k, other_v]
+    found = attend_slots(one, k, v, 0.3, also=[(Tokens(other_k, other_v), 0.5)])[0].sum()
+    exact = one_softmax(one, k, v, 9, one, other_k, other_v, bias=0.5)[0].sum()
+    pairs = zip(*(torch.autograd.grad(x, tensors) for x in (found, exact)), strict=True)
+    assert max((a - b).abs().max() for a, b in pairs) <= 1e-12
 
 
 @torch.no_grad()
@@ -215,10 +253,10 @@ def test_window_code_depends_on_its_parts(tools, monkeypatch):
         return model(ids, past_key_values=pod.make_cache(model, "lm_infinite", budget=70)).logits
 
     expected = logits()
-    monkeypatch.setattr(strips, "_STRIP_ROWS", 13)
+    monkeypatch.setattr(flash, "_STRIP_ROWS", 13)
     assert (logits() - expected).abs().max() <= 1e-9
-    band = strips._band
-    monkeypatch.setattr(strips, "_band", lambda c, q, window, like: band(c, q, window - 1, like))
+    mask = flash._strip_mask
+    monkeypatch.setattr(flash, "_strip_mask", lambda rows, *sizes: mask(rows, *sizes).roll(1, 1))
     assert (logits() - expected).abs().max() > 1e-6
 
 

@@ -16,7 +16,7 @@ from pod.modeling.methods import (
     simlayerkv,
     snapkv,
     streamingllm,
-    window,
+    wa,
 )
 from pod.modeling.methods.base import Method
 from pod.modeling.methods.combine import build_cache
@@ -32,7 +32,7 @@ _METHODS: dict[str, Method] = {
         *layouts.METHODS,
         streamingllm.METHOD,
         lm_infinite.METHOD,
-        window.METHOD,
+        wa.METHOD,
         local_window.METHOD,
         snapkv.METHOD,
         pyramidkv.METHOD,

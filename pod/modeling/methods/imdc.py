@@ -6,10 +6,11 @@ are stored before RoPE, and positions count memory, chunk and decoded tokens ane
 appended; the next prompt starts from what is held.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,15 +23,14 @@ from pod.modeling.methods.imdc_schedule import (
     prompt_schedule,
     share_by_retention,
 )
-from pod.modeling.methods.ranking import check_ranking, ranking_parameters, snapkv_slots
+from pod.modeling.methods.ranking import LastQueries, check_ranking, ranking_parameters, snapkv_slots
 from pod.modeling.methods.rows import GroupedCache
 from pod.modeling.shipped.attend import Tokens, attend
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.rope import rotate
+from pod.modeling.shipped.grouped import attend_slots
 from pod.modeling.shipped.step import CacheLayer, Step
 from pod.modeling.shipped.stores import Codec
-from pod.modeling.shipped.strips import strip_attention
 
 Pruner = Callable[[Tensor, Tensor, int], Tensor]
 """``(queries [B, Hq, o, d], keys [B, H, n, d], m) -> slots [B, H, m]`` to keep, ascending; both rotated at their slots."""
@@ -69,19 +69,11 @@ class MemoryLayer(CacheLayer):
         )
         self.held = self.memory = 0
         self.retention = Fraction(0)
-        self.observed: Tensor | None = None  # last queries of the running chunk, [B, Hq, <= window, d]
+        self.queries = LastQueries(self.window)  # of the running chunk
+        self.rotated: Tensor | None = None  # keys, from the end of a chunk to its compression
 
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
-        yield from (("keys", tensor) for tensor in self.keys_store.tensors())
-        yield from (("values", tensor) for tensor in self.values_store.tensors())
-        if self.observed is not None:
-            yield "bookkeeping", self.observed
-
-    def select_rows(self, index: Tensor) -> None:
-        self.keys_store.select_rows(index)
-        self.values_store.select_rows(index)
-        if self.observed is not None:
-            self.observed = self.observed.index_select(0, index.to(self.observed.device))
+    def stores(self) -> dict[str, Any]:
+        return {"keys": self.keys_store, "values": self.values_store, "bookkeeping": self.queries}
 
     def predicted_nbytes(self, length: int) -> int:
         """For the tokens held now; ``length`` tokens were seen."""
@@ -95,31 +87,22 @@ class MemoryLayer(CacheLayer):
         self.keys_store.append(k, before)
         self.values_store.append(v, before)
         self.held += step.num_new
-        q = _turn(q, range(before, self.held), step)
-        keys = self._rotated_keys(step)
+        q = step.rope.turn(q, range(before, self.held))
+        keys = step.rope.turn(self.keys_store.read(self.held), range(self.held))
         values = self.values_store.read(self.held)
         if step.is_decode:
             self.memory = self.held
-        else:
-            queries = q if self.observed is None else torch.cat((self.observed, q), dim=2)
-            self.observed = queries[:, :, max(0, queries.shape[2] - self.window) :].clone()
-        if step.ends_prompt:
-            step.shared["rotated keys"] = keys
-        if before == 0 and step.num_new > 1:
-            return attend(q, Tokens(keys, values), backend=step.backend)[0]
-        return strip_attention(q, keys, values, self.scale)
-
-    def _rotated_keys(self, step: Step) -> Tensor:
-        """``[B, H, held, d]``, each key at its slot."""
-        return _turn(self.keys_store.read(self.held), range(self.held), step)
+            return attend_slots(q, keys, values, self.scale)[0]
+        self.queries.add(q)
+        self.rotated = keys if step.ends_prompt else None
+        return attend(q, Tokens(keys, values), backend=step.chunk_backend)[0]
 
     # -- compression -----------------------------------------------------------------------------------------
 
     def settle(self, step: Step) -> None:
-        keys = step.shared.pop("rotated keys", None)
+        keys, self.rotated = self.rotated, None
         if step.ends_prompt:
-            schedule, queries = step.schedule, self.observed
-            self.observed = None
+            schedule, queries = step.schedule, self.queries.take()
             if schedule.memory is not None and queries is not None:
                 size = self._next_size(schedule, step)
                 if size < self.held:
@@ -138,18 +121,13 @@ class MemoryLayer(CacheLayer):
         planned = schedule.memory[self.layer_idx][step.chunk_index]
         if not self.adaptive or step.chunk_index < 2:
             return planned
-        if (
-            "sizes" not in step.shared
-        ):  # the first layer to get here decides for all, from their last retention
+        if step.sizes is None:  # the first layer to get here decides for all, from their last retention
             ratios = [layer.retention for layer in step.layers]
             there = [layer.memory + self.held - self.memory for layer in step.layers]
-            lowest = schedule.memory[0][0]
-            step.shared["sizes"] = (
-                share_by_retention(planned * len(there), ratios, there, lowest)
-                if any(ratios)
-                else (planned,) * len(there)
-            )
-        return step.shared["sizes"][self.layer_idx]
+            total, lowest = planned * len(there), schedule.memory[0][0]
+            equal = [planned] * len(there)
+            step.sizes = share_by_retention(total, ratios, there, lowest) if any(ratios) else equal
+        return step.sizes[self.layer_idx]
 
     def _keep(self, index: Tensor) -> None:
         """Hold only the slots ``index`` ``[B, H, m]``."""
@@ -158,14 +136,6 @@ class MemoryLayer(CacheLayer):
         self.keys_store.keep(index, self.held)
         self.values_store.keep(index, self.held)
         self.held = index.shape[2]
-
-
-def _turn(x: Tensor, slots: range, step: Step) -> Tensor:
-    """Rotate at these slots, with tables that the layers of a pass share."""
-    if slots not in step.shared:
-        positions = torch.arange(slots.start, slots.stop, device=x.device)
-        step.shared[slots] = step.rope.tables(positions[None])
-    return rotate(x, step.shared[slots])
 
 
 def ends_pruner(num_sink_tokens: int) -> Pruner:

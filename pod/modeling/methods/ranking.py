@@ -41,3 +41,28 @@ def ranking_parameters(window: int, kernel: int, pool: str) -> dict:
         "kernel": (kernel, "width of the pooling over neighbouring tokens (tokens)"),
         "pool": (pool, "avg or max"),
     }
+
+
+class LastQueries:
+    """The last ``count`` queries of a running prompt, which a layer names among its stores."""
+
+    def __init__(self, count: int):
+        self.count = count
+        self.observed: Tensor | None = None  # [B, Hq, <= count, d]
+
+    def add(self, q: Tensor) -> None:
+        """Of a chunk ``[B, Hq, m, d]``."""
+        queries = q if self.observed is None else torch.cat((self.observed, q), dim=2)
+        self.observed = queries[:, :, max(0, queries.shape[2] - self.count) :].clone()
+
+    def take(self) -> Tensor | None:
+        """What was observed, which is forgotten."""
+        queries, self.observed = self.observed, None
+        return queries
+
+    def tensors(self) -> list[Tensor]:
+        return [] if self.observed is None else [self.observed]
+
+    def select_rows(self, index: Tensor) -> None:
+        if self.observed is not None:
+            self.observed = self.observed.index_select(0, index.to(self.observed.device))

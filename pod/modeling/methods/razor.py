@@ -7,30 +7,22 @@ token*: the means of their rotated keys and of their values, which counts as oft
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.rows import GroupedCache
-from pod.modeling.methods.sliding import (
-    Column,
-    Pair,
-    SlidingTokens,
-    Tokens,
-    attend_columns,
-    causal,
-    everything,
-)
+from pod.modeling.methods.sliding import Biased, Pair, SlidingTokens
 from pod.modeling.retrieval_heads import Heads, protected_heads
-from pod.modeling.shipped.attend import attend, merge_heads, take_heads
-from pod.modeling.shipped.blocked import Source, blocked_attention
+from pod.modeling.shipped.attend import Tokens, attend, merge_heads, take_heads, wide
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.grouped import attend_slots
 from pod.modeling.shipped.step import CacheLayer, Step
 from pod.modeling.shipped.stores import NATIVE, Codec
-from pod.modeling.shipped.strips import strip_attention
 
 
 class CompensationToken:
@@ -44,27 +36,19 @@ class CompensationToken:
         """Take in tokens ``[b, h, c, d]`` that leave: ``k̂ += (k - k̂) c / N_d``."""
         new = tokens.keys.shape[2]
         self.count += new
-        compute = torch.promote_types(tokens.keys.dtype, torch.float32)
-        means = [x.mean(2, keepdim=True, dtype=compute) for x in tokens]
+        compute = wide(tokens.keys.dtype)
+        means = [x.to(compute) if new == 1 else x.mean(2, keepdim=True, dtype=compute) for x in tokens]
         if self.mean is not None:
             means = [old.lerp(x, new / self.count) for old, x in zip(self.mean, means, strict=True)]
+        elif new == 1:
+            means = [x.clone() for x in means]
         self.mean = Tokens(*means)
 
-    def column(self, dtype: torch.dtype) -> list[Column]:
-        """What a decoded query sees: nothing while no token has left."""
-        return [] if self.mean is None else [Column(self._as(dtype), bias=math.log(self.count))]
-
-    def source(self, queries: Tensor) -> list[Source]:
-        """What the queries ``[b, h, G, m, d]`` of a later prompt see."""
-        if self.mean is None:
-            return []
-        tokens = self._as(queries.dtype)
-        bias = torch.full_like(self.mean.keys[..., 0], math.log(self.count))
-        return [Source(queries, *tokens, visible=everything, bias=bias)]
-
-    def _as(self, dtype: torch.dtype) -> Tokens:
-        assert self.mean is not None
-        return Tokens(*(x.to(dtype) for x in self.mean))
+    def seen(self, dtype: torch.dtype) -> list[Biased]:
+        """What a query sees: nothing while no token has left."""
+        return (
+            [] if self.mean is None else [(Tokens(*(x.to(dtype) for x in self.mean)), math.log(self.count))]
+        )
 
     def tensors(self) -> list[Tensor]:
         return [] if self.mean is None else list(self.mean)
@@ -102,19 +86,13 @@ class RazorLayer(CacheLayer):
         self.clear()
 
     def clear(self) -> None:
-        self.everything = Pair(self.codec.tokens("keys"), self.codec.tokens("values"))
+        self.everything = Pair.of(self.codec)
         self.near = SlidingTokens(self.codec, self.num_sink_tokens)
         self.compensation = CompensationToken()
 
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
-        yield from (("keys", tensor) for tensor in self.everything.keys.tensors())
-        yield from (("values", tensor) for tensor in self.everything.values.tensors())
-        yield from self.near.parts()
-        yield from (("compensation", tensor) for tensor in self.compensation.tensors())
-
-    def select_rows(self, index: Tensor) -> None:
-        for part in (self.everything, self.near, self.compensation):
-            part.select_rows(index)
+    def stores(self) -> dict[str, Any]:
+        full = {f"full_{name}": store for name, store in self.everything._asdict().items()}
+        return full | self.near.stores() | {"compensation": self.compensation}
 
     def predicted_nbytes(self, length: int) -> int:
         """Full heads hold ``length`` tokens, the others what ``near`` holds and one compensation token."""
@@ -124,11 +102,7 @@ class RazorLayer(CacheLayer):
     # -- attention -------------------------------------------------------------------------------------------
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        q, k = step.rope(q), step.rope(k)
-        assert step.uniform_past is not None
-        if step.uniform_past == 0 and not step.is_decode and step.backend != "reference":
-            self._hold_first(k, v)
-            return attend(q, Tokens(k, v), backend=step.backend)[0]
+        q, k = step.rope.pair(q, k)
         parts = []
         for heads, run in ((self.full, self._attend_full), (self.others, self._attend_near)):
             if heads:
@@ -136,34 +110,21 @@ class RazorLayer(CacheLayer):
                 parts.append((heads, run(take_heads(q, heads, self.groups), new, step)))
         return merge_heads(parts, self.groups)
 
-    def _hold_first(self, k: Tensor, v: Tensor) -> None:
-        """The first chunk of a first prompt, in which all heads attend alike."""
-        if self.full:
-            self.everything.append(Tokens(take_heads(k, self.full), take_heads(v, self.full)), 0)
-        if self.others:
-            self.near.append(Tokens(take_heads(k, self.others), take_heads(v, self.others)))
-
     def _attend_full(self, q: Tensor, new: Tokens, step: Step) -> Tensor:
         assert step.uniform_past is not None
-        length = step.uniform_past + step.num_new
         self.everything.append(new, step.uniform_past)
-        tokens = self.everything.read(length)
-        queries = q.unflatten(1, (len(self.full), self.groups))
-        if step.num_new == 1:
-            return attend_columns(queries.squeeze(3) * self.scale, [Column(tokens)])[0]
-        if step.backend != "reference":
-            return strip_attention(q, *tokens, self.scale)
-        source = Source(queries, *tokens, visible=causal(length))
-        return blocked_attention([source], step.positions, self.scale)
+        if step.is_decode:
+            return attend_slots(q, *self.everything.read(step.max_length), self.scale)[0]
+        tokens = new if step.is_fresh else self.everything.read(step.max_length)
+        return attend(q, tokens, backend=step.chunk_backend)[0]
 
     def _attend_near(self, q: Tensor, new: Tokens, step: Step) -> Tensor:
         if not step.is_decode:
-            queries = q.unflatten(1, (len(self.others), self.groups))
-            return self.near.attend_prompt(q, new, step, self.scale, self.compensation.source(queries))
+            return self.near.attend_prompt(q, new, step, self.compensation.seen(q.dtype))
 
-        def leave(token: Tokens | None) -> list[Column]:
+        def leave(token: Tokens | None) -> Sequence[Biased]:
             self._compensate([] if token is None else [token])
-            return self.compensation.column(q.dtype)
+            return self.compensation.seen(wide(q.dtype))
 
         return self.near.attend_decode(q, new, self.scale, leave)[0]
 

@@ -6,25 +6,27 @@ the prompt's last queries, each with its own window (eq. 1), ``decode`` the firs
 experiments). A lazy layer holds ``num_sink_tokens + num_recent_tokens`` tokens from then on, every other layer holds all.
 """
 
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pod.kernels.statistics import attention_rows
 from pod.modeling.methods.base import Method, Request
+from pod.modeling.methods.ranking import LastQueries
 from pod.modeling.methods.rows import GroupedCache
-from pod.modeling.methods.sliding import SlidingTokens, Tokens
+from pod.modeling.methods.sliding import SlidingLayer
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, chunks_of
+from pod.modeling.shipped.attend import Tokens, take_heads
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.step import CacheLayer, Step
+from pod.modeling.shipped.step import Step
 from pod.modeling.shipped.stores import NATIVE, Codec
 
 DETECTORS = ("decode", "prefill")
 
 
-class SimLayer(CacheLayer):
+class SimLayer(SlidingLayer):
     """Sees one row at a time, because the decision is each sequence's own.
 
     Args:
@@ -47,44 +49,28 @@ class SimLayer(CacheLayer):
         num_last_queries: int,
         codec: Codec = NATIVE,
     ):
-        super().__init__()
-        self.heads = config.num_key_value_heads
-        self.scale = config.head_dim**-0.5
-        self.exempt, self.num_sink_tokens, self.num_recent_tokens, self.threshold = (
-            exempt,
-            num_sink_tokens,
-            num_recent_tokens,
-            threshold,
-        )
-        self.detector, self.num_last_queries, self.codec = detector, num_last_queries, codec
-        self.clear()
+        self.exempt, self.threshold, self.detector = exempt, threshold, detector
+        self.num_last_queries = num_last_queries
+        super().__init__(config, num_sink_tokens, num_recent_tokens, codec)
 
     def clear(self) -> None:
-        self.tokens = SlidingTokens(self.codec, self.num_sink_tokens)
+        super().clear()
         self.is_lazy, self.mass = False, None
         self.judges_next = False  # decode detector: the next decoded token is the first of its answer
-        self.observed: Tensor | None = (
-            None  # last queries of the running prompt, [1, Hq, <= num_last_queries, d]
-        )
+        self.queries = LastQueries(self.num_last_queries)
+
+    @property
+    def observed(self) -> Tensor | None:
+        """Last queries of the running prompt, ``[1, Hq, <= num_last_queries, d]``."""
+        return self.queries.observed
 
     @property
     def held(self) -> int:
         """Tokens held."""
         return self.tokens.held
 
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.tokens.parts()
-        if self.observed is not None:
-            yield "bookkeeping", self.observed
-
-    def select_rows(self, index: Tensor) -> None:
-        self.tokens.select_rows(index)
-        if self.observed is not None:
-            self.observed = self.observed.index_select(0, index.to(self.observed.device))
-
-    def predicted_nbytes(self, length: int) -> int:
-        """For the tokens held now; ``length`` tokens were seen."""
-        return self.tokens.predicted_nbytes()
+    def stores(self) -> dict[str, Any]:
+        return super().stores() | {"bookkeeping": self.queries}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         q, k = step.rope(q), step.rope(k)
@@ -96,10 +82,9 @@ class SimLayer(CacheLayer):
                 self._judge(weights.flatten(1, 2).unsqueeze(2))
             self.judges_next = False
             return out
-        out = self.tokens.attend_prompt(q, new, step, self.scale)
+        out = self.tokens.attend_prompt(q, new, step)
         if self.detector == "prefill" and can_change:
-            queries = q if self.observed is None else torch.cat((self.observed, q), dim=2)
-            self.observed = queries[:, :, -self.num_last_queries :].clone()
+            self.queries.add(q)
         return out
 
     def _judge(self, rows: Tensor) -> None:
@@ -107,15 +92,12 @@ class SimLayer(CacheLayer):
         self.mass = float(lazy_mass(rows, self.num_sink_tokens, self.num_recent_tokens))
         self.is_lazy = self.mass > self.threshold
 
-    def _judge_prompt(self) -> None:
-        if self.observed is None:
-            return
-        queries, self.observed = self.observed, None
-        keys, groups = self.tokens.beside.keys.read(self.tokens.num_beside), queries.shape[1] // self.heads
-        masses = []
-        for head in range(self.heads):  # rows of one KV head at a time: G·w·n numbers
+    def _judge_prompt(self, queries: Tensor) -> None:
+        keys = self.tokens.beside.keys.read(self.tokens.num_beside)
+        groups, masses = queries.shape[1] // keys.shape[1], []
+        for head in range(keys.shape[1]):  # rows of one KV head at a time: G·w·n numbers
             rows = attention_rows(
-                queries[:, head * groups : (head + 1) * groups], keys[:, head : head + 1], scale=self.scale
+                take_heads(queries, [head], groups), keys[:, head : head + 1], scale=self.scale
             )
             masses.append(lazy_mass(rows, self.num_sink_tokens, self.num_recent_tokens))
         self.mass = float(torch.stack(masses).mean())
@@ -126,13 +108,15 @@ class SimLayer(CacheLayer):
         if not (step.ends_prompt or step.is_decode):
             return
         if not step.is_decode:
-            self._judge_prompt()
+            queries = self.queries.take()
+            if queries is not None:
+                self._judge_prompt(queries)
             self.judges_next = self.detector == "decode"
-        if self.is_lazy and self.tokens.num_beside:
+        if self.is_lazy:
             self.tokens.trim(self.num_recent_tokens)
         if (
             self.is_lazy or self.exempt or not self.judges_next
-        ):  # else a token might be packed now and again in the window
+        ):  # else a token might be packed now and in the window
             self.tokens.settle()
 
 

@@ -1,217 +1,176 @@
 """What methods with a fixed window share: the first tokens, a ring of recent ones, and attention over just those.
 
 The mask is the same while a prompt is read and when tokens are decoded, so a result does not depend on chunks or turns. Up
-to ``n_s + n_r`` tokens it hides nothing. Behind them a chunk costs its length times the window.
+to ``n_s + n_r`` tokens it hides nothing. Keys are stored before RoPE and rotated at distances within the window, so that no
+angle grows with the input.
 """
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from pod.modeling.methods.base import Request
-from pod.modeling.methods.rows import Chunks, GroupedCache
-from pod.modeling.shipped.attend import Tokens, attend
+from pod.modeling.methods.base import Method, Request
+from pod.modeling.methods.rows import GroupedCache
+from pod.modeling.shipped.attend import EVERYTHING, Segment, Segments, Tokens, Visibility, attend, merge
+from pod.modeling.shipped.attend import takes_gradients as takes
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.rope import rotate
+from pod.modeling.shipped.grouped import attend_slots
+from pod.modeling.shipped.layout import WindowCacheLayer
 from pod.modeling.shipped.step import CacheLayer, Step
-from pod.modeling.shipped.stores import Codec
-from pod.modeling.shipped.strips import Aside, strip_attention
+from pod.modeling.shipped.stores import NATIVE, Codec, Recent
 
-_SMALLEST_CHUNK = 64
 WINDOW_REFUSES_POD = {"pod": "a window has no distant token whose keys a block could share"}
 
 
-class WindowedLayer(CacheLayer):
-    """Sinks and a ring of recent tokens of one layer, for rows that are alike.
-
-    A method that stores keys before RoPE says in ``sink_distances`` and ``sink_logits`` how far sinks are; recent tokens
-    are at their own distance, counted within the window, so that no angle grows with the input.
+class SinkLayer(WindowCacheLayer):
+    """Sinks and a ring of recent tokens. A method says where a *far* sink is seen; everything else is at its own distance.
 
     Attributes:
-        rotates_keys: whether keys are stored rotated at their position (then there must be no sinks).
+        limit: ``n_s + n_r``; a query at this place sees keys at places that are as far behind it as they should be.
+        lag: sink ``s`` is far for queries from position ``limit + lag · s`` on (0 or 1).
     """
 
-    rotates_keys: ClassVar[bool] = False
+    lag: ClassVar[int]
 
     def __init__(
         self, config: PodConfig, layer_idx: int, codec: Codec, num_sink_tokens: int, num_recent_tokens: int
     ):
-        super().__init__()
-        self.codec = codec
-        self.num_sink_tokens, self.num_recent_tokens = num_sink_tokens, num_recent_tokens
-        self.limit = num_sink_tokens + num_recent_tokens
-        self.scale = config.head_dim**-0.5
-        self.clear()
+        self.num_sink_tokens, self.limit = num_sink_tokens, num_sink_tokens + num_recent_tokens
+        super().__init__(config, layer_idx, codec, num_recent_tokens)
 
-    def clear(self) -> None:
-        self.keys_store, self.values_store = (
-            self.codec.window(part, self.num_sink_tokens, self.num_recent_tokens)
-            for part in ("keys", "values")
-        )
-
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
-        yield from (("keys", tensor) for tensor in self.keys_store.tensors())
-        yield from (("values", tensor) for tensor in self.values_store.tensors())
-
-    def select_rows(self, index: Tensor) -> None:
-        self.keys_store.select_rows(index)
-        self.values_store.select_rows(index)
-
-    def predicted_nbytes(self, length: int) -> int:
-        return sum(
-            store.predicted_nbytes(length)
-            for store in (self.keys_store, self.values_store)
-            if not store.is_empty
-        )
-
-    def settle(self, step: Step) -> None:
-        if step.ends_prompt or step.is_decode:
-            assert step.uniform_past is not None
-            for store in (self.keys_store, self.values_store):
-                store.settle(step.uniform_past + step.num_new)
-
-    # -- attention -------------------------------------------------------------------------------------------
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        assert step.uniform_past is not None
-        if self.rotates_keys:
-            q, k = step.rope(q), step.rope(k)
-        past, outputs = step.uniform_past, []
-        while q.shape[2]:
-            width = self.limit - past if past < self.limit else max(self.num_recent_tokens, _SMALLEST_CHUNK)
-            outputs.append(self._attend_chunk(q[:, :, :width], k[:, :, :width], v[:, :, :width], past, step))
-            q, k, v = (x[:, :, width:] for x in (q, k, v))
-            past += width
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-
-    def _attend_chunk(self, q: Tensor, k: Tensor, v: Tensor, past: int, step: Step) -> Tensor:
-        if past < self.limit:
-            return self._attend_all(q, k, v, past, step)
-        if q.shape[2] == 1:
-            return self._attend_one(q, k, v, past, step)
-        (sink_keys, keys), (sink_values, values) = (
-            self._in_order(s, past) for s in (self.keys_store, self.values_store)
-        )
-        keys, values = torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2)
-        aside = None
-        if self.num_sink_tokens:
-            logits = self.sink_logits(q, sink_keys, past, partial(self._turn, step))
-            aside = _reduce(logits, sink_values)
-        if not self.rotates_keys:
-            keys = self._turn(step, keys, range(keys.shape[2]))
-            q = self._turn(step, q, range(self.num_recent_tokens, keys.shape[2]))
-        out = strip_attention(q, keys, values, self.scale, self.num_recent_tokens, aside)
-        self._append(k, v, past)
-        return out
-
-    def _attend_all(self, q: Tensor, k: Tensor, v: Tensor, past: int, step: Step) -> Tensor:
-        """Nothing has left the window after this chunk: slots are positions."""
-        self._append(k, v, past)
-        length = past + q.shape[2]
-        keys, values = self.keys_store.read(length), self.values_store.read(length)
-        if not self.rotates_keys:
-            q, keys = self._turn(step, q, range(past, length)), self._turn(step, keys, range(length))
-        if past == 0 and length > 1:
-            return attend(q, Tokens(keys, values), backend=step.backend)[0]
-        return strip_attention(q, keys, values, self.scale)
-
-    def _attend_one(self, q: Tensor, k: Tensor, v: Tensor, past: int, step: Step) -> Tensor:
-        """One token behind a full window: every slot is visible, in whatever order the ring has them."""
-        self._append(k, v, past)
-        keys, values = self.keys_store.read(past + 1), self.values_store.read(past + 1)
-        if not self.rotates_keys:
-            q = self._turn(step, q, range(self.limit, self.limit + 1))
-            if "places" not in step.shared:
-                step.shared["places"] = self._places(past, q.device)
-            keys = self._turn(step, keys, step.shared["places"])
-        return strip_attention(q, keys, values, self.scale)
-
-    def _places(self, past: int, device: torch.device) -> Tensor:
-        """``[limit]`` where each slot's key is rotated to, so that it has its distance from a query at ``limit``."""
-        recent = torch.arange(self.num_recent_tokens, device=device)
-        newest = (past - self.num_sink_tokens) % self.num_recent_tokens
-        behind = (newest - recent) % self.num_recent_tokens
-        sinks = self.sink_distances(torch.tensor([past], device=device))[0]
-        return self.limit - torch.cat((sinks, behind))
-
-    def _in_order(self, store, past: int) -> tuple[Tensor, Tensor]:
-        """Sinks, and the recent tokens of a full window from the oldest to the newest."""
-        held = store.read(past)
-        wrap = self.num_sink_tokens + (past - self.num_sink_tokens) % self.num_recent_tokens
-        recent = torch.cat((held[:, :, wrap:], held[:, :, self.num_sink_tokens : wrap]), dim=2)
-        return held[:, :, : self.num_sink_tokens], recent
-
-    def _append(self, k: Tensor, v: Tensor, past: int) -> None:
-        self.keys_store.append(k, past)
-        self.values_store.append(v, past)
-
-    @staticmethod
-    def _turn(step: Step, x: Tensor, positions: range | Tensor) -> Tensor:
-        """Rotate at these positions, with tables that all layers of a pass share."""
-        name = positions if isinstance(positions, range) else "places of slots"
-        if name not in step.shared:
-            if isinstance(positions, range):
-                positions = torch.arange(positions.start, positions.stop, device=x.device)
-            step.shared[name] = step.rope.tables(positions[None])
-        return rotate(x, step.shared[name])
-
-    # -- what a method with sinks decides ----------------------------------------------------------------------
-
-    def sink_distances(self, positions: Tensor) -> Tensor:
-        """Distance ``[m, n_s]`` at which queries at ``positions`` ``[m]`` behind a full window see each sink."""
-        return torch.zeros(positions.shape[0], 0, dtype=torch.long, device=positions.device)
-
-    def sink_logits(self, q: Tensor, keys: Tensor, past: int, turn) -> Tensor:
-        """Scaled logits ``[B, Hq, m, n_s]`` of un-rotated queries from position ``past`` on, and un-rotated sinks.
-
-        ``turn(x, positions)`` rotates.
-        """
+    @property
+    def far_places(self) -> range:
+        """Where each far sink is, or one place for all of them."""
         raise NotImplementedError
 
-    def products(self, q: Tensor, keys: Tensor) -> Tensor:
-        """Scaled logits ``[B, Hq, m, n]`` of ``[B, Hq, m, d]`` and ``[B, H, n, d]``, at least fp32."""
-        grouped = q.unflatten(1, (keys.shape[1], -1)) * self.scale
-        logits = grouped.flatten(2, 3) @ keys.transpose(2, 3)
-        return logits.to(torch.promote_types(q.dtype, torch.float32)).view(*q.shape[:3], keys.shape[2])
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        if step.num_new == 1 and step.all_real:
+            return self._decode(q, k, v, step)
+        return self._attend_chunk(q, k, v, step)
+
+    # -- one token: every slot is seen, in whatever order the ring has them ------------------------------------------
+
+    def _decode(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        self._append(k, v, step)
+        keys, values = (store.read(step.max_length) for store in self.stores().values())
+        q = step.rope.turn(q, range(self.limit, self.limit + 1))
+        keys = step.rope.turn_at(keys, (SinkLayer._decode, *step.rows), lambda: self._places(step))
+        held = None if step.uniform_past is not None else step.lengths.clamp(max=self.limit)
+        return attend_slots(q, keys, values, self.scale, held)[0]
+
+    def _places(self, step: Step) -> Tensor:
+        """``[B, slots]`` place of each slot's key for a query at ``limit``."""
+        positions, newest = self.keys_store.slot_positions(step.lengths), step.lengths[:, None] - 1
+        places = self.limit - (newest - positions)
+        sinks = torch.arange(min(self.num_sink_tokens, positions.shape[1]), device=positions.device)
+        far = torch.tensor(self.far_places, device=positions.device)[: len(sinks)]
+        is_far = newest >= self.limit + self.lag * sinks
+        places[:, : len(sinks)] = torch.where(is_far, far, places[:, : len(sinks)])
+        return _once(places, step)
+
+    # -- a chunk -----------------------------------------------------------------------------------------------------
+
+    def _attend_chunk(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        """Parts of one softmax: what is at its own distance, and far sinks."""
+        own, recent, far = self._segments(step)
+        whole = not recent.all
+        tokens, turned = self._own_tokens(q, k, v, step)
+        backend = "auto" if step.backend != "reference" and not takes(q, k, v) else "reference"
+        parts = []
+        if own.all:
+            parts.append(
+                attend(turned, tokens, segments=own, backend=step.chunk_backend if whole else backend)
+            )
+        if recent.all:
+            see = Visibility(num_recent_tokens=self.num_recent_tokens)
+            parts.append(attend(turned, tokens, None, see, recent, backend=backend))
+        self._append(k, v, step)
+        if far.all:
+            sinks = [
+                store.read(step.max_length)[:, :, : self.num_sink_tokens] for store in self.stores().values()
+            ]
+            sinks[0] = step.rope.turn(sinks[0], self.far_places)
+            q = step.rope.turn(q, range(self.limit, self.limit + 1))
+            parts.append(attend(q, Tokens(*sinks), None, EVERYTHING, far, backend=backend))
+        return merge(parts)[0]
+
+    def _own_tokens(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> tuple[Tokens, Tensor]:
+        """Tokens before and in the chunk, and queries: rotated at positions that are counted from the ring's start."""
+        name = SinkLayer._own_tokens, *step.rows
+        start = (step.past - self.limit).clamp(min=0)[:, None]
+        q, k = (step.rope.turn_at(x, name, lambda: _once(step.positions - start, step)) for x in (q, k))
+        if step.is_fresh:
+            return Tokens(k, v), q
+        keys, values = Recent(self.keys_store, k, step.rows), Recent(self.values_store, v, step.rows)
+        if keys.held is not None and keys.places is not None:
+            places = _once(keys.places - start, step)
+            keys.held = step.rope.turn_at(keys.held, ("held", *name), lambda: places)
+        return Tokens(keys, values), q
+
+    def _segments(self, step: Step) -> tuple[Segments, Segments, Segments]:
+        """Queries of every row: those that see tokens up to their own (or near sinks), the ring, and far sinks."""
+        if step.max_length <= self.limit:
+            nothing = Segments([])
+            return step.segments, nothing, nothing
+        return step.segments.derived((SinkLayer, self.limit, self.num_sink_tokens), lambda: self._cut(step))
+
+    def _cut(self, step: Step) -> tuple[Segments, Segments, Segments]:
+        own, recent, far = [], [], []
+        alike = step.uniform_past is not None
+        for row, (past, count) in enumerate(step.rows[:1] if alike else step.rows):
+            rows = (0, len(step.rows)) if alike else (row, row + 1)
+            first = min(max(self.limit - past, 0), count)  # the first query with far sinks
+            if first:
+                own.append(Segment(rows, (0, first), (0, past + first)))
+            if first < count:
+                recent.append(Segment(rows, (first, count), (0, past + count)))
+            while first < count and past + first < self.limit + self.lag * (self.num_sink_tokens - 1):
+                num_far = past + first - self.limit + 1
+                own.append(Segment(rows, (first, first + 1), (num_far, self.num_sink_tokens)))
+                far.append(Segment(rows, (first, first + 1), (0, num_far)))
+                first += 1
+            if first < count and self.num_sink_tokens:
+                far.append(Segment(rows, (first, count), (0, self.num_sink_tokens)))
+        return tuple(Segments(found, step.segments.doc_ids) for found in (own, recent, far))  # type: ignore
 
 
-def _reduce(logits: Tensor, values: Tensor) -> Aside:
-    """Softmax part of ``[B, Hq, m, n_s]`` logits over values ``[B, H, n_s, d]``."""
-    weights = logits.softmax(-1).to(values.dtype).unflatten(1, (values.shape[1], -1))
-    out = (weights.flatten(2, 3) @ values).view(*logits.shape[:3], values.shape[3])
-    return Aside(logits.logsumexp(-1), out)
-
-
-def sinks_and_recents(request: Request, smallest_sinks: int = 0) -> tuple[int, int]:
-    """``n_s`` and ``n_r`` of a request's budget.
-
-    Raises:
-        ValueError: no recent token is left.
-    """
-    sinks = request.params["num_sink_tokens"]
-    if sinks < smallest_sinks or request.tokens <= sinks:
-        raise ValueError(
-            f"{request.spec}: budget = {request.tokens} must exceed num_sink_tokens = {sinks} >= {smallest_sinks}: "
-            "raise the budget"
-        )
-    return sinks, request.tokens - sinks
+def _once(positions: Tensor, step: Step) -> Tensor:
+    """``[B, n]``, or ``[1, n]`` where rows are alike."""
+    return positions if step.uniform_past is None else positions[:1]
 
 
 def windowed_cache(
-    layer_class: type[WindowedLayer],
-    config: PodConfig,
-    request: Request,
-    sinks: int,
-    recent: int,
-    chunks: Chunks | None = None,
+    config: PodConfig, request: Request, make_layer: Callable[[PodConfig, int], CacheLayer]
 ) -> PodCache:
-    """A cache of these layers, which see the end of every one of these chunks as the end of a prompt."""
+    """A cache of layers that take rows of unlike length; packed windows do not."""
+    make = PodCache if request.codec is NATIVE else GroupedCache
+    return make(config, make_layer, request.spec)
 
-    def make_layer(config: PodConfig, layer_idx: int) -> WindowedLayer:
-        return layer_class(config, layer_idx, request.codec, sinks, recent)
 
-    return GroupedCache(config, make_layer, request.spec, chunks=chunks)
+def sinks_method(name: str, paper: str, layer_class: type[SinkLayer]) -> Method:
+    """A method that sees the first and the most recent of ``budget`` tokens."""
+
+    def build(config: PodConfig, request: Request) -> PodCache:
+        sinks = request.params["num_sink_tokens"]
+        if sinks < 0 or request.tokens <= sinks:
+            raise ValueError(
+                f"{request.spec}: budget = {request.tokens} must exceed num_sink_tokens = {sinks} >= 0: raise the budget"
+            )
+        sizes = request.codec, sinks, request.tokens - sinks
+        return windowed_cache(
+            config, request, lambda config, layer_idx: layer_class(config, layer_idx, *sizes)
+        )
+
+    return Method(
+        name=name,
+        paper=paper,
+        frees="keys and values of all tokens but the first and the recent ones",
+        axis="selection",
+        build=build,
+        parameters={"num_sink_tokens": (4, "first tokens that are always kept (tokens)")},
+        takes_budget=True,
+        refuses=WINDOW_REFUSES_POD,
+    )

@@ -6,6 +6,7 @@ wherever torch runs and travel with exported checkpoints; ``pod.kernels`` adds o
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -240,7 +241,7 @@ def attend(
 
     Returns:
         ``[B, Hq, m, d]`` with gradients for all tensors, and the log-sum-exp ``[B, Hq, m]`` of the logits in at least fp32,
-        without gradients; -inf and a zero output where a query sees nothing.
+        with gradients from ``reference`` only; -inf and a zero output where a query sees nothing.
 
     Raises:
         ValueError: shapes that do not fit, or a backend that cannot run.
@@ -277,7 +278,7 @@ def _split_by_role(call: Call, followers: list[int], entry: Implementation) -> t
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """One softmax over what several calls attended to: outputs ``[B, Hq, m, d]`` and log-sum-exps to the same of all.
 
-    Takes no gradients.
+    Gradients need log-sum-exps that have them, as those of ``reference``.
     """
     if len(parts) == 1:
         return parts[0]
@@ -293,6 +294,12 @@ def take_rows(x: Any, rows: Span) -> Any:
     if x is None or rows == (0, x.shape[0]):
         return x
     return x[slice(*rows)] if isinstance(x, Tensor) else x.rows(slice(*rows))
+
+
+@lru_cache(maxsize=16)
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What logits and sums are computed in: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def takes_gradients(*tensors: Any) -> bool:

@@ -6,12 +6,12 @@ Rows of unlike length run one after the other. The work of a lead on distant tok
 ``exp(logit - max)`` and its sum, and merge both parts by the gate ``g = sigmoid(lse_P - lse_D)`` (METHODS.md §1).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from .attend import Call, Implementation, Source, span, takes_gradients
+from .attend import Call, Implementation, Source, Tokens, span, takes_gradients, wide
 from .decode import DecodeBuffers, DecodeCall, Decoder
 from .packed import Packed, Stored
 
@@ -154,6 +154,7 @@ def attend_slots(
     scale: float,
     lengths: Tensor | None = None,
     bias: Tensor | None = None,
+    also: Sequence[tuple[Tokens, float]] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of one query per row to tokens that it sees in whatever order they are held.
 
@@ -161,31 +162,43 @@ def attend_slots(
         q: ``[B, Hq, 1, d]``; keys, values: ``[B, H, n, d]``.
         lengths: ``[B]`` or ``[B, H]`` slots in use, the first ones; None = all.
         bias: ``[B, H, n]``, added to the logits.
+        also: a few tokens that are held elsewhere, with what is added to their logits: tensors ``[B, H, c, d]``.
 
     Returns:
-        Output ``[B, Hq, 1, d]``, log-sum-exp ``[B, Hq, 1]`` and weights ``[B, H, G, n]``, both in at least fp32.
+        Output ``[B, Hq, 1, d]``, log-sum-exp ``[B, Hq, 1]`` and weights ``[B, H, G, n + …]`` of the slots and of the tokens
+        of ``also``, both in at least fp32.
     """
-    compute, heads, n = torch.promote_types(q.dtype, torch.float32), keys.shape[1], keys.shape[2]
+    compute, heads, n = wide(q.dtype), keys.shape[1], keys.shape[2]
     grouped = q[:, :, 0].unflatten(1, (heads, -1)).to(compute) * scale
-    in_place = not takes_gradients(q, keys, values)
-    if in_place:
-        logits = grouped.new_empty(*grouped.shape[:3], n)
-        _scores(grouped, keys, logits)
-    else:
-        logits = grouped @ keys.to(compute).transpose(2, 3)
+    parts = [(keys, values, 0.0), *((*tokens, extra) for tokens, extra in also)]
+    logits = _logits(grouped, parts)
     if bias is not None:
-        logits = logits + bias[:, :, None]
+        logits[..., :n] += bias[:, :, None]
     if lengths is not None:
         used = torch.arange(n, device=q.device) < lengths.view(len(lengths), -1, 1)
-        logits = logits.masked_fill(~used[:, :, None], float("-inf"))
-    if in_place:
-        weights, lse, sums = _exponentials(logits, logits)
-        weights /= sums[..., None]
-        out = _weighted(weights, values, 0, n)
-    else:
-        weights, lse = logits.softmax(-1), logits.logsumexp(-1)
-        out = weights @ values.to(compute)
+        logits[..., :n].masked_fill_(~used[:, :, None], float("-inf"))
+    weights, lse = logits.softmax(-1), logits.logsumexp(-1)
+    out, first = None, 0
+    for part_keys, part_values, _ in parts:
+        stop = first + part_keys.shape[2]
+        product = _weighted(weights[..., first:stop], part_values, 0, stop - first)
+        out, first = product if out is None else out + product, stop
+    assert out is not None
     return out.flatten(1, 2)[:, :, None].to(q.dtype), lse.flatten(1)[..., None], weights
+
+
+def _logits(q: Tensor, parts: Sequence[tuple[Stored, Stored, float]]) -> Tensor:
+    """Those of scaled queries ``[B, H, G, d]`` and the keys of all parts, with what is added to them, side by side."""
+    if takes_gradients(q, *(x for part in parts for x in part[:2])):
+        return torch.cat([q @ keys.to(q.dtype).transpose(2, 3) + extra for keys, _, extra in parts], dim=-1)
+    logits, first = q.new_empty(*q.shape[:3], sum(keys.shape[2] for keys, _, _ in parts)), 0
+    for keys, _, extra in parts:
+        part = logits[..., first : first + keys.shape[2]]
+        _scores(q, keys, part)
+        if extra:
+            part += extra
+        first += keys.shape[2]
+    return logits
 
 
 def _attend_one(call: Call) -> tuple[Tensor, Tensor]:

@@ -166,10 +166,12 @@ class PodCacheLayer(CacheLayer):
 
 def append_new(store: Store, x: Tensor, step: Step) -> None:
     """Store the new tokens ``[B, h, m, d]`` of a pass."""
-    if step.uniform_past is None:
-        store.append_ragged(x, step.ragged)
-    else:
+    if step.uniform_past is not None:
         store.append(x, step.uniform_past)
+    elif step.num_new == 1 and step.all_real:
+        store.append_one(x, step.past, step.max_length)
+    else:
+        store.append_ragged(x, step.ragged)
 
 
 class ClaCacheLayer(PodCacheLayer):
@@ -216,24 +218,29 @@ class WindowCacheLayer(CacheLayer):
     """
 
     is_croppable = True
+    num_sink_tokens = 0
 
-    def __init__(self, config: PodConfig, layer_idx: int, codec: Codec = NATIVE):
+    def __init__(
+        self, config: PodConfig, layer_idx: int, codec: Codec = NATIVE, num_recent_tokens: int | None = None
+    ):
         super().__init__()
         self.codec = codec
-        self.num_recent_tokens = config.num_recent_tokens
+        self.num_recent_tokens = num_recent_tokens or config.num_recent_tokens
         self.scale = config.head_dim**-0.5
         self.groups = config.num_key_value_groups
         self.clear()
 
     def clear(self) -> None:
-        self.keys_store = self.codec.window("keys", 0, self.num_recent_tokens)
-        self.values_store = self.codec.window("values", 0, self.num_recent_tokens)
+        self.keys_store, self.values_store = (
+            self.codec.window(part, self.num_sink_tokens, self.num_recent_tokens)
+            for part in ("keys", "values")
+        )
 
     def stores(self) -> dict[str, Store]:
         return {"window_keys": self.keys_store, "window_values": self.values_store}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        q, k = step.rope(q), step.rope(k)
+        q, k = step.rope.pair(q, k)
         if (
             step.num_new == 1 and step.all_real
         ):  # the ring is exactly the window, in an order that does not matter

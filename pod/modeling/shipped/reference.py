@@ -13,7 +13,7 @@ _BLOCK_ELEMENTS = 1 << 24
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
-    """See ``attend.attend``; computes in fp32, or in fp64 for fp64 queries, with gradients by autograd."""
+    """See ``attend.attend``; computes in fp32, or in fp64 for fp64 queries, with gradients of both by autograd."""
     batch, heads, m, _ = call.q.shape
     compute = torch.promote_types(call.q.dtype, torch.float32)
     out = torch.zeros_like(call.q, memory_format=torch.contiguous_format)
@@ -29,7 +29,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
                 slice(segment.queries[0] + start, segment.queries[0] + stop),
             )
             found, lse_of_rows = _rows(call, inputs, segment, start, stop)
-            out[part], lse[part] = found.to(out.dtype), lse_of_rows.detach()
+            out[part], lse[part] = found.to(out.dtype), lse_of_rows
     return out, lse
 
 

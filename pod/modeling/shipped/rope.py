@@ -1,5 +1,6 @@
 """Rotary position embedding without buffers: tables are computed in fp32 (or fp64) where they are used."""
 
+from collections.abc import Callable, Hashable
 from copy import copy
 
 import torch
@@ -40,7 +41,7 @@ class Rope:
         self.attention_scaling = attention_scaling
         self.compute_dtype = torch.promote_types(dtype, torch.float32)
         self.own_tables = self.tables(position_ids)
-        self._other_tables: dict[range, tuple[Tensor, Tensor]] = {}
+        self._other_tables: dict[Hashable, tuple[Tensor, Tensor]] = {}
 
     def tables(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin ``[B or 1, 1, n, d / 2]`` at ``position_ids`` ``[B or 1, n]``, for ``rotate``."""
@@ -48,12 +49,23 @@ class Rope:
         angles = position_ids[:, None, :, None].to(self.compute_dtype) * frequencies
         return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
 
+    def pair(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate queries ``[B, Hq, n, d]`` and keys ``[B, H, n, d]``: those of a decoded token at once, which is one pass less."""
+        if q.shape[2] > 1:
+            return self(q), self(k)
+        heads = q.shape[1], k.shape[1]
+        return self(torch.cat((q, k), dim=1)).split(heads, dim=1)  # type: ignore[return-value]
+
     def turn(self, x: Tensor, positions: range) -> Tensor:
         """Rotate ``[B, h, n, d]`` at other positions than this pass's; layers that ask for the same ones share tables."""
-        if positions not in self._other_tables:
-            index = torch.arange(positions.start, positions.stop, device=x.device)
-            self._other_tables[positions] = self.tables(index[None])
-        return rotate(x, self._other_tables[positions])
+        start, stop = positions.start, positions.stop
+        return self.turn_at(x, positions, lambda: torch.arange(start, stop, device=x.device)[None])
+
+    def turn_at(self, x: Tensor, name: Hashable, positions: Callable[[], Tensor]) -> Tensor:
+        """The same at positions ``[B or 1, n]`` that are computed once in a pass for each name."""
+        if name not in self._other_tables:
+            self._other_tables[name] = self.tables(positions())
+        return rotate(x, self._other_tables[name])
 
     def for_rows(self, rows: Tensor | None, num_new: int) -> "Rope":
         """The same rotation for some rows of the batch (None = all) and their first ``num_new`` columns."""

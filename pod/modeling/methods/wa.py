@@ -1,19 +1,17 @@
 """Window attention (WA): every query sees the most recent ``budget`` tokens, its own included, in the prompt as well."""
 
 from pod.modeling.methods.base import Method, Request
-from pod.modeling.methods.windowed import WINDOW_REFUSES_POD, WindowedLayer, windowed_cache
+from pod.modeling.methods.windowed import WINDOW_REFUSES_POD, windowed_cache
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
-
-
-class WindowLayer(WindowedLayer):
-    """No sinks; keys are stored rotated at their position."""
-
-    rotates_keys = True
+from pod.modeling.shipped.layout import WindowCacheLayer
 
 
 def _build(config: PodConfig, request: Request) -> PodCache:
-    return windowed_cache(WindowLayer, config, request, 0, request.tokens)
+    sizes = request.codec, request.tokens
+    return windowed_cache(
+        config, request, lambda config, layer_idx: WindowCacheLayer(config, layer_idx, *sizes)
+    )
 
 
 METHOD = Method(
