@@ -1,6 +1,5 @@
 """Decoding at static shapes: preallocated stores, the decode kernels, and on CUDA one graph for the whole step."""
 
 from pod.engine.engine import StaticEngine, attach, attach_for_generation
-from pod.engine.packed import packed_layer
 
-__all__ = ["StaticEngine", "attach", "attach_for_generation", "packed_layer"]
+__all__ = ["StaticEngine", "attach", "attach_for_generation"]

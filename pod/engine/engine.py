@@ -17,13 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pod.engine.layers import StaticLayer, StaticStep, is_at_rest, obstacle, run_layers, static
-from pod.engine.packed import PackedLayer
+from pod.engine.layers import StaticLayer, StaticStep, obstacle, run_layers
 from pod.modeling.shipped import decode
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.step import Step
-from pod.modeling.shipped.stores import NATIVE
 
 _WARM_UPS = 2  # runs before a capture: kernels compile, libraries allocate
 _ROOM = 256  # tokens by which a full cache grows, at least; 1/8 of a long one
@@ -35,7 +33,7 @@ def refusal(cache: PodCache) -> str | None:
     if type(cache) is not PodCache:
         return f"the {cache.spec} cache moves or packs its tokens"
     for layer in cache.layers:
-        if type(layer) is not PackedLayer and (type(layer) is not PodCacheLayer or layer.codec is not NATIVE):
+        if type(layer) is not PodCacheLayer or not layer.codec.is_in_place:
             return f"the {cache.spec} cache has a layout or codec of its own"
         if layer.extra_slots and layer.followers:
             return f"the {cache.spec} cache keeps extra_slots behind its windows"
@@ -103,7 +101,7 @@ class _Bound:
     unfused: str | None = None
 
     def __init__(self, layers: list[PodCacheLayer], places: list, backend: str):
-        values = static(layers[0].all_values).target
+        values = layers[0].all_values.target
         batch, kv_heads, capacity, head_dim = layers[0].all_values.shape
         self.places = places
         self.buffers = decode.make_buffers(
@@ -320,7 +318,7 @@ class StaticEngine:
 
         None when they have just moved, as they may move again, and while there are none or a prompt has not ended.
         """
-        if not all(is_at_rest(layer.all_values) for layer in self._layers()):
+        if not all(layer.all_values.is_at_rest for layer in self._layers()):
             return None
         places = self._places()
         if self._bound is not None and self._bound.places == places:

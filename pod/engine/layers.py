@@ -12,7 +12,6 @@ from transformers.activations import ACT2FN
 
 from pod.kernels import fused
 from pod.kernels.fused import HeadNorms, NewToken
-from pod.modeling.methods.quantized import PackedTokens
 from pod.modeling.shipped import decode
 from pod.modeling.shipped.attention import PodAttention, RMSNorm
 from pod.modeling.shipped.decode import DecodeCall
@@ -20,7 +19,6 @@ from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.llama import PodDecoderLayer, PodMLP
 from pod.modeling.shipped.packed import Stored
 from pod.modeling.shipped.sharing import is_followed
-from pod.modeling.shipped.stores import Store, TokenStore
 
 
 @dataclass
@@ -72,21 +70,6 @@ def _(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, handle: int) ->
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-StaticStore = TokenStore | PackedTokens
-"""Stores that say where a token goes (``target``) and what kernels read (``stored``)."""
-
-
-def static(store: Store) -> StaticStore:
-    """A store of a cache that an engine serves."""
-    assert isinstance(store, StaticStore)
-    return store
-
-
-def is_at_rest(store: Store) -> bool:
-    """Whether a store holds tokens where kernels read them: one in which a prompt is running does not."""
-    return not store.is_empty and not (isinstance(store, PackedTokens) and not store.is_at_rest)
-
-
 class StaticLayer:
     """One layer: writes the new key and value where the cache expects them, and calls the decode kernel.
 
@@ -98,9 +81,9 @@ class StaticLayer:
 
     def __init__(self, layer: PodCacheLayer, buffers: decode.DecodeBuffers, backend: str):
         self.layer, self.buffers, self.backend = layer, buffers, backend
-        self.values = static(layer.all_values)
-        self.keys = static(layer.lead_keys) if layer.leads else None
-        self.window_keys = static(layer.window_keys) if layer.followers else None
+        self.values = layer.all_values
+        self.keys = layer.lead_keys if layer.leads else None
+        self.window_keys = layer.window_keys if layer.followers else None
         device = self.values.target.device
         followed = [h for h in layer.leads if is_followed(layer.lead, layer.layer_idx, h)]
         self.roles = decode.make_roles(layer.leads, layer.followers, followed, device)
@@ -164,9 +147,8 @@ class StaticLayer:
 
     def settle(self, length: int) -> None:
         """Let packed stores pack, outside of any graph; nothing to do in most steps."""
-        for store in (self.values, self.keys):
-            if isinstance(store, PackedTokens):
-                store.settle(length)
+        for store in self.layer.stores().values():
+            store.settle(length)
 
 
 # -- whole layers -------------------------------------------------------------------------------------------------

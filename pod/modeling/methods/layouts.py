@@ -1,12 +1,12 @@
 """The layouts: what a model's own attention needs. Dense and PoD keep every token of dense weights; the others are trained."""
 
+from pod.engine import attach
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.rows import GroupedCache
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.layout import LAYOUT_LAYERS, PodCacheLayer
 from pod.modeling.shipped.step import CacheLayer
-from pod.modeling.shipped.stores import NATIVE
 
 _CAPACITY = {
     "capacity": (
@@ -37,15 +37,12 @@ def _build(config: PodConfig, request: Request) -> PodCache:
             f"{request.spec}: extra_slots = {extra_slots} must be at least 0 tokens, and 0 with a capacity: the engine "
             "serves windows without them"
         )
-    from pod import engine
-
-    in_place = capacity is not None and codec is not NATIVE
-    make = PodCache if codec is NATIVE or in_place else GroupedCache
+    if capacity is not None:
+        codec = codec.in_place(capacity)
+    make = PodCache if codec.is_in_place else GroupedCache
 
     def make_layer(config: PodConfig, layer_idx: int) -> CacheLayer:
-        if in_place:
-            layer = engine.packed_layer(config, layer_idx, codec, capacity)
-        elif extra_slots:
+        if extra_slots:
             layer = PodCacheLayer(config, layer_idx, codec, extra_slots)
         else:
             layer = LAYOUT_LAYERS[config.layout](config, layer_idx, codec)
@@ -55,7 +52,7 @@ def _build(config: PodConfig, request: Request) -> PodCache:
 
     cache = make(config, make_layer, request.spec)
     if capacity is not None:
-        engine.attach(cache, capacity)
+        attach(cache, capacity)
     return cache
 
 

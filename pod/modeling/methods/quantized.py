@@ -6,7 +6,7 @@ group can only leave together.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -541,6 +541,17 @@ class QuantizedCodec:
     group_size: int
     residual: int
     capacity: int = 0
+
+    @property
+    def is_in_place(self) -> bool:
+        return self.capacity > 0
+
+    def in_place(self, capacity: int) -> Codec:
+        if self.bits != 4:
+            raise ValueError(
+                "no decode engine here: it serves full and pod caches in the model's dtype or in 4 bits; leave capacity out"
+            )
+        return replace(self, capacity=capacity)
 
     def tokens(self, part: str, evicts: bool = False) -> Store:
         packing = self._packing(per_channel=part == "keys" and not evicts)

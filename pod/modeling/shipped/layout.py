@@ -25,7 +25,7 @@ class PodCacheLayer(CacheLayer):
     Attributes:
         extra_slots: see ``CacheLayer``; for the window keys of followers.
         tau: gate above which a follower's query head leaves out its distant tokens when decoding; None = never.
-        capacity: tokens that native stores have room for from the start; 0 = they grow as tokens come.
+        capacity: tokens that stores have room for from the start, and come to rest in at once; 0 = they grow as tokens come.
     """
 
     is_croppable = True
@@ -67,7 +67,10 @@ class PodCacheLayer(CacheLayer):
     # -- attention -------------------------------------------------------------------------------------------
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        return self.attend_rotated(step.rope(q), step.rope(k), v, step)
+        out = self.attend_rotated(step.rope(q), step.rope(k), v, step)
+        if self.capacity:
+            self.settle(step)
+        return out
 
     def attend_rotated(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         """Store and attend, for queries and keys that are already rotated."""

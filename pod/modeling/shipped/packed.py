@@ -50,6 +50,11 @@ class Packing:
         """Tokens that share an entry of zeros and scales."""
         return self.group_size if self.per_channel else 1
 
+    @property
+    def parts(self) -> int:
+        """Codes in a byte."""
+        return 8 // self.bits
+
     def token_nbytes(self, head_dim: int) -> float:
         """Bytes of one token of one head."""
         group = self.group_size if self.per_channel else min(self.group_size, head_dim)
@@ -223,113 +228,109 @@ class Packed(NamedTuple):
     def scores(self, q: Tensor, out: Tensor) -> None:
         """Write ``q · k̂`` of ``q`` ``[B, h, G, d]`` (fp32 or fp64) and the first tokens to ``out`` ``[B, h, G, n]``."""
         n, shared = out.shape[3], self.packing.shared
-        stop = min(n, self._bounds()[0]) // shared * shared
-        product = self._channel_scores if self.per_channel else self._token_scores
-        scratch = _Scratch(q)
-        for first, last in tiles(self, 0, stop, self.group_size):
-            product(q, first, last, out[..., first:last], scratch)
-        for first, last in tiles(self, stop, n):
-            out[..., first:last] = q @ self.read(first, last, q.dtype).transpose(2, 3)
+        packed = min(n, self._bounds()[0]) // shared * shared
+        if packed:
+            (self._channel_scores if self.per_channel else self._token_scores)(q, out[..., :packed])
+        for tokens, first, stop in self._natives(packed, n, q.dtype):
+            out[..., first:stop] = q @ tokens.transpose(2, 3)
 
     def weighted(self, weights: Tensor, start: int, stop: int) -> Tensor:
         """Sums ``[B, h, G, d]`` of tokens ``start … stop - 1`` with ``weights`` ``[B, h, G, stop - start]`` (fp32 or fp64)."""
-        out = weights.new_zeros(*weights.shape[:3], self.shape[3])
         packed = start if self.per_channel else min(max(self._bounds()[0], start), stop)
-        scratch = _Scratch(weights)
-        for first, last in tiles(self, start, packed):
-            self._add_weighted(weights[..., first - start : last - start], first, last, out, scratch)
-        for first, last in tiles(self, packed, stop):
-            out += weights[..., first - start : last - start] @ self.read(first, last, weights.dtype)
-        return out
+        out = self._weighted(weights[..., : packed - start], start, packed) if packed > start else 0
+        for tokens, first, last in self._natives(packed, stop, weights.dtype):
+            out = out + weights[..., first - start : last - start] @ tokens
+        return out if isinstance(out, Tensor) else weights.new_zeros(*weights.shape[:3], self.shape[3])
 
-    def _numbers(self, start: int, stop: int, scratch: "_Scratch") -> Tensor:
+    def _natives(self, start: int, stop: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, int, int]]:
+        """Tokens ``[B, h, last - first, d]`` of ``[start, stop)`` in pieces, each with its ``first`` and ``last``."""
+        lowest, highest = self._bounds()
+        native, room = min(max(highest, start), stop), self.tail.shape[2]
+        for first, last in tiles(self, start, native):
+            yield self.read(first, last, dtype), first, last
+        while native < stop:
+            slot = (native - self.tail_start) % room
+            last = min(stop, native + room - slot)
+            yield self.tail[:, :, slot : slot + last - native].to(dtype), native, last
+            native = last
+
+    def _numbers(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Codes ``c`` as floats ``2 c - 15`` (8 bits: ``c - 128``), ``[P, B, h, n, d/P]``, ``P`` codes to a byte.
 
-        Sums of codes and of zeros would be far larger than what they sum up to, and lose as many digits. Valid until the
-        next call.
+        Sums of codes and of zeros would be far larger than what they sum up to, and lose as many digits.
         """
         codes = self.codes[:, :, start:stop]
         if codes.shape[3] == self.shape[3]:
-            return scratch.floats((codes ^ 128).view(torch.int8).unsqueeze(0))
-        halves = scratch.bytes(2, *codes.shape)
-        mask, into = 0x1E, halves
+            return (codes ^ 128).view(torch.int8).unsqueeze(0).to(dtype)
+        halves, mask = codes.new_empty(2, *codes.shape), 0x1E
+        into = halves
         if codes.shape[3] % 4 == 0:  # four bytes at a time: half the time
             mask, codes, into = 0x1E1E1E1E, codes.view(torch.int32), halves.view(torch.int32)
         torch.bitwise_left_shift(codes, 1, out=into[0])
         torch.bitwise_right_shift(codes, 3, out=into[1])
         into.bitwise_and_(mask)
-        return scratch.floats(halves.view(torch.int8).sub_(15))
+        return halves.view(torch.int8).sub_(15).to(dtype)
 
     def _middle_and_scale(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What the number 0 stands for, and the step between numbers, of the groups of these tokens."""
+        """What the number 0 stands for, and the step between numbers: per channel ``[B, h, n/g, d]``, else ``[B, h, d/g, n]``."""
         entries = slice(start // self.packing.shared, stop // self.packing.shared)
-        zero, scale = (x[:, :, entries].to(dtype) for x in (self.zero, self.scale))
+        found = (x[:, :, entries] for x in (self.zero, self.scale))
+        if not self.per_channel:
+            found = (x.transpose(2, 3) for x in found)
+        zero, scale = (x.to(dtype, memory_format=torch.contiguous_format) for x in found)
         if self.packing.bits == 8:
             return zero.add_(scale, alpha=128), scale
         return zero.add_(scale, alpha=7.5), scale.mul_(0.5)
 
-    def _channel_scores(self, q: Tensor, start: int, stop: int, out: Tensor, scratch: "_Scratch") -> None:
-        numbers = self._numbers(start, stop, scratch)
-        parts, group = numbers.shape[0], self.group_size
-        middle, scale = self._middle_and_scale(start, stop, q.dtype)
-        scaled = _by_part(q, parts).unsqueeze(3) * _by_part(scale, parts).unsqueeze(4)
-        keys = numbers.unflatten(3, (-1, group)).flatten(0, 3)
-        products = torch.bmm(scaled.flatten(0, 3), keys.transpose(1, 2)).view(*scaled.shape[:5], group)
-        target = out.unflatten(3, (-1, group))
-        target.copy_((q @ middle.transpose(2, 3)).unsqueeze(4).expand_as(target))
-        for product in products:
-            target += product.transpose(2, 3)
+    def _channel_scores(self, q: Tensor, out: Tensor) -> None:
+        parts, group = self.packing.parts, self.group_size
+        middle, scale = self._middle_and_scale(0, out.shape[3], q.dtype)
+        out = out.unflatten(3, (-1, group))
+        out.copy_((q @ middle.transpose(2, 3))[..., None].expand_as(out))
+        q = q.unflatten(3, (parts, 1, -1)).permute(3, 0, 1, 4, 2, 5)  # [P, B, h, 1, G, d/P]
+        scale = scale.unflatten(3, (parts, 1, -1)).permute(3, 0, 1, 2, 4, 5)  # [P, B, h, n/g, 1, d/P]
+        for first, last in tiles(self, 0, out.shape[3] * group, group):
+            entries = slice(first // group, last // group)
+            scaled = q * scale[:, :, :, entries]
+            keys = self._numbers(first, last, q.dtype).unflatten(3, (-1, group)).flatten(0, 3)
+            products = torch.bmm(scaled.reshape(-1, *scaled.shape[4:]), keys.transpose(1, 2))
+            for product in products.view(*scaled.shape[:5], group):
+                out[:, :, :, entries] += product.transpose(2, 3)
 
-    def _units(self, x: Tensor, parts: int) -> Tensor:
-        """Middles or scales ``[B, h, n, d/g]`` for runs of channels within a group and a part: ``[P, B, h, U, n]``."""
-        group, part = self.shape[3] // x.shape[3], self.shape[3] // parts
-        x = x.repeat_interleave(group // math.gcd(group, part), dim=3)
-        return _by_part(x, parts).transpose(3, 4).contiguous()
+    def _units(self, x: Tensor) -> Tensor:
+        """Entries ``[B, h, d/g, n]`` for runs of channels within a group and a part: ``[U, P, B, h, n]``."""
+        part = self.shape[3] // self.packing.parts
+        group = self.shape[3] // x.shape[2]
+        unit = math.gcd(group, part)
+        x = x.repeat_interleave(group // unit, 2) if group > unit else x
+        return x.unflatten(2, (self.packing.parts, part // unit)).permute(3, 2, 0, 1, 4)
 
-    def _token_scores(self, q: Tensor, start: int, stop: int, out: Tensor, scratch: "_Scratch") -> None:
-        numbers = self._numbers(start, stop, scratch)
-        groups = self._middle_and_scale(start, stop, q.dtype)
-        middle, scale = (self._units(x, numbers.shape[0]) for x in groups)
-        units = _by_part(q, numbers.shape[0]).unflatten(4, (scale.shape[3], -1))  # [P, B, h, G, U, c]
-        own = torch.diag_embed(units.movedim(4, -1)).movedim(-1, 3).transpose(-1, -2)  # 0 in other units
-        products = (own.flatten(5).flatten(3, 4) @ numbers.transpose(3, 4)).unflatten(3, own.shape[3:5])
-        out.copy_((products * scale.unsqueeze(4)).sum((0, 3)))
-        out += torch.einsum("pbhgu,pbhun->bhgn", units.sum(5), middle)
+    def _token_scores(self, q: Tensor, out: Tensor) -> None:
+        middle, scale = self._middle_and_scale(0, out.shape[3], q.dtype)
+        torch.matmul(q.unflatten(3, (middle.shape[2], -1)).sum(4), middle, out=out)
+        scale = self._units(scale)
+        q = q.unflatten(3, (scale.shape[1], scale.shape[0], -1)).permute(4, 3, 0, 1, 2, 5)  # [U, P, B, h, G, c]
+        for first, last in tiles(self, 0, out.shape[3]):
+            numbers = self._numbers(first, last, q.dtype).unflatten(4, (len(scale), -1))
+            for unit, steps in enumerate(scale[..., first:last]):
+                products = q[unit] @ numbers[..., unit, :].transpose(3, 4)
+                out[..., first:last] += (products * steps.unsqueeze(3)).sum(0)
 
-    def _add_weighted(self, weights: Tensor, start: int, stop: int, out: Tensor, scratch: "_Scratch") -> None:
-        numbers = self._numbers(start, stop, scratch)
-        parts = numbers.shape[0]
+    def _weighted(self, weights: Tensor, start: int, stop: int) -> Tensor:
         middle, scale = self._middle_and_scale(start, stop, weights.dtype)
-        scale = self._units(scale, parts)
-        scaled = weights.contiguous().unsqueeze(2) * scale.unsqueeze(4)  # [P, B, h, U, G, n]
-        sums = torch.bmm(scaled.flatten(3, 4).flatten(0, 2), numbers.flatten(0, 2))
-        sums = sums.view(*scaled.shape[:5], scale.shape[3], -1).diagonal(dim1=3, dim2=5)  # [P, B, h, G, c, U]
-        out += sums.permute(1, 2, 3, 0, 5, 4).flatten(3)
-        out.unflatten(3, (middle.shape[3], -1)).add_((weights @ middle).unsqueeze(4))
+        scaled = (weights * self._units(scale).unsqueeze(4)).contiguous()  # [U, P, B, h, G, n]
+        units = scaled.flatten(1, 3)
+        width = self.shape[3] // (scaled.shape[0] * scaled.shape[1])
+        sums = scaled.new_empty(*units.shape[:3], width)
+        for first, last in tiles(self, start, stop):
+            numbers = self._numbers(first, last, weights.dtype).flatten(0, 2)
+            for unit, (total, left) in enumerate(zip(sums, units[..., first - start : last - start], strict=True)):
+                right = numbers[..., unit * width : (unit + 1) * width]
+                torch.baddbmm(total, left, right, beta=float(first > start), out=total)
+        out = sums.view(*scaled.shape[:5], width).permute(2, 3, 4, 1, 0, 5).flatten(3)
+        out.unflatten(3, (middle.shape[2], -1)).add_((weights @ middle.transpose(2, 3)).unsqueeze(4))
+        return out
 
 
 Stored = Tensor | Packed
 """Keys or values ``[B, h, C, d]``."""
-
-
-def _by_part(x: Tensor, parts: int) -> Tensor:
-    """``[B, h, n, P·c]`` as contiguous ``[P, B, h, n, c]``."""
-    return x.unflatten(3, (parts, -1)).movedim(3, 0).contiguous()
-
-
-class _Scratch:
-    """Memory for one tile, kept from tile to tile so that it stays in the processor's cache."""
-
-    def __init__(self, like: Tensor):
-        self._floats, self._bytes = like.new_empty(0), like.new_empty(0, dtype=torch.uint8)
-
-    def bytes(self, *shape: int) -> Tensor:
-        if self._bytes.numel() < math.prod(shape):
-            self._bytes = self._bytes.new_empty(math.prod(shape))
-        return self._bytes[: math.prod(shape)].view(shape)
-
-    def floats(self, x: Tensor) -> Tensor:
-        """A copy of ``x`` in the dtype of the products."""
-        if self._floats.numel() < x.numel():
-            self._floats = self._floats.new_empty(x.numel())
-        return self._floats[: x.numel()].view(x.shape).copy_(x)

@@ -66,6 +66,16 @@ class Store(Protocol):
         """What decoding reads: ``[B, h, slots reserved, d]``."""
         ...
 
+    @property
+    def target(self) -> Tensor:
+        """``[B, h, slots, d]``, to which an engine writes a decoded token."""
+        ...
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether there are tokens, and no prompt is running whose tokens will take another form."""
+        ...
+
     def settle(self, length: int) -> None:
         """The prompt has ended, or a token was decoded: bring the store into the form in which it rests."""
         ...
@@ -103,6 +113,19 @@ class Store(Protocol):
 
 class Codec(Protocol):
     """How keys and values are held: makes the stores of a layer."""
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether tokens stay where they are while there is room, as the decode engine wants it."""
+        ...
+
+    def in_place(self, capacity: int) -> "Codec":
+        """One whose stores keep tokens in place in room for ``capacity`` of them.
+
+        Raises:
+            ValueError: a form that no decode kernel reads.
+        """
+        ...
 
     def tokens(self, part: str, evicts: bool = False) -> Store:
         """A store of tokens at slots 0, 1, …; ``part`` is ``keys`` or ``values``; ``evicts``: ``keep`` will be used."""
@@ -175,8 +198,13 @@ class TokenStore:
 
     @property
     def target(self) -> Tensor:
-        """``[B, h, capacity, d]``."""
+        """See ``Store``."""
         return self.data
+
+    @property
+    def is_at_rest(self) -> bool:
+        """See ``Store``."""
+        return not self.is_empty
 
     def used_slots(self, length: int) -> int:
         """Slots in use after ``length`` tokens."""
@@ -287,6 +315,11 @@ class NativeCodec:
     def __reduce__(self) -> str:
         """A copy is the codec itself."""
         return "NATIVE"
+
+    is_in_place = True
+
+    def in_place(self, capacity: int) -> Codec:
+        return self
 
     def tokens(self, part: str, evicts: bool = False) -> Store:
         return TokenStore()
