@@ -256,19 +256,18 @@ class GroupedCache(PodCache):
             counts[places] = part.num_new
         width = max(part.num_new for part in passes)
         whole = not any(fed) and width == step.num_new
-        piece = replace(
+        return replace(
             step,
             past=step.past + starts,
             counts=counts,
             num_new=width,
             uniform_past=passes[0].uniform_past if len(passes) == 1 else None,
             starts=None if whole else starts,
-            shared={"passes": passes, "rows": rows},
+            groups=list(zip(passes, rows, strict=True)),
         )
-        return piece
 
     def end_piece(self, piece: Step) -> None:
-        for group, part in zip(self.groups, piece.shared["passes"], strict=True):
+        for group, (part, _) in zip(self.groups, piece.groups, strict=True):
             if part.num_new:
                 self._end_pass(group, part)
         super().end_piece(piece)
@@ -368,11 +367,10 @@ class _GroupedLayer(CacheLayer):
         self.cache, self.layer_idx = cache, layer_idx
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        passes = step.shared["passes"]
-        if len(passes) == 1:
-            return self._attend_group(self.cache.groups[0], passes[0], None, [q, k, v], step)
+        if len(step.groups) == 1:
+            return self._attend_group(self.cache.groups[0], step.groups[0][0], None, [q, k, v], step)
         out = torch.zeros_like(q)
-        for group, part, rows in zip(self.cache.groups, passes, step.shared["rows"], strict=True):
+        for group, (part, rows) in zip(self.cache.groups, step.groups, strict=True):
             if part.num_new:
                 qkv = [x[rows, :, : part.num_new] for x in (q, k, v)]
                 out[rows, :, : part.num_new] = self._attend_group(group, part, rows, qkv, step)

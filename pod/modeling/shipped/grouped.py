@@ -166,12 +166,11 @@ def attend_slots(
         Output ``[B, Hq, 1, d]``, log-sum-exp ``[B, Hq, 1]`` and weights ``[B, H, G, n]``, both in at least fp32.
     """
     compute, heads, n = torch.promote_types(q.dtype, torch.float32), keys.shape[1], keys.shape[2]
-    grouped = q[:, :, 0].unflatten(1, (heads, -1)).to(compute) * scale
     in_place = not takes_gradients(q, keys, values)
     if in_place:
-        logits = grouped.new_empty(*grouped.shape[:3], n)
-        _scores(grouped, keys, logits)
+        logits = slot_logits(q, keys, scale)
     else:
+        grouped = q[:, :, 0].unflatten(1, (heads, -1)).to(compute) * scale
         logits = grouped @ keys.to(compute).transpose(2, 3)
     if bias is not None:
         logits = logits + bias[:, :, None]
@@ -186,6 +185,19 @@ def attend_slots(
         weights, lse = logits.softmax(-1), logits.logsumexp(-1)
         out = weights @ values.to(compute)
     return out.flatten(1, 2)[:, :, None].to(q.dtype), lse.flatten(1)[..., None], weights
+
+
+def slot_logits(q: Tensor, keys: Stored, scale: float) -> Tensor:
+    """Logits ``[B, H, G, n]`` in at least fp32 of queries ``[B, H·G, 1, d]`` and keys ``[B, H, n, d]``; takes no gradients."""
+    grouped = q[:, :, 0].unflatten(1, (keys.shape[1], -1)).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    logits = grouped.new_empty(*grouped.shape[:3], keys.shape[2])
+    _scores(grouped, keys, logits)
+    return logits
+
+
+def weigh_slots(weights: Tensor, values: Stored, dtype: torch.dtype) -> Tensor:
+    """``[B, H·G, 1, d]`` of ``dtype``: values ``[B, H, n, d]`` with weights ``[B, H, G, n]``; takes no gradients."""
+    return _weighted(weights, values, 0, weights.shape[3]).flatten(1, 2)[:, :, None].to(dtype)
 
 
 def _attend_one(call: Call) -> tuple[Tensor, Tensor]:
