@@ -63,7 +63,7 @@ class OwnKeys:
 
     def slot_positions(self, lengths: Tensor) -> Tensor:
         """``[B, slots]`` while every token seen is held."""
-        return self._kept(self.sinks, self.recents, lengths.device).expand(len(lengths), -1)
+        return first_and_last(self.sinks, self.recents, self.held, lengths.device).expand(len(lengths), -1)
 
     def spread(self, own: Tensor) -> Tensor:
         """``[…, slots]`` to ``[…, held]``; what is not there may be anything."""
@@ -72,16 +72,12 @@ class OwnKeys:
         out[..., self.held - self.recents :] = own[..., self.sinks :]
         return out
 
-    def _kept(self, sinks: int, recents: int, device: torch.device) -> Tensor:
-        ends = (0, sinks), (self.held - recents, self.held)
-        return torch.cat([torch.arange(*end, device=device) for end in ends])
-
     def keep(self, sinks: int, recents: int, kept: Tensor) -> None:
         """Of the tokens held, hold only ``kept`` ``[B, F, w]``, and own keys of the first and the last of these."""
         count, was = kept.shape[2], self.held - self.recents
         recents += (count - sinks - recents) % self.group_size
         self.held = count
-        slots = kept[..., self._kept(sinks, recents, kept.device)]
+        slots = kept[..., first_and_last(sinks, recents, count, kept.device)]
         slots = torch.where(slots < self.sinks, slots, (slots - was).clamp(min=0) + self.sinks)
         self._keep_slots(slots.clamp(max=max(0, len(self) - 1)), sinks, recents)
 
@@ -89,8 +85,7 @@ class OwnKeys:
         """Hold keys of the first and the last tokens only."""
         recents += (self.held - sinks - recents) % self.group_size
         if sinks + recents < len(self):
-            slots = self._kept(sinks, recents, device)
-            slots[sinks:] -= self.held - len(self)
+            slots = first_and_last(sinks, recents, len(self), device)
             self._keep_slots(slots.expand(*self.store.shape[:2], -1), sinks, recents)
 
     def _keep_slots(self, slots: Tensor, sinks: int, recents: int) -> None:
@@ -140,7 +135,9 @@ class Bank:
         self.values.append(v, self.held)
         if self.leads:
             self.keys.append(k, self.held)
-            new = step.positions[:, None].to(torch.int32).expand(-1, len(self.leads), -1)
+            seen = step.max_length
+            new = torch.arange(seen - step.num_new, seen, dtype=torch.int32, device=k.device)
+            new = new.expand(k.shape[0], len(self.leads), -1)
             self.positions = new if self.positions is None else torch.cat((self.positions, new), dim=2)
             self.reach = [(sinks, recents + step.num_new) for sinks, recents in self.reach]
         self.held += step.num_new
@@ -193,6 +190,8 @@ class SharedSelectionLayer(CacheLayer):
             bank = members.setdefault(self.alike(self.layer_idx, head), ([], []))
             bank[head not in self.leads].append(head)
         self.banks = [Bank(self.codec, *roles) for roles in members.values()]
+        self.order = tuple(head for bank in self.banks for head in bank.leads + bank.followers)
+        self.is_reordered = len(self.banks) > 1 or bool(self.leads and self.followers)
 
     @property
     def heads(self) -> list[HeldTokens]:
@@ -226,43 +225,48 @@ class SharedSelectionLayer(CacheLayer):
         q, k = step.rope(q), step.rope(k)
         is_single = step.num_new == 1 and not takes_gradients(q, k, v)
         outs = []
-        for bank in self.banks:
-            own_q, own_k, own_v = (self._roles(x, bank) for x in (q, k, v))
+        for bank, own_q, own_k, own_v in zip(self.banks, *map(self._by_bank, (q, k, v)), strict=True):
             bank.append(own_k[0], own_v[2], step)
             if not step.is_decode and bank.leads:
                 seen = own_q[0] if bank.observed is None else torch.cat((bank.observed, own_q[0]), 2)
                 bank.observed = seen[:, :, -self.params["window"] :].clone()
             self._publish(bank, own_q[0], step, is_single)
+            if bank.followers and is_single:
+                bank.own.append(own_k[1])
             if is_single:
-                if bank.followers:
-                    bank.own.append(own_k[1])
                 outs.append(self._decode(bank, own_q, step))
             elif not step.is_fresh:
                 outs.append(self._attend_chunk(bank, own_q, own_k[1], step))
-            if not is_single and bank.followers:
+            if bank.followers and not is_single:
                 bank.own.append(own_k[1])
-        if step.is_fresh and not is_single:
-            out = self._prefill(q, k, v, step)
-        else:
-            out = self._in_order(outs)
-        if not step.ends_prompt:  # else when leads have chosen, which those below have by now
-            self._free_aged(step)
+        out = self._in_order(outs) if outs else self._prefill(q, k, v, step)
+        for bank in (
+            self.banks if not step.ends_prompt else ()
+        ):  # else when leads have chosen: those below have by now
+            if not is_single:
+                self._count(bank, step)
+            if bank.followers:
+                bank.own.free(*self._reach(bank, step), q.device)
         return out
 
-    def _roles(self, x: Tensor, bank: Bank) -> tuple[Tensor, Tensor, Tensor]:
-        """Heads of a bank's leads, of its followers and both; equally many operations for any number of heads."""
-        heads = bank.leads + bank.followers
-        width = x.shape[1] // len(self.lead[0])
-        if len(self.banks) > 1 or (bank.leads and bank.followers):
-            x = x.index_select(1, head_index(tuple(heads), width, x.device))
-        return *x.split([len(bank.leads) * width, len(bank.followers) * width], dim=1), x
+    def _by_bank(self, x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """For each bank heads of its leads, of its followers and both; as many operations for any number of heads."""
+        width = x.shape[1] // len(self.order)
+        if self.is_reordered:
+            x = x.index_select(1, head_index(self.order, width, x.device))
+        parts, start = [], 0
+        for bank in self.banks:
+            middle = start + len(bank.leads) * width
+            stop = middle + len(bank.followers) * width
+            parts.append((x[:, start:middle], x[:, middle:stop], x[:, start:stop]))
+            start = stop
+        return parts
 
     def _in_order(self, outs: list[Tensor]) -> Tensor:
-        heads = [head for bank in self.banks for head in bank.leads + bank.followers]
-        if len(self.banks) == 1 and not (self.leads and self.followers):
-            return outs[0]
-        places = tuple(heads.index(head) for head in range(len(heads)))
         out = torch.cat(outs, dim=1) if len(outs) > 1 else outs[0]
+        if not self.is_reordered:
+            return out
+        places = tuple(self.order.index(head) for head in range(len(self.order)))
         return out.index_select(1, head_index(places, self.groups, out.device))
 
     def _publish(self, bank: Bank, q: Tensor, step: Step, is_single: bool) -> None:
@@ -280,13 +284,14 @@ class SharedSelectionLayer(CacheLayer):
         """One new token per row: the leads' logits serve their blocks, but for proximal tokens."""
         parts = []
         if bank.leads:
-            logits = slot_logits(q[0], bank.keys.view(bank.held), self.scale)
+            logits = slot_logits(q[0], bank.keys.view(bank.held), bank.held, self.scale)
             self._publish_logits(bank, logits, step)
             parts.append(logits)
         if bank.followers:
             chosen = [step.lead.selections[head] for head in bank.followers]
             near = torch.stack([found.near for found in chosen], 1)[:, :, None]
-            own = bank.own.spread(slot_logits(q[1], bank.own.store.view(len(bank.own)), self.scale))
+            keys, count = bank.own.store, len(bank.own)
+            own = bank.own.spread(slot_logits(q[1], keys.view(count), count, self.scale))
             parts.append(torch.where(near, own, torch.stack([found.logits for found in chosen], 1)))
         logits = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
         return weigh_slots(logits.softmax(-1), bank.values.view(bank.held), q[2].dtype)
@@ -295,16 +300,17 @@ class SharedSelectionLayer(CacheLayer):
         if self.followed.isdisjoint(bank.leads):
             return
         near = self._near(bank, step.max_length - 1)
+        self._count(bank, step, near)
         near = near[0] | near[1]
         for place, head in enumerate(bank.leads):
             if head in self.followed:
                 found = step.lead.selections[head]
                 found.logits, found.near = logits[:, place], near[:, place]
 
-    def _near(self, bank: Bank, query: int) -> tuple[Tensor, Tensor]:
-        """Which tokens ``[B, leads, held]`` a query at this position sees as sinks, and which as recent."""
+    def _near(self, bank: Bank, query: int) -> Tensor:
+        """Which tokens a query at this position sees as sinks, and which as recent: ``[2, B, leads, held]``."""
         assert bank.positions is not None
-        return bank.positions < self.window[0], bank.positions > query - self.window[1]
+        return torch.stack((bank.positions < self.window[0], bank.positions > query - self.window[1]))
 
     def _prefill(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         """First pass over an empty cache: as without one."""
@@ -335,32 +341,28 @@ class SharedSelectionLayer(CacheLayer):
 
     # -- selection -------------------------------------------------------------------------------------------
 
-    def _free_aged(self, step: Step) -> None:
-        """Free own keys of tokens that no later query will see as proximal."""
-        for bank in self.banks:
-            self._count(bank, step, step.max_length >= bank.due)
-        for bank in self.banks:
-            if bank.followers:
-                bank.own.free(*self._reach(bank, step), step.past.device)
+    def _count(self, bank: Bank, step: Step, near: Tensor | None = None) -> None:
+        """Leave the reach of leads for the next query; once for a block, as numbers that are read wait for the device.
 
-    def _count(self, bank: Bank, step: Step, is_due: bool) -> None:
-        """Leave the reach of leads for the next query; once for a block, as numbers that are read wait for the device."""
+        ``near``: from ``_near``, for this query or the next.
+        """
         if self.followed.isdisjoint(bank.leads):
             return
-        if is_due:
-            bank.reach = self._reach_of_leads(bank, step.max_length)
+        if step.max_length >= bank.due:
+            bank.reach = self._reach_of_leads(bank, step.max_length, near)
             bank.due = step.max_length + 1 + max(recents for _, recents in bank.reach) // _AGED
         for head, reach in zip(bank.leads, bank.reach, strict=True):
             if head in self.followed:
                 step.lead.selections[head].reach = reach
 
-    def _reach_of_leads(self, bank: Bank, query: int) -> list[tuple[int, int]]:
+    def _reach_of_leads(self, bank: Bank, query: int, near: Tensor | None) -> list[tuple[int, int]]:
         assert bank.positions is not None
         held = bank.positions.shape[2]
         if held == query:
             sinks = min(self.window[0], query)
             return [(sinks, min(self.window[1] - 1, query - sinks))] * len(bank.leads)
-        counts = torch.stack(self._near(bank, query)).sum(-1).amax(1).tolist()
+        near = self._near(bank, query) if near is None else near
+        counts = near.sum(-1).amax(1).tolist()
         return [(sinks, min(recents, held - sinks)) for sinks, recents in zip(*counts, strict=True)]
 
     def _reach(self, bank: Bank, step: Step) -> tuple[int, int]:
@@ -390,7 +392,8 @@ class SharedSelectionLayer(CacheLayer):
                     assert bank.positions is not None
                     found = step.lead.selections.setdefault(head, Selection(bank.positions[:, place]))
                     found.kept = None if kept[0] is None else kept[0][:, place]
-            self._count(bank, step, True)
+            bank.due = 0
+            self._count(bank, step)
         if bank.followers:
             index = [step.lead.selections[head].kept for head in bank.followers]
             kept.append(None if index[0] is None else torch.stack(index, 1))
@@ -415,6 +418,12 @@ class SharedSelectionLayer(CacheLayer):
         assert bank.positions is not None
         bank.positions = bank.positions.gather(2, index)
         return index
+
+
+def first_and_last(first: int, last: int, count: int, device: torch.device) -> Tensor:
+    """The numbers ``0 … first-1`` and ``count-last … count-1``."""
+    ends = (0, first), (count - last, count)
+    return torch.cat([torch.arange(*end, device=device) for end in ends])
 
 
 @lru_cache(maxsize=1024)

@@ -295,6 +295,11 @@ def take_rows(x: Any, rows: Span) -> Any:
     return x[slice(*rows)] if isinstance(x, Tensor) else x.rows(slice(*rows))
 
 
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What logits, norms and sums are computed in: fp32, or fp64 for fp64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def takes_gradients(*tensors: Any) -> bool:
     """Whether a gradient will be taken through one of these."""
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .attend import CAUSAL, Lead, Segments, Tokens, Visibility, attend
+from .attend import CAUSAL, Lead, Segments, Tokens, Visibility, attend, compute_dtype
 from .config import PodConfig
 from .rope import Rope
 from .sharing import is_followed
@@ -30,7 +30,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = x.to(compute_dtype(x.dtype))
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(x.dtype)
 

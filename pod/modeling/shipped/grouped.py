@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .attend import Call, Implementation, Source, span, takes_gradients
+from .attend import Call, Implementation, Source, compute_dtype, span, takes_gradients
 from .decode import DecodeBuffers, DecodeCall, Decoder
 from .packed import Packed, Stored
 
@@ -165,10 +165,10 @@ def attend_slots(
     Returns:
         Output ``[B, Hq, 1, d]``, log-sum-exp ``[B, Hq, 1]`` and weights ``[B, H, G, n]``, both in at least fp32.
     """
-    compute, heads, n = torch.promote_types(q.dtype, torch.float32), keys.shape[1], keys.shape[2]
+    compute, heads, n = compute_dtype(q.dtype), keys.shape[1], keys.shape[2]
     in_place = not takes_gradients(q, keys, values)
     if in_place:
-        logits = slot_logits(q, keys, scale)
+        logits = slot_logits(q, keys, n, scale)
     else:
         grouped = q[:, :, 0].unflatten(1, (heads, -1)).to(compute) * scale
         logits = grouped @ keys.to(compute).transpose(2, 3)
@@ -177,20 +177,16 @@ def attend_slots(
     if lengths is not None:
         used = torch.arange(n, device=q.device) < lengths.view(len(lengths), -1, 1)
         logits = logits.masked_fill(~used[:, :, None], float("-inf"))
-    if in_place:
-        weights, lse, sums = _exponentials(logits, logits)
-        weights /= sums[..., None]
-        out = _weighted(weights, values, 0, n)
-    else:
-        weights, lse = logits.softmax(-1), logits.logsumexp(-1)
-        out = weights @ values.to(compute)
+    weights, lse = logits.softmax(-1), logits.logsumexp(-1)
+    out = _weighted(weights, values, 0, n) if in_place else weights @ values.to(compute)  # type: ignore[union-attr]
     return out.flatten(1, 2)[:, :, None].to(q.dtype), lse.flatten(1)[..., None], weights
 
 
-def slot_logits(q: Tensor, keys: Stored, scale: float) -> Tensor:
-    """Logits ``[B, H, G, n]`` in at least fp32 of queries ``[B, H·G, 1, d]`` and keys ``[B, H, n, d]``; takes no gradients."""
-    grouped = q[:, :, 0].unflatten(1, (keys.shape[1], -1)).to(torch.promote_types(q.dtype, torch.float32)) * scale
-    logits = grouped.new_empty(*grouped.shape[:3], keys.shape[2])
+def slot_logits(q: Tensor, keys: Stored, length: int, scale: float) -> Tensor:
+    """Logits ``[B, H, G, length]`` in at least fp32 of queries ``[B, H·G, 1, d]`` and the first keys of ``[B, H, n, d]``;
+    takes no gradients."""
+    grouped = q[:, :, 0].unflatten(1, (keys.shape[1], -1)).to(compute_dtype(q.dtype)) * scale
+    logits = grouped.new_empty(*grouped.shape[:3], length)
     _scores(grouped, keys, logits)
     return logits
 
