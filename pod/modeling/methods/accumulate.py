@@ -13,6 +13,7 @@ from torch import Tensor
 from pod.kernels.statistics import attention_column_sums
 from pod.modeling.methods.held import HeldLayer
 from pod.modeling.shipped.step import Step
+from pod.modeling.shipped.stores import numbers
 
 
 class AccumulatingLayer(HeldLayer):
@@ -30,11 +31,11 @@ class AccumulatingLayer(HeldLayer):
         return sums.unflatten(1, (-1, self.groups)).mean(2)
 
     def accumulate(self, name: str, addition: Tensor) -> None:
-        """Add ``[B, H, held]`` to a statistic; new tokens, and a new statistic, start at 0."""
+        """Add a new tensor ``[B, H, held]`` to a statistic; new tokens, and a new statistic, start at 0."""
         if name in self.statistics:
-            self.statistics[name] += addition
-        else:
-            self.statistics[name] = addition
+            known = self.statistics[name]
+            addition[..., : known.shape[2]] += known
+        self.statistics[name] = addition
 
 
 def choose_slots(scores: Tensor, count: int, num_first: int, num_last: int) -> tuple[Tensor, Tensor]:
@@ -62,7 +63,7 @@ def _drop_one(between: Tensor, num_first: int, n: int) -> tuple[Tensor, Tensor]:
     """``choose_slots`` of a decode step: the lowest score goes, of equally low ones the last; no sorting."""
     last = between.shape[2] - 1
     worst = num_first + last - between.flip(-1).argmin(dim=-1, keepdim=True)
-    slots = torch.arange(n - 1, device=between.device)
+    slots = numbers(n - 1, between.device)
     return slots + (slots >= worst), worst
 
 

@@ -12,7 +12,7 @@ layers together never hold more than their number times ``budget``.
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import cast
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -83,12 +83,10 @@ class D2OLayer(AccumulatingLayer):
             super().settle(step)  # before that, budgets need the sums of every layer: see decide_weights
 
     def evict(self, step: Step) -> None:
-        assert step.uniform_past is not None
-        if "budgets" not in step.shared:
+        if step.sizes is None:
             weights = [layer.weight for layer in step.layers]
-            seen = step.uniform_past + step.num_new
-            step.shared["budgets"] = layer_budgets(weights, seen, self.budget)
-        budget = step.shared["budgets"][self.layer_idx]
+            step.sizes = layer_budgets(weights, step.max_length, self.budget)
+        budget = step.sizes[self.layer_idx]
         if self.held <= budget:
             return
         recents = max(1, (budget - self.sinks) // _RECENT_SHARE)
@@ -136,20 +134,27 @@ def attention_variance(column_sums: Tensor) -> Tensor:
 
 def decide_weights(
     layers: Sequence[D2OLayer], step: Step, alpha: Fraction, gate: float, normalize_gate: bool
-) -> None:
-    """When a row's first prompt ends: which layers get ``alpha`` shares of the budget. Then every layer evicts.
+) -> list[tuple[Fraction, ...]] | None:
+    """When the first prompt of rows ends: for each row, which layers get ``alpha`` shares of the budget. None before and later.
 
     ``step`` is that of a group, after its last layer.
     """
     if not (step.ends_prompt or step.is_decode) or layers[0].weight is not None:
-        return
-    for layer in layers:
-        sums = layer.statistics.pop("column_sums", None)  # none: a row whose first token is a decoded one
-        variance = 0.0 if sums is None else float(attention_variance(sums).mean())
-        if sums is not None and normalize_gate:
-            variance /= sums.shape[2]
-        layer.weight = Fraction(1) if variance > gate else alpha
-    for layer in layers:
+        return None
+    sums = [layer.statistics.get("column_sums") for layer in layers]
+    if sums[0] is None:  # rows whose first token is a decoded one
+        return [(alpha,) * len(layers)] * step.past.shape[0]
+    scale = sums[0].shape[2] if normalize_gate else 1
+    variances = torch.stack([attention_variance(x) for x in sums], dim=1) / scale  # type: ignore[arg-type]
+    return [tuple(Fraction(1) if x > gate else alpha for x in row) for row in variances.tolist()]
+
+
+def set_weights(layers: Sequence[D2OLayer], step: Step, weights: tuple[Fraction, ...] | None) -> None:
+    """Let rows for which these ``weights`` were decided know them, and evict."""
+    for layer, weight in zip(layers, weights or (), strict=bool(weights)):
+        layer.statistics.pop("column_sums", None)
+        layer.weight = weight
+    for layer in layers if weights else ():
         layer.settle(step)
 
 
@@ -209,16 +214,10 @@ def _build(config: PodConfig, request: Request) -> PodCache:
         sinks, beta = params["num_sink_tokens"], params["beta"]
         return D2OLayer(config, layer_idx, budget, sinks, beta, request.codec)
 
-    def after_layers(layers: list, step: Step) -> None:
-        decide_weights(cast(list[D2OLayer], layers), step, alpha, params["gate"], params["normalize_gate"])
-
+    gate = {name: params[name] for name in ("gate", "normalize_gate")}
+    decide = partial(decide_weights, alpha=alpha, **gate)
     return GroupedCache(
-        config,
-        make_layer,
-        request.spec,
-        rowwise=True,
-        chunks=chunks_of(request),
-        after_layers=after_layers,
+        config, make_layer, request.spec, chunks=chunks_of(request), decide=decide, after_layers=set_weights
     )
 
 

@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.grouped import attend_slots
+from pod.modeling.shipped.grouped import slot_logits, weigh_slots
 from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.step import Step
 from pod.modeling.shipped.stores import NATIVE, Codec
@@ -23,7 +22,7 @@ class HeldLayer(PodCacheLayer):
 
     Attributes:
         held: tokens held by each row and KV head.
-        statistics: name to ``[B, H, held]``; ``keep`` drops what belongs to dropped tokens, new tokens start at 0.
+        statistics: name to ``[B, H, held]``; ``keep`` drops what belongs to dropped tokens.
     """
 
     evicts = True
@@ -52,14 +51,10 @@ class HeldLayer(PodCacheLayer):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         q, k = step.rope(q), step.rope(k)
-        in_slots = replace(step, past=torch.full_like(step.past, self.held), uniform_past=self.held)
+        in_slots = replace(step, uniform_past=self.held)
         self.held += step.num_new
         self.weights: Tensor | None = None
         out = self.attend_rotated(q, k, v, in_slots)
-        self.statistics = {
-            name: torch.cat((x, x.new_zeros(*x.shape[:2], step.num_new)), dim=2)
-            for name, x in self.statistics.items()
-        }
         weights, self.weights = self.weights, None
         if step.is_decode:
             assert weights is not None
@@ -69,9 +64,9 @@ class HeldLayer(PodCacheLayer):
         return out
 
     def _decode(self, q: Tensor, step: Step) -> Tensor:
-        tokens = self.lead_keys.read(self.held), self.all_values.read(self.held)
-        out, _, self.weights = attend_slots(q, *tokens, self.scale)
-        return out
+        logits = slot_logits(q, self.lead_keys.view(self.held), self.held, self.scale)
+        self.weights = logits.softmax(-1)
+        return weigh_slots(self.weights, self.all_values.view(self.held), q.dtype)
 
     def settle(self, step: Step) -> None:
         if step.ends_prompt or step.is_decode:

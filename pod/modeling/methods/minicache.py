@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.rows import GroupedCache
-from pod.modeling.shipped.blocked import Source, blocked_attention
+from pod.modeling.shipped.attend import CAUSAL, Tokens, attend, compute_dtype
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.layout import PodCacheLayer
@@ -106,16 +106,7 @@ class PairLayer(PodCacheLayer):
         keys, values = self.restored(step.layers)
         keys = torch.cat((keys, self.lead_keys.read(length - self.merged_tokens)), dim=2)
         values = torch.cat((values, self.all_values.read(length - self.merged_tokens)), dim=2)
-        grouped = q.unflatten(1, (-1, self.groups))
-        if step.num_new == 1:
-            logits = (grouped.squeeze(3) * self.scale) @ keys.transpose(2, 3)
-            weights = logits.to(torch.promote_types(q.dtype, torch.float32)).softmax(-1).to(q.dtype)
-            return (weights @ values).flatten(1, 2).unsqueeze(2)
-
-        def causal(query: Tensor) -> Tensor:
-            return torch.arange(length, device=query.device) <= query[..., None]
-
-        return blocked_attention([Source(grouped, keys, values, causal)], step.positions, self.scale)
+        return attend(q, Tokens(keys, values), None, CAUSAL, None, self.scale, step.chunk_backend)[0]
 
     def restored(self, layers: list) -> tuple[Tensor, Tensor]:
         """Merged keys and values as this layer attends to them; ``layers`` are those of the cache."""
@@ -167,7 +158,7 @@ def interpolate(a: Tensor, b: Tensor, t: float) -> tuple[Tensor, Tensor, Tensor,
         least fp32. A zero vector has no direction and stays zero. Parallel or opposite directions are interpolated on a
         line and normalised.
     """
-    wide = torch.promote_types(a.dtype, torch.float32)
+    wide = compute_dtype(a.dtype)
     (unit_a, norm_a), (unit_b, norm_b) = _unit(a.to(wide)), _unit(b.to(wide))
     angle = (unit_a * unit_b).sum(-1, keepdim=True).clamp(-1, 1).acos()
     sine = angle.sin()
@@ -196,7 +187,7 @@ def _build(config: PodConfig, request: Request) -> PodCache:
             return PodCacheLayer(config, layer_idx)
         return PairLayer(config, layer_idx, is_deeper=any(layer_idx == deeper for _, deeper in pairs))
 
-    def after_layers(children: list, step: Step) -> None:
+    def after_layers(children: list, step: Step, label: None) -> None:
         assert step.uniform_past is not None
         for shallower, deeper in pairs:
             native = step.uniform_past + step.num_new - children[shallower].merged_tokens

@@ -14,7 +14,7 @@ from typing import Any
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.ranking import check_ranking, ranking_parameters
 from pod.modeling.methods.rows import GroupedCache
-from pod.modeling.methods.shared_selection import SharedSelectionLayer
+from pod.modeling.methods.shared_selection import shared_cache
 from pod.modeling.methods.snapkv import SnapLayer
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, chunks_of
 from pod.modeling.shipped.cache import PodCache
@@ -73,33 +73,10 @@ class PyramidLayer(SnapLayer):
 
     def evict(self, step: Step) -> None:
         if step.ends_prompt:
-            self.budget = _budgets(self.pyramid, step)[self.layer_idx]
+            if step.sizes is None:
+                step.sizes = layer_budgets(**self.pyramid, seen=step.max_length)
+            self.budget = step.sizes[self.layer_idx]
         super().evict(step)
-
-
-class SharedPyramidLayer(SharedSelectionLayer):
-    """The same where blocks share a selection. Args: as ``PyramidLayer``; params: SnapKV's."""
-
-    def __init__(self, config: PodConfig, layer_idx: int, pyramid: dict[str, int], params: dict, codec: Any):
-        super().__init__(config, layer_idx, [pyramid["budget"]] * config.num_key_value_heads, params, codec)
-        self.pyramid = pyramid
-
-    def settle(self, step: Step) -> None:
-        if step.ends_prompt:
-            if "block budgets" not in step.shared:
-                budget, window = self.pyramid["budget"], self.params["window"]
-                found = block_budgets(_budgets(self.pyramid, step), budget, window, self.lead)
-                step.shared["block budgets"] = found
-            self.budgets = step.shared["block budgets"][self.layer_idx]
-        super().settle(step)
-
-
-def _budgets(pyramid: dict[str, int], step: Step) -> list[int]:
-    """``layer_budgets`` for the tokens seen after this pass, computed once for all layers; the rows are alike."""
-    if "budgets" not in step.shared:
-        assert step.uniform_past is not None
-        step.shared["budgets"] = layer_budgets(**pyramid, seen=step.uniform_past + step.num_new)
-    return step.shared["budgets"]
 
 
 def _build(config: PodConfig, request: Request) -> PodCache:
@@ -114,14 +91,21 @@ def _build(config: PodConfig, request: Request) -> PodCache:
         "beta": beta,
         "smallest": values["window"] + 1,
     }
-    shared = request.layout == "pod"
+    if request.layout == "pod":
+        lead = config.sharing_plan.lead
 
-    def make_layer(config: PodConfig, layer_idx: int) -> PyramidLayer | SharedPyramidLayer:
-        if shared:
-            return SharedPyramidLayer(config, layer_idx, pyramid, request.params, request.codec)
+        def budgets(seen: int) -> list[list[int]]:
+            return block_budgets(layer_budgets(**pyramid, seen=seen), request.tokens, values["window"], lead)
+
+        def alike(layer: int, head: int) -> tuple:
+            return lead[layer][head], *sorted(row[head] for row in lead)
+
+        return shared_cache(config, request, budgets, alike, chunks_of(request))
+
+    def make_layer(config: PodConfig, layer_idx: int) -> PyramidLayer:
         return PyramidLayer(config, layer_idx, pyramid, codec=request.codec, **values)
 
-    return GroupedCache(config, make_layer, request.spec, rowwise=shared, chunks=chunks_of(request))
+    return GroupedCache(config, make_layer, request.spec, chunks=chunks_of(request))
 
 
 METHOD = Method(

@@ -13,11 +13,13 @@ from torch.nn import functional as F
 
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.rows import GroupedCache
+from pod.modeling.shipped.attend import compute_dtype
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.grouped import slot_logits, weigh_slots
 from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.step import Step
-from pod.modeling.shipped.stores import NATIVE, Codec, TokenStore, take_slots
+from pod.modeling.shipped.stores import NATIVE, Codec, TokenStore, numbers, take_slots
 
 
 class QuestLayer(PodCacheLayer):
@@ -74,43 +76,45 @@ class QuestLayer(PodCacheLayer):
 
     def _update_pages(self, k: Tensor, past: int) -> None:
         """Let rotated keys ``[B, H, m, d]`` enter their pages behind ``past`` tokens."""
-        offset = past % self.page_size
-        padding = 0, 0, offset, -(offset + k.shape[2]) % self.page_size
-        low, high = (
-            F.pad(k, padding, value=value).unflatten(2, (-1, self.page_size)) for value in (inf, -inf)
-        )
-        low, high, first = low.amin(3), high.amax(3), past // self.page_size
+        offset, first, low, high = past % self.page_size, past // self.page_size, k, k
+        if k.shape[2] > 1:
+            padding = 0, 0, offset, -(offset + k.shape[2]) % self.page_size
+            low, high = (
+                F.pad(k, padding, value=value).unflatten(2, (-1, self.page_size)) for value in (inf, -inf)
+            )
+            low, high = low.amin(3), high.amax(3)
+        new = torch.cat((low, high), dim=-1)
         if offset:  # the first page has tokens already
-            old_low, old_high = self.pages.read(first + 1)[:, :, first].chunk(2, dim=-1)
-            low[:, :, 0] = torch.minimum(low[:, :, 0], old_low)
-            high[:, :, 0] = torch.maximum(high[:, :, 0], old_high)
-        self.pages.append(torch.cat((low, high), dim=-1), first)
+            low, high = new[:, :, :1].chunk(2, dim=-1)
+            old_low, old_high = self.pages.read(first + 1)[:, :, first:].chunk(2, dim=-1)
+            torch.minimum(low, old_low, out=low)
+            torch.maximum(high, old_high, out=high)
+        self.pages.append(new, first)
 
     def choose_pages(self, q: Tensor, num_pages: int) -> Tensor:
         """The last page and the best of the others for queries ``[B, H, G, d]``: ``[B, H, G, num_read_pages]``, ascending.
 
         A page's score is ``Σ_c max(q_c·min_c, q_c·max_c)`` over the channels (Quest, §3.3); ties: the lower page.
         """
-        wide = torch.promote_types(q.dtype, torch.float32)
-        low, high = self.pages.read(num_pages - 1).to(wide).transpose(2, 3).chunk(2, dim=2)
-        scores = q.to(wide).clamp(min=0) @ high + q.to(wide).clamp(max=0) @ low
+        q = q.to(compute_dtype(q.dtype))
+        bounds = self.pages.read(num_pages - 1).to(q.dtype).transpose(2, 3)
+        scores = torch.cat((q.clamp(max=0), q.clamp(min=0)), dim=-1) @ bounds
         best = scores.argsort(dim=-1, descending=True, stable=True)[..., : self.num_read_pages - 1]
         return F.pad(best.sort(dim=-1).values, (0, 1), value=num_pages - 1)
 
     def _read_pages(self, q: Tensor, length: int) -> Tensor:
         """Attention of one new token per row, ``[B, Hq, 1, d]``, to the tokens of its pages only."""
         last_page, pages = (length - 1) // self.page_size, self.choose_pages(q, ceil(length / self.page_size))
-        tokens = pages[..., None] * self.page_size + torch.arange(self.page_size, device=q.device)
+        tokens = torch.add(numbers(self.page_size, q.device), pages[..., None], alpha=self.page_size)
         behind = (last_page + 1) * self.page_size - length  # slots of the last page that are still empty
         tokens = tokens.flatten(3)[..., : tokens.shape[3] * self.page_size - behind]
         groups, count = tokens.shape[2:]
         keys, values = (
-            take_slots(store.read(length), tokens.flatten(2)).unflatten(2, (groups, count))
+            take_slots(store.read(length), tokens.flatten(2)).unflatten(2, (groups, count)).flatten(1, 2)
             for store in (self.lead_keys, self.all_values)
         )
-        logits = (q * self.scale)[..., None, :] @ keys.transpose(3, 4)
-        weights = logits.to(torch.promote_types(q.dtype, torch.float32)).softmax(-1).to(q.dtype)
-        return (weights @ values).flatten(1, 2)
+        logits = slot_logits(q.flatten(1, 2)[:, :, None], keys, count, self.scale)
+        return weigh_slots(logits.softmax(-1), values, q.dtype)
 
 
 def _build(config: PodConfig, request: Request) -> PodCache:

@@ -17,7 +17,7 @@ from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.rows import GroupedCache
 from pod.modeling.methods.sliding import Biased, Pair, SlidingTokens
 from pod.modeling.retrieval_heads import Heads, protected_heads
-from pod.modeling.shipped.attend import Tokens, attend, merge_heads, take_heads, wide
+from pod.modeling.shipped.attend import Tokens, attend, compute_dtype, merge_heads, take_heads
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.grouped import attend_slots
@@ -36,7 +36,7 @@ class CompensationToken:
         """Take in tokens ``[b, h, c, d]`` that leave: ``k̂ += (k - k̂) c / N_d``."""
         new = tokens.keys.shape[2]
         self.count += new
-        compute = wide(tokens.keys.dtype)
+        compute = compute_dtype(tokens.keys.dtype)
         means = [x.to(compute) if new == 1 else x.mean(2, keepdim=True, dtype=compute) for x in tokens]
         if self.mean is not None:
             means = [old.lerp(x, new / self.count) for old, x in zip(self.mean, means, strict=True)]
@@ -124,7 +124,7 @@ class RazorLayer(CacheLayer):
 
         def leave(token: Tokens | None) -> Sequence[Biased]:
             self._compensate([] if token is None else [token])
-            return self.compensation.seen(wide(q.dtype))
+            return self.compensation.seen(compute_dtype(q.dtype))
 
         return self.near.attend_decode(q, new, self.scale, leave)[0]
 

@@ -56,11 +56,11 @@ class RocoLayer(AccumulatingLayer):
     def _observe(self, sums: Tensor, squares: Tensor, step: Step) -> None:
         self.accumulate("attention", sums)
         self.accumulate("squares", squares)
-        if "positions" not in self.statistics:
-            self.statistics["positions"] = torch.zeros_like(sums, dtype=torch.int32)
-        assert step.uniform_past is not None
-        new = torch.arange(step.num_new, dtype=torch.int32, device=sums.device) + step.uniform_past
-        self.statistics["positions"][..., self.held - step.num_new :] = new
+        seen = (step.uniform_past or 0) + step.num_new
+        new = torch.arange(seen - step.num_new, seen, dtype=torch.int32, device=sums.device)
+        new = new.expand(*sums.shape[:2], -1)
+        known = self.statistics.get("positions", new[..., :0])
+        self.statistics["positions"] = torch.cat((known, new), dim=2)
 
     def evict(self, step: Step) -> None:
         if self.held <= self.budget:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -103,7 +103,9 @@ class GroupedCache(PodCache):
         spec: name shown in reports and errors.
         rowwise: every row is a group of its own, for methods that decide by the content of a row.
         chunks: after which tokens of a prompt the method compresses; None = once, when the prompt ends.
-        after_layers: ``(children, step)``, called per group when all layers have seen a piece.
+        decide: ``(children, step)``, called per group when all layers have seen a piece: a label for each row, by what it
+            holds, or None. Rows with different labels part.
+        after_layers: ``(children, step, label)``, called then.
     """
 
     def __init__(
@@ -113,14 +115,11 @@ class GroupedCache(PodCache):
         spec: str,
         rowwise: bool = False,
         chunks: Chunks | None = None,
-        after_layers: Callable[[list, Step], None] | None = None,
+        decide: Callable[[list, Step], list | None] | None = None,
+        after_layers: Callable[[list, Step, Any], None] | None = None,
     ):
-        self.make_child, self.rowwise, self.chunks, self.after_layers = (
-            make_layer,
-            rowwise,
-            chunks,
-            after_layers,
-        )
+        self.make_child, self.rowwise, self.chunks = make_layer, rowwise, chunks
+        self.decide, self.after_layers = decide, after_layers
         self.groups: list[RowGroup] = []
         super().__init__(config, partial(_GroupedLayer, self), spec)
 
@@ -159,9 +158,10 @@ class GroupedCache(PodCache):
     def _split(self, counts: list[int], lengths: list[int | None]) -> None:
         """Regroup so that the rows of a group feed equally many tokens of equally long prompts."""
         if not self.groups:
-            self.groups = [RowGroup([row], []) for row in range(len(counts))]
-            if not self.rowwise:
-                self.groups = [RowGroup(list(range(len(counts))), [])]
+            rows = list(range(len(counts)))
+            self.groups = [
+                RowGroup(part, []) for part in ([[row] for row in rows] if self.rowwise else [rows])
+            ]
         split = []
         for group in self.groups:
             members: dict[tuple, list[int]] = {}
@@ -256,19 +256,18 @@ class GroupedCache(PodCache):
             counts[places] = part.num_new
         width = max(part.num_new for part in passes)
         whole = not any(fed) and width == step.num_new
-        piece = replace(
+        return replace(
             step,
             past=step.past + starts,
             counts=counts,
             num_new=width,
             uniform_past=passes[0].uniform_past if len(passes) == 1 else None,
             starts=None if whole else starts,
-            shared={"passes": passes, "rows": rows},
+            groups=list(zip(passes, rows, strict=True)),
         )
-        return piece
 
     def end_piece(self, piece: Step) -> None:
-        for group, part in zip(self.groups, piece.shared["passes"], strict=True):
+        for group, (part, _) in zip(list(self.groups), piece.groups, strict=True):
             if part.num_new:
                 self._end_pass(group, part)
         super().end_piece(piece)
@@ -278,7 +277,7 @@ class GroupedCache(PodCache):
         if step.ends_prompt and not step.is_decode:
             counts = [0] * step.past.shape[0]
             self._check_prompts(step, counts)
-            for group in self.groups:
+            for group in list(self.groups):
                 if group.prompt_done:
                     part = self._next_pass(group, counts, counts, step)
                     part.ends_prompt = True
@@ -288,8 +287,27 @@ class GroupedCache(PodCache):
         super().end_step(step)
 
     def _end_pass(self, group: RowGroup, part: Step) -> None:
-        if self.after_layers is not None:
-            self.after_layers(group.layers, part)
+        labels = None if self.decide is None else self.decide(group.layers, part)
+        members: dict[Any, list[int]] = {}
+        for place, label in enumerate(labels or [None] * len(group.rows)):
+            members.setdefault(label, []).append(place)
+        if len(members) > 1:
+            taken = [
+                group.take(places, [group.rows[place] for place in places]) for places in members.values()
+            ]
+            at = self.groups.index(group)
+            self.groups[at : at + 1] = taken
+        else:
+            taken = [group]
+        for (label, places), group in zip(members.items(), taken, strict=True):
+            if self.after_layers is not None:
+                past, counts = part.past[places], part.counts[places]
+                self.after_layers(
+                    group.layers, replace(part, layers=group.layers, past=past, counts=counts), label
+                )
+            self._count_pass(group, part)
+
+    def _count_pass(self, group: RowGroup, part: Step) -> None:
         group.seen += part.num_new
         if part.is_decode:
             return
@@ -307,11 +325,8 @@ class GroupedCache(PodCache):
             for group in self.groups:
                 place = {row: at for at, row in enumerate(group.rows)}
                 rows = [new for new, old in enumerate(wanted) if old in place]
-                for part in (
-                    [[row] for row in rows] if self.rowwise else [rows]
-                ):  # copies of a row go ways of their own
-                    if part:
-                        selected.append(group.take([place[wanted[new]] for new in part], part))
+                for part in [[row] for row in rows] if self.rowwise else [rows] * bool(rows):
+                    selected.append(group.take([place[wanted[new]] for new in part], part))
             self.groups = selected
         super()._select_rows(index)
 
@@ -368,11 +383,10 @@ class _GroupedLayer(CacheLayer):
         self.cache, self.layer_idx = cache, layer_idx
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        passes = step.shared["passes"]
-        if len(passes) == 1:
-            return self._attend_group(self.cache.groups[0], passes[0], None, [q, k, v], step)
+        if len(step.groups) == 1:
+            return self._attend_group(self.cache.groups[0], step.groups[0][0], None, [q, k, v], step)
         out = torch.zeros_like(q)
-        for group, part, rows in zip(self.cache.groups, passes, step.shared["rows"], strict=True):
+        for group, (part, rows) in zip(self.cache.groups, step.groups, strict=True):
             if part.num_new:
                 qkv = [x[rows, :, : part.num_new] for x in (q, k, v)]
                 out[rows, :, : part.num_new] = self._attend_group(group, part, rows, qkv, step)

@@ -4,8 +4,8 @@ What is proximal or distant is judged by original positions. A head that follows
 tokens that are still proximal and drops them as they age; it holds values for all kept tokens (paper §4, PoD+SnapKV).
 """
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Hashable, Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -14,289 +14,435 @@ from torch import Tensor
 from pod.modeling.methods.base import Request
 from pod.modeling.methods.ranking import snapkv_slots
 from pod.modeling.methods.rows import Chunks, GroupedCache
-from pod.modeling.shipped.attend import CAUSAL, Lead, Tokens, Visibility, attend
+from pod.modeling.shipped.attend import (
+    CAUSAL,
+    Source,
+    Tokens,
+    Visibility,
+    attend,
+    take_heads,
+    takes_gradients,
+)
 from pod.modeling.shipped.attention import split_heads
-from pod.modeling.shipped.blocked import Source, blocked_attention
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.grouped import slot_logits, weigh_slots
 from pod.modeling.shipped.sharing import is_followed
-from pod.modeling.shipped.step import CacheLayer, Step
-from pod.modeling.shipped.stores import Codec, Store
+from pod.modeling.shipped.step import CacheLayer, Selection, Step
+from pod.modeling.shipped.stores import Codec, Recent, Store
 
-_AGED = 256  # a follower frees aged keys when they are more than this share (1/256) of its own keys
+_AGED = 64  # proximal tokens are counted again, which waits for the device, after this share (1/64) of them has come
 
 
-class _Lead(NamedTuple):
-    """What a lead leaves for its followers in a pass: as it was before it chose.
+class OwnKeys:
+    """Followers' own keys: of the first ``sinks`` and the last ``recents`` of the tokens held; what ``Recent`` reads.
 
-    queries: ``[1, G, m, d]``; keys: ``[1, 1, n, d]``, None when decoding; positions: ``[n]``.
+    They are equally many in all rows and heads, so some are of tokens that are distant there. A codec packs tokens by number:
+    keys go in whole groups, so that it packs those of the same tokens as in a batch of other rows.
     """
 
-    queries: Tensor
-    keys: Tensor | None
-    positions: Tensor
+    def __init__(self, codec: Codec):
+        self.store: Store = codec.tokens("keys", evicts=True)
+        self.group_size = getattr(codec, "group_size", 1)
+        self.held = self.sinks = self.recents = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return len(self) == 0
+
+    def __len__(self) -> int:
+        return self.sinks + self.recents
+
+    def append(self, k: Tensor) -> None:
+        self.store.append(k, len(self))
+        self.recents += k.shape[2]
+        self.held += k.shape[2]
+
+    def read(self, length: int) -> Tensor:
+        return self.store.read(len(self))
+
+    def slot_positions(self, lengths: Tensor) -> Tensor:
+        """``[B, slots]`` while every token seen is held."""
+        return first_and_last(self.sinks, self.recents, self.held, lengths.device).expand(len(lengths), -1)
+
+    def spread(self, own: Tensor) -> Tensor:
+        """``[…, slots]`` to ``[…, held]``; what is not there may be anything."""
+        out = own.new_empty(*own.shape[:-1], self.held)
+        out[..., : self.sinks] = own[..., : self.sinks]
+        out[..., self.held - self.recents :] = own[..., self.sinks :]
+        return out
+
+    def keep(self, sinks: int, recents: int, kept: Tensor) -> None:
+        """Of the tokens held, hold only ``kept`` ``[B, F, w]``, and own keys of the first and the last of these."""
+        count, was = kept.shape[2], self.held - self.recents
+        recents += (count - sinks - recents) % self.group_size
+        self.held = count
+        slots = kept[..., first_and_last(sinks, recents, count, kept.device)]
+        slots = torch.where(slots < self.sinks, slots, (slots - was).clamp(min=0) + self.sinks)
+        self._keep_slots(slots.clamp(max=max(0, len(self) - 1)), sinks, recents)
+
+    def free(self, sinks: int, recents: int, device: torch.device) -> None:
+        """Hold keys of the first and the last tokens only."""
+        recents += (self.held - sinks - recents) % self.group_size
+        if sinks + recents < len(self):
+            slots = first_and_last(sinks, recents, len(self), device)
+            self._keep_slots(slots.expand(*self.store.shape[:2], -1), sinks, recents)
+
+    def _keep_slots(self, slots: Tensor, sinks: int, recents: int) -> None:
+        if not self.is_empty:
+            self.store.keep(slots, len(self))
+        self.sinks, self.recents = sinks, recents
 
 
-class _Head:
-    """One KV head of one row: values of the kept tokens; keys of all of them (lead) or of the proximal ones (follower)."""
+class Bank:
+    """KV heads of a layer that hold equally many tokens at all times, in tensors ``[B, h, held, d]``.
 
-    def __init__(self, codec: Codec, is_lead: bool):
-        self.is_lead = is_lead
-        self.keys: Store = codec.tokens("keys", evicts=True)
+    Attributes:
+        leads, followers: KV heads; ``values`` has the leads first, ``keys`` the leads only.
+        held: tokens held by each row and head.
+        positions: int32 ``[B, leads, held]``.
+        observed: last queries of the unfinished prompt, ``[B, leads·G, <= window, d]``.
+        reach: for each lead how many of the first and of the last slots are proximal, in any row, for the next query or were
+            before; counted when ``due`` tokens are seen.
+    """
+
+    def __init__(self, codec: Codec, leads: list[int], followers: list[int]):
+        self.leads, self.followers = leads, followers
         self.values: Store = codec.tokens("values", evicts=True)
-        self.held = 0
-        self.num_keys = 0
-        self.positions: Tensor | None = None  # int32 [held] in a lead; its followers read the lead's
-        self.queries: Tensor | None = (
-            None  # a lead's last queries of the unfinished prompt, [1, G, <= window, d]
-        )
+        self.keys: Store = codec.tokens("keys", evicts=True)
+        self.own = OwnKeys(codec)
+        self.held = self.due = 0
+        self.positions: Tensor | None = None
+        self.observed: Tensor | None = None
+        self.reach = [(0, 0)] * len(leads)
+
+    def stores(self) -> list[tuple[str, Store, int]]:
+        """Name, store and tokens of what is not empty."""
+        own = ("window_keys", self.own.store, len(self.own))
+        found = [("keys", self.keys, self.held), own, ("values", self.values, self.held)]
+        return [entry for entry in found if not entry[1].is_empty]
+
+    def select_rows(self, index: Tensor) -> None:
+        for _, store, _ in self.stores():
+            store.select_rows(index)
+        if self.positions is not None:
+            self.positions = self.positions.index_select(0, index.to(self.positions.device))
+        if self.observed is not None:
+            self.observed = self.observed.index_select(0, index.to(self.observed.device))
 
     def append(self, k: Tensor, v: Tensor, step: Step) -> None:
-        """Store ``[1, 1, m, d]``."""
+        """Store what comes, but followers' keys: ``[B, leads, m, d]`` and ``[B, leads + followers, m, d]``."""
         self.values.append(v, self.held)
-        self.keys.append(k, self.num_keys)
+        if self.leads:
+            self.keys.append(k, self.held)
+            seen = step.max_length
+            new = torch.arange(seen - step.num_new, seen, dtype=torch.int32, device=k.device)
+            new = new.expand(k.shape[0], len(self.leads), -1)
+            self.positions = new if self.positions is None else torch.cat((self.positions, new), dim=2)
+            self.reach = [(sinks, recents + step.num_new) for sinks, recents in self.reach]
         self.held += step.num_new
-        self.num_keys += step.num_new
-        if self.is_lead:
-            new = step.positions[0].to(torch.int32)
-            self.positions = new if self.positions is None else torch.cat((self.positions, new))
 
-    def keep(self, index: Tensor) -> None:
-        """Hold only the slots ``index`` ``[w]``."""
-        self.values.keep(index[None, None], self.held)
-        self.held = len(index)
-        if self.is_lead:
-            assert self.positions is not None
-            self.keys.keep(index[None, None], self.num_keys)
-            self.num_keys, self.positions = self.held, self.positions[index]
 
-    def keep_keys(self, index: Tensor) -> None:
-        """Of a follower's own keys, hold only ``index`` ``[w]``."""
-        self.keys.keep(index[None, None], self.num_keys)
-        self.num_keys = len(index)
+class HeldTokens(NamedTuple):
+    """Tokens held by a KV head of every row and, of a lead, their positions ``[held]`` in the first row."""
 
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
-        yield from (("keys" if self.is_lead else "window_keys", x) for x in self.keys.tensors())
-        yield from (("values", x) for x in self.values.tensors())
-        if self.positions is not None:
-            yield "positions", self.positions
-        if self.queries is not None:
-            yield "bookkeeping", self.queries
-
-    def predicted_nbytes(self) -> int:
-        if self.values.is_empty:
-            return 0
-        positions = 4 * self.held if self.is_lead else 0
-        return self.keys.predicted_nbytes(self.num_keys) + self.values.predicted_nbytes(self.held) + positions
+    held: int
+    positions: Tensor | None
 
 
 class SharedSelectionLayer(CacheLayer):
-    """One layer of one row. Leads rank by SnapKV; followers keep the slots that their lead leaves in ``step.shared``.
+    """One layer for rows that are alike. Leads rank by SnapKV; followers keep the slots that their leads keep.
 
     Args:
-        budgets: tokens per KV head in this layer.
+        budgets: tokens seen to tokens of every layer and KV head, ``[L][H]``.
+        alike: ``(layer, KV head)`` to a label, the same for heads of a layer whose budgets always agree.
         params: SnapKV's ``window``, ``kernel`` and ``pool``.
     """
 
-    def __init__(self, config: PodConfig, layer_idx: int, budgets: list[int], params: dict, codec: Codec):
+    def __init__(
+        self,
+        config: PodConfig,
+        layer_idx: int,
+        budgets: Callable[[int], list[list[int]]],
+        alike: Callable[[int, int], Hashable],
+        params: dict,
+        codec: Codec,
+    ):
         super().__init__()
-        self.layer_idx, self.budgets, self.params, self.codec = layer_idx, budgets, params, codec
+        self.layer_idx, self.budgets, self.alike, self.params, self.codec = (
+            layer_idx,
+            budgets,
+            alike,
+            params,
+            codec,
+        )
         self.lead = config.sharing_plan.lead
         self.leads, self.followers = split_heads(self.lead[layer_idx], layer_idx)
-        self.num_sink_tokens, self.num_recent_tokens = config.num_sink_tokens, config.num_recent_tokens
+        self.followed = {head for head in self.leads if is_followed(self.lead, layer_idx, head)}
+        self.window = config.num_sink_tokens, config.num_recent_tokens
         self.scale = config.head_dim**-0.5
         self.groups = config.num_key_value_groups
         self.clear()
 
     def clear(self) -> None:
-        self.heads = [_Head(self.codec, head in self.leads) for head in range(len(self.lead[0]))]
+        members: dict[Hashable, tuple[list[int], list[int]]] = {}
+        for head in range(len(self.lead[0])):
+            bank = members.setdefault(self.alike(self.layer_idx, head), ([], []))
+            bank[head not in self.leads].append(head)
+        self.banks = [Bank(self.codec, *roles) for roles in members.values()]
+        self.order = tuple(head for bank in self.banks for head in bank.leads + bank.followers)
+        self.is_reordered = len(self.banks) > 1 or bool(self.leads and self.followers)
+
+    @property
+    def heads(self) -> list[HeldTokens]:
+        """What each KV head holds."""
+        found = {}
+        for bank in self.banks:
+            for place, head in enumerate(bank.leads + bank.followers):
+                is_lead = place < len(bank.leads) and bank.positions is not None
+                found[head] = HeldTokens(bank.held, bank.positions[0, place] if is_lead else None)
+        return [found[head] for head in sorted(found)]
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
-        for head in self.heads:
-            yield from head.parts()
+        for bank in self.banks:
+            yield from ((name, x) for name, store, _ in bank.stores() for x in store.tensors())
+            for name, tensor in (("positions", bank.positions), ("bookkeeping", bank.observed)):
+                if tensor is not None:
+                    yield name, tensor
 
     def select_rows(self, index: Tensor) -> None:
-        assert index.tolist() == [0], "one row per layer"
-        for head in self.heads:
-            for store in (head.keys, head.values):
-                store.select_rows(index)
-            head.positions = None if head.positions is None else head.positions.clone()
-            head.queries = None if head.queries is None else head.queries.clone()
+        for bank in self.banks:
+            bank.select_rows(index)
 
     def predicted_nbytes(self, length: int) -> int:
         """For the tokens held now, which depend on what was chosen."""
-        return sum(head.predicted_nbytes() for head in self.heads)
+        stores = sum(store.predicted_nbytes(n) for bank in self.banks for _, store, n in bank.stores())
+        return stores + sum(4 * bank.positions.numel() for bank in self.banks if bank.positions is not None)
 
     # -- attention -------------------------------------------------------------------------------------------
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         q, k = step.rope(q), step.rope(k)
-        queries = q.split(self.groups, dim=1)
-        for number, head in enumerate(self.heads):
-            head.append(k[:, number : number + 1], v[:, number : number + 1], step)
-            if head.positions is not None and is_followed(self.lead, self.layer_idx, number):
-                keys = head.keys.read(head.held) if step.num_new > 1 else None
-                step.shared[number] = _Lead(queries[number].clone(), keys, head.positions)
-        if step.num_new == 1:
-            out = torch.cat([self._decode(i, x, step) for i, x in enumerate(queries)], dim=1)
-        elif step.uniform_past == 0 and step.backend != "reference":
-            lead, see = None, CAUSAL
-            if self.followers:
-                lead = Lead(*self._lead_queries_and_keys(step), heads=tuple(self.followers))
-                see = Visibility(self.num_sink_tokens, self.num_recent_tokens)
-            out, _ = attend(q, Tokens(k, v), lead, see, backend=step.backend)
-        else:
-            out = torch.cat([self._attend_blocked(i, x, step) for i, x in enumerate(queries)], dim=1)
-        if not step.is_decode:
-            self._observe(queries)
-        self._drop_aged(step)
-        for number in self.followers:
-            if not is_followed(self.lead, self.layer_idx, number):
-                step.shared.pop(number)
+        is_single = step.num_new == 1 and not takes_gradients(q, k, v)
+        outs = []
+        for bank, own_q, own_k, own_v in zip(self.banks, *map(self._by_bank, (q, k, v)), strict=True):
+            bank.append(own_k[0], own_v[2], step)
+            if not step.is_decode and bank.leads:
+                seen = own_q[0] if bank.observed is None else torch.cat((bank.observed, own_q[0]), 2)
+                bank.observed = seen[:, :, -self.params["window"] :].clone()
+            self._publish(bank, own_q[0], step, is_single)
+            if bank.followers and is_single:
+                bank.own.append(own_k[1])
+            if is_single:
+                outs.append(self._decode(bank, own_q, step))
+            elif not step.is_fresh:
+                outs.append(self._attend_chunk(bank, own_q, own_k[1], step))
+            if bank.followers and not is_single:
+                bank.own.append(own_k[1])
+        out = self._in_order(outs) if outs else self._prefill(q, k, v, step)
+        for bank in (
+            self.banks if not step.ends_prompt else ()
+        ):  # else when leads have chosen: those below have by now
+            if not is_single:
+                self._count(bank, step)
+            if bank.followers:
+                bank.own.free(*self._reach(bank, step), q.device)
         return out
 
-    def _lead_queries_and_keys(self, step: Step) -> tuple[Tensor, Tensor]:
-        shared = [step.shared[number] for number in self.followers]
-        return torch.cat([x.queries for x in shared], dim=1), torch.cat([x.keys for x in shared], dim=1)
+    def _by_bank(self, x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """For each bank heads of its leads, of its followers and both; as many operations for any number of heads."""
+        width = x.shape[1] // len(self.order)
+        if self.is_reordered:
+            x = x.index_select(1, head_index(self.order, width, x.device))
+        parts, start = [], 0
+        for bank in self.banks:
+            middle = start + len(bank.leads) * width
+            stop = middle + len(bank.followers) * width
+            parts.append((x[:, start:middle], x[:, middle:stop], x[:, start:stop]))
+            start = stop
+        return parts
 
-    def _decode(self, number: int, q: Tensor, step: Step) -> Tensor:
-        """One new token, ``[1, G, 1, d]``: the lead's logits serve its block, but for proximal tokens."""
-        head = self.heads[number]
-        own = (q[0, :, 0] * self.scale) @ head.keys.read(head.num_keys)[0, 0].transpose(0, 1)
-        own = own.to(torch.promote_types(q.dtype, torch.float32))
-        logits = own
-        if head.is_lead:
-            step.shared[number, "logits"] = own
-        else:
-            logits = step.shared[number, "logits"]
-            assert step.uniform_past is not None
-            sinks, recent = self._proximal(number, step.shared[number].positions, step.uniform_past, step)
-            logits[:, :sinks] = own[:, :sinks]
-            logits[:, head.held - recent :] = own[:, head.num_keys - recent :]
-        weights = logits.softmax(-1).to(q.dtype)
-        return (weights @ head.values.read(head.held)[0, 0])[None, :, None]
+    def _in_order(self, outs: list[Tensor]) -> Tensor:
+        out = torch.cat(outs, dim=1) if len(outs) > 1 else outs[0]
+        if not self.is_reordered:
+            return out
+        places = tuple(self.order.index(head) for head in range(len(self.order)))
+        return out.index_select(1, head_index(places, self.groups, out.device))
 
-    def _proximal(self, number: int, positions: Tensor, query: int, step: Step) -> tuple[int, int]:
-        """How many of the first and of the last slots a query at position ``query`` sees as proximal.
+    def _publish(self, bank: Bank, q: Tensor, step: Step, is_single: bool) -> None:
+        """Leave for followers what they need of a lead before it chooses."""
+        for place, head in enumerate(bank.leads):
+            if head not in self.followed:
+                continue
+            assert bank.positions is not None
+            step.lead.selections[head] = Selection(bank.positions[:, place])
+            if not is_single:
+                step.lead.queries[head] = take_heads(q, [place], self.groups).clone()
+                step.lead.keys[head] = take_heads(bank.keys.view(bank.held), [place])
 
-        Counted once for a block in a pass: every follower has its lead's ``positions``, and a number that is read from a
-        GPU waits for it.
-        """
-        block = number, self.lead[self.layer_idx][number], query
-        if block not in step.shared:
-            near = positions < self.num_sink_tokens, positions > query - self.num_recent_tokens
-            sinks, recent = torch.stack(near).sum(1).tolist()
-            step.shared[block] = sinks, min(recent, len(positions) - sinks)
-        return step.shared[block]
+    def _decode(self, bank: Bank, q: tuple[Tensor, Tensor, Tensor], step: Step) -> Tensor:
+        """One new token per row: the leads' logits serve their blocks, but for proximal tokens."""
+        parts = []
+        if bank.leads:
+            logits = slot_logits(q[0], bank.keys.view(bank.held), bank.held, self.scale)
+            self._publish_logits(bank, logits, step)
+            parts.append(logits)
+        if bank.followers:
+            chosen = [step.lead.selections[head] for head in bank.followers]
+            near = torch.stack([found.near for found in chosen], 1)[:, :, None]
+            keys, count = bank.own.store, len(bank.own)
+            own = bank.own.spread(slot_logits(q[1], keys.view(count), count, self.scale))
+            parts.append(torch.where(near, own, torch.stack([found.logits for found in chosen], 1)))
+        logits = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+        return weigh_slots(logits.softmax(-1), bank.values.view(bank.held), q[2].dtype)
 
-    def _attend_blocked(self, number: int, q: Tensor, step: Step) -> Tensor:
-        """A chunk ``[1, G, m, d]`` behind any past."""
-        head, n_s, n_r = self.heads[number], self.num_sink_tokens, self.num_recent_tokens
-        values = head.values.read(head.held)
-        if head.positions is not None:
-            causal = partial(_visible, positions=head.positions)
-            sources = [Source(q[:, None], head.keys.read(head.held), values, causal)]
-        else:
-            lead: _Lead = step.shared[number]
-            assert lead.keys is not None
-            slots = self._own_slots(head, lead.positions)
-            own = partial(_visible, positions=lead.positions[slots], proximal=(n_s, n_r))
-            far = partial(_visible, positions=lead.positions, distant=(n_s, n_r))
-            sources = [
-                Source(q[:, None], head.keys.read(head.num_keys), values[:, :, slots], own),
-                Source(lead.queries[:, None], lead.keys, values, far),
-            ]
-        return blocked_attention(sources, step.positions, self.scale)
+    def _publish_logits(self, bank: Bank, logits: Tensor, step: Step) -> None:
+        if self.followed.isdisjoint(bank.leads):
+            return
+        near = self._near(bank, step.max_length - 1)
+        self._count(bank, step, near)
+        near = near[0] | near[1]
+        for place, head in enumerate(bank.leads):
+            if head in self.followed:
+                found = step.lead.selections[head]
+                found.logits, found.near = logits[:, place], near[:, place]
 
-    def _own_slots(self, head: _Head, positions: Tensor) -> Tensor:
-        """Slots ``[num_keys]`` of the tokens whose own keys a follower holds: first ones, and the last ones."""
-        slots = torch.arange(head.held, device=positions.device)
-        sinks = min(int((positions < self.num_sink_tokens).sum()), head.num_keys)
-        return torch.cat((slots[:sinks], slots[head.held - (head.num_keys - sinks) :]))
+    def _near(self, bank: Bank, query: int) -> Tensor:
+        """Which tokens a query at this position sees as sinks, and which as recent: ``[2, B, leads, held]``."""
+        assert bank.positions is not None
+        return torch.stack((bank.positions < self.window[0], bank.positions > query - self.window[1]))
+
+    def _prefill(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        """First pass over an empty cache: as without one."""
+        lead, see = None, CAUSAL
+        if self.followers:
+            lead = step.lead.take(self.followers, step.max_length)._replace(heads=tuple(self.followers))
+            see = Visibility(*self.window)
+        return attend(q, Tokens(k, v), lead, see, step.segments, self.scale, step.backend)[0]
+
+    def _attend_chunk(self, bank: Bank, q: tuple[Tensor, ...], k: Tensor, step: Step) -> Tensor:
+        """A chunk behind any past: slots ascend by position, and while nothing was dropped they are positions."""
+        parts, values, split = [], bank.values.view(bank.held), len(bank.leads)
+        if bank.leads:
+            tokens = Tokens(bank.keys.view(bank.held), take_heads(values, range(split)))
+            parts.append(attend(q[0], tokens, None, CAUSAL, None, self.scale, step.chunk_backend)[0])
+        if bank.followers:
+            keys: Source = Recent(bank.own, k, step.rows)  # type: ignore[arg-type]
+            see, past = Visibility(*self.window), bank.held - step.num_new
+            if past < step.rows[0][0]:
+                own = bank.own.store.read(len(bank.own)).transpose(2, 3)
+                keys = torch.cat((bank.own.spread(own).transpose(2, 3), k), dim=2)
+                positions = [step.lead.selections[head].positions for head in bank.followers]
+                see = see._replace(positions=torch.stack(positions, 1), start=step.rows[0][0])
+            tokens = Tokens(keys, take_heads(values, range(split, split + len(bank.followers))))
+            lead = step.lead.take(bank.followers, bank.held)
+            parts.append(attend(q[1], tokens, lead, see, None, self.scale, step.chunk_backend)[0])
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
     # -- selection -------------------------------------------------------------------------------------------
 
-    def _observe(self, queries: tuple[Tensor, ...]) -> None:
-        for number in self.leads:
-            head, window = self.heads[number], self.params["window"]
-            seen = queries[number] if head.queries is None else torch.cat((head.queries, queries[number]), 2)
-            head.queries = seen[:, :, -window:].clone()
+    def _count(self, bank: Bank, step: Step, near: Tensor | None = None) -> None:
+        """Leave the reach of leads for the next query; once for a block, as numbers that are read wait for the device.
 
-    def _drop_aged(self, step: Step) -> None:
-        for number in self.followers:
-            head = self.heads[number]
-            self._free_aged(number, step.shared[number].positions, step, head.num_keys // _AGED)
+        ``near``: from ``_near``, for this query or the next.
+        """
+        if self.followed.isdisjoint(bank.leads):
+            return
+        if step.max_length >= bank.due:
+            bank.reach = self._reach_of_leads(bank, step.max_length, near)
+            bank.due = step.max_length + 1 + max(recents for _, recents in bank.reach) // _AGED
+        for head, reach in zip(bank.leads, bank.reach, strict=True):
+            if head in self.followed:
+                step.lead.selections[head].reach = reach
 
-    def _free_aged(self, number: int, positions: Tensor, step: Step, slack: int) -> None:
-        """Free own keys of tokens that no later query of this head will see as proximal, if they are more than ``slack``."""
-        assert step.uniform_past is not None
-        head, query = self.heads[number], step.uniform_past + step.num_new
-        sinks, recent = self._proximal(number, positions, query, step)
-        if head.num_keys - sinks - recent > slack:
-            slots = torch.arange(head.num_keys, device=positions.device)
-            head.keep_keys(torch.cat((slots[:sinks], slots[head.num_keys - recent :])))
+    def _reach_of_leads(self, bank: Bank, query: int, near: Tensor | None) -> list[tuple[int, int]]:
+        assert bank.positions is not None
+        held = bank.positions.shape[2]
+        if held == query:
+            sinks = min(self.window[0], query)
+            return [(sinks, min(self.window[1] - 1, query - sinks))] * len(bank.leads)
+        near = self._near(bank, query) if near is None else near
+        counts = near.sum(-1).amax(1).tolist()
+        return [(sinks, min(recents, held - sinks)) for sinks, recents in zip(*counts, strict=True)]
+
+    def _reach(self, bank: Bank, step: Step) -> tuple[int, int]:
+        reaches = [step.lead.selections[head].reach for head in bank.followers]
+        sinks, recents = max(reach[0] for reach in reaches), max(reach[1] for reach in reaches)
+        return sinks, min(recents, bank.held - sinks)
 
     def settle(self, step: Step) -> None:
         if not (step.ends_prompt or step.is_decode):
             return
-        if step.ends_prompt:
-            for number in self.leads:
-                self._choose(number, step)
-            for number in self.followers:
-                self._follow(number, step)
-        for head in self.heads:
-            head.values.settle(head.held)
-            head.keys.settle(head.num_keys)
+        for bank in self.banks if step.ends_prompt else ():
+            self._select(bank, step)
+        for bank in self.banks:
+            for _, store, count in bank.stores():
+                store.settle(count)
 
-    def _choose(self, number: int, step: Step) -> None:
-        """A lead ranks, and leaves for its followers which slots stay and where all slots were."""
-        head, budget = self.heads[number], self.budgets[number]
-        queries, head.queries = head.queries, None
-        if queries is None or head.held <= budget:
-            step.shared[number, "kept"] = None, head.positions
-            return
+    def _select(self, bank: Bank, step: Step) -> None:
+        """Leads rank, and leave for their followers which slots stay."""
+        if step.sizes is None:
+            step.sizes = self.budgets(step.max_length)
+        budget = step.sizes[self.layer_idx][(bank.leads + bank.followers)[0]]
+        kept = []
+        if bank.leads:
+            kept.append(self._choose(bank, budget))
+            for place, head in enumerate(bank.leads):
+                if head in self.followed:
+                    assert bank.positions is not None
+                    found = step.lead.selections.setdefault(head, Selection(bank.positions[:, place]))
+                    found.kept = None if kept[0] is None else kept[0][:, place]
+            bank.due = 0
+            self._count(bank, step)
+        if bank.followers:
+            index = [step.lead.selections[head].kept for head in bank.followers]
+            kept.append(None if index[0] is None else torch.stack(index, 1))
+        if kept[0] is not None:
+            bank.values.keep(torch.cat(kept, dim=1), bank.held)
+            bank.held = kept[0].shape[2]
+        if bank.followers:
+            reach = self._reach(bank, step)
+            if kept[-1] is None:
+                bank.own.free(*reach, step.past.device)
+            else:
+                bank.own.keep(*reach, kept[-1])
+
+    def _choose(self, bank: Bank, budget: int) -> Tensor | None:
+        """Slots ``[B, leads, budget]`` that leads keep; None = all."""
+        queries, bank.observed = bank.observed, None
+        if queries is None or bank.held <= budget:
+            return None
         kernel, pool = self.params["kernel"], self.params["pool"]
-        index = snapkv_slots(queries, head.keys.read(head.held), budget, kernel, pool, self.scale)[0, 0]
-        step.shared[number, "kept"] = index, head.positions
-        head.keep(index)
-
-    def _follow(self, number: int, step: Step) -> None:
-        """A follower keeps what its lead kept, and of its own keys those that are still proximal.
-
-        Aged keys go without slack first: how many are left over depends on the chunks, and a codec packs by number.
-        """
-        head = self.heads[number]
-        index, positions = step.shared[number, "kept"]
-        if positions is None:
-            return
-        self._free_aged(number, positions, step, slack=0)
-        if index is None:
-            return
-        own = self._own_slots(head, positions)
-        at = torch.isin(own, index).nonzero()[:, 0]
-        head.keep_keys(at)
-        head.keep(index)
+        index = snapkv_slots(queries, bank.keys.read(bank.held), budget, kernel, pool, self.scale)
+        bank.keys.keep(index, bank.held)
+        assert bank.positions is not None
+        bank.positions = bank.positions.gather(2, index)
+        return index
 
 
-def _visible(
-    query: Tensor, positions: Tensor, proximal: tuple | None = None, distant: tuple | None = None
-) -> Tensor:
-    """Which tokens at ``positions`` ``[S]`` queries at ``[1, r]`` see: ``[1, r, S]``."""
-    key, query = positions, query[..., None]
-    visible = key <= query
-    if proximal is not None:
-        visible &= (key < proximal[0]) | (query - key < proximal[1])
-    if distant is not None:
-        visible &= (key >= distant[0]) & (query - key >= distant[1])
-    return visible
+def first_and_last(first: int, last: int, count: int, device: torch.device) -> Tensor:
+    """The numbers ``0 … first-1`` and ``count-last … count-1``."""
+    ends = (0, first), (count - last, count)
+    return torch.cat([torch.arange(*end, device=device) for end in ends])
+
+
+@lru_cache(maxsize=1024)
+@torch.inference_mode(False)
+def head_index(heads: tuple[int, ...], width: int, device: torch.device) -> Tensor:
+    """Heads ``[len(heads)·width]`` of KV heads that are ``width`` wide."""
+    return torch.tensor([head * width + i for head in heads for i in range(width)], device=device)
 
 
 def shared_cache(
-    config: PodConfig, request: Request, budgets: list[list[int]], chunks: Chunks | None
+    config: PodConfig,
+    request: Request,
+    budgets: Callable[[int], list[list[int]]],
+    alike: Callable[[int, int], Hashable],
+    chunks: Chunks | None,
 ) -> PodCache:
-    """The cache of ``pod`` with a ranking; ``budgets`` ``[L][H]`` in tokens."""
+    """The cache of ``pod`` with a ranking; see ``SharedSelectionLayer``."""
 
     def make_layer(config: PodConfig, layer_idx: int) -> SharedSelectionLayer:
-        return SharedSelectionLayer(config, layer_idx, budgets[layer_idx], request.params, request.codec)
+        return SharedSelectionLayer(config, layer_idx, budgets, alike, request.params, request.codec)
 
-    return GroupedCache(config, make_layer, request.spec, rowwise=True, chunks=chunks)
+    return GroupedCache(config, make_layer, request.spec, chunks=chunks)

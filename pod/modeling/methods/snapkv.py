@@ -75,7 +75,7 @@ def _build(config: PodConfig, request: Request) -> PodCache:
 
     if request.layout == "pod":
         budgets = [[request.tokens] * config.num_key_value_heads] * config.num_hidden_layers
-        return shared_cache(config, request, budgets, chunks_of(request))
+        return shared_cache(config, request, lambda seen: budgets, lambda layer, head: 0, chunks_of(request))
 
     def make_layer(config: PodConfig, layer_idx: int) -> SnapLayer:
         return SnapLayer(config, layer_idx, request.tokens, codec=request.codec, **values)

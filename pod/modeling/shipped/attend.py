@@ -6,7 +6,6 @@ wherever torch runs and travel with exported checkpoints; ``pod.kernels`` adds o
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -296,10 +295,9 @@ def take_rows(x: Any, rows: Span) -> Any:
     return x[slice(*rows)] if isinstance(x, Tensor) else x.rows(slice(*rows))
 
 
-@lru_cache(maxsize=16)
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What logits and sums are computed in: at least fp32."""
-    return torch.promote_types(dtype, torch.float32)
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What logits, norms and sums are computed in: fp32, or fp64 for fp64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def takes_gradients(*tensors: Any) -> bool:

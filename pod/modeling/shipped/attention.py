@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .attend import CAUSAL, Lead, Segments, Tokens, Visibility, attend, wide
+from .attend import CAUSAL, Lead, Segments, Tokens, Visibility, attend, compute_dtype
 from .config import PodConfig
 from .rope import Rope
 from .sharing import is_followed
@@ -30,8 +30,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        exact = x.to(wide(x.dtype))
-        normed = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.eps)
+        wide = x.to(compute_dtype(x.dtype))
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(x.dtype)
 
 

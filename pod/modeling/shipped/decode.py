@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attend import choose
+from .attend import choose, compute_dtype
 from .packed import Packed, Stored
 
 _PROGRAMS_PER_PROCESSOR = 2  # as many as fit by registers, so that all run at once
@@ -119,7 +119,7 @@ def make_buffers(
         programs: splits per row of the Triton kernel, all heads together; None = by the device. At least ``kv_heads``.
     """
     device = torch.device(device)
-    compute = torch.promote_types(dtype, torch.float32)
+    compute = compute_dtype(dtype)
     if programs is None:
         programs = num_programs(batch, kv_heads, device)
     if programs < kv_heads:
@@ -284,10 +284,7 @@ def _check_buffers(
             f"buffers are for [B, H, G, C] = {got} and head_dim {buffers.partial_out.shape[4]}, needed are "
             f"{[*rows, values.shape[2]]} and {q.shape[2]}; make them with make_buffers"
         )
-    if (
-        buffers.logits.dtype != torch.promote_types(q.dtype, torch.float32)
-        or buffers.logits.device != q.device
-    ):
+    if buffers.logits.dtype != compute_dtype(q.dtype) or buffers.logits.device != q.device:
         raise ValueError(
             f"buffers are {buffers.logits.dtype} on {buffers.logits.device}, q is {q.dtype} on {q.device}; "
             "make them with make_buffers"

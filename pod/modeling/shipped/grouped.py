@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .attend import Call, Implementation, Source, Tokens, span, takes_gradients, wide
+from .attend import Call, Implementation, Source, Tokens, compute_dtype, span, takes_gradients
 from .decode import DecodeBuffers, DecodeCall, Decoder
 from .packed import Packed, Stored
 
@@ -168,7 +168,7 @@ def attend_slots(
         Output ``[B, Hq, 1, d]``, log-sum-exp ``[B, Hq, 1]`` and weights ``[B, H, G, n + …]`` of the slots and of the tokens
         of ``also``, both in at least fp32.
     """
-    compute, heads, n = wide(q.dtype), keys.shape[1], keys.shape[2]
+    compute, heads, n = compute_dtype(q.dtype), keys.shape[1], keys.shape[2]
     grouped = q[:, :, 0].unflatten(1, (heads, -1)).to(compute) * scale
     parts = [(keys, values, 0.0), *((*tokens, extra) for tokens, extra in also)]
     logits = _logits(grouped, parts)
@@ -199,6 +199,20 @@ def _logits(q: Tensor, parts: Sequence[tuple[Stored, Stored, float]]) -> Tensor:
             part += extra
         first += keys.shape[2]
     return logits
+
+
+def slot_logits(q: Tensor, keys: Stored, length: int, scale: float) -> Tensor:
+    """Logits ``[B, H, G, length]`` in at least fp32 of queries ``[B, H·G, 1, d]`` and the first keys of ``[B, H, n, d]``;
+    takes no gradients."""
+    grouped = q[:, :, 0].unflatten(1, (keys.shape[1], -1)).to(compute_dtype(q.dtype)) * scale
+    logits = grouped.new_empty(*grouped.shape[:3], length)
+    _scores(grouped, keys, logits)
+    return logits
+
+
+def weigh_slots(weights: Tensor, values: Stored, dtype: torch.dtype) -> Tensor:
+    """``[B, H·G, 1, d]`` of ``dtype``: values ``[B, H, n, d]`` with weights ``[B, H, G, n]``; takes no gradients."""
+    return _weighted(weights, values, 0, weights.shape[3]).flatten(1, 2)[:, :, None].to(dtype)
 
 
 def _attend_one(call: Call) -> tuple[Tensor, Tensor]:

@@ -244,7 +244,7 @@ class Packed(NamedTuple):
 
     def _natives(self, start: int, stop: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, int, int]]:
         """Tokens ``[B, h, last - first, d]`` of ``[start, stop)`` in pieces, each with its ``first`` and ``last``."""
-        lowest, highest = self._bounds()
+        _, highest = self._bounds()
         native, room = min(max(highest, start), stop), self.tail.shape[2]
         for first, last in tiles(self, start, native):
             yield self.read(first, last, dtype), first, last
@@ -309,7 +309,9 @@ class Packed(NamedTuple):
         middle, scale = self._middle_and_scale(0, out.shape[3], q.dtype)
         torch.matmul(q.unflatten(3, (middle.shape[2], -1)).sum(4), middle, out=out)
         scale = self._units(scale)
-        q = q.unflatten(3, (scale.shape[1], scale.shape[0], -1)).permute(4, 3, 0, 1, 2, 5)  # [U, P, B, h, G, c]
+        q = q.unflatten(3, (scale.shape[1], scale.shape[0], -1)).permute(
+            4, 3, 0, 1, 2, 5
+        )  # [U, P, B, h, G, c]
         for first, last in tiles(self, 0, out.shape[3]):
             numbers = self._numbers(first, last, q.dtype).unflatten(4, (len(scale), -1))
             for unit, steps in enumerate(scale[..., first:last]):
@@ -324,7 +326,9 @@ class Packed(NamedTuple):
         sums = scaled.new_empty(*units.shape[:3], width)
         for first, last in tiles(self, start, stop):
             numbers = self._numbers(first, last, weights.dtype).flatten(0, 2)
-            for unit, (total, left) in enumerate(zip(sums, units[..., first - start : last - start], strict=True)):
+            for unit, (total, left) in enumerate(
+                zip(sums, units[..., first - start : last - start], strict=True)
+            ):
                 right = numbers[..., unit * width : (unit + 1) * width]
                 torch.baddbmm(total, left, right, beta=float(first > start), out=total)
         out = sums.view(*scaled.shape[:5], width).permute(2, 3, 4, 1, 0, 5).flatten(3)

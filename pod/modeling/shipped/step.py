@@ -17,17 +17,37 @@ from .stores import RaggedRows
 
 
 @dataclass
+class Selection:
+    """What a lead that holds chosen tokens leaves for its followers in a pass.
+
+    Attributes:
+        positions: ``[B, n]``, ascending.
+        logits, near: when decoding, ``[B, G, n]`` and which tokens ``[B, n]`` are proximal.
+        kept: slots ``[B, w]`` that the lead chose when the prompt ended; None = all.
+        reach: how many of the first and of the last tokens are proximal for the next query, in any row.
+    """
+
+    positions: Tensor
+    logits: Tensor | None = None
+    near: Tensor | None = None
+    kept: Tensor | None = None
+    reach: tuple[int, int] = (0, 0)
+
+
+@dataclass
 class LeadState:
     """What the leads of a pass leave for the layers that follow them, by KV head.
 
     Attributes:
         queries: ``[B, G, m, d]``; keys: ``[B, 1, n, d]``, as they were when the lead attended.
         buffers: when decoding, the logits of distant tokens and what belongs to them.
+        selections: where leads choose the tokens of their blocks.
     """
 
     queries: dict[int, Tensor] = field(default_factory=dict)
     keys: dict[int, Source] = field(default_factory=dict)
     buffers: DecodeBuffers | None = None
+    selections: dict[int, Selection] = field(default_factory=dict)
 
     def take(self, heads: Sequence[int], length: int) -> Lead:
         """The lead queries and keys of these KV heads and ``length`` tokens, for all heads of a call."""
@@ -74,7 +94,7 @@ class Step:
     backend: str = "auto"
     lead: LeadState = field(default_factory=LeadState)
     groups: list[tuple["Step", Tensor]] = field(default_factory=list)
-    sizes: Sequence[int] | None = None
+    sizes: Sequence | None = None
     shared: dict = field(default_factory=dict)
 
     @property

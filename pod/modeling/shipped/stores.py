@@ -6,6 +6,7 @@ A layer never makes a store itself: it asks a codec for one, and so works with p
 import sys
 from collections.abc import Sequence
 from copy import copy
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -139,12 +140,19 @@ class Codec(Protocol):
 def take_slots(x: Tensor, slots: Tensor) -> Tensor:
     """Slots ``[B, h, w]`` of ``[B, h, n, d]``, copied. Whole tokens at a time: on CPU ten times as fast as ``gather``."""
     batch, heads, n, head_dim = x.shape
-    if x.stride()[2:] != (head_dim, 1) or x.stride(0) % head_dim or x.stride(1) % head_dim:
+    if x.stride()[2:] != (head_dim, 1) or x.stride(0) != heads * x.stride(1) or x.stride(1) % head_dim:
         x = x.contiguous()
     row, head = x.stride(0) // head_dim, x.stride(1) // head_dim
     tokens = x.as_strided(((batch - 1) * row + (heads - 1) * head + n, head_dim), (head_dim, 1))
-    first = torch.arange(batch, device=x.device)[:, None] * row + torch.arange(heads, device=x.device) * head
-    return tokens.index_select(0, (slots + first[..., None]).flatten()).view(*slots.shape, head_dim)
+    places = torch.add(slots, numbers(batch * heads, x.device).view(batch, heads, 1), alpha=head)
+    return tokens.index_select(0, places.flatten()).view(*slots.shape, head_dim)
+
+
+@lru_cache(maxsize=256)
+@torch.inference_mode(False)
+def numbers(count: int, device: torch.device) -> Tensor:
+    """``0 … count-1``; not to be written to."""
+    return torch.arange(count, device=device)
 
 
 class TokenStore:
