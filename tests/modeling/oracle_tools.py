@@ -202,13 +202,16 @@ class Streaming:
 
 @torch.no_grad()
 def run_cache(model, cache, ids: Tensor, turns, widths=()) -> Tensor:
-    """The same turns through a real cache: ``[B, n]`` ids to ``[B, n, vocab]`` logits.
+    """The same turns through a real cache: ``[B, n]`` ids to ``[B, n, vocab]`` logits; ``("crop", n)`` takes n tokens back.
 
     Args:
         widths: forward passes inside each announced prompt, repeated until it ends; () = one pass.
     """
     start, outputs = 0, []
     for kind, count in turns:
+        if kind == "crop":
+            cache.crop(-count)
+            continue
         if kind == "decode":
             passes = [1] * count
         else:

@@ -234,5 +234,13 @@ def test_crop_is_exact_or_refused_and_harmless(tools, model_of, row):
         run_cache(model, c, ids[:, :28], turns)
     with pytest.raises(ValueError, match=r"crop.*" + re.escape(row.spec)):
         cache.crop(2)
+    most = cache.num_croppable
+    with pytest.raises(
+        ValueError, match=rf"crop.*{re.escape(row.spec)} cache can take back {most} of its 28"
+    ):
+        cache.crop(-most - 1)
+    if most > 2 and "+" not in row.spec and "int" not in row.spec:  # packed tokens stay packed
+        run_cache(model, cache, ids[:, 3:5], [("decode", 2)])
+        cache.crop(-2)
     outputs = [run_cache(model, c, ids[:, 28:], [("decode", 3)]) for c in (cache, fresh)]
     assert torch.equal(*outputs)

@@ -230,8 +230,11 @@ def test_wrong_positions_are_an_error(tools):
 def test_unsupported_generation_is_refused_by_name(tools):
     model = tools.make_pod("llama")
     ids = tools.random_ids(1, 12)
-    with pytest.raises(ValueError, match="assisted decoding is not supported"):
-        model.generate(ids, prompt_lookup_num_tokens=3, max_new_tokens=3)
+    dense = tools.make_pod("llama", plan=False)
+    for spec, options in {"snapkv": {"window": 2}, "streamingllm": {}, "quest": {}}.items():
+        cache = pod.make_cache(dense, spec, budget=8, **options)
+        with pytest.raises(ValueError, match=f"assisted decoding is not supported by the {spec} cache"):
+            dense.generate(ids, prompt_lookup_num_tokens=3, max_new_tokens=3, past_key_values=cache)
     with pytest.raises(ValueError, match="cache_implementation='static' is not supported"):
         model.generate(ids, cache_implementation="static", max_new_tokens=3)
     with pytest.raises(ValueError, match="continuous batching"):
@@ -242,7 +245,7 @@ def test_unsupported_generation_is_refused_by_name(tools):
         model.generate(ids, past_key_values=DynamicCache(), max_new_tokens=3)
     with pytest.raises(ValueError, match="2-D padding mask"):
         model(ids, attention_mask=torch.ones(1, 1, 12, 12))
-    with pytest.raises(ValueError, match="crop is not supported"):
+    with pytest.raises(ValueError, match=r"crop\(1\).*negative number of columns: crop\(-1\)"):
         pod.make_cache(model).crop(1)
     with pytest.raises(TypeError):
         model(ids, output_attentions=True)

@@ -1,12 +1,14 @@
 """Random conversations over every method: each row of a batch gets exactly the logits that it gets alone.
 
 A conversation is a list of operations on one cache: prompts in random pieces, announced or not, padded left or right or with holes,
-decoding (also of some rows only), rows reordered, repeated or dropped (also in the middle of a prompt), reset, and things that must be
-refused without harm. Afterwards every row is fed again, alone, turn by turn in one piece, and one row goes through the method's oracle.
+decoding (also of some rows only), rows reordered, repeated or dropped (also in the middle of a prompt), reset, the last columns taken
+back, the cache copied, or saved and loaded, and things that must be refused without harm. After each operation the cache checks itself.
+Afterwards every row is fed again, alone, turn by turn in one piece, and one row goes through the method's oracle.
 
 ``POD_RANDOM_OPERATIONS=10000`` sets the number of conversations over all methods; 200 by default.
 """
 
+import copy
 import os
 import zlib
 from dataclasses import dataclass, field
@@ -52,6 +54,11 @@ def razor(model, heads, **options):
 
 def selected(selection):
     return lambda model, **options: PodSelected(model, selection=selection, **options)
+
+
+def anyhow(oracle):
+    """An oracle for a cache with options that change no logits."""
+    return oracle and (lambda model, **options: oracle(model))
 
 
 # name: spec, options, oracle (None: only against the row alone)
@@ -108,6 +115,12 @@ PACKED = [
     "h2o+int8",
 ]
 CASES |= {spec: (spec, CASES[spec.rpartition("+")[0]][1], None) for spec in PACKED}
+# room for the first tokens only: it grows, and every tensor moves
+ENGINES = ("full", "pod", "full+int4", "pod+int4")
+CASES |= {
+    f"{spec}-engine": (spec, CASES[spec][1] | {"capacity": 9}, anyhow(CASES[spec][2])) for spec in ENGINES
+}
+CASES |= {f"{spec}-extra": (spec, {"extra_slots": 3}, anyhow(CASES[spec][2])) for spec in ("pod", "pod+int4")}
 
 PROMPT = st.tuples(
     st.just("prompt"),
@@ -122,13 +135,17 @@ DECODE = st.tuples(st.just("decode"), st.integers(1, 5), st.integers(0, 30))
 MOVE = st.tuples(
     st.sampled_from(["reorder", "select", "repeat"]), st.lists(st.integers(0, 9), min_size=1, max_size=3)
 )
-OTHER = st.tuples(st.sampled_from(["reset", "crop", "wrong batch", "wrong mask", "wrong length"]))
+CROP = st.tuples(st.just("crop"), st.integers(1, 7))
+OTHER = st.tuples(
+    st.sampled_from(["reset", "copy", "save", "copy", "save", "wrong batch", "wrong mask", "wrong length"])
+)
 EVERYTHING = [  # a group of rows that splits into three, moves, and goes on; with everything that is refused
     ("prompt", 9, [4], [], "left", True, 40),
     ("decode", 2, 30),
     ("prompt", 6, [2], [0, 3, 5], "left", True, 1),
     ("decode", 3, 2),
-    ("crop",),
+    ("crop", 4),
+    ("save",),
     ("reorder", [2, 0, 1]),
     ("wrong mask",),
     ("decode", 1, 30),
@@ -137,10 +154,12 @@ EVERYTHING = [  # a group of rows that splits into three, moves, and goes on; wi
     ("wrong batch",),
     ("prompt", 7, [3, 1], [2, 0, 0, 6], "left", True, 2),
     ("decode", 4, 30),
+    ("crop", 2),
+    ("copy",),
     ("prompt", 3, [], [1, 2], "right", False, 40),
     ("decode", 1, 30),
 ]
-OPERATIONS = st.lists(st.one_of(PROMPT, PROMPT, DECODE, DECODE, MOVE, OTHER), min_size=2, max_size=8)
+OPERATIONS = st.lists(st.one_of(PROMPT, PROMPT, DECODE, DECODE, MOVE, OTHER, CROP), min_size=2, max_size=8)
 
 
 @dataclass
@@ -153,12 +172,22 @@ class Row:
     def copy(self):
         return Row(list(self.turns), list(self.logits))
 
+    def forget(self, count):
+        """The last tokens were never fed."""
+        while count:
+            kind, ids = self.turns.pop()
+            if len(ids) > count:
+                self.turns.append((kind, ids[: len(ids) - count]))
+            count -= min(count, len(ids))
+        left = len(joined(self.turns))
+        self.logits = list(torch.cat(self.logits)[:left].split(1)) if left else []
+
 
 class Conversation:
-    """A cache and what should be in it."""
+    """A cache and what should be in it; ``path`` is where it is saved."""
 
-    def __init__(self, model, make, batch, seed):
-        self.model, self.make, self.cache = model, make, make()
+    def __init__(self, model, make, batch, seed, path):
+        self.model, self.make, self.cache, self.path = model, make, make(), path
         self.batch, self.generator = batch, torch.Generator().manual_seed(seed)
         self.finished = []  # rows that a reset or a selection has taken away
         self.start()
@@ -174,7 +203,8 @@ class Conversation:
             elif operation in ("reorder", "select", "repeat"):
                 self.move(operation, *arguments)
             else:
-                getattr(self, operation.replace(" ", "_"))()
+                getattr(self, operation.replace(" ", "_"))(*arguments)
+            self.cache.check_integrity()
         return self.finished + self.rows
 
     # -- feeding ---------------------------------------------------------------------------------------------
@@ -186,7 +216,8 @@ class Conversation:
             feed(*arguments)
         except ValueError as error:
             message = str(error)
-            if "takes padding on the left only" not in message and "would have" not in message:
+            refusals = "takes padding on the left only", "would have", "rows that are alike"
+            if not any(refusal in message for refusal in refusals):
                 raise
             self.finished += before
             self.cache.reset()
@@ -274,11 +305,34 @@ class Conversation:
         self.finished += self.rows
         self.start()
 
-    # -- what is refused and must leave everything as it was -------------------------------------------------
+    # -- taking back, and travelling -------------------------------------------------------------------------
 
-    def crop(self):
-        with pytest.raises(ValueError, match="crop"):
-            self.cache.crop(-1)
+    def crop(self, count):
+        most = self.cache.num_croppable
+        with pytest.raises(ValueError, match=f"can take back {most} of its {self.mask.shape[1]} columns"):
+            self.cache.crop(-most - 1)
+        count = min(count, most)
+        self.cache.crop(-count)
+        if not count:
+            return
+        removed, self.mask = self.mask[:, -count:].sum(1).tolist(), self.mask[:, :-count]
+        for row, tokens in zip(self.rows, removed, strict=True):
+            if (
+                "int" in self.cache.spec
+            ):  # what was packed stays packed, so the row alone must live through the same
+                row.turns.append(("crop", tokens))
+            else:
+                row.forget(tokens)
+
+    def copy(self):
+        self.cache = copy.deepcopy(self.cache)
+
+    def save(self):
+        if self.mask.shape[1]:
+            pod.save_cache(self.cache, self.path)
+            self.cache = pod.load_cache(self.model, self.path)
+
+    # -- what is refused and must leave everything as it was -------------------------------------------------
 
     def wrong_batch(self):
         if self.mask.shape[1]:
@@ -299,11 +353,11 @@ class Conversation:
 
 
 def lengths(turns):
-    return [(kind, len(ids)) for kind, ids in turns]
+    return [(kind, ids if kind == "crop" else len(ids)) for kind, ids in turns]
 
 
 def joined(turns):
-    return torch.tensor([token for _, ids in turns for token in ids])
+    return torch.tensor([token for kind, ids in turns if kind != "crop" for token in ids])
 
 
 def check(model, make, make_oracle, rows):
@@ -330,7 +384,7 @@ def make_model(tools, spec):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_rows_are_as_alone(tools, name):
+def test_rows_are_as_alone(tools, name, tmp_path):
     spec, options, oracle = CASES[name]
     model = make_model(tools, spec)
     make = lambda: pod.make_cache(model, spec, **options)  # noqa: E731
@@ -348,7 +402,7 @@ def test_rows_are_as_alone(tools, name):
     def converse(batch, seed, operations):
         nonlocal conversations, compared
         with torch.no_grad():
-            rows = Conversation(model, make, batch, seed).run(operations)
+            rows = Conversation(model, make, batch, seed, tmp_path / "cache.safetensors").run(operations)
             compared += check(model, make, None if oracle is None else lambda: oracle(model, **options), rows)
 
         conversations += 1

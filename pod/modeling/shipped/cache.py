@@ -499,7 +499,8 @@ class PodCache(Cache):
         """
         if tokens_to_remove > 0:
             raise ValueError(
-                f"crop({tokens_to_remove}) takes a negative number of columns: crop({-tokens_to_remove})"
+                f"crop({tokens_to_remove}) of this {self.spec} cache takes a negative number of columns: "
+                f"crop({-tokens_to_remove})"
             )
         if not tokens_to_remove:
             return

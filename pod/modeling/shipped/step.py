@@ -219,10 +219,12 @@ class CacheLayer(CacheLayerMixin):
             if not store.is_empty:
                 store.crop(length)
 
-    def check_integrity(self, where: str, lengths: Tensor) -> None:
+    def check_integrity(self, where: str, lengths: Tensor | None) -> None:
         """Raise ``AssertionError`` unless the stores hold rows of ``lengths`` ``[B]`` tokens; what a method drops is its own."""
         for name, store in self.stores().items():
-            if self.is_croppable:
+            if lengths is None:
+                assert store.is_empty, f"{where}: {name} of an empty cache"
+            elif self.is_croppable:
                 check_tokens(store, lengths, f"{where}: {name}")
             else:
                 assert store.is_empty or store.shape[0] == len(lengths), f"{where}: {name} has other rows"
