@@ -184,7 +184,6 @@ class PodCache(Cache):
 
     def end_piece(self, piece: Step) -> None:
         """All layers have seen the piece."""
-        piece.shared.clear()
 
     def _uniform_past(self, compaction: Compaction | None) -> int | None:
         if compaction is not None:

@@ -95,7 +95,6 @@ class Step:
     lead: LeadState = field(default_factory=LeadState)
     groups: list[tuple["Step", Tensor]] = field(default_factory=list)
     sizes: Sequence | None = None
-    shared: dict = field(default_factory=dict)
 
     @property
     def positions(self) -> Tensor:
