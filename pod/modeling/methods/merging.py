@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pod.modeling.shipped.attend import compute_dtype
 from pod.modeling.shipped.stores import take_slots
 
 _BLOCK_ELEMENTS = 1 << 22
@@ -26,7 +27,7 @@ def nearest_kept(keys: Tensor, kept: Tensor, dropped: Tensor) -> tuple[Tensor, T
     Returns:
         Cosine ``[B, H, e]``, and the index in ``kept`` ``[B, H, e]``; the lower one in a tie.
     """
-    compute = torch.promote_types(keys.dtype, torch.float32)
+    compute = compute_dtype(keys.dtype)
     candidates = F.normalize(take_slots(keys, kept).to(compute), dim=-1).transpose(2, 3)
     batch, heads, count = dropped.shape
     similarity = torch.empty(batch, heads, count, dtype=compute, device=keys.device)
@@ -78,7 +79,7 @@ def nearest_slots(keys: Tensor, dropped: Tensor) -> tuple[Tensor, Tensor]:
 
     A decoded token drops one or a few; this reads the keys once, where a gather of all that is kept would copy them.
     """
-    compute = torch.promote_types(keys.dtype, torch.float32)
+    compute = compute_dtype(keys.dtype)
     norms = torch.linalg.vector_norm(keys, dim=-1, dtype=compute).clamp(min=torch.finfo(compute).tiny)
     queries = F.normalize(take_slots(keys, dropped).to(compute), dim=-1)
     cosines = (queries @ keys.to(compute).transpose(2, 3)) / norms[:, :, None]

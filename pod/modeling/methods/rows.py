@@ -123,7 +123,7 @@ class GroupedCache(PodCache):
         self.groups: list[RowGroup] = []
         super().__init__(config, partial(_GroupedLayer, self), spec)
 
-    configuration = PodCache.configuration | {"layers", "chunks", "rowwise"}
+    configuration = PodCache.configuration | {"layers", "chunks", "rowwise", "decide", "after_layers"}
 
     def reset(self) -> None:
         self.groups.clear()

@@ -61,9 +61,14 @@ class OwnKeys:
     def read(self, length: int) -> Tensor:
         return self.store.read(len(self))
 
-    def slot_positions(self, lengths: Tensor) -> Tensor:
-        """``[B, slots]`` while every token seen is held."""
-        return first_and_last(self.sinks, self.recents, self.held, lengths.device).expand(len(lengths), -1)
+    def runs(self, start: int, stop: int, length: int) -> list[tuple[int, int, int]]:
+        """See ``Store``, while every token seen is held."""
+        found = []
+        for position, slot, count in ((0, 0, self.sinks), (length - self.recents, self.sinks, self.recents)):
+            first, last = max(start, position), min(stop, position + count)
+            if first < last:
+                found.append((first, slot + first - position, last - first))
+        return found
 
     def spread(self, own: Tensor) -> Tensor:
         """``[…, slots]`` to ``[…, held]``; what is not there may be anything."""
@@ -178,7 +183,7 @@ class SharedSelectionLayer(CacheLayer):
         )
         self.lead = config.sharing_plan.lead
         self.leads, self.followers = split_heads(self.lead[layer_idx], layer_idx)
-        self.followed = {head for head in self.leads if is_followed(self.lead, layer_idx, head)}
+        self.followed = [head for head in self.leads if is_followed(self.lead, layer_idx, head)]
         self.window = config.num_sink_tokens, config.num_recent_tokens
         self.scale = config.head_dim**-0.5
         self.groups = config.num_key_value_groups
@@ -297,7 +302,7 @@ class SharedSelectionLayer(CacheLayer):
         return weigh_slots(logits.softmax(-1), bank.values.view(bank.held), q[2].dtype)
 
     def _publish_logits(self, bank: Bank, logits: Tensor, step: Step) -> None:
-        if self.followed.isdisjoint(bank.leads):
+        if not any(head in self.followed for head in bank.leads):
             return
         near = self._near(bank, step.max_length - 1)
         self._count(bank, step, near)
@@ -346,7 +351,7 @@ class SharedSelectionLayer(CacheLayer):
 
         ``near``: from ``_near``, for this query or the next.
         """
-        if self.followed.isdisjoint(bank.leads):
+        if not any(head in self.followed for head in bank.leads):
             return
         if step.max_length >= bank.due:
             bank.reach = self._reach_of_leads(bank, step.max_length, near)
