@@ -92,6 +92,9 @@ class Newest:
 
     Args:
         room: slots of the ring, in which position ``p`` stands at ``p mod room``, always at the same address.
+
+    Attributes:
+        pending: ``[b, h, slots, d]``, the tokens first; None = at rest. Slots that were read are written no more.
     """
 
     def __init__(self, room: int, start: int = 0):
@@ -106,9 +109,10 @@ class Newest:
     @property
     def data(self) -> Tensor:
         """``[b, h, slots, d]`` in which the tokens stand now."""
-        data = self.ring if self.pending is None else self.pending
-        assert data is not None, "empty store"
-        return data
+        if self.pending is not None:
+            return self.pending[:, :, : len(self)]
+        assert self.ring is not None, "empty store"
+        return self.ring
 
     @property
     def start(self) -> int:
@@ -123,19 +127,22 @@ class Newest:
         return self.data[:, :, torch.arange(first, stop, device=self.data.device) % self.room]
 
     def append(self, x: Tensor) -> None:
-        stop = self.stop + x.shape[2]
-        if (
-            self.pending is None
-            and self.ring is not None
-            and x.shape[2] == 1
-            and stop - self.first <= self.room
-        ):
+        stop, held = self.stop + x.shape[2], len(self)
+        if self.pending is None and self.ring is not None and x.shape[2] == 1 and held < self.room:
             self.ring[:, :, self.stop % self.room] = x[:, :, 0]
-        elif self.pending is None and self.ring is None:
-            self.pending = x.clone(memory_format=torch.contiguous_format)
         else:
-            self.pending = torch.cat((self.view(self.first, self.stop), x), dim=2)
+            self._make_room(x, stop - self.first)[:, :, held : held + x.shape[2]] = x
         self.stop = stop
+
+    def _make_room(self, x: Tensor, slots: int) -> Tensor:
+        """``pending`` with so many slots, and as it grows 1/128 more."""
+        if self.pending is None or self.pending.shape[2] < slots:
+            slack = slots // _SLACK if self.tensors() else 0
+            grown = x.new_zeros(*x.shape[:2], slots + slack, x.shape[3])
+            if self.tensors():
+                grown[:, :, : len(self)] = self.view(self.first, self.stop)
+            self.pending = grown
+        return self.pending
 
     def replace(self, x: Tensor, first: int) -> None:
         """Hold ``x`` at positions ``first …`` instead."""
@@ -145,8 +152,6 @@ class Newest:
         """Forget the positions from ``stop`` on."""
         assert stop >= self.first
         self.stop = min(self.stop, stop)
-        if self.pending is not None:
-            self.pending = self.pending[:, :, : len(self)]
 
     def rest(self, first: int) -> None:
         """Free what stands before ``first``, and put the others into the ring."""

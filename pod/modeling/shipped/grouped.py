@@ -55,19 +55,19 @@ def _decode_rows(call: DecodeCall, length: int) -> None:
         out.copy_(_two_parts(call, q, length))
     else:
         out.copy_(_one_part(call, q, length))
-        for head in call.roles.followed:
-            call.buffers.distant_lse[:, head] = float("-inf")
+        if call.roles.followed:
+            call.buffers.distant_lse[:, _chosen(call.roles.followed)] = float("-inf")
 
 
 def _one_part(call: DecodeCall, q: Tensor, length: int) -> Tensor:
     """``[B, H, G, d]`` when no head takes logits from another: no distant token, or a dense layer."""
     logits = call.buffers.logits[:, :, :, :length]
-    for heads, stored in _runs(call.roles.leads):
-        assert call.keys is not None
-        _scores(q[:, heads], _heads(call.keys, stored), logits[:, heads])
-    for heads, stored in _runs(call.roles.followers):
-        assert call.window_keys is not None
-        _scores(q[:, heads], _heads(call.window_keys, stored), logits[:, heads])
+    for heads, keys in ((call.roles.leads, call.keys), (call.roles.followers, call.window_keys)):
+        if keys is not None and heads:
+            chosen = _chosen(heads)
+            own = _place(logits, chosen)
+            _scores(q[:, chosen], keys, own)
+            _put(logits, chosen, own)
     weights, _, sums = _exponentials(logits, logits)
     return _weighted(weights, call.values, 0, length) / sums[..., None]
 
@@ -76,10 +76,10 @@ def _two_parts(call: DecodeCall, q: Tensor, length: int) -> Tensor:
     """``[B, H, G, d]`` from proximal and distant tokens, of which there are some."""
     n_s, n_r = call.num_sink_tokens, call.num_recent_tokens
     proximal = q.new_empty(*q.shape[:3], n_s + n_r)
-    for heads, stored in _runs(call.roles.leads):
-        _lead(call, q, heads, stored, length, proximal)
-    for heads, stored in _runs(call.roles.followers):
-        _window_scores(call, q, heads, stored, length, proximal)
+    if call.roles.leads:
+        _lead(call, q, length, proximal)
+    if call.roles.followers:
+        _window_scores(call, q, length, proximal)
     weights, lse, sums = _exponentials(proximal, proximal)
     near = _weighted(weights[..., n_s:], call.values, length - n_r, length)
     if n_s:
@@ -92,36 +92,36 @@ def _two_parts(call: DecodeCall, q: Tensor, length: int) -> Tensor:
     return near * (gate / sums)[..., None] + far * (1 - gate)[..., None]
 
 
-def _lead(call: DecodeCall, q: Tensor, heads: slice, stored: slice, length: int, proximal: Tensor) -> None:
+def _lead(call: DecodeCall, q: Tensor, length: int, proximal: Tensor) -> None:
     """Logits of all tokens; the distant ones also as the block will use them."""
     assert call.keys is not None
     n_s, oldest_recent = call.num_sink_tokens, length - call.num_recent_tokens
-    buffers = call.buffers
-    logits = buffers.logits[:, heads, :, :length]
-    _scores(q[:, heads], _heads(call.keys, stored), logits)
+    buffers, heads = call.buffers, _chosen(call.roles.leads)
+    logits = _place(buffers.logits[..., :length], heads)
+    _scores(q[:, heads], call.keys, logits)
+    _put(buffers.logits[..., :length], heads, logits)
     proximal[:, heads, :, :n_s] = logits[..., :n_s]
     proximal[:, heads, :, n_s:] = logits[..., oldest_recent:]
     distant = logits[..., n_s:oldest_recent]
     if buffers.weights is None:
         buffers.distant_lse[:, heads] = distant.logsumexp(-1)
     else:
-        target = buffers.weights[:, heads, :, n_s:oldest_recent]
-        _, buffers.distant_lse[:, heads], buffers.weight_sums[:, heads] = _exponentials(distant, target)
+        weights = buffers.weights[..., n_s:oldest_recent]
+        own, lse, sums = _exponentials(distant, _place(weights, heads))
+        buffers.distant_lse[:, heads], buffers.weight_sums[:, heads] = lse, sums
+        _put(weights, heads, own)
 
 
-def _window_scores(
-    call: DecodeCall, q: Tensor, heads: slice, stored: slice, length: int, proximal: Tensor
-) -> None:
+def _window_scores(call: DecodeCall, q: Tensor, length: int, proximal: Tensor) -> None:
     """Logits of a full window, put in the order of positions."""
     assert call.window_keys is not None
-    n_s, n_r = call.num_sink_tokens, call.num_recent_tokens
-    own = torch.empty_like(proximal[:, heads])
-    _scores(q[:, heads], _heads(call.window_keys, stored), own)
+    n_s, n_r, heads = call.num_sink_tokens, call.num_recent_tokens, _chosen(call.roles.followers)
+    own = proximal.new_empty(q.shape[0], len(call.roles.followers), *proximal.shape[2:])
+    _scores(q[:, heads], call.window_keys, own)
     wrap = (length - n_s) % n_r  # ring slots before this one hold the newest tokens
-    target = proximal[:, heads]
-    target[..., :n_s] = own[..., :n_s]
-    target[..., n_s : n_s + n_r - wrap] = own[..., n_s + wrap :]
-    target[..., n_s + n_r - wrap :] = own[..., n_s : n_s + wrap]
+    proximal[:, heads, :, :n_s] = own[..., :n_s]
+    proximal[:, heads, :, n_s : n_s + n_r - wrap] = own[..., n_s + wrap :]
+    proximal[:, heads, :, n_s + n_r - wrap :] = own[..., n_s : n_s + wrap]
 
 
 def _distant(call: DecodeCall, gate: Tensor, length: int) -> Tensor:
@@ -237,13 +237,21 @@ def _unsupported_one(call: Call) -> str | None:
 # -- products ----------------------------------------------------------------------------------------------------
 
 
-def _runs(heads: list[int]) -> Iterator[tuple[slice, slice]]:
-    """Neighbouring heads as (slice of heads, slice of this list), so that they are read through views."""
-    first = 0
-    for i in range(1, len(heads) + 1):
-        if i == len(heads) or heads[i] != heads[i - 1] + 1:
-            yield slice(heads[first], heads[i - 1] + 1), slice(first, i)
-            first = i
+def _chosen(heads: list[int]) -> slice | list[int]:
+    """Heads as an index: of evenly spaced ones views, of others copies."""
+    step = heads[1] - heads[0] if len(heads) > 1 else 1
+    even = slice(heads[0], heads[-1] + 1, step)
+    return even if list(range(heads[0], heads[-1] + 1, step)) == heads else heads
+
+
+def _place(x: Tensor, heads: slice | list[int]) -> Tensor:
+    """Where to write numbers of these heads of ``[B, H, …]``: a view, or room whose content ``_put`` copies."""
+    return x[:, heads] if isinstance(heads, slice) else x.new_empty(x.shape[0], len(heads), *x.shape[2:])
+
+
+def _put(x: Tensor, heads: slice | list[int], numbers: Tensor) -> None:
+    if not isinstance(heads, slice):
+        x[:, heads] = numbers
 
 
 def _rows(x: Stored, which: slice) -> Stored:

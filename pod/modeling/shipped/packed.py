@@ -244,8 +244,7 @@ class Packed(NamedTuple):
 
     def _natives(self, start: int, stop: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, int, int]]:
         """Tokens ``[B, h, last - first, d]`` of ``[start, stop)`` in pieces, each with its ``first`` and ``last``."""
-        _, highest = self._bounds()
-        native, room = min(max(highest, start), stop), self.tail.shape[2]
+        native, room = min(max(self._bounds()[1], start), stop), self.tail.shape[2]
         for first, last in tiles(self, start, native):
             yield self.read(first, last, dtype), first, last
         while native < stop:
