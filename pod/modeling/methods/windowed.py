@@ -63,7 +63,12 @@ class SinkLayer(WindowCacheLayer):
 
     def _places(self, step: Step) -> Tensor:
         """``[B, slots]`` place of each slot's key for a query at ``limit``."""
-        positions, newest = self.keys_store.slot_positions(step.lengths), step.lengths[:, None] - 1
+        slots, newest = (
+            torch.arange(min(step.max_length, self.limit), device=step.past.device),
+            step.lengths[:, None] - 1,
+        )
+        recent = newest - (newest - slots) % self.num_recent_tokens
+        positions = torch.where((slots < self.num_sink_tokens) | (newest < self.limit), slots, recent)
         places = self.limit - (newest - positions)
         sinks = torch.arange(min(self.num_sink_tokens, positions.shape[1]), device=positions.device)
         far = torch.tensor(self.far_places, device=positions.device)[: len(sinks)]
