@@ -5,7 +5,7 @@ An explicit backend that cannot run raises; ``auto`` takes the first of its devi
 
 import importlib
 from collections.abc import Callable
-from typing import Literal, NamedTuple, overload
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from pod.modeling.shipped import attend
 class Entry(NamedTuple):
     """A backend: its two operations, and why it cannot run on given queries (None = it can)."""
 
-    attention_column_sums: Callable[..., Tensor | tuple[Tensor, Tensor]]
+    attention_column_sums: Callable[..., Tensor]
     attention_rows: Callable[..., Tensor]
     unsupported: Callable[[Tensor], str | None]
 
@@ -38,17 +38,10 @@ BACKENDS: dict[str, Entry] = {
         lambda *arguments: _triton().attention_column_sums(*arguments),
         lambda *arguments: _triton().attention_rows(*arguments),
         _triton_unsupported,
-    ),
-    "blocked": Entry(
-        statistics_blocked.attention_column_sums,
-        statistics_blocked.attention_rows,
-        statistics_blocked.unsupported,
-    ),
-    "reference": Entry(
-        statistics_reference.attention_column_sums,
-        statistics_reference.attention_rows,
-        statistics_reference.unsupported,
-    ),
+    )
+} | {
+    name: Entry(module.attention_column_sums, module.attention_rows, lambda q: None)
+    for name, module in (("blocked", statistics_blocked), ("reference", statistics_reference))
 }
 AUTO_ORDER: dict[str, list[str]] = {"cuda": ["blocked"]}
 """What ``auto`` tries on a device type, fastest first; devices not named use ``blocked``. ``triton`` gets its place with a
@@ -61,25 +54,6 @@ def choose(q: Tensor, backend: str = "auto") -> Entry:
     return attend.choose("statistics", BACKENDS, order, q, backend)
 
 
-@overload
-def attention_column_sums(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor | None = None,
-    scale: float | None = None,
-    squares: Literal[False] = False,
-    backend: str = "auto",
-) -> Tensor: ...
-@overload
-def attention_column_sums(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor | None = None,
-    scale: float | None = None,
-    *,
-    squares: Literal[True],
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor]: ...
 def attention_column_sums(
     q: Tensor,
     k: Tensor,
@@ -87,7 +61,7 @@ def attention_column_sums(
     scale: float | None = None,
     squares: bool = False,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """How much attention every key received: ``Σ_i A_ij``, the accumulated score of H2O (Zhang et al., 2023, section 4).
 
     D2O sums it over the prompt in the same way; RoCo (Ren and Zhu, 2024) also needs ``Σ_i A_ij²`` for the standard deviation.
@@ -101,7 +75,7 @@ def attention_column_sums(
         squares: also return the sums of squared weights.
 
     Returns:
-        ``[B, Hq, n]``, or two of them with ``squares``, in fp32 (fp64 for fp64 inputs); per query head, not averaged over G.
+        ``[B, Hq, n]``, with ``squares`` ``[2, B, Hq, n]``, in fp32 (fp64 for fp64 inputs); per query head, not averaged over G.
 
     Raises:
         ValueError: shapes that do not fit, or a backend that cannot run.

@@ -14,11 +14,6 @@ _CUDA_ELEMENTS, _CUDA_ROWS = 1 << 25, 1024
 _LEAST_ROWS = 32  # a matrix product with fewer rows is slow; the buffer then grows with n, not with m · n
 
 
-def unsupported(q: Tensor) -> str | None:
-    """None: this version runs everywhere."""
-    return None
-
-
 def _block_sizes(q: Tensor, k: Tensor) -> tuple[int, int]:
     """KV heads (of all batch rows together) and query positions per block."""
     groups, m, n = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
@@ -67,9 +62,7 @@ def _logits(q: Tensor, k: Tensor, buffer: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def attention_column_sums(
-    q: Tensor, k: Tensor, lse: Tensor | None, scale: float, squares: bool
-) -> Tensor | tuple[Tensor, Tensor]:
+def attention_column_sums(q: Tensor, k: Tensor, lse: Tensor | None, scale: float, squares: bool) -> Tensor:
     """See ``pod.kernels.statistics.attention_column_sums``."""
     (batch, kv_heads, n, _), (query_heads, m) = k.shape, q.shape[1:3]
     pairs, groups = batch * kv_heads, query_heads // kv_heads
@@ -89,7 +82,7 @@ def attention_column_sums(
         if squares:
             sums[1, here, :, : logits.shape[-1]] += weights.square_().sum(2)
     sums = sums.view(1 + squares, batch, query_heads, n)
-    return (sums[0], sums[1]) if squares else sums[0]
+    return sums if squares else sums[0]
 
 
 @torch.no_grad()

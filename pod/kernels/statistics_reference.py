@@ -4,11 +4,6 @@ import torch
 from torch import Tensor
 
 
-def unsupported(q: Tensor) -> str | None:
-    """None: this version runs everywhere."""
-    return None
-
-
 def _logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """Scaled logits ``[B, Hq, m, n]``, hidden ones ``-inf``, in at least fp32."""
     m, n = q.shape[2], k.shape[2]
@@ -19,13 +14,11 @@ def _logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return logits.masked_fill(hidden, float("-inf"))
 
 
-def attention_column_sums(
-    q: Tensor, k: Tensor, lse: Tensor | None, scale: float, squares: bool
-) -> Tensor | tuple[Tensor, Tensor]:
+def attention_column_sums(q: Tensor, k: Tensor, lse: Tensor | None, scale: float, squares: bool) -> Tensor:
     """See ``pod.kernels.statistics.attention_column_sums``."""
     logits = _logits(q, k, scale)
     weights = logits.softmax(-1) if lse is None else (logits - lse.to(logits.dtype)[..., None]).exp()
-    return (weights.sum(2), weights.square().sum(2)) if squares else weights.sum(2)
+    return torch.stack([weights.sum(2), weights.square().sum(2)]) if squares else weights.sum(2)
 
 
 def attention_rows(q: Tensor, k: Tensor, scale: float) -> Tensor:

@@ -188,9 +188,7 @@ def _prepare(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, dict[str, int]]:
 
 
 @torch.no_grad()
-def attention_column_sums(
-    q: Tensor, k: Tensor, lse: Tensor | None, scale: float, squares: bool
-) -> Tensor | tuple[Tensor, Tensor]:
+def attention_column_sums(q: Tensor, k: Tensor, lse: Tensor | None, scale: float, squares: bool) -> Tensor:
     """See ``pod.kernels.statistics.attention_column_sums``."""
     batch, heads, m, _ = q.shape
     n = k.shape[2]
@@ -206,7 +204,7 @@ def attention_column_sums(
     grid = triton.cdiv(n, options["BLOCK_N"]), batch * heads
     results = lse, sums[0], sums[-1]
     _launch(column_sums_kernel, grid, q, k, results, scale, WITH_SQUARES=squares, **options)
-    return (sums[0], sums[1]) if squares else sums[0]
+    return sums if squares else sums[0]
 
 
 @torch.no_grad()

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
+from attention_inputs import operations
 
 import pod
-from pod.kernels import flash
-from pod.modeling.shipped import reference
 
 
 @torch.no_grad()
@@ -101,7 +100,10 @@ def test_an_id_that_returns_is_a_new_document_in_every_backend():
     q, q_lead = (torch.randn(1, 2, 12, 4, generator=generator, dtype=torch.float64) for _ in range(2))
     k, v, k_lead = (torch.randn(1, 1, 12, 4, generator=generator, dtype=torch.float64) for _ in range(3))
     doc_ids = torch.tensor([[0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, -1]])
-    outputs = [b.pod_attention(q, k, v, q_lead, k_lead, 1, 2, doc_ids=doc_ids) for b in (flash, reference)]
+    outputs = [
+        operations(b).pod_attention(q, k, v, q_lead, k_lead, 1, 2, doc_ids=doc_ids)
+        for b in ("flash", "reference")
+    ]
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-12)
 
 
