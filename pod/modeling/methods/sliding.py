@@ -149,7 +149,7 @@ class SlidingTokens:
             new = self.beside.read(self.num_beside)
         if not more and self.window is None:
             return attend(q, new, backend=step.chunk_backend)[0]
-        backend = "auto" if step.backend != "reference" and not takes_gradients(q, *new) else "reference"
+        backend = step.merging_backend(q, *new)
         parts = [attend(q, new, backend=backend)]
         if self.window is not None:
             more = [(self.window.read(self.entered), 0.0), *more]
@@ -179,7 +179,10 @@ class SlidingTokens:
             self.append(new)
             out, _, weights = attend_slots(q, *self.beside.read(self.num_beside), scale)
         elif leave is None:
-            out, _, weights = attend_slots(q, *self.window.read(self.entered), scale, also=[(new, 0.0)])
+            held = self.window.read(self.entered)
+            if takes_gradients(q):  # whose backward comes when the oldest token is overwritten
+                held = Tokens(*(x.clone() for x in held))
+            out, _, weights = attend_slots(q, *held, scale, also=[(new, 0.0)])
             self._slide(new)
         else:
             also = leave(self._leaving())

@@ -160,7 +160,7 @@ def attend_slots(
 
     Args:
         q: ``[B, Hq, 1, d]``; keys, values: ``[B, H, n, d]``.
-        lengths: ``[B]`` or ``[B, H]`` slots in use, the first ones; None = all.
+        lengths: ``[B]`` or ``[B, H]`` slots in use, the first ones (more than there are = all); None = all.
         bias: ``[B, H, n]``, added to the logits.
         also: a few tokens that are held elsewhere, with what is added to their logits: tensors ``[B, H, c, d]``.
 

@@ -249,7 +249,7 @@ class WindowCacheLayer(CacheLayer):
         ):  # the ring is exactly the window, in an order that does not matter
             self._append(k, v, step)
             stored = self.keys_store.read(step.max_length), self.values_store.read(step.max_length)
-            held = None if step.uniform_past is not None else step.lengths.clamp(max=self.num_recent_tokens)
+            held = None if step.uniform_past is not None else step.lengths
             return attend_slots(q, *stored, self.scale, held)[0]
         tokens = Tokens(k, v)
         if not step.is_fresh:
