@@ -38,6 +38,15 @@ class Pair(NamedTuple):
     def read(self, length: int) -> Tokens:
         return Tokens(self.keys.read(length), self.values.read(length))
 
+    def attend_decode(self, q: Tensor, length: int, scale: float) -> tuple[Tensor, Tensor]:
+        """Output and weights of queries ``[b, Hq, 1, d]`` on the ``length`` tokens held."""
+        if takes_gradients(q):
+            tokens = self.read(length)
+        else:
+            tokens = self.keys.view(length), self.values.view(length)
+        out, _, weights = attend_slots(q, *tokens, scale, num_slots=length)  # type: ignore[arg-type]
+        return out, weights
+
     def settle(self, length: int) -> None:
         for store in self:
             store.settle(length)
@@ -177,7 +186,7 @@ class SlidingTokens:
         """
         if self.window is None:
             self.append(new)
-            out, _, weights = attend_slots(q, *self.beside.read(self.num_beside), scale)
+            out, weights = self.beside.attend_decode(q, self.num_beside, scale)
         elif leave is None:
             held = self.window.read(self.entered)
             if takes_gradients(q):  # whose backward comes when the oldest token is overwritten

@@ -71,13 +71,20 @@ class SinkLayer(WindowCacheLayer):
 
     def _places(self, step: Step) -> Tensor:
         """``[B, slots]`` place of each slot's key for a query at ``limit``."""
-        positions, newest = self.keys_store.slot_positions(step.lengths), step.lengths[:, None] - 1
+        positions = self._positions(step.lengths, step.max_length)
+        newest = step.lengths[:, None] - 1
         places = self.limit - (newest - positions)
         sinks = torch.arange(min(self.num_sink_tokens, positions.shape[1]), device=positions.device)
         far = torch.tensor(self.far_places, device=positions.device)[: len(sinks)]
         is_far = newest >= self.limit + self.lag * sinks
         places[:, : len(sinks)] = torch.where(is_far, far, places[:, : len(sinks)])
         return _once(places, step)
+
+    def _positions(self, lengths: Tensor, longest: int) -> Tensor:
+        """``[B, slots]`` position of each slot's token after ``lengths`` ``[B]`` tokens; an empty slot has any."""
+        slots, newest = torch.arange(min(longest, self.limit), device=lengths.device), lengths[:, None] - 1
+        recent = newest - (newest - slots) % self.num_recent_tokens
+        return torch.where(slots < self.num_sink_tokens, slots, recent)
 
     # -- a chunk -----------------------------------------------------------------------------------------------
 
@@ -113,9 +120,9 @@ class SinkLayer(WindowCacheLayer):
         if step.is_fresh:
             return Tokens(k, v), q
         keys, values = Recent(self.keys_store, k, step.rows), Recent(self.values_store, v, step.rows)
-        if keys.held is not None and keys.places is not None:
-            places = _once(keys.places - start, step)
-            keys.held = step.rope.turn_at(keys.held, ("held", *name), lambda: places)
+        if keys.held is not None:
+            places = self._positions(step.past, max(keys.past)) - start
+            keys.held = step.rope.turn_at(keys.held, ("held", *name), lambda: _once(places, step))
         return Tokens(keys, values), q
 
     def _segments(self, step: Step) -> tuple[Segments, Segments, Segments]:
