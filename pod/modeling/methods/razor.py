@@ -20,7 +20,6 @@ from pod.modeling.retrieval_heads import Heads, protected_heads
 from pod.modeling.shipped.attend import Tokens, attend, compute_dtype, merge_heads, take_heads
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.grouped import attend_slots
 from pod.modeling.shipped.step import CacheLayer, Step
 from pod.modeling.shipped.stores import NATIVE, Codec
 
@@ -114,7 +113,7 @@ class RazorLayer(CacheLayer):
         assert step.uniform_past is not None
         self.everything.append(new, step.uniform_past)
         if step.is_decode:
-            return attend_slots(q, *self.everything.read(step.max_length), self.scale)[0]
+            return self.everything.attend_decode(q, step.max_length, self.scale)[0]
         tokens = new if step.is_fresh else self.everything.read(step.max_length)
         return attend(q, tokens, backend=step.chunk_backend)[0]
 

@@ -38,6 +38,15 @@ class Pair(NamedTuple):
     def read(self, length: int) -> Tokens:
         return Tokens(self.keys.read(length), self.values.read(length))
 
+    def attend_decode(self, q: Tensor, length: int, scale: float) -> tuple[Tensor, Tensor]:
+        """Output and weights of queries ``[b, Hq, 1, d]`` on the ``length`` tokens held."""
+        if takes_gradients(q):
+            tokens = self.read(length)
+        else:
+            tokens = self.keys.view(length), self.values.view(length)
+        out, _, weights = attend_slots(q, *tokens, scale, num_slots=length)  # type: ignore[arg-type]
+        return out, weights
+
     def settle(self, length: int) -> None:
         for store in self:
             store.settle(length)
@@ -149,7 +158,7 @@ class SlidingTokens:
             new = self.beside.read(self.num_beside)
         if not more and self.window is None:
             return attend(q, new, backend=step.chunk_backend)[0]
-        backend = "auto" if step.backend != "reference" and not takes_gradients(q, *new) else "reference"
+        backend = step.merging_backend(q, *new)
         parts = [attend(q, new, backend=backend)]
         if self.window is not None:
             more = [(self.window.read(self.entered), 0.0), *more]
@@ -177,9 +186,12 @@ class SlidingTokens:
         """
         if self.window is None:
             self.append(new)
-            out, _, weights = attend_slots(q, *self.beside.read(self.num_beside), scale)
+            out, weights = self.beside.attend_decode(q, self.num_beside, scale)
         elif leave is None:
-            out, _, weights = attend_slots(q, *self.window.read(self.entered), scale, also=[(new, 0.0)])
+            held = self.window.read(self.entered)
+            if takes_gradients(q):  # whose backward comes when the oldest token is overwritten
+                held = Tokens(*(x.clone() for x in held))
+            out, _, weights = attend_slots(q, *held, scale, also=[(new, 0.0)])
             self._slide(new)
         else:
             also = leave(self._leaving())

@@ -1,8 +1,8 @@
 """What methods with a fixed window share: the first tokens, a ring of recent ones, and attention over just those.
 
 The mask is the same while a prompt is read and when tokens are decoded, so a result does not depend on chunks or turns. Up
-to ``n_s + n_r`` tokens it hides nothing. Keys are stored before RoPE and rotated at distances within the window, so that no
-angle grows with the input.
+to ``n_s + n_r`` tokens it hides nothing. Keys are stored before RoPE and rotated at places counted from the start of the ring,
+so that no angle grows with what was seen before a pass.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,16 @@ from torch import Tensor
 
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.rows import GroupedCache
-from pod.modeling.shipped.attend import EVERYTHING, Segment, Segments, Tokens, Visibility, attend, merge
-from pod.modeling.shipped.attend import takes_gradients as takes
+from pod.modeling.shipped.attend import (
+    CAUSAL,
+    EVERYTHING,
+    Segment,
+    Segments,
+    Tokens,
+    Visibility,
+    attend,
+    merge,
+)
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.grouped import attend_slots
@@ -51,24 +59,20 @@ class SinkLayer(WindowCacheLayer):
             return self._decode(q, k, v, step)
         return self._attend_chunk(q, k, v, step)
 
-    # -- one token: every slot is seen, in whatever order the ring has them ------------------------------------------
+    # -- one token: every slot is seen, in whatever order the ring has them ------------------------------------
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         self._append(k, v, step)
         keys, values = (store.read(step.max_length) for store in self.stores().values())
         q = step.rope.turn(q, range(self.limit, self.limit + 1))
         keys = step.rope.turn_at(keys, (SinkLayer._decode, *step.rows), lambda: self._places(step))
-        held = None if step.uniform_past is not None else step.lengths.clamp(max=self.limit)
+        held = None if step.uniform_past is not None else step.lengths
         return attend_slots(q, keys, values, self.scale, held)[0]
 
     def _places(self, step: Step) -> Tensor:
         """``[B, slots]`` place of each slot's key for a query at ``limit``."""
-        slots, newest = (
-            torch.arange(min(step.max_length, self.limit), device=step.past.device),
-            step.lengths[:, None] - 1,
-        )
-        recent = newest - (newest - slots) % self.num_recent_tokens
-        positions = torch.where((slots < self.num_sink_tokens) | (newest < self.limit), slots, recent)
+        positions = self._positions(step.lengths, step.max_length)
+        newest = step.lengths[:, None] - 1
         places = self.limit - (newest - positions)
         sinks = torch.arange(min(self.num_sink_tokens, positions.shape[1]), device=positions.device)
         far = torch.tensor(self.far_places, device=positions.device)[: len(sinks)]
@@ -76,22 +80,28 @@ class SinkLayer(WindowCacheLayer):
         places[:, : len(sinks)] = torch.where(is_far, far, places[:, : len(sinks)])
         return _once(places, step)
 
-    # -- a chunk -----------------------------------------------------------------------------------------------------
+    def _positions(self, lengths: Tensor, longest: int) -> Tensor:
+        """``[B, slots]`` position of each slot's token after ``lengths`` ``[B]`` tokens; an empty slot has any."""
+        slots, newest = torch.arange(min(longest, self.limit), device=lengths.device), lengths[:, None] - 1
+        recent = newest - (newest - slots) % self.num_recent_tokens
+        return torch.where(slots < self.num_sink_tokens, slots, recent)
+
+    # -- a chunk -----------------------------------------------------------------------------------------------
 
     def _attend_chunk(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         """Parts of one softmax: what is at its own distance, and far sinks."""
         own, recent, far = self._segments(step)
-        whole = not recent.all
         tokens, turned = self._own_tokens(q, k, v, step)
-        backend = "auto" if step.backend != "reference" and not takes(q, k, v) else "reference"
-        parts = []
-        if own.all:
-            parts.append(
-                attend(turned, tokens, segments=own, backend=step.chunk_backend if whole else backend)
-            )
-        if recent.all:
-            see = Visibility(num_recent_tokens=self.num_recent_tokens)
-            parts.append(attend(turned, tokens, None, see, recent, backend=backend))
+        if own is step.segments:
+            out, _ = attend(turned, tokens, segments=own, backend=step.chunk_backend)
+            self._append(k, v, step)
+            return out
+        backend, see = step.merging_backend(q, k, v), Visibility(num_recent_tokens=self.num_recent_tokens)
+        parts = [
+            attend(turned, tokens, None, visibility, segments, backend=backend)
+            for visibility, segments in ((CAUSAL, own), (see, recent))
+            if segments.all
+        ]
         self._append(k, v, step)
         if far.all:
             sinks = [
@@ -110,9 +120,9 @@ class SinkLayer(WindowCacheLayer):
         if step.is_fresh:
             return Tokens(k, v), q
         keys, values = Recent(self.keys_store, k, step.rows), Recent(self.values_store, v, step.rows)
-        if keys.held is not None and keys.places is not None:
-            places = _once(keys.places - start, step)
-            keys.held = step.rope.turn_at(keys.held, ("held", *name), lambda: places)
+        if keys.held is not None:
+            places = self._positions(step.past, max(keys.past)) - start
+            keys.held = step.rope.turn_at(keys.held, ("held", *name), lambda: _once(places, step))
         return Tokens(keys, values), q
 
     def _segments(self, step: Step) -> tuple[Segments, Segments, Segments]:
@@ -131,7 +141,8 @@ class SinkLayer(WindowCacheLayer):
             if first:
                 own.append(Segment(rows, (0, first), (0, past + first)))
             if first < count:
-                recent.append(Segment(rows, (first, count), (0, past + count)))
+                start = max(past + first - self.num_recent_tokens, 0)
+                recent.append(Segment(rows, (first, count), (start, past + count)))
             while first < count and past + first < self.limit + self.lag * (self.num_sink_tokens - 1):
                 num_far = past + first - self.limit + 1
                 own.append(Segment(rows, (first, first + 1), (num_far, self.num_sink_tokens)))

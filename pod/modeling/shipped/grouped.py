@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .attend import Call, Implementation, Source, Tokens, compute_dtype, span, takes_gradients
+from .attend import Call, Implementation, Tokens, compute_dtype, span, takes_gradients
 from .decode import DecodeBuffers, DecodeCall, Decoder
 from .packed import Packed, Stored
 
@@ -155,22 +155,24 @@ def attend_slots(
     lengths: Tensor | None = None,
     bias: Tensor | None = None,
     also: Sequence[tuple[Tokens, float]] = (),
+    num_slots: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of one query per row to tokens that it sees in whatever order they are held.
 
     Args:
         q: ``[B, Hq, 1, d]``; keys, values: ``[B, H, n, d]``.
-        lengths: ``[B]`` or ``[B, H]`` slots in use, the first ones; None = all.
+        lengths: ``[B]`` or ``[B, H]`` slots in use, the first ones (more than there are = all); None = all.
         bias: ``[B, H, n]``, added to the logits.
+        num_slots: of packed tokens, how many there are; None = ``n``.
         also: a few tokens that are held elsewhere, with what is added to their logits: tensors ``[B, H, c, d]``.
 
     Returns:
         Output ``[B, Hq, 1, d]``, log-sum-exp ``[B, Hq, 1]`` and weights ``[B, H, G, n + …]`` of the slots and of the tokens
         of ``also``, both in at least fp32.
     """
-    compute, heads, n = compute_dtype(q.dtype), keys.shape[1], keys.shape[2]
+    compute, heads, n = compute_dtype(q.dtype), keys.shape[1], num_slots or keys.shape[2]
     grouped = q[:, :, 0].unflatten(1, (heads, -1)).to(compute) * scale
-    parts = [(keys, values, 0.0), *((*tokens, extra) for tokens, extra in also)]
+    parts = [(n, keys, values, 0.0), *((x.keys.shape[2], *x, extra) for x, extra in also)]
     logits = _logits(grouped, parts)
     if bias is not None:
         logits[..., :n] += bias[:, :, None]
@@ -179,25 +181,26 @@ def attend_slots(
         logits[..., :n].masked_fill_(~used[:, :, None], float("-inf"))
     weights, lse = logits.softmax(-1), logits.logsumexp(-1)
     out, first = None, 0
-    for part_keys, part_values, _ in parts:
-        stop = first + part_keys.shape[2]
-        product = _weighted(weights[..., first:stop], part_values, 0, stop - first)
-        out, first = product if out is None else out + product, stop
+    for count, _, part_values, _ in parts:
+        product = _weighted(weights[..., first : first + count], part_values, 0, count)
+        out, first = product if out is None else out + product, first + count
     assert out is not None
     return out.flatten(1, 2)[:, :, None].to(q.dtype), lse.flatten(1)[..., None], weights
 
 
-def _logits(q: Tensor, parts: Sequence[tuple[Stored, Stored, float]]) -> Tensor:
+def _logits(q: Tensor, parts: Sequence[tuple[int, Stored, Stored, float]]) -> Tensor:
     """Those of scaled queries ``[B, H, G, d]`` and the keys of all parts, with what is added to them, side by side."""
-    if takes_gradients(q, *(x for part in parts for x in part[:2])):
-        return torch.cat([q @ keys.to(q.dtype).transpose(2, 3) + extra for keys, _, extra in parts], dim=-1)
-    logits, first = q.new_empty(*q.shape[:3], sum(keys.shape[2] for keys, _, _ in parts)), 0
-    for keys, _, extra in parts:
-        part = logits[..., first : first + keys.shape[2]]
+    if takes_gradients(q, *(x for part in parts for x in part[1:3])):
+        return torch.cat(
+            [q @ keys.to(q.dtype).transpose(2, 3) + extra for _, keys, _, extra in parts], dim=-1
+        )
+    logits, first = q.new_empty(*q.shape[:3], sum(part[0] for part in parts)), 0
+    for count, keys, _, extra in parts:
+        part = logits[..., first : first + count]
         _scores(q, keys, part)
         if extra:
             part += extra
-        first += keys.shape[2]
+        first += count
     return logits
 
 
@@ -216,13 +219,9 @@ def weigh_slots(weights: Tensor, values: Stored, dtype: torch.dtype) -> Tensor:
 
 
 def _attend_one(call: Call) -> tuple[Tensor, Tensor]:
-    stored = [_first(x, call.segments.all[0].keys[1]) for x in call.tokens]
-    return attend_slots(call.q, *stored, call.scale, bias=call.visibility.bias)[:2]
-
-
-def _first(x: Source, tokens: int) -> Stored:
-    """As many tokens; packed ones stay packed."""
-    return x._replace(codes=x.codes[:, :, :tokens]) if isinstance(x, Packed) else span(x, 0, tokens)
+    n = call.segments.all[0].keys[1]
+    stored = [x if isinstance(x, Packed) else span(x, 0, n) for x in call.tokens]
+    return attend_slots(call.q, *stored, call.scale, bias=call.visibility.bias, num_slots=n)[:2]
 
 
 def _unsupported_one(call: Call) -> str | None:

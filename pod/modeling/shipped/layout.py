@@ -171,8 +171,6 @@ def append_new(store: Store, x: Tensor, step: Step) -> None:
     """Store the new tokens ``[B, h, m, d]`` of a pass."""
     if step.uniform_past is not None:
         store.append(x, step.uniform_past)
-    elif step.num_new == 1 and step.all_real:
-        store.append_one(x, step.past, step.max_length)
     else:
         store.append_ragged(x, step.ragged)
 
@@ -249,7 +247,7 @@ class WindowCacheLayer(CacheLayer):
         ):  # the ring is exactly the window, in an order that does not matter
             self._append(k, v, step)
             stored = self.keys_store.read(step.max_length), self.values_store.read(step.max_length)
-            held = None if step.uniform_past is not None else step.lengths.clamp(max=self.num_recent_tokens)
+            held = None if step.uniform_past is not None else step.lengths
             return attend_slots(q, *stored, self.scale, held)[0]
         tokens = Tokens(k, v)
         if not step.is_fresh:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from .attend import Lead, Segments, Source, span
+from .attend import Lead, Segments, Source, span, takes_gradients
 from .decode import DecodeBuffers
 from .integrity import check_tokens
 from .stores import RaggedRows
@@ -137,6 +137,10 @@ class Step:
     def chunk_backend(self) -> str:
         """What attends behind a past: backends for whole sequences only leave it to ``auto``."""
         return self.backend if self.is_fresh or self.backend == "reference" else "auto"
+
+    def merging_backend(self, *tensors: Tensor) -> str:
+        """What attends parts of one softmax: where a gradient is taken, one whose log-sum-exps have gradients."""
+        return "reference" if self.backend == "reference" or takes_gradients(*tensors) else "auto"
 
 
 class CacheLayer(CacheLayerMixin):
