@@ -52,8 +52,6 @@ class Store(Protocol):
 
     def append_ragged(self, x: Tensor, rows: "RaggedRows") -> None: ...
 
-    def append_one(self, x: Tensor, past: Tensor, length: int) -> None: ...
-
     def read(self, length: int) -> Tensor:
         """``[B, h, used slots, d]``: a view, or a copy that the caller must not keep."""
         ...
@@ -259,11 +257,6 @@ class TokenStore:
         data = self._grow(x, self.used_slots(rows.length))
         places, columns, slots = rows.places(self)
         data[places, :, slots] = x[places, :, columns]
-
-    def append_one(self, x: Tensor, past: Tensor, length: int) -> None:
-        """Write a token ``[B, h, 1, d]`` behind ``past[b]`` tokens of each row, after which the longest has ``length``."""
-        self._grow(x, self.used_slots(length))
-        self.write(self.slots_of(past)[:, None, None].expand(-1, x.shape[1], 1), x)
 
     def read(self, length: int) -> Tensor:
         """View of the used slots after at most ``length`` tokens per row."""
