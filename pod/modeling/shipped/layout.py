@@ -169,10 +169,10 @@ class PodCacheLayer(CacheLayer):
 
 def append_new(store: Store, x: Tensor, step: Step) -> None:
     """Store the new tokens ``[B, h, m, d]`` of a pass."""
-    if step.uniform_past is not None:
-        store.append(x, step.uniform_past)
-    else:
+    if step.uniform_past is None:
         store.append_ragged(x, step.ragged)
+    else:
+        store.append(x, step.uniform_past)
 
 
 class ClaCacheLayer(PodCacheLayer):

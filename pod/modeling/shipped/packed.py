@@ -290,11 +290,11 @@ class Packed(NamedTuple):
         scale = scale.unflatten(3, (parts, 1, -1)).permute(3, 0, 1, 2, 4, 5)  # [P, B, h, n/g, 1, d/P]
         for first, last in tiles(self, 0, out.shape[3] * group, group):
             entries = slice(first // group, last // group)
-            scaled = q * scale[:, :, :, entries]
+            scaled = _product(q, scale[:, :, :, entries])
             keys = self._numbers(first, last, q.dtype).unflatten(3, (-1, group)).flatten(0, 3)
-            products = torch.bmm(scaled.reshape(-1, *scaled.shape[4:]), keys.transpose(1, 2))
+            products = torch.bmm(scaled.flatten(0, 3), keys.transpose(1, 2))
             for product in products.view(*scaled.shape[:5], group):
-                out[:, :, :, entries] += product.transpose(2, 3)
+                out[:, :, :, entries].add_(product.transpose(2, 3))
 
     def _units(self, x: Tensor) -> Tensor:
         """Entries ``[B, h, d/g, n]`` for runs of channels within a group and a part: ``[U, P, B, h, n]``."""
@@ -315,11 +315,11 @@ class Packed(NamedTuple):
             numbers = self._numbers(first, last, q.dtype).unflatten(4, (len(scale), -1))
             for unit, steps in enumerate(scale[..., first:last]):
                 products = q[unit] @ numbers[..., unit, :].transpose(3, 4)
-                out[..., first:last] += (products * steps.unsqueeze(3)).sum(0)
+                out[..., first:last].add_((products * steps.unsqueeze(3)).sum(0))
 
     def _weighted(self, weights: Tensor, start: int, stop: int) -> Tensor:
         middle, scale = self._middle_and_scale(start, stop, weights.dtype)
-        scaled = (weights * self._units(scale).unsqueeze(4)).contiguous()  # [U, P, B, h, G, n]
+        scaled = _product(weights, self._units(scale).unsqueeze(4))  # [U, P, B, h, G, n]
         units = scaled.flatten(1, 3)
         width = self.shape[3] // (scaled.shape[0] * scaled.shape[1])
         sums = scaled.new_empty(*units.shape[:3], width)
@@ -333,6 +333,12 @@ class Packed(NamedTuple):
         out = sums.view(*scaled.shape[:5], width).permute(2, 3, 4, 1, 0, 5).flatten(3)
         out.unflatten(3, (middle.shape[2], -1)).add_((weights @ middle.transpose(2, 3)).unsqueeze(4))
         return out
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """``x * y``, contiguous whatever the strides of both."""
+    shape = torch.broadcast_shapes(x.shape, y.shape)
+    return torch.mul(x, y, out=x.new_empty(shape))
 
 
 Stored = Tensor | Packed

@@ -216,13 +216,6 @@ class TokenStore:
         """Slots in use after ``length`` tokens."""
         return min(length, self.limit)
 
-    def slots_of(self, position_ids: Tensor) -> Tensor:
-        """Slot of each position."""
-        if not self.has_window:
-            return position_ids
-        ring = self.num_sink_tokens + (position_ids - self.num_sink_tokens) % self.num_recent_tokens
-        return torch.where(position_ids < self.limit, position_ids, ring)
-
     def runs(self, start: int, stop: int, length: int) -> list[tuple[int, int, int]]:
         """See ``Store``."""
         if length <= self.limit:
