@@ -14,9 +14,10 @@ from torch import Tensor
 
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.rows import GroupedCache
-from pod.modeling.shipped.attend import CAUSAL, Tokens, attend, compute_dtype
+from pod.modeling.shipped.attend import CAUSAL, Tokens, attend, compute_dtype, takes_gradients
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.grouped import slot_logits, weigh_slots
 from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.step import CacheLayer, Step
 from pod.modeling.shipped.stores import TokenStore
@@ -106,6 +107,9 @@ class PairLayer(PodCacheLayer):
         keys, values = self.restored(step.layers)
         keys = torch.cat((keys, self.lead_keys.read(length - self.merged_tokens)), dim=2)
         values = torch.cat((values, self.all_values.read(length - self.merged_tokens)), dim=2)
+        if step.num_new == 1 and not takes_gradients(q, k, v):
+            weights = slot_logits(q, keys, length, self.scale).softmax(-1)
+            return weigh_slots(weights, values, q.dtype)
         return attend(q, Tokens(keys, values), None, CAUSAL, None, self.scale, step.chunk_backend)[0]
 
     def restored(self, layers: list) -> tuple[Tensor, Tensor]:
@@ -170,7 +174,7 @@ def interpolate(a: Tensor, b: Tensor, t: float) -> tuple[Tensor, Tensor, Tensor,
 def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
     """Direction and norm of ``[…, d]``; zero has the direction zero."""
     norm = x.norm(dim=-1, keepdim=True)
-    return x / torch.where(norm > 0, norm, 1.0), norm
+    return x / norm.clamp(min=torch.finfo(norm.dtype).tiny), norm
 
 
 def _build(config: PodConfig, request: Request) -> PodCache:

@@ -76,20 +76,19 @@ class QuestLayer(PodCacheLayer):
 
     def _update_pages(self, k: Tensor, past: int) -> None:
         """Let rotated keys ``[B, H, m, d]`` enter their pages behind ``past`` tokens."""
-        offset, first, low, high = past % self.page_size, past // self.page_size, k, k
-        if k.shape[2] > 1:
-            padding = 0, 0, offset, -(offset + k.shape[2]) % self.page_size
+        offset, first = past % self.page_size, past // self.page_size
+        if offset:  # the first page has tokens already
+            inside = k[:, :, : self.page_size - offset]
+            low, high = self.pages.read(first + 1)[:, :, first].chunk(2, dim=-1)
+            torch.minimum(low, inside.amin(2) if inside.shape[2] > 1 else inside[:, :, 0], out=low)
+            torch.maximum(high, inside.amax(2) if inside.shape[2] > 1 else inside[:, :, 0], out=high)
+            k, first = k[:, :, inside.shape[2] :], first + 1
+        if k.shape[2]:
+            padding = 0, 0, 0, -k.shape[2] % self.page_size
             low, high = (
                 F.pad(k, padding, value=value).unflatten(2, (-1, self.page_size)) for value in (inf, -inf)
             )
-            low, high = low.amin(3), high.amax(3)
-        new = torch.cat((low, high), dim=-1)
-        if offset:  # the first page has tokens already
-            low, high = new[:, :, :1].chunk(2, dim=-1)
-            old_low, old_high = self.pages.read(first + 1)[:, :, first:].chunk(2, dim=-1)
-            torch.minimum(low, old_low, out=low)
-            torch.maximum(high, old_high, out=high)
-        self.pages.append(new, first)
+            self.pages.append(torch.cat((low.amin(3), high.amax(3)), dim=-1), first)
 
     def choose_pages(self, q: Tensor, num_pages: int) -> Tensor:
         """The last page and the best of the others for queries ``[B, H, G, d]``: ``[B, H, G, num_read_pages]``, ascending.

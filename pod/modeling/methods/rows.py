@@ -147,11 +147,13 @@ class GroupedCache(PodCache):
             raise
         while True:
             passes = [self._next_pass(group, fed, counts, step) for group in self.groups]
-            piece = self._piece(step, passes, fed)
-            yield piece
-            for group, part in zip(self.groups, passes, strict=True):
-                for row in group.rows:
-                    fed[row] += part.num_new
+            widths = {
+                row: part.num_new
+                for group, part in zip(self.groups, passes, strict=True)
+                for row in group.rows
+            }
+            yield self._piece(step, passes, fed)
+            fed = [done + widths[row] for row, done in enumerate(fed)]
             if fed == counts:
                 return
 
@@ -270,7 +272,6 @@ class GroupedCache(PodCache):
         for group, (part, _) in zip(list(self.groups), piece.groups, strict=True):
             if part.num_new:
                 self._end_pass(group, part)
-        super().end_piece(piece)
 
     def end_step(self, step: Step) -> None:
         """See ``PodCache.end_step``: rows whose prompt ends without a new token (right padding) are compressed now."""
