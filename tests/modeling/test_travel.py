@@ -218,11 +218,9 @@ def test_what_is_taken_back_never_was(tools, name, count):
     mask = torch.ones_like(ids)
     mask[0, :5], mask[1, 22], mask[2, 24:27] = 0, 0, 0
     cache, never = (pod.make_cache(model, spec, **options) for _ in range(2))
-    feed = (
-        lambda cache, start, stop: model(  # noqa: E731
-            ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache
-        ).logits[mask[:, start:stop].bool()]
-    )
+    feed = lambda cache, start, stop: model(
+        ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache
+    ).logits[mask[:, start:stop].bool()]
     feed(cache, 0, 28)
     assert cache.num_croppable == most
     with pytest.raises(ValueError, match=f"{spec} cache can take back {most} of its 28 columns"):
@@ -340,7 +338,7 @@ def test_assisted_decoding_goes_on_behind_a_filled_cache(tools, name):
     with pytest.raises(ValueError, match="pass all 62 columns"):
         mask = torch.ones(1, 62, dtype=torch.long)
         model.generate(
-            found[:, 58:], attention_mask=mask, past_key_values=branch, prompt_lookup_num_tokens=6, **GREEDY
+            ids[:, :4], attention_mask=mask, past_key_values=branch, prompt_lookup_num_tokens=6, **GREEDY
         )
 
 

@@ -6,6 +6,7 @@ nothing is imported.
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -100,6 +101,8 @@ class Writer:
             return {
                 "dict": [[self.write(k, f"{path}.{i}"), self.write(v, f"{path}.{k}")] for i, (k, v) in pairs]
             }
+        if isinstance(value, set):
+            return {"set": self._items(list(value), path)}
         if isinstance(value, Fraction):
             return {"fraction": [value.numerator, value.denominator]}
         if isinstance(value, torch.device):
@@ -115,7 +118,7 @@ class Writer:
             return {"tuple": self._items(value, path)}
         raise TypeError(f"{path}: a {name} does not belong to the state of a cache")
 
-    def _items(self, values: list | tuple, path: str) -> list:
+    def _items(self, values: Sequence, path: str) -> list:
         return [self.write(value, f"{path}.{i}") for i, value in enumerate(values)]
 
     def fields(self, item: Any, path: str) -> dict[str, Any]:
@@ -174,6 +177,8 @@ class Reader:
     def _value(self, facts: dict) -> Any:
         if "tensor" in facts:
             return self.tensors[facts["tensor"]]
+        if "set" in facts:
+            return set(self._items(facts["set"], []))
         if "fraction" in facts:
             return Fraction(*facts["fraction"])
         if "device" in facts:
