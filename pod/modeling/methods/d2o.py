@@ -74,9 +74,9 @@ class D2OLayer(AccumulatingLayer):
 
     def observe_prompt(self, q: Tensor, step: Step) -> None:
         sums = attention_column_sums(q, self.lead_keys.read(self.held), scale=self.scale)
-        if self.weight is None:
-            self.accumulate("column_sums", sums)
         self.accumulate("attention", self.group_mean(sums))
+        if self.weight is None:
+            self.accumulate("column_sums", sums)  # which adds to them in place
 
     def settle(self, step: Step) -> None:
         if all(layer.weight is not None for layer in step.layers):

@@ -16,6 +16,7 @@ from pod.modeling.methods.ranking import snapkv_slots
 from pod.modeling.methods.rows import Chunks, GroupedCache
 from pod.modeling.shipped.attend import (
     CAUSAL,
+    Segments,
     Source,
     Tokens,
     Visibility,
@@ -328,9 +329,10 @@ class SharedSelectionLayer(CacheLayer):
     def _attend_chunk(self, bank: Bank, q: tuple[Tensor, ...], k: Tensor, step: Step) -> Tensor:
         """A chunk behind any past: slots ascend by position, and while nothing was dropped they are positions."""
         parts, values, split = [], bank.values.view(bank.held), len(bank.leads)
+        segments = Segments.whole(k.shape[0], step.num_new, bank.held)
         if bank.leads:
             tokens = Tokens(bank.keys.view(bank.held), take_heads(values, range(split)))
-            parts.append(attend(q[0], tokens, None, CAUSAL, None, self.scale, step.chunk_backend)[0])
+            parts.append(attend(q[0], tokens, None, CAUSAL, segments, self.scale, step.chunk_backend)[0])
         if bank.followers:
             keys: Source = Recent(bank.own, k, step.rows)  # type: ignore[arg-type]
             see, past = Visibility(*self.window), bank.held - step.num_new
@@ -341,7 +343,7 @@ class SharedSelectionLayer(CacheLayer):
                 see = see._replace(positions=torch.stack(positions, 1), start=step.rows[0][0])
             tokens = Tokens(keys, take_heads(values, range(split, split + len(bank.followers))))
             lead = step.lead.take(bank.followers, bank.held)
-            parts.append(attend(q[1], tokens, lead, see, None, self.scale, step.chunk_backend)[0])
+            parts.append(attend(q[1], tokens, lead, see, segments, self.scale, step.chunk_backend)[0])
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
     # -- selection -------------------------------------------------------------------------------------------
