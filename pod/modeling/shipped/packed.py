@@ -253,14 +253,21 @@ class Packed(NamedTuple):
             yield self.tail[:, :, slot : slot + last - native].to(dtype), native, last
             native = last
 
-    def _numbers(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    def _room(self, like: Tensor, tokens: int) -> Tensor:
+        """Memory for the numbers of a tile, kept from tile to tile: new pages would cost as much as the numbers."""
+        first = next(iter(tiles(self, 0, tokens, self.group_size)))
+        return like.new_empty(first[1] * math.prod((*self.shape[:2], self.shape[3])))
+
+    def _numbers(self, start: int, stop: int, room: Tensor) -> Tensor:
         """Codes ``c`` as floats ``2 c - 15`` (8 bits: ``c - 128``), ``[P, B, h, n, d/P]``, ``P`` codes to a byte.
 
-        Sums of codes and of zeros would be far larger than what they sum up to, and lose as many digits.
+        Sums of codes and of zeros would be far larger than what they sum up to, and lose as many digits. Valid until the
+        next call.
         """
         codes = self.codes[:, :, start:stop]
         if codes.shape[3] == self.shape[3]:
-            return (codes ^ 128).view(torch.int8).unsqueeze(0).to(dtype)
+            numbers = (codes ^ 128).view(torch.int8).unsqueeze(0)
+            return room[: numbers.numel()].view(numbers.shape).copy_(numbers)
         halves, mask = codes.new_empty(2, *codes.shape), 0x1E
         into = halves
         if codes.shape[3] % 4 == 0:  # four bytes at a time: half the time
@@ -268,7 +275,7 @@ class Packed(NamedTuple):
         torch.bitwise_left_shift(codes, 1, out=into[0])
         torch.bitwise_right_shift(codes, 3, out=into[1])
         into.bitwise_and_(mask)
-        return halves.view(torch.int8).sub_(15).to(dtype)
+        return room[: halves.numel()].view(halves.shape).copy_(halves.view(torch.int8).sub_(15))
 
     def _middle_and_scale(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """What the number 0 stands for, and the step between numbers: per channel ``[B, h, n/g, d]``, else ``[B, h, d/g, n]``."""
@@ -288,10 +295,11 @@ class Packed(NamedTuple):
         out.copy_((q @ middle.transpose(2, 3))[..., None].expand_as(out))
         q = q.unflatten(3, (parts, 1, -1)).permute(3, 0, 1, 4, 2, 5)  # [P, B, h, 1, G, d/P]
         scale = scale.unflatten(3, (parts, 1, -1)).permute(3, 0, 1, 2, 4, 5)  # [P, B, h, n/g, 1, d/P]
+        room = self._room(q, out.shape[3] * group)
         for first, last in tiles(self, 0, out.shape[3] * group, group):
             entries = slice(first // group, last // group)
             scaled = _product(q, scale[:, :, :, entries])
-            keys = self._numbers(first, last, q.dtype).unflatten(3, (-1, group)).flatten(0, 3)
+            keys = self._numbers(first, last, room).unflatten(3, (-1, group)).flatten(0, 3)
             products = torch.bmm(scaled.flatten(0, 3), keys.transpose(1, 2))
             for product in products.view(*scaled.shape[:5], group):
                 out[:, :, :, entries].add_(product.transpose(2, 3))
@@ -311,8 +319,9 @@ class Packed(NamedTuple):
         q = q.unflatten(3, (scale.shape[1], scale.shape[0], -1)).permute(
             4, 3, 0, 1, 2, 5
         )  # [U, P, B, h, G, c]
-        for first, last in tiles(self, 0, out.shape[3]):
-            numbers = self._numbers(first, last, q.dtype).unflatten(4, (len(scale), -1))
+        room = self._room(q, out.shape[3])
+        for first, last in tiles(self, 0, out.shape[3], self.group_size):
+            numbers = self._numbers(first, last, room).unflatten(4, (len(scale), -1))
             for unit, steps in enumerate(scale[..., first:last]):
                 products = q[unit] @ numbers[..., unit, :].transpose(3, 4)
                 out[..., first:last].add_((products * steps.unsqueeze(3)).sum(0))
@@ -323,8 +332,9 @@ class Packed(NamedTuple):
         units = scaled.flatten(1, 3)
         width = self.shape[3] // (scaled.shape[0] * scaled.shape[1])
         sums = scaled.new_empty(*units.shape[:3], width)
-        for first, last in tiles(self, start, stop):
-            numbers = self._numbers(first, last, weights.dtype).flatten(0, 2)
+        room = self._room(weights, stop - start)
+        for first, last in tiles(self, start, stop, self.group_size):
+            numbers = self._numbers(first, last, room).flatten(0, 2)
             for unit, (total, left) in enumerate(
                 zip(sums, units[..., first - start : last - start], strict=True)
             ):
