@@ -22,7 +22,7 @@ def read_prefix(model, ids, path, spec=None, **options):
     cache = pod.make_cache(model, spec, **options)
     with torch.no_grad():
         model(ids, past_key_values=cache, logits_to_keep=1)
-    pod.save_cache(cache, path)
+    pod.save_cache(model, cache, path)
     return cache
 
 

@@ -1,5 +1,6 @@
 """Caches in safetensors files: a prefix is read once, and continued in other processes with the same bits."""
 
+import hashlib
 import json
 import os
 from typing import Any
@@ -20,14 +21,18 @@ PACKAGES.add("pod.engine.packed")
 _KIND = "pod-kv cache"
 
 
-def save_cache(cache: PodCache, path: str | os.PathLike) -> None:
+def save_cache(model: PodForCausalLM, cache: PodCache, path: str | os.PathLike) -> None:
     """Write everything that ``cache`` holds to a safetensors file of about ``cache.nbytes`` bytes, all at once or not at all.
 
+    Args:
+        model: the one that filled it; a model with other weights is refused the file.
+
     Raises:
-        ValueError: an empty cache, or one whose last pass failed.
+        ValueError: an empty cache, one whose last pass failed, or one of another model.
     """
     if not cache.is_initialized:
         raise ValueError("the cache is empty: feed a prompt before it is saved")
+    cache.check_fits(model.config)
     state = cache.state()
     budget, params = cache.made_with
     made = {"spec": cache.spec, "budget": budget, "params": params, "engine": _engine(cache)}
@@ -39,6 +44,7 @@ def save_cache(cache: PodCache, path: str | os.PathLike) -> None:
         "columns": str(cache.get_seq_length()),
         "lengths": json.dumps(cache.lengths.tolist()),
         "facts": json.dumps(state.facts),
+        "weights": _fingerprint(model),
     }
     tensors = {name: tensor.contiguous().clone() for name, tensor in state.tensors.items()}
     atomic_write_bytes(path, safetensors.torch.save(tensors, metadata))
@@ -49,7 +55,7 @@ def load_cache(model: PodForCausalLM, path: str | os.PathLike) -> PodCache:
 
     Raises:
         ValueError: no such file, a damaged one or one of another kind or schema; a model of another shape, plan, windows
-            or dtype. Weights are not compared.
+            or dtype, or with other weights.
     """
     metadata, tensors = _read(path, model.device)
     made, facts = json.loads(metadata["cache"]), json.loads(metadata["facts"])
@@ -62,6 +68,10 @@ def load_cache(model: PodForCausalLM, path: str | os.PathLike) -> PodCache:
         if made["engine"] is not None and cache.engine is None:
             attach(cache, **made["engine"])
         cache.from_state(CacheState(tensors, facts))
+        if metadata["weights"] != _fingerprint(model):
+            raise ValueError(
+                "a model with other weights filled this cache: load that model, or make the cache anew"
+            )
         cache.check_integrity()
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
@@ -77,6 +87,14 @@ def _engine(cache: PodCache) -> dict[str, Any] | None:
         return None
     capacity = cache.layers[0].capacity  # type: ignore[attr-defined]
     return {"capacity": capacity, "backend": engine.backend, "compiler": engine.compiler}  # type: ignore[attr-defined]
+
+
+def _fingerprint(model: PodForCausalLM) -> str:
+    """16 hex digits of the rotation and the first numbers of every weight."""
+    found = hashlib.sha256(json.dumps(model.config.rope_parameters, sort_keys=True, default=str).encode())
+    for weight in model.parameters():
+        found.update(weight.detach().flatten()[:32].float().cpu().numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 def _dtype(tensors: dict[str, Tensor]) -> torch.dtype | None:
@@ -95,7 +113,8 @@ def _read(path: str | os.PathLike, device: torch.device) -> tuple[dict[str, str]
                     f"{path} has schema {metadata['schema']}, this version reads {SCHEMA}: make the cache anew from its tokens"
                 )
             names = file.keys()  # not a dictionary: it does not iterate
-            return metadata, {name: file.get_tensor(name) for name in names}
+            # in memory of their own: aligned as what a pass stores, so that sums run in the same order
+            return metadata, {name: file.get_tensor(name).clone() for name in names}
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
     except (SafetensorError, OSError) as error:

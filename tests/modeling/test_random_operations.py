@@ -329,7 +329,7 @@ class Conversation:
 
     def save(self):
         if self.mask.shape[1]:
-            pod.save_cache(self.cache, self.path)
+            pod.save_cache(self.model, self.cache, self.path)
             self.cache = pod.load_cache(self.model, self.path)
 
     # -- what is refused and must leave everything as it was -------------------------------------------------

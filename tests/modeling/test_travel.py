@@ -59,7 +59,7 @@ def test_copies_and_files_go_on_with_the_same_bits(tools, tmp_path, row):
     cache.begin_prompt(11)
     model(ids[:, 42:46], past_key_values=cache)
     cache.check_integrity()
-    pod.save_cache(cache, path)
+    pod.save_cache(model, cache, path)
     branch, loaded = copy.deepcopy(cache), pod.load_cache(model, path)
     assert 0 < loaded.nbytes <= cache.nbytes and path.stat().st_size < 3 * cache.nbytes + 200_000
     expected = go_on(model, ids[:, 46:], cache)
@@ -85,7 +85,7 @@ def test_a_new_process_goes_on_with_the_same_bits(tools, tmp_path):
         cache = pod.make_cache(model, spec, **options)
         model(ids[:, :30], past_key_values=cache)
         model.save_pretrained(tmp_path / f"{name}.model")
-        pod.save_cache(cache, tmp_path / f"{name}.cache")
+        pod.save_cache(model, cache, tmp_path / f"{name}.cache")
         expected[name] = go_on(model, ids[:, 30:], cache)
     torch.set_num_threads(threads)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -108,13 +108,14 @@ def test_what_does_not_belong_together_is_refused_in_one_line(tools, tmp_path):
         assert "\n" not in str(error.value)
 
     with pytest.raises(ValueError, match="empty"):
-        pod.save_cache(cache, path)
+        pod.save_cache(model, cache, path)
     refused("no such file")
     model(tools.random_ids(2, 30), past_key_values=cache)
-    pod.save_cache(cache, path)
+    pod.save_cache(model, cache, path)
     content = path.read_bytes()
     refused("another shape, plan or windows", tools.make_pod(windows=(4, 12)))
-    refused("another shape, plan or windows", tools.make_pod("qwen3-g3"))
+    refused("another shape, plan or windows", tools.make_pod(num_attention_heads=4))
+    refused("with other weights", tools.make_pod("qwen3-g3"))
     refused("torch.float64, the model is in torch.float32", tools.make_pod(dtype=torch.float32))
     refused("needs a model|another shape, plan", tools.make_pod(plan=False))
     path.write_bytes(content[: len(content) // 2])
@@ -218,9 +219,11 @@ def test_what_is_taken_back_never_was(tools, name, count):
     mask = torch.ones_like(ids)
     mask[0, :5], mask[1, 22], mask[2, 24:27] = 0, 0, 0
     cache, never = (pod.make_cache(model, spec, **options) for _ in range(2))
-    feed = lambda cache, start, stop: model(
-        ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache
-    ).logits[mask[:, start:stop].bool()]
+
+    def feed(cache, start, stop):
+        logits = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache).logits
+        return logits[mask[:, start:stop].bool()]
+
     feed(cache, 0, 28)
     assert cache.num_croppable == most
     with pytest.raises(ValueError, match=f"{spec} cache can take back {most} of its 28 columns"):

@@ -75,7 +75,7 @@ class PodGenerationMixin(GenerationMixin):
         """As in transformers; its assisted decoding would feed again what the cache holds (``feeds_all``)."""
         if feeds_all and next_sequence_length is None:
             next_sequence_length = input_ids.shape[1] - kwargs["past_key_values"].get_seq_length()
-        return super().prepare_inputs_for_generation(input_ids, next_sequence_length, **kwargs)
+        return super().prepare_inputs_for_generation(input_ids, next_sequence_length, **kwargs)  # type: ignore[misc]
 
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs: dict, generation_mode: Any = None, *args: Any, **kwargs: Any
@@ -152,14 +152,14 @@ class BoundedCandidates(CandidateGenerator):
 
     def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """``[1, n]`` to ``[1, n + candidates]``, and the logits of the candidates where the generator knows them."""
-        ids, logits = self.generator.get_candidates(input_ids, **kwargs)
+        ids, logits = self.generator.get_candidates(input_ids, **kwargs)  # type: ignore[arg-type]
         n = input_ids.shape[1]
         most = self.cache.num_ahead if self.cache.get_seq_length() == n - 1 and n > 1 else 0
         return ids[:, : n + most], None if logits is None or not most else logits[:, :most]
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
         """As the generator does."""
-        self.generator.update_candidate_strategy(input_ids, scores, num_matches)
+        self.generator.update_candidate_strategy(input_ids, scores, num_matches)  # type: ignore[arg-type]
 
 
 def _assisted_layer(config: PodConfig, layer_idx: int) -> CacheLayer:

@@ -58,6 +58,6 @@ def check_tokens(store: Store, lengths: Tensor, where: str) -> None:
     batch, _, slots, _ = store.shape
     assert batch == len(used), f"{where} holds {batch} rows, the cache {len(used)}"
     assert slots >= max(used), f"{where} has {slots} slots, {max(used)} are in use"
-    tokens = store.read(max(lengths.tolist())) if max(used) else None
-    for row, count in enumerate(used if tokens is not None else ()):
+    tokens = store.read(max(lengths.tolist()))
+    for row, count in enumerate(used):
         assert not bool(tokens[row, :, :count].isnan().any()), f"{where}, row {row}: NaN"

@@ -191,7 +191,7 @@ class Reader:
 
     def _object(self, facts: dict, place: int) -> Any:
         made = self._classes[facts["object"]]
-        new = self.make_layer(place) if issubclass(made, CacheLayer) else made.__new__(made)
+        new = self.make_layer(place) if issubclass(made, CacheLayer) else object.__new__(made)
         if type(new) is not made:
             raise ValueError(f"holds a {made.__name__} where this cache has a {type(new).__name__}")
         self._meet(new)
