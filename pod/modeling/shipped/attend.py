@@ -39,10 +39,10 @@ Source = Tensor | TokenSource
 
 
 class Tokens(NamedTuple):
-    """Keys and values ``[B, H, n, d]`` of the same ``n`` tokens in the order of their positions; keys rotated."""
+    """Keys and values ``[B, H, n, d]`` of the same ``n`` tokens in the order of their positions, each a ``Source``; keys rotated."""
 
-    keys: Source
-    values: Source
+    keys: Any
+    values: Any
 
 
 class Lead(NamedTuple):

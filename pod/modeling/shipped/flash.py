@@ -67,7 +67,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             return _forward(call)
     q, keys, values, q_lead, k_lead = (x if x is None else span(x, 0, x.shape[2]) for x in tensors)
-    lead = None if call.lead is None else Lead(q_lead, k_lead)
+    lead = None if q_lead is None or k_lead is None else Lead(q_lead, k_lead)
     call = call._replace(tokens=Tokens(keys, values), lead=lead)
     return _Flash.apply(q, keys, values, q_lead, k_lead, call)  # type: ignore[return-value]
 
@@ -152,7 +152,8 @@ class _Views(NamedTuple):
     def of(self, part: Part, first: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of a part; ``first`` is the column of the segment's first key."""
         q, keys = (self.q_lead, self.k_lead) if part.lead else (self.q, self.keys)
-        return q[:, :, slice(*part.rows)], *(_columns(x, part.columns, first) for x in (keys, self.values))
+        keys, values = (_columns(x, part.columns, first) for x in (keys, self.values))
+        return q[:, :, slice(*part.rows)], keys, values
 
 
 def _columns(x: Source, columns: tuple[Span, ...], first: int) -> Tensor:

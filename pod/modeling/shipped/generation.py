@@ -7,7 +7,8 @@ from typing import Any
 import transformers
 from torch import Tensor
 from transformers import GenerationMixin
-from transformers.generation import CandidateGenerator, GenerationMode
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.configuration_utils import GenerationMode
 
 from .cache import PodCache
 from .config import PodConfig
@@ -50,7 +51,7 @@ class PodGenerationMixin(GenerationMixin):
             raise ValueError(
                 f"assisted decoding over a filled cache takes the whole conversation: pass all {columns} columns as input_ids"
             )
-        generator = super()._get_candidate_generator(
+        generator = super()._get_candidate_generator(  # type: ignore[misc]
             *args,
             generation_config=generation_config,
             input_ids=input_ids,

@@ -7,6 +7,7 @@ Rows of unlike length run one after the other. The work of a lead on distant tok
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -192,7 +193,7 @@ def _logits(q: Tensor, parts: Sequence[tuple[int, Stored, Stored, float]]) -> Te
     """Those of scaled queries ``[B, H, G, d]`` and the keys of all parts, with what is added to them, side by side."""
     if takes_gradients(q, *(x for part in parts for x in part[1:3])):
         return torch.cat(
-            [q @ keys.to(q.dtype).transpose(2, 3) + extra for _, keys, _, extra in parts], dim=-1
+            [q @ span(keys, 0, n).to(q.dtype).transpose(2, 3) + extra for n, keys, _, extra in parts], dim=-1
         )
     logits, first = q.new_empty(*q.shape[:3], sum(part[0] for part in parts)), 0
     for count, keys, _, extra in parts:
@@ -204,7 +205,7 @@ def _logits(q: Tensor, parts: Sequence[tuple[int, Stored, Stored, float]]) -> Te
     return logits
 
 
-def slot_logits(q: Tensor, keys: Stored, length: int, scale: float) -> Tensor:
+def slot_logits(q: Tensor, keys: Any, length: int, scale: float) -> Tensor:
     """Logits ``[B, H, G, length]`` in at least fp32 of queries ``[B, H·G, 1, d]`` and the first keys of ``[B, H, n, d]``;
     takes no gradients."""
     grouped = q[:, :, 0].unflatten(1, (keys.shape[1], -1)).to(compute_dtype(q.dtype)) * scale
@@ -213,15 +214,16 @@ def slot_logits(q: Tensor, keys: Stored, length: int, scale: float) -> Tensor:
     return logits
 
 
-def weigh_slots(weights: Tensor, values: Stored, dtype: torch.dtype) -> Tensor:
+def weigh_slots(weights: Tensor, values: Any, dtype: torch.dtype) -> Tensor:
     """``[B, H·G, 1, d]`` of ``dtype``: values ``[B, H, n, d]`` with weights ``[B, H, G, n]``; takes no gradients."""
     return _weighted(weights, values, 0, weights.shape[3]).flatten(1, 2)[:, :, None].to(dtype)
 
 
 def _attend_one(call: Call) -> tuple[Tensor, Tensor]:
     n = call.segments.all[0].keys[1]
-    stored = [x if isinstance(x, Packed) else span(x, 0, n) for x in call.tokens]
-    return attend_slots(call.q, *stored, call.scale, bias=call.visibility.bias, num_slots=n)[:2]
+    keys, values = (x if isinstance(x, Packed) else span(x, 0, n) for x in call.tokens)
+    out, lse, _ = attend_slots(call.q, keys, values, call.scale, bias=call.visibility.bias, num_slots=n)
+    return out, lse
 
 
 def _unsupported_one(call: Call) -> str | None:

@@ -175,17 +175,17 @@ class Packed(NamedTuple):
         """Tokens ``[B, h, stop - start, d]`` in the model's dtype, a copy."""
         return self.read(start, stop, self.dtype)
 
-    def rows(self, which: slice) -> "Packed":
+    def rows(self, rows: slice) -> "Packed":
         """These rows of the batch, as views."""
         names = "codes", "zero", "scale", "tail", "packed_lengths"
-        return self._replace(**{name: getattr(self, name)[which] for name in names})
+        return self._replace(**{name: getattr(self, name)[rows] for name in names})
 
-    def heads(self, which: slice | Sequence[int]) -> "Packed":
+    def heads(self, heads: slice | Sequence[int]) -> "Packed":
         """These heads: views of neighbours, else copies."""
-        if not isinstance(which, slice) and which[-1] - which[0] == len(which) - 1:
-            which = slice(which[0], which[-1] + 1)
-        parts = {name: getattr(self, name)[:, which] for name in ("codes", "zero", "scale", "tail")}
-        lengths = self.packed_lengths[:, which] if self.packed_lengths.ndim == 2 else self.packed_lengths
+        if not isinstance(heads, slice) and heads[-1] - heads[0] == len(heads) - 1:
+            heads = slice(heads[0], heads[-1] + 1)
+        parts = {name: getattr(self, name)[:, heads] for name in ("codes", "zero", "scale", "tail")}
+        lengths = self.packed_lengths[:, heads] if self.packed_lengths.ndim == 2 else self.packed_lengths
         return self._replace(**parts, packed_lengths=lengths)
 
     def _bounds(self) -> tuple[int, int]:

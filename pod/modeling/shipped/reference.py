@@ -54,7 +54,8 @@ def _inputs(call: Call, segment: Segment, compute: torch.dtype) -> _Inputs:
     lead = None, None
     if call.lead is not None:
         lead = call.lead.queries[rows, :, queries].to(compute), repeated(call.lead.keys)
-    return _Inputs(call.q[rows, :, queries].to(compute), *map(repeated, call.tokens), *lead)
+    keys, values = map(repeated, call.tokens)
+    return _Inputs(call.q[rows, :, queries].to(compute), keys, values, *lead)
 
 
 def _rows(call: Call, inputs: _Inputs, segment: Segment, start: int, stop: int) -> tuple[Tensor, Tensor]:
