@@ -191,9 +191,8 @@ def attend_slots(
 def _logits(q: Tensor, parts: Sequence[tuple[int, Stored, Stored, float]]) -> Tensor:
     """Those of scaled queries ``[B, H, G, d]`` and the keys of all parts, with what is added to them, side by side."""
     if takes_gradients(q, *(x for part in parts for x in part[1:3])):
-        return torch.cat(
-            [q @ keys.to(q.dtype).transpose(2, 3) + extra for _, keys, _, extra in parts], dim=-1
-        )
+        keys = [part[1].to(q.dtype) for part in parts if isinstance(part[1], Tensor)]
+        return torch.cat([q @ x.transpose(2, 3) + part[3] for x, part in zip(keys, parts, strict=True)], -1)
     logits, first = q.new_empty(*q.shape[:3], sum(part[0] for part in parts)), 0
     for count, keys, _, extra in parts:
         part = logits[..., first : first + count]
