@@ -29,9 +29,9 @@ class CompensationToken:
 
     def __init__(self) -> None:
         self.count = 0
-        self.mean: Tokens | None = None  # [b, h, 1, d]
+        self.mean: Tokens[Tensor] | None = None  # [b, h, 1, d]
 
-    def add(self, tokens: Tokens) -> None:
+    def add(self, tokens: Tokens[Tensor]) -> None:
         """Take in tokens ``[b, h, c, d]`` that leave: ``k̂ += (k - k̂) c / N_d``."""
         new = tokens.keys.shape[2]
         self.count += new
@@ -109,7 +109,7 @@ class RazorLayer(CacheLayer):
                 parts.append((heads, run(take_heads(q, heads, self.groups), new, step)))
         return merge_heads(parts, self.groups)
 
-    def _attend_full(self, q: Tensor, new: Tokens, step: Step) -> Tensor:
+    def _attend_full(self, q: Tensor, new: Tokens[Tensor], step: Step) -> Tensor:
         assert step.uniform_past is not None
         self.everything.append(new, step.uniform_past)
         if step.is_decode:
@@ -117,17 +117,17 @@ class RazorLayer(CacheLayer):
         tokens = new if step.is_fresh else self.everything.read(step.max_length)
         return attend(q, tokens, backend=step.chunk_backend)[0]
 
-    def _attend_near(self, q: Tensor, new: Tokens, step: Step) -> Tensor:
+    def _attend_near(self, q: Tensor, new: Tokens[Tensor], step: Step) -> Tensor:
         if not step.is_decode:
             return self.near.attend_prompt(q, new, step, self.compensation.seen(q.dtype))
 
-        def leave(token: Tokens | None) -> Sequence[Biased]:
+        def leave(token: Tokens[Tensor] | None) -> Sequence[Biased]:
             self._compensate([] if token is None else [token])
             return self.compensation.seen(compute_dtype(q.dtype))
 
         return self.near.attend_decode(q, new, self.scale, leave)[0]
 
-    def _compensate(self, dropped: list[Tokens]) -> None:
+    def _compensate(self, dropped: list[Tokens[Tensor]]) -> None:
         if self.compensates:
             for tokens in dropped:
                 self.compensation.add(tokens)

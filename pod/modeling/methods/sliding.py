@@ -16,7 +16,7 @@ from pod.modeling.shipped.grouped import attend_slots
 from pod.modeling.shipped.step import CacheLayer, Step
 from pod.modeling.shipped.stores import NATIVE, Codec, Recent, Store
 
-Biased = tuple[Tokens, float]
+Biased = tuple[Tokens[Tensor], float]
 """Tokens, and what is added to their logits."""
 
 
@@ -31,20 +31,23 @@ class Pair(NamedTuple):
         """Stores of every token."""
         return cls(codec.tokens("keys"), codec.tokens("values"))
 
-    def append(self, tokens: Tokens, past: int) -> None:
+    def append(self, tokens: Tokens[Tensor], past: int) -> None:
         for store, x in zip(self, tokens, strict=True):
             store.append(x, past)
 
-    def read(self, length: int) -> Tokens:
+    def read(self, length: int) -> Tokens[Tensor]:
         return Tokens(self.keys.read(length), self.values.read(length))
 
-    def attend_decode(self, q: Tensor, length: int, scale: float) -> tuple[Tensor, Tensor]:
-        """Output and weights of queries ``[b, Hq, 1, d]`` on the ``length`` tokens held."""
-        if takes_gradients(q):
-            tokens = self.read(length)
+    def attend_decode(
+        self, q: Tensor, length: int, scale: float, also: Sequence[Biased] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """Output and weights of queries ``[b, Hq, 1, d]`` on what is held of ``length`` tokens, and on further ones."""
+        if takes_gradients(q):  # whose backward comes when tokens have been written over
+            tokens = [store.read(length).clone() for store in self]
         else:
-            tokens = self.keys.view(length), self.values.view(length)
-        out, _, weights = attend_slots(q, *tokens, scale, num_slots=length)  # type: ignore[arg-type]
+            tokens = [store.read(length) if store.has_window else store.view(length) for store in self]
+        count = self.keys.used_slots(length)
+        out, _, weights = attend_slots(q, *tokens, scale, also=also, num_slots=count)  # type: ignore[arg-type]
         return out, weights
 
     def settle(self, length: int) -> None:
@@ -94,12 +97,12 @@ class SlidingTokens:
 
     # -- what comes and goes ---------------------------------------------------------------------------------
 
-    def append(self, tokens: Tokens) -> None:
+    def append(self, tokens: Tokens[Tensor]) -> None:
         """Hold new tokens beside the window."""
         self.beside.append(tokens, self.num_beside)
         self.num_beside += tokens.keys.shape[2]
 
-    def trim(self, num_recent: int) -> list[Tokens]:
+    def trim(self, num_recent: int) -> list[Tokens[Tensor]]:
         """Keep the sinks and the last ``num_recent`` tokens, in the window; nothing is left beside it.
 
         A ring of the same size goes on where it is: packed tokens are not packed again.
@@ -147,7 +150,9 @@ class SlidingTokens:
 
     # -- attention -------------------------------------------------------------------------------------------
 
-    def attend_prompt(self, q: Tensor, new: Tokens, step: Step, more: Sequence[Biased] = ()) -> Tensor:
+    def attend_prompt(
+        self, q: Tensor, new: Tokens[Tensor], step: Step, more: Sequence[Biased] = ()
+    ) -> Tensor:
         """Hold a chunk of a prompt and attend: ``[b, Hq, m, d]`` for its queries of the same shape.
 
         Args:
@@ -158,7 +163,7 @@ class SlidingTokens:
             new = self.beside.read(self.num_beside)
         if not more and self.window is None:
             return attend(q, new, backend=step.chunk_backend)[0]
-        backend = step.merging_backend(q, *new)
+        backend = step.merging_backend(q, new.keys, new.values)
         parts = [attend(q, new, backend=backend)]
         if self.window is not None:
             more = [(self.window.read(self.entered), 0.0), *more]
@@ -170,9 +175,9 @@ class SlidingTokens:
     def attend_decode(
         self,
         q: Tensor,
-        new: Tokens,
+        new: Tokens[Tensor],
         scale: float,
-        leave: Callable[[Tokens | None], Sequence[Biased]] | None = None,
+        leave: Callable[[Tokens[Tensor] | None], Sequence[Biased]] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attend with one decoded token to all that is held and to itself, and hold it.
 
@@ -186,25 +191,21 @@ class SlidingTokens:
         """
         if self.window is None:
             self.append(new)
-            out, weights = self.beside.attend_decode(q, self.num_beside, scale)
-        elif leave is None:
-            held = self.window.read(self.entered)
-            if takes_gradients(q):  # whose backward comes when the oldest token is overwritten
-                held = Tokens(*(x.clone() for x in held))
-            out, _, weights = attend_slots(q, *held, scale, also=[(new, 0.0)])
+            return self.beside.attend_decode(q, self.num_beside, scale)
+        if leave is None:
+            found = self.window.attend_decode(q, self.entered, scale, [(new, 0.0)])
             self._slide(new)
-        else:
-            also = leave(self._leaving())
-            self._slide(new)
-            out, _, weights = attend_slots(q, *self.window.read(self.entered), scale, also=also)
-        return out, weights
+            return found
+        also = leave(self._leaving())
+        self._slide(new)
+        return self.window.attend_decode(q, self.entered, scale, also)
 
-    def _slide(self, new: Tokens) -> None:
+    def _slide(self, new: Tokens[Tensor]) -> None:
         assert self.window is not None and self.num_beside == 0
         self.window.append(new, self.entered)
         self.entered += 1
 
-    def _leaving(self) -> Tokens | None:
+    def _leaving(self) -> Tokens[Tensor] | None:
         """View of the token of the window that the next one replaces; None while there is room."""
         assert self.window is not None and self.num_recent is not None
         if self.entered < self.num_sink_tokens + self.num_recent:
@@ -257,5 +258,5 @@ class SlidingLayer(CacheLayer):
         return self.tokens.predicted_nbytes()
 
 
-def _span(tokens: Tokens, start: int, stop: int) -> Tokens:
+def _span(tokens: Tokens, start: int, stop: int) -> Tokens[Tensor]:
     return Tokens(*(span(x, start, stop) for x in tokens))

@@ -6,7 +6,7 @@ wherever torch runs and travel with exported checkpoints; ``pod.kernels`` adds o
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,11 +38,14 @@ class TokenSource(Protocol):
 Source = Tensor | TokenSource
 
 
-class Tokens(NamedTuple):
-    """Keys and values ``[B, H, n, d]`` of the same ``n`` tokens in the order of their positions, each a ``Source``; keys rotated."""
+SourceT = TypeVar("SourceT", bound=Source)
 
-    keys: Any
-    values: Any
+
+class Tokens(NamedTuple, Generic[SourceT]):
+    """Keys and values ``[B, H, n, d]`` of the same ``n`` tokens in the order of their positions; keys rotated."""
+
+    keys: SourceT
+    values: SourceT
 
 
 class Lead(NamedTuple):

@@ -218,7 +218,9 @@ class CacheLayer(CacheLayerMixin):
 
     def crop(self, length: int) -> None:
         """Forget the tokens behind the first ``length`` of each row."""
-        for store in self.stores().values():
+        for store in (
+            self.stores().values() if self.is_croppable else ()
+        ):  # else there is nothing to take back
             if not store.is_empty:
                 store.crop(length)
 
