@@ -64,9 +64,9 @@ class HeldLayer(PodCacheLayer):
         return out
 
     def _decode(self, q: Tensor, step: Step) -> Tensor:
-        logits = slot_logits(q, self.lead_keys.view(self.held), self.held, self.scale)
+        logits = slot_logits(q, self.lead_keys.stored, self.held, self.scale)
         self.weights = logits.softmax(-1)
-        return weigh_slots(self.weights, self.all_values.view(self.held), q.dtype)
+        return weigh_slots(self.weights, self.all_values.stored, q.dtype)
 
     def settle(self, step: Step) -> None:
         if step.ends_prompt or step.is_decode:

@@ -83,12 +83,16 @@ class QuestLayer(PodCacheLayer):
             torch.minimum(low, inside.amin(2) if inside.shape[2] > 1 else inside[:, :, 0], out=low)
             torch.maximum(high, inside.amax(2) if inside.shape[2] > 1 else inside[:, :, 0], out=high)
             k, first = k[:, :, inside.shape[2] :], first + 1
-        if k.shape[2]:
+        if not k.shape[2]:
+            return
+        low, high = k, k
+        if k.shape[2] > 1:
             padding = 0, 0, 0, -k.shape[2] % self.page_size
             low, high = (
                 F.pad(k, padding, value=value).unflatten(2, (-1, self.page_size)) for value in (inf, -inf)
             )
-            self.pages.append(torch.cat((low.amin(3), high.amax(3)), dim=-1), first)
+            low, high = low.amin(3), high.amax(3)
+        self.pages.append(torch.cat((low, high), dim=-1), first)
 
     def choose_pages(self, q: Tensor, num_pages: int) -> Tensor:
         """The last page and the best of the others for queries ``[B, H, G, d]``: ``[B, H, G, num_read_pages]``, ascending.

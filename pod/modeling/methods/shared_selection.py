@@ -205,8 +205,10 @@ class SharedSelectionLayer(CacheLayer):
         found = {}
         for bank in self.banks:
             for place, head in enumerate(bank.leads + bank.followers):
-                is_lead = place < len(bank.leads) and bank.positions is not None
-                found[head] = HeldTokens(bank.held, bank.positions[0, place] if is_lead else None)
+                positions = None
+                if place < len(bank.leads) and bank.positions is not None:
+                    positions = bank.positions[0, place]
+                found[head] = HeldTokens(bank.held, positions)
         return [found[head] for head in sorted(found)]
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
@@ -290,17 +292,17 @@ class SharedSelectionLayer(CacheLayer):
         """One new token per row: the leads' logits serve their blocks, but for proximal tokens."""
         parts = []
         if bank.leads:
-            logits = slot_logits(q[0], bank.keys.view(bank.held), bank.held, self.scale)
+            logits = slot_logits(q[0], bank.keys.stored, bank.held, self.scale)
             self._publish_logits(bank, logits, step)
             parts.append(logits)
         if bank.followers:
-            chosen = [step.lead.selections[head] for head in bank.followers]
-            near = torch.stack([found.near for found in chosen], 1)[:, :, None]
+            scored = [step.lead.selections[head].scored for head in bank.followers]
+            far, near = (torch.stack(x, 1) for x in zip(*(pair for pair in scored if pair), strict=True))
             keys, count = bank.own.store, len(bank.own)
-            own = bank.own.spread(slot_logits(q[1], keys.view(count), count, self.scale))
-            parts.append(torch.where(near, own, torch.stack([found.logits for found in chosen], 1)))
+            own = bank.own.spread(slot_logits(q[1], keys.stored, count, self.scale))
+            parts.append(torch.where(near[:, :, None], own, far))
         logits = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
-        return weigh_slots(logits.softmax(-1), bank.values.view(bank.held), q[2].dtype)
+        return weigh_slots(logits.softmax(-1), bank.values.stored, q[2].dtype)
 
     def _publish_logits(self, bank: Bank, logits: Tensor, step: Step) -> None:
         if not any(head in self.followed for head in bank.leads):
@@ -310,8 +312,7 @@ class SharedSelectionLayer(CacheLayer):
         near = near[0] | near[1]
         for place, head in enumerate(bank.leads):
             if head in self.followed:
-                found = step.lead.selections[head]
-                found.logits, found.near = logits[:, place], near[:, place]
+                step.lead.selections[head].scored = logits[:, place], near[:, place]
 
     def _near(self, bank: Bank, query: int) -> Tensor:
         """Which tokens a query at this position sees as sinks, and which as recent: ``[2, B, leads, held]``."""
@@ -402,8 +403,9 @@ class SharedSelectionLayer(CacheLayer):
             bank.due = 0
             self._count(bank, step)
         if bank.followers:
-            index = [step.lead.selections[head].kept for head in bank.followers]
-            kept.append(None if index[0] is None else torch.stack(index, 1))
+            chosen = [step.lead.selections[head].kept for head in bank.followers]
+            chosen = [index for index in chosen if index is not None]  # all or none
+            kept.append(torch.stack(chosen, 1) if chosen else None)
         if kept[0] is not None:
             bank.values.keep(torch.cat(kept, dim=1), bank.held)
             bank.held = kept[0].shape[2]

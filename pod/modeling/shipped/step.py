@@ -22,14 +22,13 @@ class Selection:
 
     Attributes:
         positions: ``[B, n]``, ascending.
-        logits, near: when decoding, ``[B, G, n]`` and which tokens ``[B, n]`` are proximal.
+        scored: when decoding, logits ``[B, G, n]`` and which tokens ``[B, n]`` are proximal.
         kept: slots ``[B, w]`` that the lead chose when the prompt ended; None = all.
         reach: how many of the first and of the last tokens are proximal for the next query, in any row.
     """
 
     positions: Tensor
-    logits: Tensor | None = None
-    near: Tensor | None = None
+    scored: tuple[Tensor, Tensor] | None = None
     kept: Tensor | None = None
     reach: tuple[int, int] = (0, 0)
 
