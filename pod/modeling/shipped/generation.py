@@ -7,7 +7,8 @@ from typing import Any
 import transformers
 from torch import Tensor
 from transformers import GenerationMixin
-from transformers.generation import CandidateGenerator, GenerationMode
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.configuration_utils import GenerationMode
 
 from .cache import PodCache
 from .config import PodConfig
@@ -20,7 +21,7 @@ SUPPORTED = ">=5.17,<6"
 """Versions of transformers."""
 _HOOKS = {
     "_prefill": ["input_ids", "generation_config", "model_kwargs"],
-    "_prepare_cache_for_generation": ["generation_config", "model_kwargs"],
+    "_prepare_cache_for_generation": ["generation_config", "model_kwargs", "generation_mode"],
     "_get_candidate_generator": ["generation_config", "input_ids"],
 }
 
@@ -50,7 +51,7 @@ class PodGenerationMixin(GenerationMixin):
             raise ValueError(
                 f"assisted decoding over a filled cache takes the whole conversation: pass all {columns} columns as input_ids"
             )
-        generator = super()._get_candidate_generator(
+        generator = super()._get_candidate_generator(  # type: ignore[misc]
             *args,
             generation_config=generation_config,
             input_ids=input_ids,
