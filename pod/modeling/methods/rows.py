@@ -84,6 +84,8 @@ class RowGroup:
 
     def crop(self, count: int) -> None:
         """Take back the last ``count`` tokens of each row; a running prompt keeps its end."""
+        if not count:  # columns of padding
+            return
         self.seen -= count
         if self.prompt_length is not None:
             self.prompt_length += max(0, count - self.prompt_done)

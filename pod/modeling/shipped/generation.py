@@ -21,7 +21,7 @@ SUPPORTED = ">=5.17,<6"
 """Versions of transformers."""
 _HOOKS = {
     "_prefill": ["input_ids", "generation_config", "model_kwargs"],
-    "_prepare_cache_for_generation": ["generation_config", "model_kwargs"],
+    "_prepare_cache_for_generation": ["generation_config", "model_kwargs", "generation_mode"],
     "_get_candidate_generator": ["generation_config", "input_ids"],
 }
 
