@@ -68,7 +68,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
             return _forward(call)
     q, keys, values, q_lead, k_lead = (x if x is None else span(x, 0, x.shape[2]) for x in tensors)
     lead = None if q_lead is None or k_lead is None else Lead(q_lead, k_lead)
-    call = call._replace(tokens=Tokens(keys, values), lead=lead)
+    call = call._replace(tokens=Tokens(keys, values), lead=lead)  # pyright: ignore
     return _Flash.apply(q, keys, values, q_lead, k_lead, call)  # type: ignore[return-value]
 
 
