@@ -135,3 +135,24 @@ def test_a_pyramid_fills_its_budget(tools, spec, length):
     else:
         held = [[head.held for head in layer.heads] for layer in layers]
     assert all(LAYERS * 99 < sum(row[head] for row in held) <= LAYERS * 100 for head in range(HEADS))
+
+
+@pytest.mark.parametrize("windows", [(2, 5), (3, 17), (1, 30)], ids=str)
+@pytest.mark.parametrize("spec", ["pod+snapkv", "pod+snapkv+int4", "pod+pyramidkv+int8"])
+@torch.no_grad()
+def test_rows_held_together_equal_rows_alone(tools, spec, windows):
+    """What is proximal differs by row, so own keys are held of some tokens that are distant; two turns, the second in chunks."""
+    model, ids = tools.make_pod("llama", windows=windows), tools.random_ids(4, 60)
+    codec = {"group_size": 2, "residual": 3} if "int" in spec else {}
+
+    def logits(rows):
+        cache, outputs, start = pod.make_cache(model, spec, budget=12, window=3, kernel=3, **codec), [], 0
+        for widths in ([30], *[[1]] * 16, [5, 4], *[[1]] * 5):
+            cache.begin_prompt(sum(widths) if sum(widths) > 1 else 0)
+            for width in widths:
+                outputs.append(model(rows[:, start : start + width], past_key_values=cache).logits)
+                start += width
+        return torch.cat(outputs, dim=1)
+
+    alone = torch.cat([logits(row[None]) for row in ids])
+    assert (logits(ids) - alone).abs().max() <= 1e-9

@@ -39,12 +39,13 @@ class OwnKeys:
     """Followers' own keys: of the first ``sinks`` and the last ``recents`` of the tokens held; what ``Recent`` reads.
 
     They are equally many in all rows and heads, so some are of tokens that are distant there. A codec packs tokens by number:
-    keys go in whole groups, so that it packs those of the same tokens as in a batch of other rows.
+    keys go in whole groups, and not before their values are packed, so that those of the same tokens are packed as in a batch
+    of other rows.
     """
 
     def __init__(self, codec: Codec):
         self.store: Store = codec.tokens("keys", evicts=True)
-        self.group_size = getattr(codec, "group_size", 1)
+        self.group_size, self.residual = getattr(codec, "group_size", 1), getattr(codec, "residual", 0)
         self.held = self.sinks = self.recents = 0
 
     @property
@@ -81,18 +82,23 @@ class OwnKeys:
     def keep(self, sinks: int, recents: int, kept: Tensor) -> None:
         """Of the tokens held, hold only ``kept`` ``[B, F, w]``, and own keys of the first and the last of these."""
         count, was = kept.shape[2], self.held - self.recents
-        recents += (count - sinks - recents) % self.group_size
         self.held = count
+        recents = self._rounded(sinks, recents)
         slots = kept[..., first_and_last(sinks, recents, count, kept.device)]
         slots = torch.where(slots < self.sinks, slots, (slots - was).clamp(min=0) + self.sinks)
         self._keep_slots(slots.clamp(max=max(0, len(self) - 1)), sinks, recents)
 
     def free(self, sinks: int, recents: int, device: torch.device) -> None:
         """Hold keys of the first and the last tokens only."""
-        recents += (self.held - sinks - recents) % self.group_size
+        recents = self._rounded(sinks, recents)
         if sinks + recents < len(self):
             slots = first_and_last(sinks, recents, len(self), device)
             self._keep_slots(slots.expand(*self.store.shape[:2], -1), sinks, recents)
+
+    def _rounded(self, sinks: int, recents: int) -> int:
+        packed = max(0, self.held - self.residual) // self.group_size * self.group_size
+        recents = min(max(recents, self.held - packed), self.held - sinks)
+        return recents + (self.held - sinks - recents) % self.group_size
 
     def _keep_slots(self, slots: Tensor, sinks: int, recents: int) -> None:
         if not self.is_empty:
