@@ -66,18 +66,6 @@ class PodGenerationMixin(GenerationMixin):
         model_kwargs["feeds_all"] = True
         return BoundedCandidates(generator, cache)
 
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: Tensor,
-        next_sequence_length: int | None = None,
-        feeds_all: bool = False,
-        **kwargs: Any,
-    ) -> dict:
-        """As in transformers; its assisted decoding would feed again what the cache holds (``feeds_all``)."""
-        if feeds_all and next_sequence_length is None:
-            next_sequence_length = input_ids.shape[1] - kwargs["past_key_values"].get_seq_length()
-        return super().prepare_inputs_for_generation(input_ids, next_sequence_length, **kwargs)  # type: ignore[misc]
-
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs: dict, generation_mode: Any = None, *args: Any, **kwargs: Any
     ) -> None:

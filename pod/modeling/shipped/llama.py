@@ -281,6 +281,12 @@ class PodForCausalLM(PodPreTrainedModel, PodGenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, feeds_all=False, **kwargs):
+        """As in transformers, whose assisted decoding would feed again what the cache holds (``feeds_all``)."""
+        if feeds_all and next_sequence_length is None:
+            next_sequence_length = input_ids.shape[1] - kwargs["past_key_values"].get_seq_length()
+        return super().prepare_inputs_for_generation(input_ids, next_sequence_length, **kwargs)  # type: ignore[misc]
+
     def forward(
         self,
         input_ids: Tensor | None = None,
