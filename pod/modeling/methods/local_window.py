@@ -21,7 +21,7 @@ class LocalLayer(SlidingLayer):
     """No sinks, and a window of one size."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        q, k = step.rope(q), step.rope(k)
+        q, k = step.rope.pair(q, k)
         if step.is_decode:
             return self.tokens.attend_decode(q, Tokens(k, v), self.scale)[0]
         return self.tokens.attend_prompt(q, Tokens(k, v), step)

@@ -236,7 +236,7 @@ class SharedSelectionLayer(CacheLayer):
     # -- attention -------------------------------------------------------------------------------------------
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        q, k = step.rope(q), step.rope(k)
+        q, k = step.rope.pair(q, k)
         is_single = step.num_new == 1 and not takes_gradients(q, k, v)
         outs = []
         for bank, own_q, own_k, own_v in zip(self.banks, *map(self._by_bank, (q, k, v)), strict=True):

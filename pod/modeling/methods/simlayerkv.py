@@ -73,7 +73,7 @@ class SimLayer(SlidingLayer):
         return super().stores() | {"bookkeeping": self.queries}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        q, k = step.rope(q), step.rope(k)
+        q, k = step.rope.pair(q, k)
         assert q.shape[0] == 1, "one row at a time: its layers are judged by what it attends to"
         new, can_change = Tokens(k, v), not (self.is_lazy or self.exempt)
         if step.is_decode:
