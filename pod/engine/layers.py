@@ -18,7 +18,6 @@ from pod.modeling.shipped.decode import DecodeCall
 from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.llama import PodDecoderLayer, PodMLP
 from pod.modeling.shipped.packed import Stored
-from pod.modeling.shipped.sharing import is_followed
 
 
 @dataclass
@@ -85,8 +84,7 @@ class StaticLayer:
         self.keys = layer.lead_keys if layer.leads else None
         self.window_keys = layer.window_keys if layer.followers else None
         device = self.values.target.device
-        followed = [h for h in layer.leads if is_followed(layer.lead, layer.layer_idx, h)]
-        self.roles = decode.make_roles(layer.leads, layer.followers, followed, device)
+        self.roles = decode.make_roles(layer.leads, layer.followers, layer.followed, device)
         self.operations = fused.choose(self.values.target, backend)
         self.step: Callable[[], StaticStep | None] = lambda: None
         self.handle = next(_HANDLES)

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pod.modeling.shipped.attention import Carry, ForwardContext, next_carry
-from pod.modeling.shipped.sharing import is_followed
+from pod.modeling.shipped.attention import Carry, ForwardContext, is_followed, next_carry
 
 Lead = tuple[tuple[int, ...], ...]
 Key = tuple[int, int]

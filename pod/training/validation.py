@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pod.modeling.shipped.padding import document_positions
+from pod.modeling.shipped.step import document_positions
 from pod.training.args import TrainArgs
 from pod.training.held_out import Rows, lengthened, padded_row
 from pod.training.loss import IGNORED_LABEL

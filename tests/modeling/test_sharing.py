@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from pod.modeling.shipped.sharing import SharingPlan, is_followed
+from pod.modeling.shipped.attention import is_followed
+from pod.modeling.shipped.sharing import SharingPlan
 
 LEAD = [[0, 0], [0, 1], [0, 1], [3, 1]]
 

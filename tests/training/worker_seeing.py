@@ -68,7 +68,7 @@ def plain_continuation(model, prompt, new_tokens: int) -> list[int]:
 @torch.no_grad()
 def naive_gates(model, input_ids, doc_ids) -> list[list[float | None]]:
     """Mean share of proximal tokens per layer and KV head, from whole n x n matrices."""
-    from pod.modeling.shipped.padding import document_positions
+    from pod.modeling.shipped.step import document_positions
 
     config, decoder = model.config, model.model
     positions = document_positions(doc_ids)
@@ -105,7 +105,7 @@ def naive_gates(model, input_ids, doc_ids) -> list[list[float | None]]:
 @torch.no_grad()
 def naive_losses(model, rows) -> list[list[float]]:
     """[position of the predicted token in its document, loss] of every label."""
-    from pod.modeling.shipped.padding import document_positions
+    from pod.modeling.shipped.step import document_positions
 
     logits = model(input_ids=rows["input_ids"], doc_ids=rows["doc_ids"]).logits
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), rows["labels"], reduction="none")

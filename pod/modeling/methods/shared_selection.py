@@ -24,11 +24,10 @@ from pod.modeling.shipped.attend import (
     take_heads,
     takes_gradients,
 )
-from pod.modeling.shipped.attention import split_heads
+from pod.modeling.shipped.attention import is_followed, split_heads
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.grouped import slot_logits, weigh_slots
-from pod.modeling.shipped.sharing import is_followed
 from pod.modeling.shipped.step import CacheLayer, Selection, Step
 from pod.modeling.shipped.stores import Codec, Recent, Store
 

@@ -252,7 +252,8 @@ def attend(
         segments = Segments.whole(q.shape[0], q.shape[2], tokens.keys.shape[2])
     call = Call(q, tokens, lead, visibility, segments, q.shape[-1] ** -0.5 if scale is None else scale)
     _check(call)
-    entry = choose("attention", IMPLEMENTATIONS, AUTO_ORDER, call, backend)
+    order = AUTO_ORDER if q.shape[2] == 1 else AUTO_ORDER[1:]  # "grouped" takes one query per row
+    entry = choose("attention", IMPLEMENTATIONS, order, call, backend)
     if lead is None or lead.heads is None or entry.takes_mixed_heads:
         return entry.attend(call)
     return _split_by_role(call, list(lead.heads), entry)

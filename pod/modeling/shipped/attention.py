@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from .attend import CAUSAL, Lead, Segments, Tokens, Visibility, attend, compute_dtype
 from .config import PodConfig
 from .rope import Rope
-from .sharing import is_followed
 
 Carry = tuple[Tensor | None, ...]
 
@@ -168,6 +167,11 @@ def _carried(carry: Carry, heads: Sequence[int], part: int) -> Tensor:
         assert tensor is not None, f"KV head {head} follows a lead that left nothing in the carry"
         tensors.append(tensor)
     return torch.cat(tensors, dim=1)
+
+
+def is_followed(lead: Sequence[Sequence[int]], layer: int, head: int) -> bool:
+    """Whether the next layer belongs to the same block of this KV head, ``lead`` being ``[L][H]``."""
+    return layer + 1 < len(lead) and lead[layer + 1][head] == lead[layer][head]
 
 
 def split_heads(lead_row: Sequence[int], layer_idx: int) -> tuple[list[int], list[int]]:

@@ -17,9 +17,8 @@ from transformers.cache_utils import Cache
 from .config import PodConfig
 from .integrity import check_bookkeeping, check_objects
 from .layout import LAYOUT_LAYERS, PodCacheLayer
-from .padding import Compaction, check_positions, compaction_of
 from .state import SCHEMA, CacheState, Reader, Writer, fields_of
-from .step import CacheLayer, Step
+from .step import CacheLayer, Compaction, Step, check_positions, compaction_of
 
 
 class DecodeEngine(Protocol):

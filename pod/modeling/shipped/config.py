@@ -1,5 +1,6 @@
 """Configuration of the PoD decoder: one explicit field for everything in which Llama, Mistral, Qwen2 and Qwen3 differ."""
 
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
@@ -122,16 +123,26 @@ class PodConfig(PreTrainedConfig):
     @property
     def sharing_plan(self) -> SharingPlan:
         """The plan of this model; the dense plan when ``lead`` is None."""
-        if self.lead is None:
-            return SharingPlan.dense(self.num_hidden_layers, self.num_key_value_heads)
-        return SharingPlan(lead=tuple(tuple(row) for row in self.lead))
+        return self._plan[0]
+
+    @property
+    def _plan(self) -> tuple[SharingPlan, bool]:
+        lead = None if self.lead is None else tuple(map(tuple, self.lead))
+        return _plan(lead, self.num_hidden_layers, self.num_key_value_heads)
 
     @property
     def own_method(self) -> str:
         """The cache method that holds exactly what this model attends to: ``full``, ``pod``, ``cla`` or ``window``."""
-        return "full" if self.layout == "pod" and self.sharing_plan.is_dense else self.layout
+        return "full" if self.layout == "pod" and self._plan[1] else self.layout
 
     @property
     def num_key_value_groups(self) -> int:
         """``G``: query heads per KV head."""
         return self.num_attention_heads // self.num_key_value_heads
+
+
+@lru_cache(maxsize=64)
+def _plan(lead: tuple[tuple[int, ...], ...] | None, layers: int, heads: int) -> tuple[SharingPlan, bool]:
+    """The plan, checked once, and whether it is dense."""
+    plan = SharingPlan.dense(layers, heads) if lead is None else SharingPlan(lead=lead)
+    return plan, plan.is_dense

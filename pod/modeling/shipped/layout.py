@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from .attend import CAUSAL, Lead, Source, Tokens, Visibility, attend, merge_heads, take_heads, takes_gradients
-from .attention import split_heads
+from .attention import is_followed, split_heads
 from .config import PodConfig
 from .decode import make_buffers, make_roles, pod_decode
 from .grouped import attend_slots
-from .sharing import is_followed
 from .step import CacheLayer, Step
 from .stores import NATIVE, Codec, Recent, Store, take_slots
 

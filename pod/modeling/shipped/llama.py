@@ -18,7 +18,9 @@ from .decode import DECODERS
 from .flash import FLASH
 from .generation import PodGenerationMixin
 from .grouped import ATTEND_GROUPED, DECODE_GROUPED
-from .padding import (
+from .reference import ATTEND_REFERENCE, DECODE_REFERENCE
+from .rope import Rope, inverse_frequencies
+from .step import (
     check_positions,
     compaction_of,
     document_positions,
@@ -26,8 +28,6 @@ from .padding import (
     put_columns,
     take_columns,
 )
-from .reference import ATTEND_REFERENCE, DECODE_REFERENCE
-from .rope import Rope, inverse_frequencies
 
 _MLP_TILE = 4096  # tokens
 

@@ -151,11 +151,6 @@ class SharingPlan:
             raise ValueError(f"{path}: {error}") from error
 
 
-def is_followed(lead: Sequence[Sequence[int]], layer: int, head: int) -> bool:
-    """Whether the next layer belongs to the same block of this KV head, ``lead`` being ``[L][H]``."""
-    return layer + 1 < len(lead) and lead[layer + 1][head] == lead[layer][head]
-
-
 def _as_rows(lead: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     try:
         rows = tuple(tuple(row) for row in lead)
