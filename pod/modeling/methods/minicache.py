@@ -97,7 +97,7 @@ class PairLayer(PodCacheLayer):
         return super().predicted_nbytes(length - self.merged_tokens) + merged
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        q, k, past = step.rope(q), step.rope(k), step.uniform_past
+        (q, k), past = step.rope.pair(q, k), step.uniform_past
         assert past is not None
         if not self.merged_tokens:
             return self.attend_rotated(q, k, v, step)

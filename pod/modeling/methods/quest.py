@@ -62,7 +62,7 @@ class QuestLayer(PodCacheLayer):
         return super().predicted_nbytes(length) + pages
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        q, k, past = step.rope(q), step.rope(k), step.uniform_past
+        (q, k), past = step.rope.pair(q, k), step.uniform_past
         assert past is not None
         if self.is_dense:
             return self.attend_rotated(q, k, v, step)

@@ -12,6 +12,7 @@ merged output and log-sum-exp, which makes the gradient of the merge free.
 """
 
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -170,6 +171,11 @@ def _views(call: Call, segment: Segment) -> _Views:
 
 
 def _forward(call: Call) -> tuple[Tensor, Tensor]:
+    whole = Segment(
+        (0, call.q.shape[0]), (0, call.q.shape[2]), call.segments.all[0].keys if call.segments.all else (0, 0)
+    )
+    if call.segments.all == (whole,) and len(calls := list(parts(call, whole))) == 1:
+        return _run(call, whole, _views(call, whole), calls[0])  # nothing to merge: no second output
     wide = torch.promote_types(call.q.dtype, torch.float32)
     out = torch.zeros_like(call.q, memory_format=torch.contiguous_format)
     lse = torch.full(call.q.shape[:3], float("-inf"), dtype=wide)
@@ -181,14 +187,14 @@ def _forward(call: Call) -> tuple[Tensor, Tensor]:
 
 def _forward_segment(call: Call, segment: Segment, views: _Views, out: Tensor, lse: Tensor) -> None:
     calls, narrow = list(parts(call, segment)), out
-    if len(calls) > 1 and lse.dtype != out.dtype:  # one rounding, however many parts
+    ends = accumulate((part.rows[1] for part in calls), max, initial=0)
+    merges = any(part.rows[0] < end for part, end in zip(calls, ends, strict=False))
+    if merges and lse.dtype != out.dtype:  # one rounding, however many parts
         out = torch.zeros(out.shape, dtype=lse.dtype)
     written = 0  # rows below this already hold a result that the next part must be merged into
     for part in calls:
         rows = slice(*part.rows)
-        part_out, part_lse = _op(
-            *views.of(part, segment.keys[0]), 0.0, part.causal, attn_mask=part.mask, scale=call.scale
-        )
+        part_out, part_lse = _run(call, segment, views, part)
         if part.rows[0] >= written:
             out[:, :, rows], lse[:, :, rows] = part_out, part_lse
             written = part.rows[1]
@@ -196,6 +202,11 @@ def _forward_segment(call: Call, segment: Segment, views: _Views, out: Tensor, l
             _merge(out[:, :, rows], lse[:, :, rows], part_out, part_lse)
     if narrow is not out:
         narrow.copy_(out)
+
+
+def _run(call: Call, segment: Segment, views: _Views, part: Part) -> tuple[Tensor, Tensor]:
+    inputs = views.of(part, segment.keys[0])
+    return _op(*inputs, 0.0, part.causal, attn_mask=part.mask, scale=call.scale)
 
 
 def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:

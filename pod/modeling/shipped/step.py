@@ -96,12 +96,12 @@ class Step:
     groups: list[tuple["Step", Tensor]] = field(default_factory=list)
     sizes: Sequence | None = None
 
-    @property
+    @cached_property
     def positions(self) -> Tensor:
         """``[B, m]`` position of each new token in its row."""
         return self.past[:, None] + torch.arange(self.num_new, device=self.past.device)
 
-    @property
+    @cached_property
     def lengths(self) -> Tensor:
         """``[B]`` real tokens per row after the pass."""
         return self.past + self.counts
