@@ -66,7 +66,8 @@ class PodCacheLayer(CacheLayer):
     # -- attention -------------------------------------------------------------------------------------------
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        out = self.attend_rotated(*step.rope.pair(q, k), v, step)
+        q, k = step.rope.pair(q, k)
+        out = self.attend_rotated(q, k, v, step)
         if self.capacity:
             self.settle(step)
         return out
