@@ -53,6 +53,9 @@ class _Unrotated:
     def for_rows(self, *_: object) -> "_Unrotated":
         return self
 
+    def pair(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return q, k
+
 
 @torch.no_grad()
 def filled(model: pod.PodForCausalLM, spec: str, batch: int, length: int, **options) -> pod.PodCache:
