@@ -91,37 +91,44 @@ def test_kept_tokens_that_take_in_nothing_stay_as_they_are():
     assert (own >= math.e / (math.e + 10 * math.e)).all() and ((others == 0).any(-1)).all()
 
 
-@pytest.mark.parametrize("count", [39, 36, 20])
-@pytest.mark.parametrize("merged", [0.0, 0.5, 1.0])
-def test_merging_few_equals_merging_many(count, merged):
-    """Also where several dropped tokens go to the same slot."""
+def merge_one(keys, values, kept, dropped, threshold):
+    """As ``D2OLayer`` does behind a decoded token."""
+    (key, value), (keys, values) = (
+        [take(x, slots) for x in (keys, values)]
+        for take, slots in ((merging.one_slot, dropped), (take_slots, kept))
+    )
+    similarity, nearest = merging.nearest_slot(keys, key)
+    share = merging.share_of_one(similarity, threshold)
+    parts = (merging.merge_one(x, nearest, y, share) for x, y in ((keys, key), (values, value)))
+    return similarity, nearest, *parts
+
+
+@pytest.mark.parametrize("threshold", [-1.0, 0.5, 1.0])
+def test_merging_one_equals_merging_many(threshold):
     keys, values = randn(2, 3, 40, 3), randn(2, 3, 40, 3, seed=1)
-    kept, dropped = split(40, count)
+    kept, dropped = split(40, 39)
     similarity, nearest = merging.nearest_kept(keys, kept, dropped)
-    chosen = torch.rand(similarity.shape, generator=torch.Generator().manual_seed(2)) < merged
-    weights = merging.merge_weights(similarity, nearest, chosen, count)
-    few_similarity, slots = merging.nearest_slots(keys, dropped)
-    assert (few_similarity - similarity).abs().max() <= 1e-14
-    assert torch.equal(slots, kept.gather(2, nearest))
-    assert count > 30 or any(len(set(head.tolist())) < len(head) for row in slots for head in row)
-    for x in (keys, values):
+    bound = torch.full_like(similarity, threshold)
+    one = merge_one(keys, values, kept, dropped, bound)
+    assert (one[0] - similarity).abs().max() <= 1e-14 and torch.equal(one[1], nearest)
+    weights = merging.merge_weights(similarity, nearest, similarity >= bound, 39)
+    for x, merged in zip((keys, values), one[2:], strict=True):
         expected = merging.merge_tokens(x, kept, dropped, nearest, weights)
-        few = merging.merge_few(x, dropped, slots, similarity.exp() * chosen)
-        written = x.scatter(2, slots[..., None].expand_as(few), few)
-        assert (take_slots(written, kept) - expected).abs().max() <= 1e-14
+        assert (merged - take_slots(expected, nearest)).abs().max() <= 1e-14
 
 
 def test_equally_similar_tokens_go_to_the_lower_slot():
     keys = torch.tensor([[1.0, 2], [2, -1], [1, 2], [1, 2], [2, -1]], dtype=torch.float64)[None, None]
     kept, dropped = torch.tensor([[[0, 1, 2]]]), torch.tensor([[[4, 3]]])
     assert merging.nearest_kept(keys, kept, dropped)[1].tolist() == [[[1, 0]]]
-    assert merging.nearest_slots(keys, dropped)[1].tolist() == [[[1, 0]]]
+    assert merging.nearest_slot(keys[:, :, :3], keys[:, :, 3:4])[1].tolist() == [[[0]]]
 
 
-def test_a_token_unlike_all_others_is_not_its_own_neighbour():
-    keys = torch.tensor([[1.0, 0], [1, 1], [-1, 0]], dtype=torch.float64)[None, None]
-    similarity, nearest = merging.nearest_slots(keys, torch.tensor([[[2]]]))
-    assert nearest.item() == 1 and abs(similarity.item() + 0.5**0.5) <= 1e-15
+def test_a_key_of_zeros_is_like_none():
+    keys = torch.zeros(1, 1, 3, 2, dtype=torch.float64)
+    keys[0, 0, 1] = torch.tensor([1e-200, 0.0])
+    similarity, nearest = merging.nearest_slot(keys, torch.zeros(1, 1, 1, 2, dtype=torch.float64))
+    assert (similarity.item(), nearest.item()) == (0.0, 0)
 
 
 class Largest(TorchDispatchMode):
@@ -293,12 +300,12 @@ def test_dense_layers_get_more(tools):
 def test_threshold_follows_what_is_dropped(tools, monkeypatch):
     """Mean of the maxima after a prompt, then a moving average; nothing dropped leaves it alone."""
     seen = []
-    for name in ("nearest_kept", "nearest_slots"):
+    for name in ("nearest_kept", "nearest_slot"):
         original = getattr(merging, name)
 
         def record(*arguments, original=original):
             out = original(*arguments)
-            seen.append(out[0].mean(-1))
+            seen.append(out[0].mean(-1, keepdim=True))
             return out
 
         monkeypatch.setattr(merging, name, record)

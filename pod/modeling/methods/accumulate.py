@@ -34,7 +34,7 @@ class AccumulatingLayer(HeldLayer):
         """Add a new tensor ``[B, H, held]`` to a statistic; new tokens, and a new statistic, start at 0."""
         if name in self.statistics:
             known = self.statistics[name]
-            addition[..., : known.shape[2]] += known
+            addition[..., : known.shape[2]].add_(known)
         self.statistics[name] = addition
 
 
@@ -61,8 +61,7 @@ def choose_slots(scores: Tensor, count: int, num_first: int, num_last: int) -> t
 
 def _drop_one(between: Tensor, num_first: int, n: int) -> tuple[Tensor, Tensor]:
     """``choose_slots`` of a decode step: the lowest score goes, of equally low ones the last; no sorting."""
-    last = between.shape[2] - 1
-    worst = num_first + last - between.flip(-1).argmin(dim=-1, keepdim=True)
+    worst = between.cummin(dim=-1).indices[..., -1:] + num_first
     slots = numbers(n - 1, between.device)
     return slots + (slots >= worst), worst
 

@@ -6,6 +6,7 @@ computed in at least fp32.
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -74,32 +75,35 @@ def merge_tokens(
     return out.to(x.dtype)
 
 
-def nearest_slots(keys: Tensor, dropped: Tensor) -> tuple[Tensor, Tensor]:
-    """As ``nearest_kept`` for few dropped tokens: kept is every other slot, and the result is a slot of ``keys``.
+def one_slot(x: Tensor, slots: Tensor) -> Tensor:
+    """Slot ``[B, H, 1]`` of ``[B, H, n, d]``, copied: ``[B, H, 1, d]``."""
+    return x.gather(2, slots[..., None].expand(-1, -1, -1, x.shape[3]))
 
-    A decoded token drops one or a few; this reads the keys once, where a gather of all that is kept would copy them.
-    """
+
+def nearest_slot(keys: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Eq. 8 for one dropped key ``[B, H, 1, d]`` and the kept ones ``[B, H, c, d]``: cosine and slot, ``[B, H, 1]`` each."""
     compute = compute_dtype(keys.dtype)
-    norms = torch.linalg.vector_norm(keys, dim=-1, dtype=compute).clamp(min=torch.finfo(compute).tiny)
-    queries = F.normalize(take_slots(keys, dropped).to(compute), dim=-1)
-    cosines = (queries @ keys.to(compute).transpose(2, 3)) / norms[:, :, None]
-    hidden = dropped[:, :, None].expand(-1, -1, dropped.shape[2], -1)
-    return cosines.scatter_(3, hidden, float("-inf")).max(dim=-1)
+    wide, key = keys.to(compute), key.to(compute)
+    products = (wide @ key.transpose(2, 3)).squeeze(3)
+    lengths = (torch.linalg.vector_norm(x, dim=-1) for x in (wide, key))
+    return (products / torch.addcmul(_tiny(compute, keys.device), *lengths)).max(dim=-1, keepdim=True)
 
 
-def merge_few(x: Tensor, dropped: Tensor, nearest: Tensor, raw: Tensor) -> Tensor:
-    """As ``merge_tokens`` for few dropped tokens: new contents ``[B, H, e, d]`` of the slots ``nearest``.
+def share_of_one(similarity: Tensor, threshold: Tensor) -> Tensor:
+    """Eq. 11 for one dropped token, ``exp(u) / (e + exp(u))``, or 0 if it is gone for good."""
+    return torch.sigmoid(similarity - 1) * (similarity >= threshold)
 
-    Args:
-        nearest: slots ``[B, H, e]`` from ``nearest_slots``; a slot that is named twice gets the same contents twice.
-        raw: ``exp(u)`` of dropped tokens ``[B, H, e]``, 0 for those that are gone for good.
-    """
-    same = (nearest[..., None] == nearest[:, :, None]) * raw[
-        :, :, None
-    ]  # [B, H, e, e]: who shares a slot with whom
-    total = same.sum(-1, keepdim=True) + math.e
-    moved = same @ take_slots(x, dropped).to(same.dtype)
-    return ((take_slots(x, nearest) * math.e + moved) / total).to(x.dtype)
+
+def merge_one(x: Tensor, nearest: Tensor, dropped: Tensor, share: Tensor) -> Tensor:
+    """Eq. 10: slot ``nearest`` ``[B, H, 1]`` of ``[B, H, c, d]`` with ``share`` ``[B, H, 1]`` of what is dropped."""
+    own, other = one_slot(x, nearest).to(share.dtype), dropped.to(share.dtype)
+    return torch.lerp(own, other, share[..., None]).to(x.dtype)
+
+
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def _tiny(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(torch.finfo(dtype).tiny, dtype=dtype, device=device)
 
 
 def _blocks(count: int, elements_each: int) -> Iterator[slice]:
