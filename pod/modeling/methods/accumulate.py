@@ -61,7 +61,8 @@ def choose_slots(scores: Tensor, count: int, num_first: int, num_last: int) -> t
 
 def _drop_one(between: Tensor, num_first: int, n: int) -> tuple[Tensor, Tensor]:
     """``choose_slots`` of a decode step: the lowest score goes, of equally low ones the last; no sorting."""
-    worst = between.cummin(dim=-1).indices[..., -1:] + num_first
+    last = between.shape[2] - 1
+    worst = num_first + last - between.flip(-1).argmin(dim=-1, keepdim=True)
     slots = numbers(n - 1, between.device)
     return slots + (slots >= worst), worst
 
