@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 _TILE = 1 << 20  # numbers packed or unpacked at a time: as fp32 they stay in the cache while they are used
 _HALF_MAX = torch.finfo(torch.float16).max
@@ -259,7 +260,7 @@ class Packed(NamedTuple):
         return like.new_empty(first[1] * math.prod((*self.shape[:2], self.shape[3])))
 
     def _numbers(self, start: int, stop: int, room: Tensor) -> Tensor:
-        """Codes ``c`` as floats ``2 c - 15`` (8 bits: ``c - 128``), ``[P, B, h, n, d/P]``, ``P`` codes to a byte.
+        """Codes ``c`` as floats ``16 (c - 8)`` (8 bits: ``c - 128``), ``[P, B, h, n, d/P]``, ``P`` codes to a byte.
 
         Sums of codes and of zeros would be far larger than what they sum up to, and lose as many digits. Valid until the
         next call.
@@ -268,14 +269,14 @@ class Packed(NamedTuple):
         if codes.shape[3] == self.shape[3]:
             numbers = (codes ^ 128).view(torch.int8).unsqueeze(0)
             return room[: numbers.numel()].view(numbers.shape).copy_(numbers)
-        halves, mask = codes.new_empty(2, *codes.shape), 0x1E
+        halves, high = codes.new_empty(2, *codes.shape), (0x88, 0xF0)
         into = halves
         if codes.shape[3] % 4 == 0:  # four bytes at a time: half the time
-            mask, codes, into = 0x1E1E1E1E, codes.view(torch.int32), halves.view(torch.int32)
-        torch.bitwise_left_shift(codes, 1, out=into[0])
-        torch.bitwise_right_shift(codes, 3, out=into[1])
-        into.bitwise_and_(mask)
-        return room[: halves.numel()].view(halves.shape).copy_(halves.view(torch.int8).sub_(15))
+            high, codes, into = (-0x77777778, -0x0F0F0F10), codes.view(torch.int32), halves.view(torch.int32)
+        torch.bitwise_xor(codes, high[0], out=into[1])
+        torch.bitwise_left_shift(into[1], 4, out=into[0])
+        into.bitwise_and_(high[1])
+        return room[: halves.numel()].view(halves.shape).copy_(halves.view(torch.int8))
 
     def _middle_and_scale(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """What the number 0 stands for, and the step between numbers: per channel ``[B, h, n/g, d]``, else ``[B, h, d/g, n]``."""
@@ -286,14 +287,15 @@ class Packed(NamedTuple):
         zero, scale = (x.to(dtype, memory_format=torch.contiguous_format) for x in found)
         if self.packing.bits == 8:
             return zero.add_(scale, alpha=128), scale
-        return zero.add_(scale, alpha=7.5), scale.mul_(0.5)
+        return zero.add_(scale, alpha=8), scale.mul_(1 / 16)
 
     def _channel_scores(self, q: Tensor, out: Tensor) -> None:
         parts, group = self.packing.parts, self.group_size
         middle, scale = self._middle_and_scale(0, out.shape[3], q.dtype)
         out = out.unflatten(3, (-1, group))
         out.copy_((q @ middle.transpose(2, 3))[..., None].expand_as(out))
-        q = q.unflatten(3, (parts, 1, -1)).permute(3, 0, 1, 4, 2, 5)  # [P, B, h, 1, G, d/P]
+        groups = q.shape[2]
+        q = _rows_of_four(q).unflatten(3, (parts, 1, -1)).permute(3, 0, 1, 4, 2, 5)  # [P, B, h, 1, G, d/P]
         scale = scale.unflatten(3, (parts, 1, -1)).permute(3, 0, 1, 2, 4, 5)  # [P, B, h, n/g, 1, d/P]
         room = self._room(q, out.shape[3] * group)
         for first, last in tiles(self, 0, out.shape[3] * group, group):
@@ -302,7 +304,7 @@ class Packed(NamedTuple):
             keys = self._numbers(first, last, room).unflatten(3, (-1, group)).flatten(0, 3)
             products = torch.bmm(scaled.flatten(0, 3), keys.transpose(1, 2))
             for product in products.view(*scaled.shape[:5], group):
-                out[:, :, :, entries].add_(product.transpose(2, 3))
+                out[:, :, :, entries].add_(product.transpose(2, 3)[:, :, :groups])
 
     def _units(self, x: Tensor) -> Tensor:
         """Entries ``[B, h, d/g, n]`` for runs of channels within a group and a part: ``[U, P, B, h, n]``."""
@@ -328,7 +330,8 @@ class Packed(NamedTuple):
 
     def _weighted(self, weights: Tensor, start: int, stop: int) -> Tensor:
         middle, scale = self._middle_and_scale(start, stop, weights.dtype)
-        scaled = _product(weights, self._units(scale).unsqueeze(4))  # [U, P, B, h, G, n]
+        rows = _rows_of_four(weights)
+        scaled = _product(rows, self._units(scale).unsqueeze(4))  # [U, P, B, h, G, n]
         units = scaled.flatten(1, 3)
         width = self.shape[3] // (scaled.shape[0] * scaled.shape[1])
         sums = scaled.new_empty(*units.shape[:3], width)
@@ -340,9 +343,16 @@ class Packed(NamedTuple):
             ):
                 right = numbers[..., unit * width : (unit + 1) * width]
                 torch.baddbmm(total, left, right, beta=float(first > start), out=total)
-        out = sums.view(*scaled.shape[:5], width).permute(2, 3, 4, 1, 0, 5).flatten(3)
+        out = (
+            sums.view(*scaled.shape[:5], width).permute(2, 3, 4, 1, 0, 5).flatten(3)[:, :, : weights.shape[2]]
+        )
         out.unflatten(3, (middle.shape[2], -1)).add_((weights @ middle.transpose(2, 3)).unsqueeze(4))
         return out
+
+
+def _rows_of_four(x: Tensor) -> Tensor:
+    """``[B, h, G, n]`` with a row of zeros where three rows, of any four, would take a matrix product longer than four."""
+    return F.pad(x, (0, 0, 0, 1)) if x.shape[2] % 4 == 3 else x
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
