@@ -205,26 +205,18 @@ def test_torch_ops_accept_what_they_are_given(monkeypatch, batch, with_lead):
     monkeypatch.setattr(torch.Tensor, "copy_", lambda x, values: torch.ops.aten.copy_(x, values))
     monkeypatch.setattr(torch.Tensor, "contiguous", lambda x: torch.ops.aten.contiguous(x))
 
-    class Context:
-        def save_for_backward(self, *tensors):
-            self.saved_tensors = tensors
-
-        def mark_non_differentiable(self, lse):
-            pass
-
     query, key = (batch, 8, 300, 64), (batch, 2, 300, 64)
     with FakeTensorMode():
         inputs = [torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in (query, key, key, query, key)]
         inputs[3:] = inputs[3:] if with_lead else (None, None)
         segments, see = Segments.whole(batch, 300, 300).all, Visibility(4, 60)
-        plan = varlen.make_plan(segments, (300, 300), see, with_lead, inputs[0].device)
-        context = Context()
+        plan = varlen.make_plan(segments, (300, 300), see, with_lead, 0.1, inputs[0].device)
         monkeypatch.setattr(varlen, "OPS", TORCH_OPS)
-        out, lse = varlen._Varlen.forward(context, *inputs, plan, 0.1)
+        out, lse = varlen.forward(inputs, plan)
         assert out.shape == query and out.dtype == torch.bfloat16 and out.device.type == "cuda"
         assert lse.shape == query[:3] and lse.dtype == torch.float32 and lse.device.type == "cuda"
-        grads = varlen._Varlen.backward(context, torch.empty_like(out), None)
-        for x, grad in zip(inputs, grads, strict=False):
+        grads = varlen.backward(inputs, torch.empty_like(out), out, lse, plan)
+        for x, grad in zip(inputs, grads, strict=True):
             assert x is grad is None or (grad.shape, grad.dtype, grad.device) == (x.shape, x.dtype, x.device)
 
 

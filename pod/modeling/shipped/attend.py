@@ -5,7 +5,7 @@ were attended apart merge exactly (``merge``). Implementations are registered in
 wherever torch runs and travel with exported checkpoints; ``pod.kernels`` adds others.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -96,6 +96,46 @@ class Segment(NamedTuple):
     def past(self) -> int:
         """Tokens before the first query."""
         return self.keys[1] - self.keys[0] - (self.queries[1] - self.queries[0])
+
+    def slices(self, see: Visibility, has_lead: bool, cuts_windows: bool = True) -> Iterator["Slice"]:
+        """What its queries see, of which no mask grows with the segment. Slices of the same rows belong to one softmax.
+
+        Rows below ``h = n_s + n_r`` see every token before them; later rows the window, the sinks, and distant tokens
+        ``n_s <= j <= i - n_r`` through their lead.
+
+        Args:
+            cuts_windows: False = a window without sinks and lead is one slice of all rows.
+        """
+        (row, last_row), (column, last_column) = self.queries, self.keys
+        n_s, n_r = see.num_sink_tokens, see.num_recent_tokens
+        if n_r is None or not (cuts_windows or has_lead or n_s):
+            yield Slice(self.queries, self.keys, causal=see.causal, window=n_r)
+            return
+        first = min(row + max(n_s + n_r - self.past, 0), last_row)
+        if first > row:
+            yield Slice((row, first), (column, last_column - (last_row - first)))
+        if first < last_row:
+            late = first, last_row
+            yield Slice(late, (last_column - (last_row - first) - n_r + 1, last_column), window=n_r)
+            if n_s:
+                yield Slice(late, (column, column + n_s), causal=False)
+            if has_lead:
+                yield Slice(late, (column + n_s, last_column - n_r), lead=True)
+
+
+class Slice(NamedTuple):
+    """Rows of queries on columns of keys.
+
+    Attributes:
+        lead: whether with the lead's queries and keys.
+        causal: aligned at the bottom right; with a ``window`` of w tokens only the w newest visible ones count.
+    """
+
+    rows: Span
+    columns: Span
+    lead: bool = False
+    causal: bool = True
+    window: int | None = None
 
 
 class Segments:

@@ -1,24 +1,23 @@
 """Attention as a few variable-length flash calls over all segments of a batch at once, on CUDA; forward and backward.
 
-The slices are those of ``flash``: rows below ``h = n_s + n_r`` of every segment see all before them; later rows see the window,
-the sinks, and through the lead's queries and keys a causal slice of distant tokens. Each of these four is *one* call of PyTorch's op,
-causal from the bottom right, whose sequences are the segments; ``cu_seqlens`` are made once in a pass. Where the rows of a call
-are not neighbours they are gathered. Which kernels run is PyTorch's choice: its FlashAttention 2, or what
-``torch.nn.attention.activate_flash_attention_impl`` put in its place.
+Each kind of slice (``Segment.slices``) is *one* call of PyTorch's op, causal from the bottom right, whose sequences are the
+segments; ``cu_seqlens`` are made once in a pass. Where the rows of a call are not neighbours they are gathered. Which kernels
+run is PyTorch's choice: its FlashAttention 2, or what ``torch.nn.attention.activate_flash_attention_impl`` put in its place.
 
-Outputs of the later rows are merged by their log-sum-exps in one pass with one rounding; backward calls each part's flash
+Outputs of the same rows are merged by their log-sum-exps in one pass with one rounding; backward calls each part's flash
 backward with the merged output and log-sum-exp.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .attend import Call, Segment, Span, Visibility, span
+from .attend import Call, Segment, Slice, Span, Visibility, compute_dtype, span
 
 _aten = torch.ops.aten
 _MERGE_ELEMENTS = 1 << 24
@@ -26,6 +25,8 @@ _MERGE_ELEMENTS = 1 << 24
 _SINK_ROWS = 4096
 """Rows that share a copy of a document's sinks. Flash's backward gives each block of keys to one multiprocessor, which would pass over
 all rows alone; copies are what lets others help."""
+Place = Span | Tensor
+"""Some tokens of all ``B·n``: neighbours, or an index."""
 
 
 class PackedCall(NamedTuple):
@@ -58,40 +59,6 @@ class Ops(NamedTuple):
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-class Columns(NamedTuple):
-    """Some tokens of all ``B·n``: one span, or an index; and the bounds of the sequences among them."""
-
-    select: Span | Tensor
-    bounds: Tensor
-    lengths: tuple[int, ...]
-
-    def take(self, x: Tensor) -> Tensor:
-        return x.index_select(0, self.select) if isinstance(self.select, Tensor) else _cut(x, self.select)
-
-    def put(self, x: Tensor, values: Tensor) -> None:
-        if isinstance(self.select, Tensor):
-            x.index_copy_(0, self.select, values)
-        else:
-            _cut(x, self.select).copy_(values)
-
-    def add(self, x: Tensor, values: Tensor) -> None:
-        if isinstance(self.select, Tensor):
-            x.index_add_(0, self.select, values)
-        else:
-            _cut(x, self.select).add_(values)
-
-    def piece(self, start: int, end: int) -> "Columns":
-        """Tokens ``start`` to ``end`` of these, for ``put``; bounds and lengths stay those of all."""
-        if isinstance(self.select, Tensor):
-            return self._replace(select=_cut(self.select, (start, end)))
-        first = self.select[0]
-        return self._replace(select=(first + start, first + end))
-
-
-def _cut(x: Tensor, span: Span) -> Tensor:
-    return x.narrow(0, span[0], span[1] - span[0])
-
-
 class Part(NamedTuple):
     """One flash call: these rows of the (own or lead) queries on these columns of keys and values.
 
@@ -100,125 +67,89 @@ class Part(NamedTuple):
     """
 
     lead: bool
-    rows: Columns
-    columns: Columns
-    causal: bool
-    window: int | None = None
-    copies: tuple[Columns, Tensor] | None = None
-
-    def call(self, scale: float) -> PackedCall:
-        rows, columns = self.rows, self.columns
-        longest = max(rows.lengths), max(columns.lengths)
-        return PackedCall((rows.bounds, columns.bounds), longest, self.causal, self.window, scale)
+    rows: Place
+    columns: Place
+    call: PackedCall
+    copies: tuple[Place, Tensor] | None = None
 
     def add_to_columns(self, x: Tensor, values: Tensor) -> None:
         if self.copies is None:
-            self.columns.add(x, values)
+            _add(x, self.columns, values)
             return
-        original, copy_of = self.copies
         # Up to n / 4096 copies: on CUDA their sum would otherwise be rounded as often, in no fixed order.
-        wide = torch.promote_types(x.dtype, torch.float32)
-        sums = torch.zeros(sum(original.lengths), *values.shape[1:], dtype=wide, device=x.device)
-        original.add(x, sums.index_add_(0, copy_of, values.to(wide)).to(x.dtype))
+        original, copy_of = self.copies
+        sums = torch.zeros_like(_take(x, original), dtype=compute_dtype(x.dtype))
+        _add(x, original, sums.index_add_(0, copy_of, values.to(sums.dtype)).to(x.dtype))
+
+
+def _take(x: Tensor, where: Place) -> Tensor:
+    if isinstance(where, Tensor):
+        return x.index_select(0, where)
+    return x.narrow(0, where[0], where[1] - where[0])
+
+
+def _put(x: Tensor, where: Place, values: Tensor) -> None:
+    x.index_copy_(0, where, values) if isinstance(where, Tensor) else _take(x, where).copy_(values)
+
+
+def _add(x: Tensor, where: Place, values: Tensor) -> None:
+    x.index_add_(0, where, values) if isinstance(where, Tensor) else _take(x, where).add_(values)
 
 
 Plan = list[list[Part]]
 """Groups of parts. The parts of a group have the same rows in the same order, and no other group has them."""
 
 
-class _Piece(NamedTuple):
-    """One row of one segment: where its queries and keys start among all ``B·m`` and ``B·n``, and how many they are."""
-
-    query: int
-    key: int
-    m: int
-    n: int
-
-    def rows(self, start: int, stop: int) -> Span:
-        return self.query + start, self.query + stop
-
-    def columns(self, start: int, stop: int) -> Span:
-        return self.key + start, self.key + stop
-
-
 def make_plan(
-    segments: Sequence[Segment], sizes: tuple[int, int], see: Visibility, has_lead: bool, device
+    segments: Sequence[Segment], sizes: tuple[int, int], see: Visibility, has_lead: bool, scale: float, device
 ) -> Plan:
     """The calls for these segments; ``sizes`` are the columns of queries and of keys in a row of the batch."""
-    pieces = [
-        _Piece(
-            row * sizes[0] + s.queries[0],
-            row * sizes[1] + s.keys[0],
-            s.queries[1] - s.queries[0],
-            s.keys[1] - s.keys[0],
-        )
-        for s in segments
-        for row in range(*s.rows)
-    ]
-    n_s, n_r = see.num_sink_tokens, see.num_recent_tokens
-    if n_r is None or (not has_lead and not n_s):  # a window is causal attention of all rows, cut on its left
-        window = n_r if n_r is not None and n_r < max((p.n for p in pieces), default=0) else None
-        part = _part(pieces, lambda p: p.rows(0, p.m), lambda p: p.columns(0, p.n), device)
-        return [[part._replace(causal=see.causal, window=window)]] if pieces else []
-    first = [min(max(n_s + n_r - (p.n - p.m), 0), p.m) for p in pieces]
-    heads = [p._replace(m=f, n=p.n - p.m + f) for p, f in zip(pieces, first, strict=True) if f]
-    plan = []
-    if heads:
-        plan.append([_part(heads, lambda p: p.rows(0, p.m), lambda p: p.columns(0, p.n), device)])
-    long = [p._replace(query=p.query + f, m=p.m - f) for p, f in zip(pieces, first, strict=True) if f < p.m]
-    if long:
-        plan.append(_late_parts(long, n_s, n_r, has_lead, device))
-    return plan
+    found: dict[Slice, list[tuple[Span, Span]]] = {}
+    for segment in segments:
+        for piece in segment.slices(see, has_lead, cuts_windows=False):
+            kind = piece._replace(rows=(0, 0), columns=(0, 0))
+            for row in range(*segment.rows):
+                places = zip((piece.rows, piece.columns), sizes, strict=True)
+                rows, columns = ((start + row * n, end + row * n) for (start, end), n in places)
+                found.setdefault(kind, []).append((rows, columns))
+    first, late = [], []
+    for kind, spans in found.items():
+        is_first = kind.causal and kind.window is None and not kind.lead
+        are_sinks = not kind.causal and see.num_recent_tokens is not None
+        part = _part(kind, spans, _SINK_ROWS if are_sinks else sys.maxsize, scale, device)
+        (first if is_first else late).append(part)
+    return [group for group in (first, late) if group]
 
 
-def _late_parts(pieces: list[_Piece], n_s: int, n_r: int, has_lead: bool, device) -> list[Part]:
-    """Rows that have distant tokens: window, sinks, and the lead's."""
-
-    def rows(p: _Piece) -> Span:
-        return p.rows(0, p.m)
-
-    window = _part(pieces, rows, lambda p: p.columns(p.n - p.m - n_r + 1, p.n), device)
-    parts = [window._replace(window=n_r)]
-    if n_s:
-        parts.append(_sink_part(pieces, n_s, device))
-    if has_lead:
-        distant = _part(pieces, rows, lambda p: p.columns(n_s, p.n - n_r), device)
-        parts.append(distant._replace(lead=True))
-    return parts
-
-
-def _part(
-    pieces: list[_Piece], rows: Callable[[_Piece], Span], columns: Callable[[_Piece], Span], device
-) -> Part:
-    """A causal call whose sequences are these."""
-    return Part(
-        False, _tokens(list(map(rows, pieces)), device), _tokens(list(map(columns, pieces)), device), True
-    )
-
-
-def _sink_part(pieces: list[_Piece], num_sink_tokens: int, device: torch.device) -> Part:
-    """Sinks of these sequences for all of their rows, in pieces of rows with a copy of the sinks each."""
+def _part(kind: Slice, spans: list[tuple[Span, Span]], most_rows: int, scale: float, device) -> Part:
+    """Sequences of at most so many rows; where one is cut, each piece gets a copy of its columns."""
     rows, columns, copy_of = [], [], []
-    for number, p in enumerate(pieces):
-        for start in range(0, p.m, _SINK_ROWS):
-            rows.append(p.rows(start, min(start + _SINK_ROWS, p.m)))
-            columns.append(p.columns(0, num_sink_tokens))
+    for number, (all_rows, own_columns) in enumerate(spans):
+        for start in range(*all_rows, most_rows):
+            rows.append((start, min(start + most_rows, all_rows[1])))
+            columns.append(own_columns)
             copy_of.append(number)
-    part = Part(False, _tokens(rows, device), _tokens(columns, device), causal=False)
-    if len(rows) == len(pieces):
+    (row_bounds, longest_rows), (column_bounds, longest) = _bounds(rows, device), _bounds(columns, device)
+    call = PackedCall((row_bounds, column_bounds), (longest_rows, longest), kind.causal, kind.window, scale)
+    part = Part(kind.lead, _place(rows, device), _place(columns, device), call)
+    if len(rows) == len(spans):
         return part
-    originals = _tokens([p.columns(0, num_sink_tokens) for p in pieces], device)
-    index = torch.tensor(copy_of)[:, None] * num_sink_tokens + torch.arange(num_sink_tokens)
+    index = torch.tensor(copy_of)[:, None] * longest + torch.arange(longest)
+    originals = _place([columns for _, columns in spans], device)
     return part._replace(copies=(originals, index.flatten().to(device, non_blocking=True)))
 
 
-def _tokens(spans: Sequence[Span], device: torch.device) -> Columns:
-    lengths = tuple(end - start for start, end in spans)
-    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
+def _bounds(spans: Sequence[Span], device: torch.device) -> tuple[Tensor, int]:
+    """Where each sequence starts, and the longest one's tokens."""
+    lengths = [end - start for start, end in spans]
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return starts.to(device, non_blocking=True), max(lengths)
+
+
+def _place(spans: Sequence[Span], device: torch.device) -> Place:
     if all(before[1] == after[0] for before, after in pairwise(spans)):
-        return Columns((spans[0][0], spans[-1][1]), bounds, lengths)
-    index = torch.cat([torch.arange(start, end) for start, end in spans]).to(device, non_blocking=True)
-    return Columns(index, bounds, lengths)
+        return spans[0][0], spans[-1][1]
+    return torch.cat([torch.arange(*span) for span in spans]).to(device, non_blocking=True)
 
 
 def unsupported_on_cuda(call: Call) -> str | None:
@@ -238,17 +169,77 @@ def unsupported_on_cuda(call: Call) -> str | None:
 def attend_on_cuda(call: Call) -> tuple[Tensor, Tensor]:
     """See ``attend.attend``; the output is laid out as ``[B, m, Hq, d]``."""
     n = max((segment.keys[1] for segment in call.segments.all), default=0)  # sources may have room for more
-    sizes, see, has_lead = (call.q.shape[2], n), call.visibility, call.lead is not None
-    key = "varlen", sizes, see[:3], has_lead, call.q.device
-    plan = call.segments.derived(
-        key, lambda: make_plan(call.segments.all, sizes, see, has_lead, call.q.device)
-    )
+    settings = (call.q.shape[2], n), call.visibility, call.lead is not None, call.scale, call.q.device
+    key = "varlen", settings[0], call.visibility[:3], *settings[2:]
+    plan = call.segments.derived(key, lambda: make_plan(call.segments.all, *settings))
     keys, values = (span(x, 0, n) for x in call.tokens)
     lead = (None, None) if call.lead is None else (call.lead.queries, span(call.lead.keys, 0, n))
-    return _Varlen.apply(call.q, keys, values, *lead, plan, call.scale)  # type: ignore[return-value]
+    return differentiable(
+        (call.q, keys, values, *lead),
+        lambda inputs: forward(inputs, plan),
+        lambda inputs, *results: backward(inputs, *results, plan),
+    )
 
 
-def _packed(x: Tensor | None) -> Tensor | None:
+Inputs = Sequence[Tensor | None]
+"""Queries, keys, values, and the lead's queries and keys (or None)."""
+
+
+def differentiable(inputs: Inputs, forward: Callable, backward: Callable) -> tuple[Tensor, Tensor]:
+    """``forward(inputs)``, output and log-sum-exp, the output with the gradients ``backward(inputs, grad_out, out, lse)``.
+
+    Tensors are saved where they may be offloaded: the functions must hold none.
+    """
+    return _Differentiable.apply(*inputs, forward, backward)  # type: ignore[return-value]
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *arguments):
+        *inputs, forward, ctx.backward_of_inputs = arguments
+        out, lse = forward(inputs)
+        ctx.save_for_backward(*inputs, out, lse)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad_out, _):
+        *inputs, out, lse = ctx.saved_tensors
+        return *ctx.backward_of_inputs(inputs, grad_out, out, lse), None, None
+
+
+def forward(inputs: Inputs, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Output ``[B, Hq, m, d]`` and log-sum-exp ``[B, Hq, m]``."""
+    q, *_ = packed = [_packed(x) for x in inputs]
+    assert q is not None and inputs[0] is not None
+    # Padding is in no part and keeps its zeros.
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.full(q.shape[:2], float("-inf"), dtype=compute_dtype(q.dtype), device=q.device)
+    for parts in plan:
+        results = _merged([OPS.forward(*_arguments(part, packed), part.call) for part in parts])
+        for x, values in zip((out, lse), results, strict=True):
+            _put(x, parts[0].rows, values)
+    return _unpacked(out, inputs[0]), lse.unflatten(0, (inputs[0].shape[0], -1)).transpose(1, 2)
+
+
+def backward(inputs: Inputs, grad_out: Tensor, out: Tensor, lse: Tensor, plan: Plan) -> list[Tensor | None]:
+    """The gradients of the inputs."""
+    *packed, grad_rows, out_rows = [_packed(x) for x in (*inputs, grad_out, out)]
+    lse = lse.transpose(1, 2).flatten(0, 1)
+    # At most three parts add to a token, so their dtype is enough, and no n-sized fp32 buffer is made.
+    grads = [None if x is None else torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in packed]
+    for parts in plan:
+        rows = parts[0].rows
+        grad, *saved = _take(grad_rows, rows), _take(out_rows, rows), _take(lse, rows).t().contiguous()
+        for part in parts:
+            found = OPS.backward(grad, *_arguments(part, packed), *saved, part.call)
+            _add(grads[3 if part.lead else 0], rows, found[0])
+            part.add_to_columns(grads[4 if part.lead else 1], found[1])
+            part.add_to_columns(grads[2], found[2])
+    return [None if g is None else _unpacked(g, x) for g, x in zip(grads, inputs, strict=True)]
+
+
+def _packed(x):
     """``[B, h, n, d]`` to ``[B·n, h, d]`` with neighbouring channels; a view where the layout allows."""
     if x is None:
         return None
@@ -260,77 +251,34 @@ def _unpacked(x: Tensor, like: Tensor) -> Tensor:
     return x.unflatten(0, (like.shape[0], like.shape[2])).transpose(1, 2)
 
 
-def _arguments(part: Part, inputs: Sequence[Tensor | None]) -> list[Tensor]:
-    q, k, v, q_lead, k_lead = inputs
+def _arguments(part: Part, packed: Inputs) -> list[Tensor]:
+    q, k, v, q_lead, k_lead = packed
     queries, keys = (q_lead, k_lead) if part.lead else (q, k)
     assert queries is not None and keys is not None and v is not None
-    return [part.rows.take(queries), part.columns.take(keys), part.columns.take(v)]
+    return [_take(queries, part.rows), _take(keys, part.columns), _take(v, part.columns)]
 
 
-class _Varlen(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, q_lead, k_lead, plan: Plan, scale: float):
-        inputs = [_packed(x) for x in (q, k, v, q_lead, k_lead)]
-        tokens = inputs[0]
-        assert tokens is not None
-        # Padding is in no part and keeps its zeros.
-        out = torch.zeros(tokens.shape, dtype=q.dtype, device=q.device)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        lse = torch.full(tokens.shape[:2], float("-inf"), dtype=wide, device=q.device)
-        for parts in plan:
-            results = [OPS.forward(*_arguments(part, inputs), part.call(scale)) for part in parts]
-            for rows, rows_out, rows_lse in _merged(parts[0].rows, results):
-                rows.put(out, rows_out)
-                rows.put(lse, rows_lse)
-        out, lse = _unpacked(out, q), lse.unflatten(0, (q.shape[0], -1)).transpose(1, 2)
-        ctx.save_for_backward(q, k, v, q_lead, k_lead, out, lse)
-        ctx.mark_non_differentiable(lse)
-        ctx.settings = plan, scale
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, grad_out, _):
-        *inputs, out, lse = ctx.saved_tensors
-        plan, scale = ctx.settings
-        *tensors, grad_out, out = [_packed(x) for x in (*inputs, grad_out, out)]
-        lse = lse.transpose(1, 2).flatten(0, 1)
-        # At most three parts add to a token, so their dtype is enough, and no n-sized fp32 buffer is made.
-        grads = [None if x is None else torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
-        for parts in plan:
-            rows = parts[0].rows
-            saved = rows.take(out), rows.take(lse).t().contiguous()
-            grad = rows.take(grad_out)
-            for part in parts:
-                found = OPS.backward(grad, *_arguments(part, tensors), *saved, part.call(scale))
-                rows.add(grads[3 if part.lead else 0], found[0])
-                part.add_to_columns(grads[4 if part.lead else 1], found[1])
-                part.add_to_columns(grads[2], found[2])
-        unpacked = (None if g is None else _unpacked(g, x) for g, x in zip(grads, inputs, strict=True))
-        return *unpacked, None, None
-
-
-def _merged(rows: Columns, results: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[Columns, Tensor, Tensor]]:
+def _merged(results: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """One softmax over the keys of all parts (the gate of eq. 4 for any number of them), some rows at a time.
 
-    Yields:
-        The rows, their output ``[r, Hq, d]`` and log-sum-exp ``[r, Hq]``.
+    Returns:
+        Output ``[r, Hq, d]``, in the memory of the first part's, and log-sum-exp ``[r, Hq]``.
     """
-    if len(results) == 1:
-        out, lse = results[0]
-        yield rows, out, lse.t()
-        return
-    outs = [out for out, _ in results]
-    lses = torch.stack([lse for _, lse in results]).transpose(1, 2)
+    outs, lses = [out for out, _ in results], torch.stack([lse.t() for _, lse in results])
     total = lses.logsumexp(0)
-    weights = (lses - total).exp_().unsqueeze(-1).unbind()
-    num_rows, *per_row = outs[0].shape
-    size = max(1, _MERGE_ELEMENTS // math.prod(per_row))
-    for start in range(0, num_rows, size):
-        span = start, min(start + size, num_rows)
-        sum_ = _cut(weights[0], span) * _cut(outs[0], span)
-        for weight, out in zip(weights[1:], outs[1:], strict=True):
-            sum_.addcmul_(_cut(weight, span), _cut(out, span))
-        yield rows.piece(*span), sum_.to(outs[0].dtype), _cut(total, span)
+    if len(outs) == 1:
+        return outs[0], total
+    weights = (lses - total).exp_().unsqueeze(-1)
+    size = max(1, _MERGE_ELEMENTS // math.prod(outs[0].shape[1:]))
+    for shares, first, *others in zip(
+        weights.split(size, dim=1), *(x.split(size) for x in outs), strict=True
+    ):
+        share, *other_shares = shares.unbind()
+        sum_ = share * first
+        for share, other in zip(other_shares, others, strict=True):
+            sum_.addcmul_(share, other)
+        first.copy_(sum_)
+    return outs[0], total
 
 
 def _op_forward(q: Tensor, k: Tensor, v: Tensor, call: PackedCall) -> tuple[Tensor, Tensor]:
