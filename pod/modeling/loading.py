@@ -7,34 +7,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from pod.modeling.shipped.config import ROPE_TYPES, PodConfig
+from pod.modeling.shipped.attend import compute_dtype
+from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan
 
 from .rope_scaling import change_rope
 
-_FAMILIES = {
-    "llama": {"qk_norm": False},
-    "mistral": {"qk_norm": False},
-    "qwen2": {"qk_norm": False},
-    "qwen3": {"qk_norm": True},
-}
-_COPIED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "hidden_act",
-    "max_position_embeddings",
-    "initializer_range",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-)
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def convert_config(source: Any, **changes: Any) -> PodConfig:
@@ -58,32 +38,15 @@ def convert_config(source: Any, **changes: Any) -> PodConfig:
             f"this {family} checkpoint uses sliding-window attention, which the PoD decoder does not have: "
             "choose one with full attention in every layer (sliding_window = null)"
         )
-    rope = dict(source.rope_parameters)
-    if rope.get("rope_type", "default") not in ROPE_TYPES:
-        raise ValueError(
-            f"rope_type = {rope['rope_type']!r} is not supported; supported are {', '.join(ROPE_TYPES)}"
-        )
-    if float(rope.get("partial_rotary_factor", 1.0)) != 1.0:
+    own = vars(source)
+    if float(source.rope_parameters.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ValueError("partial rotary embeddings are not supported")
-    fields = {name: getattr(source, name) for name in _COPIED if hasattr(source, name)}
-    fields |= {
-        "head_dim": getattr(source, "head_dim", None),
-        "rope_parameters": rope,
-        "source_model_type": family,
-    }
-    fields |= _FAMILIES[family] | _biases(source, family)
+    # Qwen2's biases are part of its architecture and in no field.
+    bias = family == "qwen2" or own.get("attention_bias", False)
+    fields = {name: own[name] for name in PodConfig.__annotations__.keys() & own.keys() - {"use_cache"}}
+    fields |= {"attention_qkv_bias": bias, "attention_out_bias": bias and family != "qwen2"}
+    fields |= {"qk_norm": family == "qwen3", "source_model_type": family}
     return PodConfig(**(fields | changes))
-
-
-def _biases(source: Any, family: str) -> dict[str, bool]:
-    if family == "qwen2":
-        return {"attention_qkv_bias": True, "attention_out_bias": False, "mlp_bias": False}
-    bias = bool(getattr(source, "attention_bias", False))
-    return {
-        "attention_qkv_bias": bias,
-        "attention_out_bias": bias,
-        "mlp_bias": bool(getattr(source, "mlp_bias", False)),
-    }
 
 
 def from_dense(source: PreTrainedModel, config: PodConfig) -> PodForCausalLM:
@@ -99,19 +62,16 @@ def from_dense(source: PreTrainedModel, config: PodConfig) -> PodForCausalLM:
     state = source.state_dict()
     if config.layout == "cla":
         state = _average_blocks(state, config)
-    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     if config.tie_word_embeddings:
         state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
+    expected = model.state_dict()
     missing, unexpected = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
-    if missing or unexpected:
+    others = [name for name in expected.keys() & state.keys() if state[name].shape != expected[name].shape]
+    if missing or unexpected or others:
+        found = {"missing": missing, "unexpected": unexpected, "of another shape": sorted(others)}
         raise ValueError(
-            f"checkpoint does not fit: missing {missing[:3] or 'none'}, unexpected {unexpected[:3] or 'none'}"
+            f"checkpoint does not fit: {', '.join(f'{k} {v[:3]}' for k, v in found.items() if v)}"
         )
-    for name, shape in expected.items():
-        if state[name].shape != shape:
-            raise ValueError(
-                f"checkpoint does not fit: {name} is {list(state[name].shape)}, expected {list(shape)}"
-            )
     model.load_state_dict(state, assign=True)
     model.tie_weights()
     if source.generation_config is not None:
@@ -125,15 +85,12 @@ def _average_blocks(state: dict[str, torch.Tensor], config: PodConfig) -> dict[s
     state = dict(state)
     for block in config.sharing_plan.blocks(0):
         prefixes = [f"model.layers.{layer}.self_attn." for layer in block]
-        shared = [
-            name.removeprefix(prefixes[0])
-            for name in state
-            if name.startswith((f"{prefixes[0]}k_", f"{prefixes[0]}v_"))
-        ]
+        lead = prefixes[0]
+        shared = [name.removeprefix(lead) for name in state if name.startswith((f"{lead}k_", f"{lead}v_"))]
         for name in shared if len(block) > 1 else ():
             weights = [state.pop(prefix + name) for prefix in prefixes if prefix + name in state]
-            wide = torch.stack(weights).to(torch.promote_types(weights[0].dtype, torch.float32))
-            state[prefixes[0] + name] = wide.mean(0).to(weights[0].dtype)
+            wide = torch.stack(weights).to(compute_dtype(weights[0].dtype))
+            state[lead + name] = wide.mean(0).to(weights[0].dtype)
     return state
 
 
@@ -171,18 +128,14 @@ def load_model(
     Raises:
         ValueError: families, keys, plans or layouts that do not fit; the message says what would.
     """
-    changes: dict[str, Any] = {"attention_backend": attention_backend}
+    windows = {"num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
+    changes: dict[str, Any] = {name: tokens for name, tokens in windows.items() if tokens is not None}
+    changes["attention_backend"] = attention_backend
     if layout is not None:
         changes |= {"layout": "pod", "lead": None} if layout == "dense" else {"layout": layout}
-    if num_sink_tokens is not None:
-        changes["num_sink_tokens"] = num_sink_tokens
-    if num_recent_tokens is not None:
-        changes["num_recent_tokens"] = num_recent_tokens
     if plan is not None:
         if layout == "dense":
-            raise ValueError(
-                "layout = 'dense' shares nothing between layers: leave the plan out, or use layout = 'pod'"
-            )
+            raise ValueError("layout = 'dense' shares nothing: leave the plan out, or use layout = 'pod'")
         plan = plan if isinstance(plan, SharingPlan) else SharingPlan.load(plan)
         changes["lead"] = [list(row) for row in plan.lead]
     if isinstance(source, PreTrainedModel):
