@@ -7,7 +7,7 @@ head and token) instead of any distant key. Types, validation and dispatch.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,19 +47,18 @@ class Roles:
 
 
 def make_roles(leads: list[int], followers: list[int], followed: list[int], device) -> Roles:
-    """Roles of a layer's KV heads.
-
-    Raises:
-        ValueError: heads that are not ``0 … H-1`` in two ascending lists, or ``followed`` heads that do not lead.
-    """
-    if sorted(leads + followers) != list(range(len(leads) + len(followers))) or not leads + followers:
-        raise ValueError(f"leads {leads} and followers {followers} must name each of the heads 0 … H-1 once")
-    if leads != sorted(leads) or followers != sorted(followers):
-        raise ValueError(f"leads {leads} and followers {followers} must ascend")
-    if not set(followed) <= set(leads):
+    """Roles of a layer's KV heads; ``ValueError`` for heads that are not ``0 … H-1`` in two ascending lists."""
+    heads = leads + followers
+    if (
+        not heads
+        or sorted(heads) != list(range(len(heads)))
+        or [sorted(leads), sorted(followers)] != [leads, followers]
+    ):
         raise ValueError(
-            f"heads {sorted(set(followed) - set(leads))} are followed but do not lead; leads are {leads}"
+            f"leads {leads} and followers {followers} must name the heads 0 … H-1 once, ascending"
         )
+    if not set(followed) <= set(leads):
+        raise ValueError(f"heads {followed} are followed, but only {leads} lead")
     return Roles(list(leads), list(followers), sorted(followed), device)
 
 
@@ -118,10 +117,8 @@ def make_buffers(
     Args:
         programs: splits per row of the Triton kernel, all heads together; None = by the device. At least ``kv_heads``.
     """
-    device = torch.device(device)
-    compute = compute_dtype(dtype)
-    if programs is None:
-        programs = num_programs(batch, kv_heads, device)
+    device, compute = torch.device(device), compute_dtype(dtype)
+    programs = programs or num_programs(batch, kv_heads, device)
     if programs < kv_heads:
         raise ValueError(f"{programs} programs are fewer than {kv_heads} KV heads; give at least one to each")
     room = -(-capacity // 16) * 16 + SPARE_COLUMNS  # in sixteens: rows are read 16 bytes at a time
@@ -141,7 +138,25 @@ def make_buffers(
 
 
 class DecodeCall(NamedTuple):
-    """One validated call of ``pod_decode``; see there."""
+    """Arguments of ``pod_decode``.
+
+    Attributes:
+        q: ``[B, Hq, d]`` rotated queries, ``Hq = G·H``.
+        keys: ``[B, leads, C, d]``, slot = position; None when no head leads. May be ``Packed``.
+        window_keys: ``[B, followers, n_s + n_r, d]``: token ``p`` at slot ``p`` while ``p < n_s + n_r``, later at
+            ``n_s + (p - n_s) mod n_r``. None when no head follows. Never ``Packed``.
+        values: ``[B, H, C, d]``. May be ``Packed``, with the ``packed_lengths`` of the keys.
+        lengths: int32 or int64 ``[B]`` on the device of ``q``: tokens per row (at least 1), the new one, already stored,
+            included. Slots behind a row's length may hold anything.
+        roles, buffers: from ``make_roles`` and ``make_buffers``. Heads in ``roles.followed`` write ``buffers.logits`` and
+            ``buffers.distant_lse``.
+        scale: factor on logits, ``1/sqrt(d)`` when None.
+        tau: gate threshold (paper B.4), None = exact. A query head of a follower whose proximal tokens hold the share
+            ``sigmoid(lse_P - lse_D) >= tau`` attends to these alone. Distant values are read only by KV heads with a query
+            head that does not.
+        out: ``[B, Hq, d]`` to write to.
+        rows: ``lengths`` on the host, for implementations that would otherwise wait for the device.
+    """
 
     q: Tensor
     keys: Stored | None
@@ -152,9 +167,9 @@ class DecodeCall(NamedTuple):
     buffers: DecodeBuffers
     num_sink_tokens: int
     num_recent_tokens: int
-    scale: float
-    tau: float | None
-    out: Tensor
+    scale: float = None  # type: ignore[assignment]
+    tau: float | None = None
+    out: Tensor = None  # type: ignore[assignment]
     rows: Sequence[int] | None = None
 
 
@@ -178,118 +193,75 @@ def choose_decoder(call: DecodeCall, backend: str = "auto") -> Decoder:
 
 
 @torch.no_grad()
-def pod_decode(
-    q: Tensor,
-    keys: Stored | None,
-    window_keys: Tensor | None,
-    values: Stored,
-    lengths: Tensor,
-    roles: Roles,
-    buffers: DecodeBuffers,
-    num_sink_tokens: int,
-    num_recent_tokens: int,
-    scale: float | None = None,
-    tau: float | None = None,
-    backend: str = "auto",
-    out: Tensor | None = None,
-    rows: Sequence[int] | None = None,
-) -> Tensor:
-    """Attention of the newest token of every row.
+def pod_decode(*arguments: Any, backend: str = "auto", **options: Any) -> Tensor:
+    """Attention of the newest token of every row, ``[B, Hq, d]`` in the dtype of ``q``; arguments as in ``DecodeCall``.
 
     Heads that lead attend to all tokens with their own keys. Heads that follow take the logits of *distant* tokens
     ``n_s <= j < length - n_r`` from ``buffers.logits``, which the lead of their block filled in this step, and the others
     from ``window_keys``; one softmax over both, own values. Call the layers of a model in order, with the same
     ``buffers``, backend and lengths.
 
-    Args:
-        q: ``[B, Hq, d]`` rotated queries, ``Hq = G·H``.
-        keys: ``[B, leads, C, d]``, slot = position; None when no head leads. May be ``Packed``.
-        window_keys: ``[B, followers, n_s + n_r, d]``: token ``p`` at slot ``p`` while ``p < n_s + n_r``, later at
-            ``n_s + (p - n_s) mod n_r``. None when no head follows. Never ``Packed``.
-        values: ``[B, H, C, d]``. May be ``Packed``, with the ``packed_lengths`` of the keys.
-        lengths: int32 or int64 ``[B]`` on the device of ``q``: tokens per row (at least 1), the new one, already stored,
-            included. Slots behind a row's length may hold anything.
-        roles, buffers: from ``make_roles`` and ``make_buffers``. Heads in ``roles.followed`` write ``buffers.logits`` and
-            ``buffers.distant_lse``.
-        scale: factor on logits, ``1/sqrt(d)`` when None.
-        tau: gate threshold (paper B.4), None = exact. A query head of a follower whose proximal tokens hold the share
-            ``sigmoid(lse_P - lse_D) >= tau`` attends to these alone. Distant values are read only by KV heads with a query
-            head that does not.
-        out: ``[B, Hq, d]`` to write to.
-        rows: ``lengths`` on the host, for implementations that would otherwise wait for the device.
-
-    Returns:
-        ``[B, Hq, d]`` in the dtype of ``q``.
-
     Raises:
         ValueError: shapes that do not fit, or a backend that cannot run.
     """
-    slots = num_sink_tokens + num_recent_tokens
-    if window_keys is not None and rows is not None:
-        slots = min(
-            slots, max(window_keys.shape[2], *rows)
-        )  # a window that is not full may hold room for its tokens only
-    _check(q, keys, window_keys, values, lengths, roles, num_sink_tokens, num_recent_tokens, slots)
-    _check_buffers(q, values, roles, buffers, out)
-    out = torch.empty_like(q) if out is None else out
-    factor = float(q.shape[-1] ** -0.5) if scale is None else scale
-    stores = keys, window_keys, values
-    windows = num_sink_tokens, num_recent_tokens
-    call = DecodeCall(q, *stores, lengths, roles, buffers, *windows, factor, tau, out, rows)
+    call = DecodeCall(*arguments, **options)
+    _check(call)
+    q = call.q
+    call = call._replace(
+        out=torch.empty_like(q) if call.out is None else call.out,
+        scale=float(q.shape[-1] ** -0.5) if call.scale is None else call.scale,
+    )
     choose_decoder(call, backend).decode(call)
-    return out
+    return call.out
 
 
-def _check(q, keys, window_keys, values, lengths, roles: Roles, n_s: int, n_r: int, slots: int) -> None:
-    if n_s < 0 or n_r < 1:
-        raise ValueError(f"need n_s >= 0 and n_r >= 1, got {n_s} and {n_r}")
+def _check(call: DecodeCall) -> None:
+    q, values, lengths, roles = call.q, call.values, call.lengths, call.roles
+    if call.num_sink_tokens < 0 or call.num_recent_tokens < 1:
+        raise ValueError(
+            f"need n_s >= 0 and n_r >= 1, got {call.num_sink_tokens} and {call.num_recent_tokens}"
+        )
     if q.dim() != 3 or q.shape[1] % roles.num_heads or not q.dtype.is_floating_point:
         raise ValueError(
             f"q is {list(q.shape)} {q.dtype}, expected floats [B, Hq, d] with Hq a multiple of {roles.num_heads} KV heads"
         )
-    if isinstance(window_keys, Packed):
+    if isinstance(call.window_keys, Packed):
         raise ValueError(
-            "window_keys are packed; only keys and values may be: give the window in the model's dtype"
+            "window_keys are packed; only keys and values may be: give them in the model's dtype"
         )
     batch, _, head_dim = q.shape
     if lengths.shape != (batch,) or lengths.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"lengths is {list(lengths.shape)} {lengths.dtype}, expected int32 or int64 [{batch}]"
         )
-    capacity = values.shape[2] if len(values.shape) == 4 else 0
-    for name, x, heads, size in (
-        ("keys", keys, len(roles.leads), capacity),
-        ("window_keys", window_keys, len(roles.followers), slots),
-        ("values", values, roles.num_heads, capacity),
-    ):
-        if heads == 0:
-            continue
-        expected = batch, heads, size, head_dim
-        if x is None or tuple(x.shape) != expected:
-            got = "None" if x is None else list(x.shape)
-            raise ValueError(f"{name} is {got}, expected {list(expected)} for {roles.num_heads} KV heads")
-        if x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(
-                f"{name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}; both must agree"
-            )
+    slots = call.num_sink_tokens + call.num_recent_tokens
+    if call.window_keys is not None and call.rows is not None:
+        # a window that is not full may hold room for its tokens only
+        slots = min(slots, max(call.window_keys.shape[2], *call.rows))
+    _check_tensor("keys", call.keys, (batch, len(roles.leads), values.shape[2], head_dim), q)
+    _check_tensor("window_keys", call.window_keys, (batch, len(roles.followers), slots, head_dim), q)
+    _check_tensor("values", values, (batch, roles.num_heads, values.shape[2], head_dim), q)
+    if call.out is not None:
+        _check_tensor("out", call.out, tuple(q.shape), q)
+    logits, made_for = call.buffers.logits, call.buffers.partial_out.shape[4]
+    needed = batch, roles.num_heads, q.shape[1] // roles.num_heads
+    room = logits.shape[3] - SPARE_COLUMNS
+    if tuple(logits.shape[:3]) != needed or room < values.shape[2] or made_for != head_dim:
+        raise ValueError(
+            f"buffers are for [B, H, G, C] = {[*logits.shape[:3], room]} and head_dim {made_for}, needed are "
+            f"{[*needed, values.shape[2]]} and {head_dim}; make them with make_buffers"
+        )
+    if logits.dtype != compute_dtype(q.dtype) or logits.device != q.device:
+        raise ValueError(
+            f"buffers are {logits.dtype} on {logits.device}, q is {q.dtype} on {q.device}: use make_buffers"
+        )
 
 
-def _check_buffers(
-    q: Tensor, values: Stored, roles: Roles, buffers: DecodeBuffers, out: Tensor | None
-) -> None:
-    rows = q.shape[0], roles.num_heads, q.shape[1] // roles.num_heads
-    got = [*buffers.logits.shape[:3], buffers.logits.shape[3] - SPARE_COLUMNS]
-    if tuple(got[:3]) != rows or got[3] < values.shape[2] or buffers.partial_out.shape[4] != q.shape[2]:
-        raise ValueError(
-            f"buffers are for [B, H, G, C] = {got} and head_dim {buffers.partial_out.shape[4]}, needed are "
-            f"{[*rows, values.shape[2]]} and {q.shape[2]}; make them with make_buffers"
-        )
-    if buffers.logits.dtype != compute_dtype(q.dtype) or buffers.logits.device != q.device:
-        raise ValueError(
-            f"buffers are {buffers.logits.dtype} on {buffers.logits.device}, q is {q.dtype} on {q.device}; "
-            "make them with make_buffers"
-        )
-    if out is not None and (out.shape != q.shape or out.dtype != q.dtype or out.device != q.device):
-        raise ValueError(
-            f"out is {list(out.shape)} {out.dtype}, expected {list(q.shape)} {q.dtype} on {q.device}"
-        )
+def _check_tensor(name: str, x: Stored | None, expected: tuple[int, ...], q: Tensor) -> None:
+    """A store of at least one head must have this shape, and the dtype and device of ``q``."""
+    if not expected[1]:
+        return
+    if x is None or tuple(x.shape) != expected:
+        raise ValueError(f"{name} is {None if x is None else list(x.shape)}, expected {list(expected)}")
+    if x.dtype != q.dtype or x.device != q.device:
+        raise ValueError(f"{name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}; both must agree")
