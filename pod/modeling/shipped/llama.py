@@ -1,6 +1,7 @@
 """One decoder for Llama, Mistral, Qwen2 and Qwen3 weights, dense or with shared distant keys (PoD)."""
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from .attend import IMPLEMENTATIONS, Segments, check_backend
+from .attend import IMPLEMENTATIONS, Segments, check_backend, compute_dtype
 from .attention import Carry, ForwardContext, PodAttention, RMSNorm, SequenceParallel
 from .cache import PodCache
 from .config import PodConfig
@@ -20,14 +21,7 @@ from .generation import PodGenerationMixin
 from .grouped import ATTEND_GROUPED, DECODE_GROUPED
 from .reference import ATTEND_REFERENCE, DECODE_REFERENCE
 from .rope import Rope, inverse_frequencies
-from .step import (
-    check_positions,
-    compaction_of,
-    document_positions,
-    piece_columns,
-    put_columns,
-    take_columns,
-)
+from .step import check_positions, compaction_of, document_positions, piece_columns, put_columns, take_columns
 
 _MLP_TILE = 4096  # tokens
 
@@ -99,17 +93,6 @@ class PodPreTrainedModel(PreTrainedModel):
     _no_split_modules: ClassVar[list[str]] = ["PodDecoderLayer"]
     _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
 
-    def _init_weights(self, module: nn.Module) -> None:
-        std = self.config.initializer_range
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=std)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=std)
-        elif isinstance(module, RMSNorm):
-            nn.init.ones_(module.weight)
-
 
 class PodModel(PodPreTrainedModel):
     """Embedding, decoder layers and final norm."""
@@ -125,12 +108,6 @@ class PodModel(PodPreTrainedModel):
         self.gradient_checkpointing = False
         self._frequencies: dict[torch.device, tuple[Tensor, float]] = {}
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.embed_tokens = value
 
     def forward(
         self,
@@ -167,12 +144,11 @@ class PodModel(PodPreTrainedModel):
                 "a cache cannot be filled under activation checkpointing: call model.eval() first"
             )
         _check_inputs(hidden_states, attention_mask, seen, doc_ids, past_key_values, self.sequence_parallel)
-        if past_key_values is not None:
-            hidden_states = self._forward_cached(
-                hidden_states, past_key_values, attention_mask, position_ids, input_ids
-            )
-        else:
+        if past_key_values is None:
             hidden_states = self._forward_plain(hidden_states, attention_mask, doc_ids, position_ids)
+        else:
+            inputs = past_key_values, attention_mask, position_ids, input_ids
+            hidden_states = self._forward_cached(hidden_states, *inputs)
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
 
     def _forward_plain(self, hidden_states, attention_mask, doc_ids, position_ids) -> Tensor:
@@ -180,20 +156,15 @@ class PodModel(PodPreTrainedModel):
         compaction = compaction_of(attention_mask, hidden_states.shape[1])
         if compaction is not None:
             if doc_ids is not None:
-                raise ValueError(
-                    "give doc_ids or an attention_mask with padding, not both (doc_ids = -1 is padding)"
-                )
+                raise ValueError("give doc_ids or a mask with padding, not both (doc_ids = -1 is padding)")
             check_positions(position_ids, compaction.padded_positions(0), attention_mask)
-            hidden_states, doc_ids = compaction.gather(hidden_states), compaction.doc_ids
+            hidden_states, doc_ids = take_columns(hidden_states, compaction.index), compaction.doc_ids
+        positions = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None]
         if doc_ids is not None:
             positions = document_positions(doc_ids)
-        else:
-            positions = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None]
         if compaction is None and self.sequence_parallel is None:
             check_positions(position_ids, positions, None)
-        hidden_states = self.run_layers(
-            hidden_states, self.context(hidden_states, positions, doc_ids=doc_ids)
-        )
+        hidden_states = self.run_layers(hidden_states, self.context(hidden_states, positions, doc_ids))
         return hidden_states if compaction is None else compaction.scatter(hidden_states)
 
     def _forward_cached(self, hidden_states, cache, attention_mask, position_ids, input_ids) -> Tensor:
@@ -204,7 +175,7 @@ class PodModel(PodPreTrainedModel):
             if not compaction.counts.any():
                 cache.end_step(step)
                 return torch.zeros_like(hidden_states)
-            hidden_states = compaction.gather(hidden_states)
+            hidden_states = take_columns(hidden_states, compaction.index)
         if cache.engine is not None and step.is_decode and step.all_real:
             out = cache.engine.decode(self, hidden_states, step)
             if out is not None:
@@ -234,14 +205,12 @@ class PodModel(PodPreTrainedModel):
         if device not in self._frequencies:
             with torch.inference_mode(False):  # a later pass may train
                 self._frequencies[device] = inverse_frequencies(self.config, device)
-        parallel, segments = self.sequence_parallel, None
-        if doc_ids is not None:
-            segments = Segments.of_documents(doc_ids, hidden_states.shape[0])
+        parallel = self.sequence_parallel
         return ForwardContext(
             rope=Rope(*self._frequencies[device], position_ids, hidden_states.dtype),
             lead=self.lead if parallel is None else parallel.lead,
             backend=self.config.attention_backend,
-            segments=segments,
+            segments=None if doc_ids is None else Segments.of_documents(doc_ids, hidden_states.shape[0]),
             sequence_parallel=parallel,
             on_attention=getattr(self, "on_attention", None),  # set by training
         )
@@ -262,10 +231,10 @@ class PodModel(PodPreTrainedModel):
         # Set by training: where the carry waits for its backward.
         memory = getattr(self, "carry_memory", None)
         saving = nullcontext() if memory is None else memory.saving(layer, hidden_states, context, carry)
-        function = getattr(self, "_gradient_checkpointing_func", None)
+        function = getattr(self, "_gradient_checkpointing_func", None) or partial(
+            checkpoint, use_reentrant=False
+        )
         with saving:
-            if function is None:
-                return checkpoint(layer, hidden_states, context, *carry, use_reentrant=False)
             return function(layer.__call__, hidden_states, context, *carry)
 
 
@@ -321,9 +290,7 @@ class PodForCausalLM(PodPreTrainedModel, PodGenerationMixin):
         loss = None
         if labels is not None:
             if logits_to_keep or self.model.sequence_parallel is not None:
-                raise ValueError(
-                    "labels need the logits of the whole row: no logits_to_keep, no sequence parallelism"
-                )
+                raise ValueError("labels need all logits: no logits_to_keep, no sequence parallelism")
             loss = next_token_loss(logits, labels, doc_ids, attention_mask)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
 
@@ -341,26 +308,25 @@ def next_token_loss(
     if attention_mask is not None:
         real = attention_mask[:, -labels.shape[1] :].bool()
         targets = targets.masked_fill(~(real[:, 1:] & real[:, :-1]), -100)
-    wide = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32))
+    wide = logits[:, :-1].to(compute_dtype(logits.dtype))
     return nn.functional.cross_entropy(wide.flatten(0, 1), targets.flatten())
 
 
 def _check_inputs(hidden_states, attention_mask, seen, doc_ids, cache, parallel) -> None:
-    columns = seen + hidden_states.shape[1]
-    if hidden_states.shape[1] == 0:
+    batch, n, _ = hidden_states.shape
+    expected = [batch, seen + n]
+    if n == 0:
         raise ValueError("input_ids has 0 columns: feed at least one token")
-    if attention_mask is not None:
+    if attention_mask is not None and list(attention_mask.shape) != expected:
         if attention_mask.dim() != 2:
             raise ValueError(
-                f"attention_mask must be a 2-D padding mask [batch, {columns}], got {attention_mask.dim()}-D: "
+                f"attention_mask must be a 2-D padding mask {expected}, got {attention_mask.dim()}-D: "
                 "causal and window masks are part of the model"
             )
-        if tuple(attention_mask.shape) != (hidden_states.shape[0], columns):
-            raise ValueError(
-                f"attention_mask is {list(attention_mask.shape)}, but {seen} columns are in the cache and "
-                f"{hidden_states.shape[1]} are new for {hidden_states.shape[0]} rows: pass a mask of "
-                f"[{hidden_states.shape[0]}, {columns}] and only the new tokens"
-            )
+        raise ValueError(
+            f"attention_mask is {list(attention_mask.shape)}, but {seen} columns are in the cache and {n} are new for "
+            f"{batch} rows: pass a mask of {expected} and only the new tokens"
+        )
     if doc_ids is not None and cache is not None:
         raise ValueError("doc_ids are for packed training rows and cannot be combined with a cache")
     if parallel is not None and (cache is not None or doc_ids is None):

@@ -243,20 +243,13 @@ class CacheLayer(CacheLayerMixin):
         """Forget everything."""
         raise NotImplementedError
 
-    # What transformers asks of a layer; the bookkeeping of lengths is the cache's.
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise ValueError("PoD caches are filled by PodModel.forward only")
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
+    def _refuse(self, *args, **kwargs) -> Any:
         raise ValueError(
-            "PoD caches attend themselves: they work with PodForCausalLM, not with a stock model"
+            "PoD caches attend themselves and count their tokens: only PodForCausalLM fills them"
         )
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        raise ValueError("PoD models build no attention mask")
-
-    def get_seq_length(self) -> int:
-        raise ValueError("ask the cache, not a layer, for its length")
+    # What transformers asks of a layer.
+    lazy_initialization = update = get_mask_sizes = get_seq_length = _refuse
 
     def get_max_length(self) -> int:
         return -1
@@ -285,10 +278,6 @@ class Compaction:
         """``[B, m]``: 0 for real tokens, -1 behind them."""
         behind = torch.arange(self.index.shape[1], device=self.index.device) >= self.counts[:, None]
         return -behind.long()
-
-    def gather(self, x: Tensor) -> Tensor:
-        """``[B, n, c]`` to ``[B, m, c]``."""
-        return x.gather(1, self.index[..., None].expand(-1, -1, x.shape[-1]))
 
     def scatter(self, x: Tensor) -> Tensor:
         """``[B, m, c]`` back to ``[B, n, c]`` with zeros on padding."""
@@ -343,13 +332,13 @@ def check_positions(position_ids: Tensor | None, expected: Tensor, attention_mas
     """Positions that a caller passes must be those that mask and cache imply, wherever there is a token."""
     if position_ids is None:
         return
-    wrong = position_ids.to(expected.device) != expected
+    given, expected = torch.broadcast_tensors(position_ids.to(expected.device), expected)
+    wrong = given != expected
     if attention_mask is not None:
-        wrong = wrong & attention_mask[:, -expected.shape[1] :].bool()
+        wrong &= attention_mask[:, -expected.shape[1] :].bool()
     if wrong.any():
-        row, column = (int(i) for i in wrong.nonzero()[0])
-        given = int(position_ids.expand_as(wrong)[row, column])
+        place = tuple(wrong.nonzero()[0].tolist())
         raise ValueError(
-            f"position_ids[{row}, {column}] = {given}, but mask and cache make it "
-            f"{int(expected.expand_as(wrong)[row, column])}: leave position_ids out, or feed the tokens that continue"
+            f"position_ids{list(place)} = {given[place]}, but mask and cache make it {expected[place]}: "
+            "leave position_ids out, or feed the tokens that continue"
         )
