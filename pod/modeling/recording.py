@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pod.modeling.shipped.attend import compute_dtype
 from pod.modeling.shipped.attention import ForwardContext
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodDecoderLayer, PodForCausalLM
@@ -27,18 +28,8 @@ def record_attention_rows(model: PodForCausalLM, input_ids: Tensor, num_queries:
     n = input_ids.shape[1]
     if not 1 <= num_queries <= n:
         raise ValueError(f"need 1 <= num_queries <= {n} tokens, got {num_queries}")
-    for q, k in record_queries_and_keys(model, input_ids):
-        yield _rows(q[:, n - num_queries :], k, config.num_key_value_groups)
-
-
-@torch.no_grad()
-def record_queries_and_keys(model: PodForCausalLM, input_ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield, per layer, the rotated queries ``[Hq, n, d]`` and keys ``[H, n, d]`` of one sequence ``[1, n]``.
-
-    Raises: ValueError for a model with a sharing plan or a window, and for a batch.
-    """
     for inputs in record_attention_inputs(model, input_ids):
-        yield inputs.q, inputs.k
+        yield _rows(inputs.q[:, n - num_queries :], inputs.k, config.num_key_value_groups)
 
 
 class AttentionInputs(NamedTuple):
@@ -77,11 +68,9 @@ def record_attention_inputs(model: PodForCausalLM, input_ids: Tensor) -> Iterato
 
 def _rows(q: Tensor, k: Tensor, groups: int) -> Tensor:
     """``[Hq, q, d]`` and ``[H, n, d]`` to ``[Hq, q, n]``."""
-    compute = torch.promote_types(q.dtype, torch.float32)
-    n, num_queries = k.shape[1], q.shape[1]
-    logits = (
-        q.to(compute) @ k.to(compute).repeat_interleave(groups, dim=0).transpose(1, 2) * q.shape[-1] ** -0.5
-    )
+    compute, (_, n, head_dim), num_queries = compute_dtype(q.dtype), k.shape, q.shape[1]
+    wide_keys = k.to(compute).repeat_interleave(groups, dim=0)
+    logits = q.to(compute) @ wide_keys.transpose(1, 2) * head_dim**-0.5
     position = torch.arange(n - num_queries, n, device=q.device)
     future = torch.arange(n, device=q.device) > position[:, None]
     return logits.masked_fill(future, float("-inf")).softmax(-1)

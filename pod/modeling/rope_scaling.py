@@ -51,17 +51,13 @@ def change_rope(
         changed["original_max_position_embeddings"] = original
     if "factor" not in changed:
         if new_max is None:
-            raise ValueError(
-                f"rope_type = {rope_type} needs rope_factor, or the max_position_embeddings to reach from {original}"
-            )
+            needs = f"rope_factor, or the max_position_embeddings to reach from {original}"
+            raise ValueError(f"rope_type = {rope_type} needs {needs}")
         changed["factor"] = new_max / original
     if changed["factor"] < 1:
         raise ValueError(f"rope_factor is {changed['factor']:g}, allowed are 1 and more")
-    if new_max is not None or not changes.keys() & {
-        "rope_type",
-        "factor",
-        "original_max_position_embeddings",
-    }:
+    scaled = changes.keys() & {"rope_type", "factor", "original_max_position_embeddings"}
+    if new_max is not None or not scaled:
         return changed, new_max or max_positions
     if rope_type == own_type and "original_max_position_embeddings" not in changes:
         return changed, round(max_positions * changed["factor"] / rope["factor"])

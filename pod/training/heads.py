@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from pod.files import sha256_file
 from pod.modeling.loading import load_model, load_tokenizer
-from pod.modeling.recording import record_queries_and_keys
+from pod.modeling.recording import record_attention_inputs
 from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.training.explore import weights_stamp
 from pod.training.explore_args import ExploreArgs
@@ -83,8 +83,8 @@ def search_heads(
 ) -> tuple[tuple[tuple[float, ...], ...], tuple[tuple[float, ...], ...]]:
     """Echo and induction scores ``[L][Hq]`` of a dense model on ``[n]`` repeated tokens; ``progress`` after each layer."""
     echo, induction = [], []
-    for q, k in record_queries_and_keys(model, input_ids[None].to(model.device)):
-        scores = head_scores(q, k, num_tokens)
+    for inputs in record_attention_inputs(model, input_ids[None].to(model.device)):
+        scores = head_scores(inputs.q, inputs.k, num_tokens)
         echo.append(tuple(scores[0].tolist()))
         induction.append(tuple(scores[1].tolist()))
         if progress is not None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pod
-from pod.modeling.recording import record_queries_and_keys
+from pod.modeling.recording import record_attention_inputs
 from pod.modeling.retrieval_heads import RetrievalHeads, protected_heads
 from pod.recipe import load_recipe, run
 from pod.training import heads as heads_module
@@ -92,8 +92,8 @@ def test_scores_equal_those_of_the_whole_matrix(num_key_value_heads, qk_norm, nu
     found = search_heads(model, ids, num_tokens, lambda: layers.append(1))
     assert (torch.tensor(found, dtype=torch.float64) - expected).abs().max() <= 1e-9 and len(layers) == 3
     for queries in (1, 7):  # at a time
-        recorded = record_queries_and_keys(model, ids[None])
-        blocked = [head_scores(q, k, num_tokens, 6 * len(ids) * queries) for q, k in recorded]
+        recorded = record_attention_inputs(model, ids[None])
+        blocked = [head_scores(x.q, x.k, num_tokens, 6 * len(ids) * queries) for x in recorded]
         difference = torch.stack([torch.stack(scores) for scores in blocked], 1) - expected
         assert difference.abs().max() <= 1e-9
 

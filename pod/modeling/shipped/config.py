@@ -72,11 +72,11 @@ class PodConfig(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.rope_parameters is None:
             self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
-        is_window = self.layout == "window"
+        windows = (0, 4096) if self.layout == "window" else (16, 4080)
         if self.num_sink_tokens is None:
-            self.num_sink_tokens = 0 if is_window else 16
+            self.num_sink_tokens = windows[0]
         if self.num_recent_tokens is None:
-            self.num_recent_tokens = 4096 if is_window else 4080
+            self.num_recent_tokens = windows[1]
         if self.lead is None and self.layout == "cla":
             self.lead = SharingPlan.cla(self.num_hidden_layers, self.num_key_value_heads).lead  # type: ignore[assignment]
         if self.lead is not None:
@@ -95,15 +95,10 @@ class PodConfig(PreTrainedConfig):
             raise ValueError(
                 f"rope_type = {rope_type!r} is not supported; choose one of {', '.join(ROPE_TYPES)}"
             )
-        if self.num_sink_tokens < 0 or self.num_recent_tokens < 1:
-            raise ValueError(
-                f"windows need num_sink_tokens >= 0 and num_recent_tokens >= 1, got {self.num_sink_tokens} "
-                f"and {self.num_recent_tokens}"
-            )
+        n_s, n_r = self.num_sink_tokens, self.num_recent_tokens
+        if n_s < 0 or n_r < 1:
+            raise ValueError(f"need num_sink_tokens >= 0 and num_recent_tokens >= 1, got {n_s} and {n_r}")
         self.sharing_plan.check_fits(self.num_hidden_layers, self.num_key_value_heads)
-        self._check_layout()
-
-    def _check_layout(self) -> None:
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout = {self.layout!r} is not supported; choose one of {', '.join(LAYOUTS)}")
         if self.layout == "cla" and not self.sharing_plan.is_layerwise:
@@ -112,28 +107,20 @@ class PodConfig(PreTrainedConfig):
                 "SharingPlan.cla(num_layers, num_key_value_heads, factor)"
             )
         if self.layout == "window" and not self.sharing_plan.is_dense:
-            raise ValueError(
-                "layout = 'window' shares nothing between layers: leave the plan out, or use layout = 'pod'"
-            )
-        if self.layout == "window" and self.num_sink_tokens:
-            raise ValueError(
-                f"layout = 'window' has no sinks, got num_sink_tokens = {self.num_sink_tokens}: leave it out or set 0"
-            )
+            raise ValueError("layout = 'window' shares nothing between layers: leave the plan out")
+        if self.layout == "window" and n_s:
+            raise ValueError(f"layout = 'window' has no sinks, got num_sink_tokens = {n_s}: set 0")
 
     @property
     def sharing_plan(self) -> SharingPlan:
         """The plan of this model; the dense plan when ``lead`` is None."""
-        return self._plan[0]
-
-    @property
-    def _plan(self) -> tuple[SharingPlan, bool]:
         lead = None if self.lead is None else tuple(map(tuple, self.lead))
         return _plan(lead, self.num_hidden_layers, self.num_key_value_heads)
 
     @property
     def own_method(self) -> str:
         """The cache method that holds exactly what this model attends to: ``full``, ``pod``, ``cla`` or ``window``."""
-        return "full" if self.layout == "pod" and self._plan[1] else self.layout
+        return "full" if self.layout == "pod" and self.sharing_plan.is_dense else self.layout
 
     @property
     def num_key_value_groups(self) -> int:
@@ -142,7 +129,6 @@ class PodConfig(PreTrainedConfig):
 
 
 @lru_cache(maxsize=64)
-def _plan(lead: tuple[tuple[int, ...], ...] | None, layers: int, heads: int) -> tuple[SharingPlan, bool]:
-    """The plan, checked once, and whether it is dense."""
-    plan = SharingPlan.dense(layers, heads) if lead is None else SharingPlan(lead=lead)
-    return plan, plan.is_dense
+def _plan(lead: tuple[tuple[int, ...], ...] | None, layers: int, heads: int) -> SharingPlan:
+    """The plan, checked once."""
+    return SharingPlan.dense(layers, heads) if lead is None else SharingPlan(lead=lead)

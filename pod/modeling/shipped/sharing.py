@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 SCHEMA_VERSION = 1
@@ -39,14 +40,13 @@ class SharingPlan:
         where = f"sharing plan: lead[{layer}][{head}] = {lead}"
         if not 0 <= lead <= layer:
             raise ValueError(f"{where} must lie between 0 and its own layer {layer}")
-        if self.lead[lead][head] != lead:
+        other = self.lead[lead][head]
+        if other != lead:
+            raise ValueError(f"{where}, but layer {lead} follows layer {other}: a lead must lead itself")
+        before = self.lead[layer - 1][head]
+        if lead not in (layer, before):
             raise ValueError(
-                f"{where}, but layer {lead} follows layer {self.lead[lead][head]}: a lead must lead itself"
-            )
-        if lead != layer and self.lead[layer - 1][head] != lead:
-            raise ValueError(
-                f"{where}, but layer {layer - 1} belongs to block {self.lead[layer - 1][head]}: "
-                "the layers of a block must be consecutive"
+                f"{where}, but layer {layer - 1} is led by {before}: layers of a block must be consecutive"
             )
 
     @classmethod
@@ -79,7 +79,7 @@ class SharingPlan:
     def num_key_value_heads(self) -> int:
         return len(self.lead[0])
 
-    @property
+    @cached_property
     def is_dense(self) -> bool:
         return self.num_non_lead == 0
 
@@ -153,17 +153,13 @@ class SharingPlan:
 
 def _as_rows(lead: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     try:
-        rows = tuple(tuple(row) for row in lead)
+        rows = tuple(map(tuple, lead))
     except TypeError:
-        raise ValueError(
-            f"sharing plan: lead must be [layers][KV heads] integers, got {lead!r:.80}"
-        ) from None
-    if not rows or not rows[0] or any(len(row) != len(rows[0]) for row in rows):
-        raise ValueError(
-            f"sharing plan: lead needs equal, non-empty rows, got lengths {[len(r) for r in rows]}"
-        )
-    for row in rows:
-        for value in row:
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError(f"sharing plan: lead must hold integers, got {value!r}")
+        raise ValueError(f"sharing plan: lead must be [layers][KV heads], got {lead!r:.80}") from None
+    lengths = [len(row) for row in rows]
+    if not rows or not lengths[0] or len(set(lengths)) > 1:
+        raise ValueError(f"sharing plan: lead needs equal, non-empty rows, got lengths {lengths}")
+    for value in (value for row in rows for value in row):
+        if type(value) is not int:
+            raise ValueError(f"sharing plan: lead must hold integers, got {value!r}")
     return rows
