@@ -26,18 +26,12 @@ class TokenSource(Protocol):
         """Tokens ``[B, h, stop - start, d]`` at these positions."""
         ...
 
-    def heads(self, heads: Sequence[int]) -> "Source":
-        """These heads."""
-        ...
+    def heads(self, heads: Sequence[int]) -> "Source": ...
 
-    def rows(self, rows: slice) -> "Source":
-        """These rows of the batch."""
-        ...
+    def rows(self, rows: slice) -> "Source": ...
 
 
 Source = Tensor | TokenSource
-
-
 SourceT = TypeVar("SourceT", bound=Source)
 
 
@@ -374,52 +368,33 @@ def merge_heads(parts: Sequence[tuple[Sequence[int], Tensor]], groups: int) -> T
 
 
 def _check(call: Call) -> None:
-    q, (keys, values), lead = call.q, call.tokens, call.lead
-    shape = tuple(keys.shape)
-    fits = _without_tokens(keys) == _without_tokens(values) and (shape[0], shape[3]) == (
-        q.shape[0],
-        q.shape[3],
-    )
-    if not fits or q.shape[1] % shape[1] or not _same_tokens(keys, values):
+    q, (keys, values), ids = call.q, call.tokens, call.segments.doc_ids
+    batch, heads, _, head_dim = shape = list(keys.shape)
+    if _shape(values, keys) != shape or [batch, head_dim] != [q.shape[0], q.shape[3]] or q.shape[1] % heads:
         raise ValueError(
-            f"q, k, v are {list(q.shape)}, {list(shape)}, {list(values.shape)}: k and v must be [B, H, n, d] with the "
+            f"q, k, v are {list(q.shape)}, {shape}, {list(values.shape)}: k and v must be [B, H, n, d] with the "
             "B and d of q, and H must divide its heads"
         )
     if call.windows[0] < 0 or call.windows[1] < 1:
         raise ValueError(f"need n_s >= 0 and n_r >= 1, got {call.windows[0]} and {call.windows[1]}")
-    ids = call.segments.doc_ids
-    if ids is not None and (
-        ids.dim() != 2 or ids.shape[0] not in (1, shape[0]) or ids.shape[1] != q.shape[2]
-    ):
-        raise ValueError(f"doc_ids is {list(ids.shape)}, expected [{shape[0]}, {q.shape[2]}]")
-    if lead is not None:
-        _check_lead(lead, q, keys)
+    if ids is not None and (ids.dim() != 2 or ids.shape[0] not in (1, batch) or ids.shape[1] != q.shape[2]):
+        raise ValueError(f"doc_ids is {list(ids.shape)}, expected [{batch}, {q.shape[2]}]")
+    if call.lead is not None:
+        _check_lead(call.lead, call, shape)
 
 
-def _without_tokens(x: Source) -> tuple[int, ...]:
-    return *x.shape[:2], x.shape[3]
+def _shape(x: Source, like: Source) -> list[int]:
+    """The shape of ``x``; sources that are no tensors have room for more tokens than there are, which does not count."""
+    both = isinstance(x, Tensor) and isinstance(like, Tensor)
+    return [*x.shape[:2], (x if both else like).shape[2], x.shape[3]]
 
 
-def _same_tokens(*sources: Source) -> bool:
-    """Whether tensors have equally many columns; other sources have room for more tokens than there are."""
-    return len({x.shape[2] for x in sources if isinstance(x, Tensor)}) < 2
-
-
-def _check_lead(lead: Lead, q: Tensor, keys: Source) -> None:
-    shape = tuple(keys.shape)
-    heads = range(shape[1]) if lead.heads is None else lead.heads
-    if list(heads) != sorted(set(heads)) or not heads or not 0 <= heads[0] <= heads[-1] < shape[1]:
-        raise ValueError(
-            f"followers = {list(heads)}; give KV heads 0 … {shape[1] - 1} in rising order, each once"
-        )
-    groups = q.shape[1] // shape[1]
-    expected = [q.shape[0], len(heads) * groups, *q.shape[2:]], [shape[0], len(heads), *shape[2:]]
-    fits = list(lead.queries.shape) == expected[0] and _without_tokens(lead.keys) == (
-        shape[0],
-        len(heads),
-        shape[3],
-    )
-    if not fits or not _same_tokens(lead.keys, keys):
+def _check_lead(lead: Lead, call: Call, shape: list[int]) -> None:
+    heads = list(range(shape[1]) if lead.heads is None else lead.heads)
+    if not heads or heads != sorted(set(heads)) or not 0 <= heads[0] <= heads[-1] < shape[1]:
+        raise ValueError(f"followers = {heads}; give KV heads 0 … {shape[1] - 1} in rising order, each once")
+    expected = [shape[0], len(heads) * call.groups, *call.q.shape[2:]], [shape[0], len(heads), *shape[2:]]
+    if (list(lead.queries.shape), _shape(lead.keys, call.tokens.keys)) != expected:
         raise ValueError(
             f"lead queries and keys are {list(lead.queries.shape)} and {list(lead.keys.shape)}, "
             f"expected {expected[0]} and {expected[1]}"

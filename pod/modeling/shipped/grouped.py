@@ -7,19 +7,19 @@ Rows of unlike length run one after the other. The work of a lead on distant tok
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .attend import Call, Implementation, Tokens, compute_dtype, span, takes_gradients
-from .decode import DecodeBuffers, DecodeCall, Decoder
+from .attend import Call, Implementation, Span, Tokens, compute_dtype, span, take_heads, take_rows
+from .decode import DecodeCall, Decoder
 from .packed import Packed, Stored
 
-_BLOCK_ELEMENTS = {
-    "cpu": 1 << 19
-}  # keys or values per product: they stay in a CPU's cache while they are converted and used
-_OTHER_BLOCK_ELEMENTS = 1 << 26
+_BLOCK_ELEMENTS = {"cpu": 1 << 19}
+"""Keys or values per product: they stay in a CPU's cache while they are converted and used; 2^26 elsewhere."""
 
 
 def decode(call: DecodeCall) -> None:
@@ -29,20 +29,16 @@ def decode(call: DecodeCall) -> None:
         _decode_rows(call, lengths[0])
         return
     for row, length in enumerate(lengths):
-        _decode_rows(_take_row(call, slice(row, row + 1)), length)
+        _decode_rows(_take_row(call, (row, row + 1)), length)
 
 
-def _take_row(call: DecodeCall, row: slice) -> DecodeCall:
-    stores = {
-        name: None if (x := getattr(call, name)) is None else _rows(x, row)
-        for name in ("keys", "window_keys", "values")
-    }
-    b = call.buffers
-    weights = None if b.weights is None else b.weights[row]
-    buffers = DecodeBuffers(
-        b.logits[row], b.distant_lse[row], weights, b.weight_sums[row], b.partial_out, b.partial_lse
-    )
-    return call._replace(q=call.q[row], out=call.out[row], buffers=buffers, **stores)
+def _take_row(call: DecodeCall, row: Span) -> DecodeCall:
+    def taken(of: Any, *names: str) -> dict[str, Any]:
+        return {name: take_rows(getattr(of, name), row) for name in names}
+
+    buffers = taken(call.buffers, "logits", "distant_lse", "weights", "weight_sums")
+    stores = taken(call, "q", "out", "keys", "window_keys", "values")
+    return call._replace(buffers=replace(call.buffers, **buffers), **stores)
 
 
 def _decode_rows(call: DecodeCall, length: int) -> None:
@@ -63,12 +59,8 @@ def _decode_rows(call: DecodeCall, length: int) -> None:
 def _one_part(call: DecodeCall, q: Tensor, length: int) -> Tensor:
     """``[B, H, G, d]`` when no head takes logits from another: no distant token, or a dense layer."""
     logits = call.buffers.logits[:, :, :, :length]
-    for heads, keys in ((call.roles.leads, call.keys), (call.roles.followers, call.window_keys)):
-        if keys is not None and heads:
-            chosen = _chosen(heads)
-            own = _place(logits, chosen)
-            _scores(q[:, chosen], keys, own)
-            _put(logits, chosen, own)
+    _scores(q, call.keys, logits, call.roles.leads)
+    _scores(q, call.window_keys, logits, call.roles.followers)
     weights, _, sums = _exponentials(logits, logits)
     return _weighted(weights, call.values, 0, length) / sums[..., None]
 
@@ -95,27 +87,25 @@ def _two_parts(call: DecodeCall, q: Tensor, length: int) -> Tensor:
 
 def _lead(call: DecodeCall, q: Tensor, length: int, proximal: Tensor) -> None:
     """Logits of all tokens; the distant ones also as the block will use them."""
-    assert call.keys is not None
     n_s, oldest_recent = call.num_sink_tokens, length - call.num_recent_tokens
     buffers, heads = call.buffers, _chosen(call.roles.leads)
-    logits = _place(buffers.logits[..., :length], heads)
-    _scores(q[:, heads], call.keys, logits)
-    _put(buffers.logits[..., :length], heads, logits)
+    _scores(q, call.keys, buffers.logits[..., :length], call.roles.leads)
+    logits = buffers.logits[:, heads, :, :length]
     proximal[:, heads, :, :n_s] = logits[..., :n_s]
     proximal[:, heads, :, n_s:] = logits[..., oldest_recent:]
     distant = logits[..., n_s:oldest_recent]
     if buffers.weights is None:
         buffers.distant_lse[:, heads] = distant.logsumexp(-1)
-    else:
-        weights = buffers.weights[..., n_s:oldest_recent]
-        own, lse, sums = _exponentials(distant, _place(weights, heads))
-        buffers.distant_lse[:, heads], buffers.weight_sums[:, heads] = lse, sums
-        _put(weights, heads, own)
+        return
+    weights = buffers.weights[..., n_s:oldest_recent]
+    own, lse, sums = _exponentials(distant, weights[:, heads] if isinstance(heads, slice) else None)
+    buffers.distant_lse[:, heads], buffers.weight_sums[:, heads] = lse, sums
+    if not isinstance(heads, slice):
+        weights[:, heads] = own
 
 
 def _window_scores(call: DecodeCall, q: Tensor, length: int, proximal: Tensor) -> None:
     """Logits of a full window, put in the order of positions."""
-    assert call.window_keys is not None
     n_s, n_r, heads = call.num_sink_tokens, call.num_recent_tokens, _chosen(call.roles.followers)
     own = proximal.new_empty(q.shape[0], len(call.roles.followers), *proximal.shape[2:])
     _scores(q[:, heads], call.window_keys, own)
@@ -143,7 +133,7 @@ def _distant(call: DecodeCall, gate: Tensor, length: int) -> Tensor:
     out = torch.zeros(*gate.shape, call.q.shape[-1], dtype=gate.dtype, device=gate.device)
     for row, head in reads.nonzero().tolist():
         one = slice(row, row + 1), slice(head, head + 1)
-        values = _heads(_rows(call.values, one[0]), one[1])
+        values = take_heads(take_rows(call.values, (row, row + 1)), [head])
         out[one] = _weighted(weights[one], values, start, stop) / sums[one][..., None]
     return out
 
@@ -174,40 +164,27 @@ def attend_slots(
     compute, heads, n = compute_dtype(q.dtype), keys.shape[1], num_slots or keys.shape[2]
     grouped = q[:, :, 0].unflatten(1, (heads, -1)).to(compute) * scale
     parts = [(n, keys, values, 0.0), *((x.keys.shape[2], *x, extra) for x, extra in also)]
-    logits = _logits(grouped, parts)
+    logits, first = grouped.new_empty(*grouped.shape[:3], sum(part[0] for part in parts)), 0
+    for count, part_keys, _, extra in parts:
+        part = logits[..., first : first + count]
+        _scores(grouped, part_keys, part)
+        if extra:
+            part += extra
+        first += count
     if bias is not None:
         logits[..., :n] += bias[:, :, None]
     if lengths is not None:
         used = torch.arange(n, device=q.device) < lengths.view(len(lengths), -1, 1)
         logits[..., :n].masked_fill_(~used[:, :, None], float("-inf"))
     weights, lse = logits.softmax(-1), logits.logsumexp(-1)
-    out, first = None, 0
-    for count, _, part_values, _ in parts:
-        product = _weighted(weights[..., first : first + count], part_values, 0, count)
-        out, first = product if out is None else out + product, first + count
-    assert out is not None
+    shares = weights.split([part[0] for part in parts], dim=-1)
+    products = (_weighted(x, part[2], 0, part[0]) for x, part in zip(shares, parts, strict=True))
+    out = reduce(torch.add, products)
     return out.flatten(1, 2)[:, :, None].to(q.dtype), lse.flatten(1)[..., None], weights
 
 
-def _logits(q: Tensor, parts: Sequence[tuple[int, Stored, Stored, float]]) -> Tensor:
-    """Those of scaled queries ``[B, H, G, d]`` and the keys of all parts, with what is added to them, side by side."""
-    if takes_gradients(q, *(x for part in parts for x in part[1:3])):
-        return torch.cat(
-            [q @ span(keys, 0, n).to(q.dtype).transpose(2, 3) + extra for n, keys, _, extra in parts], dim=-1
-        )
-    logits, first = q.new_empty(*q.shape[:3], sum(part[0] for part in parts)), 0
-    for count, keys, _, extra in parts:
-        part = logits[..., first : first + count]
-        _scores(q, keys, part)
-        if extra:
-            part += extra
-        first += count
-    return logits
-
-
 def slot_logits(q: Tensor, keys: Any, length: int, scale: float) -> Tensor:
-    """Logits ``[B, H, G, length]`` in at least fp32 of queries ``[B, H·G, 1, d]`` and the first keys of ``[B, H, n, d]``;
-    takes no gradients."""
+    """Logits ``[B, H, G, length]`` in at least fp32 of queries ``[B, H·G, 1, d]`` and the first keys of ``[B, H, n, d]``."""
     grouped = q[:, :, 0].unflatten(1, (keys.shape[1], -1)).to(compute_dtype(q.dtype)) * scale
     logits = grouped.new_empty(*grouped.shape[:3], length)
     _scores(grouped, keys, logits)
@@ -215,7 +192,7 @@ def slot_logits(q: Tensor, keys: Any, length: int, scale: float) -> Tensor:
 
 
 def weigh_slots(weights: Tensor, values: Any, dtype: torch.dtype) -> Tensor:
-    """``[B, H·G, 1, d]`` of ``dtype``: values ``[B, H, n, d]`` with weights ``[B, H, G, n]``; takes no gradients."""
+    """``[B, H·G, 1, d]`` of ``dtype``: values ``[B, H, n, d]`` with weights ``[B, H, G, n]``."""
     return _weighted(weights, values, 0, weights.shape[3]).flatten(1, 2)[:, :, None].to(dtype)
 
 
@@ -245,39 +222,28 @@ def _chosen(heads: list[int]) -> slice | list[int]:
     return even if list(range(heads[0], heads[-1] + 1, step)) == heads else heads
 
 
-def _place(x: Tensor, heads: slice | list[int]) -> Tensor:
-    """Where to write numbers of these heads of ``[B, H, …]``: a view, or room whose content ``_put`` copies."""
-    return x[:, heads] if isinstance(heads, slice) else x.new_empty(x.shape[0], len(heads), *x.shape[2:])
-
-
-def _put(x: Tensor, heads: slice | list[int], numbers: Tensor) -> None:
-    if not isinstance(heads, slice):
-        x[:, heads] = numbers
-
-
-def _rows(x: Stored, which: slice) -> Stored:
-    return x.rows(which) if isinstance(x, Packed) else x[which]
-
-
-def _heads(x: Stored, which: slice) -> Stored:
-    return x.heads(which) if isinstance(x, Packed) else x[:, which]
-
-
 def _blocks(x: Tensor, start: int, stop: int) -> Iterator[tuple[int, int]]:
     batch, heads, _, head_dim = x.shape
-    elements = _BLOCK_ELEMENTS.get(x.device.type, _OTHER_BLOCK_ELEMENTS)
+    elements = _BLOCK_ELEMENTS.get(x.device.type, 1 << 26)
     block = max(16, elements // (batch * heads * head_dim))
     return ((first, min(first + block, stop)) for first in range(start, stop, block))
 
 
-def _scores(q: Tensor, keys: Stored, out: Tensor) -> None:
-    """Write ``q · k`` of ``q`` ``[b, h, G, d]`` and the first tokens of ``keys`` to ``out`` ``[b, h, G, n]``."""
-    if isinstance(keys, Packed):
-        keys.scores(q, out)
+def _scores(q: Tensor, keys: Stored | None, out: Tensor, heads: list[int] | None = None) -> None:
+    """Write ``q · k`` of ``q`` ``[b, H, G, d]`` and the first tokens of the keys of ``heads`` (None = all) to ``out``
+    ``[b, H, G, n]``."""
+    if keys is None:
         return
-    q = q.transpose(2, 3)
+    chosen = slice(None) if heads is None else _chosen(heads)
+    if isinstance(keys, Packed):
+        part = out[:, chosen]
+        keys.scores(q[:, chosen], part)
+        if not isinstance(chosen, slice):
+            out[:, chosen] = part
+        return
+    q = q[:, chosen].transpose(2, 3)
     for start, stop in _blocks(keys, 0, out.shape[3]):
-        out[..., start:stop] = (keys[:, :, start:stop].to(q.dtype) @ q).transpose(2, 3)
+        out[:, chosen, :, start:stop] = (keys[:, :, start:stop].to(q.dtype) @ q).transpose(2, 3)
 
 
 def _weighted(weights: Tensor, values: Stored, start: int, stop: int) -> Tensor:
@@ -292,10 +258,10 @@ def _weighted(weights: Tensor, values: Stored, start: int, stop: int) -> Tensor:
     return out
 
 
-def _exponentials(logits: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``exp(logits - max)`` written to ``out``; also their log-sum-exp and sum over the last dimension."""
+def _exponentials(logits: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """``exp(logits - max)``, written to ``out`` if it is given; also their log-sum-exp and sum over the last dimension."""
     peak = logits.amax(-1, keepdim=True)
-    torch.sub(logits, peak, out=out).exp_()
+    out = torch.sub(logits, peak, out=out).exp_()
     sums = out.sum(-1)
     return out, peak.squeeze(-1) + sums.log(), sums
 

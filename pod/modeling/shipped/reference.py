@@ -1,11 +1,9 @@
 """Attention with every logit in memory, a block of queries at a time: the truth that fast implementations are held to."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from .attend import Call, Implementation, Segment, Source, span, take_rows
+from .attend import Call, Implementation, Segment, Source, Span, compute_dtype, span, take_rows
 from .decode import DecodeCall, Decoder
 from .packed import Packed, Stored
 
@@ -14,72 +12,55 @@ _BLOCK_ELEMENTS = 1 << 24
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
     """See ``attend.attend``; computes in fp32, or in fp64 for fp64 queries, with gradients of both by autograd."""
-    batch, heads, m, _ = call.q.shape
-    compute = torch.promote_types(call.q.dtype, torch.float32)
+    compute = compute_dtype(call.q.dtype)
     out = torch.zeros_like(call.q, memory_format=torch.contiguous_format)
-    lse = torch.full((batch, heads, m), float("-inf"), dtype=compute, device=call.q.device)
+    lse = torch.full(call.q.shape[:3], float("-inf"), dtype=compute, device=call.q.device)
+    sources = *call.tokens, None if call.lead is None else call.lead.keys
     for segment in call.segments.all:
-        inputs = _inputs(call, segment, compute)
-        block = max(1, _BLOCK_ELEMENTS // (inputs.q.shape[0] * heads * max(1, inputs.keys.shape[2])))
-        for start in range(0, inputs.q.shape[2], block):
-            stop = min(start + block, inputs.q.shape[2])
-            part = (
-                slice(*segment.rows),
-                slice(None),
-                slice(segment.queries[0] + start, segment.queries[0] + stop),
-            )
-            found, lse_of_rows = _rows(call, inputs, segment, start, stop)
-            out[part], lse[part] = found.to(out.dtype), lse_of_rows
+        tokens = [None if x is None else _repeated(call, x, segment).to(compute) for x in sources]
+        num_tokens = segment.keys[1] - segment.keys[0]
+        num_rows = (segment.rows[1] - segment.rows[0]) * call.q.shape[1]
+        block = max(1, _BLOCK_ELEMENTS // (num_rows * max(1, num_tokens)))
+        for start in range(*segment.queries, block):
+            rows = start, min(start + block, segment.queries[1])
+            place = slice(*segment.rows), slice(None), slice(*rows)
+            found, lse[place] = _rows(call, tokens, segment, rows)
+            out[place] = found.to(out.dtype)
     return out, lse
 
 
-class _Inputs(NamedTuple):
-    """One segment, keys and values repeated for every query head."""
-
-    q: Tensor
-    keys: Tensor
-    values: Tensor
-    q_lead: Tensor | None
-    k_lead: Tensor | None
+def _repeated(call: Call, x: Source, segment: Segment) -> Tensor:
+    """Tokens of a segment for every query head."""
+    return span(take_rows(x, segment.rows), *segment.keys).repeat_interleave(call.groups, dim=1)
 
 
-def _inputs(call: Call, segment: Segment, compute: torch.dtype) -> _Inputs:
-    rows, queries = slice(*segment.rows), slice(*segment.queries)
+def _rows(call: Call, tokens: list, segment: Segment, rows: Span) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of some queries of a segment; zeros and -inf where nothing is seen."""
+    keys, values, far_keys = tokens
 
-    def repeated(x: Source) -> Tensor:
-        return (
-            span(take_rows(x, segment.rows), *segment.keys).repeat_interleave(call.groups, dim=1).to(compute)
-        )
+    def logits_of(queries: Tensor, keys: Tensor) -> Tensor:
+        queries = queries[slice(*segment.rows), :, slice(*rows)]
+        return (queries.to(keys.dtype) * call.scale) @ keys.transpose(2, 3)
 
-    lead = None, None
-    if call.lead is not None:
-        lead = call.lead.queries[rows, :, queries].to(compute), repeated(call.lead.keys)
-    keys, values = map(repeated, call.tokens)
-    return _Inputs(call.q[rows, :, queries].to(compute), keys, values, *lead)
-
-
-def _rows(call: Call, inputs: _Inputs, segment: Segment, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of queries ``start`` to ``stop`` of a segment; zeros and -inf where nothing is seen."""
-    proximal, distant = masks(call, segment, start, stop)
-    logits = (inputs.q[:, :, start:stop] * call.scale) @ inputs.keys.transpose(2, 3)
+    proximal, distant = _masks(call, segment, rows)
+    logits, visible = logits_of(call.q, keys), proximal
     if call.visibility.bias is not None:
         bias = call.visibility.bias[slice(*segment.rows)]
         logits = logits + bias.repeat_interleave(call.groups, dim=1)[:, :, None]
-    visible = proximal
-    if inputs.q_lead is not None and inputs.k_lead is not None:
-        far = (inputs.q_lead[:, :, start:stop] * call.scale) @ inputs.k_lead.transpose(2, 3)
+    if call.lead is not None:
+        far = logits_of(call.lead.queries, far_keys)
         logits, visible = torch.where(proximal, logits, far), proximal | distant
     nothing = ~visible.any(-1, keepdim=True)
     logits = logits.masked_fill(~visible & ~nothing, float("-inf"))
-    out = logits.softmax(-1).masked_fill(nothing, 0.0) @ inputs.values
+    out = logits.softmax(-1).masked_fill(nothing, 0.0) @ values
     return out, logits.logsumexp(-1).masked_fill(nothing[..., 0], float("-inf"))
 
 
-def masks(call: Call, segment: Segment, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """What queries ``start`` to ``stop`` of a segment see, and what of the rest their leads see: ``[stop - start, n]``, or
-    ``[b, Hq, stop - start, n]`` for tokens with positions of their own."""
+def _masks(call: Call, segment: Segment, rows: Span) -> tuple[Tensor, Tensor]:
+    """What queries ``rows`` of a segment see, and what of the rest their leads see: ``[rows, n]``, or ``[b, Hq, rows, n]`` for
+    tokens with positions of their own."""
     see, device = call.visibility, call.q.device
-    query = torch.arange(start, stop, device=device)[:, None]
+    query = torch.arange(*rows, device=device)[:, None] - segment.queries[0]
     if see.positions is None:
         key = torch.arange(segment.keys[1] - segment.keys[0], device=device)
         query = query + segment.past
@@ -104,7 +85,7 @@ def decode(call: DecodeCall) -> None:
 
 
 def _decode_head(call: DecodeCall, row: int, head: int, length: int) -> None:
-    compute = torch.promote_types(call.q.dtype, torch.float32)
+    compute = compute_dtype(call.q.dtype)
     groups = call.q.shape[1] // call.roles.num_heads
     mine = slice(head * groups, (head + 1) * groups)
     q = call.q[row, mine].to(compute) * call.scale
