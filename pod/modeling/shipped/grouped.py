@@ -9,6 +9,7 @@ Rows of unlike length run one after the other. The work of a lead on distant tok
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -164,21 +165,23 @@ def attend_slots(
     compute, heads, n = compute_dtype(q.dtype), keys.shape[1], num_slots or keys.shape[2]
     grouped = q[:, :, 0].unflatten(1, (heads, -1)).to(compute) * scale
     parts = [(n, keys, values, 0.0), *((x.keys.shape[2], *x, extra) for x, extra in also)]
-    logits, first = grouped.new_empty(*grouped.shape[:3], sum(part[0] for part in parts)), 0
-    for count, part_keys, _, extra in parts:
-        part = logits[..., first : first + count]
+    ends = list(accumulate(part[0] for part in parts))
+    logits = grouped.new_empty(*grouped.shape[:3], ends[-1])
+    for end, (count, part_keys, _, extra) in zip(ends, parts, strict=True):
+        part = logits[..., end - count : end]
         _scores(grouped, part_keys, part)
         if extra:
             part += extra
-        first += count
     if bias is not None:
         logits[..., :n] += bias[:, :, None]
     if lengths is not None:
         used = torch.arange(n, device=q.device) < lengths.view(len(lengths), -1, 1)
         logits[..., :n].masked_fill_(~used[:, :, None], float("-inf"))
     weights, lse = logits.softmax(-1), logits.logsumexp(-1)
-    shares = weights.split([part[0] for part in parts], dim=-1)
-    products = (_weighted(x, part[2], 0, part[0]) for x, part in zip(shares, parts, strict=True))
+    products = (
+        _weighted(weights[..., end - count : end], part_values, 0, count)
+        for end, (count, _, part_values, _) in zip(ends, parts, strict=True)
+    )
     out = reduce(torch.add, products)
     return out.flatten(1, 2)[:, :, None].to(q.dtype), lse.flatten(1)[..., None], weights
 
@@ -235,15 +238,19 @@ def _scores(q: Tensor, keys: Stored | None, out: Tensor, heads: list[int] | None
     if keys is None:
         return
     chosen = slice(None) if heads is None else _chosen(heads)
-    if isinstance(keys, Packed):
+    if isinstance(chosen, list):
         part = out[:, chosen]
-        keys.scores(q[:, chosen], part)
-        if not isinstance(chosen, slice):
-            out[:, chosen] = part
+        _scores(q[:, chosen], keys, part)
+        out[:, chosen] = part
         return
-    q = q[:, chosen].transpose(2, 3)
+    if heads is not None:
+        q, out = q[:, chosen], out[:, chosen]
+    if isinstance(keys, Packed):
+        keys.scores(q, out)
+        return
+    q = q.transpose(2, 3)
     for start, stop in _blocks(keys, 0, out.shape[3]):
-        out[:, chosen, :, start:stop] = (keys[:, :, start:stop].to(q.dtype) @ q).transpose(2, 3)
+        out[..., start:stop] = (keys[:, :, start:stop].to(q.dtype) @ q).transpose(2, 3)
 
 
 def _weighted(weights: Tensor, values: Stored, start: int, stop: int) -> Tensor:
