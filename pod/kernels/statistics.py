@@ -42,7 +42,6 @@ def attention_column_sums(
         ValueError: shapes that do not fit.
     """
     _check(q, k, lse)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     (batch, kv_heads, n, _), (query_heads, m) = k.shape, q.shape[1:3]
     pairs, groups = batch * kv_heads, query_heads // kv_heads
     compute = torch.promote_types(q.dtype, torch.float32)
@@ -80,7 +79,6 @@ def attention_rows(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
         ValueError: shapes that do not fit.
     """
     _check(q, k, None)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     (batch, kv_heads, n, _), (query_heads, m) = k.shape, q.shape[1:3]
     compute = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros(batch * kv_heads, query_heads // kv_heads, m, n, dtype=compute, device=q.device)
@@ -105,7 +103,7 @@ def _buffer(q: Tensor, k: Tensor) -> Tensor:
     return torch.empty(size, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
 
 
-def _blocks(q: Tensor, k: Tensor, scale: float) -> Iterator[tuple[slice, slice, Tensor]]:
+def _blocks(q: Tensor, k: Tensor, scale: float | None) -> Iterator[tuple[slice, slice, Tensor]]:
     """Pairs ``h`` (of ``B·H``), queries ``r`` (of m) and logits ``[h, G, r, S]`` of every block.
 
     ``S`` ends at the key of the block's last query. The next block overwrites the logits.
@@ -115,12 +113,13 @@ def _blocks(q: Tensor, k: Tensor, scale: float) -> Iterator[tuple[slice, slice, 
     heads, rows = _block_sizes(q, k)
     buffer = _buffer(q, k)
     q, k = q.reshape(pairs, groups, m, head_dim), k.reshape(pairs, n, head_dim)
+    factor = head_dim**-0.5 if scale is None else scale
     for first in range(0, pairs, heads):
         here = slice(first, min(first + heads, pairs))
         keys = k[here].to(buffer.dtype)
         for start in range(0, m, rows):
             block = slice(start, min(start + rows, m))
-            queries = q[here, :, block].to(buffer.dtype) * scale
+            queries = q[here, :, block].to(buffer.dtype) * factor
             yield here, block, _logits(queries, keys[:, : n - m + block.stop], buffer)
 
 

@@ -13,7 +13,7 @@ def unsupported(x: Tensor) -> str | None:
     """Why kernels cannot run on tensors like ``x``; None when they can."""
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"dtype {x.dtype} (float32, float16 or bfloat16)"
-    if triton.knobs.runtime.interpret:
+    if triton.knobs.runtime.interpret:  # pyright: ignore[reportAttributeAccessIssue]
         # its tl.dot multiplies the bit patterns of bfloat16 (Triton 3.6 to 3.9)
         return "bfloat16 under TRITON_INTERPRET=1" if x.dtype == torch.bfloat16 else None
     if not x.is_cuda:
