@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 import triton
-from aot import CAPABILITIES, AotCase, CompiledCase, compile_case
+from aot import AotCase, CompiledCase, compile_case
 
-from pod.kernels import triton_decode, triton_decode_packed, triton_fused, triton_prefill, triton_statistics
-from pod.kernels import triton_prefill_backward as backward
+from pod.kernels import triton_decode, triton_decode_packed, triton_fused
 from pod.kernels.triton_decode import ALL, FIRST, SECOND
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -108,101 +107,6 @@ def _packed_case(
     return AotCase(f"decode {name}", kernel, types, constants, options, hot=hot, divisible=even)
 
 
-def prefill_cases() -> Iterator[AotCase]:
-    """The forward kernel for every shipped tile; mixed heads with documents, the largest variant, and without both."""
-    data = ("q", "k", "v", "out"), ("q_lead", "k_lead")
-    yield from _whole_sequences(triton_prefill.forward_kernel, "forward", triton_prefill.forward_tile, *data)
-
-
-def backward_cases() -> Iterator[AotCase]:
-    """The three kernels of the backward pass for every shipped tile."""
-    reads = "q", "k", "v", "dout"
-    of_keys = (*reads, "dk", "dv"), ("q_lead", "k_lead", "dk_lead")
-    yield from _whole_sequences(backward.keys_kernel, "keys", backward.keys_tile, *of_keys)
-    of_queries = (*reads, "dq"), ("q_lead", "k_lead", "dq_lead")
-    yield from _whole_sequences(backward.queries_kernel, "queries", backward.queries_tile, *of_queries)
-    kernel = backward.delta_kernel
-    for short in ("bf16", "fp32"):
-        constants = {"HEAD_DIM": 128, "BLOCK_M": 64, "BLOCK_D": 128, "OUT_ROW": 32 * 128, "DO_ROW": 32 * 128}
-        types = {"out": f"*{short}", "dout": f"*{short}", "delta": "*fp32"}
-        even = tuple(a for a in kernel.arg_names if a.endswith(("_batch", "_head")))
-        yield AotCase(f"delta {short} d128", kernel, types, constants, {}, divisible=even)
-
-
-def _whole_sequences(
-    kernel, name: str, tile_of: Callable[..., Any], data: tuple[str, ...], lead_data: tuple[str, ...]
-) -> Iterator[AotCase]:
-    """Cases of one kernel: bf16 with head_dim 64, 128 and 256 on each chip, fp32; each with mixed heads and documents.
-
-    bf16 with head_dim 128 also without both, as a dense layer runs it. Those up to 128 are hot.
-    """
-    arguments = kernel.arg_names
-    even = tuple(a for a in arguments if a.endswith(("_batch", "_head")) and a != "starts_batch")
-    for dtype, head_dim, chip, mixed in _variants():
-        short, options = SHORT[dtype], tile_of(dtype, head_dim, chip)._asdict()
-        compiler = {key: options.pop(key) for key in ("num_warps", "num_stages")}
-        types = dict.fromkeys((*data, *lead_data), f"*{short}")
-        types |= dict.fromkeys(("scale", "scale_log2"), "fp32") | dict.fromkeys(("lse", "delta"), "*fp32")
-        types |= dict.fromkeys(("lead_index", "starts", "ends"), "*i32")
-        types = {a: t for a, t in types.items() if a in arguments}
-        # tokens before heads, as projections give them: 32 query heads and 8 KV heads, of which 5 follow
-        rows = {"Q": 32, "K": 8, "V": 8, "QL": 20, "KL": 5, "OUT": 32, "DO": 32}
-        rows |= {"DQ": 32, "DK": 8, "DV": 8, "DQL": 20, "DKL": 5}
-        constants = {**options, "HEAD_DIM": head_dim, "HAS_LEAD": mixed, "HAS_DOCS": mixed}
-        constants |= {f"{x}_ROW": h * head_dim for x, h in rows.items() if f"{x}_ROW" in arguments}
-        if not mixed:
-            unused = {*lead_data, "lead_index", "starts", "ends"} & set(arguments)
-            constants |= dict.fromkeys(unused)
-            types = {a: t for a, t in types.items() if a not in unused}
-        yield AotCase(
-            f"{name} {short} d{head_dim} {'mixed, documents' if mixed else 'dense'} sm_{chip}",
-            kernel,
-            types,
-            constants,
-            compiler,
-            hot=short == "bf16" and head_dim <= 128,
-            divisible=even,
-            capabilities=(chip,),
-        )
-
-
-def _variants() -> Iterator[tuple[torch.dtype, int, int, bool]]:
-    for chip in CAPABILITIES:
-        for head_dim in (64, 128, 256):
-            yield torch.bfloat16, head_dim, chip, True
-        yield torch.bfloat16, 128, chip, False
-        for head_dim in (64, 128, 256):
-            yield torch.float32, head_dim, chip, True
-
-
-def statistics_cases() -> Iterator[AotCase]:
-    """Every kernel with every tile."""
-    pointers = dict.fromkeys(("lse", "out", "sums", "squares"), "*fp32")
-    even = ("n", "m", "head_dim", "q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row")
-    variants = (
-        ("log-sum-exp", triton_statistics.lse_kernel, {}),
-        ("column sums", triton_statistics.column_sums_kernel, {"WITH_SQUARES": False}),
-        ("column sums and squares", triton_statistics.column_sums_kernel, {"WITH_SQUARES": True}),
-        ("rows, log-sum-exp", triton_statistics.rows_kernel, {"WRITE": False}),
-        ("rows, weights", triton_statistics.rows_kernel, {"WRITE": True}),
-    )
-    for dtype, short in SHORT.items():
-        for head_dim in (64, 128, 256):
-            constants = triton_statistics.tile(dtype, head_dim)._asdict()
-            options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-            for name, kernel, flags in variants:
-                known = {"q": "*" + short, "k": "*" + short, "scale_log2": "fp32"} | pointers
-                yield AotCase(
-                    f"{name} {short} d{head_dim}",
-                    kernel,
-                    {n: t for n, t in known.items() if n in kernel.arg_names},
-                    constants | flags,
-                    options,
-                    hot=dtype != torch.float32,
-                    divisible=even,
-                )
-
-
 def step_cases() -> Iterator[AotCase]:
     """Hidden sizes from 576 to 16,384, head_dim 64 to 128, groups of 1 to 8, with and without head norms."""
     for flag, suffix in ((False, ""), (True, " sum")):
@@ -245,9 +149,6 @@ def _step_case(name: str, kernel, short: str, settings: dict[str, Any]) -> AotCa
 CASES: dict[str, Callable[[], Iterator[AotCase]]] = {
     "triton_decode": decode_cases,
     "triton_decode_packed": packed_cases,
-    "triton_prefill": prefill_cases,
-    "triton_prefill_backward": backward_cases,
-    "triton_statistics": statistics_cases,
     "triton_fused": step_cases,
 }
 """By the module of ``pod.kernels`` whose kernels they are."""

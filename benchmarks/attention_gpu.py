@@ -154,7 +154,7 @@ def dense_makers(n: int, tiny: bool, device: torch.device) -> dict[str, Callable
     }
     for name in ("flash_attn", "flash_attn_interface", "flash_attn.cute"):
         makers[name] = lambda name=name: flash_attn(name)
-    for name in own_backends(tiny) if tiny else ["triton"]:  # the others are the peers above
+    for name in own_backends(tiny) if tiny else ():  # at full size, `flash` is PyTorch's op above
         makers[f"own {name}"] = lambda name=name: lambda q, *x: attend(q, Tokens(*x), backend=name)[0]
     return makers
 

@@ -307,7 +307,7 @@ def predicted_peak(contestant: str, tokens: int) -> int:
 
     from pod.training.engine import save_activations
 
-    IMPLEMENTATIONS["counted"] = Implementation(counted_attention, lambda call: None, takes_mixed_heads=True)
+    IMPLEMENTATIONS["counted"] = Implementation(counted_attention, lambda call: None)
     torch.set_default_dtype(torch.bfloat16)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):

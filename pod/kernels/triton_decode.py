@@ -11,7 +11,6 @@ know by then which query heads skip: where a whole group does, no value is read.
 Nothing here waits for the device or allocates. Logits and sums are fp32; those of fp32 inputs full fp32, not TF32.
 """
 
-import contextlib
 import importlib
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from pod.kernels import dispatch
+from pod.kernels import triton_launch
 from pod.modeling.shipped.decode import DecodeCall
 from pod.modeling.shipped.packed import Packed, Stored
 
@@ -355,16 +354,9 @@ def combine_kernel(
 # -- launch -------------------------------------------------------------------------------------------------------
 
 
-def interpreted() -> bool:
-    """Whether the kernels run in Triton's interpreter (``TRITON_INTERPRET=1`` before triton was imported)."""
-    return not isinstance(decode_kernel, triton.JITFunction)
-
-
 def unsupported(call: DecodeCall) -> str | None:
     """Why the kernels cannot run a call; None when they can."""
     q = call.q
-    if q.dtype not in dispatch.TRITON_DTYPES:
-        return f"dtype {q.dtype} (float32, float16 or bfloat16)"
     if q.shape[-1] > 256:
         return f"head_dim {q.shape[-1]} (at most 256)"
     stores = [x for x in (call.keys, call.window_keys, call.values) if x is not None]
@@ -376,7 +368,7 @@ def unsupported(call: DecodeCall) -> str | None:
         return "features that are not neighbours in memory (stride 1 in the last dimension)"
     if call.buffers.programs < call.roles.num_heads or not call.buffers.logits.is_contiguous():
         return "buffers that make_buffers did not make for these heads"
-    return dispatch.no_triton(q, interpreted())
+    return triton_launch.unsupported(q)
 
 
 def _packed():
@@ -390,11 +382,10 @@ def decode(call: DecodeCall) -> None:
         _packed().decode(call)
         return
     shape = tile(call.q.dtype, call.q.shape[2], call.q.shape[1] // call.roles.num_heads)
-    with torch.cuda.device(call.q.device) if call.q.is_cuda else contextlib.nullcontext():
-        parts = (ALL,) if call.tau is None or not call.roles.followers else (FIRST, SECOND)
-        for part in parts:
-            _launch(call, part)
-        combine(call, len(parts) == 2, shape.BLOCK_N)
+    parts = (ALL,) if call.tau is None or not call.roles.followers else (FIRST, SECOND)
+    for part in parts:
+        _launch(call, part)
+    combine(call, len(parts) == 2, shape.BLOCK_N)
 
 
 def _launch(call: DecodeCall, part: int) -> None:
@@ -403,8 +394,8 @@ def _launch(call: DecodeCall, part: int) -> None:
     values = _native(call.values)
     keys, window = (values if x is None else _native(x) for x in (call.keys, call.window_keys))
     buffers, roles = call.buffers, call.roles
-    _run(
-        decode_kernel, (buffers.programs, batch),
+    triton_launch.run(
+        decode_kernel, (buffers.programs, batch), call.q,
         call.q, keys, window, values, call.lengths, roles.table,
         buffers.logits, buffers.distant_lse, buffers.partial_out, buffers.partial_lse,
         len(roles.leads), len(roles.followers), buffers.programs, call.num_sink_tokens, call.num_recent_tokens,
@@ -421,8 +412,8 @@ def combine(
     batch, heads, head_dim = call.q.shape
     groups = heads // call.roles.num_heads
     buffers, roles = call.buffers, call.roles
-    _run(
-        combine_kernel, (heads, batch),
+    triton_launch.run(
+        combine_kernel, (heads, batch), call.q,
         call.lengths, call.lengths if packed_lengths is None else packed_lengths, roles.table,
         buffers.distant_lse, buffers.partial_out, buffers.partial_lse, call.out,
         len(roles.leads), len(roles.followers), buffers.programs, call.num_sink_tokens, call.num_recent_tokens,
@@ -435,7 +426,3 @@ def combine(
 def _native(x: Stored | None) -> Tensor:
     assert isinstance(x, Tensor)
     return x
-
-
-def _run(kernel, grid: tuple[int, int], *arguments, **options) -> None:
-    kernel[grid](*arguments, **options)

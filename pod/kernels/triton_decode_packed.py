@@ -6,7 +6,6 @@ for ``num_recent_tokens`` >= the ring that holds them): they get tiles of their 
 followers are native.
 """
 
-import contextlib
 from typing import NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+from pod.kernels import triton_launch
 from pod.kernels.triton_decode import (
     _FREE,
     _LOG2E,
@@ -311,11 +311,10 @@ def unsupported(call: DecodeCall) -> str | None:
 def decode(call: DecodeCall) -> None:
     """See ``pod.kernels.decode.pod_decode``; keys and values of a row have one ``packed_lengths``."""
     sizes = call.q.dtype, call.q.shape[2], call.q.shape[1] // call.roles.num_heads
-    with torch.cuda.device(call.q.device) if call.q.is_cuda else contextlib.nullcontext():
-        parts = (ALL,) if call.tau is None or not call.roles.followers else (FIRST, SECOND)
-        for part in parts:
-            _launch(call, part, tile(*sizes, part))
-        combine(call, len(parts) == 2, tile(*sizes).BLOCK_N, _packed(call.values).packed_lengths)
+    parts = (ALL,) if call.tau is None or not call.roles.followers else (FIRST, SECOND)
+    for part in parts:
+        _launch(call, part, tile(*sizes, part))
+    combine(call, len(parts) == 2, tile(*sizes).BLOCK_N, _packed(call.values).packed_lengths)
 
 
 def _packed(x) -> Packed:
@@ -330,8 +329,8 @@ def _launch(call: DecodeCall, part: int, shape: Tile) -> None:
     window = call.q.unsqueeze(2) if call.window_keys is None else call.window_keys
     assert isinstance(window, Tensor)
     buffers, roles = call.buffers, call.roles
-    _run(
-        packed_decode_kernel, (buffers.programs, batch),
+    triton_launch.run(
+        packed_decode_kernel, (buffers.programs, batch), call.q,
         call.q, keys.codes, keys.zero, keys.scale, keys.tail, window,
         values.codes, values.zero, values.scale, values.tail, values.packed_lengths,
         call.lengths, roles.table, buffers.logits, buffers.distant_lse, buffers.partial_out, buffers.partial_lse,
@@ -341,7 +340,3 @@ def _launch(call: DecodeCall, part: int, shape: Tile) -> None:
         PART=part, GROUPS=heads // roles.num_heads, HALF=head_dim // 2,
         KEY_GROUP=keys.group_size, VALUE_GROUP=min(values.group_size, head_dim), **shape._asdict(),
     )  # fmt: skip
-
-
-def _run(kernel, grid: tuple[int, int], *arguments, **options) -> None:
-    kernel[grid](*arguments, **options)

@@ -3,14 +3,12 @@
 Arithmetic is fp32; what the modules round to their dtype on the way is rounded here as well.
 """
 
-import contextlib
-
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from pod.kernels import dispatch
+from pod.kernels import triton_launch
 from pod.kernels.fused import HeadNorms, NewToken, Operations
 from pod.modeling.shipped.decode import Roles
 
@@ -116,24 +114,14 @@ def gate_kernel(gate, up, out, numbers, BLOCK: tl.constexpr):
 # -- launch -------------------------------------------------------------------------------------------------------
 
 
-def interpreted() -> bool:
-    """Whether the kernels run in Triton's interpreter (``TRITON_INTERPRET=1`` before triton was imported)."""
-    return not isinstance(gate_kernel, triton.JITFunction)
-
-
-def unsupported(x: Tensor) -> str | None:
-    """Why the kernels cannot run on tensors like ``x``; None when they can."""
-    if x.dtype not in dispatch.TRITON_DTYPES:
-        return f"dtype {x.dtype} (float32, float16 or bfloat16)"
-    return dispatch.no_triton(x, interpreted())
-
-
 def _add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     x, delta = x.contiguous(), None if delta is None else delta.contiguous()
     total = x if delta is None else torch.empty_like(x)
     out, size = torch.empty_like(x), x.shape[-1]
     arguments = x, x if delta is None else delta, weight, total, out, eps
-    _run(add_norm_kernel, (x.numel() // size,), x, *arguments, **norm_options(delta is not None, size))
+    triton_launch.run(
+        add_norm_kernel, (x.numel() // size,), x, *arguments, **norm_options(delta is not None, size)
+    )
     return total, out
 
 
@@ -159,7 +147,7 @@ def _rotate_and_store(
     keys, window = (token.values if x is None else x for x in (token.keys, token.window_keys))
     q_weight, k_weight, eps = (q, k, 0.0) if norms is None else norms
     stores = keys, window, token.values
-    _run(
+    triton_launch.run(
         rotate_kernel, (heads + 2 * k.shape[1], batch), q,
         q, k, v, q_weight, k_weight, cos, sin, token.past, roles.table, *stores, out,
         len(roles.leads), len(roles.followers),
@@ -179,14 +167,10 @@ def rotate_options(with_norm: bool, groups: int, head_dim: int) -> dict[str, int
 def _gate(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = gate.contiguous(), up.contiguous()
     out, numbers = torch.empty_like(gate), gate.numel()
-    _run(gate_kernel, (triton.cdiv(numbers, GATE["BLOCK"]),), gate, gate, up, out, numbers, **GATE)
+    triton_launch.run(
+        gate_kernel, (triton.cdiv(numbers, GATE["BLOCK"]),), gate, gate, up, out, numbers, **GATE
+    )
     return out
 
 
-def _run(kernel, grid: tuple[int, ...], on: Tensor, *arguments, **options) -> None:
-    """One launch, on the device of a tensor."""
-    with torch.cuda.device(on.device) if on.is_cuda else contextlib.nullcontext():
-        kernel[grid](*arguments, **options)
-
-
-OPERATIONS = Operations(_add_norm, _rotate_and_store, _gate, unsupported)
+OPERATIONS = Operations(_add_norm, _rotate_and_store, _gate, triton_launch.unsupported)

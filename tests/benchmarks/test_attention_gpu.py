@@ -98,12 +98,12 @@ def test_both_layers_are_weighted_and_our_own_dense_is_no_peer(attention, script
     race.seconds = {
         "dense: torch flash": [[0.5, 0.5], [1.5, 0.5]],
         "dense: flex": [[3.0, 0.0], [3.0, 0.0]],
-        "dense: own triton": [[0.1, 0.0], [0.1, 0.0]],
+        "dense: own flash": [[0.1, 0.0], [0.1, 0.0]],
         "pod flash: 5 of 8 follow": [[1.0, 0.0], [1.0, 1.0]],
         "pod flash: 6 of 8 follow": [[1.0, 1.0], [3.0, 0.0]],
-        "pod triton: 5 of 8 follow": [[1.0, 0.0], [1.0, 0.0]],
+        "pod reference: 5 of 8 follow": [[1.0, 0.0], [1.0, 0.0]],
     }
-    race.errors = {"pod triton: 6 of 8 follow": "RuntimeError: no"}
+    race.errors = {"pod reference: 6 of 8 follow": "RuntimeError: no"}
     setting = argparse.Namespace(query_heads=32, windows=(16, 4080))
     kinds = attention.layers_of_share(0.7, 8)
     result = attention.report(race, kinds, setting, 4, {"flash": {"out": 0.0}})

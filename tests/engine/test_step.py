@@ -49,12 +49,10 @@ class Launches(TorchDispatchMode):
     def __init__(self, patch: pytest.MonkeyPatch):
         super().__init__()
         self.names: list[str] = []
-        from pod.kernels import triton_decode, triton_decode_packed, triton_fused
+        from pod.kernels import triton_launch
 
-        for module in (triton_decode, triton_decode_packed, triton_fused):
-            patch.setattr(
-                module, "_run", lambda *args, run=module._run, **options: self.launch(run, *args, **options)
-            )
+        run = triton_launch.run
+        patch.setattr(triton_launch, "run", lambda *args, **options: self.launch(run, *args, **options))
 
     def launch(self, run, kernel, *args, **options):
         self.names.append(kernel.fn.__name__)

@@ -135,16 +135,14 @@ def test_names_are_unique_in_a_module(case_of, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "types", "hot", "capability", "needs", "message"),
     [
-        ("triton_prefill: f", "*bf16", True, 90, (255, 8, 0, {"wgmma"}), "8 bytes of stack"),
-        ("triton_prefill: f", "*bf16", False, 90, (255, 8, 0, {"wgmma"}), None),
+        ("triton_fused: f", "*bf16", True, 90, (255, 8, 0, {"wgmma"}), "8 bytes of stack"),
+        ("triton_fused: f", "*bf16", False, 90, (255, 8, 0, {"wgmma"}), None),
         ("triton_decode: f", "*bf16", True, 80, (255, 0, 163 * 1024, {"mma.sync"}), None),
         ("triton_decode: f", "*bf16", True, 80, (255, 0, 163 * 1024 + 1, {"mma.sync"}), "shared memory"),
         ("triton_decode: f", "*bf16", True, 90, (255, 0, 227 * 1024, {"mma.sync"}), None),
         ("triton_decode: f", "*bf16", True, 90, (255, 0, 227 * 1024 + 1, {"mma.sync"}), "shared memory"),
         ("triton_decode: f", "*bf16", False, 100, (255, 0, 227 * 1024 + 1, set()), "shared memory"),
-        ("triton_prefill_backward: f", "*bf16", True, 90, (9, 0, 0, {"mma.sync"}), "none of wgmma"),
-        ("triton_prefill: f", "*fp16", True, 80, (9, 0, 0, {"mma.sync"}), None),
-        ("triton_statistics: f", "*bf16", True, 100, (9, 0, 0, {"mma.sync"}), "none of tcgen05.mma"),
+        ("triton_decode: f", "*fp16", True, 80, (9, 0, 0, {"mma.sync"}), None),
         (
             "triton_decode: f",
             "*bf16",
@@ -153,9 +151,9 @@ def test_names_are_unique_in_a_module(case_of, monkeypatch):
             (9, 0, 0, {"fma.rn.f32"}),
             "none of mma.sync, tcgen05.mma, wgmma",
         ),
-        ("triton_prefill: no product", "*bf16", True, 90, (9, 0, 0, {"fma.rn.f32"}), None),
-        ("triton_prefill: f", "*fp32", True, 90, (9, 0, 0, {"fma.rn.f32"}), None),
-        ("triton_prefill: f", "*fp32", False, 90, (9, 0, 0, {"wgmma", "tf32"}), "TF32"),
+        ("triton_fused: no product", "*bf16", True, 90, (9, 0, 0, {"fma.rn.f32"}), None),
+        ("triton_decode: f", "*fp32", True, 90, (9, 0, 0, {"fma.rn.f32"}), None),
+        ("triton_decode: f", "*fp32", False, 90, (9, 0, 0, {"wgmma", "tf32"}), "TF32"),
     ],
 )
 def test_limits_of_the_table(aot, case_of, name, types, hot, capability, needs, message):

@@ -228,27 +228,24 @@ def test_mixed_heads_are_each_their_own_kind(backend, followers, with_docs):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
 
 
-def test_mixed_attention_uses_the_backends_own_when_both_kinds_are_there(monkeypatch):
+def test_each_kind_of_head_is_a_call(monkeypatch):
     seen = []
 
-    def own(call):
+    def noted(call):
         heads = call.lead and call.lead.heads
-        seen.append((heads, call.visibility[:2], call.segments.doc_ids, call.scale))
-        return (call.q, call.q[..., 0]) if heads == (1,) else entry.attend(call)
+        seen.append((heads, call.q.shape[1], call.visibility[:2], call.segments.doc_ids, call.scale))
+        return entry.attend(call)
 
     entry = IMPLEMENTATIONS["flash"]
-    monkeypatch.setitem(IMPLEMENTATIONS, "flash", entry._replace(attend=own, takes_mixed_heads=True))
+    monkeypatch.setitem(IMPLEMENTATIONS, "flash", entry._replace(attend=noted))
     q, k, v, q_lead, k_lead = tensors(1, 3, 2, 8, 4)
-    assert api.mixed_attention(q, k, v, q_lead[:, :2], k_lead[:, :1], [1], 1, 2, scale=0.5) is q
-    assert seen == [((1,), (1, 2), None, 0.5)]
+    api.mixed_attention(q, k, v, q_lead[:, :2], k_lead[:, :1], [1], 1, 2, scale=0.5)
+    assert seen == [(None, 4, (0, None), None, 0.5), (None, 2, (1, 2), None, 0.5)]
     dense = api.mixed_attention(q, k, v, None, None, [], 1, 2)
     assert torch.equal(dense, api.causal_attention(q, k, v))
     pod_heads = api.mixed_attention(q, k, v, q_lead, k_lead, [0, 1, 2], 1, 2)
     assert torch.equal(pod_heads, api.pod_attention(q, k, v, q_lead, k_lead, 1, 2))
-    assert [heads for heads, *_ in seen[1:]] == [None, None, (0, 1, 2), None]
-    monkeypatch.setitem(IMPLEMENTATIONS, "flash", entry._replace(attend=own))
-    api.mixed_attention(q, k, v, q_lead[:, :2], k_lead[:, :1], [1], 1, 2)
-    assert [see[:2] for see in seen[-2:]] == [(None, (0, None)), (None, (1, 2))]  # each kind in a call
+    assert [heads for _, heads, *_ in seen[2:]] == [6, 6, 6, 6]
 
 
 def test_mixed_attention_names_what_is_wrong():
@@ -264,16 +261,3 @@ def test_mixed_attention_names_what_is_wrong():
         api.mixed_attention(q, k, v, q_lead, k_lead, [], 1, 2)
     with pytest.raises(ValueError, match="n_r >= 1"):
         api.mixed_attention(q, k, v, q_lead, k_lead, [0, 1, 2], 1, 0)
-
-
-def test_triton_runs_only_when_asked_for(monkeypatch):
-    assert "triton" in IMPLEMENTATIONS and "triton" not in AUTO_ORDER
-
-    def missing(name):
-        raise ImportError("No module named 'triton'")
-
-    monkeypatch.setattr("pod.kernels.importlib.import_module", missing)
-    q, k, v, *_ = tensors(1, 2, 2, 8, 4)
-    with pytest.raises(ValueError, match="'triton' cannot run: Triton cannot be imported"):
-        api.causal_attention(q, k, v, backend="triton")
-    api.causal_attention(q, k, v)

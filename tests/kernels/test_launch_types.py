@@ -1,4 +1,4 @@
-"""Ahead-of-time cases type their arguments as models, engines and statistics launch the kernels.
+"""Ahead-of-time cases type their arguments as engines launch the kernels.
 
 Launches are recorded on the CPU and compute nothing: what lies in memory then is as good as any logit.
 """
@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from attention_inputs import operations
 
 import pod
-from pod.kernels import dispatch, fused, statistics
+from pod.kernels import fused, triton_fused, triton_launch
 from pod.modeling.shipped import decode
 
 pytestmark = [
@@ -21,17 +20,7 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
 ]
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-FLAGS = (
-    "PART",
-    "WITH_GATE",
-    "PACKED",
-    "HAS_LEAD",
-    "HAS_DOCS",
-    "WITH_SQUARES",
-    "WRITE",
-    "WITH_DELTA",
-    "WITH_NORM",
-)
+FLAGS = ("PART", "WITH_GATE", "PACKED", "WITH_DELTA", "WITH_NORM")
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -70,25 +59,6 @@ def decoding():
             assert cache.engine.steps == 2
 
 
-def whole_sequences():
-    """Forward and backward of a layer of both kinds with documents, and of a dense layer."""
-    for docs in (torch.arange(40).expand(2, 40) // 30, None):
-        q, k, v, q_lead, k_lead = (
-            torch.randn(2, 40, heads, 64, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
-            for heads in (4, 2, 2, 2, 1)
-        )
-        lead = (q_lead, k_lead, [1]) if docs is not None else (None, None, [])
-        out = operations("triton").mixed_attention(q, k, v, *lead, 2, 8, doc_ids=docs)
-        out.sum().backward()
-
-
-def sums_and_rows():
-    q, k = torch.randn(2, 4, 40, 64, dtype=torch.bfloat16), torch.randn(2, 2, 40, 64, dtype=torch.bfloat16)
-    for squares in (False, True):
-        statistics.attention_column_sums(q, k, squares=squares, backend="triton")
-    statistics.attention_rows(q[:, :, -8:], k, backend="triton")
-
-
 @pytest.fixture(scope="module")
 def launches():
     """Bf16 cases by name, and by name what its kernel was launched with, in the case's variant."""
@@ -98,11 +68,12 @@ def launches():
         recorders = {case.kernel: Recorder(case.kernel) for case in cases.values()}
         for kernel, recorder in recorders.items():
             patch.setattr(importlib.import_module(kernel.fn.__module__), kernel.fn.__name__, recorder)
-        patch.setattr(dispatch, "no_triton", lambda q, interpreted: None)
+        patch.setattr(triton_launch, "unsupported", lambda x: None)
+        anywhere = triton_fused.OPERATIONS._replace(unsupported=lambda x: None)
+        patch.setattr(triton_fused, "OPERATIONS", anywhere)
         patch.setitem(decode.DECODE_ORDER, "cpu", ["triton"])
         patch.setitem(fused.ORDER, "cpu", ["triton"])
-        for launch in (decoding, whole_sequences, sums_and_rows):
-            launch()
+        decoding()
         yield cases, {name: of_variant(case, recorders[case.kernel]) for name, case in cases.items()}
 
 

@@ -4,7 +4,6 @@ Pages that nothing touches cost nothing, so tensors are laid out with one stride
 what 32 bits can say. The interpreter is chosen when triton is imported: this file, started as a script.
 """
 
-import contextlib
 import json
 import mmap
 from dataclasses import replace
@@ -105,64 +104,6 @@ def packed_decoding() -> dict[str, bool]:
     return {"capacity": torch.equal(found, decoded(case))}
 
 
-def whole_sequences() -> dict[str, bool]:
-    """Output and gradients, where inputs and results lie far apart; a tile's own rows stay within 32 bits."""
-    from attention_inputs import operations
-
-    from pod.kernels import triton_prefill_tiles
-
-    triton_prefill_tiles.OVERRIDE = 64, 64, 32
-    answer = {}
-    for dimension, name in enumerate(RUNS):
-        n = 560 if name == "tokens" else 70
-        heads = (1, 1, 1, 1, 1) if name == "tokens" else (6, 3, 3, 4, 2)
-        generator = torch.Generator().manual_seed(0)
-        batch = 3 if name == "batch" else 1
-        tensors = [torch.randn(batch, h, n, 16, generator=generator) for h in (*heads, heads[0])]
-        followers = [0] if name == "tokens" else [0, 2]
-        found = []
-        for place in (lambda x: x, lambda x, i=dimension: vast(x, i)):
-            if name == "heads":  # the lead has two heads: its stride alone says nothing
-                *leaves, dout = [place(x) if x.shape[1] > 2 else x.clone() for x in tensors]
-            else:
-                *leaves, dout = map(place, tensors)
-            leaves = [x.requires_grad_() for x in leaves]
-            with empty_like(like):
-                out = operations("triton").mixed_attention(*leaves, followers, 3, 40)
-                found.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
-        near, far = found
-        assert all(x.stride() == y.stride() for x, y in zip(far[1:], leaves, strict=True))
-        answer[name] = all(torch.equal(x, y.contiguous()) for x, y in zip(near, far, strict=True))
-    return answer
-
-
-@contextlib.contextmanager
-def empty_like(function):
-    before, torch.empty_like = torch.empty_like, function
-    try:
-        yield
-    finally:
-        torch.empty_like = before
-
-
-def sums_and_rows() -> dict[str, bool]:
-    from pod.kernels import triton_statistics
-
-    generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(3, heads, 70, 16, generator=generator) for heads in (6, 3))
-    answer = {}
-    for dimension, name in enumerate(RUNS):
-        near, far = (
-            (
-                *triton_statistics.attention_column_sums(*x, None, 0.25, True),
-                triton_statistics.attention_rows(*x, 0.25),
-            )
-            for x in ((q, k), (vast(q, dimension), vast(k, dimension)))
-        )
-        answer[name] = all(torch.equal(x, y) for x, y in zip(near, far, strict=True))
-    return answer
-
-
 def storing() -> dict[str, bool]:
     """A decoded token's keys and values in stores that lie far apart."""
     from pod.kernels.fused import NewToken
@@ -188,7 +129,7 @@ def storing() -> dict[str, bool]:
 def interpret() -> dict:
     if (why := interpreter.broken()) is not None:
         return why
-    parts = decoding, packed_decoding, whole_sequences, sums_and_rows, storing
+    parts = decoding, packed_decoding, storing
     return {part.__name__: part() for part in parts}
 
 
@@ -198,8 +139,6 @@ def test_offsets_are_computed_in_64_bits():
     assert {name: len(part) for name, part in found.items()} == {
         "decoding": 4,
         "packed_decoding": 1,
-        "whole_sequences": 3,
-        "sums_and_rows": 3,
         "storing": 3,
     }
     assert not {(name, what) for name, part in found.items() for what, same in part.items() if not same}

@@ -1,4 +1,4 @@
-"""Column sums and last rows of attention: loops over the definition, the reference, the blocked version, its memory and work."""
+"""Column sums and last rows of attention: loops over the definition, a plain version, the one in blocks, its memory and work."""
 
 import math
 
@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from pod import kernels
-from pod.kernels import statistics, statistics_blocked, statistics_reference
+from pod.kernels import statistics
 from pod.kernels.statistics import attention_column_sums, attention_rows
 
 
@@ -33,10 +33,30 @@ def loops(q, k, scale=None):
     return rows
 
 
-def log_sum_exp(q, k, scale=None):
+def plain_logits(q, k, scale=None):
+    """Scaled logits ``[B, Hq, m, n]``, hidden ones ``-inf``, in at least fp32."""
+    m, n, scale = q.shape[2], k.shape[2], q.shape[-1] ** -0.5 if scale is None else scale
+    compute = torch.promote_types(q.dtype, torch.float32)
+    keys = k.to(compute).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    logits = q.to(compute) @ keys.transpose(2, 3) * scale
+    hidden = torch.ones(m, n, dtype=torch.bool).triu(n - m + 1)
+    return logits.masked_fill(hidden, float("-inf"))
+
+
+def plain_sums(q, k, lse=None, scale=None):
+    """Sums and sums of squares by the whole ``m x n`` matrix."""
+    logits = plain_logits(q, k, scale)
+    weights = logits.softmax(-1) if lse is None else (logits - lse.to(logits.dtype)[..., None]).exp()
+    return torch.stack([weights.sum(2), weights.square().sum(2)])
+
+
+def plain_rows(q, k, scale=None):
+    return plain_logits(q, k, scale).softmax(-1)
+
+
+def log_sum_exp(q, k):
     """``[B, Hq, m]`` in the dtype of q."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return statistics_reference._logits(q, k, scale).logsumexp(-1)
+    return plain_logits(q, k).logsumexp(-1)
 
 
 def relative(a, b):
@@ -48,13 +68,17 @@ SHAPES = [(1, 1), (1, 63), (7, 63), (63, 63), (77, 500), (500, 500)]  # m, n
 
 @pytest.mark.parametrize("scale", [None, 0.7])
 @pytest.mark.parametrize("groups", [1, 3, 4])
-@pytest.mark.parametrize("backend", ["reference", "blocked"])
-def test_the_definition(backend, groups, scale):
+@pytest.mark.parametrize("version", ["plain", "blocked"])
+def test_the_definition(version, groups, scale):
     q, k = tensors(2, 2, groups, 9, 23, 4)
     truth = loops(q, k, scale)
     exact = {"rtol": 0, "atol": 1e-13}
-    torch.testing.assert_close(attention_rows(q, k, scale, backend=backend), truth, **exact)
-    sums, squares = attention_column_sums(q, k, None, scale, squares=True, backend=backend)
+    if version == "plain":
+        rows, (sums, squares) = plain_rows(q, k, scale), plain_sums(q, k, None, scale)
+    else:
+        rows = attention_rows(q, k, scale)
+        sums, squares = attention_column_sums(q, k, None, scale, squares=True)
+    torch.testing.assert_close(rows, truth, **exact)
     torch.testing.assert_close(sums, truth.sum(2), **exact)
     torch.testing.assert_close(squares, truth.square().sum(2), **exact)
 
@@ -63,8 +87,8 @@ def test_the_definition(backend, groups, scale):
 def block_elements(request, monkeypatch):
     """With small blocks every loop of the blocked version runs several times, over ragged ends."""
     if request.param == "small blocks":
-        monkeypatch.setattr(statistics_blocked, "_CPU_ELEMENTS", 1 << 12)
-        monkeypatch.setattr(statistics_blocked, "_LEAST_ROWS", 45)
+        monkeypatch.setattr(statistics, "_CPU_ELEMENTS", 1 << 12)
+        monkeypatch.setattr(statistics, "_LEAST_ROWS", 45)
 
 
 @pytest.fixture
@@ -80,23 +104,23 @@ def poisoned_memory():
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.usefixtures("block_elements", "poisoned_memory")
-def test_blocked_is_as_exact_as_the_reference(shape, groups, dtype):
+def test_blocks_are_as_exact_as_the_plain_version(shape, groups, dtype):
     q, k = tensors(2 if shape[1] < 500 else 1, 2, groups, *shape, 16, dtype)
     exact = q.double(), k.double()
-    true_sums, true_squares = attention_column_sums(*exact, squares=True, backend="reference")
-    true_rows = attention_rows(*exact, backend="reference")
+    true_sums, true_squares = plain_sums(*exact)
+    true_rows = plain_rows(*exact)
     wide = torch.promote_types(dtype, torch.float32)
     rounding = 1e-14 if dtype == torch.float64 else torch.finfo(wide).eps  # in fp64 the truth has errors too
     for lse in (None, log_sum_exp(*exact)):
-        sums, squares = attention_column_sums(q, k, lse, squares=True, backend="blocked")
-        expected = attention_column_sums(q, k, lse, squares=True, backend="reference")
+        sums, squares = attention_column_sums(q, k, lse, squares=True)
+        expected = plain_sums(q, k, lse)
         assert sums.dtype == squares.dtype == wide
         assert relative(sums, true_sums) <= 2 * (relative(expected[0], true_sums) + rounding)
         assert relative(squares, true_squares) <= 2 * (relative(expected[1], true_squares) + rounding)
-        assert torch.equal(sums, attention_column_sums(q, k, lse, backend="blocked"))
-    rows = attention_rows(q, k, backend="blocked")
+        assert torch.equal(sums, attention_column_sums(q, k, lse))
+    rows = attention_rows(q, k)
     assert rows.dtype == wide and rows.shape == true_rows.shape
-    limit = 2 * (relative(attention_rows(q, k, backend="reference"), true_rows) + rounding)
+    limit = 2 * (relative(plain_rows(q, k), true_rows) + rounding)
     assert relative(rows, true_rows) <= limit
     assert not rows[true_rows == 0].any()
 
@@ -152,13 +176,10 @@ def test_autocast_does_not_round_the_logits():
         assert torch.equal(attention_rows(q, k), plain[1])
 
 
-@pytest.mark.parametrize("backend", ["reference", "blocked"])
-def test_no_queries(backend):
+def test_no_queries():
     q, k = tensors(2, 2, 2, 0, 5, 4)
-    assert torch.equal(
-        attention_column_sums(q, k, backend=backend), torch.zeros(2, 4, 5, dtype=torch.float64)
-    )
-    assert attention_rows(q, k, backend=backend).shape == (2, 4, 0, 5)
+    assert torch.equal(attention_column_sums(q, k), torch.zeros(2, 4, 5, dtype=torch.float64))
+    assert attention_rows(q, k).shape == (2, 4, 0, 5)
 
 
 class Allocations(TorchDispatchMode):
@@ -189,7 +210,7 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_memory_of_column_sums_is_linear(with_lse, monkeypatch):
     elements, groups = 1 << 14, 2
-    monkeypatch.setattr(statistics_blocked, "_CPU_ELEMENTS", elements)
+    monkeypatch.setattr(statistics, "_CPU_ELEMENTS", elements)
     for n in (1000, 2000):
         q, k = tensors(1, 2, groups, n, n, 8, torch.float32)
         lse = log_sum_exp(q, k) if with_lse else None
@@ -200,13 +221,13 @@ def test_memory_of_column_sums_is_linear(with_lse, monkeypatch):
         assert sum(allocations.sizes) < n * n  # all that was ever made is less than one head's matrix
         if n == 1000:
             with Allocations(q, k) as allocations:
-                attention_column_sums(q, k, lse, backend="reference")
+                plain_sums(q, k, lse)
             assert allocations.sizes[-1] >= 4 * n * n  # the measure sees a matrix when there is one
 
 
 def test_memory_of_rows_is_the_result(monkeypatch):
     elements = 1 << 14
-    monkeypatch.setattr(statistics_blocked, "_CPU_ELEMENTS", elements)
+    monkeypatch.setattr(statistics, "_CPU_ELEMENTS", elements)
     q, k = tensors(2, 4, 2, 16, 1500, 8, torch.float32)
     with Allocations(q, k) as allocations:
         out = attention_rows(q, k)
@@ -221,14 +242,8 @@ def test_work_is_half_of_the_square():
     assert 0.5 <= counter.get_total_flops() / (2 * 8 * 4096**2) <= 0.53
 
 
-def test_dispatch_names_what_is_wrong(monkeypatch):
+def test_it_names_what_is_wrong():
     q, k = tensors(1, 2, 2, 4, 8, 4)
-    with pytest.raises(ValueError, match="'nope' is unknown; choose auto"):
-        attention_column_sums(q, k, backend="nope")
-    with pytest.raises(ValueError, match="'triton' cannot run: .*; choose auto"):
-        attention_column_sums(q, k, backend="triton")  # fp64: refused with and without Triton
-    with pytest.raises(ValueError, match="'triton' cannot run: .*; choose auto"):
-        attention_rows(q, k, backend="triton")
     with pytest.raises(ValueError, match="9 queries are more than 8 keys"):
         attention_rows(q.new_zeros(1, 4, 9, 4), k)
     with pytest.raises(ValueError, match="3 query heads do not divide evenly among 2"):
@@ -245,16 +260,5 @@ def test_dispatch_names_what_is_wrong(monkeypatch):
         attention_column_sums(q, k, lse=torch.zeros(1, 4, 3))
 
 
-def test_auto_takes_the_first_that_can(monkeypatch):
-    q, _ = tensors(1, 2, 2, 4, 8, 4)
-    assert statistics.choose(q) is statistics.BACKENDS["blocked"]
-    refusing = statistics.Entry(lambda *_: 1 / 0, lambda *_: 1 / 0, lambda q: "never")
-    monkeypatch.setitem(statistics.BACKENDS, "refusing", refusing)
-    monkeypatch.setitem(statistics.AUTO_ORDER, "cpu", ["refusing", "reference"])
-    assert statistics.choose(q) is statistics.BACKENDS["reference"]
-    with pytest.raises(ValueError, match="'refusing' cannot run: never; choose auto or another backend"):
-        statistics.choose(q, "refusing")
-    monkeypatch.setitem(statistics.AUTO_ORDER, "cpu", ["refusing"])
-    with pytest.raises(ValueError, match=r"no statistics backend runs on torch.float64 on cpu"):
-        statistics.choose(q)
+def test_the_package_offers_both():
     assert kernels.attention_rows is attention_rows and kernels.attention_column_sums is attention_column_sums

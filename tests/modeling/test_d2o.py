@@ -147,13 +147,13 @@ class Largest(TorchDispatchMode):
 @torch.no_grad()
 def test_no_tensor_grows_with_the_square_of_the_prompt(tools, monkeypatch):
     """Half of the prompt is kept: kept times dropped would be n² / 4 per head."""
-    from pod.kernels import statistics_blocked
+    from pod.kernels import statistics
 
     for module, name, value in [
         (merging, "_BLOCK_ELEMENTS", 1 << 12),
         (merging, "_LEAST_ROWS", 8),
-        (statistics_blocked, "_CPU_ELEMENTS", 1 << 12),
-        (statistics_blocked, "_LEAST_ROWS", 8),
+        (statistics, "_CPU_ELEMENTS", 1 << 12),
+        (statistics, "_LEAST_ROWS", 8),
     ]:
         monkeypatch.setattr(module, name, value)
     model = tools.make_pod(

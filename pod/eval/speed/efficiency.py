@@ -40,7 +40,7 @@ def _no_attention(call: Call) -> tuple[Tensor, Tensor]:
 @contextmanager
 def without_attention(model: Any) -> Iterator[None]:
     """Prompts are read with an attention that gives zeros (the backend ``zeros``): projections, methods and packing work as ever."""
-    IMPLEMENTATIONS["zeros"] = Implementation(_no_attention, lambda call: None, takes_mixed_heads=True)
+    IMPLEMENTATIONS["zeros"] = Implementation(_no_attention, lambda call: None)
     before, model.config.attention_backend = model.config.attention_backend, "zeros"
     try:
         yield

@@ -211,12 +211,10 @@ class Implementation(NamedTuple):
     Attributes:
         attend: a ``Call`` to the output ``[B, Hq, m, d]`` and the log-sum-exp ``[B, Hq, m]``, at least fp32.
         unsupported: why it cannot run a call; None = it can.
-        takes_mixed_heads: whether ``lead.heads`` may be some of the heads.
     """
 
     attend: Callable[[Call], tuple[Tensor, Tensor]]
     unsupported: Callable[[Call], str | None]
-    takes_mixed_heads: bool = False
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {}
@@ -288,7 +286,7 @@ def attend(
     _check(call)
     order = AUTO_ORDER if q.shape[2] == 1 else AUTO_ORDER[1:]  # "grouped" takes one query per row
     entry = choose("attention", IMPLEMENTATIONS, order, call, backend)
-    if lead is None or lead.heads is None or entry.takes_mixed_heads:
+    if lead is None or lead.heads is None:
         return entry.attend(call)
     return _split_by_role(call, list(lead.heads), entry)
 
