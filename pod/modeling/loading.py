@@ -45,8 +45,7 @@ def convert_config(source: Any, **changes: Any) -> PodConfig:
     bias = family == "qwen2" or own.get("attention_bias", False)
     fields = {name: own[name] for name in PodConfig.__annotations__.keys() & own.keys() - {"use_cache"}}
     fields |= {"attention_qkv_bias": bias, "attention_out_bias": bias and family != "qwen2"}
-    fields |= {"qk_norm": family == "qwen3", "source_model_type": family}
-    return PodConfig(**(fields | changes))
+    return PodConfig(**(fields | {"qk_norm": family == "qwen3"} | changes))
 
 
 def from_dense(source: PreTrainedModel, config: PodConfig) -> PodForCausalLM:

@@ -7,7 +7,7 @@ import torch
 from attention_inputs import operations
 
 import pod  # noqa: F401  (connects the kernels)
-from pod.modeling.shipped.attend import AUTO_ORDER, IMPLEMENTATIONS, Tokens, attend
+from pod.modeling.shipped.attend import AUTO_ORDER, IMPLEMENTATIONS, Segments, Tokens, attend
 
 api, flash, reference = map(operations, ("auto", "flash", "reference"))
 NAMES = ("q", "k", "v", "q_lead", "k_lead")
@@ -233,14 +233,15 @@ def test_each_kind_of_head_is_a_call(monkeypatch):
 
     def noted(call):
         heads = call.lead and call.lead.heads
-        seen.append((heads, call.q.shape[1], call.visibility[:2], call.segments.doc_ids, call.scale))
+        seen.append((heads, call.q.shape[1], call.visibility[:2], call.segments.all, call.scale))
         return entry.attend(call)
 
     entry = IMPLEMENTATIONS["flash"]
     monkeypatch.setitem(IMPLEMENTATIONS, "flash", entry._replace(attend=noted))
     q, k, v, q_lead, k_lead = tensors(1, 3, 2, 8, 4)
     api.mixed_attention(q, k, v, q_lead[:, :2], k_lead[:, :1], [1], 1, 2, scale=0.5)
-    assert seen == [(None, 4, (0, None), None, 0.5), (None, 2, (1, 2), None, 0.5)]
+    whole = Segments.whole(1, 8, 8).all
+    assert seen == [(None, 4, (0, None), whole, 0.5), (None, 2, (1, 2), whole, 0.5)]
     dense = api.mixed_attention(q, k, v, None, None, [], 1, 2)
     assert torch.equal(dense, api.causal_attention(q, k, v))
     pod_heads = api.mixed_attention(q, k, v, q_lead, k_lead, [0, 1, 2], 1, 2)

@@ -95,7 +95,7 @@ def truth(rows, see, q, k, v, q_lead, k_lead, scale, causal=True):
 
 def found_by(backend, rows, see, q, k, v, q_lead, k_lead, scale, causal=True, segments=None):
     n_s, n_r, followers = see
-    segments = Segments.of_rows(*rows, q.device) if segments is None else segments
+    segments = Segments.of_rows(*rows) if segments is None else segments
     lead = None if followers is None else Lead(q_lead, k_lead, followers)
     return attend(q, Tokens(k, v), lead, Visibility(n_s, n_r, causal), segments, scale, backend)
 

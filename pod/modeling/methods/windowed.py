@@ -150,7 +150,7 @@ class SinkLayer(WindowCacheLayer):
                 first += 1
             if first < count and self.num_sink_tokens:
                 far.append(Segment(rows, (first, count), (0, self.num_sink_tokens)))
-        return tuple(Segments(found, step.segments.doc_ids) for found in (own, recent, far))  # type: ignore
+        return tuple(Segments(found) for found in (own, recent, far))  # type: ignore
 
 
 def _once(positions: Tensor, step: Step) -> Tensor:

@@ -1,8 +1,8 @@
 """One attention operation for prefill, chunks behind a filled cache, decoding, training and every method.
 
 ``attend(q, tokens, lead, visibility)`` gives the output and the log-sum-exp of its logits, so that parts of one softmax that
-were attended apart merge exactly (``merge``). Implementations are registered in ``IMPLEMENTATIONS``: those of this folder run
-wherever torch runs and travel with exported checkpoints; ``pod.kernels`` adds others.
+were attended apart merge exactly (``merge``). Implementations are registered in ``IMPLEMENTATIONS``: they run
+wherever torch runs and travel with exported checkpoints.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,7 +64,6 @@ class Visibility(NamedTuple):
         causal: False = every query sees all ``n`` tokens, which all came before the queries, in whatever order they are.
         positions: int ``[B, H, n]`` of tokens that were selected, ascending, -1 = no token; ``start`` is then the position
             of the first query.
-        bias: ``[B, H, n]``, added to the logits of each token.
     """
 
     num_sink_tokens: int = 0
@@ -72,7 +71,6 @@ class Visibility(NamedTuple):
     causal: bool = True
     positions: Tensor | None = None
     start: int = 0
-    bias: Tensor | None = None
 
 
 CAUSAL = Visibility()
@@ -137,14 +135,12 @@ class Segments:
 
     Attributes:
         all: every segment; columns in none are padding and get a zero output.
-        is_fresh: whether no segment has a past: keys and queries are the same columns.
-        doc_ids: ``[B or 1, n]``, equal for tokens of one segment, -1 = padding; None = every row is one segment.
+        columns: of documents, padding included; None = not known.
         memo: what implementations derive from the segments, by a key of their own.
     """
 
-    def __init__(self, segments: Sequence[Segment], doc_ids: Tensor | None = None):
-        self.all, self.doc_ids = tuple(segments), doc_ids
-        self.is_fresh = all(segment.queries == segment.keys for segment in self.all)
+    def __init__(self, segments: Sequence[Segment], columns: int | None = None):
+        self.all, self.columns = tuple(segments), columns
         self.memo: dict[Any, Any] = {}
 
     @classmethod
@@ -153,14 +149,12 @@ class Segments:
         return cls([Segment((0, batch), (0, num_queries), (0, length))])
 
     @classmethod
-    def of_rows(cls, past: Sequence[int], counts: Sequence[int], device: torch.device) -> "Segments":
+    def of_rows(cls, past: Sequence[int], counts: Sequence[int]) -> "Segments":
         """Left-aligned rows: ``counts[b]`` new tokens behind ``past[b]``."""
         pairs = list(zip(past, counts, strict=True))
         if len(set(pairs)) == 1:
             return cls.whole(len(pairs), pairs[0][1], sum(pairs[0]))
-        found = [Segment((row, row + 1), (0, m), (0, p + m)) for row, (p, m) in enumerate(pairs) if m]
-        behind = torch.arange(max(counts))[None] >= torch.tensor(counts)[:, None]
-        return cls(found, -behind.long().to(device))
+        return cls([Segment((row, row + 1), (0, m), (0, p + m)) for row, (p, m) in enumerate(pairs) if m])
 
     @classmethod
     def of_documents(cls, doc_ids: Tensor, batch: int) -> "Segments":
@@ -172,8 +166,10 @@ class Segments:
             spans = zip([0, *ends[:-1]], ends, values.tolist(), strict=True)
             runs.append([(start, end) for start, end, value in spans if value >= 0])
         if len(runs) < batch:
-            return cls([Segment((0, batch), span, span) for span in runs[0]], doc_ids)
-        return cls([Segment((i, i + 1), span, span) for i, row in enumerate(runs) for span in row], doc_ids)
+            return cls([Segment((0, batch), span, span) for span in runs[0]], doc_ids.shape[1])
+        return cls(
+            [Segment((i, i + 1), span, span) for i, row in enumerate(runs) for span in row], doc_ids.shape[1]
+        )
 
     def derived(self, key: Any, make: Callable[[], Any]) -> Any:
         """``make()``, once for each key; tensors that may serve a later pass that trains."""
@@ -198,12 +194,6 @@ class Call(NamedTuple):
         """``G``: query heads per KV head."""
         return self.q.shape[1] // self.tokens.keys.shape[1]
 
-    @property
-    def windows(self) -> tuple[int, int]:
-        """``(n_s, n_r)``, with the number of tokens for a missing window."""
-        n_s, n_r = self.visibility[:2]
-        return (0, max(1, self.tokens.keys.shape[2])) if n_r is None else (n_s, n_r)
-
 
 class Implementation(NamedTuple):
     """How attention runs.
@@ -220,7 +210,7 @@ class Implementation(NamedTuple):
 IMPLEMENTATIONS: dict[str, Implementation] = {}
 """What ``PodConfig.attention_backend`` may name."""
 AUTO_ORDER = ["grouped", "flash", "reference"]
-"""What ``auto`` tries, in this order; others run only when they are asked for, until a GPU has measured them."""
+"""What ``auto`` tries, in this order."""
 
 
 def choose(what: str, table: Mapping[str, Any], order: Sequence[str], call: Any, backend: str) -> Any:
@@ -366,17 +356,18 @@ def merge_heads(parts: Sequence[tuple[Sequence[int], Tensor]], groups: int) -> T
 
 
 def _check(call: Call) -> None:
-    q, (keys, values), ids = call.q, call.tokens, call.segments.doc_ids
+    q, (keys, values) = call.q, call.tokens
     batch, heads, _, head_dim = shape = list(keys.shape)
     if _shape(values, keys) != shape or [batch, head_dim] != [q.shape[0], q.shape[3]] or q.shape[1] % heads:
         raise ValueError(
             f"q, k, v are {list(q.shape)}, {shape}, {list(values.shape)}: k and v must be [B, H, n, d] with the "
             "B and d of q, and H must divide its heads"
         )
-    if call.windows[0] < 0 or call.windows[1] < 1:
-        raise ValueError(f"need n_s >= 0 and n_r >= 1, got {call.windows[0]} and {call.windows[1]}")
-    if ids is not None and (ids.dim() != 2 or ids.shape[0] not in (1, batch) or ids.shape[1] != q.shape[2]):
-        raise ValueError(f"doc_ids is {list(ids.shape)}, expected [{batch}, {q.shape[2]}]")
+    n_s, n_r = call.visibility[:2]
+    if n_r is not None and (n_s < 0 or n_r < 1):
+        raise ValueError(f"need n_s >= 0 and n_r >= 1, got {n_s} and {n_r}")
+    if call.segments.columns not in (None, q.shape[2]):
+        raise ValueError(f"doc_ids have {call.segments.columns} columns, expected {q.shape[2]}")
     if call.lead is not None:
         _check_lead(call.lead, call, shape)
 

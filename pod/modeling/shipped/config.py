@@ -27,7 +27,6 @@ class PodConfig(PreTrainedConfig):
         num_sink_tokens, num_recent_tokens: ``n_s`` and ``n_r`` of the paper; the window counts the current token.
             None = 16 and 4080; 0 and 4096 for ``window``, which has no sinks. ``cla`` has no window.
         attention_backend: ``auto`` or the name of a registered backend.
-        source_model_type: the family that the weights come from.
 
     Raises:
         ValueError: head counts that do not divide, an unknown RoPE type or layout, a plan of another size or one that
@@ -60,7 +59,6 @@ class PodConfig(PreTrainedConfig):
     num_sink_tokens: int = None  # type: ignore[assignment]  # 16, or 0 for a window
     num_recent_tokens: int = None  # type: ignore[assignment]  # 4080, or 4096 for a window
     attention_backend: str = "auto"
-    source_model_type: str = "llama"
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None

@@ -52,8 +52,8 @@ class Part(NamedTuple):
 
 def unsupported(call: Call) -> str | None:
     """Why no flash op can run a call; None when one can."""
-    if call.visibility.positions is not None or call.visibility.bias is not None:
-        return "tokens with positions or a bias of their own"
+    if call.visibility.positions is not None:
+        return "tokens with positions of their own"
     if call.q.device.type != "cpu":
         return unsupported_on_cuda(call)
     return None if call.q.dtype.is_floating_point else f"dtype {call.q.dtype} is not floating point"

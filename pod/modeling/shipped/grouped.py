@@ -145,7 +145,6 @@ def attend_slots(
     values: Stored,
     scale: float,
     lengths: Tensor | None = None,
-    bias: Tensor | None = None,
     also: Sequence[tuple[Tokens, float]] = (),
     num_slots: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,7 +153,6 @@ def attend_slots(
     Args:
         q: ``[B, Hq, 1, d]``; keys, values: ``[B, H, n, d]``.
         lengths: ``[B]`` or ``[B, H]`` slots in use, the first ones (more than there are = all); None = all.
-        bias: ``[B, H, n]``, added to the logits.
         num_slots: of packed tokens, how many there are; None = ``n``.
         also: a few tokens that are held elsewhere, with what is added to their logits: tensors ``[B, H, c, d]``.
 
@@ -172,8 +170,6 @@ def attend_slots(
         _scores(grouped, part_keys, part)
         if extra:
             part += extra
-    if bias is not None:
-        logits[..., :n] += bias[:, :, None]
     if lengths is not None:
         used = torch.arange(n, device=q.device) < lengths.view(len(lengths), -1, 1)
         logits[..., :n].masked_fill_(~used[:, :, None], float("-inf"))
@@ -202,13 +198,14 @@ def weigh_slots(weights: Tensor, values: Any, dtype: torch.dtype) -> Tensor:
 def _attend_one(call: Call) -> tuple[Tensor, Tensor]:
     n = call.segments.all[0].keys[1]
     keys, values = (x if isinstance(x, Packed) else span(x, 0, n) for x in call.tokens)
-    out, lse, _ = attend_slots(call.q, keys, values, call.scale, bias=call.visibility.bias, num_slots=n)
+    out, lse, _ = attend_slots(call.q, keys, values, call.scale, num_slots=n)
     return out, lse
 
 
 def _unsupported_one(call: Call) -> str | None:
     """Why one query per row cannot be attended by grouped products; None when it can."""
-    if call.q.shape[2] != 1 or call.lead is not None or call.segments.doc_ids is not None:
+    first = call.segments.all[:1] and call.segments.all[0][:2]
+    if call.q.shape[2] != 1 or call.lead is not None or first != ((0, call.q.shape[0]), (0, 1)):
         return "more than one query per row, a lead, or rows of unlike length"
     if call.visibility.num_recent_tokens is not None or call.visibility.positions is not None:
         return "a window"

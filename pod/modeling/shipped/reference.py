@@ -44,9 +44,6 @@ def _rows(call: Call, tokens: list, segment: Segment, rows: Span) -> tuple[Tenso
 
     proximal, distant = _masks(call, segment, rows)
     logits, visible = logits_of(call.q, keys), proximal
-    if call.visibility.bias is not None:
-        bias = call.visibility.bias[slice(*segment.rows)]
-        logits = logits + bias.repeat_interleave(call.groups, dim=1)[:, :, None]
     if call.lead is not None:
         far = logits_of(call.lead.queries, far_keys)
         logits, visible = torch.where(proximal, logits, far), proximal | distant

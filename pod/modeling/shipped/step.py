@@ -116,7 +116,7 @@ class Step:
     @cached_property
     def segments(self) -> Segments:
         """What every row holds and gets, for ``attend``."""
-        return Segments.of_rows(*zip(*self.rows, strict=True), device=self.past.device)
+        return Segments.of_rows(*zip(*self.rows, strict=True))
 
     @cached_property
     def ragged(self) -> RaggedRows:

@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,7 +72,7 @@ class Part(NamedTuple):
     call: PackedCall
     copies: tuple[Place, Tensor] | None = None
 
-    def add_to_columns(self, x: Tensor, values: Tensor) -> None:
+    def add_to_columns(self, x: Any, values: Tensor) -> None:
         if self.copies is None:
             _add(x, self.columns, values)
             return
@@ -82,7 +82,7 @@ class Part(NamedTuple):
         _add(x, original, sums.index_add_(0, copy_of, values.to(sums.dtype)).to(x.dtype))
 
 
-def _take(x: Tensor, where: Place) -> Tensor:
+def _take(x: Any, where: Place) -> Tensor:
     if isinstance(where, Tensor):
         return x.index_select(0, where)
     return x.narrow(0, where[0], where[1] - where[0])
@@ -92,7 +92,7 @@ def _put(x: Tensor, where: Place, values: Tensor) -> None:
     x.index_copy_(0, where, values) if isinstance(where, Tensor) else _take(x, where).copy_(values)
 
 
-def _add(x: Tensor, where: Place, values: Tensor) -> None:
+def _add(x: Any, where: Place, values: Tensor) -> None:
     x.index_add_(0, where, values) if isinstance(where, Tensor) else _take(x, where).add_(values)
 
 
@@ -169,15 +169,17 @@ def unsupported_on_cuda(call: Call) -> str | None:
 def attend_on_cuda(call: Call) -> tuple[Tensor, Tensor]:
     """See ``attend.attend``; the output is laid out as ``[B, m, Hq, d]``."""
     n = max((segment.keys[1] for segment in call.segments.all), default=0)  # sources may have room for more
-    settings = (call.q.shape[2], n), call.visibility, call.lead is not None, call.scale, call.q.device
-    key = "varlen", settings[0], call.visibility[:3], *settings[2:]
-    plan = call.segments.derived(key, lambda: make_plan(call.segments.all, *settings))
+    sizes, see, has_lead, device = (call.q.shape[2], n), call.visibility, call.lead is not None, call.q.device
+    plan = call.segments.derived(
+        ("varlen", sizes, see[:3], has_lead, call.scale, device),
+        lambda: make_plan(call.segments.all, sizes, see, has_lead, call.scale, device),
+    )
     keys, values = (span(x, 0, n) for x in call.tokens)
     lead = (None, None) if call.lead is None else (call.lead.queries, span(call.lead.keys, 0, n))
     return differentiable(
         (call.q, keys, values, *lead),
         lambda inputs: forward(inputs, plan),
-        lambda inputs, *results: backward(inputs, *results, plan),
+        lambda inputs, grad_out, out, lse: backward(inputs, grad_out, out, lse, plan),
     )
 
 
@@ -247,14 +249,13 @@ def _packed(x):
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _unpacked(x: Tensor, like: Tensor) -> Tensor:
+def _unpacked(x: Tensor, like: Any) -> Tensor:
     return x.unflatten(0, (like.shape[0], like.shape[2])).transpose(1, 2)
 
 
 def _arguments(part: Part, packed: Inputs) -> list[Tensor]:
     q, k, v, q_lead, k_lead = packed
     queries, keys = (q_lead, k_lead) if part.lead else (q, k)
-    assert queries is not None and keys is not None and v is not None
     return [_take(queries, part.rows), _take(keys, part.columns), _take(v, part.columns)]
 
 
