@@ -29,9 +29,8 @@ def convert_config(source: Any, **changes: Any) -> PodConfig:
     """
     family = source.model_type
     if family not in _FAMILIES:
-        raise ValueError(
-            f"model_type = {family!r} is not supported; supported are {', '.join(_FAMILIES)}; exports of this project load from their folder"
-        )
+        known = f"{', '.join(_FAMILIES)}; exports of this project load from their folder"
+        raise ValueError(f"model_type = {family!r} is not supported; supported are {known}")
     layer_types = set(getattr(source, "layer_types", None) or ["full_attention"])
     if layer_types != {"full_attention"} or (family == "mistral" and source.sliding_window):
         raise ValueError(
@@ -43,7 +42,9 @@ def convert_config(source: Any, **changes: Any) -> PodConfig:
         raise ValueError("partial rotary embeddings are not supported")
     # Qwen2's biases are part of its architecture and in no field.
     bias = family == "qwen2" or own.get("attention_bias", False)
-    fields = {name: own[name] for name in PodConfig.__annotations__.keys() & own.keys() - {"use_cache"}}
+    fields: dict[str, Any] = {
+        name: own[name] for name in PodConfig.__annotations__.keys() & own.keys() - {"use_cache"}
+    }
     fields |= {"attention_qkv_bias": bias, "attention_out_bias": bias and family != "qwen2"}
     return PodConfig(**(fields | {"qk_norm": family == "qwen3"} | changes))
 
@@ -205,9 +206,8 @@ def _dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 def load_tokenizer(source: str | os.PathLike, gguf_file: str | None = None):
     """The tokenizer that belongs to a checkpoint (folder or hub id)."""
-    if gguf_file is not None:
-        return AutoTokenizer.from_pretrained(source, gguf_file=gguf_file)
-    if _model_type(source) != "pod":
-        return AutoTokenizer.from_pretrained(source)
-    # with our own configuration in hand transformers does not ask whether it may run the export's code
-    return AutoTokenizer.from_pretrained(source, config=PodConfig.from_pretrained(source))
+    options: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
+    if gguf_file is None and _model_type(source) == "pod":
+        # with our own configuration in hand transformers does not ask whether it may run the export's code
+        options["config"] = PodConfig.from_pretrained(source)
+    return AutoTokenizer.from_pretrained(source, **options)

@@ -159,17 +159,14 @@ class Segments:
     @classmethod
     def of_documents(cls, doc_ids: Tensor, batch: int) -> "Segments":
         """Runs of equal ids ``[batch or 1, n]``, -1 = padding; ids are copied to the host, which waits for the device."""
-        runs: list[list[Span]] = []
-        for row in doc_ids.detach().cpu():
+        found = []
+        for i, row in enumerate(doc_ids.detach().cpu()):
+            rows = (i, i + 1) if doc_ids.shape[0] == batch else (0, batch)
             values, lengths = torch.unique_consecutive(row, return_counts=True)
             ends = lengths.cumsum(0).tolist()
             spans = zip([0, *ends[:-1]], ends, values.tolist(), strict=True)
-            runs.append([(start, end) for start, end, value in spans if value >= 0])
-        if len(runs) < batch:
-            return cls([Segment((0, batch), span, span) for span in runs[0]], doc_ids.shape[1])
-        return cls(
-            [Segment((i, i + 1), span, span) for i, row in enumerate(runs) for span in row], doc_ids.shape[1]
-        )
+            found += [Segment(rows, (start, end), (start, end)) for start, end, value in spans if value >= 0]
+        return cls(found, doc_ids.shape[1])
 
     def derived(self, key: Any, make: Callable[[], Any]) -> Any:
         """``make()``, once for each key; tensors that may serve a later pass that trains."""
@@ -283,21 +280,17 @@ def attend(
 
 def _split_by_role(call: Call, followers: list[int], entry: Implementation) -> tuple[Tensor, Tensor]:
     """Heads that lead and heads that follow in a call each."""
-    groups = call.groups
-    leads = [head for head in range(call.tokens.keys.shape[1]) if head not in followers]
     assert call.lead is not None
+    leads = [head for head in range(call.tokens.keys.shape[1]) if head not in followers]
+    own = call._replace(lead=None, visibility=CAUSAL)
     parts = []
-    for members, lead in ((leads, None), (followers, call.lead._replace(heads=None))):
+    for members, role in ((leads, own), (followers, call._replace(lead=call.lead._replace(heads=None)))):
         if members:
-            own = Tokens(*(take_heads(x, members) for x in call.tokens))
-            visibility = CAUSAL if lead is None else call.visibility
-            q = take_heads(call.q, members, groups)
-            parts.append(
-                (members, entry.attend(call._replace(q=q, tokens=own, lead=lead, visibility=visibility)))
-            )
-    return tuple(  # type: ignore[return-value]
-        merge_heads([(members, result[i]) for members, result in parts], groups) for i in range(2)
-    )
+            tokens = Tokens(*(take_heads(x, members) for x in call.tokens))
+            q = take_heads(call.q, members, call.groups)
+            parts.append((members, *entry.attend(role._replace(q=q, tokens=tokens))))
+    out, lse = (merge_heads([(part[0], part[i]) for part in parts], call.groups) for i in (1, 2))
+    return out, lse
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -132,41 +132,26 @@ class PodAttention(nn.Module):
 
     def _attend_without_cache(self, q, k, v, context: ForwardContext, carry: Carry) -> tuple[Tensor, Carry]:
         q, k = context.rope(q), context.rope(k)
-        options: dict[str, Any] = {"segments": context.segments, "backend": context.backend}
+        lead, see, followers = None, CAUSAL, split_heads(context.lead[self.layer_idx], self.layer_idx)[1]
         if self.layout == "window":
             see = Visibility(num_recent_tokens=self.num_recent_tokens)
-            return attend(q, Tokens(k, v), None, see, **options)[0], carry
-        if self.layout == "cla":
-            return self._attend_across_layers(q, k, v, context, carry, options)
-        lead, see = None, CAUSAL
-        followers = split_heads(context.lead[self.layer_idx], self.layer_idx)[1]
-        if followers:
-            lead = Lead(*(_carried(carry, followers, part) for part in (0, 1)), heads=tuple(followers))
-            see = Visibility(self.num_sink_tokens, self.num_recent_tokens)
-        out, _ = attend(q, Tokens(k, v), lead, see, **options)
-        return out, next_carry(q, k, context.lead, self.layer_idx, carry)
-
-    def _attend_across_layers(
-        self, q, k, v, context: ForwardContext, carry: Carry, options: dict
-    ) -> tuple[Tensor, Carry]:
-        """Own queries on the keys and values of the block's lead (Brandon et al., 2024, §2)."""
-        if self.source_layer != self.layer_idx:
+        elif self.layout == "cla" and followers:  # the keys and values of its lead (Brandon et al., 2024, §2)
             k, v = carry[:2]
             assert k is not None and v is not None, "the lead left no keys and values in the carry"
-        out, _ = attend(q, Tokens(k, v), **options)
-        nothing = (None,) * len(carry)
-        followed = is_followed(context.lead, self.layer_idx, 0)
-        return out, (k, v, *nothing[2:]) if followed else nothing
+        elif followers:
+            lead = Lead(*(_carried(carry, followers, part) for part in (0, 1)), heads=tuple(followers))
+            see = Visibility(self.num_sink_tokens, self.num_recent_tokens)
+        out, _ = attend(q, Tokens(k, v), lead, see, context.segments, backend=context.backend)
+        if self.layout == "cla":
+            nothing = (None,) * len(carry)
+            followed = is_followed(context.lead, self.layer_idx, 0)
+            return out, (k, v, *nothing[2:]) if followed else nothing
+        return out, next_carry(q, k, context.lead, self.layer_idx, carry)
 
 
 def _carried(carry: Carry, heads: Sequence[int], part: int) -> Tensor:
     """Lead queries (part 0) or keys (part 1) of these KV heads, ``[B, h, n, d]``."""
-    tensors = []
-    for head in heads:
-        tensor = carry[2 * head + part]
-        assert tensor is not None, f"KV head {head} follows a lead that left nothing in the carry"
-        tensors.append(tensor)
-    return torch.cat(tensors, dim=1)
+    return torch.cat([carry[2 * head + part] for head in heads], dim=1)  # type: ignore[misc]
 
 
 def is_followed(lead: Sequence[Sequence[int]], layer: int, head: int) -> bool:
