@@ -72,7 +72,7 @@ def roles_of(table: list[list[int]], layer: int, device: torch.device) -> decode
     heads = range(len(table[layer]))
     leads = [h for h in heads if table[layer][h] == layer]
     followed = [h for h in leads if any(row[h] == layer for row in table[layer + 1 :])]
-    return decode.make_roles(leads, [h for h in heads if h not in leads], followed, device)
+    return decode.Roles(leads, [h for h in heads if h not in leads], followed, device)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Stack:
         self.buffers = decode.make_buffers(
             shape.batch, KV_HEADS, shape.groups, HEAD_DIM, shape.n, dtype, device
         )
-        self.all_lead = decode.make_roles(list(range(KV_HEADS)), [], [], device)
+        self.all_lead = decode.Roles(list(range(KV_HEADS)), [], [], device)
 
     def pod(self, backend: str, tau: float | None = None) -> list[Tensor]:
         """One token through all layers."""

@@ -123,7 +123,7 @@ def attention_stack(length: int, dtype: torch.dtype) -> dict[str, Callable[[], N
         1, KV_HEADS, QUERY_HEADS // KV_HEADS, HEAD_DIM, length, dtype, torch.device("cpu")
     )
     dense, lead, follow = (
-        decode.make_roles(*roles, "cpu") for roles in ((heads, [], []), (heads, [], heads), ([], heads, []))
+        decode.Roles(*roles, "cpu") for roles in ((heads, [], []), (heads, [], heads), ([], heads, []))
     )
 
     def run(windows: tuple[int, int] | None) -> None:

@@ -84,7 +84,7 @@ class StaticLayer:
         self.keys = layer.lead_keys if layer.leads else None
         self.window_keys = layer.window_keys if layer.followers else None
         device = self.values.target.device
-        self.roles = decode.make_roles(layer.leads, layer.followers, layer.followed, device)
+        self.roles = decode.Roles(layer.leads, layer.followers, layer.followed, device)
         self.operations = fused.choose(self.values.target, backend)
         self.step: Callable[[], StaticStep | None] = lambda: None
         self.handle = next(_HANDLES)

@@ -46,7 +46,8 @@ def convert_config(source: Any, **changes: Any) -> PodConfig:
         name: own[name] for name in PodConfig.__annotations__.keys() & own.keys() - {"use_cache"}
     }
     fields |= {"attention_qkv_bias": bias, "attention_out_bias": bias and family != "qwen2"}
-    return PodConfig(**(fields | {"qk_norm": family == "qwen3"} | changes))
+    fields["qk_norm"] = family == "qwen3"
+    return PodConfig(**(fields | changes))
 
 
 def from_dense(source: PreTrainedModel, config: PodConfig) -> PodForCausalLM:

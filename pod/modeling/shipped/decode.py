@@ -21,18 +21,31 @@ SPARE_COLUMNS = 64  # the last tile of a row of logits is read as a whole
 
 @dataclass(frozen=True)
 class Roles:
-    """Which KV heads of a layer lead and follow; made once per layer by ``make_roles``.
+    """Which KV heads of a layer lead and follow; made once per layer.
 
     Attributes:
         leads, followers: KV heads, ascending; together all of ``0 … H-1``.
-        followed: leads of this layer that a later layer uses.
+        followed: leads of this layer that a later layer uses, ascending.
         device: of ``table``, which kernels read.
+
+    Raises:
+        ValueError: heads that are not ``0 … H-1`` in two ascending lists, or ``followed`` heads that do not lead.
     """
 
     leads: list[int]
     followers: list[int]
     followed: list[int]
     device: torch.device | str = "cpu"
+
+    def __post_init__(self):
+        heads = self.leads + self.followers
+        ascend = all(x == sorted(x) for x in (self.leads, self.followers, self.followed))
+        if not heads or sorted(heads) != list(range(len(heads))) or not ascend:
+            raise ValueError(
+                f"leads and followers must name the heads 0 … H-1 once, ascending, and are {self}"
+            )
+        if not set(self.followed) <= set(self.leads):
+            raise ValueError(f"heads {self.followed} are followed, but only {self.leads} lead")
 
     @cached_property
     def table(self) -> Tensor:
@@ -44,22 +57,6 @@ class Roles:
     @property
     def num_heads(self) -> int:
         return len(self.leads) + len(self.followers)
-
-
-def make_roles(leads: list[int], followers: list[int], followed: list[int], device) -> Roles:
-    """Roles of a layer's KV heads; ``ValueError`` for heads that are not ``0 … H-1`` in two ascending lists."""
-    heads = leads + followers
-    if (
-        not heads
-        or sorted(heads) != list(range(len(heads)))
-        or [sorted(leads), sorted(followers)] != [leads, followers]
-    ):
-        raise ValueError(
-            f"leads {leads} and followers {followers} must name the heads 0 … H-1 once, ascending"
-        )
-    if not set(followed) <= set(leads):
-        raise ValueError(f"heads {followed} are followed, but only {leads} lead")
-    return Roles(list(leads), list(followers), sorted(followed), device)
 
 
 @dataclass(frozen=True)
@@ -148,7 +145,7 @@ class DecodeCall(NamedTuple):
         values: ``[B, H, C, d]``. May be ``Packed``, with the ``packed_lengths`` of the keys.
         lengths: int32 or int64 ``[B]`` on the device of ``q``: tokens per row (at least 1), the new one, already stored,
             included. Slots behind a row's length may hold anything.
-        roles, buffers: from ``make_roles`` and ``make_buffers``. Heads in ``roles.followed`` write ``buffers.logits`` and
+        buffers: from ``make_buffers``. Heads in ``roles.followed`` write ``buffers.logits`` and
             ``buffers.distant_lse``.
         scale: factor on logits, ``1/sqrt(d)`` when None.
         tau: gate threshold (paper B.4), None = exact. A query head of a follower whose proximal tokens hold the share

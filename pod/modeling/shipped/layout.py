@@ -8,7 +8,7 @@ from torch import Tensor
 from .attend import CAUSAL, Lead, Source, Tokens, Visibility, attend, merge_heads, take_heads, takes_gradients
 from .attention import is_followed, split_heads
 from .config import PodConfig
-from .decode import make_buffers, make_roles, pod_decode
+from .decode import Roles, make_buffers, pod_decode
 from .grouped import attend_slots
 from .step import CacheLayer, Step
 from .stores import NATIVE, Codec, Recent, Store, take_slots
@@ -137,7 +137,7 @@ class PodCacheLayer(CacheLayer):
             size = q.shape[0], q.shape[1] // self.groups, self.groups, q.shape[3], room
             step.lead.buffers = make_buffers(*size, q.dtype, q.device)
         if self.roles is None:
-            self.roles = make_roles(self.leads, self.followers, self.followed, q.device)
+            self.roles = Roles(self.leads, self.followers, self.followed, q.device)
         return pod_decode(
             q[:, :, 0],
             self.lead_keys.stored if self.leads else None,
