@@ -212,11 +212,7 @@ AUTO_ORDER = ["grouped", "flash", "reference"]
 
 def choose(what: str, table: Mapping[str, Any], order: Sequence[str], call: Any, backend: str) -> Any:
     """The entry of an operation's table that will run: with ``auto`` the first of ``order`` that can, else the one that was asked
-    for, and no other.
-
-    Args:
-        what: name of the operation in error messages, such as "attention".
-        table: entries with ``unsupported``, which says why a call cannot run (None = it can).
+    for, and no other. Entries have ``unsupported``, which says why a call cannot run (None = it can).
 
     Raises:
         ValueError: an unknown name, one that cannot run, or nothing that ``auto`` could take.

@@ -21,11 +21,9 @@ from .attend import (
     Implementation,
     Lead,
     Segment,
-    Segments,
     Slice,
     Span,
     Tokens,
-    Visibility,
     compute_dtype,
     span,
     take_rows,
@@ -67,11 +65,11 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     if not takes_gradients(*tensors):
         with torch.no_grad():
             return _forward(call)
-    settings = call.visibility, call.segments, call.scale
+    bare = call._replace(q=None, tokens=None, lead=None)  # type: ignore[arg-type]
     return differentiable(
         [x if x is None else span(x, 0, x.shape[2]) for x in tensors],
-        lambda inputs: _forward(_call(inputs, *settings)),
-        lambda inputs, *results: _backward(_call(inputs, *settings), *results),
+        lambda inputs: _forward(_with(bare, *inputs)),
+        lambda inputs, *results: _backward(_with(bare, *inputs), *results),
     )
 
 
@@ -79,10 +77,9 @@ def _tensors(call: Call) -> tuple:
     return call.q, *call.tokens, *((None, None) if call.lead is None else call.lead[:2])
 
 
-def _call(inputs, visibility: Visibility, segments: Segments, scale: float) -> Call:
-    q, keys, values, q_lead, k_lead = inputs
+def _with(call: Call, q, keys, values, q_lead, k_lead) -> Call:
     lead = None if q_lead is None else Lead(q_lead, k_lead)
-    return Call(q, Tokens(keys, values), lead, visibility, segments, scale)
+    return call._replace(q=q, tokens=Tokens(keys, values), lead=lead)
 
 
 # -- which calls -------------------------------------------------------------------------------------------------

@@ -204,12 +204,10 @@ def _attend_one(call: Call) -> tuple[Tensor, Tensor]:
 
 def _unsupported_one(call: Call) -> str | None:
     """Why one query per row cannot be attended by grouped products; None when it can."""
-    first = call.segments.all[:1] and call.segments.all[0][:2]
+    first, see = call.segments.all[:1] and call.segments.all[0][:2], call.visibility
     if call.q.shape[2] != 1 or call.lead is not None or first != ((0, call.q.shape[0]), (0, 1)):
         return "more than one query per row, a lead, or rows of unlike length"
-    if call.visibility.num_recent_tokens is not None or call.visibility.positions is not None:
-        return "a window"
-    return None
+    return None if see.num_recent_tokens is None and see.positions is None else "a window"
 
 
 # -- products ----------------------------------------------------------------------------------------------------

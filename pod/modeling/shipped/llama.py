@@ -140,9 +140,7 @@ class PodModel(PodPreTrainedModel):
             past_key_values = PodCache(self.config)
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         if past_key_values is not None and self.training and self.gradient_checkpointing:
-            raise ValueError(
-                "a cache cannot be filled under activation checkpointing: call model.eval() first"
-            )
+            raise ValueError("no cache is filled under activation checkpointing: call model.eval() first")
         _check_inputs(hidden_states, attention_mask, seen, doc_ids, past_key_values, self.sequence_parallel)
         if past_key_values is None:
             hidden_states = self._forward_plain(hidden_states, attention_mask, doc_ids, position_ids)
@@ -276,15 +274,8 @@ class PodForCausalLM(PodPreTrainedModel, PodGenerationMixin):
         """
         if not return_dict:
             raise ValueError("return_dict=False is not supported: read the fields of the returned object")
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            doc_ids=doc_ids,
-            position_ids=position_ids,
-        )
+        inputs = input_ids, attention_mask, past_key_values, inputs_embeds, use_cache, doc_ids, position_ids
+        outputs = self.model(*inputs)
         hidden_states = outputs.last_hidden_state[:, -logits_to_keep if logits_to_keep else None :]
         logits = self.lm_head(hidden_states)
         loss = None
