@@ -10,101 +10,88 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
-import triton
 from aot import AotCase, CompiledCase, compile_case
 
-from pod.kernels import triton_decode, triton_decode_packed, triton_fused
+from pod.kernels import triton_decode, triton_fused
 from pod.kernels.triton_decode import ALL, FIRST, SECOND
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def decode_cases() -> Iterator[AotCase]:
-    """bf16 and fp16, head_dim 64 and 128, groups of 1 to 8, with and without threshold."""
-    for dtype, head_dim, groups in (
-        (torch.bfloat16, 128, 4),
-        (torch.bfloat16, 128, 8),
-        (torch.bfloat16, 64, 4),
-        (torch.bfloat16, 64, 1),
-        (torch.float16, 128, 4),
-        (torch.float32, 128, 4),
-    ):
-        shape = triton_decode.tile(dtype, head_dim, groups)
-        name = f"{SHORT[dtype]} d{head_dim} g{groups}"
-        for part, suffix in ((ALL, ""), (FIRST, " tau near"), (SECOND, " tau far")):
-            yield _decode_case(name + suffix, SHORT[dtype], head_dim, groups, part, shape)
-        for with_gate, suffix in ((False, ""), (True, " tau")):
-            yield _combine_case(
-                name + suffix, SHORT[dtype], head_dim, groups, with_gate, shape.BLOCK_N, False
-            )
-
-
-def _decode_case(
-    name: str, dtype: str, head_dim: int, groups: int, part: int, shape: triton_decode.Tile
-) -> AotCase:
-    types = dict.fromkeys(("q", "keys", "window", "values"), f"*{dtype}")
-    types |= dict.fromkeys(("logits", "distant_lse", "part_out", "part_lse"), "*fp32")
-    types |= {"lengths": "*i64", "table": "*i32", "scale": "fp32", "tau": "fp32"}
-    constants = {"PART": part, "GROUPS": groups, "HEAD_DIM": head_dim}
-    constants |= {"BLOCK_N": shape.BLOCK_N, "BLOCK_D": shape.BLOCK_D, "BLOCK_G": shape.BLOCK_G}
-    strides = [f"{x}_{y}" for x in "kwv" for y in ("batch", "head", "row")]
-    even = ("n_s", "n_r", "room", "q_batch", "q_head", *strides)
-    options = {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
-    kernel, hot = triton_decode.decode_kernel, dtype != "fp32"
-    return AotCase(f"decode {name}", kernel, types, constants, options, hot=hot, divisible=even)
-
-
-def _combine_case(
-    name: str, dtype: str, head_dim: int, groups: int, with_gate: bool, tokens_per_step: int, packed: bool
-) -> AotCase:
-    """The kernel that merges splits; lengths of native tokens stand in for those that packed ones have of their own."""
-    types = {"lengths": "*i64", "packed_lengths": "*i32" if packed else "*i64", "table": "*i32"}
-    types |= {"out": f"*{dtype}"} | dict.fromkeys(("distant_lse", "part_out", "part_lse"), "*fp32")
-    constants = {"WITH_GATE": with_gate, "PACKED": packed, "GROUPS": groups, "HEAD_DIM": head_dim}
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    constants |= {"BLOCK_N": tokens_per_step, "BLOCK_S": triton_decode._SPLITS, "BLOCK_D": block_d}
-    even = ("n_s", "n_r", "out_batch", "out_head")
-    kernel, hot = triton_decode.combine_kernel, dtype != "fp32"
-    return AotCase(f"combine {name}", kernel, types, constants, {"num_warps": 4}, hot=hot, divisible=even)
-
-
-def packed_cases() -> Iterator[AotCase]:
-    """4 bits in groups of 32 and 64, with and without threshold."""
-    tile = triton_decode_packed.tile
+    """bf16 and fp16, head_dim 64 and 128, groups of 1 to 8; 4 bits in groups of 32 and 64; with and without threshold."""
     for dtype, head_dim, groups, group_size in (
+        (torch.bfloat16, 128, 4, None),
+        (torch.bfloat16, 128, 8, None),
+        (torch.bfloat16, 64, 4, None),
+        (torch.bfloat16, 64, 1, None),
+        (torch.float16, 128, 4, None),
+        (torch.float32, 128, 4, None),
         (torch.bfloat16, 128, 4, 32),
         (torch.bfloat16, 128, 8, 64),
         (torch.bfloat16, 64, 4, 32),
         (torch.float32, 128, 4, 32),
     ):
-        name = f"int4 {SHORT[dtype]} d{head_dim} g{groups} group {group_size}"
         for part, suffix in ((ALL, ""), (FIRST, " tau near"), (SECOND, " tau far")):
-            shape = tile(dtype, head_dim, groups, part)
-            yield _packed_case(name + suffix, SHORT[dtype], head_dim, groups, group_size, part, shape)
-        tokens_per_step = tile(dtype, head_dim, groups).BLOCK_N
-        yield _combine_case(name, SHORT[dtype], head_dim, groups, False, tokens_per_step, True)
+            yield _decode_case(suffix, dtype, head_dim, groups, group_size, part)
+        for with_gate, suffix in ((False, ""), (True, " tau")):
+            yield _combine_case(suffix, dtype, head_dim, groups, group_size, with_gate)
 
 
-def _packed_case(
-    name: str,
-    dtype: str,
-    head_dim: int,
-    groups: int,
-    group_size: int,
-    part: int,
-    shape: triton_decode_packed.Tile,
+def _decode_case(
+    suffix: str, dtype: torch.dtype, head_dim: int, groups: int, group_size: int | None, part: int
 ) -> AotCase:
-    types = dict.fromkeys(("q", "key_tail", "window", "value_tail"), f"*{dtype}")
-    types |= dict.fromkeys(("key_zero", "key_scale", "value_zero", "value_scale"), "*fp16")
-    types |= dict.fromkeys(("key_codes", "value_codes"), "*u8")
-    types |= dict.fromkeys(("logits", "distant_lse", "part_out", "part_lse"), "*fp32")
-    types |= {"lengths": "*i64", "packed_lengths": "*i32", "table": "*i32", "scale": "fp32", "tau": "fp32"}
-    constants = {"PART": part, "GROUPS": groups, "HALF": head_dim // 2, "KEY_GROUP": group_size}
-    constants |= {"VALUE_GROUP": group_size, "BLOCK_N": shape.BLOCK_N, "BLOCK_G": shape.BLOCK_G}
-    even = ("n_s", "n_r", "room", "capacity", "ring", "q_batch", "q_head", "w_batch", "w_head", "w_row")
-    options = {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
-    kernel, hot = triton_decode_packed.packed_decode_kernel, dtype != "fp32"
-    return AotCase(f"decode {name}", kernel, types, constants, options, hot=hot, divisible=even)
+    short, packed = SHORT[dtype], group_size is not None
+    shape = triton_decode.tile(dtype, head_dim, groups, packed, part)._asdict()
+    options = {name: shape.pop(name) for name in ("num_warps", "num_stages")}
+    constants = {"PART": part, "PACKED": packed, "KEY_GROUP": group_size or 1, "VALUE_GROUP": group_size or 1}
+    constants |= {"GROUPS": groups, "HEAD_DIM": head_dim, **shape}
+    types = dict.fromkeys(("logits", "distant_lse", "part_out", "part_lse"), "*fp32")
+    types |= {"lengths": "*i64", "table": "*i32", "scale": "fp32", "tau": "fp32"}
+    types |= dict.fromkeys(("q", "window"), f"*{short}")
+    types |= dict.fromkeys(("keys", "values"), "*u8" if packed else f"*{short}")
+    even = ["n_s", "n_r", "room", "capacity", "q_batch", "q_head"]
+    even += [f"{x}_{y}" for x in "kwv" for y in ("batch", "head", "row")]
+    if packed:
+        types |= dict.fromkeys(("key_zero", "key_scale", "value_zero", "value_scale"), "*fp16")
+        types |= {"key_tail": f"*{short}", "value_tail": f"*{short}", "packed_lengths": "*i32"}
+        even.append("ring")
+    else:
+        kinds = ("zero", "scale", "tail")
+        constants |= dict.fromkeys([f"{x}_{y}" for x in ("key", "value") for y in kinds])
+        constants |= {"packed_lengths": None, "ring": 1}
+    kernel, name = triton_decode.decode_kernel, _name(dtype, head_dim, groups, group_size)
+    hot = dtype != torch.float32
+    return AotCase(
+        f"decode {name}{suffix}", kernel, types, constants, options, hot=hot, divisible=tuple(even)
+    )
+
+
+def _combine_case(
+    suffix: str, dtype: torch.dtype, head_dim: int, groups: int, group_size: int | None, with_gate: bool
+) -> AotCase:
+    """The kernel that merges splits."""
+    shape, packed = triton_decode.tile(dtype, head_dim, groups), group_size is not None
+    types = {"lengths": "*i64", "table": "*i32", "out": f"*{SHORT[dtype]}"}
+    types |= dict.fromkeys(("distant_lse", "part_out", "part_lse"), "*fp32")
+    constants: dict[str, Any] = {"WITH_GATE": with_gate, "PACKED": packed, "GROUPS": groups}
+    constants |= {"HEAD_DIM": head_dim, "BLOCK_N": shape.BLOCK_N, "BLOCK_D": shape.BLOCK_D}
+    constants["BLOCK_S"] = triton_decode._SPLITS
+    if packed:
+        types["packed_lengths"] = "*i32"
+    else:
+        constants["packed_lengths"] = None
+    even = ("n_s", "n_r", "out_batch", "out_head")
+    kernel, name = triton_decode.combine_kernel, _name(dtype, head_dim, groups, group_size)
+    hot = dtype != torch.float32
+    return AotCase(
+        f"combine {name}{suffix}", kernel, types, constants, {"num_warps": 4}, hot=hot, divisible=even
+    )
+
+
+def _name(dtype: torch.dtype, head_dim: int, groups: int, group_size: int | None) -> str:
+    name = f"{SHORT[dtype]} d{head_dim} g{groups}"
+    return name if group_size is None else f"int4 {name} group {group_size}"
 
 
 def step_cases() -> Iterator[AotCase]:
@@ -148,7 +135,6 @@ def _step_case(name: str, kernel, short: str, settings: dict[str, Any]) -> AotCa
 
 CASES: dict[str, Callable[[], Iterator[AotCase]]] = {
     "triton_decode": decode_cases,
-    "triton_decode_packed": packed_cases,
     "triton_fused": step_cases,
 }
 """By the module of ``pod.kernels`` whose kernels they are."""

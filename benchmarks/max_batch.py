@@ -52,7 +52,7 @@ class Tries(BatchTries):
         if cuda:
             torch.cuda.reset_peak_memory_stats(device)
         model = self.bench.model_of(self.method)
-        cache, note = decode_speed.make_cache(model, self.method, self.tokens, self.bench.backend, None)
+        cache, note = decode_speed.make_cache(model, self.method, self.tokens, self.bench.backend)
         assert note is None, note
         decode_speed.reserve(model, cache, batch, self.tokens - 1)
         cache.engine.greedy(model, torch.zeros(batch, 1, dtype=torch.long, device=device), 1)

@@ -55,14 +55,12 @@ def setting_of(tiny: bool) -> dict[str, Any]:
     return sizes | {"extras": list(EXTRAS), "steps": 32, "repeats": 7}
 
 
-def parts_of(setting: dict[str, Any], on_gpu: bool) -> list[tuple[str, int, str | None, list[str]]]:
-    """Name, batch, compiler and methods of each part, the most important first."""
+def parts_of(setting: dict[str, Any]) -> list[tuple[str, int, list[str]]]:
+    """Name, batch and methods of each part, the most important first."""
     batches = setting["batches"]
-    parts = [(f"batch {batch}", batch, None, ["pod"]) for batch in batches]
-    if on_gpu:
-        parts += [(f"batch {batch}, inductor", batch, "inductor", ["pod"]) for batch in batches]
-    parts += [(f"batch {batch}, more methods", batch, None, setting["extras"]) for batch in batches]
-    return [*parts, *((f"batch {batch}, stock", batch, None, ["transformers"]) for batch in batches)]
+    parts = [(f"batch {batch}", batch, ["pod"]) for batch in batches]
+    parts += [(f"batch {batch}, more methods", batch, setting["extras"]) for batch in batches]
+    return [*parts, *((f"batch {batch}, stock", batch, ["transformers"]) for batch in batches)]
 
 
 def make_bench(setting: dict[str, Any], device: torch.device, skip: dict[str, str]) -> decode_speed.Bench:
@@ -87,13 +85,11 @@ def measure(
     bench: decode_speed.Bench,
     name: str,
     batch: int,
-    compiler: str | None,
     methods: list[str],
     length: int,
     is_late,
 ) -> dict[str, Any]:
     """One part; one that cannot be had has an error in place of figures."""
-    bench.compiler = compiler
     bench.skip = {key.removeprefix(f"{name}: "): why for key, why in bench.skip.items()}
     chosen = [decode_speed.STOCK if text == "transformers" else parse_method(text) for text in methods]
     room = decode_speed.room(length, len(chosen), bench.steps, bench.repeats)
@@ -126,7 +122,7 @@ def known_backend(parts: dict[str, Any], batch: int) -> str:
 def headline(parts: dict[str, Any], batch: int) -> dict[str, Any] | None:
     """The duel of pod in which the dense cache is fastest; None when none finished."""
     duels = [
-        {"compiler": part["compiler"], "backend": part["full"]["backend"]} | part["methods"]["pod"]
+        {"backend": part["full"]["backend"]} | part["methods"]["pod"]
         for part in parts.values()
         if part.get("batch") == batch and "tokens_per_second" in part["methods"].get("pod", {})
     ]
@@ -161,7 +157,7 @@ def verdict(what: str, row: dict[str, Any] | None, tiny: bool) -> dict[str, Any]
     own, full = row["tokens_per_second"]["median"], row["full_tokens_per_second"]["median"]
     text = (
         f"{row['speed_over_full']['median']:.3f}x dense, ceiling {row['byte_ceiling']:.3f}x; {own:.2f} and {full:.2f} "
-        f"tokens/s; dense by {row['backend']}, compiler {row['compiler']}"
+        f"tokens/s; dense by {row['backend']}"
     )
     return goal_row(name, goal, share, "of the ceiling", None if tiny else share >= GOAL, text)
 
@@ -206,7 +202,7 @@ def main(arguments: argparse.Namespace) -> int:
         return time.monotonic() - began > arguments.budget
 
     with dense_peers():
-        for name, batch, compiler, methods in parts_of(setting, device.type == "cuda"):
+        for name, batch, methods in parts_of(setting):
             if name in result["parts"]:
                 print(f"{name}: measured before")
                 continue
@@ -216,7 +212,7 @@ def main(arguments: argparse.Namespace) -> int:
             bench = bench or make_bench(setting, device, {})
             bench.skip = {key: why for key, why in arguments.failed.items() if key.startswith(f"{name}: ")}
             bench.full_backend = known_backend(result["parts"], batch)
-            found = measure(bench, name, batch, compiler, methods, setting["length"], is_late)
+            found = measure(bench, name, batch, methods, setting["length"], is_late)
             result["parts"][name] = found
             result["share_non_lead"] = bench.planned.config.sharing_plan.share_non_lead
             result["rows"] = summary_rows(result)

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -40,15 +39,11 @@ def refusal(cache: PodCache) -> str | None:
     return None
 
 
-def attach(
-    cache: PodCache, capacity: int, backend: str = "auto", compiler: str | None = None
-) -> "StaticEngine":
+def attach(cache: PodCache, capacity: int, backend: str = "auto") -> "StaticEngine":
     """Reserve room for ``capacity`` tokens per row, and let an engine decode over ``cache`` from now on.
 
     Args:
         backend: of ``pod.modeling.shipped.decode``.
-        compiler: backend of ``torch.compile`` for what stands between the attentions (``inductor`` fuses it); None =
-            run as written.
 
     Raises:
         ValueError: a method that the engine does not serve, or a capacity below what the cache holds.
@@ -62,7 +57,7 @@ def attach(
     if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < max(1, held):
         raise ValueError(f"capacity = {capacity!r} must be a whole number of tokens, at least {max(1, held)}")
     cache.reserve(capacity)
-    engine = StaticEngine(cache, backend, compiler)
+    engine = StaticEngine(cache, backend)
     cache.engine = engine
     return engine
 
@@ -148,9 +143,8 @@ class StaticEngine:
         steps: tokens per row that the engine, not the ordinary pass, has decoded.
     """
 
-    def __init__(self, cache: PodCache, backend: str = "auto", compiler: str | None = None):
-        self._cache = weakref.ref(cache)
-        self.backend, self.compiler = backend, compiler
+    def __init__(self, cache: PodCache, backend: str = "auto"):
+        self._cache, self.backend = weakref.ref(cache), backend
         self.graphs = self.steps = 0
         self.release()
 
@@ -172,6 +166,7 @@ class StaticEngine:
         assert cache is not None, "the cache of this engine is gone"
         return cache
 
+    @torch.compiler.disable
     def decode(self, model: Any, hidden_states: Tensor, step: Step) -> Tensor | None:
         """See ``pod.modeling.shipped.cache.DecodeEngine.decode``; passes that gradients are taken of go the ordinary way."""
         if torch.is_grad_enabled() and any(
@@ -276,15 +271,11 @@ class StaticEngine:
     def _prepare(
         self, run: Callable[[], Tensor], restart: Callable[[], None] = lambda: None
     ) -> Callable[[], Tensor]:
-        """``run`` compiled where asked, and on CUDA recorded as a graph.
+        """``run``, on CUDA recorded as a graph.
 
         It runs a few times before that, each time from ``restart``: so it writes the slot of the next token and no
         other (in a ring, that of a token which has left the window).
         """
-        if self.compiler is not None:
-            # with code of its own: what is compiled is counted, and limited, by code object
-            run = FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
-            run = torch.compile(run, backend=self.compiler, fullgraph=True, dynamic=False)
         assert self._bound is not None
         if not self._bound.can_be_recorded():
             return run

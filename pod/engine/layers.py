@@ -1,8 +1,6 @@
 """Decoder layers of one new token per row, over the preallocated stores of a cache; nothing asks the device for a number."""
 
-import itertools
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +35,6 @@ class StaticStep:
 
     def __post_init__(self):
         self.lengths = self.past + 1
-        for layer in self.layers:
-            layer.step = weakref.ref(self)  # not a cycle, which would keep the cache's tensors
 
     def place(self, past: Tensor | int) -> None:
         """The next token stands behind ``past`` tokens per row."""
@@ -49,24 +45,6 @@ class StaticStep:
         """To the token after this one."""
         self.past.add_(1)
         self.lengths.add_(1)
-
-
-_HANDLES = itertools.count()
-_LAYERS: weakref.WeakValueDictionary[int, "StaticLayer"] = weakref.WeakValueDictionary()
-
-
-@torch.library.custom_op("pod::attend_static", mutates_args=())
-def _attend_static(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, handle: int) -> Tensor:
-    """A layer's attention as one opaque call. It writes into the cache, of which the compiler knows nothing: it must not copy it."""
-    layer = _LAYERS[handle]
-    step = layer.step()
-    assert step is not None
-    return layer.attend_new(q, k, v, (cos, sin), None, step)
-
-
-@_attend_static.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, handle: int) -> Tensor:
-    return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
 class StaticLayer:
@@ -86,9 +64,6 @@ class StaticLayer:
         device = self.values.target.device
         self.roles = decode.Roles(layer.leads, layer.followers, layer.followed, device)
         self.operations = fused.choose(self.values.target, backend)
-        self.step: Callable[[], StaticStep | None] = lambda: None
-        self.handle = next(_HANDLES)
-        _LAYERS[self.handle] = self
 
     def can_be_recorded(self) -> bool:
         """Whether the backend that decodes here asks the device nothing, as a CUDA graph wants it: ``grouped`` reads the lengths."""
@@ -109,22 +84,14 @@ class StaticLayer:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: StaticStep) -> Tensor:
         """As ``CacheLayer.attend`` for ``m = 1``: ``[B, Hq, 1, d]``."""
-        q, k, v = q[:, :, 0], k[:, :, 0], v[:, :, 0]
-        if torch.compiler.is_compiling():
-            return torch.ops.pod.attend_static(q, k, v, *step.tables, self.handle).unsqueeze(2)
-        return self.attend_new(q, k, v, step.tables, None, step).unsqueeze(2)
+        return self.attend_new(q[:, :, 0], k[:, :, 0], v[:, :, 0], None, step).unsqueeze(2)
 
     def attend_new(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tables: tuple[Tensor, ...],
-        norms: HeadNorms | None,
-        step: StaticStep,
+        self, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms | None, step: StaticStep
     ) -> Tensor:
         """Norm, rotate, store and attend for the new token of each row: ``[B, Hq, d]`` to the same."""
-        q = self.operations.rotate_and_store(q, k, v, tables, norms, self.roles, self._target(step.past))
+        target = self._target(step.past)
+        q = self.operations.rotate_and_store(q, k, v, step.tables, norms, self.roles, target)
         return decode.pod_decode(
             q,
             *self._stored(),
@@ -159,8 +126,6 @@ def obstacle(model: Any, hidden_states: Tensor) -> str | None:
 
     Linear layers are called as modules: adapters and hooks on them do not matter.
     """
-    if torch.compiler.is_compiling():
-        return "a compiler fuses what it sees"
     if torch.is_autocast_enabled(hidden_states.device.type):
         return "autocast chooses dtypes"
     if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
@@ -212,4 +177,4 @@ def _attend(attention: PodAttention, x: Tensor, static: StaticLayer, step: Stati
     norms = None
     if attention.q_norm is not None and attention.k_norm is not None:
         norms = HeadNorms(attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.eps)
-    return attention.o_proj(static.attend_new(q, k, v, step.tables, norms, step).flatten(1)[:, None])
+    return attention.o_proj(static.attend_new(q, k, v, norms, step).flatten(1)[:, None])

@@ -8,11 +8,15 @@ first, then *near* ones (sinks and recent tokens), so that a lead knows the log-
 **With a gate threshold** the first launch leaves out the distant tokens of followers; a second one takes them, and its programs
 know by then which query heads skip: where a whole group does, no value is read.
 
+**Stores of 4 bits** are read as they are: the low and the high four bits of a byte are channels ``i`` and ``i + d/2``, so a tile is two
+tiles of half the features, every product is two, and nothing is interleaved; a native tile is its own low half, and has no high one.
+The newest tokens of packed stores are native and near (this asks for ``num_recent_tokens`` >= the ring that holds them): they get
+tiles of their own, behind the packed near ones. Window keys of followers are always native.
+
 Nothing here waits for the device or allocates. Logits and sums are fp32; those of fp32 inputs full fp32, not TF32.
 """
 
-import importlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
@@ -44,16 +48,19 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def tile(dtype: torch.dtype, head_dim: int, groups: int) -> Tile:
-    """About 16 KiB of values per step: two programs on a multiprocessor have some 100 KiB under way.
+def tile(dtype: torch.dtype, head_dim: int, groups: int, packed: bool = False, part: int = ALL) -> Tile:
+    """About 16 KiB of values per step: two programs on a multiprocessor have some 100 KiB under way. A product has at least 16
+    rows; rows without a query head cost no traffic.
 
-    A product has at least 16 rows; rows without a query head cost no traffic.
+    A packed step is fewer bytes, and more arithmetic. Distant tokens alone get a stage more where one fewer would spill
+    (head_dim 128 on sm_90).
     """
-    block_d = max(16, triton.next_power_of_2(head_dim))
     block_g = max(16, triton.next_power_of_2(groups))
+    block_d = head_dim // 2 if packed else max(16, triton.next_power_of_2(head_dim))
     if dtype == torch.float32:
-        return Tile(32, block_d, block_g, 4, 2)
-    return Tile(64 if block_d <= 128 else 32, block_d, block_g, 4, 3)
+        return Tile(32, block_d, block_g, 4, 1) if packed else Tile(32, block_d, block_g, 8, 2)
+    stages = 2 if packed and (part != SECOND or head_dim <= 64) else 3
+    return Tile(64 if head_dim <= 128 else 32, block_d, block_g, 4, stages)
 
 
 # -- work of a program --------------------------------------------------------------------------------------------
@@ -97,18 +104,6 @@ def boundary(split, count, far_tiles, near_tiles, near_cost):
 
 
 @triton.jit
-def attend(logits, values, peak, total, out):
-    """Take a tile of tokens with base-2 logits ``[G, N]`` and values ``[N, D]`` into the softmax."""
-    new_peak = tl.maximum(peak, tl.max(logits, 1))
-    reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    weights = tl.exp2(logits - reference[:, None])
-    shrink = tl.exp2(peak - reference)
-    total = total * shrink + tl.sum(weights, 1)
-    out = tl.dot(weights.to(values.dtype), values, out * shrink[:, None], input_precision="ieee")
-    return new_peak, total, out
-
-
-@triton.jit
 def proximal_lse(part_lse, first, count, groups, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr):
     """Natural log-sum-exp ``[BLOCK_G]`` over the splits of a head in the first launch."""
     rows = tl.arange(0, BLOCK_G)
@@ -127,34 +122,144 @@ def proximal_lse(part_lse, first, count, groups, BLOCK_G: tl.constexpr, BLOCK_S:
 
 
 @triton.jit
-def window_base(length, n_s, n_r):
-    """(slot from which the ring holds older tokens, token minus slot before it), for a row that has distant tokens."""
-    newest = (length - n_s) % n_r
-    return n_s + newest, length - newest - n_s
+def window_slot(place, far, n_s, n_r):
+    """Where a follower's own key of near token ``place`` is, behind ``far`` distant tokens: the ring wraps once."""
+    slot = place + tl.where(place < n_s, 0, far % n_r)
+    return slot - tl.where(slot < n_s + n_r, 0, n_r)
 
 
-_FREE = [
-    "leads",
-    "followers",
-    "programs",
-    "scale",
-    "tau",
-]  # vary by layer, batch or call: one compiled kernel for all
+# -- tiles of tokens ----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def products(q_low, q_high, k_low, k_high, PACKED: tl.constexpr):
+    """``[G, N]`` in fp32, of queries and keys."""
+    out = tl.dot(q_low, tl.trans(k_low), input_precision="ieee")
+    if PACKED:
+        out = tl.dot(q_high, tl.trans(k_high), out, input_precision="ieee")
+    return out
+
+
+@triton.jit
+def attend(logits, v_low, v_high, peak, total, low, high, PACKED: tl.constexpr):
+    """Take a tile of tokens with base-2 logits ``[G, N]`` and values ``[N, D]`` into the softmax."""
+    new_peak = tl.maximum(peak, tl.max(logits, 1))
+    reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(logits - reference[:, None])
+    shrink = tl.exp2(peak - reference)
+    total = total * shrink + tl.sum(weights, 1)
+    weights = weights.to(v_low.dtype)
+    low = tl.dot(weights, v_low, low * shrink[:, None], input_precision="ieee")
+    if PACKED:
+        high = tl.dot(weights, v_high, high * shrink[:, None], input_precision="ieee")
+    return new_peak, total, low, high
+
+
+@triton.jit
+def native(rows, inside, PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Keys or values ``[N, D]`` that begin at ``rows`` ``[N, 1]``."""
+    where = rows + tl.arange(0, BLOCK_D)[None, :]
+    if PACKED:
+        low = tl.load(where, mask=inside, other=0.0, eviction_policy="evict_first")
+        return low, tl.load(where + BLOCK_D, mask=inside, other=0.0, eviction_policy="evict_first")
+    else:
+        wide = (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
+        whole = tl.load(where, mask=inside & wide, other=0.0, eviction_policy="evict_first")
+        return whole, whole
+
+
+@triton.jit
+def packed_keys(codes, zero, scale, token, inside, dtype, HALF: tl.constexpr, GROUP_SIZE: tl.constexpr):
+    """Halves ``[N, d/2]`` of keys at ``token`` ``[N, 1]``: one zero and scale per channel and ``GROUP_SIZE`` tokens."""
+    features = tl.arange(0, HALF)[None, :]
+    numbers = tl.load(codes + token * HALF + features, mask=inside, other=0, eviction_policy="evict_first")
+    group = token // GROUP_SIZE * (2 * HALF) + features
+    low_scale = tl.load(scale + group, mask=inside, other=0.0).to(tl.float32)
+    low_zero = tl.load(zero + group, mask=inside, other=0.0).to(tl.float32)
+    high_scale = tl.load(scale + group + HALF, mask=inside, other=0.0).to(tl.float32)
+    high_zero = tl.load(zero + group + HALF, mask=inside, other=0.0).to(tl.float32)
+    low = (numbers & 15).to(tl.float32) * low_scale + low_zero
+    high = (numbers >> 4).to(tl.float32) * high_scale + high_zero
+    return low.to(dtype), high.to(dtype)
+
+
+@triton.jit
+def scaled(numbers, zero, scale, BLOCK_N: tl.constexpr, HALF: tl.constexpr, COUNT: tl.constexpr):
+    """Codes ``[N, d/2]`` with zeros and scales ``[N, COUNT]`` of neighbouring channels."""
+    grouped = tl.reshape(numbers.to(tl.float32), [BLOCK_N, COUNT, HALF // COUNT])
+    return tl.reshape(grouped * scale[:, :, None] + zero[:, :, None], [BLOCK_N, HALF])
+
+
+@triton.jit
+def packed_values(
+    codes, zero, scale, token, inside, dtype,
+    BLOCK_N: tl.constexpr, HALF: tl.constexpr, GROUP_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Halves ``[N, d/2]`` of values at ``token`` ``[N, 1]``: one zero and scale per token and ``GROUP_SIZE`` channels."""
+    PER_TOKEN: tl.constexpr = 2 * HALF // GROUP_SIZE
+    COUNT: tl.constexpr = (PER_TOKEN + 1) // 2
+    NEXT: tl.constexpr = PER_TOKEN - COUNT  # one group for all channels: both halves share it
+    where = codes + token * HALF + tl.arange(0, HALF)[None, :]
+    numbers = tl.load(where, mask=inside, other=0, eviction_policy="evict_first")
+    group = token * PER_TOKEN + tl.arange(0, COUNT)[None, :]
+    low_scale = tl.load(scale + group, mask=inside, other=0.0).to(tl.float32)
+    low_zero = tl.load(zero + group, mask=inside, other=0.0).to(tl.float32)
+    high_scale = tl.load(scale + group + NEXT, mask=inside, other=0.0).to(tl.float32)
+    high_zero = tl.load(zero + group + NEXT, mask=inside, other=0.0).to(tl.float32)
+    low = scaled(numbers & 15, low_zero, low_scale, BLOCK_N, HALF, COUNT)
+    high = scaled(numbers >> 4, high_zero, high_scale, BLOCK_N, HALF, COUNT)
+    return low.to(dtype), high.to(dtype)
+
+
+@triton.jit
+def keys_at(
+    keys, zero, scale, start, token, row, inside, dtype,
+    PACKED: tl.constexpr, GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Keys of a lead at ``start + token`` ``[N, 1]``."""
+    if PACKED:
+        return packed_keys(keys, zero, scale, start + token, inside, dtype, BLOCK_D, GROUP_SIZE)
+    else:
+        return native(keys + start * row + token * row, inside, PACKED, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def values_at(
+    values, zero, scale, start, token, row, inside, dtype,
+    PACKED: tl.constexpr, GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Values at ``start + token`` ``[N, 1]``."""
+    if PACKED:
+        return packed_values(values, zero, scale, start + token, inside, dtype, BLOCK_N, BLOCK_D, GROUP_SIZE)
+    else:
+        return native(values + start * row + token * row, inside, PACKED, HEAD_DIM, BLOCK_D)
+
+
+# vary by layer, batch or call: one compiled kernel for all
+_FREE = ["leads", "followers", "programs", "scale", "tau"]
 
 
 @triton.jit(do_not_specialize=_FREE)
 def decode_kernel(
-    q, keys, window, values, lengths, table, logits, distant_lse, part_out, part_lse,
-    leads, followers, programs, n_s, n_r, room, scale, tau,
+    q, keys, key_zero, key_scale, key_tail, window, values, value_zero, value_scale, value_tail,
+    lengths, packed_lengths, table, logits, distant_lse, part_out, part_lse,
+    leads, followers, programs, n_s, n_r, room, capacity, ring, scale, tau,
     q_batch, q_head, k_batch, k_head, k_row, w_batch, w_head, w_row, v_batch, v_head, v_row,
-    PART: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr,
+    PART: tl.constexpr, PACKED: tl.constexpr, KEY_GROUP: tl.constexpr, VALUE_GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """One split of one head of one row; ``logits`` ``[B, H, G, room]``, see ``DecodeBuffers`` for the partial results."""
+    """One split of one head of one row; ``logits`` ``[B, H, G, room]``, see ``DecodeBuffers`` for the partial results.
+
+    Keys and values are codes where they are packed; what begins with ``key_``, ``value_`` and ``packed_`` is then there too.
+    """
     pid = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths + row).to(tl.int32)
-    per_lead, per_follower = splits(length, 0, leads, followers, programs, n_s, n_r, PART, BLOCK_N)
+    tail = 0
+    if PACKED:
+        tail = length - tl.load(packed_lengths + row).to(tl.int32)
+    per_lead, per_follower = splits(length, tail, leads, followers, programs, n_s, n_r, PART, BLOCK_N)
     if pid >= leads * per_lead + followers * per_follower:
         return
     is_lead = pid < leads * per_lead
@@ -164,7 +269,7 @@ def decode_kernel(
     is_followed = tl.load(table + leads + followers + index) != 0
     count = tl.where(is_lead, per_lead, per_follower)
     split = tl.where(is_lead, pid, behind) % count
-    far_tiles, near_tiles = tiles(length, 0, n_s, n_r, is_lead, PART, BLOCK_N)
+    far_tiles, near_tiles = tiles(length, tail, n_s, n_r, is_lead, PART, BLOCK_N)
     near_cost = tl.where(is_lead, 1, 2)
     first = boundary(split, count, far_tiles, near_tiles, near_cost)
     last = boundary(split + 1, count, far_tiles, near_tiles, near_cost)
@@ -175,13 +280,12 @@ def decode_kernel(
     near = tl.minimum(length, n_s + n_r)
     far = length - near
     real = heads < GROUPS
-    wide = (features < HEAD_DIM)[None, :]
     stored_head = (row * (leads + followers) + head) * GROUPS
     lse_row = row * programs * GROUPS
     skips = heads >= BLOCK_G
     if PART == 2:
         first_per_lead, first_per_follower = splits(
-            length, 0, leads, followers, programs, n_s, n_r,
+            length, tail, leads, followers, programs, n_s, n_r,
             1, BLOCK_N,  # pyright: ignore[reportArgumentType]
         )  # fmt: skip
         start = leads * first_per_lead + (index - leads) * first_per_follower
@@ -191,17 +295,29 @@ def decode_kernel(
         skips = skips | (heads >= GROUPS)
         last = tl.where(tl.min(skips.to(tl.int32), 0) == 1, first, last)
 
-    q_tile = tl.load(
-        q + row * q_batch + (head * GROUPS + heads)[:, None] * q_head + features[None, :],
-        mask=real[:, None] & wide, other=0.0,
-    )  # fmt: skip
-    k_head_start = keys + row * k_batch + index.to(tl.int64) * k_head
-    w_head_start = window + row * w_batch + (index - leads).to(tl.int64) * w_head
-    v_head_start = values + row * v_batch + head * v_head
-    logits_start = logits + stored_head * room
+    q_low, q_high = native(
+        q + row * q_batch + (head * GROUPS + heads)[:, None] * q_head,
+        real[:, None],
+        PACKED,
+        HEAD_DIM,
+        BLOCK_D,
+    )
+    dtype = q.dtype.element_ty
+    keys += row * k_batch + index.to(tl.int64) * k_head
+    window += row * w_batch + (index - leads).to(tl.int64) * w_head
+    values += row * v_batch + head * v_head
+    logits += stored_head * room
+    if PACKED:
+        lead_head = row * leads + index
+        key_zero += lead_head * (capacity // KEY_GROUP) * HEAD_DIM
+        key_scale += lead_head * (capacity // KEY_GROUP) * HEAD_DIM
+        value_head = row * (leads + followers) + head
+        value_zero += value_head * capacity * (HEAD_DIM // VALUE_GROUP)
+        value_scale += value_head * capacity * (HEAD_DIM // VALUE_GROUP)
     peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
-    out = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    low = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    high = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
 
     far_last = tl.minimum(last, far_tiles)
     if is_lead:
@@ -210,19 +326,19 @@ def decode_kernel(
             for step in range(first, far_last):
                 start = n_s + step * BLOCK_N
                 inside = start + tokens < n_s + far
-                k_tile = tl.load(
-                    k_head_start + tl.cast(start, tl.int64) * k_row + tokens[:, None] * k_row + features[None, :],
-                    mask=inside[:, None] & wide, other=0.0, eviction_policy="evict_first",
+                k_low, k_high = keys_at(
+                    keys, key_zero, key_scale, tl.cast(start, tl.int64), tokens[:, None], k_row, inside[:, None], dtype,
+                    PACKED, KEY_GROUP, HEAD_DIM, BLOCK_D,
                 )  # fmt: skip
-                v_tile = tl.load(
-                    v_head_start + tl.cast(start, tl.int64) * v_row + tokens[:, None] * v_row + features[None, :],
-                    mask=inside[:, None] & wide, other=0.0, eviction_policy="evict_first",
+                found = products(q_low, q_high, k_low, k_high, PACKED) * scale
+                place = logits + heads[:, None] * room + (start + tokens)[None, :]
+                tl.store(place, found, mask=real[:, None] & (start + tokens < written)[None, :])
+                found = tl.where(inside[None, :], found * _LOG2E, float("-inf"))
+                v_low, v_high = values_at(
+                    values, value_zero, value_scale, tl.cast(start, tl.int64), tokens[:, None], v_row, inside[:, None], dtype,
+                    PACKED, VALUE_GROUP, HEAD_DIM, BLOCK_N, BLOCK_D,
                 )  # fmt: skip
-                products = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
-                place = logits_start + heads[:, None] * room + (start + tokens)[None, :]
-                tl.store(place, products, mask=real[:, None] & (start + tokens < written)[None, :])
-                products = tl.where(inside[None, :], products * _LOG2E, float("-inf"))
-                peak, total, out = attend(products, v_tile, peak, total, out)
+                peak, total, low, high = attend(found, v_low, v_high, peak, total, low, high, PACKED)
             where = part_lse + 2 * tl.num_programs(1) * programs * GROUPS + lse_row + pid * GROUPS + heads
             tl.store(where, peak + tl.log2(total), mask=real)
     else:
@@ -231,51 +347,74 @@ def decode_kernel(
                 start = n_s + step * BLOCK_N
                 inside = start + tokens < n_s + far
                 # columns behind the last are there (see make_buffers), and unused: no mask, so 16 bytes at a time
-                products = tl.load(
-                    logits_start + heads[:, None] * room + (start + tokens)[None, :],
-                    mask=real[:, None], other=0.0,
-                )  # fmt: skip
-                v_tile = tl.load(
-                    v_head_start + tl.cast(start, tl.int64) * v_row + tokens[:, None] * v_row + features[None, :],
-                    mask=inside[:, None] & wide, other=0.0, eviction_policy="evict_first",
-                )  # fmt: skip
+                found = tl.load(
+                    logits + heads[:, None] * room + (start + tokens)[None, :], mask=real[:, None], other=0.0
+                )
                 seen = inside[None, :]
                 if PART == 2:
                     seen = seen & (skips[:, None] == 0)
-                products = tl.where(seen, products * _LOG2E, float("-inf"))
-                peak, total, out = attend(products, v_tile, peak, total, out)
+                found = tl.where(seen, found * _LOG2E, float("-inf"))
+                v_low, v_high = values_at(
+                    values, value_zero, value_scale, tl.cast(start, tl.int64), tokens[:, None], v_row, inside[:, None], dtype,
+                    PACKED, VALUE_GROUP, HEAD_DIM, BLOCK_N, BLOCK_D,
+                )  # fmt: skip
+                peak, total, low, high = attend(found, v_low, v_high, peak, total, low, high, PACKED)
 
     if PART != 2:
-        # of slots n_s … in a full ring, those from `older` on hold tokens that are n_r older than the ones before
-        older, ahead = window_base(length, n_s, n_r)
-        older = tl.where(is_lead | (far == 0), near, older)
-        ahead = tl.where(is_lead, far, tl.where(far == 0, 0, ahead))
-        if is_lead:
-            key_start, key_row = k_head_start, k_row
+        begin = 0  # of the native near tokens, among the near ones
+        native_first = far_tiles
+        if PACKED:
+            begin = near - tail
+            native_first += tl.cdiv(begin, BLOCK_N)
+            for step in range(tl.maximum(first, far_tiles), tl.minimum(last, native_first)):
+                place = (step - far_tiles) * BLOCK_N + tokens
+                inside = (place < begin)[:, None]
+                token = tl.where(place < n_s, place, place + far)
+                token_64 = token.to(tl.int64)[:, None]
+                if is_lead:
+                    k_low, k_high = packed_keys(
+                        keys, key_zero, key_scale, token_64, inside, dtype, BLOCK_D, KEY_GROUP
+                    )
+                else:
+                    slot = window_slot(place, far, n_s, n_r).to(tl.int64)[:, None]
+                    k_low, k_high = native(window + slot * w_row, inside, PACKED, HEAD_DIM, BLOCK_D)
+                found = products(q_low, q_high, k_low, k_high, PACKED) * (scale * _LOG2E)
+                found = tl.where((place < begin)[None, :], found, float("-inf"))
+                v_low, v_high = packed_values(
+                    values, value_zero, value_scale, token_64, inside, dtype, BLOCK_N, BLOCK_D, VALUE_GROUP
+                )
+                peak, total, low, high = attend(found, v_low, v_high, peak, total, low, high, PACKED)
+            near_keys, near_key_row = key_tail + lead_head * ring * HEAD_DIM, HEAD_DIM
+            near_values, near_value_row = value_tail + value_head * ring * HEAD_DIM, HEAD_DIM
         else:
-            key_start, key_row = w_head_start, w_row
-        for step in range(tl.maximum(first, far_tiles), last):
-            slot = (step - far_tiles) * BLOCK_N + tokens
-            inside = slot < near
-            token = tl.where(slot < n_s, slot, slot + ahead - tl.where(slot >= older, n_r, 0)).to(tl.int64)
-            k_tile = tl.load(
-                key_start + tl.where(is_lead, token, slot)[:, None] * key_row + features[None, :],
-                mask=inside[:, None] & wide, other=0.0, eviction_policy="evict_first",
-            )  # fmt: skip
-            v_tile = tl.load(
-                v_head_start + token[:, None] * v_row + features[None, :],
-                mask=inside[:, None] & wide, other=0.0, eviction_policy="evict_first",
-            )  # fmt: skip
-            products = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * (scale * _LOG2E)
-            products = tl.where(inside[None, :], products, float("-inf"))
-            peak, total, out = attend(products, v_tile, peak, total, out)
+            near_keys, near_key_row = keys, k_row
+            near_values, near_value_row = values, v_row
+        if not is_lead:
+            near_keys, near_key_row = window, w_row
+        for step in range(tl.maximum(first, native_first), last):
+            place = begin + (step - native_first) * BLOCK_N + tokens
+            inside = place < near
+            token = tl.where(place < n_s, place, place + far)
+            own_slot = token
+            if PACKED:
+                own_slot = token % ring
+            key_slot = tl.where(is_lead, own_slot, window_slot(place, far, n_s, n_r)).to(tl.int64)[:, None]
+            rows = near_keys + key_slot * near_key_row
+            k_low, k_high = native(rows, inside[:, None], PACKED, HEAD_DIM, BLOCK_D)
+            found = products(q_low, q_high, k_low, k_high, PACKED) * (scale * _LOG2E)
+            found = tl.where(inside[None, :], found, float("-inf"))
+            rows = near_values + own_slot.to(tl.int64)[:, None] * near_value_row
+            v_low, v_high = native(rows, inside[:, None], PACKED, HEAD_DIM, BLOCK_D)
+            peak, total, low, high = attend(found, v_low, v_high, peak, total, low, high, PACKED)
 
     part = (2 if PART == 2 else 1) - 1
     offset = (part * tl.num_programs(1) + row) * programs + pid
     tl.store(part_lse + offset * GROUPS + heads, peak + tl.log2(total), mask=real)
-    out = out / tl.where(total == 0, 1.0, total)[:, None]
+    share = 1.0 / tl.where(total == 0, 1.0, total)[:, None]
     place = part_out + (offset * GROUPS + heads)[:, None] * HEAD_DIM + features[None, :]
-    tl.store(place, out, mask=real[:, None] & wide)
+    tl.store(place, low * share, mask=real[:, None] & (features < HEAD_DIM)[None, :])
+    if PACKED:
+        tl.store(place + BLOCK_D, high * share, mask=real[:, None])
 
 
 @triton.jit
@@ -305,7 +444,8 @@ def merge(part_out, part_lse, first, count, peak, total, out,
 def combine_kernel(
     lengths, packed_lengths, table, distant_lse, part_out, part_lse, out,
     leads, followers, programs, n_s, n_r, out_batch, out_head,
-    WITH_GATE: tl.constexpr, PACKED: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    WITH_GATE: tl.constexpr, PACKED: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Output of one query head from its splits; for heads that are followed, also the lse of their distant tokens."""
     index = tl.program_id(0) // GROUPS
@@ -339,13 +479,9 @@ def combine_kernel(
         )  # fmt: skip
         if part == 0 and is_followed:
             lse = proximal_lse(
-                part_lse + (2 * rows + row) * programs * GROUPS + group,
-                first,
-                count,
-                GROUPS,
-                1,  # pyright: ignore[reportArgumentType]
-                BLOCK_S,
-            )
+                part_lse + (2 * rows + row) * programs * GROUPS + group, first, count, GROUPS,
+                1, BLOCK_S,  # pyright: ignore[reportArgumentType]
+            )  # fmt: skip
             tl.store(distant_lse + (row * (leads + followers) + head) * GROUPS + group + tl.arange(0, 1), lse)
     place = out + row * out_batch + (head * GROUPS + group) * out_head + features
     tl.store(place, (result / total).to(out.dtype.element_ty), mask=features < HEAD_DIM)
@@ -361,8 +497,8 @@ def unsupported(call: DecodeCall) -> str | None:
         return f"head_dim {q.shape[-1]} (at most 256)"
     stores = [x for x in (call.keys, call.window_keys, call.values) if x is not None]
     if any(isinstance(x, Packed) for x in stores):
-        reason = _packed().unsupported(call)
-        if reason:
+        reason = _cannot_unpack(call)
+        if reason is not None:
             return reason
     if any(x.stride(-1) != 1 for x in (q, call.out, *stores) if isinstance(x, Tensor)):
         return "features that are not neighbours in memory (stride 1 in the last dimension)"
@@ -371,58 +507,77 @@ def unsupported(call: DecodeCall) -> str | None:
     return triton_launch.unsupported(q)
 
 
-def _packed():
-    """The kernels that read codes; they use what is defined here."""
-    return importlib.import_module("pod.kernels.triton_decode_packed")
+def _cannot_unpack(call: DecodeCall) -> str | None:
+    """Why the kernel cannot read packed stores; None when it can."""
+    keys, values = call.keys, call.values
+    if not isinstance(values, Packed) or (keys is not None and not isinstance(keys, Packed)):
+        return "packed keys with native values or the other way round"
+    stores = [values] if keys is None else [keys, values]
+    head_dim = values.shape[3]
+    if head_dim < 32 or head_dim & (head_dim - 1):
+        return f"head_dim {head_dim} of packed stores (32, 64, 128 or 256)"
+    if any(x.group_size & (x.group_size - 1) for x in stores):
+        return "a group_size of packed stores that is no power of two"
+    if values.per_channel or (keys is not None and not keys.per_channel):
+        return "packed stores other than keys per channel and values per token"
+    if keys is not None and keys.tail.shape[2] != values.tail.shape[2]:
+        return "keys and values with different numbers of native slots"
+    if call.num_recent_tokens < values.tail.shape[2]:
+        return f"num_recent_tokens {call.num_recent_tokens} below the {values.tail.shape[2]} native slots of packed stores"
+    if not all(y.is_contiguous() for x in stores for y in (x.codes, x.zero, x.scale, x.tail)):
+        return "packed stores that are not contiguous"
+    return None
 
 
 def decode(call: DecodeCall) -> None:
-    """See ``pod.kernels.decode.pod_decode``."""
-    if isinstance(call.values, Packed):
-        _packed().decode(call)
-        return
-    shape = tile(call.q.dtype, call.q.shape[2], call.q.shape[1] // call.roles.num_heads)
+    """See ``pod.modeling.shipped.decode.pod_decode``; packed keys and values of a row have one ``packed_lengths``."""
     parts = (ALL,) if call.tau is None or not call.roles.followers else (FIRST, SECOND)
     for part in parts:
         _launch(call, part)
-    combine(call, len(parts) == 2, shape.BLOCK_N)
+    _combine(call, len(parts) == 2)
 
 
 def _launch(call: DecodeCall, part: int) -> None:
     batch, heads, head_dim = call.q.shape
-    groups = heads // call.roles.num_heads
-    values = _native(call.values)
-    keys, window = (values if x is None else _native(x) for x in (call.keys, call.window_keys))
-    buffers, roles = call.buffers, call.roles
+    buffers, roles, values = call.buffers, call.roles, call.values
+    window: Any = call.q.unsqueeze(2) if call.window_keys is None else call.window_keys
+    keys = values if call.keys is None else call.keys
+    packed_lengths, ring, group_sizes = None, 1, (1, 1)
+    if isinstance(keys, Packed) and isinstance(values, Packed):
+        packed_lengths, ring = values.packed_lengths, values.tail.shape[2]
+        group_sizes = keys.group_size, min(values.group_size, head_dim)
+    of_keys, of_values, groups = _tensors(keys), _tensors(values), heads // roles.num_heads
+    strides = (stride for x in (of_keys[0], window, of_values[0]) for stride in x.stride()[:3])
     triton_launch.run(
         decode_kernel, (buffers.programs, batch), call.q,
-        call.q, keys, window, values, call.lengths, roles.table,
+        call.q, *of_keys, window, *of_values, call.lengths, packed_lengths, roles.table,
         buffers.logits, buffers.distant_lse, buffers.partial_out, buffers.partial_lse,
         len(roles.leads), len(roles.followers), buffers.programs, call.num_sink_tokens, call.num_recent_tokens,
-        buffers.logits.stride(2), call.scale, 2.0 if call.tau is None else call.tau,
-        *call.q.stride()[:2], *keys.stride()[:3], *window.stride()[:3], *values.stride()[:3],
-        PART=part, GROUPS=groups, HEAD_DIM=head_dim, **tile(call.q.dtype, head_dim, groups)._asdict(),
+        buffers.logits.stride(2), values.shape[2], ring, call.scale, 2.0 if call.tau is None else call.tau,
+        *call.q.stride()[:2], *strides,
+        PART=part, PACKED=packed_lengths is not None, KEY_GROUP=group_sizes[0], VALUE_GROUP=group_sizes[1],
+        GROUPS=groups, HEAD_DIM=head_dim,
+        **tile(call.q.dtype, head_dim, groups, packed_lengths is not None, part)._asdict(),
     )  # fmt: skip
 
 
-def combine(
-    call: DecodeCall, with_gate: bool, tokens_per_step: int, packed_lengths: Tensor | None = None
-) -> None:
+def _tensors(x: Stored) -> tuple[Any, ...]:
+    """Numbers or codes; of packed ones also zero, scale and tail."""
+    return (x.codes, x.zero, x.scale, x.tail) if isinstance(x, Packed) else (x, None, None, None)
+
+
+def _combine(call: DecodeCall, with_gate: bool) -> None:
     """Merge what the programs of one launch, or of two, left in ``call.buffers``."""
     batch, heads, head_dim = call.q.shape
-    groups = heads // call.roles.num_heads
-    buffers, roles = call.buffers, call.roles
+    buffers, roles, groups = call.buffers, call.roles, heads // call.roles.num_heads
+    packed_lengths = call.values.packed_lengths if isinstance(call.values, Packed) else None
+    shape = tile(call.q.dtype, head_dim, groups)
     triton_launch.run(
         combine_kernel, (heads, batch), call.q,
-        call.lengths, call.lengths if packed_lengths is None else packed_lengths, roles.table,
+        call.lengths, packed_lengths, roles.table,
         buffers.distant_lse, buffers.partial_out, buffers.partial_lse, call.out,
         len(roles.leads), len(roles.followers), buffers.programs, call.num_sink_tokens, call.num_recent_tokens,
         *call.out.stride()[:2],
-        WITH_GATE=with_gate, PACKED=packed_lengths is not None, GROUPS=groups, HEAD_DIM=head_dim, BLOCK_N=tokens_per_step, BLOCK_S=_SPLITS,
-        BLOCK_D=tile(call.q.dtype, head_dim, groups).BLOCK_D, num_warps=4,
+        WITH_GATE=with_gate, PACKED=packed_lengths is not None, GROUPS=groups, HEAD_DIM=head_dim,
+        BLOCK_N=shape.BLOCK_N, BLOCK_S=_SPLITS, BLOCK_D=shape.BLOCK_D, num_warps=4,
     )  # fmt: skip
-
-
-def _native(x: Stored | None) -> Tensor:
-    assert isinstance(x, Tensor)
-    return x

@@ -86,7 +86,7 @@ def _engine(cache: PodCache) -> dict[str, Any] | None:
     if engine is None:
         return None
     capacity = cache.layers[0].capacity  # type: ignore[attr-defined]
-    return {"capacity": capacity, "backend": engine.backend, "compiler": engine.compiler}  # type: ignore[attr-defined]
+    return {"capacity": capacity, "backend": engine.backend}  # type: ignore[attr-defined]
 
 
 def _fingerprint(model: PodForCausalLM) -> str:

@@ -204,21 +204,6 @@ def test_the_step_is_static(tools, monkeypatch):
     assert (ours - decode(model, reference, ids[:, 12:])).abs().max() < TOLERANCE
 
 
-def test_one_compiled_graph(tools):
-    stock = tools.make_stock("qwen3-g3", num_hidden_layers=2)
-    model = pod.load_model(
-        stock, plan=pod.SharingPlan([[0, 0], [0, 1]]), num_sink_tokens=4, num_recent_tokens=5
-    )
-    ids = tools.random_ids(2, 30)
-    cache = pod.make_cache(model, "pod")
-    own = engine.attach(cache, 64, compiler="aot_eager")
-    feed(model, cache, ids[:, :12])
-    ours = decode(model, cache, ids[:, 12:])
-    with torch.no_grad():
-        assert (ours - model(ids).logits[:, 12:]).abs().max() < TOLERANCE
-    assert own.steps == 18
-
-
 def test_bytes_are_those_that_are_held(tools):
     model = make(tools, "pod")
     cache = pod.make_cache(model, "pod", capacity=100)
@@ -538,19 +523,6 @@ def test_only_steps_that_ask_the_device_nothing_are_recorded(tools, spec, monkey
     for layer in layers:
         layer.backend = "reference"
     assert not any(layer.can_be_recorded() for layer in layers)
-
-
-def test_many_caches_are_compiled(tools):
-    """The compiler stops after some versions of one function (8 of them); each engine has one of its own."""
-    model = tools.make_pod("qwen3-g3", plan=False, num_hidden_layers=1)
-    ids = tools.random_ids(1, 5)
-    for _ in range(2):
-        cache = pod.make_cache(model, "full")
-        engine.attach(cache, 16, compiler="eager")
-        with torch._dynamo.config.patch(recompile_limit=1):
-            feed(model, cache, ids[:, :4])
-            feed(model, cache, ids[:, 4:])
-        assert cache.engine.steps == 1
 
 
 def test_generate_keeps_the_engine_of_its_cache(tools):

@@ -190,7 +190,7 @@ def test_bytes_held_are_those_of_a_real_cache(models, bench):
     assert bench.sizes.weights - bench.sizes.read == models[1].model.embed_tokens.weight.nbytes
     for text in ("full", "pod"):
         method = parse_method(text)
-        cache, _ = make_cache(bench.model_of(method), method, 512, "auto", None)
+        cache, _ = make_cache(bench.model_of(method), method, 512, "auto")
         fill(bench.model_of(method), cache, 3, 100)
         cache.engine.greedy(bench.model_of(method), torch.zeros(3, 1, dtype=torch.long), 1)
         parts = cache.nbytes_by_part()
@@ -219,7 +219,7 @@ def test_filled_caches_have_random_numbers_in_every_used_slot(models, monkeypatc
 
     monkeypatch.setattr(TokenStore, "append", recorded)
     for model, text in zip(models, ("full", "pod"), strict=True):
-        cache, note = make_cache(model, parse_method(text), 400, "auto", None)
+        cache, note = make_cache(model, parse_method(text), 400, "auto")
         fill(model, cache, 2, length)
         assert note is None and cache.get_seq_length() == length and cache.lengths.tolist() == [length] * 2
         for store in stores_of(cache):
@@ -362,12 +362,12 @@ def test_dense_peers_compute_dense_attention_and_nothing_else(bench):
     found = []
     with dense_peers():
         for backend in ("grouped", "sdpa"):
-            cache, _ = make_cache(bench.dense, FULL, 64, backend, None)
+            cache, _ = make_cache(bench.dense, FULL, 64, backend)
             fill(bench.dense, cache, 2, 30)
             with torch.no_grad():
                 found.append(bench.dense(torch.tensor([[4], [5]]), past_key_values=cache).logits)
         assert (found[0] - found[1]).abs().max() < 1e-5
-        cache, _ = make_cache(bench.planned, POD, 64, "sdpa", None)
+        cache, _ = make_cache(bench.planned, POD, 64, "sdpa")
         fill(bench.planned, cache, 2, 30)
         with (
             torch.no_grad(),
@@ -501,21 +501,21 @@ def test_tokens_per_second_tiny(script, tmp_path, monkeypatch):
 def test_the_verdict_is_taken_where_dense_is_fastest(script):
     module = script("tokens_per_second")
 
-    def part(compiler, own, full, limit):
+    def part(backend, own, full, limit):
         row = {
             "tokens_per_second": {"median": own},
             "full_tokens_per_second": {"median": full},
             "byte_ceiling": limit,
         }
         row |= {"speed_over_full": {"median": own / full}, "share_of_ceiling": own / full / limit}
-        return {"batch": 4, "compiler": compiler, "full": {"backend": "x"}, "methods": {"pod": row}}
+        return {"batch": 4, "full": {"backend": backend}, "methods": {"pod": row}}
 
-    parts = {"a": part(None, 15.0, 10.0, 1.34), "b": part("inductor", 15.4, 12.0, 1.34), "c": {"error": "no"}}
+    parts = {"a": part("x", 15.0, 10.0, 1.34), "b": part("y", 15.4, 12.0, 1.34), "c": {"error": "no"}}
     best = module.headline(parts, 4)
-    assert best["compiler"] == "inductor"
+    assert best["backend"] == "y"
     row = module.verdict("x", best, False)
     assert row["met"] is True and row["figure"] == pytest.approx(15.4 / 12 / 1.34)
-    assert module.verdict("x", module.headline({"a": part(None, 12.0, 10.0, 1.34)}, 4), False)["met"] is False
+    assert module.verdict("x", module.headline({"a": part("x", 12.0, 10.0, 1.34)}, 4), False)["met"] is False
     assert module.verdict("x", module.headline(parts, 1), False)["figure"] is None
 
 

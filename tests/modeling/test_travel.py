@@ -123,7 +123,7 @@ def test_what_does_not_belong_together_is_refused_in_one_line(tools, tmp_path):
     safetensors.torch.save_file({"x": torch.ones(1)}, path)
     refused("is not a cache that pod.save_cache wrote")
     for change, message in (
-        (lambda metadata: metadata.update(schema="7"), "schema 7, this version reads 1"),
+        (lambda metadata: metadata.update(schema="7"), "schema 7, this version reads 2"),
         (
             lambda metadata: metadata.update(facts=metadata["facts"].replace('"TokenStore"', '"Popen"')),
             "damaged",
@@ -152,7 +152,7 @@ def test_a_state_needs_its_own_kind_of_cache(tools):
         wa.from_state(full.state())
     state = full.state()
     state.facts["schema"] = 0
-    with pytest.raises(ValueError, match="schema 0, this version reads 1"):
+    with pytest.raises(ValueError, match="schema 0, this version reads 2"):
         pod.make_cache(model).from_state(state)
 
 

@@ -134,7 +134,7 @@ def run_bench(recipe: "Recipe") -> dict[str, Any]:
         dense, planned = load_models(resolve_model(recipe.model.path), lead, windows, device, **options)
     stock = stock_model(dense) if args.stock else None
     bench = Bench(dense=dense, planned=planned, stock=stock, steps=args.steps, repeats=args.repeats)
-    bench.backend, bench.full_backend, bench.compiler = args.backend, args.full_backend, args.compiler
+    bench.backend, bench.full_backend = args.backend, args.full_backend
     _check_methods(bench, args)
     result: dict[str, Any] = {
         "schema": 1,

@@ -140,9 +140,6 @@ class BenchArgs:
     """decode backend of the dense cache: fastest tries all that run and takes the fastest; or a backend by name, also sdpa
     (PyTorch's flash attention) and flash_attn (that package), which serve dense caches only"""
 
-    compiler: str | None = None
-    """backend of torch.compile for all that stands between the attentions, as `inductor`; null = run as written"""
-
     stock: bool = True
     """also run the stock transformers model with its own cache, where it fits into memory"""
 

@@ -57,7 +57,7 @@ class Bench:
         dense, planned: the model without and with a sharing plan.
         stock: the transformers model with these weights, None when there is none.
         steps, repeats: tokens per row and timed round; timed rounds.
-        backend, full_backend, compiler: see ``BenchArgs``.
+        backend, full_backend: see ``BenchArgs``.
         skip: contestants that are not to run, with the reason.
     """
 
@@ -68,7 +68,6 @@ class Bench:
     repeats: int = 5
     backend: str = "auto"
     full_backend: str = "fastest"
-    compiler: str | None = None
     skip: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -184,9 +183,7 @@ def load_models(
 # -- caches ----------------------------------------------------------------------------------------------------------
 
 
-def make_cache(
-    model: Any, method: BenchMethod, capacity: int, backend: str, compiler: str | None
-) -> tuple[Any, str | None]:
+def make_cache(model: Any, method: BenchMethod, capacity: int, backend: str) -> tuple[Any, str | None]:
     """An empty cache with the decode engine; the ordinary one when the engine refuses, and why.
 
     Raises: ValueError for what ``pod.make_cache`` refuses without an engine too.
@@ -200,7 +197,7 @@ def make_cache(
         cache = pod.make_cache(model, method.spec, **method.options)
         return cache, f"ordinary cache, no engine: {one_line(error)}"
     engine: Any = cache.engine
-    engine.backend, engine.compiler = backend, compiler
+    engine.backend = backend
     return cache, None
 
 
@@ -325,7 +322,7 @@ def start_runner(
 ) -> Runner:
     """A contestant that holds ``length`` tokens, warmed up: what compiles has compiled, what is captured is."""
     model = bench.model_of(method)
-    cache, note = make_cache(model, method, capacity, backend, bench.compiler)
+    cache, note = make_cache(model, method, capacity, backend)
     fill(model, cache, batch, length - _WARM_UP, method.skip_share)
     return _warmed(Runner(method.name, model, cache, method=method, note=note, backend=backend), batch)
 
@@ -440,7 +437,6 @@ def compare(
     result: dict[str, Any] = {
         "batch": batch,
         "length": length,
-        "compiler": bench.compiler,
         "full": {"backend": backend, "tried": tried, "bytes_by_part": full.cache.nbytes_by_part()},
         "methods": {},
     }

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 
 from .step import CacheLayer
 
-SCHEMA = 1
+SCHEMA = 2
 PACKAGES = {__name__.rpartition(".")[0]}
 """Packages whose classes a cache consists of."""
 
