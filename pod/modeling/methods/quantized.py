@@ -531,7 +531,7 @@ def _put(target: Tensor, slots: Tensor, x: Tensor, mask: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class QuantizedCodec:
+class QuantizedCodec(Codec):
     """Makes stores of ``bits`` bits per number; see the top of this file.
 
     Attributes:
