@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pod.modeling.methods.base import Request
 from pod.modeling.methods.ranking import snapkv_slots
-from pod.modeling.methods.rows import Chunks, GroupedCache
+from pod.modeling.methods.rows import FixedChunks, GroupedCache
 from pod.modeling.shipped.attend import (
     CAUSAL,
     Segments,
@@ -452,7 +452,7 @@ def shared_cache(
     request: Request,
     budgets: Callable[[int], list[list[int]]],
     alike: Callable[[int, int], Hashable],
-    chunks: Chunks | None,
+    chunks: FixedChunks | None,
 ) -> PodCache:
     """The cache of ``pod`` with a ranking; see ``SharedSelectionLayer``."""
 

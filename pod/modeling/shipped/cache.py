@@ -7,8 +7,7 @@ left-aligned real tokens, so the token at position ``p`` of a row sits at slot `
 
 import json
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,26 +20,6 @@ from .state import SCHEMA, CacheState, Reader, Writer, fields_of
 from .step import CacheLayer, Compaction, Step, check_positions, compaction_of
 
 
-class DecodeEngine(Protocol):
-    """Decodes one token per row over a cache's own stores."""
-
-    def decode(self, model: Any, hidden_states: Tensor, step: Step) -> Tensor | None:
-        """``[B, 1, hidden]`` embeddings to the final hidden states; None when this pass is not for the engine."""
-        ...
-
-    def tensors(self) -> Iterator[Tensor]:
-        """What it holds besides the cache's own tensors."""
-        ...
-
-    def release(self) -> None:
-        """The cache is emptied, or holds something else."""
-        ...
-
-    def check_integrity(self) -> None:
-        """See ``PodCache.check_integrity``."""
-        ...
-
-
 class PodCache(Cache):
     """The cache of a PoD (or dense) model, and the base of every other method.
 
@@ -51,12 +30,12 @@ class PodCache(Cache):
 
     Attributes:
         made_with: the budget and the parameters given to ``pod.make_cache``.
-        engine: what decodes over this cache in place of the layer-by-layer pass, see ``pod.engine``; None = nothing.
+        engine: what decodes one token per row in place of the layer-by-layer pass, a ``pod.engine.StaticEngine``; None = nothing.
         made_by_generate: whether ``generate()`` made it because it was given none.
         attach_engine: ``(cache, prompt columns, most columns)`` may give an engine to such a cache; the package sets it.
     """
 
-    engine: DecodeEngine | None = None
+    engine: Any = None
     made_by_generate = False
     made_with: tuple[int | None, dict[str, Any]] = (None, {})
     configuration = frozenset({"config", "spec", "made_with", "engine"})
@@ -81,9 +60,7 @@ class PodCache(Cache):
         self._seen_mask: Tensor | None = None  # bool [B, columns]; None = no padding so far
         self._seen_ids: list[Tensor] | None = []  # int32 [B, …]; None after inputs_embeds
         self._prompt_columns_left = 0
-        self._pending: Callable[[], None] | None = (
-            None  # what a pass in progress will have added when it ends
-        )
+        self._pending: tuple | None = None  # what a pass in progress will give to _remember when it ends
 
     # -- what the model calls --------------------------------------------------------------------------------
 
@@ -135,7 +112,7 @@ class PodCache(Cache):
         )
         expected = step.positions if compaction is None else compaction.padded_positions(past)
         check_positions(position_ids, expected, attention_mask)
-        self._pending = partial(self._remember, n, attention_mask, input_ids, compaction, left)
+        self._pending = n, attention_mask, input_ids, compaction, left
         return step, compaction
 
     def begin_decoding(self, batch: int) -> int:
@@ -153,26 +130,25 @@ class PodCache(Cache):
                 "an engine alone goes on behind a complete prompt without padding: feed one first, or use generate()"
             )
         self._check_batch(batch)
-        self._pending = _nothing
+        self._pending = ()
         return self._columns
 
     def end_decoding(self, ids: Tensor) -> None:
         """Count tokens ``[B, m]`` that an engine has fed since ``begin_decoding``."""
-        self._set_lengths(self.lengths + ids.shape[1])
-        self._pending = None
-        self._remember(ids.shape[1], None, ids, None, 0)
+        self._pending = ids.shape[1], None, ids, None, 0
+        self._end(self.lengths + ids.shape[1])
 
     def end_step(self, step: Step) -> None:
         """Count the tokens of the pass as seen."""
-        self._set_lengths(step.lengths)
-        if self._pending is not None:
-            self._pending()
-        self._pending = None
+        self._end(step.lengths)
 
-    def _set_lengths(self, lengths: Tensor) -> None:
+    def _end(self, lengths: Tensor) -> None:
         self._lengths = lengths
         if self._longest is not None:
             self._longest = torch.maximum(self._longest, lengths)
+        if self._pending:
+            self._remember(*self._pending)
+        self._pending = None
 
     def pieces(self, step: Step) -> Iterator[Step]:
         """The pass in the pieces in which it goes through the layers, one after the other; here one, the pass itself.
@@ -346,18 +322,22 @@ class PodCache(Cache):
             assert tensor.untyped_storage().data_ptr() in parts or path.endswith(".table"), (
                 f"{path} is not in nbytes"
             )
-        self._check_layers()
+        lengths = None if self._lengths is None else self._lengths.cpu()
+        for number, (layer, rows) in enumerate(self._holders()):
+            where = f"layer {number % len(self.layers)}, rows {rows}"
+            layer.check_integrity(where, None if lengths is None else lengths[rows])
         if self.engine is not None:
             self.engine.check_integrity()
 
-    def _check_layers(self) -> None:
-        for number, layer in enumerate(self.layers):
-            layer.check_integrity(f"layer {number}", self._lengths)
+    def _holders(self) -> Iterator[tuple[CacheLayer, list[int]]]:
+        """Every layer that holds tokens, with the rows of the batch whose tokens it holds."""
+        rows = list(range(max(self.batch_size, 0)))
+        yield from ((layer, rows) for layer in self.layers)
 
     # -- bytes -----------------------------------------------------------------------------------------------
 
     def _all_parts(self) -> Iterator[tuple[str, Tensor]]:
-        for layer in self.layers:
+        for layer, _ in self._holders():
             yield from layer.parts()
         if self.engine is not None:
             yield from (("decode_buffers", tensor) for tensor in self.engine.tensors())
@@ -382,7 +362,10 @@ class PodCache(Cache):
 
     def predicted_nbytes(self) -> int:
         """Bytes that the method's rule needs for the tokens seen, without bookkeeping and growth slack."""
-        return sum(layer.predicted_nbytes(int(self.lengths.max())) for layer in self.layers)
+        lengths = self.lengths.tolist()
+        return sum(
+            layer.predicted_nbytes(max(lengths[row] for row in rows)) for layer, rows in self._holders()
+        )
 
     # -- what transformers calls -----------------------------------------------------------------------------
 
@@ -443,11 +426,6 @@ class PodCache(Cache):
     # -- taking tokens back ----------------------------------------------------------------------------------
 
     @property
-    def is_croppable(self) -> bool:
-        """Whether tokens can be taken back at all; ``num_croppable`` says how many."""
-        return all(layer.is_croppable for layer in self.layers)
-
-    @property
     def num_croppable(self) -> int:
         """How many of the last columns ``crop`` can take back now."""
         if self._lengths is None:
@@ -461,10 +439,9 @@ class PodCache(Cache):
     @property
     def num_ahead(self) -> int:
         """How many tokens behind the next one can be fed in a pass and taken back, as if they never came."""
-        return max(0, min(layer.most_ahead(length) for layer, length in self._layers_and_lengths()))
-
-    def _layers_and_lengths(self) -> Iterator[tuple[CacheLayer, int]]:
-        yield from ((layer, length) for length in set(self.lengths.tolist()) for layer in self.layers)
+        lengths = self.lengths.tolist()
+        pairs = {(layer, lengths[row]) for layer, rows in self._holders() for row in rows}
+        return max(0, min(layer.most_ahead(length) for layer, length in pairs))
 
     def check_assisted(self, longest: int) -> None:
         """Raise ``ValueError`` unless candidates for up to ``longest`` tokens can be fed and taken back."""
@@ -482,9 +459,12 @@ class PodCache(Cache):
 
     def _most_croppable(self) -> list[int]:
         """Tokens that each row can take back."""
-        longest = self.lengths if self._longest is None else self._longest
-        rows = zip(self.lengths.tolist(), longest.tolist(), strict=True)
-        return [min(layer.most_croppable(*row) for layer in self.layers) for row in rows]
+        most = self.lengths.tolist()
+        longest = most if self._longest is None else self._longest.tolist()
+        return [
+            min(layer.most_croppable(length, longest[row]) for layer, rows in self._holders() if row in rows)
+            for row, length in enumerate(most)
+        ]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last columns, as if they had not been fed; an announced prompt still ends where it was to end.
@@ -536,10 +516,6 @@ class PodCache(Cache):
         """Take back ``counts`` ``[B]`` tokens of each row; the new lengths are known already."""
         for layer in self.layers:
             layer.crop(int(self.lengths.max()))
-
-
-def _nothing() -> None:
-    """What a pass by an engine alone leaves to its end: it is given the tokens then."""
 
 
 def _signature(config: PodConfig) -> tuple:
