@@ -5,7 +5,6 @@ q, k, v to ``cache.layers[i].attend(q, k, v, step)`` and closes the step. Layers
 left-aligned real tokens, so the token at position ``p`` of a row sits at slot ``p`` of a full store.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -264,10 +263,9 @@ class PodCache(Cache):
             ValueError: the last pass failed half-way.
         """
         self._check_no_pass_failed()
-        writer = self._writer()
-        fields = {name: writer.write(value, name) for name, value in self._held().items()}
+        writer, fields = self._written()
         facts = {"schema": SCHEMA, "spec": self.spec, "model": _signature(self.config), "fields": fields}
-        return CacheState(writer.tensors, json.loads(json.dumps(facts)))
+        return CacheState(writer.tensors, facts)
 
     def from_state(self, state: CacheState) -> None:
         """Hold what ``state`` holds, from now on in its tensors: they must be this cache's alone, and on its model's device.
@@ -285,7 +283,7 @@ class PodCache(Cache):
             raise ValueError(
                 f"the state is that of a {facts['spec']} cache, this is a {self.spec} cache: make one of that spec"
             )
-        if facts["model"] != json.loads(json.dumps(_signature(self.config))):
+        if facts["model"] != _signature(self.config):
             raise ValueError(
                 f"the state of this {self.spec} cache belongs to a model of another shape, plan or windows: load that "
                 "model, or make the cache anew from its tokens"
@@ -293,17 +291,16 @@ class PodCache(Cache):
         self.reset()
         device = next((tensor.device for tensor in state.tensors.values()), torch.device("cpu"))
         reader = Reader(state.tensors, {"config": self.config, "cache": self}, self.new_layer, device)
-        vars(self).update({name: reader.read(value) for name, value in facts["fields"].items()})
+        vars(self).update(reader.fields(facts["fields"]))
 
     def new_layer(self, layer_idx: int) -> CacheLayer:
         """An empty layer, for ``from_state`` to fill."""
         return self.layers[layer_idx]
 
-    def _writer(self) -> Writer:
-        return Writer({"config": self.config, "cache": self})
-
-    def _held(self) -> dict[str, Any]:
-        return {name: value for name, value in fields_of(self).items() if name not in self.configuration}
+    def _written(self) -> tuple[Writer, dict[str, Any]]:
+        writer = Writer({"config": self.config, "cache": self})
+        held = {name: value for name, value in fields_of(self).items() if name not in self.configuration}
+        return writer, writer.fields(held)
 
     def check_integrity(self) -> None:
         """Count everything anew that is kept in two places, and compare; for tests, after any operation.
@@ -313,9 +310,7 @@ class PodCache(Cache):
         """
         self._check_no_pass_failed()
         check_bookkeeping(self._columns, self._lengths, self._seen_mask, self._seen_ids)
-        writer = self._writer()
-        for name, value in self._held().items():
-            writer.write(value, name)
+        writer, _ = self._written()
         check_objects(writer.met, writer.tensors)
         parts = {tensor.untyped_storage().data_ptr() for _, tensor in self._all_parts()}
         for path, tensor in writer.tensors.items():
@@ -518,9 +513,9 @@ class PodCache(Cache):
             layer.crop(int(self.lengths.max()))
 
 
-def _signature(config: PodConfig) -> tuple:
+def _signature(config: PodConfig) -> str:
     """What a cache depends on; windows matter only where the layout has them."""
     windows = config.num_sink_tokens, config.num_recent_tokens
     windowed = config.own_method in ("pod", "window")
-    lead = config.sharing_plan.lead
-    return config.own_method, lead, windows if windowed else None, config.num_attention_heads, config.head_dim
+    sizes = config.num_attention_heads, config.head_dim
+    return str((config.own_method, config.sharing_plan.lead, windows if windowed else None, *sizes))

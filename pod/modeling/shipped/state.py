@@ -6,7 +6,6 @@ nothing is imported.
 """
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -25,6 +24,7 @@ PACKAGES = {__name__.rpartition(".")[0]}
 """Packages whose classes a cache consists of."""
 
 _PLAIN = (type(None), bool, int, float, str)
+_MADE: dict[str, Any] = {made.__name__: made for made in (list, tuple, set, Fraction)}
 _DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
 
@@ -44,14 +44,10 @@ class CacheState:
 
 def known_classes() -> dict[str, type]:
     """Classes that facts may name."""
-    found = {}
-    for name, module in list(sys.modules.items()):
-        if name in PACKAGES or name.rpartition(".")[0] in PACKAGES:
-            for item in vars(module).values():
-                if isinstance(item, type) and item.__module__ == name:
-                    found[item.__name__] = item
-    foreign = Cache | nn.Module | PreTrainedConfig
-    return {name: item for name, item in found.items() if not issubclass(item, foreign)}
+    modules = [x for name, x in list(sys.modules.items()) if PACKAGES & {name, name.rpartition(".")[0]}]
+    items = [(module.__name__, item) for module in modules for item in vars(module).values()]
+    own = [item for name, item in items if isinstance(item, type) and item.__module__ == name]
+    return {item.__name__: item for item in own if not issubclass(item, Cache | nn.Module | PreTrainedConfig)}
 
 
 def fields_of(item: Any) -> dict[str, Any]:
@@ -64,14 +60,15 @@ class Writer:
 
     Args:
         common: objects that every cache of the spec has, by name.
+
+    Attributes:
+        met: every object and container that was written, which also keeps them alive: their numbers would be used again.
     """
 
     def __init__(self, common: dict[str, Any]):
         self.tensors: dict[str, Tensor] = {}
-        self._names = {id(item): name for name, item in common.items()}
-        self._met: dict[
-            int, tuple[int, Any]
-        ] = {}  # keeps what was met alive: numbers of objects are used again
+        self.met: list[Any] = []
+        self._known: dict[int, dict[str, Any]] = {id(item): {"common": name} for name, item in common.items()}
         self._classes = known_classes()
 
     def write(self, value: Any, path: str) -> Any:
@@ -82,52 +79,34 @@ class Writer:
         """
         if type(value) in _PLAIN:
             return value
-        if id(value) in self._names:
-            return {"common": self._names[id(value)]}
-        if id(value) in self._met:
-            return {"same": self._met[id(value)][0]}
-        self._met[id(value)] = len(self._met), value
-        return self._write_new(value, path)
+        if id(value) not in self._known:
+            self._known[id(value)] = {"same": len(self.met)}
+            self.met.append(value)
+            return self._write_new(value, path)
+        return self._known[id(value)]
 
-    def _write_new(self, value: Any, path: str) -> Any:
+    def _write_new(self, value: Any, path: str) -> dict[str, Any]:
+        name = type(value).__name__
         if isinstance(value, Tensor):
-            assert path not in self.tensors, path
             self.tensors[path] = value.detach()
             return {"tensor": path}
-        if isinstance(value, list):
-            return self._items(value, path)
-        if isinstance(value, dict):
-            pairs = enumerate(value.items())
-            return {
-                "dict": [[self.write(k, f"{path}.{i}"), self.write(v, f"{path}.{k}")] for i, (k, v) in pairs]
-            }
-        if isinstance(value, set):
-            return {"set": self._items(list(value), path)}
-        if isinstance(value, Fraction):
-            return {"fraction": [value.numerator, value.denominator]}
         if isinstance(value, torch.device):
             return {"device": None}  # that of the model which reads
         if isinstance(value, torch.dtype):
             return {"dtype": str(value).removeprefix("torch.")}
-        name = type(value).__name__
-        if self._classes.get(name) is type(value):
-            if isinstance(value, tuple):
-                return {"object": name, "items": self._items(value, path)}
-            return {"object": name, "fields": self.fields(value, path)}
-        if isinstance(value, tuple):
-            return {"tuple": self._items(value, path)}
-        raise TypeError(f"{path}: a {name} does not belong to the state of a cache")
+        if isinstance(value, dict):
+            pairs = value.items()
+            return {"dict": [[self.write(k, path), self.write(v, f"{path}.{k}")] for k, v in pairs]}
+        if (_MADE | self._classes).get(name) is not type(value):
+            raise TypeError(f"{path}: a {name} does not belong to the state of a cache")
+        if name in _MADE or isinstance(value, tuple):
+            items = value.as_integer_ratio() if isinstance(value, Fraction) else value
+            return {"made": name, "of": [self.write(item, f"{path}.{i}") for i, item in enumerate(items)]}
+        return {"object": name, "fields": self.fields(fields_of(value), f"{path}.")}
 
-    def _items(self, values: Sequence, path: str) -> list:
-        return [self.write(value, f"{path}.{i}") for i, value in enumerate(values)]
-
-    def fields(self, item: Any, path: str) -> dict[str, Any]:
-        return {name: self.write(value, f"{path}.{name}") for name, value in fields_of(item).items()}
-
-    @property
-    def met(self) -> list[Any]:
-        """Every object and container that was written."""
-        return [value for _, value in self._met.values()]
+    def fields(self, values: dict[str, Any], path: str = "") -> dict[str, Any]:
+        """The facts of named values; ``path`` stands before the names of their tensors."""
+        return {name: self.write(value, f"{path}{name}") for name, value in values.items()}
 
 
 class Reader:
@@ -148,52 +127,39 @@ class Reader:
         """The value of these facts, which stand at this place of a list."""
         if type(facts) in _PLAIN:
             return facts
-        if isinstance(facts, list):
-            return self._items(facts, self._meet([]))
         if "common" in facts:
             return self.common[facts["common"]]
         if "same" in facts:
             return self._met[facts["same"]]
-        if "dict" in facts:
-            met = self._meet({})
-            met.update((self.read(k), self.read(v)) for k, v in facts["dict"])
-            return met
-        if "fields" in facts:
-            return self._object(facts, place)
         number = len(self._met)
-        self._met.append(None)
-        self._met[number] = self._value(facts)
+        self._met.append(self._new_object(facts["object"], place) if "object" in facts else None)
+        if "object" in facts:  # whose fields may lead back to it
+            vars(self._met[number]).update(self.fields(facts["fields"]))
+        else:
+            self._met[number] = self._value(facts)
         return self._met[number]
 
-    def _meet(self, value: Any) -> Any:
-        self._met.append(value)
-        return value
+    def fields(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """The opposite of ``Writer.fields``."""
+        return {name: self.read(value) for name, value in facts.items()}
 
-    def _items(self, facts: list, into: list) -> list:
-        for place, item in enumerate(facts):
-            into.append(self.read(item, place))
-        return into
-
-    def _value(self, facts: dict) -> Any:
+    def _value(self, facts: dict[str, Any]) -> Any:
         if "tensor" in facts:
             return self.tensors[facts["tensor"]]
-        if "set" in facts:
-            return set(self._items(facts["set"], []))
-        if "fraction" in facts:
-            return Fraction(*facts["fraction"])
         if "device" in facts:
             return self.device
         if "dtype" in facts:
             return _DTYPES[facts["dtype"]]
-        if "object" in facts:
-            return self._classes[facts["object"]]._make(self._items(facts["items"], []))  # type: ignore[attr-defined]
-        return tuple(self._items(facts["tuple"], []))
+        if "dict" in facts:
+            return {self.read(k): self.read(v) for k, v in facts["dict"]}
+        name, items = facts["made"], [self.read(item, place) for place, item in enumerate(facts["of"])]
+        if name in _MADE:
+            return _MADE[name](*items) if name == "Fraction" else _MADE[name](items)
+        return self._classes[name]._make(items)  # type: ignore[attr-defined]
 
-    def _object(self, facts: dict, place: int) -> Any:
-        made = self._classes[facts["object"]]
+    def _new_object(self, name: str, place: int) -> Any:
+        made = self._classes[name]
         new = self.make_layer(place) if issubclass(made, CacheLayer) else object.__new__(made)
         if type(new) is not made:
-            raise ValueError(f"holds a {made.__name__} where this cache has a {type(new).__name__}")
-        self._meet(new)
-        vars(new).update({name: self.read(value) for name, value in facts["fields"].items()})
+            raise ValueError(f"holds a {name} where this cache has a {type(new).__name__}")
         return new
