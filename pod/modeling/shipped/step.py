@@ -25,13 +25,11 @@ class Selection:
         positions: ``[B, n]``, ascending.
         scored: when decoding, logits ``[B, G, n]`` and which tokens ``[B, n]`` are proximal.
         kept: slots ``[B, w]`` that the lead chose when the prompt ended; None = all.
-        reach: how many of the first and of the last tokens are proximal for the next query, in any row.
     """
 
     positions: Tensor
     scored: tuple[Tensor, Tensor] | None = None
     kept: Tensor | None = None
-    reach: tuple[int, int] = (0, 0)
 
 
 @dataclass
