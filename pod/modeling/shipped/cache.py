@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from .config import PodConfig
 from .integrity import check_bookkeeping, check_objects
-from .layout import LAYOUT_LAYERS, PodCacheLayer
+from .layout import LAYOUT_LAYERS
 from .state import SCHEMA, CacheState, Reader, Writer, fields_of
 from .step import CacheLayer, Compaction, Step, check_positions, compaction_of
 
@@ -59,7 +59,7 @@ class PodCache(Cache):
         self._seen_mask: Tensor | None = None  # bool [B, columns]; None = no padding so far
         self._seen_ids: list[Tensor] | None = []  # int32 [B, …]; None after inputs_embeds
         self._prompt_columns_left = 0
-        self._pending: tuple | None = None  # what a pass in progress will give to _remember when it ends
+        self._pending: tuple | None = None  # what a pass in progress will give to _count when it ends
 
     # -- what the model calls --------------------------------------------------------------------------------
 
@@ -111,7 +111,8 @@ class PodCache(Cache):
         )
         expected = step.positions if compaction is None else compaction.padded_positions(past)
         check_positions(position_ids, expected, attention_mask)
-        self._pending = n, attention_mask, input_ids, compaction, left
+        is_padded = compaction is not None or self._seen_mask is not None
+        self._pending = n, attention_mask if is_padded else None, input_ids, left
         return step, compaction
 
     def begin_decoding(self, batch: int) -> int:
@@ -134,20 +135,24 @@ class PodCache(Cache):
 
     def end_decoding(self, ids: Tensor) -> None:
         """Count tokens ``[B, m]`` that an engine has fed since ``begin_decoding``."""
-        self._pending = ids.shape[1], None, ids, None, 0
-        self._end(self.lengths + ids.shape[1])
+        self._count(self.lengths + ids.shape[1], ids.shape[1], None, ids, 0)
 
     def end_step(self, step: Step) -> None:
         """Count the tokens of the pass as seen."""
-        self._end(step.lengths)
+        assert self._pending is not None, "begin_step comes first"
+        self._count(step.lengths, *self._pending)
 
-    def _end(self, lengths: Tensor) -> None:
-        self._lengths = lengths
+    def _count(self, lengths: Tensor, n: int, mask: Tensor | None, ids: Tensor | None, left: int) -> None:
+        self._pending, self._prompt_columns_left, self._lengths = None, left, lengths
+        self._columns += n
         if self._longest is not None:
             self._longest = torch.maximum(self._longest, lengths)
-        if self._pending:
-            self._remember(*self._pending)
-        self._pending = None
+        if mask is not None:
+            self._seen_mask = mask.bool().clone()
+        if ids is None:
+            self._seen_ids = None
+        elif self._seen_ids is not None:
+            self._seen_ids.append(ids.to(torch.int32, copy=True))
 
     def pieces(self, step: Step) -> Iterator[Step]:
         """The pass in the pieces in which it goes through the layers, one after the other; here one, the pass itself.
@@ -168,17 +173,9 @@ class PodCache(Cache):
         return first if bool((self.lengths == first).all()) else None
 
     def reserve(self, capacity: int) -> None:
-        """Hold room for ``capacity`` tokens per row, so that the tensors stay where they are while it suffices.
-
-        Raises:
-            ValueError: a method whose stores cannot be reserved.
-        """
-        if capacity < 1:
-            raise ValueError(f"capacity = {capacity} must be at least 1 token")
+        """Hold room for ``capacity`` tokens per row in layers as the decode engine takes them, which then stay where they are."""
         for layer in self.layers:
-            if not isinstance(layer, PodCacheLayer):
-                raise ValueError(f"the {self.spec} cache does not reserve room: leave capacity out")
-            layer.reserve(capacity)
+            layer.reserve(capacity)  # type: ignore[attr-defined]
 
     def check_fits(self, config: PodConfig) -> None:
         """Raise ``ValueError`` unless the cache was made for a model of this shape, plan and windows."""
@@ -216,16 +213,6 @@ class PodCache(Cache):
                 "that ended early are fed padding as real tokens): repeat the same mask, or start an empty cache"
             )
 
-    def _remember(self, n: int, attention_mask, input_ids, compaction: Compaction | None, left: int) -> None:
-        self._prompt_columns_left = left
-        if compaction is not None or self._seen_mask is not None:
-            self._seen_mask = attention_mask.bool().clone()
-        self._columns += n
-        if input_ids is None:
-            self._seen_ids = None
-        elif self._seen_ids is not None:
-            self._seen_ids.append(input_ids.to(torch.int32, copy=True))
-
     def check_continues(self, input_ids: Tensor, columns: int, has_embeds: bool) -> None:
         """Refuse a ``generate()`` call that would re-feed or drop tokens of a filled cache.
 
@@ -242,17 +229,16 @@ class PodCache(Cache):
             )
         if has_embeds or self._seen_ids is None or input_ids.shape[1] == new:
             return
-        seen = torch.cat(self._seen_ids, dim=1)
-        given = input_ids[:, : self._columns].to(seen)
-        if input_ids.shape[1] != columns or given.shape != seen.shape or not self._same_tokens(given, seen):
+        seen, given = torch.cat(self._seen_ids, dim=1), input_ids[:, : self._columns]
+        is_equal = input_ids.shape[1] == columns and given.shape == seen.shape
+        if is_equal:
+            equal = given.to(seen) == seen
+            is_equal = (equal if self._seen_mask is None else equal | ~self._seen_mask).all()
+        if not is_equal:
             raise ValueError(
                 f"input_ids do not start with the {self._columns} columns in the cache: pass the whole conversation, "
                 f"or only the {new} new tokens with an attention_mask of {columns} columns"
             )
-
-    def _same_tokens(self, given: Tensor, seen: Tensor) -> bool:
-        equal = given == seen
-        return bool((equal if self._seen_mask is None else equal | ~self._seen_mask).all())
 
     # -- what is held, as tensors and facts ------------------------------------------------------------------
 

@@ -170,7 +170,7 @@ class PodCacheLayer(CacheLayer):
 def append_new(store: Store, x: Tensor, step: Step) -> None:
     """Store the new tokens ``[B, h, m, d]`` of a pass."""
     if step.uniform_past is None:
-        store.append_ragged(x, step.ragged)
+        store.append_ragged(x, step.segments)
     else:
         store.append(x, step.uniform_past)
 

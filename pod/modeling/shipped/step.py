@@ -14,7 +14,6 @@ from transformers.cache_utils import CacheLayerMixin
 from .attend import Lead, Segments, Source, span, takes_gradients
 from .decode import DecodeBuffers
 from .integrity import check_tokens
-from .stores import RaggedRows
 
 
 @dataclass
@@ -115,11 +114,6 @@ class Step:
     def segments(self) -> Segments:
         """What every row holds and gets, for ``attend``."""
         return Segments.of_rows(*zip(*self.rows, strict=True), device=self.past.device)
-
-    @cached_property
-    def ragged(self) -> RaggedRows:
-        """The same for stores, when rows differ."""
-        return RaggedRows(self.rows, self.past.device)
 
     @property
     def max_length(self) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .attend import Source, take_heads
+from .attend import Segments, Source, take_heads
 from .packed import Stored
 
 _SLACK = 128  # a store grows by 1/128 of its length: under 1 % of the bytes, and appending stays cheap
@@ -136,11 +136,26 @@ class TokenStore:
         for position, slot, count in self.runs(past, length, length):
             data[:, :, slot : slot + count] = x[:, :, position - past : position - past + count]
 
-    def append_ragged(self, x: Tensor, rows: "RaggedRows") -> None:
-        """Write the new tokens of each row of ``[B, h, m, d]`` behind those that it has."""
-        data = self._grow(x, self.used_slots(rows.length))
-        places, columns, slots = rows.places(self)
-        data[places, :, slots] = x[places, :, columns]
+    def append_ragged(self, x: Tensor, segments: Segments) -> None:
+        """Write the new tokens ``[B, h, m, d]`` of each row behind those that it has; ``segments`` say how many."""
+        if segments.all:
+            data = self._grow(x, self.used_slots(max(segment.keys[1] for segment in segments.all)))
+            key = TokenStore, self.num_sink_tokens, self.limit
+            rows, columns, slots = segments.derived(key, lambda: self._places(segments).to(x.device))
+            data[rows, :, slots] = x[rows, :, columns]
+
+    def _places(self, segments: Segments) -> Tensor:
+        """int64 ``[3, t]``: row, column in the pass and slot of every new token that the store will hold."""
+        found = []
+        for segment in segments.all:
+            past, length = segment.past, segment.keys[1]
+            for position, slot, count in self.runs(past, length, length):
+                for row in range(*segment.rows):
+                    steps = torch.arange(count)
+                    found.append(
+                        torch.stack((torch.full_like(steps, row), steps + position - past, steps + slot))
+                    )
+        return torch.cat(found, dim=1)
 
     def read(self, length: int) -> Tensor:
         """``[B, h, used slots, d]`` after at most ``length`` tokens per row: a view, or a copy that the caller must not keep."""
@@ -215,33 +230,6 @@ class Codec:
 
 
 NATIVE = Codec()
-
-
-class RaggedRows:
-    """Rows that get unlike numbers of tokens: where these are stored, worked out on the host once in a pass.
-
-    Args:
-        rows: ``(past, counts)`` of each row; device: of the stores.
-    """
-
-    def __init__(self, rows: Sequence[tuple[int, int]], device: torch.device):
-        self._rows, self._device = rows, device
-        self.length = max(sum(row) for row in rows)
-        self._places: dict[tuple[int, int], Tensor] = {}
-
-    def places(self, store: TokenStore) -> Tensor:
-        """int64 ``[3, t]``: row, column in the pass and slot of every token that such a store will hold."""
-        key = store.num_sink_tokens, store.limit
-        if key not in self._places:
-            found = [torch.empty(3, 0, dtype=torch.long)]
-            for row, (past, count) in enumerate(self._rows):
-                for position, slot, tokens in store.runs(past, past + count, past + count):
-                    steps = torch.arange(tokens)
-                    found.append(
-                        torch.stack((torch.full_like(steps, row), steps + position - past, steps + slot))
-                    )
-            self._places[key] = torch.cat(found, dim=1).to(self._device)
-        return self._places[key]
 
 
 class Recent:
