@@ -117,10 +117,6 @@ class GroupedCache(PodCache):
 
     configuration = PodCache.configuration | {"layers", "chunks", "rowwise", "decide", "after_layers"}
 
-    def reset(self) -> None:
-        self.groups.clear()
-        super().reset()
-
     def new_layer(self, layer_idx: int) -> CacheLayer:
         return self.make_child(self.config, layer_idx)
 
@@ -363,8 +359,5 @@ class _GroupedLayer(CacheLayer):
         layer.settle(part)
         return out
 
-    def select_rows(self, index: Tensor) -> None:
-        """Done by the cache, for all layers at once."""
-
     def clear(self) -> None:
-        """Done by the cache."""
+        self.cache.groups.clear()

@@ -18,7 +18,6 @@ from pod.modeling.methods.rows import FixedChunks, GroupedCache
 from pod.modeling.shipped.attend import (
     CAUSAL,
     Segments,
-    Source,
     Tokens,
     Visibility,
     attend,
@@ -30,13 +29,13 @@ from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.grouped import slot_logits, weigh_slots
 from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.step import Selection, Step
-from pod.modeling.shipped.stores import Codec, Recent, Store
+from pod.modeling.shipped.stores import Codec, Store
 
 _AGED = 64  # own keys are freed, which copies the others, when this share (1/64) of them is of distant tokens
 
 
 class OwnKeys:
-    """Followers' own keys: of the sinks and the last ``recents`` of the tokens held; what ``Recent`` reads.
+    """Followers' own keys: of the sinks and the last ``recents`` of the tokens held.
 
     They are equally many in all rows and heads, so some are of tokens that are distant there. A codec packs tokens by number:
     keys go in whole groups, and not before their values are packed, so that those of the same tokens are packed as in a batch
@@ -49,10 +48,6 @@ class OwnKeys:
         self.num_sink_tokens = num_sink_tokens
         self.held = self.sinks = self.recents = 0
 
-    @property
-    def is_empty(self) -> bool:
-        return len(self) == 0
-
     def __len__(self) -> int:
         return self.sinks + self.recents
 
@@ -61,21 +56,9 @@ class OwnKeys:
         self.recents += k.shape[2]
         self.held += k.shape[2]
 
-    def read(self, length: int) -> Tensor:
-        return self.store.read(len(self))
-
-    def runs(self, start: int, stop: int, length: int) -> list[tuple[int, int, int]]:
-        """See ``Store``, while every token seen is held."""
-        found = []
-        for position, slot, count in ((0, 0, self.sinks), (length - self.recents, self.sinks, self.recents)):
-            first, last = max(start, position), min(stop, position + count)
-            if first < last:
-                found.append((first, slot + first - position, last - first))
-        return found
-
-    def spread(self, own: Tensor) -> Tensor:
-        """``[…, slots]`` to ``[…, held]``; what is not there may be anything."""
-        out = own.new_empty(*own.shape[:-1], self.held)
+    def spread(self, own: Tensor, make: Callable[..., Tensor] = Tensor.new_empty) -> Tensor:
+        """``[…, slots]`` to ``[…, held]``; what is not there is as ``make`` gives it."""
+        out = make(own, (*own.shape[:-1], self.held))
         out[..., : self.sinks] = own[..., : self.sinks]
         out[..., self.held - self.recents :] = own[..., self.sinks :]
         return out
@@ -102,7 +85,7 @@ class OwnKeys:
         return sinks, recents + (self.held - sinks - recents) % self.group_size
 
     def _keep_slots(self, slots: Tensor, sinks: int, recents: int) -> None:
-        if not self.is_empty:
+        if len(self):
             self.store.keep(slots, len(self))
         self.sinks, self.recents = sinks, recents
 
@@ -291,11 +274,10 @@ class SharedSelectionLayer(PodCacheLayer):
             tokens = Tokens(bank.keys.view(bank.held), take_heads(values, range(split)))
             parts.append(attend(q[0], tokens, None, CAUSAL, segments, self.scale, step.chunk_backend)[0])
         if bank.followers:
-            keys: Source = Recent(bank.own, k, step.rows)  # type: ignore[arg-type]
+            own = bank.own.store.read(len(bank.own)).transpose(2, 3)
+            keys = torch.cat((bank.own.spread(own, Tensor.new_zeros).transpose(2, 3), k), dim=2)
             see, past = Visibility(self.num_sink_tokens, self.num_recent_tokens), bank.held - step.num_new
             if past < step.rows[0][0]:
-                own = bank.own.store.read(len(bank.own)).transpose(2, 3)
-                keys = torch.cat((bank.own.spread(own).transpose(2, 3), k), dim=2)
                 positions = [step.lead.selections[head].positions for head in bank.followers]
                 see = see._replace(positions=torch.stack(positions, 1), start=step.rows[0][0])
             tokens = Tokens(keys, take_heads(values, range(split, split + len(bank.followers))))

@@ -354,9 +354,6 @@ class PodCache(Cache):
         """Columns seen, padding included: the width that the seen part of an attention mask has."""
         return self._columns
 
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1
-
     @property
     def lengths(self) -> Tensor:
         """``[B]`` real tokens seen per row."""
