@@ -72,6 +72,15 @@ class RowGroup:
             layer.select_rows(torch.tensor(places))
         return replace(self, rows=rows, layers=layers)
 
+    def count(self, part: Step) -> None:
+        """The rows have seen the tokens of a pass of theirs."""
+        self.seen += part.num_new
+        if not part.is_decode:
+            self.prompt_done += part.num_new
+            self.chunk_index += part.ends_prompt
+            if part.ends_prompt and part.is_last_chunk:
+                self.prompt_length, self.prompt_done, self.schedule, self.chunk_index = None, 0, None, 0
+
     def crop(self, count: int) -> None:
         """Take back the last ``count`` tokens of each row; a running prompt keeps its end."""
         if not count:  # columns of padding
@@ -128,18 +137,14 @@ class GroupedCache(PodCache):
         fed = [0] * len(counts)
         try:
             self._split(counts, step)
-            self._check_prompts(step, counts)
-            self._start_schedules(counts, step)
+            self._plan_chunks(step, counts)
         except ValueError:
             self._forget_pass()
             raise
         while True:
             groups = list(self.groups)
-            passes = [
-                self._next_pass(group, counts[row] - fed[row], step)
-                for group in groups
-                for row in group.rows[:1]
-            ]
+            left = [counts[group.rows[0]] - fed[group.rows[0]] for group in groups]
+            passes = [self._next_pass(*each, step) for each in zip(groups, left, strict=True)]
             yield self._piece(step, passes, fed)
             for group, part in zip(groups, passes, strict=True):
                 for row in group.rows:
@@ -172,26 +177,21 @@ class GroupedCache(PodCache):
             return None if group.seen else 1
         return count + (self._prompt_columns_left or step.columns) - step.columns
 
-    def _check_prompts(self, step: Step, counts: list[int]) -> None:
-        """Chunks are planned from a row's prompt length, which padding behind the row's last token belies."""
-        if self.chunks is None or step.is_decode or not step.ends_prompt:
+    def _plan_chunks(self, step: Step, counts: list[int]) -> None:
+        """Start schedules of prompts: from a row's prompt length, which padding behind the row's last token belies."""
+        if self.chunks is None:
             return
         for group in self.groups:
             length, fed = group.prompt_length, group.prompt_done + counts[group.rows[0]]
-            if length is not None and fed != length:
+            if length is None or (step.is_decode and group.seen):
+                continue
+            if step.ends_prompt and fed != length:
                 raise ValueError(
                     f"{self.spec} compresses while a prompt is fed and takes padding on the left only: row "
                     f"{group.rows[0]} has {fed} tokens where {length} were announced"
                 )
-
-    def _start_schedules(self, counts: list[int], step: Step) -> None:
-        if self.chunks is None:
-            return
-        for group in self.groups:
-            is_decode = step.is_decode and group.seen > 0
-            if counts[group.rows[0]] and group.schedule is None and not is_decode:
-                assert group.prompt_length is not None
-                group.schedule = self.chunks.start_prompt(group.prompt_length, group.seen, group.layers)
+            if group.schedule is None:
+                group.schedule = self.chunks.start_prompt(length, group.seen, group.layers)
 
     def _forget_pass(self) -> None:
         """Nothing of a refused pass was fed: the cache can be used as if it had not been tried."""
@@ -256,8 +256,7 @@ class GroupedCache(PodCache):
     def end_step(self, step: Step) -> None:
         """See ``PodCache.end_step``: rows whose prompt ends without a new token (right padding) are compressed now."""
         if step.ends_prompt and not step.is_decode:
-            counts = [0] * step.past.shape[0]
-            self._check_prompts(step, counts)
+            self._plan_chunks(step, [0] * step.past.shape[0])
             for group in list(self.groups):
                 if group.prompt_done:
                     part = self._next_pass(group, 0, step)
@@ -277,31 +276,17 @@ class GroupedCache(PodCache):
                 rows = slice(len(taken.rows))  # all are alike
                 own = replace(part, layers=taken.layers, past=part.past[rows], counts=part.counts[rows])
                 self.after_layers(taken.layers, own, label)
-            self._count_pass(taken, part)
-
-    def _count_pass(self, group: RowGroup, part: Step) -> None:
-        group.seen += part.num_new
-        if part.is_decode:
-            return
-        group.prompt_done += part.num_new
-        group.chunk_index += part.ends_prompt
-        if part.ends_prompt and part.is_last_chunk:
-            group.prompt_length, group.prompt_done, group.schedule, group.chunk_index = None, 0, None, 0
+            taken.count(part)
 
     # -- rows ------------------------------------------------------------------------------------------------
 
     def _select_rows(self, index: Tensor) -> None:
         if self.groups:
-            selected = []
-            for group in self.groups:
-                found = [
-                    (new, group.rows.index(old))
-                    for new, old in enumerate(index.tolist())
-                    if old in group.rows
-                ]
-                for pairs in [[pair] for pair in found] if self.rowwise else [found] * bool(found):
-                    selected.append(group.take([place for _, place in pairs], [new for new, _ in pairs]))
-            self.groups = selected
+            wanted, groups, self.groups = index.tolist(), self.groups, []
+            for group in groups:
+                rows = [new for new, old in enumerate(wanted) if old in group.rows]
+                for part in [[row] for row in rows] if self.rowwise else [rows] * bool(rows):
+                    self.groups.append(group.take([group.rows.index(wanted[row]) for row in part], part))
         super()._select_rows(index)
 
     @property
@@ -320,15 +305,9 @@ class GroupedCache(PodCache):
 
     def check_integrity(self) -> None:
         super().check_integrity()
-        rows = sorted(row for group in self.groups for row in group.rows)
-        assert rows == list(range(max(self.batch_size, 0))), (
-            f"groups hold the rows {rows} of {self.batch_size}"
-        )
-        for group in self.groups:
-            lengths = self.lengths[group.rows].tolist()
-            assert lengths == [group.seen] * len(lengths), (
-                f"rows {group.rows} have {lengths} tokens, not {group.seen}"
-            )
+        seen = sorted((row, group.seen) for group in self.groups for row in group.rows)
+        lengths = list(enumerate(self.lengths.tolist())) if self.is_initialized else []
+        assert seen == lengths, f"groups have seen (row, tokens) {seen}, the cache {lengths}"
 
 
 class _GroupedLayer(CacheLayer):

@@ -19,20 +19,17 @@ def check_bookkeeping(
     if lengths is None:
         assert not columns and mask is None and not ids, f"an empty cache has {columns} columns, mask or ids"
         return
-    shape = (len(lengths), columns)
-    counted = torch.full_like(lengths, columns)
+    shape, counted = (len(lengths), columns), [columns] * len(lengths)
     if mask is not None:
         assert mask.shape == shape and mask.dtype == torch.bool, (
-            f"mask is {list(mask.shape)}, not {list(shape)}"
+            f"the mask is {mask.dtype} {list(mask.shape)}"
         )
         assert not mask.all(), "a mask without padding is kept"
-        counted = mask.sum(1)
-    assert torch.equal(lengths, counted.to(lengths.device)), (
-        f"lengths {lengths.tolist()}, not {counted.tolist()}"
-    )
+        counted = mask.sum(1).tolist()
+    assert lengths.tolist() == counted, f"lengths {lengths.tolist()}, not {counted}"
     if ids is not None:
-        seen = [x.shape[0] for x in ids], sum(x.shape[1] for x in ids)
-        assert set(seen[0]) <= {shape[0]} and seen[1] == columns, f"ids of {seen} for {list(shape)}"
+        seen = {x.shape[0] for x in ids}, sum(x.shape[1] for x in ids)
+        assert seen == ({shape[0]}, columns), f"ids of {seen} for {list(shape)}"
 
 
 def check_objects(met: Sequence[object], tensors: dict[str, Tensor]) -> None:

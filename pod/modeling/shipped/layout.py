@@ -110,7 +110,10 @@ class PodCacheLayer(CacheLayer):
         for heads, lead in ((self.leads, None), (self.followers, step.lead.take)):
             if not heads:
                 continue
-            keys = self._own_keys(k, step) if lead else self.lead_keys.view(step.max_length)
+            if lead:  # the window before the chunk, and the chunk
+                keys: Source = Recent(self.window_keys, take_heads(k, heads), step.rows)
+            else:
+                keys = self.lead_keys.view(step.max_length)
             taken = lead(heads, step.max_length) if lead else None
             tokens = Tokens(keys, take_heads(values, heads))
             out, _ = attend(
@@ -124,10 +127,6 @@ class PodCacheLayer(CacheLayer):
             )
             parts.append((heads, out))
         return merge_heads(parts, self.groups)
-
-    def _own_keys(self, k: Tensor, step: Step) -> Source:
-        """Keys of followers: the window before the chunk, and the chunk."""
-        return Recent(self.window_keys, take_heads(k, self.followers), step.rows)
 
     def _decode(self, q: Tensor, step: Step) -> Tensor:
         """One new token per row. Reads: lead keys, window keys, the leads' logits and values."""
