@@ -14,9 +14,8 @@ from pod.files import atomic_write_bytes
 from pod.modeling.methods import make_cache
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.llama import PodForCausalLM
-from pod.modeling.shipped.state import PACKAGES, CacheState
+from pod.modeling.shipped.state import CacheState
 
-PACKAGES.add("pod.engine.packed")
 _KIND = "pod-kv cache"
 
 
@@ -58,18 +57,15 @@ def load_cache(model: PodForCausalLM, path: str | os.PathLike) -> PodCache:
     metadata, tensors = _read(path, model.device)
     try:
         if metadata["dtype"] != str(model.dtype):
-            raise ValueError(
-                f"holds a cache in {metadata['dtype']}, the model is in {model.dtype}: load the model in that dtype"
-            )
+            held = metadata["dtype"]
+            raise ValueError(f"holds a cache in {held}, the model is in {model.dtype}: load it in {held}")
         made, facts = json.loads(metadata["cache"]), json.loads(metadata["facts"])
         cache = make_cache(model, made["spec"], made["budget"], **made["params"])
         if made["engine"] is not None and cache.engine is None:
             attach(cache, **made["engine"])
         cache.from_state(CacheState(tensors, facts))
         if metadata["weights"] != _fingerprint(model):
-            raise ValueError(
-                "a model with other weights filled this cache: load that model, or make the cache anew"
-            )
+            raise ValueError("a model with other weights filled this cache: load it, or make the cache anew")
         cache.check_integrity()
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

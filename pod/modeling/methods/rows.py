@@ -154,10 +154,8 @@ class GroupedCache(PodCache):
 
     def _split(self, counts: list[int], step: Step) -> None:
         """Regroup so that the rows of a group feed equally many tokens of equally long prompts."""
-        rows = list(range(len(counts)))
-        groups = self.groups or [
-            RowGroup(part, []) for part in ([[row] for row in rows] if self.rowwise else [rows])
-        ]
+        rows = [[row] for row in range(len(counts))] if self.rowwise else [list(range(len(counts)))]
+        groups = self.groups or [RowGroup(part, []) for part in rows]
         self.groups = []
         for group in groups:
             labels = [(counts[row], self._prompt_length(group, counts[row], step)) for row in group.rows]
@@ -319,21 +317,19 @@ class _GroupedLayer(CacheLayer):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         if len(step.groups) == 1:
-            return self._attend_group(self.cache.groups[0], step.groups[0][0], None, [q, k, v], step)
+            return self._attend_group(0, None, step, [q, k, v])
         out = torch.zeros_like(q)
-        for group, (part, rows) in zip(self.cache.groups, step.groups, strict=True):
+        for number, (part, rows) in enumerate(step.groups):
             if part.num_new:
                 qkv = [x[rows, :, : part.num_new] for x in (q, k, v)]
-                out[rows, :, : part.num_new] = self._attend_group(group, part, rows, qkv, step)
+                out[rows, :, : part.num_new] = self._attend_group(number, rows, step, qkv)
         return out
 
-    def _attend_group(
-        self, group: RowGroup, part: Step, rows: Tensor | None, qkv: list[Tensor], step: Step
-    ) -> Tensor:
+    def _attend_group(self, number: int, rows: Tensor | None, step: Step, qkv: list[Tensor]) -> Tensor:
+        part, layer = step.groups[number][0], self.cache.groups[number].layers[self.layer_idx]
         if part.rope is None:
             part.rope, part.backend = step.rope.for_rows(rows, part.num_new), step.backend
         q, k, v = qkv
-        layer = group.layers[self.layer_idx]
         out = layer.attend(q, k, v, part)
         layer.settle(part)
         return out

@@ -96,7 +96,7 @@ class Bank:
     Attributes:
         leads, followers: KV heads; ``values`` has the leads first, ``keys`` the leads only.
         held: tokens held by each row and head.
-        positions: int32 ``[B, leads, held]``.
+        positions: int32 ``[B, leads, held]``; None before the first token.
         observed: last queries of the unfinished prompt, ``[B, leads·G, <= window, d]``.
         whole_from: position from which every token is held.
         chosen: of each lead the last positions before that, each the largest of any row; None = still on the device.
@@ -108,7 +108,7 @@ class Bank:
         self.keys: Store = codec.tokens("keys", evicts=True)
         self.own = OwnKeys(codec, num_sink_tokens)
         self.held = self.whole_from = 0
-        self.positions: Tensor | None = None
+        self.positions: Tensor = None  # type: ignore[assignment]
         self.observed: Tensor | None = None
         self.chosen: list[list[int]] | None = [[] for _ in leads]
 
@@ -215,13 +215,12 @@ class SharedSelectionLayer(PodCacheLayer):
         width = x.shape[1] // len(self.order)
         if self.is_reordered:
             x = x.index_select(1, head_index(self.order, width, x.device))
-        parts, start = [], 0
-        for bank in self.banks:
-            middle = start + len(bank.leads) * width
-            stop = middle + len(bank.followers) * width
-            parts.append((x[:, start:middle], x[:, middle:stop], x[:, start:stop]))
-            start = stop
-        return parts
+        sizes = [(width * len(bank.leads), width * len(bank.followers)) for bank in self.banks]
+        roles, both = (
+            x.split([size for pair in sizes for size in pair], 1),
+            x.split([sum(pair) for pair in sizes], 1),
+        )
+        return list(zip(roles[::2], roles[1::2], both, strict=True))
 
     def _in_order(self, outs: list[Tensor]) -> Tensor:
         out = torch.cat(outs, dim=1) if len(outs) > 1 else outs[0]
@@ -235,7 +234,6 @@ class SharedSelectionLayer(PodCacheLayer):
         for place, head in enumerate(bank.leads):
             if head not in self.followed:
                 continue
-            assert bank.positions is not None
             step.lead.selections[head] = Selection(bank.positions[:, place])
             if not is_single:
                 step.lead.queries[head] = take_heads(q, [place], self.groups).clone()
@@ -258,7 +256,6 @@ class SharedSelectionLayer(PodCacheLayer):
         return weigh_slots(logits.softmax(-1), bank.values.stored, q[2].dtype)
 
     def _publish_logits(self, bank: Bank, logits: Tensor, step: Step) -> None:
-        assert bank.positions is not None
         if any(head in self.followed for head in bank.leads):
             is_recent = bank.positions >= step.max_length - self.num_recent_tokens
             near = is_recent | (bank.positions < self.num_sink_tokens)
@@ -306,7 +303,6 @@ class SharedSelectionLayer(PodCacheLayer):
             kept.append(self._choose(bank, budget))
             for place, head in enumerate(bank.leads):
                 if head in self.followed:
-                    assert bank.positions is not None
                     found = step.lead.selections.setdefault(head, Selection(bank.positions[:, place]))
                     found.kept = None if kept[0] is None else kept[0][:, place]
         if bank.followers:
@@ -327,7 +323,6 @@ class SharedSelectionLayer(PodCacheLayer):
         kernel, pool = self.params["kernel"], self.params["pool"]
         index = snapkv_slots(queries, bank.keys.read(bank.held), budget, kernel, pool, self.scale)
         bank.keys.keep(index, bank.held)
-        assert bank.positions is not None
         bank.positions, bank.chosen = bank.positions.gather(2, index), None
         return index
 
@@ -339,7 +334,7 @@ def free_own_keys(layers: list[SharedSelectionLayer], step: Step, label: None) -
     banks = [(layer, bank) for layer in layers for bank in layer.banks]
     unread = [bank for _, bank in banks if bank.chosen is None]
     if unread:
-        latest = [bank.positions[:, :, -n_r:].amax(0) for bank in unread if bank.positions is not None]
+        latest = [bank.positions[:, :, -n_r:].amax(0) for bank in unread]
         numbers = iter(torch.cat([x.flatten() for x in latest]).tolist())
         for bank, x in zip(unread, latest, strict=True):
             bank.whole_from, bank.chosen = seen, [list(islice(numbers, x.shape[1])) for _ in bank.leads]

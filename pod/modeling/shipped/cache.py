@@ -42,7 +42,7 @@ class PodCache(Cache):
     attach_engine: ClassVar[Callable[["PodCache", int, int], None] | None] = None
 
     def __init__(
-        self, config: PodConfig, make_layer: Callable[[PodConfig, int], CacheLayer] | None = None, spec=None
+        self, config: PodConfig, make_layer: Callable[..., CacheLayer] | None = None, spec: str | None = None
     ):
         make_layer = make_layer or LAYOUT_LAYERS[config.layout]
         layers = [make_layer(config, i) for i in range(config.num_hidden_layers)]
@@ -70,9 +70,7 @@ class PodCache(Cache):
         every forward pass of more than one column is a prompt of its own.
         """
         if num_columns < 0:
-            raise ValueError(
-                f"a prompt has at least 0 columns, got {num_columns}: is it already in the cache?"
-            )
+            raise ValueError(f"a prompt has at least 0 columns, not {num_columns}: is it in the cache?")
         self._prompt_columns_left = num_columns
 
     def begin_step(
@@ -188,7 +186,7 @@ class PodCache(Cache):
     def _check_no_pass_failed(self) -> None:
         if self._pending is not None:
             raise ValueError(
-                "the last pass over this cache failed half-way: call reset() and feed everything again"
+                "the last pass over this cache failed half-way: call reset() and feed it all again"
             )
 
     def _check_batch(self, batch: int) -> None:
@@ -201,9 +199,7 @@ class PodCache(Cache):
     def _check_mask(self, attention_mask: Tensor | None) -> None:
         if attention_mask is None:
             if self._seen_mask is not None:
-                raise ValueError(
-                    "the cache holds padding: pass the whole attention_mask, seen and new columns"
-                )
+                raise ValueError("the cache holds padding: pass the attention_mask of seen and new columns")
             return
         seen = attention_mask[:, : self._columns].bool()
         known = self._seen_mask
@@ -300,9 +296,8 @@ class PodCache(Cache):
         check_objects(writer.met, writer.tensors)
         parts = {tensor.untyped_storage().data_ptr() for _, tensor in self._all_parts()}
         for path, tensor in writer.tensors.items():
-            assert tensor.untyped_storage().data_ptr() in parts or path.endswith(".table"), (
-                f"{path} is not in nbytes"
-            )
+            place = tensor.untyped_storage().data_ptr()
+            assert place in parts or path.endswith(".table"), f"{path} is not in nbytes"
         lengths = None if self._lengths is None else self._lengths.cpu()
         for number, (layer, rows) in enumerate(self._holders()):
             where = f"layer {number % len(self.layers)}, rows {rows}"
@@ -344,9 +339,7 @@ class PodCache(Cache):
     def predicted_nbytes(self) -> int:
         """Bytes that the method's rule needs for the tokens seen, without bookkeeping and growth slack."""
         lengths = self.lengths.tolist()
-        return sum(
-            layer.predicted_nbytes(max(lengths[row] for row in rows)) for layer, rows in self._holders()
-        )
+        return sum(layer.predicted_nbytes(max(lengths[i] for i in rows)) for layer, rows in self._holders())
 
     # -- what transformers calls -----------------------------------------------------------------------------
 

@@ -37,9 +37,7 @@ class PodGenerationMixin(GenerationMixin):
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def generate_batch(self, *args: Any, **kwargs: Any):
-        raise ValueError(
-            "generate_batch (continuous batching) is not supported: it ignores the cache; use generate()"
-        )
+        raise ValueError("continuous batching (generate_batch) is not supported: use generate()")
 
     def _get_candidate_generator(
         self, generation_config, input_ids: Tensor, model_kwargs: dict, *args: Any, **kwargs: Any
@@ -76,23 +74,18 @@ class PodGenerationMixin(GenerationMixin):
                 "past_key_values=pod.make_cache(model, …), or nothing for the model's own layout"
             )
         cache = model_kwargs.get("past_key_values")
-        if cache is None:
-            if generation_config.use_cache is not False:
-                assisted = (
-                    generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION
+        if cache is not None:
+            if not hasattr(cache, "begin_step"):
+                found = type(cache).__name__
+                raise ValueError(
+                    f"a {found} cannot serve a PoD model: make one with pod.make_cache(model, …)"
                 )
-                extra = (
-                    partial(PodCacheLayer, extra_slots=_EXTRA_SLOTS) if self.config.layout == "pod" else None
-                )
-                cache = PodCache(self.config, extra if assisted else None)
-                cache.made_by_generate = True
-                model_kwargs["past_key_values"] = cache
-        elif not hasattr(cache, "begin_step"):
-            raise ValueError(
-                f"a {type(cache).__name__} cannot serve a PoD model: make one with pod.make_cache(model, …)"
-            )
-        else:
             cache._is_user_defined = True
+        elif generation_config.use_cache is not False:
+            assisted = generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION
+            extra = partial(PodCacheLayer, extra_slots=_EXTRA_SLOTS) if self.config.layout == "pod" else None
+            model_kwargs["past_key_values"] = cache = PodCache(self.config, extra if assisted else None)
+            cache.made_by_generate = True
 
     def _begin_prompt(self, input_ids: Tensor, generation_config, model_kwargs: dict) -> int:
         """Check that the inputs continue the cache, and announce the prompt; gives the columns of the whole conversation."""
@@ -110,9 +103,7 @@ class PodGenerationMixin(GenerationMixin):
         cache = model_kwargs.get("past_key_values")
         if cache is not None:
             columns = self._begin_prompt(input_ids, generation_config, model_kwargs)
-            has_beams = (
-                generation_config.num_beams or 1
-            ) > 1  # rows move at every step: nothing for an engine
+            has_beams = (generation_config.num_beams or 1) > 1  # whose rows move at every step
             if cache.made_by_generate and not has_beams and PodCache.attach_engine is not None:
                 PodCache.attach_engine(cache, columns, max(columns + 1, generation_config.max_length or 0))
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]

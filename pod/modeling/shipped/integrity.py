@@ -8,9 +8,7 @@ from torch import Tensor
 from .stores import Store, TokenStore
 
 
-def check_bookkeeping(
-    columns: int, lengths: Tensor | None, mask: Tensor | None, ids: Sequence[Tensor] | None
-) -> None:
+def check_bookkeeping(columns: int, lengths: Tensor | None, mask: Tensor | None, ids: list | None) -> None:
     """Tokens per row ``[B]`` against columns, padding ``[B, columns]`` and the ids seen.
 
     Raises:
@@ -21,9 +19,7 @@ def check_bookkeeping(
         return
     shape, counted = (len(lengths), columns), [columns] * len(lengths)
     if mask is not None:
-        assert mask.shape == shape and mask.dtype == torch.bool, (
-            f"the mask is {mask.dtype} {list(mask.shape)}"
-        )
+        assert mask.shape == shape and mask.dtype == torch.bool, f"mask: {mask.dtype} {list(mask.shape)}"
         assert not mask.all(), "a mask without padding is kept"
         counted = mask.sum(1).tolist()
     assert lengths.tolist() == counted, f"lengths {lengths.tolist()}, not {counted}"

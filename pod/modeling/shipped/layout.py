@@ -97,9 +97,8 @@ class PodCacheLayer(CacheLayer):
         lead = None
         if self.followers:
             lead = step.lead.take(self.followers, step.max_length)._replace(heads=tuple(self.followers))
-        return attend(q, Tokens(k, v), lead, self._visibility(lead), step.segments, self.scale, step.backend)[
-            0
-        ]
+        see = self._visibility(lead)
+        return attend(q, Tokens(k, v), lead, see, step.segments, self.scale, step.backend)[0]
 
     def _visibility(self, lead: Lead | None) -> Visibility:
         return CAUSAL if lead is None else Visibility(self.num_sink_tokens, self.num_recent_tokens)
@@ -220,9 +219,7 @@ class WindowCacheLayer(CacheLayer):
     is_croppable = True
     num_sink_tokens = 0
 
-    def __init__(
-        self, config: PodConfig, layer_idx: int, codec: Codec = NATIVE, num_recent_tokens: int | None = None
-    ):
+    def __init__(self, config: PodConfig, layer_idx: int, codec: Codec = NATIVE, num_recent_tokens: int = 0):
         super().__init__()
         self.codec = codec
         self.num_recent_tokens = num_recent_tokens or config.num_recent_tokens
@@ -241,18 +238,14 @@ class WindowCacheLayer(CacheLayer):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         q, k = step.rope.pair(q, k)
-        if (
-            step.num_new == 1 and step.all_real
-        ):  # the ring is exactly the window, in an order that does not matter
-            self._append(k, v, step)
+        if step.num_new == 1 and step.all_real:
+            self._append(k, v, step)  # the ring is exactly the window, in an order that does not matter
             stored = self.keys_store.read(step.max_length), self.values_store.read(step.max_length)
             held = None if step.uniform_past is not None else step.lengths
             return attend_slots(q, *stored, self.scale, held)[0]
-        tokens = Tokens(k, v)
+        tokens: Tokens = Tokens(k, v)
         if not step.is_fresh:
-            tokens = Tokens(
-                *(Recent(s, x, step.rows) for s, x in zip(self.stores().values(), (k, v), strict=True))
-            )
+            tokens = Tokens(Recent(self.keys_store, k, step.rows), Recent(self.values_store, v, step.rows))
         see = Visibility(num_recent_tokens=self.num_recent_tokens)
         out, _ = attend(q, tokens, None, see, step.segments, self.scale, step.chunk_backend)
         self._append(k, v, step)

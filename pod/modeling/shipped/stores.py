@@ -152,9 +152,8 @@ class TokenStore:
             for position, slot, count in self.runs(past, length, length):
                 for row in range(*segment.rows):
                     steps = torch.arange(count)
-                    found.append(
-                        torch.stack((torch.full_like(steps, row), steps + position - past, steps + slot))
-                    )
+                    places = torch.full_like(steps, row), steps + position - past, steps + slot
+                    found.append(torch.stack(places))
         return torch.cat(found, dim=1)
 
     def read(self, length: int) -> Tensor:
@@ -194,9 +193,7 @@ class TokenStore:
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` with what is wrong."""
-        assert self.is_empty or self.shape[2] <= self.limit, (
-            f"{self.shape[2]} slots in a window of {self.limit}"
-        )
+        assert self.is_empty or self.shape[2] <= self.limit, f"{self.shape[2]} slots, at most {self.limit}"
 
 
 Store = TokenStore
