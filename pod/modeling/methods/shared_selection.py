@@ -15,15 +15,7 @@ from torch import Tensor
 from pod.modeling.methods.base import Request
 from pod.modeling.methods.ranking import snapkv_slots
 from pod.modeling.methods.rows import FixedChunks, GroupedCache
-from pod.modeling.shipped.attend import (
-    CAUSAL,
-    Segments,
-    Tokens,
-    Visibility,
-    attend,
-    take_heads,
-    takes_gradients,
-)
+from pod.modeling.shipped.attend import Segments, Tokens, Visibility, attend, take_heads, takes_gradients
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.grouped import slot_logits, weigh_slots
@@ -32,6 +24,10 @@ from pod.modeling.shipped.step import Selection, Step
 from pod.modeling.shipped.stores import Codec, Store
 
 _AGED = 64  # own keys are freed, which copies the others, when this share (1/64) of them is of distant tokens
+Budgets = Callable[[int], list[list[int]]]
+"""Tokens seen to tokens of every layer and KV head, ``[L][H]``."""
+Labels = Callable[[int, int], Hashable]
+"""``(layer, KV head)`` to a label."""
 
 
 class OwnKeys:
@@ -142,19 +138,12 @@ class SharedSelectionLayer(PodCacheLayer):
     """One layer for rows that are alike. Leads rank by SnapKV; followers keep the slots that their leads keep.
 
     Args:
-        budgets: tokens seen to tokens of every layer and KV head, ``[L][H]``.
-        alike: ``(layer, KV head)`` to a label, the same for heads of a layer whose budgets always agree.
+        alike: labels that are the same for heads of a layer whose budgets always agree.
         params: SnapKV's ``window``, ``kernel`` and ``pool``.
     """
 
     def __init__(
-        self,
-        config: PodConfig,
-        layer_idx: int,
-        budgets: Callable[[int], list[list[int]]],
-        alike: Callable[[int, int], Hashable],
-        params: dict,
-        codec: Codec,
+        self, config: PodConfig, layer_idx: int, budgets: Budgets, alike: Labels, params: dict, codec: Codec
     ):
         self.budgets, self.alike, self.params = budgets, alike, params
         super().__init__(config, layer_idx, codec)
@@ -269,7 +258,8 @@ class SharedSelectionLayer(PodCacheLayer):
         segments = Segments.whole(k.shape[0], step.num_new, bank.held)
         if bank.leads:
             tokens = Tokens(bank.keys.view(bank.held), take_heads(values, range(split)))
-            parts.append(attend(q[0], tokens, None, CAUSAL, segments, self.scale, step.chunk_backend)[0])
+            out, _ = attend(q[0], tokens, segments=segments, scale=self.scale, backend=step.chunk_backend)
+            parts.append(out)
         if bank.followers:
             own = bank.own.store.read(len(bank.own)).transpose(2, 3)
             keys = torch.cat((bank.own.spread(own, Tensor.new_zeros).transpose(2, 3), k), dim=2)
@@ -362,11 +352,7 @@ def head_index(heads: tuple[int, ...], width: int, device: torch.device) -> Tens
 
 
 def shared_cache(
-    config: PodConfig,
-    request: Request,
-    budgets: Callable[[int], list[list[int]]],
-    alike: Callable[[int, int], Hashable],
-    chunks: FixedChunks | None,
+    config: PodConfig, request: Request, budgets: Budgets, alike: Labels, chunks: FixedChunks | None
 ) -> PodCache:
     """The cache of ``pod`` with a ranking; see ``SharedSelectionLayer``."""
 

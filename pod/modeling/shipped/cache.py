@@ -401,11 +401,16 @@ class PodCache(Cache):
         """How many of the last columns ``crop`` can take back now."""
         if self._lengths is None:
             return 0
-        most = torch.tensor(self._most_croppable())
+        lengths = self.lengths.tolist()
+        longest = lengths if self._longest is None else self._longest.tolist()
+        most = list(lengths)
+        for layer, rows in self._holders():
+            for row in rows:
+                most[row] = min(most[row], layer.most_croppable(lengths[row], longest[row]))
         if self._seen_mask is None:
-            return int(most.min())
+            return min(most)
         tokens = self._seen_mask.cpu().flip(1).cumsum(1)
-        return int((tokens <= most[:, None]).all(0).sum())
+        return int((tokens <= torch.tensor(most)[:, None]).all(0).sum())
 
     @property
     def num_ahead(self) -> int:
@@ -427,15 +432,6 @@ class PodCache(Cache):
                 f"assisted decoding needs room behind the windows of the {self.spec} cache: pass past_key_values="
                 "pod.make_cache(model, 'pod', extra_slots=…) with the most candidates of a step (a trained window has none)"
             )
-
-    def _most_croppable(self) -> list[int]:
-        """Tokens that each row can take back."""
-        most = self.lengths.tolist()
-        longest = most if self._longest is None else self._longest.tolist()
-        return [
-            min(layer.most_croppable(length, longest[row]) for layer, rows in self._holders() if row in rows)
-            for row, length in enumerate(most)
-        ]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last columns, as if they had not been fed; an announced prompt still ends where it was to end.
@@ -473,15 +469,12 @@ class PodCache(Cache):
             counts = self._seen_mask[:, -count:].sum(1)
             rest = self._seen_mask[:, :-count]
             self._seen_mask = None if rest.all() else rest.clone()
-        longest = self.lengths if self._longest is None else self._longest
-        self._lengths, self._longest = self.lengths - counts, longest
+        self._longest = self.lengths if self._longest is None else self._longest
+        self._lengths = self.lengths - counts
         self._columns -= count
         self._crop_layers(counts)
-        while count and self._seen_ids:
-            last = self._seen_ids.pop()
-            if last.shape[1] > count:
-                self._seen_ids.append(last[:, :-count])
-            count -= min(count, last.shape[1])
+        if self._seen_ids:
+            self._seen_ids = [torch.cat(self._seen_ids, dim=1)[:, :-count]]
 
     def _crop_layers(self, counts: Tensor) -> None:
         """Take back ``counts`` ``[B]`` tokens of each row; the new lengths are known already."""

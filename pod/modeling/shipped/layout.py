@@ -115,15 +115,8 @@ class PodCacheLayer(CacheLayer):
                 keys = self.lead_keys.view(step.max_length)
             taken = lead(heads, step.max_length) if lead else None
             tokens = Tokens(keys, take_heads(values, heads))
-            out, _ = attend(
-                take_heads(q, heads, self.groups),
-                tokens,
-                taken,
-                self._visibility(taken),
-                step.segments,
-                self.scale,
-                step.chunk_backend,
-            )
+            own, see = take_heads(q, heads, self.groups), self._visibility(taken)
+            out, _ = attend(own, tokens, taken, see, step.segments, self.scale, step.chunk_backend)
             parts.append((heads, out))
         return merge_heads(parts, self.groups)
 
@@ -136,20 +129,12 @@ class PodCacheLayer(CacheLayer):
             step.lead.buffers = make_buffers(*size, q.dtype, q.device)
         if self.roles is None:
             self.roles = make_roles(self.leads, self.followers, self.followed, q.device)
-        return pod_decode(
-            q[:, :, 0],
-            self.lead_keys.stored if self.leads else None,
-            self._window(step) if self.followers else None,
-            values,
-            step.lengths,
-            self.roles,
-            step.lead.buffers,
-            self.num_sink_tokens,
-            self.num_recent_tokens,
-            scale=self.scale,
-            tau=self.tau,
-            rows=[sum(row) for row in step.rows],
-        ).unsqueeze(2)
+        keys = self.lead_keys.stored if self.leads else None
+        near = self._window(step) if self.followers else None
+        shared = step.lengths, self.roles, step.lead.buffers, self.num_sink_tokens, self.num_recent_tokens
+        rows = [sum(row) for row in step.rows]
+        out = pod_decode(q[:, :, 0], keys, near, values, *shared, scale=self.scale, tau=self.tau, rows=rows)
+        return out.unsqueeze(2)
 
     def _window(self, step: Step) -> Tensor:
         """Window keys ``[B, h, n_s + n_r, d]`` as decoding reads them: of a larger ring, a copy."""
