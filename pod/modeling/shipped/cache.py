@@ -13,9 +13,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from .config import PodConfig
-from .integrity import check_bookkeeping, check_objects
 from .layout import LAYOUT_LAYERS
-from .state import SCHEMA, CacheState, Reader, Writer, fields_of
+from .state import SCHEMA, CacheState, Reader, Writer, check_objects, fields_of
 from .step import CacheLayer, Compaction, Step, check_positions, compaction_of
 
 
@@ -271,16 +270,14 @@ class PodCache(Cache):
                 "model, or make the cache anew from its tokens"
             )
         self.reset()
-        device = next((tensor.device for tensor in state.tensors.values()), torch.device("cpu"))
-        reader = Reader(state.tensors, {"config": self.config, "cache": self}, self.new_layer, device)
-        vars(self).update(reader.fields(facts["fields"]))
+        vars(self).update(Reader(self, state.tensors).fields(facts["fields"]))
 
     def new_layer(self, layer_idx: int) -> CacheLayer:
         """An empty layer, for ``from_state`` to fill."""
         return self.layers[layer_idx]
 
     def _written(self) -> tuple[Writer, dict[str, Any]]:
-        writer = Writer({"config": self.config, "cache": self})
+        writer = Writer(self)
         held = {name: value for name, value in fields_of(self).items() if name not in self.configuration}
         return writer, writer.fields(held)
 
@@ -291,7 +288,7 @@ class PodCache(Cache):
             AssertionError: with what is wrong.
         """
         self._check_no_pass_failed()
-        check_bookkeeping(self._columns, self._lengths, self._seen_mask, self._seen_ids)
+        self._check_bookkeeping()
         writer, _ = self._written()
         check_objects(writer.met, writer.tensors)
         parts = {tensor.untyped_storage().data_ptr() for _, tensor in self._all_parts()}
@@ -304,6 +301,24 @@ class PodCache(Cache):
             layer.check_integrity(where, None if lengths is None else lengths[rows])
         if self.engine is not None:
             self.engine.check_integrity()
+
+    def _check_bookkeeping(self) -> None:
+        mask, ids, columns = self._seen_mask, self._seen_ids, self._columns
+        if self._lengths is None:
+            assert not columns and mask is None and not ids, (
+                f"an empty cache has {columns} columns, mask or ids"
+            )
+            return
+        lengths = self._lengths.tolist()
+        shape, counted = (len(lengths), columns), [columns] * len(lengths)
+        if mask is not None:
+            assert mask.shape == shape and mask.dtype == torch.bool, f"mask: {mask.dtype} {list(mask.shape)}"
+            assert not mask.all(), "a mask without padding is kept"
+            counted = mask.sum(1).tolist()
+        assert lengths == counted, f"lengths {lengths}, not {counted}"
+        if ids is not None:
+            seen = {x.shape[0] for x in ids}, sum(x.shape[1] for x in ids)
+            assert seen == ({shape[0]}, columns), f"ids of {seen} for {list(shape)}"
 
     def _holders(self) -> Iterator[tuple[CacheLayer, list[int]]]:
         """Every layer that holds tokens, with the rows of the batch whose tokens it holds."""

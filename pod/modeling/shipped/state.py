@@ -6,6 +6,7 @@ nothing is imported.
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -18,6 +19,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from .step import CacheLayer
+from .stores import TokenStore
 
 SCHEMA = 1
 PACKAGES = {__name__.rpartition(".")[0]}
@@ -56,19 +58,19 @@ def fields_of(item: Any) -> dict[str, Any]:
 
 
 class Writer:
-    """Turns values into facts and tensors; what is met twice is written once.
-
-    Args:
-        common: objects that every cache of the spec has, by name.
+    """Turns what ``cache`` holds into facts and tensors; what is met twice is written once.
 
     Attributes:
         met: every object and container that was written, which also keeps them alive: their numbers would be used again.
     """
 
-    def __init__(self, common: dict[str, Any]):
+    def __init__(self, cache: Any):
         self.tensors: dict[str, Tensor] = {}
         self.met: list[Any] = []
-        self._known: dict[int, dict[str, Any]] = {id(item): {"common": name} for name, item in common.items()}
+        self._known: dict[int, dict[str, Any]] = {
+            id(cache): {"common": "cache"},
+            id(cache.config): {"common": "config"},
+        }
         self._classes = known_classes()
 
     def write(self, value: Any, path: str) -> Any:
@@ -88,6 +90,7 @@ class Writer:
     def _write_new(self, value: Any, path: str) -> dict[str, Any]:
         name = type(value).__name__
         if isinstance(value, Tensor):
+            assert path not in self.tensors, path
             self.tensors[path] = value.detach()
             return {"tensor": path}
         if isinstance(value, torch.device):
@@ -110,16 +113,10 @@ class Writer:
 
 
 class Reader:
-    """The opposite of ``Writer``.
+    """The opposite of ``Writer``, for an empty ``cache``: its layers are new ones of that cache, with their functions."""
 
-    Args:
-        common: as for ``Writer``, of the cache that reads.
-        make_layer: ``layer_idx -> CacheLayer``: a new layer of that cache, with its functions.
-        device: on which objects note that they live.
-    """
-
-    def __init__(self, tensors: dict[str, Tensor], common: dict[str, Any], make_layer, device: torch.device):
-        self.tensors, self.common, self.make_layer, self.device = tensors, common, make_layer, device
+    def __init__(self, cache: Any, tensors: dict[str, Tensor]):
+        self.cache, self.tensors = cache, tensors
         self._met: list[Any] = []
         self._classes = known_classes()
 
@@ -128,7 +125,7 @@ class Reader:
         if type(facts) in _PLAIN:
             return facts
         if "common" in facts:
-            return self.common[facts["common"]]
+            return self.cache if facts["common"] == "cache" else self.cache.config
         if "same" in facts:
             return self._met[facts["same"]]
         number = len(self._met)
@@ -147,7 +144,7 @@ class Reader:
         if "tensor" in facts:
             return self.tensors[facts["tensor"]]
         if "device" in facts:
-            return self.device
+            return next((tensor.device for tensor in self.tensors.values()), None)
         if "dtype" in facts:
             return _DTYPES[facts["dtype"]]
         if "dict" in facts:
@@ -159,7 +156,22 @@ class Reader:
 
     def _new_object(self, name: str, place: int) -> Any:
         made = self._classes[name]
-        new = self.make_layer(place) if issubclass(made, CacheLayer) else object.__new__(made)
+        new = self.cache.new_layer(place) if issubclass(made, CacheLayer) else object.__new__(made)
         if type(new) is not made:
             raise ValueError(f"holds a {name} where this cache has a {type(new).__name__}")
         return new
+
+
+def check_objects(met: Sequence[object], tensors: dict[str, Tensor]) -> None:
+    """Every store of itself; positions ascend; no number is NaN, but in room that is only reserved."""
+    reserved = set()
+    for item in met:
+        if isinstance(item, TokenStore):
+            item.check_integrity()
+            reserved.update(tensor.data_ptr() for tensor in item.tensors())
+        positions = getattr(item, "positions", None)
+        if isinstance(positions, Tensor):
+            assert bool((positions.diff() > 0).all()), f"positions of a {type(item).__name__} do not ascend"
+    for path, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.data_ptr() not in reserved:
+            assert not bool(tensor.isnan().any()), f"{path} holds NaN"

@@ -13,7 +13,6 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .attend import Lead, Segments, Source, span, takes_gradients
 from .decode import DecodeBuffers
-from .integrity import check_tokens
 
 
 @dataclass
@@ -223,7 +222,7 @@ class CacheLayer(CacheLayerMixin):
             if lengths is None:
                 assert not held, f"{where}: {name} of an empty cache"
             elif self.is_croppable:
-                check_tokens(store, lengths, f"{where}: {name}")
+                store.check_tokens(lengths, f"{where}: {name}")
             else:
                 assert held <= {len(lengths)}, f"{where}: {name} holds {held} rows, the cache {len(lengths)}"
 

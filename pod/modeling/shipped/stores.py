@@ -191,6 +191,17 @@ class TokenStore:
     def tensors(self) -> list[Tensor]:
         return [] if self.is_empty else [self.data]
 
+    def check_tokens(self, lengths: Tensor, where: str) -> None:
+        """Raise ``AssertionError`` unless the slots of every token of rows of ``lengths`` ``[B]`` are there and hold numbers."""
+        used = [self.used_slots(length) for length in lengths.tolist()]
+        if not self.is_empty:
+            batch, _, slots, _ = self.shape
+            assert batch == len(used), f"{where} holds {batch} rows, the cache {len(used)}"
+            assert slots >= max(used), f"{where} has {slots} slots, {max(used)} are in use"
+            tokens = self.read(max(lengths.tolist()))
+            for row, count in enumerate(used):
+                assert not bool(tokens[row, :, :count].isnan().any()), f"{where}, row {row}: NaN"
+
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` with what is wrong."""
         assert self.is_empty or self.shape[2] <= self.limit, f"{self.shape[2]} slots, at most {self.limit}"
