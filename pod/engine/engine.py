@@ -168,7 +168,7 @@ class StaticEngine:
 
     @torch.compiler.disable
     def decode(self, model: Any, hidden_states: Tensor, step: Step) -> Tensor | None:
-        """See ``pod.modeling.shipped.cache.DecodeEngine.decode``; passes that gradients are taken of go the ordinary way."""
+        """``[B, 1, hidden]`` embeddings to the final hidden states; None = the ordinary way, as for passes with gradients."""
         if torch.is_grad_enabled() and any(
             weight.requires_grad for weight in (hidden_states, *model.parameters())
         ):

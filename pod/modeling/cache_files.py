@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-from typing import Any
 
 import safetensors.torch
 import torch
@@ -15,9 +14,8 @@ from pod.files import atomic_write_bytes
 from pod.modeling.methods import make_cache
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.llama import PodForCausalLM
-from pod.modeling.shipped.state import PACKAGES, SCHEMA, CacheState
+from pod.modeling.shipped.state import CacheState
 
-PACKAGES.add("pod.engine.packed")
 _KIND = "pod-kv cache"
 
 
@@ -33,16 +31,15 @@ def save_cache(model: PodForCausalLM, cache: PodCache, path: str | os.PathLike) 
     if not cache.is_initialized:
         raise ValueError("the cache is empty: feed a prompt before it is saved")
     cache.check_fits(model.config)
-    state = cache.state()
-    budget, params = cache.made_with
-    made = {"spec": cache.spec, "budget": budget, "params": params, "engine": _engine(cache)}
+    state, engine, (budget, params) = cache.state(), cache.engine, cache.made_with
+    made = {"spec": cache.spec, "budget": budget, "params": params, "engine": None}
+    if engine is not None:
+        capacity = cache.layers[0].capacity  # type: ignore[attr-defined]
+        made["engine"] = {"capacity": capacity, "backend": engine.backend}
     metadata = {
         "kind": _KIND,
-        "schema": str(SCHEMA),
         "cache": json.dumps(made, default=os.fspath),
-        "dtype": str(_dtype(state.tensors)),
-        "columns": str(cache.get_seq_length()),
-        "lengths": json.dumps(cache.lengths.tolist()),
+        "dtype": str(model.dtype),
         "facts": json.dumps(state.facts),
         "weights": _fingerprint(model),
     }
@@ -58,35 +55,23 @@ def load_cache(model: PodForCausalLM, path: str | os.PathLike) -> PodCache:
             or dtype, or with other weights.
     """
     metadata, tensors = _read(path, model.device)
-    made, facts = json.loads(metadata["cache"]), json.loads(metadata["facts"])
-    if metadata["dtype"] != str(model.dtype):
-        raise ValueError(
-            f"{path} holds a cache in {metadata['dtype']}, the model is in {model.dtype}: load the model in that dtype"
-        )
     try:
+        if metadata["dtype"] != str(model.dtype):
+            held = metadata["dtype"]
+            raise ValueError(f"holds a cache in {held}, the model is in {model.dtype}: load it in {held}")
+        made, facts = json.loads(metadata["cache"]), json.loads(metadata["facts"])
         cache = make_cache(model, made["spec"], made["budget"], **made["params"])
         if made["engine"] is not None and cache.engine is None:
             attach(cache, **made["engine"])
         cache.from_state(CacheState(tensors, facts))
         if metadata["weights"] != _fingerprint(model):
-            raise ValueError(
-                "a model with other weights filled this cache: load that model, or make the cache anew"
-            )
+            raise ValueError("a model with other weights filled this cache: load it, or make the cache anew")
         cache.check_integrity()
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     except (AssertionError, AttributeError, IndexError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): save the cache again") from None
     return cache
-
-
-def _engine(cache: PodCache) -> dict[str, Any] | None:
-    """What to attach an engine with, as ``cache`` has one."""
-    engine = cache.engine
-    if engine is None:
-        return None
-    capacity = cache.layers[0].capacity  # type: ignore[attr-defined]
-    return {"capacity": capacity, "backend": engine.backend}  # type: ignore[attr-defined]
 
 
 def _fingerprint(model: PodForCausalLM) -> str:
@@ -97,24 +82,14 @@ def _fingerprint(model: PodForCausalLM) -> str:
     return found.hexdigest()[:16]
 
 
-def _dtype(tensors: dict[str, Tensor]) -> torch.dtype | None:
-    """That of the model: keys, or what of a packed store is not packed yet, come in it."""
-    return next((x.dtype for x in tensors.values() if x.is_floating_point() and x.dim() == 4), None)
-
-
 def _read(path: str | os.PathLike, device: torch.device) -> tuple[dict[str, str], dict[str, Tensor]]:
     try:
         with safe_open(path, "pt", device=str(device)) as file:
             metadata = file.metadata() or {}
             if metadata.get("kind") != _KIND:
                 raise ValueError(f"{path} is not a cache that pod.save_cache wrote: name such a file")
-            if metadata["schema"] != str(SCHEMA):
-                raise ValueError(
-                    f"{path} has schema {metadata['schema']}, this version reads {SCHEMA}: make the cache anew from its tokens"
-                )
-            names = file.keys()  # not a dictionary: it does not iterate
             # in memory of their own: aligned as what a pass stores, so that sums run in the same order
-            return metadata, {name: file.get_tensor(name).clone() for name in names}
+            return metadata, {name: file.get_tensor(name).clone() for name in list(file.keys())}
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
     except (SafetensorError, OSError) as error:

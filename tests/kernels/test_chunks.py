@@ -21,7 +21,7 @@ from pod.modeling.shipped.attend import (
     merge,
     take_heads,
 )
-from pod.modeling.shipped.stores import RaggedRows, Recent, TokenStore
+from pod.modeling.shipped.stores import Recent, TokenStore
 
 NAN = float("nan")
 BACKENDS = ["reference", "flash", "emulated"]
@@ -150,7 +150,7 @@ def test_tokens_of_a_window(rows, see, backend):
     def recent(x, heads):
         store, x = TokenStore(see[0], see[1]), x[:, heads].nan_to_num(7.0)
         if max(past):
-            store.append_ragged(x[:, :, : max(past)], RaggedRows([(0, length) for length in past], x.device))
+            store.append_ragged(x[:, :, : max(past)], Segments.of_rows([0] * len(past), past, x.device))
         chunk = torch.stack(
             [
                 torch.nn.functional.pad(x[b, :, p : p + c], (0, 0, 0, max(counts) - c))

@@ -291,10 +291,7 @@ def waits(spec, layers, when):
 
 @pytest.mark.parametrize("when", ["prompt", "chunk", "token"])
 @pytest.mark.parametrize("spec", PADDED)
-def test_layers_of_a_padded_batch_share_what_the_host_must_know(spec, when, request):
-    if spec == "pod+snapkv":
-        reason = "each layer reads how many of its selected tokens are proximal"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+def test_layers_of_a_padded_batch_share_what_the_host_must_know(spec, when):
     check_shared(*(waits(spec, layers, when) for layers in (2, 6)))
 
 

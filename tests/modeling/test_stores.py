@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from pod.modeling.shipped.stores import RaggedRows, Recent, TokenStore
+from pod.modeling.shipped.attend import Segments
+from pod.modeling.shipped.stores import Recent, TokenStore
 
 KINDS = [(None, None), (0, 1), (0, 7), (3, 5), (9, 2)]
 """(n_s, n_r), None = every token is kept."""
@@ -30,7 +31,7 @@ def test_rows_of_unlike_length_hold_what_lists_hold(sinks, recent, seed):
             if count:
                 alike[row].append(tokens[row : row + 1, :, start : start + count], start)
         rows = list(zip(past, counts, strict=True))
-        store.append_ragged(chunk, RaggedRows(rows, chunk.device))
+        store.append_ragged(chunk, Segments.of_rows(*zip(*rows, strict=True), device=chunk.device))
         past = [sum(row) for row in rows]
         for row, length in enumerate(past):
             runs, held = store.runs(0, length, length), store.read(max(past))[row]

@@ -123,7 +123,10 @@ def test_what_does_not_belong_together_is_refused_in_one_line(tools, tmp_path):
     safetensors.torch.save_file({"x": torch.ones(1)}, path)
     refused("is not a cache that pod.save_cache wrote")
     for change, message in (
-        (lambda metadata: metadata.update(schema="7"), "schema 7, this version reads 2"),
+        (
+            lambda metadata: metadata.update(facts=metadata["facts"].replace('"schema": 2', '"schema": 7')),
+            "schema 7, this version reads 2",
+        ),
         (
             lambda metadata: metadata.update(facts=metadata["facts"].replace('"TokenStore"', '"Popen"')),
             "damaged",

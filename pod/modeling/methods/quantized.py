@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pod.modeling.shipped.attend import Segments
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.packed import Packed, Packing, tiles
-from pod.modeling.shipped.stores import Codec, RaggedRows, Store, TokenStore, take_slots
+from pod.modeling.shipped.stores import Codec, Store, TokenStore, take_slots
 
 _SLACK = 128  # tensors grow by 1/128 of their length
 
@@ -232,7 +233,7 @@ class _PackedStore(TokenStore):
     def reserve(self, slots: int) -> None:
         raise ValueError("packed stores grow as tokens come: pass capacity to pod.make_cache instead")
 
-    def append_ragged(self, x: Tensor, rows: RaggedRows) -> None:
+    def append_ragged(self, x: Tensor, segments: Segments) -> None:
         raise ValueError(
             "packed stores take rows that are alike, here rows of one length: leave capacity out, or pad no row"
         )
@@ -531,7 +532,7 @@ def _put(target: Tensor, slots: Tensor, x: Tensor, mask: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class QuantizedCodec:
+class QuantizedCodec(Codec):
     """Makes stores of ``bits`` bits per number; see the top of this file.
 
     Attributes:

@@ -5,11 +5,11 @@ has its own *child layers*, whose tensors are ``[b, …]`` over the group's rows
 written for rows of one length, and a row in a padded batch gets exactly what it gets alone.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,38 +19,19 @@ from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.step import CacheLayer, Step
 
 
-class Schedule(Protocol):
-    """Where the chunks of one prompt end."""
-
-    def next_boundary(self, done: int) -> int:
-        """Tokens of the prompt, counted from its first, at which the chunk ends that follows after ``done`` tokens."""
-        ...
-
-
-class Chunks(Protocol):
-    """How prompts are cut into chunks after each of which the method compresses."""
-
-    def start_prompt(self, length: int, past: int, layers: list) -> Schedule:
-        """The schedule of a prompt of ``length`` tokens behind ``past`` tokens seen, for these child layers."""
-        ...
-
-
 @dataclass(frozen=True)
 class FixedChunks:
     """Every ``size`` tokens of a prompt: the ``streaming`` variant of methods that rank by attention."""
 
     size: int
+    length: int = 0
 
-    def start_prompt(self, length: int, past: int, layers: list) -> Schedule:
-        return _FixedSchedule(self.size, length)
-
-
-@dataclass(frozen=True)
-class _FixedSchedule:
-    size: int
-    length: int
+    def start_prompt(self, length: int, past: int, layers: list) -> "FixedChunks":
+        """The schedule of a prompt of ``length`` tokens behind ``past`` tokens seen, for these child layers."""
+        return replace(self, length=length)
 
     def next_boundary(self, done: int) -> int:
+        """Tokens of the prompt, counted from its first, at which the chunk ends that follows after ``done`` tokens."""
         return min(self.length, (done // self.size + 1) * self.size)
 
 
@@ -71,8 +52,17 @@ class RowGroup:
     seen: int = 0
     prompt_length: int | None = None
     prompt_done: int = 0
-    schedule: Schedule | None = None
+    schedule: Any = None
     chunk_index: int = 0
+
+    def parts(self, labels: Sequence[Any]) -> dict[Any, "RowGroup"]:
+        """The group, cut where its rows have unlike labels: a group for each label."""
+        places: dict[Any, list[int]] = {}
+        for place, label in enumerate(labels):
+            places.setdefault(label, []).append(place)
+        if len(places) == 1:
+            return {labels[0]: self}
+        return {label: self.take(those, [self.rows[i] for i in those]) for label, those in places.items()}
 
     def take(self, places: list[int], rows: list[int]) -> "RowGroup":
         """The group of some of its rows (by their place in it), which become ``rows`` of the batch; tensors are copied."""
@@ -81,6 +71,15 @@ class RowGroup:
         for layer in layers:
             layer.select_rows(torch.tensor(places))
         return replace(self, rows=rows, layers=layers)
+
+    def count(self, part: Step) -> None:
+        """The rows have seen the tokens of a pass of theirs."""
+        self.seen += part.num_new
+        if not part.is_decode:
+            self.prompt_done += part.num_new
+            self.chunk_index += part.ends_prompt
+            if part.ends_prompt and part.is_last_chunk:
+                self.prompt_length, self.prompt_done, self.schedule, self.chunk_index = None, 0, None, 0
 
     def crop(self, count: int) -> None:
         """Take back the last ``count`` tokens of each row; a running prompt keeps its end."""
@@ -104,7 +103,7 @@ class GroupedCache(PodCache):
         make_layer: ``(config, layer_idx) -> CacheLayer``: a child, which sees rows that are alike.
         spec: name shown in reports and errors.
         rowwise: every row is a group of its own, for methods that decide by the content of a row.
-        chunks: after which tokens of a prompt the method compresses; None = once, when the prompt ends.
+        chunks: after which tokens of a prompt the method compresses, as ``FixedChunks``; None = once, when the prompt ends.
         decide: ``(children, step)``, called per group when all layers have seen a piece: a label for each row, by what it
             holds, or None. Rows with different labels part.
         after_layers: ``(children, step, label)``, called then.
@@ -116,7 +115,7 @@ class GroupedCache(PodCache):
         make_layer: Callable[[PodConfig, int], CacheLayer],
         spec: str,
         rowwise: bool = False,
-        chunks: Chunks | None = None,
+        chunks: Any = None,
         decide: Callable[[list, Step], list | None] | None = None,
         after_layers: Callable[[list, Step, Any], None] | None = None,
     ):
@@ -126,10 +125,6 @@ class GroupedCache(PodCache):
         super().__init__(config, partial(_GroupedLayer, self), spec)
 
     configuration = PodCache.configuration | {"layers", "chunks", "rowwise", "decide", "after_layers"}
-
-    def reset(self) -> None:
-        self.groups.clear()
-        super().reset()
 
     def new_layer(self, layer_idx: int) -> CacheLayer:
         return self.make_child(self.config, layer_idx)
@@ -141,78 +136,60 @@ class GroupedCache(PodCache):
         counts = [step.num_new] * step.past.shape[0] if step.all_real else step.counts.tolist()
         fed = [0] * len(counts)
         try:
-            self._split(counts, self._prompt_lengths(step, counts))
-            self._check_prompts(step, counts)
-            self._start_schedules(counts, step)
+            self._split(counts, step)
+            self._plan_chunks(step, counts)
         except ValueError:
             self._forget_pass()
             raise
         while True:
-            passes = [self._next_pass(group, fed, counts, step) for group in self.groups]
-            widths = {
-                row: part.num_new
-                for group, part in zip(self.groups, passes, strict=True)
-                for row in group.rows
-            }
+            groups = list(self.groups)
+            left = [counts[group.rows[0]] - fed[group.rows[0]] for group in groups]
+            passes = [self._next_pass(*each, step) for each in zip(groups, left, strict=True)]
             yield self._piece(step, passes, fed)
-            fed = [done + widths[row] for row, done in enumerate(fed)]
+            for group, part in zip(groups, passes, strict=True):
+                for row in group.rows:
+                    fed[row] += part.num_new
             if fed == counts:
                 return
 
-    def _split(self, counts: list[int], lengths: list[int | None]) -> None:
+    def _split(self, counts: list[int], step: Step) -> None:
         """Regroup so that the rows of a group feed equally many tokens of equally long prompts."""
-        if not self.groups:
-            rows = list(range(len(counts)))
-            self.groups = [
-                RowGroup(part, []) for part in ([[row] for row in rows] if self.rowwise else [rows])
-            ]
-        split = []
-        for group in self.groups:
-            members: dict[tuple, list[int]] = {}
-            for place, row in enumerate(group.rows):
-                length = lengths[row] if group.prompt_length is None else group.prompt_length
-                members.setdefault((counts[row], length), []).append(place)
-            for (_, length), places in members.items():
-                rows = [group.rows[place] for place in places]
-                part = group if len(members) == 1 else group.take(places, rows)
+        rows = [[row] for row in range(len(counts))] if self.rowwise else [list(range(len(counts)))]
+        groups = self.groups or [RowGroup(part, []) for part in rows]
+        self.groups = []
+        for group in groups:
+            labels = [(counts[row], self._prompt_length(group, counts[row], step)) for row in group.rows]
+            for (_, length), part in group.parts(labels).items():
                 part.prompt_length = length
-                part.layers = part.layers or [
-                    self.make_child(self.config, i) for i in range(self.config.num_hidden_layers)
-                ]
-                split.append(part)
-        self.groups = split
+                part.layers = part.layers or [self.new_layer(i) for i in range(self.config.num_hidden_layers)]
+                self.groups.append(part)
 
-    def _prompt_lengths(self, step: Step, counts: list[int]) -> list[int | None]:
-        """Real tokens of the prompt that starts in this pass, per row; None for rows without a token yet.
+    def _prompt_length(self, group: RowGroup, count: int, step: Step) -> int | None:
+        """Real tokens of the prompt of a row that feeds ``count``; None without one.
 
         A row whose first token comes while the others decode starts a prompt of one token, as it does alone.
         """
+        if group.prompt_length is not None or not count:
+            return group.prompt_length
         if step.is_decode:
-            started = {row for group in self.groups if group.seen for row in group.rows}
-            return [1 if count and row not in started else None for row, count in enumerate(counts)]
-        columns = self._prompt_columns_left or step.columns
-        return [count + columns - step.columns if count else None for count in counts]
+            return None if group.seen else 1
+        return count + (self._prompt_columns_left or step.columns) - step.columns
 
-    def _check_prompts(self, step: Step, counts: list[int]) -> None:
-        """Chunks are planned from a row's prompt length, which padding behind the row's last token belies."""
-        if self.chunks is None or step.is_decode or not step.ends_prompt:
+    def _plan_chunks(self, step: Step, counts: list[int]) -> None:
+        """Start schedules of prompts: from a row's prompt length, which padding behind the row's last token belies."""
+        if self.chunks is None:
             return
         for group in self.groups:
             length, fed = group.prompt_length, group.prompt_done + counts[group.rows[0]]
-            if length is not None and fed != length:
+            if length is None or (step.is_decode and group.seen):
+                continue
+            if step.ends_prompt and fed != length:
                 raise ValueError(
                     f"{self.spec} compresses while a prompt is fed and takes padding on the left only: row "
                     f"{group.rows[0]} has {fed} tokens where {length} were announced"
                 )
-
-    def _start_schedules(self, counts: list[int], step: Step) -> None:
-        if self.chunks is None:
-            return
-        for group in self.groups:
-            is_decode = step.is_decode and group.seen > 0
-            if counts[group.rows[0]] and group.schedule is None and not is_decode:
-                assert group.prompt_length is not None
-                group.schedule = self.chunks.start_prompt(group.prompt_length, group.seen, group.layers)
+            if group.schedule is None:
+                group.schedule = self.chunks.start_prompt(length, group.seen, group.layers)
 
     def _forget_pass(self) -> None:
         """Nothing of a refused pass was fed: the cache can be used as if it had not been tried."""
@@ -223,9 +200,8 @@ class GroupedCache(PodCache):
             if not group.prompt_done:
                 group.prompt_length = group.schedule = None
 
-    def _next_pass(self, group: RowGroup, fed: list[int], counts: list[int], step: Step) -> Step:
-        """How the group goes on: to the end of its chunk, or of what the pass gives it."""
-        left = counts[group.rows[0]] - fed[group.rows[0]]
+    def _next_pass(self, group: RowGroup, left: int, step: Step) -> Step:
+        """How the group goes on: to the end of its chunk, or of the ``left`` tokens that the pass gives it."""
         is_decode = step.is_decode and group.seen > 0
         width, ends, last = left, step.ends_prompt and left > 0 and not is_decode, True
         if left and not is_decode and group.schedule is not None:
@@ -278,11 +254,10 @@ class GroupedCache(PodCache):
     def end_step(self, step: Step) -> None:
         """See ``PodCache.end_step``: rows whose prompt ends without a new token (right padding) are compressed now."""
         if step.ends_prompt and not step.is_decode:
-            counts = [0] * step.past.shape[0]
-            self._check_prompts(step, counts)
+            self._plan_chunks(step, [0] * step.past.shape[0])
             for group in list(self.groups):
                 if group.prompt_done:
-                    part = self._next_pass(group, counts, counts, step)
+                    part = self._next_pass(group, 0, step)
                     part.ends_prompt = True
                     for layer in group.layers:
                         layer.settle(part)
@@ -290,92 +265,47 @@ class GroupedCache(PodCache):
         super().end_step(step)
 
     def _end_pass(self, group: RowGroup, part: Step) -> None:
-        labels = None if self.decide is None else self.decide(group.layers, part)
-        members: dict[Any, list[int]] = {}
-        for place, label in enumerate(labels or [None] * len(group.rows)):
-            members.setdefault(label, []).append(place)
-        if len(members) > 1:
-            taken = [
-                group.take(places, [group.rows[place] for place in places]) for places in members.values()
-            ]
-            at = self.groups.index(group)
-            self.groups[at : at + 1] = taken
-        else:
-            taken = [group]
-        for (label, places), group in zip(members.items(), taken, strict=True):
+        labels = self.decide(group.layers, part) if self.decide else None
+        parts = group.parts(labels or [None] * len(group.rows))
+        at = self.groups.index(group)
+        self.groups[at : at + 1] = parts.values()
+        for label, taken in parts.items():
             if self.after_layers is not None:
-                past, counts = part.past[places], part.counts[places]
-                self.after_layers(
-                    group.layers, replace(part, layers=group.layers, past=past, counts=counts), label
-                )
-            self._count_pass(group, part)
-
-    def _count_pass(self, group: RowGroup, part: Step) -> None:
-        group.seen += part.num_new
-        if part.is_decode:
-            return
-        group.prompt_done += part.num_new
-        group.chunk_index += part.ends_prompt
-        if part.ends_prompt and part.is_last_chunk:
-            group.prompt_length, group.prompt_done, group.schedule, group.chunk_index = None, 0, None, 0
+                rows = slice(len(taken.rows))  # all are alike
+                own = replace(part, layers=taken.layers, past=part.past[rows], counts=part.counts[rows])
+                self.after_layers(taken.layers, own, label)
+            taken.count(part)
 
     # -- rows ------------------------------------------------------------------------------------------------
 
     def _select_rows(self, index: Tensor) -> None:
         if self.groups:
-            wanted = index.tolist()
-            selected = []
-            for group in self.groups:
-                place = {row: at for at, row in enumerate(group.rows)}
-                rows = [new for new, old in enumerate(wanted) if old in place]
+            wanted, groups, self.groups = index.tolist(), self.groups, []
+            for group in groups:
+                rows = [new for new, old in enumerate(wanted) if old in group.rows]
                 for part in [[row] for row in rows] if self.rowwise else [rows] * bool(rows):
-                    selected.append(group.take([place[wanted[new]] for new in part], part))
-            self.groups = selected
+                    self.groups.append(group.take([group.rows.index(wanted[row]) for row in part], part))
         super()._select_rows(index)
 
     @property
     def is_croppable(self) -> bool:
         return self.new_layer(0).is_croppable
 
-    def _most_croppable(self) -> list[int]:
-        longest = self.lengths if self._longest is None else self._longest
-        most = longest.tolist()
-        for group in self.groups:
-            for row in group.rows:
-                most[row] = min(layer.most_croppable(group.seen, most[row]) for layer in group.layers)
-        return most
-
-    def _layers_and_lengths(self) -> Iterator[tuple[CacheLayer, int]]:
-        yield from ((layer, group.seen) for group in self.groups for layer in group.layers)
+    def _holders(self) -> Iterator[tuple[CacheLayer, list[int]]]:
+        yield from ((layer, group.rows) for group in self.groups for layer in group.layers)
 
     def _crop_layers(self, counts: Tensor) -> None:
-        split = []
-        for group in self.groups:
-            members: dict[int, list[int]] = {}
-            for place, row in enumerate(group.rows):
-                members.setdefault(int(counts[row]), []).append(place)
-            for count, places in members.items():
-                rows = [group.rows[place] for place in places]
-                part = group if len(members) == 1 else group.take(places, rows)
+        groups, self.groups = self.groups, []
+        for group in groups:
+            for count, part in group.parts(counts[group.rows].tolist()).items():
                 part.crop(count)
-                split.append(part)
-        self.groups = split
+                self.groups.append(part)
 
-    def _check_layers(self) -> None:
-        rows = sorted(row for group in self.groups for row in group.rows)
-        assert rows == list(range(max(self.batch_size, 0))), (
-            f"groups hold the rows {rows} of {self.batch_size}"
-        )
-        for group in self.groups:
-            lengths = self.lengths[group.rows].cpu()
-            assert lengths.eq(group.seen).all(), (
-                f"rows {group.rows} have {lengths.tolist()} tokens, not {group.seen}"
-            )
-            for number, layer in enumerate(group.layers):
-                layer.check_integrity(f"layer {number}, rows {group.rows}", lengths)
-
-    def predicted_nbytes(self) -> int:
-        return sum(layer.predicted_nbytes(group.seen) for group in self.groups for layer in group.layers)
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        seen = sorted((row, group.seen) for group in self.groups for row in group.rows)
+        lengths = list(enumerate(self.lengths.tolist())) if self.is_initialized else []
+        assert seen == lengths, f"groups have seen (row, tokens) {seen}, the cache {lengths}"
 
 
 class _GroupedLayer(CacheLayer):
@@ -387,31 +317,22 @@ class _GroupedLayer(CacheLayer):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         if len(step.groups) == 1:
-            return self._attend_group(self.cache.groups[0], step.groups[0][0], None, [q, k, v], step)
+            return self._attend_group(0, None, step, [q, k, v])
         out = torch.zeros_like(q)
-        for group, (part, rows) in zip(self.cache.groups, step.groups, strict=True):
+        for number, (part, rows) in enumerate(step.groups):
             if part.num_new:
                 qkv = [x[rows, :, : part.num_new] for x in (q, k, v)]
-                out[rows, :, : part.num_new] = self._attend_group(group, part, rows, qkv, step)
+                out[rows, :, : part.num_new] = self._attend_group(number, rows, step, qkv)
         return out
 
-    def _attend_group(
-        self, group: RowGroup, part: Step, rows: Tensor | None, qkv: list[Tensor], step: Step
-    ) -> Tensor:
+    def _attend_group(self, number: int, rows: Tensor | None, step: Step, qkv: list[Tensor]) -> Tensor:
+        part, layer = step.groups[number][0], self.cache.groups[number].layers[self.layer_idx]
         if part.rope is None:
             part.rope, part.backend = step.rope.for_rows(rows, part.num_new), step.backend
         q, k, v = qkv
-        layer = group.layers[self.layer_idx]
         out = layer.attend(q, k, v, part)
         layer.settle(part)
         return out
 
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
-        for group in self.cache.groups:
-            yield from group.layers[self.layer_idx].parts()
-
-    def select_rows(self, index: Tensor) -> None:
-        """Done by the cache, for all layers at once."""
-
     def clear(self) -> None:
-        """Done by the cache."""
+        self.cache.groups.clear()

@@ -4,52 +4,45 @@ What is proximal or distant is judged by original positions. A head that follows
 tokens that are still proximal and drops them as they age; it holds values for all kept tokens (paper §4, PoD+SnapKV).
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from pod.modeling.methods.base import Request
 from pod.modeling.methods.ranking import snapkv_slots
-from pod.modeling.methods.rows import Chunks, GroupedCache
-from pod.modeling.shipped.attend import (
-    CAUSAL,
-    Segments,
-    Source,
-    Tokens,
-    Visibility,
-    attend,
-    take_heads,
-    takes_gradients,
-)
-from pod.modeling.shipped.attention import is_followed, split_heads
+from pod.modeling.methods.rows import FixedChunks, GroupedCache
+from pod.modeling.shipped.attend import Segments, Tokens, Visibility, attend, take_heads, takes_gradients
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.grouped import slot_logits, weigh_slots
-from pod.modeling.shipped.step import CacheLayer, Selection, Step
-from pod.modeling.shipped.stores import Codec, Recent, Store
+from pod.modeling.shipped.layout import PodCacheLayer
+from pod.modeling.shipped.step import Selection, Step
+from pod.modeling.shipped.stores import Codec, Store
 
-_AGED = 64  # proximal tokens are counted again, which waits for the device, after this share (1/64) of them has come
+_AGED = 64  # own keys are freed, which copies the others, when this share (1/64) of them is of distant tokens
+Budgets = Callable[[int], list[list[int]]]
+"""Tokens seen to tokens of every layer and KV head, ``[L][H]``."""
+Labels = Callable[[int, int], Hashable]
+"""``(layer, KV head)`` to a label."""
 
 
 class OwnKeys:
-    """Followers' own keys: of the first ``sinks`` and the last ``recents`` of the tokens held; what ``Recent`` reads.
+    """Followers' own keys: of the sinks and the last ``recents`` of the tokens held.
 
     They are equally many in all rows and heads, so some are of tokens that are distant there. A codec packs tokens by number:
     keys go in whole groups, and not before their values are packed, so that those of the same tokens are packed as in a batch
     of other rows.
     """
 
-    def __init__(self, codec: Codec):
+    def __init__(self, codec: Codec, num_sink_tokens: int):
         self.store: Store = codec.tokens("keys", evicts=True)
         self.group_size, self.residual = getattr(codec, "group_size", 1), getattr(codec, "residual", 0)
+        self.num_sink_tokens = num_sink_tokens
         self.held = self.sinks = self.recents = 0
-
-    @property
-    def is_empty(self) -> bool:
-        return len(self) == 0
 
     def __len__(self) -> int:
         return self.sinks + self.recents
@@ -59,48 +52,36 @@ class OwnKeys:
         self.recents += k.shape[2]
         self.held += k.shape[2]
 
-    def read(self, length: int) -> Tensor:
-        return self.store.read(len(self))
-
-    def runs(self, start: int, stop: int, length: int) -> list[tuple[int, int, int]]:
-        """See ``Store``, while every token seen is held."""
-        found = []
-        for position, slot, count in ((0, 0, self.sinks), (length - self.recents, self.sinks, self.recents)):
-            first, last = max(start, position), min(stop, position + count)
-            if first < last:
-                found.append((first, slot + first - position, last - first))
-        return found
-
-    def spread(self, own: Tensor) -> Tensor:
-        """``[…, slots]`` to ``[…, held]``; what is not there may be anything."""
-        out = own.new_empty(*own.shape[:-1], self.held)
+    def spread(self, own: Tensor, make: Callable[..., Tensor] = Tensor.new_empty) -> Tensor:
+        """``[…, slots]`` to ``[…, held]``; what is not there is as ``make`` gives it."""
+        out = make(own, (*own.shape[:-1], self.held))
         out[..., : self.sinks] = own[..., : self.sinks]
         out[..., self.held - self.recents :] = own[..., self.sinks :]
         return out
 
-    def keep(self, sinks: int, recents: int, kept: Tensor) -> None:
+    def keep(self, kept: Tensor, recents: int) -> None:
         """Of the tokens held, hold only ``kept`` ``[B, F, w]``, and own keys of the first and the last of these."""
-        count, was = kept.shape[2], self.held - self.recents
-        self.held = count
-        recents = self._rounded(sinks, recents)
-        slots = kept[..., first_and_last(sinks, recents, count, kept.device)]
+        was, self.held = self.held - self.recents, kept.shape[2]
+        sinks, recents = self._sizes(recents)
+        slots = kept[..., first_and_last(sinks, recents, self.held, kept.device)]
         slots = torch.where(slots < self.sinks, slots, (slots - was).clamp(min=0) + self.sinks)
         self._keep_slots(slots.clamp(max=max(0, len(self) - 1)), sinks, recents)
 
-    def free(self, sinks: int, recents: int, device: torch.device) -> None:
-        """Hold keys of the first and the last tokens only."""
-        recents = self._rounded(sinks, recents)
-        if sinks + recents < len(self):
+    def free(self, recents: int, device: torch.device) -> None:
+        """Hold keys of the first and of the last tokens only, if others are more than a few."""
+        sinks, recents = self._sizes(recents)
+        if sinks + recents + recents // _AGED < len(self):
             slots = first_and_last(sinks, recents, len(self), device)
             self._keep_slots(slots.expand(*self.store.shape[:2], -1), sinks, recents)
 
-    def _rounded(self, sinks: int, recents: int) -> int:
+    def _sizes(self, recents: int) -> tuple[int, int]:
+        sinks = min(self.num_sink_tokens, self.held)
         packed = max(0, self.held - self.residual) // self.group_size * self.group_size
         recents = min(max(recents, self.held - packed), self.held - sinks)
-        return recents + (self.held - sinks - recents) % self.group_size
+        return sinks, recents + (self.held - sinks - recents) % self.group_size
 
     def _keep_slots(self, slots: Tensor, sinks: int, recents: int) -> None:
-        if not self.is_empty:
+        if len(self):
             self.store.keep(slots, len(self))
         self.sinks, self.recents = sinks, recents
 
@@ -111,21 +92,21 @@ class Bank:
     Attributes:
         leads, followers: KV heads; ``values`` has the leads first, ``keys`` the leads only.
         held: tokens held by each row and head.
-        positions: int32 ``[B, leads, held]``.
+        positions: int32 ``[B, leads, held]``; None before the first token.
         observed: last queries of the unfinished prompt, ``[B, leads·G, <= window, d]``.
-        reach: for each lead how many of the first and of the last slots are proximal, in any row, for the next query or were
-            before; counted when ``due`` tokens are seen.
+        whole_from: position from which every token is held.
+        chosen: of each lead the last positions before that, each the largest of any row; None = still on the device.
     """
 
-    def __init__(self, codec: Codec, leads: list[int], followers: list[int]):
+    def __init__(self, codec: Codec, leads: list[int], followers: list[int], num_sink_tokens: int):
         self.leads, self.followers = leads, followers
         self.values: Store = codec.tokens("values", evicts=True)
         self.keys: Store = codec.tokens("keys", evicts=True)
-        self.own = OwnKeys(codec)
-        self.held = self.due = 0
-        self.positions: Tensor | None = None
+        self.own = OwnKeys(codec, num_sink_tokens)
+        self.held = self.whole_from = 0
+        self.positions: Tensor = None  # type: ignore[assignment]
         self.observed: Tensor | None = None
-        self.reach = [(0, 0)] * len(leads)
+        self.chosen: list[list[int]] | None = [[] for _ in leads]
 
     def stores(self) -> list[tuple[str, Store, int]]:
         """Name, store and tokens of what is not empty."""
@@ -150,71 +131,35 @@ class Bank:
             new = torch.arange(seen - step.num_new, seen, dtype=torch.int32, device=k.device)
             new = new.expand(k.shape[0], len(self.leads), -1)
             self.positions = new if self.positions is None else torch.cat((self.positions, new), dim=2)
-            self.reach = [(sinks, recents + step.num_new) for sinks, recents in self.reach]
         self.held += step.num_new
 
 
-class HeldTokens(NamedTuple):
-    """Tokens held by a KV head of every row and, of a lead, their positions ``[held]`` in the first row."""
-
-    held: int
-    positions: Tensor | None
-
-
-class SharedSelectionLayer(CacheLayer):
+class SharedSelectionLayer(PodCacheLayer):
     """One layer for rows that are alike. Leads rank by SnapKV; followers keep the slots that their leads keep.
 
     Args:
-        budgets: tokens seen to tokens of every layer and KV head, ``[L][H]``.
-        alike: ``(layer, KV head)`` to a label, the same for heads of a layer whose budgets always agree.
+        alike: labels that are the same for heads of a layer whose budgets always agree.
         params: SnapKV's ``window``, ``kernel`` and ``pool``.
     """
 
     def __init__(
-        self,
-        config: PodConfig,
-        layer_idx: int,
-        budgets: Callable[[int], list[list[int]]],
-        alike: Callable[[int, int], Hashable],
-        params: dict,
-        codec: Codec,
+        self, config: PodConfig, layer_idx: int, budgets: Budgets, alike: Labels, params: dict, codec: Codec
     ):
-        super().__init__()
-        self.layer_idx, self.budgets, self.alike, self.params, self.codec = (
-            layer_idx,
-            budgets,
-            alike,
-            params,
-            codec,
-        )
-        self.lead = config.sharing_plan.lead
-        self.leads, self.followers = split_heads(self.lead[layer_idx], layer_idx)
-        self.followed = [head for head in self.leads if is_followed(self.lead, layer_idx, head)]
-        self.window = config.num_sink_tokens, config.num_recent_tokens
-        self.scale = config.head_dim**-0.5
-        self.groups = config.num_key_value_groups
-        self.clear()
+        self.budgets, self.alike, self.params = budgets, alike, params
+        super().__init__(config, layer_idx, codec)
 
     def clear(self) -> None:
         members: dict[Hashable, tuple[list[int], list[int]]] = {}
         for head in range(len(self.lead[0])):
             bank = members.setdefault(self.alike(self.layer_idx, head), ([], []))
             bank[head not in self.leads].append(head)
-        self.banks = [Bank(self.codec, *roles) for roles in members.values()]
+        self.banks = [Bank(self.codec, *roles, self.num_sink_tokens) for roles in members.values()]
         self.order = tuple(head for bank in self.banks for head in bank.leads + bank.followers)
         self.is_reordered = len(self.banks) > 1 or bool(self.leads and self.followers)
 
-    @property
-    def heads(self) -> list[HeldTokens]:
-        """What each KV head holds."""
-        found = {}
-        for bank in self.banks:
-            for place, head in enumerate(bank.leads + bank.followers):
-                positions = None
-                if place < len(bank.leads) and bank.positions is not None:
-                    positions = bank.positions[0, place]
-                found[head] = HeldTokens(bank.held, positions)
-        return [found[head] for head in sorted(found)]
+    def stores(self) -> dict[str, Store]:
+        banks = enumerate(self.banks)
+        return {f"{name} of bank {i}": store for i, bank in banks for name, store, _ in bank.stores()}
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         for bank in self.banks:
@@ -247,33 +192,24 @@ class SharedSelectionLayer(CacheLayer):
             if bank.followers and is_single:
                 bank.own.append(own_k[1])
             if is_single:
-                outs.append(self._decode(bank, own_q, step))
+                outs.append(self._decode_bank(bank, own_q, step))
             elif not step.is_fresh:
-                outs.append(self._attend_chunk(bank, own_q, own_k[1], step))
+                outs.append(self._attend_bank(bank, own_q, own_k[1], step))
             if bank.followers and not is_single:
                 bank.own.append(own_k[1])
-        out = self._in_order(outs) if outs else self._prefill(q, k, v, step)
-        for bank in (
-            self.banks if not step.ends_prompt else ()
-        ):  # else when leads have chosen: those below have by now
-            if not is_single:
-                self._count(bank, step)
-            if bank.followers:
-                bank.own.free(*self._reach(bank, step), q.device)
-        return out
+        return self._in_order(outs) if outs else self._prefill(q, k, v, step)
 
     def _by_bank(self, x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """For each bank heads of its leads, of its followers and both; as many operations for any number of heads."""
         width = x.shape[1] // len(self.order)
         if self.is_reordered:
             x = x.index_select(1, head_index(self.order, width, x.device))
-        parts, start = [], 0
-        for bank in self.banks:
-            middle = start + len(bank.leads) * width
-            stop = middle + len(bank.followers) * width
-            parts.append((x[:, start:middle], x[:, middle:stop], x[:, start:stop]))
-            start = stop
-        return parts
+        sizes = [(width * len(bank.leads), width * len(bank.followers)) for bank in self.banks]
+        roles, both = (
+            x.split([size for pair in sizes for size in pair], 1),
+            x.split([sum(pair) for pair in sizes], 1),
+        )
+        return list(zip(roles[::2], roles[1::2], both, strict=True))
 
     def _in_order(self, outs: list[Tensor]) -> Tensor:
         out = torch.cat(outs, dim=1) if len(outs) > 1 else outs[0]
@@ -287,13 +223,12 @@ class SharedSelectionLayer(CacheLayer):
         for place, head in enumerate(bank.leads):
             if head not in self.followed:
                 continue
-            assert bank.positions is not None
             step.lead.selections[head] = Selection(bank.positions[:, place])
             if not is_single:
                 step.lead.queries[head] = take_heads(q, [place], self.groups).clone()
                 step.lead.keys[head] = take_heads(bank.keys.view(bank.held), [place])
 
-    def _decode(self, bank: Bank, q: tuple[Tensor, Tensor, Tensor], step: Step) -> Tensor:
+    def _decode_bank(self, bank: Bank, q: tuple[Tensor, Tensor, Tensor], step: Step) -> Tensor:
         """One new token per row: the leads' logits serve their blocks, but for proximal tokens."""
         parts = []
         if bank.leads:
@@ -310,41 +245,26 @@ class SharedSelectionLayer(CacheLayer):
         return weigh_slots(logits.softmax(-1), bank.values.stored, q[2].dtype)
 
     def _publish_logits(self, bank: Bank, logits: Tensor, step: Step) -> None:
-        if not any(head in self.followed for head in bank.leads):
-            return
-        near = self._near(bank, step.max_length - 1)
-        self._count(bank, step, near)
-        near = near[0] | near[1]
-        for place, head in enumerate(bank.leads):
-            if head in self.followed:
-                step.lead.selections[head].scored = logits[:, place], near[:, place]
+        if any(head in self.followed for head in bank.leads):
+            is_recent = bank.positions >= step.max_length - self.num_recent_tokens
+            near = is_recent | (bank.positions < self.num_sink_tokens)
+            for place, head in enumerate(bank.leads):
+                if head in self.followed:
+                    step.lead.selections[head].scored = logits[:, place], near[:, place]
 
-    def _near(self, bank: Bank, query: int) -> Tensor:
-        """Which tokens a query at this position sees as sinks, and which as recent: ``[2, B, leads, held]``."""
-        assert bank.positions is not None
-        return torch.stack((bank.positions < self.window[0], bank.positions > query - self.window[1]))
-
-    def _prefill(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        """First pass over an empty cache: as without one."""
-        lead, see = None, CAUSAL
-        if self.followers:
-            lead = step.lead.take(self.followers, step.max_length)._replace(heads=tuple(self.followers))
-            see = Visibility(*self.window)
-        return attend(q, Tokens(k, v), lead, see, step.segments, self.scale, step.backend)[0]
-
-    def _attend_chunk(self, bank: Bank, q: tuple[Tensor, ...], k: Tensor, step: Step) -> Tensor:
+    def _attend_bank(self, bank: Bank, q: tuple[Tensor, ...], k: Tensor, step: Step) -> Tensor:
         """A chunk behind any past: slots ascend by position, and while nothing was dropped they are positions."""
         parts, values, split = [], bank.values.view(bank.held), len(bank.leads)
         segments = Segments.whole(k.shape[0], step.num_new, bank.held)
         if bank.leads:
             tokens = Tokens(bank.keys.view(bank.held), take_heads(values, range(split)))
-            parts.append(attend(q[0], tokens, None, CAUSAL, segments, self.scale, step.chunk_backend)[0])
+            out, _ = attend(q[0], tokens, segments=segments, scale=self.scale, backend=step.chunk_backend)
+            parts.append(out)
         if bank.followers:
-            keys: Source = Recent(bank.own, k, step.rows)  # type: ignore[arg-type]
-            see, past = Visibility(*self.window), bank.held - step.num_new
+            own = bank.own.store.read(len(bank.own)).transpose(2, 3)
+            keys = torch.cat((bank.own.spread(own, Tensor.new_zeros).transpose(2, 3), k), dim=2)
+            see, past = Visibility(self.num_sink_tokens, self.num_recent_tokens), bank.held - step.num_new
             if past < step.rows[0][0]:
-                own = bank.own.store.read(len(bank.own)).transpose(2, 3)
-                keys = torch.cat((bank.own.spread(own).transpose(2, 3), k), dim=2)
                 positions = [step.lead.selections[head].positions for head in bank.followers]
                 see = see._replace(positions=torch.stack(positions, 1), start=step.rows[0][0])
             tokens = Tokens(keys, take_heads(values, range(split, split + len(bank.followers))))
@@ -353,35 +273,6 @@ class SharedSelectionLayer(CacheLayer):
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
     # -- selection -------------------------------------------------------------------------------------------
-
-    def _count(self, bank: Bank, step: Step, near: Tensor | None = None) -> None:
-        """Leave the reach of leads for the next query; once for a block, as numbers that are read wait for the device.
-
-        ``near``: from ``_near``, for this query or the next.
-        """
-        if not any(head in self.followed for head in bank.leads):
-            return
-        if step.max_length >= bank.due:
-            bank.reach = self._reach_of_leads(bank, step.max_length, near)
-            bank.due = step.max_length + 1 + max(recents for _, recents in bank.reach) // _AGED
-        for head, reach in zip(bank.leads, bank.reach, strict=True):
-            if head in self.followed:
-                step.lead.selections[head].reach = reach
-
-    def _reach_of_leads(self, bank: Bank, query: int, near: Tensor | None) -> list[tuple[int, int]]:
-        assert bank.positions is not None
-        held = bank.positions.shape[2]
-        if held == query:
-            sinks = min(self.window[0], query)
-            return [(sinks, min(self.window[1] - 1, query - sinks))] * len(bank.leads)
-        near = self._near(bank, query) if near is None else near
-        counts = near.sum(-1).amax(1).tolist()
-        return [(sinks, min(recents, held - sinks)) for sinks, recents in zip(*counts, strict=True)]
-
-    def _reach(self, bank: Bank, step: Step) -> tuple[int, int]:
-        reaches = [step.lead.selections[head].reach for head in bank.followers]
-        sinks, recents = max(reach[0] for reach in reaches), max(reach[1] for reach in reaches)
-        return sinks, min(recents, bank.held - sinks)
 
     def settle(self, step: Step) -> None:
         if not (step.ends_prompt or step.is_decode):
@@ -402,11 +293,8 @@ class SharedSelectionLayer(CacheLayer):
             kept.append(self._choose(bank, budget))
             for place, head in enumerate(bank.leads):
                 if head in self.followed:
-                    assert bank.positions is not None
                     found = step.lead.selections.setdefault(head, Selection(bank.positions[:, place]))
                     found.kept = None if kept[0] is None else kept[0][:, place]
-            bank.due = 0
-            self._count(bank, step)
         if bank.followers:
             chosen = [step.lead.selections[head].kept for head in bank.followers]
             chosen = [index for index in chosen if index is not None]  # all or none
@@ -414,12 +302,8 @@ class SharedSelectionLayer(CacheLayer):
         if kept[0] is not None:
             bank.values.keep(torch.cat(kept, dim=1), bank.held)
             bank.held = kept[0].shape[2]
-        if bank.followers:
-            reach = self._reach(bank, step)
-            if kept[-1] is None:
-                bank.own.free(*reach, step.past.device)
-            else:
-                bank.own.keep(*reach, kept[-1])
+            if bank.followers:
+                bank.own.keep(kept[-1], self.num_recent_tokens - 1)
 
     def _choose(self, bank: Bank, budget: int) -> Tensor | None:
         """Slots ``[B, leads, budget]`` that leads keep; None = all."""
@@ -429,9 +313,29 @@ class SharedSelectionLayer(CacheLayer):
         kernel, pool = self.params["kernel"], self.params["pool"]
         index = snapkv_slots(queries, bank.keys.read(bank.held), budget, kernel, pool, self.scale)
         bank.keys.keep(index, bank.held)
-        assert bank.positions is not None
-        bank.positions = bank.positions.gather(2, index)
+        bank.positions, bank.chosen = bank.positions.gather(2, index), None
         return index
+
+
+def free_own_keys(layers: list[SharedSelectionLayer], step: Step, label: None) -> None:
+    """Free followers' keys of tokens that are distant for the next query. Which those are is read from the device once for all
+    layers, when leads have chosen, and known on the host from then on."""
+    seen, n_r = step.max_length, layers[0].num_recent_tokens
+    banks = [(layer, bank) for layer in layers for bank in layer.banks]
+    unread = [bank for _, bank in banks if bank.chosen is None]
+    if unread:
+        latest = [bank.positions[:, :, -n_r:].amax(0) for bank in unread]
+        numbers = iter(torch.cat([x.flatten() for x in latest]).tolist())
+        for bank, x in zip(unread, latest, strict=True):
+            bank.whole_from, bank.chosen = seen, [list(islice(numbers, x.shape[1])) for _ in bank.leads]
+    recents = {}
+    for layer, bank in banks:
+        whole = min(seen - bank.whole_from, n_r - 1)
+        for head, chosen in zip(bank.leads, bank.chosen or (), strict=True):
+            recents[layer.layer_idx, head] = whole + len(chosen) - bisect_right(chosen, seen - n_r)
+        if bank.followers:
+            most = max(recents[layer.lead[layer.layer_idx][head], head] for head in bank.followers)
+            bank.own.free(most, step.past.device)
 
 
 def first_and_last(first: int, last: int, count: int, device: torch.device) -> Tensor:
@@ -448,15 +352,11 @@ def head_index(heads: tuple[int, ...], width: int, device: torch.device) -> Tens
 
 
 def shared_cache(
-    config: PodConfig,
-    request: Request,
-    budgets: Callable[[int], list[list[int]]],
-    alike: Callable[[int, int], Hashable],
-    chunks: Chunks | None,
+    config: PodConfig, request: Request, budgets: Budgets, alike: Labels, chunks: FixedChunks | None
 ) -> PodCache:
     """The cache of ``pod`` with a ranking; see ``SharedSelectionLayer``."""
 
     def make_layer(config: PodConfig, layer_idx: int) -> SharedSelectionLayer:
         return SharedSelectionLayer(config, layer_idx, budgets, alike, request.params, request.codec)
 
-    return GroupedCache(config, make_layer, request.spec, chunks=chunks)
+    return GroupedCache(config, make_layer, request.spec, chunks=chunks, after_layers=free_own_keys)

@@ -1,7 +1,7 @@
 """The two ways in which a method that ranks tokens takes a prompt: whole (``exact``) or chunk by chunk (``streaming``)."""
 
 from pod.modeling.methods.base import Request
-from pod.modeling.methods.rows import Chunks, FixedChunks
+from pod.modeling.methods.rows import FixedChunks
 
 PREFILL_PARAMETERS = {
     "prefill": (
@@ -12,7 +12,7 @@ PREFILL_PARAMETERS = {
 }
 
 
-def chunks_of(request: Request) -> Chunks | None:
+def chunks_of(request: Request) -> FixedChunks | None:
     """The chunks that a request asks for; None = exact prefill."""
     prefill, size = request.params["prefill"], request.params["chunk_size"]
     if prefill not in ("exact", "streaming"):

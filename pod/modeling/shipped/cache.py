@@ -5,40 +5,17 @@ q, k, v to ``cache.layers[i].attend(q, k, v, step)`` and closes the step. Layers
 left-aligned real tokens, so the token at position ``p`` of a row sits at slot ``p`` of a full store.
 """
 
-import json
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from .config import PodConfig
-from .integrity import check_bookkeeping, check_objects
-from .layout import LAYOUT_LAYERS, PodCacheLayer
-from .state import SCHEMA, CacheState, Reader, Writer, fields_of
+from .layout import LAYOUT_LAYERS
+from .state import SCHEMA, CacheState, Reader, Writer, check_objects, fields_of
 from .step import CacheLayer, Compaction, Step, check_positions, compaction_of
-
-
-class DecodeEngine(Protocol):
-    """Decodes one token per row over a cache's own stores."""
-
-    def decode(self, model: Any, hidden_states: Tensor, step: Step) -> Tensor | None:
-        """``[B, 1, hidden]`` embeddings to the final hidden states; None when this pass is not for the engine."""
-        ...
-
-    def tensors(self) -> Iterator[Tensor]:
-        """What it holds besides the cache's own tensors."""
-        ...
-
-    def release(self) -> None:
-        """The cache is emptied, or holds something else."""
-        ...
-
-    def check_integrity(self) -> None:
-        """See ``PodCache.check_integrity``."""
-        ...
 
 
 class PodCache(Cache):
@@ -51,12 +28,12 @@ class PodCache(Cache):
 
     Attributes:
         made_with: the budget and the parameters given to ``pod.make_cache``.
-        engine: what decodes over this cache in place of the layer-by-layer pass, see ``pod.engine``; None = nothing.
+        engine: what decodes one token per row in place of the layer-by-layer pass, a ``pod.engine.StaticEngine``; None = nothing.
         made_by_generate: whether ``generate()`` made it because it was given none.
         attach_engine: ``(cache, prompt columns, most columns)`` may give an engine to such a cache; the package sets it.
     """
 
-    engine: DecodeEngine | None = None
+    engine: Any = None
     made_by_generate = False
     made_with: tuple[int | None, dict[str, Any]] = (None, {})
     configuration = frozenset({"config", "spec", "made_with", "engine"})
@@ -64,7 +41,7 @@ class PodCache(Cache):
     attach_engine: ClassVar[Callable[["PodCache", int, int], None] | None] = None
 
     def __init__(
-        self, config: PodConfig, make_layer: Callable[[PodConfig, int], CacheLayer] | None = None, spec=None
+        self, config: PodConfig, make_layer: Callable[..., CacheLayer] | None = None, spec: str | None = None
     ):
         make_layer = make_layer or LAYOUT_LAYERS[config.layout]
         layers = [make_layer(config, i) for i in range(config.num_hidden_layers)]
@@ -81,9 +58,7 @@ class PodCache(Cache):
         self._seen_mask: Tensor | None = None  # bool [B, columns]; None = no padding so far
         self._seen_ids: list[Tensor] | None = []  # int32 [B, …]; None after inputs_embeds
         self._prompt_columns_left = 0
-        self._pending: Callable[[], None] | None = (
-            None  # what a pass in progress will have added when it ends
-        )
+        self._pending: tuple | None = None  # what a pass in progress will give to _count when it ends
 
     # -- what the model calls --------------------------------------------------------------------------------
 
@@ -94,9 +69,7 @@ class PodCache(Cache):
         every forward pass of more than one column is a prompt of its own.
         """
         if num_columns < 0:
-            raise ValueError(
-                f"a prompt has at least 0 columns, got {num_columns}: is it already in the cache?"
-            )
+            raise ValueError(f"a prompt has at least 0 columns, not {num_columns}: is it in the cache?")
         self._prompt_columns_left = num_columns
 
     def begin_step(
@@ -135,7 +108,8 @@ class PodCache(Cache):
         )
         expected = step.positions if compaction is None else compaction.padded_positions(past)
         check_positions(position_ids, expected, attention_mask)
-        self._pending = partial(self._remember, n, attention_mask, input_ids, compaction, left)
+        is_padded = compaction is not None or self._seen_mask is not None
+        self._pending = n, attention_mask if is_padded else None, input_ids, left
         return step, compaction
 
     def begin_decoding(self, batch: int) -> int:
@@ -153,26 +127,29 @@ class PodCache(Cache):
                 "an engine alone goes on behind a complete prompt without padding: feed one first, or use generate()"
             )
         self._check_batch(batch)
-        self._pending = _nothing
+        self._pending = ()
         return self._columns
 
     def end_decoding(self, ids: Tensor) -> None:
         """Count tokens ``[B, m]`` that an engine has fed since ``begin_decoding``."""
-        self._set_lengths(self.lengths + ids.shape[1])
-        self._pending = None
-        self._remember(ids.shape[1], None, ids, None, 0)
+        self._count(self.lengths + ids.shape[1], ids.shape[1], None, ids, 0)
 
     def end_step(self, step: Step) -> None:
         """Count the tokens of the pass as seen."""
-        self._set_lengths(step.lengths)
-        if self._pending is not None:
-            self._pending()
-        self._pending = None
+        assert self._pending is not None, "begin_step comes first"
+        self._count(step.lengths, *self._pending)
 
-    def _set_lengths(self, lengths: Tensor) -> None:
-        self._lengths = lengths
+    def _count(self, lengths: Tensor, n: int, mask: Tensor | None, ids: Tensor | None, left: int) -> None:
+        self._pending, self._prompt_columns_left, self._lengths = None, left, lengths
+        self._columns += n
         if self._longest is not None:
             self._longest = torch.maximum(self._longest, lengths)
+        if mask is not None:
+            self._seen_mask = mask.bool().clone()
+        if ids is None:
+            self._seen_ids = None
+        elif self._seen_ids is not None:
+            self._seen_ids.append(ids.to(torch.int32, copy=True))
 
     def pieces(self, step: Step) -> Iterator[Step]:
         """The pass in the pieces in which it goes through the layers, one after the other; here one, the pass itself.
@@ -193,17 +170,9 @@ class PodCache(Cache):
         return first if bool((self.lengths == first).all()) else None
 
     def reserve(self, capacity: int) -> None:
-        """Hold room for ``capacity`` tokens per row, so that the tensors stay where they are while it suffices.
-
-        Raises:
-            ValueError: a method whose stores cannot be reserved.
-        """
-        if capacity < 1:
-            raise ValueError(f"capacity = {capacity} must be at least 1 token")
+        """Hold room for ``capacity`` tokens per row in layers as the decode engine takes them, which then stay where they are."""
         for layer in self.layers:
-            if not isinstance(layer, PodCacheLayer):
-                raise ValueError(f"the {self.spec} cache does not reserve room: leave capacity out")
-            layer.reserve(capacity)
+            layer.reserve(capacity)  # type: ignore[attr-defined]
 
     def check_fits(self, config: PodConfig) -> None:
         """Raise ``ValueError`` unless the cache was made for a model of this shape, plan and windows."""
@@ -216,7 +185,7 @@ class PodCache(Cache):
     def _check_no_pass_failed(self) -> None:
         if self._pending is not None:
             raise ValueError(
-                "the last pass over this cache failed half-way: call reset() and feed everything again"
+                "the last pass over this cache failed half-way: call reset() and feed it all again"
             )
 
     def _check_batch(self, batch: int) -> None:
@@ -229,9 +198,7 @@ class PodCache(Cache):
     def _check_mask(self, attention_mask: Tensor | None) -> None:
         if attention_mask is None:
             if self._seen_mask is not None:
-                raise ValueError(
-                    "the cache holds padding: pass the whole attention_mask, seen and new columns"
-                )
+                raise ValueError("the cache holds padding: pass the attention_mask of seen and new columns")
             return
         seen = attention_mask[:, : self._columns].bool()
         known = self._seen_mask
@@ -240,16 +207,6 @@ class PodCache(Cache):
                 "attention_mask marks tokens that are already in the cache differently than when they were fed (rows "
                 "that ended early are fed padding as real tokens): repeat the same mask, or start an empty cache"
             )
-
-    def _remember(self, n: int, attention_mask, input_ids, compaction: Compaction | None, left: int) -> None:
-        self._prompt_columns_left = left
-        if compaction is not None or self._seen_mask is not None:
-            self._seen_mask = attention_mask.bool().clone()
-        self._columns += n
-        if input_ids is None:
-            self._seen_ids = None
-        elif self._seen_ids is not None:
-            self._seen_ids.append(input_ids.to(torch.int32, copy=True))
 
     def check_continues(self, input_ids: Tensor, columns: int, has_embeds: bool) -> None:
         """Refuse a ``generate()`` call that would re-feed or drop tokens of a filled cache.
@@ -267,17 +224,16 @@ class PodCache(Cache):
             )
         if has_embeds or self._seen_ids is None or input_ids.shape[1] == new:
             return
-        seen = torch.cat(self._seen_ids, dim=1)
-        given = input_ids[:, : self._columns].to(seen)
-        if input_ids.shape[1] != columns or given.shape != seen.shape or not self._same_tokens(given, seen):
+        seen, given = torch.cat(self._seen_ids, dim=1), input_ids[:, : self._columns]
+        is_equal = input_ids.shape[1] == columns and given.shape == seen.shape
+        if is_equal:
+            equal = given.to(seen) == seen
+            is_equal = (equal if self._seen_mask is None else equal | ~self._seen_mask).all()
+        if not is_equal:
             raise ValueError(
                 f"input_ids do not start with the {self._columns} columns in the cache: pass the whole conversation, "
                 f"or only the {new} new tokens with an attention_mask of {columns} columns"
             )
-
-    def _same_tokens(self, given: Tensor, seen: Tensor) -> bool:
-        equal = given == seen
-        return bool((equal if self._seen_mask is None else equal | ~self._seen_mask).all())
 
     # -- what is held, as tensors and facts ------------------------------------------------------------------
 
@@ -288,10 +244,9 @@ class PodCache(Cache):
             ValueError: the last pass failed half-way.
         """
         self._check_no_pass_failed()
-        writer = self._writer()
-        fields = {name: writer.write(value, name) for name, value in self._held().items()}
+        writer, fields = self._written()
         facts = {"schema": SCHEMA, "spec": self.spec, "model": _signature(self.config), "fields": fields}
-        return CacheState(writer.tensors, json.loads(json.dumps(facts)))
+        return CacheState(writer.tensors, facts)
 
     def from_state(self, state: CacheState) -> None:
         """Hold what ``state`` holds, from now on in its tensors: they must be this cache's alone, and on its model's device.
@@ -309,25 +264,22 @@ class PodCache(Cache):
             raise ValueError(
                 f"the state is that of a {facts['spec']} cache, this is a {self.spec} cache: make one of that spec"
             )
-        if facts["model"] != json.loads(json.dumps(_signature(self.config))):
+        if facts["model"] != _signature(self.config):
             raise ValueError(
                 f"the state of this {self.spec} cache belongs to a model of another shape, plan or windows: load that "
                 "model, or make the cache anew from its tokens"
             )
         self.reset()
-        device = next((tensor.device for tensor in state.tensors.values()), torch.device("cpu"))
-        reader = Reader(state.tensors, {"config": self.config, "cache": self}, self.new_layer, device)
-        vars(self).update({name: reader.read(value) for name, value in facts["fields"].items()})
+        vars(self).update(Reader(self, state.tensors).fields(facts["fields"]))
 
     def new_layer(self, layer_idx: int) -> CacheLayer:
         """An empty layer, for ``from_state`` to fill."""
         return self.layers[layer_idx]
 
-    def _writer(self) -> Writer:
-        return Writer({"config": self.config, "cache": self})
-
-    def _held(self) -> dict[str, Any]:
-        return {name: value for name, value in fields_of(self).items() if name not in self.configuration}
+    def _written(self) -> tuple[Writer, dict[str, Any]]:
+        writer = Writer(self)
+        held = {name: value for name, value in fields_of(self).items() if name not in self.configuration}
+        return writer, writer.fields(held)
 
     def check_integrity(self) -> None:
         """Count everything anew that is kept in two places, and compare; for tests, after any operation.
@@ -336,28 +288,47 @@ class PodCache(Cache):
             AssertionError: with what is wrong.
         """
         self._check_no_pass_failed()
-        check_bookkeeping(self._columns, self._lengths, self._seen_mask, self._seen_ids)
-        writer = self._writer()
-        for name, value in self._held().items():
-            writer.write(value, name)
+        self._check_bookkeeping()
+        writer, _ = self._written()
         check_objects(writer.met, writer.tensors)
         parts = {tensor.untyped_storage().data_ptr() for _, tensor in self._all_parts()}
         for path, tensor in writer.tensors.items():
-            assert tensor.untyped_storage().data_ptr() in parts or path.endswith(".table"), (
-                f"{path} is not in nbytes"
-            )
-        self._check_layers()
+            place = tensor.untyped_storage().data_ptr()
+            assert place in parts or path.endswith(".table"), f"{path} is not in nbytes"
+        lengths = None if self._lengths is None else self._lengths.cpu()
+        for number, (layer, rows) in enumerate(self._holders()):
+            where = f"layer {number % len(self.layers)}, rows {rows}"
+            layer.check_integrity(where, None if lengths is None else lengths[rows])
         if self.engine is not None:
             self.engine.check_integrity()
 
-    def _check_layers(self) -> None:
-        for number, layer in enumerate(self.layers):
-            layer.check_integrity(f"layer {number}", self._lengths)
+    def _check_bookkeeping(self) -> None:
+        mask, ids, columns = self._seen_mask, self._seen_ids, self._columns
+        if self._lengths is None:
+            assert not columns and mask is None and not ids, (
+                f"an empty cache has {columns} columns, mask or ids"
+            )
+            return
+        lengths = self._lengths.tolist()
+        shape, counted = (len(lengths), columns), [columns] * len(lengths)
+        if mask is not None:
+            assert mask.shape == shape and mask.dtype == torch.bool, f"mask: {mask.dtype} {list(mask.shape)}"
+            assert not mask.all(), "a mask without padding is kept"
+            counted = mask.sum(1).tolist()
+        assert lengths == counted, f"lengths {lengths}, not {counted}"
+        if ids is not None:
+            seen = {x.shape[0] for x in ids}, sum(x.shape[1] for x in ids)
+            assert seen == ({shape[0]}, columns), f"ids of {seen} for {list(shape)}"
+
+    def _holders(self) -> Iterator[tuple[CacheLayer, list[int]]]:
+        """Every layer that holds tokens, with the rows of the batch whose tokens it holds."""
+        rows = list(range(max(self.batch_size, 0)))
+        yield from ((layer, rows) for layer in self.layers)
 
     # -- bytes -----------------------------------------------------------------------------------------------
 
     def _all_parts(self) -> Iterator[tuple[str, Tensor]]:
-        for layer in self.layers:
+        for layer, _ in self._holders():
             yield from layer.parts()
         if self.engine is not None:
             yield from (("decode_buffers", tensor) for tensor in self.engine.tensors())
@@ -382,16 +353,14 @@ class PodCache(Cache):
 
     def predicted_nbytes(self) -> int:
         """Bytes that the method's rule needs for the tokens seen, without bookkeeping and growth slack."""
-        return sum(layer.predicted_nbytes(int(self.lengths.max())) for layer in self.layers)
+        lengths = self.lengths.tolist()
+        return sum(layer.predicted_nbytes(max(lengths[i] for i in rows)) for layer, rows in self._holders())
 
     # -- what transformers calls -----------------------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns seen, padding included: the width that the seen part of an attention mask has."""
         return self._columns
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1
 
     @property
     def lengths(self) -> Tensor:
@@ -443,28 +412,27 @@ class PodCache(Cache):
     # -- taking tokens back ----------------------------------------------------------------------------------
 
     @property
-    def is_croppable(self) -> bool:
-        """Whether tokens can be taken back at all; ``num_croppable`` says how many."""
-        return all(layer.is_croppable for layer in self.layers)
-
-    @property
     def num_croppable(self) -> int:
         """How many of the last columns ``crop`` can take back now."""
         if self._lengths is None:
             return 0
-        most = torch.tensor(self._most_croppable())
+        lengths = self.lengths.tolist()
+        longest = lengths if self._longest is None else self._longest.tolist()
+        most = list(lengths)
+        for layer, rows in self._holders():
+            for row in rows:
+                most[row] = min(most[row], layer.most_croppable(lengths[row], longest[row]))
         if self._seen_mask is None:
-            return int(most.min())
+            return min(most)
         tokens = self._seen_mask.cpu().flip(1).cumsum(1)
-        return int((tokens <= most[:, None]).all(0).sum())
+        return int((tokens <= torch.tensor(most)[:, None]).all(0).sum())
 
     @property
     def num_ahead(self) -> int:
         """How many tokens behind the next one can be fed in a pass and taken back, as if they never came."""
-        return max(0, min(layer.most_ahead(length) for layer, length in self._layers_and_lengths()))
-
-    def _layers_and_lengths(self) -> Iterator[tuple[CacheLayer, int]]:
-        yield from ((layer, length) for length in set(self.lengths.tolist()) for layer in self.layers)
+        lengths = self.lengths.tolist()
+        pairs = {(layer, lengths[row]) for layer, rows in self._holders() for row in rows}
+        return max(0, min(layer.most_ahead(length) for layer, length in pairs))
 
     def check_assisted(self, longest: int) -> None:
         """Raise ``ValueError`` unless candidates for up to ``longest`` tokens can be fed and taken back."""
@@ -479,12 +447,6 @@ class PodCache(Cache):
                 f"assisted decoding needs room behind the windows of the {self.spec} cache: pass past_key_values="
                 "pod.make_cache(model, 'pod', extra_slots=…) with the most candidates of a step (a trained window has none)"
             )
-
-    def _most_croppable(self) -> list[int]:
-        """Tokens that each row can take back."""
-        longest = self.lengths if self._longest is None else self._longest
-        rows = zip(self.lengths.tolist(), longest.tolist(), strict=True)
-        return [min(layer.most_croppable(*row) for layer in self.layers) for row in rows]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last columns, as if they had not been fed; an announced prompt still ends where it was to end.
@@ -522,15 +484,12 @@ class PodCache(Cache):
             counts = self._seen_mask[:, -count:].sum(1)
             rest = self._seen_mask[:, :-count]
             self._seen_mask = None if rest.all() else rest.clone()
-        longest = self.lengths if self._longest is None else self._longest
-        self._lengths, self._longest = self.lengths - counts, longest
+        self._longest = self.lengths if self._longest is None else self._longest
+        self._lengths = self.lengths - counts
         self._columns -= count
         self._crop_layers(counts)
-        while count and self._seen_ids:
-            last = self._seen_ids.pop()
-            if last.shape[1] > count:
-                self._seen_ids.append(last[:, :-count])
-            count -= min(count, last.shape[1])
+        if self._seen_ids:
+            self._seen_ids = [torch.cat(self._seen_ids, dim=1)[:, :-count]]
 
     def _crop_layers(self, counts: Tensor) -> None:
         """Take back ``counts`` ``[B]`` tokens of each row; the new lengths are known already."""
@@ -538,13 +497,9 @@ class PodCache(Cache):
             layer.crop(int(self.lengths.max()))
 
 
-def _nothing() -> None:
-    """What a pass by an engine alone leaves to its end: it is given the tokens then."""
-
-
-def _signature(config: PodConfig) -> tuple:
+def _signature(config: PodConfig) -> str:
     """What a cache depends on; windows matter only where the layout has them."""
     windows = config.num_sink_tokens, config.num_recent_tokens
     windowed = config.own_method in ("pod", "window")
-    lead = config.sharing_plan.lead
-    return config.own_method, lead, windows if windowed else None, config.num_attention_heads, config.head_dim
+    sizes = config.num_attention_heads, config.head_dim
+    return str((config.own_method, config.sharing_plan.lead, windows if windowed else None, *sizes))

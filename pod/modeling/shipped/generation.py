@@ -1,7 +1,8 @@
 """`generate()` with our caches: supplies the default cache and refuses every use that would go wrong silently."""
 
 import inspect
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import transformers
@@ -12,8 +13,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from .cache import PodCache
 from .config import PodConfig
-from .layout import LAYOUT_LAYERS, PodCacheLayer
-from .step import CacheLayer
+from .layout import PodCacheLayer
 
 _EXTRA_SLOTS = 32  # of a cache that generate() makes for assisted decoding; 20 candidates are usual
 
@@ -37,13 +37,11 @@ class PodGenerationMixin(GenerationMixin):
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def generate_batch(self, *args: Any, **kwargs: Any):
-        raise ValueError(
-            "generate_batch (continuous batching) is not supported: it ignores the cache; use generate()"
-        )
+        raise ValueError("continuous batching (generate_batch) is not supported: use generate()")
 
     def _get_candidate_generator(
         self, generation_config, input_ids: Tensor, model_kwargs: dict, *args: Any, **kwargs: Any
-    ) -> "BoundedCandidates":
+    ) -> CandidateGenerator:
         cache = model_kwargs["past_key_values"]
         cache.check_assisted(generation_config.max_length)
         columns = self._begin_prompt(input_ids, generation_config, model_kwargs)
@@ -64,7 +62,8 @@ class PodGenerationMixin(GenerationMixin):
                 "prompt_lookup_num_tokens"
             )
         model_kwargs["feeds_all"] = True
-        return BoundedCandidates(generator, cache)
+        generator.get_candidates = partial(bounded_candidates, cache, generator.get_candidates)
+        return generator
 
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs: dict, generation_mode: Any = None, *args: Any, **kwargs: Any
@@ -75,20 +74,18 @@ class PodGenerationMixin(GenerationMixin):
                 "past_key_values=pod.make_cache(model, …), or nothing for the model's own layout"
             )
         cache = model_kwargs.get("past_key_values")
-        if cache is None:
-            if generation_config.use_cache is not False:
-                assisted = (
-                    generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION
+        if cache is not None:
+            if not hasattr(cache, "begin_step"):
+                found = type(cache).__name__
+                raise ValueError(
+                    f"a {found} cannot serve a PoD model: make one with pod.make_cache(model, …)"
                 )
-                cache = PodCache(self.config, _assisted_layer if assisted else None)
-                cache.made_by_generate = True
-                model_kwargs["past_key_values"] = cache
-        elif not hasattr(cache, "begin_step"):
-            raise ValueError(
-                f"a {type(cache).__name__} cannot serve a PoD model: make one with pod.make_cache(model, …)"
-            )
-        else:
             cache._is_user_defined = True
+        elif generation_config.use_cache is not False:
+            assisted = generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION
+            extra = partial(PodCacheLayer, extra_slots=_EXTRA_SLOTS) if self.config.layout == "pod" else None
+            model_kwargs["past_key_values"] = cache = PodCache(self.config, extra if assisted else None)
+            cache.made_by_generate = True
 
     def _begin_prompt(self, input_ids: Tensor, generation_config, model_kwargs: dict) -> int:
         """Check that the inputs continue the cache, and announce the prompt; gives the columns of the whole conversation."""
@@ -106,9 +103,7 @@ class PodGenerationMixin(GenerationMixin):
         cache = model_kwargs.get("past_key_values")
         if cache is not None:
             columns = self._begin_prompt(input_ids, generation_config, model_kwargs)
-            has_beams = (
-                generation_config.num_beams or 1
-            ) > 1  # rows move at every step: nothing for an engine
+            has_beams = (generation_config.num_beams or 1) > 1  # whose rows move at every step
             if cache.made_by_generate and not has_beams and PodCache.attach_engine is not None:
                 PodCache.attach_engine(cache, columns, max(columns + 1, generation_config.max_length or 0))
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
@@ -130,28 +125,17 @@ def check_hooks() -> None:
             )
 
 
-class BoundedCandidates(CandidateGenerator):
-    """Another generator's candidates, and no more of them than the cache can take back as if they never came.
+def bounded_candidates(
+    cache: PodCache, get_candidates: Callable, input_ids: Tensor, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """A generator's candidates, and no more of them than the cache can take back as if they never came.
 
     While the prompt is not in the cache there are none: a method must see where a prompt ends.
+
+    Returns:
+        ``[1, n]`` to ``[1, n + candidates]``, and the logits of the candidates where the generator knows them.
     """
-
-    def __init__(self, generator: CandidateGenerator, cache: PodCache):
-        self.generator, self.cache = generator, cache
-
-    def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """``[1, n]`` to ``[1, n + candidates]``, and the logits of the candidates where the generator knows them."""
-        ids, logits = self.generator.get_candidates(input_ids, **kwargs)  # type: ignore[arg-type]
-        n = input_ids.shape[1]
-        most = self.cache.num_ahead if self.cache.get_seq_length() == n - 1 and n > 1 else 0
-        return ids[:, : n + most], None if logits is None or not most else logits[:, :most]
-
-    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
-        """As the generator does."""
-        self.generator.update_candidate_strategy(input_ids, scores, num_matches)  # type: ignore[arg-type]
-
-
-def _assisted_layer(config: PodConfig, layer_idx: int) -> CacheLayer:
-    if config.layout == "pod":
-        return PodCacheLayer(config, layer_idx, extra_slots=_EXTRA_SLOTS)
-    return LAYOUT_LAYERS[config.layout](config, layer_idx)
+    ids, logits = get_candidates(input_ids, **kwargs)
+    n = input_ids.shape[1]
+    most = cache.num_ahead if cache.get_seq_length() == n - 1 and n > 1 else 0
+    return ids[:, : n + most], None if logits is None or not most else logits[:, :most]

@@ -97,9 +97,8 @@ class PodCacheLayer(CacheLayer):
         lead = None
         if self.followers:
             lead = step.lead.take(self.followers, step.max_length)._replace(heads=tuple(self.followers))
-        return attend(q, Tokens(k, v), lead, self._visibility(lead), step.segments, self.scale, step.backend)[
-            0
-        ]
+        see = self._visibility(lead)
+        return attend(q, Tokens(k, v), lead, see, step.segments, self.scale, step.backend)[0]
 
     def _visibility(self, lead: Lead | None) -> Visibility:
         return CAUSAL if lead is None else Visibility(self.num_sink_tokens, self.num_recent_tokens)
@@ -110,24 +109,16 @@ class PodCacheLayer(CacheLayer):
         for heads, lead in ((self.leads, None), (self.followers, step.lead.take)):
             if not heads:
                 continue
-            keys = self._own_keys(k, step) if lead else self.lead_keys.view(step.max_length)
+            if lead:  # the window before the chunk, and the chunk
+                keys: Source = Recent(self.window_keys, take_heads(k, heads), step.rows)
+            else:
+                keys = self.lead_keys.view(step.max_length)
             taken = lead(heads, step.max_length) if lead else None
             tokens = Tokens(keys, take_heads(values, heads))
-            out, _ = attend(
-                take_heads(q, heads, self.groups),
-                tokens,
-                taken,
-                self._visibility(taken),
-                step.segments,
-                self.scale,
-                step.chunk_backend,
-            )
+            own, see = take_heads(q, heads, self.groups), self._visibility(taken)
+            out, _ = attend(own, tokens, taken, see, step.segments, self.scale, step.chunk_backend)
             parts.append((heads, out))
         return merge_heads(parts, self.groups)
-
-    def _own_keys(self, k: Tensor, step: Step) -> Source:
-        """Keys of followers: the window before the chunk, and the chunk."""
-        return Recent(self.window_keys, take_heads(k, self.followers), step.rows)
 
     def _decode(self, q: Tensor, step: Step) -> Tensor:
         """One new token per row. Reads: lead keys, window keys, the leads' logits and values."""
@@ -138,20 +129,12 @@ class PodCacheLayer(CacheLayer):
             step.lead.buffers = make_buffers(*size, q.dtype, q.device)
         if self.roles is None:
             self.roles = Roles(self.leads, self.followers, self.followed, q.device)
-        return pod_decode(
-            q[:, :, 0],
-            self.lead_keys.stored if self.leads else None,
-            self._window(step) if self.followers else None,
-            values,
-            step.lengths,
-            self.roles,
-            step.lead.buffers,
-            self.num_sink_tokens,
-            self.num_recent_tokens,
-            scale=self.scale,
-            tau=self.tau,
-            rows=[sum(row) for row in step.rows],
-        ).unsqueeze(2)
+        keys = self.lead_keys.stored if self.leads else None
+        near = self._window(step) if self.followers else None
+        shared = step.lengths, self.roles, step.lead.buffers, self.num_sink_tokens, self.num_recent_tokens
+        rows = [sum(row) for row in step.rows]
+        out = pod_decode(q[:, :, 0], keys, near, values, *shared, scale=self.scale, tau=self.tau, rows=rows)
+        return out.unsqueeze(2)
 
     def _window(self, step: Step) -> Tensor:
         """Window keys ``[B, h, n_s + n_r, d]`` as decoding reads them: of a larger ring, a copy."""
@@ -170,7 +153,7 @@ class PodCacheLayer(CacheLayer):
 def append_new(store: Store, x: Tensor, step: Step) -> None:
     """Store the new tokens ``[B, h, m, d]`` of a pass."""
     if step.uniform_past is None:
-        store.append_ragged(x, step.ragged)
+        store.append_ragged(x, step.segments)
     else:
         store.append(x, step.uniform_past)
 
@@ -221,9 +204,7 @@ class WindowCacheLayer(CacheLayer):
     is_croppable = True
     num_sink_tokens = 0
 
-    def __init__(
-        self, config: PodConfig, layer_idx: int, codec: Codec = NATIVE, num_recent_tokens: int | None = None
-    ):
+    def __init__(self, config: PodConfig, layer_idx: int, codec: Codec = NATIVE, num_recent_tokens: int = 0):
         super().__init__()
         self.codec = codec
         self.num_recent_tokens = num_recent_tokens or config.num_recent_tokens
@@ -242,18 +223,14 @@ class WindowCacheLayer(CacheLayer):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         q, k = step.rope.pair(q, k)
-        if (
-            step.num_new == 1 and step.all_real
-        ):  # the ring is exactly the window, in an order that does not matter
-            self._append(k, v, step)
+        if step.num_new == 1 and step.all_real:
+            self._append(k, v, step)  # the ring is exactly the window, in an order that does not matter
             stored = self.keys_store.read(step.max_length), self.values_store.read(step.max_length)
             held = None if step.uniform_past is not None else step.lengths
             return attend_slots(q, *stored, self.scale, held)[0]
-        tokens = Tokens(k, v)
+        tokens: Tokens = Tokens(k, v)
         if not step.is_fresh:
-            tokens = Tokens(
-                *(Recent(s, x, step.rows) for s, x in zip(self.stores().values(), (k, v), strict=True))
-            )
+            tokens = Tokens(Recent(self.keys_store, k, step.rows), Recent(self.values_store, v, step.rows))
         see = Visibility(num_recent_tokens=self.num_recent_tokens)
         out, _ = attend(q, tokens, None, see, step.segments, self.scale, step.chunk_backend)
         self._append(k, v, step)

@@ -19,12 +19,14 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from .step import CacheLayer
+from .stores import TokenStore
 
 SCHEMA = 2
 PACKAGES = {__name__.rpartition(".")[0]}
 """Packages whose classes a cache consists of."""
 
 _PLAIN = (type(None), bool, int, float, str)
+_MADE: dict[str, Any] = {made.__name__: made for made in (list, tuple, set, Fraction)}
 _DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
 
@@ -44,14 +46,10 @@ class CacheState:
 
 def known_classes() -> dict[str, type]:
     """Classes that facts may name."""
-    found = {}
-    for name, module in list(sys.modules.items()):
-        if name in PACKAGES or name.rpartition(".")[0] in PACKAGES:
-            for item in vars(module).values():
-                if isinstance(item, type) and item.__module__ == name:
-                    found[item.__name__] = item
-    foreign = Cache | nn.Module | PreTrainedConfig
-    return {name: item for name, item in found.items() if not issubclass(item, foreign)}
+    modules = [x for name, x in list(sys.modules.items()) if PACKAGES & {name, name.rpartition(".")[0]}]
+    items = [(module.__name__, item) for module in modules for item in vars(module).values()]
+    own = [item for name, item in items if isinstance(item, type) and item.__module__ == name]
+    return {item.__name__: item for item in own if not issubclass(item, Cache | nn.Module | PreTrainedConfig)}
 
 
 def fields_of(item: Any) -> dict[str, Any]:
@@ -60,18 +58,19 @@ def fields_of(item: Any) -> dict[str, Any]:
 
 
 class Writer:
-    """Turns values into facts and tensors; what is met twice is written once.
+    """Turns what ``cache`` holds into facts and tensors; what is met twice is written once.
 
-    Args:
-        common: objects that every cache of the spec has, by name.
+    Attributes:
+        met: every object and container that was written, which also keeps them alive: their numbers would be used again.
     """
 
-    def __init__(self, common: dict[str, Any]):
+    def __init__(self, cache: Any):
         self.tensors: dict[str, Tensor] = {}
-        self._names = {id(item): name for name, item in common.items()}
-        self._met: dict[
-            int, tuple[int, Any]
-        ] = {}  # keeps what was met alive: numbers of objects are used again
+        self.met: list[Any] = []
+        self._known: dict[int, dict[str, Any]] = {
+            id(cache): {"common": "cache"},
+            id(cache.config): {"common": "config"},
+        }
         self._classes = known_classes()
 
     def write(self, value: Any, path: str) -> Any:
@@ -82,65 +81,42 @@ class Writer:
         """
         if type(value) in _PLAIN:
             return value
-        if id(value) in self._names:
-            return {"common": self._names[id(value)]}
-        if id(value) in self._met:
-            return {"same": self._met[id(value)][0]}
-        self._met[id(value)] = len(self._met), value
-        return self._write_new(value, path)
+        if id(value) not in self._known:
+            self._known[id(value)] = {"same": len(self.met)}
+            self.met.append(value)
+            return self._write_new(value, path)
+        return self._known[id(value)]
 
-    def _write_new(self, value: Any, path: str) -> Any:
+    def _write_new(self, value: Any, path: str) -> dict[str, Any]:
+        name = type(value).__name__
         if isinstance(value, Tensor):
             assert path not in self.tensors, path
             self.tensors[path] = value.detach()
             return {"tensor": path}
-        if isinstance(value, list):
-            return self._items(value, path)
-        if isinstance(value, dict):
-            pairs = enumerate(value.items())
-            return {
-                "dict": [[self.write(k, f"{path}.{i}"), self.write(v, f"{path}.{k}")] for i, (k, v) in pairs]
-            }
-        if isinstance(value, set):
-            return {"set": self._items(list(value), path)}
-        if isinstance(value, Fraction):
-            return {"fraction": [value.numerator, value.denominator]}
         if isinstance(value, torch.device):
             return {"device": None}  # that of the model which reads
         if isinstance(value, torch.dtype):
             return {"dtype": str(value).removeprefix("torch.")}
-        name = type(value).__name__
-        if self._classes.get(name) is type(value):
-            if isinstance(value, tuple):
-                return {"object": name, "items": self._items(value, path)}
-            return {"object": name, "fields": self.fields(value, path)}
-        if isinstance(value, tuple):
-            return {"tuple": self._items(value, path)}
-        raise TypeError(f"{path}: a {name} does not belong to the state of a cache")
+        if isinstance(value, dict):
+            pairs = value.items()
+            return {"dict": [[self.write(k, path), self.write(v, f"{path}.{k}")] for k, v in pairs]}
+        if (_MADE | self._classes).get(name) is not type(value):
+            raise TypeError(f"{path}: a {name} does not belong to the state of a cache")
+        if name in _MADE or isinstance(value, tuple):
+            items = value.as_integer_ratio() if isinstance(value, Fraction) else value
+            return {"made": name, "of": [self.write(item, f"{path}.{i}") for i, item in enumerate(items)]}
+        return {"object": name, "fields": self.fields(fields_of(value), f"{path}.")}
 
-    def _items(self, values: Sequence, path: str) -> list:
-        return [self.write(value, f"{path}.{i}") for i, value in enumerate(values)]
-
-    def fields(self, item: Any, path: str) -> dict[str, Any]:
-        return {name: self.write(value, f"{path}.{name}") for name, value in fields_of(item).items()}
-
-    @property
-    def met(self) -> list[Any]:
-        """Every object and container that was written."""
-        return [value for _, value in self._met.values()]
+    def fields(self, values: dict[str, Any], path: str = "") -> dict[str, Any]:
+        """The facts of named values; ``path`` stands before the names of their tensors."""
+        return {name: self.write(value, f"{path}{name}") for name, value in values.items()}
 
 
 class Reader:
-    """The opposite of ``Writer``.
+    """The opposite of ``Writer``, for an empty ``cache``: its layers are new ones of that cache, with their functions."""
 
-    Args:
-        common: as for ``Writer``, of the cache that reads.
-        make_layer: ``layer_idx -> CacheLayer``: a new layer of that cache, with its functions.
-        device: on which objects note that they live.
-    """
-
-    def __init__(self, tensors: dict[str, Tensor], common: dict[str, Any], make_layer, device: torch.device):
-        self.tensors, self.common, self.make_layer, self.device = tensors, common, make_layer, device
+    def __init__(self, cache: Any, tensors: dict[str, Tensor]):
+        self.cache, self.tensors = cache, tensors
         self._met: list[Any] = []
         self._classes = known_classes()
 
@@ -148,52 +124,54 @@ class Reader:
         """The value of these facts, which stand at this place of a list."""
         if type(facts) in _PLAIN:
             return facts
-        if isinstance(facts, list):
-            return self._items(facts, self._meet([]))
         if "common" in facts:
-            return self.common[facts["common"]]
+            return self.cache if facts["common"] == "cache" else self.cache.config
         if "same" in facts:
             return self._met[facts["same"]]
-        if "dict" in facts:
-            met = self._meet({})
-            met.update((self.read(k), self.read(v)) for k, v in facts["dict"])
-            return met
-        if "fields" in facts:
-            return self._object(facts, place)
         number = len(self._met)
-        self._met.append(None)
-        self._met[number] = self._value(facts)
+        self._met.append(self._new_object(facts["object"], place) if "object" in facts else None)
+        if "object" in facts:  # whose fields may lead back to it
+            vars(self._met[number]).update(self.fields(facts["fields"]))
+        else:
+            self._met[number] = self._value(facts)
         return self._met[number]
 
-    def _meet(self, value: Any) -> Any:
-        self._met.append(value)
-        return value
+    def fields(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """The opposite of ``Writer.fields``."""
+        return {name: self.read(value) for name, value in facts.items()}
 
-    def _items(self, facts: list, into: list) -> list:
-        for place, item in enumerate(facts):
-            into.append(self.read(item, place))
-        return into
-
-    def _value(self, facts: dict) -> Any:
+    def _value(self, facts: dict[str, Any]) -> Any:
         if "tensor" in facts:
             return self.tensors[facts["tensor"]]
-        if "set" in facts:
-            return set(self._items(facts["set"], []))
-        if "fraction" in facts:
-            return Fraction(*facts["fraction"])
         if "device" in facts:
-            return self.device
+            return next((tensor.device for tensor in self.tensors.values()), None)
         if "dtype" in facts:
             return _DTYPES[facts["dtype"]]
-        if "object" in facts:
-            return self._classes[facts["object"]]._make(self._items(facts["items"], []))  # type: ignore[attr-defined]
-        return tuple(self._items(facts["tuple"], []))
+        if "dict" in facts:
+            return {self.read(k): self.read(v) for k, v in facts["dict"]}
+        name, items = facts["made"], [self.read(item, place) for place, item in enumerate(facts["of"])]
+        if name in _MADE:
+            return _MADE[name](*items) if name == "Fraction" else _MADE[name](items)
+        return self._classes[name]._make(items)  # type: ignore[attr-defined]
 
-    def _object(self, facts: dict, place: int) -> Any:
-        made = self._classes[facts["object"]]
-        new = self.make_layer(place) if issubclass(made, CacheLayer) else object.__new__(made)
+    def _new_object(self, name: str, place: int) -> Any:
+        made = self._classes[name]
+        new = self.cache.new_layer(place) if issubclass(made, CacheLayer) else object.__new__(made)
         if type(new) is not made:
-            raise ValueError(f"holds a {made.__name__} where this cache has a {type(new).__name__}")
-        self._meet(new)
-        vars(new).update({name: self.read(value) for name, value in facts["fields"].items()})
+            raise ValueError(f"holds a {name} where this cache has a {type(new).__name__}")
         return new
+
+
+def check_objects(met: Sequence[object], tensors: dict[str, Tensor]) -> None:
+    """Every store of itself; positions ascend; no number is NaN, but in room that is only reserved."""
+    reserved = set()
+    for item in met:
+        if isinstance(item, TokenStore):
+            item.check_integrity()
+            reserved.update(tensor.data_ptr() for tensor in item.tensors())
+        positions = getattr(item, "positions", None)
+        if isinstance(positions, Tensor):
+            assert bool((positions.diff() > 0).all()), f"positions of a {type(item).__name__} do not ascend"
+    for path, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.data_ptr() not in reserved:
+            assert not bool(tensor.isnan().any()), f"{path} holds NaN"

@@ -13,8 +13,6 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .attend import Lead, Segments, Source, span, takes_gradients
 from .decode import DecodeBuffers
-from .integrity import check_tokens
-from .stores import RaggedRows
 
 
 @dataclass
@@ -25,13 +23,11 @@ class Selection:
         positions: ``[B, n]``, ascending.
         scored: when decoding, logits ``[B, G, n]`` and which tokens ``[B, n]`` are proximal.
         kept: slots ``[B, w]`` that the lead chose when the prompt ended; None = all.
-        reach: how many of the first and of the last tokens are proximal for the next query, in any row.
     """
 
     positions: Tensor
     scored: tuple[Tensor, Tensor] | None = None
     kept: Tensor | None = None
-    reach: tuple[int, int] = (0, 0)
 
 
 @dataclass
@@ -117,11 +113,6 @@ class Step:
     def segments(self) -> Segments:
         """What every row holds and gets, for ``attend``."""
         return Segments.of_rows(*zip(*self.rows, strict=True))
-
-    @cached_property
-    def ragged(self) -> RaggedRows:
-        """The same for stores, when rows differ."""
-        return RaggedRows(self.rows, self.past.device)
 
     @property
     def max_length(self) -> int:
@@ -231,7 +222,7 @@ class CacheLayer(CacheLayerMixin):
             if lengths is None:
                 assert not held, f"{where}: {name} of an empty cache"
             elif self.is_croppable:
-                check_tokens(store, lengths, f"{where}: {name}")
+                store.check_tokens(lengths, f"{where}: {name}")
             else:
                 assert held <= {len(lengths)}, f"{where}: {name} holds {held} rows, the cache {len(lengths)}"
 

@@ -7,132 +7,15 @@ import sys
 from collections.abc import Sequence
 from copy import copy
 from functools import lru_cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .attend import Source, take_heads
+from .attend import Segments, Source, take_heads
 from .packed import Stored
 
 _SLACK = 128  # a store grows by 1/128 of its length: under 1 % of the bytes, and appending stays cheap
-
-
-class Store(Protocol):
-    """What a layer may do with keys or values ``[B, h, slots, d]``, whatever the form in which they are held.
-
-    ``past`` and ``length`` are tokens per row, equal in all rows; only ``append_ragged`` takes rows that differ.
-    """
-
-    has_window: bool
-
-    @property
-    def is_empty(self) -> bool: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """``(B, h, slots reserved, d)``."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def used_slots(self, length: int) -> int: ...
-
-    def runs(self, start: int, stop: int, length: int) -> list[tuple[int, int, int]]:
-        """Where tokens ``start … stop-1`` of ``length`` are: ``(position, slot, tokens)`` of neighbours that are held."""
-        ...
-
-    def reserve(self, slots: int) -> None:
-        """Hold room for ``slots`` tokens, so that the tensors stay where they are while it suffices."""
-        ...
-
-    def append(self, x: Tensor, past: int) -> None: ...
-
-    def append_ragged(self, x: Tensor, rows: "RaggedRows") -> None: ...
-
-    def read(self, length: int) -> Tensor:
-        """``[B, h, used slots, d]``: a view, or a copy that the caller must not keep."""
-        ...
-
-    def view(self, length: int) -> Source:
-        """The same for ``attend``, which reads what it needs: as the tokens are now, whatever is stored or packed later."""
-        ...
-
-    @property
-    def stored(self) -> Stored:
-        """What decoding reads: ``[B, h, slots reserved, d]``."""
-        ...
-
-    @property
-    def target(self) -> Tensor:
-        """``[B, h, slots, d]``, to which an engine writes a decoded token."""
-        ...
-
-    @property
-    def is_at_rest(self) -> bool:
-        """Whether there are tokens, and no prompt is running whose tokens will take another form."""
-        ...
-
-    def settle(self, length: int) -> None:
-        """The prompt has ended, or a token was decoded: bring the store into the form in which it rests."""
-        ...
-
-    def keep(self, index: Tensor, length: int) -> None:
-        """Hold only the slots ``index`` ``[B, h, w]`` of the ``length`` in use, as slots ``0 … w-1``; free the rest."""
-        ...
-
-    def write(self, slots: Tensor, x: Tensor) -> None:
-        """Overwrite slots ``[B, h, c]`` with ``[B, h, c, d]``."""
-        ...
-
-    @property
-    def num_croppable(self) -> int:
-        """How many of the last tokens ``crop`` can forget, as far as their form goes."""
-        ...
-
-    @property
-    def num_ahead(self) -> int:
-        """How many tokens can come before others take another form."""
-        ...
-
-    def crop(self, length: int) -> None:
-        """Forget the tokens behind the first ``length`` of each row, where there are more."""
-        ...
-
-    def select_rows(self, index: Tensor) -> None: ...
-
-    def tensors(self) -> list[Tensor]: ...
-
-    def predicted_nbytes(self, length: int) -> int:
-        """Bytes by the rule, without growth slack."""
-        ...
-
-
-class Codec(Protocol):
-    """How keys and values are held: makes the stores of a layer."""
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether tokens stay where they are while there is room, as the decode engine wants it."""
-        ...
-
-    def in_place(self, capacity: int) -> "Codec":
-        """One whose stores keep tokens in place in room for ``capacity`` of them.
-
-        Raises:
-            ValueError: a form that no decode kernel reads.
-        """
-        ...
-
-    def tokens(self, part: str, evicts: bool = False) -> Store:
-        """A store of tokens at slots 0, 1, …; ``part`` is ``keys`` or ``values``; ``evicts``: ``keep`` will be used."""
-        ...
-
-    def window(self, part: str, num_sink_tokens: int, num_recent_tokens: int) -> Store:
-        """A store of the first and the most recent tokens."""
-        ...
 
 
 def take_slots(x: Tensor, slots: Tensor) -> Tensor:
@@ -154,19 +37,30 @@ def numbers(count: int, device: torch.device) -> Tensor:
 
 
 class TokenStore:
-    """``[B, h, slots, d]`` with slot = position, or with a window: sinks, then a ring of recent tokens.
+    """Keys or values ``[B, h, slots, d]`` with slot = position, or with a window: sinks, then a ring of recent tokens. What a
+    layer may do with a store, whatever the form in which a codec holds it.
+
+    ``past`` and ``length`` are tokens per row, equal in all rows; only ``append_ragged`` takes rows that differ.
 
     Args:
         num_sink_tokens, num_recent_tokens: None stores every token. Otherwise slots ``0 … n_s-1`` hold the first
             tokens and slot ``n_s + (p - n_s) mod n_r`` holds token ``p``: older tokens are overwritten.
+
+    Attributes:
+        data: ``[B, h, slots reserved, d]``; use ``read`` for the slots in use. None = nothing was ever written.
     """
+
+    num_croppable = sys.maxsize
+    """How many of the last tokens ``crop`` can forget, as far as their form goes; what a ring overwrites, its layer knows."""
+    num_ahead = sys.maxsize
+    """How many tokens can come before others take another form."""
 
     def __init__(self, num_sink_tokens: int | None = None, num_recent_tokens: int | None = None):
         self.has_window = num_recent_tokens is not None
         self.num_sink_tokens = num_sink_tokens or 0
         self.num_recent_tokens = num_recent_tokens or 0
         self._reserved = 0
-        self._data: Tensor | None = None
+        self.data: Tensor = None  # type: ignore[assignment]
 
     @property
     def limit(self) -> int:
@@ -175,22 +69,11 @@ class TokenStore:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was ever written."""
-        return self._data is None
-
-    @property
-    def data(self) -> Tensor:
-        """``[B, h, capacity, d]``; use ``read`` for the slots in use."""
-        assert self._data is not None, "empty store"
-        return self._data
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        self._data = value
+        return self.data is None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """``(B, h, capacity, d)``."""
+        """``(B, h, slots reserved, d)``."""
         return tuple(self.data.shape)
 
     @property
@@ -198,18 +81,18 @@ class TokenStore:
         return self.data.dtype
 
     @property
-    def stored(self) -> Tensor:
-        """What decode kernels read; a decoded token is written to ``target``."""
+    def stored(self) -> Stored:
+        """What decoding reads: ``[B, h, slots reserved, d]``."""
         return self.data
 
     @property
     def target(self) -> Tensor:
-        """See ``Store``."""
+        """``[B, h, slots, d]``, to which an engine writes a decoded token."""
         return self.data
 
     @property
     def is_at_rest(self) -> bool:
-        """See ``Store``."""
+        """Whether there are tokens, and no prompt is running whose tokens will take another form."""
         return not self.is_empty
 
     def used_slots(self, length: int) -> int:
@@ -217,7 +100,7 @@ class TokenStore:
         return min(length, self.limit)
 
     def runs(self, start: int, stop: int, length: int) -> list[tuple[int, int, int]]:
-        """See ``Store``."""
+        """Where tokens ``start … stop-1`` of ``length`` are: ``(position, slot, tokens)`` of neighbours that are held."""
         if length <= self.limit:
             found = [(start, start, stop - start)]
         else:
@@ -229,7 +112,8 @@ class TokenStore:
         return [run for run in found if run[2] > 0]
 
     def reserve(self, slots: int) -> None:
-        """Hold room for ``slots`` tokens (a window: for all that it can hold), at once or when the first token comes."""
+        """Hold room for ``slots`` tokens (a window: for all that it can hold), at once or when the first token comes, so that
+        the tensors stay where they are while it suffices."""
         self._reserved = self.limit if self.has_window else slots
         if not self.is_empty:
             self._grow(self.data, self._reserved)
@@ -252,46 +136,52 @@ class TokenStore:
         for position, slot, count in self.runs(past, length, length):
             data[:, :, slot : slot + count] = x[:, :, position - past : position - past + count]
 
-    def append_ragged(self, x: Tensor, rows: "RaggedRows") -> None:
-        """Write the new tokens of each row of ``[B, h, m, d]`` behind those that it has."""
-        data = self._grow(x, self.used_slots(rows.length))
-        places, columns, slots = rows.places(self)
-        data[places, :, slots] = x[places, :, columns]
+    def append_ragged(self, x: Tensor, segments: Segments) -> None:
+        """Write the new tokens ``[B, h, m, d]`` of each row behind those that it has; ``segments`` say how many."""
+        if segments.all:
+            data = self._grow(x, self.used_slots(max(segment.keys[1] for segment in segments.all)))
+            key = TokenStore, self.num_sink_tokens, self.limit
+            rows, columns, slots = segments.derived(key, lambda: self._places(segments).to(x.device))
+            data[rows, :, slots] = x[rows, :, columns]
+
+    def _places(self, segments: Segments) -> Tensor:
+        """int64 ``[3, t]``: row, column in the pass and slot of every new token that the store will hold."""
+        found = []
+        for segment in segments.all:
+            past, length = segment.past, segment.keys[1]
+            for position, slot, count in self.runs(past, length, length):
+                for row in range(*segment.rows):
+                    steps = torch.arange(count)
+                    places = torch.full_like(steps, row), steps + position - past, steps + slot
+                    found.append(torch.stack(places))
+        return torch.cat(found, dim=1)
 
     def read(self, length: int) -> Tensor:
-        """View of the used slots after at most ``length`` tokens per row."""
+        """``[B, h, used slots, d]`` after at most ``length`` tokens per row: a view, or a copy that the caller must not keep."""
         return self.data[:, :, : self.used_slots(length)]
 
-    view = read
+    def view(self, length: int) -> Source:
+        """The same for ``attend``, which reads what it needs: as the tokens are now, whatever is stored or packed later."""
+        return self.read(length)
 
     def settle(self, length: int) -> None:
-        """Nothing to do: tokens rest as they came."""
+        """The prompt has ended, or a token was decoded: bring the store into the form in which it rests."""
 
     def keep(self, index: Tensor, length: int) -> None:
-        """Hold only the slots ``index`` ``[B, h, w]``, as slots ``0 … w-1``; the rest is freed."""
+        """Hold only the slots ``index`` ``[B, h, w]`` of the ``length`` in use, as slots ``0 … w-1``; free the rest."""
         self.data = take_slots(self.data, index)
 
     def write(self, slots: Tensor, x: Tensor) -> None:
         """Overwrite slots ``[B, h, c]`` with ``[B, h, c, d]``."""
         self.data.scatter_(2, slots[..., None].expand_as(x), x.to(self.dtype))
 
-    @property
-    def num_croppable(self) -> int:
-        """See ``Store``: any; that older tokens of a window are overwritten, its layer knows."""
-        return sys.maxsize
-
-    @property
-    def num_ahead(self) -> int:
-        """See ``Store``."""
-        return sys.maxsize
-
     def crop(self, length: int) -> None:
-        """Nothing to do: later tokens are written over what is forgotten."""
+        """Forget the tokens behind the first ``length`` of each row; here later ones are written over them."""
 
     def predicted_nbytes(self, length: int) -> int:
-        """Bytes of the slots in use after ``length`` tokens."""
+        """Bytes of the slots in use after ``length`` tokens, without growth slack."""
         batch, heads, _, head_dim = self.shape
-        return batch * heads * self.used_slots(length) * head_dim * self.data.element_size()
+        return batch * heads * self.used_slots(length) * head_dim * self.dtype.itemsize
 
     def select_rows(self, index: Tensor) -> None:
         """Keep, repeat or reorder rows of the batch."""
@@ -301,62 +191,53 @@ class TokenStore:
     def tensors(self) -> list[Tensor]:
         return [] if self.is_empty else [self.data]
 
+    def check_tokens(self, lengths: Tensor, where: str) -> None:
+        """Raise ``AssertionError`` unless the slots of every token of rows of ``lengths`` ``[B]`` are there and hold numbers."""
+        used = [self.used_slots(length) for length in lengths.tolist()]
+        if not self.is_empty:
+            batch, _, slots, _ = self.shape
+            assert batch == len(used), f"{where} holds {batch} rows, the cache {len(used)}"
+            assert slots >= max(used), f"{where} has {slots} slots, {max(used)} are in use"
+            tokens = self.read(max(lengths.tolist()))
+            for row, count in enumerate(used):
+                assert not bool(tokens[row, :, :count].isnan().any()), f"{where}, row {row}: NaN"
+
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` with what is wrong."""
-        for tensor in self.tensors():
-            assert tensor.dim() == 4, f"a store holds {list(tensor.shape)}"
-        assert self.is_empty or self.shape[2] <= self.limit, (
-            f"{self.shape[2]} slots in a window of {self.limit}"
-        )
+        assert self.is_empty or self.shape[2] <= self.limit, f"{self.shape[2]} slots, at most {self.limit}"
 
 
-class NativeCodec:
-    """Keys and values as the model computes them."""
+Store = TokenStore
+"""What a codec makes: this, or a class that is derived from it."""
 
-    def __reduce__(self) -> str:
-        """A copy is the codec itself."""
-        return "NATIVE"
+
+class Codec:
+    """How keys and values are held: makes the stores of a layer; this one as the model computes them.
+
+    Attributes:
+        is_in_place: whether tokens stay where they are while there is room, as the decode engine wants it.
+    """
 
     is_in_place = True
 
-    def in_place(self, capacity: int) -> Codec:
+    def in_place(self, capacity: int) -> "Codec":
+        """One whose stores keep tokens in place in room for ``capacity`` of them.
+
+        Raises:
+            ValueError: a form that no decode kernel reads.
+        """
         return self
 
     def tokens(self, part: str, evicts: bool = False) -> Store:
+        """A store of tokens at slots 0, 1, …; ``part`` is ``keys`` or ``values``; ``evicts``: ``keep`` will be used."""
         return TokenStore()
 
     def window(self, part: str, num_sink_tokens: int, num_recent_tokens: int) -> Store:
+        """A store of the first and the most recent tokens."""
         return TokenStore(num_sink_tokens, num_recent_tokens)
 
 
-NATIVE: Codec = NativeCodec()
-
-
-class RaggedRows:
-    """Rows that get unlike numbers of tokens: where these are stored, worked out on the host once in a pass.
-
-    Args:
-        rows: ``(past, counts)`` of each row; device: of the stores.
-    """
-
-    def __init__(self, rows: Sequence[tuple[int, int]], device: torch.device):
-        self._rows, self._device = rows, device
-        self.length = max(sum(row) for row in rows)
-        self._places: dict[tuple[int, int], Tensor] = {}
-
-    def places(self, store: TokenStore) -> Tensor:
-        """int64 ``[3, t]``: row, column in the pass and slot of every token that such a store will hold."""
-        key = store.num_sink_tokens, store.limit
-        if key not in self._places:
-            found = [torch.empty(3, 0, dtype=torch.long)]
-            for row, (past, count) in enumerate(self._rows):
-                for position, slot, tokens in store.runs(past, past + count, past + count):
-                    steps = torch.arange(tokens)
-                    found.append(
-                        torch.stack((torch.full_like(steps, row), steps + position - past, steps + slot))
-                    )
-            self._places[key] = torch.cat(found, dim=1).to(self._device)
-        return self._places[key]
+NATIVE = Codec()
 
 
 class Recent:
