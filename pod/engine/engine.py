@@ -58,7 +58,7 @@ def attach(cache: PodCache, capacity: int, backend: str = "auto") -> "StaticEngi
         raise ValueError(f"capacity = {capacity!r} must be a whole number of tokens, at least {max(1, held)}")
     cache.reserve(capacity)
     engine = StaticEngine(cache, backend)
-    cache.engine = engine
+    cache.engine = engine  # pyright: ignore[reportAttributeAccessIssue]
     return engine
 
 
