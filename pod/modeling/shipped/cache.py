@@ -113,10 +113,7 @@ class PodCache(Cache):
         return step, compaction
 
     def begin_decoding(self, batch: int) -> int:
-        """An engine is about to feed ``batch`` rows, outside of any pass; as with one, nothing counts before the end.
-
-        Returns:
-            Tokens per row.
+        """An engine is about to feed ``batch`` rows, outside of any pass; gives the tokens per row. Nothing counts before the end.
 
         Raises:
             ValueError: an empty cache, rows with padding, a prompt that is not complete, another batch.
