@@ -91,6 +91,7 @@ class Bank:
 
     Attributes:
         leads, followers: KV heads; ``values`` has the leads first, ``keys`` the leads only.
+        followed: places among the leads, and KV heads, of those that others follow.
         held: tokens held by each row and head.
         positions: int32 ``[B, leads, held]``; None before the first token.
         observed: last queries of the unfinished prompt, ``[B, leads·G, <= window, d]``.
@@ -104,6 +105,7 @@ class Bank:
         self.keys: Store = codec.tokens("keys", evicts=True)
         self.own = OwnKeys(codec, num_sink_tokens)
         self.held = self.whole_from = 0
+        self.followed: list[tuple[int, int]] = []
         self.positions: Tensor = None  # type: ignore[assignment]
         self.observed: Tensor | None = None
         self.chosen: list[list[int]] | None = [[] for _ in leads]
@@ -154,6 +156,8 @@ class SharedSelectionLayer(PodCacheLayer):
             bank = members.setdefault(self.alike(self.layer_idx, head), ([], []))
             bank[head not in self.leads].append(head)
         self.banks = [Bank(self.codec, *roles, self.num_sink_tokens) for roles in members.values()]
+        for bank in self.banks:
+            bank.followed = [(i, head) for i, head in enumerate(bank.leads) if head in self.followed]
         self.order = tuple(head for bank in self.banks for head in bank.leads + bank.followers)
         self.is_reordered = len(self.banks) > 1 or bool(self.leads and self.followers)
 
@@ -204,12 +208,9 @@ class SharedSelectionLayer(PodCacheLayer):
         width = x.shape[1] // len(self.order)
         if self.is_reordered:
             x = x.index_select(1, head_index(self.order, width, x.device))
-        sizes = [(width * len(bank.leads), width * len(bank.followers)) for bank in self.banks]
-        roles, both = (
-            x.split([size for pair in sizes for size in pair], 1),
-            x.split([sum(pair) for pair in sizes], 1),
-        )
-        return list(zip(roles[::2], roles[1::2], both, strict=True))
+        sizes = [width * len(heads) for bank in self.banks for heads in (bank.leads, bank.followers)]
+        roles, both = x.split(sizes, 1), [sum(pair) for pair in zip(sizes[::2], sizes[1::2], strict=True)]
+        return list(zip(roles[::2], roles[1::2], x.split(both, 1), strict=True))
 
     def _in_order(self, outs: list[Tensor]) -> Tensor:
         out = torch.cat(outs, dim=1) if len(outs) > 1 else outs[0]
@@ -220,9 +221,7 @@ class SharedSelectionLayer(PodCacheLayer):
 
     def _publish(self, bank: Bank, q: Tensor, step: Step, is_single: bool) -> None:
         """Leave for followers what they need of a lead before it chooses."""
-        for place, head in enumerate(bank.leads):
-            if head not in self.followed:
-                continue
+        for place, head in bank.followed:
             step.lead.selections[head] = Selection(bank.positions[:, place])
             if not is_single:
                 step.lead.queries[head] = take_heads(q, [place], self.groups).clone()
@@ -245,12 +244,11 @@ class SharedSelectionLayer(PodCacheLayer):
         return weigh_slots(logits.softmax(-1), bank.values.stored, q[2].dtype)
 
     def _publish_logits(self, bank: Bank, logits: Tensor, step: Step) -> None:
-        if any(head in self.followed for head in bank.leads):
+        if bank.followed:
             is_recent = bank.positions >= step.max_length - self.num_recent_tokens
             near = is_recent | (bank.positions < self.num_sink_tokens)
-            for place, head in enumerate(bank.leads):
-                if head in self.followed:
-                    step.lead.selections[head].scored = logits[:, place], near[:, place]
+            for place, head in bank.followed:
+                step.lead.selections[head].scored = logits[:, place], near[:, place]
 
     def _attend_bank(self, bank: Bank, q: tuple[Tensor, ...], k: Tensor, step: Step) -> Tensor:
         """A chunk behind any past: slots ascend by position, and while nothing was dropped they are positions."""
@@ -291,10 +289,9 @@ class SharedSelectionLayer(PodCacheLayer):
         kept = []
         if bank.leads:
             kept.append(self._choose(bank, budget))
-            for place, head in enumerate(bank.leads):
-                if head in self.followed:
-                    found = step.lead.selections.setdefault(head, Selection(bank.positions[:, place]))
-                    found.kept = None if kept[0] is None else kept[0][:, place]
+            for place, head in bank.followed:
+                found = step.lead.selections.setdefault(head, Selection(bank.positions[:, place]))
+                found.kept = None if kept[0] is None else kept[0][:, place]
         if bank.followers:
             chosen = [step.lead.selections[head].kept for head in bank.followers]
             chosen = [index for index in chosen if index is not None]  # all or none

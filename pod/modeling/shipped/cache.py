@@ -113,19 +113,14 @@ class PodCache(Cache):
         return step, compaction
 
     def begin_decoding(self, batch: int) -> int:
-        """An engine is about to feed ``batch`` rows, outside of any pass; as with one, nothing counts before the end.
-
-        Returns:
-            Tokens per row.
+        """An engine is about to feed ``batch`` rows, outside of any pass; gives the tokens per row. Nothing counts before the end.
 
         Raises:
             ValueError: an empty cache, rows with padding, a prompt that is not complete, another batch.
         """
         self._check_no_pass_failed()
         if not self._columns or self._seen_mask is not None or self._prompt_columns_left:
-            raise ValueError(
-                "an engine alone goes on behind a complete prompt without padding: feed one first, or use generate()"
-            )
+            raise ValueError("an engine goes on behind a complete prompt without padding: feed one first")
         self._check_batch(batch)
         self._pending = ()
         return self._columns
@@ -177,10 +172,7 @@ class PodCache(Cache):
     def check_fits(self, config: PodConfig) -> None:
         """Raise ``ValueError`` unless the cache was made for a model of this shape, plan and windows."""
         if config is not self.config and _signature(config) != _signature(self.config):
-            raise ValueError(
-                f"this {self.spec} cache was made for a model of another shape, plan or windows: make one with "
-                "pod.make_cache(model, …) for this model"
-            )
+            raise ValueError("the cache was made for a model of another shape, plan or windows: make another")
 
     def _check_no_pass_failed(self) -> None:
         if self._pending is not None:
@@ -256,18 +248,13 @@ class PodCache(Cache):
         """
         facts = state.facts
         if facts.get("schema") != SCHEMA:
-            raise ValueError(
-                f"the state of the cache has schema {facts.get('schema')!r}, this version reads {SCHEMA}: make the cache "
-                "anew from its tokens"
-            )
-        if facts["spec"] != self.spec:
-            raise ValueError(
-                f"the state is that of a {facts['spec']} cache, this is a {self.spec} cache: make one of that spec"
-            )
+            found = facts.get("schema")
+            raise ValueError(f"the state has schema {found!r}, this version reads {SCHEMA}: make it anew")
+        if (spec := facts["spec"]) != self.spec:
+            raise ValueError(f"the state is that of a {spec} cache, this is a {self.spec} cache: make one")
         if facts["model"] != _signature(self.config):
             raise ValueError(
-                f"the state of this {self.spec} cache belongs to a model of another shape, plan or windows: load that "
-                "model, or make the cache anew from its tokens"
+                "the model had another shape, plan or windows: load that, or make the cache anew"
             )
         self.reset()
         vars(self).update(Reader(self, state.tensors).fields(facts["fields"]))
@@ -457,15 +444,13 @@ class PodCache(Cache):
         Raises:
             ValueError: a positive number, or more columns than ``num_croppable``.
         """
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop({tokens_to_remove}) of this {self.spec} cache takes a negative number of columns: "
-                f"crop({-tokens_to_remove})"
-            )
-        if not tokens_to_remove:
+        count = -tokens_to_remove
+        if count < 0:
+            raise ValueError(f"crop({-count}) takes a negative number of columns: crop({count})")
+        if not count:
             return
         self._check_no_pass_failed()
-        count, most = -tokens_to_remove, self.num_croppable
+        most = self.num_croppable
         if count > most:
             raise ValueError(
                 f"crop({tokens_to_remove}) is not possible: this {self.spec} cache can take back {most} of its {self._columns} "

@@ -213,10 +213,8 @@ class WindowCacheLayer(CacheLayer):
         self.clear()
 
     def clear(self) -> None:
-        self.keys_store, self.values_store = (
-            self.codec.window(part, self.num_sink_tokens, self.num_recent_tokens)
-            for part in ("keys", "values")
-        )
+        windows = self.num_sink_tokens, self.num_recent_tokens
+        self.keys_store, self.values_store = (self.codec.window(x, *windows) for x in ("keys", "values"))
 
     def stores(self) -> dict[str, Store]:
         return {"window_keys": self.keys_store, "window_values": self.values_store}

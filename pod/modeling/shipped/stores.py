@@ -146,14 +146,13 @@ class TokenStore:
 
     def _places(self, segments: Segments) -> Tensor:
         """int64 ``[3, t]``: row, column in the pass and slot of every new token that the store will hold."""
-        found = []
+        found, step = [], torch.tensor([[0], [1], [1]])
         for segment in segments.all:
             past, length = segment.past, segment.keys[1]
             for position, slot, count in self.runs(past, length, length):
                 for row in range(*segment.rows):
-                    steps = torch.arange(count)
-                    places = torch.full_like(steps, row), steps + position - past, steps + slot
-                    found.append(torch.stack(places))
+                    start = torch.tensor([[row], [position - past], [slot]])
+                    found.append(start + step * torch.arange(count))
         return torch.cat(found, dim=1)
 
     def read(self, length: int) -> Tensor:
