@@ -44,8 +44,8 @@ def test_what_each_head_holds(tools):
         feed(model, cache, ids, *widths)
         seen += sum(widths)
         for layer, full in zip(children(cache), HEADS, strict=True):
-            held = layer.everything.keys.read(seen).shape[1:3] if full else (0, seen)
-            assert held == (len(full), seen) and layer.everything.keys.is_empty == (not full)
+            held = layer.everything.beside.keys.read(seen).shape[1:3] if full else (0, seen)
+            assert held == (len(full), seen) and layer.everything.beside.keys.is_empty == (not full)
             if len(full) == 2:
                 assert layer.near.held == 0 and layer.compensation.count == 0
                 continue
@@ -188,7 +188,7 @@ def test_what_no_token_was_written_to_is_never_read(tools):
             for layer in children(cache) if poison else []:
                 near, seen = layer.near, cache.get_seq_length()
                 for pair, length in (
-                    (layer.everything, seen),
+                    (layer.everything.beside, seen),
                     (near.window, near.entered),
                     (near.beside, near.num_beside),
                 ):
@@ -269,8 +269,8 @@ def test_heads_from_the_search_and_refusals(tools, tmp_path):
         ),
         (model, {"heads": HEADS, "compression": 0.5}, "at least 1"),
         (model, {"heads": HEADS, "compression": "5"}, "must be a number"),
-        (model, {"heads": HEADS, "num_recent_tokens": 0}, "at least 0 and 1"),
-        (model, {"heads": HEADS, "num_sink_tokens": -1}, "at least 0 and 1"),
+        (model, {"heads": HEADS, "num_recent_tokens": 0}, "num_recent_tokens = 0 must be at least 1"),
+        (model, {"heads": HEADS, "num_sink_tokens": -1}, "num_sink_tokens = -1 must be at least 0"),
         (model, {"heads": HEADS, "budget": 50}, "takes no budget"),
         (shared, {"heads": HEADS}, "without a sharing plan"),
     ]:

@@ -46,7 +46,7 @@ def _describe(registry: Mapping[str, Method], method: Method, width: int) -> lis
     allowed = [spec for spec, reason in together.items() if reason is None]
     lines = [f"  {name}{'  budget=…' if method.takes_budget else ''}", f"source: {method.paper}"]
     lines.append(f"frees: {method.frees}")
-    lines += [f"{key} [{default}] {meaning}" for key, (default, meaning) in method.parameters.items()]
+    lines += [f"{key} [{default}] {meaning}" for key, (default, meaning, *_) in method.parameters.items()]
     if allowed:
         lines.append(f"goes with: {', '.join(allowed)}")
     reasons: dict[str, list[str]] = {}

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
+
+from pod.modeling.methods.base import round_half_up
 
 FUNCTIONS = ("linear", "sqrt", "square", "square-sqrt", "adaptive")
 """How a memory may grow. ``adaptive`` plans as ``linear`` and then shares the total among the layers (eq. 3)."""
@@ -40,6 +42,10 @@ class Settings:
     chunk_size: int
     num_layers: int
 
+    def start_prompt(self, length: int, past: int, layers: list) -> "PromptSchedule":
+        """The schedule of a prompt from what the layers hold when it starts, see ``Chunks``."""
+        return prompt_schedule(self, length, sum(layer.held for layer in layers) // len(layers))
+
 
 @dataclass(frozen=True)
 class PromptSchedule:
@@ -56,7 +62,7 @@ class PromptSchedule:
     @property
     def chunk_sizes(self) -> list[int]:
         """``c_i``, in tokens."""
-        return [end - start for start, end in zip((0, *self.boundaries), self.boundaries, strict=False)]
+        return [end - start for start, end in pairwise((0, *self.boundaries))]
 
     def next_boundary(self, done: int) -> int:
         """Where the chunk ends that the token after ``done`` tokens belongs to."""
@@ -191,11 +197,6 @@ def _whole(sizes: Sequence[Fraction]) -> tuple[int, ...]:
     for layer in order[:missing]:
         floors[layer] += 1
     return tuple(floors)
-
-
-def round_half_up(value: Fraction) -> int:
-    """The nearest integer; halves go up."""
-    return math.floor(value + Fraction(1, 2))
 
 
 def _rounded_root(square: Fraction, offset: Fraction) -> int:

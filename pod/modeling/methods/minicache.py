@@ -6,7 +6,6 @@ token and layer. Tokens whose two directions are farthest apart keep both native
 slot of the shared direction, with a norm of one, the deeper layer's beside it. Nothing is stored twice.
 """
 
-from collections.abc import Iterator
 from math import ceil
 
 import torch
@@ -20,7 +19,7 @@ from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.grouped import slot_logits, weigh_slots
 from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.step import CacheLayer, Step
-from pod.modeling.shipped.stores import TokenStore
+from pod.modeling.shipped.stores import Store, TokenStore
 
 _PARALLEL = 1e-4  # below this sine two directions are parallel or opposite, and interpolated on a line
 _PARTS = ("keys", "values")
@@ -38,14 +37,6 @@ class Merged:
 
     def __init__(self):
         self.directions, self.norms, self.apart, self.positions = (TokenStore() for _ in range(4))
-
-    def stores(self) -> dict[str, TokenStore]:
-        return {
-            "directions": self.directions,
-            "norms": self.norms,
-            "apart": self.apart,
-            "positions": self.positions,
-        }
 
     def read(self, shared: TokenStore, count: int, num_apart: int) -> Tensor:
         """The ``count`` tokens as this layer sees them, ``[B, H, count, d]``."""
@@ -73,28 +64,18 @@ class PairLayer(PodCacheLayer):
         self.merged_tokens = self.num_apart = 0
         self.merged = {name: Merged() for name in _PARTS}
 
-    def _merged_stores(self) -> Iterator[tuple[str, TokenStore]]:
-        for part in self.merged.values():
-            yield from part.stores().items()
-
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
-        yield from super().parts()
-        for name, store in self._merged_stores():
-            yield from ((name, tensor) for tensor in store.tensors())
-
-    def select_rows(self, index: Tensor) -> None:
-        super().select_rows(index)
-        for _, store in self._merged_stores():
-            store.select_rows(index)
+    def stores(self) -> dict[str, Store]:
+        merged = {f"{part}_{name}": x for part in _PARTS for name, x in vars(self.merged[part]).items()}
+        return super().stores() | merged
 
     def predicted_nbytes(self, length: int) -> int:
-        counts = {"apart": self.num_apart, "positions": self.num_apart}
-        merged = sum(
-            store.predicted_nbytes(counts.get(name, self.merged_tokens))
-            for name, store in self._merged_stores()
+        native, merged, apart = length - self.merged_tokens, self.merged_tokens, self.num_apart
+        counts = {"directions": merged, "norms": merged, "apart": apart, "positions": apart}
+        return sum(
+            store.predicted_nbytes(counts.get(name.rpartition("_")[2], native))
+            for name, store in self.stores().items()
             if not store.is_empty
         )
-        return super().predicted_nbytes(length - self.merged_tokens) + merged
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         (q, k), past = step.rope.pair(q, k), step.uniform_past
@@ -179,10 +160,6 @@ def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _build(config: PodConfig, request: Request) -> PodCache:
     block, share, t = (request.params[name] for name in ("block", "share", "t"))
-    if block < 1 or not 0 <= share <= 1 or not 0 <= t <= 1:
-        raise ValueError(
-            f"minicache: need block >= 1, 0 <= share <= 1 and 0 <= t <= 1, got {block}, {share} and {t}"
-        )
     first, layers = config.num_hidden_layers // 2, config.num_hidden_layers
     pairs = [(i, i + 1) for i in range(first, layers - 1, 2)]
 
@@ -215,12 +192,19 @@ METHOD = Method(
     axis="selection",
     build=_build,
     parameters={
-        "block": (128, "decoded tokens that are merged at once (tokens)"),
+        "block": (128, "decoded tokens that are merged at once (tokens)", 1),
         "share": (
             0.05,
             "tokens of each merge whose vectors stay native, those with the largest angle (share)",
+            0,
+            1,
         ),
-        "t": (0.6, "where the shared direction lies between the shallower (0) and the deeper layer's (1)"),
+        "t": (
+            0.6,
+            "where the shared direction lies between the shallower (0) and the deeper layer's (1)",
+            0,
+            1,
+        ),
     },
     refuses={"pod": _ALREADY_SHARED, "cla": _ALREADY_SHARED, "int4": _CODEC, "int8": _CODEC},
 )

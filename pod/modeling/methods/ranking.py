@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pod.kernels.statistics import attention_column_sums
-from pod.modeling.methods.held import best_slots
+from pod.modeling.methods.base import Parameter, Request
 
 _POOLS = {"avg": F.avg_pool1d, "max": F.max_pool1d}
 
@@ -14,32 +14,34 @@ def snapkv_slots(queries: Tensor, keys: Tensor, budget: int, kernel: int, pool: 
     """Slots to keep ``[B, H, budget]`` of ``[B, H, n, d]`` keys, by the prompt's last queries ``[B, Hq, w, d]``.
 
     Kept are the last ``w`` tokens and, of those before them, the best by their attention from these queries: summed
-    over queries, averaged over the query heads of a group, pooled over neighbours.
+    over queries, averaged over the query heads of a group, pooled over neighbours; of equal ones the lower slot.
     """
     n, w = keys.shape[2], queries.shape[2]
     scores = attention_column_sums(queries, keys, scale=scale)[..., : n - w]
     scores = scores.unflatten(1, (keys.shape[1], -1)).mean(2)
     scores = _POOLS[pool](scores, kernel, stride=1, padding=kernel // 2)
     recent = torch.arange(n - w, n, device=keys.device).expand(*keys.shape[:2], -1)
-    return torch.cat((best_slots(scores, budget - w), recent), dim=-1)
+    best = scores.argsort(dim=-1, descending=True, stable=True)[..., : budget - w].sort(dim=-1).values
+    return torch.cat((best, recent), dim=-1)
 
 
-def check_ranking(name: str, budget: int, window: int, kernel: int, pool: str) -> None:
+def check_ranking(request: Request) -> None:
     """Raise ``ValueError`` for values that SnapKV's ranking cannot use."""
-    if pool not in _POOLS:
-        raise ValueError(f"{name}: pool = {pool!r}; choose one of {', '.join(_POOLS)}")
-    if kernel < 1 or kernel % 2 == 0:
-        raise ValueError(f"{name}: kernel = {kernel} must be odd and positive")
-    if window < 1 or budget <= window:
-        raise ValueError(f"{name}: budget = {budget} must exceed window = {window} >= 1: raise the budget")
+    window, kernel = request.params["window"], request.params["kernel"]
+    if kernel % 2 == 0:
+        raise ValueError(f"{request.spec}: kernel = {kernel} must be odd")
+    if request.tokens <= window:
+        raise ValueError(
+            f"{request.spec}: budget = {request.tokens} must exceed window = {window}: raise the budget"
+        )
 
 
 def ranking_parameters(window: int, kernel: int, pool: str) -> dict:
     """Declarations of SnapKV's parameters with these defaults."""
     return {
-        "window": (window, "observation window at the end of the prompt, always kept (tokens)"),
-        "kernel": (kernel, "width of the pooling over neighbouring tokens (tokens)"),
-        "pool": (pool, "avg or max"),
+        "window": (window, "observation window at the end of the prompt, always kept (tokens)", 1),
+        "kernel": (kernel, "width of the pooling over neighbouring tokens (tokens)", 1),
+        "pool": Parameter(pool, "avg or max", choices=tuple(_POOLS)),
     }
 
 

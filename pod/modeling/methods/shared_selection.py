@@ -1,4 +1,4 @@
-"""PoD and a ranking of tokens together: the lead of a block chooses, and its whole block keeps the same tokens.
+"""A ranking of tokens, alone or with PoD: the lead of a block chooses, and its whole block keeps the same tokens.
 
 What is proximal or distant is judged by original positions. A head that follows holds its own keys only for kept
 tokens that are still proximal and drops them as they age; it holds values for all kept tokens (paper §4, PoD+SnapKV).
@@ -111,14 +111,14 @@ class Bank:
     Attributes:
         leads, followers: KV heads; ``values`` has the leads first, ``keys`` the leads only.
         held: tokens held by each row and head.
-        positions: int32 ``[B, leads, held]``.
+        positions: int32 ``[B, leads, held]``; None where nothing is shared.
         observed: last queries of the unfinished prompt, ``[B, leads·G, <= window, d]``.
         reach: for each lead how many of the first and of the last slots are proximal, in any row, for the next query or were
             before; counted when ``due`` tokens are seen.
     """
 
-    def __init__(self, codec: Codec, leads: list[int], followers: list[int]):
-        self.leads, self.followers = leads, followers
+    def __init__(self, codec: Codec, leads: list[int], followers: list[int], shares: bool):
+        self.leads, self.followers, self.shares = leads, followers, shares
         self.values: Store = codec.tokens("values", evicts=True)
         self.keys: Store = codec.tokens("keys", evicts=True)
         self.own = OwnKeys(codec)
@@ -146,6 +146,7 @@ class Bank:
         self.values.append(v, self.held)
         if self.leads:
             self.keys.append(k, self.held)
+        if self.leads and self.shares:
             seen = step.max_length
             new = torch.arange(seen - step.num_new, seen, dtype=torch.int32, device=k.device)
             new = new.expand(k.shape[0], len(self.leads), -1)
@@ -187,7 +188,7 @@ class SharedSelectionLayer(CacheLayer):
             params,
             codec,
         )
-        self.lead = config.sharing_plan.lead
+        self.lead, self.shares = config.sharing_plan.lead, not config.sharing_plan.is_dense
         self.leads, self.followers = split_heads(self.lead[layer_idx], layer_idx)
         self.followed = [head for head in self.leads if is_followed(self.lead, layer_idx, head)]
         self.window = config.num_sink_tokens, config.num_recent_tokens
@@ -200,7 +201,7 @@ class SharedSelectionLayer(CacheLayer):
         for head in range(len(self.lead[0])):
             bank = members.setdefault(self.alike(self.layer_idx, head), ([], []))
             bank[head not in self.leads].append(head)
-        self.banks = [Bank(self.codec, *roles) for roles in members.values()]
+        self.banks = [Bank(self.codec, *roles, shares=self.shares) for roles in members.values()]
         self.order = tuple(head for bank in self.banks for head in bank.leads + bank.followers)
         self.is_reordered = len(self.banks) > 1 or bool(self.leads and self.followers)
 
@@ -429,8 +430,8 @@ class SharedSelectionLayer(CacheLayer):
         kernel, pool = self.params["kernel"], self.params["pool"]
         index = snapkv_slots(queries, bank.keys.read(bank.held), budget, kernel, pool, self.scale)
         bank.keys.keep(index, bank.held)
-        assert bank.positions is not None
-        bank.positions = bank.positions.gather(2, index)
+        if bank.positions is not None:
+            bank.positions = bank.positions.gather(2, index)
         return index
 
 
@@ -454,7 +455,7 @@ def shared_cache(
     alike: Callable[[int, int], Hashable],
     chunks: Chunks | None,
 ) -> PodCache:
-    """The cache of ``pod`` with a ranking; see ``SharedSelectionLayer``."""
+    """The cache of a ranking, with or without ``pod``; see ``SharedSelectionLayer``."""
 
     def make_layer(config: PodConfig, layer_idx: int) -> SharedSelectionLayer:
         return SharedSelectionLayer(config, layer_idx, budgets, alike, request.params, request.codec)

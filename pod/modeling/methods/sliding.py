@@ -5,7 +5,7 @@ the order in which tokens lie in the ring of recent ones does not matter.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,9 +27,9 @@ class Pair(NamedTuple):
     values: Store
 
     @classmethod
-    def of(cls, codec: Codec) -> "Pair":
-        """Stores of every token."""
-        return cls(codec.tokens("keys"), codec.tokens("values"))
+    def of(cls, codec: Codec, evicts: bool = False) -> "Pair":
+        """Stores of every token; ``evicts``: ``keep`` will be used."""
+        return cls(codec.tokens("keys", evicts), codec.tokens("values", evicts))
 
     def append(self, tokens: Tokens[Tensor], past: int) -> None:
         for store, x in zip(self, tokens, strict=True):
@@ -53,6 +53,10 @@ class Pair(NamedTuple):
     def settle(self, length: int) -> None:
         for store in self:
             store.settle(length)
+
+    def keep(self, index: Tensor, length: int) -> None:
+        for store in self:
+            store.keep(index, length)
 
     def predicted_nbytes(self, length: int) -> int:
         return sum(store.predicted_nbytes(length) for store in self if not store.is_empty)
@@ -150,14 +154,16 @@ class SlidingTokens:
 
     # -- attention -------------------------------------------------------------------------------------------
 
+    def attend(self, q: Tensor, new: Tokens[Tensor], step: Step, scale: float) -> Tensor:
+        """Hold the rotated tokens of a pass and attend: ``[b, Hq, m, d]`` for its queries of the same shape."""
+        if step.is_decode:
+            return self.attend_decode(q, new, scale)[0]
+        return self.attend_prompt(q, new, step)
+
     def attend_prompt(
         self, q: Tensor, new: Tokens[Tensor], step: Step, more: Sequence[Biased] = ()
     ) -> Tensor:
-        """Hold a chunk of a prompt and attend: ``[b, Hq, m, d]`` for its queries of the same shape.
-
-        Args:
-            more: further tokens that every query sees.
-        """
+        """As ``attend`` for a chunk of a prompt, whose queries all see ``more`` tokens too."""
         self.append(new)
         if self.num_beside > q.shape[2]:
             new = self.beside.read(self.num_beside)
@@ -179,10 +185,9 @@ class SlidingTokens:
         scale: float,
         leave: Callable[[Tokens[Tensor] | None], Sequence[Biased]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Attend with one decoded token to all that is held and to itself, and hold it.
+        """As ``attend`` for one decoded token per row.
 
         Args:
-            q: ``[b, Hq, 1, d]``.
             leave: called with the token that the new one replaces (None while there is room), which is then not seen
                 any more; gives what is seen instead. Without it the query still sees the token that leaves.
 
@@ -246,8 +251,12 @@ class SlidingLayer(CacheLayer):
     def clear(self) -> None:
         self.tokens = SlidingTokens(self.codec, self.num_sink_tokens)
 
-    def stores(self) -> dict[str, Store]:
+    def stores(self) -> dict[str, Any]:
         return self.tokens.stores()
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        q, k = step.rope.pair(q, k)
+        return self.tokens.attend(q, Tokens(k, v), step, self.scale)
 
     def settle(self, step: Step) -> None:
         if step.ends_prompt or step.is_decode:
