@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from operator import index
 from typing import Any
 
@@ -112,18 +112,8 @@ class RetrievalHeads:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON, atomically."""
-        content = {
-            "schema": SCHEMA,
-            "provenance": self.provenance,
-            "num_key_value_heads": self.num_key_value_heads,
-            "induction_share": self.induction_share,
-            "echo_share": self.echo_share,
-            "query_heads": self.query_heads,
-            "key_value_heads": self.key_value_heads,
-            "induction": self.induction,
-            "echo": self.echo,
-        }
-        write_json(path, content)
+        heads = {"query_heads": self.query_heads, "key_value_heads": self.key_value_heads}
+        write_json(path, {"schema": SCHEMA} | heads | asdict(self))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "RetrievalHeads":
@@ -182,12 +172,9 @@ def protected_heads(heads: Any, config: PodConfig) -> Heads:
 
 def _top(scores: Sequence[Sequence[float]], share: float) -> set[tuple[int, int]]:
     """The best ``share`` of all (layer, head), rounded, at least one when the share is not 0; ties go to the lower pair."""
-    ranked = sorted(
-        ((layer, head) for layer, row in enumerate(scores) for head in range(len(row))),
-        key=lambda place: (-scores[place[0]][place[1]], place),
-    )
-    count = math.floor(share * len(ranked) + 0.5) if share else 0
-    return set(ranked[: max(count, 1 if share else 0)])
+    places = [(layer, head) for layer, row in enumerate(scores) for head in range(len(row))]
+    ranked = sorted(places, key=lambda place: -scores[place[0]][place[1]])
+    return set(ranked[: max(1, math.floor(share * len(ranked) + 0.5)) if share else 0])
 
 
 def _rows(values: Any, kind: type) -> tuple[tuple, ...]:

@@ -10,7 +10,6 @@ from fractions import Fraction
 from math import floor
 from typing import Any, Literal, NamedTuple
 
-from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.stores import NATIVE, Codec
 
@@ -61,7 +60,6 @@ class Request:
         spec: as the user wrote it; for reports and errors.
         params: every parameter of the methods in the spec, defaults filled in.
         budget: tokens per KV head and layer; None for methods that take none.
-        layout: name of the layout.
         codec: makes the stores.
         inner: what stands in brackets behind the selection, as ``snapkv`` in ``imdc(snapkv)``.
     """
@@ -69,7 +67,6 @@ class Request:
     spec: str
     params: dict[str, Any]
     budget: int | None = None
-    layout: str = "full"
     codec: Codec = NATIVE
     inner: str | None = None
 
@@ -89,8 +86,7 @@ class Method:
         paper: source.
         frees: what is not held any more.
         axis: what the method decides.
-        build: ``(config, request) -> PodCache``, for layouts and selections.
-        codec: ``(config, params) -> Codec``, for codecs.
+        build: ``(config, request)`` to a ``PodCache``; of a codec to a ``Codec``.
         parameters: by name, given as ``Parameter`` or as a tuple of its fields.
         takes_budget: whether ``budget`` means something; then it is required.
         inner: methods that may stand in brackets behind the name; the first one is the default.
@@ -102,8 +98,7 @@ class Method:
     paper: str
     frees: str
     axis: Literal["layout", "selection", "codec"]
-    build: Callable[[PodConfig, Request], PodCache] | None = None
-    codec: Callable[[PodConfig, dict[str, Any]], Codec] | None = None
+    build: Callable[[PodConfig, Request], Any]
     parameters: Mapping[str, Any] = field(default_factory=dict)
     takes_budget: bool = False
     inner: tuple[str, ...] = ()

@@ -3,12 +3,12 @@
 import difflib
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import LAYOUTS, PodConfig
-from pod.modeling.shipped.stores import NATIVE
 
 _WHAT = {
     "layout": "say which layers hold keys and values",
@@ -35,16 +35,9 @@ def build_cache(
     offered = [method for method in chosen.values() if selection is None or method is not layout]
     values = _parameters(spec, offered, params)
     _check_budget(spec, builder, budget)
-    make_codec = codec.codec if codec is not None else None
-    request = Request(
-        spec=spec,
-        params=values,
-        budget=budget,
-        layout=layout.name,
-        codec=NATIVE if make_codec is None else make_codec(config, values),
-        inner=inner,
-    )
-    assert builder.build is not None
+    request = Request(spec=spec, params=values, budget=budget, inner=inner)
+    if codec is not None:
+        request = replace(request, codec=codec.build(config, request))
     return builder.build(config, request)
 
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from pod.modeling.methods.base import Parameter, Request
 from pod.modeling.methods.rows import Chunks, FixedChunks, GroupedCache
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.step import CacheLayer
+from pod.modeling.shipped.stores import NATIVE
 
 PREFILL_PARAMETERS = {
     "prefill": Parameter(
@@ -25,17 +26,22 @@ def chunks_of(request: Request) -> Chunks | None:
     return FixedChunks(request.params["chunk_size"]) if is_streaming else None
 
 
-def cache_of(make_layer: Callable[..., Any], **options: Any) -> Callable[[PodConfig, Request], PodCache]:
-    """``Method.build`` of a selection whose children are ``make_layer(config, layer_idx, request)``.
+def cache_of(
+    make_layer: Callable[..., CacheLayer], takes_any_rows: bool = False, rowwise: bool = False
+) -> Callable[[PodConfig, Request], PodCache]:
+    """``Method.build`` of a selection.
 
     Args:
-        make_layer: raises ``ValueError`` for a request that it cannot serve.
-        options: of ``GroupedCache``.
+        make_layer: ``(config, layer_idx, request) -> CacheLayer``; raises ``ValueError`` for a request that it cannot serve.
+        takes_any_rows: whether its layers see the whole batch, rows of unlike length too; packed stores do not.
+        rowwise: see ``GroupedCache``.
     """
 
     def build(config: PodConfig, request: Request) -> PodCache:
         make_layer(config, 0, request)
-        make_child = partial(make_layer, request=request)
-        return GroupedCache(config, make_child, request.spec, chunks=chunks_of(request), **options)
+        make = partial(make_layer, request=request)
+        if takes_any_rows and request.codec is NATIVE:
+            return PodCache(config, make, request.spec)
+        return GroupedCache(config, make, request.spec, rowwise, chunks_of(request))
 
     return build
