@@ -11,30 +11,25 @@ import torch
 from torch import Tensor
 
 from pod.kernels.statistics import attention_column_sums
-from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.grouped import slot_logits, weigh_slots
 from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.step import Step
-from pod.modeling.shipped.stores import NATIVE, Codec, numbers
+from pod.modeling.shipped.stores import numbers
 
 
-class HeldLayer(PodCacheLayer):
-    """A dense layer that holds some of the tokens seen; rows are alike (``rows.GroupedCache``).
+class AccumulatingLayer(PodCacheLayer):
+    """A dense layer that holds some of the tokens seen, for rows that are alike (``rows.GroupedCache``).
 
     Slots are held tokens, in every row and KV head equally many, in position order; keys keep their rotation. A method overrides
-
-    * ``observe_prompt``, ``observe_decode``: to accumulate what it ranks by;
-    * ``evict``: called when a prompt or chunk ends and after each decoded token; it calls ``keep``.
+    ``evict``, which calls ``keep``, and ``observe_prompt`` and ``observe_decode``, when it ranks by something else.
 
     Attributes:
         held: tokens held by each row and KV head.
-        statistics: name to ``[B, H, held]``; ``keep`` drops what belongs to dropped tokens.
+        statistics: name to ``[B, H, held]``; ``keep`` drops what belongs to dropped tokens. ``attention``: the sum over queries,
+            in at least fp32.
     """
 
     evicts = True
-
-    def __init__(self, config: PodConfig, layer_idx: int, codec: Codec = NATIVE):
-        super().__init__(config, layer_idx, codec)
 
     def clear(self) -> None:
         super().clear()
@@ -79,6 +74,10 @@ class HeldLayer(PodCacheLayer):
             for store in (self.lead_keys, self.all_values):
                 store.settle(self.held)
 
+    def evict(self, step: Step) -> None:
+        """A prompt or chunk has ended, or a token was decoded: choose what stays, and call ``keep``."""
+        raise NotImplementedError
+
     def keep(self, index: Tensor) -> None:
         """Hold only the slots ``index`` ``[B, H, w]``, ascending in each head."""
         for store in (self.lead_keys, self.all_values):
@@ -87,24 +86,12 @@ class HeldLayer(PodCacheLayer):
         self.held = index.shape[2]
 
     def observe_prompt(self, q: Tensor, step: Step) -> None:
-        """After a chunk of a prompt: its rotated queries ``[B, Hq, m, d]``; the keys held, chunk included, are in
-        ``lead_keys.read(held)``."""
-
-    def observe_decode(self, weights: Tensor, step: Step) -> None:
-        """After a decoded token: its attention ``[B, H, G, held]``, itself included."""
-
-    def evict(self, step: Step) -> None:
-        """Choose what stays, and call ``keep``."""
-
-
-class AccumulatingLayer(HeldLayer):
-    """Keeps ``statistics["attention"]``, ``[B, H, held]`` in at least fp32: the sum of attention over queries."""
-
-    def observe_prompt(self, q: Tensor, step: Step) -> None:
+        """After a chunk of a prompt: its rotated queries ``[B, Hq, m, d]``; ``lead_keys.read(held)`` has its keys too."""
         sums = attention_column_sums(q, self.lead_keys.read(self.held), scale=self.scale)
         self.accumulate("attention", self.group_mean(sums))
 
     def observe_decode(self, weights: Tensor, step: Step) -> None:
+        """After a decoded token: its attention ``[B, H, G, held]``, itself included."""
         self.accumulate("attention", weights.mean(2))
 
     def group_mean(self, sums: Tensor) -> Tensor:

@@ -48,16 +48,6 @@ class SimLayer(SlidingLayer):
         self.is_lazy, self.judges_next, self.mass = False, False, None
         self.queries = LastQueries(self.num_last_queries)
 
-    @property
-    def observed(self) -> Tensor | None:
-        """Last queries of the running prompt, ``[1, Hq, <= num_last_queries, d]``."""
-        return self.queries.observed
-
-    @property
-    def held(self) -> int:
-        """Tokens held."""
-        return self.tokens.held
-
     def stores(self) -> dict[str, Any]:
         return super().stores() | {"bookkeeping": self.queries}
 
