@@ -112,13 +112,16 @@ def test_sliding_tokens_against_lists(codec, seed):
     def dice(low, high):
         return int(torch.randint(low, high + 1, (), generator=generator))
 
-    def leave(token):
-        if token is not None:
-            dropped.append(round(token.keys[0, 0, 0, 0].item()))
-        return []
+    class Dropped:
+        def add(self, tokens):
+            assert torch.equal(tokens.keys, -tokens.values)
+            dropped.extend(tokens.keys[1, 2, :, 0].round().int().tolist())
+
+        def seen(self, dtype):
+            return []
 
     sinks, recent = dice(0, 3), dice(1, 12)
-    sliding, near, seen, dropped, expected = SlidingTokens(codec, sinks), [], 0, [], []
+    sliding, near, seen, dropped, expected = SlidingTokens(codec, sinks, Dropped()), [], 0, [], []
     for _ in range(25):
         for is_decode in [False] * dice(0, 2) + [True] * dice(0, 6):
             count = 1 if is_decode else dice(1, 14)
@@ -129,13 +132,11 @@ def test_sliding_tokens_against_lists(codec, seed):
             )
             near, seen = near + numbers.tolist(), seen + count
             if is_decode and sliding.window is not None:
-                sliding.attend_decode(torch.zeros(2, 6, 1, 4).double(), tokens, 1.0, leave)
+                sliding.attend_decode(torch.zeros(2, 6, 1, 4).double(), tokens, 1.0)
             else:
                 recent += dice(0, 2) if dice(0, 3) == 0 else 0
                 sliding.append(tokens)
-                for part in sliding.trim(recent):
-                    assert torch.equal(part.keys, -part.values)
-                    dropped.extend(part.keys[1, 2, :, 0].round().int().tolist())
+                sliding.trim(recent)
             sliding.settle()
             while len(near) > max(sinks, min(len(near), sinks + recent)):
                 expected.append(near.pop(sinks))

@@ -6,55 +6,19 @@ token*: the means of their rotated keys and of their values, which counts as oft
 5). While decoding, the window slides and a leaving token enters the mean before the new one attends.
 """
 
-import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pod.modeling.methods.base import Method, Request
-from pod.modeling.methods.sliding import Biased, SlidingTokens
+from pod.modeling.methods.sliding import CompensationToken, SlidingTokens
 from pod.modeling.methods.streaming import cache_of
 from pod.modeling.retrieval_heads import protected_heads
-from pod.modeling.shipped.attend import Tokens, compute_dtype, merge_heads, take_heads
+from pod.modeling.shipped.attend import Tokens, merge_heads, take_heads
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.step import CacheLayer, Step
-
-
-class CompensationToken:
-    """Mean of all tokens that left, with how many they were (eq. 4). Sums run in at least fp32."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.mean: Tokens[Tensor] | None = None  # [b, h, 1, d]
-
-    def add(self, tokens: Tokens[Tensor]) -> None:
-        """Take in tokens ``[b, h, c, d]`` that leave: ``k̂ += (k - k̂) c / N_d``."""
-        new = tokens.keys.shape[2]
-        self.count += new
-        compute = compute_dtype(tokens.keys.dtype)
-        means = [x.to(compute) if new == 1 else x.mean(2, keepdim=True, dtype=compute) for x in tokens]
-        if self.mean is not None:
-            means = [old.lerp(x, new / self.count) for old, x in zip(self.mean, means, strict=True)]
-        elif new == 1:
-            means = [x.clone() for x in means]
-        self.mean = Tokens(*means)
-
-    def seen(self, dtype: torch.dtype) -> list[Biased]:
-        """What a query sees: nothing while no token has left."""
-        return (
-            [] if self.mean is None else [(Tokens(*(x.to(dtype) for x in self.mean)), math.log(self.count))]
-        )
-
-    def tensors(self) -> list[Tensor]:
-        return [] if self.mean is None else list(self.mean)
-
-    def select_rows(self, index: Tensor) -> None:
-        if self.mean is not None:
-            self.mean = Tokens(*(x.index_select(0, index.to(x.device)) for x in self.mean))
 
 
 class RazorLayer(CacheLayer):
@@ -77,9 +41,9 @@ class RazorLayer(CacheLayer):
         self.clear()
 
     def clear(self) -> None:
+        self.compensation = CompensationToken(self.compensates)
         self.everything = SlidingTokens(self.codec, 0)
-        self.near = SlidingTokens(self.codec, self.num_sink_tokens)
-        self.compensation = CompensationToken()
+        self.near = SlidingTokens(self.codec, self.num_sink_tokens, self.compensation)
 
     def stores(self) -> dict[str, Any]:
         full = {f"full_{name}": store for name, store in self.everything.stores().items()}
@@ -95,35 +59,19 @@ class RazorLayer(CacheLayer):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         q, k = step.rope.pair(q, k)
         parts = []
-        for heads, run in ((self.full, self.everything.attend), (self.others, self._attend_near)):
+        for heads, tokens in ((self.full, self.everything), (self.others, self.near)):
             if heads:
                 new = Tokens(take_heads(k, heads), take_heads(v, heads))
-                parts.append((heads, run(take_heads(q, heads, self.groups), new, step, self.scale)))
+                out = tokens.attend(take_heads(q, heads, self.groups), new, step, self.scale)
+                parts.append((heads, out))
         return merge_heads(parts, self.groups)
-
-    def _attend_near(self, q: Tensor, new: Tokens[Tensor], step: Step, scale: float) -> Tensor:
-        if not step.is_decode:
-            return self.near.attend_prompt(q, new, step, self.compensation.seen(q.dtype))
-
-        def leave(token: Tokens[Tensor] | None) -> Sequence[Biased]:
-            self._compensate([] if token is None else [token])
-            return self.compensation.seen(compute_dtype(q.dtype))
-
-        return self.near.attend_decode(q, new, scale, leave)[0]
-
-    def _compensate(self, dropped: list[Tokens[Tensor]]) -> None:
-        if self.compensates:
-            for tokens in dropped:
-                self.compensation.add(tokens)
 
     def settle(self, step: Step) -> None:
         """At the end of a prompt: ``L_h`` from all tokens seen, which only grows, and the rest into the mean."""
         if not (step.ends_prompt or step.is_decode):
             return
         if self.others and not step.is_decode:
-            self._compensate(
-                self.near.trim(max(self.num_recent_tokens, int(step.max_length / self.compression)))
-            )
+            self.near.trim(max(self.num_recent_tokens, int(step.max_length / self.compression)))
         self.near.settle()
         self.everything.settle()
 
