@@ -152,32 +152,23 @@ _FUNCTION = {
 }
 
 
-def _method(name: str, frees: str, parameters: dict) -> Method:
-    return Method(
+METHODS = tuple(
+    Method(
         name=name,
         paper='IMDC, "Memorize Step by Step" (Zeng et al., 2024)',
-        frees=frees,
+        frees=f"what a pruner drops after each chunk of a prompt; memories {growth}",
         axis="selection",
         build=partial(_build, name),
-        parameters=parameters,
+        parameters=_PARAMETERS | function,
         takes_budget=True,
         inner=("snapkv", "streamingllm"),
         refuses={
             "pod": "each layer counts positions over its own memory, so that a block has no common distant keys"
         },
     )
-
-
-METHODS = (
-    _method(
-        "imdc",
-        "what a pruner drops after each chunk of a prompt; memories grow to the budget as chunks shrink",
-        _PARAMETERS | _FUNCTION,
-    ),
-    _method(
-        "im",
-        "what a pruner drops after each chunk of a prompt; memories grow to the budget",
-        _PARAMETERS | _FUNCTION,
-    ),
-    _method("fm", "what a pruner drops after each chunk of a prompt; memories are of one size", _PARAMETERS),
+    for name, growth, function in (
+        ("imdc", "grow to the budget as chunks shrink", _FUNCTION),
+        ("im", "grow to the budget", _FUNCTION),
+        ("fm", "are of one size", {}),
+    )
 )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pod.modeling.methods.base import Method, Request
+from pod.modeling.methods.ranking import best_slots
 from pod.modeling.methods.rows import GroupedCache
 from pod.modeling.shipped.attend import CAUSAL, Tokens, attend, compute_dtype, takes_gradients
 from pod.modeling.shipped.cache import PodCache
@@ -82,14 +83,14 @@ class PairLayer(PodCacheLayer):
         assert past is not None
         if not self.merged_tokens:
             return self.attend_rotated(q, k, v, step)
-        native, length = past - self.merged_tokens, past + step.num_new
-        self.lead_keys.append(k, native)
-        self.all_values.append(v, native)
-        keys, values = self.restored(step.layers)
-        keys = torch.cat((keys, self.lead_keys.read(length - self.merged_tokens)), dim=2)
-        values = torch.cat((values, self.all_values.read(length - self.merged_tokens)), dim=2)
+        native, tokens = past - self.merged_tokens, []
+        stores = self.lead_keys, self.all_values
+        for merged, store, x in zip(self.restored(step.layers), stores, (k, v), strict=True):
+            store.append(x, native)
+            tokens.append(torch.cat((merged, store.read(native + step.num_new)), dim=2))
+        keys, values = tokens
         if step.num_new == 1 and not takes_gradients(q, k, v):
-            weights = slot_logits(q, keys, length, self.scale).softmax(-1)
+            weights = slot_logits(q, keys, keys.shape[2], self.scale).softmax(-1)
             return weigh_slots(weights, values, q.dtype)
         return attend(q, Tokens(keys, values), None, CAUSAL, None, self.scale, step.chunk_backend)[0]
 
@@ -117,11 +118,7 @@ def merge_pair(shallower: PairLayer, deeper: PairLayer, count: int, share: float
     for name in _PARTS:
         a, b = (x[name] for x in native)
         direction, norm_a, norm_b, angle = interpolate(a, b, t)
-        apart = (
-            angle.argsort(dim=-1, descending=True, stable=True)[..., :num_apart]
-            .sort(dim=-1)
-            .values[..., None]
-        )
+        apart = best_slots(angle, num_apart)[..., None]
         index = apart.expand(-1, -1, -1, a.shape[3])
         direction = direction.to(a.dtype).scatter(2, index, a.gather(2, index))
         norm_a = norm_a.to(a.dtype).scatter(2, apart, 1.0)
@@ -161,19 +158,20 @@ def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
 def _build(config: PodConfig, request: Request) -> PodCache:
     block, share, t = (request.params[name] for name in ("block", "share", "t"))
     first, layers = config.num_hidden_layers // 2, config.num_hidden_layers
-    pairs = [(i, i + 1) for i in range(first, layers - 1, 2)]
+    pairs = range(first, layers - 1, 2)
 
     def make_layer(config: PodConfig, layer_idx: int) -> CacheLayer:
-        if not any(layer_idx in pair for pair in pairs):
-            return PodCacheLayer(config, layer_idx)
-        return PairLayer(config, layer_idx, is_deeper=any(layer_idx == deeper for _, deeper in pairs))
+        if first <= layer_idx < first + 2 * len(pairs):
+            return PairLayer(config, layer_idx, is_deeper=layer_idx not in pairs)
+        return PodCacheLayer(config, layer_idx)
 
     def after_layers(children: list, step: Step, label: None) -> None:
         assert step.uniform_past is not None
-        for shallower, deeper in pairs:
-            native = step.uniform_past + step.num_new - children[shallower].merged_tokens
+        for layer_idx in pairs:
+            shallower, deeper = children[layer_idx : layer_idx + 2]
+            native = step.uniform_past + step.num_new - shallower.merged_tokens
             if (step.ends_prompt and native) or (step.is_decode and native >= block):
-                merge_pair(children[shallower], children[deeper], native, share, t)
+                merge_pair(shallower, deeper, native, share, t)
 
     return GroupedCache(config, make_layer, request.spec, after_layers=after_layers)
 

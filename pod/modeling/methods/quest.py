@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pod.modeling.methods.base import Method, Request
+from pod.modeling.methods.ranking import best_slots
 from pod.modeling.methods.streaming import cache_of
 from pod.modeling.shipped.attend import compute_dtype
 from pod.modeling.shipped.config import PodConfig
@@ -88,8 +89,7 @@ class QuestLayer(PodCacheLayer):
         q = q.to(compute_dtype(q.dtype))
         bounds = self.pages.read(num_pages - 1).to(q.dtype).transpose(2, 3)
         scores = torch.cat((q.clamp(max=0), q.clamp(min=0)), dim=-1) @ bounds
-        best = scores.argsort(dim=-1, descending=True, stable=True)[..., : self.num_read_pages - 1]
-        return F.pad(best.sort(dim=-1).values, (0, 1), value=num_pages - 1)
+        return F.pad(best_slots(scores, self.num_read_pages - 1), (0, 1), value=num_pages - 1)
 
     def _read_pages(self, q: Tensor, length: int) -> Tensor:
         """Attention of one new token per row, ``[B, Hq, 1, d]``, to the tokens of its pages only."""

@@ -14,15 +14,19 @@ def snapkv_slots(queries: Tensor, keys: Tensor, budget: int, kernel: int, pool: 
     """Slots to keep ``[B, H, budget]`` of ``[B, H, n, d]`` keys, by the prompt's last queries ``[B, Hq, w, d]``.
 
     Kept are the last ``w`` tokens and, of those before them, the best by their attention from these queries: summed
-    over queries, averaged over the query heads of a group, pooled over neighbours; of equal ones the lower slot.
+    over queries, averaged over the query heads of a group, pooled over neighbours.
     """
     n, w = keys.shape[2], queries.shape[2]
     scores = attention_column_sums(queries, keys, scale=scale)[..., : n - w]
     scores = scores.unflatten(1, (keys.shape[1], -1)).mean(2)
     scores = _POOLS[pool](scores, kernel, stride=1, padding=kernel // 2)
     recent = torch.arange(n - w, n, device=keys.device).expand(*keys.shape[:2], -1)
-    best = scores.argsort(dim=-1, descending=True, stable=True)[..., : budget - w].sort(dim=-1).values
-    return torch.cat((best, recent), dim=-1)
+    return torch.cat((best_slots(scores, budget - w), recent), dim=-1)
+
+
+def best_slots(scores: Tensor, count: int) -> Tensor:
+    """The ``count`` best slots of ``[…, n]`` in ascending order; of equal scores the lower slot wins."""
+    return scores.argsort(dim=-1, descending=True, stable=True)[..., :count].sort(dim=-1).values
 
 
 def check_ranking(request: Request) -> None:
