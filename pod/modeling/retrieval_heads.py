@@ -18,25 +18,23 @@ Heads = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalHeads:
-    """Echo and induction scores of every query head, and the heads that keep their whole cache (RazorAttention §3.3)."""
+    """Echo and induction scores of every query head, and the heads that keep their whole cache (RazorAttention §3.3).
+
+    Attributes:
+        echo: ``[L][Hq]`` mean attention to earlier copies of the current token.
+        induction: ``[L][Hq]`` mean attention to the tokens that followed earlier copies of the current token.
+        num_key_value_heads: KV heads of a layer; each owns Hq / H consecutive query heads.
+        induction_share: share of all query heads that is protected for its induction score (paper: 0.14); ``echo_share`` for its
+            echo score (paper: 0.01).
+        provenance: model, fingerprint of its weights, tokens K, repeats and seed of the search.
+    """
 
     echo: tuple[tuple[float, ...], ...]
-    """``[L][Hq]`` mean attention to earlier copies of the current token."""
-
     induction: tuple[tuple[float, ...], ...]
-    """``[L][Hq]`` mean attention to the tokens that followed earlier copies of the current token."""
-
     num_key_value_heads: int
-    """KV heads of a layer; each owns Hq / H consecutive query heads."""
-
     induction_share: float = 0.14
-    """Share of all query heads that is protected for its induction score (paper: 0.14)."""
-
     echo_share: float = 0.01
-    """Share of all query heads that is protected for its echo score (paper: 0.01)."""
-
     provenance: dict[str, Any] = field(default_factory=dict)
-    """Model, fingerprint of its weights, tokens K, repeats and seed of the search."""
 
     def __post_init__(self) -> None:
         shapes = {tuple(len(row) for row in scores) for scores in (self.echo, self.induction)}
@@ -47,7 +45,7 @@ class RetrievalHeads:
                 "equal groups: search again with launch/explore.py --heads"
             )
         values = [value for scores in (self.echo, self.induction) for row in scores for value in row]
-        if not all(math.isfinite(value) and -1e-6 <= value <= 1 + 1e-6 for value in values):
+        if not all(-1e-6 <= value <= 1 + 1e-6 for value in values):
             raise ValueError(
                 "a score is no mean attention (0 to 1): the model gives NaN; try model.dtype=float32"
             )

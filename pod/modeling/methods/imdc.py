@@ -21,7 +21,6 @@ from pod.modeling.methods.sliding import Pair
 from pod.modeling.shipped.attend import Tokens, attend
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.grouped import attend_slots
 from pod.modeling.shipped.step import CacheLayer, Step
 
 
@@ -70,9 +69,9 @@ class MemoryLayer(CacheLayer):
         keys = step.rope.turn(keys, range(self.held))
         if step.is_decode:
             self.memory = self.held
-            return attend_slots(q, keys, values, self.scale)[0]
-        self.queries.add(q)
-        self.rotated = keys if step.ends_prompt else None
+        else:
+            self.queries.add(q)
+            self.rotated = keys if step.ends_prompt else None
         return attend(q, Tokens(keys, values), backend=step.chunk_backend)[0]
 
     # -- compression -----------------------------------------------------------------------------------------

@@ -191,12 +191,9 @@ def _whole(sizes: Sequence[Fraction]) -> tuple[int, ...]:
 
 def _rounded_root(square: Fraction, offset: Fraction) -> int:
     """``sqrt(square) + offset`` to the nearest integer, halves up, without floating point."""
-    shift = offset + Fraction(1, 2)  # the largest t with t - shift <= sqrt(square)
-    root = math.isqrt(square.numerator // square.denominator)
-    size = math.floor(root + shift)
-    while (size + 1 - shift) ** 2 <= square:
-        size += 1
-    return size
+    shift = offset + Fraction(1, 2)
+    root = math.isqrt(square.numerator * square.denominator * shift.denominator**2)
+    return (root + shift.numerator * square.denominator) // (square.denominator * shift.denominator)
 
 
 def _check_chunks(settings: Settings, chunks: Sequence[Fraction]) -> None:

@@ -32,11 +32,12 @@ WINDOW_REFUSES_POD = {"pod": "a window has no distant token whose keys a block c
 
 
 class SinkLayer(WindowCacheLayer):
-    """Sinks and a ring of recent tokens. A method says where a *far* sink is seen; everything else is at its own distance.
+    """Sinks and a ring of recent tokens. Everything is seen at its own distance but *far* sinks.
 
     Attributes:
         limit: ``n_s + n_r``; a query at this place sees keys at places that are as far behind it as they should be.
-        lag: sink ``s`` is far for queries from position ``limit + lag · s`` on (0 or 1).
+        lag: a method's: sink ``s`` is far for queries from position ``limit + lag · s`` on. 0: all at once, each then at its index
+            in the cache; 1: when its distance is the limit, at which it stays.
     """
 
     lag: ClassVar[int]
@@ -53,7 +54,7 @@ class SinkLayer(WindowCacheLayer):
     @property
     def far_places(self) -> range:
         """Where each far sink is, or one place for all of them."""
-        raise NotImplementedError
+        return range(1) if self.lag else range(1, self.num_sink_tokens + 1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         if step.num_new == 1 and step.all_real:
