@@ -6,6 +6,7 @@ the prompt's last queries, each with its own window (eq. 1), ``decode`` the firs
 experiments). A lazy layer holds ``num_sink_tokens + num_recent_tokens`` tokens from then on, every other layer holds all.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class SimLayer(SlidingLayer):
         if step.is_decode:
             out, weights = self.tokens.attend_decode(q, new, self.scale)
             if self.judges_next and can_change:
-                self._judge(self._mass(weights.flatten(1, 2).unsqueeze(2)))
+                self._judge([weights.flatten(1, 2).unsqueeze(2)])
             self.judges_next = False
             return out
         out = self.tokens.attend_prompt(q, new, step)
@@ -66,20 +67,18 @@ class SimLayer(SlidingLayer):
             self.queries.add(q)
         return out
 
-    def _judge(self, mass: Tensor) -> None:
-        self.mass = float(mass)
+    def _judge(self, parts: Iterable[Tensor]) -> None:
+        """By attention ``[1, heads, w, n]`` of the last queries, equally many heads at a time."""
+        sizes = self.num_sink_tokens, self.num_recent_tokens
+        self.mass = float(torch.stack([lazy_mass(rows, *sizes) for rows in parts]).mean())
         self.is_lazy = self.mass > self.threshold
 
-    def _judge_prompt(self, queries: Tensor) -> None:
+    def _prompt_rows(self, queries: Tensor) -> Iterator[Tensor]:
+        """Of one KV head at a time: G·w·n numbers."""
         keys = self.tokens.beside.keys.read(self.tokens.num_beside)
-        groups, masses = queries.shape[1] // keys.shape[1], []
-        for head in range(keys.shape[1]):  # rows of one KV head at a time: G·w·n numbers
-            own = take_heads(queries, [head], groups), keys[:, head : head + 1]
-            masses.append(self._mass(attention_rows(*own, scale=self.scale)))
-        self._judge(torch.stack(masses).mean())
-
-    def _mass(self, rows: Tensor) -> Tensor:
-        return lazy_mass(rows, self.num_sink_tokens, self.num_recent_tokens)
+        for head in range(keys.shape[1]):
+            own = take_heads(queries, [head], queries.shape[1] // keys.shape[1])
+            yield attention_rows(own, keys[:, head : head + 1], scale=self.scale)
 
     def settle(self, step: Step) -> None:
         """Judge at the end of a prompt or by the first decoded token, and trim lazy layers."""
@@ -88,7 +87,7 @@ class SimLayer(SlidingLayer):
         if not step.is_decode:
             queries = self.queries.take()
             if queries is not None:
-                self._judge_prompt(queries)
+                self._judge(self._prompt_rows(queries))
             self.judges_next = self.detector == "decode"
         if self.is_lazy:
             self.tokens.trim(self.num_recent_tokens)

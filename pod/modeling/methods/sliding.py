@@ -23,7 +23,7 @@ from pod.modeling.shipped.attend import (
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.grouped import attend_slots
 from pod.modeling.shipped.step import CacheLayer, Step
-from pod.modeling.shipped.stores import NATIVE, Codec, Recent, Store
+from pod.modeling.shipped.stores import Codec, Recent, Store
 
 Biased = tuple[Tokens[Tensor], float]
 """Tokens, and what is added to their logits."""
@@ -119,16 +119,15 @@ class SlidingTokens:
             without it, before.
 
     Attributes:
-        num_recent: tokens of the ring, None before the first ``trim``.
+        num_recent: tokens of the ring, 0 before the first ``trim``.
         entered: tokens that the window has taken since it was made; the last ``num_recent`` of them are in the ring.
         num_beside: tokens beside the window; the first ``settled_beside`` of them have come to rest.
     """
 
     def __init__(self, codec: Codec, num_sink_tokens: int, left: CompensationToken | None = None):
         self.codec, self.num_sink_tokens, self.left = codec, num_sink_tokens, left
-        self.num_recent: int | None = None
         self.window: Pair | None = None
-        self.entered = 0
+        self.num_recent = self.entered = 0
         self._open()
 
     def _open(self) -> None:
@@ -142,7 +141,7 @@ class SlidingTokens:
 
     @property
     def num_in_window(self) -> int:
-        return 0 if self.num_recent is None else min(self.entered, self.num_sink_tokens + self.num_recent)
+        return min(self.entered, self.num_sink_tokens + self.num_recent)
 
     # -- what comes and goes ---------------------------------------------------------------------------------
 
@@ -156,10 +155,10 @@ class SlidingTokens:
 
         A ring of the same size goes on where it is: packed tokens are not packed again.
         """
-        if not self.held or (not self.num_beside and num_recent == self.num_recent):
+        if not self.num_beside:
             return
         sinks, before, after = self.num_sink_tokens, self.entered, self.entered + self.num_beside
-        oldest = max(sinks, before - (self.num_recent or 0))  # the first recent token held
+        oldest = max(sinks, before - self.num_recent)  # the first recent token held
         tokens = self._in_order()
         if self.left is not None and after - num_recent > oldest:
             self.left.add(_span(tokens, oldest, after - num_recent))
@@ -177,12 +176,9 @@ class SlidingTokens:
 
     def _in_order(self) -> Tokens:
         """Everything held, in the order in which it entered."""
+        new = self.beside.read(self.num_beside)
         if self.window is None:
-            return self.beside.read(self.num_beside)
-        if self.num_beside:
-            new = self.beside.read(self.num_beside)
-        else:
-            new = _span(self.window.read(self.entered), 0, 0)
+            return new
         rows = [(self.entered, self.num_beside)] * new.keys.shape[0]
         return Tokens(*(Recent(store, x, rows) for store, x in zip(self.window, new, strict=True)))
 
@@ -232,7 +228,7 @@ class SlidingTokens:
 
     def _slide(self, new: Tokens[Tensor]) -> None:
         """The window takes a token in place of its oldest recent one, when it is full."""
-        assert self.window is not None and self.num_recent is not None and self.num_beside == 0
+        assert self.window is not None and self.num_beside == 0
         if self.left is not None and self.entered >= self.num_sink_tokens + self.num_recent:
             slot = self.num_sink_tokens + (self.entered - self.num_sink_tokens) % self.num_recent
             self.left.add(_span(self.window.read(self.entered), slot, slot + 1))
@@ -243,10 +239,8 @@ class SlidingTokens:
 
     def stores(self) -> dict[str, Store]:
         """By name, as ``CacheLayer.stores``."""
-        window = (
-            {} if self.window is None else {f"window_{name}": x for name, x in self.window._asdict().items()}
-        )
-        return window | self.beside._asdict()
+        window = {} if self.window is None else self.window._asdict()
+        return {f"window_{name}": store for name, store in window.items()} | self.beside._asdict()
 
     def predicted_nbytes(self) -> int:
         window = 0 if self.window is None else self.window.predicted_nbytes(self.entered)
@@ -261,9 +255,7 @@ class SlidingTokens:
 class SlidingLayer(CacheLayer):
     """A layer that holds ``tokens`` of rows that are alike, for all of its KV heads."""
 
-    def __init__(
-        self, config: PodConfig, num_sink_tokens: int, num_recent_tokens: int, codec: Codec = NATIVE
-    ):
+    def __init__(self, config: PodConfig, num_sink_tokens: int, num_recent_tokens: int, codec: Codec):
         super().__init__()
         self.num_sink_tokens, self.num_recent_tokens, self.codec = num_sink_tokens, num_recent_tokens, codec
         self.scale = config.head_dim**-0.5
