@@ -37,14 +37,11 @@ class Parameter(NamedTuple):
 
 
 def _kind_missed(default: Any, value: Any) -> str | None:
-    if isinstance(default, bool):
-        return None if isinstance(value, bool) else "True or False"
-    if isinstance(default, int):
-        return None if type(value) is int else "a whole number"
     if isinstance(default, float):
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and value == value
         return None if is_number else "a number"
-    return None if not isinstance(default, str) or isinstance(value, str) else "a string"
+    kind = {bool: "True or False", int: "a whole number", str: "a string"}.get(type(default))
+    return None if type(value) is type(default) else kind
 
 
 def round_half_up(value: Fraction) -> int:

@@ -36,7 +36,8 @@ class MemoryLayer(CacheLayer):
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
         super().__init__()
         params, self.ranks = request.params, request.inner == "snapkv"
-        self.layer_idx, self.codec, self.adaptive = layer_idx, request.codec, is_adaptive(request)
+        self.layer_idx, self.codec = layer_idx, request.codec
+        self.adaptive = params.get("function") == "adaptive"
         self.window = params["window"] if self.ranks else 1
         self.kernel, self.pool, self.num_sink_tokens = (
             params[name] for name in ("kernel", "pool", "num_sink_tokens")
@@ -126,19 +127,14 @@ class MemoryLayer(CacheLayer):
         return kept.expand(*keys.shape[:2], -1)
 
 
-def is_adaptive(request: Request) -> bool:
-    """Whether layers share their memory by what they retain; then the rows of a batch are alone."""
-    return request.params.get("function") == "adaptive"
-
-
 def _build(variant: str, config: PodConfig, request: Request) -> PodCache:
     params = request.params
     if request.inner == "snapkv":
         check_ranking(request)
     function = params.get("function", FUNCTIONS[0])
     settings = Settings(variant, function, request.tokens, params["chunk_size"], config.num_hidden_layers)
-    make_layer = partial(MemoryLayer, request=request)
-    return GroupedCache(config, make_layer, request.spec, rowwise=is_adaptive(request), chunks=settings)
+    make_layer, rowwise = partial(MemoryLayer, request=request), function == "adaptive"
+    return GroupedCache(config, make_layer, request.spec, rowwise, chunks=settings)
 
 
 _PARAMETERS = {

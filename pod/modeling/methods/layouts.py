@@ -9,16 +9,10 @@ from pod.modeling.shipped.layout import LAYOUT_LAYERS, PodCacheLayer
 from pod.modeling.shipped.step import CacheLayer
 
 _CAPACITY = {
-    "capacity": (
-        None,
-        "tokens per row to reserve room for; decoding then runs in the decode engine (pod.engine)",
-    )
+    "capacity": (None, "tokens per row to reserve room for; the decode engine (pod.engine) then decodes")
 }
 _OF_POD = {
-    "tau": (
-        None,
-        "gate, 0 to 1, from which a follower's query head leaves out its distant tokens; None = never",
-    ),
+    "tau": (None, "gate, 0 to 1, from which a follower's query head skips distant tokens; None = never"),
     "extra_slots": (
         0,
         "tokens that followers hold behind their windows, so that as many can be taken back: crop, assisted decoding",

@@ -14,7 +14,7 @@ from torch import Tensor
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.ranking import best_slots
 from pod.modeling.methods.rows import GroupedCache
-from pod.modeling.shipped.attend import CAUSAL, Tokens, attend, compute_dtype, takes_gradients
+from pod.modeling.shipped.attend import Tokens, attend, compute_dtype, takes_gradients
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.grouped import slot_logits, weigh_slots
@@ -92,7 +92,7 @@ class PairLayer(PodCacheLayer):
         if step.num_new == 1 and not takes_gradients(q, k, v):
             weights = slot_logits(q, keys, keys.shape[2], self.scale).softmax(-1)
             return weigh_slots(weights, values, q.dtype)
-        return attend(q, Tokens(keys, values), None, CAUSAL, None, self.scale, step.chunk_backend)[0]
+        return attend(q, Tokens(keys, values), backend=step.chunk_backend)[0]
 
     def restored(self, layers: list) -> tuple[Tensor, Tensor]:
         """Merged keys and values as this layer attends to them; ``layers`` are those of the cache."""
@@ -191,12 +191,7 @@ METHOD = Method(
     build=_build,
     parameters={
         "block": (128, "decoded tokens that are merged at once (tokens)", 1),
-        "share": (
-            0.05,
-            "tokens of each merge whose vectors stay native, those with the largest angle (share)",
-            0,
-            1,
-        ),
+        "share": (0.05, "tokens of each merge that stay native, those with the largest angle (share)", 0, 1),
         "t": (
             0.6,
             "where the shared direction lies between the shallower (0) and the deeper layer's (1)",

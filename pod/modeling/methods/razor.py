@@ -91,15 +91,12 @@ METHOD = Method(
     axis="selection",
     build=_build,
     parameters={
-        "heads": (
-            None,
-            "file that launch/explore.py --heads writes, or per layer a list of KV heads that hold everything",
-        ),
+        "heads": (None, "file of launch/explore.py --heads, or per layer the KV heads that hold everything"),
         "num_sink_tokens": (4, "first tokens that the other heads hold (tokens)", 0),
         "num_recent_tokens": (4000, "recent tokens that the other heads hold at least (tokens)", 1),
         "compression": (
             5.0,
-            "the other heads hold at least 1/compression of the tokens seen when a prompt ends",
+            "the other heads hold at least 1/compression of tokens seen at a prompt's end",
             1,
         ),
         "compensation": (True, "whether dropped tokens live on in one mean token"),

@@ -134,10 +134,7 @@ METHOD = Method(
             choices=("decode", "prefill"),
         ),
         "num_last_queries": (32, "prefill detector: queries at the prompt's end to average over (tokens)", 1),
-        "exempt_last_layer": (
-            False,
-            "whether the last layer always holds everything (the authors' Qwen setting)",
-        ),
+        "exempt_last_layer": (False, "whether the last layer holds everything (the authors' Qwen setting)"),
     }
     | PREFILL_PARAMETERS,
     refuses={"pod": _SHARED, "cla": _SHARED},
