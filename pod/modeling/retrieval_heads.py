@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from operator import index
 from typing import Any
 
@@ -18,25 +18,23 @@ Heads = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalHeads:
-    """Echo and induction scores of every query head, and the heads that keep their whole cache (RazorAttention §3.3)."""
+    """Echo and induction scores of every query head, and the heads that keep their whole cache (RazorAttention §3.3).
+
+    Attributes:
+        echo: ``[L][Hq]`` mean attention to earlier copies of the current token.
+        induction: ``[L][Hq]`` mean attention to the tokens that followed earlier copies of the current token.
+        num_key_value_heads: KV heads of a layer; each owns Hq / H consecutive query heads.
+        induction_share: share of all query heads that is protected for its induction score (paper: 0.14); ``echo_share`` for its
+            echo score (paper: 0.01).
+        provenance: model, fingerprint of its weights, tokens K, repeats and seed of the search.
+    """
 
     echo: tuple[tuple[float, ...], ...]
-    """``[L][Hq]`` mean attention to earlier copies of the current token."""
-
     induction: tuple[tuple[float, ...], ...]
-    """``[L][Hq]`` mean attention to the tokens that followed earlier copies of the current token."""
-
     num_key_value_heads: int
-    """KV heads of a layer; each owns Hq / H consecutive query heads."""
-
     induction_share: float = 0.14
-    """Share of all query heads that is protected for its induction score (paper: 0.14)."""
-
     echo_share: float = 0.01
-    """Share of all query heads that is protected for its echo score (paper: 0.01)."""
-
     provenance: dict[str, Any] = field(default_factory=dict)
-    """Model, fingerprint of its weights, tokens K, repeats and seed of the search."""
 
     def __post_init__(self) -> None:
         shapes = {tuple(len(row) for row in scores) for scores in (self.echo, self.induction)}
@@ -47,7 +45,7 @@ class RetrievalHeads:
                 "equal groups: search again with launch/explore.py --heads"
             )
         values = [value for scores in (self.echo, self.induction) for row in scores for value in row]
-        if not all(math.isfinite(value) and -1e-6 <= value <= 1 + 1e-6 for value in values):
+        if not all(-1e-6 <= value <= 1 + 1e-6 for value in values):
             raise ValueError(
                 "a score is no mean attention (0 to 1): the model gives NaN; try model.dtype=float32"
             )
@@ -112,18 +110,8 @@ class RetrievalHeads:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON, atomically."""
-        content = {
-            "schema": SCHEMA,
-            "provenance": self.provenance,
-            "num_key_value_heads": self.num_key_value_heads,
-            "induction_share": self.induction_share,
-            "echo_share": self.echo_share,
-            "query_heads": self.query_heads,
-            "key_value_heads": self.key_value_heads,
-            "induction": self.induction,
-            "echo": self.echo,
-        }
-        write_json(path, content)
+        heads = {"query_heads": self.query_heads, "key_value_heads": self.key_value_heads}
+        write_json(path, {"schema": SCHEMA} | heads | asdict(self))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "RetrievalHeads":
@@ -182,12 +170,9 @@ def protected_heads(heads: Any, config: PodConfig) -> Heads:
 
 def _top(scores: Sequence[Sequence[float]], share: float) -> set[tuple[int, int]]:
     """The best ``share`` of all (layer, head), rounded, at least one when the share is not 0; ties go to the lower pair."""
-    ranked = sorted(
-        ((layer, head) for layer, row in enumerate(scores) for head in range(len(row))),
-        key=lambda place: (-scores[place[0]][place[1]], place),
-    )
-    count = math.floor(share * len(ranked) + 0.5) if share else 0
-    return set(ranked[: max(count, 1 if share else 0)])
+    places = [(layer, head) for layer, row in enumerate(scores) for head in range(len(row))]
+    ranked = sorted(places, key=lambda place: -scores[place[0]][place[1]])
+    return set(ranked[: max(1, math.floor(share * len(ranked) + 0.5)) if share else 0])
 
 
 def _rows(values: Any, kind: type) -> tuple[tuple, ...]:

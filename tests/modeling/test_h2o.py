@@ -1,12 +1,14 @@
 """H2O, and what the methods that add up attention share: which tokens stay, bytes, bounds, refusals."""
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
 
 import pod
-from pod.modeling.methods.accumulate import choose_slots, round_half_up
+from pod.modeling.methods.accumulate import choose_slots
+from pod.modeling.methods.base import round_half_up
 from pod.modeling.shipped.stores import take_slots
 
 
@@ -42,8 +44,11 @@ def test_slots_of_any_view(view):
 
 
 def test_rounding_is_exact():
-    assert [round_half_up(0.5, n) for n in (1, 2, 3, 5)] == [1, 1, 2, 3]
-    assert round_half_up(0.3, 14) == 4 and round_half_up(0.0, 9) == 0 and round_half_up(1.0, 9) == 9
+    def share(of, n):
+        return round_half_up(Fraction(str(of)) * n)
+
+    assert [share(0.5, n) for n in (1, 2, 3, 5)] == [1, 1, 2, 3]
+    assert share(0.3, 14) == 4 and share(0.0, 9) == 0 and share(1.0, 9) == 9
 
 
 def feed(model, cache, ids, prompt):

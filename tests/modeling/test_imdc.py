@@ -11,7 +11,8 @@ from oracle_tools import TURNS, run_cache
 from oracles_imdc import Chunked
 
 import pod
-from pod.modeling.methods import imdc
+from pod.modeling.methods import imdc, imdc_schedule
+from pod.modeling.methods.base import Request
 from pod.modeling.methods.imdc_schedule import Settings, prompt_schedule
 from pod.modeling.shipped.rope import Rope
 
@@ -91,7 +92,7 @@ def test_streamingllm_pruner_equals_streamingllm_tokens(tools):
     model(ids, past_key_values=cache)
     layer = model.model.layers[0]
     _, keys, _ = layer.self_attn._project(layer.input_layernorm(model.model.embed_tokens(ids)))
-    kept = cache.groups[0].layers[0].keys_store.read(16)
+    kept = cache.groups[0].layers[0].tokens.keys.read(16)
     assert torch.equal(kept, keys[:, :, [0, 1, 2, *range(64, 77)]])
 
 
@@ -100,11 +101,18 @@ def test_pruners():
     keys = torch.zeros(1, 1, 9, 4)
     keys[0, 0, 2], keys[0, 0, 5] = 3.0, 2.0
     queries = torch.ones(1, 2, 2, 4)
-    snap = imdc.snapkv_pruner(kernel=1, pool="avg", scale=0.5)
+
+    def pruner(inner):
+        params = {"window": 2, "kernel": 1, "pool": "avg", "num_sink_tokens": 3}
+        request = Request(spec="imdc", params=params, budget=8, inner=inner)
+        config = pod.PodConfig(hidden_size=8, num_attention_heads=2, num_key_value_heads=1)  # scale 0.5
+        return imdc.MemoryLayer(config, 0, request).choose
+
+    snap = pruner("snapkv")
     assert snap(queries, keys, 4).tolist() == [[[2, 5, 7, 8]]]
     assert snap(queries, keys, 5).tolist() == [[[0, 2, 5, 7, 8]]]  # of equal scores the lower slot
     assert snap(queries, keys, 2).tolist() == [[[7, 8]]] and snap(queries, keys, 1).tolist() == [[[8]]]
-    ends = imdc.ends_pruner(3)
+    ends = pruner("streamingllm")
     assert ends(queries, keys, 5).tolist() == [[[0, 1, 2, 7, 8]]]
     assert ends(queries, keys, 3).tolist() == [[[0, 1, 2]]] and ends(queries, keys, 2).tolist() == [[[0, 1]]]
 
@@ -203,7 +211,7 @@ def test_sharing_of_memories_is_seen(tools, monkeypatch):
         schedule = plan(settings, length, before)
         return replace(schedule, memory=tuple(tuple(m - 1 for m in sizes) for sizes in schedule.memory))
 
-    monkeypatch.setattr(imdc, "prompt_schedule", smaller)
+    monkeypatch.setattr(imdc_schedule, "prompt_schedule", smaller)
     assert (logits() - expected).abs().max() > 1e-6
 
 
@@ -237,11 +245,16 @@ def test_refusals(tools):
     dense, shared = tools.make_pod("llama", plan=False), tools.make_pod("llama")
     for model, spec, options, message in [
         (dense, "imdc", {}, "needs budget"),
-        (dense, "imdc", {"budget": 64, "function": "cubic"}, "choose one of linear, sqrt"),
+        (dense, "imdc", {"budget": 64, "function": "cubic"}, "choose linear, sqrt"),
         (dense, "imdc", {"budget": 64, "chunk_size": 0}, "chunk_size = 0 must be at least 1"),
         (dense, "imdc", {"budget": 32}, "budget = 32 must exceed window = 32"),
         (dense, "imdc", {"budget": 64, "pool": "sum"}, "pool = 'sum'"),
-        (dense, "imdc(streamingllm)", {"budget": 64, "num_sink_tokens": -1}, "must not be negative"),
+        (
+            dense,
+            "imdc(streamingllm)",
+            {"budget": 64, "num_sink_tokens": -1},
+            "num_sink_tokens = -1 must be at least 0",
+        ),
         (dense, "imdc(h2o)", {"budget": 64}, r"choose imdc\(snapkv\), imdc\(streamingllm\)"),
         (dense, "fm", {"budget": 64, "function": "linear"}, "fm has no parameter 'function'"),
         (shared, "pod+imdc", {"budget": 64}, "no common distant keys"),

@@ -215,6 +215,10 @@ def test_what_cannot_be_is_refused(tools):
             pod.make_cache(dense, f"minicache+{codec}")
     with pytest.raises(ValueError, match="takes no budget"):
         pod.make_cache(dense, "minicache", budget=100)
-    for options in ({"block": 0}, {"share": 1.5}, {"t": -0.1}):
-        with pytest.raises(ValueError, match="need block >= 1, 0 <= share <= 1 and 0 <= t <= 1"):
+    for options, message in (
+        ({"block": 0}, "block = 0 must be at least 1"),
+        ({"share": 1.5}, "share = 1.5 must lie between 0 and 1"),
+        ({"t": -0.1}, "t = -0.1 must lie between 0 and 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
             pod.make_cache(dense, "minicache", **options)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import pod
+from pod.modeling.methods.base import Request
 from pod.modeling.methods.quest import QuestLayer
 
 
@@ -46,7 +47,8 @@ def test_each_query_head_chooses_its_own_pages_and_the_lower_one_of_equals():
     keys[:, :, 20:24] = keys[:, :, 4:8].flip(2)  # page 5 has the same bounds
     queries = torch.randn(2, 2, 3, 8, generator=generator, dtype=torch.float64)
     for budget in (1, 4, 5, 12, 20):
-        layer = QuestLayer(config, 0, budget, page_size=4, is_dense=False)
+        params = {"page_size": 4, "num_dense_layers": 0}
+        layer = QuestLayer(config, 0, Request(spec="quest", budget=budget, params=params))
         layer._update_pages(keys, 0)
         chosen, count = layer.choose_pages(queries, 9), -(-budget // 4)
         for index in torch.cartesian_prod(torch.arange(2), torch.arange(2), torch.arange(3)).tolist():
@@ -162,5 +164,5 @@ def test_what_cannot_be_is_refused(tools):
         pod.make_cache(model, "pod+quest", budget=64)
     with pytest.raises(ValueError, match="needs budget"):
         pod.make_cache(dense, "quest")
-    with pytest.raises(ValueError, match="page_size = 0 and num_dense_layers = 2 must be at least 1 and 0"):
+    with pytest.raises(ValueError, match="quest: page_size = 0 must be at least 1"):
         pod.make_cache(dense, "quest", budget=64, page_size=0)

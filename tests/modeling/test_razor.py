@@ -44,8 +44,8 @@ def test_what_each_head_holds(tools):
         feed(model, cache, ids, *widths)
         seen += sum(widths)
         for layer, full in zip(children(cache), HEADS, strict=True):
-            held = layer.everything.keys.read(seen).shape[1:3] if full else (0, seen)
-            assert held == (len(full), seen) and layer.everything.keys.is_empty == (not full)
+            held = layer.everything.beside.keys.read(seen).shape[1:3] if full else (0, seen)
+            assert held == (len(full), seen) and layer.everything.beside.keys.is_empty == (not full)
             if len(full) == 2:
                 assert layer.near.held == 0 and layer.compensation.count == 0
                 continue
@@ -112,13 +112,16 @@ def test_sliding_tokens_against_lists(codec, seed):
     def dice(low, high):
         return int(torch.randint(low, high + 1, (), generator=generator))
 
-    def leave(token):
-        if token is not None:
-            dropped.append(round(token.keys[0, 0, 0, 0].item()))
-        return []
+    class Dropped:
+        def add(self, tokens):
+            assert torch.equal(tokens.keys, -tokens.values)
+            dropped.extend(tokens.keys[1, 2, :, 0].round().int().tolist())
+
+        def seen(self, dtype):
+            return []
 
     sinks, recent = dice(0, 3), dice(1, 12)
-    sliding, near, seen, dropped, expected = SlidingTokens(codec, sinks), [], 0, [], []
+    sliding, near, seen, dropped, expected = SlidingTokens(codec, sinks, Dropped()), [], 0, [], []
     for _ in range(25):
         for is_decode in [False] * dice(0, 2) + [True] * dice(0, 6):
             count = 1 if is_decode else dice(1, 14)
@@ -129,13 +132,11 @@ def test_sliding_tokens_against_lists(codec, seed):
             )
             near, seen = near + numbers.tolist(), seen + count
             if is_decode and sliding.window is not None:
-                sliding.attend_decode(torch.zeros(2, 6, 1, 4).double(), tokens, 1.0, leave)
+                sliding.attend_decode(torch.zeros(2, 6, 1, 4).double(), tokens, 1.0)
             else:
                 recent += dice(0, 2) if dice(0, 3) == 0 else 0
                 sliding.append(tokens)
-                for part in sliding.trim(recent):
-                    assert torch.equal(part.keys, -part.values)
-                    dropped.extend(part.keys[1, 2, :, 0].round().int().tolist())
+                sliding.trim(recent)
             sliding.settle()
             while len(near) > max(sinks, min(len(near), sinks + recent)):
                 expected.append(near.pop(sinks))
@@ -188,7 +189,7 @@ def test_what_no_token_was_written_to_is_never_read(tools):
             for layer in children(cache) if poison else []:
                 near, seen = layer.near, cache.get_seq_length()
                 for pair, length in (
-                    (layer.everything, seen),
+                    (layer.everything.beside, seen),
                     (near.window, near.entered),
                     (near.beside, near.num_beside),
                 ):
@@ -269,8 +270,8 @@ def test_heads_from_the_search_and_refusals(tools, tmp_path):
         ),
         (model, {"heads": HEADS, "compression": 0.5}, "at least 1"),
         (model, {"heads": HEADS, "compression": "5"}, "must be a number"),
-        (model, {"heads": HEADS, "num_recent_tokens": 0}, "at least 0 and 1"),
-        (model, {"heads": HEADS, "num_sink_tokens": -1}, "at least 0 and 1"),
+        (model, {"heads": HEADS, "num_recent_tokens": 0}, "num_recent_tokens = 0 must be at least 1"),
+        (model, {"heads": HEADS, "num_sink_tokens": -1}, "num_sink_tokens = -1 must be at least 0"),
         (model, {"heads": HEADS, "budget": 50}, "takes no budget"),
         (shared, {"heads": HEADS}, "without a sharing plan"),
     ]:

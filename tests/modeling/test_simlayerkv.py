@@ -31,7 +31,7 @@ def layers_of(cache, row=0):
 
 
 def held(cache, row=0):
-    return [layer.held for layer in layers_of(cache, row)]
+    return [layer.tokens.held for layer in layers_of(cache, row)]
 
 
 def lazy(cache, row=0):
@@ -110,7 +110,7 @@ def test_prefill_judges_the_last_queries_of_the_prompt_however_it_is_fed(tools):
         cache.begin_prompt(50)
         feed(model, cache, ids, *widths)
         found.append(torch.tensor(masses(cache), dtype=torch.float64))
-        assert all(layer.observed is None for layer in layers_of(cache))
+        assert all(layer.queries.observed is None for layer in layers_of(cache))
     assert all((other - found[0]).abs().max() <= 1e-9 for other in found)
     fewer = make(model, detector="prefill", num_last_queries=3, threshold=1.0)
     feed(model, fewer, ids, 50)
@@ -203,10 +203,10 @@ def test_streaming_prefill_bounds_the_prompt(tools):
     cache = make(model, threshold=0.0, detector="prefill", prefill="streaming", chunk_size=16)
     most = []
     forward = type(layers := cache.make_child(model.config, 0)).settle
-    assert layers.held == 0
+    assert layers.tokens.held == 0
 
     def settle(self, step):
-        most.append(self.held)
+        most.append(self.tokens.held)
         forward(self, step)
 
     type(layers).settle = settle

@@ -265,7 +265,12 @@ def test_refusals(tools):
     for model, spec, options, message in [
         (dense, "streamingllm", {"budget": 4}, "budget = 4 must exceed num_sink_tokens = 4"),
         (dense, "lm_infinite", {"budget": 9, "num_sink_tokens": 9}, "must exceed num_sink_tokens = 9"),
-        (dense, "lm_infinite", {"budget": 9, "num_sink_tokens": -1}, "num_sink_tokens = -1 >= 0"),
+        (
+            dense,
+            "lm_infinite",
+            {"budget": 9, "num_sink_tokens": -1},
+            "num_sink_tokens = -1 must be at least 0",
+        ),
         (dense, "wa", {}, "needs budget"),
         (dense, "wa", {"budget": 0}, "needs budget"),
         (dense, "local_window", {"budget": 9, "prefill": "chunked"}, "choose exact or streaming"),

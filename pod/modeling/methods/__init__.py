@@ -26,26 +26,12 @@ from pod.modeling.shipped.state import PACKAGES
 
 PACKAGES.add(__name__)
 
+_WINDOWS = streamingllm, lm_infinite, wa, local_window
+_RANKINGS = snapkv, pyramidkv, h2o, roco, d2o
+_OTHERS = simlayerkv, razor, quest, minicache
+_SELECTIONS = *(module.METHOD for module in (*_WINDOWS, *_RANKINGS, *_OTHERS)), *imdc.METHODS
 _METHODS: dict[str, Method] = {
-    method.name: method
-    for method in (
-        *layouts.METHODS,
-        streamingllm.METHOD,
-        lm_infinite.METHOD,
-        wa.METHOD,
-        local_window.METHOD,
-        snapkv.METHOD,
-        pyramidkv.METHOD,
-        h2o.METHOD,
-        roco.METHOD,
-        d2o.METHOD,
-        simlayerkv.METHOD,
-        razor.METHOD,
-        quest.METHOD,
-        minicache.METHOD,
-        *imdc.METHODS,
-        *codecs.METHODS,
-    )
+    method.name: method for method in (*layouts.METHODS, *_SELECTIONS, *codecs.METHODS)
 }
 
 

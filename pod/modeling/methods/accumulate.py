@@ -1,29 +1,97 @@
-"""What methods that add up attention share: sums per held token, without ``n x n``, and the choice of what stays.
+"""What methods that rank the tokens they hold share: sums of attention per token, without ``n x n``, and the choice of what stays.
 
 The score of a token in a KV head is the attention that it got from every query that could see it (its own included),
 averaged over the query heads of the group. The sums of tokens that stay survive evictions and later prompts.
 """
 
-from fractions import Fraction
-from math import floor
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from pod.kernels.statistics import attention_column_sums
-from pod.modeling.methods.held import HeldLayer
+from pod.modeling.shipped.grouped import slot_logits, weigh_slots
+from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.step import Step
 from pod.modeling.shipped.stores import numbers
 
 
-class AccumulatingLayer(HeldLayer):
-    """Keeps ``statistics["attention"]``, ``[B, H, held]`` in at least fp32: the sum of attention over queries."""
+class AccumulatingLayer(PodCacheLayer):
+    """A dense layer that holds some of the tokens seen, for rows that are alike (``rows.GroupedCache``).
+
+    Slots are held tokens, in every row and KV head equally many, in position order; keys keep their rotation. A method overrides
+    ``evict``, which calls ``keep``, and ``observe_prompt`` and ``observe_decode``, when it ranks by something else.
+
+    Attributes:
+        held: tokens held by each row and KV head.
+        statistics: name to ``[B, H, held]``; ``keep`` drops what belongs to dropped tokens. ``attention``: the sum over queries,
+            in at least fp32.
+    """
+
+    evicts = True
+
+    def clear(self) -> None:
+        super().clear()
+        self.held = 0
+        self.statistics: dict[str, Tensor] = {}
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        yield from super().parts()
+        yield from (("statistics", tensor) for tensor in self.statistics.values())
+
+    def select_rows(self, index: Tensor) -> None:
+        super().select_rows(index)
+        self.statistics = {name: x.index_select(0, index.to(x.device)) for name, x in self.statistics.items()}
+
+    def predicted_nbytes(self, length: int) -> int:
+        """For the tokens held now; ``length`` tokens were seen."""
+        statistics = sum(x.numel() * x.element_size() for x in self.statistics.values())
+        return super().predicted_nbytes(self.held) + statistics
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        q, k = step.rope.pair(q, k)
+        in_slots = replace(step, uniform_past=self.held)
+        self.held += step.num_new
+        self.weights: Tensor | None = None
+        out = self.attend_rotated(q, k, v, in_slots)
+        weights, self.weights = self.weights, None
+        if step.is_decode:
+            assert weights is not None
+            self.observe_decode(weights, step)
+        else:
+            self.observe_prompt(q, step)
+        return out
+
+    def _decode(self, q: Tensor, step: Step) -> Tensor:
+        logits = slot_logits(q, self.lead_keys.stored, self.held, self.scale)
+        self.weights = logits.softmax(-1)
+        return weigh_slots(self.weights, self.all_values.stored, q.dtype)
+
+    def settle(self, step: Step) -> None:
+        if step.ends_prompt or step.is_decode:
+            self.evict(step)
+            for store in (self.lead_keys, self.all_values):
+                store.settle(self.held)
+
+    def evict(self, step: Step) -> None:
+        """A prompt or chunk has ended, or a token was decoded: choose what stays, and call ``keep``."""
+        raise NotImplementedError
+
+    def keep(self, index: Tensor) -> None:
+        """Hold only the slots ``index`` ``[B, H, w]``, ascending in each head."""
+        for store in (self.lead_keys, self.all_values):
+            store.keep(index, self.held)
+        self.statistics = {name: x.gather(2, index) for name, x in self.statistics.items()}
+        self.held = index.shape[2]
 
     def observe_prompt(self, q: Tensor, step: Step) -> None:
+        """After a chunk of a prompt: its rotated queries ``[B, Hq, m, d]``; ``lead_keys.read(held)`` has its keys too."""
         sums = attention_column_sums(q, self.lead_keys.read(self.held), scale=self.scale)
         self.accumulate("attention", self.group_mean(sums))
 
     def observe_decode(self, weights: Tensor, step: Step) -> None:
+        """After a decoded token: its attention ``[B, H, G, held]``, itself included."""
         self.accumulate("attention", weights.mean(2))
 
     def group_mean(self, sums: Tensor) -> Tensor:
@@ -65,8 +133,3 @@ def _drop_one(between: Tensor, num_first: int, n: int) -> tuple[Tensor, Tensor]:
     worst = num_first + last - between.flip(-1).argmin(dim=-1, keepdim=True)
     slots = numbers(n - 1, between.device)
     return slots + (slots >= worst), worst
-
-
-def round_half_up(share: float, count: int) -> int:
-    """``share`` of ``count`` tokens as a number of tokens; 0.3 means three tenths, so that 0.3 of 5 tokens are 2."""
-    return floor(Fraction(str(share)) * count + Fraction(1, 2))

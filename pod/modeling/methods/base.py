@@ -4,13 +4,49 @@ A cache is made along three independent axes: the *layout* says which layers hol
 which tokens stay, the *codec* in which form they are held. A spec names at most one method of each, joined by ``+``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from fractions import Fraction
+from math import floor
+from typing import Any, Literal, NamedTuple
 
-from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.stores import NATIVE, Codec
+
+
+class Parameter(NamedTuple):
+    """What a user may give a method: of the kind of the default (a default of None says nothing), within bounds or one of the
+    choices. The meaning names the unit."""
+
+    default: Any
+    meaning: str
+    least: float | None = None
+    most: float | None = None
+    choices: tuple[str, ...] = ()
+
+    def refusal(self, value: Any) -> str | None:
+        """What a value must be; None when it is."""
+        kind = _kind_missed(self.default, value)
+        if kind is not None:
+            return f"must be {kind}, as {self.default!r}"
+        if self.choices and value not in self.choices:
+            return f"is unknown; choose {', '.join(self.choices[:-1])} or {self.choices[-1]}"
+        if self.most is not None and not (self.least or 0) <= value <= self.most:
+            return f"must lie between {self.least or 0} and {self.most}"
+        return None if self.least is None or value >= self.least else f"must be at least {self.least}"
+
+
+def _kind_missed(default: Any, value: Any) -> str | None:
+    if isinstance(default, float):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and value == value
+        return None if is_number else "a number"
+    kind = {bool: "True or False", int: "a whole number", str: "a string"}.get(type(default))
+    return None if type(value) is type(default) else kind
+
+
+def round_half_up(value: Fraction) -> int:
+    """The nearest integer; halves go up."""
+    return floor(value + Fraction(1, 2))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +57,6 @@ class Request:
         spec: as the user wrote it; for reports and errors.
         params: every parameter of the methods in the spec, defaults filled in.
         budget: tokens per KV head and layer; None for methods that take none.
-        layout: name of the layout.
         codec: makes the stores.
         inner: what stands in brackets behind the selection, as ``snapkv`` in ``imdc(snapkv)``.
     """
@@ -29,7 +64,6 @@ class Request:
     spec: str
     params: dict[str, Any]
     budget: int | None = None
-    layout: str = "full"
     codec: Codec = NATIVE
     inner: str | None = None
 
@@ -49,9 +83,8 @@ class Method:
         paper: source.
         frees: what is not held any more.
         axis: what the method decides.
-        build: ``(config, request) -> PodCache``, for layouts and selections.
-        codec: ``(config, params) -> Codec``, for codecs.
-        parameters: name to (default, meaning with unit).
+        build: ``(config, request)`` to a ``PodCache``; of a codec to a ``Codec``.
+        parameters: by name, given as ``Parameter`` or as a tuple of its fields.
         takes_budget: whether ``budget`` means something; then it is required.
         inner: methods that may stand in brackets behind the name; the first one is the default.
         trained: whether the model's weights were trained with this layout, so that no selection fits it.
@@ -62,14 +95,17 @@ class Method:
     paper: str
     frees: str
     axis: Literal["layout", "selection", "codec"]
-    build: Callable[[PodConfig, Request], PodCache] | None = None
-    codec: Callable[[PodConfig, dict[str, Any]], Codec] | None = None
-    parameters: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    build: Callable[[PodConfig, Request], Any]
+    parameters: Mapping[str, Any] = field(default_factory=dict)
     takes_budget: bool = False
     inner: tuple[str, ...] = ()
     trained: bool = False
     refuses: dict[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        parameters = {name: Parameter(*fields) for name, fields in self.parameters.items()}
+        object.__setattr__(self, "parameters", parameters)
+
     def defaults(self) -> dict[str, Any]:
         """Parameters at their defaults."""
-        return {name: default for name, (default, _) in self.parameters.items()}
+        return {name: parameter.default for name, parameter in self.parameters.items()}

@@ -1,14 +1,13 @@
 """Keys and values in 4 or 8 bits, for every layout and selection (KIVI, Liu et al., 2024; rules in ``quantized.py``)."""
 
 from functools import partial
-from typing import Any
 
-from pod.modeling.methods.base import Method
+from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.quantized import make_codec
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.stores import Codec
 
-_PARAMETERS: dict[str, tuple[Any, str]] = {
+_PARAMETERS = {
     "group_size": (
         32,
         "numbers that share a scale: of a channel's tokens (keys), of a token's channels (values)",
@@ -17,8 +16,8 @@ _PARAMETERS: dict[str, tuple[Any, str]] = {
 }
 
 
-def _codec(name: str, bits: int, config: PodConfig, params: dict[str, Any]) -> Codec:
-    return make_codec(name, bits, config, params["group_size"], params["residual"])
+def _build(name: str, bits: int, config: PodConfig, request: Request) -> Codec:
+    return make_codec(name, bits, config, request.params["group_size"], request.params["residual"])
 
 
 METHODS = tuple(
@@ -27,7 +26,7 @@ METHODS = tuple(
         paper="KIVI (Liu et al., 2024)",
         frees=f"{16 - bits} of 16 bits of every number but the newest tokens', less 1 bit for fp16 scale and zero",
         axis="codec",
-        codec=partial(_codec, f"int{bits}", bits),
+        build=partial(_build, f"int{bits}", bits),
         parameters=_PARAMETERS,
     )
     for bits in (4, 8)

@@ -3,12 +3,12 @@
 import difflib
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import LAYOUTS, PodConfig
-from pod.modeling.shipped.stores import NATIVE
 
 _WHAT = {
     "layout": "say which layers hold keys and values",
@@ -26,17 +26,22 @@ def build_cache(
     chosen, inner = parse(registry, spec)
     layout = chosen.get("layout") or registry["full"]
     selection, codec = chosen.get("selection"), chosen.get("codec")
-    _check_combination(spec, layout, selection, codec)
+    reason = refusal(layout, selection, codec)
+    if reason is not None:
+        raise ValueError(f"{spec!r} is not possible: {reason}")
     _check_model(spec, config, chosen)
-    if layout.name == "full" and not config.sharing_plan.is_dense:
-        raise ValueError(
-            f"{spec} needs a model without a sharing plan: load the dense checkpoint, or name the layout, as in "
-            f"{'pod' if spec == 'full' else f'pod+{spec}'!r}"
-        )
+    builder = selection or layout
     # a selection builds the cache, so what only a layout's own cache can do is not on offer
     offered = [method for method in chosen.values() if selection is None or method is not layout]
     values = _parameters(spec, offered, params)
-    builder = selection or layout
+    _check_budget(spec, builder, budget)
+    request = Request(spec=spec, params=values, budget=budget, inner=inner)
+    if codec is not None:
+        request = replace(request, codec=codec.build(config, request))
+    return builder.build(config, request)
+
+
+def _check_budget(spec: str, builder: Method, budget: int | None) -> None:
     if builder.takes_budget and (type(budget) is not int or budget < 1):
         raise ValueError(
             f"{spec} needs budget=…, the tokens to keep per KV head and layer, a whole number of at least 1; "
@@ -44,17 +49,6 @@ def build_cache(
         )
     if not builder.takes_budget and budget is not None:
         raise ValueError(f"{spec} takes no budget: its parameters say what it keeps; leave budget out")
-    make_codec = codec.codec if codec is not None else None
-    request = Request(
-        spec=spec,
-        params=values,
-        budget=budget,
-        layout=layout.name,
-        codec=NATIVE if make_codec is None else make_codec(config, values),
-        inner=inner,
-    )
-    assert builder.build is not None
-    return builder.build(config, request)
 
 
 def parse(registry: Mapping[str, Method], spec: str) -> tuple[dict[str, Method], str | None]:
@@ -95,15 +89,14 @@ def refusal(layout: Method, selection: Method | None, codec: Method | None) -> s
     return None
 
 
-def _check_combination(spec: str, layout: Method, selection: Method | None, codec: Method | None) -> None:
-    reason = refusal(layout, selection, codec)
-    if reason is not None:
-        raise ValueError(f"{spec!r} is not possible: {reason}")
-
-
 def _check_model(spec: str, config: PodConfig, chosen: dict[str, Method]) -> None:
     """Models of a trained layout and caches of that layout go together, and with nothing else than a codec."""
     named = chosen["layout"].name if "layout" in chosen else None
+    if config.layout == "pod" and named in (None, "full") and not config.sharing_plan.is_dense:
+        raise ValueError(
+            f"{spec} needs a model without a sharing plan: load the dense checkpoint, or name the layout, as in "
+            f"{'pod' if spec == 'full' else f'pod+{spec}'!r}"
+        )
     if config.layout != "pod" and (named != config.layout or "selection" in chosen):
         raise ValueError(
             f"{spec!r} does not fit this model: it was trained with layout = {config.layout!r}, which decides what its "
@@ -117,28 +110,13 @@ def _check_model(spec: str, config: PodConfig, chosen: dict[str, Method]) -> Non
 
 def _parameters(spec: str, chosen: list[Method], params: dict[str, Any]) -> dict[str, Any]:
     """All parameters of the methods in a spec, defaults filled in."""
-    values: dict[str, Any] = {}
-    for method in chosen:
-        values |= method.defaults()
+    known = {name: parameter for method in chosen for name, parameter in method.parameters.items()}
     for name, value in params.items():
-        if name not in values:
-            near = difflib.get_close_matches(name, values, n=1)
-            known = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(values) or 'none'}"
-            raise ValueError(f"{spec} has no parameter {name!r}; {known}")
-        wanted = _kind_missed(values[name], value)
-        if wanted is not None:
-            raise ValueError(f"{spec}: {name} = {value!r} must be {wanted}, as {values[name]!r}")
-        values[name] = value
-    return values
-
-
-def _kind_missed(default: Any, value: Any) -> str | None:
-    """What a value of a parameter must be, when it is not of the kind of its default; a default of None says nothing."""
-    if isinstance(default, bool):
-        return None if isinstance(value, bool) else "True or False"
-    if isinstance(default, int):
-        return None if type(value) is int else "a whole number"
-    if isinstance(default, float):
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and value == value
-        return None if is_number else "a number"
-    return None if not isinstance(default, str) or isinstance(value, str) else "a string"
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'none'}"
+            raise ValueError(f"{spec} has no parameter {name!r}; {hint}")
+        reason = known[name].refusal(value)
+        if reason is not None:
+            raise ValueError(f"{spec}: {name} = {value!r} {reason}")
+    return {name: parameter.default for name, parameter in known.items()} | params

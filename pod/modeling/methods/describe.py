@@ -44,18 +44,15 @@ def _describe(registry: Mapping[str, Method], method: Method, width: int) -> lis
     name = f"{method.name}({'|'.join(method.inner)})" if method.inner else method.name
     together = combinations(registry, method.name)
     allowed = [spec for spec, reason in together.items() if reason is None]
-    lines = [f"  {name}{'  budget=…' if method.takes_budget else ''}", f"source: {method.paper}"]
-    lines.append(f"frees: {method.frees}")
-    lines += [f"{key} [{default}] {meaning}" for key, (default, meaning) in method.parameters.items()]
-    if allowed:
-        lines.append(f"goes with: {', '.join(allowed)}")
+    lines = [f"source: {method.paper}", f"frees: {method.frees}"]
+    lines += [f"{key} [{default}] {meaning}" for key, (default, meaning, *_) in method.parameters.items()]
+    lines += [f"goes with: {', '.join(allowed)}"] if allowed else []
     reasons: dict[str, list[str]] = {}
     for spec, reason in together.items():
         of_layout = registry[spec.split("+")[0]].trained and method.axis != "layout"  # said once, there
         if reason is not None and not of_layout:
             reasons.setdefault(reason, []).append(spec)
     lines += [f"not {', '.join(specs)}: {reason}" for reason, specs in reasons.items()]
-    wrapped = lines[:1]
-    for line in lines[1:]:
-        wrapped += textwrap.wrap(line, width, initial_indent="      ", subsequent_indent="        ")
-    return wrapped
+    wrapper = textwrap.TextWrapper(width, initial_indent=" " * 6, subsequent_indent=" " * 8)
+    wrapped = [part for line in lines for part in wrapper.wrap(line)]
+    return [f"  {name}{'  budget=…' if method.takes_budget else ''}", *wrapped]

@@ -7,24 +7,27 @@ over decoding, mean over the query heads of a group; rows of a batch never mix. 
 
 from pod.modeling.methods.accumulate import AccumulatingLayer, choose_slots
 from pod.modeling.methods.base import Method, Request
-from pod.modeling.methods.rows import GroupedCache
-from pod.modeling.methods.streaming import PREFILL_PARAMETERS, chunks_of
-from pod.modeling.shipped.cache import PodCache
+from pod.modeling.methods.streaming import PREFILL_PARAMETERS, cache_of
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.step import Step
-from pod.modeling.shipped.stores import NATIVE, Codec
 
 
 class H2OLayer(AccumulatingLayer):
-    """Heavy hitters and recent tokens, ``budget`` in all.
+    """Heavy hitters and recent tokens, ``budget`` in all."""
 
-    Args:
-        budget: tokens of a KV head; recents: the last of them, never dropped.
-    """
-
-    def __init__(self, config: PodConfig, layer_idx: int, budget: int, recents: int, codec: Codec = NATIVE):
+    def __init__(self, config: PodConfig, layer_idx: int, request: Request):
+        super().__init__(config, layer_idx, request.codec)
+        budget, recents = request.tokens, request.params["num_recent_tokens"]
+        if budget < 2:
+            raise ValueError(
+                f"h2o: budget = {budget} must be at least 2: one heavy hitter and one recent token"
+            )
+        recents = budget // 2 if recents is None else recents
+        if type(recents) is not int or not 1 <= recents < budget:
+            raise ValueError(
+                f"h2o: num_recent_tokens = {recents!r} must be a whole number from 1 to budget - 1 = {budget - 1}, or None"
+            )
         self.budget, self.recents = budget, recents
-        super().__init__(config, layer_idx, codec)
 
     def evict(self, step: Step) -> None:
         if self.held > self.budget:
@@ -32,28 +35,12 @@ class H2OLayer(AccumulatingLayer):
             self.keep(kept)
 
 
-def _build(config: PodConfig, request: Request) -> PodCache:
-    budget, recents = request.tokens, request.params["num_recent_tokens"]
-    if budget < 2:
-        raise ValueError(f"h2o: budget = {budget} must be at least 2: one heavy hitter and one recent token")
-    recents = budget // 2 if recents is None else recents
-    if type(recents) is not int or not 1 <= recents < budget:
-        raise ValueError(
-            f"h2o: num_recent_tokens = {recents!r} must be a whole number from 1 to budget - 1 = {budget - 1}, or None"
-        )
-
-    def make_layer(config: PodConfig, layer_idx: int) -> H2OLayer:
-        return H2OLayer(config, layer_idx, budget, recents, request.codec)
-
-    return GroupedCache(config, make_layer, request.spec, chunks=chunks_of(request))
-
-
 METHOD = Method(
     name="h2o",
     paper="H2O (Zhang et al., 2023)",
     frees="keys and values of all tokens but the recent ones and those with the most accumulated attention",
     axis="selection",
-    build=_build,
+    build=cache_of(H2OLayer),
     parameters={
         "num_recent_tokens": (None, "last tokens, always kept; None = half of the budget (tokens)"),
     }

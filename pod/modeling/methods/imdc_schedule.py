@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
+
+from pod.modeling.methods.base import round_half_up
 
 FUNCTIONS = ("linear", "sqrt", "square", "square-sqrt", "adaptive")
 """How a memory may grow. ``adaptive`` plans as ``linear`` and then shares the total among the layers (eq. 3)."""
@@ -40,6 +42,10 @@ class Settings:
     chunk_size: int
     num_layers: int
 
+    def start_prompt(self, length: int, past: int, layers: list) -> "PromptSchedule":
+        """The schedule of a prompt from what the layers hold when it starts, see ``Chunks``."""
+        return prompt_schedule(self, length, sum(layer.held for layer in layers) // len(layers))
+
 
 @dataclass(frozen=True)
 class PromptSchedule:
@@ -56,7 +62,7 @@ class PromptSchedule:
     @property
     def chunk_sizes(self) -> list[int]:
         """``c_i``, in tokens."""
-        return [end - start for start, end in zip((0, *self.boundaries), self.boundaries, strict=False)]
+        return [end - start for start, end in pairwise((0, *self.boundaries))]
 
     def next_boundary(self, done: int) -> int:
         """Where the chunk ends that the token after ``done`` tokens belongs to."""
@@ -78,11 +84,10 @@ def prompt_schedule(settings: Settings, length: int, held: int = 0) -> PromptSch
     num_chunks = -(-length // settings.chunk_size)
     mean_chunk = Fraction(length, num_chunks)
     first = max(Fraction(settings.m_max, num_chunks), Fraction(min(held, settings.m_max)))
-    curves = {
-        growth: memory_curve(growth, settings.m_max, num_chunks, first)
-        for growth in {growth_of_layer(settings, layer) for layer in range(settings.num_layers)}
-    }
-    memory = tuple(curves[growth_of_layer(settings, layer)] for layer in range(settings.num_layers))
+    memory = tuple(
+        memory_curve(growth_of_layer(settings, layer), settings.m_max, num_chunks, first)
+        for layer in range(settings.num_layers)
+    )
     chunks = [mean_chunk] * num_chunks
     if settings.variant == "imdc":
         layer_mean = [Fraction(sum(sizes), settings.num_layers) for sizes in zip(*memory, strict=True)]
@@ -102,6 +107,7 @@ def growth_of_layer(settings: Settings, layer_idx: int) -> str:
     return "linear" if settings.function == "adaptive" else settings.function
 
 
+@lru_cache(maxsize=64)
 def memory_curve(growth: str, m_max: int, num_chunks: int, first: Fraction | None = None) -> tuple[int, ...]:
     """``m_0 … m_{n-1}`` in tokens, at least 1: ``linear`` (eq. 1), ``square`` (eq. 8), ``sqrt`` (eq. 9) or ``fixed``.
 
@@ -156,31 +162,21 @@ def share_by_retention(
         total: tokens of all layers together; ratios: ``p_l``, not all 0; there: ``a_l``, tokens of each layer before it
             is compressed; lowest: ``lo_l = min(lowest, a_l)``.
     """
-    low = [min(lowest, most) for most in there]
     if total >= sum(there):
         return tuple(there)
+    layers = [(p, Fraction(min(lowest, most)), Fraction(most)) for p, most in zip(ratios, there, strict=True)]
 
     def sizes(factor: Fraction) -> list[Fraction]:
-        bounds = zip(ratios, low, there, strict=True)
-        return [min(max(factor * p, Fraction(lo)), Fraction(most)) for p, lo, most in bounds]
+        return [min(max(factor * p, low), most) for p, low, most in layers]
 
-    return _whole(sizes(_level(total, sizes, ratios, low, there)))
-
-
-def _level(total: int, sizes, ratios, low, there) -> Fraction:
-    """The factor at which ``sizes`` add up to ``total``: their sum is piecewise linear between its bends."""
-    bends = sorted(
-        {Fraction(bound) / p for p, *pair in zip(ratios, low, there, strict=True) if p for bound in pair}
-    )
-    before = Fraction(0)
-    for bend in bends:
-        reached = sum(sizes(bend))
-        if reached >= total:
-            start = sum(sizes(before))
-            rise = reached - start
-            return before if not rise or start >= total else before + (bend - before) * (total - start) / rise
-        before = bend
-    return before
+    # their sum is piecewise linear in λ between its bends
+    bends = sorted({Fraction(0), *(bound / p for p, *bounds in layers if p for bound in bounds)})
+    fitting = sum(sum(sizes(bend)) <= total for bend in bends)
+    level = bends[max(0, fitting - 1)]
+    if 0 < fitting < len(bends):
+        start, stop = sum(sizes(level)), sum(sizes(bends[fitting]))
+        level += (bends[fitting] - level) * (total - start) / (stop - start)
+    return _whole(sizes(level))
 
 
 def _whole(sizes: Sequence[Fraction]) -> tuple[int, ...]:
@@ -193,19 +189,11 @@ def _whole(sizes: Sequence[Fraction]) -> tuple[int, ...]:
     return tuple(floors)
 
 
-def round_half_up(value: Fraction) -> int:
-    """The nearest integer; halves go up."""
-    return math.floor(value + Fraction(1, 2))
-
-
 def _rounded_root(square: Fraction, offset: Fraction) -> int:
     """``sqrt(square) + offset`` to the nearest integer, halves up, without floating point."""
-    shift = offset + Fraction(1, 2)  # the largest t with t - shift <= sqrt(square)
-    root = math.isqrt(square.numerator // square.denominator)
-    size = math.floor(root + shift)
-    while (size + 1 - shift) ** 2 <= square:
-        size += 1
-    return size
+    shift = offset + Fraction(1, 2)
+    root = math.isqrt(square.numerator * square.denominator * shift.denominator**2)
+    return (root + shift.numerator * square.denominator) // (square.denominator * shift.denominator)
 
 
 def _check_chunks(settings: Settings, chunks: Sequence[Fraction]) -> None:

@@ -9,48 +9,36 @@ from pod.modeling.shipped.layout import LAYOUT_LAYERS, PodCacheLayer
 from pod.modeling.shipped.step import CacheLayer
 
 _CAPACITY = {
-    "capacity": (
-        None,
-        "tokens per row to reserve room for; decoding then runs in the decode engine (pod.engine)",
-    )
+    "capacity": (None, "tokens per row to reserve room for; the decode engine (pod.engine) then decodes")
 }
-_EXTRA_SLOTS = {
+_OF_POD = {
+    "tau": (None, "gate, 0 to 1, from which a follower's query head skips distant tokens; None = never"),
     "extra_slots": (
         0,
         "tokens that followers hold behind their windows, so that as many can be taken back: crop, assisted decoding",
-    )
-}
-_TAU = {
-    "tau": (
-        None,
-        "gate, 0 to 1, from which a follower's query head leaves out its distant tokens; None = never",
-    )
+        0,
+    ),
 }
 
 
 def _build(config: PodConfig, request: Request) -> PodCache:
     """The model's own layout and plan say which layers hold what."""
     tau, capacity = check_tau(request.params.get("tau")), request.params.get("capacity")
-    codec, extra_slots = request.codec, request.params.get("extra_slots", 0)
-    if extra_slots < 0 or (extra_slots and capacity is not None):
+    extra_slots = request.params.get("extra_slots", 0)
+    if extra_slots and capacity is not None:
         raise ValueError(
-            f"{request.spec}: extra_slots = {extra_slots} must be at least 0 tokens, and 0 with a capacity: the engine "
-            "serves windows without them"
+            f"{request.spec}: extra_slots = {extra_slots} must be 0 with a capacity: the engine serves windows without them"
         )
-    if capacity is not None:
-        codec = codec.in_place(capacity)
-    make = PodCache if codec.is_in_place else GroupedCache
+    codec = request.codec if capacity is None else request.codec.in_place(capacity)
+    options = (codec, extra_slots) if extra_slots else (codec,)
 
     def make_layer(config: PodConfig, layer_idx: int) -> CacheLayer:
-        if extra_slots:
-            layer = PodCacheLayer(config, layer_idx, codec, extra_slots)
-        else:
-            layer = LAYOUT_LAYERS[config.layout](config, layer_idx, codec)
+        layer = LAYOUT_LAYERS[config.layout](config, layer_idx, *options)
         if isinstance(layer, PodCacheLayer):
             layer.tau = tau
         return layer
 
-    cache = make(config, make_layer, request.spec)
+    cache = (PodCache if codec.is_in_place else GroupedCache)(config, make_layer, request.spec)
     if capacity is not None:
         attach(cache, capacity)
     return cache
@@ -75,7 +63,7 @@ METHODS = (
         frees="distant keys of heads that follow a lead; no token is dropped",
         axis="layout",
         build=_build,
-        parameters=_TAU | _CAPACITY | _EXTRA_SLOTS,
+        parameters=_CAPACITY | _OF_POD,
     ),
     Method(
         name="cla",

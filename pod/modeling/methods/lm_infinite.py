@@ -11,9 +11,5 @@ class LambdaLayer(SinkLayer):
 
     lag = 1
 
-    @property
-    def far_places(self) -> range:
-        return range(1)
-
 
 METHOD = sinks_method("lm_infinite", "LM-Infinite (Han et al., 2024)", LambdaLayer)

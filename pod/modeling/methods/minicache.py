@@ -6,21 +6,21 @@ token and layer. Tokens whose two directions are farthest apart keep both native
 slot of the shared direction, with a norm of one, the deeper layer's beside it. Nothing is stored twice.
 """
 
-from collections.abc import Iterator
 from math import ceil
 
 import torch
 from torch import Tensor
 
 from pod.modeling.methods.base import Method, Request
+from pod.modeling.methods.ranking import best_slots
 from pod.modeling.methods.rows import GroupedCache
-from pod.modeling.shipped.attend import CAUSAL, Tokens, attend, compute_dtype, takes_gradients
+from pod.modeling.shipped.attend import Tokens, attend, compute_dtype, takes_gradients
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.grouped import slot_logits, weigh_slots
 from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.step import CacheLayer, Step
-from pod.modeling.shipped.stores import TokenStore
+from pod.modeling.shipped.stores import Store, TokenStore
 
 _PARALLEL = 1e-4  # below this sine two directions are parallel or opposite, and interpolated on a line
 _PARTS = ("keys", "values")
@@ -38,14 +38,6 @@ class Merged:
 
     def __init__(self):
         self.directions, self.norms, self.apart, self.positions = (TokenStore() for _ in range(4))
-
-    def stores(self) -> dict[str, TokenStore]:
-        return {
-            "directions": self.directions,
-            "norms": self.norms,
-            "apart": self.apart,
-            "positions": self.positions,
-        }
 
     def read(self, shared: TokenStore, count: int, num_apart: int) -> Tensor:
         """The ``count`` tokens as this layer sees them, ``[B, H, count, d]``."""
@@ -73,44 +65,34 @@ class PairLayer(PodCacheLayer):
         self.merged_tokens = self.num_apart = 0
         self.merged = {name: Merged() for name in _PARTS}
 
-    def _merged_stores(self) -> Iterator[tuple[str, TokenStore]]:
-        for part in self.merged.values():
-            yield from part.stores().items()
-
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
-        yield from super().parts()
-        for name, store in self._merged_stores():
-            yield from ((name, tensor) for tensor in store.tensors())
-
-    def select_rows(self, index: Tensor) -> None:
-        super().select_rows(index)
-        for _, store in self._merged_stores():
-            store.select_rows(index)
+    def stores(self) -> dict[str, Store]:
+        merged = {f"{part}_{name}": x for part in _PARTS for name, x in vars(self.merged[part]).items()}
+        return super().stores() | merged
 
     def predicted_nbytes(self, length: int) -> int:
-        counts = {"apart": self.num_apart, "positions": self.num_apart}
-        merged = sum(
-            store.predicted_nbytes(counts.get(name, self.merged_tokens))
-            for name, store in self._merged_stores()
+        native, merged, apart = length - self.merged_tokens, self.merged_tokens, self.num_apart
+        counts = {"directions": merged, "norms": merged, "apart": apart, "positions": apart}
+        return sum(
+            store.predicted_nbytes(counts.get(name.rpartition("_")[2], native))
+            for name, store in self.stores().items()
             if not store.is_empty
         )
-        return super().predicted_nbytes(length - self.merged_tokens) + merged
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         (q, k), past = step.rope.pair(q, k), step.uniform_past
         assert past is not None
         if not self.merged_tokens:
             return self.attend_rotated(q, k, v, step)
-        native, length = past - self.merged_tokens, past + step.num_new
-        self.lead_keys.append(k, native)
-        self.all_values.append(v, native)
-        keys, values = self.restored(step.layers)
-        keys = torch.cat((keys, self.lead_keys.read(length - self.merged_tokens)), dim=2)
-        values = torch.cat((values, self.all_values.read(length - self.merged_tokens)), dim=2)
+        native, tokens = past - self.merged_tokens, []
+        stores = self.lead_keys, self.all_values
+        for merged, store, x in zip(self.restored(step.layers), stores, (k, v), strict=True):
+            store.append(x, native)
+            tokens.append(torch.cat((merged, store.read(native + step.num_new)), dim=2))
+        keys, values = tokens
         if step.num_new == 1 and not takes_gradients(q, k, v):
-            weights = slot_logits(q, keys, length, self.scale).softmax(-1)
+            weights = slot_logits(q, keys, keys.shape[2], self.scale).softmax(-1)
             return weigh_slots(weights, values, q.dtype)
-        return attend(q, Tokens(keys, values), None, CAUSAL, None, self.scale, step.chunk_backend)[0]
+        return attend(q, Tokens(keys, values), backend=step.chunk_backend)[0]
 
     def restored(self, layers: list) -> tuple[Tensor, Tensor]:
         """Merged keys and values as this layer attends to them; ``layers`` are those of the cache."""
@@ -136,11 +118,7 @@ def merge_pair(shallower: PairLayer, deeper: PairLayer, count: int, share: float
     for name in _PARTS:
         a, b = (x[name] for x in native)
         direction, norm_a, norm_b, angle = interpolate(a, b, t)
-        apart = (
-            angle.argsort(dim=-1, descending=True, stable=True)[..., :num_apart]
-            .sort(dim=-1)
-            .values[..., None]
-        )
+        apart = best_slots(angle, num_apart)[..., None]
         index = apart.expand(-1, -1, -1, a.shape[3])
         direction = direction.to(a.dtype).scatter(2, index, a.gather(2, index))
         norm_a = norm_a.to(a.dtype).scatter(2, apart, 1.0)
@@ -179,24 +157,21 @@ def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _build(config: PodConfig, request: Request) -> PodCache:
     block, share, t = (request.params[name] for name in ("block", "share", "t"))
-    if block < 1 or not 0 <= share <= 1 or not 0 <= t <= 1:
-        raise ValueError(
-            f"minicache: need block >= 1, 0 <= share <= 1 and 0 <= t <= 1, got {block}, {share} and {t}"
-        )
     first, layers = config.num_hidden_layers // 2, config.num_hidden_layers
-    pairs = [(i, i + 1) for i in range(first, layers - 1, 2)]
+    pairs = range(first, layers - 1, 2)
 
     def make_layer(config: PodConfig, layer_idx: int) -> CacheLayer:
-        if not any(layer_idx in pair for pair in pairs):
-            return PodCacheLayer(config, layer_idx)
-        return PairLayer(config, layer_idx, is_deeper=any(layer_idx == deeper for _, deeper in pairs))
+        if first <= layer_idx < first + 2 * len(pairs):
+            return PairLayer(config, layer_idx, is_deeper=layer_idx not in pairs)
+        return PodCacheLayer(config, layer_idx)
 
     def after_layers(children: list, step: Step, label: None) -> None:
         assert step.uniform_past is not None
-        for shallower, deeper in pairs:
-            native = step.uniform_past + step.num_new - children[shallower].merged_tokens
+        for layer_idx in pairs:
+            shallower, deeper = children[layer_idx : layer_idx + 2]
+            native = step.uniform_past + step.num_new - shallower.merged_tokens
             if (step.ends_prompt and native) or (step.is_decode and native >= block):
-                merge_pair(children[shallower], children[deeper], native, share, t)
+                merge_pair(shallower, deeper, native, share, t)
 
     return GroupedCache(config, make_layer, request.spec, after_layers=after_layers)
 
@@ -215,12 +190,14 @@ METHOD = Method(
     axis="selection",
     build=_build,
     parameters={
-        "block": (128, "decoded tokens that are merged at once (tokens)"),
-        "share": (
-            0.05,
-            "tokens of each merge whose vectors stay native, those with the largest angle (share)",
+        "block": (128, "decoded tokens that are merged at once (tokens)", 1),
+        "share": (0.05, "tokens of each merge that stay native, those with the largest angle (share)", 0, 1),
+        "t": (
+            0.6,
+            "where the shared direction lies between the shallower (0) and the deeper layer's (1)",
+            0,
+            1,
         ),
-        "t": (0.6, "where the shared direction lies between the shallower (0) and the deeper layer's (1)"),
     },
     refuses={"pod": _ALREADY_SHARED, "cla": _ALREADY_SHARED, "int4": _CODEC, "int8": _CODEC},
 )

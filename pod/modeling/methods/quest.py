@@ -4,7 +4,6 @@ A page is ``page_size`` consecutive tokens. The smallest and the largest value o
 product of any query with any of its keys; each query head reads the pages with the largest bounds.
 """
 
-from collections.abc import Iterator
 from math import ceil, inf
 
 import torch
@@ -12,54 +11,42 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pod.modeling.methods.base import Method, Request
-from pod.modeling.methods.rows import GroupedCache
+from pod.modeling.methods.ranking import best_slots
+from pod.modeling.methods.streaming import cache_of
 from pod.modeling.shipped.attend import compute_dtype
-from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.grouped import slot_logits, weigh_slots
 from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.step import Step
-from pod.modeling.shipped.stores import NATIVE, Codec, TokenStore, numbers, take_slots
+from pod.modeling.shipped.stores import Store, TokenStore, numbers, take_slots
 
 
 class QuestLayer(PodCacheLayer):
     """A dense layer with the bounds of its pages, for rows that are alike.
 
-    Args:
-        budget: tokens that a query head reads when decoding, rounded up to whole pages.
-        page_size: tokens of a page.
+    Attributes:
+        num_read_pages: what a query head reads when decoding: the budget, rounded up to whole pages.
         is_dense: whether the layer reads everything.
+        pages: ``[B, H, pages, 2 d]``: minimum, then maximum; native under any codec, as they are bounds.
     """
 
-    def __init__(
-        self,
-        config: PodConfig,
-        layer_idx: int,
-        budget: int,
-        page_size: int,
-        is_dense: bool,
-        codec: Codec = NATIVE,
-    ):
-        self.page_size, self.num_read_pages, self.is_dense = page_size, ceil(budget / page_size), is_dense
-        super().__init__(config, layer_idx, codec)
+    def __init__(self, config: PodConfig, layer_idx: int, request: Request):
+        self.page_size = request.params["page_size"]
+        self.num_read_pages = ceil(request.tokens / self.page_size)
+        self.is_dense = layer_idx < request.params["num_dense_layers"]
+        super().__init__(config, layer_idx, request.codec)
 
     def clear(self) -> None:
         super().clear()
-        self.pages = (
-            TokenStore()
-        )  # [B, H, pages, 2 d]: minimum, then maximum; native under any codec: they are bounds
+        self.pages = TokenStore()
 
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
-        yield from super().parts()
-        yield from (("pages", tensor) for tensor in self.pages.tensors())
-
-    def select_rows(self, index: Tensor) -> None:
-        super().select_rows(index)
-        self.pages.select_rows(index)
+    def stores(self) -> dict[str, Store]:
+        return super().stores() | {"pages": self.pages}
 
     def predicted_nbytes(self, length: int) -> int:
-        pages = 0 if self.pages.is_empty else self.pages.predicted_nbytes(ceil(length / self.page_size))
-        return super().predicted_nbytes(length) + pages
+        counts = {"pages": ceil(length / self.page_size)}
+        held = ((counts.get(name, length), store) for name, store in self.stores().items())
+        return sum(store.predicted_nbytes(count) for count, store in held if not store.is_empty)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         (q, k), past = step.rope.pair(q, k), step.uniform_past
@@ -102,8 +89,7 @@ class QuestLayer(PodCacheLayer):
         q = q.to(compute_dtype(q.dtype))
         bounds = self.pages.read(num_pages - 1).to(q.dtype).transpose(2, 3)
         scores = torch.cat((q.clamp(max=0), q.clamp(min=0)), dim=-1) @ bounds
-        best = scores.argsort(dim=-1, descending=True, stable=True)[..., : self.num_read_pages - 1]
-        return F.pad(best.sort(dim=-1).values, (0, 1), value=num_pages - 1)
+        return F.pad(best_slots(scores, self.num_read_pages - 1), (0, 1), value=num_pages - 1)
 
     def _read_pages(self, q: Tensor, length: int) -> Tensor:
         """Attention of one new token per row, ``[B, Hq, 1, d]``, to the tokens of its pages only."""
@@ -120,30 +106,16 @@ class QuestLayer(PodCacheLayer):
         return weigh_slots(logits.softmax(-1), values, q.dtype)
 
 
-def _build(config: PodConfig, request: Request) -> PodCache:
-    page_size, num_dense_layers = request.params["page_size"], request.params["num_dense_layers"]
-    if page_size < 1 or num_dense_layers < 0:
-        raise ValueError(
-            f"quest: page_size = {page_size} and num_dense_layers = {num_dense_layers} must be at least 1 and 0"
-        )
-
-    def make_layer(config: PodConfig, layer_idx: int) -> QuestLayer:
-        is_dense = layer_idx < num_dense_layers
-        return QuestLayer(config, layer_idx, request.tokens, page_size, is_dense, request.codec)
-
-    return GroupedCache(config, make_layer, request.spec)
-
-
 METHOD = Method(
     name="quest",
     paper="Quest (Tang et al., 2024)",
     frees="nothing: all tokens stay, with 1 / page_size more bytes for the bounds; decoding reads budget tokens per query "
     "head (behind a codec all are unpacked first: bytes are saved, time is not)",
     axis="selection",
-    build=_build,
+    build=cache_of(QuestLayer),
     parameters={
-        "page_size": (16, "consecutive tokens that are read or skipped together (tokens)"),
-        "num_dense_layers": (2, "first layers, which read every token (layers)"),
+        "page_size": (16, "consecutive tokens that are read or skipped together (tokens)", 1),
+        "num_dense_layers": (2, "first layers, which read every token (layers)", 0),
     },
     takes_budget=True,
     refuses={

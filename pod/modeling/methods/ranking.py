@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pod.kernels.statistics import attention_column_sums
-from pod.modeling.methods.held import best_slots
+from pod.modeling.methods.base import Parameter, Request
 
 _POOLS = {"avg": F.avg_pool1d, "max": F.max_pool1d}
 
@@ -24,22 +24,28 @@ def snapkv_slots(queries: Tensor, keys: Tensor, budget: int, kernel: int, pool: 
     return torch.cat((best_slots(scores, budget - w), recent), dim=-1)
 
 
-def check_ranking(name: str, budget: int, window: int, kernel: int, pool: str) -> None:
+def best_slots(scores: Tensor, count: int) -> Tensor:
+    """The ``count`` best slots of ``[…, n]`` in ascending order; of equal scores the lower slot wins."""
+    return scores.argsort(dim=-1, descending=True, stable=True)[..., :count].sort(dim=-1).values
+
+
+def check_ranking(request: Request) -> None:
     """Raise ``ValueError`` for values that SnapKV's ranking cannot use."""
-    if pool not in _POOLS:
-        raise ValueError(f"{name}: pool = {pool!r}; choose one of {', '.join(_POOLS)}")
-    if kernel < 1 or kernel % 2 == 0:
-        raise ValueError(f"{name}: kernel = {kernel} must be odd and positive")
-    if window < 1 or budget <= window:
-        raise ValueError(f"{name}: budget = {budget} must exceed window = {window} >= 1: raise the budget")
+    window, kernel = request.params["window"], request.params["kernel"]
+    if kernel % 2 == 0:
+        raise ValueError(f"{request.spec}: kernel = {kernel} must be odd")
+    if request.tokens <= window:
+        raise ValueError(
+            f"{request.spec}: budget = {request.tokens} must exceed window = {window}: raise the budget"
+        )
 
 
 def ranking_parameters(window: int, kernel: int, pool: str) -> dict:
     """Declarations of SnapKV's parameters with these defaults."""
     return {
-        "window": (window, "observation window at the end of the prompt, always kept (tokens)"),
-        "kernel": (kernel, "width of the pooling over neighbouring tokens (tokens)"),
-        "pool": (pool, "avg or max"),
+        "window": (window, "observation window at the end of the prompt, always kept (tokens)", 1),
+        "kernel": (kernel, "width of the pooling over neighbouring tokens (tokens)", 1),
+        "pool": Parameter(pool, "avg or max", choices=tuple(_POOLS)),
     }
 
 

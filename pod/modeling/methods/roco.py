@@ -6,18 +6,17 @@ token whose weight has a large standard deviation may matter again: the share ``
 Mean and deviation come from the sums of weights and of squared weights, mean over the query heads of a group.
 """
 
+from fractions import Fraction
+
 import torch
 from torch import Tensor
 
 from pod.kernels.statistics import attention_column_sums
-from pod.modeling.methods.accumulate import AccumulatingLayer, choose_slots, round_half_up
-from pod.modeling.methods.base import Method, Request
-from pod.modeling.methods.rows import GroupedCache
-from pod.modeling.methods.streaming import PREFILL_PARAMETERS, chunks_of
-from pod.modeling.shipped.cache import PodCache
+from pod.modeling.methods.accumulate import AccumulatingLayer, choose_slots
+from pod.modeling.methods.base import Method, Request, round_half_up
+from pod.modeling.methods.streaming import PREFILL_PARAMETERS, cache_of
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.step import Step
-from pod.modeling.shipped.stores import NATIVE, Codec
 
 
 class RocoLayer(AccumulatingLayer):
@@ -26,23 +25,23 @@ class RocoLayer(AccumulatingLayer):
     ``statistics`` also has ``squares`` (sums of squared weights) and ``positions`` (int32), from which the number of queries
     that could see a token follows.
 
-    Args:
-        budget: tokens of a KV head, of which the first ``sinks`` and the last ``recents`` are never dropped.
+    Attributes:
         protected: tokens protected by their deviation, when a prompt ends and after a decoded token.
     """
 
-    def __init__(
-        self,
-        config: PodConfig,
-        layer_idx: int,
-        budget: int,
-        sinks: int,
-        recents: int,
-        protected: tuple[int, int],
-        codec: Codec = NATIVE,
-    ):
-        self.budget, self.sinks, self.recents, self.protected = budget, sinks, recents, protected
-        super().__init__(config, layer_idx, codec)
+    def __init__(self, config: PodConfig, layer_idx: int, request: Request):
+        super().__init__(config, layer_idx, request.codec)
+        names = "num_sink_tokens", "num_recent_tokens", "protect_prefill", "protect_decode"
+        self.sinks, self.recents, *shares = (request.params[name] for name in names)
+        self.budget = budget = request.tokens
+        # 0.3 means three tenths, so that 0.3 of 5 tokens are 2
+        self.protected = [round_half_up(Fraction(str(share)) * budget) for share in shares]
+        if self.sinks + self.recents + max(self.protected) > budget:
+            raise ValueError(
+                f"roco: budget = {budget} is less than {self.sinks} sinks, {self.recents} recent and {max(self.protected)} "
+                "protected tokens together: raise the budget or lower num_sink_tokens, num_recent_tokens or the "
+                "protected share"
+            )
 
     def observe_prompt(self, q: Tensor, step: Step) -> None:
         sums, squares = attention_column_sums(
@@ -88,40 +87,17 @@ def protect_largest(scores: Tensor, variance: Tensor, count: int) -> None:
         scores.scatter_(2, largest, float("inf"))
 
 
-def _build(config: PodConfig, request: Request) -> PodCache:
-    budget, params = request.tokens, request.params
-    sinks, recents = params["num_sink_tokens"], params["num_recent_tokens"]
-    if sinks < 0 or recents < 1:
-        raise ValueError(
-            f"roco: num_sink_tokens = {sinks} must be at least 0, num_recent_tokens = {recents} at least 1"
-        )
-    shares = params["protect_prefill"], params["protect_decode"]
-    if not all(0 <= share <= 1 for share in shares):
-        raise ValueError(f"roco: protect_prefill, protect_decode = {shares} must lie between 0 and 1")
-    protected = round_half_up(shares[0], budget), round_half_up(shares[1], budget)
-    if sinks + recents + max(protected) > budget:
-        raise ValueError(
-            f"roco: budget = {budget} is less than {sinks} sinks, {recents} recent and {max(protected)} protected "
-            "tokens together: raise the budget or lower num_sink_tokens, num_recent_tokens or the protected share"
-        )
-
-    def make_layer(config: PodConfig, layer_idx: int) -> RocoLayer:
-        return RocoLayer(config, layer_idx, budget, sinks, recents, protected, request.codec)
-
-    return GroupedCache(config, make_layer, request.spec, chunks=chunks_of(request))
-
-
 METHOD = Method(
     name="roco",
     paper="RoCo (Ren and Zhu, 2024)",
     frees="keys and values of the tokens with the lowest mean attention, unless it varies a lot",
     axis="selection",
-    build=_build,
+    build=cache_of(RocoLayer),
     parameters={
-        "num_sink_tokens": (4, "first tokens, always kept (tokens)"),
-        "num_recent_tokens": (10, "last tokens, always kept (tokens)"),
-        "protect_prefill": (0.1, "share of the budget protected by deviation when a prompt ends"),
-        "protect_decode": (0.3, "share of the budget protected by deviation after a decoded token"),
+        "num_sink_tokens": (4, "first tokens, always kept (tokens)", 0),
+        "num_recent_tokens": (10, "last tokens, always kept (tokens)", 1),
+        "protect_prefill": (0.1, "share of the budget protected by deviation when a prompt ends", 0, 1),
+        "protect_decode": (0.3, "share of the budget protected by deviation after a decoded token", 0, 1),
     }
     | PREFILL_PARAMETERS,
     takes_budget=True,

@@ -1,4 +1,4 @@
-"""PoD and a ranking of tokens together: the lead of a block chooses, and its whole block keeps the same tokens.
+"""A ranking of tokens, alone or with PoD: the lead of a block chooses, and its whole block keeps the same tokens.
 
 What is proximal or distant is judged by original positions. A head that follows holds its own keys only for kept
 tokens that are still proximal and drops them as they age; it holds values for all kept tokens (paper §4, PoD+SnapKV).
@@ -93,14 +93,16 @@ class Bank:
         leads, followers: KV heads; ``values`` has the leads first, ``keys`` the leads only.
         followed: places among the leads, and KV heads, of those that others follow.
         held: tokens held by each row and head.
-        positions: int32 ``[B, leads, held]``; None before the first token.
+        positions: int32 ``[B, leads, held]``; None where nothing is shared.
         observed: last queries of the unfinished prompt, ``[B, leads·G, <= window, d]``.
         whole_from: position from which every token is held.
         chosen: of each lead the last positions before that, each the largest of any row; None = still on the device.
     """
 
-    def __init__(self, codec: Codec, leads: list[int], followers: list[int], num_sink_tokens: int):
-        self.leads, self.followers = leads, followers
+    def __init__(
+        self, codec: Codec, leads: list[int], followers: list[int], num_sink_tokens: int, shares: bool
+    ):
+        self.leads, self.followers, self.shares = leads, followers, shares
         self.values: Store = codec.tokens("values", evicts=True)
         self.keys: Store = codec.tokens("keys", evicts=True)
         self.own = OwnKeys(codec, num_sink_tokens)
@@ -129,6 +131,7 @@ class Bank:
         self.values.append(v, self.held)
         if self.leads:
             self.keys.append(k, self.held)
+        if self.leads and self.shares:
             seen = step.max_length
             new = torch.arange(seen - step.num_new, seen, dtype=torch.int32, device=k.device)
             new = new.expand(k.shape[0], len(self.leads), -1)
@@ -155,7 +158,8 @@ class SharedSelectionLayer(PodCacheLayer):
         for head in range(len(self.lead[0])):
             bank = members.setdefault(self.alike(self.layer_idx, head), ([], []))
             bank[head not in self.leads].append(head)
-        self.banks = [Bank(self.codec, *roles, self.num_sink_tokens) for roles in members.values()]
+        shares = any(layer != lead for layer, row in enumerate(self.lead) for lead in row)
+        self.banks = [Bank(self.codec, *roles, self.num_sink_tokens, shares) for roles in members.values()]
         for bank in self.banks:
             bank.followed = [(i, head) for i, head in enumerate(bank.leads) if head in self.followed]
         self.order = tuple(head for bank in self.banks for head in bank.leads + bank.followers)
@@ -310,7 +314,8 @@ class SharedSelectionLayer(PodCacheLayer):
         kernel, pool = self.params["kernel"], self.params["pool"]
         index = snapkv_slots(queries, bank.keys.read(bank.held), budget, kernel, pool, self.scale)
         bank.keys.keep(index, bank.held)
-        bank.positions, bank.chosen = bank.positions.gather(2, index), None
+        if bank.shares:
+            bank.positions, bank.chosen = bank.positions.gather(2, index), None
         return index
 
 
@@ -351,7 +356,7 @@ def head_index(heads: tuple[int, ...], width: int, device: torch.device) -> Tens
 def shared_cache(
     config: PodConfig, request: Request, budgets: Budgets, alike: Labels, chunks: FixedChunks | None
 ) -> PodCache:
-    """The cache of ``pod`` with a ranking; see ``SharedSelectionLayer``."""
+    """The cache of a ranking, with or without ``pod``; see ``SharedSelectionLayer``."""
 
     def make_layer(config: PodConfig, layer_idx: int) -> SharedSelectionLayer:
         return SharedSelectionLayer(config, layer_idx, budgets, alike, request.params, request.codec)

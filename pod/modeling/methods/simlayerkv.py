@@ -6,68 +6,48 @@ the prompt's last queries, each with its own window (eq. 1), ``decode`` the firs
 experiments). A lazy layer holds ``num_sink_tokens + num_recent_tokens`` tokens from then on, every other layer holds all.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pod.kernels.statistics import attention_rows
-from pod.modeling.methods.base import Method, Request
+from pod.modeling.methods.base import Method, Parameter, Request
 from pod.modeling.methods.ranking import LastQueries
-from pod.modeling.methods.rows import GroupedCache
 from pod.modeling.methods.sliding import SlidingLayer
-from pod.modeling.methods.streaming import PREFILL_PARAMETERS, chunks_of
+from pod.modeling.methods.streaming import PREFILL_PARAMETERS, cache_of
 from pod.modeling.shipped.attend import Tokens, take_heads
-from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.step import Step
-from pod.modeling.shipped.stores import NATIVE, Codec
-
-DETECTORS = ("decode", "prefill")
 
 
 class SimLayer(SlidingLayer):
     """Sees one row at a time, because the decision is each sequence's own.
 
-    Args:
-        exempt: a layer that is never lazy.
-        num_sink_tokens, num_recent_tokens, threshold, detector, num_last_queries: see the method's parameters.
-
     Attributes:
+        exempt: whether the layer is never lazy.
         is_lazy: whether only the first and the last tokens are held. Once lazy, always lazy.
         mass: what the last decision was made from; None before it.
+        judges_next: whether the next decoded token is the first of an answer, by which the ``decode`` detector judges.
     """
 
-    def __init__(
-        self,
-        config: PodConfig,
-        exempt: bool,
-        num_sink_tokens: int,
-        num_recent_tokens: int,
-        threshold: float,
-        detector: str,
-        num_last_queries: int,
-        codec: Codec = NATIVE,
-    ):
-        self.exempt, self.threshold, self.detector = exempt, threshold, detector
-        self.num_last_queries = num_last_queries
-        super().__init__(config, num_sink_tokens, num_recent_tokens, codec)
+    def __init__(self, config: PodConfig, layer_idx: int, request: Request):
+        params = request.params
+        self.threshold, self.detector = params["threshold"], params["detector"]
+        self.num_last_queries = params["num_last_queries"]
+        self.exempt = params["exempt_last_layer"] and layer_idx == config.num_hidden_layers - 1
+        if params["prefill"] == "streaming" and self.detector == "decode":
+            raise ValueError(
+                f"{request.spec}: prefill = 'streaming' compresses before a token is generated; choose detector='prefill' "
+                "with it"
+            )
+        super().__init__(config, params["num_sink_tokens"], params["num_recent_tokens"], request.codec)
 
     def clear(self) -> None:
         super().clear()
-        self.is_lazy, self.mass = False, None
-        self.judges_next = False  # decode detector: the next decoded token is the first of its answer
+        self.is_lazy, self.judges_next, self.mass = False, False, None
         self.queries = LastQueries(self.num_last_queries)
-
-    @property
-    def observed(self) -> Tensor | None:
-        """Last queries of the running prompt, ``[1, Hq, <= num_last_queries, d]``."""
-        return self.queries.observed
-
-    @property
-    def held(self) -> int:
-        """Tokens held."""
-        return self.tokens.held
 
     def stores(self) -> dict[str, Any]:
         return super().stores() | {"bookkeeping": self.queries}
@@ -79,7 +59,7 @@ class SimLayer(SlidingLayer):
         if step.is_decode:
             out, weights = self.tokens.attend_decode(q, new, self.scale)
             if self.judges_next and can_change:
-                self._judge(weights.flatten(1, 2).unsqueeze(2))
+                self._judge([weights.flatten(1, 2).unsqueeze(2)])
             self.judges_next = False
             return out
         out = self.tokens.attend_prompt(q, new, step)
@@ -87,21 +67,18 @@ class SimLayer(SlidingLayer):
             self.queries.add(q)
         return out
 
-    def _judge(self, rows: Tensor) -> None:
-        """Decide from attention ``[1, Hq, w, n]`` of the last ``w`` queries over all ``n`` tokens."""
-        self.mass = float(lazy_mass(rows, self.num_sink_tokens, self.num_recent_tokens))
+    def _judge(self, parts: Iterable[Tensor]) -> None:
+        """By attention ``[1, heads, w, n]`` of the last queries, equally many heads at a time."""
+        sizes = self.num_sink_tokens, self.num_recent_tokens
+        self.mass = float(torch.stack([lazy_mass(rows, *sizes) for rows in parts]).mean())
         self.is_lazy = self.mass > self.threshold
 
-    def _judge_prompt(self, queries: Tensor) -> None:
+    def _prompt_rows(self, queries: Tensor) -> Iterator[Tensor]:
+        """Of one KV head at a time: G·w·n numbers."""
         keys = self.tokens.beside.keys.read(self.tokens.num_beside)
-        groups, masses = queries.shape[1] // keys.shape[1], []
-        for head in range(keys.shape[1]):  # rows of one KV head at a time: G·w·n numbers
-            rows = attention_rows(
-                take_heads(queries, [head], groups), keys[:, head : head + 1], scale=self.scale
-            )
-            masses.append(lazy_mass(rows, self.num_sink_tokens, self.num_recent_tokens))
-        self.mass = float(torch.stack(masses).mean())
-        self.is_lazy = self.mass > self.threshold
+        for head in range(keys.shape[1]):
+            own = take_heads(queries, [head], queries.shape[1] // keys.shape[1])
+            yield attention_rows(own, keys[:, head : head + 1], scale=self.scale)
 
     def settle(self, step: Step) -> None:
         """Judge at the end of a prompt or by the first decoded token, and trim lazy layers."""
@@ -110,13 +87,12 @@ class SimLayer(SlidingLayer):
         if not step.is_decode:
             queries = self.queries.take()
             if queries is not None:
-                self._judge_prompt(queries)
+                self._judge(self._prompt_rows(queries))
             self.judges_next = self.detector == "decode"
         if self.is_lazy:
             self.tokens.trim(self.num_recent_tokens)
-        if (
-            self.is_lazy or self.exempt or not self.judges_next
-        ):  # else a token might be packed now and in the window
+        # else a token might be packed now and in the window
+        if self.is_lazy or self.exempt or not self.judges_next:
             self.tokens.settle()
 
 
@@ -136,27 +112,6 @@ def lazy_mass(rows: Tensor, num_sink_tokens: int, num_recent_tokens: int) -> Ten
     return (rows * near).sum(-1).mean()
 
 
-def _build(config: PodConfig, request: Request) -> PodCache:
-    spec, values = request.spec, request.params
-    names = ("num_sink_tokens", "num_recent_tokens", "threshold", "detector", "num_last_queries")
-    options = {name: values[name] for name in names}
-    if options["detector"] not in DETECTORS:
-        raise ValueError(f"{spec}: detector = {options['detector']!r}; choose {' or '.join(DETECTORS)}")
-    for name, least in (("num_sink_tokens", 0), ("num_recent_tokens", 1), ("num_last_queries", 1)):
-        if options[name] < least:
-            raise ValueError(f"{spec}: {name} = {options[name]} must be at least {least}")
-    if values["prefill"] == "streaming" and options["detector"] == "decode":
-        raise ValueError(
-            f"{spec}: prefill = 'streaming' compresses before a token is generated; choose detector='prefill' with it"
-        )
-
-    def make_layer(config: PodConfig, layer_idx: int) -> SimLayer:
-        exempt = values["exempt_last_layer"] and layer_idx == config.num_hidden_layers - 1
-        return SimLayer(config, exempt, codec=request.codec, **options)
-
-    return GroupedCache(config, make_layer, spec, rowwise=True, chunks=chunks_of(request))
-
-
 _SHARED = (
     "which layers hold their tokens is decided while it runs, so no layer can rely on the keys of another"
 )
@@ -165,20 +120,21 @@ METHOD = Method(
     paper="SimLayerKV (Zhang et al., 2024), §5, eqs. 1 to 3",
     frees="tokens between the first and the last ones, in layers that attend to little else; the other layers hold all",
     axis="selection",
-    build=_build,
+    build=cache_of(SimLayer, rowwise=True),
     parameters={
         "threshold": (
             0.9,
             "attention share from which a layer is lazy (paper: 0.65 Llama-2-7B, 0.9 Llama-3-8B, 0.8 Mistral-7B, 0.85 Qwen)",
         ),
-        "num_sink_tokens": (4, "first tokens that a lazy layer holds (tokens)"),
-        "num_recent_tokens": (1024, "last tokens that a lazy layer holds (tokens)"),
-        "detector": ("decode", "decode: judge by the first generated token; prefill: by the prompt's end"),
-        "num_last_queries": (32, "prefill detector: queries at the prompt's end to average over (tokens)"),
-        "exempt_last_layer": (
-            False,
-            "whether the last layer always holds everything (the authors' Qwen setting)",
+        "num_sink_tokens": (4, "first tokens that a lazy layer holds (tokens)", 0),
+        "num_recent_tokens": (1024, "last tokens that a lazy layer holds (tokens)", 1),
+        "detector": Parameter(
+            "decode",
+            "decode: judge by the first generated token; prefill: by the prompt's end",
+            choices=("decode", "prefill"),
         ),
+        "num_last_queries": (32, "prefill detector: queries at the prompt's end to average over (tokens)", 1),
+        "exempt_last_layer": (False, "whether the last layer holds everything (the authors' Qwen setting)"),
     }
     | PREFILL_PARAMETERS,
     refuses={"pod": _SHARED, "cla": _SHARED},

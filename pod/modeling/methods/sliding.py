@@ -4,17 +4,26 @@ What RazorAttention's other heads, SimLayerKV's lazy layers and a local window h
 the order in which tokens lie in the ring of recent ones does not matter.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pod.modeling.shipped.attend import EVERYTHING, Tokens, attend, merge, span, takes_gradients
+from pod.modeling.shipped.attend import (
+    EVERYTHING,
+    Tokens,
+    attend,
+    compute_dtype,
+    merge,
+    span,
+    takes_gradients,
+)
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.grouped import attend_slots
 from pod.modeling.shipped.step import CacheLayer, Step
-from pod.modeling.shipped.stores import NATIVE, Codec, Recent, Store
+from pod.modeling.shipped.stores import Codec, Recent, Store
 
 Biased = tuple[Tokens[Tensor], float]
 """Tokens, and what is added to their logits."""
@@ -27,9 +36,9 @@ class Pair(NamedTuple):
     values: Store
 
     @classmethod
-    def of(cls, codec: Codec) -> "Pair":
-        """Stores of every token."""
-        return cls(codec.tokens("keys"), codec.tokens("values"))
+    def of(cls, codec: Codec, evicts: bool = False) -> "Pair":
+        """Stores of every token; ``evicts``: ``keep`` will be used."""
+        return cls(codec.tokens("keys", evicts), codec.tokens("values", evicts))
 
     def append(self, tokens: Tokens[Tensor], past: int) -> None:
         for store, x in zip(self, tokens, strict=True):
@@ -54,8 +63,46 @@ class Pair(NamedTuple):
         for store in self:
             store.settle(length)
 
+    def keep(self, index: Tensor, length: int) -> None:
+        for store in self:
+            store.keep(index, length)
+
     def predicted_nbytes(self, length: int) -> int:
         return sum(store.predicted_nbytes(length) for store in self if not store.is_empty)
+
+
+class CompensationToken:
+    """Mean of all tokens that left, with how many they were (RazorAttention, eq. 4). Sums run in at least fp32."""
+
+    def __init__(self, is_on: bool = True):
+        self.is_on, self.count = is_on, 0
+        self.mean: Tokens[Tensor] | None = None  # [b, h, 1, d]
+
+    def add(self, tokens: Tokens[Tensor]) -> None:
+        """Take in tokens ``[b, h, c, d]`` that leave: ``k̂ += (k - k̂) c / N_d``."""
+        if not self.is_on:
+            return
+        new, compute = tokens.keys.shape[2], compute_dtype(tokens.keys.dtype)
+        self.count += new
+        means = [x.to(compute) if new == 1 else x.mean(2, keepdim=True, dtype=compute) for x in tokens]
+        if self.mean is not None:
+            means = [old.lerp(x, new / self.count) for old, x in zip(self.mean, means, strict=True)]
+        elif new == 1:
+            means = [x.clone() for x in means]
+        self.mean = Tokens(*means)
+
+    def seen(self, dtype: torch.dtype) -> list[Biased]:
+        """What a query sees: nothing while no token has left."""
+        if self.mean is None:
+            return []
+        return [(Tokens(*(x.to(dtype) for x in self.mean)), math.log(self.count))]
+
+    def tensors(self) -> list[Tensor]:
+        return [] if self.mean is None else list(self.mean)
+
+    def select_rows(self, index: Tensor) -> None:
+        if self.mean is not None:
+            self.mean = Tokens(*(x.index_select(0, index.to(x.device)) for x in self.mean))
 
 
 class SlidingTokens:
@@ -68,18 +115,19 @@ class SlidingTokens:
     Args:
         codec: makes the stores.
         num_sink_tokens: first tokens that never leave.
+        left: takes in what leaves and is seen instead. A decoded token then attends when the one that it replaces has left;
+            without it, before.
 
     Attributes:
-        num_recent: tokens of the ring, None before the first ``trim``.
+        num_recent: tokens of the ring, 0 before the first ``trim``.
         entered: tokens that the window has taken since it was made; the last ``num_recent`` of them are in the ring.
         num_beside: tokens beside the window; the first ``settled_beside`` of them have come to rest.
     """
 
-    def __init__(self, codec: Codec, num_sink_tokens: int):
-        self.codec, self.num_sink_tokens = codec, num_sink_tokens
-        self.num_recent: int | None = None
+    def __init__(self, codec: Codec, num_sink_tokens: int, left: CompensationToken | None = None):
+        self.codec, self.num_sink_tokens, self.left = codec, num_sink_tokens, left
         self.window: Pair | None = None
-        self.entered = 0
+        self.num_recent = self.entered = 0
         self._open()
 
     def _open(self) -> None:
@@ -93,7 +141,7 @@ class SlidingTokens:
 
     @property
     def num_in_window(self) -> int:
-        return 0 if self.num_recent is None else min(self.entered, self.num_sink_tokens + self.num_recent)
+        return min(self.entered, self.num_sink_tokens + self.num_recent)
 
     # -- what comes and goes ---------------------------------------------------------------------------------
 
@@ -102,20 +150,18 @@ class SlidingTokens:
         self.beside.append(tokens, self.num_beside)
         self.num_beside += tokens.keys.shape[2]
 
-    def trim(self, num_recent: int) -> list[Tokens[Tensor]]:
+    def trim(self, num_recent: int) -> None:
         """Keep the sinks and the last ``num_recent`` tokens, in the window; nothing is left beside it.
 
         A ring of the same size goes on where it is: packed tokens are not packed again.
-
-        Returns:
-            The tokens that are dropped, if any.
         """
-        if not self.held or (not self.num_beside and num_recent == self.num_recent):
-            return []
+        if not self.num_beside:
+            return
         sinks, before, after = self.num_sink_tokens, self.entered, self.entered + self.num_beside
-        oldest = max(sinks, before - (self.num_recent or 0))  # the first recent token held
+        oldest = max(sinks, before - self.num_recent)  # the first recent token held
         tokens = self._in_order()
-        dropped = _span(tokens, oldest, max(oldest, after - num_recent))
+        if self.left is not None and after - num_recent > oldest:
+            self.left.add(_span(tokens, oldest, after - num_recent))
         if self.window is None or num_recent != self.num_recent:
             parts = [_span(tokens, 0, min(sinks, after)), _span(tokens, oldest, after)]
             stay = Tokens(*(torch.cat(pair, dim=2) for pair in zip(*parts, strict=True)))
@@ -127,16 +173,12 @@ class SlidingTokens:
             self.window.append(self.beside.read(self.num_beside), before)
             self.entered = after
         self._open()
-        return [dropped] if dropped.keys.shape[2] else []
 
     def _in_order(self) -> Tokens:
         """Everything held, in the order in which it entered."""
+        new = self.beside.read(self.num_beside)
         if self.window is None:
-            return self.beside.read(self.num_beside)
-        if self.num_beside:
-            new = self.beside.read(self.num_beside)
-        else:
-            new = _span(self.window.read(self.entered), 0, 0)
+            return new
         rows = [(self.entered, self.num_beside)] * new.keys.shape[0]
         return Tokens(*(Recent(store, x, rows) for store, x in zip(self.window, new, strict=True)))
 
@@ -150,77 +192,55 @@ class SlidingTokens:
 
     # -- attention -------------------------------------------------------------------------------------------
 
-    def attend_prompt(
-        self, q: Tensor, new: Tokens[Tensor], step: Step, more: Sequence[Biased] = ()
-    ) -> Tensor:
-        """Hold a chunk of a prompt and attend: ``[b, Hq, m, d]`` for its queries of the same shape.
+    def attend(self, q: Tensor, new: Tokens[Tensor], step: Step, scale: float) -> Tensor:
+        """Hold the rotated tokens of a pass and attend: ``[b, Hq, m, d]`` for its queries of the same shape."""
+        if step.is_decode:
+            return self.attend_decode(q, new, scale)[0]
+        return self.attend_prompt(q, new, step)
 
-        Args:
-            more: further tokens that every query sees.
-        """
+    def attend_prompt(self, q: Tensor, new: Tokens[Tensor], step: Step) -> Tensor:
+        """As ``attend`` for a chunk of a prompt."""
         self.append(new)
         if self.num_beside > q.shape[2]:
             new = self.beside.read(self.num_beside)
-        if not more and self.window is None:
+        if self.window is None:
             return attend(q, new, backend=step.chunk_backend)[0]
         backend = step.merging_backend(q, new.keys, new.values)
         parts = [attend(q, new, backend=backend)]
-        if self.window is not None:
-            more = [(self.window.read(self.entered), 0.0), *more]
-        for tokens, bias in more:
+        left = [] if self.left is None else self.left.seen(q.dtype)
+        for tokens, bias in [(self.window.read(self.entered), 0.0), *left]:
             out, lse = attend(q, tokens, visibility=EVERYTHING, backend=backend)
             parts.append((out, lse + bias))
         return merge(parts)[0]
 
-    def attend_decode(
-        self,
-        q: Tensor,
-        new: Tokens[Tensor],
-        scale: float,
-        leave: Callable[[Tokens[Tensor] | None], Sequence[Biased]] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Attend with one decoded token to all that is held and to itself, and hold it.
-
-        Args:
-            q: ``[b, Hq, 1, d]``.
-            leave: called with the token that the new one replaces (None while there is room), which is then not seen
-                any more; gives what is seen instead. Without it the query still sees the token that leaves.
-
-        Returns:
-            ``[b, Hq, 1, d]``, and the weights ``[b, h, G, columns]`` of the tokens held, then of what else is seen.
-        """
+    def attend_decode(self, q: Tensor, new: Tokens[Tensor], scale: float) -> tuple[Tensor, Tensor]:
+        """As ``attend`` for one decoded token per row; also the weights ``[b, h, G, columns]`` of the tokens held, then of what
+        else is seen."""
         if self.window is None:
             self.append(new)
             return self.beside.attend_decode(q, self.num_beside, scale)
-        if leave is None:
+        if self.left is None:
             found = self.window.attend_decode(q, self.entered, scale, [(new, 0.0)])
             self._slide(new)
             return found
-        also = leave(self._leaving())
         self._slide(new)
-        return self.window.attend_decode(q, self.entered, scale, also)
+        return self.window.attend_decode(q, self.entered, scale, self.left.seen(compute_dtype(q.dtype)))
 
     def _slide(self, new: Tokens[Tensor]) -> None:
+        """The window takes a token in place of its oldest recent one, when it is full."""
         assert self.window is not None and self.num_beside == 0
+        if self.left is not None and self.entered >= self.num_sink_tokens + self.num_recent:
+            slot = self.num_sink_tokens + (self.entered - self.num_sink_tokens) % self.num_recent
+            self.left.add(_span(self.window.read(self.entered), slot, slot + 1))
         self.window.append(new, self.entered)
         self.entered += 1
-
-    def _leaving(self) -> Tokens[Tensor] | None:
-        """View of the token of the window that the next one replaces; None while there is room."""
-        assert self.window is not None and self.num_recent is not None
-        if self.entered < self.num_sink_tokens + self.num_recent:
-            return None
-        slot = self.num_sink_tokens + (self.entered - self.num_sink_tokens) % self.num_recent
-        return _span(self.window.read(self.entered), slot, slot + 1)
 
     # -- bookkeeping -----------------------------------------------------------------------------------------
 
     def stores(self) -> dict[str, Store]:
         """By name, as ``CacheLayer.stores``."""
-        window = (
-            {} if self.window is None else {f"window_{name}": x for name, x in self.window._asdict().items()}
-        )
-        return window | self.beside._asdict()
+        window = {} if self.window is None else self.window._asdict()
+        return {f"window_{name}": store for name, store in window.items()} | self.beside._asdict()
 
     def predicted_nbytes(self) -> int:
         window = 0 if self.window is None else self.window.predicted_nbytes(self.entered)
@@ -235,9 +255,7 @@ class SlidingTokens:
 class SlidingLayer(CacheLayer):
     """A layer that holds ``tokens`` of rows that are alike, for all of its KV heads."""
 
-    def __init__(
-        self, config: PodConfig, num_sink_tokens: int, num_recent_tokens: int, codec: Codec = NATIVE
-    ):
+    def __init__(self, config: PodConfig, num_sink_tokens: int, num_recent_tokens: int, codec: Codec):
         super().__init__()
         self.num_sink_tokens, self.num_recent_tokens, self.codec = num_sink_tokens, num_recent_tokens, codec
         self.scale = config.head_dim**-0.5
@@ -246,8 +264,12 @@ class SlidingLayer(CacheLayer):
     def clear(self) -> None:
         self.tokens = SlidingTokens(self.codec, self.num_sink_tokens)
 
-    def stores(self) -> dict[str, Store]:
+    def stores(self) -> dict[str, Any]:
         return self.tokens.stores()
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        q, k = step.rope.pair(q, k)
+        return self.tokens.attend(q, Tokens(k, v), step, self.scale)
 
     def settle(self, step: Step) -> None:
         if step.ends_prompt or step.is_decode:

@@ -1,22 +1,47 @@
-"""The two ways in which a method that ranks tokens takes a prompt: whole (``exact``) or chunk by chunk (``streaming``)."""
+"""How selections become caches, and the two ways in which they take a prompt: whole or chunk by chunk."""
 
-from pod.modeling.methods.base import Request
-from pod.modeling.methods.rows import FixedChunks
+from collections.abc import Callable
+from functools import partial
+
+from pod.modeling.methods.base import Parameter, Request
+from pod.modeling.methods.rows import FixedChunks, GroupedCache
+from pod.modeling.shipped.cache import PodCache
+from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.step import CacheLayer
+from pod.modeling.shipped.stores import NATIVE
 
 PREFILL_PARAMETERS = {
-    "prefill": (
+    "prefill": Parameter(
         "exact",
         "exact: compress when the prompt ends; streaming: after every chunk_size tokens of it",
+        choices=("exact", "streaming"),
     ),
-    "chunk_size": (512, "tokens of a prompt after which streaming prefill compresses (tokens)"),
+    "chunk_size": (512, "tokens of a prompt after which streaming prefill compresses (tokens)", 1),
 }
 
 
 def chunks_of(request: Request) -> FixedChunks | None:
     """The chunks that a request asks for; None = exact prefill."""
-    prefill, size = request.params["prefill"], request.params["chunk_size"]
-    if prefill not in ("exact", "streaming"):
-        raise ValueError(f"{request.spec}: prefill = {prefill!r}; choose exact or streaming")
-    if size < 1:
-        raise ValueError(f"{request.spec}: chunk_size = {size} must be at least 1 token")
-    return FixedChunks(size) if prefill == "streaming" else None
+    is_streaming = request.params.get("prefill") == "streaming"
+    return FixedChunks(request.params["chunk_size"]) if is_streaming else None
+
+
+def cache_of(
+    make_layer: Callable[..., CacheLayer], takes_any_rows: bool = False, rowwise: bool = False
+) -> Callable[[PodConfig, Request], PodCache]:
+    """``Method.build`` of a selection.
+
+    Args:
+        make_layer: ``(config, layer_idx, request) -> CacheLayer``; raises ``ValueError`` for a request that it cannot serve.
+        takes_any_rows: whether its layers see the whole batch, rows of unlike length too; packed stores do not.
+        rowwise: see ``GroupedCache``.
+    """
+
+    def build(config: PodConfig, request: Request) -> PodCache:
+        make_layer(config, 0, request)
+        make = partial(make_layer, request=request)
+        if takes_any_rows and request.codec is NATIVE:
+            return PodCache(config, make, request.spec)
+        return GroupedCache(config, make, request.spec, rowwise, chunks_of(request))
+
+    return build

@@ -12,9 +12,5 @@ class StreamingLayer(SinkLayer):
 
     lag = 0
 
-    @property
-    def far_places(self) -> range:
-        return range(1, self.num_sink_tokens + 1)
-
 
 METHOD = sinks_method("streamingllm", "StreamingLLM (Xiao et al., 2024)", StreamingLayer)

@@ -5,14 +5,13 @@ to ``n_s + n_r`` tokens it hides nothing. Keys are stored before RoPE and rotate
 so that no angle grows with what was seen before a pass.
 """
 
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from pod.modeling.methods.base import Method, Request
-from pod.modeling.methods.rows import GroupedCache
+from pod.modeling.methods.streaming import cache_of
 from pod.modeling.shipped.attend import (
     CAUSAL,
     EVERYTHING,
@@ -23,36 +22,39 @@ from pod.modeling.shipped.attend import (
     attend,
     merge,
 )
-from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.grouped import attend_slots
 from pod.modeling.shipped.layout import WindowCacheLayer
-from pod.modeling.shipped.step import CacheLayer, Step
-from pod.modeling.shipped.stores import NATIVE, Codec, Recent
+from pod.modeling.shipped.step import Step
+from pod.modeling.shipped.stores import Recent
 
 WINDOW_REFUSES_POD = {"pod": "a window has no distant token whose keys a block could share"}
 
 
 class SinkLayer(WindowCacheLayer):
-    """Sinks and a ring of recent tokens. A method says where a *far* sink is seen; everything else is at its own distance.
+    """Sinks and a ring of recent tokens. Everything is seen at its own distance but *far* sinks.
 
     Attributes:
         limit: ``n_s + n_r``; a query at this place sees keys at places that are as far behind it as they should be.
-        lag: sink ``s`` is far for queries from position ``limit + lag · s`` on (0 or 1).
+        lag: a method's: sink ``s`` is far for queries from position ``limit + lag · s`` on. 0: all at once, each then at its index
+            in the cache; 1: when its distance is the limit, at which it stays.
     """
 
     lag: ClassVar[int]
 
-    def __init__(
-        self, config: PodConfig, layer_idx: int, codec: Codec, num_sink_tokens: int, num_recent_tokens: int
-    ):
-        self.num_sink_tokens, self.limit = num_sink_tokens, num_sink_tokens + num_recent_tokens
-        super().__init__(config, layer_idx, codec, num_recent_tokens)
+    def __init__(self, config: PodConfig, layer_idx: int, request: Request):
+        self.num_sink_tokens, self.limit = request.params["num_sink_tokens"], request.tokens
+        num_recent_tokens = self.limit - self.num_sink_tokens
+        if num_recent_tokens < 1:
+            raise ValueError(
+                f"{request.spec}: budget = {self.limit} must exceed num_sink_tokens = {self.num_sink_tokens}: raise the budget"
+            )
+        super().__init__(config, layer_idx, request.codec, num_recent_tokens)
 
     @property
     def far_places(self) -> range:
         """Where each far sink is, or one place for all of them."""
-        raise NotImplementedError
+        return range(1) if self.lag else range(1, self.num_sink_tokens + 1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         if step.num_new == 1 and step.all_real:
@@ -158,35 +160,15 @@ def _once(positions: Tensor, step: Step) -> Tensor:
     return positions if step.uniform_past is None else positions[:1]
 
 
-def windowed_cache(
-    config: PodConfig, request: Request, make_layer: Callable[[PodConfig, int], CacheLayer]
-) -> PodCache:
-    """A cache of layers that take rows of unlike length; packed windows do not."""
-    make = PodCache if request.codec is NATIVE else GroupedCache
-    return make(config, make_layer, request.spec)
-
-
 def sinks_method(name: str, paper: str, layer_class: type[SinkLayer]) -> Method:
     """A method that sees the first and the most recent of ``budget`` tokens."""
-
-    def build(config: PodConfig, request: Request) -> PodCache:
-        sinks = request.params["num_sink_tokens"]
-        if sinks < 0 or request.tokens <= sinks:
-            raise ValueError(
-                f"{request.spec}: budget = {request.tokens} must exceed num_sink_tokens = {sinks} >= 0: raise the budget"
-            )
-        sizes = request.codec, sinks, request.tokens - sinks
-        return windowed_cache(
-            config, request, lambda config, layer_idx: layer_class(config, layer_idx, *sizes)
-        )
-
     return Method(
         name=name,
         paper=paper,
         frees="keys and values of all tokens but the first and the recent ones",
         axis="selection",
-        build=build,
-        parameters={"num_sink_tokens": (4, "first tokens that are always kept (tokens)")},
+        build=cache_of(layer_class, takes_any_rows=True),
+        parameters={"num_sink_tokens": (4, "first tokens that are always kept (tokens)", 0)},
         takes_budget=True,
         refuses=WINDOW_REFUSES_POD,
     )
