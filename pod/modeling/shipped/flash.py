@@ -152,9 +152,13 @@ def _forward(call: Call) -> tuple[Tensor, Tensor]:
     calls = [list(parts(call, segment)) for segment in segments]
     if len(calls) == 1 == len(calls[0]) and segments[0][:2] == all_rows:
         return _run(call, segments[0], calls[0][0])  # nothing to merge: no second output
-    lse = torch.full(call.q.shape[:3], float("-inf"), dtype=compute_dtype(call.q.dtype))
+    # fp64 while parts are merged, as every rounding of it is one of all weights in backward
+    lse, compute = (
+        torch.full(call.q.shape[:3], float("-inf"), dtype=torch.float64),
+        compute_dtype(call.q.dtype),
+    )
     # where parts are merged: one rounding, however many they are
-    dtype = lse.dtype if any(map(_overlap, calls)) else call.q.dtype
+    dtype = compute if any(map(_overlap, calls)) else call.q.dtype
     out = torch.zeros(call.q.shape, dtype=dtype)
     for segment, found in zip(segments, calls, strict=True):
         written = 0  # rows below this already hold a result that the next part must be merged into
@@ -165,7 +169,7 @@ def _forward(call: Call) -> tuple[Tensor, Tensor]:
                 written = part.rows[1]
             else:
                 _merge(out[rows], lse[rows], *results)
-    return out.to(call.q.dtype), lse
+    return out.to(call.q.dtype), lse.to(compute)
 
 
 def _overlap(calls: list[Part]) -> bool:
@@ -177,7 +181,7 @@ def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
     """Merge a part into ``out`` and ``lse`` in place: the gate of eq. 4."""
     gate = torch.sigmoid(lse - part_lse)[..., None]
     torch.lerp(part_out.to(out.dtype), out, gate.to(out.dtype), out=out)
-    torch.logaddexp(lse, part_lse, out=lse)
+    torch.logaddexp(lse, part_lse.double(), out=lse)
 
 
 def _backward(call: Call, grad_out: Tensor, out: Tensor, lse: Tensor) -> list[Tensor | None]:
