@@ -49,34 +49,25 @@ METHODS = {
 }
 
 # What does not reach the bound yet, and what an operation or two per token still set apart; a row that gets there must leave its list.
-TOO_MANY = [
-    "full-capacity",
-    "pod",
-    "pod-capacity",
-    "roco",
-    "d2o",
-    "int4",
-    "full+int4-capacity",
-    "int8",
-    "pod+pyramidkv",
-]
+TOO_MANY = ["full-capacity", "pod", "pod-capacity", "int4", "full+int4-capacity", "int8"]
 TOO_MANY += ["pod+int4", "pod+int4-capacity", "snapkv+int4", "pod+snapkv+int4", "d2o+int4", "razor+int4"]
 DEPENDS = ["pod", "pod+int4", "local_window", "d2o+int4", "pod+snapkv+int4"]
-ONE_BY_ONE = [
-    "local_window",
-    "snapkv",
-    "pyramidkv",
-    "h2o",
-    "razor",
-    "quest",
-    "minicache",
-    "imdc",
-    "pod+snapkv",
+ONE_BY_ONE = [  # groups of rows of one length attend one after the other
+    *(
+        "full",
+        "local_window",
+        "snapkv",
+        "pyramidkv",
+        "h2o",
+        "roco",
+        "d2o",
+        "razor",
+        "quest",
+        "minicache",
+        "imdc",
+    ),
+    *("pod+snapkv", "pod+pyramidkv", *TOO_MANY),
 ]
-ONE_BY_ONE += [
-    "full",
-    *(name for name in TOO_MANY),
-]  # groups of rows of one length attend one after the other
 
 NO_PADDING = ("full+int4-capacity", "pod+int4-capacity")  # refused: rows of packed tokens grow together
 

@@ -6,6 +6,7 @@ averaged over the query heads of the group. The sums of tokens that stay survive
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from pod.kernels.statistics import attention_column_sums
 from pod.modeling.shipped.grouped import slot_logits, weigh_slots
 from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.step import Step
-from pod.modeling.shipped.stores import numbers
+from pod.modeling.shipped.stores import numbers, places_of
 
 
 class AccumulatingLayer(PodCacheLayer):
@@ -33,6 +34,7 @@ class AccumulatingLayer(PodCacheLayer):
 
     def clear(self) -> None:
         super().clear()
+        self.lead_keys.is_tight = self.all_values.is_tight = True
         self.held = 0
         self.statistics: dict[str, Tensor] = {}
 
@@ -78,12 +80,18 @@ class AccumulatingLayer(PodCacheLayer):
         """A prompt or chunk has ended, or a token was decoded: choose what stays, and call ``keep``."""
         raise NotImplementedError
 
-    def keep(self, index: Tensor) -> None:
-        """Hold only the slots ``index`` ``[B, H, w]``, ascending in each head."""
+    def keep(self, kept: Tensor | None, dropped: Tensor) -> None:
+        """Hold only the slots ``kept`` and not those ``dropped``, both from ``choose_slots``."""
+        if kept is None:
+            later = numbers(self.held - 1, dropped.device) >= dropped
+            places = _first_places(*dropped.shape[:2], self.held, dropped.device) + later
+        else:
+            places = places_of(kept, self.held)
         for store in (self.lead_keys, self.all_values):
-            store.keep(index, self.held)
-        self.statistics = {name: x.gather(2, index) for name, x in self.statistics.items()}
-        self.held = index.shape[2]
+            store.keep_places(places, self.held)
+        for name, x in self.statistics.items():
+            self.statistics[name] = x.flatten().index_select(0, places.flatten()).view(places.shape)
+        self.held = places.shape[2]
 
     def observe_prompt(self, q: Tensor, step: Step) -> None:
         """After a chunk of a prompt: its rotated queries ``[B, Hq, m, d]``; ``lead_keys.read(held)`` has its keys too."""
@@ -106,7 +114,7 @@ class AccumulatingLayer(PodCacheLayer):
         self.statistics[name] = addition
 
 
-def choose_slots(scores: Tensor, count: int, num_first: int, num_last: int) -> tuple[Tensor, Tensor]:
+def choose_slots(scores: Tensor, count: int, num_first: int, num_last: int) -> tuple[Tensor | None, Tensor]:
     """Keep the first and the last slots, and of those between the best.
 
     Args:
@@ -114,12 +122,14 @@ def choose_slots(scores: Tensor, count: int, num_first: int, num_last: int) -> t
         count: slots to keep, ``num_first + num_last <= count < n``.
 
     Returns:
-        Slots kept ``[B, H, count]``, ascending, and slots dropped ``[B, H, n - count]``, worst last.
+        Slots kept ``[B, H, count]``, ascending, and slots dropped ``[B, H, n - count]``, worst last. Of a single dropped one, as
+        after a decoded token, None and that slot, without sorting.
     """
     n = scores.shape[2]
     between = scores[..., num_first : n - num_last]
     if n - count == 1:
-        return _drop_one(between, num_first, n)
+        last = num_first + between.shape[2] - 1
+        return None, last - between.flip(-1).argmin(dim=-1, keepdim=True)
     order = between.argsort(dim=-1, descending=True, stable=True) + num_first
     chosen, dropped = order.split((count - num_first - num_last, n - count), dim=-1)
     slots = torch.arange(n, device=scores.device).expand(*scores.shape[:2], -1)
@@ -127,9 +137,8 @@ def choose_slots(scores: Tensor, count: int, num_first: int, num_last: int) -> t
     return kept, dropped
 
 
-def _drop_one(between: Tensor, num_first: int, n: int) -> tuple[Tensor, Tensor]:
-    """``choose_slots`` of a decode step: the lowest score goes, of equally low ones the last; no sorting."""
-    last = between.shape[2] - 1
-    worst = num_first + last - between.flip(-1).argmin(dim=-1, keepdim=True)
-    slots = numbers(n - 1, between.device)
-    return slots + (slots >= worst), worst
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def _first_places(batch: int, heads: int, held: int, device: torch.device) -> Tensor:
+    """Numbers of all but the last of ``held`` slots of each head, ``[B, H, held - 1]``."""
+    return places_of(numbers(held - 1, device).expand(batch, heads, -1), held)

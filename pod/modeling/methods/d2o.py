@@ -56,7 +56,7 @@ class D2OLayer(AccumulatingLayer):
     def clear(self) -> None:
         super().clear()
         self.weight: Fraction | None = None  # 1 or alpha; None until the first prompt has ended
-        self.threshold: Tensor | None = None  # tau, [B, H, 1]; None until something was dropped
+        self.threshold: Tensor | None = None  # tau - 1, [B, H, 1]; None until something was dropped
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         yield from super().parts()
@@ -91,8 +91,11 @@ class D2OLayer(AccumulatingLayer):
             return
         recents = max(1, (budget - self.sinks) // _RECENT_SHARE)
         kept, dropped = choose_slots(self.statistics["attention"], budget, self.sinks, recents)
-        merge = self._merge_one if dropped.shape[2] == 1 else self._merge_many
-        merge(kept, dropped, self.beta if step.is_decode else 1.0)
+        beta = self.beta if step.is_decode else 1.0
+        if kept is None:
+            self._merge_one(dropped, beta)
+        else:
+            self._merge_many(kept, dropped, beta)
 
     def _merge_many(self, kept: Tensor, dropped: Tensor, beta: float) -> None:
         keys, values = self.lead_keys.read(self.held), self.all_values.read(self.held)
@@ -103,14 +106,14 @@ class D2OLayer(AccumulatingLayer):
             take_slots(merging.merge_tokens(x, kept, dropped, nearest, weights), nearest)
             for x in (keys, values)
         ]
-        self.keep(kept)
+        self.keep(kept, dropped)
         self._write(nearest, *changed)
 
-    def _merge_one(self, kept: Tensor, dropped: Tensor, beta: float) -> None:
+    def _merge_one(self, dropped: Tensor, beta: float) -> None:
         """As ``_merge_many`` in a fourth of the operations: what a decoded token costs."""
         stores = self.lead_keys, self.all_values
         key, value = (merging.one_slot(store.read(self.held), dropped) for store in stores)
-        self.keep(kept)
+        self.keep(None, dropped)
         keys, values = (store.read(self.held) for store in stores)
         similarity, nearest = merging.nearest_slot(keys, key)
         share = merging.share_of_one(similarity, self._next_threshold(similarity, beta))
@@ -119,7 +122,7 @@ class D2OLayer(AccumulatingLayer):
         )
 
     def _next_threshold(self, newest: Tensor, beta: float) -> Tensor:
-        """Moving average ``[B, H, 1]`` of similarities, of which the newest has weight ``beta``."""
+        """Moving average ``[B, H, 1]`` of similarities (``merging``: cosines - 1), of which the newest has weight ``beta``."""
         self.threshold = newest if self.threshold is None else torch.lerp(self.threshold, newest, beta)
         return self.threshold
 

@@ -31,8 +31,7 @@ class H2OLayer(AccumulatingLayer):
 
     def evict(self, step: Step) -> None:
         if self.held > self.budget:
-            kept, _ = choose_slots(self.statistics["attention"], self.budget, 0, self.recents)
-            self.keep(kept)
+            self.keep(*choose_slots(self.statistics["attention"], self.budget, 0, self.recents))
 
 
 METHOD = Method(

@@ -1,10 +1,10 @@
 """D2O's token merging (Wan et al., 2024, section 4.2.2): what is dropped moves into the most similar token that is kept.
 
 Everything is a few blocked matrix products and scatters: memory O(n), no loop over tokens. Similarities and weights are
-computed in at least fp32.
+computed in at least fp32. A similarity is here the cosine minus 1, so that the kept token's weight in eq. 11, ``e`` over the
+sum, becomes 1 over the sum.
 """
 
-import math
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -26,7 +26,7 @@ def nearest_kept(keys: Tensor, kept: Tensor, dropped: Tensor) -> tuple[Tensor, T
         keys: ``[B, H, n, d]``; kept: slots ``[B, H, c]``, ascending; dropped: slots ``[B, H, e]``.
 
     Returns:
-        Cosine ``[B, H, e]``, and the index in ``kept`` ``[B, H, e]``; the lower one in a tie.
+        Cosine - 1 ``[B, H, e]``, and the index in ``kept`` ``[B, H, e]``; the lower one in a tie.
     """
     compute = compute_dtype(keys.dtype)
     candidates = F.normalize(take_slots(keys, kept).to(compute), dim=-1).transpose(2, 3)
@@ -36,7 +36,7 @@ def nearest_kept(keys: Tensor, kept: Tensor, dropped: Tensor) -> tuple[Tensor, T
     for block in _blocks(count, batch * heads * kept.shape[2]):
         queries = F.normalize(take_slots(keys, dropped[..., block]).to(compute), dim=-1)
         similarity[..., block], nearest[..., block] = (queries @ candidates).max(dim=-1)
-    return similarity, nearest
+    return similarity.sub_(1), nearest
 
 
 def merge_weights(
@@ -54,8 +54,8 @@ def merge_weights(
         ``[B, H, c]`` and ``[B, H, e]``, the latter 0 where nothing is merged.
     """
     raw = similarity.exp() * merged
-    total = raw.new_full((*raw.shape[:2], num_kept), math.e).scatter_add_(2, nearest, raw)
-    return math.e / total, raw / total.gather(2, nearest)
+    total = raw.new_ones(*raw.shape[:2], num_kept).scatter_add_(2, nearest, raw)
+    return 1 / total, raw / total.gather(2, nearest)
 
 
 def merge_tokens(
@@ -81,17 +81,18 @@ def one_slot(x: Tensor, slots: Tensor) -> Tensor:
 
 
 def nearest_slot(keys: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Eq. 8 for one dropped key ``[B, H, 1, d]`` and the kept ones ``[B, H, c, d]``: cosine and slot, ``[B, H, 1]`` each."""
+    """Eq. 8 for one dropped key ``[B, H, 1, d]`` and the kept ones ``[B, H, c, d]``: cosine - 1 and slot, ``[B, H, 1]`` each."""
     compute = compute_dtype(keys.dtype)
     wide, key = keys.to(compute), key.to(compute)
     products = (wide @ key.transpose(2, 3)).squeeze(3)
     lengths = (torch.linalg.vector_norm(x, dim=-1) for x in (wide, key))
-    return (products / torch.addcmul(_tiny(compute, keys.device), *lengths)).max(dim=-1, keepdim=True)
+    tiny, minus_one = _numbers(compute, keys.device)
+    return torch.addcdiv(minus_one, products, torch.addcmul(tiny, *lengths)).max(dim=-1, keepdim=True)
 
 
 def share_of_one(similarity: Tensor, threshold: Tensor) -> Tensor:
-    """Eq. 11 for one dropped token, ``exp(u) / (e + exp(u))``, or 0 if it is gone for good."""
-    return torch.sigmoid(similarity - 1) * (similarity >= threshold)
+    """Eq. 11 for one dropped token: its weight, or 0 if it is gone for good."""
+    return similarity.sigmoid() * (similarity >= threshold)
 
 
 def merge_one(x: Tensor, nearest: Tensor, dropped: Tensor, share: Tensor) -> Tensor:
@@ -102,8 +103,9 @@ def merge_one(x: Tensor, nearest: Tensor, dropped: Tensor, share: Tensor) -> Ten
 
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)
-def _tiny(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(torch.finfo(dtype).tiny, dtype=dtype, device=device)
+def _numbers(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The smallest normal number, and -1."""
+    return tuple(torch.tensor(x, dtype=dtype, device=device) for x in (torch.finfo(dtype).tiny, -1.0))  # type: ignore
 
 
 def _blocks(count: int, elements_each: int) -> Iterator[slice]:

@@ -370,6 +370,10 @@ class PackedTokens(_PackedStore):
         slots = (index[..., first:] - old_first).clamp(min=0)
         self.newest.replace(take_slots(newest, slots) if slots.shape[2] else newest[:, :, :0].clone(), first)
 
+    def keep_places(self, places: Tensor, length: int) -> None:
+        """See ``TokenStore``."""
+        self.keep(places % length, length)
+
     def write(self, slots: Tensor, x: Tensor) -> None:
         """Overwrite slots ``[b, h, c]`` with ``[b, h, c, d]``: packed ones are packed anew, alone."""
         assert not self.is_static, "capacity is for caches that merge no token"

@@ -70,8 +70,7 @@ class RocoLayer(AccumulatingLayer):
         protected = self.protected[step.is_decode]
         candidates = slice(self.sinks, self.held - self.recents)
         protect_largest(mean[..., candidates], variance[..., candidates], protected)
-        kept, _ = choose_slots(mean, self.budget, self.sinks, self.recents)
-        self.keep(kept)
+        self.keep(*choose_slots(mean, self.budget, self.sinks, self.recents))
 
 
 def mean_and_variance(sums: Tensor, squares: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:

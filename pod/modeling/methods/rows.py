@@ -209,8 +209,7 @@ class GroupedCache(PodCache):
             width = min(left, boundary - group.prompt_done)
             ends = group.prompt_done + width == boundary
             last = boundary == group.prompt_length
-        device = step.past.device
-        past = torch.full((len(group.rows),), group.seen, dtype=torch.long, device=device)
+        past = step.past.new_full((len(group.rows),), group.seen)
         return Step(
             layers=group.layers,
             past=past,
@@ -238,7 +237,7 @@ class GroupedCache(PodCache):
         whole = not any(fed) and width == step.num_new
         return replace(
             step,
-            past=step.past + starts,
+            past=step.past + starts if any(fed) else step.past,
             counts=counts,
             num_new=width,
             uniform_past=passes[0].uniform_past if len(passes) == 1 else None,

@@ -274,8 +274,15 @@ class PodForCausalLM(PodPreTrainedModel, PodGenerationMixin):
         """
         if not return_dict:
             raise ValueError("return_dict=False is not supported: read the fields of the returned object")
-        inputs = input_ids, attention_mask, past_key_values, inputs_embeds, use_cache, doc_ids, position_ids
-        outputs = self.model(*inputs)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            doc_ids=doc_ids,
+            position_ids=position_ids,
+        )
         hidden_states = outputs.last_hidden_state[:, -logits_to_keep if logits_to_keep else None :]
         logits = self.lm_head(hidden_states)
         loss = None

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from .attend import compute_dtype
 from .config import PodConfig
 
 _TILE_ELEMENTS = 1 << 20
@@ -39,15 +40,19 @@ class Rope:
     ):
         self.frequencies = frequencies
         self.attention_scaling = attention_scaling
-        self.compute_dtype = torch.promote_types(dtype, torch.float32)
+        self.compute_dtype = compute_dtype(dtype)
         self.own_tables = self.tables(position_ids)
         self._other_tables: dict[Hashable, tuple[Tensor, Tensor]] = {}
 
     def tables(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin ``[B or 1, 1, n, d / 2]`` at ``position_ids`` ``[B or 1, n]``, for ``rotate``."""
+        """For ``rotate`` at ``position_ids`` ``[B or 1, n]``: cos ``[B or 1, 1, n, 1, d / 2]``, and ``[…, 2, d / 2]`` with -sin
+        for the lower and sin for the upper half of the channels."""
         frequencies = self.frequencies.to(self.compute_dtype)
-        angles = position_ids[:, None, :, None].to(self.compute_dtype) * frequencies
-        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        angles = position_ids[:, None, :, None, None].to(self.compute_dtype) * frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if self.attention_scaling != 1.0:
+            cos, sin = cos * self.attention_scaling, sin * self.attention_scaling
+        return cos, torch.cat((-sin, sin), dim=-2)
 
     def pair(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate queries ``[B, Hq, n, d]`` and keys ``[B, H, n, d]``: those of a decoded token at once, which is one pass less."""
@@ -86,7 +91,7 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     tile = max(1, _TILE_ELEMENTS // max(1, x[:, :, :1].numel()))
     if x.shape[2] <= tile:
         return _rotate(x, *tables)
-    cos, sin = (table.expand(-1, -1, x.shape[2], -1) for table in tables)
+    cos, sin = (table.expand(-1, -1, x.shape[2], -1, -1) for table in tables)
     parts = (
         _rotate(*(part[:, :, start : start + tile] for part in (x, cos, sin)))
         for start in range(0, x.shape[2], tile)
@@ -100,7 +105,5 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    low, high = x.to(cos.dtype).chunk(2, dim=-1)
-    return torch.cat(
-        (torch.addcmul(low * cos, high, sin, value=-1), torch.addcmul(high * cos, low, sin)), dim=-1
-    ).to(x.dtype)
+    halves = x.to(cos.dtype).unflatten(3, (2, -1))
+    return torch.addcmul(halves * cos, halves.flip(3), sin).flatten(3).to(x.dtype)

@@ -126,7 +126,7 @@ class Step:
 
     @property
     def chunk_backend(self) -> str:
-        """What attends behind a past: backends for whole sequences only leave it to ``auto``."""
+        """What attends behind a past, where tokens may have a form that a backend asked for does not take."""
         return self.backend if self.is_fresh or self.backend == "reference" else "auto"
 
     def merging_backend(self, *tensors: Tensor) -> str:

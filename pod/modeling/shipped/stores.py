@@ -25,8 +25,13 @@ def take_slots(x: Tensor, slots: Tensor) -> Tensor:
         x = x.contiguous()
     row, head = x.stride(0) // head_dim, x.stride(1) // head_dim
     tokens = x.as_strided(((batch - 1) * row + (heads - 1) * head + n, head_dim), (head_dim, 1))
-    places = torch.add(slots, numbers(batch * heads, x.device).view(batch, heads, 1), alpha=head)
-    return tokens.index_select(0, places.flatten()).view(*slots.shape, head_dim)
+    return tokens.index_select(0, places_of(slots, head).flatten()).view(*slots.shape, head_dim)
+
+
+def places_of(slots: Tensor, room: int) -> Tensor:
+    """Slots ``[B, h, w]`` of ``[B, h, room, …]`` as numbers of its tokens."""
+    heads = numbers(slots.shape[0] * slots.shape[1], slots.device)
+    return torch.add(slots, heads.view(*slots.shape[:2], 1), alpha=room)
 
 
 @lru_cache(maxsize=256)
@@ -48,6 +53,7 @@ class TokenStore:
 
     Attributes:
         data: ``[B, h, slots reserved, d]``; use ``read`` for the slots in use. None = nothing was ever written.
+        is_tight: ``keep`` follows every token, which would free room for later ones at once: none is reserved.
     """
 
     num_croppable = sys.maxsize
@@ -56,6 +62,7 @@ class TokenStore:
     """How many tokens can come before others take another form."""
 
     def __init__(self, num_sink_tokens: int | None = None, num_recent_tokens: int | None = None):
+        self.is_tight = False
         self.has_window = num_recent_tokens is not None
         self.num_sink_tokens = num_sink_tokens or 0
         self.num_recent_tokens = num_recent_tokens or 0
@@ -122,16 +129,17 @@ class TokenStore:
         if self.is_empty:
             self.data = like.new_empty(like.shape[0], like.shape[1], 0, like.shape[3])
         if self.data.shape[2] < slots:
-            slack = 0 if slots <= self._reserved else max(1, slots // _SLACK)
+            slack = 0 if self.is_tight or slots <= self._reserved else max(1, slots // _SLACK)
             wanted = max(min(slots + slack, self.limit), self._reserved)
-            grown = self.data.new_zeros(*self.data.shape[:2], wanted, self.data.shape[3])
-            grown[:, :, : self.data.shape[2]] = self.data
-            self.data = grown
+            self.data = F.pad(self.data, (0, 0, 0, wanted - self.data.shape[2]))
         return self.data
 
     def append(self, x: Tensor, past: int) -> None:
         """Write ``[B, h, m, d]`` when every row has ``past`` tokens and gets ``m`` more."""
         length = past + x.shape[2]
+        if self.is_tight and not self.is_empty and past == self.data.shape[2]:
+            self.data = torch.cat((self.data, x), dim=2)
+            return
         data = self._grow(x, self.used_slots(length))
         for position, slot, count in self.runs(past, length, length):
             data[:, :, slot : slot + count] = x[:, :, position - past : position - past + count]
@@ -169,6 +177,11 @@ class TokenStore:
     def keep(self, index: Tensor, length: int) -> None:
         """Hold only the slots ``index`` ``[B, h, w]`` of the ``length`` in use, as slots ``0 … w-1``; free the rest."""
         self.data = take_slots(self.data, index)
+
+    def keep_places(self, places: Tensor, length: int) -> None:
+        """``keep`` of a tight store, by numbers ``[B, h, w]`` from ``places_of``, which then serve several stores."""
+        flat = self.data.flatten(0, 2).index_select(0, places.flatten())
+        self.data = flat.view(*places.shape, -1)
 
     def write(self, slots: Tensor, x: Tensor) -> None:
         """Overwrite slots ``[B, h, c]`` with ``[B, h, c, d]``."""
