@@ -104,8 +104,8 @@ def test_positions_restart_at_every_document(rows):
     """RoPE knows distances only, so that logits would hide positions that run on across documents: look at them."""
     model, seen = make_model("auto"), []
     context = model.model.context
-    model.model.context = lambda hidden, positions, **options: (
-        seen.append(positions) or context(hidden, positions, **options)
+    model.model.context = lambda hidden, positions, *options: (
+        seen.append(positions) or context(hidden, positions, *options)
     )
     chosen = chosen_rows(rows)
     batch = rows.rows(chosen)

@@ -79,7 +79,7 @@ def test_batch_of_three_answers_as_alone_and_in_any_order(row, dense_model, pod_
 def test_compression_comes_before_the_question(dense_model):
     cache = pod.make_cache(dense_model, "snapkv", budget=24, **SNAP)
     branching.read_prompts(dense_model, Tokenizer(), cache, rows([64, 60], 7))
-    assert [layer.heads[0].held for group in cache.groups for layer in group.layers] == [24] * 8
+    assert [layer.banks[0].held for group in cache.groups for layer in group.layers] == [24] * 8
     prompts, questions = rows([64, 50, 57], 4), [rows([5, 9, 6], 5)]
     few = answers(
         dense_model, lambda: pod.make_cache(dense_model, "snapkv", budget=24, **SNAP), prompts, questions

@@ -150,7 +150,7 @@ def test_tokens_of_a_window(rows, see, backend):
     def recent(x, heads):
         store, x = TokenStore(see[0], see[1]), x[:, heads].nan_to_num(7.0)
         if max(past):
-            store.append_ragged(x[:, :, : max(past)], Segments.of_rows([0] * len(past), past, x.device))
+            store.append_ragged(x[:, :, : max(past)], Segments.of_rows([0] * len(past), past))
         chunk = torch.stack(
             [
                 torch.nn.functional.pad(x[b, :, p : p + c], (0, 0, 0, max(counts) - c))

@@ -100,7 +100,7 @@ def test_snapkv(tools, family, kernel, pool, widths):
         start += width
     assert (torch.cat(outputs, 1)[0] - expected).abs().max() <= 1e-9
     assert (model(ids).logits[0] - expected).abs().max() > 1e-3
-    assert cache.groups[0].layers[0].heads[0].held == 24
+    assert cache.groups[0].layers[0].banks[0].held == 24
 
 
 METHODS = [

@@ -31,7 +31,7 @@ def test_rows_of_unlike_length_hold_what_lists_hold(sinks, recent, seed):
             if count:
                 alike[row].append(tokens[row : row + 1, :, start : start + count], start)
         rows = list(zip(past, counts, strict=True))
-        store.append_ragged(chunk, Segments.of_rows(*zip(*rows, strict=True), device=chunk.device))
+        store.append_ragged(chunk, Segments.of_rows(*zip(*rows, strict=True)))
         past = [sum(row) for row in rows]
         for row, length in enumerate(past):
             runs, held = store.runs(0, length, length), store.read(max(past))[row]

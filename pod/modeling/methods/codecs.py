@@ -11,8 +11,9 @@ _PARAMETERS = {
     "group_size": (
         32,
         "numbers that share a scale: of a channel's tokens (keys), of a token's channels (values)",
+        2,
     ),
-    "residual": (128, "newest tokens that stay unpacked, at most group_size - 1 more of them (tokens)"),
+    "residual": (128, "newest tokens that stay unpacked, at most group_size - 1 more of them (tokens)", 0),
 }
 
 

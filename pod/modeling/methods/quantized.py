@@ -587,15 +587,11 @@ def make_codec(name: str, bits: int, config: PodConfig, group_size: int, residua
     """
     head_dim = config.head_dim
     fitting = [size for size in range(2, head_dim + 1) if head_dim % size == 0]
-    if group_size < 2:
-        raise ValueError(f"{name}: group_size = {group_size} must be at least 2; 32 and 64 are usual")
     if group_size < head_dim and head_dim % group_size:
         raise ValueError(
             f"{name}: group_size = {group_size} does not divide head_dim = {head_dim}; it can be "
             f"{', '.join(map(str, fitting))}"
         )
-    if residual < 0:
-        raise ValueError(f"{name}: residual = {residual} must be at least 0 tokens")
     if bits == 4 and head_dim % 2:
         raise ValueError(f"{name}: head_dim = {head_dim} is odd, and two codes share a byte; use int8")
     return QuantizedCodec(bits, group_size, residual)

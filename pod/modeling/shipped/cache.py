@@ -446,7 +446,9 @@ class PodCache(Cache):
         """
         count = -tokens_to_remove
         if count < 0:
-            raise ValueError(f"crop({-count}) takes a negative number of columns: crop({count})")
+            raise ValueError(
+                f"crop({-count}) of this {self.spec} cache takes a negative number of columns: crop({count})"
+            )
         if not count:
             return
         self._check_no_pass_failed()
