@@ -1,7 +1,7 @@
 """Decoding as grouped matrix products on views: the query heads of a KV head share each key and value that is read.
 
-Products run over blocks of tokens, keys as the left factor: on CPUs twice as fast as one product with the queries left. Keys
-and values of 16 bits (or packed) become fp32 a block at a time, which is faster there than products in bf16, and exact.
+Products run over blocks of tokens, keys as the left factor: behind many tokens twice as fast on CPUs as one product with the
+queries left. Keys and values of 16 bits (or packed) become fp32 a block at a time, which is faster there than products in bf16, and exact.
 Rows of unlike length run one after the other. The work of a lead on distant tokens serves its block: followers reuse
 ``exp(logit - max)`` and its sum, and merge both parts by the gate ``g = sigmoid(lse_P - lse_D)`` (METHODS.md §1).
 """
@@ -21,6 +21,9 @@ from .packed import Packed, Stored
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 19}
 """Keys or values per product: they stay in a CPU's cache while they are converted and used; 2^26 elsewhere."""
+
+_FEW_TOKENS = 4096
+"""Up to which one product with the queries left is the faster one on CPUs."""
 
 
 def decode(call: DecodeCall) -> None:
@@ -185,8 +188,8 @@ def attend_slots(
 def slot_logits(q: Tensor, keys: Any, length: int, scale: float) -> Tensor:
     """Logits ``[B, H, G, length]`` in at least fp32 of queries ``[B, H·G, 1, d]`` and the first keys of ``[B, H, n, d]``."""
     grouped = q[:, :, 0].unflatten(1, (keys.shape[1], -1)).to(compute_dtype(q.dtype)) * scale
-    if isinstance(keys, Tensor) and keys.dtype == grouped.dtype:
-        return grouped @ keys[:, :, :length].transpose(2, 3)  # the faster order of up to some thousand tokens
+    if isinstance(keys, Tensor) and keys.dtype == grouped.dtype and length <= _FEW_TOKENS:
+        return grouped @ keys[:, :, :length].transpose(2, 3)
     logits = grouped.new_empty(*grouped.shape[:3], length)
     _scores(grouped, keys, logits)
     return logits
