@@ -38,7 +38,7 @@ _op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _op_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-class Part(NamedTuple):
+class FlashCall(NamedTuple):
     """One flash call: ``rows`` of the (own or lead) queries on ``columns`` of keys and values."""
 
     lead: bool
@@ -85,7 +85,7 @@ def _with(call: Call, q, keys, values, q_lead, k_lead) -> Call:
 # -- which calls -------------------------------------------------------------------------------------------------
 
 
-def parts(call: Call, segment: Segment) -> Iterator[Part]:
+def parts(call: Call, segment: Segment) -> Iterator[FlashCall]:
     """The calls for one segment; parts that share rows have the same softmax."""
     for piece in segment.slices(call.visibility, call.lead is not None):
         first, last = piece.columns
@@ -93,21 +93,21 @@ def parts(call: Call, segment: Segment) -> Iterator[Part]:
             yield from _strips(call, piece)
         elif piece.causal:
             square = last - (piece.rows[1] - piece.rows[0])
-            yield Part(piece.lead, piece.rows, (square, last), causal=True)
+            yield FlashCall(piece.lead, piece.rows, (square, last), causal=True)
             yield from _unmasked(call, piece, (first, square))
         else:
             yield from _unmasked(call, piece, piece.columns)
 
 
-def _unmasked(call: Call, piece: Slice, columns: Span) -> Iterator[Part]:
+def _unmasked(call: Call, piece: Slice, columns: Span) -> Iterator[FlashCall]:
     """All rows on all of these columns; what has to be unpacked comes in tiles."""
     is_packed = not all(x is None or isinstance(x, Tensor) for x in _tensors(call))
     width = _TILE_TOKENS if is_packed else columns[1] - columns[0]
     for start in range(*columns, max(width, 1)):
-        yield Part(piece.lead, piece.rows, (start, min(start + width, columns[1])))
+        yield FlashCall(piece.lead, piece.rows, (start, min(start + width, columns[1])))
 
 
-def _strips(call: Call, piece: Slice) -> Iterator[Part]:
+def _strips(call: Call, piece: Slice) -> Iterator[FlashCall]:
     (first, last), window = piece.rows, piece.window
     assert window is not None
     past = piece.columns[1] - last
@@ -117,7 +117,7 @@ def _strips(call: Call, piece: Slice) -> Iterator[Part]:
     for start in range(first, last, rows):
         end = min(start + rows, last)
         columns = past + start - window + 1, past + end
-        yield Part(False, (start, end), columns, mask=mask[: end - start, : columns[1] - columns[0]])
+        yield FlashCall(False, (start, end), columns, mask=mask[: end - start, : columns[1] - columns[0]])
 
 
 def _strip_mask(rows: int, window: int, like: Tensor) -> Tensor:
@@ -130,11 +130,11 @@ def _strip_mask(rows: int, window: int, like: Tensor) -> Tensor:
 # -- forward and backward ----------------------------------------------------------------------------------------
 
 
-def _rows(segment: Segment, part: Part) -> tuple[slice, slice, slice]:
+def _rows(segment: Segment, part: FlashCall) -> tuple[slice, slice, slice]:
     return slice(*segment.rows), slice(None), slice(*part.rows)
 
 
-def _inputs(call: Call, segment: Segment, part: Part) -> tuple[Tensor, Tensor, Tensor]:
+def _inputs(call: Call, segment: Segment, part: FlashCall) -> tuple[Tensor, Tensor, Tensor]:
     queries, keys = call.q, call.tokens.keys
     if part.lead:
         assert call.lead is not None
@@ -143,7 +143,7 @@ def _inputs(call: Call, segment: Segment, part: Part) -> tuple[Tensor, Tensor, T
     return queries[_rows(segment, part)], *columns  # type: ignore[return-value]
 
 
-def _run(call: Call, segment: Segment, part: Part) -> tuple[Tensor, Tensor]:
+def _run(call: Call, segment: Segment, part: FlashCall) -> tuple[Tensor, Tensor]:
     return _op(*_inputs(call, segment, part), 0.0, part.causal, attn_mask=part.mask, scale=call.scale)
 
 
@@ -172,7 +172,7 @@ def _forward(call: Call) -> tuple[Tensor, Tensor]:
     return out.to(call.q.dtype), lse.to(compute)
 
 
-def _overlap(calls: list[Part]) -> bool:
+def _overlap(calls: list[FlashCall]) -> bool:
     ends = accumulate((part.rows[1] for part in calls), max, initial=0)
     return any(part.rows[0] < end for part, end in zip(calls, ends, strict=False))
 
