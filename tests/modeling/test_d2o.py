@@ -117,6 +117,14 @@ def test_merging_one_equals_merging_many(threshold):
         assert (merged - take_slots(expected, nearest)).abs().max() <= 1e-14
 
 
+def test_the_first_dropped_token_is_its_own_threshold_and_is_merged():
+    similarity = torch.tensor([[[-0.3]], [[0.0]]], dtype=torch.float64)
+    share = merging.share_of_one(similarity, similarity)
+    expected = (similarity + 1).exp() / (math.e + (similarity + 1).exp())
+    assert (share - expected).abs().max() <= 1e-15
+    assert merging.share_of_one(similarity, similarity + 1e-15).max() == 0
+
+
 def test_equally_similar_tokens_go_to_the_lower_slot():
     keys = torch.tensor([[1.0, 2], [2, -1], [1, 2], [1, 2], [2, -1]], dtype=torch.float64)[None, None]
     kept, dropped = torch.tensor([[[0, 1, 2]]]), torch.tensor([[[4, 3]]])
