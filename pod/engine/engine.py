@@ -113,7 +113,7 @@ class _Bound:
 
     def run_layers(self, model: Any, hidden_states: Tensor) -> Tensor:
         context = model.context(hidden_states, self.step.past[:, None])
-        self.step.tables = tuple(table[:, 0, 0, -1].contiguous() for table in context.rope.own_tables)
+        self.step.tables = tuple(table[:, 0, 0, -1].clone() for table in context.rope.own_tables)
         self.unfused = obstacle(model, hidden_states)
         if self.unfused is None:
             return run_layers(model, hidden_states, self.step)
