@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pod.modeling.shipped import attend
+from pod.modeling.shipped.attend import compute_dtype
 from pod.modeling.shipped.decode import Roles
 
 
@@ -59,7 +60,7 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = x.to(compute_dtype(x.dtype))
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from pod.modeling.shipped.attend import compute_dtype
+
 _CPU_ELEMENTS, _CPU_ROWS = 1 << 20, 128
 _CUDA_ELEMENTS, _CUDA_ROWS = 1 << 25, 1024
 _LEAST_ROWS = 32  # a matrix product with fewer rows is slow; the buffer then grows with n, not with m · n
@@ -44,7 +46,7 @@ def attention_column_sums(
     _check(q, k, lse)
     (batch, kv_heads, n, _), (query_heads, m) = k.shape, q.shape[1:3]
     pairs, groups = batch * kv_heads, query_heads // kv_heads
-    compute = torch.promote_types(q.dtype, torch.float32)
+    compute = compute_dtype(q.dtype)
     sums = torch.zeros(1 + squares, pairs, groups, n, dtype=compute, device=q.device)
     if lse is None:
         buffer = _buffer(q, k)
@@ -80,7 +82,7 @@ def attention_rows(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
     """
     _check(q, k, None)
     (batch, kv_heads, n, _), (query_heads, m) = k.shape, q.shape[1:3]
-    compute = torch.promote_types(q.dtype, torch.float32)
+    compute = compute_dtype(q.dtype)
     out = torch.zeros(batch * kv_heads, query_heads // kv_heads, m, n, dtype=compute, device=q.device)
     for here, block, logits in _blocks(q, k, scale):
         out[here, :, block, : logits.shape[-1]] = logits.softmax(-1)
@@ -100,7 +102,7 @@ def _buffer(q: Tensor, k: Tensor) -> Tensor:
     """Uninitialised room for the logits of one block, in at least fp32."""
     heads, rows = _block_sizes(q, k)
     size = heads * rows * k.shape[2] * (q.shape[1] // k.shape[1])
-    return torch.empty(size, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    return torch.empty(size, dtype=compute_dtype(q.dtype), device=q.device)
 
 
 def _blocks(q: Tensor, k: Tensor, scale: float | None) -> Iterator[tuple[slice, slice, Tensor]]:

@@ -98,6 +98,7 @@ class D2OLayer(AccumulatingLayer):
             self._merge_many(kept, dropped, beta)
 
     def _merge_many(self, kept: Tensor, dropped: Tensor, beta: float) -> None:
+        """At the end of a prompt, and where a decode step drops several tokens: eqs. 8 to 11."""
         keys, values = self.lead_keys.read(self.held), self.all_values.read(self.held)
         similarity, nearest = merging.nearest_kept(keys, kept, dropped)
         merged = similarity >= self._next_threshold(similarity.mean(-1, keepdim=True), beta)

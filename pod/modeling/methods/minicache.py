@@ -20,7 +20,7 @@ from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.grouped import slot_logits, weigh_slots
 from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.step import CacheLayer, Step
-from pod.modeling.shipped.stores import Store, TokenStore
+from pod.modeling.shipped.stores import TokenStore
 
 _PARALLEL = 1e-4  # below this sine two directions are parallel or opposite, and interpolated on a line
 _PARTS = ("keys", "values")
@@ -65,7 +65,7 @@ class PairLayer(PodCacheLayer):
         self.merged_tokens = self.num_apart = 0
         self.merged = {name: Merged() for name in _PARTS}
 
-    def stores(self) -> dict[str, Store]:
+    def stores(self) -> dict[str, TokenStore]:
         merged = {f"{part}_{name}": x for part in _PARTS for name, x in vars(self.merged[part]).items()}
         return super().stores() | merged
 

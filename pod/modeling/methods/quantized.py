@@ -14,7 +14,7 @@ from torch import Tensor
 from pod.modeling.shipped.attend import Segments
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.packed import Packed, Packing, tiles
-from pod.modeling.shipped.stores import Codec, Store, TokenStore, take_slots
+from pod.modeling.shipped.stores import Codec, TokenStore, take_slots
 
 _SLACK = 128  # tensors grow by 1/128 of their length
 
@@ -209,20 +209,20 @@ class _PackedStore(TokenStore):
 
     @property
     def num_croppable(self) -> int:
-        """See ``Store``: native tokens."""
+        """See ``TokenStore``: native tokens."""
         return len(self.newest)
 
     @property
     def num_ahead(self) -> int:
-        """See ``Store``: a group of tokens is packed when the ring would be full."""
+        """See ``TokenStore``: a group of tokens is packed when the ring would be full."""
         return self.newest.room - len(self.newest) - 1
 
     def crop(self, length: int) -> None:
-        """See ``Store``."""
+        """See ``TokenStore``."""
         self.newest.crop(length)
 
     def view(self, length: int) -> Tensor | Packed:
-        """See ``Store.view``."""
+        """See ``TokenStore.view``."""
         return self.stored
 
     def num_packed(self, length: int) -> int:
@@ -450,11 +450,11 @@ class QuantizedWindow(_PackedStore):
 
     @property
     def num_croppable(self) -> int:
-        """See ``Store``: native tokens, sinks behind no packed one included."""
+        """See ``TokenStore``: native tokens, sinks behind no packed one included."""
         return self.length if self.newest.first == self.num_sink_tokens else len(self.newest)
 
     def crop(self, length: int) -> None:
-        """See ``Store``."""
+        """See ``TokenStore``."""
         self.newest.crop(max(length, self.num_sink_tokens))
         if self.sinks is not None:
             self.sinks = self.sinks[:, :, :length]
@@ -563,11 +563,11 @@ class QuantizedCodec(Codec):
             )
         return replace(self, capacity=capacity)
 
-    def tokens(self, part: str, evicts: bool = False) -> Store:
+    def tokens(self, part: str, evicts: bool = False) -> TokenStore:
         packing = self._packing(per_channel=part == "keys" and not evicts)
         return PackedTokens(packing, self.residual, self.capacity)
 
-    def window(self, part: str, num_sink_tokens: int, num_recent_tokens: int) -> Store:
+    def window(self, part: str, num_sink_tokens: int, num_recent_tokens: int) -> TokenStore:
         """Native when the ring is not larger than what a packed one holds natively."""
         if self.capacity or num_recent_tokens <= self.residual + self.group_size:
             return TokenStore(num_sink_tokens, num_recent_tokens)

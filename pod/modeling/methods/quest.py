@@ -18,7 +18,7 @@ from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.grouped import slot_logits, weigh_slots
 from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.step import Step
-from pod.modeling.shipped.stores import Store, TokenStore, numbers, take_slots
+from pod.modeling.shipped.stores import TokenStore, numbers, take_slots
 
 
 class QuestLayer(PodCacheLayer):
@@ -40,7 +40,7 @@ class QuestLayer(PodCacheLayer):
         super().clear()
         self.pages = TokenStore()
 
-    def stores(self) -> dict[str, Store]:
+    def stores(self) -> dict[str, TokenStore]:
         return super().stores() | {"pages": self.pages}
 
     def predicted_nbytes(self, length: int) -> int:

@@ -21,7 +21,7 @@ from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.grouped import slot_logits, weigh_slots
 from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.step import Selection, Step
-from pod.modeling.shipped.stores import Codec, Store
+from pod.modeling.shipped.stores import Codec, TokenStore
 
 _AGED = 64  # own keys are freed, which copies the others, when this share (1/64) of them is of distant tokens
 Budgets = Callable[[int], list[list[int]]]
@@ -39,7 +39,7 @@ class OwnKeys:
     """
 
     def __init__(self, codec: Codec, num_sink_tokens: int):
-        self.store: Store = codec.tokens("keys", evicts=True)
+        self.store: TokenStore = codec.tokens("keys", evicts=True)
         self.group_size, self.residual = getattr(codec, "group_size", 1), getattr(codec, "residual", 0)
         self.num_sink_tokens = num_sink_tokens
         self.held = self.sinks = self.recents = 0
@@ -103,8 +103,8 @@ class Bank:
         self, codec: Codec, leads: list[int], followers: list[int], num_sink_tokens: int, shares: bool
     ):
         self.leads, self.followers, self.shares = leads, followers, shares
-        self.values: Store = codec.tokens("values", evicts=True)
-        self.keys: Store = codec.tokens("keys", evicts=True)
+        self.values: TokenStore = codec.tokens("values", evicts=True)
+        self.keys: TokenStore = codec.tokens("keys", evicts=True)
         self.own = OwnKeys(codec, num_sink_tokens)
         self.held = self.whole_from = 0
         self.followed: list[tuple[int, int]] = []
@@ -112,7 +112,7 @@ class Bank:
         self.observed: Tensor | None = None
         self.chosen: list[list[int]] | None = [[] for _ in leads]
 
-    def stores(self) -> list[tuple[str, Store, int]]:
+    def stores(self) -> list[tuple[str, TokenStore, int]]:
         """Name, store and tokens of what is not empty."""
         own = ("window_keys", self.own.store, len(self.own))
         found = [("keys", self.keys, self.held), own, ("values", self.values, self.held)]
@@ -127,7 +127,7 @@ class Bank:
             self.observed = self.observed.index_select(0, index.to(self.observed.device))
 
     def append(self, k: Tensor, v: Tensor, step: Step) -> None:
-        """Store what comes, but followers' keys: ``[B, leads, m, d]`` and ``[B, leads + followers, m, d]``."""
+        """TokenStore what comes, but followers' keys: ``[B, leads, m, d]`` and ``[B, leads + followers, m, d]``."""
         self.values.append(v, self.held)
         if self.leads:
             self.keys.append(k, self.held)
@@ -165,7 +165,7 @@ class SharedSelectionLayer(PodCacheLayer):
         self.order = tuple(head for bank in self.banks for head in bank.leads + bank.followers)
         self.is_reordered = len(self.banks) > 1 or bool(self.leads and self.followers)
 
-    def stores(self) -> dict[str, Store]:
+    def stores(self) -> dict[str, TokenStore]:
         banks = enumerate(self.banks)
         return {f"{name} of bank {i}": store for i, bank in banks for name, store, _ in bank.stores()}
 

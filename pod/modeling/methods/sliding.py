@@ -23,7 +23,7 @@ from pod.modeling.shipped.attend import (
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.grouped import attend_slots
 from pod.modeling.shipped.step import CacheLayer, Step
-from pod.modeling.shipped.stores import Codec, Recent, Store
+from pod.modeling.shipped.stores import Codec, Recent, TokenStore
 
 Biased = tuple[Tokens[Tensor], float]
 """Tokens, and what is added to their logits."""
@@ -32,8 +32,8 @@ Biased = tuple[Tokens[Tensor], float]
 class Pair(NamedTuple):
     """A store of keys and one of values that hold the same tokens."""
 
-    keys: Store
-    values: Store
+    keys: TokenStore
+    values: TokenStore
 
     @classmethod
     def of(cls, codec: Codec, evicts: bool = False) -> "Pair":
@@ -237,7 +237,7 @@ class SlidingTokens:
 
     # -- bookkeeping -----------------------------------------------------------------------------------------
 
-    def stores(self) -> dict[str, Store]:
+    def stores(self) -> dict[str, TokenStore]:
         """By name, as ``CacheLayer.stores``."""
         window = {} if self.window is None else self.window._asdict()
         return {f"window_{name}": store for name, store in window.items()} | self.beside._asdict()

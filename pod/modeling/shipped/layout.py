@@ -11,7 +11,7 @@ from .config import PodConfig
 from .decode import Roles, make_buffers, pod_decode
 from .grouped import attend_slots
 from .step import CacheLayer, Step
-from .stores import NATIVE, Codec, Recent, Store, take_slots
+from .stores import NATIVE, Codec, Recent, TokenStore, take_slots
 
 
 class PodCacheLayer(CacheLayer):
@@ -59,7 +59,7 @@ class PodCacheLayer(CacheLayer):
         for store in self.stores().values() if capacity else ():
             store.reserve(capacity)
 
-    def stores(self) -> dict[str, Store]:
+    def stores(self) -> dict[str, TokenStore]:
         stores = {"keys": self.lead_keys, "window_keys": self.window_keys, "values": self.all_values}
         return stores if self.followers else {name: stores[name] for name in ("keys", "values")}
 
@@ -73,7 +73,7 @@ class PodCacheLayer(CacheLayer):
         return out
 
     def attend_rotated(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        """Store and attend, for queries and keys that are already rotated."""
+        """TokenStore and attend, for queries and keys that are already rotated."""
         append_new(self.all_values, v, step)
         if self.leads:
             append_new(self.lead_keys, take_heads(k, self.leads), step)
@@ -150,8 +150,8 @@ class PodCacheLayer(CacheLayer):
         return take_slots(held, slots[:, None].expand(-1, held.shape[1], -1))
 
 
-def append_new(store: Store, x: Tensor, step: Step) -> None:
-    """Store the new tokens ``[B, h, m, d]`` of a pass."""
+def append_new(store: TokenStore, x: Tensor, step: Step) -> None:
+    """TokenStore the new tokens ``[B, h, m, d]`` of a pass."""
     if step.uniform_past is None:
         store.append_ragged(x, step.segments)
     else:
@@ -216,7 +216,7 @@ class WindowCacheLayer(CacheLayer):
         windows = self.num_sink_tokens, self.num_recent_tokens
         self.keys_store, self.values_store = (self.codec.window(x, *windows) for x in ("keys", "values"))
 
-    def stores(self) -> dict[str, Store]:
+    def stores(self) -> dict[str, TokenStore]:
         return {"window_keys": self.keys_store, "window_values": self.values_store}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:

@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .attend import compute_dtype
+
 _TILE = 1 << 20  # numbers packed or unpacked at a time: as fp32 they stay in the cache while they are used
 _HALF_MAX = torch.finfo(torch.float16).max
 _MINUS_TINY = -(2**15) + 1  # bits of the largest fp16 number below 0, as int16
@@ -79,7 +81,7 @@ class Packing:
 
     def pack(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Codes ``[b, h, n, d·bits/8]`` (uint8), zeros and scales ``[b, h, n, d/g]`` or, per channel, ``[b, h, n/g, d]``."""
-        compute = torch.promote_types(x.dtype, torch.float32)
+        compute = compute_dtype(x.dtype)
         groups, dim = self._group(x.to(compute).clamp(-_HALF_MAX, _HALF_MAX))
         zero = _half_below(groups.amin(dim, keepdim=True))
         levels = 2**self.bits - 1
@@ -94,7 +96,7 @@ class Packing:
 
     def unpack(self, packed: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
         """Write ``x̂`` into ``out`` ``[b, h, n, d]``; computed in at least fp32."""
-        compute = torch.promote_types(out.dtype, torch.float32)
+        compute = compute_dtype(out.dtype)
         for start, stop in tiles(out, 0, out.shape[2], self.group_size):
             codes = packed[0][:, :, start:stop]
             zero, scale = (

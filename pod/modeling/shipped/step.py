@@ -148,7 +148,7 @@ class CacheLayer(CacheLayerMixin):
         cls.is_croppable = vars(cls).get("is_croppable", False)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        """Store the new tokens and attend.
+        """TokenStore the new tokens and attend.
 
         Args:
             q: ``[B, Hq, m, d]``; k, v: ``[B, H, m, d]``; none of them rotated.

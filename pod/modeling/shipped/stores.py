@@ -180,6 +180,7 @@ class TokenStore:
 
     def keep_places(self, places: Tensor, length: int) -> None:
         """``keep`` of a tight store, by numbers ``[B, h, w]`` from ``places_of``, which then serve several stores."""
+        assert self.data.shape[2] == length, "a tight store has no room"
         flat = self.data.flatten(0, 2).index_select(0, places.flatten())
         self.data = flat.view(*places.shape, -1)
 
@@ -219,10 +220,6 @@ class TokenStore:
         assert self.is_empty or self.shape[2] <= self.limit, f"{self.shape[2]} slots, at most {self.limit}"
 
 
-Store = TokenStore
-"""What a codec makes: this, or a class that is derived from it."""
-
-
 class Codec:
     """How keys and values are held: makes the stores of a layer; this one as the model computes them.
 
@@ -240,11 +237,11 @@ class Codec:
         """
         return self
 
-    def tokens(self, part: str, evicts: bool = False) -> Store:
+    def tokens(self, part: str, evicts: bool = False) -> TokenStore:
         """A store of tokens at slots 0, 1, …; ``part`` is ``keys`` or ``values``; ``evicts``: ``keep`` will be used."""
         return TokenStore()
 
-    def window(self, part: str, num_sink_tokens: int, num_recent_tokens: int) -> Store:
+    def window(self, part: str, num_sink_tokens: int, num_recent_tokens: int) -> TokenStore:
         """A store of the first and the most recent tokens."""
         return TokenStore(num_sink_tokens, num_recent_tokens)
 
@@ -262,7 +259,7 @@ class Recent:
         rows: ``(past, counts)`` of each row.
     """
 
-    def __init__(self, window: Store, new: Tensor, rows: Sequence[tuple[int, int]]):
+    def __init__(self, window: TokenStore, new: Tensor, rows: Sequence[tuple[int, int]]):
         self.window, self.new, self.past = window, new, [past for past, _ in rows]
         self.held = None if window.is_empty else window.read(max(self.past))
 
