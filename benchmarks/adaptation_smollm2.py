@@ -255,7 +255,7 @@ def saving_of(config: Any) -> float:
     plan = config.sharing_plan
     if config.layout == "window":
         return 1 - config.num_recent_tokens / CONTEXT
-    return plan.share_non_lead if config.layout == "cla" else plan.asymptotic_saving
+    return plan.share_followers if config.layout == "cla" else plan.asymptotic_saving
 
 
 def losses_of(metrics: Path) -> list[float]:

@@ -39,6 +39,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import pod  # noqa: F401  (registers the implementations)
 from pod.modeling.shipped.attend import IMPLEMENTATIONS, Lead, Tokens, Visibility, attend
+from pod.modeling.shipped.sharing import Roles
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SINKS, RECENT, SHARE = 16, 4080, 0.7
@@ -105,8 +106,13 @@ def both_ways(attention: Callable[..., Tensor], leaves: Sequence[Tensor], grad: 
 
 def pod_layer(followers: list[int], windows: tuple[int, int], backend: str) -> Callable[..., Tensor]:
     """Attention of a layer whose KV heads `followers` follow."""
-    see, heads = Visibility(*windows), tuple(followers)
-    return lambda q, k, v, *lead: attend(q, Tokens(k, v), Lead(*lead, heads), see, backend=backend)[0]
+    see = Visibility(*windows)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *lead: Tensor) -> Tensor:
+        roles = Roles([head for head in range(k.shape[1]) if head not in followers], followers)
+        return attend(q, Tokens(k, v), Lead(*lead), see, backend=backend, roles=roles)[0]
+
+    return run
 
 
 def sdpa(kind: SDPBackend, repeat: bool = False) -> Callable[..., Tensor]:
@@ -321,7 +327,7 @@ def main(arguments: argparse.Namespace) -> int:
         "kv_heads": KV_HEADS,
         "head_dim": HEAD_DIM,
         "windows": list(setting.windows),
-        "share_non_lead": SHARE,
+        "share_followers": SHARE,
         "layers": [
             {"weight": weight, "followers": heads} for weight, heads in layers_of_share(SHARE, KV_HEADS)
         ],

@@ -40,6 +40,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import pod  # noqa: F401  (a checkout that does not import is told from a kernel that does not run)
 from pod.modeling.shipped import decode
+from pod.modeling.shipped.sharing import Roles
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SINKS, RECENT = 16, 4080
@@ -67,12 +68,12 @@ def lead_table(kv_heads: int = KV_HEADS) -> list[list[int]]:
     return table
 
 
-def roles_of(table: list[list[int]], layer: int, device: torch.device) -> decode.Roles:
+def roles_of(table: list[list[int]], layer: int) -> Roles:
     """Heads of a layer that lead, that follow, and that later layers follow."""
     heads = range(len(table[layer]))
     leads = [h for h in heads if table[layer][h] == layer]
     followed = [h for h in leads if any(row[h] == layer for row in table[layer + 1 :])]
-    return decode.Roles(leads, [h for h in heads if h not in leads], followed, device)
+    return Roles(leads, [h for h in heads if h not in leads], followed)
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class Stack:
         def made(*sizes: int) -> Tensor:
             return torch.randn(sizes, generator=generator, device=device, dtype=dtype)
 
-        self.roles = [roles_of(self.table, layer, device) for layer in range(LAYERS)]
+        self.roles = [roles_of(self.table, layer) for layer in range(LAYERS)]
         stored = shape.batch, KV_HEADS, shape.n, HEAD_DIM
         stores = range(_stores_that_fit(shape))
         self.values, self.keys = [made(*stored) for _ in stores], [made(*stored) for _ in stores]
@@ -142,7 +143,7 @@ class Stack:
         self.buffers = decode.make_buffers(
             shape.batch, KV_HEADS, shape.groups, HEAD_DIM, shape.n, dtype, device
         )
-        self.all_lead = decode.Roles(list(range(KV_HEADS)), [], [], device)
+        self.all_lead = Roles(list(range(KV_HEADS)))
 
     def pod(self, backend: str, tau: float | None = None) -> list[Tensor]:
         """One token through all layers."""
@@ -164,7 +165,7 @@ class Stack:
             for i, q in enumerate(self.queries)
         ]
 
-    def _decode(self, layer: int, keys, rings, roles: decode.Roles, backend: str, tau: float | None) -> None:
+    def _decode(self, layer: int, keys, rings, roles: Roles, backend: str, tau: float | None) -> None:
         decode.pod_decode(
             self.queries[layer],
             keys,

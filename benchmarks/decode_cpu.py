@@ -27,6 +27,7 @@ from pod.eval.speed.efficiency import Contestant, race, without_attention
 from pod.eval.stats import spread
 from pod.files import read_json, write_json
 from pod.modeling.shipped import decode
+from pod.modeling.shipped.sharing import Roles
 
 LAYERS, HIDDEN, QUERY_HEADS, KV_HEADS, HEAD_DIM = 4, 2048, 16, 4, 128
 WINDOWS = ((16, 1008), (16, 4080))
@@ -122,9 +123,7 @@ def attention_stack(length: int, dtype: torch.dtype) -> dict[str, Callable[[], N
     buffers = decode.make_buffers(
         1, KV_HEADS, QUERY_HEADS // KV_HEADS, HEAD_DIM, length, dtype, torch.device("cpu")
     )
-    dense, lead, follow = (
-        decode.Roles(*roles, "cpu") for roles in ((heads, [], []), (heads, [], heads), ([], heads, []))
-    )
+    dense, lead, follow = (Roles(*roles) for roles in ((heads, [], []), (heads, [], heads), ([], heads, [])))
 
     def run(windows: tuple[int, int] | None) -> None:
         for layer in range(LAYERS):
@@ -213,7 +212,7 @@ def main() -> None:
             "head_dim": HEAD_DIM,
         },
         "dtype": arguments.dtype,
-        "share_non_lead": models[f"pod {WINDOWS[0][0]}+{WINDOWS[0][1]}"].config.sharing_plan.share_non_lead,
+        "share_followers": models[f"pod {WINDOWS[0][0]}+{WINDOWS[0][1]}"].config.sharing_plan.share_followers,
         "steps": arguments.steps,
         "dense_against_stock_logits": largest_difference(stock, models["dense"]),
         "lengths": [],

@@ -25,7 +25,7 @@ def main(folder: Path) -> None:
     plan = SharingPlan.load(folder / "plan" / "plan.json")
     content = {
         "environment": read_json(folder / "eval" / "full.json")["environment"],
-        "plan": {"asymptotic_saving": plan.asymptotic_saving, "share_non_lead": plan.share_non_lead},
+        "plan": {"asymptotic_saving": plan.asymptotic_saving, "share_followers": plan.share_followers},
         "export_check": read_json(folder / "export_check.json"),
         "steps": {
             name: {key: step[key] for key in ("seconds", "peak_bytes")} for name, step in steps.items()

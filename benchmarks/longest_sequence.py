@@ -348,7 +348,7 @@ def plan_facts(tiny: bool) -> dict[str, Any]:
     """What the plan shares and carries."""
     size = TINY_SIZE if tiny else TRUE_SIZE
     plan = pod.SharingPlan(lead=make_plan(size["num_hidden_layers"], size["num_key_value_heads"]))  # type: ignore[arg-type]
-    return {"share_non_lead": plan.share_non_lead, "carried_heads": carried_heads(plan.lead)}
+    return {"share_followers": plan.share_followers, "carried_heads": carried_heads(plan.lead)}
 
 
 def race(arguments: argparse.Namespace, limit: int, save: Callable[[dict[str, Any]], None]) -> None:

@@ -138,7 +138,7 @@ def main(arguments: argparse.Namespace) -> int:
         "shapes": shapes,
         "windows": list(windows),
         "generated": generated,
-        "share_non_lead": bench.planned.config.sharing_plan.share_non_lead,
+        "share_followers": bench.planned.config.sharing_plan.share_followers,
         "weight_bytes": bench.sizes.weights,
         "limit_bytes": limit,
         "dtype": str(dtype).removeprefix("torch."),

@@ -214,7 +214,7 @@ def main(arguments: argparse.Namespace) -> int:
             bench.full_backend = known_backend(result["parts"], batch)
             found = measure(bench, name, batch, methods, setting["length"], is_late)
             result["parts"][name] = found
-            result["share_non_lead"] = bench.planned.config.sharing_plan.share_non_lead
+            result["share_followers"] = bench.planned.config.sharing_plan.share_followers
             result["rows"] = summary_rows(result)
             write_json(out, result)
             print(f"{name}: " + (found["error"] if "error" in found else table(found)))

@@ -146,7 +146,7 @@ def main() -> None:
         "load_average_at_start": os.getloadavg()[0],  # above 1: other work took part of the cores
         "model": SIZES,
         "dtype": "float32",
-        "share_non_lead": plan.share_non_lead,
+        "share_followers": plan.share_followers,
         "goal": f"speed over dense >= {GOAL}",
         "lengths": [],
     }

@@ -269,7 +269,7 @@ def main() -> None:
         "model": SIZES,
         "settings": SETTINGS,
         "windows": WINDOWS,
-        "share_non_lead": pod.SharingPlan(lead=tuple(map(tuple, make_plan()))).share_non_lead,
+        "share_followers": pod.SharingPlan(lead=tuple(map(tuple, make_plan()))).share_followers,
         "goal": f"steps per second over dense >= {GOAL}; no byte more of all-to-all; the carry is all that is kept more",
         "lengths": [],
     }

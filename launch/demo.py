@@ -442,7 +442,7 @@ def _plan_line(recipe: Recipe) -> str:
         recipe.data.context_length, recipe.model.num_sink_tokens, recipe.model.num_recent_tokens
     )
     return (
-        f"plan        {recipe.explore.algorithm}: {plan.share_non_lead:.0%} of {plan.num_layers} x {plan.num_key_value_heads} "
+        f"plan        {recipe.explore.algorithm}: {plan.share_followers:.0%} of {plan.num_layers} x {plan.num_key_value_heads} "
         f"(layer, KV head) pairs share, KV saving {plan.asymptotic_saving:.1%} in the limit, {now:.1%} at "
         f"{recipe.data.context_length} tokens"
     )

@@ -34,7 +34,7 @@ def refusal(cache: PodCache) -> str | None:
     for layer in cache.layers:
         if type(layer) is not PodCacheLayer or not layer.codec.is_in_place:
             return f"the {cache.spec} cache has a layout or codec of its own"
-        if layer.extra_slots and layer.followers:
+        if layer.extra_slots and layer.roles.followers:
             return f"the {cache.spec} cache keeps extra_slots behind its windows"
     return None
 

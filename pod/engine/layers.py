@@ -59,10 +59,9 @@ class StaticLayer:
     def __init__(self, layer: PodCacheLayer, buffers: decode.DecodeBuffers, backend: str):
         self.layer, self.buffers, self.backend = layer, buffers, backend
         self.values = layer.all_values
-        self.keys = layer.lead_keys if layer.leads else None
-        self.window_keys = layer.window_keys if layer.followers else None
-        device = self.values.target.device
-        self.roles = decode.Roles(layer.leads, layer.followers, layer.followed, device)
+        self.roles = layer.roles
+        self.keys = layer.lead_keys if layer.roles.leads else None
+        self.window_keys = layer.window_keys if layer.roles.followers else None
         self.operations = fused.choose(self.values.target, backend)
 
     def can_be_recorded(self) -> bool:

@@ -67,7 +67,7 @@ class GateProbe:
 
     def _see(self, layer: PodCacheLayer, q: Tensor, step: Step) -> None:
         """q [B, Hq, 1, d] of one new token per row, which is stored; its leads have left their distant tokens."""
-        length, heads = step.max_length, layer.followers
+        length, heads = step.max_length, layer.roles.followers
         window = layer.num_sink_tokens + layer.num_recent_tokens
         if length <= window:
             return
@@ -79,7 +79,7 @@ class GateProbe:
             far = step.lead.buffers.distant_lse[:, heads]
             skipped = (torch.sigmoid(near.view(far.shape) - far) >= self.tau).cpu()
         for row, decided in zip(self.rows, skipped, strict=True):
-            row.add(decided, length, window, len(layer.leads), layer.groups)
+            row.add(decided, length, window, len(layer.roles.leads), layer.groups)
 
 
 def shares(counts: dict[str, int]) -> dict[str, float | None]:

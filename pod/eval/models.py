@@ -219,6 +219,6 @@ class Models:
             ),
             "num_sink_tokens": model.config.num_sink_tokens,
             "num_recent_tokens": model.config.num_recent_tokens,
-            "share_non_lead": plan.share_non_lead,
+            "share_followers": plan.share_followers,
             "asymptotic_saving": plan.asymptotic_saving,
         }

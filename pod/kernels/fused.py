@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from pod.modeling.shipped import attend
 from pod.modeling.shipped.attend import compute_dtype
-from pod.modeling.shipped.decode import Roles
+from pod.modeling.shipped.sharing import Roles
 
 
 class HeadNorms(NamedTuple):

@@ -24,7 +24,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from pod.kernels import triton_launch
-from pod.modeling.shipped.decode import DecodeCall
+from pod.modeling.shipped.decode import DecodeCall, role_table
 from pod.modeling.shipped.packed import Packed, Stored
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -550,7 +550,7 @@ def _launch(call: DecodeCall, part: int) -> None:
     strides = (stride for x in (of_keys[0], window, of_values[0]) for stride in x.stride()[:3])
     triton_launch.run(
         decode_kernel, (buffers.programs, batch), call.q,
-        call.q, *of_keys, window, *of_values, call.lengths, packed_lengths, roles.table,
+        call.q, *of_keys, window, *of_values, call.lengths, packed_lengths, role_table(roles, call.q.device),
         buffers.logits, buffers.distant_lse, buffers.partial_out, buffers.partial_lse,
         len(roles.leads), len(roles.followers), buffers.programs, call.num_sink_tokens, call.num_recent_tokens,
         buffers.logits.stride(2), values.shape[2], ring, call.scale, 2.0 if call.tau is None else call.tau,
@@ -574,7 +574,7 @@ def _combine(call: DecodeCall, with_gate: bool) -> None:
     shape = tile(call.q.dtype, head_dim, groups)
     triton_launch.run(
         combine_kernel, (heads, batch), call.q,
-        call.lengths, packed_lengths, roles.table,
+        call.lengths, packed_lengths, role_table(roles, call.q.device),
         buffers.distant_lse, buffers.partial_out, buffers.partial_lse, call.out,
         len(roles.leads), len(roles.followers), buffers.programs, call.num_sink_tokens, call.num_recent_tokens,
         *call.out.stride()[:2],

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from pod.kernels import triton_launch
 from pod.kernels.fused import HeadNorms, NewToken, Operations
-from pod.modeling.shipped.decode import Roles
+from pod.modeling.shipped.decode import role_table
+from pod.modeling.shipped.sharing import Roles
 
 GATE = {"BLOCK": 512, "num_warps": 2}  # 16 bytes of 16-bit numbers per thread
 
@@ -149,7 +150,7 @@ def _rotate_and_store(
     stores = keys, window, token.values
     triton_launch.run(
         rotate_kernel, (heads + 2 * k.shape[1], batch), q,
-        q, k, v, q_weight, k_weight, cos, sin, token.past, roles.table, *stores, out,
+        q, k, v, q_weight, k_weight, cos, sin, token.past, role_table(roles, q.device), *stores, out,
         len(roles.leads), len(roles.followers),
         keys.shape[2], token.num_sink_tokens, window.shape[2], token.values.shape[2], eps,
         *(stride for x in stores for stride in x.stride()[:3]),

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pod.modeling.shipped.attention import Carry, ForwardContext, is_followed, next_carry
+from pod.modeling.shipped.attention import Carry, ForwardContext, next_carry
+from pod.modeling.shipped.sharing import Lead, is_followed, open_lead
 
-Lead = tuple[tuple[int, ...], ...]
 Key = tuple[int, int]
 """Lead layer, and position in the carry: one carried tensor of a forward pass."""
 
@@ -126,7 +126,7 @@ def leads_that_end(lead: Lead, layer_idx: int) -> list[int]:
     ends = {
         owner
         for head, owner in enumerate(lead[layer_idx])
-        if owner != layer_idx and not is_followed(lead, layer_idx, head)
+        if owner is not None and owner != layer_idx and not is_followed(lead, layer_idx, head)
     }
     return sorted(ends, reverse=True)
 
@@ -175,9 +175,9 @@ class KeptCarry:
             return
         if self._pass.context() is not context:
             self._pass = _Pass(weakref.ref(context))
-        row = context.lead[layer.self_attn.layer_idx]  # type: ignore[union-attr, index]
+        layer_idx: Any = layer.self_attn.layer_idx  # type: ignore[union-attr]
         keys = {
-            _identity(tensor): (row[slot // 2], slot)
+            _identity(tensor): (open_lead(context.lead, layer_idx, slot // 2), slot)
             for slot, tensor in enumerate(carry)
             if tensor is not None
         }

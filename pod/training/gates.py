@@ -5,7 +5,7 @@ near 1, a head makes no use of the distant tokens whose logits it shares.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from pod.modeling.shipped.attend import (
     Visibility,
     attend,
 )
-from pod.modeling.shipped.attention import split_heads
+from pod.modeling.shipped.sharing import Lead as PlanLead
+from pod.modeling.shipped.sharing import roles_of
 from pod.training.args import TrainArgs
 from pod.training.held_out import Rows, lengthened
 from pod.training.observers import Periodic
@@ -111,14 +112,13 @@ class _Recorder:
         layers: per layer, {head: (sum of gates, how many)}.
     """
 
-    def __init__(self, lead: Sequence[Sequence[int]], windows: tuple[int, int]):
+    def __init__(self, lead: PlanLead, windows: tuple[int, int]):
         self.windows = windows
         self.layers: list[dict[int, tuple[float, int]]] = [{} for _ in lead]
-        # A layer calls once for its leads and once for its followers, without those that it does not have.
-        roles = [
-            (layer, heads) for layer, row in enumerate(lead) for heads in split_heads(row, layer) if heads
-        ]
-        self.calls = iter(roles)
+        # A layer calls once for the heads of every role that it has.
+        roles = (roles_of(lead, layer) for layer in range(len(lead)))
+        calls = ((x.leads, x.followers, x.windows) for x in roles)
+        self.calls = iter([(layer, heads) for layer, call in enumerate(calls) for heads in call if heads])
 
     @contextlib.contextmanager
     def listening(self, decoder: Any) -> Iterator[None]:

@@ -107,8 +107,8 @@ def growing_plans(similarity: ArrayLike, plan: SharingPlan, stages: int) -> list
     """
     plans = [plan]
     for stage in range(stages - 1, 0, -1):
-        followers = round(plan.num_non_lead * stage / stages)
-        if 0 < followers < plans[0].num_non_lead:
+        followers = round(plan.num_followers * stage / stages)
+        if 0 < followers < plans[0].num_followers:
             plans.insert(0, refine(similarity, plans[0], followers))
     return plans
 
@@ -123,8 +123,8 @@ def refine(similarity: ArrayLike, plan: SharingPlan, num_non_lead: int) -> Shari
     Raises:
         ValueError: a tensor that is no similarity, or a number out of range.
     """
-    if not 0 <= num_non_lead <= plan.num_non_lead:
-        raise ValueError(f"num_non_lead is {num_non_lead}, this plan's parts have 0 to {plan.num_non_lead}")
+    if not 0 <= num_non_lead <= plan.num_followers:
+        raise ValueError(f"num_non_lead is {num_non_lead}, this plan's parts have 0 to {plan.num_followers}")
     grouped = group_query_heads(similarity, plan.num_key_value_heads).mean(axis=-1)
     blocks = [(head, block) for head in range(plan.num_key_value_heads) for block in plan.blocks(head)]
     tables = [

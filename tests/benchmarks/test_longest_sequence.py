@@ -57,7 +57,7 @@ def test_a_first_row_that_does_not_fit_is_an_error(longest):
 
 def test_plan_shares_what_the_row_says(longest):
     plan = pod.SharingPlan(lead=longest.make_plan(16, 8))
-    assert plan.share_non_lead == pytest.approx(0.7, abs=0.005)
+    assert plan.share_followers == pytest.approx(0.7, abs=0.005)
 
 
 def test_only_offloading_and_recomputing_have_a_goal(longest):

@@ -77,8 +77,8 @@ def test_every_setting_is_a_model_loaded_so(run, payload, name, plan, recent):
     for sample, total in zip(payload["samples"], wanted, strict=True):
         assert sample["by_setting"][name] == pytest.approx(total, abs=1e-9)
     found = row(payload, name)
-    share = 0 if plan is None else plan.share_non_lead
-    assert (found["num_recent_tokens"], found["share_non_lead"]) == (recent, share)
+    share = 0 if plan is None else plan.share_followers
+    assert (found["num_recent_tokens"], found["share_followers"]) == (recent, share)
     tokens = payload["samples"][0]["tokens"] * len(wanted)
     assert found["perplexity"] == pytest.approx(
         float(torch.tensor(sum(wanted) / tokens, dtype=torch.float64).exp())

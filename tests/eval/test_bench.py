@@ -123,7 +123,7 @@ def test_every_field_is_documented():
 def test_made_up_plans_follow_in_the_share_asked_for(layers, heads, share):
     plan = pod.SharingPlan(lead=spread_plan(layers, heads, share))
     most = (layers - 1) / layers
-    assert plan.share_non_lead == pytest.approx(min(share, most), abs=0.5 / (layers * heads) + 1e-9)
+    assert plan.share_followers == pytest.approx(min(share, most), abs=0.5 / (layers * heads) + 1e-9)
     blocks = [len(plan.blocks(head)) for head in range(heads)]
     assert max(blocks) - min(blocks) <= 1
 
@@ -415,7 +415,7 @@ def test_a_run_writes_and_prints_every_setting(tmp_path, capsys):
     for setting in written["settings"]:
         assert set(setting["methods"]) == {"pod", "pod tau=0.7", "transformers"}
         assert all(row["speed_over_full"]["repeats"] == 1 for row in setting["methods"].values())
-    assert written["share_non_lead"] == 0.75 and "follower" in written["byte_model"]
+    assert written["share_followers"] == 0.75 and "follower" in written["byte_model"]
     output = capsys.readouterr().out
     assert "batch 2, 40 tokens; full holds" in output and "pod tau=0.7" in output
 
@@ -425,7 +425,7 @@ def test_a_model_of_ones_own_with_a_plan(tmp_path):
     settings = ["bench.shapes=null", "model.path=package:tiny", f"model.plan={tmp_path / 'p.json'}"]
     settings += ["bench.lengths=[40]", "bench.methods=pod", "bench.full_backend=grouped"]
     result = bench_module.run_bench(recipe_of(tmp_path, *settings))
-    assert result["plan"] == str(tmp_path / "p.json") and result["share_non_lead"] == 1 / 2
+    assert result["plan"] == str(tmp_path / "p.json") and result["share_followers"] == 1 / 2
     assert "error" not in result["settings"][0]["methods"]["pod"]
     assert "error" not in result["settings"][0]["methods"]["transformers"]
 

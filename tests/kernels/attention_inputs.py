@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import torch
 
 from pod.modeling.shipped.attend import Lead, Segments, Tokens, Visibility, attend
+from pod.modeling.shipped.sharing import Roles
 
 NAMES = ("out", "q", "k", "v", "q_lead", "k_lead")
 
@@ -32,10 +33,12 @@ def segments_of(doc_ids, batch):
     return None if doc_ids is None else Segments.of_documents(doc_ids, batch)
 
 
-def with_lse(q, k, v, lead=None, windows=(0, None), doc_ids=None, scale=None, backend="auto", segments=None):
+def with_lse(
+    q, k, v, lead=None, windows=(0, None), doc_ids=None, scale=None, backend="auto", segments=None, roles=None
+):
     """Output and log-sum-exp; ``windows`` are ``(n_s, n_r)``."""
     segments = segments_of(doc_ids, q.shape[0]) if segments is None else segments
-    return attend(q, Tokens(k, v), lead, Visibility(*windows), segments, scale, backend)
+    return attend(q, Tokens(k, v), lead, Visibility(*windows), segments, scale, backend, roles)
 
 
 def _causal(q, k, v, **options):
@@ -52,8 +55,9 @@ def _pod(q, k, v, q_lead, k_lead, num_sink_tokens, num_recent_tokens, **options)
 
 
 def _mixed(q, k, v, q_lead, k_lead, followers, num_sink_tokens, num_recent_tokens, **options):
-    lead = None if q_lead is None else Lead(q_lead, k_lead, tuple(followers))
-    return with_lse(q, k, v, lead, (num_sink_tokens, num_recent_tokens) if lead else (0, None), **options)[0]
+    lead = None if q_lead is None else Lead(q_lead, k_lead)
+    options["roles"] = Roles([head for head in range(k.shape[1]) if head not in followers], followers)
+    return with_lse(q, k, v, lead, (num_sink_tokens, num_recent_tokens), **options)[0]
 
 
 def operations(backend):

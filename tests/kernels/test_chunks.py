@@ -21,6 +21,7 @@ from pod.modeling.shipped.attend import (
     merge,
     take_heads,
 )
+from pod.modeling.shipped.sharing import Roles
 from pod.modeling.shipped.stores import Recent, TokenStore
 
 NAN = float("nan")
@@ -96,8 +97,11 @@ def truth(rows, see, q, k, v, q_lead, k_lead, scale, causal=True):
 def found_by(backend, rows, see, q, k, v, q_lead, k_lead, scale, causal=True, segments=None):
     n_s, n_r, followers = see
     segments = Segments.of_rows(*rows) if segments is None else segments
-    lead = None if followers is None else Lead(q_lead, k_lead, followers)
-    return attend(q, Tokens(k, v), lead, Visibility(n_s, n_r, causal), segments, scale, backend)
+    lead, roles = None, None
+    if followers is not None:
+        lead, leads = Lead(q_lead, k_lead), [head for head in range(k.shape[1]) if head not in followers]
+        roles = Roles(leads, followers)
+    return attend(q, Tokens(k, v), lead, Visibility(n_s, n_r, causal), segments, scale, backend, roles)
 
 
 def followed(inputs, see, groups=2):

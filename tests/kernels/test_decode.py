@@ -12,12 +12,12 @@ from pod.modeling.shipped import grouped
 from pod.modeling.shipped.decode import (
     DECODERS,
     DecodeCall,
-    Roles,
     choose_decoder,
     make_buffers,
     pod_decode,
 )
 from pod.modeling.shipped.packed import Packed
+from pod.modeling.shipped.sharing import Roles
 
 NAN = float("nan")
 
@@ -177,7 +177,7 @@ def roles_of(case: Case, number: int):
     leads = case.layers[number]
     later = case.layers[number + 1 :]
     followed = [h for h in leads if later and h not in later[0]]
-    return Roles(leads, [h for h in range(case.num_heads) if h not in leads], followed, "cpu")
+    return Roles(leads, [h for h in range(case.num_heads) if h not in leads], followed)
 
 
 def poisoned_buffers(case: Case, programs=None):
@@ -386,7 +386,7 @@ def test_packed_windows_are_refused_by_name():
 def test_refused_roles_and_buffers():
     for bad in (([0, 1], [1], []), ([1, 0], [], []), ([0], [1], [1]), ([], [], []), ([0, 2], [3], [])):
         with pytest.raises(ValueError):
-            Roles(*bad, "cpu")
+            Roles(*bad)
     case = Case([20], [[0, 1]])
     layer = build(case)[0]
     with pytest.raises(ValueError, match="make_buffers"):

@@ -108,11 +108,11 @@ def storing() -> dict[str, bool]:
     """A decoded token's keys and values in stores that lie far apart."""
     from pod.kernels.fused import NewToken
     from pod.kernels.triton_fused import OPERATIONS
-    from pod.modeling.shipped.decode import Roles
+    from pod.modeling.shipped.sharing import Roles
 
     generator = torch.Generator().manual_seed(0)
     q, k, v, cos, sin = (torch.randn(3, n, 16, generator=generator) for n in (12, 6, 6, 1, 1))
-    roles, past = Roles([0, 2, 4], [1, 3, 5], [], "cpu"), torch.tensor([1, 39, 38])
+    roles, past = Roles([0, 2, 4], [1, 3, 5]), torch.tensor([1, 39, 38])
     answer = {}
     for dimension, name in enumerate(RUNS):
         found = []

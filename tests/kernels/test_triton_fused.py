@@ -14,7 +14,7 @@ import torch
 from interpreter import needs_triton
 
 from pod.kernels import fused as step
-from pod.modeling.shipped.decode import Roles
+from pod.modeling.shipped.sharing import Roles
 
 
 @dataclass
@@ -89,7 +89,7 @@ def run_heads(case: Case, operations: step.Operations) -> dict[str, list[float]]
     ]
     token = step.NewToken(torch.tensor(case.past), stores[1], stores[2], stores[0], case.windows[0])
     norms = step.HeadNorms(*weights, 1e-5) if case.norms else None
-    roles = Roles(case.leads, followers, [], "cpu")
+    roles = Roles(case.leads, followers)
     found = operations.rotate_and_store(q, k, v, (angles.cos(), angles.sin()), norms, roles, token)
 
     def expected(x, weight, row):

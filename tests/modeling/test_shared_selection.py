@@ -82,7 +82,7 @@ def test_all_distant_tokens_save_the_share_of_the_plan(tools):
     held = cache.nbytes_by_part()
     payload = held["keys"] + held["window_keys"] + held["values"]
     snapkv = 2 * LAYERS * HEADS * 300 * HEAD_DIM * 4
-    share = pod.SharingPlan(tools.lead).share_non_lead
+    share = pod.SharingPlan(tools.lead).share_followers
     assert abs(payload / snapkv - (1 - share / 2)) <= 0.01
 
 

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from pod.modeling.shipped.attention import is_followed
-from pod.modeling.shipped.sharing import SharingPlan
+from pod.modeling.shipped.sharing import SharingPlan, is_followed
 
 LEAD = [[0, 0], [0, 1], [0, 1], [3, 1]]
 
@@ -14,7 +13,7 @@ def test_blocks_and_saving():
     plan = SharingPlan(LEAD)
     assert plan.blocks(0) == [[0, 1, 2], [3]]
     assert plan.blocks(1) == [[0], [1, 2, 3]]
-    assert plan.num_non_lead == 4 and plan.share_non_lead == 0.5 and plan.asymptotic_saving == 0.25
+    assert plan.num_followers == 4 and plan.share_followers == 0.5 and plan.asymptotic_saving == 0.25
     assert plan.saving(100, 16, 24) == pytest.approx(0.25 * 60 / 100)
     assert plan.saving(40, 16, 24) == 0
     assert SharingPlan.dense(4, 2).is_dense and not plan.is_dense

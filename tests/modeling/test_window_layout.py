@@ -22,12 +22,12 @@ def within(window):
 def test_configuration(tools):
     config = make_window(tools).config
     assert (config.layout, config.num_sink_tokens, config.num_recent_tokens) == ("window", 0, 7)
-    assert config.own_method == "window" and config.sharing_plan.is_dense
+    assert config.own_method == "window" and config.sharing_plan == pod.SharingPlan.windows(5, 2)
     assert pod.PodConfig(layout="window").num_recent_tokens == 4096
     assert (pod.PodConfig().num_sink_tokens, pod.PodConfig().num_recent_tokens) == (16, 4080)
     with pytest.raises(ValueError, match="no sinks, got num_sink_tokens = 4"):
         pod.load_model(tools.make_stock(), layout="window", num_sink_tokens=4)
-    with pytest.raises(ValueError, match="shares nothing between layers"):
+    with pytest.raises(ValueError, match="a plan of its own"):
         pod.load_model(tools.make_stock(), layout="window", plan=pod.SharingPlan(tools.lead))
 
 
@@ -133,7 +133,7 @@ def test_what_left_the_window_is_freed(tools):
         held = 2 * 2 * min(cache.get_seq_length(), 64) * 5 * 2 * 8 * 4
         parts = cache.nbytes_by_part()
         assert cache.predicted_nbytes() == held
-        assert held <= parts["window_keys"] + parts["window_values"] <= held * (1.06 if start == 0 else 1)
+        assert held <= parts["near_keys"] + parts["near_values"] <= held * (1.06 if start == 0 else 1)
 
 
 @torch.no_grad()

@@ -151,7 +151,7 @@ def test_refinement_continues_where_it_was(explore_launcher, overrides, tmp_path
     assert len(measured) == 6 and not set(measured) & set(again)
     plan = plan_and_costs(tmp_path)[0]
     refined = plan.provenance["refined"]
-    assert plan.num_non_lead == start.num_non_lead and plan.provenance["refine_sequences"] == 2
+    assert plan.num_followers == start.num_followers and plan.provenance["refine_sequences"] == 2
     assert refined["loss_after"] <= refined["loss_before"] and refined["evaluations"] <= 14
     assert f"{refined['loss_before']:.4f} -> {refined['loss_after']:.4f}" in capsys.readouterr().out
 

@@ -39,7 +39,7 @@ def brute_force_cost(similarity, num_key_value_heads, num_non_lead):
     best = np.inf
     for columns in itertools.product(all_partitions(num_layers), repeat=num_key_value_heads):
         plan = SharingPlan(lead=np.array(columns).T.tolist())
-        if plan.num_non_lead == num_non_lead:
+        if plan.num_followers == num_non_lead:
             best = min(best, plan_cost(similarity, plan))
     return best
 
@@ -52,7 +52,7 @@ def test_dp_is_the_cheapest_of_all_plans_at_every_reachable_saving(num_layers, n
     pairs = num_layers * num_key_value_heads
     for num_non_lead in range(pairs - num_key_value_heads + 1):
         plan = dp_plan(similarity, num_key_value_heads, target_saving=num_non_lead / pairs / 2)
-        assert plan.num_non_lead == num_non_lead
+        assert plan.num_followers == num_non_lead
         expected = brute_force_cost(similarity, num_key_value_heads, num_non_lead)
         assert plan_cost(similarity, plan) == pytest.approx(expected, abs=1e-12)
 
@@ -67,8 +67,8 @@ def test_least_cost_plan_is_the_cheapest_for_costs_without_symmetry():
             SharingPlan(lead=np.array(columns).T.tolist())
             for columns in itertools.product(all_partitions(4), repeat=2)
         ]
-        expected = min(sum_of_costs(costs, plan) for plan in every if plan.num_non_lead == total)
-        assert found.num_non_lead == total
+        expected = min(sum_of_costs(costs, plan) for plan in every if plan.num_followers == total)
+        assert found.num_followers == total
         assert sum_of_costs(costs, found) == pytest.approx(expected, abs=1e-12)
         assert found.provenance == {"algorithm": "dp", "target_saving": total / 16, "cost": "c"}
 
@@ -97,7 +97,7 @@ def test_dp_costs_no_more_than_greedy_at_equal_saving():
         similarity = random_similarity(12, 4, seed) ** rng.uniform(0.3, 1.0)
         greedy = greedy_plan(similarity, 2, threshold=0.5)
         optimal = dp_plan(similarity, 2, greedy.asymptotic_saving)
-        assert optimal.num_non_lead == greedy.num_non_lead
+        assert optimal.num_followers == greedy.num_followers
         assert plan_cost(similarity, optimal) <= plan_cost(similarity, greedy) + 1e-12
         differ += optimal.lead != greedy.lead
     assert differ > 0

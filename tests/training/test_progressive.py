@@ -53,13 +53,13 @@ def test_a_refinement_has_the_least_cost_of_all_with_as_many_followers(seed):
         for heads in itertools.product(all_partitions(LAYERS), repeat=HEADS)
     ]
     inside = [candidate for candidate in candidates if is_refinement(candidate, plan)]
-    for count in range(plan.num_non_lead + 1):
-        best = min(plan_cost(values, c) for c in inside if c.num_non_lead == count)
+    for count in range(plan.num_followers + 1):
+        best = min(plan_cost(values, c) for c in inside if c.num_followers == count)
         found = refine(values, plan, count)
-        assert found.num_non_lead == count
+        assert found.num_followers == count
         assert is_refinement(found, plan)
         assert plan_cost(values, found) == pytest.approx(best, abs=1e-12)
-    assert refine(values, plan, plan.num_non_lead).lead == plan.lead
+    assert refine(values, plan, plan.num_followers).lead == plan.lead
     assert refine(values, plan, 0).is_dense
 
 
@@ -67,7 +67,7 @@ def test_stages_grow_evenly_and_a_follower_stays_one():
     values = similarity()
     plan = dp_plan(values, HEADS, 0.375)  # 12 of 16 pairs follow
     plans = growing_plans(values, plan, 4)
-    assert [p.num_non_lead for p in plans] == [3, 6, 9, 12]
+    assert [p.num_followers for p in plans] == [3, 6, 9, 12]
     assert plans[-1] is plan
     for fine, coarse in itertools.pairwise(plans):
         assert is_refinement(fine, coarse)
@@ -87,13 +87,13 @@ def test_the_schedule_ends_with_the_plan_at_progressive_steps(tmp_path):
     plan = dp_plan(similarity(), HEADS, 0.375)
     args = TrainArgs(max_steps=50, progressive_steps=30, progressive_stages=4)
     schedule = PlanSchedule.from_args(args, plan, write(tmp_path, plan))
-    counts = [schedule.plan_at(step).num_non_lead for step in range(50)]
+    counts = [schedule.plan_at(step).num_followers for step in range(50)]
     assert counts == [3] * 10 + [6] * 10 + [9] * 10 + [12] * 20
     assert schedule.plan_at(30) is plan and schedule.plan_at(49) is plan
     assert [step for step in range(50) if schedule.switches_at(step)] == [10, 20, 30]
     short = TrainArgs(progressive_steps=2, progressive_stages=4)
     counts = [
-        PlanSchedule.from_args(short, plan, tmp_path / "plan.json").plan_at(s).num_non_lead for s in range(4)
+        PlanSchedule.from_args(short, plan, tmp_path / "plan.json").plan_at(s).num_followers for s in range(4)
     ]
     assert counts == [6, 9, 12, 12]  # four stages begin in two steps: the larger one of a step holds
     assert PlanSchedule.from_args(TrainArgs(), plan, None).stages == [(0, plan)]

@@ -120,7 +120,7 @@ def test_search_keeps_the_saving_and_never_ends_above_its_start():
         costs, loss = additive_loss(seed)
         start = least_cost_plan(costs, 0.3)
         found = refine_plan(start, costs, loss, 200, say=lambda line: None)
-        assert found.num_non_lead == start.num_non_lead
+        assert found.num_followers == start.num_followers
         refined = found.provenance["refined"]
         assert refined["loss_before"] == loss(start) and refined["loss_after"] == loss(found)
         assert loss(found) <= loss(start)
@@ -138,7 +138,7 @@ def test_search_finds_nearly_the_best_of_all_plans():
             plan_of(np.array([True, True, *bits]).reshape(5, 2))
             for bits in itertools.product((False, True), repeat=8)
         )
-        best = min(loss(plan) for plan in every if plan.num_non_lead == start.num_non_lead)
+        best = min(loss(plan) for plan in every if plan.num_followers == start.num_followers)
         found = loss(refine_plan(start, costs, loss, 300, say=lambda line: None))
         gaps.append(((found - best), (loss(start) - best)))
     after, before = (sum(column) for column in zip(*gaps, strict=True))

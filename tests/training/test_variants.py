@@ -168,7 +168,7 @@ def test_configuration_without_weights_is_the_loaded_models(args, start, tmp_pat
     assert planned.lead == model.config.sharing_plan.lead
     assert config.max_position_embeddings == (128 if scaled else 64)
     shares = {"auto": 0, "auto+plan": 3, "dense": 0, "pod": 3, "cla": 4, "cla4": 6, "window": 0}
-    assert planned.num_non_lead == shares[layout]
+    assert planned.num_followers == shares[layout]
 
 
 def test_the_plan_of_the_output_folder_is_for_pod_only(args, start, tmp_path):
@@ -204,7 +204,7 @@ def test_from_an_extended_dense_export_to_pod_and_back(args, tmp_path):
     shared = load_start_model(replace(extended, layout="pod"), pod.SharingPlan(lead=PLAN))
     assert shared.config.rope_parameters["rope_theta"] == 16e6
     assert shared.config.max_position_embeddings == 128
-    assert shared.config.sharing_plan.num_non_lead == 3
+    assert shared.config.sharing_plan.num_followers == 3
     assert (shared(ids).logits - dense(ids).logits).abs().max() > 1e-2
     shared.save_pretrained(tmp_path / "pod")
     again = replace(args, path=str(tmp_path / "pod"))
@@ -230,7 +230,7 @@ def test_models_of_the_recipes_have_their_sizes_without_a_network(monkeypatch, t
 @pytest.mark.parametrize(("layers", "saving"), [(32, 0.35), (30, 0.43), (4, 0.25), (32, 0.0), (1, 0.4)])
 def test_stand_in_plan_saves_what_was_asked(layers, saving):
     plan = stand_in_plan(layers, 3, saving)
-    assert plan.num_non_lead == 3 * min(layers - 1, round(2 * saving * layers))
+    assert plan.num_followers == 3 * min(layers - 1, round(2 * saving * layers))
     sizes = [len(block) for block in plan.blocks(0)]
     assert max(sizes) - min(sizes) <= 1
 

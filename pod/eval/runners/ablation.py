@@ -26,7 +26,7 @@ OWN, DENSE = "own", "no sharing"
 COLUMNS = {
     "setting": "setting",
     "num_recent_tokens": "recent tokens",
-    "share_non_lead": "pairs that follow",
+    "share_followers": "pairs that follow",
     "asymptotic_saving": "saving in the limit",
     "saving": "saving at the length",
     "perplexity": "perplexity",
@@ -206,7 +206,7 @@ class Ablation(Task):
         return {
             "num_sink_tokens": model.config.num_sink_tokens,
             "num_recent_tokens": model.config.num_recent_tokens,
-            "share_non_lead": plan.share_non_lead,
+            "share_followers": plan.share_followers,
             "asymptotic_saving": plan.asymptotic_saving,
             "bytes": held,
             "saving": 1 - held / (native_bytes_per_token(model) * length),

@@ -143,7 +143,7 @@ def run_bench(recipe: "Recipe") -> dict[str, Any]:
         "shape_changes": args.shape_changes,
         "dtype": recipe.model.dtype,
         "plan": source,
-        "share_non_lead": planned.config.sharing_plan.share_non_lead,
+        "share_followers": planned.config.sharing_plan.share_followers,
         "windows": list(windows),
         "byte_model": BYTE_MODEL,
         "steps": args.steps,

@@ -218,15 +218,15 @@ def fill(model: Any, cache: Any, batch: int, length: int, skip_share: float = 0.
     generator = torch.Generator(device).manual_seed(length)
     seen = 0.0
     for layer in layers:
-        loud = torch.ones(max(1, len(layer.followers)), device=device)
-        for index in range(len(layer.followers)):
+        loud = torch.ones(max(1, len(layer.roles.followers)), device=device)
+        for index in range(len(layer.roles.followers)):
             seen += skip_share
             if seen >= 1 - 1e-9:
                 seen, loud[index] = seen - 1, _LOUD
         for store, heads, factor in (
-            (layer.all_values, len(layer.leads) + len(layer.followers), None),
-            (layer.lead_keys, len(layer.leads), None),
-            (layer.window_keys, len(layer.followers), loud),
+            (layer.all_values, len(layer.roles.leads) + len(layer.roles.followers), None),
+            (layer.lead_keys, len(layer.roles.leads), None),
+            (layer.window_keys, len(layer.roles.followers), loud),
         ):
             if heads:
                 shape = batch, heads, length, model.config.head_dim
@@ -255,7 +255,7 @@ def reserve(model: Any, cache: Any, batch: int, length: int) -> None:
     weight = model.lm_head.weight
     step, _ = cache.begin_step(torch.empty(batch, length, 0, device=weight.device), None, None)
     for layer in cache.layers:
-        leads, followers = len(layer.leads), len(layer.followers)
+        leads, followers = len(layer.roles.leads), len(layer.roles.followers)
         stores = (
             (layer.all_values, leads + followers),
             (layer.lead_keys, leads),

@@ -15,6 +15,7 @@ from pod.modeling.methods.shared_selection import shared_cache
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, chunks_of
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.sharing import Lead
 
 
 def layer_budgets(budget: int, num_layers: int, beta: int, smallest: int, seen: int) -> list[int]:
@@ -33,18 +34,19 @@ def layer_budgets(budget: int, num_layers: int, beta: int, smallest: int, seen: 
     return [end - start for start, end in pairwise(ends)]
 
 
-def block_budgets(
-    budgets: Sequence[int], budget: int, window: int, lead: tuple[tuple[int, ...], ...]
-) -> list[list[int]]:
-    """Tokens ``[L][H]``: the lead layer's budget, rescaled to the same total per head; without sharing the layer's own.
+def block_budgets(budgets: Sequence[int], budget: int, window: int, lead: Lead) -> list[list[int]]:
+    """Tokens ``[L][H]``: the lead layer's budget, rescaled to the same total per head; without sharing the layer's own. Heads
+    that keep their windows have none.
 
     No lead is above its layer, so the budgets of the leads add up to the total or more: none grows beyond the tokens seen.
     """
-    spare = len(lead) * (budget - window)
-    totals = [sum(budgets[layer[head]] - window for layer in lead) for head in range(len(lead[0]))]
+    sizes = [[0 if own is None else budgets[own] - window for own in layer] for layer in lead]
+    columns = list(zip(*lead, strict=True))
+    spare = [(len(owners) - owners.count(None)) * (budget - window) for owners in columns]
+    totals = [max(1, sum(sizes_of_head)) for sizes_of_head in zip(*sizes, strict=True)]
     return [
-        [window + (budgets[own] - window) * spare // total for own, total in zip(layer, totals, strict=True)]
-        for layer in lead
+        [window + size * most // total for size, most, total in zip(layer, spare, totals, strict=True)]
+        for layer in sizes
     ]
 
 
@@ -57,7 +59,7 @@ def _build(config: PodConfig, request: Request) -> PodCache:
         return block_budgets(layer_budgets(budget, len(lead), beta, window + 1, seen), budget, window, lead)
 
     def alike(layer: int, head: int) -> tuple:
-        return lead[layer][head], *sorted(row[head] for row in lead)
+        return lead[layer][head], *(row[head] for row in lead if row[head] is not None)
 
     return shared_cache(config, request, budgets, alike, chunks_of(request))
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from pod.modeling.methods.base import Request
 from pod.modeling.methods.ranking import snapkv_slots
 from pod.modeling.methods.rows import FixedChunks, GroupedCache
-from pod.modeling.shipped.attend import Segments, Tokens, Visibility, attend, take_heads, takes_gradients
+from pod.modeling.shipped.attend import Segments, Tokens, attend, take_heads, takes_gradients
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.grouped import slot_logits, weigh_slots
+from pod.modeling.shipped.grouped import attend_slots, slot_logits, weigh_slots
 from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.step import Selection, Step
 from pod.modeling.shipped.stores import Codec, TokenStore
@@ -155,21 +155,31 @@ class SharedSelectionLayer(PodCacheLayer):
 
     def clear(self) -> None:
         members: dict[Hashable, tuple[list[int], list[int]]] = {}
-        for head in range(len(self.lead[0])):
+        for head in self.roles.held:
             bank = members.setdefault(self.alike(self.layer_idx, head), ([], []))
-            bank[head not in self.leads].append(head)
-        shares = any(layer != lead for layer, row in enumerate(self.lead) for lead in row)
+            bank[head not in self.roles.leads].append(head)
+        shares = any(lead not in (layer, None) for layer, row in enumerate(self.lead) for lead in row)
         self.banks = [Bank(self.codec, *roles, self.num_sink_tokens, shares) for roles in members.values()]
         for bank in self.banks:
-            bank.followed = [(i, head) for i, head in enumerate(bank.leads) if head in self.followed]
-        self.order = tuple(head for bank in self.banks for head in bank.leads + bank.followers)
-        self.is_reordered = len(self.banks) > 1 or bool(self.leads and self.followers)
+            bank.followed = [(i, head) for i, head in enumerate(bank.leads) if head in self.roles.followed]
+        held = [head for bank in self.banks for head in bank.leads + bank.followers]
+        self.order = (*held, *self.roles.windows)
+        self.is_reordered = self.order != tuple(range(len(self.order)))
+        windows = self.num_sink_tokens, self.num_recent_tokens
+        self.near_keys, self.near_values = (self.codec.window(part, *windows) for part in ("keys", "values"))
+
+    def _windows(self) -> dict[str, TokenStore]:
+        near = {"near_keys": self.near_keys, "near_values": self.near_values}
+        return {name: store for name, store in near.items() if not store.is_empty}
 
     def stores(self) -> dict[str, TokenStore]:
         banks = enumerate(self.banks)
-        return {f"{name} of bank {i}": store for i, bank in banks for name, store, _ in bank.stores()}
+        found = {f"{name} of bank {i}": store for i, bank in banks for name, store, _ in bank.stores()}
+        return found | self._windows()
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
+        for name, store in self._windows().items():
+            yield from ((name, x) for x in store.tensors())
         for bank in self.banks:
             yield from ((name, x) for name, store, _ in bank.stores() for x in store.tensors())
             for name, tensor in (("positions", bank.positions), ("bookkeeping", bank.observed)):
@@ -177,12 +187,13 @@ class SharedSelectionLayer(PodCacheLayer):
                     yield name, tensor
 
     def select_rows(self, index: Tensor) -> None:
-        for bank in self.banks:
-            bank.select_rows(index)
+        for part in (*self.banks, *self._windows().values()):
+            part.select_rows(index)
 
     def predicted_nbytes(self, length: int) -> int:
         """For the tokens held now, which depend on what was chosen."""
         stores = sum(store.predicted_nbytes(n) for bank in self.banks for _, store, n in bank.stores())
+        stores += sum(store.predicted_nbytes(length) for store in self._windows().values())
         return stores + sum(4 * bank.positions.numel() for bank in self.banks if bank.positions is not None)
 
     # -- attention -------------------------------------------------------------------------------------------
@@ -205,7 +216,27 @@ class SharedSelectionLayer(PodCacheLayer):
                 outs.append(self._attend_bank(bank, own_q, own_k[1], step))
             if bank.followers and not is_single:
                 bank.own.append(own_k[1])
-        return self._in_order(outs) if outs else self._prefill(q, k, v, step)
+        if step.is_fresh and not is_single:
+            out = self._prefill(q, k, v, step)
+            self._append_near(k, v, step)
+            return out
+        if self.roles.windows:
+            outs.append(self._attend_windows(q, k, v, step, is_single))
+        return self._in_order(outs)
+
+    def _attend_windows(self, q: Tensor, k: Tensor, v: Tensor, step: Step, is_single: bool) -> Tensor:
+        """The heads that keep their windows, whatever the ranking."""
+        heads = self.roles.windows
+        own = take_heads(q, heads, self.groups)
+        if is_single:
+            self._append_near(k, v, step)
+            near = (store.read(step.max_length) for store in (self.near_keys, self.near_values))
+            return attend_slots(own, *near, self.scale)[0]
+        tokens = self._tokens_of_windows(take_heads(k, heads), take_heads(v, heads), step)
+        options = step.segments, self.scale, step.chunk_backend
+        out, _ = attend(own, tokens, None, self._visibility, *options)
+        self._append_near(k, v, step)
+        return out
 
     def _by_bank(self, x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """For each bank heads of its leads, of its followers and both; as many operations for any number of heads."""
@@ -213,6 +244,8 @@ class SharedSelectionLayer(PodCacheLayer):
         if self.is_reordered:
             x = x.index_select(1, head_index(self.order, width, x.device))
         sizes = [width * len(heads) for bank in self.banks for heads in (bank.leads, bank.followers)]
+        if self.roles.windows:
+            x = x[:, : sum(sizes)]
         roles, both = x.split(sizes, 1), [sum(pair) for pair in zip(sizes[::2], sizes[1::2], strict=True)]
         return list(zip(roles[::2], roles[1::2], x.split(both, 1), strict=True))
 
@@ -265,7 +298,7 @@ class SharedSelectionLayer(PodCacheLayer):
         if bank.followers:
             own = bank.own.store.read(len(bank.own)).transpose(2, 3)
             keys = torch.cat((bank.own.spread(own, Tensor.new_zeros).transpose(2, 3), k), dim=2)
-            see, past = Visibility(self.num_sink_tokens, self.num_recent_tokens), bank.held - step.num_new
+            see, past = self._visibility, bank.held - step.num_new
             if past < step.rows[0][0]:
                 positions = [step.lead.selections[head].positions for head in bank.followers]
                 see = see._replace(positions=torch.stack(positions, 1), start=step.rows[0][0])
@@ -284,6 +317,8 @@ class SharedSelectionLayer(PodCacheLayer):
         for bank in self.banks:
             for _, store, count in bank.stores():
                 store.settle(count)
+        for store in self._windows().values():
+            store.settle(step.max_length)
 
     def _select(self, bank: Bank, step: Step) -> None:
         """Leads rank, and leave for their followers which slots stay."""

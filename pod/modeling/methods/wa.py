@@ -2,13 +2,13 @@
 
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.streaming import cache_of
-from pod.modeling.methods.windowed import WINDOW_REFUSES_POD
+from pod.modeling.methods.windowed import WINDOW_REFUSES_POD, with_windows
 from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.layout import WindowCacheLayer
+from pod.modeling.shipped.layout import PodCacheLayer
 
 
-def _layer(config: PodConfig, layer_idx: int, request: Request) -> WindowCacheLayer:
-    return WindowCacheLayer(config, layer_idx, request.codec, request.tokens)
+def _layer(config: PodConfig, layer_idx: int, request: Request) -> PodCacheLayer:
+    return PodCacheLayer(with_windows(config, 0, request.tokens), layer_idx, request.codec)
 
 
 METHOD = Method(

@@ -24,14 +24,22 @@ from pod.modeling.shipped.attend import (
 )
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.grouped import attend_slots
-from pod.modeling.shipped.layout import WindowCacheLayer
+from pod.modeling.shipped.layout import PodCacheLayer
+from pod.modeling.shipped.sharing import SharingPlan
 from pod.modeling.shipped.step import Step
 from pod.modeling.shipped.stores import Recent
 
 WINDOW_REFUSES_POD = {"pod": "a window has no distant token whose keys a block could share"}
 
 
-class SinkLayer(WindowCacheLayer):
+def with_windows(config: PodConfig, num_sink_tokens: int, num_recent_tokens: int) -> PodConfig:
+    """The model in which every head keeps a window of this size."""
+    plan = SharingPlan.windows(config.num_hidden_layers, config.num_key_value_heads)
+    windows = {"num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
+    return PodConfig(**(config.to_dict() | {"lead": plan.lead} | windows))
+
+
+class SinkLayer(PodCacheLayer):
     """Sinks and a ring of recent tokens. Everything is seen at its own distance but *far* sinks.
 
     Attributes:
@@ -49,7 +57,8 @@ class SinkLayer(WindowCacheLayer):
             raise ValueError(
                 f"{request.spec}: budget = {self.limit} must exceed num_sink_tokens = {self.num_sink_tokens}: raise the budget"
             )
-        super().__init__(config, layer_idx, request.codec, num_recent_tokens)
+        windows = self.num_sink_tokens, num_recent_tokens
+        super().__init__(with_windows(config, *windows), layer_idx, request.codec)
 
     @property
     def far_places(self) -> range:
@@ -58,16 +67,16 @@ class SinkLayer(WindowCacheLayer):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         if step.num_new == 1 and step.all_real:
-            return self._decode(q, k, v, step)
-        return self._attend_chunk(q, k, v, step)
+            return self._attend_one(q, k, v, step)
+        return self._attend_many(q, k, v, step)
 
     # -- one token: every slot is seen, in whatever order the ring has them ------------------------------------
 
-    def _decode(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        self._append(k, v, step)
+    def _attend_one(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        self._append_near(k, v, step)
         keys, values = (store.read(step.max_length) for store in self.stores().values())
         q = step.rope.turn(q, range(self.limit, self.limit + 1))
-        keys = step.rope.turn_at(keys, (SinkLayer._decode, *step.rows), lambda: self._places(step))
+        keys = step.rope.turn_at(keys, (SinkLayer._attend_one, *step.rows), lambda: self._places(step))
         held = None if step.uniform_past is not None else step.lengths
         return attend_slots(q, keys, values, self.scale, held)[0]
 
@@ -90,13 +99,13 @@ class SinkLayer(WindowCacheLayer):
 
     # -- a chunk -----------------------------------------------------------------------------------------------
 
-    def _attend_chunk(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+    def _attend_many(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         """Parts of one softmax: what is at its own distance, and far sinks."""
         own, recent, far = self._segments(step)
         tokens, turned = self._own_tokens(q, k, v, step)
         if own is step.segments:
             out, _ = attend(turned, tokens, segments=own, backend=step.chunk_backend)
-            self._append(k, v, step)
+            self._append_near(k, v, step)
             return out
         backend, see = step.merging_backend(q, k, v), Visibility(num_recent_tokens=self.num_recent_tokens)
         parts = [
@@ -104,7 +113,7 @@ class SinkLayer(WindowCacheLayer):
             for visibility, segments in ((CAUSAL, own), (see, recent))
             if segments.all
         ]
-        self._append(k, v, step)
+        self._append_near(k, v, step)
         if far.all:
             sinks = [
                 store.read(step.max_length)[:, :, : self.num_sink_tokens] for store in self.stores().values()
@@ -121,7 +130,7 @@ class SinkLayer(WindowCacheLayer):
         q, k = (step.rope.turn_at(x, name, lambda: _once(step.positions - start, step)) for x in (q, k))
         if step.is_fresh:
             return Tokens(k, v), q
-        keys, values = Recent(self.keys_store, k, step.rows), Recent(self.values_store, v, step.rows)
+        keys, values = Recent(self.near_keys, k, step.rows), Recent(self.near_values, v, step.rows)
         if keys.held is not None:
             places = self._positions(step.past, max(keys.past)) - start
             keys.held = step.rope.turn_at(keys.held, ("held", *name), lambda: _once(places, step))

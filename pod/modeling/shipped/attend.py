@@ -11,6 +11,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from .sharing import Roles
+
 Span = tuple[int, int]
 
 
@@ -46,13 +48,11 @@ class Lead(NamedTuple):
     """What heads that follow take from their leads for distant tokens (PoD, §2.2).
 
     Attributes:
-        queries: ``[B, F·G, m, d]``; keys: ``[B, F, n, d]``; rotated.
-        heads: the ``F`` KV heads that follow, ascending; None = all of them. The others see everything with their own keys.
+        queries: ``[B, F·G, m, d]``; keys: ``[B, F, n, d]``, of the ``F`` KV heads that follow; rotated.
     """
 
     queries: Tensor
     keys: Source
-    heads: tuple[int, ...] | None = None
 
 
 class Visibility(NamedTuple):
@@ -177,7 +177,7 @@ class Segments:
 
 
 class Call(NamedTuple):
-    """A checked call of ``attend`` in which all heads play one role, or the heads ``lead.heads`` follow."""
+    """A checked call of ``attend`` in which all heads play one role."""
 
     q: Tensor
     tokens: Tokens
@@ -246,6 +246,7 @@ def attend(
     segments: Segments | None = None,
     scale: float | None = None,
     backend: str = "auto",
+    roles: Roles | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of ``m`` queries, the last of ``n`` positions, to ``n`` tokens (paper eqs. 3 and 4 with a lead).
 
@@ -255,6 +256,8 @@ def attend(
         segments: documents, or rows of unlike length; None = all rows are alike.
         scale: factor on logits, ``1/sqrt(d)`` when None.
         backend: ``auto`` or the name of an implementation, which then runs or raises.
+        roles: which KV heads lead and see everything with their own keys, follow ``lead``, or see the window of
+            ``visibility`` only; None = all see what ``visibility`` says, through ``lead`` if there is one.
 
     Returns:
         ``[B, Hq, m, d]`` with gradients for all tensors, and the log-sum-exp ``[B, Hq, m]`` of the logits in at least fp32,
@@ -266,27 +269,30 @@ def attend(
     if segments is None:
         segments = Segments.whole(q.shape[0], q.shape[2], tokens.keys.shape[2])
     call = Call(q, tokens, lead, visibility, segments, q.shape[-1] ** -0.5 if scale is None else scale)
-    _check(call)
+    _check(call, range(tokens.keys.shape[1]) if roles is None else roles.followers)
     order = AUTO_ORDER if q.shape[2] == 1 else AUTO_ORDER[1:]  # "grouped" takes one query per row
-    entry = choose("attention", IMPLEMENTATIONS, order, call, backend)
-    if lead is None or lead.heads is None:
-        return entry.attend(call)
-    return _split_by_role(call, list(lead.heads), entry)
-
-
-def _split_by_role(call: Call, followers: list[int], entry: Implementation) -> tuple[Tensor, Tensor]:
-    """Heads that lead and heads that follow in a call each."""
-    assert call.lead is not None
-    leads = [head for head in range(call.tokens.keys.shape[1]) if head not in followers]
-    own = call._replace(lead=None, visibility=CAUSAL)
-    parts = []
-    for members, role in ((leads, own), (followers, call._replace(lead=call.lead._replace(heads=None)))):
-        if members:
-            tokens = Tokens(*(take_heads(x, members) for x in call.tokens))
-            q = take_heads(call.q, members, call.groups)
-            parts.append((members, *entry.attend(role._replace(q=q, tokens=tokens))))
-    out, lse = (merge_heads([(part[0], part[i]) for part in parts], call.groups) for i in (1, 2))
+    calls = [(None, call)] if roles is None else list(_by_role(call, roles))
+    parts = [
+        (heads, *choose("attention", IMPLEMENTATIONS, order, one, backend).attend(one))
+        for heads, one in calls
+    ]
+    if len(parts) == 1:
+        return parts[0][1:]
+    out, lse = (merge_heads([(part[0], part[i]) for part in parts], call.groups) for i in (1, 2))  # type: ignore[misc]
     return out, lse
+
+
+def _by_role(call: Call, roles: Roles) -> Iterator[tuple[Sequence[int], Call]]:
+    """A call for the heads of each role."""
+    alone = call._replace(lead=None)
+    for heads, one in (
+        (roles.leads, alone._replace(visibility=CAUSAL)),
+        (roles.followers, call),
+        (roles.windows, alone),
+    ):
+        if heads:
+            tokens = Tokens(*(take_heads(x, heads) for x in call.tokens))
+            yield heads, one._replace(q=take_heads(call.q, heads, call.groups), tokens=tokens)
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -344,7 +350,7 @@ def merge_heads(parts: Sequence[tuple[Sequence[int], Tensor]], groups: int) -> T
     return torch.cat([pieces[head] for head in sorted(pieces)], dim=1)
 
 
-def _check(call: Call) -> None:
+def _check(call: Call, followers: Sequence[int]) -> None:
     q, (keys, values) = call.q, call.tokens
     batch, heads, _, head_dim = shape = list(keys.shape)
     if _shape(values, keys) != shape or [batch, head_dim] != [q.shape[0], q.shape[3]] or q.shape[1] % heads:
@@ -358,7 +364,7 @@ def _check(call: Call) -> None:
     if call.segments.columns not in (None, q.shape[2]):
         raise ValueError(f"doc_ids have {call.segments.columns} columns, expected {q.shape[2]}")
     if call.lead is not None:
-        _check_lead(call.lead, call, shape)
+        _check_lead(call.lead, call, shape, len(followers))
 
 
 def _shape(x: Source, like: Source) -> list[int]:
@@ -367,11 +373,8 @@ def _shape(x: Source, like: Source) -> list[int]:
     return [*x.shape[:2], (x if both else like).shape[2], x.shape[3]]
 
 
-def _check_lead(lead: Lead, call: Call, shape: list[int]) -> None:
-    heads = list(range(shape[1]) if lead.heads is None else lead.heads)
-    if not heads or heads != sorted(set(heads)) or not 0 <= heads[0] <= heads[-1] < shape[1]:
-        raise ValueError(f"followers = {heads}; give KV heads 0 … {shape[1] - 1} in rising order, each once")
-    expected = [shape[0], len(heads) * call.groups, *call.q.shape[2:]], [shape[0], len(heads), *shape[2:]]
+def _check_lead(lead: Lead, call: Call, shape: list[int], followers: int) -> None:
+    expected = [shape[0], followers * call.groups, *call.q.shape[2:]], [shape[0], followers, *shape[2:]]
     if (list(lead.queries.shape), _shape(lead.keys, call.tokens.keys)) != expected:
         raise ValueError(
             f"lead queries and keys are {list(lead.queries.shape)} and {list(lead.keys.shape)}, "

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from .attend import CAUSAL, Lead, Segments, Tokens, Visibility, attend, compute_dtype
 from .config import PodConfig
 from .rope import Rope
+from .sharing import Lead as PlanLead
+from .sharing import is_followed, roles_of
 
 Carry = tuple[Tensor | None, ...]
 
@@ -37,7 +39,7 @@ class RMSNorm(nn.Module):
 class SequenceParallel(Protocol):
     """Ulysses as the model sees it: swap a shard of the sequence for a shard of the heads, and back."""
 
-    lead: tuple[tuple[int, ...], ...]
+    lead: PlanLead
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
 
@@ -60,7 +62,7 @@ class ForwardContext:
     """
 
     rope: Rope
-    lead: tuple[tuple[int, ...], ...]
+    lead: PlanLead
     backend: str = "auto"
     segments: Segments | None = None
     step: Any = None
@@ -132,21 +134,24 @@ class PodAttention(nn.Module):
 
     def _attend_without_cache(self, q, k, v, context: ForwardContext, carry: Carry) -> tuple[Tensor, Carry]:
         q, k = context.rope(q), context.rope(k)
-        lead, see, followers = None, CAUSAL, split_heads(context.lead[self.layer_idx], self.layer_idx)[1]
-        if self.layout == "window":
-            see = Visibility(num_recent_tokens=self.num_recent_tokens)
-        elif self.layout == "cla" and followers:  # the keys and values of its lead (Brandon et al., 2024, §2)
+        if self.layout == "cla":
+            return self._attend_across(q, k, v, context, carry)
+        lead, roles = None, roles_of(context.lead, self.layer_idx)
+        if roles.followers:
+            lead = Lead(*(_carried(carry, roles.followers, part) for part in (0, 1)))
+        see = Visibility(self.num_sink_tokens, self.num_recent_tokens)
+        out, _ = attend(q, Tokens(k, v), lead, see, context.segments, backend=context.backend, roles=roles)
+        return out, next_carry(q, k, context.lead, self.layer_idx, carry)
+
+    def _attend_across(self, q, k, v, context: ForwardContext, carry: Carry) -> tuple[Tensor, Carry]:
+        """Followers take the keys and values of their lead (Brandon et al., 2024, §2)."""
+        if roles_of(context.lead, self.layer_idx).followers:
             k, v = carry[:2]
             assert k is not None and v is not None, "the lead left no keys and values in the carry"
-        elif followers:
-            lead = Lead(*(_carried(carry, followers, part) for part in (0, 1)), heads=tuple(followers))
-            see = Visibility(self.num_sink_tokens, self.num_recent_tokens)
-        out, _ = attend(q, Tokens(k, v), lead, see, context.segments, backend=context.backend)
-        if self.layout == "cla":
-            nothing = (None,) * len(carry)
-            followed = is_followed(context.lead, self.layer_idx, 0)
-            return out, (k, v, *nothing[2:]) if followed else nothing
-        return out, next_carry(q, k, context.lead, self.layer_idx, carry)
+        out, _ = attend(q, Tokens(k, v), None, CAUSAL, context.segments, backend=context.backend)
+        nothing = (None,) * len(carry)
+        followed = is_followed(context.lead, self.layer_idx, 0)
+        return out, (k, v, *nothing[2:]) if followed else nothing
 
 
 def _carried(carry: Carry, heads: Sequence[int], part: int) -> Tensor:
@@ -154,19 +159,8 @@ def _carried(carry: Carry, heads: Sequence[int], part: int) -> Tensor:
     return torch.cat([carry[2 * head + part] for head in heads], dim=1)  # type: ignore[misc]
 
 
-def is_followed(lead: Sequence[Sequence[int]], layer: int, head: int) -> bool:
-    """Whether the next layer belongs to the same block of this KV head, ``lead`` being ``[L][H]``."""
-    return layer + 1 < len(lead) and lead[layer + 1][head] == lead[layer][head]
-
-
-def split_heads(lead_row: Sequence[int], layer_idx: int) -> tuple[list[int], list[int]]:
-    """KV heads of a layer that lead, and those that follow a lower layer."""
-    leads = [head for head, lead in enumerate(lead_row) if lead == layer_idx]
-    return leads, [head for head, lead in enumerate(lead_row) if lead != layer_idx]
-
-
-def next_carry(q: Tensor, k: Tensor, lead: Sequence[Sequence[int]], layer_idx: int, carry: Carry) -> Carry:
-    """The carry for the next layer: cloned where a used lead starts, kept while users follow, dropped after.
+def next_carry(q: Tensor, k: Tensor, lead: PlanLead, layer_idx: int, carry: Carry) -> Carry:
+    """The carry for the next layer: cloned where a used lead starts, kept while users are to come, dropped after.
 
     Clones, because a view of one head would keep the whole layer's queries and keys alive.
     """

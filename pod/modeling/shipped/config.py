@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from .sharing import SharingPlan
+from .sharing import Lead, SharingPlan
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 LAYOUTS = ("pod", "cla", "window")
@@ -23,7 +23,8 @@ class PodConfig(PreTrainedConfig):
         layout: who stores keys and values. ``pod``: the paper's, dense without a plan. ``cla``: layers of a block share
             the keys *and* values of its lead and have no projections for them (Brandon et al., 2024). ``window``:
             every layer sees and keeps ``num_recent_tokens`` tokens only (Beltagy et al., 2020).
-        lead: ``[num_hidden_layers][num_key_value_heads]``, see ``SharingPlan``; None = dense, or pairs for ``cla``.
+        lead: ``[num_hidden_layers][num_key_value_heads]`` of layers and None, see ``SharingPlan``; None = dense, pairs for
+            ``cla``, and for ``window`` the plan of windows, which it needs not to say.
         num_sink_tokens, num_recent_tokens: ``n_s`` and ``n_r`` of the paper; the window counts the current token.
             None = 16 and 4080; 0 and 4096 for ``window``, which has no sinks. ``cla`` has no window.
         attention_backend: ``auto`` or the name of a registered backend.
@@ -54,7 +55,7 @@ class PodConfig(PreTrainedConfig):
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    lead: list[list[int]] | None = None
+    lead: list[list[int | None]] | None = None
     layout: str = "pod"
     num_sink_tokens: int = None  # type: ignore[assignment]  # 16, or 0 for a window
     num_recent_tokens: int = None  # type: ignore[assignment]  # 4080, or 4096 for a window
@@ -104,16 +105,18 @@ class PodConfig(PreTrainedConfig):
                 "layout = 'cla' shares whole layers, and this plan gives the heads of a layer different leads: use "
                 "SharingPlan.cla(num_layers, num_key_value_heads, factor)"
             )
-        if self.layout == "window" and not self.sharing_plan.is_dense:
-            raise ValueError("layout = 'window' shares nothing between layers: leave the plan out")
+        if self.layout == "window" and self.lead is not None:
+            raise ValueError("layout = 'window' is a plan of its own: leave the plan out")
+        if self.layout == "cla" and self.sharing_plan.num_windows:
+            raise ValueError("layout = 'cla' has no windows, and this plan has: use layout = 'pod'")
         if self.layout == "window" and n_s:
             raise ValueError(f"layout = 'window' has no sinks, got num_sink_tokens = {n_s}: set 0")
 
     @property
     def sharing_plan(self) -> SharingPlan:
-        """The plan of this model; the dense plan when ``lead`` is None."""
+        """The plan of this model; when ``lead`` is None, that in which every head leads, or keeps its window."""
         lead = None if self.lead is None else tuple(map(tuple, self.lead))
-        return _plan(lead, self.num_hidden_layers, self.num_key_value_heads)
+        return _plan(lead, self.layout, self.num_hidden_layers, self.num_key_value_heads)
 
     @property
     def own_method(self) -> str:
@@ -127,6 +130,8 @@ class PodConfig(PreTrainedConfig):
 
 
 @lru_cache(maxsize=64)
-def _plan(lead: tuple[tuple[int, ...], ...] | None, layers: int, heads: int) -> SharingPlan:
+def _plan(lead: Lead | None, layout: str, layers: int, heads: int) -> SharingPlan:
     """The plan, checked once."""
-    return SharingPlan.dense(layers, heads) if lead is None else SharingPlan(lead=lead)
+    if lead is not None:
+        return SharingPlan(lead=lead)
+    return (SharingPlan.windows if layout == "window" else SharingPlan.dense)(layers, heads)

@@ -6,57 +6,29 @@ head and token) instead of any distant key. Types, validation and dispatch.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .attend import choose, compute_dtype
+from .attend import Tokens, choose, compute_dtype
 from .packed import Packed, Stored
+from .sharing import Roles
 
 _PROGRAMS_PER_PROCESSOR = 2  # as many as fit by registers, so that all run at once
 SPARE_COLUMNS = 64  # the last tile of a row of logits is read as a whole
 
 
-@dataclass(frozen=True)
-class Roles:
-    """Which KV heads of a layer lead and follow; made once per layer.
-
-    Attributes:
-        leads, followers: KV heads, ascending; together all of ``0 … H-1``.
-        followed: leads of this layer that a later layer uses, ascending.
-        device: of ``table``, which kernels read.
-
-    Raises:
-        ValueError: heads that are not ``0 … H-1`` in two ascending lists, or ``followed`` heads that do not lead.
-    """
-
-    leads: list[int]
-    followers: list[int]
-    followed: list[int]
-    device: torch.device | str = "cpu"
-
-    def __post_init__(self):
-        heads = self.leads + self.followers
-        ascend = all(x == sorted(x) for x in (self.leads, self.followers, self.followed))
-        if not heads or sorted(heads) != list(range(len(heads))) or not ascend:
-            raise ValueError(
-                f"leads and followers must name the heads 0 … H-1 once, ascending, and are {self}"
-            )
-        if not set(self.followed) <= set(self.leads):
-            raise ValueError(f"heads {self.followed} are followed, but only {self.leads} lead")
-
-    @cached_property
-    def table(self) -> Tensor:
-        """int32 ``[2, H]``. Row 0: leads, then followers. Row 1: 1 for heads of this order that are in ``followed``."""
-        order = self.leads + self.followers
-        rows = [order, [int(head in self.followed) for head in order]]
-        return torch.tensor(rows, dtype=torch.int32, device=self.device)
-
-    @property
-    def num_heads(self) -> int:
-        return len(self.leads) + len(self.followers)
+@lru_cache(maxsize=1024)
+@torch.inference_mode(False)
+def role_table(roles: Roles, device: torch.device) -> Tensor:
+    """int32 ``[3, H]`` that kernels read. Row 0: leads, then followers, then windows. Row 1: 1 for heads of this order that are
+    in ``followed``. Row 2: their places in ``values``, or in ``near``."""
+    order = roles.leads + roles.followers + roles.windows
+    places = [(roles.windows if head in roles.windows else roles.held).index(head) for head in order]
+    rows = [order, [int(head in roles.followed) for head in order], places]
+    return torch.tensor(rows, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True)
@@ -142,7 +114,8 @@ class DecodeCall(NamedTuple):
         keys: ``[B, leads, C, d]``, slot = position; None when no head leads. May be ``Packed``.
         window_keys: ``[B, followers, n_s + n_r, d]``: token ``p`` at slot ``p`` while ``p < n_s + n_r``, later at
             ``n_s + (p - n_s) mod n_r``. None when no head follows. Never ``Packed``.
-        values: ``[B, H, C, d]``. May be ``Packed``, with the ``packed_lengths`` of the keys.
+        values: ``[B, leads + followers, C, d]``, heads in rising order; None when all keep their windows. May be ``Packed``, with
+            the ``packed_lengths`` of the keys.
         lengths: int32 or int64 ``[B]`` on the device of ``q``: tokens per row (at least 1), the new one, already stored,
             included. Slots behind a row's length may hold anything.
         buffers: from ``make_buffers``. Heads in ``roles.followed`` write ``buffers.logits`` and
@@ -153,12 +126,14 @@ class DecodeCall(NamedTuple):
             head that does not.
         out: ``[B, Hq, d]`` to write to.
         rows: ``lengths`` on the host, for implementations that would otherwise wait for the device.
+        near: keys and values ``[B, windows, n_s + n_r, d]`` of the heads that keep their windows, tokens at the slots of
+            ``window_keys``; None when there is no such head. Never ``Packed``.
     """
 
     q: Tensor
     keys: Stored | None
     window_keys: Stored | None
-    values: Stored
+    values: Stored | None
     lengths: Tensor
     roles: Roles
     buffers: DecodeBuffers
@@ -168,6 +143,12 @@ class DecodeCall(NamedTuple):
     tau: float | None = None
     out: Tensor = None  # type: ignore[assignment]
     rows: Sequence[int] | None = None
+    near: Tokens | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """``C``: slots of a store of every token."""
+        return 0 if self.values is None else self.values.shape[2]
 
 
 class Decoder(NamedTuple):
@@ -195,7 +176,7 @@ def pod_decode(*arguments: Any, backend: str = "auto", **options: Any) -> Tensor
 
     Heads that lead attend to all tokens with their own keys. Heads that follow take the logits of *distant* tokens
     ``n_s <= j < length - n_r`` from ``buffers.logits``, which the lead of their block filled in this step, and the others
-    from ``window_keys``; one softmax over both, own values. Call the layers of a model in order, with the same
+    from ``window_keys``; one softmax over both, own values. Heads that keep their windows attend to ``near``. Call the layers of a model in order, with the same
     ``buffers``, backend and lengths.
 
     Raises:
@@ -213,7 +194,7 @@ def pod_decode(*arguments: Any, backend: str = "auto", **options: Any) -> Tensor
 
 
 def _check(call: DecodeCall) -> None:
-    q, values, lengths, roles = call.q, call.values, call.lengths, call.roles
+    q, lengths, roles = call.q, call.lengths, call.roles
     if call.num_sink_tokens < 0 or call.num_recent_tokens < 1:
         raise ValueError(
             f"need n_s >= 0 and n_r >= 1, got {call.num_sink_tokens} and {call.num_recent_tokens}"
@@ -222,36 +203,44 @@ def _check(call: DecodeCall) -> None:
         raise ValueError(
             f"q is {list(q.shape)} {q.dtype}, expected floats [B, Hq, d] with Hq a multiple of {roles.num_heads} KV heads"
         )
-    if isinstance(call.window_keys, Packed):
-        raise ValueError(
-            "window_keys are packed; only keys and values may be: give them in the model's dtype"
-        )
+    if any(isinstance(x, Packed) for x in (call.window_keys, *(call.near or ()))):
+        raise ValueError("a window is packed; only keys and values may be: give it in the model's dtype")
     batch, _, head_dim = q.shape
     if lengths.shape != (batch,) or lengths.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"lengths is {list(lengths.shape)} {lengths.dtype}, expected int32 or int64 [{batch}]"
         )
-    slots = call.num_sink_tokens + call.num_recent_tokens
-    if call.window_keys is not None and call.rows is not None:
-        # a window that is not full may hold room for its tokens only
-        slots = min(slots, max(call.window_keys.shape[2], *call.rows))
-    _check_tensor("keys", call.keys, (batch, len(roles.leads), values.shape[2], head_dim), q)
-    _check_tensor("window_keys", call.window_keys, (batch, len(roles.followers), slots, head_dim), q)
-    _check_tensor("values", values, (batch, roles.num_heads, values.shape[2], head_dim), q)
+    held, room = len(roles.held), call.num_slots
+    _check_tensor("keys", call.keys, (batch, len(roles.leads), room, head_dim), q)
+    _check_tensor("values", call.values, (batch, held, room, head_dim), q)
+    _check_windows(call, batch, head_dim)
     if call.out is not None:
         _check_tensor("out", call.out, tuple(q.shape), q)
     logits, made_for = call.buffers.logits, call.buffers.partial_out.shape[4]
     needed = batch, roles.num_heads, q.shape[1] // roles.num_heads
-    room = logits.shape[3] - SPARE_COLUMNS
-    if tuple(logits.shape[:3]) != needed or room < values.shape[2] or made_for != head_dim:
+    columns = logits.shape[3] - SPARE_COLUMNS
+    if tuple(logits.shape[:3]) != needed or columns < room or made_for != head_dim:
         raise ValueError(
-            f"buffers are for [B, H, G, C] = {[*logits.shape[:3], room]} and head_dim {made_for}, needed are "
-            f"{[*needed, values.shape[2]]} and {head_dim}; make them with make_buffers"
+            f"buffers are for [B, H, G, C] = {[*logits.shape[:3], columns]} and head_dim {made_for}, needed are "
+            f"{[*needed, room]} and {head_dim}; make them with make_buffers"
         )
     if logits.dtype != compute_dtype(q.dtype) or logits.device != q.device:
         raise ValueError(
             f"buffers are {logits.dtype} on {logits.device}, q is {q.dtype} on {q.device}: use make_buffers"
         )
+
+
+def _check_windows(call: DecodeCall, batch: int, head_dim: int) -> None:
+    near = call.near or (None, None)
+    named = (
+        ("window_keys", call.window_keys, call.roles.followers),
+        *((f"near.{name}", x, call.roles.windows) for name, x in zip(Tokens._fields, near, strict=True)),
+    )
+    for name, x, heads in named:
+        slots = call.num_sink_tokens + call.num_recent_tokens
+        if x is not None and call.rows is not None:  # one that is not full may have room for its tokens only
+            slots = min(slots, max(x.shape[2], *call.rows))
+        _check_tensor(name, x, (batch, len(heads), slots, head_dim), call.q)
 
 
 def _check_tensor(name: str, x: Stored | None, expected: tuple[int, ...], q: Tensor) -> None:

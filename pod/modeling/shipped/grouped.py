@@ -18,6 +18,7 @@ from torch import Tensor
 from .attend import Call, Implementation, Span, Tokens, compute_dtype, span, take_heads, take_rows
 from .decode import DecodeCall, Decoder
 from .packed import Packed, Stored
+from .sharing import Roles
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 19}
 """Keys or values per product: they stay in a CPU's cache while they are converted and used; 2^26 elsewhere."""
@@ -29,11 +30,66 @@ _FEW_TOKENS = 4096
 def decode(call: DecodeCall) -> None:
     """See ``decode.pod_decode``; computes in fp32, or in fp64 for fp64 queries."""
     lengths = call.lengths.tolist() if call.rows is None else call.rows
-    if min(lengths) == max(lengths):
-        _decode_rows(call, lengths[0])
+    if call.near is not None:
+        _near(call, lengths)
+    for part in _held(call):
+        if min(lengths) == max(lengths):
+            _decode_rows(part, lengths[0])
+            continue
+        for row, length in enumerate(lengths):
+            _decode_rows(_take_row(part, (row, row + 1)), length)
+
+
+def _near(call: DecodeCall, lengths: Sequence[int]) -> None:
+    """Heads that keep their windows: all slots are seen, in whatever order."""
+    assert call.near is not None
+    heads, slots = call.roles.windows, min(call.near.keys.shape[2], max(lengths))
+    q = take_heads(call.q, heads, call.q.shape[1] // call.roles.num_heads)[:, :, None]
+    keys, values = (x[:, :, :slots] for x in call.near)
+    used = None if min(lengths) >= slots else call.lengths
+    out = attend_slots(q, keys, values, call.scale, used)[0]
+    call.out.unflatten(1, (call.roles.num_heads, -1))[:, _chosen(heads)] = out.unflatten(1, (len(heads), -1))[
+        ..., 0, :
+    ]
+
+
+def _held(call: DecodeCall) -> Iterator[DecodeCall]:
+    """The call without heads that keep their windows: one for each run of neighbours, so that everything is a view."""
+    if not call.roles.windows:
+        yield call
         return
-    for row, length in enumerate(lengths):
-        _decode_rows(_take_row(call, (row, row + 1)), length)
+    groups, place, names = call.q.shape[1] // call.roles.num_heads, 0, ("leads", "followers", "followed")
+    for first, stop in _runs(call.roles.held):
+        inside = range(first, stop)
+        mine = {name: [h for h in getattr(call.roles, name) if h in inside] for name in names}
+        roles = Roles(**{name: tuple(h - first for h in heads) for name, heads in mine.items()})
+        buffers = {
+            name: x if x is None else x[:, first:stop]
+            for name in ("logits", "distant_lse", "weights", "weight_sums")
+            for x in (getattr(call.buffers, name),)
+        }
+        yield call._replace(
+            q=call.q[:, first * groups : stop * groups],
+            out=call.out[:, first * groups : stop * groups],
+            keys=_places(call.keys, call.roles.leads, mine["leads"]),
+            window_keys=_places(call.window_keys, call.roles.followers, mine["followers"]),
+            values=take_heads(call.values, range(place, place + stop - first)),
+            buffers=replace(call.buffers, **buffers),
+            roles=roles,
+            near=None,
+        )
+        place += stop - first
+
+
+def _places(x: Stored | None, heads: Sequence[int], wanted: Sequence[int]) -> Any:
+    """The part of a store of ``heads`` that belongs to the neighbours ``wanted`` of these; None for none."""
+    return take_heads(x, [heads.index(head) for head in wanted]) if wanted else None
+
+
+def _runs(heads: Sequence[int]) -> list[tuple[int, int]]:
+    """Rising numbers as spans of neighbours."""
+    starts = [head for head in heads if head - 1 not in heads]
+    return list(zip(starts, [head + 1 for head in heads if head + 1 not in heads], strict=True))
 
 
 def _take_row(call: DecodeCall, row: Span) -> DecodeCall:
@@ -218,11 +274,11 @@ def _unsupported_one(call: Call) -> str | None:
 # -- products ----------------------------------------------------------------------------------------------------
 
 
-def _chosen(heads: list[int]) -> slice | list[int]:
+def _chosen(heads: Sequence[int]) -> slice | list[int]:
     """Heads as an index: of evenly spaced ones views, of others copies."""
     step = heads[1] - heads[0] if len(heads) > 1 else 1
     even = slice(heads[0], heads[-1] + 1, step)
-    return even if list(range(heads[0], heads[-1] + 1, step)) == heads else heads
+    return even if list(range(heads[0], heads[-1] + 1, step)) == list(heads) else list(heads)
 
 
 def _blocks(x: Tensor, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -232,7 +288,7 @@ def _blocks(x: Tensor, start: int, stop: int) -> Iterator[tuple[int, int]]:
     return ((first, min(first + block, stop)) for first in range(start, stop, block))
 
 
-def _scores(q: Tensor, keys: Stored | None, out: Tensor, heads: list[int] | None = None) -> None:
+def _scores(q: Tensor, keys: Stored | None, out: Tensor, heads: Sequence[int] | None = None) -> None:
     """Write ``q · k`` of ``q`` ``[b, H, G, d]`` and the first tokens of the keys of ``heads`` (None = all) to ``out``
     ``[b, H, G, n]``."""
     if keys is None:
@@ -253,7 +309,7 @@ def _scores(q: Tensor, keys: Stored | None, out: Tensor, heads: list[int] | None
         out[..., start:stop] = (keys[:, :, start:stop].to(q.dtype) @ q).transpose(2, 3)
 
 
-def _weighted(weights: Tensor, values: Stored, start: int, stop: int) -> Tensor:
+def _weighted(weights: Tensor, values: Stored | None, start: int, stop: int) -> Tensor:
     """Sums ``[b, h, G, d]`` of the values from ``start`` to ``stop`` with weights ``[b, h, G, stop - start]``."""
     if isinstance(values, Packed):
         return values.weighted(weights, start, stop)

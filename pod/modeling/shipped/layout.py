@@ -1,28 +1,27 @@
-"""What a model's own attention holds in one layer: PoD (dense without a plan), cross-layer attention, a window."""
+"""What a model's own attention holds in one layer: by a plan (dense or a window without one), or cross-layer attention."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from .attend import CAUSAL, Lead, Source, Tokens, Visibility, attend, merge_heads, take_heads, takes_gradients
-from .attention import is_followed, split_heads
+from .attend import CAUSAL, Source, Tokens, Visibility, attend, merge_heads, take_heads, takes_gradients
 from .config import PodConfig
-from .decode import Roles, make_buffers, pod_decode
-from .grouped import attend_slots
+from .decode import make_buffers, pod_decode
+from .sharing import Roles, is_followed, roles_of
 from .step import CacheLayer, Step
 from .stores import NATIVE, Codec, Recent, TokenStore, take_slots
 
 
 class PodCacheLayer(CacheLayer):
-    """The PoD layout (paper §2.2): full keys for leads, window keys for followers, all values. A dense model is the plan in
-    which every head leads.
+    """What a plan lets a layer hold: full keys for leads, window keys for followers (paper §2.2), all values of both, and
+    of heads that keep their windows sinks and recent tokens. A dense model is the plan in which every head leads.
 
     A lead leaves its queries and keys for its followers in ``step.lead``; when decoding, it leaves the logits of distant tokens
     instead, so that no distant key is read twice in a step.
 
     Attributes:
-        extra_slots: see ``CacheLayer``; for the window keys of followers.
+        extra_slots: see ``CacheLayer``; for the rings of followers and windows.
         tau: gate above which a follower's query head leaves out its distant tokens when decoding; None = never.
         capacity: tokens that stores have room for from the start, and come to rest in at once; 0 = they grow as tokens come.
     """
@@ -37,20 +36,23 @@ class PodCacheLayer(CacheLayer):
         self.codec, self.extra_slots = codec, extra_slots
         self.layer_idx = layer_idx
         self.lead = config.sharing_plan.lead
-        self.leads, self.followers = split_heads(self.lead[layer_idx], layer_idx)
-        self.followed = [head for head in self.leads if is_followed(self.lead, layer_idx, head)]
+        self.roles = self._roles()
+        self.last_of_blocks = [h for h in self.roles.followers if not is_followed(self.lead, layer_idx, h)]
         self.num_sink_tokens = config.num_sink_tokens
         self.num_recent_tokens = config.num_recent_tokens
         self.scale = config.head_dim**-0.5
         self.groups = config.num_key_value_groups
         self.clear()
 
+    def _roles(self) -> Roles:
+        return roles_of(self.lead, self.layer_idx)
+
     def clear(self) -> None:
-        self.roles = None  # on the device of the first decoded token
         self.all_values = self.codec.tokens("values", self.evicts)
         self.lead_keys = self.codec.tokens("keys", self.evicts)
-        ring = self.num_recent_tokens + self.extra_slots
-        self.window_keys = self.codec.window("keys", self.num_sink_tokens, ring)
+        windows = self.num_sink_tokens, self.num_recent_tokens + self.extra_slots
+        self.window_keys, self.near_keys = (self.codec.window("keys", *windows) for _ in range(2))
+        self.near_values = self.codec.window("values", *windows)
         self.reserve(self.capacity)
 
     def reserve(self, capacity: int) -> None:
@@ -60,8 +62,15 @@ class PodCacheLayer(CacheLayer):
             store.reserve(capacity)
 
     def stores(self) -> dict[str, TokenStore]:
-        stores = {"keys": self.lead_keys, "window_keys": self.window_keys, "values": self.all_values}
-        return stores if self.followers else {name: stores[name] for name in ("keys", "values")}
+        roles = self.roles
+        found = {
+            "keys": (self.lead_keys, roles.leads),
+            "window_keys": (self.window_keys, roles.followers),
+            "values": (self.all_values, roles.held),
+            "near_keys": (self.near_keys, roles.windows),
+            "near_values": (self.near_values, roles.windows),
+        }
+        return {name: store for name, (store, heads) in found.items() if heads}
 
     # -- attention -------------------------------------------------------------------------------------------
 
@@ -74,71 +83,98 @@ class PodCacheLayer(CacheLayer):
 
     def attend_rotated(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         """TokenStore and attend, for queries and keys that are already rotated."""
-        append_new(self.all_values, v, step)
-        if self.leads:
-            append_new(self.lead_keys, take_heads(k, self.leads), step)
+        roles = self.roles
+        if roles.held:
+            append_new(self.all_values, take_heads(v, roles.held), step)
+        if roles.leads:
+            append_new(self.lead_keys, take_heads(k, roles.leads), step)
         if step.num_new == 1 and step.all_real and not takes_gradients(q, k, v):
-            if self.followers:
-                append_new(self.window_keys, take_heads(k, self.followers), step)
+            self._append_windows(k, v, step)
             return self._decode(q, step)
-        for head in self.followed:
+        for head in roles.followed:
             step.lead.queries[head] = take_heads(q, [head], self.groups).clone()
-            step.lead.keys[head] = take_heads(self.lead_keys.view(step.max_length), [self.leads.index(head)])
-        out = self._prefill(q, k, v, step) if step.is_fresh else self._attend_chunk(q, k, step)
-        if self.followers:
-            append_new(self.window_keys, take_heads(k, self.followers), step)
-        for head in self.followers:
-            if not is_followed(self.lead, self.layer_idx, head):
-                del step.lead.queries[head], step.lead.keys[head]
+            step.lead.keys[head] = take_heads(self.lead_keys.view(step.max_length), [roles.leads.index(head)])
+        out = self._prefill(q, k, v, step) if step.is_fresh else self._attend_chunk(q, k, v, step)
+        self._append_windows(k, v, step)
+        for head in self.last_of_blocks:
+            del step.lead.queries[head], step.lead.keys[head]
         return out
+
+    def _append_windows(self, k: Tensor, v: Tensor, step: Step) -> None:
+        if self.roles.followers:
+            append_new(self.window_keys, take_heads(k, self.roles.followers), step)
+        self._append_near(k, v, step)
+
+    def _append_near(self, k: Tensor, v: Tensor, step: Step) -> None:
+        if self.roles.windows:
+            for store, x in ((self.near_keys, k), (self.near_values, v)):
+                append_new(store, take_heads(x, self.roles.windows), step)
+
+    @property
+    def _visibility(self) -> Visibility:
+        return Visibility(self.num_sink_tokens, self.num_recent_tokens)
 
     def _prefill(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         """First pass over an empty cache: as without one."""
-        lead = None
-        if self.followers:
-            lead = step.lead.take(self.followers, step.max_length)._replace(heads=tuple(self.followers))
-        see = self._visibility(lead)
-        return attend(q, Tokens(k, v), lead, see, step.segments, self.scale, step.backend)[0]
+        followers = self.roles.followers
+        lead = step.lead.take(followers, step.max_length) if followers else None
+        options = {"scale": self.scale, "backend": step.backend, "roles": self.roles}
+        return attend(q, Tokens(k, v), lead, self._visibility, step.segments, **options)[0]
 
-    def _visibility(self, lead: Lead | None) -> Visibility:
-        return CAUSAL if lead is None else Visibility(self.num_sink_tokens, self.num_recent_tokens)
-
-    def _attend_chunk(self, q: Tensor, k: Tensor, step: Step) -> Tensor:
+    def _attend_chunk(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         """Any chunk behind any past, ragged or not."""
-        values, parts = self.all_values.view(step.max_length), []
-        for heads, lead in ((self.leads, None), (self.followers, step.lead.take)):
-            if not heads:
-                continue
-            if lead:  # the window before the chunk, and the chunk
-                keys: Source = Recent(self.window_keys, take_heads(k, heads), step.rows)
-            else:
-                keys = self.lead_keys.view(step.max_length)
-            taken = lead(heads, step.max_length) if lead else None
-            tokens = Tokens(keys, take_heads(values, heads))
-            own, see = take_heads(q, heads, self.groups), self._visibility(taken)
-            out, _ = attend(own, tokens, taken, see, step.segments, self.scale, step.chunk_backend)
-            parts.append((heads, out))
+        parts, roles = [], self.roles
+        for heads, tokens, lead, see in (
+            (roles.leads, self._tokens_of_leads, None, CAUSAL),
+            (roles.followers, self._tokens_of_followers, step.lead.take, self._visibility),
+            (roles.windows, self._tokens_of_windows, None, self._visibility),
+        ):
+            if heads:
+                taken, own = lead and lead(heads, step.max_length), take_heads(q, heads, self.groups)
+                held = tokens(take_heads(k, heads), take_heads(v, heads), step)
+                options = step.segments, self.scale, step.chunk_backend
+                parts.append((heads, attend(own, held, taken, see, *options)[0]))
         return merge_heads(parts, self.groups)
 
+    def _tokens_of_leads(self, k: Tensor, v: Tensor, step: Step) -> Tokens:
+        return Tokens(self.lead_keys.view(step.max_length), self._values(self.roles.leads, step))
+
+    def _tokens_of_followers(self, k: Tensor, v: Tensor, step: Step) -> Tokens:
+        """Keys of the window before the chunk, and of the chunk."""
+        return Tokens(Recent(self.window_keys, k, step.rows), self._values(self.roles.followers, step))
+
+    def _tokens_of_windows(self, k: Tensor, v: Tensor, step: Step) -> Tokens:
+        return Tokens(Recent(self.near_keys, k, step.rows), Recent(self.near_values, v, step.rows))
+
+    def _values(self, heads: Sequence[int], step: Step) -> Source:
+        return take_heads(self.all_values.view(step.max_length), [self.roles.held.index(h) for h in heads])
+
     def _decode(self, q: Tensor, step: Step) -> Tensor:
-        """One new token per row. Reads: lead keys, window keys, the leads' logits and values."""
-        values = self.all_values.stored
-        room = max(values.shape[2], step.max_length)
+        """One new token per row. Reads: lead keys, window keys, the leads' logits and values, windows."""
+        roles, room = self.roles, step.max_length
+        values = self.all_values.stored if roles.held else None
+        if values is not None:
+            room = max(values.shape[2], room)
         if step.lead.buffers is None or step.lead.buffers.capacity < room:
             size = q.shape[0], q.shape[1] // self.groups, self.groups, q.shape[3], room
             step.lead.buffers = make_buffers(*size, q.dtype, q.device)
-        if self.roles is None:
-            self.roles = Roles(self.leads, self.followers, self.followed, q.device)
-        keys = self.lead_keys.stored if self.leads else None
-        near = self._window(step) if self.followers else None
-        shared = step.lengths, self.roles, step.lead.buffers, self.num_sink_tokens, self.num_recent_tokens
-        rows = [sum(row) for row in step.rows]
-        out = pod_decode(q[:, :, 0], keys, near, values, *shared, scale=self.scale, tau=self.tau, rows=rows)
-        return out.unsqueeze(2)
+        keys = self.lead_keys.stored if roles.leads else None
+        window_keys = self._window(self.window_keys, step) if roles.followers else None
+        near = None
+        if roles.windows:
+            near = Tokens(*(self._window(store, step) for store in (self.near_keys, self.near_values)))
+        shared = step.lengths, roles, step.lead.buffers, self.num_sink_tokens, self.num_recent_tokens
+        options = {
+            "scale": self.scale,
+            "tau": self.tau,
+            "rows": [sum(row) for row in step.rows],
+            "near": near,
+        }
+        return pod_decode(q[:, :, 0], keys, window_keys, values, *shared, **options).unsqueeze(2)
 
-    def _window(self, step: Step) -> Tensor:
-        """Window keys ``[B, h, n_s + n_r, d]`` as decoding reads them: of a larger ring, a copy."""
-        held = self.window_keys.read(step.max_length)
+    def _window(self, store: TokenStore, step: Step) -> Tensor:
+        """A window ``[B, h, n_s + n_r, d]`` as decoding reads it: of a larger ring, a copy."""
+        held = store.read(step.max_length)
         if not self.extra_slots:
             return held
         n_s, n_r = self.num_sink_tokens, self.num_recent_tokens
@@ -173,7 +209,7 @@ class ClaCacheLayer(PodCacheLayer):
         self.is_last_of_block = sources[layer_idx + 1 : layer_idx + 2] != [self.source_layer]
         # with its keys and values in place every layer attends as a dense one
         self.lead = tuple((i,) * config.num_key_value_heads for i in range(len(sources)))
-        self.leads, self.followers, self.followed = list(range(config.num_key_value_heads)), [], []
+        self.roles = self._roles()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         """See ``CacheLayer.attend``; a follower gets ``k`` and ``v`` of no heads."""
@@ -194,54 +230,9 @@ class ClaCacheLayer(PodCacheLayer):
             PodCacheLayer.settle(step.layers[self.source_layer], step)
 
 
-class WindowCacheLayer(CacheLayer):
-    """Window attention (Beltagy et al., 2020): the last ``num_recent_tokens`` keys and values, the current token included;
-    keys keep their rotation.
-
-    A query at position i sees ``i - j < num_recent_tokens`` in any pass, so the result depends on no chunking.
-    """
-
-    is_croppable = True
-    num_sink_tokens = 0
-
-    def __init__(self, config: PodConfig, layer_idx: int, codec: Codec = NATIVE, num_recent_tokens: int = 0):
-        super().__init__()
-        self.codec = codec
-        self.num_recent_tokens = num_recent_tokens or config.num_recent_tokens
-        self.scale = config.head_dim**-0.5
-        self.groups = config.num_key_value_groups
-        self.clear()
-
-    def clear(self) -> None:
-        windows = self.num_sink_tokens, self.num_recent_tokens
-        self.keys_store, self.values_store = (self.codec.window(x, *windows) for x in ("keys", "values"))
-
-    def stores(self) -> dict[str, TokenStore]:
-        return {"window_keys": self.keys_store, "window_values": self.values_store}
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        q, k = step.rope.pair(q, k)
-        if step.num_new == 1 and step.all_real:
-            self._append(k, v, step)  # the ring is exactly the window, in an order that does not matter
-            stored = self.keys_store.read(step.max_length), self.values_store.read(step.max_length)
-            held = None if step.uniform_past is not None else step.lengths
-            return attend_slots(q, *stored, self.scale, held)[0]
-        tokens: Tokens = Tokens(k, v)
-        if not step.is_fresh:
-            tokens = Tokens(Recent(self.keys_store, k, step.rows), Recent(self.values_store, v, step.rows))
-        see = Visibility(num_recent_tokens=self.num_recent_tokens)
-        out, _ = attend(q, tokens, None, see, step.segments, self.scale, step.chunk_backend)
-        self._append(k, v, step)
-        return out
-
-    def _append(self, k: Tensor, v: Tensor, step: Step) -> None:
-        append_new(self.keys_store, k, step)
-        append_new(self.values_store, v, step)
-
-
 LAYOUT_LAYERS: dict[str, Callable[..., CacheLayer]] = {
     "pod": PodCacheLayer,
     "cla": ClaCacheLayer,
-    "window": WindowCacheLayer,
+    "window": PodCacheLayer,
 }
 """``(config, layer_idx, codec) -> CacheLayer`` for each ``PodConfig.layout``."""

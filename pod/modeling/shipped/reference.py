@@ -86,7 +86,14 @@ def _decode_head(call: DecodeCall, row: int, head: int, length: int) -> None:
     groups = call.q.shape[1] // call.roles.num_heads
     mine = slice(head * groups, (head + 1) * groups)
     q = call.q[row, mine].to(compute) * call.scale
-    values = _tokens(call.values, row, head, length, compute)
+    if head in call.roles.windows:
+        assert call.near is not None
+        slots, place = call.num_sink_tokens + call.num_recent_tokens, call.roles.windows.index(head)
+        keys, values = (_tokens(x, row, place, min(length, slots), compute) for x in call.near)
+        call.out[row, mine] = ((q @ keys.T).softmax(-1) @ values).to(call.out.dtype)
+        return
+    assert call.values is not None
+    values = _tokens(call.values, row, call.roles.held.index(head), length, compute)
     position = torch.arange(length, device=q.device)
     oldest_recent = max(length - call.num_recent_tokens, 0)
     distant = (position >= call.num_sink_tokens) & (position < oldest_recent)

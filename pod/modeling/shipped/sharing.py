@@ -1,58 +1,138 @@
-"""Which layer's queries and keys each (layer, KV head) uses for distant tokens: the sharing plan of PoD."""
+"""The plan of a model: what each (layer, KV head) does about distant tokens. It leads, follows or keeps its window."""
 
 import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+_READABLE = (1, SCHEMA_VERSION)  # 1 has no windows and no order of heads
+
+Lead = tuple[tuple[int | None, ...], ...]
+"""``[layer][KV head]``: the layer that the head follows, its own layer (it leads), or None (it keeps its window only)."""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """KV heads of a layer by what they hold and see; all in rising order.
+
+    Attributes:
+        leads: every token, with their own keys.
+        followers: own values of every token, own keys of proximal ones; distant logits are the lead's.
+        followed: leads of this layer that a later layer follows.
+        windows: sinks and recent tokens, keys and values, and nothing else.
+        held: leads and followers, which hold the values of every token.
+
+    Raises:
+        ValueError: heads that are not ``0 … H-1`` in three rising lists, or ``followed`` heads that do not lead.
+    """
+
+    leads: tuple[int, ...]
+    followers: tuple[int, ...] = ()
+    followed: tuple[int, ...] = ()
+    windows: tuple[int, ...] = ()
+    held: tuple[int, ...] = field(init=False)
+    num_heads: int = field(init=False)
+
+    def __post_init__(self):
+        for name in ("leads", "followers", "followed", "windows"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        heads = self.leads + self.followers + self.windows
+        rise = all(list(x) == sorted(x) for x in (self.leads, self.followers, self.followed, self.windows))
+        if not heads or sorted(heads) != list(range(len(heads))) or not rise:
+            raise ValueError(
+                f"leads, followers and windows must name the heads 0 … H-1 once, rising, and are {self}"
+            )
+        if not set(self.followed) <= set(self.leads):
+            raise ValueError(f"heads {self.followed} are followed, but only {self.leads} lead")
+        object.__setattr__(self, "held", tuple(sorted(self.leads + self.followers)))
+        object.__setattr__(self, "num_heads", len(heads))
+
+
+@lru_cache(maxsize=4096)
+def roles_of(lead: Lead, layer: int) -> Roles:
+    """The roles of a layer's KV heads under a plan ``[L][H]``."""
+    row = lead[layer]
+    leads = [head for head, owner in enumerate(row) if owner == layer]
+    windows = [head for head, owner in enumerate(row) if owner is None]
+    followers = [head for head in range(len(row)) if head not in leads and head not in windows]
+    followed = [head for head in leads if is_followed(lead, layer, head)]
+    return Roles(tuple(leads), tuple(followers), tuple(followed), tuple(windows))
+
+
+def is_followed(lead: Sequence[Sequence[int | None]], layer: int, head: int) -> bool:
+    """Whether a later layer follows the lead that this KV head has had last, in this layer or below."""
+    above = next((row[head] for row in lead[layer + 1 :] if row[head] is not None), None)
+    return above is not None and above <= layer
+
+
+def open_lead(lead: Sequence[Sequence[int | None]], layer: int, head: int) -> int | None:
+    """The lead that this KV head has had last, in this layer or below; None = only windows so far."""
+    return next((row[head] for row in lead[layer::-1] if row[head] is not None), None)
 
 
 @dataclass(frozen=True)
 class SharingPlan:
-    """A head-wise partition of the layers into blocks of consecutive layers (paper §2.1, Algorithm 1).
+    """What every (layer, KV head) pair of a model does about distant tokens.
 
-    ``lead[layer][kv_head]`` is the lowest layer of the block that ``layer`` belongs to for that KV head. A head
-    whose lead is its own layer stores all of its keys; any other head stores keys for proximal tokens only.
+    ``lead[layer][kv_head]`` is the layer that the head follows (paper §2.1, Algorithm 1: the lowest layer of a block of
+    consecutive layers), its own layer when it leads, or None when it keeps its window: sinks and recent tokens only, as
+    RazorAttention's and DuoAttention's other heads. A lead stores all keys and values, a follower all values and window keys.
+    Windows may stand between the layers of a block; they belong to none.
 
     Args:
-        lead: ``[L][H]`` integers.
-        provenance: how the plan was found (model, data, n, q, N, threshold, algorithm …); free-form JSON.
+        lead: ``[L][H]`` integers or None.
+        provenance: how the plan was found (model, data, n, q, N, costs, algorithm …); free-form JSON.
+        head_order: ``[L][Hq]``: which query head of the original weights stands at each place of the model that the plan is
+            for. Query heads of a KV head stay together, so the order of KV heads follows. None = as in the original.
 
     Raises:
-        ValueError: rows of unequal length, a lead above its layer, a lead that does not lead itself, or a block
-            whose layers are not consecutive.
+        ValueError: rows of unequal length, a lead above its layer, a lead that does not lead itself, a block
+            whose layers are not consecutive, or an order that parts the query heads of a KV head.
     """
 
-    lead: tuple[tuple[int, ...], ...]
+    lead: Lead
     provenance: dict[str, Any] = field(default_factory=dict, compare=False)
+    head_order: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "lead", _as_rows(self.lead))
         for head in range(self.num_key_value_heads):
             for layer in range(self.num_layers):
-                self._check(layer, head)
+                if self.lead[layer][head] is not None:
+                    self._check(layer, head)
+        if self.head_order is not None:
+            order = tuple(map(tuple, self.head_order))
+            object.__setattr__(self, "head_order", order)
+            check_head_order(order, self.num_layers, self.num_key_value_heads)
 
     def _check(self, layer: int, head: int) -> None:
         lead = self.lead[layer][head]
+        assert lead is not None
         where = f"sharing plan: lead[{layer}][{head}] = {lead}"
         if not 0 <= lead <= layer:
             raise ValueError(f"{where} must lie between 0 and its own layer {layer}")
         other = self.lead[lead][head]
         if other != lead:
-            raise ValueError(f"{where}, but layer {lead} follows layer {other}: a lead must lead itself")
-        before = self.lead[layer - 1][head]
+            does = "keeps its window" if other is None else f"follows layer {other}"
+            raise ValueError(f"{where}, but layer {lead} {does}: a lead must lead itself")
+        before = open_lead(self.lead, layer - 1, head) if layer else None
         if lead not in (layer, before):
             raise ValueError(
-                f"{where}, but layer {layer - 1} is led by {before}: layers of a block must be consecutive"
+                f"{where}, but below it layer {before} leads: layers of a block must be consecutive, windows aside"
             )
 
     @classmethod
     def dense(cls, num_layers: int, num_key_value_heads: int) -> "SharingPlan":
         """The plan in which every head leads: an ordinary dense model."""
         return cls(lead=tuple((layer,) * num_key_value_heads for layer in range(num_layers)))
+
+    @classmethod
+    def windows(cls, num_layers: int, num_key_value_heads: int) -> "SharingPlan":
+        """The plan in which every head keeps its window: window attention (Beltagy et al., 2020)."""
+        return cls(lead=((None,) * num_key_value_heads,) * num_layers)
 
     @classmethod
     def cla(cls, num_layers: int, num_key_value_heads: int, factor: int = 2) -> "SharingPlan":
@@ -79,42 +159,63 @@ class SharingPlan:
     def num_key_value_heads(self) -> int:
         return len(self.lead[0])
 
+    @property
+    def num_pairs(self) -> int:
+        """(layer, KV head) pairs."""
+        return self.num_layers * self.num_key_value_heads
+
     @cached_property
     def is_dense(self) -> bool:
-        return self.num_non_lead == 0
+        return self.num_leads == self.num_pairs
 
     @property
-    def num_non_lead(self) -> int:
-        """How many (layer, KV head) pairs follow another layer."""
-        return sum(lead != layer for layer, row in enumerate(self.lead) for lead in row)
+    def num_leads(self) -> int:
+        """Pairs that lead."""
+        return sum(lead == layer for layer, row in enumerate(self.lead) for lead in row)
 
     @property
-    def share_non_lead(self) -> float:
-        """Share of (layer, KV head) pairs that follow another layer, in [0, 1)."""
-        return self.num_non_lead / (self.num_layers * self.num_key_value_heads)
+    def num_windows(self) -> int:
+        """Pairs that keep their window only."""
+        return sum(lead is None for row in self.lead for lead in row)
+
+    @property
+    def num_followers(self) -> int:
+        """Pairs that follow another layer."""
+        return self.num_pairs - self.num_leads - self.num_windows
+
+    @property
+    def share_followers(self) -> float:
+        """Share of pairs that follow another layer, in [0, 1)."""
+        return self.num_followers / self.num_pairs
+
+    @property
+    def share_windows(self) -> float:
+        """Share of pairs that keep their window only, in [0, 1]."""
+        return self.num_windows / self.num_pairs
 
     @property
     def asymptotic_saving(self) -> float:
-        """Share of KV bytes saved as the sequence grows without bound: half of the non-lead share (keys only).
+        """Share of KV bytes saved as the sequence grows without bound: all of a window's, half (the keys) of a follower's.
 
-        This is PoD's; a ``cla`` layout, whose followers store nothing, saves ``share_non_lead``.
+        Not a ``cla`` layout's, whose followers store nothing: it saves ``share_followers``.
         """
-        return self.share_non_lead / 2
+        return self.share_windows + self.share_followers / 2
 
     def saving(self, n: int, num_sink_tokens: int, num_recent_tokens: int) -> float:
-        """Share of KV bytes saved at ``n`` tokens, when followers keep keys for sink and recent tokens only."""
+        """Share of KV bytes saved at ``n`` tokens, when sinks and recent tokens are proximal."""
         if n < 1:
             raise ValueError(f"saving is defined for n >= 1 tokens, got n = {n}")
         distant = max(0, n - num_sink_tokens - num_recent_tokens)
         return self.asymptotic_saving * distant / n
 
     def blocks(self, head: int) -> list[list[int]]:
-        """The blocks of one KV head, each a list of consecutive layers, lead first."""
+        """The blocks of one KV head, each a list of consecutive layers, lead first; windows are in none."""
         blocks: list[list[int]] = []
         for layer in range(self.num_layers):
             if self.lead[layer][head] == layer:
                 blocks.append([])
-            blocks[-1].append(layer)
+            if self.lead[layer][head] is not None:
+                blocks[-1].append(layer)
         return blocks
 
     def check_fits(self, num_layers: int, num_key_value_heads: int) -> None:
@@ -127,10 +228,12 @@ class SharingPlan:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write JSON with a schema version, through a temporary name so that a partial file never appears."""
-        content = {"schema": SCHEMA_VERSION, "lead": self.lead, "provenance": self.provenance}
+        content: dict[str, Any] = {"schema": SCHEMA_VERSION, "lead": self.lead}
+        if self.head_order is not None:
+            content["head_order"] = self.head_order
         temporary = f"{os.fspath(path)}.tmp"
         with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
+            json.dump(content | {"provenance": self.provenance}, file, indent=1)
         os.replace(temporary, path)
 
     @classmethod
@@ -141,17 +244,34 @@ class SharingPlan:
                 content = json.load(file)
         except (OSError, ValueError) as error:
             raise ValueError(f"cannot read sharing plan {path}: {error}") from error
-        if not isinstance(content, dict) or content.get("schema") != SCHEMA_VERSION or "lead" not in content:
+        if not isinstance(content, dict) or content.get("schema") not in _READABLE or "lead" not in content:
             raise ValueError(
-                f"{path} is not a sharing plan of schema {SCHEMA_VERSION}: make one with launch/explore.py"
+                f"{path} is not a sharing plan of schema {' or '.join(map(str, _READABLE))}: make one with launch/explore.py"
             )
         try:
-            return cls(lead=content["lead"], provenance=content.get("provenance", {}))
+            return cls(content["lead"], content.get("provenance", {}), content.get("head_order"))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
 
-def _as_rows(lead: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+def check_head_order(order: Sequence[Sequence[int]], num_layers: int, num_key_value_heads: int) -> None:
+    """Raise ``ValueError`` unless ``order`` ``[L][Hq]`` permutes the query heads of each layer and parts no KV head's."""
+    width = len(order[0]) if order else 0
+    groups = width // num_key_value_heads
+    ok = len(order) == num_layers and width and not width % num_key_value_heads
+    for row in order if ok else ():
+        together = all(
+            len({head // groups for head in row[i : i + groups]}) == 1 for i in range(0, width, groups)
+        )
+        ok = ok and together and sorted(row) == list(range(width))
+    if not ok:
+        raise ValueError(
+            f"sharing plan: head_order must permute the query heads of each of {num_layers} layers, those of each of "
+            f"{num_key_value_heads} KV heads staying together"
+        )
+
+
+def _as_rows(lead: Sequence[Sequence[int | None]]) -> Lead:
     try:
         rows = tuple(map(tuple, lead))
     except TypeError:
@@ -160,6 +280,6 @@ def _as_rows(lead: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     if not rows or not lengths[0] or len(set(lengths)) > 1:
         raise ValueError(f"sharing plan: lead needs equal, non-empty rows, got lengths {lengths}")
     for value in (value for row in rows for value in row):
-        if type(value) is not int:
-            raise ValueError(f"sharing plan: lead must hold integers, got {value!r}")
+        if value is not None and type(value) is not int:
+            raise ValueError(f"sharing plan: lead must hold integers or null, got {value!r}")
     return rows
