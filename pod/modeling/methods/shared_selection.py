@@ -233,8 +233,8 @@ class SharedSelectionLayer(PodCacheLayer):
             near = (store.read(step.max_length) for store in (self.near_keys, self.near_values))
             return attend_slots(own, *near, self.scale)[0]
         tokens = self._tokens_of_windows(take_heads(k, heads), take_heads(v, heads), step)
-        options = step.segments, self.scale, step.chunk_backend
-        out, _ = attend(own, tokens, None, self._visibility, *options)
+        see = self._visibility
+        out, _ = attend(own, tokens, None, see, step.segments, self.scale, step.chunk_backend)
         self._append_near(k, v, step)
         return out
 

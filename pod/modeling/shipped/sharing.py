@@ -23,6 +23,7 @@ class Roles:
         followers: own values of every token, own keys of proximal ones; distant logits are the lead's.
         followed: leads of this layer that a later layer follows.
         windows: sinks and recent tokens, keys and values, and nothing else.
+        last: followers whose block ends here.
         held: leads and followers, which hold the values of every token.
 
     Raises:
@@ -33,11 +34,12 @@ class Roles:
     followers: tuple[int, ...] = ()
     followed: tuple[int, ...] = ()
     windows: tuple[int, ...] = ()
+    last: tuple[int, ...] = ()
     held: tuple[int, ...] = field(init=False)
     num_heads: int = field(init=False)
 
     def __post_init__(self):
-        for name in ("leads", "followers", "followed", "windows"):
+        for name in ("leads", "followers", "followed", "windows", "last"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         heads = self.leads + self.followers + self.windows
         rise = all(list(x) == sorted(x) for x in (self.leads, self.followers, self.followed, self.windows))
@@ -58,8 +60,10 @@ def roles_of(lead: Lead, layer: int) -> Roles:
     leads = [head for head, owner in enumerate(row) if owner == layer]
     windows = [head for head, owner in enumerate(row) if owner is None]
     followers = [head for head in range(len(row)) if head not in leads and head not in windows]
-    followed = [head for head in leads if is_followed(lead, layer, head)]
-    return Roles(tuple(leads), tuple(followers), tuple(followed), tuple(windows))
+    goes_on = [head for head in range(len(row)) if is_followed(lead, layer, head)]
+    followed = [head for head in leads if head in goes_on]
+    last = [head for head in followers if head not in goes_on]
+    return Roles(*map(tuple, (leads, followers, followed, windows, last)))
 
 
 def is_followed(lead: Sequence[Sequence[int | None]], layer: int, head: int) -> bool:
