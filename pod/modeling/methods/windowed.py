@@ -36,7 +36,8 @@ def with_windows(config: PodConfig, num_sink_tokens: int, num_recent_tokens: int
     """The model in which every head keeps a window of this size."""
     plan = SharingPlan.windows(config.num_hidden_layers, config.num_key_value_heads)
     changes: dict[str, Any] = {"num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
-    return PodConfig(**(config.to_dict() | changes | {"lead": plan.lead}))
+    changes["lead"] = plan.lead
+    return PodConfig(**(config.to_dict() | changes))
 
 
 class SinkLayer(PodCacheLayer):
