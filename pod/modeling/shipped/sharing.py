@@ -53,7 +53,9 @@ class Roles:
             raise ValueError(f"heads {self.followed} are followed, but only {self.leads} lead")
         object.__setattr__(self, "held", tuple(sorted(self.leads + self.followers)))
         object.__setattr__(self, "num_heads", len(heads))
-        object.__setattr__(self, "are_mixed", len(heads) not in map(len, (self.leads, self.followers, self.windows)))
+        object.__setattr__(
+            self, "are_mixed", len(heads) not in map(len, (self.leads, self.followers, self.windows))
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -139,7 +141,14 @@ class SharingPlan:
     @classmethod
     def windows(cls, num_layers: int, num_key_value_heads: int) -> "SharingPlan":
         """The plan in which every head keeps its window: window attention (Beltagy et al., 2020)."""
-        return cls(lead=((None,) * num_key_value_heads,) * num_layers)
+        return cls.of_leads([[]] * num_layers, num_key_value_heads)
+
+    @classmethod
+    def of_leads(cls, leads: Sequence[Sequence[int]], num_key_value_heads: int) -> "SharingPlan":
+        """The plan in which the heads ``leads[layer]`` lead and all others keep their windows: RazorAttention's and DuoAttention's."""
+        heads = range(num_key_value_heads)
+        rows = ([layer if head in row else None for head in heads] for layer, row in enumerate(leads))
+        return cls(lead=tuple(map(tuple, rows)))
 
     @classmethod
     def cla(cls, num_layers: int, num_key_value_heads: int, factor: int = 2) -> "SharingPlan":
