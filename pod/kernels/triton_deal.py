@@ -28,15 +28,19 @@ def splits(
 ):
     """(programs of each lead, of each follower, of each window), dealt in this order. At least one where there is a tile.
 
-    Windows, the short ones, get theirs first, and one rather too many: of the long ones a program less is not felt.
+    Windows get their share first, rounded; what others have to do is finer and fits into the rest.
     """
     lead_far, lead_near = tiles(length, tail, n_s, n_r, True, False, PART, BLOCK_N)
     far, near = tiles(length, tail, n_s, n_r, False, False, PART, BLOCK_N)
     _, window_near = tiles(length, tail, n_s, n_r, False, True, PART, BLOCK_N)
     lead_cost = 2 * (lead_far + lead_near)
+    if PART == 2:
+        return 0, tl.minimum(programs // tl.maximum(followers, 1), far), 0
     cost = far + 2 * near
     total = leads * lead_cost + followers * cost
-    per_window = tl.cdiv(programs * 2 * window_near, tl.maximum(total + windows * 2 * window_near, 1))
+    window_cost = 2 * window_near
+    all_cost = tl.maximum(total + windows * window_cost, 1)
+    per_window = tl.maximum((2 * programs * window_cost + all_cost) // (2 * all_cost), 1)
     per_window = tl.minimum(per_window, (programs - leads - followers) // tl.maximum(windows, 1))
     per_window = tl.minimum(per_window, window_near)
     programs -= windows * per_window

@@ -254,7 +254,7 @@ def decode_kernel(
     features = tl.arange(0, BLOCK_D)
     tokens = tl.arange(0, BLOCK_N)
     near = tl.minimum(length, n_s + n_r)
-    far = length - near
+    far = tl.where(is_window, 0, length - near)  # a window's slots are taken as they come
     real = heads < GROUPS
     stored_head = (row * kv_heads + head) * GROUPS
     lse_row = row * programs * GROUPS
@@ -364,12 +364,14 @@ def decode_kernel(
                 peak, total, low, high = attend(found, v_low, v_high, peak, total, low, high, PACKED)
             recent_keys, key_row = key_tail + lead_head * ring * HEAD_DIM, HEAD_DIM
             recent_values, value_row = value_tail + value_head * ring * HEAD_DIM, HEAD_DIM
+            wrap = tl.where(is_window, near, ring)
         else:
             recent_keys, key_row = keys, k_row
             recent_values, value_row = values, v_row
         if is_window:
-            recent_keys, key_row = near_keys + row * n_batch + held * n_head, n_row
-            recent_values, value_row = near_values + row * n_batch + held * n_head, n_row
+            begin_of_head = row * n_batch + (index - leads - followers).to(tl.int64) * n_head
+            recent_keys, key_row = near_keys + begin_of_head, n_row
+            recent_values, value_row = near_values + begin_of_head, n_row
         elif not is_lead:
             recent_keys, key_row = window, w_row
         for step in range(tl.maximum(first, native_first), last):
@@ -378,11 +380,8 @@ def decode_kernel(
             token = tl.where(place < n_s, place, place + far)
             own_slot = token
             if PACKED:
-                own_slot = token % ring
-            own_slot = tl.where(is_window, place, own_slot)  # in whatever order the ring has them
-            key_slot = tl.where(is_lead | is_window, own_slot, window_slot(place, far, n_s, n_r)).to(
-                tl.int64
-            )[:, None]
+                own_slot = token % wrap
+            key_slot = tl.where(is_lead, own_slot, window_slot(place, far, n_s, n_r)).to(tl.int64)[:, None]
             rows = recent_keys + key_slot * key_row
             k_low, k_high = native(rows, inside[:, None], PACKED, HEAD_DIM, BLOCK_D)
             found = products(q_low, q_high, k_low, k_high, PACKED) * (scale * _LOG2E)
