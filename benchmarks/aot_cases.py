@@ -48,10 +48,10 @@ def _decode_case(
     constants |= {"GROUPS": groups, "HEAD_DIM": head_dim, **shape}
     types = dict.fromkeys(("logits", "distant_lse", "part_out", "part_lse"), "*fp32")
     types |= {"lengths": "*i64", "table": "*i32", "scale": "fp32", "tau": "fp32"}
-    types |= dict.fromkeys(("q", "window"), f"*{short}")
+    types |= dict.fromkeys(("q", "window", "near_keys", "near_values"), f"*{short}")
     types |= dict.fromkeys(("keys", "values"), "*u8" if packed else f"*{short}")
     even = ["n_s", "n_r", "room", "capacity", "q_batch", "q_head"]
-    even += [f"{x}_{y}" for x in "kwv" for y in ("batch", "head", "row")]
+    even += [f"{x}_{y}" for x in "kwvn" for y in ("batch", "head", "row")]
     if packed:
         types |= dict.fromkeys(("key_zero", "key_scale", "value_zero", "value_scale"), "*fp16")
         types |= {"key_tail": f"*{short}", "value_tail": f"*{short}", "packed_lengths": "*i32"}
@@ -124,7 +124,8 @@ def step_cases() -> Iterator[AotCase]:
 def _step_case(name: str, kernel, short: str, settings: dict[str, Any]) -> AotCase:
     arguments = kernel.arg_names
     tensors = ("x", "delta", "weight", "total", "out", "q", "k", "v", "q_weight", "k_weight")
-    types = dict.fromkeys((*tensors, "keys", "window", "values", "gate", "up"), f"*{short}")
+    stores = ("keys", "window", "values", "near_keys", "near_values")
+    types = dict.fromkeys((*tensors, *stores, "gate", "up"), f"*{short}")
     types |= {"cos": "*fp32", "sin": "*fp32", "past": "*i64", "table": "*i32", "eps": "fp32"}
     types = {a: t for a, t in types.items() if a in arguments}
     constants = {a: value for a, value in settings.items() if a in arguments}

@@ -34,7 +34,7 @@ def refusal(cache: PodCache) -> str | None:
     for layer in cache.layers:
         if type(layer) is not PodCacheLayer or not layer.codec.is_in_place:
             return f"the {cache.spec} cache has a layout or codec of its own"
-        if layer.extra_slots and layer.roles.followers:
+        if layer.extra_slots and (layer.roles.followers or layer.roles.windows):
             return f"the {cache.spec} cache keeps extra_slots behind its windows"
     return None
 
@@ -96,15 +96,16 @@ class _Bound:
     unfused: str | None = None
 
     def __init__(self, layers: list[PodCacheLayer], places: list, backend: str):
-        values = layers[0].all_values.target
-        batch, kv_heads, capacity, head_dim = layers[0].all_values.shape
+        like = next(iter(layers[0].stores().values())).target
+        (batch, _, _, head_dim), device = like.shape, like.device
+        room = max((layer.all_values.shape[2] for layer in layers if layer.roles.held), default=0)
         self.places = places
         self.buffers = decode.make_buffers(
-            batch, kv_heads, layers[0].groups, head_dim, capacity, values.dtype, values.device
+            batch, layers[0].roles.num_heads, layers[0].groups, head_dim, room, like.dtype, device
         )
-        past = torch.zeros(batch, dtype=torch.long, device=values.device)
+        past = torch.zeros(batch, dtype=torch.long, device=device)
         self.step = StaticStep([StaticLayer(layer, self.buffers, backend) for layer in layers], past)
-        self.token = torch.zeros(batch, 1, dtype=torch.long, device=values.device)
+        self.token = torch.zeros(batch, 1, dtype=torch.long, device=device)
         self.hidden: Tensor | None = None
 
     def can_be_recorded(self) -> bool:
@@ -309,7 +310,7 @@ class StaticEngine:
 
         None when they have just moved, as they may move again, and while there are none or a prompt has not ended.
         """
-        if not all(layer.all_values.is_at_rest for layer in self._layers()):
+        if not all(store.is_at_rest for layer in self._layers() for store in layer.stores().values()):
             return None
         places = self._places()
         if self._bound is not None and self._bound.places == places:

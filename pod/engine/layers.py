@@ -11,11 +11,14 @@ from transformers.activations import ACT2FN
 from pod.kernels import fused
 from pod.kernels.fused import HeadNorms, NewToken
 from pod.modeling.shipped import decode
+from pod.modeling.shipped.attend import Tokens
 from pod.modeling.shipped.attention import PodAttention, RMSNorm
 from pod.modeling.shipped.decode import DecodeCall
 from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.llama import PodDecoderLayer, PodMLP
-from pod.modeling.shipped.packed import Stored
+
+_STORED = ("keys", "window_keys", "values")
+"""Stores of a layer, under the names that ``DecodeCall`` and ``NewToken`` have for them."""
 
 
 @dataclass
@@ -58,28 +61,43 @@ class StaticLayer:
 
     def __init__(self, layer: PodCacheLayer, buffers: decode.DecodeBuffers, backend: str):
         self.layer, self.buffers, self.backend = layer, buffers, backend
-        self.values = layer.all_values
-        self.roles = layer.roles
-        self.keys = layer.lead_keys if layer.roles.leads else None
-        self.window_keys = layer.window_keys if layer.roles.followers else None
-        self.operations = fused.choose(self.values.target, backend)
+        self.roles, self.stores = layer.roles, layer.stores()
+        self.operations = fused.choose(self._any_target(), backend)
 
     def can_be_recorded(self) -> bool:
         """Whether the backend that decodes here asks the device nothing, as a CUDA graph wants it: ``grouped`` reads the lengths."""
         if self.backend not in ("auto", "triton"):
             return False
-        batch, heads, _, head_dim = self.values.shape
-        q = self.values.target.new_empty(batch, heads * self.layer.groups, head_dim)
-        lengths = torch.ones(batch, dtype=torch.long, device=q.device)
-        windows = self.layer.num_sink_tokens, self.layer.num_recent_tokens
-        numbers = self.layer.scale, self.layer.tau
-        call = DecodeCall(q, *self._stored(), lengths, self.roles, self.buffers, *windows, *numbers, q)
+        like = self._any_target()
+        q = like.new_empty(like.shape[0], self.roles.num_heads * self.layer.groups, like.shape[3])
+        lengths = torch.ones(like.shape[0], dtype=torch.long, device=q.device)
+        call = DecodeCall(**self._call(q, lengths), out=q)
         return decode.choose_decoder(call, self.backend) is decode.DECODERS["triton"]
 
-    def _stored(self) -> tuple[Stored | None, Tensor | None, Stored]:
-        """Keys, window keys (always native) and values."""
-        keys = None if self.keys is None else self.keys.stored
-        return keys, None if self.window_keys is None else self.window_keys.target, self.values.stored
+    def _any_target(self) -> Tensor:
+        """``[B, h, slots, d]`` of whichever heads, in the model's dtype."""
+        return next(iter(self.stores.values())).target
+
+    def _call(self, q: Tensor, lengths: Tensor) -> dict[str, Any]:
+        """Arguments of ``pod_decode``, by name."""
+        held = {name: self.stores[name].stored if name in self.stores else None for name in _STORED}
+        return held | {
+            "near": self._near(),
+            "q": q,
+            "lengths": lengths,
+            "roles": self.roles,
+            "buffers": self.buffers,
+            "num_sink_tokens": self.layer.num_sink_tokens,
+            "num_recent_tokens": self.layer.num_recent_tokens,
+            "scale": self.layer.scale,
+            "tau": self.layer.tau,
+        }
+
+    def _near(self) -> Tokens | None:
+        """Keys and values of the heads that keep their windows, to be read and written: always native."""
+        if not self.roles.windows:
+            return None
+        return Tokens(*(self.stores[name].target for name in ("near_keys", "near_values")))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: StaticStep) -> Tensor:
         """As ``CacheLayer.attend`` for ``m = 1``: ``[B, Hq, 1, d]``."""
@@ -91,27 +109,15 @@ class StaticLayer:
         """Norm, rotate, store and attend for the new token of each row: ``[B, Hq, d]`` to the same."""
         target = self._target(step.past)
         q = self.operations.rotate_and_store(q, k, v, step.tables, norms, self.roles, target)
-        return decode.pod_decode(
-            q,
-            *self._stored(),
-            step.lengths,
-            self.roles,
-            self.buffers,
-            self.layer.num_sink_tokens,
-            self.layer.num_recent_tokens,
-            scale=self.layer.scale,
-            tau=self.layer.tau,
-            backend=self.backend,
-        )
+        return decode.pod_decode(**self._call(q, step.lengths), backend=self.backend)
 
     def _target(self, past: Tensor) -> NewToken:
-        keys = None if self.keys is None else self.keys.target
-        window_keys = None if self.window_keys is None else self.window_keys.target
-        return NewToken(past, keys, window_keys, self.values.target, self.layer.num_sink_tokens)
+        stores = (self.stores[name].target if name in self.stores else None for name in _STORED)
+        return NewToken(past, *stores, self.layer.num_sink_tokens, self._near())
 
     def settle(self, length: int) -> None:
         """Let packed stores pack, outside of any graph; nothing to do in most steps."""
-        for store in self.layer.stores().values():
+        for store in self.stores.values():
             store.settle(length)
 
 

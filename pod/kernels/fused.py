@@ -5,7 +5,7 @@ plain form computes what the modules of ``pod.modeling.shipped`` compute, in the
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pod.modeling.shipped import attend
-from pod.modeling.shipped.attend import compute_dtype
+from pod.modeling.shipped.attend import Tokens, compute_dtype
 from pod.modeling.shipped.sharing import Roles
 
 
@@ -34,14 +34,16 @@ class NewToken(NamedTuple):
         past: int64 ``[B]``, position of the new token.
         keys: of the heads that lead, None without; the ring begins at slot 0.
         window_keys: of the heads that follow, None without; the ring begins at slot ``num_sink_tokens``.
-        values: of all heads; the ring begins at slot 0.
+        values: of the heads that lead or follow, None without; the ring begins at slot 0.
+        near: keys and values of the heads that keep their windows, None without; slots and ring of ``window_keys``.
     """
 
     past: Tensor
     keys: Tensor | None
     window_keys: Tensor | None
-    values: Tensor
+    values: Tensor | None
     num_sink_tokens: int
+    near: Tokens | None = None
 
 
 class Operations(NamedTuple):
@@ -84,11 +86,16 @@ def rotate_and_store(
     if norms is not None:
         q, k = _norm(q, norms.q_weight, norms.eps), _norm(k, norms.k_weight, norms.eps)
     q, k = _rotate(q, *tables), _rotate(k, *tables)
-    _store(token.values, v, None, token.past, 0)
-    if token.keys is not None:
-        _store(token.keys, k, roles.leads, token.past, 0)
-    if token.window_keys is not None:
-        _store(token.window_keys, k, roles.followers, token.past, token.num_sink_tokens)
+    sinks, (near_keys, near_values) = token.num_sink_tokens, token.near or (None, None)
+    for target, x, heads, first in (
+        (token.values, v, roles.held, 0),
+        (token.keys, k, roles.leads, 0),
+        (token.window_keys, k, roles.followers, sinks),
+        (near_keys, k, roles.windows, sinks),
+        (near_values, v, roles.windows, sinks),
+    ):
+        if target is not None:
+            _store(target, x, heads, token.past, first)
     return q
 
 
@@ -98,12 +105,12 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
 
 
-def _store(target: Tensor, x: Tensor, heads: list[int] | None, past: Tensor, first: int) -> None:
-    """Put heads ``heads`` (None = all) of ``[B, H, d]`` to the slots of positions ``past``; the ring begins at slot ``first``."""
+def _store(target: Tensor, x: Tensor, heads: Sequence[int], past: Tensor, first: int) -> None:
+    """Put heads ``heads`` of ``[B, H, d]`` to the slots of positions ``past``; the ring begins at slot ``first``."""
     slots = target.shape[2]
     slot = torch.where(past < slots, past, first + (past - first) % (slots - first))
     rows, columns = (torch.arange(n, device=past.device) for n in target.shape[:2])
-    x = x if heads is None or len(heads) == x.shape[1] else torch.stack([x[:, head] for head in heads], dim=1)
+    x = x if len(heads) == x.shape[1] else torch.stack([x[:, head] for head in heads], dim=1)
     target[rows[:, None], columns, slot[:, None]] = x
 
 

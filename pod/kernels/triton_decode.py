@@ -1,8 +1,8 @@
-"""Decoding as Triton kernels: split-KV over mixed heads, one launch for leads and followers, and one that merges the splits.
+"""Decoding as Triton kernels: split-KV over mixed heads, one launch for heads of all roles, and one that merges the splits.
 
 **Who does what.** The programs of a row are dealt to its heads on the device, by ``lengths``: a tile of tokens costs a lead two
-units (keys and values), a follower two for tokens of its window and one for distant ones (values; logits are small). So the
-grid is fixed, as CUDA graphs need it, and programs still finish together. A program walks over *far* tiles (distant tokens)
+units (keys and values), a follower two for tokens of its window and one for distant ones (values; logits are small), a head that
+keeps its window two for each tile of that. So the grid is fixed, as CUDA graphs need it, and programs still finish together. A program walks over *far* tiles (distant tokens)
 first, then *near* ones (sinks and recent tokens), so that a lead knows the log-sum-exp of its distant tokens alone.
 
 **With a gate threshold** the first launch leaves out the distant tokens of followers; a second one takes them, and its programs
@@ -11,7 +11,7 @@ know by then which query heads skip: where a whole group does, no value is read.
 **Stores of 4 bits** are read as they are: the low and the high four bits of a byte are channels ``i`` and ``i + d/2``, so a tile is two
 tiles of half the features, every product is two, and nothing is interleaved; a native tile is its own low half, and has no high one.
 The newest tokens of packed stores are native and near (this asks for ``num_recent_tokens`` >= the ring that holds them): they get
-tiles of their own, behind the packed near ones. Window keys of followers are always native.
+tiles of their own, behind the packed near ones. Windows are always native.
 
 Nothing here waits for the device or allocates. Logits and sums are fp32; those of fp32 inputs full fp32, not TF32.
 """
@@ -24,8 +24,10 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from pod.kernels import triton_launch
+from pod.kernels.triton_deal import boundary, dealt, splits, tiles
 from pod.modeling.shipped.decode import DecodeCall, role_table
 from pod.modeling.shipped.packed import Packed, Stored
+from pod.modeling.shipped.sharing import Roles
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _SPLITS = 64  # partial results that the merging kernel reads at a time
@@ -33,7 +35,7 @@ _SPLITS = 64  # partial results that the merging kernel reads at a time
 ALL = 0
 """A launch over all tokens."""
 FIRST = 1
-"""All tokens of leads, near ones of followers."""
+"""All tokens of leads, near ones of others."""
 SECOND = 2
 """Distant tokens of followers, where a query head does not skip them."""
 
@@ -64,43 +66,6 @@ def tile(dtype: torch.dtype, head_dim: int, groups: int, packed: bool = False, p
 
 
 # -- work of a program --------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def tiles(length, tail, n_s, n_r, is_lead, PART: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(far tiles, near tiles) that a launch takes of a head with ``length`` tokens, the newest ``tail`` in tiles of their own."""
-    near = tl.minimum(length, n_s + n_r)
-    far_tiles = tl.cdiv(length - near, BLOCK_N)
-    near_tiles = tl.cdiv(near - tail, BLOCK_N) + tl.cdiv(tail, BLOCK_N)
-    if PART == 1:
-        far_tiles = tl.where(is_lead, far_tiles, 0)
-    if PART == 2:
-        far_tiles = tl.where(is_lead, 0, far_tiles)
-        near_tiles = 0
-    return far_tiles, near_tiles
-
-
-@triton.jit
-def splits(length, tail, leads, followers, programs, n_s, n_r, PART: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(programs of each lead, programs of each follower); leads come first. At least one where there is a tile."""
-    lead_far, lead_near = tiles(length, tail, n_s, n_r, True, PART, BLOCK_N)
-    far, near = tiles(length, tail, n_s, n_r, False, PART, BLOCK_N)
-    lead_cost = 2 * (lead_far + lead_near)
-    cost = far + 2 * near
-    total = tl.maximum(leads * lead_cost + followers * cost, 1)
-    per_lead = tl.maximum(programs * lead_cost // total, 1)
-    per_lead = tl.minimum(per_lead, (programs - followers) // tl.maximum(leads, 1))
-    per_lead = tl.minimum(per_lead, lead_far + lead_near)
-    per_follower = (programs - leads * per_lead) // tl.maximum(followers, 1)
-    per_follower = tl.minimum(per_follower, far + near)
-    return per_lead, per_follower
-
-
-@triton.jit
-def boundary(split, count, far_tiles, near_tiles, near_cost):
-    """First tile of a split, so that all cost the same; far tiles come first."""
-    units = split * (far_tiles + near_tiles * near_cost) // count
-    return tl.where(units < far_tiles, units, far_tiles + (units - far_tiles) // near_cost)
 
 
 @triton.jit
@@ -237,15 +202,15 @@ def values_at(
 
 
 # vary by layer, batch or call: one compiled kernel for all
-_FREE = ["leads", "followers", "programs", "scale", "tau"]
+_FREE = ["leads", "followers", "windows", "programs", "scale", "tau"]
 
 
 @triton.jit(do_not_specialize=_FREE)
 def decode_kernel(
-    q, keys, key_zero, key_scale, key_tail, window, values, value_zero, value_scale, value_tail,
+    q, keys, key_zero, key_scale, key_tail, window, values, value_zero, value_scale, value_tail, near_keys, near_values,
     lengths, packed_lengths, table, logits, distant_lse, part_out, part_lse,
-    leads, followers, programs, n_s, n_r, room, capacity, ring, scale, tau,
-    q_batch, q_head, k_batch, k_head, k_row, w_batch, w_head, w_row, v_batch, v_head, v_row,
+    leads, followers, windows, programs, n_s, n_r, room, capacity, ring, scale, tau,
+    q_batch, q_head, k_batch, k_head, k_row, w_batch, w_head, w_row, v_batch, v_head, v_row, n_batch, n_head, n_row,
     PART: tl.constexpr, PACKED: tl.constexpr, KEY_GROUP: tl.constexpr, VALUE_GROUP: tl.constexpr,
     GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
@@ -259,17 +224,28 @@ def decode_kernel(
     tail = 0
     if PACKED:
         tail = length - tl.load(packed_lengths + row).to(tl.int32)
-    per_lead, per_follower = splits(length, tail, leads, followers, programs, n_s, n_r, PART, BLOCK_N)
-    if pid >= leads * per_lead + followers * per_follower:
+    per_lead, per_follower, per_window = splits(
+        length, tail, leads, followers, windows, programs, n_s, n_r, PART, BLOCK_N
+    )
+    of_leads = leads * per_lead
+    before_windows = of_leads + followers * per_follower
+    if pid >= before_windows + windows * per_window:
         return
-    is_lead = pid < leads * per_lead
-    behind = pid - leads * per_lead
-    index = tl.where(is_lead, pid // tl.maximum(per_lead, 1), leads + behind // tl.maximum(per_follower, 1))
+    is_lead = pid < of_leads
+    is_window = pid >= before_windows
+    if is_lead:
+        index = pid // per_lead
+    elif is_window:
+        index = leads + followers + (pid - before_windows) // per_window
+    else:
+        index = leads + (pid - of_leads) // per_follower
+    first, count = dealt(index, leads, followers, per_lead, per_follower, per_window)
+    split = pid - first
+    kv_heads = leads + followers + windows
     head = tl.load(table + index).to(tl.int64)
-    is_followed = tl.load(table + leads + followers + index) != 0
-    count = tl.where(is_lead, per_lead, per_follower)
-    split = tl.where(is_lead, pid, behind) % count
-    far_tiles, near_tiles = tiles(length, tail, n_s, n_r, is_lead, PART, BLOCK_N)
+    is_followed = tl.load(table + kv_heads + index) != 0
+    held = tl.load(table + 2 * kv_heads + index).to(tl.int64)
+    far_tiles, near_tiles = tiles(length, tail, n_s, n_r, is_lead, is_window, PART, BLOCK_N)
     near_cost = tl.where(is_lead, 1, 2)
     first = boundary(split, count, far_tiles, near_tiles, near_cost)
     last = boundary(split + 1, count, far_tiles, near_tiles, near_cost)
@@ -278,18 +254,20 @@ def decode_kernel(
     features = tl.arange(0, BLOCK_D)
     tokens = tl.arange(0, BLOCK_N)
     near = tl.minimum(length, n_s + n_r)
-    far = length - near
+    far = tl.where(is_window, 0, length - near)  # a window's slots are taken as they come
     real = heads < GROUPS
-    stored_head = (row * (leads + followers) + head) * GROUPS
+    stored_head = (row * kv_heads + head) * GROUPS
     lse_row = row * programs * GROUPS
     skips = heads >= BLOCK_G
     if PART == 2:
-        first_per_lead, first_per_follower = splits(
-            length, tail, leads, followers, programs, n_s, n_r,
+        first_per_lead, first_per_follower, first_per_window = splits(
+            length, tail, leads, followers, windows, programs, n_s, n_r,
             1, BLOCK_N,  # pyright: ignore[reportArgumentType]
         )  # fmt: skip
-        start = leads * first_per_lead + (index - leads) * first_per_follower
-        near_lse = proximal_lse(part_lse + lse_row, start, first_per_follower, GROUPS, BLOCK_G, 16)  # pyright: ignore[reportArgumentType]
+        start, near_count = dealt(
+            index, leads, followers, first_per_lead, first_per_follower, first_per_window
+        )
+        near_lse = proximal_lse(part_lse + lse_row, start, near_count, GROUPS, BLOCK_G, 16)  # pyright: ignore[reportArgumentType]
         far_lse = tl.load(distant_lse + stored_head + heads, mask=real, other=float("-inf"))
         skips = 1.0 / (1.0 + tl.exp(far_lse - near_lse)) >= tau
         skips = skips | (heads >= GROUPS)
@@ -305,13 +283,13 @@ def decode_kernel(
     dtype = q.dtype.element_ty
     keys += row * k_batch + index.to(tl.int64) * k_head
     window += row * w_batch + (index - leads).to(tl.int64) * w_head
-    values += row * v_batch + head * v_head
+    values += row * v_batch + held * v_head
     logits += stored_head * room
     if PACKED:
         lead_head = row * leads + index
         key_zero += lead_head * (capacity // KEY_GROUP) * HEAD_DIM
         key_scale += lead_head * (capacity // KEY_GROUP) * HEAD_DIM
-        value_head = row * (leads + followers) + head
+        value_head = row * (leads + followers) + held
         value_zero += value_head * capacity * (HEAD_DIM // VALUE_GROUP)
         value_scale += value_head * capacity * (HEAD_DIM // VALUE_GROUP)
     peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
@@ -364,7 +342,7 @@ def decode_kernel(
         begin = 0  # of the native near tokens, among the near ones
         native_first = far_tiles
         if PACKED:
-            begin = near - tail
+            begin = tl.where(is_window, 0, near - tail)
             native_first += tl.cdiv(begin, BLOCK_N)
             for step in range(tl.maximum(first, far_tiles), tl.minimum(last, native_first)):
                 place = (step - far_tiles) * BLOCK_N + tokens
@@ -384,26 +362,31 @@ def decode_kernel(
                     values, value_zero, value_scale, token_64, inside, dtype, BLOCK_N, BLOCK_D, VALUE_GROUP
                 )
                 peak, total, low, high = attend(found, v_low, v_high, peak, total, low, high, PACKED)
-            near_keys, near_key_row = key_tail + lead_head * ring * HEAD_DIM, HEAD_DIM
-            near_values, near_value_row = value_tail + value_head * ring * HEAD_DIM, HEAD_DIM
+            recent_keys, key_row = key_tail + lead_head * ring * HEAD_DIM, HEAD_DIM
+            recent_values, value_row = value_tail + value_head * ring * HEAD_DIM, HEAD_DIM
+            wrap = tl.where(is_window, near, ring)
         else:
-            near_keys, near_key_row = keys, k_row
-            near_values, near_value_row = values, v_row
-        if not is_lead:
-            near_keys, near_key_row = window, w_row
+            recent_keys, key_row = keys, k_row
+            recent_values, value_row = values, v_row
+        if is_window:
+            begin_of_head = row * n_batch + (index - leads - followers).to(tl.int64) * n_head
+            recent_keys, key_row = near_keys + begin_of_head, n_row
+            recent_values, value_row = near_values + begin_of_head, n_row
+        elif not is_lead:
+            recent_keys, key_row = window, w_row
         for step in range(tl.maximum(first, native_first), last):
             place = begin + (step - native_first) * BLOCK_N + tokens
             inside = place < near
             token = tl.where(place < n_s, place, place + far)
             own_slot = token
             if PACKED:
-                own_slot = token % ring
+                own_slot = token % wrap
             key_slot = tl.where(is_lead, own_slot, window_slot(place, far, n_s, n_r)).to(tl.int64)[:, None]
-            rows = near_keys + key_slot * near_key_row
+            rows = recent_keys + key_slot * key_row
             k_low, k_high = native(rows, inside[:, None], PACKED, HEAD_DIM, BLOCK_D)
             found = products(q_low, q_high, k_low, k_high, PACKED) * (scale * _LOG2E)
             found = tl.where(inside[None, :], found, float("-inf"))
-            rows = near_values + own_slot.to(tl.int64)[:, None] * near_value_row
+            rows = recent_values + own_slot.to(tl.int64)[:, None] * value_row
             v_low, v_high = native(rows, inside[:, None], PACKED, HEAD_DIM, BLOCK_D)
             peak, total, low, high = attend(found, v_low, v_high, peak, total, low, high, PACKED)
 
@@ -440,10 +423,10 @@ def merge(part_out, part_lse, first, count, peak, total, out,
     return peak, total, out
 
 
-@triton.jit(do_not_specialize=["leads", "followers", "programs"])
+@triton.jit(do_not_specialize=["leads", "followers", "windows", "programs"])
 def combine_kernel(
     lengths, packed_lengths, table, distant_lse, part_out, part_lse, out,
-    leads, followers, programs, n_s, n_r, out_batch, out_head,
+    leads, followers, windows, programs, n_s, n_r, out_batch, out_head,
     WITH_GATE: tl.constexpr, PACKED: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -457,21 +440,23 @@ def combine_kernel(
     if PACKED:
         tail = length - tl.load(packed_lengths + row).to(tl.int32)
     head = tl.load(table + index).to(tl.int64)
-    is_followed = tl.load(table + leads + followers + index) != 0
-    is_lead = index < leads
+    kv_heads = leads + followers + windows
+    is_followed = tl.load(table + kv_heads + index) != 0
     features = tl.arange(0, BLOCK_D)
     peak = float("-inf")
     total = 0.0
     result = tl.zeros([BLOCK_D], tl.float32)
     for part in tl.static_range(2 if WITH_GATE else 1):  # pyright: ignore[reportGeneralTypeIssues]
         if WITH_GATE:
-            per_lead, per_follower = splits(
-                length, tail, leads, followers, programs, n_s, n_r, part + 1, BLOCK_N
+            per_lead, per_follower, per_window = splits(
+                length, tail, leads, followers, windows, programs, n_s, n_r, part + 1, BLOCK_N
             )
         else:
-            per_lead, per_follower = splits(length, tail, leads, followers, programs, n_s, n_r, 0, BLOCK_N)  # pyright: ignore[reportArgumentType]
-        first = tl.where(is_lead, index * per_lead, leads * per_lead + (index - leads) * per_follower)
-        count = tl.where(is_lead, per_lead, per_follower)
+            per_lead, per_follower, per_window = splits(
+                length, tail, leads, followers, windows, programs, n_s, n_r,
+                0, BLOCK_N,  # pyright: ignore[reportArgumentType]
+            )  # fmt: skip
+        first, count = dealt(index, leads, followers, per_lead, per_follower, per_window)
         offset = (part * rows + row) * programs
         peak, total, result = merge(
             part_out + (offset * GROUPS + group) * HEAD_DIM, part_lse + offset * GROUPS + group,
@@ -482,7 +467,7 @@ def combine_kernel(
                 part_lse + (2 * rows + row) * programs * GROUPS + group, first, count, GROUPS,
                 1, BLOCK_S,  # pyright: ignore[reportArgumentType]
             )  # fmt: skip
-            tl.store(distant_lse + (row * (leads + followers) + head) * GROUPS + group + tl.arange(0, 1), lse)
+            tl.store(distant_lse + (row * kv_heads + head) * GROUPS + group + tl.arange(0, 1), lse)
     place = out + row * out_batch + (head * GROUPS + group) * out_head + features
     tl.store(place, (result / total).to(out.dtype.element_ty), mask=features < HEAD_DIM)
 
@@ -495,13 +480,15 @@ def unsupported(call: DecodeCall) -> str | None:
     q = call.q
     if q.shape[-1] > 256:
         return f"head_dim {q.shape[-1]} (at most 256)"
-    stores = [x for x in (call.keys, call.window_keys, call.values) if x is not None]
+    stores = [x for x in (call.keys, call.window_keys, call.values, *(call.near or ())) if x is not None]
     if any(isinstance(x, Packed) for x in stores):
         reason = _cannot_unpack(call)
         if reason is not None:
             return reason
     if any(x.stride(-1) != 1 for x in (q, call.out, *stores) if isinstance(x, Tensor)):
         return "features that are not neighbours in memory (stride 1 in the last dimension)"
+    if call.near is not None and call.near.keys.stride() != call.near.values.stride():
+        return "near keys and values with different strides"
     if call.buffers.programs < call.roles.num_heads or not call.buffers.logits.is_contiguous():
         return "buffers that make_buffers did not make for these heads"
     return triton_launch.unsupported(q)
@@ -539,26 +526,32 @@ def decode(call: DecodeCall) -> None:
 
 def _launch(call: DecodeCall, part: int) -> None:
     batch, heads, head_dim = call.q.shape
-    buffers, roles, values = call.buffers, call.roles, call.values
-    window: Any = call.q.unsqueeze(2) if call.window_keys is None else call.window_keys
+    buffers, roles, nothing = call.buffers, call.roles, call.q.unsqueeze(2)
+    values = nothing if call.values is None else call.values
+    window: Any = nothing if call.window_keys is None else call.window_keys
+    near_keys, near_values = (nothing, nothing) if call.near is None else call.near
     keys = values if call.keys is None else call.keys
     packed_lengths, ring, group_sizes = None, 1, (1, 1)
     if isinstance(keys, Packed) and isinstance(values, Packed):
         packed_lengths, ring = values.packed_lengths, values.tail.shape[2]
         group_sizes = keys.group_size, min(values.group_size, head_dim)
     of_keys, of_values, groups = _tensors(keys), _tensors(values), heads // roles.num_heads
-    strides = (stride for x in (of_keys[0], window, of_values[0]) for stride in x.stride()[:3])
+    strides = (stride for x in (of_keys[0], window, of_values[0], near_keys) for stride in x.stride()[:3])
     triton_launch.run(
         decode_kernel, (buffers.programs, batch), call.q,
-        call.q, *of_keys, window, *of_values, call.lengths, packed_lengths, role_table(roles, call.q.device),
+        call.q, *of_keys, window, *of_values, near_keys, near_values, call.lengths, packed_lengths, role_table(roles, call.q.device),
         buffers.logits, buffers.distant_lse, buffers.partial_out, buffers.partial_lse,
-        len(roles.leads), len(roles.followers), buffers.programs, call.num_sink_tokens, call.num_recent_tokens,
-        buffers.logits.stride(2), values.shape[2], ring, call.scale, 2.0 if call.tau is None else call.tau,
+        *_counts(roles), buffers.programs, call.num_sink_tokens, call.num_recent_tokens,
+        buffers.logits.stride(2), call.num_slots, ring, call.scale, 2.0 if call.tau is None else call.tau,
         *call.q.stride()[:2], *strides,
         PART=part, PACKED=packed_lengths is not None, KEY_GROUP=group_sizes[0], VALUE_GROUP=group_sizes[1],
         GROUPS=groups, HEAD_DIM=head_dim,
         **tile(call.q.dtype, head_dim, groups, packed_lengths is not None, part)._asdict(),
     )  # fmt: skip
+
+
+def _counts(roles: Roles) -> tuple[int, int, int]:
+    return len(roles.leads), len(roles.followers), len(roles.windows)
 
 
 def _tensors(x: Stored) -> tuple[Any, ...]:
@@ -576,7 +569,7 @@ def _combine(call: DecodeCall, with_gate: bool) -> None:
         combine_kernel, (heads, batch), call.q,
         call.lengths, packed_lengths, role_table(roles, call.q.device),
         buffers.distant_lse, buffers.partial_out, buffers.partial_lse, call.out,
-        len(roles.leads), len(roles.followers), buffers.programs, call.num_sink_tokens, call.num_recent_tokens,
+        *_counts(roles), buffers.programs, call.num_sink_tokens, call.num_recent_tokens,
         *call.out.stride()[:2],
         WITH_GATE=with_gate, PACKED=packed_lengths is not None, GROUPS=groups, HEAD_DIM=head_dim,
         BLOCK_N=shape.BLOCK_N, BLOCK_S=_SPLITS, BLOCK_D=shape.BLOCK_D, num_warps=4,

@@ -61,15 +61,15 @@ def rotated(
     return (low * cosine - high * sine).to(dtype), (high * cosine + low * sine).to(dtype)
 
 
-@triton.jit(do_not_specialize=["leads", "followers"])
+@triton.jit(do_not_specialize=["leads", "followers", "windows"])
 def rotate_kernel(
-    q, k, v, q_weight, k_weight, cos, sin, past, table, keys, window, values, out,
-    leads, followers, key_slots, window_sinks, window_slots, value_slots, eps,
-    k_batch, k_head, k_row, w_batch, w_head, w_row, v_batch, v_head, v_row,
+    q, k, v, q_weight, k_weight, cos, sin, past, table, keys, window, values, near_keys, near_values, out,
+    leads, followers, windows, key_slots, window_sinks, window_slots, value_slots, eps,
+    k_batch, k_head, k_row, w_batch, w_head, w_row, v_batch, v_head, v_row, n_batch, n_head, n_row,
     WITH_NORM: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row: first those of the queries, then of the keys (in the order of ``table``), then of the values."""
-    kv_heads = leads + followers
+    """One head of one row: first those of the queries, then of the keys and of the values, both in the order of ``table``."""
+    kv_heads = leads + followers + windows
     index = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     features = tl.arange(0, BLOCK)
@@ -90,12 +90,18 @@ def rotate_kernel(
         else:
             slot = ring_slot(position, window_sinks, window_slots)
             target = window + row * w_batch + (role - leads) * w_head + slot * w_row
+            if role >= leads + followers:
+                target = near_keys + row * n_batch + (role - leads - followers) * n_head + slot * n_row
     else:
-        head = (index - kv_heads * (GROUPS + 1)).to(tl.int64)
-        source = v + (row * kv_heads + head) * HEAD_DIM
+        role = index - kv_heads * (GROUPS + 1)
+        held = tl.load(table + 2 * kv_heads + role).to(tl.int64)
+        source = v + (row * kv_heads + tl.load(table + role)) * HEAD_DIM
         low = tl.load(source + features, mask=inside, other=0.0)
         high = tl.load(source + HEAD_DIM // 2 + features, mask=inside, other=0.0)
-        target = values + row * v_batch + head * v_head + ring_slot(position, 0, value_slots) * v_row
+        target = values + row * v_batch + held * v_head + ring_slot(position, 0, value_slots) * v_row
+        if role >= leads + followers:
+            slot = ring_slot(position, window_sinks, window_slots)
+            target = near_values + row * n_batch + held * n_head + slot * n_row
     tl.store(target + features, low, mask=inside)
     tl.store(target + HEAD_DIM // 2 + features, high, mask=inside)
 
@@ -145,15 +151,20 @@ def _rotate_and_store(
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     cos, sin = (table.contiguous() for table in tables)
     (batch, heads, head_dim), out = q.shape, torch.empty_like(q)
-    keys, window = (token.values if x is None else x for x in (token.keys, token.window_keys))
+    nothing = q.unsqueeze(2)
+    near_keys, near_values = (nothing, nothing) if token.near is None else token.near
+    assert near_keys.stride() == near_values.stride(), "stores that a layer made alike"
+    own = token.keys, token.window_keys, token.values
+    keys, window, values = (nothing if x is None else x for x in own)
+    slots = (near_keys if token.window_keys is None else window).shape[2]
     q_weight, k_weight, eps = (q, k, 0.0) if norms is None else norms
-    stores = keys, window, token.values
     triton_launch.run(
         rotate_kernel, (heads + 2 * k.shape[1], batch), q,
-        q, k, v, q_weight, k_weight, cos, sin, token.past, role_table(roles, q.device), *stores, out,
-        len(roles.leads), len(roles.followers),
-        keys.shape[2], token.num_sink_tokens, window.shape[2], token.values.shape[2], eps,
-        *(stride for x in stores for stride in x.stride()[:3]),
+        q, k, v, q_weight, k_weight, cos, sin, token.past, role_table(roles, q.device),
+        keys, window, values, near_keys, near_values, out,
+        len(roles.leads), len(roles.followers), len(roles.windows),
+        keys.shape[2], token.num_sink_tokens, slots, values.shape[2], eps,
+        *(stride for x in (keys, window, values, near_keys) for stride in x.stride()[:3]),
         **rotate_options(norms is not None, heads // k.shape[1], head_dim),
     )  # fmt: skip
     return out

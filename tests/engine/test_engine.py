@@ -15,10 +15,27 @@ from pod.modeling.shipped.decode import DECODE_ORDER, DECODERS, Decoder
 
 TOLERANCE = 1e-11
 WINDOWS = [(4, 11), (0, 1), (2, 200)]
+SIZES = ("num_sink_tokens", "num_recent_tokens")
 
 
-def make(tools, spec, windows=(4, 11), **changes):
-    return tools.make_pod("qwen3-g3", windows=windows, plan=spec == "pod", **changes)
+ROLES = [[None, 0], [1, None], [1, 0], [None, None], [1, 4]]
+"""Windows in the first layer, inside blocks, and as a whole layer."""
+PLANS = {"roles": ROLES, "windows": [[None, None]] * 5}
+KINDS = ["full", "pod", *PLANS]
+
+
+def make(tools, kind, windows=(4, 11), **changes):
+    """A model that is dense, or follows the plan of the model tests, or one of `PLANS`."""
+    if kind not in PLANS:
+        return tools.make_pod("qwen3-g3", windows=windows, plan=kind == "pod", **changes)
+    stock, sizes = tools.make_stock("qwen3-g3", **changes), dict(zip(SIZES, windows, strict=True))
+    return pod.load_model(stock, plan=pod.SharingPlan(PLANS[kind]), **sizes)
+
+
+def make_cache(model, kind, **options):
+    """A cache by the kind of its model, with a codec behind it: `roles+int4`."""
+    name, plus, codec = kind.partition("+")
+    return pod.make_cache(model, ("pod" if name in PLANS else name) + plus + codec, **options)
 
 
 def feed(model, cache, ids, mask=None):
@@ -45,13 +62,13 @@ def poison(cache):
                 store.data[:, :, used:] = float("nan")
 
 
-@pytest.mark.parametrize("spec", ["full", "pod"])
+@pytest.mark.parametrize("spec", KINDS)
 @pytest.mark.parametrize("windows", WINDOWS)
 @pytest.mark.parametrize("prompt", [1, 7, 15, 16, 40])
 def test_engine_equals_one_pass(tools, spec, windows, prompt):
     model = make(tools, spec, windows)
     ids = tools.random_ids(2, prompt + 30)
-    cache = pod.make_cache(model, spec, capacity=prompt + 30)
+    cache = make_cache(model, spec, capacity=prompt + 30)
     feed(model, cache, ids[:, :prompt])
     poison(cache)
     with torch.no_grad():
@@ -61,12 +78,12 @@ def test_engine_equals_one_pass(tools, spec, windows, prompt):
     assert cache.get_seq_length() == prompt + 30
 
 
-@pytest.mark.parametrize("spec", ["full", "pod"])
+@pytest.mark.parametrize("spec", KINDS)
 def test_rows_of_different_length(tools, spec):
     model = make(tools, spec)
     ids, mask = tools.random_ids(3, 45), torch.ones(3, 25, dtype=torch.long)
     mask[0, :20] = mask[1, :3] = 0
-    caches = [pod.make_cache(model, spec, capacity=64), pod.make_cache(model, spec)]
+    caches = [make_cache(model, spec, capacity=64), make_cache(model, spec)]
     for cache in caches:
         feed(model, cache, ids[:, :25], mask)
     ours, expected = (decode(model, cache, ids[:, 25:], mask) for cache in caches)
@@ -75,13 +92,13 @@ def test_rows_of_different_length(tools, spec):
 
 
 @pytest.mark.parametrize("what", ["second prompt", "reorder", "growth", "padding", "reset"])
-@pytest.mark.parametrize("spec", ["full", "pod"])
+@pytest.mark.parametrize("spec", KINDS)
 def test_engine_goes_on_after_the_cache_changed(tools, spec, what):
     model = make(tools, spec)
     ids = tools.random_ids(3, 90)
     logits = []
     for capacity in (32 if what == "growth" else 128, None):
-        cache = pod.make_cache(model, spec, capacity=capacity) if capacity else pod.make_cache(model, spec)
+        cache = make_cache(model, spec, capacity=capacity) if capacity else make_cache(model, spec)
         feed(model, cache, ids[:, :20])
         found = [decode(model, cache, ids[:, 20:35])]
         mask = None
@@ -122,12 +139,30 @@ def test_generate_gives_the_same_tokens(tools, options):
     assert options.get("num_beams") or cache.engine.steps > 20
 
 
-@pytest.mark.parametrize("spec", ["full", "pod"])
+def test_window_layout(tools):
+    """A trained window is the plan of windows, and decodes as one."""
+    model = pod.load_model(tools.make_stock("qwen3-g3"), layout="window", num_recent_tokens=6)
+    ids, mask = tools.random_ids(2, 40), torch.ones(2, 20, dtype=torch.long)
+    mask[0, :9] = 0
+    caches = [pod.make_cache(model, "window", capacity=40), pod.make_cache(model, "window")]
+    for cache in caches:
+        feed(model, cache, ids[:, :20], mask)
+    ours, expected = (decode(model, cache, ids[:, 20:], mask) for cache in caches)
+    assert (ours - expected).abs().max() < TOLERANCE and caches[0].engine.steps == 20
+    with torch.no_grad():
+        assert (ours[1] - model(ids[1:]).logits[0, 20:]).abs().max() < TOLERANCE
+    cache = model.generate(
+        ids, max_new_tokens=5, eos_token_id=None, return_dict_in_generate=True
+    ).past_key_values
+    assert cache.engine.steps == 4
+
+
+@pytest.mark.parametrize("spec", KINDS)
 def test_greedy_is_generate_and_leaves_the_cache_in_order(tools, spec):
     model = make(tools, spec)
     ids = tools.random_ids(2, 20)
     expected = model.generate(ids, max_new_tokens=30, eos_token_id=None, do_sample=False)[:, 20:]
-    cache = pod.make_cache(model, spec, capacity=24)  # too small: room is made on the way
+    cache = make_cache(model, spec, capacity=24)  # too small: room is made on the way
     token = feed(model, cache, ids)[:, -1].argmax(-1, keepdim=True)
     found = [token]
     for count in (1, 10, 18):
@@ -141,10 +176,11 @@ def test_greedy_is_generate_and_leaves_the_cache_in_order(tools, spec):
     assert (feed(model, cache, expected[:, -1:]) - last).abs().max() < TOLERANCE
 
 
+@pytest.mark.parametrize("kind", ["pod", "roles"])
 @pytest.mark.parametrize("tau", [0.0, 0.1, 0.3, 0.6, 1.0])
-def test_gate_skip_in_the_engine_and_without(tools, tau):
+def test_gate_skip_in_the_engine_and_without(tools, tau, kind):
     """Both ways apply the rule; a gate of 1 needs no distant token, and 0 leaves all of them out."""
-    model = make(tools, "pod", (2, 5))
+    model = make(tools, kind, (2, 5))
     ids = tools.random_ids(2, 60)
     found = []
     for options in ({}, {"capacity": 60}, {"tau": tau}, {"tau": tau, "capacity": 60}):
@@ -161,14 +197,19 @@ def test_gate_skip_in_the_engine_and_without(tools, tau):
 def masked(call):
     """A decode backend that asks nothing of the device: masks over the whole capacity, as kernels do it."""
     roles, lengths, sinks = call.roles, call.lengths[:, None], call.num_sink_tokens
-    column = torch.arange(call.values.shape[2])
+    column = torch.arange(call.num_slots)
     distant = (column >= sinks) & (column < lengths - call.num_recent_tokens)
     slot = torch.where(
         column < sinks + call.num_recent_tokens, column, sinks + (column - sinks) % call.num_recent_tokens
     )
     q = call.q.unflatten(1, (roles.num_heads, -1)) * call.scale
     out = call.out.unflatten(1, (roles.num_heads, -1))
-    for head in range(roles.num_heads):
+    for place, head in enumerate(roles.windows):
+        keys, values = (x[:, place] for x in call.near)
+        unused = torch.arange(keys.shape[1]) >= lengths
+        logits = (q[:, head] @ keys.mT).masked_fill(unused[:, None], -torch.inf)
+        out[:, head] = logits.softmax(-1) @ values
+    for place, head in enumerate(roles.held):
         shared = call.buffers.logits[:, head, :, : column.shape[0]]
         if head in roles.leads:
             logits = q[:, head] @ call.keys[:, roles.leads.index(head)].mT
@@ -177,12 +218,13 @@ def masked(call):
             window = call.window_keys[:, roles.followers.index(head)][:, slot]
             logits = torch.where(distant[:, None], shared, q[:, head] @ window.mT)
         weights = logits.masked_fill((column >= lengths)[:, None], -torch.inf).softmax(-1)
-        out[:, head] = weights @ call.values[:, head]
+        out[:, head] = weights @ call.values[:, place]
 
 
-def test_the_step_is_static(tools, monkeypatch):
+@pytest.mark.parametrize("kind", ["pod", *PLANS])
+def test_the_step_is_static(tools, monkeypatch, kind):
     """What a CUDA graph records must hold for later tokens: here the step is recorded once as a list of operations."""
-    model = make(tools, "pod")
+    model = make(tools, kind)
     ids = tools.random_ids(2, 50)
     cache = pod.make_cache(model, "pod", capacity=64)
     reference = pod.make_cache(model, "pod", capacity=64)
@@ -204,19 +246,25 @@ def test_the_step_is_static(tools, monkeypatch):
     assert (ours - decode(model, reference, ids[:, 12:])).abs().max() < TOLERANCE
 
 
-def test_bytes_are_those_that_are_held(tools):
-    model = make(tools, "pod")
+@pytest.mark.parametrize("kind", ["pod", *PLANS])
+def test_bytes_are_those_that_are_held(tools, kind):
+    model = make(tools, kind)
     cache = pod.make_cache(model, "pod", capacity=100)
     feed(model, cache, tools.random_ids(2, 20))
     decode(model, cache, tools.random_ids(2, 3))
-    parts = cache.nbytes_by_part()
-    config = model.config
-    leads = sum(row[h] == i for i, row in enumerate(config.sharing_plan.lead) for h in range(2))
-    token = 2 * config.head_dim * 8
-    assert parts["keys"] == leads * 100 * token
-    assert parts["values"] == 5 * 2 * 100 * token
-    assert parts["window_keys"] == (10 - leads) * 15 * token
-    assert parts["decode_buffers"] >= 2 * 6 * 100 * 4  # the logits that leads leave, fp32
+    parts, plan = cache.nbytes_by_part(), model.config.sharing_plan
+    token = 2 * model.config.head_dim * 8
+    expected = {
+        "keys": plan.num_leads * 100 * token,
+        "values": (plan.num_leads + plan.num_followers) * 100 * token,
+        "window_keys": plan.num_followers * 15 * token,
+        "near_keys": plan.num_windows * 15 * token,
+        "near_values": plan.num_windows * 15 * token,
+    }
+    found = {name: parts.get(name, 0) for name in expected}
+    assert found == expected
+    logits = 2 * 6 * 100 * 4  # that leads leave, fp32
+    assert parts["decode_buffers"] >= logits or (kind == "windows" and parts["decode_buffers"] < 4 * logits)
     cache.reset()
     assert "decode_buffers" not in cache.nbytes_by_part()
 
@@ -236,7 +284,7 @@ def test_bytes_are_those_that_are_held(tools):
 def test_what_cannot_be_is_refused(tools, spec, options, message):
     model = make(tools, spec.split("+")[0])
     with pytest.raises(ValueError, match=message):
-        pod.make_cache(model, spec, **options)
+        make_cache(model, spec, **options)
 
 
 def test_an_engine_after_the_prompt(tools):
@@ -254,7 +302,7 @@ def test_an_engine_after_the_prompt(tools):
     assert cache.engine.steps == 20
 
 
-@pytest.mark.parametrize("spec", ["full+int4", "pod+int4"])
+@pytest.mark.parametrize("spec", ["full+int4", "pod+int4", "roles+int4"])
 @pytest.mark.parametrize("residual", [1, 5])
 def test_packed_engine_equals_the_ordinary_packed_cache(tools, spec, residual):
     """Same tokens packed at the same time: prompts, decoded tokens, a second prompt, a reset, reordered rows."""
@@ -262,7 +310,7 @@ def test_packed_engine_equals_the_ordinary_packed_cache(tools, spec, residual):
     ids = tools.random_ids(2, 100)
     found = []
     for capacity in ({}, {"capacity": 72}):
-        cache = pod.make_cache(model, spec, group_size=4, residual=residual, **capacity)
+        cache = make_cache(model, spec, group_size=4, residual=residual, **capacity)
         logits = [feed(model, cache, ids[:, :21]), decode(model, cache, ids[:, 21:50])]
         logits += [feed(model, cache, ids[:, 50:63]), decode(model, cache, ids[:, 63:85])]
         cache.reorder_cache(torch.tensor([1, 1]))
@@ -314,7 +362,7 @@ def test_generate_uses_an_engine_for_a_cache_of_its_own(tools, max_new_tokens):
 def used(tools, spec="pod", **options):
     """A model, a cache in which the engine has decoded the tokens 20 … 23 of ids, and ids."""
     model, ids = make(tools, spec.split("+")[0], (2, 5)), tools.random_ids(2, 40)
-    cache = pod.make_cache(model, spec, **{"capacity": 64, **options})
+    cache = make_cache(model, spec, **{"capacity": 64, **options})
     feed(model, cache, ids[:, :20])
     decode(model, cache, ids[:, 20:24])
     return model, cache, ids
@@ -341,7 +389,7 @@ def test_memory_is_free_when_the_cache_is_gone(tools, how):
         gc.enable()
 
 
-@pytest.mark.parametrize("spec", ["pod", "pod+int4"])
+@pytest.mark.parametrize("spec", ["pod", "roles", "pod+int4", "roles+int4"])
 def test_copies_of_a_cache_decode_for_themselves(tools, spec):
     model, cache, ids = used(tools, spec, **({"group_size": 4, "residual": 1} if "+" in spec else {}))
     state = cache.engine.__getstate__()
@@ -396,7 +444,7 @@ def stop_at(module, call):
     return module.register_forward_hook(stop)
 
 
-@pytest.mark.parametrize("spec", ["pod", "pod+int4"])
+@pytest.mark.parametrize("spec", ["pod", "roles", "pod+int4", "roles+int4"])
 @pytest.mark.parametrize("how", ["decode", "greedy"])
 def test_a_cache_that_failed_half_way_is_refused(tools, spec, how):
     """Slots of the window and codes may be those of later tokens by then."""
@@ -413,7 +461,7 @@ def test_a_cache_that_failed_half_way_is_refused(tools, spec, how):
             again()
     cache.reset()
     feed(model, cache, ids[:, :20])
-    plain = pod.make_cache(model, spec, **({"group_size": 4, "residual": 1} if "+" in spec else {}))
+    plain = make_cache(model, spec, **({"group_size": 4, "residual": 1} if "+" in spec else {}))
     feed(model, plain, ids[:, :20])
     ours, expected = (decode(model, one, ids[:, 20:]) for one in (cache, plain))
     assert (ours - expected).abs().max() < TOLERANCE
@@ -444,13 +492,13 @@ def compare(tools, act, spec="pod+int4"):
     """What ``act(model, cache)`` returns, logits, is the same with an engine and without."""
     model = make(tools, spec.split("+")[0], (2, 5))
     options = {"group_size": 4, "residual": 1} if "+" in spec else {}
-    caches = [pod.make_cache(model, spec, capacity=64, **options), pod.make_cache(model, spec, **options)]
+    caches = [make_cache(model, spec, capacity=64, **options), make_cache(model, spec, **options)]
     ours, expected = (act(model, cache) for cache in caches)
     assert (ours - expected).abs().max() < TOLERANCE
     return caches[0]
 
 
-@pytest.mark.parametrize("spec", ["pod", "pod+int4"])
+@pytest.mark.parametrize("spec", ["pod", "roles", "pod+int4", "roles+int4"])
 def test_passes_of_padding_alone(tools, spec):
     """They add columns but no token: before the first one there is nothing to bind to, and lengths are not columns."""
     ids = tools.random_ids(2, 40)
@@ -467,7 +515,7 @@ def test_passes_of_padding_alone(tools, spec):
     assert compare(tools, act, spec).engine.steps >= 15
 
 
-@pytest.mark.parametrize("spec", ["pod", "pod+int4"])
+@pytest.mark.parametrize("spec", ["pod", "roles", "pod+int4", "roles+int4"])
 def test_prompts_in_pieces_and_of_one_token(tools, spec):
     ids = tools.random_ids(2, 60)
 
@@ -510,7 +558,7 @@ def test_gradients_go_the_ordinary_way(tools):
     assert (found[0] - found[1]).abs().max() < 1e-9 * found[1].abs().max()
 
 
-@pytest.mark.parametrize("spec", ["full", "pod", "pod+int4"])
+@pytest.mark.parametrize("spec", ["full", "pod", "roles", "windows", "pod+int4", "roles+int4"])
 def test_only_steps_that_ask_the_device_nothing_are_recorded(tools, spec, monkeypatch):
     """Where Triton cannot run (dtype, head_dim, GPU), ``auto`` is ``grouped``, which a graph cannot hold."""
     _, cache, _ = used(tools, spec, **({"group_size": 4, "residual": 1} if "+" in spec else {}))

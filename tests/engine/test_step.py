@@ -23,14 +23,26 @@ from interpreter import needs_triton  # noqa: E402
 
 LIMIT = 15  # launches per layer
 LEAD = [[0, 0], [0, 0], [2, 0]]
+ROLES = [[0, None], [None, 1], [0, 1]]
+WINDOWS = [[None, None]] * 3
 PACKING = {"group_size": 8, "residual": 3}
 CASES = [  # family, changes, plan, spec, tau
-    ("qwen3-g3", {"head_dim": 20}, False, "full", None),
-    ("qwen3", {}, True, "pod", 0.3),
-    ("llama-tied-biased-llama3", {}, True, "pod", None),
-    ("qwen2-yarn", {"num_attention_heads": 8, "num_key_value_heads": 1}, True, "pod", None),
-    ("llama-linear-mha", {"head_dim": 32}, True, "pod+int4", None),
-    ("qwen3", {"head_dim": 32}, True, "pod+int4", 0.3),
+    ("qwen3-g3", {"head_dim": 20}, None, "full", None),
+    ("qwen3", {}, LEAD, "pod", 0.3),
+    ("llama-tied-biased-llama3", {}, LEAD, "pod", None),
+    ("qwen2-yarn", {"num_attention_heads": 8, "num_key_value_heads": 1}, LEAD, "pod", None),
+    ("llama-linear-mha", {"head_dim": 32}, LEAD, "pod+int4", None),
+    ("qwen3", {"head_dim": 32}, LEAD, "pod+int4", 0.3),
+    ("qwen3", {"num_attention_heads": 8, "num_key_value_heads": 2}, ROLES, "pod", 0.3),
+    (
+        "llama-linear-mha",
+        {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 20},
+        ROLES,
+        "pod",
+        None,
+    ),
+    ("llama", {}, WINDOWS, "pod", None),
+    ("llama", {"head_dim": 32}, ROLES, "pod+int4", None),
 ]
 _FREE = {
     "empty",
@@ -87,10 +99,10 @@ def case_answers(tools, family, changes, plan, spec, tau) -> dict:
     """Largest difference of the logits to the ordinary pass, relative to the largest logit, and the launches of one token."""
     windows = (4, 11) if "int4" in spec else (2, 5)
     stock = tools.make_stock(family, torch.float32, num_hidden_layers=3, **changes)
-    lead = [[row[head % 2] for head in range(stock.config.num_key_value_heads)] for row in LEAD]
+    heads = range(stock.config.num_key_value_heads)
     model = pod.load_model(
         stock,
-        plan=pod.SharingPlan(lead) if plan else None,
+        plan=pod.SharingPlan([[row[head % 2] for head in heads] for row in plan]) if plan else None,
         num_sink_tokens=windows[0],
         num_recent_tokens=windows[1],
     )

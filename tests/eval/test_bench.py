@@ -31,15 +31,25 @@ from pod.recipe import Recipe, field_docs, fields_of, load_recipe
 
 WINDOWS = (2, 6)
 LEAD = [[0, 0], [0, 1], [0, 1], [3, 1]]
+ROLES = [[0, None], [None, 1], [0, None], [3, 1]]
 POD = parse_method("pod")
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def models():
+def make_models(lead):
     """Dense and planned model of one set of weights."""
     torch.manual_seed(0)
-    return decode_speed.random_models(SHAPES["tiny"], LEAD, WINDOWS, 4096, torch.float32, CPU)
+    return decode_speed.random_models(SHAPES["tiny"], lead, WINDOWS, 4096, torch.float32, CPU)
+
+
+@pytest.fixture(scope="module")
+def models():
+    return make_models(LEAD)
+
+
+@pytest.fixture(scope="module")
+def models_with_windows():
+    return make_models(ROLES)
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +112,8 @@ def test_methods_are_read_with_their_options():
         ({"batch_sizes": [0]}, "batch_sizes is .0., allowed"),
         ({"steps": 0}, "steps is 0"),
         ({"repeats": 0}, "repeats is 0"),
-        ({"share_non_lead": 1.0}, "share_non_lead is 1.0"),
+        ({"share_followers": 1.0}, "share_followers is 1.0"),
+        ({"share_followers": 0.5, "share_windows": 0.6}, "share_windows 0.6, allowed .* together at most 1"),
     ],
 )
 def test_wrong_values_are_one_line(values, message):
@@ -128,18 +139,36 @@ def test_made_up_plans_follow_in_the_share_asked_for(layers, heads, share):
     assert max(blocks) - min(blocks) <= 1
 
 
+@pytest.mark.parametrize(("layers", "heads"), [(32, 8), (4, 2), (1, 3), (5, 3), (2, 1)])
+@pytest.mark.parametrize("shares", [(0.0, 0.5), (0.3, 0.65), (0.1, 0.3), (0.0, 1.0), (0.5, 0.5)])
+def test_made_up_plans_have_the_windows_asked_for(layers, heads, shares):
+    pairs, plan = layers * heads, pod.SharingPlan(lead=spread_plan(layers, heads, *shares))
+    assert plan.num_windows == round(shares[1] * pairs)
+    rows = zip(*plan.lead, strict=True)
+    blocks, windows = zip(
+        *((len(plan.blocks(h)), row.count(None)) for h, row in enumerate(rows)), strict=True
+    )
+    assert max(blocks) - min(blocks) <= 1 >= max(windows) - min(windows)
+    wanted = pairs - plan.num_windows - round(shares[0] * pairs)
+    assert plan.num_leads == max(wanted, sum(count < layers for count in windows))
+
+
 def counted(lead, length, groups, head_dim, element, windows, method):
     """Bytes of a step for one row, by walking over every pair and token."""
-    skips = round(method.skip_share * sum(a != i for i, row in enumerate(lead) for a in row))
+    skips = round(method.skip_share * sum(a not in (i, None) for i, row in enumerate(lead) for a in row))
     total = 0
     for layer, row in enumerate(lead):
         for head, own in enumerate(row):
             leads = not method.uses_plan or own == layer
-            has_users = layer + 1 < len(lead) and lead[layer + 1][head] == own
-            skip = not leads and skips > 0
+            above = next((row[head] for row in lead[layer + 1 :] if row[head] is not None), None)
+            has_users = own is not None and above == own
+            sees_window_only = method.uses_plan and own is None
+            skip = not leads and not sees_window_only and skips > 0
             skips -= skip
             for token in range(length):
                 distant = windows[0] <= token < length - windows[1]
+                if distant and sees_window_only:
+                    continue
                 total += 0 if distant and skip else head_dim * element  # value
                 total += head_dim * element if leads or not distant else 0  # key
                 if distant and method.uses_plan and not skip and (not leads or has_users):
@@ -149,12 +178,13 @@ def counted(lead, length, groups, head_dim, element, windows, method):
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 100])
 @pytest.mark.parametrize("text", ["full", "pod", "pod tau=0.7 skip_share=0.5", "pod tau=0.7 skip_share=1"])
-def test_bytes_of_a_step_are_those_counted(length, text):
-    sizes = Sizes(tuple(map(tuple, LEAD)), 3, 16, 2, 1000, 900, *WINDOWS)
+@pytest.mark.parametrize("lead", [LEAD, ROLES])
+def test_bytes_of_a_step_are_those_counted(length, text, lead):
+    sizes = Sizes(tuple(map(tuple, lead)), 3, 16, 2, 1000, 900, *WINDOWS)
     method = parse_method(text)
-    expected = counted(LEAD, length, 3, 16, 2, WINDOWS, method)
+    expected = counted(lead, length, 3, 16, 2, WINDOWS, method)
     assert read_per_row(sizes, method, length) == pytest.approx(expected, rel=1e-12)
-    full = counted(LEAD, length, 3, 16, 2, WINDOWS, FULL)
+    full = counted(lead, length, 3, 16, 2, WINDOWS, FULL)
     assert ceiling(sizes, method, FULL, length, 5) == pytest.approx((900 + 5 * full) / (900 + 5 * expected))
 
 
@@ -182,7 +212,10 @@ def test_ceilings_at_llama3_8b_shapes_are_those_promised():
         assert held_per_row(sizes, FULL, n) / held_per_row(sizes, POD, n) == pytest.approx(ratio, abs=0.006)
 
 
-def test_bytes_held_are_those_of_a_real_cache(models, bench):
+@pytest.mark.parametrize("lead", [LEAD, ROLES])
+def test_bytes_held_are_those_of_a_real_cache(lead):
+    models = make_models(lead)
+    bench = Bench(dense=models[0], planned=models[1])
     weights = sum(p.nbytes for p in models[1].parameters()) - sum(
         p.nbytes for name, p in models[1].named_parameters() if "norm" in name
     )
@@ -209,7 +242,9 @@ def test_bytes_held_are_those_of_a_real_cache(models, bench):
 
 
 @pytest.mark.parametrize("length", [1, 5, 8, 9, 70, 300])
-def test_filled_caches_have_random_numbers_in_every_used_slot(models, monkeypatch, length):
+def test_filled_caches_have_random_numbers_in_every_used_slot(
+    models, models_with_windows, monkeypatch, length
+):
     monkeypatch.setattr(decode_speed, "_CHUNK", 64 * 2 * 2 * 16)  # 64 tokens at a time
     written, append = {}, TokenStore.append
 
@@ -218,7 +253,8 @@ def test_filled_caches_have_random_numbers_in_every_used_slot(models, monkeypatc
         append(store, x, past)
 
     monkeypatch.setattr(TokenStore, "append", recorded)
-    for model, text in zip(models, ("full", "pod"), strict=True):
+    for model, text in zip((*models, models_with_windows[1]), ("full", "pod", "pod"), strict=True):
+        written.clear()  # addresses are used again
         cache, note = make_cache(model, parse_method(text), 400, "auto")
         fill(model, cache, 2, length)
         assert note is None and cache.get_seq_length() == length and cache.lengths.tolist() == [length] * 2
@@ -233,8 +269,10 @@ def test_filled_caches_have_random_numbers_in_every_used_slot(models, monkeypatc
 
 
 @pytest.mark.parametrize("text", ["full", "pod", "pod tau=0.7 skip_share=0.5"])
-def test_the_engine_on_a_filled_cache_decodes_as_the_ordinary_pass(bench, text):
-    method = parse_method(text)
+@pytest.mark.parametrize("lead", [LEAD, ROLES])
+def test_the_engine_on_a_filled_cache_decodes_as_the_ordinary_pass(text, lead):
+    method, (dense, planned) = parse_method(text), make_models(lead)
+    bench = Bench(dense=dense, planned=planned)
     model, found = bench.model_of(method), []
     for capacity in (64, None):
         options = {} if capacity is None else {"capacity": capacity}

@@ -3,19 +3,25 @@
 import triton
 import triton.language as tl
 
-from pod.kernels.triton_decode import splits, tiles
+from pod.kernels.triton_deal import splits, tiles
 
 
 @triton.jit
-def deal(out, length, leads, followers, PART: tl.constexpr, COUNT: tl.constexpr):
-    """``out [4, COUNT]``: programs of each lead and follower, tiles of each, for COUNT numbers of programs from one per head on."""
+def deal(out, length, leads, followers, windows, PART: tl.constexpr, COUNT: tl.constexpr):
+    """``out [6, COUNT]``: programs of each lead, follower and window, tiles of each, for COUNT numbers of programs from one per
+    head on."""
     at = tl.arange(0, COUNT)
     zero = tl.zeros([COUNT], tl.int32)
-    programs = at + leads + followers
-    of_lead, of_follower = splits(length, 0, leads, followers, programs, 16, 4080, PART, 64)
-    lead_far, lead_near = tiles(length, 0, 16, 4080, True, PART, 64)
-    far, near = tiles(length, 0, 16, 4080, False, PART, 64)
+    programs = at + leads + followers + windows
+    of_lead, of_follower, of_window = splits(
+        length, 0, leads, followers, windows, programs, 16, 4080, PART, 64
+    )
+    lead_far, lead_near = tiles(length, 0, 16, 4080, True, False, PART, 64)
+    far, near = tiles(length, 0, 16, 4080, False, False, PART, 64)
+    _, window_near = tiles(length, 0, 16, 4080, False, True, PART, 64)
     tl.store(out + at, of_lead + zero)
     tl.store(out + COUNT + at, of_follower + zero)
-    tl.store(out + 2 * COUNT + at, lead_far + lead_near + zero)
-    tl.store(out + 3 * COUNT + at, far + near + zero)
+    tl.store(out + 2 * COUNT + at, of_window + zero)
+    tl.store(out + 3 * COUNT + at, lead_far + lead_near + zero)
+    tl.store(out + 4 * COUNT + at, far + near + zero)
+    tl.store(out + 5 * COUNT + at, window_near + zero)

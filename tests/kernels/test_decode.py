@@ -2,13 +2,14 @@
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 
 import pod  # noqa: F401  (registers the kernels)
 from pod.modeling.shipped import grouped
+from pod.modeling.shipped.attend import Tokens
 from pod.modeling.shipped.decode import (
     DECODERS,
     DecodeCall,
@@ -26,14 +27,16 @@ NAN = float("nan")
 class Layer:
     """What one layer's newest tokens are and hold: ``q [B, H, G, d]``, ``k, v [B, H, C, d]`` for all positions.
 
-    ``lead_k``: keys as leads hold them; with packed stores these and ``v`` are what the codes say.
+    ``lead_k``, ``held_v``: keys as leads and values as leads and followers hold them; of packed stores what the codes say.
     """
 
     leads: list[int]
+    windows: list[int]
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     lead_k: torch.Tensor
+    held_v: torch.Tensor
     packed: tuple[Packed, Packed] | None = None
 
 
@@ -42,6 +45,8 @@ class Case:
     lengths: list[int]
     layers: list[list[int]]
     """Heads that lead, per layer."""
+    windows: dict[int, list[int]] = field(default_factory=dict)
+    """Heads that keep their windows, by layer."""
     num_heads: int = 2
     groups: int = 2
     head_dim: int = 16
@@ -70,18 +75,18 @@ def build(case: Case) -> list[Layer]:
         return x.to(getattr(torch, case.dtype))
 
     layers = []
-    for leads in case.layers:
+    for number, leads in enumerate(case.layers):
         q, k, v = (random(batch, heads, n, d) for n in (case.groups, case.capacity, case.capacity))
-        layers.append(Layer(leads, q, k, v, k))
+        layers.append(Layer(leads, case.windows.get(number, []), q, k, v, k, v))
         if case.group_size:
             stores = packed(case, k, True), packed(case, v, False)
-            (keys, layers[-1].lead_k), (values, layers[-1].v) = stores
+            (keys, layers[-1].lead_k), (values, layers[-1].held_v) = stores
             layers[-1].packed = keys, values
     return layers
 
 
 def oracle(case: Case, layers: list[Layer], tau=None):
-    """Outputs ``[layer][B, H, G, d]`` and gates ``[layer][B, H, G]`` (nan for leads) by the definition, in fp64."""
+    """Outputs ``[layer][B, H, G, d]`` and gates ``[layer][B, H, G]`` (nan but for followers) by the definition, in fp64."""
     scale = 1 / math.sqrt(case.head_dim)
     outputs, gates = [], []
     for number, layer in enumerate(layers):
@@ -89,7 +94,8 @@ def oracle(case: Case, layers: list[Layer], tau=None):
         gate = torch.full(layer.q.shape[:3], NAN, dtype=torch.float64)
         shape = range(len(case.lengths)), range(case.num_heads), range(case.groups)
         for b, h, g in itertools.product(*shape):
-            lead = next(earlier for earlier in layers[number::-1] if h in earlier.leads)
+            sees_window_only, follows = h in layer.windows, h not in layer.leads + layer.windows
+            lead = next((earlier for earlier in layers[number::-1] if h in earlier.leads), layer)
             newest, own = case.lengths[b] - 1, layer.lead_k if h in layer.leads else layer.k
             own_scores = (own[b, h].double() @ layer.q[b, h, g].double() * scale).tolist()
             lead_scores = (lead.lead_k[b, h].double() @ lead.q[b, h, g].double() * scale).tolist()
@@ -100,31 +106,35 @@ def oracle(case: Case, layers: list[Layer], tau=None):
                 else:
                     far[j] = lead_scores[j]
             shares = [sum(math.exp(x) for x in part.values()) for part in (near, far)]
-            gate[b, h, g] = shares[0] / sum(shares) if h not in layer.leads else NAN
-            skips = tau is not None and h not in layer.leads and gate[b, h, g] >= tau
-            seen = near if skips else near | far
+            gate[b, h, g] = shares[0] / sum(shares) if follows else NAN
+            skips = tau is not None and follows and gate[b, h, g] >= tau
+            seen = near if skips or sees_window_only else near | far
+            values = layer.v if sees_window_only else layer.held_v
             weights = torch.tensor([math.exp(x) for x in seen.values()], dtype=torch.float64)
-            out[b, h, g] = weights / weights.sum() @ layer.v[b, h, list(seen)].double()
+            out[b, h, g] = weights / weights.sum() @ values[b, h, list(seen)].double()
         outputs.append(out)
         gates.append(gate)
     return outputs, gates
 
 
 def stored(case: Case, layer: Layer):
-    """Stores with NaN in every slot that holds no token: keys, window_keys, values."""
-    followers = [h for h in range(case.num_heads) if h not in layer.leads]
+    """Stores with NaN in every slot that holds no token: keys, window_keys, values, near."""
+    held = [h for h in range(case.num_heads) if h not in layer.windows]
+    followers = [h for h in held if h not in layer.leads]
     limit = case.n_s + case.n_r
-    window = torch.full((*layer.k.shape[:2], limit, case.head_dim), NAN, dtype=layer.k.dtype)
+    ring = torch.full((2, *layer.k.shape[:2], limit, case.head_dim), NAN, dtype=layer.k.dtype)
     keys, values = layer.k.clone(), layer.v.clone()
     for b, length in enumerate(case.lengths):
         keys[b, :, length:] = values[b, :, length:] = NAN
         for p in range(length):  # in order, so that a later token overwrites its slot of the ring
-            window[b, :, p if p < limit else case.n_s + (p - case.n_s) % case.n_r] = layer.k[b, :, p]
-    return (
+            slot = p if p < limit else case.n_s + (p - case.n_s) % case.n_r
+            ring[0, b, :, slot], ring[1, b, :, slot] = layer.k[b, :, p], layer.v[b, :, p]
+    return [
         keys[:, layer.leads] if layer.leads else None,
-        window[:, followers] if followers else None,
-        values,
-    )
+        ring[0][:, followers] if followers else None,
+        values[:, held] if held else None,
+        Tokens(*ring[:, :, layer.windows]) if layer.windows else None,
+    ]
 
 
 def packed(case: Case, x: torch.Tensor, per_channel: bool):
@@ -165,19 +175,34 @@ def packed(case: Case, x: torch.Tensor, per_channel: bool):
 def packed_stores(case: Case, layer: Layer):
     """As ``stored``, with packed keys and values."""
     assert layer.packed is not None
-    keys, values = layer.packed
-    which = torch.tensor(layer.leads, dtype=torch.long)
-    names = ("codes", "zero", "scale", "tail")
-    keys = keys._replace(**{name: getattr(keys, name)[:, which].contiguous() for name in names})
-    return (keys if layer.leads else None, stored(case, layer)[1], values)
+    found, held = stored(case, layer), [h for h in range(case.num_heads) if h not in layer.windows]
+    for place, heads, x in ((0, layer.leads, layer.packed[0]), (2, held, layer.packed[1])):
+        which = torch.tensor(heads, dtype=torch.long)
+        parts = {name: getattr(x, name)[:, which].contiguous() for name in ("codes", "zero", "scale", "tail")}
+        found[place] = x._replace(**parts) if heads else None
+    return found
 
 
 def roles_of(case: Case, number: int):
     """Roles of a layer, as the plan of the case says."""
-    leads = case.layers[number]
-    later = case.layers[number + 1 :]
-    followed = [h for h in leads if later and h not in later[0]]
-    return Roles(leads, [h for h in range(case.num_heads) if h not in leads], followed)
+    leads, windows = case.layers[number], case.windows.get(number, [])
+    followers = [h for h in range(case.num_heads) if h not in leads + windows]
+    above = range(number + 1, len(case.layers))
+    later = {h: [case.layers[i] for i in above if h not in case.windows.get(i, [])] for h in leads}
+    return Roles(leads, followers, [h for h in leads if later[h] and h not in later[h][0]], windows)
+
+
+def arguments_of(case: Case, number: int, layer: Layer, stores: list, buffers) -> dict:
+    """Of ``pod_decode``, by name."""
+    names = ("keys", "window_keys", "values", "near")
+    return dict(zip(names, stores, strict=True)) | {
+        "q": layer.q.flatten(1, 2),
+        "lengths": torch.tensor(case.lengths),
+        "roles": roles_of(case, number),
+        "buffers": buffers,
+        "num_sink_tokens": case.n_s,
+        "num_recent_tokens": case.n_r,
+    }
 
 
 def poisoned_buffers(case: Case, programs=None):
@@ -204,15 +229,16 @@ def decode(
     """Outputs ``[layer][B, H, G, d]`` of the backend, and its buffers. ``change(number, stores)`` may spoil stores."""
     buffers = poisoned_buffers(case, programs)
     buffers = replace(buffers, weights=None) if bare else buffers
-    lengths = torch.tensor(case.lengths, dtype=torch.int64 if long else torch.int32)
+    dtype = torch.int64 if long else torch.int32
     outputs = []
     for number, layer in enumerate(layers):
         stores = packed_stores(case, layer) if case.group_size else stored(case, layer)
         if change:
             change(number, stores)
         out = torch.full_like(layer.q.flatten(1, 2), NAN)
-        arguments = layer.q.flatten(1, 2), *stores, lengths, roles_of(case, number), buffers
-        found = pod_decode(*arguments, case.n_s, case.n_r, tau=tau, backend=backend, out=out)
+        arguments = arguments_of(case, number, layer, stores, buffers)
+        arguments["lengths"] = arguments["lengths"].to(dtype)
+        found = pod_decode(**arguments, tau=tau, backend=backend, out=out)
         assert found is out
         outputs.append(out.unflatten(1, (case.num_heads, case.groups)))
     return outputs, buffers
@@ -259,7 +285,41 @@ PACKED = {
     "packed, group above head_dim": Case([140], [[0, 1], []], n_r=70, group_size=64, head_dim=32),
     "packed, dense": Case([70, 33], [[0, 1], [0, 1]], n_r=20, group_size=16, head_dim=32),
 }
-CASES |= PACKED
+WINDOWS = {  # heads of all roles, each role alone and beside each other
+    "windows alone": Case([40, 8, 3, 1], [[]], windows={0: [0, 1]}),
+    "windows alone, then all roles": Case(
+        [50, 9, 5], [[], [0, 1, 2], [1], []], num_heads=3, groups=1, windows={0: [0, 1, 2], 2: [0], 3: [1]}
+    ),
+    "leads and windows": Case([33, 7, 1], [[1], [0, 2]], num_heads=3, groups=3, windows={0: [0, 2], 1: [1]}),
+    "followers and windows": Case([26, 26], [[0, 1, 2], []], num_heads=3, groups=4, windows={1: [0, 2]}),
+    "windows inside blocks": Case(
+        [70, 31, 6],
+        [[0, 1, 2, 3, 4], [3], [], [1]],
+        num_heads=5,
+        groups=8,
+        windows={1: [0, 4], 2: [1, 3], 3: [2]},
+    ),
+    "one recent token and windows": Case(
+        [20, 1], [[0], [], []], windows={0: [1], 1: [1], 2: [0, 1]}, n_s=0, n_r=1
+    ),
+    "windows of many tiles": Case(
+        [300, 290], [[0, 3], [3]], num_heads=4, n_s=10, n_r=150, windows={0: [1, 2], 1: [1, 2]}
+    ),
+    "windows, no room to spare": Case([33, 33], [[0, 1], [0]], windows={1: [1]}, spare=0),
+}
+PACKED |= {
+    "packed, windows": Case(
+        [90, 36, 20, 3],
+        [[0, 2], [], [0]],
+        num_heads=3,
+        n_r=21,
+        group_size=16,
+        head_dim=32,
+        windows={0: [1], 1: [1], 2: [1, 2]},
+    ),
+    "packed, windows alone": Case([40], [[]], n_r=21, group_size=16, head_dim=32, windows={0: [0, 1]}),
+}
+CASES |= PACKED | WINDOWS
 TAUS = [None, 0.0, 0.3, 0.7, 1.0]
 
 
@@ -340,8 +400,8 @@ def test_gate_threshold_changes_what_it_should():
 def test_scale_and_new_output():
     case = CASES["mixed heads"]
     layers = build(case)
-    arguments = layers[0].q.flatten(1, 2), *stored(case, layers[0]), torch.tensor(case.lengths)
-    found = pod_decode(*arguments, roles_of(case, 0), poisoned_buffers(case), case.n_s, case.n_r, scale=0.5)
+    arguments = arguments_of(case, 0, layers[0], stored(case, layers[0]), poisoned_buffers(case))
+    found = pod_decode(**arguments, scale=0.5)
     layers[0].q *= 0.5 * math.sqrt(case.head_dim)
     assert worst([found.view_as(layers[0].q)], oracle(case, layers[:1])[0]) < 1e-12
 
@@ -351,24 +411,24 @@ BAD = {
     "no recent token": ({"num_recent_tokens": 0}, "n_r >= 1"),
     "window too small": ({"num_recent_tokens": 6}, r"window_keys is .*expected \[2, 1, 9, 16\]"),
     "no keys": ({"keys": None}, "keys is None, expected"),
+    "values of all heads": (
+        {"values": torch.ones(2, 3, 29, 16).double()},
+        r"keys is .*\[2, 1, 29, 16\]|values is .*\[2, 2,",
+    ),
+    "no windows": ({"near": None}, r"near.keys is None, expected \[2, 1, 8, 16\]"),
     "lengths of two kinds": ({"lengths": torch.ones(2)}, "int32 or int64"),
-    "queries that do not divide": ({"q": torch.ones(2, 5, 16).double()}, "multiple of 2 KV heads"),
-    "other dtype": ({"q": torch.ones(2, 4, 16)}, "both must agree"),
+    "queries that do not divide": ({"q": torch.ones(2, 5, 16).double()}, "multiple of 3 KV heads"),
+    "other dtype": ({"q": torch.ones(2, 6, 16)}, "both must agree"),
     "triton in fp64": ({"backend": "triton"}, "backend 'triton' cannot run"),
-    "output": ({"out": torch.ones(2, 4, 8).double()}, "out is"),
+    "output": ({"out": torch.ones(2, 6, 8).double()}, "out is"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_refusals_say_what_came_and_what_is_allowed(name):
-    case = Case([20, 20], [[0, 1], [1]])
+    case = Case([20, 20], [[0, 1, 2], [1]], num_heads=3, windows={1: [2]})
     layer = build(case)[1]
-    keys, window_keys, values = stored(case, layer)
-    arguments = {
-        "q": layer.q.flatten(1, 2), "keys": keys, "window_keys": window_keys, "values": values,
-        "lengths": torch.tensor(case.lengths), "roles": roles_of(case, 1), "buffers": poisoned_buffers(case),
-        "num_sink_tokens": case.n_s, "num_recent_tokens": case.n_r,
-    }  # fmt: skip
+    arguments = arguments_of(case, 1, layer, stored(case, layer), poisoned_buffers(case))
     change, message = BAD[name]
     with pytest.raises(ValueError, match=message):
         pod_decode(**{**arguments, **change})
@@ -377,23 +437,31 @@ def test_refusals_say_what_came_and_what_is_allowed(name):
 def test_packed_windows_are_refused_by_name():
     case = PACKED["packed, ragged"]
     layer = build(case)[1]
-    keys, _, values = packed_stores(case, layer)
-    arguments = torch.tensor(case.lengths), roles_of(case, 1), poisoned_buffers(case), case.n_s, case.n_r
-    with pytest.raises(ValueError, match="window_keys are packed"):
-        pod_decode(layer.q.flatten(1, 2), keys, values, values, *arguments)
+    arguments = arguments_of(case, 1, layer, packed_stores(case, layer), poisoned_buffers(case))
+    for change in (
+        {"window_keys": arguments["keys"]},
+        {"near": Tokens(arguments["keys"], arguments["values"])},
+    ):
+        with pytest.raises(ValueError, match="a window is packed"):
+            pod_decode(**arguments | change)
 
 
 def test_refused_roles_and_buffers():
-    for bad in (([0, 1], [1], []), ([1, 0], [], []), ([0], [1], [1]), ([], [], []), ([0, 2], [3], [])):
+    for bad in (
+        ([0, 1], [1], []),
+        ([1, 0], [], []),
+        ([0], [1], [1]),
+        ([], [], []),
+        ([0, 2], [3], []),
+        ([0], [], [], [0]),
+    ):
         with pytest.raises(ValueError):
             Roles(*bad)
     case = Case([20], [[0, 1]])
     layer = build(case)[0]
     with pytest.raises(ValueError, match="make_buffers"):
         small = make_buffers(1, 2, 2, 16, 9, torch.float64, "cpu")
-        pod_decode(
-            layer.q.flatten(1, 2), *stored(case, layer), torch.tensor([20]), roles_of(case, 0), small, 3, 5
-        )
+        pod_decode(**arguments_of(case, 0, layer, stored(case, layer), small))
     with pytest.raises(ValueError, match="fewer than 2 KV heads"):
         make_buffers(1, 2, 2, 16, 9, torch.float64, "cpu", programs=1)
 

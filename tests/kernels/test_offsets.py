@@ -12,6 +12,8 @@ import interpreter
 import torch
 from interpreter import needs_triton
 
+from pod.modeling.shipped.attend import Tokens
+
 MAP_NORESERVE = 0x4000  # Linux; Python names it from 3.13 on
 BEYOND = 2**31
 RUNS = ["batch", "heads", "tokens"]
@@ -49,14 +51,14 @@ def decoded(case, place=lambda x: x, change=lambda buffers: buffers) -> torch.Te
     import test_decode as tests
 
     buffers = change(tests.poisoned_buffers(case, programs=13))
-    lengths, outputs = torch.tensor(case.lengths), []
+    outputs = []
     for number, layer in enumerate(tests.build(case)):
         stores = tests.packed_stores(case, layer) if case.group_size else tests.stored(case, layer)
-        stores = [x if x is None else place(x) for x in stores]
-        q = place(layer.q.flatten(1, 2))
-        arguments = q, *stores, lengths, tests.roles_of(case, number), buffers, case.n_s, case.n_r
-        out = place(torch.zeros_like(layer.q.flatten(1, 2)))
-        outputs.append(tests.pod_decode(*arguments, tau=0.3, backend="triton", out=out))
+        near = stores[3] and Tokens(*map(place, stores[3]))
+        stores = [*(x if x is None else place(x) for x in stores[:3]), near]
+        arguments = tests.arguments_of(case, number, layer, stores, buffers)
+        arguments |= {"q": place(arguments["q"]), "out": place(torch.zeros_like(arguments["q"]))}
+        outputs.append(tests.pod_decode(**arguments, tau=0.3, backend="triton"))
     return torch.stack([x.contiguous() for x in outputs])
 
 

@@ -14,6 +14,7 @@ import torch
 from interpreter import needs_triton
 
 from pod.kernels import fused as step
+from pod.modeling.shipped.attend import Tokens
 from pod.modeling.shipped.sharing import Roles
 
 
@@ -22,6 +23,8 @@ class Case:
     past: list[int]
     leads: list[int]
     """Of the KV heads 0 … kv_heads-1."""
+    near: tuple[int, ...] = ()
+    """Those that keep their windows."""
     kv_heads: int = 2
     groups: int = 4
     head_dim: int = 64
@@ -40,6 +43,10 @@ HEADS = [
     Case([100, 95, 96], [0, 2], kv_heads=4, slots=24, norms=True),
     Case([7, 70_000, 131_071], [1], slots=36, windows=(3, 5), head_dim=24),
     Case([2, 30], [0], norms=True, head_dim=80, dtype="float16"),
+    Case([3, 14, 15, 39], [1], near=(0, 3), kv_heads=4, groups=2),
+    Case([0, 12, 100], [], near=(0, 1, 2), kv_heads=3, groups=1, windows=(0, 1), norms=True),
+    Case([100, 3], [0, 3], near=(1, 4), kv_heads=6, slots=24, head_dim=24),
+    Case([21, 33], [0, 2], near=(1,), kv_heads=3, groups=3),
 ]
 SIZES = [(3, 48), (1, 576), (5, 1000), (2, 4096)]  # rows, numbers of a row
 DTYPES = ["float32", "float16"]  # the interpreter cuts bfloat16 off where a GPU rounds
@@ -75,21 +82,30 @@ def slot_of(position, first, slots):
 def run_heads(case: Case, operations: step.Operations) -> dict[str, list[float]]:
     """Worst errors of the rotated queries and of the stores; `touched`: how many other numbers of the stores changed."""
     batch, heads, d = len(case.past), case.kv_heads, case.head_dim
-    followers = [head for head in range(heads) if head not in case.leads]
+    held = [head for head in range(heads) if head not in case.near]
+    followers = [head for head in held if head not in case.leads]
     q = random(batch, heads * case.groups, d, dtype=case.dtype)
     k, v = (random(batch, heads, d, dtype=case.dtype, seed=seed) for seed in (1, 2))
     weights = [random(d, dtype=case.dtype, seed=seed) for seed in (3, 4)]
     angles = torch.rand(batch, d // 2, generator=torch.Generator().manual_seed(0)) * 6
     like = {"dtype": q.dtype}
     window = sum(case.windows)
-    stores = [
-        torch.full((batch, heads, case.slots + 3, d), math.nan, **like)[:, :, : case.slots],
-        torch.full((batch, len(case.leads), case.slots, d), math.nan, **like) if case.leads else None,
-        torch.full((batch, len(followers), window, d), math.nan, **like) if followers else None,
-    ]
-    token = step.NewToken(torch.tensor(case.past), stores[1], stores[2], stores[0], case.windows[0])
+    token_of = {"leads": case.slots, "followers": window, "near keys": window, "near values": window}
+    of = {"leads": case.leads, "followers": followers, "near keys": case.near, "near values": case.near}
+    stores = {
+        name: torch.full((batch, len(of[name]), slots, d), math.nan, **like)
+        for name, slots in token_of.items()
+        if of[name]
+    }
+    if held:
+        stores["values"] = torch.full((batch, len(held), case.slots + 3, d), math.nan, **like)[
+            :, :, : case.slots
+        ]
+    near = Tokens(stores["near keys"], stores["near values"]) if case.near else None
+    written = (stores.get(name) for name in ("leads", "followers", "values"))
+    token = step.NewToken(torch.tensor(case.past), *written, case.windows[0], near)
     norms = step.HeadNorms(*weights, 1e-5) if case.norms else None
-    roles = Roles(case.leads, followers)
+    roles = Roles(case.leads, followers, windows=case.near)
     found = operations.rotate_and_store(q, k, v, (angles.cos(), angles.sin()), norms, roles, token)
 
     def expected(x, weight, row):
@@ -101,17 +117,20 @@ def run_heads(case: Case, operations: step.Operations) -> dict[str, list[float]]
         for head in range(heads * case.groups):
             errors["q"] = max(errors["q"], worst(found[row, head], expected(q[row, head], weights[0], row)))
         for head in range(heads):
-            index = (case.leads if head in case.leads else followers).index(head)
-            first = 0 if head in case.leads else case.windows[0]
-            store = stores[1] if head in case.leads else stores[2]
-            slot = slot_of(case.past[row], first, store.shape[2])
-            for target, place, x in (
-                (store[row, index], slot, expected(k[row, head], weights[1], row)),
-                (stores[0][row, head], slot_of(case.past[row], 0, case.slots), v[row, head].double()),
+            key, value = expected(k[row, head], weights[1], row), v[row, head].double()
+            for name, heads_of, first, x in (
+                ("leads", case.leads, 0, key),
+                ("followers", followers, case.windows[0], key),
+                ("near keys", case.near, case.windows[0], key),
+                ("near values", case.near, case.windows[0], value),
+                ("values", held, 0, value),
             ):
-                errors["stores"] = max(errors["stores"], worst(target[place], x))
-                target[place] = math.nan
-    errors["touched"] = sum(int((~store.isnan()).sum()) for store in stores if store is not None)
+                if head in heads_of:
+                    target = stores[name][row, heads_of.index(head)]
+                    slot = slot_of(case.past[row], first, target.shape[0])
+                    errors["stores"] = max(errors["stores"], worst(target[slot], x))
+                    target[slot] = math.nan
+    errors["touched"] = sum(int((~store.isnan()).sum()) for store in stores.values())
     return errors
 
 

@@ -24,7 +24,7 @@ def estimate(recipe: "Recipe") -> str:
     sizes = _sizes(recipe)
     lines = [
         f"Weights: {sizes.weights / 1e9:.2f} GB, of which a decode step reads {sizes.read / 1e9:.2f} GB. "
-        f"{sizes.followers} of {sizes.pairs} (layer, KV head) pairs follow.",
+        f"{sizes.followers} of {sizes.pairs} (layer, KV head) pairs follow, {sizes.windows} keep their window.",
         "Bytes of each cache at its end (GB), bytes that a step reads, weights included (GB), ceiling of the speed over full:",
     ]
     for batch in args.batch_sizes:
@@ -68,12 +68,12 @@ def _config(recipe: "Recipe") -> Any:
     return convert_config(AutoConfig.from_pretrained(path, **options))
 
 
-def _lead(recipe: "Recipe", config: Any) -> tuple[list[list[int]], str]:
+def _lead(recipe: "Recipe", config: Any) -> tuple[list[list[int | None]], str]:
     """The plan `[L][H]` that is measured, and where it comes from.
 
     Raises: ValueError for a plan of another size.
     """
-    found, share = recipe.plan_path(), recipe.bench.share_non_lead
+    found, shares = recipe.plan_path(), (recipe.bench.share_followers, recipe.bench.share_windows)
     shape = config.num_hidden_layers, config.num_key_value_heads
     if found is not None:
         from pod.modeling.shipped.sharing import SharingPlan
@@ -84,7 +84,8 @@ def _lead(recipe: "Recipe", config: Any) -> tuple[list[list[int]], str]:
     own = getattr(config, "lead", None)
     if own is not None and any(lead != layer for layer, row in enumerate(own) for lead in row):
         return own, "the model's own"
-    return decode_bytes.spread_plan(*shape, share), f"made up, {share:.0%} of the pairs follow"
+    made_up = "made up, {:.0%} of the pairs follow, {:.0%} keep their window".format(*shares)
+    return decode_bytes.spread_plan(*shape, *shares), made_up
 
 
 def _sizes(recipe: "Recipe") -> decode_bytes.Sizes:
@@ -144,6 +145,7 @@ def run_bench(recipe: "Recipe") -> dict[str, Any]:
         "dtype": recipe.model.dtype,
         "plan": source,
         "share_followers": planned.config.sharing_plan.share_followers,
+        "share_windows": planned.config.sharing_plan.share_windows,
         "windows": list(windows),
         "byte_model": BYTE_MODEL,
         "steps": args.steps,

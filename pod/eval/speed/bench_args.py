@@ -112,9 +112,12 @@ class BenchArgs:
     shape_changes: dict[str, int] = field(default_factory=dict)
     """sizes of `shapes` to change, as `{num_hidden_layers: 8}`"""
 
-    share_non_lead: float = 0.7
+    share_followers: float = 0.7
     """share of the (layer, KV head) pairs that follow in the plan that is made up when there is neither model.plan nor a
     plan in <output_dir>/plan; the speed of PoD depends on this share, not on which pairs follow"""
+
+    share_windows: float = 0.0
+    """share of the pairs that keep their window only in that plan; the others lead"""
 
     lengths: list[int] = field(default_factory=lambda: [8192, 32768])
     """tokens in the cache when decoding starts"""
@@ -157,8 +160,11 @@ class BenchArgs:
         for name in ("steps", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, allowed are 1 and more")
-        if not 0 <= self.share_non_lead < 1:
-            raise ValueError(f"share_non_lead is {self.share_non_lead}, allowed are 0 to below 1")
+        shares = self.share_followers, self.share_windows
+        if min(shares) < 0 or sum(shares) > 1 or self.share_followers == 1:
+            raise ValueError(
+                f"share_followers is {shares[0]} and share_windows {shares[1]}, allowed are 0 to below 1, together at most 1"
+            )
         names = [parse_method(text).name for text in self.methods]
         if not self.contestants() or len(set(names)) < len(names):
             raise ValueError(

@@ -7,8 +7,9 @@ per KV head, ``D = max(0, n - n_s - n_r)`` distant tokens, ``w = min(n, n_s + n_
     lead                               n·k + n·v, and 4·G·D for the fp32 logits that it writes when a layer follows it
     follower                           w·k + n·v + 4·G·D (logits read)
     follower that skips (tau)          w·k + w·v
+    window                             w·k + w·v
 
-Keys in a window are native, also under a codec. Weights are read once per step, whatever the batch: all but the embedding,
+Keys of followers in a window, and windows, are native, also under a codec. Weights are read once per step, whatever the batch: all but the embedding,
 of which a step reads one row per token (with tied weights the head is the embedding, and is read). Not counted: activations,
 the new token's own key and value, partial results of split-KV. The *ceiling* of a method's speed over dense is the ratio of
 the two sums, weights included.
@@ -30,14 +31,14 @@ class Sizes:
     """What bytes depend on in a model.
 
     Attributes:
-        lead: ``[L][H]``, the sharing plan; leads follow themselves.
+        lead: ``[L][H]``, the sharing plan; leads follow themselves, None keeps its window.
         groups: query heads per KV head.
         element: bytes per number of weights, keys and values.
         weights: bytes of all parameters; read: those that a step reads.
         head_dim, num_sink_tokens, num_recent_tokens: of the model.
     """
 
-    lead: tuple[tuple[int, ...], ...]
+    lead: tuple[tuple[int | None, ...], ...]
     groups: int
     head_dim: int
     element: int
@@ -54,15 +55,23 @@ class Sizes:
     @property
     def followers(self) -> int:
         """Pairs that follow another layer."""
-        return sum(lead != layer for layer, row in enumerate(self.lead) for lead in row)
+        return sum(lead not in (layer, None) for layer, row in enumerate(self.lead) for lead in row)
+
+    @property
+    def windows(self) -> int:
+        """Pairs that keep their window only."""
+        return sum(lead is None for row in self.lead for lead in row)
 
     @property
     def followed(self) -> int:
         """Leads that a later layer follows."""
-        users = {
-            (lead, h) for layer, row in enumerate(self.lead) for h, lead in enumerate(row) if lead != layer
-        }
-        return len(users)
+        pairs = ((layer, h, lead) for layer, row in enumerate(self.lead) for h, lead in enumerate(row))
+        return len({(lead, h) for layer, h, lead in pairs if lead not in (layer, None)})
+
+    def counts(self, method: BenchMethod) -> tuple[int, int, int]:
+        """Pairs that lead, follow and keep their window under a method; all lead without the plan."""
+        followers, windows = (self.followers, self.windows) if method.uses_plan else (0, 0)
+        return self.pairs - followers - windows, followers, windows
 
 
 def weight_bytes(config: Any, element: int) -> tuple[int, int]:
@@ -79,20 +88,27 @@ def weight_bytes(config: Any, element: int) -> tuple[int, int]:
     return held * element, read * element
 
 
-def spread_plan(num_layers: int, kv_heads: int, share: float) -> list[list[int]]:
-    """A plan ``[L][H]`` in which ``share`` of the pairs follow, rounded to whole pairs, at most all but layer 0.
+def spread_plan(
+    num_layers: int, kv_heads: int, share_followers: float, share_windows: float = 0.0
+) -> list[list[int | None]]:
+    """A plan ``[L][H]`` in which these shares of the pairs follow and keep their window, rounded to whole pairs; a head with
+    pairs that keep more has a lead.
 
-    Every KV head gets the same number of blocks (some one more), cut at layers of its own, so that layers mix leads and
-    followers as plans of real models do. The same arguments give the same plan.
+    Every KV head gets the same number of windows and of blocks (some one more), at layers of its own, so that layers mix roles
+    as plans of real models do. The same arguments give the same plan.
     """
     pairs, draw = num_layers * kv_heads, random.Random(0)
-    leads = max(kv_heads, pairs - round(share * pairs))
-    plan = [[0] * kv_heads for _ in range(num_layers)]
+    windows = round(share_windows * pairs)
+    leads = max(min(kv_heads, pairs - windows), pairs - windows - round(share_followers * pairs))
+    plan: list[list[int | None]] = [[None] * kv_heads for _ in range(num_layers)]
     for head in range(kv_heads):
         blocks = leads // kv_heads + (head < leads % kv_heads)
-        cuts = set(draw.sample(range(1, num_layers), blocks - 1))
-        for layer in range(1, num_layers):
-            plan[layer][head] = layer if layer in cuts else plan[layer - 1][head]
+        short = windows // kv_heads + (kv_heads - head <= windows % kv_heads)
+        held = sorted(draw.sample(range(num_layers), num_layers - short)) if short else range(num_layers)
+        cuts = {0, *draw.sample(range(1, len(held)), blocks - 1)} if held else set()
+        lead = None
+        for place, layer in enumerate(held):
+            plan[layer][head] = lead = layer if place in cuts else lead
     return plan
 
 
@@ -123,14 +139,15 @@ def token_bytes(sizes: Sizes, method: BenchMethod, length: int) -> float:
 def read_per_row(sizes: Sizes, method: BenchMethod, length: int) -> float:
     """Bytes of keys, values and logits that a step moves for one row of `length` tokens."""
     stored, native = token_bytes(sizes, method, length), sizes.head_dim * sizes.element
+    leads, followers, windows = sizes.counts(method)
     if not method.uses_plan:
-        return sizes.pairs * 2 * length * stored
+        return leads * 2 * length * stored
     window = min(length, sizes.num_sink_tokens + sizes.num_recent_tokens)
     logits = _LOGIT * sizes.groups * (length - window)
-    skips = method.skip_share * sizes.followers
-    leads = (sizes.pairs - sizes.followers) * 2 * length * stored + sizes.followed * logits
+    skips = method.skip_share * followers
     whole = window * native + length * stored + logits
-    return leads + (sizes.followers - skips) * whole + skips * window * (native + stored)
+    followed = (followers - skips) * whole + skips * window * (native + stored)
+    return leads * 2 * length * stored + sizes.followed * logits + followed + windows * 2 * window * native
 
 
 def read_per_step(sizes: Sizes, method: BenchMethod, length: int, batch: int) -> float:
@@ -151,11 +168,11 @@ def held_per_row(sizes: Sizes, method: BenchMethod, capacity: int, on_cpu: bool 
     if not is_modelled(method):
         return sizes.pairs * 2 * capacity * sizes.head_dim * sizes.element
     stored, native = token_bytes(sizes, method, capacity), sizes.head_dim * sizes.element
-    followers = sizes.followers if method.uses_plan else 0
-    keys = (sizes.pairs - followers) * capacity * stored
-    keys += followers * (sizes.num_sink_tokens + sizes.num_recent_tokens) * native
-    buffers = len(sizes.lead[0]) * sizes.groups * capacity * max(4, sizes.element) * (2 if on_cpu else 1)
-    return keys + sizes.pairs * capacity * stored + buffers
+    leads, followers, windows = sizes.counts(method)
+    tokens = (2 * leads + followers) * capacity * stored
+    tokens += (followers + 2 * windows) * (sizes.num_sink_tokens + sizes.num_recent_tokens) * native
+    logits = len(sizes.lead[0]) * sizes.groups * capacity * max(4, sizes.element) * (2 if on_cpu else 1)
+    return tokens + (logits if leads else 0)
 
 
 def stock_per_row(sizes: Sizes, length: int) -> float:

@@ -108,7 +108,7 @@ def sizes_of(config: Any, element: int) -> Sizes:
 
 def random_models(
     shape: dict[str, Any],
-    lead: list[list[int]],
+    lead: list[list[int | None]],
     windows: tuple[int, int],
     longest: int,
     dtype: torch.dtype,
@@ -131,7 +131,7 @@ def random_models(
     return dense, with_lead(dense, lead)
 
 
-def with_lead(model: Any, lead: list[list[int]] | None) -> Any:
+def with_lead(model: Any, lead: list[list[int | None]] | None) -> Any:
     """The same weights under another plan; None = dense."""
     config = pod.PodConfig(**(model.config.to_dict() | {"lead": lead}))
     return from_dense(model, config).eval()
@@ -161,7 +161,7 @@ def stock_model(dense: Any) -> Any:
 
 
 def load_models(
-    path: str, lead: list[list[int]], windows: tuple[int, int], device: torch.device, **options
+    path: str, lead: list[list[int | None]], windows: tuple[int, int], device: torch.device, **options
 ) -> tuple[Any, Any]:
     """Dense model and model with the plan ``lead`` of a checkpoint or an export, with the same weights.
 
@@ -223,15 +223,17 @@ def fill(model: Any, cache: Any, batch: int, length: int, skip_share: float = 0.
             seen += skip_share
             if seen >= 1 - 1e-9:
                 seen, loud[index] = seen - 1, _LOUD
-        for store, heads, factor in (
-            (layer.all_values, len(layer.roles.leads) + len(layer.roles.followers), None),
-            (layer.lead_keys, len(layer.roles.leads), None),
-            (layer.window_keys, len(layer.roles.followers), loud),
-        ):
-            if heads:
-                shape = batch, heads, length, model.config.head_dim
-                _append_random(store, shape, factor, dtype, generator)
+        for name, store in layer.stores().items():
+            shape = batch, _num_heads(layer, name), length, model.config.head_dim
+            _append_random(store, shape, loud if name == "window_keys" else None, dtype, generator)
     cache.end_step(step)
+
+
+def _num_heads(layer: PodCacheLayer, store: str) -> int:
+    """KV heads of a store of a layer, by its name."""
+    roles = layer.roles
+    heads = {"keys": roles.leads, "window_keys": roles.followers, "values": roles.held}
+    return len(heads.get(store, roles.windows))
 
 
 def _append_random(store: Any, shape: tuple, factor: Tensor | None, dtype: torch.dtype, generator) -> None:
@@ -255,15 +257,9 @@ def reserve(model: Any, cache: Any, batch: int, length: int) -> None:
     weight = model.lm_head.weight
     step, _ = cache.begin_step(torch.empty(batch, length, 0, device=weight.device), None, None)
     for layer in cache.layers:
-        leads, followers = len(layer.roles.leads), len(layer.roles.followers)
-        stores = (
-            (layer.all_values, leads + followers),
-            (layer.lead_keys, leads),
-            (layer.window_keys, followers),
-        )
-        for store, heads in stores:
-            if heads:
-                store.append(weight.new_zeros(batch, heads, 1, model.config.head_dim), 0)
+        for name, store in layer.stores().items():
+            shape = batch, _num_heads(layer, name), 1, model.config.head_dim
+            store.append(weight.new_zeros(shape), 0)
     cache.end_step(step)
 
 

@@ -80,5 +80,6 @@ METHODS = (
         axis="layout",
         build=_build,
         trained=True,
+        parameters=_CAPACITY,
     ),
 )

@@ -41,16 +41,18 @@ def decode(call: DecodeCall) -> None:
 
 
 def _near(call: DecodeCall, lengths: Sequence[int]) -> None:
-    """Heads that keep their windows: all slots are seen, in whatever order."""
+    """Heads that keep their windows: all slots in use are seen, in whatever order."""
     assert call.near is not None
-    heads, slots = call.roles.windows, min(call.near.keys.shape[2], max(lengths))
+    heads, (keys, values) = call.roles.windows, call.near
     q = take_heads(call.q, heads, call.q.shape[1] // call.roles.num_heads)[:, :, None]
-    keys, values = (x[:, :, :slots] for x in call.near)
-    used = None if min(lengths) >= slots else call.lengths
-    out = attend_slots(q, keys, values, call.scale, used)[0]
-    call.out.unflatten(1, (call.roles.num_heads, -1))[:, _chosen(heads)] = out.unflatten(1, (len(heads), -1))[
-        ..., 0, :
-    ]
+    out = call.out.unflatten(1, (call.roles.num_heads, -1))
+    used = [min(length, keys.shape[2]) for length in lengths]
+    for first, stop in (
+        [(0, len(used))] if min(used) == max(used) else ((row, row + 1) for row in range(len(used)))
+    ):
+        row, slots = slice(first, stop), used[first]
+        found = attend_slots(q[row], keys[row, :, :slots], values[row, :, :slots], call.scale)[0]
+        out[row, _chosen(heads)] = found.unflatten(1, (len(heads), -1))[..., 0, :]
 
 
 def _held(call: DecodeCall) -> Iterator[DecodeCall]:

@@ -50,7 +50,8 @@ class Roles:
         rise = all(list(x) == sorted(x) for x in (self.leads, self.followers, self.followed, self.windows))
         if not heads or sorted(heads) != list(range(len(heads))) or not rise:
             raise ValueError(
-                f"leads, followers and windows must name the heads 0 … H-1 once, rising, and are {self}"
+                f"leads, followers and windows must name the heads 0 … H-1 once, rising, and are {self.leads}, {self.followers} "
+                f"and {self.windows}"
             )
         if not set(self.followed) <= set(self.leads):
             raise ValueError(f"heads {self.followed} are followed, but only {self.leads} lead")
