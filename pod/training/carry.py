@@ -115,7 +115,7 @@ def lead_carry(layer: Any, hidden_states: Tensor, context: ForwardContext) -> Ca
     attention = layer.self_attn
     q, k, v = attention._project(layer.input_layernorm(hidden_states))
     if context.sequence_parallel is not None:
-        q, k, v = context.sequence_parallel.to_heads(q, k, v)
+        q, k, v = context.sequence_parallel.to_heads(attention.layer_idx, q, k, v)
     nothing = (None,) * (2 * len(context.lead[0]))
     if attention.layout == "cla":
         return (context.rope(k), v, *nothing[2:])

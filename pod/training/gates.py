@@ -83,8 +83,6 @@ def measure_gates(trainer: Any, row: Rows) -> list[list[float | None]]:
     decoder = trainer.causal_model.model
     length = row_length_for(row["input_ids"].shape[1], trainer)
     row = lengthened(row, length)
-    first = 0 if ulysses is None else ulysses.kv_starts[ulysses.rank]
-    repeats = 1 if ulysses is None else ulysses.repeats
     totals = torch.zeros(2, config.num_hidden_layers, config.num_key_value_heads, dtype=torch.float64)
     with reading(trainer, length):
         lead = decoder.lead if ulysses is None else ulysses.lead
@@ -93,7 +91,7 @@ def measure_gates(trainer: Any, row: Rows) -> list[list[float | None]]:
             read(trainer, row["input_ids"], row["doc_ids"], row["labels"], lambda hidden, *_: hidden.sum())
     for layer, heads in enumerate(recorder.layers):
         for head, (total, count) in heads.items():
-            place = (first + head) // repeats
+            place = head if ulysses is None else ulysses.heads[layer][head]
             totals[0, layer, place] += total
             totals[1, layer, place] += count
     sums, counts = torch.tensor(mesh.sum(totals.flatten().tolist())).view(totals.shape)

@@ -119,6 +119,22 @@ def _silent_layers(config: Any) -> int:
     return sum(row[0] != layer for layer, row in enumerate(config.sharing_plan.lead))
 
 
+def causal_pairs(length: int) -> int:
+    """(query, key) pairs that a document of `length` tokens has under a causal mask."""
+    return length * (length + 1) // 2
+
+
+def proximal_pairs(length: int, num_sink_tokens: int, num_recent_tokens: int) -> int:
+    """Those of them whose key is a sink (`j < n_s`) or recent (`i - j < n_r`)."""
+    distant = max(0, length - num_sink_tokens - num_recent_tokens)
+    return causal_pairs(length) - causal_pairs(distant)
+
+
+def visible_pairs(owner: int | None, length: int, windows: tuple[int, int]) -> int:
+    """Those that a KV head sees: all of them, or in a window (None in the plan) the proximal ones."""
+    return causal_pairs(length) if owner is not None else proximal_pairs(length, *windows)
+
+
 def heads_by_role(lead: Lead, layer: int) -> tuple[list[int], list[int], list[int]]:
     """KV heads of a layer that lead, follow, and keep their window."""
     heads: tuple[list[int], list[int], list[int]] = ([], [], [])

@@ -112,6 +112,7 @@ class Trainer:
             config.num_key_value_heads,
             self.mesh.sp_group,
             self.dataset.context_length,
+            (config.num_sink_tokens, config.num_recent_tokens),
         )
         model.model.sequence_parallel = ulysses
         return ulysses
