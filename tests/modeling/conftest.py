@@ -29,9 +29,7 @@ FAMILIES = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3-g3": ("Qwen3", {"head_dim": 8, "num_key_value_heads": 2, "rope_parameters": LLAMA3}),
 }
-LEAD = [[0, 0], [0, 1], [0, 1], [3, 1], [3, 4]]
-ROLES = [[0, None], [None, 1], [0, None], [None, 1], [0, None]]
-"""All three roles: windows below a lead, between the layers of a block, and above it."""
+LEAD = [[0, None], [0, 1], [None, 1], [0, 1], [4, None]]
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 48,
@@ -60,14 +58,14 @@ def make_stock(family="llama", dtype=torch.float64, **changes):
     return model
 
 
-def lead_for(stock, rows):
+def lead_for(stock):
     heads = stock.config.num_key_value_heads
-    return [[row[head % 2] for head in range(heads)] for row in rows]
+    return [[row[head % 2] for head in range(heads)] for row in LEAD]
 
 
 def make_pod(family="llama", dtype=torch.float64, windows=(4, 11), plan=True, backend="auto", **changes):
     stock = make_stock(family, dtype, **changes)
-    plan = pod.SharingPlan(lead_for(stock, LEAD if plan is True else plan)) if plan else None
+    plan = pod.SharingPlan(lead_for(stock)) if plan else None
     return pod.load_model(
         stock, plan=plan, num_sink_tokens=windows[0], num_recent_tokens=windows[1], attention_backend=backend
     )
@@ -108,10 +106,5 @@ def tools():
     import types
 
     return types.SimpleNamespace(
-        make_stock=make_stock,
-        make_pod=make_pod,
-        random_ids=random_ids,
-        naive_logits=naive_logits,
-        lead=LEAD,
-        roles=ROLES,
+        make_stock=make_stock, make_pod=make_pod, random_ids=random_ids, naive_logits=naive_logits, lead=LEAD
     )

@@ -14,15 +14,11 @@ def loss_and_gradients(model, ids, doc_ids=None):
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-PLANS = pytest.mark.parametrize("plan", ["lead", "roles"])
-
-
 @pytest.mark.parametrize("family", ["llama", "llama-linear-mha", "mistral", "qwen2-tied", "qwen3-g3"])
-@PLANS
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_checkpointing_is_exact(tools, family, plan, reentrant, packed):
-    model = tools.make_pod(family, plan=getattr(tools, plan)).train()
+def test_checkpointing_is_exact(tools, family, reentrant, packed):
+    model = tools.make_pod(family).train()
     ids = tools.random_ids(2, 60)
     doc_ids = torch.tensor([0] * 40 + [1] * 18 + [-1] * 2).expand(2, -1) if packed else None
     loss, grads = loss_and_gradients(model, ids, doc_ids)
@@ -34,11 +30,10 @@ def test_checkpointing_is_exact(tools, family, plan, reentrant, packed):
         torch.testing.assert_close(checkpointed[name], grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
-@PLANS
 @pytest.mark.parametrize("backend", ["flash", "reference"])
-def test_gradients_equal_finite_differences(tools, backend, plan):
+def test_gradients_equal_finite_differences(tools, backend):
     """Through the whole model, for a parameter that acts on other layers only by the carry (k_proj of a lead)."""
-    model = tools.make_pod("llama", backend=backend, plan=getattr(tools, plan)).train()
+    model = tools.make_pod("llama", backend=backend).train()
     ids = tools.random_ids(1, 40)
     _, grads = loss_and_gradients(model, ids)
     for name in ("model.layers.1.self_attn.k_proj.weight", "model.layers.0.self_attn.q_proj.weight"):
@@ -56,9 +51,8 @@ def test_gradients_equal_finite_differences(tools, backend, plan):
         assert (slope - (grads[name] * direction).sum()).abs() <= 1e-6 * slope.abs().clamp(min=1e-2)
 
 
-@PLANS
-def test_compiles_without_graph_breaks(tools, plan):
-    model = tools.make_pod("llama", backend="reference", plan=getattr(tools, plan)).eval()
+def test_compiles_without_graph_breaks(tools):
+    model = tools.make_pod("llama", backend="reference").eval()
     ids = tools.random_ids(1, 50)
     with torch.no_grad():
         compiled = torch.compile(model.model, fullgraph=True, backend="eager")
@@ -66,17 +60,16 @@ def test_compiles_without_graph_breaks(tools, plan):
         assert (out - model.model(input_ids=ids).last_hidden_state).abs().max() <= 1e-12
 
 
-@pytest.mark.parametrize(("plan", "used"), [("lead", [1, 2, 1, 1, 0]), ("roles", [1, 2, 2, 1, 0])])
-def test_carry_holds_only_used_leads(tools, plan, used):
+def test_carry_holds_only_used_leads(tools):
     """Clones of single heads, dropped after the block's last user (storage bytes, not views)."""
-    lead, n, d, groups = getattr(tools, plan), 32, 8, 3
+    lead, n, d, groups = tools.lead, 32, 8, 3
     carry = (None,) * 4
-    for layer, count in enumerate(used):
+    for layer, used in enumerate([1, 2, 2, 0, 0]):
         q, k = torch.randn(1, 2 * groups, n, d), torch.randn(1, 2, n, d)
         carry = next_carry(q, k, lead, layer, carry)
         tensors = [x for x in carry if x is not None]
-        assert len(tensors) == 2 * count
-        assert sum(x.untyped_storage().nbytes() for x in tensors) == count * (groups + 1) * d * n * 4
+        assert len(tensors) == 2 * used
+        assert sum(x.untyped_storage().nbytes() for x in tensors) == used * (groups + 1) * d * n * 4
 
 
 def test_take_heads_views_neighbours_and_copies_others():

@@ -460,7 +460,7 @@ def test_measured_bytes_are_predicted_within_one_percent(tools, spec):
         pod.make_cache(model, spec.split("+int")[0].replace("int4", "full")),
     ]
     for cache in caches:
-        model(tools.random_ids(1, 2100), past_key_values=cache, logits_to_keep=1)
+        model(tools.random_ids(1, 4000), past_key_values=cache, logits_to_keep=1)
         model(tools.random_ids(1, 1), past_key_values=cache)
     packed, native = (
         sum(n for part, n in c.nbytes_by_part().items() if part != "bookkeeping") for c in caches

@@ -23,7 +23,9 @@ class Roles:
         followers: own values of every token, own keys of proximal ones; distant logits are the lead's.
         followed: leads of this layer that a later layer follows.
         windows: sinks and recent tokens, keys and values, and nothing else.
+        last: followers whose block ends here.
         held: leads and followers, which hold the values of every token.
+        are_mixed: whether heads differ in what they hold.
 
     Raises:
         ValueError: heads that are not ``0 … H-1`` in three rising lists, or ``followed`` heads that do not lead.
@@ -33,11 +35,13 @@ class Roles:
     followers: tuple[int, ...] = ()
     followed: tuple[int, ...] = ()
     windows: tuple[int, ...] = ()
+    last: tuple[int, ...] = ()
     held: tuple[int, ...] = field(init=False)
     num_heads: int = field(init=False)
+    are_mixed: bool = field(init=False)
 
     def __post_init__(self):
-        for name in ("leads", "followers", "followed", "windows"):
+        for name in ("leads", "followers", "followed", "windows", "last"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         heads = self.leads + self.followers + self.windows
         rise = all(list(x) == sorted(x) for x in (self.leads, self.followers, self.followed, self.windows))
@@ -49,6 +53,9 @@ class Roles:
             raise ValueError(f"heads {self.followed} are followed, but only {self.leads} lead")
         object.__setattr__(self, "held", tuple(sorted(self.leads + self.followers)))
         object.__setattr__(self, "num_heads", len(heads))
+        object.__setattr__(
+            self, "are_mixed", len(heads) not in map(len, (self.leads, self.followers, self.windows))
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -58,8 +65,10 @@ def roles_of(lead: Lead, layer: int) -> Roles:
     leads = [head for head, owner in enumerate(row) if owner == layer]
     windows = [head for head, owner in enumerate(row) if owner is None]
     followers = [head for head in range(len(row)) if head not in leads and head not in windows]
-    followed = [head for head in leads if is_followed(lead, layer, head)]
-    return Roles(tuple(leads), tuple(followers), tuple(followed), tuple(windows))
+    goes_on = [head for head in range(len(row)) if is_followed(lead, layer, head)]
+    followed = [head for head in leads if head in goes_on]
+    last = [head for head in followers if head not in goes_on]
+    return Roles(*map(tuple, (leads, followers, followed, windows, last)))
 
 
 def is_followed(lead: Sequence[Sequence[int | None]], layer: int, head: int) -> bool:
@@ -132,7 +141,14 @@ class SharingPlan:
     @classmethod
     def windows(cls, num_layers: int, num_key_value_heads: int) -> "SharingPlan":
         """The plan in which every head keeps its window: window attention (Beltagy et al., 2020)."""
-        return cls(lead=((None,) * num_key_value_heads,) * num_layers)
+        return cls.of_leads([[]] * num_layers, num_key_value_heads)
+
+    @classmethod
+    def of_leads(cls, leads: Sequence[Sequence[int]], num_key_value_heads: int) -> "SharingPlan":
+        """The plan in which the heads ``leads[layer]`` lead and all others keep their windows: RazorAttention's and DuoAttention's."""
+        heads = range(num_key_value_heads)
+        rows = ([layer if head in row else None for head in heads] for layer, row in enumerate(leads))
+        return cls(lead=tuple(map(tuple, rows)))
 
     @classmethod
     def cla(cls, num_layers: int, num_key_value_heads: int, factor: int = 2) -> "SharingPlan":
