@@ -38,8 +38,9 @@ class Gates(Periodic):
     """Every `gate_every_steps`, before the first step and at the last one, on one held-out row.
 
     Metric: `gate`, the mean over followers. gates.jsonl has `lead` (the plan in force) and `gate`, both [layer][KV head]:
-    the mean over query heads of the group and tokens that see distant ones, for leads too (null where there are no such
-    tokens); gates.png shows the last measurement and the way there.
+    the mean over query heads of the group and tokens that have distant ones (null where there are none); for leads and
+    windows too, with their own queries and keys, of which a window makes no use. gates.png shows the last measurement
+    and the way there.
     """
 
     def __init__(self, args: TrainArgs, folder: Path, rows: Rows):
@@ -54,7 +55,7 @@ class Gates(Periodic):
             gate
             for layer, row in enumerate(gates)
             for head, gate in enumerate(row)
-            if gate is not None and lead[layer][head] != layer
+            if gate is not None and lead[layer][head] not in (layer, None)
         ]
         if trainer.mesh.rank == 0:
             from pod.training.gate_pictures import save_gate_picture

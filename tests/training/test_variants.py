@@ -227,12 +227,20 @@ def test_models_of_the_recipes_have_their_sizes_without_a_network(monkeypatch, t
     assert config.sharing_plan.asymptotic_saving == pytest.approx(0.35, abs=0.01)
 
 
-@pytest.mark.parametrize(("layers", "saving"), [(32, 0.35), (30, 0.43), (4, 0.25), (32, 0.0), (1, 0.4)])
+@pytest.mark.parametrize(("layers", "saving"), [(32, 0.35), (30, 0.43), (4, 0.25), (32, 0.0), (1, 0.2)])
 def test_stand_in_plan_saves_what_was_asked(layers, saving):
     plan = stand_in_plan(layers, 3, saving)
-    assert plan.num_followers == 3 * min(layers - 1, round(2 * saving * layers))
+    assert (plan.num_followers, plan.num_windows) == (3 * round(2 * saving * layers), 0)
     sizes = [len(block) for block in plan.blocks(0)]
     assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(("layers", "saving"), [(32, 0.65), (30, 0.5), (1, 0.4), (4, 0.9), (4, 1.0)])
+def test_stand_in_plan_beyond_sharing_has_windows_in_every_layer_alike(layers, saving):
+    plan = stand_in_plan(layers, 3, saving)
+    assert (plan.num_followers, plan.num_windows) == (0, round(saving * 3 * layers))
+    each = [row.count(None) for row in plan.lead]
+    assert max(each) - min(each) <= 1
 
 
 # -- real ranks ----------------------------------------------------------------------------------------------

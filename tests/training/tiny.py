@@ -23,10 +23,14 @@ def plan_rows(heads: int = 3) -> list[list[int | None]]:
     return [row[:heads] for row in rows]
 
 
+SHARING: list[list[int | None]] = [[0, 0, 0], [1, 0, 0], [2, 0, 2], [3, 3, 2]]
+"""A plan without windows: one head leads everywhere, the others share in blocks."""
+
+
 def make_model(
     seed: int = 0, tied: bool = True, heads: tuple[int, int] = (6, 3), dtype=torch.float32, plan=True
 ):
-    """PodForCausalLM of 4 layers with windows far shorter than the rows."""
+    """PodForCausalLM of 4 layers with windows far shorter than the rows; plan: that of `plan_rows`, none, or rows."""
     import pod
 
     torch.manual_seed(seed)
@@ -43,7 +47,7 @@ def make_model(
         tie_word_embeddings=tied,
         num_sink_tokens=2,
         num_recent_tokens=5,
-        lead=plan_rows(heads[1]) if plan else None,
+        lead=plan_rows(heads[1]) if plan is True else plan or None,
         attention_backend="auto",
     )
     model = pod.PodForCausalLM(config).to(dtype)
