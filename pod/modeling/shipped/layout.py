@@ -33,7 +33,7 @@ class PodCacheLayer(CacheLayer):
 
     def __init__(self, config: PodConfig, layer_idx: int, codec: Codec = NATIVE, extra_slots: int = 0):
         super().__init__()
-        self.codec, self.extra_slots = codec, extra_slots
+        self.codec, self.extra_slots = codec.of_layer(layer_idx), extra_slots
         self.layer_idx = layer_idx
         self.lead = config.sharing_plan.lead
         self.roles = self._roles()
@@ -150,12 +150,10 @@ class PodCacheLayer(CacheLayer):
 
     def _decode(self, q: Tensor, step: Step) -> Tensor:
         """One new token per row. Reads: lead keys, window keys, the leads' logits and values, windows."""
-        roles, room = self.roles, step.max_length
+        roles = self.roles
         values = self.all_values.stored if roles.held else None
-        if values is not None:
-            room = max(values.shape[2], room)
-        if step.lead.buffers is None or step.lead.buffers.capacity < room:
-            size = q.shape[0], q.shape[1] // self.groups, self.groups, q.shape[3], room
+        if step.lead.buffers is None:
+            size = q.shape[0], q.shape[1] // self.groups, self.groups, q.shape[3], step.max_length
             step.lead.buffers = make_buffers(*size, q.dtype, q.device)
         keys = self.lead_keys.stored if roles.leads else None
         window_keys = self._window(self.window_keys, step) if roles.followers else None
