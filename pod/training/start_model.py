@@ -104,6 +104,7 @@ def model_config(
     elif source.model_type == "pod":
         changes["layout"] = source.layout
     changes["lead"] = None if plan is None else [list(row) for row in plan.lead]
+    changes["kv_bits"] = None if plan is None or plan.bits is None else list(plan.bits)
     if source.model_type == "pod":
         config = PodConfig(**(source.to_dict() | changes))
     else:

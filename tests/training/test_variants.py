@@ -18,7 +18,7 @@ from pod.training.start_model import (
     stand_in_plan,
 )
 
-PLAN = [[0, 0], [0, 1], [2, 1], [2, 3]]
+PLAN = [[0, None], [0, 1], [None, 1], [0, 3]]
 PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
 LLAMA31 = KNOWN_SIZES["meta-llama/Llama-3.1-8B"]["rope_parameters"]
 WAYS = {
@@ -54,7 +54,7 @@ def start(tmp_path_factory):
     """A stock checkpoint of 64 positions, with a plan beside it."""
     folder = tmp_path_factory.mktemp("start")
     make_stock(PLAIN, 64).save_pretrained(folder)
-    pod.SharingPlan(lead=PLAN).save(folder / "plan.json")
+    pod.SharingPlan(lead=PLAN, bits=(16, 8, 4, 16)).save(folder / "plan.json")
     return folder
 
 
@@ -169,6 +169,9 @@ def test_configuration_without_weights_is_the_loaded_models(args, start, tmp_pat
     assert config.max_position_embeddings == (128 if scaled else 64)
     shares = {"auto": 0, "auto+plan": 3, "dense": 0, "pod": 3, "cla": 4, "cla4": 6, "window": 0}
     assert planned.num_followers == shares[layout]
+    assert (planned.bits, planned.num_windows) == (
+        ((16, 8, 4, 16), 2) if plan else (None, 8 * (layout == "window"))
+    )
 
 
 def test_the_plan_of_the_output_folder_is_for_pod_only(args, start, tmp_path):
