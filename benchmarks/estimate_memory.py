@@ -53,12 +53,21 @@ SIZE = {
     "num_recent_tokens": 240,
 }
 SHARE_NON_LEAD = 0.5
+ROLES = [
+    [0, None, 0, None],
+    [None, 1, 0, None],
+    [0, 1, None, 2],
+    [None, 1, 3, None],
+    [4, None, None, None],
+    [4, None, 3, 5],
+]
+"""Leads, followers and windows, some of which stand between the layers of a block."""
 GOAL = 0.1
 
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration: ranks, layout (dense, pod, cla, window), context in tokens, settings of section `train`."""
+    """One configuration: ranks, layout (dense, pod, roles, cla, window), context in tokens, settings of section `train`."""
 
     name: str
     ranks: int = 1
@@ -102,6 +111,11 @@ CASES = [
     ),
     Case("pod_optimizer_on_host", ranks=2, train={"offload_optimizer": "cpu"}),
     Case("pod_checkpoints_on_host", context=4096, train={"offload_checkpoints": True}),
+    Case("roles_keep", layout="roles"),
+    Case("roles_offload_carry", layout="roles", context=4096, train={"carry": "offload"}),
+    Case("roles_recompute_carry", layout="roles", context=4096, train={"carry": "recompute"}),
+    Case("roles_no_checkpoints", layout="roles", context=1024, train={"gradient_checkpointing": False}),
+    Case("roles_sp2", ranks=2, layout="roles", context=4096, train={"sequence_parallel_size": 2}),
     Case("pod_distill", context=1024, train={"distill_logits": 0.5}),
     Case("pod_distill_lora", train={"distill_logits": 0.5, "method": "lora"}),
 ]
@@ -112,6 +126,8 @@ def model_config(case: Case) -> pod.PodConfig:
     options: dict[str, Any] = {**SIZE, "tie_word_embeddings": case.tied, "max_position_embeddings": 2**16}
     if case.layout == "pod":
         options["lead"] = make_plan(SIZE["num_hidden_layers"], SIZE["num_key_value_heads"], SHARE_NON_LEAD)
+    elif case.layout == "roles":
+        options["lead"] = ROLES
     elif case.layout == "window":
         options |= {"layout": "window", "num_sink_tokens": 0, "num_recent_tokens": 256}
     elif case.layout == "cla":

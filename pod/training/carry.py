@@ -4,7 +4,8 @@ Activation checkpointing keeps the inputs of every layer until its backward: a h
 queries and keys that its followers read. Over all layers the carry is worth about 0.4 hidden states per layer at a
 saving of 35 %. `keep` leaves it there. `offload` copies each tensor to host memory once, whatever the number of
 layers that read it, and fetches it back for the backward of its block. `recompute` drops it and projects it again
-from the hidden state at the lead's layer, which that layer's own checkpoint holds anyway.
+from the hidden state at the lead's layer, which that layer's own checkpoint holds anyway. A window between the layers
+of a block hands the carry on without reading it: its checkpoint holds an empty stand-in of the same shape.
 
 All work through saved-tensor hooks around the checkpoint call, so that the graph and its gradients stay as they are;
 the values that a layer's backward sees are the ones of its forward. In each of them the hidden states that checkpoints
@@ -13,7 +14,7 @@ keep can wait in host memory as well (`train.offload_checkpoints`): one copy eac
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from pod.modeling.shipped.attention import Carry, ForwardContext, next_carry
-from pod.modeling.shipped.sharing import Lead, is_followed, open_lead
+from pod.modeling.shipped.sharing import Lead, is_followed
 
 Key = tuple[int, int]
 """Lead layer, and position in the carry: one carried tensor of a forward pass."""
@@ -114,14 +115,14 @@ def lead_carry(layer: Any, hidden_states: Tensor, context: ForwardContext) -> Ca
     attention = layer.self_attn
     q, k, v = attention._project(layer.input_layernorm(hidden_states))
     if context.sequence_parallel is not None:
-        q, k, v = context.sequence_parallel.to_heads(q, k, v)
+        q, k, v = context.sequence_parallel.to_heads(attention.layer_idx, q, k, v)
     nothing = (None,) * (2 * len(context.lead[0]))
     if attention.layout == "cla":
         return (context.rope(k), v, *nothing[2:])
     return next_carry(context.rope(q), context.rope(k), context.lead, attention.layer_idx, nothing)
 
 
-def leads_that_end(lead: Lead, layer_idx: int) -> list[int]:
+def leads_that_end(lead: Sequence[Sequence[int | None]], layer_idx: int) -> list[int]:
     """Lead layers, highest first, that have a head whose last follower is this layer."""
     ends = {
         owner
@@ -176,8 +177,9 @@ class KeptCarry:
         if self._pass.context() is not context:
             self._pass = _Pass(weakref.ref(context))
         layer_idx: Any = layer.self_attn.layer_idx  # type: ignore[union-attr]
+        row = context.lead[layer_idx]
         keys = {
-            _identity(tensor): (open_lead(context.lead, layer_idx, slot // 2), slot)
+            _identity(tensor): None if row[slot // 2] is None else (row[slot // 2], slot)
             for slot, tensor in enumerate(carry)
             if tensor is not None
         }
@@ -186,9 +188,12 @@ class KeptCarry:
 
         def pack(x: Tensor) -> Any:
             identity = _identity(x)
-            if identity in keys:
-                return self._pack(self._pass.entry(keys[identity], x.device), x)
-            return layer_input if identity == input_identity else x
+            if identity not in keys:
+                return layer_input if identity == input_identity else x
+            key = keys[identity]
+            if key is None:  # handed on and not read, so that any values do
+                return x.new_zeros(()).expand(x.shape)
+            return self._pack(self._pass.entry(key, x.device), x)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             yield

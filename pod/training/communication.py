@@ -8,6 +8,7 @@ sequence-parallel group (Ulysses). Sharing keys and queries between layers adds 
 from dataclasses import dataclass
 
 from pod.training.args import TrainArgs
+from pod.training.carry import leads_that_end
 from pod.training.memory import BYTES, rank_tokens
 from pod.training.shapes import Lead, Shapes
 from pod.training.ulysses import kv_head_repeats
@@ -103,8 +104,8 @@ def all_to_all_bytes(shapes: Shapes, lead: Lead, args: TrainArgs, context_length
     total = passes * (once["to_heads"] + once["to_sequence"])
     total += once["to_heads_backward"] + once["to_sequence_backward"]
     if args.carry == "recompute":
-        leads = {owner for layer, row in enumerate(lead) for owner in row if owner != layer}
-        total += len(leads) * once["to_heads"] // shapes.layers
+        projected = sum(len(leads_that_end(lead, layer)) for layer in range(len(lead)))
+        total += projected * once["to_heads"] // shapes.layers
     return total * args.gradient_accumulation_steps
 
 

@@ -1,7 +1,6 @@
-"""Self-distillation: the model under its sharing plan learns from the dense model that it started from.
+"""Self-distillation: the model under its plan learns from the dense model that it started from.
 
-The teacher is the start model without sharing. Under LoRA it is the same weights with the adapters off and every head
-leading, so it costs a forward pass and no memory for weights; full fine-tuning needs a frozen copy, which ZeRO-3
+In the teacher every head leads. Under LoRA it is the same weights with the adapters off, so it costs a forward pass and no memory for weights; full fine-tuning needs a frozen copy, which ZeRO-3
 divides among the ranks like everything else. Two objectives (Hinton et al., 2015; Romero et al., 2015):
 
 * `distill_logits`: T² KL(teacher, student) of the next-token distributions at temperature T, which replaces that share
@@ -32,8 +31,8 @@ def is_distilling(args: TrainArgs) -> bool:
 
 
 def needs_teacher(args: TrainArgs, layout: str) -> bool:
-    """Whether the teacher must be a frozen copy: weights that are trained, or whose layout cannot attend densely."""
-    return is_distilling(args) and (args.method != "lora" or layout != "pod")
+    """Whether the teacher must be a frozen copy: weights that are trained, or that lack keys and values (`cla`)."""
+    return is_distilling(args) and (args.method != "lora" or layout == "cla")
 
 
 def make_distillation(args: TrainArgs, layout: str, teacher: Any = None) -> "Distillation | None":
@@ -41,7 +40,7 @@ def make_distillation(args: TrainArgs, layout: str, teacher: Any = None) -> "Dis
 
     Args:
         layout: of the student.
-        teacher: the start model without sharing, a PodForCausalLM; needed when `needs_teacher` says so.
+        teacher: the start model with every head leading, a PodForCausalLM; needed when `needs_teacher` says so.
 
     Raises:
         ValueError: no teacher.
@@ -53,7 +52,7 @@ def make_distillation(args: TrainArgs, layout: str, teacher: Any = None) -> "Dis
     elif teacher is None:
         raise ValueError(
             f"distillation with train.method={args.method} and layout {layout} needs a copy of the start model as "
-            "its teacher: give one to Trainer, or set method=lora with layout pod"
+            "its teacher: give one to Trainer, or set method=lora with layout pod or window"
         )
     return Distillation(args.distill_logits, args.distill_attention, args.distill_temperature, teacher)
 

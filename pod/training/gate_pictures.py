@@ -22,10 +22,10 @@ def save_gate_picture(records: str | os.PathLike[str], picture: str | os.PathLik
 
 
 def gate_picture(records: list[dict[str, Any]]) -> Figure:
-    """Left: mean gate of the last record, layer x KV head, leads marked. Right: means of layers over the steps."""
+    """Left: mean gate of the last record, layer x KV head, leads and windows marked. Right: means of layers over the steps."""
     last = records[-1]
     gates = np.array(last["gate"], dtype=np.float64)  # null becomes NaN
-    lead = np.array(last["lead"])
+    lead = _leads(last)
     height = min(max(3.6, 0.24 * len(gates) + 1.6), 14)
     figure = Figure(figsize=(10.5, height), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
@@ -36,23 +36,24 @@ def gate_picture(records: list[dict[str, Any]]) -> Figure:
     return figure
 
 
-def _heat_map(figure: Figure, axes: Axes, gates: NDArray[np.float64], lead: NDArray[np.int64]) -> None:
+def _heat_map(figure: Figure, axes: Axes, gates: NDArray[np.float64], lead: NDArray[np.float64]) -> None:
     layers, heads = gates.shape
     colours = matplotlib.colormaps["viridis"].with_extremes(bad="#dddddd")
     image = axes.imshow(
         np.ma.masked_invalid(gates), vmin=0, vmax=1, origin="lower", cmap=colours, aspect="auto"
     )
-    for layer, head in zip(*np.nonzero(lead == np.arange(layers)[:, None]), strict=True):
-        axes.plot(
-            head,
-            layer,
-            marker="o",
-            markersize=4,
-            markerfacecolor="white",
-            markeredgecolor="black",
-            markeredgewidth=0.8,
-        )
-    axes.set(xlabel="KV head (○ = leads, others follow)", ylabel="layer")
+    for marker, marked in (("o", lead == np.arange(layers)[:, None]), ("s", np.isnan(lead))):
+        for layer, head in zip(*np.nonzero(marked), strict=True):
+            axes.plot(
+                head,
+                layer,
+                marker=marker,
+                markersize=4,
+                markerfacecolor="white",
+                markeredgecolor="black",
+                markeredgewidth=0.8,
+            )
+    axes.set(xlabel="KV head (○ leads, □ keeps its window, others follow)", ylabel="layer")
     axes.set_xticks(range(heads) if heads <= 16 else range(0, heads, 4))
     axes.yaxis.set_major_locator(MaxNLocator(12, integer=True))
     bar = figure.colorbar(image, ax=axes, pad=0.02, aspect=30)
@@ -62,7 +63,7 @@ def _heat_map(figure: Figure, axes: Axes, gates: NDArray[np.float64], lead: NDAr
 def _curves(figure: Figure, axes: Axes, records: list[dict[str, Any]]) -> None:
     """One thin line per layer that has followers (their mean), coloured by depth, and the mean over all followers."""
     steps = [record["step"] for record in records]
-    values = np.stack([_followers(record) for record in records])  # [records, layers, heads], NaN for leads
+    values = np.stack([_followers(record) for record in records])  # [records, layers, heads], NaN for others
     shown = [layer for layer in range(values.shape[1]) if np.isfinite(values[:, layer]).any()]
     colours = matplotlib.colormaps["plasma"]
     marker = "o" if len(steps) < 30 else ""
@@ -99,8 +100,13 @@ def _curves(figure: Figure, axes: Axes, records: list[dict[str, Any]]) -> None:
 
 
 def _followers(record: dict[str, Any]) -> NDArray[np.float64]:
-    gates, lead = np.array(record["gate"], dtype=np.float64), np.array(record["lead"])
-    return np.where(lead == np.arange(len(lead))[:, None], np.nan, gates)
+    gates, lead = np.array(record["gate"], dtype=np.float64), _leads(record)
+    return np.where((lead == np.arange(len(lead))[:, None]) | np.isnan(lead), np.nan, gates)
+
+
+def _leads(record: dict[str, Any]) -> NDArray[np.float64]:
+    """The plan, NaN for windows."""
+    return np.array(record["lead"], dtype=np.float64)
 
 
 def _means(values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -38,8 +38,9 @@ class Gates(Periodic):
     """Every `gate_every_steps`, before the first step and at the last one, on one held-out row.
 
     Metric: `gate`, the mean over followers. gates.jsonl has `lead` (the plan in force) and `gate`, both [layer][KV head]:
-    the mean over query heads of the group and tokens that see distant ones, for leads too (null where there are no such
-    tokens); gates.png shows the last measurement and the way there.
+    the mean over query heads of the group and tokens that have distant ones (null where there are none); for leads and
+    windows too, with their own queries and keys, of which a window makes no use. gates.png shows the last measurement
+    and the way there.
     """
 
     def __init__(self, args: TrainArgs, folder: Path, rows: Rows):
@@ -54,7 +55,7 @@ class Gates(Periodic):
             gate
             for layer, row in enumerate(gates)
             for head, gate in enumerate(row)
-            if gate is not None and lead[layer][head] != layer
+            if gate is not None and lead[layer][head] not in (layer, None)
         ]
         if trainer.mesh.rank == 0:
             from pod.training.gate_pictures import save_gate_picture
@@ -83,8 +84,6 @@ def measure_gates(trainer: Any, row: Rows) -> list[list[float | None]]:
     decoder = trainer.causal_model.model
     length = row_length_for(row["input_ids"].shape[1], trainer)
     row = lengthened(row, length)
-    first = 0 if ulysses is None else ulysses.kv_starts[ulysses.rank]
-    repeats = 1 if ulysses is None else ulysses.repeats
     totals = torch.zeros(2, config.num_hidden_layers, config.num_key_value_heads, dtype=torch.float64)
     with reading(trainer, length):
         lead = decoder.lead if ulysses is None else ulysses.lead
@@ -93,7 +92,7 @@ def measure_gates(trainer: Any, row: Rows) -> list[list[float | None]]:
             read(trainer, row["input_ids"], row["doc_ids"], row["labels"], lambda hidden, *_: hidden.sum())
     for layer, heads in enumerate(recorder.layers):
         for head, (total, count) in heads.items():
-            place = (first + head) // repeats
+            place = head if ulysses is None else ulysses.heads[layer][head]
             totals[0, layer, place] += total
             totals[1, layer, place] += count
     sums, counts = torch.tensor(mesh.sum(totals.flatten().tolist())).view(totals.shape)

@@ -6,7 +6,7 @@ carry of open blocks, gathered weights) and the optimizer step. `benchmarks/esti
 bytes of real steps. Left out: libraries, the allocator's slack, workspaces inside a kernel.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pod.training.args import TrainArgs
@@ -18,7 +18,9 @@ from pod.training.shapes import (
     carried_heads,
     carried_until,
     continued_heads,
+    fetched_heads,
     followers,
+    heads_by_role,
 )
 from pod.training.ulysses import kv_head_repeats
 
@@ -113,9 +115,10 @@ def _saves_input(name: str, args: TrainArgs) -> bool:
 def _layer(shapes: Shapes, lead: Lead, index: int, args: TrainArgs, width: _Widths) -> _Layer:
     own_key = shapes.layout != "cla" or lead[index][0] == index
     key = 2 * width.key if own_key else 0
-    follow = followers(lead, index) if shapes.layout == "pod" else []
-    attention = 2 * width.query + key + len(follow) * width.carried
-    attention += int(_copied_share(follow, shapes.kv_heads) * (width.query + key))
+    attention = 2 * width.query + key
+    if shapes.layout != "cla":
+        attention += len(followers(lead, index)) * width.carried
+        attention += int(_copied_share(heads_by_role(lead, index)) * (width.query + key))
     if _saves_input("o_proj", args):
         attention += width.query  # the output again, heads side by side
     mlp = 3 * width.inner + (width.inner if _saves_input("down_proj", args) else 0)
@@ -127,13 +130,12 @@ def _layer(shapes: Shapes, lead: Lead, index: int, args: TrainArgs, width: _Widt
     )
 
 
-def _copied_share(follow: list[int], heads: int) -> float:
-    """Share of the KV heads that a layer with both roles copies, because they are no neighbours, while views keep the rest."""
-    leads = [head for head in range(heads) if head not in follow]
-    if not follow or not leads:
-        return 0.0
-    apart = [len(some) for some in (follow, leads) if some[-1] - some[0] != len(some) - 1]
-    return apart[0] / heads if len(apart) == 1 else 0.0
+def _copied_share(roles: Sequence[Sequence[int]]) -> float:
+    """Share of the KV heads that a layer copies to attend role by role: those of roles whose heads are no neighbours, while
+    views keep the rest."""
+    parts = [heads for heads in roles if heads]
+    apart = [heads for heads in parts if heads[-1] - heads[0] != len(heads) - 1]
+    return sum(map(len, apart)) / sum(map(len, parts)) if len(apart) < len(parts) else 0.0
 
 
 def training_bytes(
@@ -209,13 +211,11 @@ def _tiled(width: _Widths, args: TrainArgs, shapes: Shapes) -> bool:
 
 def _carry(shapes: Shapes, lead: Lead, args: TrainArgs, width: _Widths, last: int) -> int:
     """Carried tensors on the device in the backward of layer `last`; without checkpointing only their copies in the layers."""
-    if shapes.layout == "window":
-        return 0
     if not args.gradient_checkpointing:
         return carried_until(lead, last) * width.carried if shapes.layout == "cla" else 0
     if args.carry == "keep":
         return carried_until(lead, last) * width.carried
-    return len(followers(lead, last)) * width.carried
+    return fetched_heads(lead, last) * width.carried
 
 
 def _at_loss(
@@ -264,7 +264,7 @@ def _in_backward(
     layer, kept = layers[index], _kept(shapes, args, layers, width, index)
     tiles = mlp_tiles(args, context_length)
     carry = _carry(shapes, lead, args, width, index)
-    arriving = continued_heads(lead, index) * width.carried if shapes.layout != "window" else 0
+    arriving = continued_heads(lead, index) * width.carried
     again = args.gradient_checkpointing
     common = {"carry": carry, "carry gradients": arriving}
     recomputed = layer.first_norm + layer.attention + layer.second_norm if again else 0
@@ -273,8 +273,8 @@ def _in_backward(
         inner -= layer.mlp
     extra = width.hidden * (1 if tiles == 1 else 3)
     yield {**common, "activations": kept + recomputed + inner + extra}
-    follow = followers(lead, index) if shapes.layout == "pod" else []
-    sums = width.wide_query + 2 * width.wide_key + len(follow) * width.wide_carried
+    follow = 0 if shapes.layout == "cla" else len(followers(lead, index))
+    sums = width.wide_query + 2 * width.wide_key + follow * width.wide_carried
     part = width.query + 2 * width.key
     recomputed = layer.first_norm + layer.attention - width.query if again else 0
     if not again:

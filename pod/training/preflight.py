@@ -86,9 +86,9 @@ def check_model(config: Any, args: TrainArgs, plan: Any) -> None:
             "progressive_steps=0, or layout=pod"
         )
     kv_head_repeats(config.num_attention_heads, config.num_key_value_heads, args.sequence_parallel_size)
-    if args.distill_logits and plan.is_dense and layout == "pod":
+    if args.distill_logits and plan.num_leads == plan.num_pairs and layout == "pod":
         raise ValueError(
-            "train.distill_logits has nothing to teach: the plan shares nothing, so that the model is its own teacher; "
+            "train.distill_logits has nothing to teach: every head of the plan leads, so that the model is its own teacher; "
             "set distill_logits=0 or name a plan (model.plan)"
         )
 

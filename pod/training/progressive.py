@@ -160,5 +160,5 @@ def apply_plan(model: Any, ulysses: Any, plan: SharingPlan, args: TrainArgs) -> 
         )
     model.model.lead = plan.lead
     if ulysses is not None:
-        ulysses.lead = ulysses.local_lead(plan.lead)
+        ulysses.use_plan(plan.lead)
     set_carry(model, args.carry, args.offload_checkpoints)

@@ -6,7 +6,7 @@ from typing import Any
 
 from pod.training.args import TrainArgs
 
-Lead = Sequence[Sequence[int]]
+Lead = Sequence[Sequence[int | None]]
 """lead[layer][kv_head], see SharingPlan."""
 
 
@@ -119,34 +119,67 @@ def _silent_layers(config: Any) -> int:
     return sum(row[0] != layer for layer, row in enumerate(config.sharing_plan.lead))
 
 
-def carried_heads(lead: Lead) -> int:
-    """(layer, KV head) pairs that other layers follow: their Q and K stay alive for the block."""
-    return carried_until(lead, len(lead) - 1)
+def causal_pairs(length: int) -> int:
+    """(query, key) pairs that a document of `length` tokens has under a causal mask."""
+    return length * (length + 1) // 2
 
 
-def carried_until(lead: Lead, layer: int) -> int:
-    """Pairs that some layer up to `layer` follows: what the checkpoints of these layers hold."""
-    users = {
-        (owner, head)
-        for index in range(layer + 1)
-        for head, owner in enumerate(lead[index])
-        if owner != index
-    }
-    return len(users)
+def proximal_pairs(length: int, num_sink_tokens: int, num_recent_tokens: int) -> int:
+    """Those of them whose key is a sink (`j < n_s`) or recent (`i - j < n_r`)."""
+    distant = max(0, length - num_sink_tokens - num_recent_tokens)
+    return causal_pairs(length) - causal_pairs(distant)
+
+
+def visible_pairs(owner: int | None, length: int, windows: tuple[int, int]) -> int:
+    """Those that a KV head sees: all of them, or in a window (None in the plan) the proximal ones."""
+    return causal_pairs(length) if owner is not None else proximal_pairs(length, *windows)
+
+
+def heads_by_role(lead: Lead, layer: int) -> tuple[list[int], list[int], list[int]]:
+    """KV heads of a layer that lead, follow, and keep their window."""
+    heads: tuple[list[int], list[int], list[int]] = ([], [], [])
+    for head, owner in enumerate(lead[layer]):
+        heads[2 if owner is None else int(owner != layer)].append(head)
+    return heads
 
 
 def followers(lead: Lead, layer: int) -> list[int]:
     """KV heads of a layer that follow a lower one."""
-    return [head for head, owner in enumerate(lead[layer]) if owner != layer]
+    return heads_by_role(lead, layer)[1]
+
+
+def carried_spans(lead: Lead) -> dict[tuple[int, int], tuple[int, int]]:
+    """Leads (layer, KV head) that are followed: the first and the last layer that follow. Windows may stand before and between."""
+    spans: dict[tuple[int, int], tuple[int, int]] = {}
+    for layer in range(len(lead)):
+        for head in followers(lead, layer):
+            owner = lead[layer][head]
+            assert owner is not None
+            first, _ = spans.get((owner, head), (layer, layer))
+            spans[owner, head] = first, layer
+    return spans
+
+
+def carried_heads(lead: Lead) -> int:
+    """(layer, KV head) pairs that other layers follow: their Q and K stay alive for the block."""
+    return len(carried_spans(lead))
+
+
+def carried_until(lead: Lead, layer: int) -> int:
+    """Those below `layer`: what the checkpoints of the layers up to it hold."""
+    return sum(owner < layer for owner, _ in carried_spans(lead))
+
+
+def fetched_heads(lead: Lead, layer: int) -> int:
+    """Those that are followed both up to `layer` and from it on: where the carry is fetched or made again, they are on the device."""
+    return sum(first <= layer <= last for first, last in carried_spans(lead).values())
 
 
 def open_heads(lead: Lead) -> int:
-    """Most KV heads that follow another layer at a time: the carry that the backward of one layer reads."""
-    return max(len(followers(lead, layer)) for layer in range(len(lead)))
+    """Most leads that are on the device at a time in a backward that fetches the carry or makes it again."""
+    return max(fetched_heads(lead, layer) for layer in range(len(lead)))
 
 
 def continued_heads(lead: Lead, layer: int) -> int:
-    """KV heads whose block goes on in the next layer: gradients of the carry that arrive in this layer's backward."""
-    if layer + 1 >= len(lead):
-        return 0
-    return sum(above == here for above, here in zip(lead[layer + 1], lead[layer], strict=True))
+    """KV heads whose block goes on above: gradients of the carry that arrive in this layer's backward."""
+    return sum(owner <= layer < last for (owner, _), (_, last) in carried_spans(lead).items())

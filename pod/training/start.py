@@ -154,7 +154,8 @@ def estimate(
     notes = [note] if note else []
     if plan.provenance.get("stand_in"):
         notes.append(
-            f"no plan yet: estimated with blocks of equal size that save {plan.asymptotic_saving:.0%} of the KV cache"
+            f"no plan yet: estimated with {plan.num_leads} (layer, KV head) pairs that lead, {plan.num_followers} that follow and "
+            f"{plan.num_windows} windows, which save {plan.asymptotic_saving:.0%} of distant tokens' keys and values"
         )
     if context_length > config.max_position_embeddings:
         notes.append(

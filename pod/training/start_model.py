@@ -1,5 +1,6 @@
 """The model that a run starts from: its plan, its configuration without its weights, and the model itself."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +60,13 @@ def load_start_model(model_args: ModelArgs, plan: Any, dtype: str = "float32") -
 
 
 def load_teacher(model_args: ModelArgs, dtype: str = "float32") -> Any:
-    """The same start model without sharing: dense, with the same RoPE."""
-    from dataclasses import replace
-
+    """The same start model in which every head leads: dense, with the same RoPE."""
     return load_start_model(replace(model_args, layout="dense", plan=None), None, dtype)
 
 
 _NO_PLAN = (
-    "model.layout is pod, and there is no plan that shares anything: run launch/explore.py, set model.plan, or use "
-    "layout=dense"
+    "model.layout is pod, and there is no plan but that in which every head leads: run launch/explore.py, set "
+    "model.plan, or use layout=dense"
 )
 
 
@@ -77,7 +76,7 @@ def model_config(
     """Configuration and plan of the model as it will be trained, without its weights.
 
     Args:
-        target_saving: share of KV bytes that a stand-in for a missing plan saves under layout=pod; its provenance says
+        target_saving: what a stand-in for a missing plan saves under layout=pod, see `stand_in_plan`; its provenance says
             `stand_in`. None = a missing plan is an error.
 
     Raises:
@@ -105,6 +104,7 @@ def model_config(
     elif source.model_type == "pod":
         changes["layout"] = source.layout
     changes["lead"] = None if plan is None else [list(row) for row in plan.lead]
+    changes["kv_bits"] = None if plan is None or plan.bits is None else list(plan.bits)
     if source.model_type == "pod":
         config = PodConfig(**(source.to_dict() | changes))
     else:
@@ -124,14 +124,31 @@ def _cla_plan(model_args: ModelArgs, source: Any) -> SharingPlan:
 
 
 def stand_in_plan(num_layers: int, num_key_value_heads: int, saving: float) -> SharingPlan:
-    """Blocks of nearly equal size, the same for all heads, that save about this share of the KV bytes: for estimates."""
-    blocks = max(1, num_layers - round(2 * saving * num_layers))
+    """A plan for estimates that saves about this share of the bytes of distant tokens' keys and values.
+
+    Blocks of nearly equal size, the same for all heads; above what they reach, windows spread evenly among leads.
+
+    Args:
+        saving: from 0 to 1.
+    """
+    provenance = {"stand_in": True, "target_saving": saving}
+    blocks = num_layers - round(2 * saving * num_layers)
+    if blocks < 1:
+        layers, heads = range(num_layers), range(num_key_value_heads)
+        pairs = num_layers * num_key_value_heads
+        windows = round(saving * pairs)
+        leads = [
+            [
+                head
+                for head in heads
+                if (layer * num_key_value_heads + head) * windows % pairs < pairs - windows
+            ]
+            for layer in layers
+        ]
+        return replace(SharingPlan.of_leads(leads, num_key_value_heads), provenance=provenance)
     starts = [number * num_layers // blocks for number in range(blocks)]
     leads = [max(start for start in starts if start <= layer) for layer in range(num_layers)]
-    return SharingPlan(
-        lead=tuple((lead,) * num_key_value_heads for lead in leads),
-        provenance={"stand_in": True, "target_saving": saving},
-    )
+    return SharingPlan(tuple((lead,) * num_key_value_heads for lead in leads), provenance)
 
 
 def source_config(model_args: ModelArgs) -> tuple[Any, str | None]:

@@ -12,6 +12,7 @@ from pod.training.communication import Traffic, World, communication
 from pod.training.devices import Device
 from pod.training.memory import BYTES, host_bytes, mlp_tiles, rank_tokens
 from pod.training.shapes import Lead, Shapes
+from pod.training.ulysses import busiest_pairs, head_pairs, kv_head_repeats, place_heads
 
 EFFICIENCY = 0.5
 LINK_EFFICIENCY = 0.7
@@ -45,7 +46,7 @@ def step_time(
     link_efficiency: float = LINK_EFFICIENCY,
 ) -> StepTime:
     """Seconds of an optimizer step on `world`."""
-    flops = rank_flops(shapes, args, context_length) * args.gradient_accumulation_steps
+    flops = rank_flops(shapes, lead, args, context_length) * args.gradient_accumulation_steps
     traffic = {kind.kind: kind for kind in communication(shapes, lead, args, context_length, world)}
     parts = {"arithmetic": flops / (device.tflops(args.dtype) * 1e12 * efficiency)}
     for name, kind in traffic.items():
@@ -63,36 +64,40 @@ def step_time(
     return StepTime(parts, waiting + max(parts["arithmetic"], behind), sequential, flops)
 
 
-def rank_flops(shapes: Shapes, args: TrainArgs, context_length: int) -> float:
-    """Floating-point operations of one rank for one micro-batch: forward, recomputation and backward."""
+def rank_flops(shapes: Shapes, lead: Lead, args: TrainArgs, context_length: int) -> float:
+    """Floating-point operations of one rank for one micro-batch: forward, recomputation and backward.
+
+    Attention is that of the rank which a layer waits for.
+    """
     tokens = rank_tokens(args, context_length)
     feed_forward = 2.0 * tokens * 3 * shapes.hidden * shapes.intermediate
     linear = sum(rows * columns for rows, columns in shapes.linear_sizes.values())
     projections = 2.0 * tokens * linear - feed_forward
-    attention = attention_flops(shapes, args, context_length)
+    attention = attention_flops(shapes, lead, args, context_length)
     again = 1 if args.gradient_checkpointing else 0
     backward = 1 if args.method == "lora" else 2
     teacher = 1 if args.distill_logits or args.distill_attention else 0
     tiled = 1 if mlp_tiles(args, context_length) > 1 else 0
     layer = (projections + feed_forward) * (1 + again + backward + teacher) + feed_forward * tiled
-    layer += attention * (1 + again + 2.5 + teacher)
     head = 2.0 * tokens * shapes.vocab * shapes.hidden * (2 + backward + (2 if args.distill_logits else 0))
-    return shapes.layers * layer + head
+    total = shapes.layers * layer + head + attention * (1 + again + 2.5)
+    if teacher:
+        dense = [[index] * shapes.kv_heads for index in range(shapes.layers)]
+        total += attention_flops(shapes, dense, args, context_length)
+    return total
 
 
-def attention_flops(shapes: Shapes, args: TrainArgs, context_length: int) -> float:
-    """Of one layer's forward: 4·d per visible pair. A follower sees as many pairs as a lead, a window fewer."""
-    n = context_length
-    width = min(n, shapes.windows[1]) if shapes.layout == "window" else n
-    pairs = width * (width + 1) / 2 + (n - width) * width
-    return (
-        4.0
-        * shapes.head_dim
-        * shapes.query_heads
-        * pairs
-        * args.micro_batch_size
-        / args.sequence_parallel_size
-    )
+def attention_flops(shapes: Shapes, lead: Lead, args: TrainArgs, context_length: int) -> float:
+    """Of all layers' forward: 4·d per visible pair and query head, of the rank of a sequence-parallel group that has most in a layer.
+
+    A follower multiplies as many pairs as a lead, a window only those of sinks and recent tokens.
+    """
+    size = args.sequence_parallel_size
+    repeats = kv_head_repeats(shapes.query_heads, shapes.kv_heads, size)
+    pairs = head_pairs(lead, repeats, context_length, shapes.windows)
+    waited = busiest_pairs(place_heads(lead, repeats, pairs, size), pairs, size)
+    groups = shapes.query_heads // (shapes.kv_heads * repeats)
+    return 4.0 * shapes.head_dim * groups * waited * args.micro_batch_size
 
 
 def _seconds(traffic: Traffic, device: Device, link_efficiency: float) -> float:

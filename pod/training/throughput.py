@@ -1,8 +1,8 @@
 """Arithmetic that a model needs per token, and what share of the devices' peak a run gets out of it (MFU).
 
 Counted is what the *model* needs (Chowdhery et al., PaLM, appendix B), not what a kernel does: no recomputation of
-checkpointed layers, no masked-out half of a causal product, and no product of queries and keys for the distant tokens
-of a follower, whose logits are the lead's. A multiplication and an addition are two operations.
+checkpointed layers, no masked-out half of a causal product, no product of queries and keys for the distant tokens of a
+follower, whose logits are the lead's, and of a window's distant tokens nothing. A multiplication and an addition are two operations.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,23 +12,12 @@ from typing import Any
 import torch
 
 from pod.training.args import TrainArgs
-from pod.training.estimate import Shapes
+from pod.training.shapes import Lead, Shapes, causal_pairs, proximal_pairs
 
 _SAMPLED_ROWS = 256
 
 
-def causal_pairs(length: int) -> int:
-    """(query, key) pairs that a document of `length` tokens has under a causal mask."""
-    return length * (length + 1) // 2
-
-
-def proximal_pairs(length: int, num_sink_tokens: int, num_recent_tokens: int) -> int:
-    """Those of them whose key is a sink (`j < n_s`) or recent (`i - j < n_r`)."""
-    distant = max(0, length - num_sink_tokens - num_recent_tokens)
-    return causal_pairs(length) - causal_pairs(distant)
-
-
-def projection_weights(config: Any, lead: Sequence[Sequence[int]]) -> int:
+def projection_weights(config: Any, lead: Lead) -> int:
     """Weights that multiply every token: all linear layers and the output projection, not the embedding's rows."""
     shapes = Shapes.from_config(config)
     kv_weights = 2 * shapes.hidden * shapes.kv_heads * shapes.head_dim
@@ -40,7 +29,7 @@ def projection_weights(config: Any, lead: Sequence[Sequence[int]]) -> int:
     return total
 
 
-def attention_flops(config: Any, lead: Sequence[Sequence[int]], lengths: Iterable[int]) -> float:
+def attention_flops(config: Any, lead: Lead, lengths: Iterable[int]) -> float:
     """Forward operations of all attention products over documents of these lengths."""
     sinks, recent = config.num_sink_tokens, config.num_recent_tokens
     every = near = 0
@@ -50,18 +39,14 @@ def attention_flops(config: Any, lead: Sequence[Sequence[int]], lengths: Iterabl
     pairs = 0  # once for the logits, once for the values
     for layer, row in enumerate(lead):
         for owner in row:
-            if config.layout == "window":
-                pairs += 2 * near
-            else:
-                follows = config.layout == "pod" and owner != layer
-                pairs += every + (near if follows else every)
+            follows = config.layout == "pod" and owner not in (layer, None)
+            pairs += near if owner is None or follows else every
+            pairs += near if owner is None else every
     groups = config.num_attention_heads // config.num_key_value_heads
     return 2.0 * config.head_dim * groups * pairs
 
 
-def training_flops(
-    config: Any, lead: Sequence[Sequence[int]], args: TrainArgs, lengths: Sequence[int]
-) -> float:
+def training_flops(config: Any, lead: Lead, args: TrainArgs, lengths: Sequence[int]) -> float:
     """Operations of one forward and backward over documents of these lengths (tokens), by the model's needs.
 
     Backward takes two operations for each of forward: one for the gradient of the input, one for that of the weight,

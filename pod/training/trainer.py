@@ -58,7 +58,7 @@ class Trainer:
         config: the resolved recipe, stored in checkpoints.
         schedule: the plan of every step; None = the model's own plan in all of them.
         observers: what looks at the model between steps (gates, evaluation, samples).
-        teacher: the start model without sharing, where distillation needs a copy (`distill.needs_teacher`).
+        teacher: the start model with every head leading, where distillation needs a copy (`distill.needs_teacher`).
 
     Raises:
         ValueError: anything that cannot work, before the first step.
@@ -112,6 +112,7 @@ class Trainer:
             config.num_key_value_heads,
             self.mesh.sp_group,
             self.dataset.context_length,
+            (config.num_sink_tokens, config.num_recent_tokens),
         )
         model.model.sequence_parallel = ulysses
         return ulysses

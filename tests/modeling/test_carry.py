@@ -14,7 +14,7 @@ def loss_and_gradients(model, ids, doc_ids=None):
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3-g3"])
+@pytest.mark.parametrize("family", ["llama", "llama-linear-mha", "mistral", "qwen2-tied", "qwen3-g3"])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 def test_checkpointing_is_exact(tools, family, reentrant, packed):

@@ -9,9 +9,21 @@ from pod.modeling.shipped import attention
 from pod.training import carry as carry_memory
 from pod.training.args import TrainArgs
 from pod.training.carry import OffloadedCarry, RecomputedCarry, leads_that_end, set_carry
-from pod.training.estimate import Shapes, carried_heads, describe, host_bytes, open_heads, training_bytes
+from pod.training.estimate import Shapes, describe, host_bytes, training_bytes
+from pod.training.shapes import (
+    carried_heads,
+    carried_spans,
+    carried_until,
+    continued_heads,
+    fetched_heads,
+    followers,
+    open_heads,
+)
 
 LEAD = [[0, 0, 0], [0, 0, 1], [0, 2, 1], [3, 2, 1], [3, 4, 4]]
+ROLES = [[0, 0, None], [None, 0, 1], [0, None, None], [None, None, None], [0, 4, 1]]
+"""Windows before the first follower, between two followers, and where no carry passes."""
+PLANS = pytest.mark.parametrize("lead", [LEAD, ROLES], ids=["sharing", "roles"])
 N, GROUPS, HEAD_DIM = 44, 2, 8
 MODES = ("offload", "recompute")
 STORES = [("offload", False), ("recompute", False), ("keep", True), ("offload", True), ("recompute", True)]
@@ -65,15 +77,17 @@ def assert_same(model, expected):
 
 
 @pytest.mark.parametrize(("mode", "offload"), STORES)
-@pytest.mark.parametrize("layout", ["pod", "cla"])
+@pytest.mark.parametrize(("layout", "lead"), [("pod", LEAD), ("pod", ROLES), ("cla", None)])
 @pytest.mark.parametrize(
     ("reentrant", "dtype", "packed"),
     [(False, torch.float64, True), (False, torch.float32, False), (True, torch.float64, False)],
 )
-def test_loss_and_gradients_are_those_of_keep_bit_for_bit(mode, offload, layout, reentrant, dtype, packed):
+def test_loss_and_gradients_are_those_of_keep_bit_for_bit(
+    mode, offload, layout, lead, reentrant, dtype, packed
+):
     docs = torch.tensor([0] * 25 + [1] * 17 + [-1] * 2).expand(2, -1) if packed else None
     stores = (("keep", False), (mode, offload))
-    models = [checkpointed(*(m, reentrant, o), dtype=dtype, layout=layout) for m, o in stores]
+    models = [checkpointed(*(m, reentrant, o), dtype=dtype, layout=layout, lead=lead) for m, o in stores]
     losses = [loss_of(model, some_ids(2), docs) for model in models]
     for loss in losses:
         loss.backward()
@@ -126,14 +140,16 @@ def carried(monkeypatch):
     return watch
 
 
-CARRIED = carried_heads(LEAD) * (GROUPS + 1) * HEAD_DIM * N * 8
+EACH = (GROUPS + 1) * HEAD_DIM * N * 8
+"""Bytes of one carried head."""
 
 
-@pytest.mark.parametrize(("mode", "held"), [("keep", CARRIED), ("offload", 0), ("recompute", 0)])
-def test_between_forward_and_backward_the_carry_is_gone(carried, mode, held):
-    model = checkpointed(mode)
+@PLANS
+@pytest.mark.parametrize(("mode", "held"), [("keep", 1), ("offload", 0), ("recompute", 0)])
+def test_between_forward_and_backward_the_carry_is_gone(carried, mode, held, lead):
+    model = checkpointed(mode, lead=lead)
     loss = loss_of(model, some_ids())
-    assert carried.live_bytes() == held
+    assert carried.live_bytes() == held * carried_heads(lead) * EACH
     loss.backward()
     assert carried.live_bytes() == 0
 
@@ -154,15 +170,17 @@ def saved_bytes(model):
     return held
 
 
-def test_sharing_keeps_the_carry_of_leads_with_followers_and_nothing_else():
+@PLANS
+def test_sharing_keeps_the_carry_of_leads_with_followers_and_nothing_else(lead):
     """Against a model without sharing: at most (leads with followers) x (G + 1) x d x n, the bound of the design."""
-    lead = [[layer] * 3 for layer in range(5)]
-    dense, shared = (saved_bytes(checkpointed("keep", lead=rows)) for rows in (lead, LEAD))
+    rows = [[layer] * 3 for layer in range(5)]
+    dense, shared = (saved_bytes(checkpointed("keep", lead=x)) for x in (rows, lead))
     assert dense > 5 * 48 * N * 8  # a hidden state per layer
-    assert (shared - dense) / CARRIED == pytest.approx(1, abs=0.05)
+    assert (shared - dense) / (carried_heads(lead) * EACH) == pytest.approx(1, abs=0.05)
 
 
-def test_offload_copies_each_tensor_once_each_way_and_holds_open_blocks_only():
+@PLANS
+def test_offload_copies_each_tensor_once_each_way_and_holds_open_blocks_only(lead):
     host, device, most = Watch(), Watch(), [0]
 
     def to_host(x):
@@ -176,18 +194,44 @@ def test_offload_copies_each_tensor_once_each_way_and_holds_open_blocks_only():
         most[0] = max(most[0], device.live_bytes())
         return copy
 
-    model = checkpointed("keep")
+    model = checkpointed("keep", lead=lead)
     model.model.carry_memory = OffloadedCarry(to_host=to_host, to_device=to_device)
     loss = loss_of(model, some_ids())
-    tensors = 2 * carried_heads(LEAD)
-    assert (host.count, host.live_bytes()) == (tensors, CARRIED)
+    tensors, carried = 2 * carried_heads(lead), carried_heads(lead) * EACH
+    assert (host.count, host.live_bytes()) == (tensors, carried)
     assert device.count == 0
     loss.backward(retain_graph=True)
-    assert (device.count, device.live_bytes(), host.live_bytes()) == (tensors, 0, CARRIED)
+    assert (device.count, device.live_bytes(), host.live_bytes()) == (tensors, 0, carried)
     loss.backward()
     assert device.count == 2 * tensors
     assert host.live_bytes() == device.live_bytes() == 0
-    assert most[0] <= open_heads(LEAD) * (GROUPS + 1) * HEAD_DIM * N * 8
+    assert most[0] == open_heads(lead) * EACH
+
+
+@PLANS
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layer_that_hands_the_carry_on_holds_none_of_it(mode, lead):
+    """When a layer has been recomputed, what lower layers follow as well is on the device, and nothing else."""
+    model, live, watch = checkpointed(mode, lead=lead), {}, Watch()
+    memory = model.model.carry_memory
+    take = carry_memory._Entry.take
+
+    def taken(entry):
+        value = take(entry)
+        watch.add(value)
+        return value
+
+    def note(layer):
+        return lambda *_: live.update({layer: watch.live_bytes()})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(carry_memory._Entry, "take", taken)
+        for layer, module in enumerate(model.model.layers):
+            module.mlp.register_full_backward_hook(note(layer))
+        loss_of(model, some_ids()).backward()
+    assert not memory._pass.entries
+    spans = carried_spans(lead).values()
+    assert live == {layer: EACH * sum(first < layer <= last for first, last in spans) for layer in range(5)}
 
 
 @pytest.mark.parametrize("mode", ["keep", *MODES])
@@ -221,8 +265,13 @@ def test_hidden_states_of_checkpoints_wait_in_host_memory(mode):
     assert host.live_bytes() == device.live_bytes() == 0
 
 
-def test_recompute_projects_a_lead_once_for_each_layer_in_which_blocks_of_it_end(monkeypatch):
-    assert [leads_that_end(LEAD, layer) for layer in range(5)] == [[], [0], [0], [2, 1], [3]]
+@pytest.mark.parametrize(
+    ("lead", "ends"),
+    [(LEAD, [[], [0], [0], [2, 1], [3]]), (ROLES, [[], [0], [], [], [1, 0]])],
+    ids=["sharing", "roles"],
+)
+def test_recompute_projects_a_lead_once_for_each_layer_in_which_blocks_of_it_end(monkeypatch, lead, ends):
+    assert [leads_that_end(lead, layer) for layer in range(5)] == ends
     calls, original = [], carry_memory.lead_carry
 
     def counting(layer, *rest):
@@ -230,12 +279,12 @@ def test_recompute_projects_a_lead_once_for_each_layer_in_which_blocks_of_it_end
         return original(layer, *rest)
 
     monkeypatch.setattr(carry_memory, "lead_carry", counting)
-    model = checkpointed("recompute")
+    model = checkpointed("recompute", lead=lead)
     loss = loss_of(model, some_ids())
     memory = model.model.carry_memory
     assert not memory._pass.lead_inputs, "hidden states must belong to the graph alone, which frees them"
     loss.backward()
-    assert calls == [3, 2, 1, 0, 0]
+    assert calls == [owner for owners in reversed(ends) for owner in owners]
     assert not memory._pass.entries
 
 
@@ -297,6 +346,15 @@ def test_recipes_that_cannot_work_are_refused(settings, says):
 def test_unknown_mode_is_refused():
     with pytest.raises(ValueError, match="allowed are keep, offload and recompute"):
         set_carry(make_model(), "drop")
+
+
+def test_spans_of_a_plan_with_windows():
+    """Leads (0, 0), (0, 1) and (1, 2) are followed."""
+    assert carried_spans(ROLES) == {(0, 1): (1, 1), (0, 0): (2, 4), (1, 2): (4, 4)}
+    assert [carried_until(ROLES, layer) for layer in range(5)] == [0, 2, 3, 3, 3]
+    assert [fetched_heads(ROLES, layer) for layer in range(5)] == [0, 1, 1, 1, 2]
+    assert [continued_heads(ROLES, layer) for layer in range(5)] == [2, 2, 2, 2, 0]
+    assert [followers(ROLES, layer) for layer in range(5)] == [[], [1], [0], [], [0, 2]]
 
 
 def test_estimate_knows_where_the_carry_is_and_how_large_a_tile():

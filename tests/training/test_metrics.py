@@ -11,13 +11,12 @@ import torch
 import pod
 from pod.training.args import TrainArgs
 from pod.training.metrics import Monitor
+from pod.training.shapes import causal_pairs, proximal_pairs
 from pod.training.throughput import (
     Throughput,
     attention_flops,
-    causal_pairs,
     device_peak,
     projection_weights,
-    proximal_pairs,
     training_flops,
 )
 from pod.training.trackers import JsonLines, Wandb, append_records, check_tracker, read_records
@@ -220,7 +219,7 @@ def test_weights_are_those_of_the_linear_layers(layout, lead):
 
 
 def test_attention_counts_each_product_that_the_model_needs():
-    """Two products per visible pair; a follower takes the logits of distant pairs from its lead."""
+    """Two products per visible pair; a follower takes the logits of distant pairs from its lead, a window sees none."""
     lengths, groups, head_dim = [9, 3, 30], 2, 5
     every = sum(brute_force_pairs(n, 2, 4)[0] for n in lengths)
     near = sum(brute_force_pairs(n, 2, 4)[1] for n in lengths)
@@ -229,6 +228,10 @@ def test_attention_counts_each_product_that_the_model_needs():
     assert attention_flops(small_config(), small_config().sharing_plan.lead, lengths) == 6 * one * 2 * every
     assert attention_flops(small_config(lead=plan), plan, lengths) == one * (
         4 * 2 * every + 2 * (every + near)
+    )
+    roles = [[0, None], [None, 1], [0, 2]]  # one follows, two keep their window
+    assert attention_flops(small_config(lead=roles), roles, lengths) == one * (
+        3 * 2 * every + (every + near) + 2 * 2 * near
     )
     near_window = sum(brute_force_pairs(n, 0, 4)[1] for n in lengths)
     window = small_config("window")

@@ -4,7 +4,8 @@ import layout_cases
 import pytest
 
 CASES = layout_cases.chosen_cases()
-LAYOUTS = ("sp2", "sp2_dense", "sp2_odd_heads", "sp4_replicated", *map(layout_cases.name_of, CASES))
+GROUPED = [f"sp{size}_{groups}" for size in (2, 3) for groups in ("g1", "g4", "g8")]
+LAYOUTS = ("sp2", "sp2_dense", "sp2_odd_heads", "sp4_replicated", *GROUPED, *map(layout_cases.name_of, CASES))
 pytestmark = pytest.mark.multiprocess
 
 
@@ -31,12 +32,16 @@ def test_twenty_steps_of_adamw_stay_with_one_process(parallel_results, layout):
     assert result["losses"][1] < result["losses"][0]
 
 
-def test_plan_is_sliced_by_the_heads_of_the_rank(parallel_results):
-    whole = [[0, 0, 0], [1, 0, 0], [2, 0, 2], [3, 3, 2]]
-    assert parallel_results["sp2"]["lead"] == [row[2:] for row in whole]  # 3 KV heads on 2 ranks: 2 + 1
-    assert parallel_results["sp4_replicated"]["lead"] == [
-        row[2:] for row in whole
-    ]  # 6 replicas: 2 + 2 + 1 + 1
+def test_plan_is_that_of_the_heads_of_the_rank(parallel_results):
+    """Rows of 41 tokens; the last layer has two heads that see everything: on 2 ranks they part."""
+    assert parallel_results["sp2"]["heads"] == [[2], [2], [2], [0]]  # 3 KV heads: 2 + 1
+    assert parallel_results["sp2"]["lead"] == [[0], [0], [2], [3]]
+    for name in ("sp4_replicated", *GROUPED):  # sp4: 6 replicas, 2 + 2 + 1 + 1
+        result = parallel_results[name]
+        plan = [[0, None, 0, None], [None, 1, 0, None], [0, None, 2, 2], [3, 1, None, 2]]
+        assert result["lead"] == [
+            [row[head] for head in heads] for row, heads in zip(plan, result["heads"], strict=True)
+        ]
 
 
 def test_sharing_sends_not_one_byte_more(parallel_results):

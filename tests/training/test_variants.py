@@ -18,7 +18,7 @@ from pod.training.start_model import (
     stand_in_plan,
 )
 
-PLAN = [[0, 0], [0, 1], [2, 1], [2, 3]]
+PLAN = [[0, None], [0, 1], [None, 1], [0, 3]]
 PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
 LLAMA31 = KNOWN_SIZES["meta-llama/Llama-3.1-8B"]["rope_parameters"]
 WAYS = {
@@ -54,7 +54,7 @@ def start(tmp_path_factory):
     """A stock checkpoint of 64 positions, with a plan beside it."""
     folder = tmp_path_factory.mktemp("start")
     make_stock(PLAIN, 64).save_pretrained(folder)
-    pod.SharingPlan(lead=PLAN).save(folder / "plan.json")
+    pod.SharingPlan(lead=PLAN, bits=(16, 8, 4, 16)).save(folder / "plan.json")
     return folder
 
 
@@ -169,6 +169,9 @@ def test_configuration_without_weights_is_the_loaded_models(args, start, tmp_pat
     assert config.max_position_embeddings == (128 if scaled else 64)
     shares = {"auto": 0, "auto+plan": 3, "dense": 0, "pod": 3, "cla": 4, "cla4": 6, "window": 0}
     assert planned.num_followers == shares[layout]
+    assert (planned.bits, planned.num_windows) == (
+        ((16, 8, 4, 16), 2) if plan else (None, 8 * (layout == "window"))
+    )
 
 
 def test_the_plan_of_the_output_folder_is_for_pod_only(args, start, tmp_path):
@@ -227,12 +230,20 @@ def test_models_of_the_recipes_have_their_sizes_without_a_network(monkeypatch, t
     assert config.sharing_plan.asymptotic_saving == pytest.approx(0.35, abs=0.01)
 
 
-@pytest.mark.parametrize(("layers", "saving"), [(32, 0.35), (30, 0.43), (4, 0.25), (32, 0.0), (1, 0.4)])
+@pytest.mark.parametrize(("layers", "saving"), [(32, 0.35), (30, 0.43), (4, 0.25), (32, 0.0), (1, 0.2)])
 def test_stand_in_plan_saves_what_was_asked(layers, saving):
     plan = stand_in_plan(layers, 3, saving)
-    assert plan.num_followers == 3 * min(layers - 1, round(2 * saving * layers))
+    assert (plan.num_followers, plan.num_windows) == (3 * round(2 * saving * layers), 0)
     sizes = [len(block) for block in plan.blocks(0)]
     assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(("layers", "saving"), [(32, 0.65), (30, 0.5), (1, 0.4), (4, 0.9), (4, 1.0)])
+def test_stand_in_plan_beyond_sharing_has_windows_in_every_layer_alike(layers, saving):
+    plan = stand_in_plan(layers, 3, saving)
+    assert (plan.num_followers, plan.num_windows) == (0, round(saving * 3 * layers))
+    each = [row.count(None) for row in plan.lead]
+    assert max(each) - min(each) <= 1
 
 
 # -- real ranks ----------------------------------------------------------------------------------------------

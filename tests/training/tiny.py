@@ -17,16 +17,20 @@ import torch
 VOCAB = 89
 
 
-def plan_rows(layers: int = 4, heads: int = 3) -> list[list[int]]:
-    """A plan in which one head leads everywhere and the others share in blocks."""
-    rows = [[0, 0, 0], [1, 0, 0], [2, 0, 2], [3, 3, 2]]
-    return [row[:heads] for row in rows[:layers]]
+def plan_rows(heads: int = 3) -> list[list[int | None]]:
+    """A plan of all three roles: windows between the layers of two blocks, below a lead and above a follower."""
+    rows = [[0, None, 0, None], [None, 1, 0, None], [0, None, 2, 2], [3, 1, None, 2]]
+    return [row[:heads] for row in rows]
+
+
+SHARING: list[list[int | None]] = [[0, 0, 0], [1, 0, 0], [2, 0, 2], [3, 3, 2]]
+"""A plan without windows: one head leads everywhere, the others share in blocks."""
 
 
 def make_model(
     seed: int = 0, tied: bool = True, heads: tuple[int, int] = (6, 3), dtype=torch.float32, plan=True
 ):
-    """PodForCausalLM of 4 layers with windows far shorter than the rows."""
+    """PodForCausalLM of 4 layers with windows far shorter than the rows; plan: that of `plan_rows`, none, or rows."""
     import pod
 
     torch.manual_seed(seed)
@@ -43,7 +47,7 @@ def make_model(
         tie_word_embeddings=tied,
         num_sink_tokens=2,
         num_recent_tokens=5,
-        lead=plan_rows(heads=heads[1]) if plan else None,
+        lead=plan_rows(heads[1]) if plan is True else plan or None,
         attention_backend="auto",
     )
     model = pod.PodForCausalLM(config).to(dtype)

@@ -50,7 +50,8 @@ def make_trainer(folder, data, settings, observers=(), progressive=False):
     from pod.training.mesh import start_processes
     from pod.training.trainer import Trainer
 
-    args, model = TrainArgs(**settings), tiny.make_model()
+    args = TrainArgs(**settings)
+    model = tiny.make_model(plan=tiny.SHARING if progressive else True)
     return Trainer(
         args, model, PackedDataset(data), start_processes(args.sequence_parallel_size), folder,
         schedule=growing(model.config.sharing_plan) if progressive else None,
@@ -134,7 +135,7 @@ def trained_logits(trainer):
     for name, parameter in trainer.engine.module.model.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             weights[name] = parameter.detach().float().clone()
-    model = tiny.make_model()
+    model = tiny.make_model(plan=trainer.causal_model.config.lead)
     whole = add_lora(model, trainer.lora) if trainer.lora else model
     whole.load_state_dict(weights, strict=False)
     with torch.no_grad():
@@ -174,7 +175,7 @@ def run(name, out, folder, data, settings, progressive=False, stop_after=None) -
 
 def start_model(plan):
     """What exports of adapters start from, under a plan."""
-    model = tiny.make_model()
+    model = tiny.make_model(plan=[list(row) for row in plan.lead])
     assert [list(row) for row in plan.lead] == model.config.lead
     return model
 
@@ -209,7 +210,7 @@ def adapter(out, folder) -> None:
 
     export_adapter(checkpoint_to_export(folder, None), out / "adapter", "tiny")
     with torch.no_grad():
-        plain = tiny.make_model()
+        plain = tiny.make_model(plan=tiny.SHARING)
         without = plain.eval()(input_ids=PROMPT).logits
         wrapped = PeftModel.from_pretrained(plain, str(out / "adapter")).eval()
         by_peft = wrapped(input_ids=PROMPT).logits

@@ -8,7 +8,7 @@ import tiny
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-MEASURED = ("pod_recompute_carry", "pod_lora_no_checkpoints", "pod_zero3_2ranks")
+MEASURED = ("roles_recompute_carry", "pod_lora_no_checkpoints", "pod_zero3_2ranks")
 CONTEXT = 512  # tokens: shorter than in the benchmark
 SETTINGS = {"dtype": "float32", "loss_chunk_mib": 1, "max_steps": 1, "save_every_steps": 0}
 

@@ -45,7 +45,7 @@ def compare(rank, size, layout, heads):
     serial, split = make_model(layout, heads), make_model(layout, heads)
     serial_out = serial.model(ids, doc_ids=docs).last_hidden_state
     expected = gradients(serial, serial_out)
-    ulysses = Ulysses(split.config.sharing_plan.lead, *heads, dist.group.WORLD, N)
+    ulysses = Ulysses(split.config.sharing_plan.lead, *heads, dist.group.WORLD, N, (0, 6))
     split.model.sequence_parallel = ulysses
     split.model.gradient_checkpointing_enable()
     split.train()

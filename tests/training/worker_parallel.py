@@ -13,6 +13,8 @@ import tiny
 import torch
 
 STEPS = 20
+GROUPED = {"g1": (4, 4), "g4": (8, 2), "g8": (8, 1)}
+"""Query and KV heads."""
 STEP_SETTINGS = {"dtype": "float32", "loss_chunk_mib": 1, "save_every_steps": 0}
 
 
@@ -95,7 +97,8 @@ def compare(name, out, settings, data, heads=(6, 3), tied=True, plan=True) -> No
     result["worst"] = max(errors, key=lambda name: errors[name])
     result["names_equal"] = set(gradients) == set(expected)
     result["bytes"] = dict(trainer.ulysses.sent_bytes) if trainer.ulysses else {}
-    result["lead"] = trainer.ulysses.lead if trainer.ulysses else None
+    if trainer.ulysses:
+        result |= {"lead": trainer.ulysses.lead, "heads": trainer.ulysses.heads}
     tiny.write_result(out, name, result)
 
 
@@ -179,6 +182,9 @@ def main(out: Path) -> None:
         ("sp2_dense", out, two, data["packed"], (6, 3), True, False),
         ("sp2_odd_heads", out, {**two, "gradient_checkpointing": False}, data["packed"], (9, 3), False),
     ]
+    groups[2, 1] += [(f"sp2_{name}", out, two, data["packed"], heads) for name, heads in GROUPED.items()]
+    three = {"sequence_parallel_size": 3}
+    groups[3, 1] += [(f"sp3_{name}", out, three, data["plain"], heads) for name, heads in GROUPED.items()]
     groups[4, 1].append(("sp4_replicated", out, four, data["packed"], (6, 3), False))
     for (sp, dp), calls in groups.items():
         tiny.run_ranks(sp * dp, together, compare, *calls)

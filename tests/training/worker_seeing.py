@@ -89,7 +89,8 @@ def naive_gates(model, input_ids, doc_ids) -> list[list[float | None]]:
     gates = []
     for layer, row in enumerate(decoder.lead):
         gates.append([])
-        for head, lead in enumerate(row):
+        for head, owner in enumerate(row):
+            lead = layer if owner is None else owner
             shares = []
             for query_head in range(head * groups, (head + 1) * groups):
                 scale = config.head_dim**-0.5

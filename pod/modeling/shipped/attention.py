@@ -41,9 +41,9 @@ class SequenceParallel(Protocol):
 
     lead: PlanLead
 
-    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+    def to_heads(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
 
-    def to_sequence(self, out: Tensor) -> Tensor: ...
+    def to_sequence(self, layer: int, out: Tensor) -> Tensor: ...
 
 
 @dataclass
@@ -108,10 +108,10 @@ class PodAttention(nn.Module):
             out = context.step.layers[self.layer_idx].attend(q, k, v, context.step)
         else:
             if parallel is not None:
-                q, k, v = parallel.to_heads(q, k, v)
+                q, k, v = parallel.to_heads(self.layer_idx, q, k, v)
             out, carry = self._attend_without_cache(q, k, v, context, carry)
             if parallel is not None:
-                out = parallel.to_sequence(out)
+                out = parallel.to_sequence(self.layer_idx, out)
         out = self.o_proj(out.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1))
         if context.on_attention is not None:
             context.on_attention(self.layer_idx, out)
