@@ -1,4 +1,4 @@
-"""The solver against every table of roles, and against the dynamic program of sharing alone."""
+"""The solver against every table of roles."""
 
 import itertools
 
@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 from pod.modeling.shipped.sharing import SharingPlan
-from pod.training.planning import least_cost_plan
-from pod.training.planning import sum_of_costs as sum_of_shared
 from pod.training.plans.solve import Role, solve, solve_table, sum_of_costs
 
 inf = np.inf
@@ -89,18 +87,6 @@ def test_a_table_of_other_roles_and_units():
     cheap = rng.random((3, 2))
     both = solve_table([*table, Role("window", 7, cheap)], 8)
     assert_same(both, brute_force(lead, follow, np.minimum(window, cheap), units=(3, 5, 7)))
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_sharing_alone_costs_what_the_program_of_blocks_finds(seed):
-    layers, heads = 9, 3
-    costs = np.random.default_rng(seed).normal(size=(layers, layers, heads))
-    frontier = solve(costs, None)
-    assert len(frontier.costs) == (layers - 1) * heads + 1
-    for units in range(len(frontier.costs)):
-        blocks = least_cost_plan(costs, units / (2 * layers * heads))
-        assert blocks.num_followers == frontier.plan(units).num_followers == units
-        assert frontier.costs[units] == pytest.approx(sum_of_shared(costs, blocks), abs=1e-12)
 
 
 def test_windows_pass_a_lead_on_and_are_none():
