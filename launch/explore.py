@@ -1,16 +1,22 @@
-"""Measure how similar the attention of the layers is on long held-out text, and turn it into a sharing plan.
+"""Measure what each (layer, KV head) would cost in each role on long held-out text, and make the plan of least cost.
 
-Writes plan.json, similarity.safetensors, summary.txt and three pictures into <output_dir>/plan (plan_costs.safetensors and
-costs.png too, when another cost than similarity decides). With the same model and text, another --algorithm,
---threshold or --target-saving makes its plan from the similarity that is there, and another --cost measures only what that
-cost needs. Several ranks (torchrun or deepspeed) divide the sequences; an interrupted run continues where it was.
+Writes plan.json, plan_costs.safetensors, summary.txt, pareto.json (the least cost of every saving) and pictures of the plan, the
+costs and that curve into <output_dir>/plan. With the same model and text, other --roles, another --target-saving or
+retrieval_weight makes its plan from the costs that are there. Several ranks (torchrun or deepspeed) divide the sequences; an
+interrupted run continues where it was.
+
+The paper's plans come from the similarity of attention rows: --cost similarity --roles follow, with --algorithm greedy and
+--threshold for its Algorithm 1 (similarity.safetensors instead of costs).
 
 With --heads it searches for the retrieval heads of RazorAttention instead, on random tokens, and writes
 <output_dir>/plan/retrieval_heads.json, the file that the cache method `razor` asks for.
 """
 
 import argparse
+import json
+import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from pod.files import atomic_write_text
@@ -18,10 +24,10 @@ from pod.recipe import Recipe, run
 
 
 def main(recipe: Recipe) -> None:
-    """Find the similarity, make the plan, draw both."""
+    """Measure, make the plan, draw both."""
     from pod.models import resolve_model
-    from pod.training.explore import find_similarity, process_group, settings_of
-    from pod.training.explore_plan import Exploration, check_windows, find_plan
+    from pod.training.explore import Exploration, process_group, settings_of
+    from pod.training.explore_plan import check_windows, find_plan
 
     args = recipe.model
     if recipe.explore.heads:
@@ -39,21 +45,24 @@ def main(recipe: Recipe) -> None:
         recipe.data,
         recipe.seed,
     )
-    windows = {"num_sink_tokens": args.num_sink_tokens, "num_recent_tokens": args.num_recent_tokens}
+    windows = windows_of(recipe)
     check_windows(recipe.explore, windows)
     with process_group() as rank:
         folder = resolve_model(args.path)
-        similarity = find_similarity(
-            recipe.plan_dir, settings, folder, recipe.explore, recipe.data, prepared=recipe.data_dir
-        )
         exploration = Exploration(
             recipe.plan_dir, settings, folder, windows, recipe.explore, recipe.data, recipe.data_dir
         )
-        plan = find_plan(exploration, similarity)
+        choice = find_plan(exploration)
         if rank == 0:
-            write_plan(recipe, similarity, plan)
-            if recipe.explore.cost != "similarity":
-                draw_costs(recipe, plan)
+            write_plan(recipe, choice)
+
+
+def windows_of(recipe: Recipe) -> dict[str, int]:
+    """The windows that the plan is for."""
+    return {
+        "num_sink_tokens": recipe.model.num_sink_tokens,
+        "num_recent_tokens": recipe.model.num_recent_tokens,
+    }
 
 
 def write_heads(recipe: Recipe) -> None:
@@ -71,60 +80,99 @@ def write_heads(recipe: Recipe) -> None:
             print(f"written: {recipe.plan_dir / HEADS_NAME}")
 
 
-def write_plan(recipe: Recipe, similarity: Any, plan: Any) -> None:
-    """plan.json, summary.txt and the pictures."""
-    from pod.training.plan_pictures import save_pictures
-    from pod.training.planning import describe_plan, plan_cost
-
-    explore, provenance = recipe.explore, similarity.provenance
-    if explore.algorithm == "dp":
-        how = f"dp at target saving {explore.target_saving:.1%}"
-        how += "" if explore.cost == "similarity" else f" by cost {explore.cost}"
-    else:
-        how = f"greedy at threshold {explore.threshold:g}"
-    refined = plan.provenance.get("refined")
-    how += ", refined" if refined else ""
-    name = provenance["model"].rstrip("/").split("/")[-1].removeprefix("package:")
-    what = f"{provenance['num_sequences']} x {provenance['sequence_length']:,} tokens, last {provenance['num_queries']} queries"
-    recipe.plan_dir.mkdir(parents=True, exist_ok=True)
-    pictures = save_pictures(recipe.plan_dir, similarity.values, plan, f"{name}, {what}; {how}")
-    args = recipe.model
-    n = provenance["sequence_length"]
-    summary = "\n".join(
-        (
-            f"plan: {how}, on {name}, {what}",
-            describe_plan(plan),
-            f"KV saving at {n:,} tokens with {args.num_sink_tokens} sink and {args.num_recent_tokens} recent tokens: "
-            f"{plan.saving(n, args.num_sink_tokens, args.num_recent_tokens):.1%}",
-            f"cost of the plan, sum of (1 - similarity with the lead): {plan_cost(similarity.values, plan):.2f}",
-            *_about_refinement(refined),
-        )
+def write_plan(recipe: Recipe, choice: Any) -> None:
+    """plan.json, pareto.json, summary.txt and the pictures."""
+    from pod.training.pareto import PARETO_NAME, pareto
+    from pod.training.plan_pictures import (
+        block_picture,
+        cost_maps,
+        pareto_picture,
+        save_picture,
+        save_similarity_pictures,
     )
-    atomic_write_text(recipe.plan_dir / "summary.txt", summary + "\n")
-    plan.save(recipe.plan_dir / "plan.json")
-    print(summary)
-    print(f"written: {recipe.plan_dir / 'plan.json'}, {', '.join(path.name for path in pictures)}")
+
+    folder, plan, explore = recipe.plan_dir, choice.plan, recipe.explore
+    folder.mkdir(parents=True, exist_ok=True)
+    subject = about(recipe, plan)
+    figures = {"blocks.png": block_picture(plan, subject)}
+    figures["costs.png"] = cost_maps(choice.follow, choice.window, plan, subject)
+    if choice.frontier is not None:
+        curve = pareto(choice, explore, windows_of(recipe))
+        atomic_write_text(folder / PARETO_NAME, as_json(curve))
+        figures["pareto.png"] = pareto_picture(curve, subject)
+    pictures = [save_picture(figure, folder / name) for name, figure in figures.items()]
+    if choice.similarity is not None:
+        values = choice.similarity.values
+        pictures += save_similarity_pictures(folder, values, plan.num_key_value_heads, subject)
+    text = summary(recipe, choice)
+    atomic_write_text(folder / "summary.txt", text + "\n")
+    plan.save(folder / "plan.json")
+    print(text)
+    print(f"written: {folder / 'plan.json'}, {', '.join(Path(path).name for path in pictures)}")
 
 
-def draw_costs(recipe: Recipe, plan: Any) -> None:
-    """costs.png from the file of costs."""
-    from pod.training.explore_plan import COSTS_NAME
-    from pod.training.plan_costs import PlanCosts, combined_cost
-    from pod.training.plan_pictures import save_cost_picture
-
-    name = recipe.explore.cost
-    costs = combined_cost(PlanCosts.load(recipe.plan_dir / COSTS_NAME).values, name)
-    subject = f"KV saving {plan.asymptotic_saving:.1%}"
-    print(f"written: {save_cost_picture(recipe.plan_dir, costs, plan, name, subject)}")
+def as_json(curve: dict[str, Any]) -> str:
+    """JSON with a line for each point of the curve."""
+    points = ",\n".join(json.dumps(point, allow_nan=False) for point in curve["points"])
+    return json.dumps(curve | {"points": []})[:-2] + "\n" + points + "\n]}\n"
 
 
-def _about_refinement(refined: dict[str, Any] | None) -> list[str]:
-    if not refined:
-        return []
-    return [
-        f"refined: loss {refined['loss_before']:.4f} -> {refined['loss_after']:.4f} nats per token on the texts of the "
-        f"search, {refined['evaluations']} plans measured"
+def about(recipe: Recipe, plan: Any) -> str:
+    """How the plan was made, of what model, on which text: a line."""
+    explore, found = recipe.explore, plan.provenance
+    how = f"greedy at threshold {explore.threshold:g}"
+    if explore.algorithm == "dp":
+        length = explore.sequence_length if explore.budget_length is None else explore.budget_length
+        how = f"dp by {explore.cost}, target {explore.target_saving:.1%} " + (
+            f"at {length:,} tokens" if length else "in the limit"
+        )
+    how += ", refined" if "refined" in found else ""
+    name = found["model"].rstrip("/").split("/")[-1].removeprefix("package:")
+    text = f"{found['num_sequences']} x {found['sequence_length']:,} tokens, {found['num_queries']} queries"
+    return f"{name}, {text}; {how}"
+
+
+def summary(recipe: Recipe, choice: Any) -> str:
+    """What the plan is, what it costs, what other roles would cost, and its measured loss."""
+    from pod.training.planning import describe_plan
+
+    args, plan, found = recipe.model, choice.plan, choice.plan.provenance
+    n = found["sequence_length"]
+    lines = [
+        f"plan: {about(recipe, plan)}",
+        describe_plan(plan),
+        f"KV saving at {n:,} tokens with {args.num_sink_tokens} sink and {args.num_recent_tokens} recent tokens: "
+        f"{plan.saving(n, args.num_sink_tokens, args.num_recent_tokens):.1%}",
     ]
+    if plan.head_order is not None:
+        moved = sum(row != tuple(range(len(row))) for row in plan.head_order)
+        lines.append(
+            f"heads are re-ordered in {moved} of {plan.num_layers} layers; the model computes the same"
+        )
+    if "plan_cost" in found:
+        lines.append(f"least cost at this saving: {found['plan_cost']:.4g}" + _without(choice, found))
+    if "refined" in found:
+        refined = found["refined"]
+        lines.append(
+            f"refined: loss {refined['loss_before']:.4f} -> {refined['loss_after']:.4f} nats per token on the texts of the "
+            f"search, {refined['evaluations']} plans measured"
+        )
+    for kind, what in (("text", "text"), ("repeated", "repeated random tokens")):
+        dense, own = (found.get("losses", {}).get(name, {}).get(kind) for name in ("dense", "plan"))
+        if dense is not None and own is not None:
+            lines.append(
+                f"measured loss on {what}: dense {dense:.4f}, plan {own:.4f} nats per token (perplexity x {math.exp(own - dense):.3f})"
+            )
+    return "\n".join(lines)
+
+
+def _without(choice: Any, found: dict[str, Any]) -> str:
+    parts = []
+    for role in choice.without or {}:
+        cost = found[f"plan_cost_without_{role}"]
+        says = "not reachable" if cost is None else f"{cost:.4g}"
+        parts.append(f"{says} when no head may {'follow' if role == 'follow' else 'keep its window'}")
+    return "".join(f"; {part}" for part in parts)
 
 
 def estimate(recipe: Recipe) -> str:
@@ -142,11 +190,8 @@ def estimate(recipe: Recipe) -> str:
     config, _ = model_config(dense, recipe.output_dir)
     if recipe.explore.heads:
         return describe_heads_cost(config, recipe.explore)
-    check_model(config, recipe.explore)
-    windows = {
-        "num_sink_tokens": recipe.model.num_sink_tokens,
-        "num_recent_tokens": recipe.model.num_recent_tokens,
-    }
+    windows = windows_of(recipe)
+    check_model(config, recipe.explore, windows)
     check_windows(recipe.explore, windows)
     return describe_cost(config, recipe.explore)
 
@@ -163,6 +208,7 @@ def shorthands(parser: argparse.ArgumentParser) -> None:
     for option, field in (
         ("--algorithm", "algorithm"),
         ("--cost", "cost"),
+        ("--roles", "roles"),
         ("--threshold", "threshold"),
         ("--target-saving", "target_saving"),
     ):

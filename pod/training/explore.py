@@ -1,15 +1,16 @@
-"""From a recipe's settings to a similarity file: what is measured, on which text, and when an earlier file serves again."""
+"""From a recipe's settings to measurements: on which text, with which model, and when an earlier file serves again."""
 
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,8 +22,9 @@ from pod.files import sha256_file
 from pod.modeling.loading import load_model, load_tokenizer
 from pod.modeling.recording import record_attention_rows
 from pod.modeling.shipped.llama import PodForCausalLM
+from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.explore_args import ExploreArgs
-from pod.training.planning import num_non_lead_for
+from pod.training.plans.solve import Frontier, solve
 from pod.training.similarity import (
     Similarity,
     measure_similarity,
@@ -32,6 +34,8 @@ from pod.training.similarity import (
 
 SIMILARITY_NAME = "similarity.safetensors"
 PARTIAL_NAME = "similarity.partial"
+MATCHING_SEQUENCES = 2
+"""Sequences of text, beside all repeated ones, on which query heads are matched."""
 DATA_SETTINGS = (*OF_READING, "boundary_tokens", *(name for name in OF_SPLIT if name != "sources"))
 WEIGHT_SUFFIXES = {".safetensors", ".gguf", ".bin"}
 
@@ -55,37 +59,66 @@ def settings_of(model: dict[str, Any], explore: ExploreArgs, data: DataArgs, see
     }
 
 
-def find_similarity(
-    folder: str | os.PathLike[str],
-    settings: dict[str, Any],
-    model_folder: str,
-    explore: ExploreArgs,
-    data: DataArgs,
-    say: Callable[[str], None] = print,
-    prepared: Path | None = None,
-) -> Similarity:
-    """The similarity of these settings: read from `folder` when it is there, else measured (by all ranks) and written.
+@dataclass(frozen=True)
+class Exploration:
+    """What a plan is made of and from.
+
+    Attributes:
+        folder: shared by all ranks; receives the measurements and the log of losses.
+        settings: from `settings_of`.
+        model_folder: folder or hub id of the dense model.
+        windows: ``num_sink_tokens`` and ``num_recent_tokens`` that the plan is for.
+        prepared: folder of prepared data, or None; of the same sources, its held-out text saves reading them all again.
+    """
+
+    folder: Path
+    settings: dict[str, Any]
+    model_folder: str
+    windows: dict[str, int]
+    explore: ExploreArgs
+    data: DataArgs
+    prepared: Path | None = None
+
+    def load_model(self, plan: SharingPlan | None = None) -> PodForCausalLM:
+        """The model on this rank's device, dense unless there is a plan, with the windows; refuses what `check_model` refuses."""
+        model = load_model(
+            self.model_folder,
+            plan=plan,
+            gguf_file=self.settings["gguf_file"],
+            dtype=getattr(torch, self.settings["dtype"]),
+            device=_device(),
+            rope=self.settings.get("rope"),
+            max_position_embeddings=self.settings.get("max_position_embeddings"),
+            num_sink_tokens=self.windows["num_sink_tokens"],
+            num_recent_tokens=self.windows["num_recent_tokens"],
+        )
+        check_model(model.config, self.explore, self.windows)
+        return model
+
+    def read(self, say: Callable[[str], None]) -> tuple[Sequence[Tensor], str]:
+        """The sequences ``[n]`` of the settings, see `read_sequences`."""
+        gguf_file, seed = self.settings["gguf_file"], self.settings["seed"]
+        return read_sequences(self.explore, self.data, self.model_folder, gguf_file, seed, say, self.prepared)
+
+
+def find_similarity(exploration: Exploration, say: Callable[[str], None] = print) -> Similarity:
+    """The similarity of these settings: read from the folder when it is there, else measured (by all ranks) and written.
 
     A file of other settings is kept under another name. An interrupted measurement is continued.
 
-    Args:
-        folder: shared by all ranks; receives similarity.safetensors.
-        model_folder: folder or hub id of the dense model.
-        prepared: folder of prepared data; of the same sources, its held-out text is used instead of reading them all.
     Raises: ValueError for texts, models and partial files that do not fit.
     """
-    path = Path(folder) / SIMILARITY_NAME
+    path = exploration.folder / SIMILARITY_NAME
     rank = dist.get_rank() if dist.is_initialized() else 0
-    say = say if rank == 0 else quiet
-    wanted = settings | {"weights": weights_stamp(model_folder)}
-    found = from_first_rank(_reusable(path, wanted, say) if rank == 0 else None)
+    wanted = exploration.settings | {"weights": weights_stamp(exploration.model_folder)}
+    found = from_first_rank(reusable(path, Similarity, wanted, say) if rank == 0 else None)
     if found is not None:
         return found
-    found = _measure(Path(folder), settings, wanted, model_folder, explore, data, say, prepared)
+    found = _measure(exploration, wanted, say)
     if rank == 0:
         keep_old(path)
         found.save(path)
-        shutil.rmtree(Path(folder) / PARTIAL_NAME, ignore_errors=True)
+        shutil.rmtree(exploration.folder / PARTIAL_NAME, ignore_errors=True)
     return found
 
 
@@ -98,22 +131,11 @@ def from_first_rank(value: Any) -> Any:
     return box[0]
 
 
-def _measure(
-    folder: Path,
-    settings: dict[str, Any],
-    wanted: dict[str, Any],
-    model_folder: str,
-    explore: ExploreArgs,
-    data: DataArgs,
-    say: Callable[[str], None],
-    prepared: Path | None,
-) -> Similarity:
-    model = load_dense(model_folder, settings)
-    check_model(model.config, explore)
-    sequences, split = read_sequences(
-        explore, data, model_folder, settings["gguf_file"], settings["seed"], say, prepared
-    )
-    fingerprint = settings | {
+def _measure(exploration: Exploration, wanted: dict[str, Any], say: Callable[[str], None]) -> Similarity:
+    explore = exploration.explore
+    model = exploration.load_model()
+    sequences, split = exploration.read(say)
+    fingerprint = exploration.settings | {
         "weights_sha256": model_fingerprint(model),
         "tokens_sha256": sequence_fingerprint(sequences),
     }
@@ -127,7 +149,7 @@ def _measure(
             rows,
             sequences,
             fingerprint=fingerprint,
-            partial_dir=folder / PARTIAL_NAME,
+            partial_dir=exploration.folder / PARTIAL_NAME,
             save_every=explore.save_every,
             progress=partial(advance, bar),
         )
@@ -135,25 +157,6 @@ def _measure(
         values=values,
         num_key_value_heads=model.config.num_key_value_heads,
         provenance=wanted | fingerprint | {"split_used": split},
-    )
-
-
-def load_dense(
-    model_folder: str,
-    settings: dict[str, Any],
-    num_sink_tokens: int | None = None,
-    num_recent_tokens: int | None = None,
-) -> PodForCausalLM:
-    """The dense model of these settings on this rank's device; windows as in `load_model`."""
-    return load_model(
-        model_folder,
-        gguf_file=settings["gguf_file"],
-        dtype=getattr(torch, settings["dtype"]),
-        device=_device(),
-        rope=settings.get("rope"),
-        max_position_embeddings=settings.get("max_position_embeddings"),
-        num_sink_tokens=num_sink_tokens,
-        num_recent_tokens=num_recent_tokens,
     )
 
 
@@ -201,11 +204,11 @@ def read_sequences(
             raise
         split = "train"
         tokens = take(split=split)
-        say(f"similarity: measured on training text, held-out text does not suffice ({error})")
+        say(f"explore: measured on training text, held-out text does not suffice ({error})")
     return list(torch.from_numpy(tokens)), split
 
 
-def check_model(config: Any, explore: ExploreArgs) -> None:
+def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> None:
     """Refuse, before hours of measuring, a length the model cannot read and a saving its layers cannot reach."""
     if explore.sequence_length > config.max_position_embeddings:
         raise ValueError(
@@ -213,7 +216,25 @@ def check_model(config: Any, explore: ExploreArgs) -> None:
             "tokens: lower it, or extend the model first"
         )
     if explore.algorithm == "dp":
-        num_non_lead_for(explore.target_saving, config.num_hidden_layers, config.num_key_value_heads)
+        layers, heads = config.num_hidden_layers, config.num_key_value_heads
+        free = np.zeros((layers, layers, heads)), np.zeros((layers, heads))
+        target_units(frontier_of(explore, *free), explore, windows)
+
+
+def frontier_of(explore: ExploreArgs, follow: Any, window: Any) -> Frontier:
+    """The frontier of the roles that the settings allow; costs as `solve` takes them."""
+    return solve(follow if "follow" in explore.roles else None, window if "window" in explore.roles else None)
+
+
+def target_units(frontier: Frontier, explore: ExploreArgs, windows: dict[str, int]) -> int:
+    """The number of units that is nearest to `target_saving` at `budget_length` tokens.
+
+    Raises: ValueError for a saving out of reach.
+    """
+    try:
+        return frontier.units_for(explore.target_saving, explore.budget_tokens, **windows)
+    except ValueError as error:
+        raise ValueError(f"explore.{error}") from None
 
 
 def weights_stamp(model_folder: str) -> str:
@@ -234,15 +255,16 @@ def weights_stamp(model_folder: str) -> str:
     return "; ".join(parts)
 
 
-def _reusable(path: Path, wanted: dict[str, Any], say: Callable[[str], None]) -> Similarity | None:
+def reusable(path: Path, kind: Any, wanted: dict[str, Any], say: Callable[[str], None]) -> Any:
+    """What lies at `path` as a `kind` (Similarity or PlanCosts) when it was measured with these settings, else None."""
     if not path.exists():
         return None
-    found = Similarity.load(path)
+    found = kind.load(path)
     changed = sorted(key for key, value in wanted.items() if found.provenance.get(key) != value)
     if not changed:
-        say(f"similarity: {path} is of these settings, nothing is measured again")
+        say(f"explore: {path} is of these settings, nothing is measured again")
         return found
-    say(f"similarity: {path} differs in {', '.join(changed)}: measuring again, the old file is kept")
+    say(f"explore: {path} differs in {', '.join(changed)}: measuring again, the old file is kept")
     return None
 
 
@@ -280,25 +302,30 @@ def describe_cost(config: Any, explore: ExploreArgs) -> str:
     layers, heads = config.num_hidden_layers, config.num_attention_heads
     n, q = explore.sequence_length, explore.num_queries
     rows = 4 * layers * heads * q * n  # bytes, fp32
-    head = 8 * layers * q * n  # bytes, one head in fp64
-    tensor = 8 * layers * layers * heads  # bytes
-    lines = [
-        f"similarity: one forward pass over {explore.num_sequences} x {n} = {explore.num_sequences * n} tokens, "
-        "divided among the ranks",
-        f"memory per rank: the model, {rows / 1e6:.0f} MB of attention rows ({layers} layers x {heads} heads x {q} x {n} fp32), "
-        f"{3 * head / 1e6:.0f} MB to compare them",
-        f"disk: {3 * tensor / 1e6:.1f} MB for the similarity and its partial sums, three pictures",
-    ]
-    if explore.cost != "similarity":
-        backward = " and one backward pass with checkpointing" if explore.cost == "loss" else ""
-        lines.append(
-            f"cost {explore.cost}: one more forward pass{backward} over the same tokens, same memory"
-        )
+    held = f"{rows / 1e6:.0f} MB of attention rows ({layers} layers x {heads} heads x {q} x {n} fp32)"
+    texts = f"{explore.num_sequences} x {n} = {explore.num_sequences * n} tokens"
+    if explore.cost == "similarity":
+        lines = [
+            f"similarity: one forward pass over {texts}, divided among the ranks",
+            f"memory per rank: the model, {held}, {24 * layers * q * n / 1e6:.0f} MB to compare them",
+            f"disk: {24 * layers * layers * heads / 1e6:.1f} MB for the similarity and its partial sums, three pictures",
+        ]
+    else:
+        repeated = explore.retrieval_sequences
+        pairs = 24 * layers * layers * heads * heads
+        lines = [
+            f"costs of roles: one forward pass over {texts} and {repeated} x {n} repeated ones, a second one over "
+            f"{repeated} + {min(explore.num_sequences, MATCHING_SEQUENCES)} sequences to match query heads, divided among the ranks",
+            f"memory per rank: the model, {held}",
+            f"disk: {pairs / 1e6:.1f} MB for the costs and their partial sums, three pictures",
+        ]
+    count = min(explore.loss_sequences, explore.num_sequences)
+    if explore.cost != "similarity" and count:
+        lines.append(f"loss of the dense model and of the plan: two forward passes over {count} x {n} tokens")
     if explore.refine_evaluations:
-        count = min(explore.refine_sequences, explore.num_sequences)
-        held = 4 * layers * n * config.hidden_size * count  # bytes, fp32
+        states = 4 * layers * n * config.hidden_size * count  # bytes, fp32
         lines.append(
-            f"refinement: up to {explore.refine_evaluations} forward passes over {count} x {n} tokens, {held / 1e6:.0f} MB of "
+            f"refinement: up to {explore.refine_evaluations} forward passes over {count} x {n} tokens, {states / 1e6:.0f} MB of "
             "hidden states (half in bfloat16), divided among the ranks"
         )
     return "\n".join(lines)

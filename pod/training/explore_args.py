@@ -9,35 +9,50 @@ class ExploreArgs:
     """Section `explore` of a recipe: `launch/explore.py`."""
 
     algorithm: Literal["dp", "greedy"] = "dp"
-    """How layers are grouped: `dp` finds the plan of least dissimilarity at `target_saving`, `greedy` is the
-    paper's Algorithm 1 at `threshold`."""
+    """How roles are chosen: `dp` finds the plan of least cost at `target_saving`, `greedy` is the paper's Algorithm 1 at `threshold`
+    (with cost=similarity and roles=follow)."""
 
     threshold: float = 0.5
     """Greedy only: similarity from which two layers may share, 0 to 1 (paper: 0.5)."""
 
     target_saving: float = 0.35
-    """Dp only: share of KV cache bytes to save in the limit of long sequences, 0 to below 0.5 (paper: about 0.35)."""
+    """Dp only: share of the KV cache bytes to save at `budget_length` tokens, 0 to below 1; from 0.5 on with windows only, as
+    followers keep their values."""
 
-    cost: Literal["similarity", "distant", "output", "projected", "loss"] = "similarity"
-    """Dp only: what a layer that uses another one's distant attention costs. `similarity`: 1 - similarity of whole attention
-    rows; `distant`: divergence among distant tokens, weighted by the attention they get; `output`: relative error of the
-    head's output; `projected`: that error after the output projection, relative to the residual stream; `loss`: expected
-    growth of the loss (one backward pass per sequence). All but `similarity` need sequences longer than the windows."""
+    budget_length: int | None = None
+    """Dp only: tokens at which `target_saving` is meant, more than the windows hold; 0 = in the limit of long sequences (as in the
+    paper), empty = `sequence_length`."""
 
-    retrieval_sequences: int = 0
-    """Measured costs only: sequences of random tokens, repeated four times, that are measured beside the text (RazorAttention's search
-    for retrieval heads uses such). Both costs then weigh the same, so that heads that find earlier copies stay leads though
-    ordinary text seldom needs them; 2 are enough, 0 = text alone."""
+    cost: Literal["projected", "similarity"] = "projected"
+    """What a role costs. `projected`: squared error behind the output projection relative to the residual stream, on text and on
+    repeated random tokens; needs sequences longer than the windows. `similarity`: the paper's, 1 - similarity of whole attention
+    rows, which can price followers only (roles=follow)."""
+
+    roles: list[Literal["follow", "window"]] = field(default_factory=lambda: ["follow", "window"])
+    """What heads may do beside leading: `follow` a lower layer's attention to distant tokens (own values stay), or keep their
+    `window` (sinks and recent tokens, nothing else)."""
+
+    align_heads: bool = True
+    """Projected and follow only: re-order the KV heads of every layer, and the query heads of a KV head, so that heads that fit each
+    other share (the model computes the same). The plan records the order."""
+
+    retrieval_sequences: int = 2
+    """Projected only: sequences of random tokens, repeated four times, that are measured beside the text (RazorAttention's search
+    for retrieval heads uses such), since ordinary text seldom needs heads that find earlier copies; 0 = text alone."""
+
+    retrieval_weight: float = 1.0
+    """Projected only: weight of the cost on repeated tokens; that on text has weight 1. Both are in the same units."""
+
+    loss_sequences: int = 4
+    """Projected or refined: how many of the num_sequences sequences the loss of whole plans is measured on, beside those of
+    repeated tokens: the dense model and the chosen plan, and refinement. 0 = the chosen plan is not measured."""
 
     refine_evaluations: int = 0
     """Plans whose loss is measured in a local search that starts from the plan of least cost and keeps its saving; 0 = none.
-    One measurement reads refine_sequences sequences; 50 to 150 are usual."""
-
-    refine_sequences: int = 4
-    """Refinement only: how many of the num_sequences sequences the loss is measured on."""
+    One measurement reads loss_sequences sequences; 50 to 150 are usual."""
 
     refine_proposals: int = 12
-    """Refinement only: splits, merges and shifted boundaries whose loss is measured in each round, of each kind."""
+    """Refinement only: moves of each kind whose loss is measured in each round."""
 
     sources: list[str] = field(default_factory=list)
     """Where the long texts come from, as in data.sources; empty = the recipe's data.sources. Texts are taken from
@@ -74,36 +89,40 @@ class ExploreArgs:
     def __post_init__(self) -> None:
         if not 0.0 <= self.threshold <= 1.0:
             raise ValueError(f"threshold is {self.threshold}, allowed are 0 to 1")
-        if not 0.0 <= self.target_saving < 0.5:
+        if not 0.0 <= self.target_saving < 1.0:
+            raise ValueError(f"target_saving is {self.target_saving}, allowed are 0 to below 1")
+        if not self.roles or len(set(self.roles)) < len(self.roles):
+            raise ValueError(f"roles is {self.roles}, allowed are follow, window, or both")
+        if self.target_saving >= 0.5 and "window" not in self.roles:
             raise ValueError(
-                f"target_saving is {self.target_saving}, allowed are 0 to below 0.5: sharing keys cannot save values"
+                f"target_saving is {self.target_saving} with roles={self.roles}: followers keep their values, which saves below "
+                "0.5; lower it, or allow windows: roles=[follow, window]"
             )
-        for name in (
-            "num_sequences",
-            "sequence_length",
-            "num_queries",
-            "save_every",
-            "refine_sequences",
-            "refine_proposals",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, allowed are 1 and more")
-        if self.refine_evaluations < 0:
+        if self.cost == "similarity" and self.roles != ["follow"]:
             raise ValueError(
-                f"refine_evaluations is {self.refine_evaluations}, allowed are 0 (no refinement) and more"
-            )
-        if self.retrieval_sequences < 0:
-            raise ValueError(
-                f"retrieval_sequences is {self.retrieval_sequences}, allowed are 0 (text alone) and more"
-            )
-        if self.retrieval_sequences and self.cost == "similarity":
-            raise ValueError(
-                f"retrieval_sequences is {self.retrieval_sequences} with cost=similarity, which is measured on text alone: set "
-                "cost=projected, or retrieval_sequences=0"
+                f"roles is {self.roles} with cost=similarity, which prices followers only: set roles=follow, or cost=projected"
             )
         if self.algorithm == "greedy" and self.cost != "similarity":
             raise ValueError(
-                f"cost is {self.cost!r}, but algorithm=greedy groups by similarity only: set algorithm=dp"
+                f"cost is {self.cost!r}, but algorithm=greedy groups by similarity only: set cost=similarity and roles=follow, or "
+                "algorithm=dp"
+            )
+        for name in ("num_sequences", "sequence_length", "num_queries", "save_every", "refine_proposals"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed are 1 and more")
+        for name in (
+            "budget_length",
+            "retrieval_sequences",
+            "retrieval_weight",
+            "loss_sequences",
+            "refine_evaluations",
+        ):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed are 0 and more")
+        if self.refine_evaluations and not self.loss_sequences:
+            raise ValueError(
+                f"refine_evaluations is {self.refine_evaluations} with loss_sequences=0: refinement measures losses, set it to 1 "
+                "and more"
             )
         for name in ("head_tokens", "head_repeats"):
             if getattr(self, name) < 2:
@@ -116,3 +135,8 @@ class ExploreArgs:
                 f"num_queries is {self.num_queries}, more than sequence_length ({self.sequence_length}): "
                 "ask for at most as many query positions as a sequence has"
             )
+
+    @property
+    def budget_tokens(self) -> int:
+        """Tokens at which `target_saving` is meant; a number beyond every window for the limit of long sequences."""
+        return self.sequence_length if self.budget_length is None else self.budget_length or 10**12

@@ -1,86 +1,72 @@
-"""From a recipe's settings and a similarity to the plan: which cost decides, and refinement by the model's loss."""
+"""From measurements to a plan: costs, heads aligned, roles chosen at the target saving, and the plan's own loss measured."""
 
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from pod.data import DataArgs
 from pod.modeling.loading import load_tokenizer
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.explore import (
+    MATCHING_SEQUENCES,
+    Exploration,
     advance,
+    find_similarity,
     from_first_rank,
+    frontier_of,
     keep_old,
-    load_dense,
     quiet,
-    read_sequences,
+    reusable,
+    target_units,
     weights_stamp,
 )
 from pod.training.explore_args import ExploreArgs
 from pod.training.heads import fitting_tokens, ordinary_vocabulary, repeated_tokens
 from pod.training.plan_costs import (
-    MEASURED_COSTS,
     RETRIEVAL,
     PlanCosts,
-    combined_cost,
-    measure_pair_costs,
+    cost_shapes,
+    match_query_heads,
+    measure_costs,
+    measure_query_head_errors,
     sample_queries,
 )
-from pod.training.planning import dp_plan, greedy_plan, least_cost_plan
-from pod.training.refine import LossLog, PlanLoss, refine_plan
+from pod.training.planning import Floats, dissimilarity, greedy_plan
+from pod.training.plans.align import align
+from pod.training.plans.solve import Frontier
+from pod.training.refine import LossLog, PlanLoss, Refinement, plan_key
 from pod.training.similarity import Similarity, measure_mean, model_fingerprint, sequence_fingerprint
 
 REPEATS = 4  # copies of the random tokens of a retrieval sequence
 COSTS_NAME = "plan_costs.safetensors"
 PARTIAL_NAME = "plan_costs.partial"
-REFINE_NAME = "refine.jsonl"
+LOSS_NAME = "plan_losses.jsonl"
 
 
 @dataclass(frozen=True)
-class Exploration:
-    """What a plan is made of and from.
+class Choice:
+    """A plan, and what else there was to choose from.
 
     Attributes:
-        folder: shared by all ranks; receives the costs and the log of losses.
-        settings: from `explore.settings_of`.
-        model_folder: folder or hub id of the dense model.
-        windows: ``num_sink_tokens`` and ``num_recent_tokens`` that the plan is for.
-        prepared: folder of prepared data, or None.
+        follow, window: costs by place, ``[L, L, H]`` and ``[L, H]``, None = not priced.
+        frontier: of all allowed roles, in the plan's order of heads; None for a greedy plan.
+        without: role → the frontier when it is forbidden, heads aligned for it alone.
+        similarity: what was measured for cost=similarity, else None.
     """
 
-    folder: Path
-    settings: dict[str, Any]
-    model_folder: str
-    windows: dict[str, int]
-    explore: ExploreArgs
-    data: DataArgs
-    prepared: Path | None = None
-
-    def read(self, say: Callable[[str], None]) -> tuple[list[Tensor], str]:
-        """The sequences that similarity was measured on."""
-        gguf_file, seed = self.settings["gguf_file"], self.settings["seed"]
-        sequences, split = read_sequences(
-            self.explore, self.data, self.model_folder, gguf_file, seed, say, self.prepared
-        )
-        return list(sequences), split
-
-    def repeated(self, config: Any) -> list[Tensor]:
-        """Sequences of random ordinary tokens, each repeated REPEATS times."""
-        if not self.explore.retrieval_sequences:
-            return []
-        tokenizer = load_tokenizer(self.model_folder, gguf_file=self.settings["gguf_file"])
-        vocab, special = ordinary_vocabulary(tokenizer, config)
-        length = self.explore.sequence_length // REPEATS
-        num_tokens = fitting_tokens(config, length, REPEATS, vocab - len(special))
-        seeds = range(self.settings["seed"], self.settings["seed"] + self.explore.retrieval_sequences)
-        return [repeated_tokens(num_tokens, REPEATS, vocab, special, seed) for seed in seeds]
+    plan: SharingPlan
+    follow: Floats | None
+    window: Floats | None
+    frontier: Frontier | None = None
+    without: dict[str, Frontier] | None = None
+    similarity: Similarity | None = None
 
 
 def check_windows(explore: ExploreArgs, windows: dict[str, int]) -> None:
@@ -88,52 +74,123 @@ def check_windows(explore: ExploreArgs, windows: dict[str, int]) -> None:
 
     Raises: ValueError when a cost, or refinement, would find no distant token.
     """
-    needs = "similarity" if explore.cost == "similarity" else explore.cost
-    if needs == "similarity" and not explore.refine_evaluations:
-        return
-    queries = 1 if needs == "similarity" else explore.num_queries
-    sample_queries(explore.sequence_length, queries, **windows)
+    if explore.cost == "projected" or explore.refine_evaluations:
+        queries = explore.num_queries if explore.cost == "projected" else 1
+        sample_queries(explore.sequence_length, queries, **windows)
 
 
-def find_plan(
-    exploration: Exploration, similarity: Similarity, say: Callable[[str], None] = print
-) -> SharingPlan:
-    """The plan of the settings, the same on every rank. Costs and losses that were measured before serve again.
+def find_plan(exploration: Exploration, say: Callable[[str], None] = print) -> Choice:
+    """The plan of the settings, the same on every rank. What was measured before serves again.
 
     Raises: ValueError for texts, models, windows and files that do not fit.
     """
-    explore, heads = exploration.explore, similarity.num_key_value_heads
+    explore = exploration.explore
     say = say if not dist.is_initialized() or dist.get_rank() == 0 else quiet
+    if explore.cost == "similarity":
+        choice = choose_by_similarity(find_similarity(exploration, say), explore, exploration.windows)
+    else:
+        choice = choose(find_costs(exploration, say), explore, exploration.windows)
+    if explore.refine_evaluations or (explore.cost == "projected" and explore.loss_sequences):
+        choice = replace(choice, plan=_with_losses(exploration, choice, say))
+    return choice
+
+
+def choose_by_similarity(similarity: Similarity, explore: ExploreArgs, windows: dict[str, int]) -> Choice:
+    """The paper's plan: greedy, or the followers of least ``Σ (1 - similarity with the lead)``."""
+    heads = similarity.num_key_value_heads
+    follow = dissimilarity(similarity.values, heads)
     if explore.algorithm == "greedy":
         plan = greedy_plan(similarity.values, heads, explore.threshold, similarity.provenance)
-    elif explore.cost == "similarity":
-        plan = dp_plan(similarity.values, heads, explore.target_saving, similarity.provenance)
-    costs = 1.0 - similarity.values.unflatten(-1, (heads, -1)).mean(-1)
-    if explore.cost != "similarity":
-        measured = find_costs(exploration, say)
-        costs = combined_cost(measured.values, explore.cost)
-        plan = least_cost_plan(costs, explore.target_saving, {"cost": explore.cost, **measured.provenance})
-    if explore.refine_evaluations:
-        plan = _refined(exploration, plan, costs, say)
-    return plan
+        return Choice(plan, follow, None, similarity=similarity)
+    frontier = frontier_of(explore, follow, None)
+    units = target_units(frontier, explore, windows)
+    plan = frontier.plan(units, _provenance(explore, similarity.provenance, frontier, units))
+    return Choice(plan, follow, None, frontier, similarity=similarity)
+
+
+def choose(costs: PlanCosts, explore: ExploreArgs, windows: dict[str, int]) -> Choice:
+    """The plan of least cost at the target saving, heads aligned for it, and what forbidding each role costs."""
+    total = costs.total(explore.retrieval_weight)
+    units = target_units(frontier_of(explore, total["in_place"], total["window"]), explore, windows)
+    follow, window, kv_order = _aligned(total, explore, units)
+    frontier = frontier_of(explore, follow, window)
+    provenance = costs.provenance | windows | {"retrieval_weight": explore.retrieval_weight}
+    provenance = _provenance(explore, provenance, frontier, units)
+    without = {}
+    for role in explore.roles if len(explore.roles) > 1 else ():
+        rest = replace(explore, roles=[x for x in explore.roles if x != role], target_saving=0.0)
+        most = len(frontier_of(rest, total["in_place"], total["window"]).costs) - 1
+        without[role] = frontier_of(rest, *_aligned(total, rest, min(units, most))[:2])
+        provenance[f"plan_cost_without_{role}"] = cost_at(without[role], units)
+    plan = frontier.plan(units, provenance)
+    if kv_order is not None:
+        plan = replace(plan, head_order=head_order(plan, kv_order, costs.order))
+    return Choice(plan, follow, window, frontier, without)
+
+
+def cost_at(frontier: Frontier, units: int) -> float | None:
+    """The least cost of saving so many units or more; None where no plan does."""
+    least = frontier.costs[units:].min(initial=np.inf)
+    return float(least) if np.isfinite(least) else None
+
+
+def _aligned(
+    total: dict[str, Floats], explore: ExploreArgs, units: int
+) -> tuple[Floats, Floats, tuple[tuple[int, ...], ...] | None]:
+    """Costs of followers and windows by place, and the KV head at each place (None = where they were)."""
+    if not explore.align_heads or "follow" not in explore.roles or not units:
+        return total["in_place"], total["window"], None
+    window = total["window"] if "window" in explore.roles else None
+    found = align(total["follow"], window, units)
+    return found.follow, total["window"] if found.window is None else found.window, found.kv_order
+
+
+def head_order(
+    plan: SharingPlan, kv_order: tuple[tuple[int, ...], ...], order: Tensor
+) -> tuple[tuple[int, ...], ...] | None:
+    """Which query head of the original weights stands at each place, ``[L][Hq]``; None when all stand where they were.
+
+    Args:
+        kv_order: ``[L][H]``, the KV head at each place.
+        order: of query heads inside the groups of pairs, see `PlanCosts`; a follower's group stands as its lead's does.
+    """
+    groups = order.shape[-1]
+    rows = []
+    for layer, heads in enumerate(kv_order):
+        row: list[int] = []
+        for place, head in enumerate(heads):
+            lead = plan.lead[layer][place]
+            inside = list(range(groups))
+            if lead is not None and lead != layer:
+                inside = order[lead, layer, kv_order[lead][place], head].tolist()
+            row += [head * groups + query for query in inside]
+        rows.append(tuple(row))
+    return None if all(row == tuple(range(len(row))) for row in rows) else tuple(rows)
+
+
+def _provenance(
+    explore: ExploreArgs, measured: dict[str, Any], frontier: Frontier, units: int
+) -> dict[str, Any]:
+    return measured | {
+        "cost": explore.cost,
+        "roles": list(explore.roles),
+        "target_saving": explore.target_saving,
+        "budget_length": explore.sequence_length if explore.budget_length is None else explore.budget_length,
+        "plan_cost": float(frontier.costs[units]),
+    }
 
 
 def find_costs(exploration: Exploration, say: Callable[[str], None] = print) -> PlanCosts:
-    """The costs of these settings: read from the folder when they are there, else measured (by all ranks) and written.
-
-    `loss` is measured only when asked for, the others always.
-    """
-    explore = exploration.explore
+    """The costs of these settings: read from the folder when they are there, else measured (by all ranks) and written."""
     path = exploration.folder / COSTS_NAME
     wanted = exploration.settings | exploration.windows
     wanted |= {"weights": weights_stamp(exploration.model_folder)}
-    wanted |= {"retrieval_sequences": explore.retrieval_sequences}
+    wanted |= {"retrieval_sequences": exploration.explore.retrieval_sequences}
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    found = from_first_rank(_reusable(path, wanted, explore.cost, say) if is_first else None)
+    found = from_first_rank(reusable(path, PlanCosts, wanted, say) if is_first else None)
     if found is not None:
         return found
-    names = MEASURED_COSTS if explore.cost == "loss" else MEASURED_COSTS[:-1]
-    found = _measure(exploration, names, wanted, say)
+    found = _measure(exploration, wanted, say)
     if is_first:
         keep_old(path)
         found.save(path)
@@ -141,67 +198,95 @@ def find_costs(exploration: Exploration, say: Callable[[str], None] = print) -> 
     return found
 
 
-def _reusable(path: Path, wanted: dict[str, Any], name: str, say: Callable[[str], None]) -> PlanCosts | None:
-    if not path.exists():
-        return None
-    found = PlanCosts.load(path)
-    changed = sorted(key for key, value in wanted.items() if found.provenance.get(key) != value)
-    if not changed and name in found.values:
-        say(f"plan costs: {path} is of these settings, nothing is measured again")
-        return found
-    what = f"differs in {', '.join(changed)}" if changed else f"has no cost {name!r}"
-    say(f"plan costs: {path} {what}: measuring again, the old file is kept")
-    return None
-
-
-def _measure(
-    exploration: Exploration, names: tuple[str, ...], wanted: dict[str, Any], say: Callable[[str], None]
-) -> PlanCosts:
+def _measure(exploration: Exploration, wanted: dict[str, Any], say: Callable[[str], None]) -> PlanCosts:
+    """Query heads matched on a few sequences, then the cost of every role on all of them."""
     explore = exploration.explore
-    model = load_dense(exploration.model_folder, exploration.settings, **exploration.windows)
+    model = exploration.load_model()
     sequences, split = exploration.read(say)
+    repeated = repeated_sequences(exploration, model.config)
     fingerprint = wanted | {
-        "costs": list(names),
         "weights_sha256": model_fingerprint(model),
         "tokens_sha256": sequence_fingerprint(sequences),
     }
 
-    def measure(input_ids: Tensor) -> Tensor:
-        return measure_pair_costs(model, input_ids.to(model.device), explore.num_queries, names)
-
-    values: dict[str, Tensor] = {}
-    for ending, kind in (("", sequences), (RETRIEVAL, exploration.repeated(model.config))):
-        if not kind:
-            continue
-        with tqdm(total=len(kind), desc=f"plan costs{ending}", unit="seq", disable=say is quiet) as bar:
-            means = measure_mean(
-                measure,
+    def mean(name: str, measure: Callable[..., Tensor], kind: list[Tensor]) -> Tensor:
+        with tqdm(total=len(kind), desc=f"plan costs, {name}", unit="seq", disable=say is quiet) as bar:
+            return measure_mean(
+                lambda input_ids: measure(model, input_ids.to(model.device), explore.num_queries),
                 kind,
                 fingerprint=fingerprint,
-                partial_dir=exploration.folder / PARTIAL_NAME / f"text{ending}",
+                partial_dir=exploration.folder / PARTIAL_NAME / name,
                 save_every=explore.save_every,
                 progress=partial(advance, bar),
             )
-        values |= {name + ending: mean for name, mean in zip(names, means, strict=True)}
-    return PlanCosts(values=values, provenance=fingerprint | {"split_used": split})
+
+    heads = model.config.num_key_value_heads
+    few = [*sequences[:MATCHING_SEQUENCES], *repeated]
+    order = match_query_heads(mean("query heads", measure_query_head_errors, few), heads)
+    shapes = cost_shapes(model.config.num_hidden_layers, heads)
+
+    def flat(model: Any, input_ids: Tensor, num_queries: int) -> Tensor:
+        found = measure_costs(model, input_ids, num_queries, order)
+        return torch.cat([found[name].flatten() for name in shapes])
+
+    values: dict[str, Tensor] = {}
+    for name, ending, kind in (("text", "", list(sequences)), ("repeated", RETRIEVAL, repeated)):
+        if kind:
+            parts = mean(name, flat, kind).split([int(np.prod(shape)) for shape in shapes.values()])
+            values |= {
+                key + ending: part.view(shape)
+                for (key, shape), part in zip(shapes.items(), parts, strict=True)
+            }
+    return PlanCosts(values=values, order=order, provenance=fingerprint | {"split_used": split})
 
 
-def _refined(
-    exploration: Exploration, plan: SharingPlan, costs: Tensor, say: Callable[[str], None]
-) -> SharingPlan:
-    explore = exploration.explore
-    model = load_dense(exploration.model_folder, exploration.settings, **exploration.windows)
-    sequences, _ = exploration.read(say)
-    sequences = [*sequences[: explore.refine_sequences], *exploration.repeated(model.config)]
+def repeated_sequences(exploration: Exploration, config: Any) -> list[Tensor]:
+    """Sequences of random ordinary tokens, each repeated REPEATS times."""
+    explore, settings = exploration.explore, exploration.settings
+    if not explore.retrieval_sequences:
+        return []
+    tokenizer = load_tokenizer(exploration.model_folder, gguf_file=settings["gguf_file"])
+    vocab, special = ordinary_vocabulary(tokenizer, config)
+    length = explore.sequence_length // REPEATS
+    num_tokens = fitting_tokens(config, length, REPEATS, vocab - len(special))
+    seeds = range(settings["seed"], settings["seed"] + explore.retrieval_sequences)
+    return [repeated_tokens(num_tokens, REPEATS, vocab, special, seed) for seed in seeds]
+
+
+def _with_losses(exploration: Exploration, choice: Choice, say: Callable[[str], None]) -> SharingPlan:
+    """The plan, refined when asked for, with its loss and that of the dense model in its provenance."""
+    explore, plan = exploration.explore, choice.plan
+    dense = SharingPlan.dense(plan.num_layers, plan.num_key_value_heads)
+    model = exploration.load_model(replace(dense, head_order=plan.head_order))
+    text = list(exploration.read(say)[0][: explore.loss_sequences])
+    repeated = repeated_sequences(exploration, model.config) if explore.cost == "projected" else []
     fingerprint = {
         **exploration.windows,
         "dtype": exploration.settings["dtype"],
-        "weights_sha256": model_fingerprint(model),
-        "tokens_sha256": sequence_fingerprint(sequences),
+        "weights": weights_stamp(exploration.model_folder),
+        "weights_sha256": plan.provenance["weights_sha256"],
+        "tokens_sha256": sequence_fingerprint([*text, *repeated]),
     }
-    log = LossLog(exploration.folder / REFINE_NAME, fingerprint)
-    loss = PlanLoss(model, sequences)
-    found = refine_plan(
-        plan, costs, loss, explore.refine_evaluations, explore.refine_proposals, log=log, say=say
-    )
-    return replace(found, provenance=found.provenance | {"refine_sequences": len(sequences)})
+    log = LossLog(exploration.folder / LOSS_NAME, fingerprint)
+    if explore.refine_evaluations:
+        loss = PlanLoss(model, [*text, *repeated])
+        search = Refinement(
+            plan,
+            choice.follow,
+            choice.window,
+            loss,
+            explore.refine_evaluations,
+            explore.refine_proposals,
+            log,
+            say,
+        )
+        plan = search.run()
+    measured: dict[str, dict[str, float]] = {"dense": {}, "plan": {}}
+    for kind, sequences in (("text", text), ("repeated", repeated)):
+        for name, one in (("dense", dense), ("plan", plan)) if sequences else ():
+            key = f"{kind} {plan_key(one)}"
+            if key not in log.losses:
+                log.add(key, PlanLoss(model, sequences)(one))
+            measured[name][kind] = log.losses[key]
+    counts = {"sequences": len(text), "repeated_sequences": len(repeated)}
+    return replace(plan, provenance=plan.provenance | {"losses": measured | counts})

@@ -12,13 +12,13 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from pod.training.plan_pictures import _save
+from pod.training.plan_pictures import save_picture
 from pod.training.trackers import read_records
 
 
 def save_gate_picture(records: str | os.PathLike[str], picture: str | os.PathLike[str]) -> Path:
     """Draw the measurements of gates.jsonl as a PNG."""
-    return _save(gate_picture(read_records(Path(records))), Path(picture))
+    return save_picture(gate_picture(read_records(Path(records))), Path(picture))
 
 
 def gate_picture(records: list[dict[str, Any]]) -> Figure:

@@ -1,41 +1,42 @@
-"""What it would cost a (layer, KV head) pair to use another layer's distant logits: costs beyond row similarity.
+"""What each role of a (layer, KV head) pair would cost, all in one currency (METHODS.md §7).
 
-Every cost is a tensor ``[L, L, H]``: ``cost[lead, layer, head]`` for ``lead < layer``, zero elsewhere, smaller = better to
-share. All are measured on the *dense* model's hidden states, one pair at a time, from the attention rows of `q` queries
-spread over the positions that have distant tokens. Beside the model this holds the distant attention rows of those
-queries, ``4 · L · Hq · q · n`` bytes (as measuring similarity does); nothing of size ``n x n`` exists.
+The cost of a role is ``mean ‖W (o' - o)‖² / ‖x‖²`` over queries that have distant tokens: ``o`` what the pair's query heads put
+out, ``o'`` the same under the role while everything else stays dense, ``W`` their columns of the output projection, ``x`` the
+residual stream in front of the layer, which is what the next layers normalise. Measured on text and on random tokens that are
+repeated, where copying is all there is to do; both in the same units, so that their sum needs a weight and no scale.
 
-The four costs, with ``p`` the layer's own attention, ``p'`` what eq. 4 of the paper makes of it (own logits for proximal
-tokens, the lead's for distant ones, one softmax), ``o`` and ``o'`` the head's outputs with its own values:
+* ``window`` ``[L, H]``: softmax over proximal tokens alone.
+* ``follow`` ``[L, L, H, H]`` = [lead layer, layer, KV head of the lead layer, KV head of the layer], zero unless lead < layer: own
+  logits for proximal tokens, the lead's for distant ones, one softmax (PoD, eq. 4). Heads of a layer can be re-ordered without
+  changing the model, so any head of a lower layer may lead; query heads are matched inside the pair of groups.
+* ``in_place`` ``[L, L, H]``: following the KV head of the same index, query head by query head, with nothing re-ordered.
 
-* ``distant``: share of attention on distant tokens × JSD₂ between the two layers' attention *among* distant tokens.
-* ``output``: ``Σ ‖o' - o‖² / Σ ‖o‖²``.
-* ``projected``: mean over tokens of ``‖W_o (o' - o)‖² / ‖x‖²``, ``x`` the residual stream in front of the layer: what the
-  next layers see of the error, since they normalise ``x``.
-* ``loss``: ``½ Σ (∂NLL/∂o · (o' - o))²`` per token: the growth of the loss to second order, with the empirical Fisher
-  information in place of the Hessian and without terms between tokens (Kunstner et al., 2019, eq. 3). One backward pass.
+Beside the model this holds the distant attention rows of the sampled queries of all layers, ``4 · L · Hq · q · n`` bytes; nothing
+of size ``n x n`` exists.
 """
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-import torch.nn.functional as F
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor, nn
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
 
 from pod.files import atomic_write_bytes
 from pod.modeling.recording import AttentionInputs, record_attention_inputs
 from pod.modeling.shipped.llama import PodForCausalLM
 
-SCHEMA_VERSION = "1"
-MEASURED_COSTS = ("distant", "output", "projected", "loss")
+SCHEMA_VERSION = "2"
+RETRIEVAL = "_retrieval"
+"""Ends the name of a cost that was measured on repeated random tokens."""
 MAX_COST = 1000.0
-_LOGIT_ROWS = 512  # rows of logits in memory at once while the loss is differentiated
 
 
 @dataclass(kw_only=True)
@@ -43,15 +44,26 @@ class PlanCosts:
     """Measured costs with what they were measured on."""
 
     values: dict[str, Tensor]
-    """Name → ``[L, L, H]`` fp64, means over all sequences."""
+    """``window``, ``follow`` and ``in_place``, and the same with RETRIEVAL where it was measured: fp64, means over sequences."""
+
+    order: Tensor
+    """``[L, L, H, H, G]``: which query head of the follower's group stands at each place when it follows, those of the lead
+    standing as they are."""
 
     provenance: dict[str, Any] = field(default_factory=dict)
-    """As that of a similarity, with the windows."""
+    """Model, sources, windows, n, q, N, seed and fingerprints."""
+
+    def total(self, retrieval_weight: float) -> dict[str, NDArray[np.float64]]:
+        """Cost on text plus `retrieval_weight` times that on repeated tokens, by role."""
+        return {
+            name: (self.values[name] + retrieval_weight * self.values.get(name + RETRIEVAL, 0.0)).numpy()
+            for name in cost_shapes(1, 1)
+        }
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write safetensors with metadata, atomically."""
         metadata = {"schema": SCHEMA_VERSION, "provenance": json.dumps(self.provenance, sort_keys=True)}
-        tensors = {name: value.contiguous() for name, value in self.values.items()}
+        tensors = {name: value.contiguous() for name, value in {**self.values, "order": self.order}.items()}
         atomic_write_bytes(path, save(tensors, metadata=metadata))
 
     @classmethod
@@ -61,25 +73,14 @@ class PlanCosts:
             with safe_open(os.fspath(path), framework="pt") as file:
                 metadata = file.metadata() or {}
                 if metadata.get("schema") != SCHEMA_VERSION:
-                    raise KeyError("schema")
+                    raise KeyError(f"schema is {metadata.get('schema')}")
                 values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return cls(values=values, provenance=json.loads(metadata["provenance"]))
+            order = values.pop("order")
+            return cls(values=values, order=order, provenance=json.loads(metadata["provenance"]))
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise ValueError(
                 f"{path} is not a file of plan costs of schema {SCHEMA_VERSION} ({error}): delete it and measure again"
             ) from None
-
-
-RETRIEVAL = "_retrieval"
-"""Ends the name of a cost that was measured on repeated random tokens."""
-
-
-def combined_cost(values: dict[str, Tensor], name: str) -> Tensor:
-    """The cost `name` of text plus that of retrieval, where it was measured, scaled to the same sum over all pairs: ``[L, L, H]``."""
-    text, retrieval = values[name], values.get(name + RETRIEVAL)
-    if retrieval is None or not retrieval.any():
-        return text
-    return text + retrieval * (text.sum() / retrieval.sum())
 
 
 @dataclass(frozen=True)
@@ -118,181 +119,159 @@ def sample_queries(n: int, num_queries: int, num_sink_tokens: int, num_recent_to
     )
 
 
-def measure_pair_costs(
-    model: PodForCausalLM,
-    input_ids: Tensor,
-    num_queries: int,
-    names: Sequence[str] = MEASURED_COSTS,
-) -> Tensor:
-    """The costs `names` of every pair on one sequence.
+def cost_shapes(num_layers: int, num_key_value_heads: int) -> dict[str, tuple[int, ...]]:
+    """The shape of each measured cost."""
+    layers, heads = num_layers, num_key_value_heads
+    return {
+        "window": (layers, heads),
+        "follow": (layers, layers, heads, heads),
+        "in_place": (layers, layers, heads),
+    }
+
+
+@torch.no_grad()
+def measure_costs(
+    model: PodForCausalLM, input_ids: Tensor, num_queries: int, order: Tensor
+) -> dict[str, Tensor]:
+    """The cost of every role of every pair on one sequence.
 
     Args:
         model: dense, with the windows of the plan to come (``num_sink_tokens``, ``num_recent_tokens``).
         input_ids: ``[1, n]``.
         num_queries: q, at most ``n - n_s - n_r``.
+        order: ``[L, L, H, H, G]``, see `PlanCosts`.
 
-    Returns: ``[len(names), L, L, H]`` fp64 on the CPU, from 0 to 1000.
-    Raises: ValueError for a model with a plan and for a sequence without enough distant tokens.
+    Returns: fp64 on the CPU in the shapes of `cost_shapes`, from 0 to 1000.
+    Raises: ValueError for a model with a plan, a sequence without enough distant tokens, and outputs that are not finite.
     """
     config = model.config
-    sample = sample_queries(input_ids.shape[1], num_queries, config.num_sink_tokens, config.num_recent_tokens)
-    sample = Sample(*(x.to(input_ids.device) for x in (sample.positions, sample.future, sample.distant)))
-    gradients = output_gradients(model, input_ids, sample.positions) if "loss" in names else None
-    layers, heads = config.num_hidden_layers, config.num_key_value_heads
-    costs = torch.zeros(len(names), layers, layers, heads, dtype=torch.float64)
-    rows: list[_DistantRows] = []  # of all heads of the layers below
-    for layer, inputs in enumerate(record_attention_inputs(model, input_ids)):
-        gradient = None if gradients is None else gradients[layer]
-        own = _DistantRows.of(inputs, sample)
-        for head in range(heads) if layer else ():
-            follower = _Follower(model, layer, head, inputs, own, sample, gradient)
-            for lead, lead_rows in enumerate(rows):
-                found = follower.costs(lead_rows.head(head, heads), names)
-                costs[:, lead, layer, head] = torch.stack(found).cpu()
-        rows.append(own)
+    shapes = cost_shapes(config.num_hidden_layers, config.num_key_value_heads)
+    costs = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    lead_of_place = order.argsort(
+        -1
+    )  # [.., g]: the lead's query head that serves query head g of the follower
+    heads, groups = config.num_key_value_heads, config.num_key_value_groups
+    head = torch.arange(heads)
+    for layer, own, lower in _layers(model, input_ids, num_queries):
+        costs["window"][layer] = own.cost(own.near - own.out)
+        for lead, rows in enumerate(lower):
+            errors = own.errors(rows).unflatten(0, (heads, groups))  # [Hl, Gl, H, G, q, d]
+            served = lead_of_place[lead, layer].to(errors.device)  # [Hl, H, G]
+            places = served[:, None, :, :, None, None].expand(-1, 1, -1, -1, *errors.shape[-2:])
+            costs["follow"][lead, layer] = own.cost(errors.gather(1, places).squeeze(1))
+            group = torch.arange(groups)
+            straight = errors[head[:, None], group, head[:, None], group]  # [H, G, q, d]
+            costs["in_place"][lead, layer] = own.cost(straight)
+    if not all(bool(value.isfinite().all()) for value in costs.values()):
+        raise ValueError("the model gives NaN or infinite values on this text: try model.dtype=float32")
     # A relative error says no more beyond the limit, and integer sums over many sequences stay in range.
-    return costs.clamp_(max=MAX_COST)
+    return {name: value.clamp_(max=MAX_COST) for name, value in costs.items()}
 
 
-class _DistantRows(NamedTuple):
-    """Attention of some query heads among distant tokens only.
+@torch.no_grad()
+def measure_query_head_errors(model: PodForCausalLM, input_ids: Tensor, num_queries: int) -> Tensor:
+    """What it costs one query head to take the distant logits of one of a lower layer, its KV head's others staying dense.
 
-    Attributes:
-        probabilities: ``[Hq, q, n]``, rows sum to 1.
-        lse: log-sum-exp of the distant logits ``[Hq, q]``.
-        negentropy: ``Σ p log₂ p`` ``[Hq, q]``.
+    Returns: ``[L, L, Hq, Hq]`` = [lead layer, layer, query head of the lead layer, of the layer], fp64 on the CPU, 0 to 1000.
     """
+    layers, query_heads = model.config.num_hidden_layers, model.config.num_attention_heads
+    found = torch.zeros(layers, layers, query_heads, query_heads, dtype=torch.float64)
+    for layer, own, lower in _layers(model, input_ids, num_queries):
+        for lead, rows in enumerate(lower):
+            found[lead, layer] = own.cost_of_query_heads(own.errors(rows)).flatten(1)
+    return found.nan_to_num_(MAX_COST).clamp_(max=MAX_COST)
+
+
+def match_query_heads(errors: Tensor, num_key_value_heads: int) -> Tensor:
+    """The order ``[L, L, H, H, G]`` of the query heads of every follower that costs least, each query head counted alone.
+
+    Args:
+        errors: ``[L, L, Hq, Hq]`` from `measure_query_head_errors`.
+    """
+    heads, groups = num_key_value_heads, errors.shape[-1] // num_key_value_heads
+    by_pair = errors.unflatten(3, (heads, groups)).unflatten(2, (heads, groups)).transpose(3, 4).numpy()
+    order = torch.arange(groups).expand(*by_pair.shape[:4], groups).clone()
+    for lead, layer, i, j in np.ndindex(by_pair.shape[:4]) if groups > 1 else ():
+        if lead < layer:
+            order[lead, layer, i, j] = torch.from_numpy(linear_sum_assignment(by_pair[lead, layer, i, j])[1])
+    return order
+
+
+class _Rows(NamedTuple):
+    """Attention of a layer's query heads among distant tokens only: probabilities ``[Hq, q, n]``, whose rows sum to 1, and the
+    log-sum-exp of the logits ``[Hq, q]``."""
 
     probabilities: Tensor
     lse: Tensor
-    negentropy: Tensor
 
-    @classmethod
-    def of(cls, inputs: AttentionInputs, sample: Sample) -> "_DistantRows":
-        logits = _logits(inputs, sample).masked_fill_(~sample.distant, float("-inf"))
+
+def _layers(
+    model: PodForCausalLM, input_ids: Tensor, num_queries: int
+) -> Iterator[tuple[int, "_Layer", list[_Rows]]]:
+    """Every layer with the rows of all lower ones."""
+    config = model.config
+    sample = sample_queries(input_ids.shape[1], num_queries, config.num_sink_tokens, config.num_recent_tokens)
+    sample = Sample(*(x.to(input_ids.device) for x in (sample.positions, sample.future, sample.distant)))
+    lower: list[_Rows] = []
+    for layer, inputs in enumerate(record_attention_inputs(model, input_ids)):
+        projection: Any = model.model.layers[layer].self_attn
+        own = _Layer(inputs, sample, projection.o_proj.weight.detach())
+        yield layer, own, lower
+        lower.append(own.rows)
+
+
+class _Layer:
+    """A layer's sampled queries, and what its heads put out under each role.
+
+    Attributes:
+        rows: distant attention, for layers above.
+        near, out: ``[H, G, q, d]`` outputs from proximal tokens alone, and from all.
+    """
+
+    def __init__(self, inputs: AttentionInputs, sample: Sample, weight: Tensor):
+        logits = _logits(inputs, sample)  # [Hq, q, n]
+        heads = inputs.k.shape[0]
+        proximal = logits.masked_fill(sample.future | sample.distant, float("-inf"))
+        self.v = inputs.v.to(logits.dtype)
+        self.lse = proximal.logsumexp(-1).unflatten(0, (heads, -1))  # [H, G, q]
+        self.near = proximal.softmax(-1).unflatten(0, (heads, -1)) @ self.v[:, None]
+        logits.masked_fill_(~sample.distant, float("-inf"))
         lse = logits.logsumexp(-1)
         # Below the threshold lie subnormal numbers, with which CPUs compute a hundred times slower.
-        probabilities = torch.threshold_((logits - lse[..., None]).exp_(), 1e-30, 0.0)
-        return cls(probabilities, lse, _x_log2_x(probabilities).sum(-1))
-
-    def head(self, head: int, num_key_value_heads: int) -> "_DistantRows":
-        """Those of the query heads of one KV head."""
-        groups = self.lse.shape[0] // num_key_value_heads
-        return _DistantRows(*(x[head * groups : (head + 1) * groups] for x in self))
-
-
-class _Follower:
-    """One (layer, KV head) pair that tries one lead after the other."""
-
-    def __init__(
-        self,
-        model: PodForCausalLM,
-        layer: int,
-        head: int,
-        inputs: AttentionInputs,
-        rows: _DistantRows,
-        sample: Sample,
-        gradient: Tensor | None,
-    ):
-        groups = model.config.num_key_value_groups
-        columns = slice(head * groups * model.config.head_dim, (head + 1) * groups * model.config.head_dim)
-        self.rows = rows.head(head, model.config.num_key_value_heads)
-        logits = _logits(inputs, sample, slice(head, head + 1))
-        proximal = logits.masked_fill_(sample.future | sample.distant, float("-inf"))
-        self.v = inputs.v[head].to(logits.dtype)
-        self.lse = proximal.logsumexp(-1)  # [G, q]
-        self.proximal_out = proximal.softmax(-1) @ self.v  # [G, q, d]
-        self.mass = torch.sigmoid(self.rows.lse - self.lse)
-        self.out = self._merge(self.rows)
-        attention: Any = model.model.layers[layer].self_attn
-        self.weight = attention.o_proj.weight[:, columns].detach().to(logits.dtype)
+        self.rows = _Rows(torch.threshold_((logits - lse[..., None]).exp_(), 1e-30, 0.0), lse)
+        gate = torch.sigmoid(self.lse - lse.view_as(self.lse))[..., None]
+        distant = self.rows.probabilities.unflatten(0, (heads, -1)) @ self.v[:, None]
+        self.out = gate * self.near + (1 - gate) * distant
         self.residual = inputs.hidden_states[sample.positions].to(logits.dtype).square().sum(-1)  # [q]
-        self.gradient = None if gradient is None else gradient[:, columns].to(logits.dtype)  # [q, G * d]
+        columns = weight.to(logits.dtype).unflatten(1, (heads, -1)).transpose(0, 1)  # [H, hidden, G·d]
+        self.factor = torch.linalg.qr(columns, mode="r").R  # ‖R e‖ = ‖W e‖
+        alone = columns.unflatten(2, (self.lse.shape[1], -1)).transpose(1, 2)  # [H, G, hidden, d]
+        self.factor_of_query_heads = torch.linalg.qr(alone, mode="r").R
 
-    def _merge(self, rows: _DistantRows) -> Tensor:
-        """Output ``[G, q, d]`` with own proximal logits and these distant ones (paper, eq. 4)."""
-        gate = torch.sigmoid(self.lse - rows.lse)[..., None]
-        return gate * self.proximal_out + (1 - gate) * (rows.probabilities @ self.v)
+    def errors(self, lead: _Rows) -> Tensor:
+        """``[Hq of the lead, H, G, q, d]``: how the output of every query head changes when it takes these distant logits."""
+        heads, n, d = self.v.shape
+        values = self.v.transpose(0, 1).reshape(n, heads * d)
+        distant = (lead.probabilities @ values).unflatten(-1, (heads, d)).transpose(1, 2)  # [Hl, H, q, d]
+        gate = torch.sigmoid(self.lse - lead.lse[:, None, None])[..., None]  # [Hl, H, G, q, 1]
+        return gate * self.near + (1 - gate) * distant[:, :, None] - self.out
 
-    def costs(self, lead: _DistantRows, names: Sequence[str]) -> list[Tensor]:
-        """The costs `names` of following a lead with these rows, fp64 scalars."""
-        error = self._merge(lead) - self.out
-        flat = error.transpose(0, 1).flatten(1)  # [q, G * d], as o_proj reads it
-        values = []
-        for name in names:
-            if name == "distant":
-                value = (self.mass * _jensen_shannon(self.rows, lead)).mean()
-            elif name == "output":
-                value = error.square().sum() / self.out.square().sum()
-            elif name == "projected":
-                value = ((flat @ self.weight.T).square().sum(-1) / self.residual).mean()
-            else:
-                assert self.gradient is not None
-                value = (self.gradient * flat).sum(-1).square().mean() / 2
-            values.append(value.double())
-        return values
+    def cost(self, errors: Tensor) -> Tensor:
+        """``[…, H, G, q, d]`` to the cost of each KV head ``[…, H]``, fp64 on the CPU."""
+        flat = errors.transpose(-3, -2).flatten(-2)  # […, H, q, G·d], as o_proj reads it
+        return self._mean(flat @ self.factor.mT)
+
+    def cost_of_query_heads(self, errors: Tensor) -> Tensor:
+        """``[…, H, G, q, d]`` to the cost of each query head alone ``[…, H, G]``."""
+        return self._mean(errors @ self.factor_of_query_heads.mT)
+
+    def _mean(self, projected: Tensor) -> Tensor:
+        return (projected.square().sum(-1) / self.residual).double().mean(-1).cpu()
 
 
-def _logits(inputs: AttentionInputs, sample: Sample, heads: slice = slice(None)) -> Tensor:
-    """Logits of the sampled queries of these KV heads, ``[h * G, q, n]``, at least fp32, nothing masked."""
+def _logits(inputs: AttentionInputs, sample: Sample) -> Tensor:
+    """Logits of the sampled queries, ``[Hq, q, n]``, at least fp32, nothing masked."""
     compute = torch.promote_types(inputs.q.dtype, torch.float32)
-    q = inputs.q[:, sample.positions].unflatten(0, (inputs.k.shape[0], -1))[heads].to(compute)
-    k = inputs.k[heads].to(compute)
-    return (q @ k[:, None].transpose(2, 3) * q.shape[-1] ** -0.5).flatten(0, 1)
-
-
-def _jensen_shannon(p: _DistantRows, q: _DistantRows) -> Tensor:
-    """JSD₂ of rows ``[G, q]``: 0 = equal, 1 = disjoint."""
-    joint = _x_log2_x(p.probabilities + q.probabilities).sum(-1)
-    return (1 + (p.negentropy + q.negentropy - joint) / 2).clamp(0, 1)
-
-
-def _x_log2_x(x: Tensor) -> Tensor:
-    return x.clamp_min(torch.finfo(x.dtype).tiny).log2_().mul_(x)
-
-
-def output_gradients(model: PodForCausalLM, input_ids: Tensor, positions: Tensor) -> list[Tensor]:
-    """``∂ Σ NLL / ∂ o`` of every layer at `positions`: ``[q, Hq · d]`` each, ``o`` being what o_proj reads.
-
-    Activations are checkpointed, logits made in slices; weights get no gradient.
-    """
-    found: dict[int, Tensor] = {}
-    handles = []
-    for index, layer in enumerate(model.model.layers):
-
-        def keep(module, grad_input, grad_output, index=index):
-            found[index] = grad_input[0][0, positions].detach()
-
-        handles.append(layer.self_attn.o_proj.register_full_backward_hook(keep))  # type: ignore[union-attr]
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    training, checkpointing = model.training, model.model.gradient_checkpointing
-    try:
-        model.requires_grad_(False).train()
-        model.model.gradient_checkpointing = True
-        embedded = model.model.embed_tokens(input_ids).requires_grad_()
-        with torch.enable_grad():
-            hidden = model.model(inputs_embeds=embedded).last_hidden_state
-            hidden.backward(_loss_gradient(model.lm_head, hidden.detach(), input_ids))
-    finally:
-        for handle in handles:
-            handle.remove()
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
-        model.train(training)
-        model.model.gradient_checkpointing = checkpointing
-    return [found[index] for index in range(len(found))]
-
-
-def _loss_gradient(lm_head: nn.Module, hidden: Tensor, input_ids: Tensor) -> Tensor:
-    """Gradient ``[1, n, hidden]`` of the sum of next-token NLL with respect to the last hidden states."""
-    gradient = torch.zeros_like(hidden)
-    for start in range(0, hidden.shape[1] - 1, _LOGIT_ROWS):
-        rows = slice(start, min(start + _LOGIT_ROWS, hidden.shape[1] - 1))
-        targets = input_ids[0, rows.start + 1 : rows.stop + 1]
-        part = hidden[0, rows].clone().requires_grad_()
-        logits = lm_head(part)
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        F.cross_entropy(wide, targets, reduction="sum").backward()
-        assert part.grad is not None
-        gradient[0, rows] = part.grad
-    return gradient
+    q = inputs.q[:, sample.positions].unflatten(0, (inputs.k.shape[0], -1)).to(compute)
+    k = inputs.k.to(compute)
+    return (q @ k[:, None].mT * q.shape[-1] ** -0.5).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Pictures of a similarity measurement and of the plan made from it (paper Figures 1d and 5)."""
+"""Pictures of what was measured, of the plan made from it, and of all savings (paper Figures 1d and 5)."""
 
 import io
 import math
@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
+from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
@@ -22,20 +22,21 @@ from pod.modeling.shipped.sharing import SharingPlan
 
 MAX_LABELLED_HEADS = 16  # curves that a legend can still tell apart
 BLOCK_COLOURS = matplotlib.color_sequences["Set2"][:7]  # the eighth is grey
-SINGLE_COLOUR = "#ececec"
+SINGLE_COLOUR = "#d5d5d5"
+ROLE_COLOURS = {"leads": "#1f3b73", "followers": "#e08214", "windows": "#b8d7ef"}
+ROLE_MEANINGS = {"leads": "lead", "followers": "follow", "windows": "keep their window"}
 
 
-def save_pictures(
-    folder: str | os.PathLike[str], similarity: ArrayLike, plan: SharingPlan, subject: str
+def save_similarity_pictures(
+    folder: str | os.PathLike[str], similarity: ArrayLike, num_key_value_heads: int, subject: str
 ) -> list[Path]:
-    """Write adjacent_similarity.png, similarity_heads.png and blocks.png; `subject` names the model in the titles."""
+    """Write adjacent_similarity.png and similarity_heads.png; `subject` names the model in the titles."""
     values = np.asarray(similarity, dtype=np.float64)
     figures = {
-        "adjacent_similarity.png": adjacent_similarity(values, plan.num_key_value_heads, subject),
-        "similarity_heads.png": head_maps(values, plan.num_key_value_heads, subject),
-        "blocks.png": block_picture(plan, subject),
+        "adjacent_similarity.png": adjacent_similarity(values, num_key_value_heads, subject),
+        "similarity_heads.png": head_maps(values, num_key_value_heads, subject),
     }
-    return [_save(figure, Path(folder) / name) for name, figure in figures.items()]
+    return [save_picture(figure, Path(folder) / name) for name, figure in figures.items()]
 
 
 def adjacent_similarity(values: NDArray[np.float64], num_key_value_heads: int, subject: str) -> Figure:
@@ -97,52 +98,136 @@ def head_maps(values: NDArray[np.float64], num_key_value_heads: int, subject: st
     return figure
 
 
-def save_cost_picture(
-    folder: str | os.PathLike[str], costs: ArrayLike, plan: SharingPlan, name: str, subject: str
-) -> Path:
-    """Write costs.png: `cost_maps` of the cost `name`."""
-    figure = cost_maps(np.asarray(costs, dtype=np.float64), plan, name, subject)
-    return _save(figure, Path(folder) / "costs.png")
+def cost_maps(
+    follow: NDArray[np.float64] | None, window: NDArray[np.float64] | None, plan: SharingPlan, subject: str
+) -> Figure:
+    """What it costs each layer to follow each lower one, a map per KV head, and to keep its window, a map of all; dots where the
+    plan does it.
 
-
-def cost_maps(costs: NDArray[np.float64], plan: SharingPlan, name: str, subject: str) -> Figure:
-    """What it costs each layer to follow each lower one, a map per KV head, with dots where the plan does it.
-
-    costs: ``[L, L, H]``, read where lead < layer.
+    follow: ``[L, L, H]``, read where lead < layer; window: ``[L, H]``. By place, None = not priced.
     """
-    num_layers, _, heads = costs.shape
-    columns = math.ceil(math.sqrt(heads))
-    rows = math.ceil(heads / columns)
+    assert follow is not None or window is not None
+    maps = _follow_maps(follow, plan) if follow is not None else []
+    if window is not None:
+        dots = [
+            (head, layer)
+            for layer, row in enumerate(plan.lead)
+            for head, lead in enumerate(row)
+            if lead is None
+        ]
+        maps.append(("window, by KV head", np.ma.asarray(window), dots))
+    columns = math.ceil(math.sqrt(len(maps)))
+    rows = math.ceil(len(maps) / columns)
     figure = Figure(figsize=(3.9 * columns + 1.1, 3.9 * rows + 0.9), layout="constrained")
-    grid: NDArray[Any] = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-    follows = np.tril(np.ones((num_layers, num_layers), dtype=bool), k=-1)  # [layer, lead]
-    shown = costs[follows.T & (costs > 0).any(axis=-1)]
+    grid: NDArray[Any] = figure.subplots(rows, columns, squeeze=False)
+    shown = np.concatenate([values.compressed() for _, values, _ in maps])
+    shown = shown[shown > 0]
     low, high = (np.quantile(shown, share) for share in (0.02, 0.98)) if shown.size else (0.1, 1.0)
     norm = LogNorm(vmin=max(low, high * 1e-6, 1e-12), vmax=max(high, 1e-11), clip=True)
     image = None
-    for head, axes in enumerate(grid.flat):
-        if head >= heads:
-            axes.set_visible(False)
-            continue
-        values = np.ma.masked_where(~follows, np.maximum(costs[:, :, head].T, norm.vmin or 0))
-        image = axes.imshow(values, norm=norm, origin="lower", cmap="viridis_r")
-        pairs = [(row[head], layer) for layer, row in enumerate(plan.lead) if row[head] != layer]
-        if pairs:
-            axes.plot(*zip(*pairs, strict=True), linestyle="", marker="o", color="black", markersize=2.5)
-        axes.set_title(f"KV head {head}", fontsize=9)
+    for axes in grid.flat[len(maps) :]:
+        axes.set_visible(False)
+    for axes, (title, values, dots) in zip(grid.flat, maps, strict=False):
+        shape = values.shape
+        image = axes.imshow(
+            np.maximum(values, norm.vmin or 0),
+            norm=norm,
+            origin="lower",
+            cmap="viridis_r",
+            aspect=shape[1] / shape[0],
+        )
+        if dots:
+            axes.plot(*zip(*dots, strict=True), linestyle="", marker="o", color="black", markersize=2.5)
+        axes.set_title(title, fontsize=9)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(6, integer=True))
     assert image is not None
     bar = figure.colorbar(image, ax=list(grid.flat), shrink=0.8, pad=0.02, aspect=30)
-    bar.set_label(f"cost `{name}` (logarithmic)")
-    figure.supxlabel("lead", fontsize=11)
-    figure.supylabel("layer that follows", fontsize=11)
-    figure.suptitle(f"What sharing costs; dots: pairs of the plan\n{subject}", fontsize=12)
+    bar.set_label("cost (logarithmic)")
+    figure.supxlabel("lead, or KV head", fontsize=11)
+    figure.supylabel("layer", fontsize=11)
+    figure.suptitle(f"What roles cost; dots: what the plan does\n{subject}", fontsize=12)
     return figure
 
 
+def _follow_maps(
+    follow: NDArray[np.float64], plan: SharingPlan
+) -> list[tuple[str, Any, list[tuple[int, int]]]]:
+    num_layers, _, heads = follow.shape
+    lower = np.tril(np.ones((num_layers, num_layers), dtype=bool), k=-1)  # [layer, lead]
+    maps = []
+    for head in range(heads):
+        pairs = [(layer, row[head]) for layer, row in enumerate(plan.lead)]
+        dots = [(lead, layer) for layer, lead in pairs if lead not in (None, layer)]
+        maps.append((f"follow, KV head {head}", np.ma.masked_where(~lower, follow[:, :, head].T), dots))
+    return maps
+
+
+def pareto_picture(curve: dict[str, Any], subject: str) -> Figure:
+    """Saving → least cost, also with a role forbidden, above how many heads of each layer have each role along the curve.
+
+    curve: from `pareto`.
+    """
+    points = curve["points"]
+    saving = np.array([100 * point["saving"] for point in points])
+    figure = Figure(figsize=(10, 13), layout="constrained")
+    axes: NDArray[Any] = figure.subplots(5, 1, sharex=True, height_ratios=(3, 1.5, 2, 2, 2))
+    _draw_curves(axes[0], curve, saving)
+    shares = [[point[role] for point in points] for role in ROLE_COLOURS]
+    axes[1].stackplot(
+        saving, *shares, colors=list(ROLE_COLOURS.values()), labels=[ROLE_MEANINGS[x] for x in ROLE_COLOURS]
+    )
+    axes[1].set_ylabel("(layer, KV head)\npairs that …")
+    axes[1].legend(loc="lower left", fontsize=9)
+    edges = np.concatenate([saving[:1], (saving[1:] + saving[:-1]) / 2, saving[-1:]])
+    for place, role in zip(axes[2:], ROLE_COLOURS, strict=True):
+        counts = np.array([point["per_layer"][role] for point in points]).T  # [L, points]
+        heads = sum(points[0]["per_layer"][x][0] for x in ROLE_COLOURS)
+        colours = LinearSegmentedColormap.from_list(role, ["white", ROLE_COLOURS[role]], N=heads + 1)
+        image = place.pcolormesh(
+            edges, np.arange(len(counts) + 1) - 0.5, counts, cmap=colours, vmin=-0.5, vmax=heads + 0.5
+        )
+        place.set_ylabel("layer")
+        place.yaxis.set_major_locator(MaxNLocator(8, integer=True))
+        bar = figure.colorbar(image, ax=place, pad=0.01, ticks=MaxNLocator(5, integer=True))
+        bar.set_label(f"KV heads that\n{ROLE_MEANINGS[role]}")
+    for place in axes:
+        place.axvline(100 * curve["chosen"]["saving"], color="crimson", linewidth=1.2)
+    length = curve["budget_length"]
+    where = f"at {length:,} tokens" if length else "of long sequences"
+    axes[-1].set_xlabel(f"share of KV bytes saved {where} (%)", fontsize=11)
+    figure.suptitle(f"The least cost of every saving, and who pays it\n{subject}", fontsize=12)
+    return figure
+
+
+def _draw_curves(axes: Axes, curve: dict[str, Any], saving: NDArray[np.float64]) -> None:
+    points = curve["points"]
+    axes.plot(
+        saving, _positive([x["cost"] for x in points]), color="black", linewidth=2.2, label="allowed roles"
+    )
+    for role, colour in (("follow", ROLE_COLOURS["windows"]), ("window", ROLE_COLOURS["followers"])):
+        costs = [x["cost_without"].get(role) for x in points]
+        if any(cost is not None for cost in costs):
+            axes.plot(
+                saving, _positive(costs), color=colour, linewidth=1.8, linestyle="--", label=f"without {role}"
+            )
+    units = [point["units"] for point in points].index(curve["chosen"]["units"])
+    marked = _positive([points[units]["cost"]])
+    axes.plot(saving[units : units + 1], marked, marker="o", color="crimson", linestyle="", label="the plan")
+    axes.set_yscale("log")
+    axes.set_ylabel(f"cost `{curve['cost']}`, summed over pairs")
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=9)
+
+
+def _positive(costs: Sequence[float | None]) -> NDArray[np.float64]:
+    """What a logarithmic axis can show."""
+    return np.array([cost if cost and cost > 0 else np.nan for cost in costs])
+
+
 def block_picture(plan: SharingPlan, subject: str) -> Figure:
-    """The paper's Figure 5: a column per KV head, a colour per block, leads marked; single layers are grey."""
+    """The paper's Figure 5: a column per KV head, a colour per block, leads marked; leads that nobody follows are grey, windows
+    are hollow."""
     heads, layers = plan.num_key_value_heads, plan.num_layers
     cell = 0.28 if layers <= 40 else 0.2  # inches
     figure = Figure(figsize=(max(6.5, 0.62 * heads + 1.6), cell * layers + 2.0), layout="constrained")
@@ -155,38 +240,54 @@ def block_picture(plan: SharingPlan, subject: str) -> Figure:
                 colour = BLOCK_COLOURS[shared % len(BLOCK_COLOURS)]
                 shared += 1
             _draw_block(axes, head, block, colour)
+        for layer in (layer for layer, row in enumerate(plan.lead) if row[head] is None):
+            axes.add_patch(
+                Rectangle(
+                    (head - 0.41, layer - 0.4), 0.82, 0.8, fill=False, edgecolor="#9a9a9a", linewidth=0.8
+                )
+            )
     axes.set(xlim=(-0.5, heads - 0.5), ylim=(-0.5, layers - 0.5), xlabel="KV head", ylabel="layer")
     axes.set_xticks(range(heads))
     axes.set_yticks(range(0, layers, 1 if layers <= 40 else 5))
     axes.tick_params(length=0, labelsize=8)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    num_blocks = sum(len(plan.blocks(head)) for head in range(heads))
     axes.set_title(
-        f"Layers that share attention to distant tokens\n{subject}\n"
-        f"KV saving {plan.asymptotic_saving:.1%}, {num_blocks} blocks",
+        f"What layers do about distant tokens\n{subject}\nKV saving {plan.asymptotic_saving:.1%}: {plan.num_leads} lead, "
+        f"{plan.num_followers} follow, {plan.num_windows} keep their window",
         fontsize=11,
     )
     handles = [
         Line2D([], [], linestyle="", marker="o", color="black", markersize=6),
         Rectangle((0, 0), 1, 1, facecolor=BLOCK_COLOURS[0], edgecolor="white"),
         Rectangle((0, 0), 1, 1, facecolor=SINGLE_COLOUR, edgecolor="white"),
+        Rectangle((0, 0), 1, 1, fill=False, edgecolor="#9a9a9a"),
     ]
-    labels = ["lead of the block", "a block (colours only separate neighbours)", "layer on its own"]
-    figure.legend(handles, labels, loc="outside lower center", ncols=1, fontsize=9, frameon=False)
+    labels = [
+        "lead of a block",
+        "a block (colours only separate neighbours)",
+        "leads alone",
+        "keeps its window: sinks and recent tokens",
+    ]
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=9, frameon=False)
     return figure
 
 
 def _draw_block(axes: Axes, head: int, block: Sequence[int], colour: Any) -> None:
     for layer in block:
         axes.add_patch(Rectangle((head - 0.45, layer - 0.5), 0.9, 1, facecolor=colour, linewidth=0))
-    axes.add_patch(
-        Rectangle(
-            (head - 0.45, block[0] - 0.5), 0.9, len(block), fill=False, edgecolor="white", linewidth=1.5
+    for first, count in _runs(block):
+        axes.add_patch(
+            Rectangle((head - 0.45, first - 0.5), 0.9, count, fill=False, edgecolor="white", linewidth=1.5)
         )
-    )
     if len(block) > 1:
         axes.plot(head, block[0], marker="o", color="black", markersize=4)
+
+
+def _runs(block: Sequence[int]) -> list[tuple[int, int]]:
+    """First layer and number of layers of each run; windows may stand between."""
+    starts = [i for i, layer in enumerate(block) if not i or layer != block[i - 1] + 1]
+    return [(block[i], j - i) for i, j in zip(starts, [*starts[1:], len(block)], strict=True)]
 
 
 def _colours(count: int) -> list[Any]:
@@ -195,7 +296,8 @@ def _colours(count: int) -> list[Any]:
     return list(matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, count)))
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def save_picture(figure: Figure, path: Path) -> Path:
+    """Write a PNG."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
     atomic_write_bytes(path, buffer.getvalue())

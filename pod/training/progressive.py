@@ -1,9 +1,8 @@
-"""Sharing that grows during training: plans on the way to the final one, and the step from which each of them holds.
+"""A plan that grows during training: plans on the way to the final one, and the step from which each of them holds.
 
-The plans on the way cut the blocks of the final plan into smaller ones, so that a (layer, KV head) pair that follows
-another layer keeps following one for the rest of the run. Among all such cuts with a given number of followers the
-one of least `Σ (1 - similarity with the lead)` is taken: similar layers share first. (The paper's threshold lowered
-from 1 to its target does the same by greed, in steps whose sizes it cannot choose.)
+A plan on the way saves less: of the final plan's windows some still lead, and its blocks are cut into smaller ones, so that a
+(layer, KV head) pair that follows or keeps its window does so for the rest of the run. Among all such plans with a given saving the
+one of least cost is taken: by the costs that the plan was made from.
 """
 
 from pathlib import Path
@@ -15,15 +14,13 @@ from numpy.typing import ArrayLike, NDArray
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.args import TrainArgs
 from pod.training.carry import set_carry
-from pod.training.planning import (
-    best_by_non_lead,
-    block_cost,
-    divide_non_lead,
-    group_query_heads,
-    lead_of_head,
-)
+from pod.training.plan_costs import PlanCosts
+from pod.training.planning import dissimilarity
+from pod.training.plans.solve import PAIR_UNITS, solve
 
 SIMILARITY_NAME = "similarity.safetensors"
+COSTS_NAME = "plan_costs.safetensors"
+Floats = NDArray[np.float64]
 
 
 class PlanSchedule:
@@ -48,20 +45,20 @@ class PlanSchedule:
     def from_args(cls, args: TrainArgs, plan: SharingPlan, plan_file: Path | None) -> "PlanSchedule":
         """The schedule of `progressive_steps` and `progressive_stages`; only `plan` when the first is 0.
 
-        Stage k of K holds k / K of the plan's followers, from step (k - 1) / (K - 1) of progressive_steps on.
+        Stage k of K saves k / K of what the plan saves, from step (k - 1) / (K - 1) of progressive_steps on.
 
         Args:
             plan: of the recipe; the last stage is this object.
-            plan_file: where it was read from; the similarity lies beside it.
+            plan_file: where it was read from; what it was made from lies beside it.
 
         Raises:
-            ValueError: nothing is shared, one stage, no similarity, or one of another model.
+            ValueError: a dense plan, one stage, no costs, or those of another model.
         """
         if not args.progressive_steps:
             return cls([(0, plan)])
         if plan.is_dense or plan_file is None:
             raise ValueError(
-                f"train.progressive_steps is {args.progressive_steps}, but nothing is shared: set model.plan, or "
+                f"train.progressive_steps is {args.progressive_steps}, but every head leads: set model.plan, or "
                 "progressive_steps=0"
             )
         if args.progressive_stages < 2:
@@ -69,75 +66,99 @@ class PlanSchedule:
                 "train.progressive_stages is 1, the whole plan from the first step: use 2 and more, or "
                 "progressive_steps=0"
             )
-        similarity = read_similarity(Path(plan_file), plan)
-        plans = growing_plans(similarity, plan, args.progressive_stages)
+        costs = read_costs(Path(plan_file), plan)
+        plans = growing_plans(*costs, plan, args.progressive_stages)
         starts = [k * args.progressive_steps // max(1, len(plans) - 1) for k in range(len(plans))]
         # Stages that share a first step (fewer steps than stages): the last of them holds.
         return cls(list(dict(zip(starts, plans, strict=True)).items()))
 
 
-def read_similarity(plan_file: Path, plan: SharingPlan) -> NDArray[np.float64]:
-    """The similarity `[L, L, Hq]` beside a plan.
+def read_costs(plan_file: Path, plan: SharingPlan) -> tuple[Floats, Floats | None]:
+    """Costs of followers ``[L, L, H]`` and windows ``[L, H]`` by place, from the file beside a plan that it was made from.
 
     Raises:
-        ValueError: it is missing, unreadable or of another size than the plan.
+        ValueError: it is missing, unreadable or of another size than the plan; or a plan with windows has a similarity only.
     """
     from pod.training.similarity import Similarity
 
-    path = plan_file.parent / SIMILARITY_NAME
+    projected = plan.provenance.get("cost") == "projected"
+    path = plan_file.parent / (COSTS_NAME if projected else SIMILARITY_NAME)
     if not path.is_file():
         raise ValueError(
             f"train.progressive_steps needs {path}: run launch/explore.py with this recipe, copy the file that lies "
             "beside the plan's original, or set progressive_steps=0"
         )
-    found = Similarity.load(path)
-    sizes = (found.values.shape[0], found.num_key_value_heads)
+    if not projected and plan.num_windows:
+        raise ValueError(
+            f"train.progressive_steps: {plan_file} has windows, which no similarity prices: make it with launch/explore.py and "
+            "explore.cost=projected, or set progressive_steps=0"
+        )
+    if projected:
+        total = PlanCosts.load(path).total(plan.provenance.get("retrieval_weight", 1.0))
+        sizes = total["window"].shape
+    else:
+        found = Similarity.load(path)
+        sizes = (found.values.shape[0], found.num_key_value_heads)
     if sizes != (plan.num_layers, plan.num_key_value_heads):
         raise ValueError(
             f"{path} is of {sizes[0]} layers x {sizes[1]} KV heads, the plan of {plan.num_layers} x "
             f"{plan.num_key_value_heads}: measure this model with launch/explore.py"
         )
-    return found.values.double().numpy()
+    if not projected:
+        return dissimilarity(found.values.numpy(), plan.num_key_value_heads), None
+    if plan.head_order is None:
+        return total["in_place"], total["window"]
+    groups = len(plan.head_order[0]) // plan.num_key_value_heads
+    order = np.array(plan.head_order)[:, ::groups] // groups
+    layer = np.arange(plan.num_layers)
+    follow = total["follow"][layer[:, None, None], layer[None, :, None], order[:, None], order[None]]
+    return follow, np.take_along_axis(total["window"], order, axis=1)
 
 
-def growing_plans(similarity: ArrayLike, plan: SharingPlan, stages: int) -> list[SharingPlan]:
-    """`stages` plans from little to all of `plan`'s sharing, each a refinement of the next; the last is `plan` itself.
+def growing_plans(
+    follow: ArrayLike, window: ArrayLike | None, plan: SharingPlan, stages: int
+) -> list[SharingPlan]:
+    """`stages` plans from little to all of what `plan` saves, each a part of the next; the last is `plan` itself.
 
-    Fewer when the plan has fewer followers than stages.
+    Fewer when the plan saves fewer units than there are stages.
     """
     plans = [plan]
     for stage in range(stages - 1, 0, -1):
-        followers = round(plan.num_followers * stage / stages)
-        if 0 < followers < plans[0].num_followers:
-            plans.insert(0, refine(similarity, plans[0], followers))
+        part = part_of(follow, window, plans[0], round(units_of(plan) * stage / stages))
+        if 0 < units_of(part) < units_of(plans[0]):
+            plans.insert(0, part)
     return plans
 
 
-def refine(similarity: ArrayLike, plan: SharingPlan, num_non_lead: int) -> SharingPlan:
-    """The least-cost plan with `num_non_lead` followers whose blocks are parts of `plan`'s blocks.
+def units_of(plan: SharingPlan) -> int:
+    """Units that a plan saves: one for a follower, two for a window."""
+    return plan.num_followers + PAIR_UNITS * plan.num_windows
+
+
+def part_of(follow: ArrayLike, window: ArrayLike | None, plan: SharingPlan, units: int) -> SharingPlan:
+    """The plan of least cost that saves `units`, or one less where windows alone are left, whose windows are windows of `plan` and
+    whose blocks are parts of its blocks.
 
     Args:
-        similarity: `[L, L, Hq]`; a KV head's is the mean over its query heads.
-        num_non_lead: from 0 to the plan's own number.
+        follow, window: costs as `solve` takes them; window may be None when the plan has none.
+        units: from 0 to the plan's own number.
 
     Raises:
-        ValueError: a tensor that is no similarity, or a number out of range.
+        ValueError: costs of another shape, or a number out of range.
     """
-    if not 0 <= num_non_lead <= plan.num_followers:
-        raise ValueError(f"num_non_lead is {num_non_lead}, this plan's parts have 0 to {plan.num_followers}")
-    grouped = group_query_heads(similarity, plan.num_key_value_heads).mean(axis=-1)
-    blocks = [(head, block) for head in range(plan.num_key_value_heads) for block in plan.blocks(head)]
-    tables = [
-        best_by_non_lead(block_cost(grouped[block[0] : block[-1] + 1, block[0] : block[-1] + 1, head]))
-        for head, block in blocks
-    ]
-    shares = divide_non_lead([costs for costs, _ in tables], num_non_lead)
-    lead = np.zeros((plan.num_layers, plan.num_key_value_heads), dtype=np.int64)
-    for (head, block), (_, starts), share in zip(blocks, tables, shares, strict=True):
-        lead[block, head] = block[0] + lead_of_head(starts, len(block) - share)
-    provenance: dict[str, Any] = {"algorithm": "refinement", "num_non_lead": num_non_lead}
-    provenance["of"] = plan.provenance.get("of", plan.provenance)
-    return SharingPlan(lead=tuple(map(tuple, lead.tolist())), provenance=provenance)
+    if not 0 <= units <= units_of(plan):
+        raise ValueError(f"units is {units}, this plan's parts save 0 to {units_of(plan)}")
+    lead = np.array([[-1 if x is None else x for x in row] for row in plan.lead])
+    layer = np.arange(plan.num_layers)
+    may_follow = (lead[:, None] == lead[None]) & (lead[None] != layer[None, :, None])  # [lead, layer, head]
+    follow = np.where(may_follow & (lead >= 0)[None], np.asarray(follow, dtype=np.float64), np.inf)
+    if window is not None:
+        window = np.where(lead < 0, np.asarray(window, dtype=np.float64), np.inf)
+    frontier = solve(follow, window)
+    units -= not np.isfinite(frontier.costs[units])
+    provenance: dict[str, Any] = {"of": plan.provenance.get("of", plan.provenance)}
+    found = frontier.plan(units, {"algorithm": "part", **provenance})
+    return SharingPlan(lead=found.lead, provenance=found.provenance, head_order=plan.head_order)
 
 
 def apply_plan(model: Any, ulysses: Any, plan: SharingPlan, args: TrainArgs) -> None:

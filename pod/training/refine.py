@@ -1,18 +1,21 @@
-"""A plan improved by the model's own loss: local search over block boundaries at a fixed saving.
+"""A plan improved by the model's own loss: local search over roles at a fixed saving.
 
-Costs of pairs (``planning.py``, ``plan_costs.py``) add up; what sharing does to a model does not: errors of one block change what
-the next ones see. The search measures the loss of whole plans on a few sequences. Each round measures the cheapest single
-*splits* (a follower becomes a lead) and *merges* (a lead follows the block below it) by the additive cost, pairs the splits
-that help most with the merges that harm least, and tries all promising pairs and shifted boundaries at once, then half of
-them, and so on. Only a lower measured loss is kept, so the result is never worse on those sequences.
+Costs of roles (``plan_costs.py``) add up; what roles do to a model does not: errors of one layer change what the next ones
+see. The search measures the loss of whole plans on a few sequences. Each round measures the cheapest single moves by the additive
+cost: *splits* (a follower becomes a lead) and *merges* (a lead follows the block below it), *opens* (a window becomes a lead) and
+*closes* (a lead keeps its window). It pairs the splits that help most with the merges that harm least, and opens with closes, and
+tries all promising pairs and shifted boundaries at once, then half of them, and so on. Only a lower measured loss is kept, so the
+result is never worse on those sequences.
 
 The search is deterministic in its inputs and in the measured losses. Losses are kept in a log, and a search that was
 interrupted replays it.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,19 +29,21 @@ from torch import Tensor
 from pod.files import atomic_write_text
 from pod.modeling.shipped.attention import Carry, ForwardContext
 from pod.modeling.shipped.llama import PodForCausalLM
-from pod.modeling.shipped.sharing import SharingPlan
-from pod.training.planning import sum_of_costs
+from pod.modeling.shipped.sharing import Lead, SharingPlan, is_followed, open_lead
 
 _LOGIT_ROWS = 512  # rows of logits in memory at once
 _SINGLE_TRIES = 3  # pairs tried one by one after all joint trials of a round have failed
 
-Flag = tuple[int, int]  # (layer, KV head) whose role is turned: lead or follower
+LEAD, FOLLOW, WINDOW = range(3)
+RoleTable = NDArray[np.int8]
+"""``[L, H]`` of these: a follower follows the lead that its KV head has had last."""
+Turn = tuple[int, int, int]  # layer, KV head, its new role
 
 
 class Move(NamedTuple):
     """Roles to turn together, and what they are expected to change: nats per token, negative = better."""
 
-    flags: frozenset[Flag]
+    turns: frozenset[Turn]
     gain: float
 
 
@@ -107,11 +112,12 @@ class PlanLoss:
         return _next_token_loss(self.model.lm_head, decoder.norm(hidden), tokens)
 
     def _carry_into(self, first: int, index: int, plan: SharingPlan, context: ForwardContext) -> Carry:
-        """Queries and keys of the leads that layer `first` follows, projected again from the held hidden states."""
+        """Queries and keys of the leads that layers from `first` on follow, projected again from the held hidden states."""
         carry: list[Tensor | None] = []
         groups = self.model.config.num_key_value_groups
-        for head, lead in enumerate(plan.lead[first]):
-            if lead == first:
+        for head in range(plan.num_key_value_heads):
+            lead = open_lead(plan.lead, first - 1, head) if first else None
+            if lead is None or not is_followed(plan.lead, first - 1, head):
                 carry += [None, None]
                 continue
             layer: Any = self.model.model.layers[lead]
@@ -177,11 +183,12 @@ class Refinement:
     """One search; `run` returns the best plan that it found.
 
     Args:
-        plan: where to begin; its saving is kept.
-        costs: ``[L, L, H]`` costs of pairs, which choose what is tried.
+        plan: where to begin; its saving and its order of heads are kept.
+        follow: ``[L, L, H]`` costs of pairs; window: ``[L, H]``, or None when no head may keep its window. They choose what is
+            tried.
         loss: measures a plan; its `keep`, if it has one, is told about every plan that is adopted.
         evaluations: plans that may be measured, those found in the log included.
-        proposals: splits, merges and shifts measured per round, each.
+        proposals: moves of each kind that are measured per round.
         log: of losses; shared by all searches on the same model and sequences.
         say: called with a line per adopted plan.
     """
@@ -189,21 +196,26 @@ class Refinement:
     def __init__(
         self,
         plan: SharingPlan,
-        costs: ArrayLike,
+        follow: ArrayLike | None,
+        window: ArrayLike | None,
         loss: Callable[[SharingPlan], float],
         evaluations: int,
         proposals: int = 12,
         log: LossLog | None = None,
         say: Callable[[str], None] = print,
     ):
-        self.costs = np.asarray(costs, dtype=np.float64)
+        shape = plan.num_layers, plan.num_key_value_heads
+        self.has_windows = window is not None
+        self.has_followers = follow is not None
+        self.follow = np.zeros((shape[0], *shape)) if follow is None else np.asarray(follow, dtype=np.float64)
+        self.window = np.zeros(shape) if window is None else np.asarray(window, dtype=np.float64)
         self.measure = loss
         self.left = evaluations
         self.proposals = proposals
         self.log = log or LossLog(None, {})
         self.say = say
         self.start = plan
-        self.flags = lead_flags(plan)
+        self.roles = roles_of_plan(plan)
 
     def run(self) -> SharingPlan:
         """The plan of least loss found, with the losses before and after in its provenance."""
@@ -214,86 +226,96 @@ class Refinement:
             self._keep()
             while (found := self._round(best)) is not None:
                 move, best = found
-                self.flags = _turned(self.flags, move.flags)
+                self.roles = _turned(self.roles, move.turns)
                 self.say(
                     f"refine: loss {best:.4f} ({best - first:+.4f}) after {evaluations - self.left} plans, "
-                    f"{len(move.flags)} roles turned"
+                    f"{len(move.turns)} roles turned"
                 )
                 self._keep()
         except _Budget:
             pass
         refined = {"evaluations": evaluations - self.left, "loss_before": first, "loss_after": best}
-        return SharingPlan(
-            lead=plan_of(self.flags).lead, provenance=self.start.provenance | {"refined": refined}
-        )
+        provenance = self.start.provenance | {"refined": refined}
+        return replace(self.start, lead=lead_of_roles(self.roles), provenance=provenance)
 
     def _round(self, best: float) -> tuple[Move, float] | None:
         """The first joint move that lowers the loss below `best`; None when none of them does."""
-        splits, merges, shifts = (
-            [Move(flags, self._loss(flags) - best) for flags in group] for group in self._cheapest()
-        )
-        pairs = self._pair(sorted(splits, key=_by_gain), sorted(merges, key=_by_gain))
-        items = self._disjoint(sorted([*pairs, *shifts], key=_by_gain))
+        found = {
+            kind: sorted((Move(turns, self._loss(turns) - best) for turns in group), key=_by_gain)
+            for kind, group in self._cheapest().items()
+        }
+        pairs = [
+            *self._pair(found["splits"], found["merges"]),
+            *self._pair(found["opens"], found["closes"]),
+        ]
+        items = self._disjoint(sorted([*pairs, *found["shifts"]], key=_by_gain))
         count = len(items)
         while count:
-            found = self._try(items[:count], best)
-            if found is not None:
-                return found
+            tried = self._try(items[:count], best)
+            if tried is not None:
+                return tried
             count //= 2
         for item in items[1:_SINGLE_TRIES]:
-            found = self._try([item], best)
-            if found is not None:
-                return found
+            tried = self._try([item], best)
+            if tried is not None:
+                return tried
         return None
 
     def _try(self, items: list[Move], best: float) -> tuple[Move, float] | None:
-        flags = frozenset().union(*(item.flags for item in items))
-        loss = self._loss(flags)
-        return (Move(flags, loss - best), loss) if loss < best else None
+        turns = frozenset().union(*(item.turns for item in items))
+        if not is_plan(_turned(self.roles, turns)):
+            return None
+        loss = self._loss(turns)
+        return (Move(turns, loss - best), loss) if loss < best else None
 
-    def _cheapest(self) -> list[list[frozenset[Flag]]]:
-        """The `proposals` splits, merges and shifts that raise the sum of costs least."""
-        groups = possible_moves(self.flags)
-        return [
-            sorted(group, key=lambda flags: (self._cost(flags), sorted(flags)))[: self.proposals]
-            for group in groups
-        ]
+    def _cheapest(self) -> dict[str, list[frozenset[Turn]]]:
+        """The `proposals` moves of each kind that raise the sum of costs least."""
+        groups = possible_moves(self.roles, self.has_followers, self.has_windows)
+        return {
+            kind: sorted(group, key=lambda turns: (self._cost(turns), sorted(turns)))[: self.proposals]
+            for kind, group in groups.items()
+        }
 
-    def _cost(self, flags: frozenset[Flag]) -> float:
-        return sum_of_costs(self.costs, plan_of(_turned(self.flags, flags)))
+    def _cost(self, turns: frozenset[Turn]) -> float:
+        roles = _turned(self.roles, turns)
+        layer, head = np.nonzero(roles == FOLLOW)
+        return float(
+            self.follow[_leads(roles)[layer, head], layer, head].sum() + self.window[roles == WINDOW].sum()
+        )
 
-    def _pair(self, splits: list[Move], merges: list[Move]) -> list[Move]:
-        """The best split with the best merge, the second best with the second, … while a gain is expected."""
-        pairs, left = [], list(merges)
-        for split in splits:
-            own = self._blocks(split.flags)
-            merge = next((m for m in left if not own & self._blocks(m.flags)), None)
-            if merge is None or split.gain + merge.gain >= 0:
+    def _pair(self, less: list[Move], more: list[Move]) -> list[Move]:
+        """The best move that saves less with the best one that saves as much more, the second best with the second, …
+        while a gain is expected."""
+        pairs, left = [], list(more)
+        for move in less:
+            own = self._touched(move.turns)
+            other = next((m for m in left if not own & self._touched(m.turns)), None)
+            if other is None or move.gain + other.gain >= 0:
                 continue
-            left.remove(merge)
-            pairs.append(Move(split.flags | merge.flags, split.gain + merge.gain))
+            left.remove(other)
+            pairs.append(Move(move.turns | other.turns, move.gain + other.gain))
         return pairs
 
     def _disjoint(self, items: list[Move]) -> list[Move]:
         """Those of negative gain that touch no block twice, best first."""
-        used: set[Flag] = set()
+        used: set[tuple[int, int]] = set()
         chosen = []
         for item in items:
-            blocks = self._blocks(item.flags)
-            if item.gain < 0 and not blocks & used:
-                used |= blocks
+            touched = self._touched(item.turns)
+            if item.gain < 0 and not touched & used:
+                used |= touched
                 chosen.append(item)
         return chosen
 
-    def _blocks(self, flags: frozenset[Flag]) -> set[Flag]:
-        """Blocks, by (lead, head), that turning these roles changes."""
-        lead = plan_of(self.flags).lead
-        touched = {(lead[layer][head], head) for layer, head in flags}
-        return touched | {(lead[layer - 1][head], head) for layer, head in flags if self.flags[layer, head]}
+    def _touched(self, turns: frozenset[Turn]) -> set[tuple[int, int]]:
+        """Blocks, by (lead, head), that these turns change, before and after; -1 and less = a window of layer -1 - x."""
+        before, after = (_with_windows(roles) for roles in (self.roles, _turned(self.roles, turns)))
+        changed = np.argwhere(before != after)
+        return {(int(lead[layer, head]), int(head)) for layer, head in changed for lead in (before, after)}
 
-    def _loss(self, flags: frozenset[Flag]) -> float:
-        plan = plan_of(_turned(self.flags, flags))
-        key = json.dumps(plan.lead)
+    def _loss(self, turns: frozenset[Turn]) -> float:
+        plan = replace(self.start, lead=lead_of_roles(_turned(self.roles, turns)))
+        key = plan_key(plan)
         if self.left == 0:
             raise _Budget
         self.left -= 1
@@ -304,47 +326,83 @@ class Refinement:
     def _keep(self) -> None:
         keep = getattr(self.measure, "keep", None)
         if keep is not None:
-            keep(plan_of(self.flags))
+            keep(replace(self.start, lead=lead_of_roles(self.roles)))
 
 
-def refine_plan(*args: Any, **settings: Any) -> SharingPlan:
-    """`Refinement` with the same arguments, run to its end."""
-    return Refinement(*args, **settings).run()
+def plan_key(plan: SharingPlan) -> str:
+    """Names a plan in a log of losses: its leads, and its order of heads if it has one."""
+    key = json.dumps(plan.lead)
+    if plan.head_order is None:
+        return key
+    return f"{key} {hashlib.sha256(json.dumps(plan.head_order).encode()).hexdigest()[:16]}"
 
 
-def lead_flags(plan: SharingPlan) -> NDArray[np.bool_]:
-    """``[L, H]``: which pairs lead."""
-    return np.asarray(plan.lead) == np.arange(plan.num_layers)[:, None]
+def roles_of_plan(plan: SharingPlan) -> RoleTable:
+    """The role of every (layer, KV head) of a plan."""
+    roles = [
+        [WINDOW if lead is None else LEAD if lead == layer else FOLLOW for lead in row]
+        for layer, row in enumerate(plan.lead)
+    ]
+    return np.array(roles, dtype=np.int8)
 
 
-def plan_of(flags: NDArray[np.bool_]) -> SharingPlan:
-    """The plan with these leads: every other pair follows the nearest lead below it."""
-    layers = np.where(flags, np.arange(len(flags))[:, None], 0)
-    return SharingPlan(lead=tuple(map(tuple, np.maximum.accumulate(layers, axis=0).tolist())))
+def lead_of_roles(roles: RoleTable) -> Lead:
+    """What a plan with these roles says about every (layer, KV head)."""
+    leads = _leads(roles)
+    rows = zip(roles.tolist(), leads.tolist(), strict=True)
+    return tuple(
+        tuple(None if role == WINDOW else lead for role, lead in zip(*row, strict=True)) for row in rows
+    )
 
 
-def possible_moves(flags: NDArray[np.bool_]) -> tuple[list[frozenset[Flag]], ...]:
-    """All splits, merges and shifts of a plan. Layer 0 always leads.
+def _leads(roles: RoleTable) -> NDArray[np.int64]:
+    """The lead that each KV head has had last ``[L, H]``, -1 = none so far."""
+    layers = np.where(roles == LEAD, np.arange(len(roles))[:, None], -1)
+    return np.maximum.accumulate(layers, axis=0)
 
-    A shift moves the boundary of two blocks by one layer and keeps the number of leads.
+
+def _with_windows(roles: RoleTable) -> NDArray[np.int64]:
+    return np.where(roles == WINDOW, -1 - np.arange(len(roles))[:, None], _leads(roles))
+
+
+def is_plan(roles: RoleTable) -> bool:
+    """Whether every follower has a lead."""
+    return not ((roles == FOLLOW) & (_leads(roles) < 0)).any()
+
+
+def possible_moves(
+    roles: RoleTable, has_followers: bool = True, has_windows: bool = True
+) -> dict[str, list[frozenset[Turn]]]:
+    """All single moves that lead to a plan, by kind.
+
+    Splits and merges change the saving by a follower's, opens and closes by a window's; a shift moves the boundary of two blocks
+    by one layer and keeps it.
     """
-    splits, merges, shifts = [], [], []
-    for layer, head in np.ndindex(*flags.shape):
-        if layer == 0:
-            continue
-        (merges if flags[layer, head] else splits).append(frozenset({(layer, head)}))
-        above = layer + 1
-        if above < len(flags) and flags[layer, head] != flags[above, head]:
-            shifts.append(frozenset({(layer, head), (above, head)}))
-    return splits, merges, shifts
+    moves: dict[str, list[frozenset[Turn]]] = {
+        "splits": [], "merges": [], "shifts": [], "opens": [], "closes": []
+    }  # fmt: skip
+    for layer, head in np.ndindex(*roles.shape):
+        role = roles[layer, head]
+        if role == FOLLOW:
+            moves["splits"].append(frozenset({(layer, head, LEAD)}))
+        elif role == WINDOW:
+            moves["opens"].append(frozenset({(layer, head, LEAD)}))
+        else:
+            moves["merges"] += [frozenset({(layer, head, FOLLOW)})] if has_followers else []
+            moves["closes"] += [frozenset({(layer, head, WINDOW)})] if has_windows else []
+        above = next((x for x in range(layer + 1, len(roles)) if roles[x, head] != WINDOW), None)
+        if above is not None and {int(role), int(roles[above, head])} == {LEAD, FOLLOW}:
+            turned = (layer, head, int(roles[above, head])), (above, head, int(role))
+            moves["shifts"].append(frozenset(turned))
+    return {kind: [x for x in group if is_plan(_turned(roles, x))] for kind, group in moves.items()}
 
 
-def _turned(flags: NDArray[np.bool_], turned: frozenset[Flag]) -> NDArray[np.bool_]:
-    flags = flags.copy()
-    for flag in turned:
-        flags[flag] ^= True
-    return flags
+def _turned(roles: RoleTable, turns: frozenset[Turn]) -> RoleTable:
+    roles = roles.copy()
+    for layer, head, role in turns:
+        roles[layer, head] = role
+    return roles
 
 
-def _by_gain(move: Move) -> tuple[float, list[Flag]]:
-    return move.gain, sorted(move.flags)
+def _by_gain(move: Move) -> tuple[float, list[Turn]]:
+    return move.gain, sorted(move.turns)

@@ -1,4 +1,4 @@
-"""launch/explore.py from text to plan on a random four-layer model; what is measured again and what is not."""
+"""launch/explore.py by similarity, from text to plan on a random four-layer model; what is measured again and what is not."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,8 @@ import torch
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.recipe import load_recipe, run
 from pod.training import explore as explore_module
-from pod.training.planning import dp_plan, greedy_plan
+from pod.training.planning import dissimilarity, greedy_plan
+from pod.training.plans.solve import solve
 from pod.training.similarity import Similarity
 
 LAUNCHER = Path(__file__).parents[2] / "launch" / "explore.py"
@@ -20,12 +21,17 @@ WRITTEN = {
     "adjacent_similarity.png",
     "similarity_heads.png",
     "blocks.png",
+    "costs.png",
+    "pareto.json",
+    "pareto.png",
 }
 
 
 @pytest.fixture
 def overrides(explore_overrides):
-    return [*explore_overrides, "explore.target_saving=0.25"]
+    """The paper's plan: similarity, saving in the limit of long sequences."""
+    paper = ["explore.cost=similarity", "explore.roles=follow", "explore.budget_length=0"]
+    return [*explore_overrides, *paper, "explore.target_saving=0.25"]
 
 
 def saved(tmp_path):
@@ -37,7 +43,7 @@ def test_writes_plan_similarity_summary_and_pictures(explore_launcher, overrides
     explore_launcher.main(load_recipe(None, overrides))
     plan, similarity = saved(tmp_path)
     assert {path.name for path in (tmp_path / "run" / "plan").iterdir()} == WRITTEN
-    assert plan.lead == dp_plan(similarity.values, 2, 0.25).lead
+    assert plan.lead == solve(dissimilarity(similarity.values, 2), None).plan(4).lead
     assert plan.asymptotic_saving == 0.25
     assert plan.provenance["algorithm"] == "dp" and plan.provenance["num_queries"] == 5
     assert len(plan.provenance["tokens_sha256"]) == 64
@@ -135,7 +141,10 @@ def test_an_interrupted_launch_continues(explore_launcher, overrides, tmp_path, 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (["explore.target_saving=0.45"], "4 layers can save 0 to 0.375"),
+        (
+            ["explore.target_saving=0.45"],
+            "explore.target_saving is 0.45, but the allowed roles save 0.000 to 0.375",
+        ),
         (["explore.sequence_length=9000"], "the model reads 8192"),
         (["explore.num_sequences=999"], "sequences of 48 tokens asked for"),
         (["explore.sources=[/nowhere/at/all]"], "nowhere"),

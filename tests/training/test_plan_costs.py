@@ -1,33 +1,37 @@
-"""Costs of pairs against whole attention matrices and automatic differentiation, and what dp makes of them."""
+"""Costs of roles against whole attention matrices of models with other weights' order, head by head."""
+
+import itertools
 
 import pytest
 import torch
 
 import pod
 from pod.modeling.recording import record_attention_inputs
-from pod.training.plan_costs import MEASURED_COSTS, measure_pair_costs, output_gradients, sample_queries
+from pod.training.plan_costs import (
+    PlanCosts,
+    match_query_heads,
+    measure_costs,
+    measure_query_head_errors,
+    sample_queries,
+)
 
 SINKS, RECENT, TOKENS = 2, 5, 41
+HEADS = [(6, 2), (3, 3), (4, 1), (9, 3)]  # query heads, KV heads
+
+
+def make_model(query_heads, kv_heads, sinks=SINKS, recent=RECENT):
+    torch.manual_seed(1)
+    config = pod.PodConfig(
+        vocab_size=61, hidden_size=40, num_hidden_layers=4, num_attention_heads=query_heads,
+        num_key_value_heads=kv_heads, head_dim=8, intermediate_size=48, max_position_embeddings=64,
+        initializer_range=0.3, num_sink_tokens=sinks, num_recent_tokens=recent, attention_backend="reference",
+    )  # fmt: skip
+    return pod.PodForCausalLM(config).double().eval()
 
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(1)
-    config = pod.PodConfig(
-        vocab_size=61,
-        hidden_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=48,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        num_sink_tokens=SINKS,
-        num_recent_tokens=RECENT,
-        attention_backend="reference",
-    )
-    return pod.PodForCausalLM(config).double().eval()
+    return make_model(6, 2)
 
 
 @pytest.fixture(scope="module")
@@ -35,117 +39,160 @@ def input_ids():
     return torch.randint(0, 61, (1, TOKENS), generator=torch.Generator().manual_seed(5))
 
 
-def whole_logits(q, k, groups):
-    """``[H, G, n, n]``, nothing masked."""
-    heads, n, d = k.shape
-    return (q.view(heads, groups, n, d) @ k[:, None].transpose(2, 3)) / d**0.5
+def any_order(config, seed=0):
+    """Random orders of the query heads of every pair, ``[L, L, H, H, G]``."""
+    layers, heads, groups = config.num_hidden_layers, config.num_key_value_heads, config.num_key_value_groups
+    generator = torch.Generator().manual_seed(seed)
+    count = layers * layers * heads * heads
+    rows = [torch.randperm(groups, generator=generator) for _ in range(count)]
+    return torch.stack(rows).view(layers, layers, heads, heads, groups)
 
 
-def entropy(p):
-    return -torch.where(p > 0, p * p.clamp_min(1e-300).log2(), 0.0).sum(-1)
+class Naive:
+    """The definitions on n x n matrices, one query head after the other."""
+
+    def __init__(self, model, input_ids, positions):
+        self.model, self.positions = model, positions
+        self.inputs = list(record_attention_inputs(model, input_ids))
+        config = model.config
+        self.groups, self.d = config.num_key_value_groups, config.head_dim
+        n = input_ids.shape[1]
+        i, j = torch.arange(n)[:, None], torch.arange(n)
+        self.causal, self.distant = (
+            j <= i,
+            (j >= config.num_sink_tokens) & (i - j >= config.num_recent_tokens),
+        )
+
+    def logits(self, layer, query_head):
+        inputs = self.inputs[layer]
+        raw = inputs.q[query_head] @ inputs.k[query_head // self.groups].T / self.d**0.5
+        return raw.masked_fill(~self.causal, float("-inf"))
+
+    def error(self, layer, query_head, logits):
+        """Change of the layer's attention output ``[q, hidden]`` when one query head has these logits."""
+        change = logits.softmax(-1) - self.logits(layer, query_head).softmax(-1)
+        out = (change @ self.inputs[layer].v[query_head // self.groups])[self.positions]
+        weight = self.model.model.layers[layer].self_attn.o_proj.weight
+        return out @ weight[:, query_head * self.d : (query_head + 1) * self.d].T
+
+    def cost(self, layer, errors):
+        stream = self.inputs[layer].hidden_states[self.positions]
+        return (sum(errors).norm(dim=-1) / stream.norm(dim=-1)).square().mean()
+
+    def following(self, lead, layer, of, query_head):
+        logits = torch.where(self.distant, self.logits(lead, of), self.logits(layer, query_head))
+        return self.error(layer, query_head, logits)
+
+    def window(self, layer, head):
+        masked = (
+            (h, self.logits(layer, h).masked_fill(self.distant, float("-inf")))
+            for h in range(head * self.groups, (head + 1) * self.groups)
+        )
+        return self.cost(layer, [self.error(layer, h, logits) for h, logits in masked])
+
+    def follow(self, lead, layer, of, head, order):
+        """The follower's query head order[place] takes the logits of the lead's query head at `place`."""
+        pairs = [(of * self.groups + place, head * self.groups + int(g)) for place, g in enumerate(order)]
+        return self.cost(layer, [self.following(lead, layer, a, b) for a, b in pairs])
 
 
-def naive_costs(model, input_ids, positions, gradients):
-    """The definitions, pair by pair, on n x n matrices. gradients: per layer ``[q, Hq * d]``."""
-    inputs = list(record_attention_inputs(model, input_ids))
-    groups, n = model.config.num_key_value_groups, input_ids.shape[1]
-    i, j = torch.arange(n)[:, None], torch.arange(n)
-    distant = (j >= SINKS) & (i - j >= RECENT)
-    layers, heads = len(inputs), inputs[0].k.shape[0]
-    costs = torch.zeros(4, layers, layers, heads, dtype=torch.float64)
-    logits = [whole_logits(x.q, x.k, groups).masked_fill(j > i, float("-inf")) for x in inputs]
-    for layer in range(layers):
-        weight = model.model.layers[layer].self_attn.o_proj.weight
-        for lead in range(layer):
-            mixed = torch.where(distant, logits[lead], logits[layer]).softmax(-1)[:, :, positions]
-            own = logits[layer].softmax(-1)[:, :, positions]
-            out, error = (p @ inputs[layer].v[:, None] for p in (own, mixed - own))  # [H, G, q, d]
-            mass = (own * distant[positions]).sum(-1)
-            parts = [
-                logits[x].masked_fill(~distant, float("-inf")).softmax(-1)[:, :, positions]
-                for x in (lead, layer)
-            ]
-            middle = (parts[0] + parts[1]) / 2
-            divergence = entropy(middle) - (entropy(parts[0]) + entropy(parts[1])) / 2
-            stream = inputs[layer].hidden_states[positions]
-            for head in range(heads):
-                flat = torch.zeros(len(positions), heads, groups, 8, dtype=torch.float64)
-                flat[:, head] = error[head].transpose(0, 1)
-                flat = flat.flatten(1)
-                costs[0, lead, layer, head] = (mass * divergence)[head].mean()
-                costs[1, lead, layer, head] = error[head].square().sum() / out[head].square().sum()
-                projected = (flat @ weight.T).norm(dim=-1) / stream.norm(dim=-1)
-                costs[2, lead, layer, head] = projected.square().mean()
-                costs[3, lead, layer, head] = (flat * gradients[layer]).sum(-1).square().mean() / 2
-    return costs
+@pytest.mark.parametrize(
+    ("heads", "windows"), [*((x, (2, 5)) for x in HEADS), ((6, 2), (0, 1)), ((6, 2), (9, 3))]
+)
+@torch.no_grad()
+def test_costs_equal_their_definitions(input_ids, heads, windows):
+    model = make_model(*heads, *windows)
+    order = any_order(model.config)
+    for num_queries in (1, 7, TOKENS - sum(windows)):
+        found = measure_costs(model, input_ids, num_queries, order)
+        naive = Naive(model, input_ids, sample_queries(TOKENS, num_queries, *windows).positions)
+        for layer, head in itertools.product(range(4), range(heads[1])):
+            expected = naive.window(layer, head)
+            assert found["window"][layer, head].item() == pytest.approx(expected.item(), rel=1e-9)
+            for lead, of in itertools.product(range(layer), range(heads[1])):
+                expected = naive.follow(lead, layer, of, head, order[lead, layer, of, head])
+                assert expected > 1e-6
+                assert found["follow"][lead, layer, of, head].item() == pytest.approx(
+                    expected.item(), rel=1e-9
+                )
+            for lead in range(layer):
+                expected = naive.follow(lead, layer, head, head, range(heads[0] // heads[1]))
+                assert found["in_place"][lead, layer, head].item() == pytest.approx(expected.item(), rel=1e-9)
+        for name in ("follow", "in_place"):
+            assert all(not found[name][lead, layer].any() for layer in range(4) for lead in range(layer, 4))
 
 
-def autograd_gradients(model, input_ids, positions):
-    """Gradients of the summed loss at the inputs of o_proj, from one graph without checkpoints or slices."""
-    seen = []
-
-    def keep(module, arguments):
-        arguments[0].retain_grad()
-        seen.append(arguments[0])
-
-    handles = [layer.self_attn.o_proj.register_forward_pre_hook(keep) for layer in model.model.layers]
-    loss = model(input_ids, labels=input_ids).loss * (input_ids.shape[1] - 1)
-    loss.backward()
-    model.zero_grad()
-    for handle in handles:
-        handle.remove()
-    return [x.grad[0, positions] for x in seen]
+@torch.no_grad()
+def test_errors_of_query_heads_equal_their_definition(model, input_ids):
+    found = measure_query_head_errors(model, input_ids, 7)
+    naive = Naive(model, input_ids, sample_queries(TOKENS, 7, SINKS, RECENT).positions)
+    assert found.shape == (4, 4, 6, 6)
+    for lead, layer, a, b in itertools.product(range(4), range(4), range(6), range(6)):
+        expected = naive.cost(layer, [naive.following(lead, layer, a, b)]).item() if lead < layer else 0.0
+        assert found[lead, layer, a, b].item() == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("num_queries", [1, 7, TOKENS - SINKS - RECENT])
-def test_costs_equal_their_definitions(model, input_ids, num_queries):
-    positions = sample_queries(TOKENS, num_queries, SINKS, RECENT).positions
-    with torch.enable_grad():
-        gradients = autograd_gradients(model, input_ids, positions)
-    with torch.no_grad():
-        expected = naive_costs(model, input_ids, positions, gradients)
-    found = measure_pair_costs(model, input_ids, num_queries)
-    predicting = 4 if num_queries > 1 else 3  # the last token predicts nothing, its gradient is 0
-    assert (expected[:predicting, 0, 1:].amin((1, 2)) > 1e-6).all()
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+@pytest.mark.parametrize("heads", HEADS)
+def test_the_order_is_the_cheapest_of_all(heads):
+    errors = torch.rand(
+        3, 3, heads[0], heads[0], dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+    )
+    groups = heads[0] // heads[1]
+    order = match_query_heads(errors, heads[1])
+    assert order.shape == (3, 3, heads[1], heads[1], groups)
+    changed = False
+    for lead, layer, i, j in itertools.product(range(3), range(3), range(heads[1]), range(heads[1])):
+        own = errors[lead, layer, i * groups : (i + 1) * groups, j * groups : (j + 1) * groups]
+        cost = {
+            x: sum(own[p, g].item() for p, g in enumerate(x)) for x in itertools.permutations(range(groups))
+        }
+        found = tuple(order[lead, layer, i, j].tolist())
+        assert found == (min(cost, key=cost.__getitem__) if lead < layer else tuple(range(groups)))
+        changed |= found != tuple(range(groups))
+    assert changed == (groups > 1)
 
 
-def test_gradients_leave_the_model_as_it_was(model, input_ids):
-    positions = torch.tensor([7, 20, 40])
-    expected = autograd_gradients(model, input_ids, positions)
-    model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
-    found = output_gradients(model, input_ids, positions)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-13)
-    frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
-    assert frozen == ["model.layers.0.mlp.up_proj.weight"]
-    assert not model.training and not model.model.gradient_checkpointing
-    assert all(weight.grad is None for weight in model.parameters())
-    assert not any(layer.self_attn.o_proj._backward_hooks for layer in model.model.layers)
-    model.requires_grad_(True)
+def test_a_pair_that_was_planted_in_another_head_and_order_is_found(input_ids):
+    """Layer 2's KV head 0 gets the queries and keys of layer 1's KV head 1, its query heads turned round."""
+    twin = make_model(6, 2)
+    lower, upper = twin.model.layers[1], twin.model.layers[2]
+    lower.self_attn.o_proj.weight.data.zero_()
+    lower.mlp.down_proj.weight.data.zero_()
+    for head, of in zip((0, 1, 2), (4, 5, 3), strict=True):
+        rows, source = (slice(x * 8, x * 8 + 8) for x in (head, of))
+        upper.self_attn.q_proj.weight.data[rows] = lower.self_attn.q_proj.weight.data[source]
+    upper.self_attn.k_proj.weight.data[:8] = lower.self_attn.k_proj.weight.data[8:]
+    order = match_query_heads(measure_query_head_errors(twin, input_ids, 9), 2)
+    assert order[1, 2, 1, 0].tolist() == [2, 0, 1]
+    found = measure_costs(twin, input_ids, 9, order)
+    assert found["follow"][1, 2, 1, 0] < 1e-15
+    assert min(found["follow"][1, 2, 0, 0], found["follow"][1, 2, 1, 1], found["in_place"][1, 2, 0]) > 1e-6
 
 
-def test_only_lower_layers_are_leads_and_names_choose(model, input_ids):
-    found = measure_pair_costs(model, input_ids, 5, ["projected", "distant"])
-    assert found.shape == (2, 4, 4, 2)
-    assert bool((found.permute(0, 3, 1, 2).tril() == 0).all())
-    whole = measure_pair_costs(model, input_ids, 5)
-    order = [MEASURED_COSTS.index(name) for name in ("projected", "distant")]
-    assert torch.equal(found, whole[order])
+def test_weights_that_give_no_numbers_are_one_line(model, input_ids):
+    broken = make_model(6, 2)
+    broken.model.layers[1].self_attn.v_proj.weight.data[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="NaN or infinite values on this text: try model.dtype=float32"):
+        measure_costs(broken, input_ids, 5, any_order(broken.config))
 
 
-def test_a_layer_with_the_leads_queries_and_keys_costs_nothing(model, input_ids):
-    """Layers 1 and 2 with equal inputs and projections differ in nothing that sharing replaces."""
-    twin = pod.PodForCausalLM(model.config).double().eval()
-    twin.load_state_dict(model.state_dict())
-    for name in ("q_proj", "k_proj"):
-        source = getattr(twin.model.layers[1].self_attn, name).weight
-        getattr(twin.model.layers[2].self_attn, name).weight.data.copy_(source)
-    twin.model.layers[1].self_attn.o_proj.weight.data.zero_()
-    twin.model.layers[1].mlp.down_proj.weight.data.zero_()
-    found = measure_pair_costs(twin, input_ids, 9)
-    assert found[:, 1, 2].max() < 1e-15
-    assert found[:2, 0, 1].min() > 1e-6
+def test_retrieval_adds_with_its_weight_and_files_return(tmp_path):
+    values = {name: torch.rand(2, 2) for name in ("window", "follow", "in_place")}
+    values |= {name + "_retrieval": torch.rand(2, 2) for name in ("window", "follow", "in_place")}
+    costs = PlanCosts(values=values, order=torch.tensor([[1, 0]]), provenance={"model": "m"})
+    costs.save(tmp_path / "costs.safetensors")
+    read = PlanCosts.load(tmp_path / "costs.safetensors")
+    assert read.provenance == {"model": "m"} and torch.equal(read.order, costs.order)
+    total = read.total(0.5)
+    assert set(total) == {"window", "follow", "in_place"}
+    expected = values["window"] + 0.5 * values["window_retrieval"]
+    assert torch.equal(torch.from_numpy(total["window"]), expected)
+    (tmp_path / "other.safetensors").write_bytes(b"no")
+    with pytest.raises(
+        ValueError, match="not a file of plan costs of schema 2 .*delete it and measure again"
+    ) as seen:
+        PlanCosts.load(tmp_path / "other.safetensors")
+    assert "\n" not in str(seen.value)
 
 
 def test_queries_are_spread_over_all_positions_with_distant_tokens():

@@ -38,8 +38,8 @@ def growing(plan):
 
     from pod.training.progressive import PlanSchedule, growing_plans
 
-    similarity = np.random.default_rng(0).random((4, 4, 6))
-    plans = growing_plans((similarity + similarity.transpose(1, 0, 2)) / 2, plan, 3)
+    generator = np.random.default_rng(0)
+    plans = growing_plans(generator.random((4, 4, 3)), generator.random((4, 3)), plan, 3)
     return PlanSchedule(list(zip((0, 2, 4), plans, strict=True)))
 
 

@@ -1,0 +1,64 @@
+"""The whole curve: what every saving costs at least, and which roles the plans along it have."""
+
+from typing import Any
+
+import numpy as np
+
+from pod.modeling.shipped.sharing import SharingPlan
+from pod.training.explore_args import ExploreArgs
+from pod.training.explore_plan import Choice, cost_at
+
+PARETO_NAME = "pareto.json"
+SCHEMA_VERSION = 1
+
+
+def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dict[str, Any]:
+    """Every saving that the allowed roles reach: its least cost, that of as much or more with a role forbidden, and its plan's roles.
+
+    Heads stand in one order on the whole curve, that which was found for the chosen plan; a curve with a role forbidden has its
+    own. ``saving`` is meant at ``budget_length`` tokens.
+    """
+    frontier = choice.frontier
+    assert frontier is not None, "a greedy plan has no curve"
+    points = []
+    for units in map(int, np.flatnonzero(np.isfinite(frontier.costs))):
+        plan = frontier.plan(units)
+        points.append(
+            {
+                "units": units,
+                "saving": plan.saving(explore.budget_tokens, **windows),
+                "cost": float(frontier.costs[units]),
+                "cost_without": {
+                    role: cost_at(other, units) for role, other in (choice.without or {}).items()
+                },
+                "leads": plan.num_leads,
+                "followers": plan.num_followers,
+                "windows": plan.num_windows,
+                "per_layer": roles_per_layer(plan),
+            }
+        )
+    plan = choice.plan
+    return {
+        "schema": SCHEMA_VERSION,
+        "budget_length": explore.sequence_length if explore.budget_length is None else explore.budget_length,
+        **windows,
+        "cost": explore.cost,
+        "retrieval_weight": explore.retrieval_weight,
+        "chosen": {"units": chosen_units(plan), "saving": plan.saving(explore.budget_tokens, **windows)},
+        "points": points,
+    }
+
+
+def chosen_units(plan: SharingPlan) -> int:
+    """Units that a plan saves: one for a follower, two for a window."""
+    return plan.num_followers + 2 * plan.num_windows
+
+
+def roles_per_layer(plan: SharingPlan) -> dict[str, list[int]]:
+    """How many KV heads of each layer lead, follow and keep their window."""
+    rows = list(enumerate(plan.lead))
+    return {
+        "leads": [sum(lead == layer for lead in row) for layer, row in rows],
+        "followers": [sum(lead not in (None, layer) for lead in row) for layer, row in rows],
+        "windows": [sum(lead is None for lead in row) for _, row in rows],
+    }
