@@ -133,7 +133,9 @@ def load_model(
     changes: dict[str, Any] = {name: tokens for name, tokens in windows.items() if tokens is not None}
     changes["attention_backend"] = attention_backend
     if layout is not None:
-        changes |= {"layout": "pod", "lead": None, "kv_bits": None} if layout == "dense" else {"layout": layout}
+        changes |= (
+            {"layout": "pod", "lead": None, "kv_bits": None} if layout == "dense" else {"layout": layout}
+        )
     if plan is not None:
         if layout == "dense":
             raise ValueError("layout = 'dense' shares nothing: leave the plan out, or use layout = 'pod'")

@@ -11,7 +11,7 @@ SCHEMA_VERSION = 2
 _READABLE = (1, SCHEMA_VERSION)  # 1 has no windows, no order of heads and no bits
 BITS = {16: 16.0, 8: 9.0, 4: 5.0}
 """Bits per number of a layer's codec, and what one costs with the fp16 scale and zero of 32 numbers."""
-_NATIVE_TOKENS = 143.5  # a codec's newest tokens, which it does not pack: 128 to 159
+NATIVE_TOKENS = 143.5  # a codec's newest tokens, which it does not pack: 128 to 159
 
 Lead = tuple[tuple[int | None, ...], ...]
 """``[layer][KV head]``: the layer that the head follows, its own layer (it leads), or None (it keeps its window only)."""
@@ -254,7 +254,7 @@ class SharingPlan:
         for layer, row in enumerate(self.lead):
             parts = sum(2 if lead == layer else lead is not None for lead in row)
             width = BITS[16 if self.bits is None else self.bits[layer]] / 16
-            native = 1.0 if width == 1 else min(1.0, _NATIVE_TOKENS / n)
+            native = 1.0 if width == 1 else min(1.0, NATIVE_TOKENS / n)
             total += parts * (native + (1 - native) * width)
         return total / (2 * self.num_pairs)
 

@@ -1,0 +1,95 @@
+"""Bits in the budget: against every plan and every choice of bits of small models."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from pod.modeling.shipped.sharing import SharingPlan
+from pod.training.plans.bits import PAIR_UNITS, PackedCosts, plan_with_bits
+from pod.training.plans.solve import solve_table
+
+WINDOWS = 4, 28
+N = 1024
+
+
+def random_costs(layers, heads, seed, follow=True, window=True):
+    draw = np.random.default_rng(seed)
+    lead4 = draw.uniform(0.01, 0.1, (layers, heads))
+    return PackedCosts(
+        follow=draw.uniform(0.05, 2, (layers, layers, heads)) if follow else None,
+        window=draw.uniform(0.01, 1, (layers, heads)) if window else None,
+        lead4=lead4,
+        follow4=lead4 * 0.6,
+    )
+
+
+def cost_of(plan, costs):
+    total = 0.0
+    for layer, row in enumerate(plan.lead):
+        packed = plan.bits is not None and plan.bits[layer] == 4
+        for head, lead in enumerate(row):
+            if lead is None:
+                total += costs.window[layer, head]
+            elif lead == layer:
+                total += costs.lead4[layer, head] if packed else 0.0
+            else:
+                total += costs.follow[lead, layer, head] + (costs.follow4[layer, head] if packed else 0.0)
+    return total
+
+
+def every_plan(layers, heads, follow, window):
+    rows = []
+    for choices in itertools.product(*[[*range(layer + 1), None] for layer in range(layers)]):
+        try:
+            plan = SharingPlan([[lead] for lead in choices])
+        except ValueError:
+            continue
+        if (follow or not plan.num_followers) and (window or not plan.num_windows):
+            rows.append(choices)
+    for columns in itertools.product(rows, repeat=heads):
+        yield SharingPlan(list(zip(*columns, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("layers", "heads", "follow", "window"), [(4, 1, True, True), (3, 2, True, True), (4, 2, False, True)]
+)
+@pytest.mark.parametrize("saving", [0.3, 0.6, 0.8])
+def test_the_plan_is_the_cheapest_of_all(layers, heads, follow, window, saving):
+    for seed in range(3):
+        costs = random_costs(layers, heads, seed, follow, window)
+        found = plan_with_bits(costs, saving, N, WINDOWS, {})
+        assert found.saving(N, *WINDOWS) >= saving - 0.5 / (PAIR_UNITS * layers * heads)
+        assert cost_of(found, costs) == pytest.approx(found.provenance["plan_cost"])
+        best = min(
+            cost_of(plan, costs)
+            for lead in every_plan(layers, heads, follow, window)
+            for bits in itertools.product((16, 4), repeat=layers)
+            for plan in [SharingPlan(lead.lead, bits=bits)]
+            if plan.saving(N, *WINDOWS) >= saving + 0.02  # savings are rounded to a 32nd of a pair
+        )
+        assert found.provenance["plan_cost_bound"] - 1e-12 <= found.provenance["plan_cost"] <= best + 1e-12
+
+
+def test_a_choice_of_bits_stays_near_its_bound_where_the_heads_of_a_layer_have_nothing_in_common():
+    costs = random_costs(24, 4, 0)
+    for saving in (0.3, 0.5, 0.7, 0.85):
+        found = plan_with_bits(costs, saving, N, WINDOWS, {"model": "m"})
+        assert found.provenance["plan_cost"] <= 1.4 * found.provenance["plan_cost_bound"]
+        assert found.provenance["model"] == "m"
+        assert found.saving(N, *WINDOWS) == pytest.approx(saving, abs=0.02)
+
+
+def test_savings_beyond_reach_are_refused():
+    costs = random_costs(4, 2, 0, window=False)
+    with pytest.raises(ValueError, match="save at most"):
+        plan_with_bits(costs, 0.97, N, WINDOWS, {})
+    assert plan_with_bits(costs, 0.0, N, WINDOWS, {}).is_dense
+
+
+def test_the_table_of_free_pairs_is_the_union_of_both():
+    costs = random_costs(3, 2, 1)
+    free = solve_table(costs.table(None, N, sum(WINDOWS)), PAIR_UNITS)
+    for packed in itertools.product((False, True), repeat=3):
+        own = solve_table(costs.table(packed, N, sum(WINDOWS)), PAIR_UNITS)
+        assert (free.costs[: len(own.costs)] <= own.costs + 1e-12).all()
