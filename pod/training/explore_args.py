@@ -32,6 +32,10 @@ class ExploreArgs:
     """What heads may do beside leading: `follow` a lower layer's attention to distant tokens (own values stay), or keep their
     `window` (sinks and recent tokens, nothing else)."""
 
+    bits: list[int] = field(default_factory=lambda: [16])
+    """Projected only: bits in which a layer may hold the keys and values of every token: 16 (as the model computes), or 16 and 4
+    (packed as the cache method int4; the plan says which layers)."""
+
     align_heads: bool = True
     """Projected and follow only: re-order the KV heads of every layer, and the query heads of a KV head, so that heads that fit each
     other share (the model computes the same). The plan records the order."""
@@ -97,6 +101,10 @@ class ExploreArgs:
             raise ValueError(
                 f"target_saving is {self.target_saving} with roles={self.roles}: followers keep their values, which saves below "
                 "0.5; lower it, or allow windows: roles=[follow, window]"
+            )
+        if sorted(self.bits) not in ([16], [4, 16]) or (4 in self.bits and self.cost == "similarity"):
+            raise ValueError(
+                f"bits is {self.bits}, allowed are [16], or [16, 4] with cost=projected: which layers are packed is for the plan"
             )
         if self.cost == "similarity" and self.roles != ["follow"]:
             raise ValueError(

@@ -40,6 +40,7 @@ from pod.training.plan_costs import (
 )
 from pod.training.planning import Floats, dissimilarity, greedy_plan
 from pod.training.plans.align import align
+from pod.training.plans.bits import PackedCosts, plan_with_bits
 from pod.training.plans.solve import Frontier
 from pod.training.refine import LossLog, PlanLoss, Refinement, plan_key
 from pod.training.similarity import Similarity, measure_mean, model_fingerprint, sequence_fingerprint
@@ -111,6 +112,8 @@ def choose_by_similarity(similarity: Similarity, explore: ExploreArgs, windows: 
 def choose(costs: PlanCosts, explore: ExploreArgs, windows: dict[str, int]) -> Choice:
     """The plan of least cost at the target saving, heads aligned for it, and what forbidding each role costs."""
     total = costs.total(explore.retrieval_weight)
+    if 4 in explore.bits:
+        return _choose_with_bits(costs, total, explore, windows)
     units = target_units(frontier_of(explore, total["in_place"], total["window"]), explore, windows)
     follow, window, kv_order = _aligned(total, explore, units)
     frontier = frontier_of(explore, follow, window)
@@ -126,6 +129,24 @@ def choose(costs: PlanCosts, explore: ExploreArgs, windows: dict[str, int]) -> C
     if kv_order is not None:
         plan = replace(plan, head_order=head_order(plan, kv_order, costs.order))
     return Choice(plan, follow, window, frontier, without)
+
+
+def _choose_with_bits(
+    costs: PlanCosts, total: dict[str, Floats], explore: ExploreArgs, windows: dict[str, int]
+) -> Choice:
+    """As ``choose`` where layers may be packed. Heads stay where they are: with packed leads at hand hardly any head follows."""
+    priced = PackedCosts(
+        follow=total["in_place"] if "follow" in explore.roles else None,
+        window=total["window"] if "window" in explore.roles else None,
+        lead4=total["lead4"],
+        follow4=total["follow4"],
+    )
+    size = windows["num_sink_tokens"], windows["num_recent_tokens"]
+    found = costs.provenance | windows | {"retrieval_weight": explore.retrieval_weight, "bits": explore.bits}
+    found |= {"cost": explore.cost, "roles": list(explore.roles), "target_saving": explore.target_saving}
+    found |= {"budget_length": explore.budget_tokens}
+    plan = plan_with_bits(priced, explore.target_saving, explore.budget_tokens, size, found)
+    return Choice(plan, total["in_place"], total["window"])
 
 
 def cost_at(frontier: Frontier, units: int) -> float | None:

@@ -9,6 +9,8 @@ repeated, where copying is all there is to do; both in the same units, so that t
 * ``follow`` ``[L, L, H, H]`` = [lead layer, layer, KV head of the lead layer, KV head of the layer], zero unless lead < layer: own
   logits for proximal tokens, the lead's for distant ones, one softmax (PoD, eq. 4). Heads of a layer can be re-ordered without
   changing the model, so any head of a lower layer may lead; query heads are matched inside the pair of groups.
+* ``lead4``, ``follow4`` ``[L, H]``: 4 bits per number of a lead's keys and values, of a follower's values (the codec's usual groups;
+  its newest tokens stay native).
 * ``in_place`` ``[L, L, H]``: following the KV head of the same index, query head by query head, with nothing re-ordered.
 
 Beside the model this holds the distant attention rows of the sampled queries of all layers, ``4 · L · Hq · q · n`` bytes; nothing
@@ -32,11 +34,13 @@ from torch import Tensor
 from pod.files import atomic_write_bytes
 from pod.modeling.recording import AttentionInputs, record_attention_inputs
 from pod.modeling.shipped.llama import PodForCausalLM
+from pod.modeling.shipped.packed import Packing
 
 SCHEMA_VERSION = "2"
 RETRIEVAL = "_retrieval"
 """Ends the name of a cost that was measured on repeated random tokens."""
 MAX_COST = 1000.0
+_GROUP, _RESIDUAL = 32, 128  # of the codec that a plan's bits ask for
 
 
 @dataclass(kw_only=True)
@@ -44,7 +48,7 @@ class PlanCosts:
     """Measured costs with what they were measured on."""
 
     values: dict[str, Tensor]
-    """``window``, ``follow`` and ``in_place``, and the same with RETRIEVAL where it was measured: fp64, means over sequences."""
+    """``window``, ``follow``, ``in_place``, ``lead4`` and ``follow4``, and the same with RETRIEVAL where it was measured: fp64, means over sequences."""
 
     order: Tensor
     """``[L, L, H, H, G]``: which query head of the follower's group stands at each place when it follows, those of the lead
@@ -126,6 +130,8 @@ def cost_shapes(num_layers: int, num_key_value_heads: int) -> dict[str, tuple[in
         "window": (layers, heads),
         "follow": (layers, layers, heads, heads),
         "in_place": (layers, layers, heads),
+        "lead4": (layers, heads),
+        "follow4": (layers, heads),
     }
 
 
@@ -154,6 +160,8 @@ def measure_costs(
     head = torch.arange(heads)
     for layer, own, lower in _layers(model, input_ids, num_queries):
         costs["window"][layer] = own.cost(own.near - own.out)
+        for name, error in own.errors_of_packing().items():
+            costs[name][layer] = own.cost(error)
         for lead, rows in enumerate(lower):
             errors = own.errors(rows).unflatten(0, (heads, groups))  # [Hl, Gl, H, G, q, d]
             served = lead_of_place[lead, layer].to(errors.device)  # [Hl, H, G]
@@ -229,6 +237,7 @@ class _Layer:
     """
 
     def __init__(self, inputs: AttentionInputs, sample: Sample, weight: Tensor):
+        self.inputs, self.sample = inputs, sample
         logits = _logits(inputs, sample)  # [Hq, q, n]
         heads = inputs.k.shape[0]
         proximal = logits.masked_fill(sample.future | sample.distant, float("-inf"))
@@ -256,6 +265,23 @@ class _Layer:
         gate = torch.sigmoid(self.lse - lead.lse[:, None, None])[..., None]  # [Hl, H, G, q, 1]
         return gate * self.near + (1 - gate) * distant[:, :, None] - self.out
 
+    def errors_of_packing(self) -> dict[str, Tensor]:
+        """``[H, G, q, d]`` for ``lead4`` and ``follow4``; the newest tokens of each query are as they came."""
+        heads, n, _ = self.v.shape
+        logits = _logits(self.inputs, self.sample)
+        whole = n // _GROUP * _GROUP
+        position = torch.arange(n, device=logits.device)
+        packs = (position <= self.sample.positions[:, None] - _RESIDUAL) & (position < whole)  # [q, n]
+        packed = self.inputs._replace(k=_packed(self.inputs.k, per_channel=True))
+        values = _packed(self.v, per_channel=False)
+        errors = {}
+        for name, other in (("lead4", _logits(packed, self.sample)), ("follow4", logits)):
+            seen = torch.where(packs, other, logits).masked_fill_(self.sample.future, float("-inf"))
+            weights = seen.softmax(-1).unflatten(0, (heads, -1))
+            out = (weights * packs) @ values[:, None] + (weights * ~packs) @ self.v[:, None]
+            errors[name] = out - self.out
+        return errors
+
     def cost(self, errors: Tensor) -> Tensor:
         """``[…, H, G, q, d]`` to the cost of each KV head ``[…, H]``, fp64 on the CPU."""
         flat = errors.transpose(-3, -2).flatten(-2)  # […, H, q, G·d], as o_proj reads it
@@ -267,6 +293,14 @@ class _Layer:
 
     def _mean(self, projected: Tensor) -> Tensor:
         return (projected.square().sum(-1) / self.residual).double().mean(-1).cpu()
+
+
+def _packed(x: Tensor, per_channel: bool) -> Tensor:
+    """``[H, n, d]`` in 4 bits and back; what fills no group stays."""
+    packing = Packing(bits=4, group_size=_GROUP, per_channel=per_channel)
+    whole, out = x.shape[1] // _GROUP * _GROUP, x.clone()
+    packing.unpack(packing.pack(x[None, :, :whole]), out[None, :, :whole])
+    return out
 
 
 def _logits(inputs: AttentionInputs, sample: Sample) -> Tensor:

@@ -128,7 +128,8 @@ def _choices(costs: PackedCosts, wanted: int, n: int, near: int, layers: int) ->
         packed, units = _descend(costs, packed, price, n, near)
         found[tuple(packed.tolist())] = step
         low, high = (price, high) if units < wanted else (low, price)
-    return sorted(found, key=lambda choice: -found[choice])[:_EXACT] + [(False,) * layers, (True,) * layers]
+    nearest = sorted(found, key=lambda choice: -found[choice])[:_EXACT]
+    return [*nearest, (False,) * layers, (True,) * layers]
 
 
 def _descend(costs: PackedCosts, packed: Any, price: float, n: int, near: int) -> tuple[Any, int]:
