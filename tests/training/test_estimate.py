@@ -247,6 +247,22 @@ def test_a_window_multiplies_with_its_tokens_only():
         assert attention_flops(window, half, ranks, 4096) == 32 * 4 * 128 * waited
 
 
+def test_text_says_what_a_plan_does_and_how_evenly():
+    window = Shapes(**vars(LLAMA3_8B) | {"windows": (16, 4080)})
+    half = [[layer, None] * 4 for layer in range(32)]
+    shared = [[0] * 8, [0] * 8, *half[2:]]
+    shares = {}
+    for size in (1, 4, 8):
+        text = describe(window, shared, TrainArgs(sequence_parallel_size=size), 32_768, 8)
+        assert "128 (layer, KV head) pairs lead, 8 follow, 120 keep their window" in text
+        if size > 1:
+            shares[size] = float(text.split("has most to do: ")[1].split(" x ")[0])
+    assert shares[4] == 1.0
+    every, near = 32_768 * 32_769 / 2, 32_768 * 32_769 / 2 - 28_672 * 28_673 / 2
+    assert shares[8] == pytest.approx(32 * 8 * every / (136 * every + 120 * near), abs=0.005)
+    assert "even share" not in describe(LLAMA3_8B, DENSE, TrainArgs(), 32_768, 8)
+
+
 def test_time_follows_figures():
     args, device = TrainArgs(**PAPER), get_device("h100")
     one = step_time(LLAMA3_8B, SHARED, args, 32_768, World(8, 8), device)
