@@ -241,14 +241,14 @@ def test_a_window_multiplies_with_its_tokens_only():
     assert attention_flops(window, windows, args, 4096) == 32 * 4 * 128 * 32 * near
     every = 4096 * 4097 / 2
     assert attention_flops(window, half, args, 4096) == 32 * 4 * 128 * 16 * (near + every)
-    # four ranks compute two heads each, of which one sees everything; sixteen a replica of two query heads
-    for size, waited in ((4, 4 * (near + every)), (16, 2 * every)):
+    # four ranks compute two heads each, of which one sees everything; eight two halves of heads, sixteen two query heads
+    for size, waited in ((4, 4 * (near + every)), (8, 2 * (near + every)), (16, near + every)):
         ranks = TrainArgs(sequence_parallel_size=size)
         assert attention_flops(window, half, ranks, 4096) == 32 * 4 * 128 * waited
 
 
 def test_text_says_what_a_plan_does_and_how_evenly():
-    window = Shapes(**vars(LLAMA3_8B) | {"windows": (16, 4080)})
+    window = Shapes(**vars(LLAMA3_8B) | {"windows": (16, 4080), "query_heads": 8})
     half = [[layer, None] * 4 for layer in range(32)]
     shared = [[0] * 8, [0] * 8, *half[2:]]
     shares = {}
