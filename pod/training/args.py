@@ -132,7 +132,7 @@ class TrainArgs:
 
     distill_logits: float = 0.0
     """Share of the loss that is the divergence from the dense model's next-token distributions, KL(teacher, student), in [0, 1]; the
-    rest is cross entropy. The teacher is the start model without sharing: under LoRA the same weights without adapters, else a
+    rest is cross entropy. The teacher is the start model with every head leading: under LoRA the same weights without adapters, else a
     frozen copy."""
 
     distill_attention: float = 0.0

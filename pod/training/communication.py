@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from pod.training.args import TrainArgs
 from pod.training.carry import leads_that_end
-from pod.training.memory import BYTES, rank_tokens
+from pod.training.memory import BYTES, head_shares, rank_tokens
 from pod.training.shapes import Lead, Shapes
-from pod.training.ulysses import kv_head_repeats
 
 
 @dataclass(frozen=True)
@@ -112,8 +111,7 @@ def all_to_all_bytes(shapes: Shapes, lead: Lead, args: TrainArgs, context_length
 def exchanged_bytes(shapes: Shapes, lead: Lead, args: TrainArgs, context_length: int) -> dict[str, int]:
     """The same for one forward and one backward of a micro-batch; what `Ulysses.sent_bytes` counts on the first rank."""
     tokens, size = rank_tokens(args, context_length), BYTES[args.dtype]
-    repeats = kv_head_repeats(shapes.query_heads, shapes.kv_heads, args.sequence_parallel_size)
-    heads = shapes.kv_heads * repeats
+    heads = shapes.kv_heads * head_shares(shapes, lead, args, context_length).repeats
     groups = shapes.query_heads // heads
     silent = sum(row[0] != layer for layer, row in enumerate(lead)) if shapes.layout == "cla" else 0
     most = -(-heads // args.sequence_parallel_size)  # KV heads, replicas included, of the first rank

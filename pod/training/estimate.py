@@ -28,8 +28,8 @@ from pod.training.memory import (
     training_bytes,
 )
 from pod.training.mesh import check_world_size
-from pod.training.shapes import Lead, Shapes, carried_heads, open_heads
-from pod.training.step_time import EFFICIENCY, LINK_EFFICIENCY, StepTime, step_time
+from pod.training.shapes import Lead, Shapes, carried_heads, heads_by_role, open_heads
+from pod.training.step_time import EFFICIENCY, LINK_EFFICIENCY, StepTime, attention_flops, step_time
 
 __all__ = [
     "BYTES",
@@ -79,6 +79,7 @@ def describe(
     world = World(world_size, gpus_per_node or world_size)
     lines = [
         *_run_lines(shapes, args, context_length, world),
+        *_plan_lines(shapes, lead, args, context_length),
         *_memory_lines(shapes, lead, args, context_length, world, device),
     ]
     traffic = communication(shapes, lead, args, context_length, world)
@@ -100,6 +101,23 @@ def _run_lines(shapes: Shapes, args: TrainArgs, context_length: int, world: Worl
         f"{args.max_steps} steps = {rows * context_length * args.max_steps:,} tokens",
         f"{shapes.parameters:,} parameters, {shapes.trained_parameters(args):,} trained",
     ]
+
+
+def _plan_lines(shapes: Shapes, lead: Lead, args: TrainArgs, context_length: int) -> list[str]:
+    leads, follow, windows = (
+        sum(map(len, heads))
+        for heads in zip(*(heads_by_role(lead, layer) for layer in range(len(lead))), strict=True)
+    )
+    lines = []
+    if follow or windows:
+        lines.append(f"{leads} (layer, KV head) pairs lead, {follow} follow, {windows} keep their window")
+    if args.sequence_parallel_size > 1:
+        alone = attention_flops(shapes, lead, replace(args, sequence_parallel_size=1), context_length)
+        waited = attention_flops(shapes, lead, args, context_length) * args.sequence_parallel_size
+        lines.append(
+            f"attention waits in each layer for the rank that has most to do: {waited / alone:.2f} x an even share"
+        )
+    return lines
 
 
 def _memory_lines(

@@ -22,7 +22,7 @@ from pod.training.shapes import (
     followers,
     heads_by_role,
 )
-from pod.training.ulysses import kv_head_repeats
+from pod.training.ulysses import Shares, share_heads
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 REDUCE_BUCKET_ELEMENTS = 50_000_000
@@ -44,6 +44,12 @@ def mlp_tiles(args: TrainArgs, context_length: int) -> int:
     return -(-tokens // args.mlp_tile_tokens) if args.mlp_tile_tokens else 1
 
 
+def head_shares(shapes: Shapes, lead: Lead, args: TrainArgs, context_length: int) -> Shares:
+    """Which heads the ranks of a sequence-parallel group compute."""
+    heads = shapes.query_heads, shapes.kv_heads
+    return share_heads(lead, *heads, args.sequence_parallel_size, context_length, shapes.windows)
+
+
 @dataclass(frozen=True)
 class _Widths:
     """Bytes of one micro-batch on a rank: a hidden state, all queries, keys, a feed-forward activation, one carried head.
@@ -63,10 +69,9 @@ class _Widths:
     is_wide: bool
 
 
-def _widths(shapes: Shapes, args: TrainArgs, context_length: int) -> _Widths:
+def _widths(shapes: Shapes, lead: Lead, args: TrainArgs, context_length: int) -> _Widths:
     tokens, size = rank_tokens(args, context_length), BYTES[args.dtype]
-    repeats = kv_head_repeats(shapes.query_heads, shapes.kv_heads, args.sequence_parallel_size)
-    heads = shapes.kv_heads * repeats
+    heads = shapes.kv_heads * head_shares(shapes, lead, args, context_length).repeats
     most = -(-heads // args.sequence_parallel_size)  # KV heads, replicas included, of the rank that has most
     row = tokens * args.sequence_parallel_size * shapes.head_dim
     key = row * most
@@ -157,7 +162,7 @@ def moments(
     shapes: Shapes, lead: Lead, args: TrainArgs, context_length: int, world_size: int
 ) -> Iterator[Parts]:
     """The parts at every moment that can be the peak: the loss, the backward of each layer, the update."""
-    width = _widths(shapes, args, context_length)
+    width = _widths(shapes, lead, args, context_length)
     rest = resting_bytes(shapes, args, world_size)
     layers = [_layer(shapes, lead, index, args, width) for index in range(shapes.layers)]
     yield _merge(rest, _at_loss(shapes, lead, args, context_length, world_size, width, layers))
@@ -328,7 +333,7 @@ def _merge(*several: Parts) -> Parts:
 
 def host_bytes(shapes: Shapes, lead: Lead, args: TrainArgs, context_length: int, world_size: int) -> Parts:
     """Bytes of host memory that one rank's offloading holds, by part; pinned allocations round up on their own."""
-    width = _widths(shapes, args, context_length)
+    width = _widths(shapes, lead, args, context_length)
     trained, size = shapes.trained_parameters(args), BYTES[args.dtype]
     parts: Parts = {}
     if args.carry == "offload":

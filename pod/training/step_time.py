@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pod.training.args import TrainArgs
 from pod.training.communication import Traffic, World, communication
 from pod.training.devices import Device
-from pod.training.memory import BYTES, host_bytes, mlp_tiles, rank_tokens
+from pod.training.memory import BYTES, head_shares, host_bytes, mlp_tiles, rank_tokens
 from pod.training.shapes import Lead, Shapes
-from pod.training.ulysses import busiest_pairs, head_pairs, kv_head_repeats, place_heads
 
 EFFICIENCY = 0.5
 LINK_EFFICIENCY = 0.7
@@ -92,12 +91,8 @@ def attention_flops(shapes: Shapes, lead: Lead, args: TrainArgs, context_length:
 
     A follower multiplies as many pairs as a lead, a window only those of sinks and recent tokens.
     """
-    size = args.sequence_parallel_size
-    repeats = kv_head_repeats(shapes.query_heads, shapes.kv_heads, size)
-    pairs = head_pairs(lead, repeats, context_length, shapes.windows)
-    waited = busiest_pairs(place_heads(lead, repeats, pairs, size), pairs, size)
-    groups = shapes.query_heads // (shapes.kv_heads * repeats)
-    return 4.0 * shapes.head_dim * groups * waited * args.micro_batch_size
+    shares = head_shares(shapes, lead, args, context_length)
+    return 4.0 * shapes.head_dim * shares.waited * args.micro_batch_size
 
 
 def _seconds(traffic: Traffic, device: Device, link_efficiency: float) -> float:

@@ -7,11 +7,13 @@ so sharing adds no communication.
 
 Every rank computes as many heads as the others, give or take one. Heads that keep their window cost less than heads that
 see everything, and each layer waits for the rank that has most to do: `place_heads` deals them out layer by layer, and a
-head whose carry is open stays where it is.
+head whose carry is open stays where it is. Where that leaves ranks waiting, `share_heads` splits the query heads of a KV
+head over several ranks, each of which gets its keys and values.
 """
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,9 @@ from torch import Tensor
 from pod.modeling.shipped.sharing import Lead as PlanLead
 from pod.modeling.shipped.sharing import is_followed
 from pod.training.shapes import Lead, visible_pairs
+
+SENT_PAIRS = 1000
+"""(query, key) pairs of one query head that take as long as sending a token's key and value: at 500 TFLOP/s and 300 GB/s."""
 
 
 def split_evenly(total: int, parts: int) -> list[int]:
@@ -66,6 +71,51 @@ def head_pairs(lead: Lead, repeats: int, row_length: int, windows: tuple[int, in
     return [
         [visible_pairs(owner, row_length, windows) for owner in row for _ in range(repeats)] for row in lead
     ]
+
+
+class Shares(NamedTuple):
+    """Which heads a rank of a sequence-parallel group computes.
+
+    Attributes:
+        repeats: replicas of each KV head, which serve an equal part of its query heads.
+        orders: see `place_heads`.
+        waited: (query, key) pairs of query heads that a forward pass waits for, summed over the layers.
+    """
+
+    repeats: int
+    orders: tuple[tuple[int, ...], ...]
+    waited: int
+
+
+def share_heads(
+    lead: Lead,
+    num_attention_heads: int,
+    num_key_value_heads: int,
+    size: int,
+    row_length: int,
+    windows: tuple[int, int],
+) -> Shares:
+    """The shares of `size` ranks that take least time over attention and over sending keys and values.
+
+    Args:
+        lead: plan of the model, lead[layer][kv_head].
+        row_length: tokens of a row over all ranks, taken for one document.
+        windows: (n_s, n_r) in tokens.
+
+    Raises:
+        ValueError: see `kv_head_repeats`.
+    """
+    groups = num_attention_heads // num_key_value_heads
+    least = kv_head_repeats(num_attention_heads, num_key_value_heads, size)
+    found: list[tuple[int, Shares]] = []
+    for repeats in range(least, 1 + (groups if size > 1 else 1)):
+        if groups % repeats == 0:
+            pairs = head_pairs(lead, repeats, row_length, windows)
+            orders = place_heads(lead, repeats, pairs, size)
+            waited = busiest_pairs(orders, pairs, size) * (groups // repeats)
+            sent = SENT_PAIRS * len(lead) * num_key_value_heads * repeats * row_length // size
+            found.append((waited + sent, Shares(repeats, orders, waited)))
+    return min(found, key=lambda one: one[0])[1]
 
 
 def place_heads(
@@ -176,11 +226,8 @@ class Ulysses:
         windows: tuple[int, int],
     ):
         self.group, self.windows = group, windows
+        self.num_heads = num_attention_heads, num_key_value_heads
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self.repeats = kv_head_repeats(num_attention_heads, num_key_value_heads, self.size)
-        self.groups = num_attention_heads // (num_key_value_heads * self.repeats)
-        self.kv_counts = split_evenly(num_key_value_heads * self.repeats, self.size)
-        self.kv_starts = offsets(self.kv_counts)
         self.sent_bytes = dict.fromkeys(
             ("to_heads", "to_sequence", "to_heads_backward", "to_sequence_backward"), 0
         )
@@ -189,8 +236,12 @@ class Ulysses:
 
     def use_plan(self, lead: Lead) -> None:
         """Compute heads as a plan lead[layer][kv_head] of the model says from the next forward pass on; the same on all ranks."""
-        pairs = head_pairs(lead, self.repeats, self.row_length, self.windows)
-        self.orders = place_heads(lead, self.repeats, pairs, self.size)
+        shares = share_heads(lead, *self.num_heads, self.size, self.row_length, self.windows)
+        self.repeats, self.orders = shares.repeats, shares.orders
+        replicas = self.num_heads[1] * self.repeats
+        self.groups = self.num_heads[0] // replicas
+        self.kv_counts = split_evenly(replicas, self.size)
+        self.kv_starts = offsets(self.kv_counts)
         mine = slice(*self.kv_starts[self.rank : self.rank + 2])
         self.heads = tuple(tuple(i // self.repeats for i in order[mine]) for order in self.orders)
         self.lead: PlanLead = tuple(

@@ -274,6 +274,14 @@ def test_another_layout_learns_from_a_dense_copy(layout):
     assert abs(objective - expected) <= 1e-12 * expected
 
 
+def test_adapters_of_a_window_model_learn_from_their_own_weights():
+    args = TrainArgs(method="lora", distill_logits=0.5, distill_attention=0.5, lora_rank=3)
+    adapted, same = (randomise(add_lora(make_model(None, "window"), lora_settings(args))) for _ in range(2))
+    module = LanguageModelLoss(adapted, 1, make_distillation(args, "window")).train()
+    expected = naive_objective(causal_model(same), make_model(None), packed(), args)[0]
+    assert abs(module(**packed()) - expected) <= 1e-12 * expected
+
+
 def test_who_needs_a_copy_and_what_is_refused():
     assert not needs_teacher(TrainArgs(), "pod")
     assert not needs_teacher(TrainArgs(method="lora", distill_attention=0.1), "pod")

@@ -241,10 +241,26 @@ def test_a_window_multiplies_with_its_tokens_only():
     assert attention_flops(window, windows, args, 4096) == 32 * 4 * 128 * 32 * near
     every = 4096 * 4097 / 2
     assert attention_flops(window, half, args, 4096) == 32 * 4 * 128 * 16 * (near + every)
-    # four ranks compute two heads each, of which one sees everything; sixteen a replica of two query heads
-    for size, waited in ((4, 4 * (near + every)), (16, 2 * every)):
+    # four ranks compute two heads each, of which one sees everything; eight two halves of heads, sixteen two query heads
+    for size, waited in ((4, 4 * (near + every)), (8, 2 * (near + every)), (16, near + every)):
         ranks = TrainArgs(sequence_parallel_size=size)
         assert attention_flops(window, half, ranks, 4096) == 32 * 4 * 128 * waited
+
+
+def test_text_says_what_a_plan_does_and_how_evenly():
+    window = Shapes(**vars(LLAMA3_8B) | {"windows": (16, 4080), "query_heads": 8})
+    half = [[layer, None] * 4 for layer in range(32)]
+    shared = [[0] * 8, [0] * 8, *half[2:]]
+    shares = {}
+    for size in (1, 4, 8):
+        text = describe(window, shared, TrainArgs(sequence_parallel_size=size), 32_768, 8)
+        assert "128 (layer, KV head) pairs lead, 8 follow, 120 keep their window" in text
+        if size > 1:
+            shares[size] = float(text.split("has most to do: ")[1].split(" x ")[0])
+    assert shares[4] == 1.0
+    every, near = 32_768 * 32_769 / 2, 32_768 * 32_769 / 2 - 28_672 * 28_673 / 2
+    assert shares[8] == pytest.approx(32 * 8 * every / (136 * every + 120 * near), abs=0.005)
+    assert "even share" not in describe(LLAMA3_8B, DENSE, TrainArgs(), 32_768, 8)
 
 
 def test_time_follows_figures():

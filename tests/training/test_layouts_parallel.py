@@ -1,4 +1,4 @@
-"""Cross-layer and window attention under sequence parallelism: equal to one process, and no more exchange than needed."""
+"""Cross-layer and window attention and plans of all roles under sequence parallelism: equal to one process, and no more exchange than needed."""
 
 import json
 import os
@@ -23,9 +23,14 @@ def results(tmp_path_factory):
     return [json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8")) for rank in range(3)]
 
 
-@pytest.mark.parametrize("case", ["cla", "cla_replicated", "window"])
+@pytest.mark.parametrize(
+    "case", ["cla", "cla_replicated", "window", "roles", "roles_replicated", "roles_odd"]
+)
 def test_output_and_gradients_equal_one_process(results, case):
     assert all(rank[case]["worst"] <= 1e-9 for rank in results)
+    assert results[0][case]["moved"] == (
+        case == "roles_replicated"
+    )  # three heads on three ranks need not move
 
 
 @pytest.mark.parametrize(("case", "key_value_heads"), [("cla", 3), ("cla_replicated", 6), ("window", 3)])

@@ -5,7 +5,15 @@ import pytest
 
 CASES = layout_cases.chosen_cases()
 GROUPED = [f"sp{size}_{groups}" for size in (2, 3) for groups in ("g1", "g4", "g8")]
-LAYOUTS = ("sp2", "sp2_dense", "sp2_odd_heads", "sp4_replicated", *GROUPED, *map(layout_cases.name_of, CASES))
+LAYOUTS = (
+    "sp2",
+    "sp2_dense",
+    "sp2_split",
+    "sp2_odd_heads",
+    "sp4_replicated",
+    *GROUPED,
+    *map(layout_cases.name_of, CASES),
+)
 pytestmark = pytest.mark.multiprocess
 
 
@@ -36,7 +44,8 @@ def test_plan_is_that_of_the_heads_of_the_rank(parallel_results):
     """Rows of 41 tokens; the last layer has two heads that see everything: on 2 ranks they part."""
     assert parallel_results["sp2"]["heads"] == [[2], [2], [2], [0]]  # 3 KV heads: 2 + 1
     assert parallel_results["sp2"]["lead"] == [[0], [0], [2], [3]]
-    for name in ("sp4_replicated", *GROUPED):  # sp4: 6 replicas, 2 + 2 + 1 + 1
+    assert [len(heads) for heads in parallel_results["sp2_split"]["heads"]] == [3] * 4  # of 6 halves
+    for name in ("sp2_split", "sp4_replicated", *GROUPED):  # sp4: 6 replicas, 2 + 2 + 1 + 1
         result = parallel_results[name]
         plan = [[0, None, 0, None], [None, 1, 0, None], [0, None, 2, 2], [3, 1, None, 2]]
         assert result["lead"] == [
@@ -53,3 +62,11 @@ def test_sharing_sends_not_one_byte_more(parallel_results):
     assert sent["to_heads"] == 2 * 4 * 20 * 12 * 8 * 4
     assert sent["to_sequence"] == 2 * 4 * 41 * 2 * 8 * 4
     assert sent["to_sequence_backward"] == 4 * 20 * 6 * 8 * 4
+
+
+def test_halves_of_heads_get_keys_and_values_each(parallel_results):
+    """Six halves of three KV heads, of one query head each: 6 x (1 + 2) heads are sent instead of 6 + 2 x 3."""
+    sent = parallel_results["sp2_split"]["bytes"]
+    assert sent["to_heads"] == 2 * 4 * 20 * 18 * 8 * 4
+    assert sent["to_heads_backward"] == 4 * 41 * (3 * 1 + 2 * 3) * 8 * 4
+    assert sent["to_sequence"] == 2 * 4 * 41 * 3 * 8 * 4

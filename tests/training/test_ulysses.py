@@ -6,7 +6,7 @@ import random
 import pytest
 
 from pod.modeling.shipped.sharing import is_followed
-from pod.training.ulysses import busiest_pairs, head_pairs, place_heads, split_evenly
+from pod.training.ulysses import busiest_pairs, head_pairs, place_heads, share_heads, split_evenly
 
 N, WINDOWS = 4096, (16, 240)
 
@@ -69,6 +69,27 @@ def test_a_plan_without_windows_keeps_its_order():
     lead = random_plan(12, 8, 0.0, 0.6, 0)
     orders = place_heads(lead, 1, head_pairs(lead, 1, N, WINDOWS), 4)
     assert set(orders) == {tuple(range(8))}
+
+
+@pytest.mark.parametrize(("size", "most"), [(2, 1.0), (4, 0.9), (8, 0.8)])
+def test_query_heads_of_a_kv_head_part_where_ranks_would_wait(size, most):
+    """8 KV heads of 4 query heads, half of them windows: eight ranks of one KV head each would wait for a whole one."""
+    lead = random_plan(32, 8, 0.5, 0.1, 0)
+    shares = share_heads(lead, 32, 8, size, 32_768, (16, 4080))
+    pairs = head_pairs(lead, 1, 32_768, (16, 4080))
+    whole = 4 * busiest_pairs(place_heads(lead, 1, pairs, size), pairs, size)
+    assert shares.repeats > 1 and shares.waited < most * whole
+    again = head_pairs(lead, shares.repeats, 32_768, (16, 4080))
+    assert shares.waited == 4 // shares.repeats * busiest_pairs(shares.orders, again, size)
+
+
+def test_heads_stay_whole_where_parting_them_wins_nothing():
+    roles, sharing = random_plan(32, 8, 0.5, 0.1, 0), random_plan(32, 8, 0.0, 0.6, 0)
+    assert share_heads(sharing, 32, 8, 8, 32_768, (16, 4080)).repeats == 1  # all ranks alike
+    assert share_heads(roles, 32, 8, 8, 4096, (16, 4080)).repeats == 1  # every token is proximal
+    assert share_heads(roles, 32, 8, 1, 32_768, (16, 4080)).repeats == 1
+    assert share_heads(roles, 8, 8, 8, 32_768, (16, 4080)).repeats == 1  # one query head each
+    assert share_heads(roles, 32, 8, 16, 4096, (16, 4080)).repeats == 2
 
 
 def test_half_windows_on_four_ranks_wait_a_tenth_less_than_in_order():

@@ -12,6 +12,12 @@ import pod
 from pod.training.ulysses import Ulysses
 
 N = 29
+ROLES = [[0, None, 0], [None, 1, None], [2, None, 0], [None, 1, 3], [None, 4, None]]
+"""Blocks with windows between their layers; in some layers one head of three sees everything."""
+
+
+def rows_of(heads):
+    return [row[:heads] for row in ROLES]
 
 
 def make_model(layout, heads):
@@ -25,8 +31,8 @@ def make_model(layout, heads):
         num_key_value_heads=heads[1],
         head_dim=8,
         initializer_range=0.3,
-        layout=layout,
         num_recent_tokens=6,
+        **({"layout": layout} if layout != "roles" else {"num_sink_tokens": 2, "lead": rows_of(heads[1])}),
     )
     return pod.PodForCausalLM(config).double()
 
@@ -45,7 +51,9 @@ def compare(rank, size, layout, heads):
     serial, split = make_model(layout, heads), make_model(layout, heads)
     serial_out = serial.model(ids, doc_ids=docs).last_hidden_state
     expected = gradients(serial, serial_out)
-    ulysses = Ulysses(split.config.sharing_plan.lead, *heads, dist.group.WORLD, N, (0, 6))
+    ulysses = Ulysses(
+        split.config.sharing_plan.lead, *heads, dist.group.WORLD, N, (2 * (layout == "roles"), 6)
+    )
     split.model.sequence_parallel = ulysses
     split.model.gradient_checkpointing_enable()
     split.train()
@@ -56,12 +64,18 @@ def compare(rank, size, layout, heads):
     for name, gradient in got.items():
         dist.all_reduce(gradient)
         worst = max(worst, ((gradient - expected[name]).norm() / expected[name].norm()).item())
-    return {"worst": worst, "sent": ulysses.sent_bytes["to_heads"]}
+    moved = ulysses.orders != (tuple(range(len(ulysses.orders[0]))),) * 5
+    return {"worst": worst, "sent": ulysses.sent_bytes["to_heads"], "moved": moved}
 
 
 def run(rank, size, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
     cases = {"cla": ("cla", (6, 3)), "cla_replicated": ("cla", (6, 2)), "window": ("window", (6, 3))}
+    cases |= {
+        "roles": ("roles", (6, 3)),
+        "roles_replicated": ("roles", (8, 2)),
+        "roles_odd": ("roles", (9, 3)),
+    }
     results = {name: compare(rank, size, *case) for name, case in cases.items()}
     Path(folder, f"rank{rank}.json").write_text(json.dumps(results), encoding="utf-8")
     dist.barrier()

@@ -7,6 +7,7 @@ import copy
 import functools
 import sys
 from pathlib import Path
+from unittest import mock
 
 import layout_cases
 import tiny
@@ -77,16 +78,18 @@ def one_step(args, model, dataset, folder):
     return loss, gradients, trainer
 
 
-def compare(name, out, settings, data, heads=(6, 3), tied=True, plan=True) -> None:
-    """One step of a layout, in ranks that may have done others before."""
+def compare(name, out, settings, data, heads=(6, 3), tied=True, plan=True, split=False) -> None:
+    """One step of a layout, in ranks that may have done others before; split: as if sending keys and values were free."""
     from pod.data import PackedDataset
+    from pod.training import ulysses
     from pod.training.args import TrainArgs
 
     dataset = PackedDataset(data)
     args = TrainArgs(max_grad_norm=1e-3, learning_rate=1e-3, **STEP_SETTINGS, **settings)
     model = tiny.make_model(heads=heads, tied=tied, plan=plan)
     plain = copy.deepcopy(model)
-    loss, gradients, trainer = one_step(args, model, dataset, out / name)
+    with mock.patch.object(ulysses, "SENT_PAIRS", 0 if split else ulysses.SENT_PAIRS):
+        loss, gradients, trainer = one_step(args, model, dataset, out / name)
     if trainer.mesh.rank < trainer.mesh.world_size - 1:
         return  # the last rank, which holds other heads and tokens than rank 0, compares
     expected_loss, expected = reference(
@@ -180,6 +183,7 @@ def main(out: Path) -> None:
     groups[2, 1] += [
         ("sp2", out, two, data["packed"], (6, 3), True),
         ("sp2_dense", out, two, data["packed"], (6, 3), True, False),
+        ("sp2_split", out, two, data["packed"], (6, 3), True, True, True),
         ("sp2_odd_heads", out, {**two, "gradient_checkpointing": False}, data["packed"], (9, 3), False),
     ]
     groups[2, 1] += [(f"sp2_{name}", out, two, data["packed"], heads) for name, heads in GROUPED.items()]
