@@ -61,8 +61,8 @@ class ExploreArgs:
     num_sequences: int = 64
     """Sequences N to average over (paper: 1000)."""
 
-    sequence_length: int = 4096
-    """Tokens n per sequence (paper: 32768)."""
+    sequence_length: int = 8192
+    """Tokens n per sequence, more than the windows hold (paper: 32768)."""
 
     num_queries: int = 16
     """Last query positions q per sequence whose attention rows are compared (paper: 16)."""

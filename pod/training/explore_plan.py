@@ -114,6 +114,7 @@ def choose(costs: PlanCosts, explore: ExploreArgs, windows: dict[str, int]) -> C
     units = target_units(frontier_of(explore, total["in_place"], total["window"]), explore, windows)
     follow, window, kv_order = _aligned(total, explore, units)
     frontier = frontier_of(explore, follow, window)
+    units += int(frontier.costs[units:].argmin())  # what saves more and costs less is better
     provenance = costs.provenance | windows | {"retrieval_weight": explore.retrieval_weight}
     provenance = _provenance(explore, provenance, frontier, units)
     without = {}

@@ -13,7 +13,8 @@ SCHEMA_VERSION = 1
 
 
 def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dict[str, Any]:
-    """Every saving that the allowed roles reach: its least cost, that of as much or more with a role forbidden, and its plan's roles.
+    """Every saving that the allowed roles reach and no larger one undercuts: its least cost, that of as much or more with a role
+    forbidden, and its plan's roles.
 
     Heads stand in one order on the whole curve, that which was found for the chosen plan; a curve with a role forbidden has its
     own. ``saving`` is meant at ``budget_length`` tokens.
@@ -21,7 +22,8 @@ def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dic
     frontier = choice.frontier
     assert frontier is not None, "a greedy plan has no curve"
     points = []
-    for units in map(int, np.flatnonzero(np.isfinite(frontier.costs))):
+    least = np.minimum.accumulate(frontier.costs[::-1])[::-1]  # of as much or more
+    for units in map(int, np.flatnonzero(np.isfinite(least) & (frontier.costs == least))):
         plan = frontier.plan(units)
         points.append(
             {
