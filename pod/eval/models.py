@@ -110,6 +110,13 @@ class Models:
             )
         return model.eval()
 
+    def packs(self, kind: str) -> bool:
+        """Whether the plan of a kind of model holds fewer bits than the model computes in, without loading it."""
+        if kind in ("dense", "unadapted"):
+            return kind == "unadapted" and self.plan is not None and pod.SharingPlan.load(self.plan).packs
+        bits = PreTrainedConfig.get_config_dict(self._path(kind))[0].get("kv_bits")
+        return bool(set(bits or ()) - {16})
+
     def check_lengths(self, longest: int) -> None:
         """ValueError when a model that will be compared reads fewer tokens than `longest`."""
         for kind in self.kinds:
@@ -220,5 +227,6 @@ class Models:
             "num_sink_tokens": model.config.num_sink_tokens,
             "num_recent_tokens": model.config.num_recent_tokens,
             "share_followers": plan.share_followers,
+            "share_windows": plan.share_windows,
             "asymptotic_saving": plan.asymptotic_saving,
         }

@@ -72,9 +72,11 @@ class Evaluation:
         return lengths
 
     def method(self, name: str) -> Method:
-        """A method of the recipe. With options of its own (the gate skip of PoD, say) one forward pass may differ from its decode path."""
+        """A method of the recipe. With options of its own (the gate skip of PoD, say), or a plan that packs, one forward pass may
+        differ from its decode path."""
         found = find_method(name)
-        return replace(found, one_shot=False) if self.args.method_options.get(name) else found
+        differs = self.args.method_options.get(name) or (found.one_shot and self.models.packs(found.model))
+        return replace(found, one_shot=False) if differs else found
 
     def budget(self, method: Method, length: int, fed: int) -> int | None:
         """The budget (tokens per KV head and layer) of a method whose cache reaches `length` tokens, `fed` of them after the prompt."""

@@ -139,6 +139,7 @@ def load_model(
             raise ValueError("layout = 'dense' shares nothing: leave the plan out, or use layout = 'pod'")
         plan = plan if isinstance(plan, SharingPlan) else SharingPlan.load(plan)
         changes["lead"] = [list(row) for row in plan.lead]
+        changes["kv_bits"] = None if plan.bits is None else list(plan.bits)
     if isinstance(source, PreTrainedModel):
         dense = source
         if dtype is not None and source.dtype != _dtype(dtype):

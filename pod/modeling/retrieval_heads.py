@@ -3,12 +3,13 @@
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from operator import index
 from typing import Any
 
 from pod.files import read_json, write_json
 from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.sharing import SharingPlan
 
 SCHEMA = "retrieval heads 1"
 
@@ -78,6 +79,12 @@ class RetrievalHeads:
         return tuple(tuple(sorted({head // groups for head in row})) for row in self.query_heads)
 
     @property
+    def plan(self) -> SharingPlan:
+        """These KV heads lead, the others keep their windows: with windows in the prompt too, DuoAttention's model."""
+        found = SharingPlan.of_leads(self.key_value_heads, self.num_key_value_heads)
+        return replace(found, provenance={"algorithm": "retrieval heads", **self.provenance})
+
+    @property
     def protected_share(self) -> float:
         """Share of all KV heads that keep everything."""
         return sum(map(len, self.key_value_heads)) / (self.num_layers * self.num_key_value_heads)
@@ -138,8 +145,8 @@ class RetrievalHeads:
         return found
 
 
-def protected_heads(heads: Any, config: PodConfig) -> Heads:
-    """KV heads per layer that keep everything, from the path of a JSON file, from scores or from a list of lists.
+def plan_of_heads(heads: Any, config: PodConfig) -> SharingPlan:
+    """The plan in which these KV heads lead: of a plan, of the path of a JSON file, of scores or of a list of lists.
 
     Raises: ValueError for nothing, for a file of another model and for heads that the model does not have.
     """
@@ -151,7 +158,14 @@ def protected_heads(heads: Any, config: PodConfig) -> Heads:
         heads = RetrievalHeads.load(heads)
     if isinstance(heads, RetrievalHeads):
         heads.check_fits(config)
-        return heads.key_value_heads
+        return heads.plan
+    if isinstance(heads, SharingPlan):
+        heads.check_fits(config.num_hidden_layers, config.num_key_value_heads)
+        if heads.num_followers:
+            raise ValueError(
+                f"heads is a plan with {heads.num_followers} followers: give one of leads and windows"
+            )
+        return heads
     try:
         listed = tuple(tuple(sorted({index(head) for head in row})) for row in heads)
     except (TypeError, ValueError):
@@ -165,7 +179,7 @@ def protected_heads(heads: Any, config: PodConfig) -> Heads:
         raise ValueError(
             f"heads names KV heads {wrong}, the model has 0 to {config.num_key_value_heads - 1} in each layer"
         )
-    return listed
+    return SharingPlan.of_leads(listed, config.num_key_value_heads)
 
 
 def _top(scores: Sequence[Sequence[float]], share: float) -> set[tuple[int, int]]:

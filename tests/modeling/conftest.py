@@ -29,7 +29,7 @@ FAMILIES = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3-g3": ("Qwen3", {"head_dim": 8, "num_key_value_heads": 2, "rope_parameters": LLAMA3}),
 }
-LEAD = [[0, 0], [0, 1], [0, 1], [3, 1], [3, 4]]
+LEAD = [[0, None], [0, 1], [None, 1], [0, 1], [4, None]]
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 48,

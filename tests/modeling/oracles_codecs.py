@@ -100,8 +100,12 @@ class Packed:
         for layer, heads in enumerate(self.entries):
             for head, entries in enumerate(heads):
                 self.pack_keys(layer, head, entries)
-                for entry in self.resting(entries, self.windows):
+                for entry in self.resting(entries, self.windows_of(layer, head)):
                     self.once(entry, "v")
+
+    def windows_of(self, layer, head):
+        """``(n_s, n_r)`` where values are held in a window."""
+        return self.windows
 
     def resting(self, entries, windows):
         """Entries that rest packed, in a store of all tokens or a window."""
@@ -137,7 +141,7 @@ class PackedFull(Packed, NaiveDecoder):
 
 
 class PackedPod(Packed, PodSelected):
-    """PoD: a lead's keys are its block's distant keys; followers hold their own in a window."""
+    """PoD: a lead's keys are its block's distant keys; the others hold their own in a window, without a lead values too."""
 
     def pack_keys(self, layer, head, entries):
         if self.lead[layer][head] == layer:
@@ -145,6 +149,9 @@ class PackedPod(Packed, PodSelected):
         else:
             for entry in self.resting(entries, (self.sinks, self.recent)):
                 self.once(entry, "k")
+
+    def windows_of(self, layer, head):
+        return (self.sinks, self.recent) if self.lead[layer][head] is None else None
 
 
 class PackedSnapKV(Packed, SnapKV):

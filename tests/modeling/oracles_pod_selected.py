@@ -13,8 +13,10 @@ Settled here (METHODS.md §1 last point, §6):
 * Decoded tokens are appended everywhere. A later prompt attends fully to what is held and to itself; at its end selection runs again over what is
   held (in slot order, as snapkv does), if that exceeds the budget.
 * pod+pyramidkv: let ``B_l`` be pyramidkv's budget of layer l at n tokens seen (window w included; oracles_ranked.py). Head h of a block with
-  lead l' holds at most ``min(n, w + floor(s·(B_l' - w)))`` with the largest s for which the total over layers is at most L·budget. Heads of
+  lead l' holds at most ``min(n, w + floor(s·(B_l' - w)))`` with the largest s for which the total over the layers that lead or follow is at most
+  their number times the budget. Heads of
   one layer may hold different numbers; each is compressed when it holds more than its own.
+* A head that keeps its window (lead None) sees proximal tokens only, always, and takes no part in the choice.
 * num_sink_tokens and num_recent_tokens are the model's (its plan's windows). pod+snapkv with budget >= length: equal to ``pod`` exactly.
 """
 
@@ -35,9 +37,10 @@ def block_budgets(lead, budget, window, beta, seen):
     alone = pyramid(layers, budget, window, beta, seen)
     out = [[0] * len(lead[0]) for _ in lead]
     for head in range(len(lead[0])):
-        shares = [alone[row[head]] - window for row in lead]
-        scale = largest_scale(shares, seen - window, layers * (budget - window))
-        for layer, share in enumerate(shares):
+        held = [layer for layer in range(layers) if lead[layer][head] is not None]
+        shares = [alone[lead[layer][head]] - window for layer in held]
+        scale = largest_scale(shares, seen - window, len(held) * (budget - window)) if held else 0
+        for layer, share in zip(held, shares, strict=True):
             out[layer][head] = window + math.floor(min(seen - window, scale * share))
     return out
 
@@ -70,6 +73,8 @@ class PodSelected(NaiveDecoder):
 
     def weights(self, layer, head, q, entries):
         lead = self.lead[layer][head]
+        if lead is None:
+            return self.near_weights(q, entries)
         lead_q = self.queries[lead][head * self.groups : (head + 1) * self.groups]
         lead_entries = self.entries[lead][head]
         positions = self.query_positions()
@@ -81,6 +86,15 @@ class PodSelected(NaiveDecoder):
         own = torch.where(distant, theirs, own)
         logits = own / math.sqrt(self.head_dim)
         return logits.masked_fill(~self.causal(len(held)), -math.inf).softmax(-1)
+
+    def near_weights(self, q, entries):
+        positions = self.query_positions()
+        logits = (
+            self.turn(q, positions) @ torch.stack([entry.k for entry in entries]).T / math.sqrt(self.head_dim)
+        )
+        held = [entry.position for entry in entries]
+        near = torch.tensor([[j < self.sinks or i - j < self.recent for j in held] for i in positions])
+        return logits.masked_fill(~(near & self.causal(len(held))), -math.inf).softmax(-1)
 
     def after_prompt(self, layer, head, weights):
         """A lead chooses; everybody still holds everything, because the followers have yet to attend."""
@@ -98,5 +112,7 @@ class PodSelected(NaiveDecoder):
             return
         for layer in range(self.num_layers):
             for head in range(self.num_heads):
+                if self.lead[layer][head] is None:
+                    continue
                 slots = self.chosen[self.lead[layer][head], head]
                 self.entries[layer][head] = [self.entries[layer][head][slot] for slot in slots]

@@ -64,7 +64,7 @@ def test_carry_holds_only_used_leads(tools):
     """Clones of single heads, dropped after the block's last user (storage bytes, not views)."""
     lead, n, d, groups = tools.lead, 32, 8, 3
     carry = (None,) * 4
-    for layer, used in enumerate([1, 2, 1, 1, 0]):
+    for layer, used in enumerate([1, 2, 2, 0, 0]):
         q, k = torch.randn(1, 2 * groups, n, d), torch.randn(1, 2, n, d)
         carry = next_carry(q, k, lead, layer, carry)
         tensors = [x for x in carry if x is not None]

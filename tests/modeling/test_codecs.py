@@ -460,7 +460,7 @@ def test_measured_bytes_are_predicted_within_one_percent(tools, spec):
         pod.make_cache(model, spec.split("+int")[0].replace("int4", "full")),
     ]
     for cache in caches:
-        model(tools.random_ids(1, 2100), past_key_values=cache, logits_to_keep=1)
+        model(tools.random_ids(1, 4000), past_key_values=cache, logits_to_keep=1)
         model(tools.random_ids(1, 1), past_key_values=cache)
     packed, native = (
         sum(n for part, n in c.nbytes_by_part().items() if part != "bookkeeping") for c in caches
@@ -492,3 +492,71 @@ def test_refusals(tools):
     assert pod.make_cache(model, "int4", group_size=32) is not None  # one group per token
     with pytest.raises(ValueError, match="rows that are alike"):
         QuantizedCodec(4, 4, 4).tokens("keys").append_ragged(None, None)
+
+
+# -- bits of a plan --------------------------------------------------------------------------------------------
+
+
+class PlannedBits(oracles.PackedPod):
+    """Layers of 4 bits pack as ``pod+int4`` does, the others do not."""
+
+    bits, size, residual, layers = 4, 32, 128, (0, 3)
+
+    def pack_keys(self, layer, head, entries):
+        if layer in self.layers:
+            super().pack_keys(layer, head, entries)
+
+    def resting(self, entries, windows):
+        packs = any(entries is heads for layer in self.layers for heads in self.entries[layer])
+        return super().resting(entries, windows) if packs else []
+
+
+def planned(tools, bits, windows=(4, 11)):
+    stock = tools.make_stock("llama")
+    plan = pod.SharingPlan(tools.lead, bits=bits)
+    return pod.load_model(stock, plan=plan, num_sink_tokens=windows[0], num_recent_tokens=windows[1])
+
+
+def test_every_layer_holds_the_bits_of_the_plan(tools):
+    model, ids = planned(tools, [4, 16, 16, 4, 16]), tools.random_ids(1, 230)[0]
+    turns = [("prompt", 180), ("decode", 12), ("prompt", 38)]
+    full = PodSelected(model, selection=None).run(ids, turns)
+    make = lambda: pod.make_cache(model)  # noqa: E731
+    assert_agrees(model, PlannedBits(model, selection=None), make, ids, turns, full=full)
+    every, named = planned(tools, [4] * 5), tools.make_pod("llama")
+    caches = [pod.make_cache(every, "pod"), pod.make_cache(named, "pod+int4")]
+    logits = [run_cache(m, cache, ids[None], turns) for m, cache in zip((every, named), caches, strict=True)]
+    assert torch.equal(*logits) and caches[0].predicted_nbytes() == caches[1].predicted_nbytes()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bits", [[4, 16, 8, 4, 16], [16, 16, 8, 8, 8], [4] * 5], ids=str)
+def test_bytes_of_a_plan_are_those_that_it_says(tools, bits):
+    """Of a model that computes in 16 bits."""
+    changes = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+    }
+    stock = tools.make_stock("qwen3", torch.bfloat16, **changes)
+    plan = pod.SharingPlan(tools.lead, bits=bits)
+    model = pod.load_model(stock, plan=plan, num_sink_tokens=16, num_recent_tokens=128)
+    cache, dense = pod.make_cache(model), pod.make_cache(pod.load_model(stock))
+    for each, reader in ((cache, model), (dense, pod.load_model(stock))):
+        reader(tools.random_ids(1, 6000), past_key_values=each, logits_to_keep=1)
+    held = [sum(n for part, n in c.nbytes_by_part().items() if "keep" not in part) for c in (cache, dense)]
+    assert held[0] / held[1] == pytest.approx(1 - plan.saving(6000, 16, 128), rel=0.01)
+    assert plan.bytes_per_token(64) == pytest.approx(2 * 64 * 10 * 2 * (1 - plan.asymptotic_saving))
+
+
+def test_bits_that_are_refused(tools, tmp_path):
+    for bits, message in (([4, 4], "for each of 5 layers"), ([4, 4, 4, 4, 2], "16, 8 or 4")):
+        with pytest.raises(ValueError, match=message):
+            pod.SharingPlan(tools.lead, bits=bits)
+    plan = pod.SharingPlan(tools.lead, bits=[4, 16, 16, 4, 16])
+    plan.save(tmp_path / "plan.json")
+    assert pod.SharingPlan.load(tmp_path / "plan.json") == plan != pod.SharingPlan(tools.lead)
+    assert not pod.SharingPlan(pod.SharingPlan.dense(5, 2).lead, bits=[4] * 5).is_dense
+    with pytest.raises(ValueError, match="no bits of its own"):
+        pod.PodConfig(num_hidden_layers=2, num_key_value_heads=2, layout="window", kv_bits=[4, 4])

@@ -24,7 +24,7 @@ def feed(model, cache, ids, widths, mask=None):
 
 
 def pod_oracle(model, windows):
-    """Equations 3 and 4 with loops over heads and queries; leads from the plan."""
+    """Equations 3 and 4 with loops over heads and queries; leads from the plan, None = sees proximal tokens only."""
     sinks, recent = windows
     queries, keys = {}, {}
 
@@ -36,12 +36,11 @@ def pod_oracle(model, windows):
             kv = head // (q.shape[0] // k.shape[0])
             lead = model.config.sharing_plan.lead[layer][kv]
             for i in range(n):
-                logits = [
-                    keys[source][kv, j] @ queries[source][head, i] / math.sqrt(q.shape[2])
-                    for j in range(i + 1)
-                    for source in [layer if j < sinks or i - j < recent else lead]
-                ]
-                out[head, i] = torch.stack(logits).softmax(0) @ v[kv, : i + 1]
+                pairs = [(j, layer if j < sinks or i - j < recent else lead) for j in range(i + 1)]
+                pairs = [(j, source) for j, source in pairs if source is not None]
+                logits = [keys[source][kv, j] @ queries[source][head, i] for j, source in pairs]
+                weights = (torch.stack(logits) / math.sqrt(q.shape[2])).softmax(0)
+                out[head, i] = weights @ v[kv, [j for j, _ in pairs]]
         return out
 
     return attend

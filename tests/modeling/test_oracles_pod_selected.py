@@ -50,14 +50,14 @@ def test_room_for_everything_is_pod(tools):
 
 @torch.no_grad()
 def test_leads_hold_what_they_would_hold_alone(tools):
-    """A lead is a dense head: in layer 0, which no plan changes, it holds what snapkv alone holds."""
+    """A lead is a dense head: in layer 0, which no other changes, it holds what snapkv alone holds."""
     shared, dense = tools.make_pod("llama"), tools.make_pod("llama", plan=False)
     ids = tools.random_ids(1, 30)[0]
     a, b = PodSelected(shared, selection="snapkv", **OPTIONS), SnapKV(dense, **OPTIONS)
     for oracle in (a, b):
         oracle.run(ids, [("prompt", 30)])
-    positions = [[[entry.position for entry in head] for head in oracle.entries[0]] for oracle in (a, b)]
-    assert positions[0] == positions[1] and len(positions[0][0]) == 16
+    positions = [[entry.position for entry in oracle.entries[0][0]] for oracle in (a, b)]
+    assert positions[0] == positions[1] and len(positions[0]) == 16
 
 
 @pytest.mark.parametrize("seen", [41, 50, 60, 75, 1000])

@@ -9,7 +9,7 @@ import pod
 from pod.modeling.methods.quantized import QuantizedCodec
 from pod.modeling.methods.razor import CompensationToken
 from pod.modeling.methods.sliding import SlidingTokens, Tokens
-from pod.modeling.retrieval_heads import RetrievalHeads
+from pod.modeling.retrieval_heads import RetrievalHeads, plan_of_heads
 from pod.modeling.shipped.stores import NATIVE
 
 HEADS = [[0], [], [1], [0, 1], []]
@@ -255,7 +255,7 @@ def test_heads_from_the_search_and_refusals(tools, tmp_path):
     cache = pod.make_cache(model, "razor", heads=str(path))
     with torch.no_grad():
         feed(model, cache, tools.random_ids(1, 5), 5)
-    assert [layer.full for layer in children(cache)] == [[], [], [], [1], []]
+    assert [layer.roles.leads for layer in children(cache)] == [(), (), (), (1,), ()]
     for target, options, message in [
         (model, {}, "launch/explore.py --heads"),
         (model, {"heads": [[0]]}, "lists 1 layers, the model has 5"),
@@ -280,3 +280,24 @@ def test_heads_from_the_search_and_refusals(tools, tmp_path):
         assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="keys of their own"):
         pod.make_cache(shared, "pod+razor", heads=HEADS)
+
+
+@torch.no_grad()
+def test_the_plan_of_its_heads_is_the_dense_and_streaming_model(tools):
+    """Leads see everything and windows sinks and recent tokens in the prompt too; the plan may be named in place of the heads."""
+    from test_generation import pod_oracle
+
+    dense, ids = tools.make_pod("qwen3-g3", plan=False), tools.random_ids(1, 40)
+    plan = plan_of_heads([[0], [], [1], [0, 1], [0]], dense.config)
+    streaming = pod.load_model(
+        tools.make_stock("qwen3-g3"), plan=plan, num_sink_tokens=2, num_recent_tokens=5
+    )
+    expected = tools.naive_logits(streaming, ids[0], pod_oracle(streaming, (2, 5)))
+    assert (streaming(ids).logits[0] - expected).abs().max() <= 1e-9
+    listed, planned = (
+        feed(dense, pod.make_cache(dense, "razor", **OPTIONS | {"heads": heads}), ids, 30, *[1] * 10)
+        for heads in ([[0], [], [1], [0, 1], [0]], plan)
+    )
+    assert torch.equal(listed, planned)
+    with pytest.raises(ValueError, match="a plan with 2 followers"):
+        pod.make_cache(dense, "razor", heads=pod.SharingPlan([[0, 0], [0, 0], [2, 2], [3, 3], [4, 4]]))

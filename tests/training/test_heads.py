@@ -11,7 +11,7 @@ import torch
 
 import pod
 from pod.modeling.recording import record_attention_inputs
-from pod.modeling.retrieval_heads import RetrievalHeads, protected_heads
+from pod.modeling.retrieval_heads import RetrievalHeads, plan_of_heads
 from pod.recipe import load_recipe, run
 from pod.training import heads as heads_module
 from pod.training.heads import HEADS_NAME, check_model, head_scores, repeated_tokens, search_heads
@@ -212,7 +212,7 @@ def test_the_file_serves_the_model_it_was_searched_in(launcher, overrides, tmp_p
     with pytest.raises(ValueError, match="searched in other weights"):
         check_model(heads, model)
     with pytest.raises(ValueError, match="4 layers, 4 query and 2 KV heads, this one has 3, 6 and 2"):
-        protected_heads(heads, tiny_model().config)
+        plan_of_heads(heads, tiny_model().config)
 
 
 def test_dry_run_and_a_context_too_short_for_k(launcher, overrides, capsys):
@@ -263,5 +263,5 @@ def test_files_and_lists_that_do_not_fit_are_refused(tmp_path):
         (7, "expected a path or"),
     ]:
         with pytest.raises(ValueError, match=message):
-            protected_heads(wrong, config)
-    assert protected_heads([[1, 0, 1], (), [1]], config) == ((0, 1), (), (1,))
+            plan_of_heads(wrong, config)
+    assert plan_of_heads([[1, 0, 1], (), [1]], config).lead == ((0, 0), (None, None), (None, 2))

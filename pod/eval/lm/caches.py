@@ -44,8 +44,8 @@ class MethodCaches:
 
     @property
     def one_shot(self) -> bool:
-        """Whether one forward equals the decode path: no method that compresses, no layout whose window moves on, no gate skip (tau)."""
-        return self.method.one_shot and not self.options
+        """Whether one forward equals the decode path: no method that compresses, no plan that packs, no gate skip (tau)."""
+        return self.method.one_shot and not self.options and not self.model.config.sharing_plan.packs
 
     def prepare(self, lengths: Iterable[int]) -> None:
         """Measure PoD's bytes at all lengths that will be asked for (one pass over the longest)."""
@@ -74,7 +74,7 @@ def _method(name: str | None, model: Any, budget: int | str | None) -> Method:
     if name is None or name == own:
         if budget is not None:
             raise ValueError(f"method {own!r} takes no budget; leave out budget={budget}")
-        return Method(name=own, spec=None, model="dense", one_shot=own in ("full", "pod", "cla"))
+        return Method(name=own, spec=None, model="dense", one_shot=True)
     found = find_method(name)
     if budget is None or (budget == POD_BYTES and found.takes_budget):
         return found

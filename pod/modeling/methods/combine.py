@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from pod.modeling.methods.base import Method, Request
+from pod.modeling.methods.codecs import planned_codec
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import LAYOUTS, PodConfig
 
@@ -38,6 +39,8 @@ def build_cache(
     request = Request(spec=spec, params=values, budget=budget, inner=inner)
     if codec is not None:
         request = replace(request, codec=codec.build(config, request))
+    elif layout.name == "pod":
+        request = replace(request, codec=planned_codec(config))
     return builder.build(config, request)
 
 

@@ -14,19 +14,16 @@ from torch import Tensor
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.sliding import CompensationToken, SlidingTokens
 from pod.modeling.methods.streaming import cache_of
-from pod.modeling.retrieval_heads import protected_heads
+from pod.modeling.retrieval_heads import plan_of_heads
 from pod.modeling.shipped.attend import Tokens, merge_heads, take_heads
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.sharing import roles_of
 from pod.modeling.shipped.step import CacheLayer, Step
 
 
 class RazorLayer(CacheLayer):
-    """Sees rows that are alike.
-
-    Attributes:
-        full: KV heads of this layer that hold everything; ``others`` hold what is near.
-    """
+    """Sees rows that are alike. Its plan has leads, which hold everything, and windows, which hold what is near."""
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
         super().__init__()
@@ -34,8 +31,7 @@ class RazorLayer(CacheLayer):
         self.num_sink_tokens, self.num_recent_tokens, self.compression, self.compensates = (
             request.params[name] for name in names
         )
-        self.full = list(request.params["heads"][layer_idx])
-        self.others = [head for head in range(config.num_key_value_heads) if head not in self.full]
+        self.roles = roles_of(request.params["heads"].lead, layer_idx)
         self.groups, self.scale = config.num_key_value_groups, config.head_dim**-0.5
         self.codec = request.codec
         self.clear()
@@ -59,7 +55,7 @@ class RazorLayer(CacheLayer):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         q, k = step.rope.pair(q, k)
         parts = []
-        for heads, tokens in ((self.full, self.everything), (self.others, self.near)):
+        for heads, tokens in ((self.roles.leads, self.everything), (self.roles.windows, self.near)):
             if heads:
                 new = Tokens(take_heads(k, heads), take_heads(v, heads))
                 out = tokens.attend(take_heads(q, heads, self.groups), new, step, self.scale)
@@ -70,15 +66,15 @@ class RazorLayer(CacheLayer):
         """At the end of a prompt: ``L_h`` from all tokens seen, which only grows, and the rest into the mean."""
         if not (step.ends_prompt or step.is_decode):
             return
-        if self.others and not step.is_decode:
+        if self.roles.windows and not step.is_decode:
             self.near.trim(max(self.num_recent_tokens, int(step.max_length / self.compression)))
         self.near.settle()
         self.everything.settle()
 
 
 def _build(config: PodConfig, request: Request) -> PodCache:
-    heads = protected_heads(request.params["heads"], config)
-    return cache_of(RazorLayer)(config, replace(request, params=request.params | {"heads": heads}))
+    plan = plan_of_heads(request.params["heads"], config)
+    return cache_of(RazorLayer)(config, replace(request, params=request.params | {"heads": plan}))
 
 
 _SHARED = (
@@ -91,7 +87,10 @@ METHOD = Method(
     axis="selection",
     build=_build,
     parameters={
-        "heads": (None, "file of launch/explore.py --heads, or per layer the KV heads that hold everything"),
+        "heads": (
+            None,
+            "file of launch/explore.py --heads, a plan, or per layer the KV heads that hold everything",
+        ),
         "num_sink_tokens": (4, "first tokens that the other heads hold (tokens)", 0),
         "num_recent_tokens": (4000, "recent tokens that the other heads hold at least (tokens)", 1),
         "compression": (

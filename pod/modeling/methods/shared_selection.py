@@ -164,7 +164,7 @@ class SharedSelectionLayer(PodCacheLayer):
             bank.followed = [(i, head) for i, head in enumerate(bank.leads) if head in self.roles.followed]
         held = [head for bank in self.banks for head in bank.leads + bank.followers]
         self.order = (*held, *self.roles.windows)
-        self.is_reordered = self.order != tuple(range(len(self.order)))
+        self.is_reordered = len(self.banks) > 1 or self.roles.are_mixed
         windows = self.num_sink_tokens, self.num_recent_tokens
         self.near_keys, self.near_values = (self.codec.window(part, *windows) for part in ("keys", "values"))
 
@@ -230,11 +230,11 @@ class SharedSelectionLayer(PodCacheLayer):
         own = take_heads(q, heads, self.groups)
         if is_single:
             self._append_near(k, v, step)
-            near = (store.read(step.max_length) for store in (self.near_keys, self.near_values))
-            return attend_slots(own, *near, self.scale)[0]
+            keys, values = (store.read(step.max_length) for store in (self.near_keys, self.near_values))
+            return attend_slots(own, keys, values, self.scale)[0]
         tokens = self._tokens_of_windows(take_heads(k, heads), take_heads(v, heads), step)
-        options = step.segments, self.scale, step.chunk_backend
-        out, _ = attend(own, tokens, None, self._visibility, *options)
+        see = self._visibility
+        out, _ = attend(own, tokens, None, see, step.segments, self.scale, step.chunk_backend)
         self._append_near(k, v, step)
         return out
 

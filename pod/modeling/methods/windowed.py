@@ -5,7 +5,7 @@ to ``n_s + n_r`` tokens it hides nothing. Keys are stored before RoPE and rotate
 so that no angle grows with what was seen before a pass.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,8 +35,9 @@ WINDOW_REFUSES_POD = {"pod": "a window has no distant token whose keys a block c
 def with_windows(config: PodConfig, num_sink_tokens: int, num_recent_tokens: int) -> PodConfig:
     """The model in which every head keeps a window of this size."""
     plan = SharingPlan.windows(config.num_hidden_layers, config.num_key_value_heads)
-    windows = {"num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
-    return PodConfig(**(config.to_dict() | {"lead": plan.lead} | windows))
+    changes: dict[str, Any] = {"num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
+    changes["lead"] = plan.lead
+    return PodConfig(**(config.to_dict() | changes))
 
 
 class SinkLayer(PodCacheLayer):

@@ -25,6 +25,8 @@ class PodConfig(PreTrainedConfig):
             every layer sees and keeps ``num_recent_tokens`` tokens only (Beltagy et al., 2020).
         lead: ``[num_hidden_layers][num_key_value_heads]`` of layers and None, see ``SharingPlan``; None = dense, pairs for
             ``cla``, and for ``window`` the plan of windows, which it needs not to say.
+        kv_bits: the plan's bits per layer, see ``SharingPlan``; ``pod.make_cache(model, "pod")`` follows them. The cache that
+            an export makes for itself holds the numbers as the model computes them.
         num_sink_tokens, num_recent_tokens: ``n_s`` and ``n_r`` of the paper; the window counts the current token.
             None = 16 and 4080; 0 and 4096 for ``window``, which has no sinks. ``cla`` has no window.
         attention_backend: ``auto`` or the name of a registered backend.
@@ -56,6 +58,7 @@ class PodConfig(PreTrainedConfig):
     mlp_bias: bool = False
     qk_norm: bool = False
     lead: list[list[int | None]] | None = None
+    kv_bits: list[int] | None = None
     layout: str = "pod"
     num_sink_tokens: int = None  # type: ignore[assignment]  # 16, or 0 for a window
     num_recent_tokens: int = None  # type: ignore[assignment]  # 4080, or 4096 for a window
@@ -109,6 +112,10 @@ class PodConfig(PreTrainedConfig):
             raise ValueError("layout = 'window' is a plan of its own: leave the plan out")
         if self.layout == "cla" and self.sharing_plan.num_windows:
             raise ValueError("layout = 'cla' has no windows, and this plan has: use layout = 'pod'")
+        if self.layout != "pod" and self.sharing_plan.packs:
+            raise ValueError(
+                f"layout = {self.layout!r} has no bits of its own: leave kv_bits out, name a codec"
+            )
         if self.layout == "window" and n_s:
             raise ValueError(f"layout = 'window' has no sinks, got num_sink_tokens = {n_s}: set 0")
 
@@ -116,7 +123,8 @@ class PodConfig(PreTrainedConfig):
     def sharing_plan(self) -> SharingPlan:
         """The plan of this model; when ``lead`` is None, that in which every head leads, or keeps its window."""
         lead = None if self.lead is None else tuple(map(tuple, self.lead))
-        return _plan(lead, self.layout, self.num_hidden_layers, self.num_key_value_heads)
+        bits = None if self.kv_bits is None else tuple(self.kv_bits)
+        return _plan(lead, bits, self.layout, self.num_hidden_layers, self.num_key_value_heads)
 
     @property
     def own_method(self) -> str:
@@ -130,8 +138,10 @@ class PodConfig(PreTrainedConfig):
 
 
 @lru_cache(maxsize=64)
-def _plan(lead: Lead | None, layout: str, layers: int, heads: int) -> SharingPlan:
+def _plan(
+    lead: Lead | None, bits: tuple[int, ...] | None, layout: str, layers: int, heads: int
+) -> SharingPlan:
     """The plan, checked once."""
-    if lead is not None:
-        return SharingPlan(lead=lead)
-    return (SharingPlan.windows if layout == "window" else SharingPlan.dense)(layers, heads)
+    if lead is None:
+        lead = (SharingPlan.windows if layout == "window" else SharingPlan.dense)(layers, heads).lead
+    return SharingPlan(lead=lead, bits=bits)

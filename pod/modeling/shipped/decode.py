@@ -219,6 +219,7 @@ def _check(call: DecodeCall) -> None:
     logits, made_for = call.buffers.logits, call.buffers.partial_out.shape[4]
     needed = batch, roles.num_heads, q.shape[1] // roles.num_heads
     columns = logits.shape[3] - SPARE_COLUMNS
+    room = min(room, max(call.rows)) if call.rows else room
     if tuple(logits.shape[:3]) != needed or columns < room or made_for != head_dim:
         raise ValueError(
             f"buffers are for [B, H, G, C] = {[*logits.shape[:3], columns]} and head_dim {made_for}, needed are "

@@ -313,6 +313,7 @@ def _weighted(weights: Tensor, values: Stored | None, start: int, stop: int) -> 
     """Sums ``[b, h, G, d]`` of the values from ``start`` to ``stop`` with weights ``[b, h, G, stop - start]``."""
     if isinstance(values, Packed):
         return values.weighted(weights, start, stop)
+    assert values is not None, "heads without values"
     if values.dtype == weights.dtype:
         return weights @ values[:, :, start:stop]
     out = weights.new_zeros(*weights.shape[:3], values.shape[3])

@@ -8,7 +8,7 @@ from torch import Tensor
 from .attend import CAUSAL, Source, Tokens, Visibility, attend, merge_heads, take_heads, takes_gradients
 from .config import PodConfig
 from .decode import make_buffers, pod_decode
-from .sharing import Roles, is_followed, roles_of
+from .sharing import Roles, roles_of
 from .step import CacheLayer, Step
 from .stores import NATIVE, Codec, Recent, TokenStore, take_slots
 
@@ -33,11 +33,10 @@ class PodCacheLayer(CacheLayer):
 
     def __init__(self, config: PodConfig, layer_idx: int, codec: Codec = NATIVE, extra_slots: int = 0):
         super().__init__()
-        self.codec, self.extra_slots = codec, extra_slots
+        self.codec, self.extra_slots = codec.of_layer(layer_idx), extra_slots
         self.layer_idx = layer_idx
         self.lead = config.sharing_plan.lead
         self.roles = self._roles()
-        self.last_of_blocks = [h for h in self.roles.followers if not is_followed(self.lead, layer_idx, h)]
         self.num_sink_tokens = config.num_sink_tokens
         self.num_recent_tokens = config.num_recent_tokens
         self.scale = config.head_dim**-0.5
@@ -96,7 +95,7 @@ class PodCacheLayer(CacheLayer):
             step.lead.keys[head] = take_heads(self.lead_keys.view(step.max_length), [roles.leads.index(head)])
         out = self._prefill(q, k, v, step) if step.is_fresh else self._attend_chunk(q, k, v, step)
         self._append_windows(k, v, step)
-        for head in self.last_of_blocks:
+        for head in roles.last:
             del step.lead.queries[head], step.lead.keys[head]
         return out
 
@@ -151,12 +150,10 @@ class PodCacheLayer(CacheLayer):
 
     def _decode(self, q: Tensor, step: Step) -> Tensor:
         """One new token per row. Reads: lead keys, window keys, the leads' logits and values, windows."""
-        roles, room = self.roles, step.max_length
+        roles = self.roles
         values = self.all_values.stored if roles.held else None
-        if values is not None:
-            room = max(values.shape[2], room)
-        if step.lead.buffers is None or step.lead.buffers.capacity < room:
-            size = q.shape[0], q.shape[1] // self.groups, self.groups, q.shape[3], room
+        if step.lead.buffers is None:
+            size = q.shape[0], q.shape[1] // self.groups, self.groups, q.shape[3], step.max_length
             step.lead.buffers = make_buffers(*size, q.dtype, q.device)
         keys = self.lead_keys.stored if roles.leads else None
         window_keys = self._window(self.window_keys, step) if roles.followers else None
@@ -204,7 +201,7 @@ class ClaCacheLayer(PodCacheLayer):
 
     def __init__(self, config: PodConfig, layer_idx: int, codec: Codec = NATIVE):
         super().__init__(config, layer_idx, codec)
-        sources = [row[0] for row in config.sharing_plan.lead]
+        sources = [row[0] or 0 for row in config.sharing_plan.lead]
         self.source_layer = sources[layer_idx]
         self.is_last_of_block = sources[layer_idx + 1 : layer_idx + 2] != [self.source_layer]
         # with its keys and values in place every layer attends as a dense one

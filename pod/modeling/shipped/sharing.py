@@ -8,7 +8,10 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 SCHEMA_VERSION = 2
-_READABLE = (1, SCHEMA_VERSION)  # 1 has no windows and no order of heads
+_READABLE = (1, SCHEMA_VERSION)  # 1 has no windows, no order of heads and no bits
+BITS = {16: 16.0, 8: 9.0, 4: 5.0}
+"""Bits per number of a layer's codec, and what one costs with the fp16 scale and zero of 32 numbers."""
+_NATIVE_TOKENS = 143.5  # a codec's newest tokens, which it does not pack: 128 to 159
 
 Lead = tuple[tuple[int | None, ...], ...]
 """``[layer][KV head]``: the layer that the head follows, its own layer (it leads), or None (it keeps its window only)."""
@@ -23,7 +26,9 @@ class Roles:
         followers: own values of every token, own keys of proximal ones; distant logits are the lead's.
         followed: leads of this layer that a later layer follows.
         windows: sinks and recent tokens, keys and values, and nothing else.
+        last: followers whose block ends here.
         held: leads and followers, which hold the values of every token.
+        are_mixed: whether heads differ in what they hold.
 
     Raises:
         ValueError: heads that are not ``0 … H-1`` in three rising lists, or ``followed`` heads that do not lead.
@@ -33,11 +38,13 @@ class Roles:
     followers: tuple[int, ...] = ()
     followed: tuple[int, ...] = ()
     windows: tuple[int, ...] = ()
+    last: tuple[int, ...] = ()
     held: tuple[int, ...] = field(init=False)
     num_heads: int = field(init=False)
+    are_mixed: bool = field(init=False)
 
     def __post_init__(self):
-        for name in ("leads", "followers", "followed", "windows"):
+        for name in ("leads", "followers", "followed", "windows", "last"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         heads = self.leads + self.followers + self.windows
         rise = all(list(x) == sorted(x) for x in (self.leads, self.followers, self.followed, self.windows))
@@ -49,6 +56,9 @@ class Roles:
             raise ValueError(f"heads {self.followed} are followed, but only {self.leads} lead")
         object.__setattr__(self, "held", tuple(sorted(self.leads + self.followers)))
         object.__setattr__(self, "num_heads", len(heads))
+        object.__setattr__(
+            self, "are_mixed", len(heads) not in map(len, (self.leads, self.followers, self.windows))
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -58,8 +68,10 @@ def roles_of(lead: Lead, layer: int) -> Roles:
     leads = [head for head, owner in enumerate(row) if owner == layer]
     windows = [head for head, owner in enumerate(row) if owner is None]
     followers = [head for head in range(len(row)) if head not in leads and head not in windows]
-    followed = [head for head in leads if is_followed(lead, layer, head)]
-    return Roles(tuple(leads), tuple(followers), tuple(followed), tuple(windows))
+    goes_on = [head for head in range(len(row)) if is_followed(lead, layer, head)]
+    followed = [head for head in leads if head in goes_on]
+    last = [head for head in followers if head not in goes_on]
+    return Roles(*map(tuple, (leads, followers, followed, windows, last)))
 
 
 def is_followed(lead: Sequence[Sequence[int | None]], layer: int, head: int) -> bool:
@@ -87,15 +99,18 @@ class SharingPlan:
         provenance: how the plan was found (model, data, n, q, N, costs, algorithm …); free-form JSON.
         head_order: ``[L][Hq]``: which query head of the original weights stands at each place of the model that the plan is
             for. Query heads of a KV head stay together, so the order of KV heads follows. None = as in the original.
+        bits: per layer, the bits in which ``pod.make_cache`` holds the keys and values of every token, 16 (as the model computes), 8
+            or 4; windows stay native. None = 16 everywhere.
 
     Raises:
         ValueError: rows of unequal length, a lead above its layer, a lead that does not lead itself, a block
-            whose layers are not consecutive, or an order that parts the query heads of a KV head.
+            whose layers are not consecutive, an order that parts the query heads of a KV head, or other bits.
     """
 
     lead: Lead
     provenance: dict[str, Any] = field(default_factory=dict, compare=False)
     head_order: tuple[tuple[int, ...], ...] | None = None
+    bits: tuple[int, ...] | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "lead", _as_rows(self.lead))
@@ -107,6 +122,12 @@ class SharingPlan:
             order = tuple(map(tuple, self.head_order))
             object.__setattr__(self, "head_order", order)
             check_head_order(order, self.num_layers, self.num_key_value_heads)
+        if self.bits is not None:
+            object.__setattr__(self, "bits", tuple(self.bits))
+            if len(self.bits) != self.num_layers or not set(self.bits) <= set(BITS):
+                raise ValueError(
+                    f"sharing plan: bits must be 16, 8 or 4 for each of {self.num_layers} layers, got {self.bits}"
+                )
 
     def _check(self, layer: int, head: int) -> None:
         lead = self.lead[layer][head]
@@ -132,7 +153,14 @@ class SharingPlan:
     @classmethod
     def windows(cls, num_layers: int, num_key_value_heads: int) -> "SharingPlan":
         """The plan in which every head keeps its window: window attention (Beltagy et al., 2020)."""
-        return cls(lead=((None,) * num_key_value_heads,) * num_layers)
+        return cls.of_leads([[]] * num_layers, num_key_value_heads)
+
+    @classmethod
+    def of_leads(cls, leads: Sequence[Sequence[int]], num_key_value_heads: int) -> "SharingPlan":
+        """The plan in which the heads ``leads[layer]`` lead and all others keep their windows: RazorAttention's and DuoAttention's."""
+        heads = range(num_key_value_heads)
+        rows = ([layer if head in row else None for head in heads] for layer, row in enumerate(leads))
+        return cls(lead=tuple(map(tuple, rows)))
 
     @classmethod
     def cla(cls, num_layers: int, num_key_value_heads: int, factor: int = 2) -> "SharingPlan":
@@ -166,7 +194,13 @@ class SharingPlan:
 
     @cached_property
     def is_dense(self) -> bool:
-        return self.num_leads == self.num_pairs
+        """Whether every head leads, in the bits that the model computes in."""
+        return self.num_leads == self.num_pairs and not self.packs
+
+    @property
+    def packs(self) -> bool:
+        """Whether a layer holds fewer bits than the model computes in."""
+        return self.bits is not None and set(self.bits) != {16}
 
     @property
     def num_leads(self) -> int:
@@ -195,18 +229,33 @@ class SharingPlan:
 
     @property
     def asymptotic_saving(self) -> float:
-        """Share of KV bytes saved as the sequence grows without bound: all of a window's, half (the keys) of a follower's.
+        """Share of 16-bit KV bytes saved as the sequence grows without bound: all of a window's, half (the keys) of a follower's,
+        and what fewer bits save of the rest.
 
         Not a ``cla`` layout's, whose followers store nothing: it saves ``share_followers``.
         """
-        return self.share_windows + self.share_followers / 2
+        return 1 - self._held(float("inf"))
 
     def saving(self, n: int, num_sink_tokens: int, num_recent_tokens: int) -> float:
-        """Share of KV bytes saved at ``n`` tokens, when sinks and recent tokens are proximal."""
+        """Share of 16-bit KV bytes saved at ``n`` tokens, when sinks and recent tokens are proximal."""
         if n < 1:
             raise ValueError(f"saving is defined for n >= 1 tokens, got n = {n}")
-        distant = max(0, n - num_sink_tokens - num_recent_tokens)
-        return self.asymptotic_saving * distant / n
+        near = min(n, num_sink_tokens + num_recent_tokens)
+        return 1 - self._held(n) - near / n * (self.share_followers / 2 + self.share_windows)
+
+    def bytes_per_token(self, head_dim: int) -> float:
+        """Bytes that one more token costs in the limit, all layers together, where the model computes in 16 bits."""
+        return (1 - self.asymptotic_saving) * self.num_pairs * 2 * head_dim * 2
+
+    def _held(self, n: float) -> float:
+        """Share of dense 16-bit bytes that stores of every token hold, of ``n`` tokens."""
+        total = 0.0
+        for layer, row in enumerate(self.lead):
+            parts = sum(2 if lead == layer else lead is not None for lead in row)
+            width = BITS[16 if self.bits is None else self.bits[layer]] / 16
+            native = 1.0 if width == 1 else min(1.0, _NATIVE_TOKENS / n)
+            total += parts * (native + (1 - native) * width)
+        return total / (2 * self.num_pairs)
 
     def blocks(self, head: int) -> list[list[int]]:
         """The blocks of one KV head, each a list of consecutive layers, lead first; windows are in none."""
@@ -229,8 +278,9 @@ class SharingPlan:
     def save(self, path: str | os.PathLike) -> None:
         """Write JSON with a schema version, through a temporary name so that a partial file never appears."""
         content: dict[str, Any] = {"schema": SCHEMA_VERSION, "lead": self.lead}
-        if self.head_order is not None:
-            content["head_order"] = self.head_order
+        for name in ("head_order", "bits"):
+            if getattr(self, name) is not None:
+                content[name] = getattr(self, name)
         temporary = f"{os.fspath(path)}.tmp"
         with open(temporary, "w", encoding="utf-8") as file:
             json.dump(content | {"provenance": self.provenance}, file, indent=1)
@@ -249,7 +299,8 @@ class SharingPlan:
                 f"{path} is not a sharing plan of schema {' or '.join(map(str, _READABLE))}: make one with launch/explore.py"
             )
         try:
-            return cls(content["lead"], content.get("provenance", {}), content.get("head_order"))
+            fields = {name: content.get(name) for name in ("head_order", "bits")}
+            return cls(content["lead"], content.get("provenance", {}), **fields)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 

@@ -227,7 +227,11 @@ class Codec:
         is_in_place: whether tokens stay where they are while there is room, as the decode engine wants it.
     """
 
-    is_in_place = True
+    is_in_place: bool = True
+
+    def of_layer(self, layer_idx: int) -> "Codec":
+        """That of a layer, where layers differ."""
+        return self
 
     def in_place(self, capacity: int) -> "Codec":
         """One whose stores keep tokens in place in room for ``capacity`` of them.

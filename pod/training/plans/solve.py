@@ -104,8 +104,8 @@ def solve(follow: ArrayLike | None, window: ArrayLike | None) -> Frontier:
 
     Raises: ValueError for costs of another shape, NaN, or none at all.
     """
-    table = [] if follow is None else [_checked(Role("follow", 1, np.asarray(follow)))]
-    table += [] if window is None else [_checked(Role("window", PAIR_UNITS, np.asarray(window)))]
+    table = [] if follow is None else [check_role(Role("follow", 1, np.asarray(follow)))]
+    table += [] if window is None else [check_role(Role("window", PAIR_UNITS, np.asarray(window)))]
     if not table:
         raise ValueError("costs of followers and of windows are None: give one of them, or every head leads")
     table.insert(0, Role("lead", 0, np.zeros(table[0].costs.shape[-2:])))
@@ -117,7 +117,7 @@ def solve_table(table: Sequence[Role], pair_units: int) -> Frontier:
 
     Raises: ValueError for costs that do not fit each other, or roles that allow no plan.
     """
-    table = tuple(map(_checked, table))
+    table = tuple(map(check_role, table))
     sizes = table[0].costs.shape[-2:]
     if any(role.costs.shape[-2:] != sizes for role in table):
         shapes = [list(role.costs.shape) for role in table]
@@ -148,7 +148,11 @@ def sum_of_costs(plan: SharingPlan, follow: ArrayLike | None, window: ArrayLike 
     return float(total)
 
 
-def _checked(role: Role) -> Role:
+def check_role(role: Role) -> Role:
+    """The role with a copy of its costs in fp64, inf where a follower would not lie above its lead.
+
+    Raises: ValueError for another shape, NaN or -infinity.
+    """
     costs = np.array(role.costs, dtype=np.float64)
     square = costs.ndim == 3 and costs.shape[0] == costs.shape[1]
     if not (square if role.does == "follow" else costs.ndim == 2) or 0 in costs.shape:

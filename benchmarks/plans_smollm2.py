@@ -1,0 +1,282 @@
+"""Plans by byte budget on SmolLM2-135M beside every training-free method at the same bytes: perplexity, needles, bytes held.
+
+    python launch/explore.py --config configs/plans_smollm2.yaml                # once: costs, plans, retrieval heads
+    python launch/explore.py --config configs/plans_smollm2.yaml --heads
+    OMP_NUM_THREADS=1 python benchmarks/plans_smollm2.py --part 0/2 &
+    OMP_NUM_THREADS=1 python benchmarks/plans_smollm2.py --part 1/2
+    python benchmarks/plans_smollm2.py --assemble            # benchmarks/results/plans_smollm2.json and .md
+
+A row is a plan or a method at a share of the dense bytes at 2,048 tokens. Its figures are kept in runs/plans_smollm2/, so that an
+interrupted run goes on where it stopped. Perplexity: the last SCORED tokens of TEXTS held-out texts, decoded one by one
+from the compressed cache; the ratio to dense has a 95 % interval over texts (paired bootstrap). Needles: facts in essays; the text is
+read and compressed first, then asked about each on a copy. Nothing is trained.
+"""
+
+import argparse
+import json
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import pod
+from pod.data import long_sequences
+from pod.eval import needles
+from pod.eval.branching import answer_behind, branch, read_prompts
+from pod.eval.buckets import Bucket
+from pod.eval.haystack import load_sentences
+from pod.eval.perplexity import score_by_decode
+from pod.eval.results import environment
+from pod.eval.runners.multi_query import Document, MultiQueryOptions, make_document
+from pod.files import read_json, write_json
+from pod.models import resolve_model
+from pod.recipe import load_recipe
+
+ROOT = Path(__file__).parents[1]
+KEPT, RESULTS = ROOT / "runs" / "plans_smollm2" / "rows", Path(__file__).parent / "results"
+PLANS = ROOT / "runs" / "plans_smollm2" / "plan"
+LENGTH, SCORED, TEXTS = 2048, 128, 16
+KEY_LENGTHS, DOCUMENTS, QUESTIONS, NEW_TOKENS = (1024, 2048), 10, 5, 8
+SHARES = (0.10, 0.15, 0.20, 0.33, 0.50, 0.65)
+DTYPE = torch.bfloat16
+BATCH = 8
+GROWING = {"snapkv", "pyramidkv"}
+"""Methods that keep every decoded token: their prompt gets so many slots less."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is measured.
+
+    Attributes:
+        name: file name and line of the table.
+        spec: as in ``pod.make_cache``.
+        plan: file of a plan in PLANS; None = the dense model.
+        share: of the dense bytes, for methods with a budget; None = what the method holds.
+        options: parameters beside the budget.
+    """
+
+    name: str
+    spec: str
+    plan: str | None = None
+    share: float | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def rows() -> list[Row]:
+    """The dense model, every plan that was made, every method at every share."""
+    found = [Row("dense", "full")]
+    found += [
+        Row(f"plan {file.stem}", "pod", file.name) for file in sorted(PLANS.glob("*.json")) if is_plan(file)
+    ]
+    heads = {"heads": str(PLANS / "retrieval_heads.json"), "num_recent_tokens": 240, "num_sink_tokens": 16}
+    budgets = ("snapkv", "pyramidkv", "h2o", "d2o", "roco", "streamingllm", "imdc")
+    found += [Row(f"{spec} {share:.0%}", spec, None, share) for share in SHARES for spec in budgets]
+    for compression in (1000.0, 3.0):
+        found += [
+            Row(f"{s} {compression:g}", s, options=heads | {"compression": compression})
+            for s in ("razor", "razor+int4")
+        ]
+    found += [Row("int4", "int4"), Row("simlayerkv", "simlayerkv", options={"num_recent_tokens": 256})]
+    return [
+        *found,
+        *(Row(f"snapkv+int4 {share:.0%}", "snapkv+int4", None, share / 0.33) for share in SHARES[:3]),
+    ]
+
+
+def is_plan(file: Path) -> bool:
+    content = read_json(file)
+    return isinstance(content, dict) and "lead" in content
+
+
+class Bench:
+    """Texts and prompts, loaded once; the model of the last row."""
+
+    def __init__(self) -> None:
+        self.recipe = load_recipe(ROOT / "configs" / "plans_smollm2.yaml")
+        self.path = resolve_model(self.recipe.model.path)
+        self.tokenizer = pod.load_tokenizer(self.path)
+        text = long_sequences(
+            self.recipe.data, self.tokenizer, TEXTS, LENGTH, seed=self.recipe.seed + 1, split="held_out"
+        )
+        self.text = torch.from_numpy(text)
+        self.bucket = Bucket(start=LENGTH // 2, end=LENGTH, first=LENGTH - SCORED)
+        sentences = load_sentences(None, max(KEY_LENGTHS), "haystack")
+        options = MultiQueryOptions(lengths=list(KEY_LENGTHS), questions=QUESTIONS, new_tokens=NEW_TOKENS)
+        self.documents = {
+            length: [
+                make_document(self.tokenizer, sentences, length, i, self.recipe.seed, options)
+                for i in range(DOCUMENTS)
+            ]
+            for length in KEY_LENGTHS
+        }
+        self.loaded: tuple[str | None, Any] = "", None
+
+    def model(self, plan: str | None) -> Any:
+        if self.loaded[0] != plan:
+            args = self.recipe.model
+            options: dict[str, Any] = {"num_sink_tokens": args.num_sink_tokens}
+            options["num_recent_tokens"] = args.num_recent_tokens
+            file = None if plan is None else PLANS / plan
+            self.loaded = plan, pod.load_model(self.path, plan=file, dtype=DTYPE, **options)
+        return self.loaded[1]
+
+    def cache(self, row: Row, length: int, fed: int) -> pod.PodCache:
+        """A new cache that holds the row's share of dense bytes when it has seen ``length`` tokens, ``fed`` of them behind the prompt."""
+        budget = None
+        if row.share is not None:
+            budget = round(row.share * length) - (fed if row.spec.split("+")[0] in GROWING else 0)
+        return pod.make_cache(self.model(row.plan), row.spec, budget=budget, **row.options)
+
+    def measure(self, row: Row) -> dict[str, Any]:
+        """NLL per text, bytes and needles."""
+        began, nll, held = time.perf_counter(), [], 0
+        for start in range(0, TEXTS, BATCH):
+            cache = self.cache(row, LENGTH, SCORED)
+            part = score_by_decode(self.model(row.plan), cache, self.text[start : start + BATCH], self.bucket)
+            nll += part.mean(1).tolist()
+            held += cache.nbytes
+        found = {
+            "name": row.name,
+            "spec": row.spec,
+            "plan": self.describe(row),
+            "share": row.share,
+            "nll": nll,
+        }
+        found |= {"bytes_over_dense": held / TEXTS / self.dense_bytes(), "needles": {}}
+        for length, documents in self.documents.items():
+            parts = [documents[i : i + BATCH] for i in range(0, DOCUMENTS, BATCH)]
+            found["needles"][length] = [right for part in parts for right in self.needles(row, part)]
+        now = environment()
+        return found | {"seconds": time.perf_counter() - began, "date": now["date"], "commit": now["commit"]}
+
+    def needles(self, row: Row, documents: list[Document]) -> list[float]:
+        """Whether each answer has its number; every question goes on from a copy of the compressed text."""
+        model, right = self.model(row.plan), []
+        asked = max(document.asked for document in documents)
+        cache = self.cache(row, documents[0].length, asked + NEW_TOKENS)
+        mask = read_prompts(model, self.tokenizer, cache, [document.prompt for document in documents])
+        for number in range(QUESTIONS):
+            rows = [document.questions[number] for document in documents]
+            answers = answer_behind(model, self.tokenizer, branch(cache), mask, rows, NEW_TOKENS)
+            right += [needles.recall(a, (d.values[number],)) for a, d in zip(answers, documents, strict=True)]
+        return right
+
+    def describe(self, row: Row) -> dict[str, Any] | None:
+        if row.plan is None:
+            return None
+        plan = pod.SharingPlan.load(PLANS / row.plan)
+        counts = {
+            "leads": plan.num_leads,
+            "followers": plan.num_followers,
+            "windows": plan.num_windows,
+            "bits": plan.bits,
+        }
+        return counts | {"asymptotic_saving": plan.asymptotic_saving, "cost": plan.provenance.get("cost")}
+
+    def dense_bytes(self) -> int:
+        config = self.model(self.loaded[0]).config
+        heads = config.num_hidden_layers * config.num_key_value_heads
+        return 2 * heads * config.head_dim * (LENGTH - 1) * DTYPE.itemsize
+
+
+def run(part: int, parts: int, only: list[str]) -> None:
+    """Measure what is missing of this part."""
+    bench = None
+    wanted = [row for row in rows() if not only or any(row.name.startswith(name) for name in only)]
+    for number, row in list(enumerate(wanted))[part::parts]:
+        target = KEPT / f"{row.name.replace(' ', '_').replace('%', '')}.json"
+        if target.is_file():
+            continue
+        bench = bench or Bench()
+        try:
+            found = bench.measure(row)
+        except ValueError as error:
+            found = {"name": row.name, "spec": row.spec, "refused": str(error)}
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_json(target, found)
+        print(f"{number + 1}/{len(wanted)} {headline(found)}", flush=True)
+
+
+def headline(found: dict[str, Any]) -> str:
+    if "refused" in found:
+        return f"{found['name']}: refused: {found['refused']}"
+    keys = {length: sum(right) / len(right) for length, right in found["needles"].items()}
+    mean = math.exp(sum(found["nll"]) / len(found["nll"]))
+    return f"{found['name']}: perplexity {mean:.2f}, bytes {found['bytes_over_dense']:.1%}, needles {keys}, {found['seconds']:.0f} s"
+
+
+def ratio(own: list[float], dense: list[float]) -> tuple[float, float, float]:
+    """Perplexity over dense, and its 95 % interval over texts."""
+    gaps = torch.tensor(own, dtype=torch.float64) - torch.tensor(dense, dtype=torch.float64)
+    draws = torch.randint(len(gaps), (4000, len(gaps)), generator=torch.Generator().manual_seed(0))
+    low, high = gaps[draws].mean(1).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).exp().tolist()
+    return float(gaps.mean().exp()), low, high
+
+
+def assemble() -> None:
+    """One JSON and one Markdown table from what is kept, by bytes."""
+    texts = [file.read_text(encoding="utf-8").replace(f"{ROOT}/", "") for file in sorted(KEPT.glob("*.json"))]
+    found = [json.loads(text) for text in texts]
+    measured = sorted((x for x in found if "nll" in x), key=lambda x: x["bytes_over_dense"])
+    dense = next(x for x in measured if x["name"] == "dense")
+    columns = [
+        "",
+        "bytes of dense",
+        "perplexity / dense (95 %)",
+        *(f"needles {n}" for n in KEY_LENGTHS),
+        "L/F/W",
+    ]
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    for x in measured:
+        mean, low, high = ratio(x["nll"], dense["nll"])
+        x["ratio"] = [mean, low, high]
+        keys = [f"{sum(right) / len(right):.0%}" for right in x["needles"].values()]
+        roles = (
+            "–"
+            if x["plan"] is None
+            else "/".join(str(x["plan"][k]) for k in ("leads", "followers", "windows"))
+        )
+        cells = [
+            x["name"],
+            f"{x['bytes_over_dense']:.1%}",
+            f"{mean:.3f} ({low:.3f}–{high:.3f})",
+            *keys,
+            roles,
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [f"\n{x['name']}: {x['refused']}" for x in found if "refused" in x]
+    lines.append(
+        f"\n{TEXTS} held-out texts of {LENGTH} tokens, {SCORED} scored each; {DOCUMENTS * QUESTIONS} questions per length."
+    )
+    settings = {
+        "length": LENGTH,
+        "scored": SCORED,
+        "texts": TEXTS,
+        "documents": DOCUMENTS,
+        "questions": QUESTIONS,
+        "dtype": str(DTYPE),
+    }
+    write_json(
+        RESULTS / "plans_smollm2.json", {"environment": environment(), "settings": settings, "rows": measured}
+    )
+    (RESULTS / "plans_smollm2.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", default="0/1", help="which share of the rows, as 0/2")
+    parser.add_argument("--only", default="", help="beginnings of names, comma-separated")
+    parser.add_argument("--assemble", action="store_true", help="write the tables of what is measured")
+    arguments = parser.parse_args()
+    if arguments.assemble:
+        assemble()
+    else:
+        first, parts = arguments.part.split("/")
+        run(int(first), int(parts), [x for x in arguments.only.split(",") if x])

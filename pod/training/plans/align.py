@@ -1,0 +1,207 @@
+"""Heads aligned across layers: which KV head of each layer shares a place, so that the plan of least cost costs least.
+
+KV heads of a layer may be permuted with their query heads without changing the model, and a head follows only the head in its
+own place of a lower layer. The places are found by local search on the cost that ``solve`` minimises.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import linear_sum_assignment
+
+from pod.modeling.shipped.sharing import SharingPlan
+
+from .solve import PAIR_UNITS, Floats, Frontier, Role, check_role, solve
+
+Order = NDArray[np.intp]  # [L, H]: the original KV head at each place
+
+_MOST_SWAPS = 6  # before a restart
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Places of KV heads, and the costs in them.
+
+    Attributes:
+        kv_order: ``[L][H]``: the original KV head at each place.
+        follow, window: costs as ``solve`` takes them, by place: ``[L, L, H]`` and ``[L, H]``.
+        cost_before, cost: of the best plan that saves the units, in the original order and in this one.
+    """
+
+    kv_order: tuple[tuple[int, ...], ...]
+    follow: Floats
+    window: Floats | None
+    cost_before: float
+    cost: float
+
+
+def align(
+    follow: ArrayLike, window: ArrayLike | None, units: int, restarts: int = 200, seed: int = 0
+) -> Alignment:
+    """Places in which the plan that saves ``units`` costs little; never more than in the original order.
+
+    Given a price per unit and all other layers, the best permutation of one layer, or of all layers above a cut together, is
+    an assignment problem that is solved exactly; sweeps over the layers repeat both until nothing improves. Each restart
+    swaps one to six random heads of the best order so far and sweeps again. The price is the slope of the frontier at ``units``, or near it.
+    Where no block of the best plan crosses a cut, heads that lead more come before heads that keep more windows, so that
+    neighbours hold the same; with windows only that is leads before windows in every layer.
+
+    Args:
+        follow: cost of a follower ``[L, L, H, H]`` = [lead, layer, KV head of the lead, KV head of the layer], read where
+            lead < layer.
+        window: ``[L, H]``, see ``solve``.
+        restarts: sweeps from a disturbed order; the same seed gives the same order.
+
+    Raises: ValueError for costs of another shape, or units that no plan in the original order saves.
+    """
+    pairs = np.asarray(follow, dtype=np.float64)
+    if pairs.ndim != 4 or pairs.shape[2] != pairs.shape[3]:
+        shape = list(pairs.shape)
+        raise ValueError(f"costs to align must be [layers, layers, KV heads, KV heads], got shape {shape}")
+    layers, heads = pairs.shape[1:3]
+    pairs = check_role(Role("follow", 1, pairs.reshape(*pairs.shape[:2], -1))).costs.reshape(pairs.shape)
+    own = None if window is None else check_role(Role("window", PAIR_UNITS, np.asarray(window))).costs
+    if own is not None and own.shape != (layers, heads):
+        raise ValueError(
+            f"costs of 'window' must be [{layers}, {heads}] like those to align, got {list(own.shape)}"
+        )
+    order = np.tile(np.arange(heads), (layers, 1))
+    frontier = _solve(pairs, own, order)
+    frontier.plan(units)  # refuses what cannot be
+    before = best = float(frontier.costs[units])
+    rng = np.random.default_rng(seed)
+    low, high = _slopes(frontier.costs, units)
+    for restart in range(restarts + 1):
+        start = order.copy()
+        for _ in range(1 + restart % _MOST_SWAPS if restart else 0):
+            _swap(start, rng)
+        price = (low + high) / 2 + (rng.uniform(low - high, high - low) if restart else 0.0)
+        for found in (start, _Search(pairs, own, price, start).run()):  # no price leads to some savings
+            costs = _solve(pairs, own, found).costs
+            if costs[units] < best - 1e-12 * abs(best):
+                order, best = found, float(costs[units])
+                low, high = _slopes(costs, units)
+    order = _neighbours(order, _solve(pairs, own, order).plan(units))
+    placed = _placed(pairs, own, order)
+    cost = float(solve(*placed).costs[units])
+    return Alignment(tuple(map(tuple, order.tolist())), *placed, before, cost)
+
+
+def _placed(follow: Floats, window: Floats | None, order: Order) -> tuple[Floats, Floats | None]:
+    """The costs by place."""
+    layer = np.arange(len(order))
+    placed = follow[layer[:, None, None], layer[None, :, None], order[:, None], order[None]]
+    return placed, None if window is None else np.take_along_axis(window, order, axis=1)
+
+
+def _solve(follow: Floats, window: Floats | None, order: Order) -> Frontier:
+    return solve(*_placed(follow, window, order))
+
+
+def _slopes(costs: Floats, units: int) -> tuple[float, float]:
+    """What a unit costs just below and just above ``units``, on the lower hull of the curve on either side."""
+    reachable = np.flatnonzero(np.isfinite(costs))
+    slopes = (costs[reachable] - costs[units]) / np.where(reachable == units, np.nan, reachable - units)
+    sides = (np.max, slopes[reachable < units]), (np.min, slopes[reachable > units])
+    ends = [steepest(side) for steepest, side in sides if len(side)]
+    return (float(min(ends)), float(max(ends))) if ends else (0.0, 0.0)
+
+
+def _swap(order: Order, rng: np.random.Generator) -> None:
+    """Swap two random heads in a random layer, or in all layers from there on."""
+    layers, heads = order.shape
+    first = int(rng.integers(layers))
+    last = layers if rng.integers(2) else first + 1
+    a, b = rng.integers(heads, size=2)
+    order[first:last, [a, b]] = order[first:last, [b, a]]
+
+
+class _Search:
+    """Local search at a price per saved unit.
+
+    A *state* is the lead that is open: 0 = none, ``1 + layer * H + KV head``. ``stay[l][state, head]`` is the cost of KV head
+    ``head`` of layer l when it follows that lead or keeps its window, whichever is cheaper. ``above[l][state, place]`` is the
+    least cost of the layers from l on in a place, below ``[state, place]`` that of the layers before the one at hand.
+    """
+
+    def __init__(self, follow: Floats, window: Floats | None, price: float, order: Order):
+        layers, heads = order.shape
+        self.order, self.heads = order.copy(), heads
+        stay = np.full((layers, 1 + layers * heads, heads), np.inf)
+        for layer in range(1, layers):
+            stay[layer, 1 : 1 + layer * heads] = follow[:layer, layer].reshape(-1, heads) - price
+        if window is not None:
+            stay = np.minimum(stay, window[:, None] - PAIR_UNITS * price)
+        self.stay = stay
+
+    def run(self) -> Order:
+        """The order, when no layer and no cut can be improved."""
+        while self._sweep():
+            pass
+        return self.order
+
+    def _opens(self, layer: int) -> slice:
+        """The states in which a head of this layer is the open lead."""
+        return slice(1 + layer * self.heads, 1 + (layer + 1) * self.heads)
+
+    def _above(self) -> Floats:
+        layers, states, heads = self.stay.shape
+        above = np.zeros((layers + 1, states, heads))
+        for layer in reversed(range(layers)):
+            own, place = self.order[layer], np.arange(heads)
+            leads = above[layer + 1, self._opens(layer)][own, place]
+            above[layer] = np.minimum(self.stay[layer][:, own] + above[layer + 1], leads)
+        return above
+
+    def _sweep(self) -> bool:
+        """Improve every cut and every layer once, from below; whether anything was gained."""
+        layers, states, heads = self.stay.shape
+        above, place, gained = self._above(), np.arange(heads), False
+        below = np.full((states, heads), np.inf)
+        below[0] = 0.0
+        for layer in range(layers):
+            opens = self._opens(layer)
+            used = slice(opens.start)  # states that layers below can leave open
+            to = _assign(_least(below[used], above[layer, used]), place)
+            gained |= bool((to != place).any())
+            above[layer:], self.order[layer:] = above[layer:, :, to], self.order[layer:, to]
+            lead = below[used].min(axis=0)
+            after, stay = above[layer + 1], self.stay[layer]
+            costs = np.minimum(_least(below[used] + after[used], stay[used]), lead[:, None] + after[opens].T)
+            own = _assign(costs, self.order[layer])
+            gained |= bool((own != self.order[layer]).any())
+            self.order[layer] = own
+            below += stay[:, own]
+            below[opens.start + own, place] = lead
+        return gained
+
+
+def _least(left: Floats, right: Floats) -> Floats:
+    """``[S, A]`` and ``[S, B]`` → ``[A, B]``: the least sum over the states."""
+    return np.stack([(column[:, None] + right).min(axis=0) for column in left.T])
+
+
+def _assign(costs: Floats, now: Order) -> Order:
+    """The columns that rows shall have at least cost; those of now unless others are cheaper."""
+    rows, columns = linear_sum_assignment(costs)
+    old, new = costs[rows, now].sum(), costs[rows, columns].sum()
+    return columns if new < old - 1e-12 * max(1.0, abs(old)) else now
+
+
+def _neighbours(order: Order, plan: SharingPlan) -> Order:
+    """The same plan with leads before windows: between cuts that no block crosses places may be sorted."""
+    layers, heads = order.shape
+    crossed = {
+        layer
+        for head in range(heads)
+        for block in plan.blocks(head)
+        for layer in range(block[0] + 1, block[-1] + 1)
+    }
+    cuts = [layer for layer in range(layers) if layer not in crossed]
+    sorted_order = order.copy()
+    for first, last in zip(cuts, [*cuts[1:], layers], strict=True):
+        roles = np.array([[lead is None for lead in row] for row in plan.lead[first:last]]).sum(axis=0)
+        places = sorted(range(heads), key=lambda place: (roles[place], order[first, place]))
+        sorted_order[first:last] = order[first:last, places]
+    return sorted_order
