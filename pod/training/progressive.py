@@ -5,6 +5,7 @@ A plan on the way saves less: of the final plan's windows some still lead, and i
 one of least cost is taken: by the costs that the plan was made from.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ def part_of(follow: ArrayLike, window: ArrayLike | None, plan: SharingPlan, unit
     units -= not np.isfinite(frontier.costs[units])
     provenance: dict[str, Any] = {"of": plan.provenance.get("of", plan.provenance)}
     found = frontier.plan(units, {"algorithm": "part", **provenance})
-    return SharingPlan(lead=found.lead, provenance=found.provenance, head_order=plan.head_order)
+    return replace(plan, lead=found.lead, provenance=found.provenance)
 
 
 def apply_plan(model: Any, ulysses: Any, plan: SharingPlan, args: TrainArgs) -> None:
