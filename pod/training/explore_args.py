@@ -136,7 +136,10 @@ class ExploreArgs:
                 "ask for at most as many query positions as a sequence has"
             )
 
+        if self.budget_length is None:
+            self.budget_length = self.sequence_length
+
     @property
     def budget_tokens(self) -> int:
         """Tokens at which `target_saving` is meant; a number beyond every window for the limit of long sequences."""
-        return self.sequence_length if self.budget_length is None else self.budget_length or 10**12
+        return self.budget_length or 10**12

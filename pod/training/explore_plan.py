@@ -176,7 +176,7 @@ def _provenance(
         "cost": explore.cost,
         "roles": list(explore.roles),
         "target_saving": explore.target_saving,
-        "budget_length": explore.sequence_length if explore.budget_length is None else explore.budget_length,
+        "budget_length": explore.budget_length,
         "plan_cost": float(frontier.costs[units]),
     }
 

@@ -7,6 +7,7 @@ import numpy as np
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.explore_args import ExploreArgs
 from pod.training.explore_plan import Choice, cost_at
+from pod.training.planning import units_of
 
 PARETO_NAME = "pareto.json"
 SCHEMA_VERSION = 1
@@ -42,18 +43,13 @@ def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dic
     plan = choice.plan
     return {
         "schema": SCHEMA_VERSION,
-        "budget_length": explore.sequence_length if explore.budget_length is None else explore.budget_length,
+        "budget_length": explore.budget_length,
         **windows,
         "cost": explore.cost,
         "retrieval_weight": explore.retrieval_weight,
-        "chosen": {"units": chosen_units(plan), "saving": plan.saving(explore.budget_tokens, **windows)},
+        "chosen": {"units": units_of(plan), "saving": plan.saving(explore.budget_tokens, **windows)},
         "points": points,
     }
-
-
-def chosen_units(plan: SharingPlan) -> int:
-    """Units that a plan saves: one for a follower, two for a window."""
-    return plan.num_followers + 2 * plan.num_windows
 
 
 def roles_per_layer(plan: SharingPlan) -> dict[str, list[int]]:

@@ -16,8 +16,8 @@ from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.args import TrainArgs
 from pod.training.carry import set_carry
 from pod.training.plan_costs import PlanCosts
-from pod.training.planning import dissimilarity
-from pod.training.plans.solve import PAIR_UNITS, solve
+from pod.training.planning import dissimilarity, units_of
+from pod.training.plans.solve import solve
 
 SIMILARITY_NAME = "similarity.safetensors"
 COSTS_NAME = "plan_costs.safetensors"
@@ -129,11 +129,6 @@ def growing_plans(
         if 0 < units_of(part) < units_of(plans[0]):
             plans.insert(0, part)
     return plans
-
-
-def units_of(plan: SharingPlan) -> int:
-    """Units that a plan saves: one for a follower, two for a window."""
-    return plan.num_followers + PAIR_UNITS * plan.num_windows
 
 
 def part_of(follow: ArrayLike, window: ArrayLike | None, plan: SharingPlan, units: int) -> SharingPlan:

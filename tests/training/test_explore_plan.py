@@ -19,6 +19,7 @@ from pod.training import explore_plan
 from pod.training.explore import Exploration
 from pod.training.explore_plan import choose, cost_at, head_order
 from pod.training.plan_costs import PlanCosts, cost_shapes
+from pod.training.planning import units_of
 from pod.training.plans.solve import solve, sum_of_costs
 from pod.training.refine import PlanLoss
 
@@ -44,10 +45,6 @@ def plan_and_costs(tmp_path):
 
 def refuse(*args, **kwargs):
     raise AssertionError("measured again")
-
-
-def units_of(plan):
-    return plan.num_followers + 2 * plan.num_windows
 
 
 def random_costs(layers=5, heads=3, groups=2, seed=0):
