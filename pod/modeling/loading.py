@@ -52,9 +52,9 @@ def convert_config(source: Any, **changes: Any) -> PodConfig:
 
 
 def plan_fields(plan: SharingPlan | None) -> dict[str, Any]:
-    """The fields of ``PodConfig`` that a plan sets. None = dense, in the order that the heads stand in."""
+    """The fields of ``PodConfig`` that a plan sets. None = dense, heads in the original order."""
     if plan is None:
-        return {"lead": None, "kv_bits": None}
+        return {"lead": None, "kv_bits": None, "head_order": None}
     bits = None if plan.bits is None else list(plan.bits)
     return {"lead": [list(row) for row in plan.lead], "kv_bits": bits, "head_order": plan.head_order}
 
@@ -63,7 +63,7 @@ def with_plan(model: PodForCausalLM, plan: SharingPlan | None, **changes: Any) -
     """The model under another plan and with other fields of its configuration, in evaluation mode; weights are shared.
 
     Only projections whose heads stand in another order than the plan's are copied: a plan is for the order that it names, and
-    one that names none for the original order. None = dense, in any order.
+    one that names none for the original order. None = dense.
     """
     config = PodConfig(**(model.config.to_dict() | plan_fields(plan) | changes))
     return from_dense(model, config).eval()
@@ -217,7 +217,7 @@ def _change_layout(source, config: PodConfig, changes: dict, dtype) -> PodForCau
             f"{source} has layout 'cla', whose sharing layers have no key and value weights: it cannot become "
             f"{changes['layout']!r}; start from the dense checkpoint"
         )
-    fresh: dict[str, Any] = {"lead": None, "num_sink_tokens": None, "num_recent_tokens": None}
+    fresh: dict[str, Any] = {**plan_fields(None), "num_sink_tokens": None, "num_recent_tokens": None}
     target = PodConfig(**(config.to_dict() | fresh | changes))
     model = PodForCausalLM.from_pretrained(source, config=config, dtype=dtype or "auto")
     target.dtype = model.dtype
