@@ -1,6 +1,6 @@
 """Adaptation on SmolLM2-135M at equal tokens: ways to train, plans, and other layouts, before and after.
 
-    python benchmarks/plan_costs_smollm2.py --refine 46     # once: the plans of every cost in runs/plan_costs
+    python benchmarks/plan_costs_smollm2.py                # once: the plans of every cost in runs/plan_costs
     python benchmarks/adaptation_smollm2.py                # all rows, about four minutes each on two quiet cores
     python benchmarks/adaptation_smollm2.py --only lora,cla # some of them
     python benchmarks/adaptation_smollm2.py --assemble     # benchmarks/results/adaptation_smollm2.json, .md and a picture
@@ -44,8 +44,8 @@ SINKS, RECENT = 16, 240
 PASSKEY_LENGTHS, PASSKEY_DEPTHS, PASSKEY_SAMPLES, NEW_TOKENS = (1024, 2048), (0.1, 0.3, 0.5, 0.7, 0.9), 2, 8
 SAVINGS = (45, 40, 35, 30)
 PLAN_KINDS = ("greedy", "dp", "retrieval")
-TEXT_KINDS = ("projected", "output", "loss", "refined", "distant")
-"""Plans of text alone; `loss` at 35 % is in LOSS_ROWS."""
+TEXT_KINDS = ("projected",)
+"""Plans of text alone."""
 LOSS_ROWS = tuple(
     f"{way}, plan by loss" for way in ("full", "lora", "lora + distillation", "full + distillation")
 )

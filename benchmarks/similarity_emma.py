@@ -24,7 +24,8 @@ from pod.eval.results import environment
 from pod.files import write_json
 from pod.modeling.recording import record_attention_rows
 from pod.models import resolve_model
-from pod.training.planning import dp_plan, greedy_plan, plan_cost
+from pod.training.planning import dissimilarity, greedy_plan
+from pod.training.plans.solve import solve, sum_of_costs
 from pod.training.similarity import jensen_shannon_similarity
 
 RESULTS = Path(__file__).parent / "results" / "similarity_smollm2.json"
@@ -63,11 +64,15 @@ def measure(model: Any, texts: list[torch.Tensor], num_queries: int) -> tuple[np
 def plans(similarity: np.ndarray, num_key_value_heads: int) -> Iterator[tuple[str, pod.SharingPlan | None]]:
     """Dense, each greedy plan with the dp plan of its saving, and dp at the highest saving."""
     yield "dense", None
+    frontier = solve(dissimilarity(similarity, num_key_value_heads), None)
     for threshold in THRESHOLDS:
         greedy = greedy_plan(similarity, num_key_value_heads, threshold)
         yield f"greedy, threshold {threshold}", greedy
-        yield "dp, same saving", dp_plan(similarity, num_key_value_heads, greedy.asymptotic_saving)
-    yield f"dp, saving {HIGHEST_SAVING}", dp_plan(similarity, num_key_value_heads, HIGHEST_SAVING)
+        yield "dp, same saving", frontier.plan(greedy.num_followers)
+    yield (
+        f"dp, saving {HIGHEST_SAVING}",
+        frontier.plan(frontier.units_for(HIGHEST_SAVING, 10**12, SINKS, RECENT)),
+    )
 
 
 @torch.no_grad()
@@ -142,7 +147,7 @@ def main() -> None:
     texts = windows(tokens, args.start, args.count, args.length)
     for name, plan in plans(similarity, heads):
         row = evaluate(name, plan, args, folder, texts)
-        row["plan_cost"] = 0.0 if plan is None else plan_cost(similarity, plan)
+        row["plan_cost"] = 0.0 if plan is None else sum_of_costs(plan, dissimilarity(similarity, heads), None)
         dense = result["rows"][0]["perplexity"] if result["rows"] else row["perplexity"]
         row["perplexity_ratio_to_dense"] = row["perplexity"] / dense
         result["rows"].append(row)

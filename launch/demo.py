@@ -73,16 +73,25 @@ def steps_of(recipe: Recipe, config: Path) -> list[Step]:
 
 def _preparation(recipe: Recipe, given: list[str]) -> list[Step]:
     search = tuple(
-        f"pod/training/{name}.py" for name in ("explore", "explore_args", "similarity", "planning")
+        f"pod/training/{name}"
+        for name in (
+            "explore.py",
+            "explore_args.py",
+            "explore_plan.py",
+            "plan_costs.py",
+            "planning.py",
+            "plans",
+            "refine.py",
+        )
     )
     return [
         Step(
             name="explore",
-            title="attention similarity between layers → sharing plan",
+            title="costs of roles → plan",
             command=_script("explore.py", given),
             sections=("model", "explore", "data"),
             code=(*MODEL_CODE, "pod/data", *search, "launch/explore.py"),
-            outputs=(recipe.plan_dir / "plan.json", recipe.plan_dir / "similarity.safetensors"),
+            outputs=(recipe.plan_dir / "plan.json",),
             folder=recipe.plan_dir,
         ),
         Step(
@@ -442,8 +451,8 @@ def _plan_line(recipe: Recipe) -> str:
         recipe.data.context_length, recipe.model.num_sink_tokens, recipe.model.num_recent_tokens
     )
     return (
-        f"plan        {recipe.explore.algorithm}: {plan.share_followers:.0%} of {plan.num_layers} x {plan.num_key_value_heads} "
-        f"(layer, KV head) pairs share, KV saving {plan.asymptotic_saving:.1%} in the limit, {now:.1%} at "
+        f"plan        {plan.num_leads} of {plan.num_layers} x {plan.num_key_value_heads} (layer, KV head) pairs lead, "
+        f"{plan.num_followers} follow, {plan.num_windows} keep their window; KV saving {plan.asymptotic_saving:.1%} in the limit, {now:.1%} at "
         f"{recipe.data.context_length} tokens"
     )
 

@@ -122,7 +122,7 @@ def about(recipe: Recipe, plan: Any) -> str:
     explore, found = recipe.explore, plan.provenance
     how = f"greedy at threshold {explore.threshold:g}"
     if explore.algorithm == "dp":
-        length = explore.sequence_length if explore.budget_length is None else explore.budget_length
+        length = explore.budget_length
         how = f"dp by {explore.cost}, target {explore.target_saving:.1%} " + (
             f"at {length:,} tokens" if length else "in the limit"
         )

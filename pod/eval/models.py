@@ -166,9 +166,8 @@ class Models:
 
     def _check_same_plan(self) -> None:
         assert self.plan is not None, "_check_available refuses 'unadapted' without a plan"
-        lead = [list(row) for row in pod.SharingPlan.load(self.plan).lead]
-        exported = PreTrainedConfig.get_config_dict(self.export)[0].get("lead")
-        if exported != lead:
+        exported = pod.PodConfig.from_pretrained(self.export).sharing_plan
+        if exported != pod.SharingPlan.load(self.plan):
             raise ValueError(
                 f"the export {self.export} has another plan than {self.plan}: 'pod' and 'pod-unadapted' would not "
                 "compare the same plan; set model.plan to the export's plan.json, or train and export again"

@@ -12,6 +12,7 @@ from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan
 
+from .head_order import reordered_weights
 from .rope_scaling import change_rope
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -50,10 +51,29 @@ def convert_config(source: Any, **changes: Any) -> PodConfig:
     return PodConfig(**(fields | changes))
 
 
-def from_dense(source: PreTrainedModel, config: PodConfig) -> PodForCausalLM:
-    """A PoD model that takes over the weights of a stock model (same tensors, same names).
+def plan_fields(plan: SharingPlan | None) -> dict[str, Any]:
+    """The fields of ``PodConfig`` that a plan sets. None = dense, heads in the original order."""
+    if plan is None:
+        return {"lead": None, "kv_bits": None, "head_order": None}
+    bits = None if plan.bits is None else list(plan.bits)
+    return {"lead": [list(row) for row in plan.lead], "kv_bits": bits, "head_order": plan.head_order}
 
-    For a ``cla`` layout the key and value weights of a lead start as the mean over the layers of its block.
+
+def with_plan(model: PodForCausalLM, plan: SharingPlan | None, **changes: Any) -> PodForCausalLM:
+    """The model under another plan and with other fields of its configuration, in evaluation mode; weights are shared.
+
+    Only projections whose heads stand in another order than the plan's are copied: a plan is for the order that it names, and
+    one that names none for the original order. None = dense.
+    """
+    config = PodConfig(**(model.config.to_dict() | plan_fields(plan) | changes))
+    return from_dense(model, config).eval()
+
+
+def from_dense(source: PreTrainedModel, config: PodConfig, owned: bool = False) -> PodForCausalLM:
+    """A PoD model that takes over the weights of a stock or PoD model (same tensors, same names).
+
+    Heads move to ``config.head_order`` from the order of the source, a layer at a time: into new tensors, and with ``owned``
+    those of the source go as they are replaced. For a ``cla`` layout the key and value weights of a lead start as the mean over the layers of its block.
 
     Raises:
         ValueError: parameters that are missing, unexpected or of another shape.
@@ -61,6 +81,10 @@ def from_dense(source: PreTrainedModel, config: PodConfig) -> PodForCausalLM:
     with torch.device("meta"):
         model = PodForCausalLM(config)
     state = source.state_dict()
+    for name, weight in reordered_weights(state, config, getattr(source.config, "head_order", None)):
+        state[name] = weight
+        if owned:
+            source.get_parameter(name).data = weight
     if config.layout == "cla":
         state = _average_blocks(state, config)
     if config.tie_word_embeddings:
@@ -112,7 +136,8 @@ def load_model(
 
     Args:
         source: folder, hub id, or a transformers model that is already in memory (its weights are shared).
-        plan: sharing plan or path of a ``plan.json``; None keeps the checkpoint's own (dense for stock ones).
+        plan: sharing plan or path of a ``plan.json``; None keeps the checkpoint's own (dense for stock ones). The heads of the
+            weights are moved to the order that the plan names, or back to the original one if it names none.
         num_sink_tokens, num_recent_tokens: windows in tokens; None keeps the checkpoint's, or takes the layout's
             (16 and 4080; 0 and 4096 for ``window``).
         dtype: of the weights; None keeps the checkpoint's.
@@ -133,15 +158,12 @@ def load_model(
     changes: dict[str, Any] = {name: tokens for name, tokens in windows.items() if tokens is not None}
     changes["attention_backend"] = attention_backend
     if layout is not None:
-        changes |= (
-            {"layout": "pod", "lead": None, "kv_bits": None} if layout == "dense" else {"layout": layout}
-        )
+        changes |= {"layout": "pod", **plan_fields(None)} if layout == "dense" else {"layout": layout}
     if plan is not None:
         if layout == "dense":
             raise ValueError("layout = 'dense' shares nothing: leave the plan out, or use layout = 'pod'")
         plan = plan if isinstance(plan, SharingPlan) else SharingPlan.load(plan)
-        changes["lead"] = [list(row) for row in plan.lead]
-        changes["kv_bits"] = None if plan.bits is None else list(plan.bits)
+        changes |= plan_fields(plan)
     if isinstance(source, PreTrainedModel):
         dense = source
         if dtype is not None and source.dtype != _dtype(dtype):
@@ -154,7 +176,8 @@ def load_model(
         options = {} if gguf_file is None else {"gguf_file": gguf_file}
         dense = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", **options)
     changes |= rope_changes(dense.config, rope, max_position_embeddings)
-    return _place(from_dense(dense, convert_config(dense.config, dtype=dense.dtype, **changes)), device)
+    config = convert_config(dense.config, dtype=dense.dtype, **changes)
+    return _place(from_dense(dense, config, owned=dense is not source), device)
 
 
 def rope_changes(
@@ -179,8 +202,12 @@ def _load_export(source: str | os.PathLike, config: PodConfig, changes: dict, dt
         raise ValueError(
             f"{source} was trained with its own blocks of layers and fits no other: leave plan out"
         )
-    config = PodConfig(**(config.to_dict() | changes))
-    return PodForCausalLM.from_pretrained(source, config=config, dtype=dtype or "auto")
+    target = PodConfig(**(config.to_dict() | changes))
+    if target.head_order == config.head_order:
+        return PodForCausalLM.from_pretrained(source, config=target, dtype=dtype or "auto")
+    model = PodForCausalLM.from_pretrained(source, config=config, dtype=dtype or "auto")
+    target.dtype = model.dtype
+    return from_dense(model, target, owned=True)
 
 
 def _change_layout(source, config: PodConfig, changes: dict, dtype) -> PodForCausalLM:
@@ -190,11 +217,11 @@ def _change_layout(source, config: PodConfig, changes: dict, dtype) -> PodForCau
             f"{source} has layout 'cla', whose sharing layers have no key and value weights: it cannot become "
             f"{changes['layout']!r}; start from the dense checkpoint"
         )
-    fresh: dict[str, Any] = {"lead": None, "num_sink_tokens": None, "num_recent_tokens": None}
+    fresh: dict[str, Any] = {**plan_fields(None), "num_sink_tokens": None, "num_recent_tokens": None}
     target = PodConfig(**(config.to_dict() | fresh | changes))
     model = PodForCausalLM.from_pretrained(source, config=config, dtype=dtype or "auto")
     target.dtype = model.dtype
-    return from_dense(model, target)
+    return from_dense(model, target, owned=True)
 
 
 def _model_type(source: str | os.PathLike) -> str | None:

@@ -118,13 +118,18 @@ class RetrievalHeads:
         )
 
     def check_fits(self, config: PodConfig) -> None:
-        """Raise ValueError unless the scores are of a model of this shape."""
+        """Raise ValueError unless the scores are of a model of this shape, its heads in this order."""
         found = self.num_layers, self.num_attention_heads, self.num_key_value_heads
         wanted = config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads
         if found != wanted:
             raise ValueError(
                 f"the retrieval heads are of a model with {found[0]} layers, {found[1]} query and {found[2]} KV heads, this one "
                 f"has {wanted[0]}, {wanted[1]} and {wanted[2]}: search again with launch/explore.py --heads"
+            )
+        if self.provenance.get("head_order") != config.head_order:
+            raise ValueError(
+                "the retrieval heads are of another order of heads than this model's: search again on it with "
+                "launch/explore.py --heads"
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -179,6 +184,10 @@ def plan_of_heads(heads: Any, config: PodConfig, share: float | None = None) -> 
         )
     if isinstance(heads, SharingPlan):
         heads.check_fits(config.num_hidden_layers, config.num_key_value_heads)
+        if heads.head_order != config.sharing_plan.head_order:
+            raise ValueError(
+                "heads is a plan for another order of heads than this model's: load the model with that plan"
+            )
         if heads.num_followers:
             raise ValueError(
                 f"heads is a plan with {heads.num_followers} followers: give one of leads and windows"

@@ -84,7 +84,7 @@ def identity_of(
     data = {name: manifest[name] for name in ("context_length", "tokenizer_sha256", "shards")}
     identity = {
         **start_identity_of(model),
-        "plan_sha256": _sha256(plan.lead),
+        "plan_sha256": _sha256([plan.lead, plan.head_order] if plan.head_order else plan.lead),
         "data_sha256": _sha256(data),
         "method": method,
         "dtype": dtype,

@@ -65,8 +65,8 @@ class ExploreArgs:
     num_sequences: int = 64
     """Sequences N to average over (paper: 1000)."""
 
-    sequence_length: int = 4096
-    """Tokens n per sequence (paper: 32768)."""
+    sequence_length: int = 8192
+    """Tokens n per sequence, more than the windows hold (paper: 32768)."""
 
     num_queries: int = 16
     """Last query positions q per sequence whose attention rows are compared (paper: 16)."""
@@ -144,7 +144,10 @@ class ExploreArgs:
                 "ask for at most as many query positions as a sequence has"
             )
 
+        if self.budget_length is None:
+            self.budget_length = self.sequence_length
+
     @property
     def budget_tokens(self) -> int:
         """Tokens at which `target_saving` is meant; a number beyond every window for the limit of long sequences."""
-        return self.sequence_length if self.budget_length is None else self.budget_length or 10**12
+        return self.budget_length or 10**12

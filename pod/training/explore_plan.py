@@ -117,6 +117,7 @@ def choose(costs: PlanCosts, explore: ExploreArgs, windows: dict[str, int]) -> C
     units = target_units(frontier_of(explore, total["in_place"], total["window"]), explore, windows)
     follow, window, kv_order = _aligned(total, explore, units)
     frontier = frontier_of(explore, follow, window)
+    units += int(frontier.costs[units:].argmin())  # what saves more and costs less is better
     provenance = costs.provenance | windows | {"retrieval_weight": explore.retrieval_weight}
     provenance = _provenance(explore, provenance, frontier, units)
     without = {}
@@ -196,7 +197,7 @@ def _provenance(
         "cost": explore.cost,
         "roles": list(explore.roles),
         "target_saving": explore.target_saving,
-        "budget_length": explore.sequence_length if explore.budget_length is None else explore.budget_length,
+        "budget_length": explore.budget_length,
         "plan_cost": float(frontier.costs[units]),
     }
 

@@ -38,7 +38,7 @@ def checkpoint_to_export(train_folder: Path, checkpoint: str | None) -> Path:
 
 def check_plan(checkpoint: Path, plan_file: Path) -> None:
     """Raise ValueError when `plan_file`, which a recipe names, is not the plan that the checkpoint was trained with."""
-    if SharingPlan.load(plan_file).lead != SharingPlan.load(checkpoint / "plan.json").lead:
+    if SharingPlan.load(plan_file) != SharingPlan.load(checkpoint / "plan.json"):
         raise ValueError(
             f"checkpoint {checkpoint} was trained with another plan than model.plan = {plan_file}: unset model.plan to "
             "export it with its own, or set another output_dir"

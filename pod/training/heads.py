@@ -155,7 +155,9 @@ def _search(wanted: dict[str, Any], model_folder: str, say: Callable[[str], None
         echo=echo,
         induction=induction,
         num_key_value_heads=model.config.num_key_value_heads,
-        provenance=wanted | {"num_tokens": num_tokens, "weights_sha256": model_fingerprint(model)},
+        provenance=wanted
+        | {"num_tokens": num_tokens, "weights_sha256": model_fingerprint(model)}
+        | {"head_order": model.config.head_order},
     )
 
 

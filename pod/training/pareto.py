@@ -7,13 +7,15 @@ import numpy as np
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.explore_args import ExploreArgs
 from pod.training.explore_plan import Choice, cost_at
+from pod.training.planning import units_of
 
 PARETO_NAME = "pareto.json"
 SCHEMA_VERSION = 1
 
 
 def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dict[str, Any]:
-    """Every saving that the allowed roles reach: its least cost, that of as much or more with a role forbidden, and its plan's roles.
+    """Every saving that the allowed roles reach and no larger one undercuts: its least cost, that of as much or more with a role
+    forbidden, and its plan's roles.
 
     Heads stand in one order on the whole curve, that which was found for the chosen plan; a curve with a role forbidden has its
     own. ``saving`` is meant at ``budget_length`` tokens.
@@ -21,7 +23,8 @@ def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dic
     frontier = choice.frontier
     assert frontier is not None, "a greedy plan has no curve"
     points = []
-    for units in map(int, np.flatnonzero(np.isfinite(frontier.costs))):
+    least = np.minimum.accumulate(frontier.costs[::-1])[::-1]  # of as much or more
+    for units in map(int, np.flatnonzero(np.isfinite(least) & (frontier.costs == least))):
         plan = frontier.plan(units)
         points.append(
             {
@@ -40,18 +43,13 @@ def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dic
     plan = choice.plan
     return {
         "schema": SCHEMA_VERSION,
-        "budget_length": explore.sequence_length if explore.budget_length is None else explore.budget_length,
+        "budget_length": explore.budget_length,
         **windows,
         "cost": explore.cost,
         "retrieval_weight": explore.retrieval_weight,
-        "chosen": {"units": chosen_units(plan), "saving": plan.saving(explore.budget_tokens, **windows)},
+        "chosen": {"units": units_of(plan), "saving": plan.saving(explore.budget_tokens, **windows)},
         "points": points,
     }
-
-
-def chosen_units(plan: SharingPlan) -> int:
-    """Units that a plan saves: one for a follower, two for a window."""
-    return plan.num_followers + 2 * plan.num_windows
 
 
 def roles_per_layer(plan: SharingPlan) -> dict[str, list[int]]:

@@ -153,9 +153,7 @@ def measure_costs(
     config = model.config
     shapes = cost_shapes(config.num_hidden_layers, config.num_key_value_heads)
     costs = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
-    lead_of_place = order.argsort(
-        -1
-    )  # [.., g]: the lead's query head that serves query head g of the follower
+    served_by = order.argsort(-1)  # [.., g]: the lead's query head that serves query head g of the follower
     heads, groups = config.num_key_value_heads, config.num_key_value_groups
     head = torch.arange(heads)
     for layer, own, lower in _layers(model, input_ids, num_queries):
@@ -164,7 +162,7 @@ def measure_costs(
             costs[name][layer] = own.cost(error)
         for lead, rows in enumerate(lower):
             errors = own.errors(rows).unflatten(0, (heads, groups))  # [Hl, Gl, H, G, q, d]
-            served = lead_of_place[lead, layer].to(errors.device)  # [Hl, H, G]
+            served = served_by[lead, layer].to(errors.device)  # [Hl, H, G]
             places = served[:, None, :, :, None, None].expand(-1, 1, -1, -1, *errors.shape[-2:])
             costs["follow"][lead, layer] = own.cost(errors.gather(1, places).squeeze(1))
             group = torch.arange(groups)

@@ -253,7 +253,7 @@ def block_picture(plan: SharingPlan, subject: str) -> Figure:
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.set_title(
-        f"What layers do about distant tokens\n{subject}\nKV saving {plan.asymptotic_saving:.1%}: {plan.num_leads} lead, "
+        f"What layers do about distant tokens\n{subject.replace('; ', chr(10))}\nKV saving {plan.asymptotic_saving:.1%}: {plan.num_leads} lead, "
         f"{plan.num_followers} follow, {plan.num_windows} keep their window",
         fontsize=11,
     )

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pod.modeling.shipped.sharing import SharingPlan
+from pod.training.plans.solve import PAIR_UNITS
 
 Floats = NDArray[np.float64]
 
@@ -67,6 +68,11 @@ def describe_plan(plan: SharingPlan) -> str:
             f"longest block: {len(longest)} {'layer' if len(longest) == 1 else 'layers'} (KV head {head}: {layers})"
         )
     return "\n".join(lines)
+
+
+def units_of(plan: SharingPlan) -> int:
+    """Units that a plan saves: one for a follower, two for a window."""
+    return plan.num_followers + PAIR_UNITS * plan.num_windows
 
 
 def group_query_heads(similarity: ArrayLike, num_key_value_heads: int) -> Floats:

@@ -5,6 +5,7 @@ A plan on the way saves less: of the final plan's windows some still lead, and i
 one of least cost is taken: by the costs that the plan was made from.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.args import TrainArgs
 from pod.training.carry import set_carry
 from pod.training.plan_costs import PlanCosts
-from pod.training.planning import dissimilarity
-from pod.training.plans.solve import PAIR_UNITS, solve
+from pod.training.planning import dissimilarity, units_of
+from pod.training.plans.solve import solve
 
 SIMILARITY_NAME = "similarity.safetensors"
 COSTS_NAME = "plan_costs.safetensors"
@@ -130,11 +131,6 @@ def growing_plans(
     return plans
 
 
-def units_of(plan: SharingPlan) -> int:
-    """Units that a plan saves: one for a follower, two for a window."""
-    return plan.num_followers + PAIR_UNITS * plan.num_windows
-
-
 def part_of(follow: ArrayLike, window: ArrayLike | None, plan: SharingPlan, units: int) -> SharingPlan:
     """The plan of least cost that saves `units`, or one less where windows alone are left, whose windows are windows of `plan` and
     whose blocks are parts of its blocks.
@@ -158,7 +154,7 @@ def part_of(follow: ArrayLike, window: ArrayLike | None, plan: SharingPlan, unit
     units -= not np.isfinite(frontier.costs[units])
     provenance: dict[str, Any] = {"of": plan.provenance.get("of", plan.provenance)}
     found = frontier.plan(units, {"algorithm": "part", **provenance})
-    return SharingPlan(lead=found.lead, provenance=found.provenance, head_order=plan.head_order)
+    return replace(plan, lead=found.lead, provenance=found.provenance)
 
 
 def apply_plan(model: Any, ulysses: Any, plan: SharingPlan, args: TrainArgs) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pod.modeling.loading import convert_config, rope_changes
+from pod.modeling.loading import convert_config, plan_fields, rope_changes
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.models import KNOWN_SIZES, PACKAGE, ModelArgs, resolve_model
@@ -103,8 +103,7 @@ def model_config(
         changes["layout"] = "pod" if layout == "dense" else layout
     elif source.model_type == "pod":
         changes["layout"] = source.layout
-    changes["lead"] = None if plan is None else [list(row) for row in plan.lead]
-    changes["kv_bits"] = None if plan is None or plan.bits is None else list(plan.bits)
+    changes |= plan_fields(plan)
     if source.model_type == "pod":
         config = PodConfig(**(source.to_dict() | changes))
     else:

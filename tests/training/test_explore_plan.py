@@ -7,25 +7,35 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.models import resolve_model
 from pod.recipe import load_recipe, run
 from pod.training import explore_plan
-from pod.training.plan_costs import PlanCosts, combined_cost
-from pod.training.planning import least_cost_plan
+from pod.training.explore import Exploration
+from pod.training.explore_plan import choose, cost_at, head_order
+from pod.training.plan_costs import PlanCosts, cost_shapes
+from pod.training.planning import units_of
+from pod.training.plans.solve import solve, sum_of_costs
 from pod.training.refine import PlanLoss
 
 LAUNCHER = Path(__file__).parents[2] / "launch" / "explore.py"
-REFINED = ["explore.refine_evaluations=14", "explore.refine_sequences=2", "explore.refine_proposals=2"]
+REFINED = ["explore.refine_evaluations=14", "explore.loss_sequences=2", "explore.refine_proposals=2"]
+WINDOWS = {"num_sink_tokens": 2, "num_recent_tokens": 5}
+WRITTEN = {
+    "plan.json", "plan_costs.safetensors", "plan_losses.jsonl", "pareto.json", "summary.txt",
+    "blocks.png", "costs.png", "pareto.png",
+}  # fmt: skip
 
 
 @pytest.fixture
 def overrides(explore_overrides):
     windows = ["model.num_sink_tokens=2", "model.num_recent_tokens=5"]
-    return [*explore_overrides, *windows, "explore.target_saving=0.25", "explore.cost=projected"]
+    return [*explore_overrides, *windows, "explore.target_saving=0.4", "explore.loss_sequences=2"]
 
 
 def plan_and_costs(tmp_path):
@@ -37,80 +47,201 @@ def refuse(*args, **kwargs):
     raise AssertionError("measured again")
 
 
-def test_the_cost_decides_and_serves_again(explore_launcher, overrides, tmp_path, monkeypatch, capsys):
+def random_costs(layers=5, heads=3, groups=2, seed=0):
+    """Costs on text and on repeated tokens, and an order of query heads."""
+    generator = torch.Generator().manual_seed(seed)
+    values = {
+        name + end: torch.rand(shape, generator=generator, dtype=torch.float64)
+        * (2.5 if name == "window" else 1)
+        for name, shape in cost_shapes(layers, heads).items()
+        for end in ("", "_retrieval")
+    }
+    order = torch.rand(layers, layers, heads, heads, groups, generator=generator).argsort(-1)
+    return PlanCosts(values=values, order=order, provenance={"model": "m"})
+
+
+def explore_args(**changes):
+    recipe = load_recipe(None, [f"explore.{name}={value}" for name, value in changes.items()])
+    return recipe.explore
+
+
+@pytest.mark.parametrize("roles", ["follow,window", "follow", "window"])
+def test_without_alignment_the_plan_is_the_solvers(roles):
+    costs = random_costs()
+    explore = explore_args(
+        roles=roles, target_saving=0.3, budget_length=28, align_heads=False, retrieval_weight=0.5
+    )
+    choice = choose(costs, explore, WINDOWS)
+    total = {
+        name: (costs.values[name] + 0.5 * costs.values[f"{name}_retrieval"]).numpy()
+        for name in cost_shapes(1, 1)
+    }
+    follow = total["in_place"] if "follow" in roles else None
+    window = total["window"] if "window" in roles else None
+    units = 12  # 0.3 of 28 tokens of which 21 are distant, of 5 x 3 pairs
+    expected = solve(follow, window)
+    assert choice.plan.lead == expected.plan(units).lead and choice.plan.head_order is None
+    assert choice.plan.saving(28, **WINDOWS) == pytest.approx(0.3)
+    found = choice.plan.provenance
+    assert (
+        found["plan_cost"]
+        == pytest.approx(expected.costs[units])
+        == sum_of_costs(choice.plan, follow, window)
+    )
+    assert (found["retrieval_weight"], found["target_saving"], found["budget_length"]) == (0.5, 0.3, 28)
+    if roles == "follow,window":
+        assert found["plan_cost_without_follow"] == pytest.approx(solve(None, window).costs[units])
+        assert found["plan_cost_without_window"] == pytest.approx(solve(follow, None).costs[units])
+    else:
+        assert not choice.without
+
+
+def test_an_aligned_plan_costs_what_its_pairs_cost_and_stands_in_their_order():
+    """The plan's cost again, from the original tensors and the order that it names."""
+    costs = random_costs()
+    explore = explore_args(target_saving=0.35, budget_length=0)
+    choice = choose(costs, explore, WINDOWS)
+    plan = choice.plan
+    assert plan.head_order is not None and plan.num_followers > 1
+    query = np.array(plan.head_order)
+    head = query[:, ::2] // 2
+    total = costs.total(1.0)
+    expected, turned = 0.0, 0
+    for layer, row in enumerate(plan.lead):
+        for place, lead in enumerate(row):
+            inside = (query[layer, 2 * place : 2 * place + 2] % 2).tolist()
+            if lead is None:
+                expected += total["window"][layer, head[layer, place]]
+            elif lead != layer:
+                pair = lead, layer, head[lead, place], head[layer, place]
+                expected += total["follow"][pair]
+                assert inside == costs.order[pair].tolist()
+                turned += inside == [1, 0]
+            else:
+                assert inside == [0, 1]
+    assert turned
+    assert plan.provenance["plan_cost"] == pytest.approx(expected, rel=1e-12)
+    straight = choose(costs, explore_args(target_saving=0.35, budget_length=0, align_heads=False), WINDOWS)
+    assert expected < straight.plan.provenance["plan_cost"]
+    for role in ("follow", "window"):
+        assert plan.provenance[f"plan_cost_without_{role}"] >= expected
+
+
+def test_heads_that_stay_give_no_order_and_forbidden_roles_may_not_reach():
+    order = torch.arange(2).expand(3, 3, 2, 2, 2)
+    plan = SharingPlan(lead=[[0, 0], [0, 1], [0, None]])
+    assert head_order(plan, ((0, 1),) * 3, order) is None
+    assert head_order(plan, ((0, 1), (1, 0), (0, 1)), order) == ((0, 1, 2, 3), (2, 3, 0, 1), (0, 1, 2, 3))
+    frontier = solve(None, np.array([[0.5], [0.25]]))
+    assert [cost_at(frontier, units) for units in range(6)] == [0, 0.25, 0.25, 0.75, 0.75, None]
+
+
+def test_explore_measures_chooses_and_writes(explore_launcher, overrides, tmp_path, monkeypatch, capsys):
     explore_launcher.main(load_recipe(None, overrides))
     plan, costs = plan_and_costs(tmp_path)
-    assert set(costs.values) == {"distant", "output", "projected"}
-    assert all(value.shape == (4, 4, 2) and value.max() > 0 for value in costs.values.values())
-    assert plan.lead == least_cost_plan(costs.values["projected"], 0.25).lead
-    assert plan.provenance["cost"] == "projected" and plan.provenance["num_recent_tokens"] == 5
-    assert plan.provenance["model"] == "package:tiny" and len(plan.provenance["tokens_sha256"]) == 64
-    assert "dp at target saving 25.0% by cost projected" in capsys.readouterr().out
-    assert (tmp_path / "run" / "plan" / "costs.png").stat().st_size > 10_000
-    monkeypatch.setattr(explore_plan, "measure_pair_costs", refuse)
-    explore_launcher.main(
-        load_recipe(None, [*overrides, "explore.cost=distant", "explore.target_saving=0.125"])
+    assert {path.name for path in (tmp_path / "run" / "plan").iterdir()} == WRITTEN
+    assert set(costs.values) == {n + e for n in ("window", "follow", "in_place") for e in ("", "_retrieval")}
+    assert all(
+        costs.values[n].shape == shape and costs.values[n].max() > 0 for n, shape in cost_shapes(4, 2).items()
     )
-    assert plan_and_costs(tmp_path)[0].lead == least_cost_plan(costs.values["distant"], 0.125).lead
+    assert units_of(plan) >= 7  # 0.4 of 48 tokens of which 41 are distant, of 4 x 2 pairs: 7.5
+    found = plan.provenance
+    assert (
+        found["cost"] == "projected" and found["num_recent_tokens"] == 5 and found["model"] == "package:tiny"
+    )
+    assert len(found["tokens_sha256"]) == 64 and found["losses"]["sequences"] == 2
+    printed = capsys.readouterr().out
+    assert "dp by projected, target 40.0% at 48 tokens" in printed
+    assert "when no head may follow" in printed and "when no head may keep its window" in printed
+    assert (
+        f"dense {found['losses']['dense']['text']:.4f}, plan {found['losses']['plan']['text']:.4f}" in printed
+    )
+    curve = json.loads((tmp_path / "run" / "plan" / "pareto.json").read_text())
+    assert curve["chosen"]["units"] == units_of(plan) and curve["points"][0]["cost"] == 0
+    point = next(x for x in curve["points"] if x["units"] == units_of(plan))
+    assert point["cost"] == min(x["cost"] for x in curve["points"] if x["units"] >= 7)
+    assert point["cost"] == found["plan_cost"] and point["windows"] == plan.num_windows
+    assert point["cost_without"]["follow"] == found["plan_cost_without_follow"]
+    assert sum(point["per_layer"]["windows"]) == plan.num_windows
+    for name in ("measure_costs", "measure_query_head_errors"):
+        monkeypatch.setattr(explore_plan, name, refuse)
+    changes = ["explore.target_saving=0.2", "explore.retrieval_weight=3", "explore.align_heads=false"]
+    explore_launcher.main(load_recipe(None, [*overrides, *changes]))
+    total = costs.total(3.0)
+    frontier = solve(total["in_place"], total["window"])
+    assert plan_and_costs(tmp_path)[0].lead == frontier.plan(4 + frontier.costs[4:].argmin()).lead
+
+
+def test_measured_losses_are_those_of_a_model_with_the_plan(explore_launcher, overrides, tmp_path):
+    """Loaded from plan.json with its order of heads, by ordinary forward passes; the dense loss by the original weights."""
+    import pod
+
+    recipe = load_recipe(None, [*overrides, "model.dtype=float64", "explore.target_saving=0.5"])
+    explore_launcher.main(recipe)
+    plan, _ = plan_and_costs(tmp_path)
+    assert plan.head_order is not None and plan.num_windows
+    exploration = Exploration(
+        tmp_path,
+        {"gguf_file": None, "seed": 0},
+        resolve_model("package:tiny"),
+        WINDOWS,
+        recipe.explore,
+        recipe.data,
+    )
+    for name, given in (("dense", None), ("plan", plan)):
+        model = pod.load_model(resolve_model("package:tiny"), plan=given, dtype=torch.float64, **WINDOWS)
+        kinds = {
+            "text": exploration.read(print)[0][:2],
+            "repeated": explore_plan.repeated_sequences(exploration, model.config),
+        }
+        for kind, sequences in kinds.items():
+            losses = [model(row[None], labels=row[None]).loss.item() for row in sequences]
+            assert plan.provenance["losses"][name][kind] == pytest.approx(sum(losses) / len(losses), rel=1e-9)
 
 
 @pytest.mark.parametrize(
-    "change", ["explore.cost=loss", "model.num_recent_tokens=9", "explore.num_queries=4"]
+    "change", ["model.num_recent_tokens=9", "explore.num_queries=4", "explore.retrieval_sequences=1"]
 )
-def test_other_windows_and_missing_costs_are_measured_again(
+def test_other_settings_of_measuring_measure_again_and_keep_the_file(
     explore_launcher, overrides, tmp_path, change, capsys
 ):
     explore_launcher.main(load_recipe(None, overrides))
     old = plan_and_costs(tmp_path)[1]
     explore_launcher.main(load_recipe(None, [*overrides, change]))
-    assert "plan costs: " in capsys.readouterr().out
+    assert f"differs in {change.split('.')[1].split('=')[0]}" in capsys.readouterr().out
     new = plan_and_costs(tmp_path)[1]
-    assert ("loss" in new.values) == (change == "explore.cost=loss")
-    same = bool((old.values["output"] == new.values["output"]).all())
-    assert same == (change == "explore.cost=loss")
-    assert len(list((tmp_path / "run" / "plan").glob("plan_costs-*.safetensors"))) == 1
+    name = "window_retrieval" if "retrieval" in change else "window"
+    assert not torch.equal(old.values[name], new.values[name])
+    (kept,) = (tmp_path / "run" / "plan").glob("plan_costs-*.safetensors")
+    assert torch.equal(PlanCosts.load(kept).values[name], old.values[name])
 
 
-def test_retrieval_is_measured_beside_the_text_and_weighs_the_same(
-    explore_launcher, overrides, tmp_path, capsys
-):
-    explore_launcher.main(load_recipe(None, overrides))
-    alone = plan_and_costs(tmp_path)[1].values
-    explore_launcher.main(load_recipe(None, [*overrides, "explore.retrieval_sequences=2"]))
-    assert "differs in retrieval_sequences" in capsys.readouterr().out
-    plan, costs = plan_and_costs(tmp_path)
-    values = costs.values
-    assert set(values) == {
-        name + end for name in ("distant", "output", "projected") for end in ("", "_retrieval")
-    }
-    assert all((values[name] == alone[name]).all() for name in alone)
-    text, retrieval = values["projected"], values["projected_retrieval"]
-    assert not (text == retrieval).all()
-    both = combined_cost(values, "projected")
-    assert ((both - text).sum() / text.sum()).item() == pytest.approx(1, rel=1e-12)
-    assert (both - text - retrieval * (text.sum() / retrieval.sum())).abs().max() <= 1e-15
-    assert plan.lead == least_cost_plan(both, 0.25).lead
+def test_costs_of_an_old_schema_are_one_line(explore_launcher, overrides, tmp_path):
+    from safetensors.torch import save_file
+
+    (tmp_path / "run" / "plan").mkdir(parents=True)
+    path = tmp_path / "run" / "plan" / "plan_costs.safetensors"
+    save_file({"projected": torch.zeros(4, 4, 2)}, path, metadata={"schema": "1", "provenance": "{}"})
+    with pytest.raises(ValueError, match="of schema 2 .*schema is 1.* delete it and measure again") as seen:
+        explore_launcher.main(load_recipe(None, overrides))
+    assert "\n" not in str(seen.value)
 
 
 def test_retrieval_sequences_repeat_ordinary_tokens(overrides):
-    recipe = load_recipe(None, [*overrides, "explore.retrieval_sequences=2", "explore.sequence_length=50"])
-    exploration = explore_plan.Exploration(
-        Path("unused"),
-        {"gguf_file": None, "seed": 5},
-        resolve_model("package:tiny"),
-        {},
-        recipe.explore,
-        recipe.data,
+    recipe = load_recipe(None, [*overrides, "explore.sequence_length=50"])
+    settings = {"gguf_file": None, "seed": 5}
+    exploration = Exploration(
+        Path("unused"), settings, resolve_model("package:tiny"), {}, recipe.explore, recipe.data
     )
     config = PodConfig(vocab_size=300, max_position_embeddings=64)
-    first, second = exploration.repeated(config)
+    first, second = explore_plan.repeated_sequences(exploration, config)
     assert first.shape == (48,) and not (first == second).all()  # 12 tokens, four times
     assert (first.view(4, 12) == first[:12]).all() and len(set(first.tolist())) == 12
-    assert exploration.repeated(config)[0].tolist() == first.tolist()
+    assert explore_plan.repeated_sequences(exploration, config)[0].tolist() == first.tolist()
 
 
 def test_an_interrupted_measurement_continues(explore_launcher, overrides, tmp_path, monkeypatch):
-    measure, calls = explore_plan.measure_pair_costs, []
+    measure, calls = explore_plan.measure_costs, []
 
     def interrupted(*args):
         calls.append(1)
@@ -118,12 +249,12 @@ def test_an_interrupted_measurement_continues(explore_launcher, overrides, tmp_p
             raise KeyboardInterrupt
         return measure(*args)
 
-    monkeypatch.setattr(explore_plan, "measure_pair_costs", interrupted)
+    monkeypatch.setattr(explore_plan, "measure_costs", interrupted)
     recipe = load_recipe(None, [*overrides, "explore.save_every=1"])
     with pytest.raises(KeyboardInterrupt):
         explore_launcher.main(recipe)
     explore_launcher.main(recipe)
-    assert len(calls) == 4  # the third sequence only
+    assert len(calls) == 6  # the third sequence of text, and two of repeated tokens
     cut = plan_and_costs(tmp_path)
     explore_launcher.main(load_recipe(None, [*overrides, f"output_dir={tmp_path / 'whole' / 'run'}"]))
     whole = plan_and_costs(tmp_path / "whole")
@@ -134,6 +265,7 @@ def test_an_interrupted_measurement_continues(explore_launcher, overrides, tmp_p
 def test_refinement_continues_where_it_was(explore_launcher, overrides, tmp_path, monkeypatch, capsys):
     explore_launcher.main(load_recipe(None, overrides))
     start = plan_and_costs(tmp_path)[0]
+    (tmp_path / "run" / "plan" / "plan_losses.jsonl").unlink()
     measured, losses = [], PlanLoss.losses
 
     def interrupted(self, plan):
@@ -146,12 +278,18 @@ def test_refinement_continues_where_it_was(explore_launcher, overrides, tmp_path
     with pytest.raises(KeyboardInterrupt):
         explore_launcher.main(load_recipe(None, [*overrides, *REFINED]))
     again = []
-    monkeypatch.setattr(PlanLoss, "losses", lambda self, plan: again.append(plan.lead) or losses(self, plan))
+
+    def counted(self, plan):
+        if self.num_sequences == 4:  # of the search; text and repeated tokens are measured apart
+            again.append(plan.lead)
+        return losses(self, plan)
+
+    monkeypatch.setattr(PlanLoss, "losses", counted)
     explore_launcher.main(load_recipe(None, [*overrides, *REFINED]))
     assert len(measured) == 6 and not set(measured) & set(again)
     plan = plan_and_costs(tmp_path)[0]
     refined = plan.provenance["refined"]
-    assert plan.num_followers == start.num_followers and plan.provenance["refine_sequences"] == 2
+    assert units_of(plan) == units_of(start) and plan.head_order == start.head_order
     assert refined["loss_after"] <= refined["loss_before"] and refined["evaluations"] <= 14
     assert f"{refined['loss_before']:.4f} -> {refined['loss_after']:.4f}" in capsys.readouterr().out
 
@@ -176,7 +314,8 @@ def test_two_ranks_make_the_plan_of_one(explore_launcher, overrides, tmp_path):
             process.kill()
     together = json.loads((tmp_path / "ranks" / "plan" / "plan.json").read_text())
     alone = json.loads(alone)
-    assert together["lead"] == alone["lead"]
+    assert together["lead"] == alone["lead"] and together.get("head_order") == alone.get("head_order")
+    assert together["provenance"]["losses"] == alone["provenance"]["losses"]
     for key in ("evaluations", "loss_before", "loss_after"):
         assert together["provenance"]["refined"][key] == alone["provenance"]["refined"][key]
 
@@ -187,12 +326,11 @@ def test_two_ranks_make_the_plan_of_one(explore_launcher, overrides, tmp_path):
         (["model.num_recent_tokens=46"], "a sequence of 48 tokens has 0 behind 2 sink and 46 recent tokens"),
         (["explore.algorithm=greedy"], "cost is 'projected', but algorithm=greedy"),
         (
-            ["explore.cost=similarity", "explore.retrieval_sequences=2"],
-            "with cost=similarity, which is measured on text",
+            ["explore.roles=follow", "explore.target_saving=0.6"],
+            "saves below 0.5; lower it, or allow windows",
         ),
-        (["explore.retrieval_sequences=-1"], "retrieval_sequences is -1"),
-        (["explore.refine_evaluations=-1"], "refine_evaluations is -1"),
-        (["explore.cost=outputs"], "output"),
+        (["explore.budget_length=7"], "2 + 5 are in every window"),
+        (["explore.cost=output"], "cost is 'output', allowed: projected, similarity"),
     ],
 )
 def test_bad_settings_are_one_line(explore_launcher, overrides, tmp_path, change, words, capsys):
@@ -202,7 +340,7 @@ def test_bad_settings_are_one_line(explore_launcher, overrides, tmp_path, change
     assert ended.value.code == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and words in error
-    assert not (tmp_path / "run" / "plan").exists()
+    assert not (tmp_path / "run" / "plan" / "plan.json").exists()
 
 
 def test_dry_run_names_the_cost_and_the_refinement(explore_launcher, overrides, capsys):
@@ -212,8 +350,9 @@ def test_dry_run_names_the_cost_and_the_refinement(explore_launcher, overrides, 
         sections=("model", "explore"),
         estimate=explore_launcher.estimate,
         extra_arguments=explore_launcher.shorthands,
-        argv=[*argv, "--cost", "loss", "--dry-run"],
+        argv=[*argv, "--roles", "window", "--dry-run"],
     )
     printed = capsys.readouterr().out
-    assert "one more forward pass and one backward pass" in printed
+    assert "roles: [window]" in printed
+    assert "costs of roles: one forward pass over 3 x 48 = 144 tokens and 2 x 48 repeated ones" in printed
     assert "up to 14 forward passes over 2 x 48 tokens" in printed

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import pod
+from pod.modeling.loading import with_plan
 from pod.training import export as export_module
 from pod.training.args import TrainArgs
 from pod.training.checkpoint import TrainState, start_identity_of
@@ -11,6 +12,7 @@ from pod.training.export import export_adapter, restore_model
 from pod.training.lora import add_lora, load_adapter, lora_settings
 
 LEAD = [[0, 0], [0, 1], [2, 1]]
+ORDER = [[2, 3, 0, 1], [0, 1, 3, 2], [3, 2, 1, 0]]
 IDS = torch.arange(60).reshape(2, 30) % 37
 
 
@@ -47,10 +49,14 @@ def test_only_adapters_are_trained_and_the_start_is_the_model_itself():
 
 
 @pytest.fixture
-def checkpoint(tmp_path, monkeypatch):
-    """A checkpoint of LoRA, without the engine's files: what `trained_weights` reads from them is made up here."""
+def checkpoint(tmp_path, monkeypatch, request):
+    """A checkpoint of LoRA, without the engine's files: what `trained_weights` reads from them is made up here.
+
+    A parameter is the order of heads of its plan.
+    """
     rope = {"rope_type": "default", "rope_theta": 500.0}
-    model = make_model(lead=LEAD, num_sink_tokens=1, num_recent_tokens=4, rope_parameters=rope)
+    model = make_model(num_sink_tokens=1, num_recent_tokens=4, rope_parameters=rope)
+    model = with_plan(model, pod.SharingPlan(LEAD, head_order=getattr(request, "param", None)))
     folder = tmp_path / "checkpoint"
     model.config.save_pretrained(folder)
     model.config.sharing_plan.save(folder / "plan.json")
@@ -66,6 +72,7 @@ def checkpoint(tmp_path, monkeypatch):
     return folder, adapted, state
 
 
+@pytest.mark.parametrize("checkpoint", [None, ORDER], indirect=True)
 def test_an_adapter_brings_plan_windows_and_rope(checkpoint, tmp_path):
     folder, adapted, _ = checkpoint
     export_adapter(folder, tmp_path / "adapter", "the/base")
@@ -78,6 +85,7 @@ def test_an_adapter_brings_plan_windows_and_rope(checkpoint, tmp_path):
     assert (got - base).abs().max() > 0.1
     config = loaded.get_base_model().config
     assert config.lead == LEAD and config.num_recent_tokens == 4
+    assert config.head_order == adapted.get_base_model().config.head_order
     assert config.rope_parameters["rope_theta"] == 500.0
     assert "the/base" in (tmp_path / "adapter" / "README.md").read_text()
 

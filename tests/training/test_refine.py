@@ -9,6 +9,7 @@ import torch
 
 import pod
 from pod.modeling.shipped.sharing import SharingPlan
+from pod.training.planning import units_of
 from pod.training.plans.solve import solve, sum_of_costs
 from pod.training.refine import (
     FOLLOW,
@@ -101,10 +102,6 @@ def refine_plan(*arguments, **settings):
     return Refinement(*arguments, **{"say": lambda line: None} | settings).run()
 
 
-def units(plan):
-    return plan.num_followers + 2 * plan.num_windows
-
-
 def test_losses_are_those_of_models_with_the_plan(model, sequences):
     """Whatever plan was kept before, and wherever the next one first differs from it."""
     loss = PlanLoss(model, sequences)
@@ -161,7 +158,7 @@ def test_search_keeps_the_saving_and_never_ends_above_its_start():
         costs, loss = additive_loss(seed, (5, 2))
         start = start_of(costs, 7)
         found = refine_plan(start, *costs, loss, 200)
-        assert units(found) == units(start) == 7
+        assert units_of(found) == units_of(start) == 7
         refined = found.provenance["refined"]
         assert refined["loss_before"] == loss(start) and refined["loss_after"] == loss(found)
         assert loss(found) <= loss(start)
@@ -176,7 +173,7 @@ def test_search_finds_nearly_the_best_of_all_plans():
     for seed in range(6):
         costs, loss = additive_loss(seed)
         start = start_of(costs)
-        best = min(loss(plan) for plan in tables if units(plan) == units(start))
+        best = min(loss(plan) for plan in tables if units_of(plan) == units_of(start))
         result = refine_plan(start, *costs, loss, 300)
         gaps.append(((loss(result) - best), (loss(start) - best)))
         turned += bool(((roles_of_plan(result) == WINDOW) != (roles_of_plan(start) == WINDOW)).any())

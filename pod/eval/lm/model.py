@@ -33,7 +33,7 @@ from pod.eval.lm.requests import Encoded, Encoder, Rule, request_keys
 from pod.eval.lm.scoring import score_by_decode
 from pod.eval.ranks import Ranks
 from pod.eval.results import identity, with_files
-from pod.modeling.loading import from_dense
+from pod.modeling.loading import with_plan
 
 CacheFactory = Callable[[int, int], tuple[Any, int | None]]
 """(tokens at the end, tokens fed after the prompt) -> (a new cache, its budget in tokens or None)"""
@@ -441,9 +441,7 @@ def _reference(model: Any, plan: str | None, budget: int | str | None) -> Any:
         return model
     if plan is None:
         raise ValueError("budget=pod needs plan=PLAN.json: it says which bytes PoD would hold")
-    lead = [list(row) for row in pod.SharingPlan.load(plan).lead]
-    config = pod.PodConfig(**(model.config.to_dict() | {"lead": lead}))
-    return from_dense(model, config).to(model.device).eval()
+    return with_plan(model, pod.SharingPlan.load(plan)).to(model.device)
 
 
 @contextmanager

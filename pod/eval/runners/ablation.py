@@ -21,6 +21,7 @@ from pod.eval.methods import Method
 from pod.eval.runners.base import Span, Task, perplexity_result, prompt_hash
 from pod.eval.text import load_text
 from pod.eval.variants import check_plan, variant, windows_of
+from pod.modeling.loading import plan_fields
 
 OWN, DENSE = "own", "no sharing"
 COLUMNS = {
@@ -86,15 +87,12 @@ class Ablation(Task):
             )
         where, gguf_file = run.models.dense_path, run.recipe.model.gguf_file
         plans = {path: check_plan(path, where, gguf_file) for path in options.plans}
-        self.settings = [Setting(OWN, {}), Setting(DENSE, {"lead": None})]
+        self.settings = [Setting(OWN, {}), Setting(DENSE, plan_fields(None))]
         self.settings += [
             Setting(f"window {window}", {"num_recent_tokens": window}) for window in options.windows
         ]
         names = _plan_names(options.plans)
-        self.settings += [
-            Setting(f"plan {names[path]}", {"lead": [list(row) for row in plan.lead]})
-            for path, plan in plans.items()
-        ]
+        self.settings += [Setting(f"plan {names[path]}", plan_fields(plan)) for path, plan in plans.items()]
         self.buckets = position_buckets(args.text_length, args.min_context, args.scored_tokens)
         self.text = load_text(run.recipe, run.tokenizer)[:wanted]
         self.prompts = self._make_prompts() if options.passkeys else []

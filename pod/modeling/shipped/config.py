@@ -27,6 +27,8 @@ class PodConfig(PreTrainedConfig):
             ``cla``, and for ``window`` the plan of windows, which it needs not to say.
         kv_bits: the plan's bits per layer, see ``SharingPlan``; ``pod.make_cache(model, "pod")`` follows them. The cache that
             an export makes for itself holds the numbers as the model computes them.
+        head_order: ``[num_hidden_layers][num_attention_heads]``: the order that the heads of these weights stand in, see
+            ``SharingPlan``; None = the original one. Set by ``load_model`` when a plan asks for it; nothing is permuted here.
         num_sink_tokens, num_recent_tokens: ``n_s`` and ``n_r`` of the paper; the window counts the current token.
             None = 16 and 4080; 0 and 4096 for ``window``, which has no sinks. ``cla`` has no window.
         attention_backend: ``auto`` or the name of a registered backend.
@@ -59,6 +61,7 @@ class PodConfig(PreTrainedConfig):
     qk_norm: bool = False
     lead: list[list[int | None]] | None = None
     kv_bits: list[int] | None = None
+    head_order: list[list[int]] | None = None
     layout: str = "pod"
     num_sink_tokens: int = None  # type: ignore[assignment]  # 16, or 0 for a window
     num_recent_tokens: int = None  # type: ignore[assignment]  # 4080, or 4096 for a window
@@ -85,6 +88,8 @@ class PodConfig(PreTrainedConfig):
             self.lead = [list(row) for row in self.lead]
         super().__post_init__(**kwargs)
         self._check()
+        order = self.sharing_plan.head_order  # None for the original one
+        self.head_order = None if order is None else [list(row) for row in order]
 
     def _check(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -101,6 +106,11 @@ class PodConfig(PreTrainedConfig):
         if n_s < 0 or n_r < 1:
             raise ValueError(f"need num_sink_tokens >= 0 and num_recent_tokens >= 1, got {n_s} and {n_r}")
         self.sharing_plan.check_fits(self.num_hidden_layers, self.num_key_value_heads)
+        if self.head_order is not None and len(self.head_order[0]) != self.num_attention_heads:
+            raise ValueError(
+                f"head_order is of {len(self.head_order[0])} query heads a layer, the model has "
+                f"{self.num_attention_heads}: make a plan for this model with launch/explore.py"
+            )
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout = {self.layout!r} is not supported; choose one of {', '.join(LAYOUTS)}")
         if self.layout == "cla" and not self.sharing_plan.is_layerwise:
@@ -116,6 +126,8 @@ class PodConfig(PreTrainedConfig):
             raise ValueError(
                 f"layout = {self.layout!r} has no bits of its own: leave kv_bits out, name a codec"
             )
+        if self.layout == "cla" and self.sharing_plan.head_order is not None:
+            raise ValueError("layout = 'cla' shares whole layers in their own order: leave head_order out")
         if self.layout == "window" and n_s:
             raise ValueError(f"layout = 'window' has no sinks, got num_sink_tokens = {n_s}: set 0")
 
@@ -124,7 +136,8 @@ class PodConfig(PreTrainedConfig):
         """The plan of this model; when ``lead`` is None, that in which every head leads, or keeps its window."""
         lead = None if self.lead is None else tuple(map(tuple, self.lead))
         bits = None if self.kv_bits is None else tuple(self.kv_bits)
-        return _plan(lead, bits, self.layout, self.num_hidden_layers, self.num_key_value_heads)
+        order = None if self.head_order is None else tuple(map(tuple, self.head_order))
+        return _plan(lead, bits, order, self.layout, self.num_hidden_layers, self.num_key_value_heads)
 
     @property
     def own_method(self) -> str:
@@ -139,9 +152,14 @@ class PodConfig(PreTrainedConfig):
 
 @lru_cache(maxsize=64)
 def _plan(
-    lead: Lead | None, bits: tuple[int, ...] | None, layout: str, layers: int, heads: int
+    lead: Lead | None,
+    bits: tuple[int, ...] | None,
+    order: tuple[tuple[int, ...], ...] | None,
+    layout: str,
+    layers: int,
+    heads: int,
 ) -> SharingPlan:
     """The plan, checked once."""
     if lead is None:
         lead = (SharingPlan.windows if layout == "window" else SharingPlan.dense)(layers, heads).lead
-    return SharingPlan(lead=lead, bits=bits)
+    return SharingPlan(lead=lead, bits=bits, head_order=order)

@@ -121,8 +121,9 @@ class SharingPlan:
                     self._check(layer, head)
         if self.head_order is not None:
             order = tuple(map(tuple, self.head_order))
-            object.__setattr__(self, "head_order", order)
             check_head_order(order, self.num_layers, self.num_key_value_heads)
+            moves = any(row != tuple(range(len(row))) for row in order)
+            object.__setattr__(self, "head_order", order if moves else None)
         if self.bits is not None:
             object.__setattr__(self, "bits", tuple(self.bits))
             if len(self.bits) != self.num_layers or not set(self.bits) <= set(BITS):
