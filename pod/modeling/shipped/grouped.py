@@ -313,6 +313,7 @@ def _scores(q: Tensor, keys: Stored | None, out: Tensor, heads: Sequence[int] | 
 
 def _weighted(weights: Tensor, values: Stored | None, start: int, stop: int) -> Tensor:
     """Sums ``[b, h, G, d]`` of the values from ``start`` to ``stop`` with weights ``[b, h, G, stop - start]``."""
+    assert values is not None
     if isinstance(values, Packed):
         return values.weighted(weights, start, stop)
     if values.dtype == weights.dtype:
