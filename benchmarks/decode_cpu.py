@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=2 python benchmarks/decode_cpu.py            # 8K, 32K and 64K tokens, writes benchmarks/results/decode_cpu.json
 
 Four layers, 16 query and 4 KV heads of 128, hidden size 2048, a small feed-forward part: attention over the cache is what is
-measured. In the PoD models layer 0 leads for every head, so that 75 % of the (layer, KV head) pairs follow. All contestants
-decode in turns in one process; ratios are taken round by round.
+measured. In the `pod` models layer 0 leads for every head, so that 75 % of the (layer, KV head) pairs follow; in the `roles` models
+pairs lead, follow and keep their window, which saves 50 and 65 % of the bytes in the limit. All contestants decode in turns in one
+process; ratios are taken round by round, and held against the byte ceiling of pod/eval/speed/decode_bytes.py.
 
 The prompt is random. It is read by the model itself, so that keys and values pass its projections, RoPE and `pod.make_cache`, but
 with an attention that returns zeros: at 32K the true one takes minutes per contestant and changes nothing in decode time. The
@@ -15,7 +16,6 @@ import argparse
 import os
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,16 +23,29 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import pod
 from pod.eval.results import environment
+from pod.eval.speed.bench_args import FULL, parse_method
+from pod.eval.speed.decode_bytes import ceiling, spread_plan
+from pod.eval.speed.decode_speed import sizes_of
 from pod.eval.speed.efficiency import Contestant, race, without_attention
 from pod.eval.stats import spread
 from pod.files import read_json, write_json
 from pod.modeling.shipped import decode
-from pod.modeling.shipped.sharing import Roles
+from pod.modeling.shipped.attend import Tokens
+from pod.modeling.shipped.sharing import roles_of
 
 LAYERS, HIDDEN, QUERY_HEADS, KV_HEADS, HEAD_DIM = 4, 2048, 16, 4, 128
 WINDOWS = ((16, 1008), (16, 4080))
+PLANS: dict[str, tuple[pod.SharingPlan, tuple[int, int]]] = {
+    f"pod {sinks}+{recent}": (pod.SharingPlan(lead=[[0] * KV_HEADS] * LAYERS), (sinks, recent))
+    for sinks, recent in WINDOWS
+} | {
+    f"roles {saved}%": (pod.SharingPlan(lead=spread_plan(LAYERS, KV_HEADS, *shares)), WINDOWS[0])
+    for saved, shares in ((50, (2 / 16, 7 / 16)), (65, (3 / 16, 9 / 16)))  # follow, keep their window
+}
+"""Plan and windows by contestant."""
 _ATTENTION_REPEATS = 31
 _ROOM = 256  # decoded tokens, at least repeats + 1 rounds of steps
+POD = parse_method("pod")
 RESULTS = Path(__file__).parent / "results" / "decode_cpu.json"
 
 
@@ -106,6 +119,11 @@ def compare(rows: list[Contestant], steps: int, repeats: int) -> dict[str, dict]
         for peer in ("dense", "transformers"):
             pairs = zip(by_name[peer].seconds, row.seconds, strict=True)
             result[row.name][f"speed_over_{peer}"] = spread([other / own for other, own in pairs])
+        if row.name in PLANS:
+            sizes = sizes_of(row.model.config, row.model.dtype.itemsize)
+            limit = ceiling(sizes, POD, FULL, row.cache.get_seq_length(), 1)
+            reached = result[row.name]["speed_over_dense"]["median"] / limit
+            result[row.name] |= {"byte_ceiling": limit, "share_of_ceiling": reached}
         if row.name != "transformers":
             result[row.name]["bytes"] = row.cache.nbytes
             result[row.name]["bytes_by_part"] = row.cache.nbytes_by_part()
@@ -113,28 +131,46 @@ def compare(rows: list[Contestant], steps: int, repeats: int) -> dict[str, dict]
 
 
 def attention_stack(length: int, dtype: torch.dtype) -> dict[str, Callable[[], None]]:
-    """The attention of one decoded token through all layers, without projections: dense, and PoD with each window.
+    """The attention of one decoded token through all layers, without projections: dense, and every plan.
 
     Stores hold random numbers; every layer has its own, so that nothing is read twice from a processor's cache.
     """
-    heads = list(range(KV_HEADS))
     keys, values = torch.randn(2, LAYERS, 1, KV_HEADS, length, HEAD_DIM, dtype=dtype)
     q, lengths = torch.randn(1, QUERY_HEADS, HEAD_DIM, dtype=dtype), torch.tensor([length])
     buffers = decode.make_buffers(
         1, KV_HEADS, QUERY_HEADS // KV_HEADS, HEAD_DIM, length, dtype, torch.device("cpu")
     )
-    dense, lead, follow = (Roles(*roles) for roles in ((heads, [], []), (heads, [], heads), ([], heads, [])))
 
-    def run(windows: tuple[int, int] | None) -> None:
-        for layer in range(LAYERS):
-            roles = dense if windows is None else lead if layer == 0 else follow
-            window = None if roles is not follow else ring[windows]
-            decode.pod_decode(
-                q, keys[layer], window, values[layer], lengths, roles, buffers, *(windows or WINDOWS[0])
+    def stack(plan: pod.SharingPlan, windows: tuple[int, int]) -> Callable[[], None]:
+        rings = torch.randn(LAYERS, 2, 1, KV_HEADS, sum(windows), HEAD_DIM, dtype=dtype)
+        layers = []
+        for layer, (own, other) in enumerate(rings):
+            roles = roles_of(plan.lead, layer)
+            places = (roles.leads, roles.followers, roles.held, roles.windows)
+            leads, followers, held, near = (slice(len(heads)) if heads else None for heads in places)
+            layers.append(
+                {
+                    "roles": roles,
+                    "keys": None if leads is None else keys[layer][:, leads],
+                    "window_keys": None if followers is None else own[:, followers],
+                    "values": None if held is None else values[layer][:, held],
+                    "near": None if near is None else Tokens(own[:, near], other[:, near]),
+                }
             )
+        shared = {"q": q, "lengths": lengths, "buffers": buffers, "rows": [length]}
+        shared |= dict(zip(("num_sink_tokens", "num_recent_tokens"), windows, strict=True))
 
-    ring = {w: torch.randn(1, KV_HEADS, sum(w), HEAD_DIM, dtype=dtype) for w in WINDOWS}
-    return {"dense": partial(run, None)} | {f"pod {w[0]}+{w[1]}": partial(run, w) for w in WINDOWS}
+        def run() -> None:
+            for layer in layers:
+                decode.pod_decode(**shared, **layer)
+
+        return run
+
+    dense = pod.SharingPlan.dense(LAYERS, KV_HEADS)
+    return {
+        name: stack(plan, windows)
+        for name, (plan, windows) in ({"dense": (dense, WINDOWS[0])} | PLANS).items()
+    }
 
 
 def compare_attention(length: int, dtype: torch.dtype, repeats: int) -> dict[str, dict]:
@@ -163,13 +199,10 @@ def compare_attention(length: int, dtype: torch.dtype, repeats: int) -> dict[str
 
 
 def build_models(stock: LlamaForCausalLM) -> dict[str, pod.PodForCausalLM]:
-    """Dense layout and PoD with each window, with the stock model's weights."""
-    plan = pod.SharingPlan(lead=[[0] * KV_HEADS for _ in range(LAYERS)])
+    """Dense layout and every plan, with the stock model's weights."""
     models = {"dense": pod.load_model(stock)}
-    for sinks, recent in WINDOWS:
-        models[f"pod {sinks}+{recent}"] = pod.load_model(
-            stock, plan=plan, num_sink_tokens=sinks, num_recent_tokens=recent
-        )
+    for name, (plan, (sinks, recent)) in PLANS.items():
+        models[name] = pod.load_model(stock, plan=plan, num_sink_tokens=sinks, num_recent_tokens=recent)
     return models
 
 
@@ -212,7 +245,7 @@ def main() -> None:
             "head_dim": HEAD_DIM,
         },
         "dtype": arguments.dtype,
-        "share_followers": models[f"pod {WINDOWS[0][0]}+{WINDOWS[0][1]}"].config.sharing_plan.share_followers,
+        "plans": {name: {"lead": plan.lead, "windows": windows} for name, (plan, windows) in PLANS.items()},
         "steps": arguments.steps,
         "dense_against_stock_logits": largest_difference(stock, models["dense"]),
         "lengths": [],
@@ -243,6 +276,8 @@ def print_rows(length: int, rows: dict[str, dict], seconds: float) -> None:
     for name, row in rows.items():
         rate, dense, stock = row["tokens_per_second"], row["speed_over_dense"], row["speed_over_transformers"]
         held = f"{row['bytes'] / 1e6:8.1f} MB" if "bytes" in row else ""
+        if "byte_ceiling" in row:
+            held += f"  {row['share_of_ceiling']:.2f} of the ceiling {row['byte_ceiling']:.2f}"
         print(
             f"  {name:14} {rate['median']:7.2f} tokens/s ({rate['min']:.2f}–{rate['max']:.2f})"
             f"  {dense['median']:.2f}x dense ({dense['min']:.2f}–{dense['max']:.2f})  {stock['median']:.2f}x transformers  {held}"

@@ -112,8 +112,8 @@ class StaticLayer:
         return decode.pod_decode(**self._call(q, step.lengths), backend=self.backend)
 
     def _target(self, past: Tensor) -> NewToken:
-        stores = (self.stores[name].target if name in self.stores else None for name in _STORED)
-        return NewToken(past, *stores, self.layer.num_sink_tokens, self._near())
+        held = {name: self.stores[name].target if name in self.stores else None for name in _STORED}
+        return NewToken(past=past, **held, num_sink_tokens=self.layer.num_sink_tokens, near=self._near())
 
     def settle(self, length: int) -> None:
         """Let packed stores pack, outside of any graph; nothing to do in most steps."""

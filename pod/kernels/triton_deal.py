@@ -55,14 +55,10 @@ def splits(
 @triton.jit
 def dealt(index, leads, followers, per_lead, per_follower, per_window):
     """(first program, number of programs) of the head at ``index`` of the table."""
-    behind = index - leads
-    if behind < 0:
-        first, count = index * per_lead, per_lead
-    elif behind < followers:
-        first, count = leads * per_lead + behind * per_follower, per_follower
-    else:
-        first = leads * per_lead + followers * per_follower + (behind - followers) * per_window
-        count = per_window
+    of_leads, of_followers = tl.minimum(index, leads), tl.minimum(tl.maximum(index - leads, 0), followers)
+    of_windows = tl.maximum(index - leads - followers, 0)
+    first = of_leads * per_lead + of_followers * per_follower + of_windows * per_window
+    count = tl.where(index < leads, per_lead, tl.where(index < leads + followers, per_follower, per_window))
     return first, count
 
 

@@ -244,7 +244,6 @@ def decode_kernel(
     kv_heads = leads + followers + windows
     head = tl.load(table + index).to(tl.int64)
     is_followed = tl.load(table + kv_heads + index) != 0
-    held = tl.load(table + 2 * kv_heads + index).to(tl.int64)
     far_tiles, near_tiles = tiles(length, tail, n_s, n_r, is_lead, is_window, PART, BLOCK_N)
     near_cost = tl.where(is_lead, 1, 2)
     first = boundary(split, count, far_tiles, near_tiles, near_cost)
@@ -260,14 +259,12 @@ def decode_kernel(
     lse_row = row * programs * GROUPS
     skips = heads >= BLOCK_G
     if PART == 2:
-        first_per_lead, first_per_follower, first_per_window = splits(
+        first_per_lead, first_per_follower, _ = splits(
             length, tail, leads, followers, windows, programs, n_s, n_r,
             1, BLOCK_N,  # pyright: ignore[reportArgumentType]
         )  # fmt: skip
-        start, near_count = dealt(
-            index, leads, followers, first_per_lead, first_per_follower, first_per_window
-        )
-        near_lse = proximal_lse(part_lse + lse_row, start, near_count, GROUPS, BLOCK_G, 16)  # pyright: ignore[reportArgumentType]
+        start = leads * first_per_lead + (index - leads) * first_per_follower
+        near_lse = proximal_lse(part_lse + lse_row, start, first_per_follower, GROUPS, BLOCK_G, 16)  # pyright: ignore[reportArgumentType]
         far_lse = tl.load(distant_lse + stored_head + heads, mask=real, other=float("-inf"))
         skips = 1.0 / (1.0 + tl.exp(far_lse - near_lse)) >= tau
         skips = skips | (heads >= GROUPS)
@@ -283,6 +280,7 @@ def decode_kernel(
     dtype = q.dtype.element_ty
     keys += row * k_batch + index.to(tl.int64) * k_head
     window += row * w_batch + (index - leads).to(tl.int64) * w_head
+    held = tl.load(table + 2 * kv_heads + index).to(tl.int64)
     values += row * v_batch + held * v_head
     logits += stored_head * room
     if PACKED:
@@ -439,9 +437,8 @@ def combine_kernel(
     tail = 0
     if PACKED:
         tail = length - tl.load(packed_lengths + row).to(tl.int32)
-    head = tl.load(table + index).to(tl.int64)
     kv_heads = leads + followers + windows
-    is_followed = tl.load(table + kv_heads + index) != 0
+    head = tl.load(table + index).to(tl.int64)
     features = tl.arange(0, BLOCK_D)
     peak = float("-inf")
     total = 0.0
@@ -462,7 +459,7 @@ def combine_kernel(
             part_out + (offset * GROUPS + group) * HEAD_DIM, part_lse + offset * GROUPS + group,
             first, count, peak, total, result, GROUPS, HEAD_DIM, BLOCK_S, BLOCK_D,
         )  # fmt: skip
-        if part == 0 and is_followed:
+        if part == 0 and tl.load(table + kv_heads + index) != 0:
             lse = proximal_lse(
                 part_lse + (2 * rows + row) * programs * GROUPS + group, first, count, GROUPS,
                 1, BLOCK_S,  # pyright: ignore[reportArgumentType]

@@ -93,7 +93,7 @@ def rotate_kernel(
             if role >= leads + followers:
                 target = near_keys + row * n_batch + (role - leads - followers) * n_head + slot * n_row
     else:
-        role = index - kv_heads * (GROUPS + 1)
+        role = (index - kv_heads * (GROUPS + 1)).to(tl.int64)
         held = tl.load(table + 2 * kv_heads + role).to(tl.int64)
         source = v + (row * kv_heads + tl.load(table + role)) * HEAD_DIM
         low = tl.load(source + features, mask=inside, other=0.0)

@@ -8,7 +8,7 @@ Rows of unlike length run one after the other. The work of a lead on distant tok
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import lru_cache, reduce
 from itertools import accumulate
 from typing import Any
 
@@ -30,68 +30,87 @@ _FEW_TOKENS = 4096
 def decode(call: DecodeCall) -> None:
     """See ``decode.pod_decode``; computes in fp32, or in fp64 for fp64 queries."""
     lengths = call.lengths.tolist() if call.rows is None else call.rows
-    if call.near is not None:
-        _near(call, lengths)
-    for part in _held(call):
-        if min(lengths) == max(lengths):
-            _decode_rows(part, lengths[0])
-            continue
-        for row, length in enumerate(lengths):
-            _decode_rows(_take_row(part, (row, row + 1)), length)
-
-
-def _near(call: DecodeCall, lengths: Sequence[int]) -> None:
-    """Heads that keep their windows: all slots in use are seen, in whatever order."""
-    assert call.near is not None
-    heads, (keys, values) = call.roles.windows, call.near
-    q = take_heads(call.q, heads, call.q.shape[1] // call.roles.num_heads)[:, :, None]
     out = call.out.unflatten(1, (call.roles.num_heads, -1))
-    used = [min(length, keys.shape[2]) for length in lengths]
-    for first, stop in (
-        [(0, len(used))] if min(used) == max(used) else ((row, row + 1) for row in range(len(used)))
-    ):
-        row, slots = slice(first, stop), used[first]
-        found = attend_slots(q[row], keys[row, :, :slots], values[row, :, :slots], call.scale)[0]
-        out[row, _chosen(heads)] = found.unflatten(1, (len(heads), -1))[..., 0, :]
+    if call.near is not None:
+        heads, limit = _chosen(call.roles.windows), call.near.keys.shape[2]
+        for row, slots in _alike([min(length, limit) for length in lengths]):
+            out[row, heads] = _near(call, row, slots).to(out.dtype)
+    for heads, part in _held(call):
+        for row, length in _alike(lengths):
+            mine = part if row.stop - row.start == len(lengths) else _take_row(part, (row.start, row.stop))
+            out[row, heads] = _decode_rows(mine, length)
 
 
-def _held(call: DecodeCall) -> Iterator[DecodeCall]:
-    """The call without heads that keep their windows: one for each run of neighbours, so that everything is a view."""
-    if not call.roles.windows:
-        yield call
+def _alike(lengths: Sequence[int]) -> list[tuple[slice, int]]:
+    """Rows with their length: all at once when they agree, else one after the other."""
+    if min(lengths) == max(lengths):
+        return [(slice(0, len(lengths)), lengths[0])]
+    return [(slice(row, row + 1), length) for row, length in enumerate(lengths)]
+
+
+def _near(call: DecodeCall, row: slice, slots: int) -> Tensor:
+    """``[b, windows, G, d]`` of heads that keep their windows: all slots in use are seen, in whatever order."""
+    assert call.near is not None
+    q, (keys, values) = call.q.unflatten(1, (call.roles.num_heads, -1)), call.near
+    q = q[row, _chosen(call.roles.windows)].to(call.buffers.logits.dtype) * call.scale
+    logits = q.new_empty(*q.shape[:3], slots)
+    _scores(q, keys[row], logits)
+    return _weighted(logits.softmax(-1), values[row], 0, slots)
+
+
+def _held(call: DecodeCall) -> Iterator[tuple[Any, DecodeCall]]:
+    """The call without heads that keep their windows, in parts of evenly spaced heads, so that stores and buffers are views."""
+    roles = call.roles
+    if not roles.windows:
+        yield slice(None), call
         return
-    groups, place, names = call.q.shape[1] // call.roles.num_heads, 0, ("leads", "followers", "followed")
-    for first, stop in _runs(call.roles.held):
-        inside = range(first, stop)
-        mine = {name: [h for h in getattr(call.roles, name) if h in inside] for name in names}
-        roles = Roles(**{name: tuple(h - first for h in heads) for name, heads in mine.items()})
+    place, names = 0, ("leads", "followers", "followed")
+    q = call.q.unflatten(1, (roles.num_heads, -1))
+    for heads in _progressions(roles.held):
+        chosen = _chosen(heads)
+        mine = {name: [h for h in heads if h in getattr(roles, name)] for name in names}
         buffers = {
-            name: x if x is None else x[:, first:stop]
+            name: x if x is None else x[:, chosen]
             for name in ("logits", "distant_lse", "weights", "weight_sums")
             for x in (getattr(call.buffers, name),)
         }
-        yield call._replace(
-            q=call.q[:, first * groups : stop * groups],
-            out=call.out[:, first * groups : stop * groups],
-            keys=_places(call.keys, call.roles.leads, mine["leads"]),
-            window_keys=_places(call.window_keys, call.roles.followers, mine["followers"]),
-            values=take_heads(call.values, range(place, place + stop - first)),
-            buffers=replace(call.buffers, **buffers),
-            roles=roles,
-            near=None,
+        yield (
+            chosen,
+            call._replace(
+                q=q[:, chosen].flatten(1, 2),
+                keys=_places(call.keys, roles.leads, mine["leads"]),
+                window_keys=_places(call.window_keys, roles.followers, mine["followers"]),
+                values=take_heads(call.values, range(place, place + len(heads))),
+                buffers=replace(call.buffers, **buffers),
+                roles=_renumbered(heads, *map(tuple, mine.values())),
+                near=None,
+            ),
         )
-        place += stop - first
+        place += len(heads)
+
+
+@lru_cache(maxsize=1024)
+def _renumbered(heads: tuple[int, ...], *roles: tuple[int, ...]) -> Roles:
+    """The roles of some heads, numbered by their places among these."""
+    return Roles(*(tuple(map(heads.index, role)) for role in roles))
 
 
 def _places(x: Stored | None, heads: Sequence[int], wanted: Sequence[int]) -> Any:
-    """The part of a store of ``heads`` that belongs to the neighbours ``wanted`` of these; None for none."""
+    """The part of a store of ``heads`` that belongs to ``wanted``, neighbours among these; None for none."""
     return take_heads(x, [heads.index(head) for head in wanted]) if wanted else None
 
 
-def _runs(heads: Sequence[int]) -> list[tuple[int, int]]:
-    """Rising numbers as spans of neighbours."""
-    starts = [head for head in heads if head - 1 not in heads]
-    return list(zip(starts, [head + 1 for head in heads if head + 1 not in heads], strict=True))
+@lru_cache(maxsize=1024)
+def _progressions(heads: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Rising numbers in as few parts as a walk finds whose numbers are evenly spaced."""
+    found: list[tuple[int, ...]] = []
+    for head in heads:
+        last = found[-1] if found else ()
+        if len(last) == 1 or (last and head - last[-1] == last[1] - last[0]):
+            found[-1] = (*last, head)
+        else:
+            found.append((head,))
+    return found
 
 
 def _take_row(call: DecodeCall, row: Span) -> DecodeCall:
@@ -99,23 +118,20 @@ def _take_row(call: DecodeCall, row: Span) -> DecodeCall:
         return {name: take_rows(getattr(of, name), row) for name in names}
 
     buffers = taken(call.buffers, "logits", "distant_lse", "weights", "weight_sums")
-    stores = taken(call, "q", "out", "keys", "window_keys", "values")
+    stores = taken(call, "q", "keys", "window_keys", "values")
     return call._replace(buffers=replace(call.buffers, **buffers), **stores)
 
 
-def _decode_rows(call: DecodeCall, length: int) -> None:
-    """Rows of ``length`` tokens each."""
+def _decode_rows(call: DecodeCall, length: int) -> Tensor:
+    """``[b, H, G, d]`` of rows of ``length`` tokens each."""
     compute = call.buffers.logits.dtype
-    heads = call.roles.num_heads
-    q = call.q.unflatten(1, (heads, -1)).to(compute) * call.scale
-    out = call.out.unflatten(1, (heads, -1))
+    q = call.q.unflatten(1, (call.roles.num_heads, -1)).to(compute) * call.scale
     shares = bool(call.roles.followers or call.roles.followed)
     if length > call.num_sink_tokens + call.num_recent_tokens and shares:
-        out.copy_(_two_parts(call, q, length))
-    else:
-        out.copy_(_one_part(call, q, length))
-        if call.roles.followed:
-            call.buffers.distant_lse[:, _chosen(call.roles.followed)] = float("-inf")
+        return _two_parts(call, q, length)
+    if call.roles.followed:
+        call.buffers.distant_lse[:, _chosen(call.roles.followed)] = float("-inf")
+    return _one_part(call, q, length)
 
 
 def _one_part(call: DecodeCall, q: Tensor, length: int) -> Tensor:
@@ -313,6 +329,7 @@ def _scores(q: Tensor, keys: Stored | None, out: Tensor, heads: Sequence[int] | 
 
 def _weighted(weights: Tensor, values: Stored | None, start: int, stop: int) -> Tensor:
     """Sums ``[b, h, G, d]`` of the values from ``start`` to ``stop`` with weights ``[b, h, G, stop - start]``."""
+    assert values is not None
     if isinstance(values, Packed):
         return values.weighted(weights, start, stop)
     assert values is not None, "heads without values"
