@@ -78,11 +78,23 @@ class RetrievalHeads:
         groups = self.num_attention_heads // self.num_key_value_heads
         return tuple(tuple(sorted({head // groups for head in row})) for row in self.query_heads)
 
-    @property
-    def plan(self) -> SharingPlan:
-        """These KV heads lead, the others keep their windows: with windows in the prompt too, DuoAttention's model."""
-        found = SharingPlan.of_leads(self.key_value_heads, self.num_key_value_heads)
-        return replace(found, provenance={"algorithm": "retrieval heads", **self.provenance})
+    def plan(self, share: float | None = None) -> SharingPlan:
+        """The protected KV heads lead, the others keep their windows: with windows in the prompt too, DuoAttention's model.
+
+        Args:
+            share: of all KV heads, those whose groups have the best scores, to fill given bytes; None = ``key_value_heads``.
+        """
+        leads = self.key_value_heads
+        if share is not None:
+            groups = self.num_attention_heads // self.num_key_value_heads
+            rows = zip(self.echo, self.induction, strict=True)
+            best = [[max(pair) for pair in zip(*row, strict=True)] for row in rows]
+            scores = [[max(row[i : i + groups]) for i in range(0, len(row), groups)] for row in best]
+            chosen = _top(scores, share)
+            heads = range(self.num_key_value_heads)
+            leads = tuple(tuple(h for h in heads if (layer, h) in chosen) for layer in range(self.num_layers))
+        found = SharingPlan.of_leads(leads, self.num_key_value_heads)
+        return replace(found, provenance={"algorithm": "retrieval heads", "share": share, **self.provenance})
 
     @property
     def protected_share(self) -> float:
@@ -150,8 +162,10 @@ class RetrievalHeads:
         return found
 
 
-def plan_of_heads(heads: Any, config: PodConfig) -> SharingPlan:
+def plan_of_heads(heads: Any, config: PodConfig, share: float | None = None) -> SharingPlan:
     """The plan in which these KV heads lead: of a plan, of the path of a JSON file, of scores or of a list of lists.
+
+    ``share``: see ``RetrievalHeads.plan``; None for heads that are listed.
 
     Raises: ValueError for nothing, for a file of another model and for heads that the model does not have.
     """
@@ -163,7 +177,11 @@ def plan_of_heads(heads: Any, config: PodConfig) -> SharingPlan:
         heads = RetrievalHeads.load(heads)
     if isinstance(heads, RetrievalHeads):
         heads.check_fits(config)
-        return heads.plan
+        return heads.plan(share)
+    if share is not None:
+        raise ValueError(
+            f"share = {share} chooses by scores: give the file that launch/explore.py --heads writes"
+        )
     if isinstance(heads, SharingPlan):
         heads.check_fits(config.num_hidden_layers, config.num_key_value_heads)
         if heads.head_order != config.sharing_plan.head_order:

@@ -265,3 +265,18 @@ def test_files_and_lists_that_do_not_fit_are_refused(tmp_path):
         with pytest.raises(ValueError, match=message):
             plan_of_heads(wrong, config)
     assert plan_of_heads([[1, 0, 1], (), [1]], config).lead == ((0, 0), (None, None), (None, 2))
+
+
+def test_the_best_share_of_kv_heads_leads():
+    scores = RetrievalHeads(
+        echo=((0.1, 0.0, 0.2, 0.3), (0.0, 0.9, 0.0, 0.0)),
+        induction=((0.0, 0.4, 0.0, 0.0), (0.2, 0.1, 0.0, 0.05)),
+        num_key_value_heads=2,
+    )
+    assert scores.plan(0.25).lead == ((None, None), (1, None))
+    assert scores.plan(0.5).lead == ((0, None), (1, None))
+    assert scores.plan(0.75).lead == ((0, 0), (1, None))
+    assert scores.plan(1.0).is_dense and scores.plan(0.0).num_windows == 4
+    config = tiny_model().config
+    with pytest.raises(ValueError, match="share = 0.5 chooses by scores"):
+        plan_of_heads([[0], [], []], config, 0.5)

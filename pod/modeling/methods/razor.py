@@ -73,7 +73,7 @@ class RazorLayer(CacheLayer):
 
 
 def _build(config: PodConfig, request: Request) -> PodCache:
-    plan = plan_of_heads(request.params["heads"], config)
+    plan = plan_of_heads(request.params["heads"], config, request.params["share"])
     return cache_of(RazorLayer)(config, replace(request, params=request.params | {"heads": plan}))
 
 
@@ -90,6 +90,10 @@ METHOD = Method(
         "heads": (
             None,
             "file of launch/explore.py --heads, a plan, or per layer the KV heads that hold everything",
+        ),
+        "share": (
+            None,
+            "share of KV heads that hold everything, 0 to 1, best scores first; None = the file's own choice",
         ),
         "num_sink_tokens": (4, "first tokens that the other heads hold (tokens)", 0),
         "num_recent_tokens": (4000, "recent tokens that the other heads hold at least (tokens)", 1),
