@@ -1,7 +1,8 @@
 """Plans by byte budget on SmolLM2-135M beside every training-free method at the same bytes: perplexity, needles, bytes held.
 
-    python launch/explore.py --config configs/plans_smollm2.yaml                # once: costs, plans, retrieval heads
-    python launch/explore.py --config configs/plans_smollm2.yaml --heads
+    python launch/explore.py --config configs/plans_smollm2.yaml                # once: costs of roles
+    python launch/explore.py --config configs/plans_smollm2.yaml --heads        # once: retrieval heads for razor
+    python benchmarks/plans_smollm2.py --plans                                  # plans of every kind and saving from these costs
     OMP_NUM_THREADS=1 python benchmarks/plans_smollm2.py --part 0/2 &
     OMP_NUM_THREADS=1 python benchmarks/plans_smollm2.py --part 1/2
     python benchmarks/plans_smollm2.py --assemble            # benchmarks/results/plans_smollm2.json and .md
@@ -16,7 +17,7 @@ import argparse
 import json
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,45 @@ KEPT, RESULTS = ROOT / "runs" / "plans_smollm2" / "rows", Path(__file__).parent 
 PLANS = ROOT / "runs" / "plans_smollm2" / "plan"
 LENGTH, SCORED, TEXTS = 2048, 128, 16
 KEY_LENGTHS, DOCUMENTS, QUESTIONS, NEW_TOKENS = (1024, 2048), 10, 5, 8
+WINDOW = 16 + 240
 SHARES = (0.10, 0.15, 0.20, 0.33, 0.50, 0.65)
 DTYPE = torch.bfloat16
 BATCH = 8
 GROWING = {"snapkv", "pyramidkv"}
 """Methods that keep every decoded token: their prompt gets so many slots less."""
+
+
+KINDS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
+    "roles": ({}, (0.35, 0.4, 0.5, 0.6, 0.67, 0.7, 0.8)),
+    "bits": ({"bits": [16, 4]}, (0.5, 0.67, 0.8, 0.85)),
+    "sharing": ({"roles": ["follow"], "align_heads": False}, (0.35, 0.4)),
+    "aligned": ({"roles": ["follow"]}, (0.35, 0.4)),
+    "retrieval": ({"retrieval_weight": 10.0}, (0.4, 0.5, 0.6)),
+}
+"""Kinds of plans: what differs in the recipe's explore section, and savings at LENGTH tokens."""
+
+
+def make_plans() -> None:
+    """Every kind at every saving, from the costs that explore measured."""
+    from pod.training.explore_plan import COSTS_NAME, choose
+    from pod.training.plan_costs import PlanCosts
+
+    recipe = load_recipe(ROOT / "configs" / "plans_smollm2.yaml")
+    costs = PlanCosts.load(PLANS / COSTS_NAME)
+    windows = {
+        "num_sink_tokens": recipe.model.num_sink_tokens,
+        "num_recent_tokens": recipe.model.num_recent_tokens,
+    }
+    for kind, (changes, savings) in KINDS.items():
+        for saving in savings:
+            explore = replace(recipe.explore, budget_length=LENGTH, target_saving=saving, **changes)
+            plan = choose(costs, explore, windows).plan
+            plan.save(PLANS / f"{kind}_{saving:.0%}.json".replace("%", ""))
+            packed = 0 if plan.bits is None else plan.bits.count(4)
+            print(
+                f"{kind} {saving:.0%}: {plan.num_leads} lead, {plan.num_followers} follow, {plan.num_windows} keep windows, "
+                f"{packed} layers packed, cost {plan.provenance['plan_cost']:.4f}"
+            )
 
 
 @dataclass(frozen=True)
@@ -72,24 +107,25 @@ def rows() -> list[Row]:
     found += [
         Row(f"plan {file.stem}", "pod", file.name) for file in sorted(PLANS.glob("*.json")) if is_plan(file)
     ]
-    heads = {"heads": str(PLANS / "retrieval_heads.json"), "num_recent_tokens": 240, "num_sink_tokens": 16}
+    heads: dict[str, Any] = {"heads": str(PLANS / "retrieval_heads.json"), "compression": 1000.0}
+    heads |= {"num_recent_tokens": 240, "num_sink_tokens": 16}
     budgets = ("snapkv", "pyramidkv", "h2o", "d2o", "roco", "streamingllm", "imdc")
     found += [Row(f"{spec} {share:.0%}", spec, None, share) for share in SHARES for spec in budgets]
-    for compression in (1000.0, 3.0):
-        found += [
-            Row(f"{s} {compression:g}", s, options=heads | {"compression": compression})
-            for s in ("razor", "razor+int4")
-        ]
+    for share in SHARES[2:]:  # a window holds an eighth of the bytes
+        leads = (share * LENGTH - WINDOW) / (LENGTH - WINDOW)
+        found.append(Row(f"razor {share:.0%}", "razor", options=heads | {"share": leads}))
+    for share in SHARES[1:3]:
+        leads = (share * LENGTH - WINDOW) / (
+            0.4 * LENGTH - WINDOW
+        )  # 4 bits and a native residual: about 0.4 at this length
+        found.append(Row(f"razor+int4 {share:.0%}", "razor+int4", options=heads | {"share": leads}))
     found += [Row("int4", "int4"), Row("simlayerkv", "simlayerkv", options={"num_recent_tokens": 256})]
-    return [
-        *found,
-        *(Row(f"snapkv+int4 {share:.0%}", "snapkv+int4", None, share / 0.33) for share in SHARES[:3]),
-    ]
+    return [*found, *(Row(f"snapkv+int4 {x:.0%}", "snapkv+int4", None, x / 0.4) for x in SHARES[:3])]
 
 
 def is_plan(file: Path) -> bool:
     content = read_json(file)
-    return isinstance(content, dict) and "lead" in content
+    return isinstance(content, dict) and "lead" in content and file.stem != "plan"
 
 
 class Bench:
@@ -274,8 +310,11 @@ if __name__ == "__main__":
     parser.add_argument("--part", default="0/1", help="which share of the rows, as 0/2")
     parser.add_argument("--only", default="", help="beginnings of names, comma-separated")
     parser.add_argument("--assemble", action="store_true", help="write the tables of what is measured")
+    parser.add_argument("--plans", action="store_true", help="make the plans")
     arguments = parser.parse_args()
-    if arguments.assemble:
+    if arguments.plans:
+        make_plans()
+    elif arguments.assemble:
         assemble()
     else:
         first, parts = arguments.part.split("/")

@@ -84,7 +84,7 @@ def _preparation(recipe: Recipe, given: list[str]) -> list[Step]:
             "refine.py",
         )
     )
-    return [
+    steps = [
         Step(
             name="explore",
             title="costs of roles → plan",
@@ -103,6 +103,20 @@ def _preparation(recipe: Recipe, given: list[str]) -> list[Step]:
             outputs=(recipe.data_dir / "manifest.json",),
         ),
     ]
+    if any("razor" in name for name in recipe.eval.methods):
+        steps.insert(1, _head_search(recipe, given))
+    return steps
+
+
+def _head_search(recipe: Recipe, given: list[str]) -> Step:
+    return Step(
+        name="heads",
+        title="retrieval heads, for razor",
+        command=_script("explore.py", [*given, "--heads"]),
+        sections=("model", "explore"),
+        code=(*MODEL_CODE, "pod/training/heads.py", "launch/explore.py"),
+        outputs=(recipe.plan_dir / "retrieval_heads.json",),
+    )
 
 
 def _training(recipe: Recipe, given: list[str]) -> Step:

@@ -90,9 +90,17 @@ class Evaluation:
     def cache(self, method: Method, length: int, fed: int) -> tuple[Any, int | None]:
         """A new cache for a method, and its budget, so that it holds PoD's bytes once it has seen `length` tokens."""
         budget = self.budget(method, length, fed)
-        options = self.args.method_options.get(method.name, {})
+        options = self.options(method)
         room = budget if method.budget is not None else without_limit(budget, length)
         return pod.make_cache(self.models.get(method.model), method.spec, budget=room, **options), budget
+
+    def options(self, method: Method) -> dict[str, Any]:
+        """Parameters of a method's caches; razor finds the heads that were searched for this recipe."""
+        options = self.args.method_options.get(method.name, {})
+        heads = self.recipe.plan_dir / "retrieval_heads.json"
+        if "razor" in (method.spec or "").split("+") and "heads" not in options and heads.is_file():
+            return options | {"heads": str(heads)}
+        return options
 
     def check_caches(self, method: Method, task: base.Task) -> None:
         """Make every cache that a task will use, so that a method that cannot run the model, a wrong option or a budget below the

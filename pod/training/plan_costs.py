@@ -61,7 +61,8 @@ class PlanCosts:
         """Cost on text plus `retrieval_weight` times that on repeated tokens, by role."""
         return {
             name: (self.values[name] + retrieval_weight * self.values.get(name + RETRIEVAL, 0.0)).numpy()
-            for name in cost_shapes(1, 1)
+            for name in self.values
+            if not name.endswith(RETRIEVAL)
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:

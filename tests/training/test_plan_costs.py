@@ -7,6 +7,7 @@ import torch
 
 import pod
 from pod.modeling.recording import record_attention_inputs
+from pod.modeling.shipped.packed import Packing
 from pod.training.plan_costs import (
     PlanCosts,
     match_query_heads,
@@ -23,7 +24,7 @@ def make_model(query_heads, kv_heads, sinks=SINKS, recent=RECENT):
     torch.manual_seed(1)
     config = pod.PodConfig(
         vocab_size=61, hidden_size=40, num_hidden_layers=4, num_attention_heads=query_heads,
-        num_key_value_heads=kv_heads, head_dim=8, intermediate_size=48, max_position_embeddings=64,
+        num_key_value_heads=kv_heads, head_dim=8, intermediate_size=48, max_position_embeddings=256,
         initializer_range=0.3, num_sink_tokens=sinks, num_recent_tokens=recent, attention_backend="reference",
     )  # fmt: skip
     return pod.PodForCausalLM(config).double().eval()
@@ -205,3 +206,39 @@ def test_queries_are_spread_over_all_positions_with_distant_tokens():
         ValueError, match="35 queries with distant tokens asked for, a sequence of 41 tokens has 34"
     ):
         sample_queries(41, 35, 2, 5)
+
+
+@pytest.mark.parametrize("heads", [(6, 2), (3, 3)])
+@torch.no_grad()
+def test_costs_of_packing_equal_attention_to_packed_tokens(heads):
+    """Query by query: what is 128 and more tokens back, in whole groups of 32, is read as 4 bits give it back."""
+    model = make_model(*heads)
+    ids = torch.randint(0, 61, (1, 250), generator=torch.Generator().manual_seed(5))
+    found = measure_costs(model, ids, 60, any_order(model.config))
+    positions = sample_queries(250, 60, SINKS, RECENT).positions
+    naive = Naive(model, ids, positions)
+    groups, d = heads[0] // heads[1], naive.d
+    for layer, head in itertools.product(range(4), range(heads[1])):
+        inputs = naive.inputs[layer]
+        k, v = (as_4_bits(x[head], per_channel) for x, per_channel in ((inputs.k, True), (inputs.v, False)))
+        errors = {"lead4": torch.zeros(60, 40).double(), "follow4": torch.zeros(60, 40).double()}
+        for (row, i), g in itertools.product(enumerate(positions.tolist()), range(groups)):
+            old = [j for j in range(i + 1) if j <= i - 128 and j < 224]
+            q = inputs.q[head * groups + g, i]
+            exact, keys, values = inputs.k[head, : i + 1] @ q, inputs.k[head].clone(), inputs.v[head].clone()
+            keys[old], values[old] = k[old], v[old]
+            dense = (exact / d**0.5).softmax(0) @ inputs.v[head, : i + 1]
+            for name, logits in (("lead4", keys[: i + 1] @ q), ("follow4", exact)):
+                change = (logits / d**0.5).softmax(0) @ values[: i + 1] - dense
+                weight = model.model.layers[layer].self_attn.o_proj.weight
+                place = head * groups + g
+                errors[name][row] += weight[:, place * d : (place + 1) * d] @ change
+        for name, error in errors.items():
+            expected = naive.cost(layer, [error]).item()
+            assert expected > 1e-7 and found[name][layer, head].item() == pytest.approx(expected, rel=1e-9)
+
+
+def as_4_bits(x, per_channel):
+    packing, out = Packing(bits=4, group_size=32, per_channel=per_channel), x.clone()
+    packing.unpack(packing.pack(x[None, None, :224]), out[None, None, :224])
+    return out
