@@ -161,13 +161,15 @@ def summary(recipe: Recipe, choice: Any) -> str:
         dense, own = (found.get("losses", {}).get(name, {}).get(kind) for name in ("dense", "plan"))
         if dense is not None and own is not None:
             lines.append(
-                f"measured loss on {what}: dense {dense:.4f}, plan {own:.4f} nats per token (perplexity x {math.exp(own - dense):.3f})"
+                f"measured loss on {what}{' (roles alone, in 16 bits)' if plan.packs else ''}: dense {dense:.4f}, plan {own:.4f} nats per token (perplexity x {math.exp(own - dense):.3f})"
             )
     return "\n".join(lines)
 
 
 def _without(choice: Any, found: dict[str, Any]) -> str:
     parts = []
+    if "plan_cost_without_4_bits" in found:
+        parts.append(f"{found['plan_cost_without_4_bits']:.4g} in 16 bits")
     for role in choice.without or {}:
         cost = found[f"plan_cost_without_{role}"]
         says = "not reachable" if cost is None else f"{cost:.4g}"

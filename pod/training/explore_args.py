@@ -97,7 +97,7 @@ class ExploreArgs:
             raise ValueError(f"target_saving is {self.target_saving}, allowed are 0 to below 1")
         if not self.roles or len(set(self.roles)) < len(self.roles):
             raise ValueError(f"roles is {self.roles}, allowed are follow, window, or both")
-        if self.target_saving >= 0.5 and "window" not in self.roles:
+        if self.target_saving >= 0.5 and "window" not in self.roles and 4 not in self.bits:
             raise ValueError(
                 f"target_saving is {self.target_saving} with roles={self.roles}: followers keep their values, which saves below "
                 "0.5; lower it, or allow windows: roles=[follow, window]"

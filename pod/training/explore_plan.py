@@ -147,7 +147,19 @@ def _choose_with_bits(
     found |= {"cost": explore.cost, "roles": list(explore.roles), "target_saving": explore.target_saving}
     found |= {"budget_length": explore.budget_tokens}
     plan = plan_with_bits(priced, explore.target_saving, explore.budget_tokens, size, found)
+    most = _reachable(explore, total, windows)
+    if explore.target_saving <= most:
+        other = choose(costs, replace(explore, bits=[16]), windows).plan
+        found = {"plan_cost_without_4_bits": other.provenance["plan_cost"]}
+        plan = replace(plan, provenance=plan.provenance | found)
     return Choice(plan, total["in_place"], total["window"])
+
+
+def _reachable(explore: ExploreArgs, total: dict[str, Floats], windows: dict[str, int]) -> float:
+    """The largest share of bytes that the allowed roles save in 16 bits."""
+    last = len(frontier_of(explore, total["in_place"], total["window"]).costs) - 1
+    far = max(0, explore.budget_tokens - sum(windows.values())) / explore.budget_tokens
+    return last / (2 * total["window"].size) * far
 
 
 def cost_at(frontier: Frontier, units: int) -> float | None:

@@ -58,7 +58,12 @@ def describe_plan(plan: SharingPlan) -> str:
     lines = [
         f"KV saving (long sequences): {plan.asymptotic_saving:.1%}",
         f"roles of {plan.num_pairs} (layer, KV head) pairs: {plan.num_leads} lead, {plan.num_followers} follow, "
-        f"{plan.num_windows} keep their window",
+        f"{plan.num_windows} keep their window"
+        + (
+            f"; {plan.bits.count(4)} of {plan.num_layers} layers in 4 bits"
+            if plan.bits and plan.packs
+            else ""
+        ),
         f"blocks: {len(blocks)} in {plan.num_key_value_heads} KV heads of {plan.num_layers} layers",
     ]
     if blocks:

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -136,14 +137,49 @@ def test_heads_that_stay_give_no_order_and_forbidden_roles_may_not_reach():
     assert [cost_at(frontier, units) for units in range(6)] == [0, 0.25, 0.25, 0.75, 0.75, None]
 
 
+def test_bits_are_chosen_with_the_roles():
+    """Many tokens, so that 4 bits save as much as they do in the limit; packing costs little here and is taken first."""
+    costs = random_costs()
+    for name in ("lead4", "follow4"):
+        costs.values[name] *= 0.01
+    windows = {"num_sink_tokens": 4, "num_recent_tokens": 12}
+    explore = explore_args(bits="16,4", target_saving=0.75, budget_length=100_000, retrieval_weight=0.5)
+    plan = choose(costs, explore, windows).plan
+    assert plan.bits is not None and plan.bits.count(4) >= 4 and plan.num_windows
+    assert plan.saving(100_000, **windows) >= 0.75 - 0.01
+    found = plan.provenance
+    assert found["plan_cost_bound"] <= found["plan_cost"] < found["plan_cost_without_4_bits"]
+    total = costs.total(0.5)
+    cost = sum(
+        total["window"][layer, head] if lead is None
+        else (total["lead4"][layer, head] if plan.bits[layer] == 4 else 0.0) if lead == layer
+        else total["in_place"][lead, layer, head] + (total["follow4"][layer, head] if plan.bits[layer] == 4 else 0.0)
+        for layer, row in enumerate(plan.lead) for head, lead in enumerate(row)
+    )  # fmt: skip
+    assert cost == pytest.approx(found["plan_cost"])
+    beyond = explore_args(bits="16,4", roles="follow", target_saving=0.45, budget_length=100_000)
+    assert (
+        "plan_cost_without_4_bits"
+        not in choose(costs, replace(beyond, target_saving=0.7), windows).plan.provenance
+    )
+
+
+@pytest.mark.parametrize("bits", ["4", "16,8", "16,4,4"])
+def test_other_bits_are_refused(bits):
+    with pytest.raises(ValueError, match=r"allowed are \[16\], or \[16, 4\]"):
+        explore_args(bits=bits)
+
+
 def test_explore_measures_chooses_and_writes(explore_launcher, overrides, tmp_path, monkeypatch, capsys):
     explore_launcher.main(load_recipe(None, overrides))
     plan, costs = plan_and_costs(tmp_path)
     assert {path.name for path in (tmp_path / "run" / "plan").iterdir()} == WRITTEN
-    assert set(costs.values) == {n + e for n in ("window", "follow", "in_place") for e in ("", "_retrieval")}
-    assert all(
-        costs.values[n].shape == shape and costs.values[n].max() > 0 for n, shape in cost_shapes(4, 2).items()
-    )
+    shapes = cost_shapes(4, 2)
+    assert {name: x.shape for name, x in costs.values.items()} == {
+        n + e: shapes[n] for n in shapes for e in ("", "_retrieval")
+    }
+    assert all(costs.values[name].max() > 0 for name in ("window", "follow", "in_place"))
+    assert not costs.values["lead4"].any()  # 48 tokens are too few to be packed
     assert units_of(plan) >= 7  # 0.4 of 48 tokens of which 41 are distant, of 4 x 2 pairs: 7.5
     found = plan.provenance
     assert (
