@@ -164,7 +164,7 @@ def test_bits_are_chosen_with_the_roles():
     )
 
 
-@pytest.mark.parametrize("bits", ["4", "16,8", "16,4,4"])
+@pytest.mark.parametrize("bits", ["[4]", "16,8", "16,4,4"])
 def test_other_bits_are_refused(bits):
     with pytest.raises(ValueError, match=r"allowed are \[16\], or \[16, 4\]"):
         explore_args(bits=bits)
