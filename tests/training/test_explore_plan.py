@@ -179,7 +179,7 @@ def test_explore_measures_chooses_and_writes(explore_launcher, overrides, tmp_pa
         n + e: shapes[n] for n in shapes for e in ("", "_retrieval")
     }
     assert all(costs.values[name].max() > 0 for name in ("window", "follow", "in_place"))
-    assert not costs.values["lead4"].any()  # 48 tokens are too few to be packed
+    assert costs.values["lead4"].max() < 1e-9  # 48 tokens are too few to be packed
     assert units_of(plan) >= 7  # 0.4 of 48 tokens of which 41 are distant, of 4 x 2 pairs: 7.5
     found = plan.provenance
     assert (
