@@ -90,9 +90,8 @@ class RetrievalHeads:
             rows = zip(self.echo, self.induction, strict=True)
             best = [[max(pair) for pair in zip(*row, strict=True)] for row in rows]
             scores = [[max(row[i : i + groups]) for i in range(0, len(row), groups)] for row in best]
-            chosen = _top(scores, share)
-            heads = range(self.num_key_value_heads)
-            leads = tuple(tuple(h for h in heads if (layer, h) in chosen) for layer in range(self.num_layers))
+            chosen = sorted(_top(scores, share))
+            leads = tuple(tuple(h for at, h in chosen if at == layer) for layer in range(self.num_layers))
         found = SharingPlan.of_leads(leads, self.num_key_value_heads)
         return replace(found, provenance={"algorithm": "retrieval heads", "share": share, **self.provenance})
 

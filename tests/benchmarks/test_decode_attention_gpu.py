@@ -23,7 +23,7 @@ def test_seventy_percent_follow_and_every_lead_leads_itself(row):
     for head in range(row.KV_HEADS):
         column = [leads[head] for leads in table]
         assert column == sorted(column) and all(column[lead] == lead for lead in column)
-    roles = [row.roles_of(table, layer, CPU) for layer in range(row.LAYERS)]
+    roles = [row.roles_of(table, layer) for layer in range(row.LAYERS)]
     assert all(r.followed == r.leads for r in roles)  # every block has a follower
     assert any(r.leads and r.followers for r in roles)  # both kinds in one launch
 

@@ -164,7 +164,8 @@ class SharedSelectionLayer(PodCacheLayer):
             bank.followed = [(i, head) for i, head in enumerate(bank.leads) if head in self.roles.followed]
         held = [head for bank in self.banks for head in bank.leads + bank.followers]
         self.order = (*held, *self.roles.windows)
-        self.is_reordered = len(self.banks) > 1 or self.roles.are_mixed
+        counts = [len(x) for x in (self.roles.leads, self.roles.followers, self.roles.windows)]
+        self.is_reordered = len(self.banks) > 1 or max(counts) < len(self.order)
         windows = self.num_sink_tokens, self.num_recent_tokens
         self.near_keys, self.near_values = (self.codec.window(part, *windows) for part in ("keys", "values"))
 
@@ -226,17 +227,13 @@ class SharedSelectionLayer(PodCacheLayer):
 
     def _attend_windows(self, q: Tensor, k: Tensor, v: Tensor, step: Step, is_single: bool) -> Tensor:
         """The heads that keep their windows, whatever the ranking."""
-        heads = self.roles.windows
-        own = take_heads(q, heads, self.groups)
-        if is_single:
+        if not is_single:
+            out = self._attend_role(self.roles.windows, q, k, v, step)
             self._append_near(k, v, step)
-            keys, values = (store.read(step.max_length) for store in (self.near_keys, self.near_values))
-            return attend_slots(own, keys, values, self.scale)[0]
-        tokens = self._tokens_of_windows(take_heads(k, heads), take_heads(v, heads), step)
-        see = self._visibility
-        out, _ = attend(own, tokens, None, see, step.segments, self.scale, step.chunk_backend)
+            return out
         self._append_near(k, v, step)
-        return out
+        keys, values = (store.read(step.max_length) for store in (self.near_keys, self.near_values))
+        return attend_slots(take_heads(q, self.roles.windows, self.groups), keys, values, self.scale)[0]
 
     def _by_bank(self, x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """For each bank heads of its leads, of its followers and both; as many operations for any number of heads."""

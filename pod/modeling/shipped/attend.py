@@ -269,6 +269,8 @@ def attend(
     if segments is None:
         segments = Segments.whole(q.shape[0], q.shape[2], tokens.keys.shape[2])
     call = Call(q, tokens, lead, visibility, segments, q.shape[-1] ** -0.5 if scale is None else scale)
+    if roles is not None and roles.num_heads != tokens.keys.shape[1]:
+        raise ValueError(f"roles are of {roles.num_heads} KV heads, the keys of {tokens.keys.shape[1]}")
     _check(call, range(tokens.keys.shape[1]) if roles is None else roles.followers)
     order = AUTO_ORDER if q.shape[2] == 1 else AUTO_ORDER[1:]  # "grouped" takes one query per row
     calls = [(None, call)] if roles is None else list(_by_role(call, roles))

@@ -120,14 +120,12 @@ class PodConfig(PreTrainedConfig):
             )
         if self.layout == "window" and self.lead is not None:
             raise ValueError("layout = 'window' is a plan of its own: leave the plan out")
-        if self.layout == "cla" and self.sharing_plan.num_windows:
-            raise ValueError("layout = 'cla' has no windows, and this plan has: use layout = 'pod'")
-        if self.layout != "pod" and self.sharing_plan.packs:
+        if self.layout == "cla" and (self.sharing_plan.num_windows or self.sharing_plan.head_order):
             raise ValueError(
-                f"layout = {self.layout!r} has no bits of its own: leave kv_bits out, name a codec"
+                "layout = 'cla' shares whole layers in their own order: no windows, no head_order"
             )
-        if self.layout == "cla" and self.sharing_plan.head_order is not None:
-            raise ValueError("layout = 'cla' shares whole layers in their own order: leave head_order out")
+        if self.layout != "pod" and self.sharing_plan.packs:
+            raise ValueError(f"layout = {self.layout!r} has no bits of its own: name a codec, no kv_bits")
         if self.layout == "window" and n_s:
             raise ValueError(f"layout = 'window' has no sinks, got num_sink_tokens = {n_s}: set 0")
 

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .attend import CAUSAL, Source, Tokens, Visibility, attend, merge_heads, take_heads, takes_gradients
+from .attend import CAUSAL, Tokens, Visibility, attend, merge_heads, take_heads, takes_gradients
 from .config import PodConfig
 from .decode import make_buffers, pod_decode
-from .sharing import Roles, roles_of
+from .sharing import roles_of
 from .step import CacheLayer, Step
 from .stores import NATIVE, Codec, Recent, TokenStore, take_slots
 
@@ -36,15 +36,12 @@ class PodCacheLayer(CacheLayer):
         self.codec, self.extra_slots = codec.of_layer(layer_idx), extra_slots
         self.layer_idx = layer_idx
         self.lead = config.sharing_plan.lead
-        self.roles = self._roles()
+        self.roles = roles_of(self.lead, layer_idx)
         self.num_sink_tokens = config.num_sink_tokens
         self.num_recent_tokens = config.num_recent_tokens
         self.scale = config.head_dim**-0.5
         self.groups = config.num_key_value_groups
         self.clear()
-
-    def _roles(self) -> Roles:
-        return roles_of(self.lead, self.layer_idx)
 
     def clear(self) -> None:
         self.all_values = self.codec.tokens("values", self.evicts)
@@ -122,31 +119,24 @@ class PodCacheLayer(CacheLayer):
 
     def _attend_chunk(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         """Any chunk behind any past, ragged or not."""
-        parts, roles = [], self.roles
-        for heads, tokens, lead, see in (
-            (roles.leads, self._tokens_of_leads, None, CAUSAL),
-            (roles.followers, self._tokens_of_followers, step.lead.take, self._visibility),
-            (roles.windows, self._tokens_of_windows, None, self._visibility),
-        ):
-            if heads:
-                taken, own = lead and lead(heads, step.max_length), take_heads(q, heads, self.groups)
-                held = tokens(take_heads(k, heads), take_heads(v, heads), step)
-                options = step.segments, self.scale, step.chunk_backend
-                parts.append((heads, attend(own, held, taken, see, *options)[0]))
-        return merge_heads(parts, self.groups)
+        roles = filter(None, (self.roles.leads, self.roles.followers, self.roles.windows))
+        return merge_heads([(heads, self._attend_role(heads, q, k, v, step)) for heads in roles], self.groups)
 
-    def _tokens_of_leads(self, k: Tensor, v: Tensor, step: Step) -> Tokens:
-        return Tokens(self.lead_keys.view(step.max_length), self._values(self.roles.leads, step))
+    def _attend_role(self, heads: Sequence[int], q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        lead = step.lead.take(heads, step.max_length) if heads == self.roles.followers else None
+        see = CAUSAL if heads == self.roles.leads else self._visibility
+        tokens, own = self._tokens(heads, k, v, step), take_heads(q, heads, self.groups)
+        return attend(own, tokens, lead, see, step.segments, self.scale, step.chunk_backend)[0]
 
-    def _tokens_of_followers(self, k: Tensor, v: Tensor, step: Step) -> Tokens:
-        """Keys of the window before the chunk, and of the chunk."""
-        return Tokens(Recent(self.window_keys, k, step.rows), self._values(self.roles.followers, step))
-
-    def _tokens_of_windows(self, k: Tensor, v: Tensor, step: Step) -> Tokens:
-        return Tokens(Recent(self.near_keys, k, step.rows), Recent(self.near_values, v, step.rows))
-
-    def _values(self, heads: Sequence[int], step: Step) -> Source:
-        return take_heads(self.all_values.view(step.max_length), [self.roles.held.index(h) for h in heads])
+    def _tokens(self, heads: Sequence[int], k: Tensor, v: Tensor, step: Step) -> Tokens:
+        """What the heads of a role hold; of windows that, and the chunk ``k``, ``v`` behind it."""
+        k, v, roles, rows = take_heads(k, heads), take_heads(v, heads), self.roles, step.rows
+        if heads == roles.windows:
+            return Tokens(Recent(self.near_keys, k, rows), Recent(self.near_values, v, rows))
+        values = take_heads(self.all_values.view(step.max_length), [roles.held.index(h) for h in heads])
+        if heads == roles.leads:
+            return Tokens(self.lead_keys.view(step.max_length), values)
+        return Tokens(Recent(self.window_keys, k, rows), values)
 
     def _decode(self, q: Tensor, step: Step) -> Tensor:
         """One new token per row. Reads: lead keys, window keys, the leads' logits and values, windows."""
@@ -161,12 +151,8 @@ class PodCacheLayer(CacheLayer):
         if roles.windows:
             near = Tokens(*(self._window(store, step) for store in (self.near_keys, self.near_values)))
         shared = step.lengths, roles, step.lead.buffers, self.num_sink_tokens, self.num_recent_tokens
-        options = {
-            "scale": self.scale,
-            "tau": self.tau,
-            "rows": [sum(row) for row in step.rows],
-            "near": near,
-        }
+        rows = [sum(row) for row in step.rows]
+        options = {"scale": self.scale, "tau": self.tau, "rows": rows, "near": near}
         return pod_decode(q[:, :, 0], keys, window_keys, values, *shared, **options).unsqueeze(2)
 
     def _window(self, store: TokenStore, step: Step) -> Tensor:
@@ -206,7 +192,7 @@ class ClaCacheLayer(PodCacheLayer):
         self.is_last_of_block = sources[layer_idx + 1 : layer_idx + 2] != [self.source_layer]
         # with its keys and values in place every layer attends as a dense one
         self.lead = tuple((i,) * config.num_key_value_heads for i in range(len(sources)))
-        self.roles = self._roles()
+        self.roles = roles_of(self.lead, layer_idx)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         """See ``CacheLayer.attend``; a follower gets ``k`` and ``v`` of no heads."""

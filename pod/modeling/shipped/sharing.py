@@ -28,7 +28,6 @@ class Roles:
         windows: sinks and recent tokens, keys and values, and nothing else.
         last: followers whose block ends here.
         held: leads and followers, which hold the values of every token.
-        are_mixed: whether heads differ in what they hold.
 
     Raises:
         ValueError: heads that are not ``0 … H-1`` in three rising lists, or ``followed`` heads that do not lead.
@@ -41,7 +40,6 @@ class Roles:
     last: tuple[int, ...] = ()
     held: tuple[int, ...] = field(init=False)
     num_heads: int = field(init=False)
-    are_mixed: bool = field(init=False)
 
     def __post_init__(self):
         for name in ("leads", "followers", "followed", "windows", "last"):
@@ -57,9 +55,6 @@ class Roles:
             raise ValueError(f"heads {self.followed} are followed, but only {self.leads} lead")
         object.__setattr__(self, "held", tuple(sorted(self.leads + self.followers)))
         object.__setattr__(self, "num_heads", len(heads))
-        object.__setattr__(
-            self, "are_mixed", len(heads) not in map(len, (self.leads, self.followers, self.windows))
-        )
 
 
 @lru_cache(maxsize=4096)
