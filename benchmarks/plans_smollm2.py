@@ -1,4 +1,4 @@
-"""Plans by byte budget on SmolLM2-135M beside every training-free method at the same bytes: perplexity, needles, bytes held.
+"""Plans by byte budget on SmolLM2-135M beside every training-free method at the same bytes: perplexity, passkeys, bytes held.
 
     python launch/explore.py --config configs/plans_smollm2.yaml                # once: costs of roles
     python launch/explore.py --config configs/plans_smollm2.yaml --heads        # once: retrieval heads for razor
@@ -9,8 +9,8 @@
 
 A row is a plan or a method at a share of the dense bytes at 2,048 tokens. Its figures are kept in runs/plans_smollm2/, so that an
 interrupted run goes on where it stopped. Perplexity: the last SCORED tokens of TEXTS held-out texts, decoded one by one
-from the compressed cache; the ratio to dense has a 95 % interval over texts (paired bootstrap). Needles: facts in essays; the text is
-read and compressed first, then asked about each on a copy. Nothing is trained.
+from the compressed cache; the ratio to dense has a 95 % interval over texts (paired bootstrap). Passkeys: the text is read
+and compressed first, then asked. Nothing is trained.
 """
 
 import argparse
@@ -25,13 +25,11 @@ import torch
 
 import pod
 from pod.data import long_sequences
-from pod.eval import needles
-from pod.eval.branching import answer_behind, branch, read_prompts
+from pod.eval import passkey
+from pod.eval.branching import answer_behind, read_prompts
 from pod.eval.buckets import Bucket
-from pod.eval.haystack import load_sentences
 from pod.eval.perplexity import score_by_decode
 from pod.eval.results import environment
-from pod.eval.runners.multi_query import Document, MultiQueryOptions, make_document
 from pod.files import read_json, write_json
 from pod.models import resolve_model
 from pod.recipe import load_recipe
@@ -40,7 +38,7 @@ ROOT = Path(__file__).parents[1]
 KEPT, RESULTS = ROOT / "runs" / "plans_smollm2" / "rows", Path(__file__).parent / "results"
 PLANS = ROOT / "runs" / "plans_smollm2" / "plan"
 LENGTH, SCORED, TEXTS = 2048, 128, 16
-KEY_LENGTHS, DOCUMENTS, QUESTIONS, NEW_TOKENS = (1024, 2048), 10, 5, 8
+KEY_LENGTHS, DEPTHS, SAMPLES, NEW_TOKENS = (1024, 2048), tuple(i / 9 for i in range(10)), 5, 8
 WINDOW = 16 + 240
 SHARES = (0.10, 0.15, 0.20, 0.33, 0.50, 0.65)
 DTYPE = torch.bfloat16
@@ -140,15 +138,8 @@ class Bench:
         )
         self.text = torch.from_numpy(text)
         self.bucket = Bucket(start=LENGTH // 2, end=LENGTH, first=LENGTH - SCORED)
-        sentences = load_sentences(None, max(KEY_LENGTHS), "haystack")
-        options = MultiQueryOptions(lengths=list(KEY_LENGTHS), questions=QUESTIONS, new_tokens=NEW_TOKENS)
-        self.documents = {
-            length: [
-                make_document(self.tokenizer, sentences, length, i, self.recipe.seed, options)
-                for i in range(DOCUMENTS)
-            ]
-            for length in KEY_LENGTHS
-        }
+        made = passkey.make_prompts(self.tokenizer, list(KEY_LENGTHS), list(DEPTHS), SAMPLES, seed=0)
+        self.prompts = {length: [p for p in made if p.length == length] for length in KEY_LENGTHS}
         self.loaded: tuple[str | None, Any] = "", None
 
     def model(self, plan: str | None) -> Any:
@@ -168,7 +159,7 @@ class Bench:
         return pod.make_cache(self.model(row.plan), row.spec, budget=budget, **row.options)
 
     def measure(self, row: Row) -> dict[str, Any]:
-        """NLL per text, bytes and needles."""
+        """NLL per text, bytes and passkeys."""
         began, nll, held = time.perf_counter(), [], 0
         for start in range(0, TEXTS, BATCH):
             cache = self.cache(row, LENGTH, SCORED)
@@ -182,24 +173,27 @@ class Bench:
             "share": row.share,
             "nll": nll,
         }
-        found |= {"bytes_over_dense": held / TEXTS / self.dense_bytes(), "needles": {}}
-        for length, documents in self.documents.items():
-            parts = [documents[i : i + BATCH] for i in range(0, DOCUMENTS, BATCH)]
-            found["needles"][length] = [right for part in parts for right in self.needles(row, part)]
+        found |= {"bytes_over_dense": held / TEXTS / self.dense_bytes(), "passkeys": {}}
+        for length, prompts in self.prompts.items():
+            parts = [prompts[i : i + BATCH] for i in range(0, len(prompts), BATCH)]
+            found["passkeys"][length] = [right for part in parts for right in self.passkeys(row, part)]
         now = environment()
         return found | {"seconds": time.perf_counter() - began, "date": now["date"], "commit": now["commit"]}
 
-    def needles(self, row: Row, documents: list[Document]) -> list[float]:
-        """Whether each answer has its number; every question goes on from a copy of the compressed text."""
-        model, right = self.model(row.plan), []
-        asked = max(document.asked for document in documents)
-        cache = self.cache(row, documents[0].length, asked + NEW_TOKENS)
-        mask = read_prompts(model, self.tokenizer, cache, [document.prompt for document in documents])
-        for number in range(QUESTIONS):
-            rows = [document.questions[number] for document in documents]
-            answers = answer_behind(model, self.tokenizer, branch(cache), mask, rows, NEW_TOKENS)
-            right += [needles.recall(a, (d.values[number],)) for a, d in zip(answers, documents, strict=True)]
-        return right
+    def passkeys(self, row: Row, prompts: list[passkey.Prompt]) -> list[bool]:
+        """Whether each answer is right; the question comes behind the compressed text."""
+        model, (before, question) = self.model(row.plan), zip(*map(self._parts, prompts), strict=True)
+        cache = self.cache(row, prompts[0].length, len(question[0]) + NEW_TOKENS)
+        mask = read_prompts(model, self.tokenizer, cache, before)
+        answers = answer_behind(model, self.tokenizer, cache, mask, question, NEW_TOKENS)
+        return [passkey.is_correct(answer, p.key) for answer, p in zip(answers, prompts, strict=True)]
+
+    def _parts(self, prompt: passkey.Prompt) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Token ids of the text, and of the question with the answer's beginning."""
+        text, _, _ = prompt.text.rpartition(passkey.QUESTION)
+        asked = prompt.text.removeprefix(text)
+        ids = (tuple(self.tokenizer(x, add_special_tokens=False)["input_ids"]) for x in (text, asked))
+        return next(ids), next(ids)
 
     def describe(self, row: Row) -> dict[str, Any] | None:
         if row.plan is None:
@@ -240,9 +234,9 @@ def run(part: int, parts: int, only: list[str]) -> None:
 def headline(found: dict[str, Any]) -> str:
     if "refused" in found:
         return f"{found['name']}: refused: {found['refused']}"
-    keys = {length: sum(right) / len(right) for length, right in found["needles"].items()}
+    keys = {length: sum(right) / len(right) for length, right in found["passkeys"].items()}
     mean = math.exp(sum(found["nll"]) / len(found["nll"]))
-    return f"{found['name']}: perplexity {mean:.2f}, bytes {found['bytes_over_dense']:.1%}, needles {keys}, {found['seconds']:.0f} s"
+    return f"{found['name']}: perplexity {mean:.2f}, bytes {found['bytes_over_dense']:.1%}, passkeys {keys}, {found['seconds']:.0f} s"
 
 
 def ratio(own: list[float], dense: list[float]) -> tuple[float, float, float]:
@@ -263,14 +257,14 @@ def assemble() -> None:
         "",
         "bytes of dense",
         "perplexity / dense (95 %)",
-        *(f"needles {n}" for n in KEY_LENGTHS),
+        *(f"passkeys {n}" for n in KEY_LENGTHS),
         "L/F/W",
     ]
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for x in measured:
         mean, low, high = ratio(x["nll"], dense["nll"])
         x["ratio"] = [mean, low, high]
-        keys = [f"{sum(right) / len(right):.0%}" for right in x["needles"].values()]
+        keys = [f"{sum(right) / len(right):.0%}" for right in x["passkeys"].values()]
         roles = (
             "–"
             if x["plan"] is None
@@ -286,14 +280,14 @@ def assemble() -> None:
         lines.append(f"| {' | '.join(cells)} |")
     lines += [f"\n{x['name']}: {x['refused']}" for x in found if "refused" in x]
     lines.append(
-        f"\n{TEXTS} held-out texts of {LENGTH} tokens, {SCORED} scored each; {DOCUMENTS * QUESTIONS} questions per length."
+        f"\n{TEXTS} held-out texts of {LENGTH} tokens, {SCORED} scored each; {len(DEPTHS) * SAMPLES} passkeys per length."
     )
     settings = {
         "length": LENGTH,
         "scored": SCORED,
         "texts": TEXTS,
-        "documents": DOCUMENTS,
-        "questions": QUESTIONS,
+        "depths": DEPTHS,
+        "samples": SAMPLES,
         "dtype": str(DTYPE),
     }
     write_json(
