@@ -137,7 +137,7 @@ class Evaluation:
                 "seed": self.recipe.seed,
                 "reference": self.models.reference_layout(),
                 "method": asdict(method),
-                "options": with_files(self.args.method_options.get(method.name, {})),
+                "options": with_files(self.options(method)),
                 "model": self.models.identity(method.model),
                 "task_options": asdict(task.options),
                 **{"task": task.inputs()},

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from pod.modeling.shipped.sharing import SharingPlan
+from pod.modeling.shipped.sharing import SharingPlan, roles_of
 from pod.training.explore_args import ExploreArgs
 from pod.training.explore_plan import Choice, cost_at
 from pod.training.planning import units_of
@@ -54,9 +54,5 @@ def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dic
 
 def roles_per_layer(plan: SharingPlan) -> dict[str, list[int]]:
     """How many KV heads of each layer lead, follow and keep their window."""
-    rows = list(enumerate(plan.lead))
-    return {
-        "leads": [sum(lead == layer for lead in row) for layer, row in rows],
-        "followers": [sum(lead not in (None, layer) for lead in row) for layer, row in rows],
-        "windows": [sum(lead is None for lead in row) for _, row in rows],
-    }
+    roles = [roles_of(plan.lead, layer) for layer in range(plan.num_layers)]
+    return {name: [len(getattr(x, name)) for x in roles] for name in ("leads", "followers", "windows")}

@@ -8,6 +8,7 @@ once more. Of few layers all choices are solved. A plan in which every *pair* ha
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import count, product
 from typing import Any
 
@@ -96,6 +97,7 @@ def _best(
     """The cheapest of the promising choices of bits, each solved exactly for at least so many units, after turning layers one by
     one while that lowers the cost; of all choices where these are few."""
 
+    @cache
     def cost_of(packed: Choice) -> float:
         frontier = solve_table(costs.table(packed, n, near), PAIR_UNITS)
         return float(frontier.costs[wanted:].min(initial=np.inf))
