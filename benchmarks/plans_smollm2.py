@@ -1,6 +1,8 @@
 """Plans by byte budget on SmolLM2-135M beside every training-free method at the same bytes: perplexity, passkeys, bytes held.
 
     python launch/explore.py --config configs/plans_smollm2.yaml                # once: costs of roles
+    python launch/explore.py --config configs/plans_smollm2.yaml --set output_dir=runs/plans_smollm2/narrow \
+        --set model.num_recent_tokens=112 --set explore.loss_sequences=0        # once: the same with windows of 128 tokens
     python launch/explore.py --config configs/plans_smollm2.yaml --heads        # once: retrieval heads for razor
     python benchmarks/plans_smollm2.py --plans                                  # plans of every kind and saving from these costs
     OMP_NUM_THREADS=1 python benchmarks/plans_smollm2.py --part 0/2 &
@@ -10,7 +12,8 @@
 A row is a plan or a method at a share of the dense bytes at 2,048 tokens. Its figures are kept in runs/plans_smollm2/, so that an
 interrupted run goes on where it stopped. Perplexity: the last SCORED tokens of TEXTS held-out texts, decoded one by one
 from the compressed cache; the ratio to dense has a 95 % interval over texts (paired bootstrap). Passkeys: the text is read
-and compressed first, then asked. Nothing is trained.
+and compressed first, then asked. Nothing is trained but what adaptation_smollm2.py exported: those models are rows too, and
+their ratio is to the dense model that was trained on the same tokens.
 """
 
 import argparse
@@ -36,7 +39,8 @@ from pod.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
 KEPT, RESULTS = ROOT / "runs" / "plans_smollm2" / "rows", Path(__file__).parent / "results"
-PLANS = ROOT / "runs" / "plans_smollm2" / "plan"
+PLANS, NARROW = (ROOT / "runs" / "plans_smollm2" / name for name in ("plan", "narrow/plan"))
+ADAPTED = ROOT / "runs" / "adaptation_smollm2"
 LENGTH, SCORED, TEXTS = 2048, 128, 16
 KEY_LENGTHS, DEPTHS, SAMPLES, NEW_TOKENS = (1024, 2048), tuple(i / 9 for i in range(10)), 5, 8
 WINDOW = 16 + 240
@@ -53,8 +57,9 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
     "sharing": ({"roles": ["follow"], "align_heads": False}, (0.35, 0.4)),
     "aligned": ({"roles": ["follow"]}, (0.35, 0.4)),
     "retrieval": ({"retrieval_weight": 10.0}, (0.4, 0.5, 0.6)),
+    "narrow": ({"bits": [16, 4]}, (0.67, 0.8, 0.85, 0.9)),
 }
-"""Kinds of plans: what differs in the recipe's explore section, and savings at LENGTH tokens."""
+"""Kinds of plans: what differs in the recipe's explore section, and savings at LENGTH tokens; narrow ones have windows of 128 tokens."""
 
 
 def make_plans() -> None:
@@ -63,12 +68,10 @@ def make_plans() -> None:
     from pod.training.plan_costs import PlanCosts
 
     recipe = load_recipe(ROOT / "configs" / "plans_smollm2.yaml")
-    costs = PlanCosts.load(PLANS / COSTS_NAME)
-    windows = {
-        "num_sink_tokens": recipe.model.num_sink_tokens,
-        "num_recent_tokens": recipe.model.num_recent_tokens,
-    }
+    measured = {folder: PlanCosts.load(folder / COSTS_NAME) for folder in (PLANS, NARROW)}
     for kind, (changes, savings) in KINDS.items():
+        costs = measured[NARROW if kind == "narrow" else PLANS]
+        windows = {name: costs.provenance[name] for name in ("num_sink_tokens", "num_recent_tokens")}
         for saving in savings:
             explore = replace(recipe.explore, budget_length=LENGTH, target_saving=saving, **changes)
             plan = choose(costs, explore, windows).plan
@@ -87,7 +90,8 @@ class Row:
     Attributes:
         name: file name and line of the table.
         spec: as in ``pod.make_cache``.
-        plan: file of a plan in PLANS; None = the dense model.
+        plan: file of a plan in PLANS; None = the dense model, or the plan of ``model``.
+        model: folder of an adapted model; None = the model of the recipe.
         share: of the dense bytes, for methods with a budget; None = what the method holds.
         options: parameters beside the budget.
     """
@@ -97,13 +101,18 @@ class Row:
     plan: str | None = None
     share: float | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    model: Path | None = None
 
 
 def rows() -> list[Row]:
-    """The dense model, every plan that was made, every method at every share."""
+    """The dense model, every plan that was made, every model that was adapted, every method at every share."""
     found = [Row("dense", "full")]
     found += [
         Row(f"plan {file.stem}", "pod", file.name) for file in sorted(PLANS.glob("*.json")) if is_plan(file)
+    ]
+    found += [
+        Row(f"adapted {folder.parent.name}", "pod", model=folder)
+        for folder in sorted(ADAPTED.glob("*/export"))
     ]
     heads: dict[str, Any] = {"heads": str(PLANS / "retrieval_heads.json"), "compression": 1000.0}
     heads |= {"num_recent_tokens": 240, "num_sink_tokens": 16}
@@ -140,30 +149,33 @@ class Bench:
         self.bucket = Bucket(start=LENGTH // 2, end=LENGTH, first=LENGTH - SCORED)
         made = passkey.make_prompts(self.tokenizer, list(KEY_LENGTHS), list(DEPTHS), SAMPLES, seed=0)
         self.prompts = {length: [p for p in made if p.length == length] for length in KEY_LENGTHS}
-        self.loaded: tuple[str | None, Any] = "", None
+        self.loaded: tuple[Any, Any] = None, None
 
-    def model(self, plan: str | None) -> Any:
-        if self.loaded[0] != plan:
-            args = self.recipe.model
-            options: dict[str, Any] = {"num_sink_tokens": args.num_sink_tokens}
-            options["num_recent_tokens"] = args.num_recent_tokens
-            file = None if plan is None else PLANS / plan
-            self.loaded = plan, pod.load_model(self.path, plan=file, dtype=DTYPE, **options)
+    def model(self, row: Row) -> Any:
+        if self.loaded[0] != (row.plan, row.model):
+            self.loaded = (row.plan, row.model), self._load(row)
         return self.loaded[1]
+
+    def _load(self, row: Row) -> Any:
+        if row.plan is None:
+            return pod.load_model(row.model or self.path, dtype=DTYPE)
+        measured = pod.SharingPlan.load(PLANS / row.plan).provenance
+        windows = {name: measured[name] for name in ("num_sink_tokens", "num_recent_tokens")}
+        return pod.load_model(self.path, plan=PLANS / row.plan, dtype=DTYPE, **windows)
 
     def cache(self, row: Row, length: int, fed: int) -> pod.PodCache:
         """A new cache that holds the row's share of dense bytes when it has seen ``length`` tokens, ``fed`` of them behind the prompt."""
         budget = None
         if row.share is not None:
             budget = round(row.share * length) - (fed if row.spec.split("+")[0] in GROWING else 0)
-        return pod.make_cache(self.model(row.plan), row.spec, budget=budget, **row.options)
+        return pod.make_cache(self.model(row), row.spec, budget=budget, **row.options)
 
     def measure(self, row: Row) -> dict[str, Any]:
         """NLL per text, bytes and passkeys."""
         began, nll, held = time.perf_counter(), [], 0
         for start in range(0, TEXTS, BATCH):
             cache = self.cache(row, LENGTH, SCORED)
-            part = score_by_decode(self.model(row.plan), cache, self.text[start : start + BATCH], self.bucket)
+            part = score_by_decode(self.model(row), cache, self.text[start : start + BATCH], self.bucket)
             nll += part.mean(1).tolist()
             held += cache.nbytes
         found = {
@@ -173,7 +185,7 @@ class Bench:
             "share": row.share,
             "nll": nll,
         }
-        found |= {"bytes_over_dense": held / TEXTS / self.dense_bytes(), "passkeys": {}}
+        found |= {"bytes_over_dense": held / TEXTS / self.dense_bytes(row), "passkeys": {}}
         for length, prompts in self.prompts.items():
             parts = [prompts[i : i + BATCH] for i in range(0, len(prompts), BATCH)]
             found["passkeys"][length] = [right for part in parts for right in self.passkeys(row, part)]
@@ -182,7 +194,7 @@ class Bench:
 
     def passkeys(self, row: Row, prompts: list[passkey.Prompt]) -> list[bool]:
         """Whether each answer is right; the question comes behind the compressed text."""
-        model, (before, question) = self.model(row.plan), zip(*map(self._parts, prompts), strict=True)
+        model, (before, question) = self.model(row), zip(*map(self._parts, prompts), strict=True)
         cache = self.cache(row, prompts[0].length, len(question[0]) + NEW_TOKENS)
         mask = read_prompts(model, self.tokenizer, cache, before)
         answers = answer_behind(model, self.tokenizer, cache, mask, question, NEW_TOKENS)
@@ -196,9 +208,9 @@ class Bench:
         return next(ids), next(ids)
 
     def describe(self, row: Row) -> dict[str, Any] | None:
-        if row.plan is None:
+        plan = self.model(row).config.sharing_plan
+        if row.spec != "pod" or plan is None:
             return None
-        plan = pod.SharingPlan.load(PLANS / row.plan)
         counts = {
             "leads": plan.num_leads,
             "followers": plan.num_followers,
@@ -207,8 +219,8 @@ class Bench:
         }
         return counts | {"asymptotic_saving": plan.asymptotic_saving, "cost": plan.provenance.get("cost")}
 
-    def dense_bytes(self) -> int:
-        config = self.model(self.loaded[0]).config
+    def dense_bytes(self, row: Row) -> int:
+        config = self.model(row).config
         heads = config.num_hidden_layers * config.num_key_value_heads
         return 2 * heads * config.head_dim * (LENGTH - 1) * DTYPE.itemsize
 
@@ -252,7 +264,8 @@ def assemble() -> None:
     texts = [file.read_text(encoding="utf-8").replace(f"{ROOT}/", "") for file in sorted(KEPT.glob("*.json"))]
     found = [json.loads(text) for text in texts]
     measured = sorted((x for x in found if "nll" in x), key=lambda x: x["bytes_over_dense"])
-    dense = next(x for x in measured if x["name"] == "dense")
+    dense = {x["name"]: x for x in measured}
+    trained = dense.get("adapted dense", dense["dense"])
     columns = [
         "",
         "bytes of dense",
@@ -262,7 +275,8 @@ def assemble() -> None:
     ]
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for x in measured:
-        mean, low, high = ratio(x["nll"], dense["nll"])
+        start = trained if x["name"].startswith("adapted") else dense["dense"]
+        mean, low, high = ratio(x["nll"], start["nll"])
         x["ratio"] = [mean, low, high]
         keys = [f"{sum(right) / len(right):.0%}" for right in x["passkeys"].values()]
         roles = (
