@@ -35,12 +35,12 @@ from pod.files import atomic_write_bytes
 from pod.modeling.recording import AttentionInputs, record_attention_inputs
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.packed import Packing
+from pod.modeling.shipped.sharing import GROUP_SIZE, RESIDUAL
 
 SCHEMA_VERSION = "2"
 RETRIEVAL = "_retrieval"
 """Ends the name of a cost that was measured on repeated random tokens."""
 MAX_COST = 1000.0
-_GROUP, _RESIDUAL = 32, 128  # of the codec that a plan's bits ask for
 
 
 @dataclass(kw_only=True)
@@ -268,9 +268,9 @@ class _Layer:
         """``[H, G, q, d]`` for ``lead4`` and ``follow4``; the newest tokens of each query are as they came."""
         heads, n, _ = self.v.shape
         logits = _logits(self.inputs, self.sample)
-        whole = n // _GROUP * _GROUP
+        whole = n // GROUP_SIZE * GROUP_SIZE
         position = torch.arange(n, device=logits.device)
-        packs = (position <= self.sample.positions[:, None] - _RESIDUAL) & (position < whole)  # [q, n]
+        packs = (position <= self.sample.positions[:, None] - RESIDUAL) & (position < whole)  # [q, n]
         packed = self.inputs._replace(k=_packed(self.inputs.k, per_channel=True))
         values = _packed(self.v, per_channel=False)
         errors = {}
@@ -296,8 +296,8 @@ class _Layer:
 
 def _packed(x: Tensor, per_channel: bool) -> Tensor:
     """``[H, n, d]`` in 4 bits and back; what fills no group stays."""
-    packing = Packing(bits=4, group_size=_GROUP, per_channel=per_channel)
-    whole, out = x.shape[1] // _GROUP * _GROUP, x.clone()
+    packing = Packing(bits=4, group_size=GROUP_SIZE, per_channel=per_channel)
+    whole, out = x.shape[1] // GROUP_SIZE * GROUP_SIZE, x.clone()
     packing.unpack(packing.pack(x[None, :, :whole]), out[None, :, :whole])
     return out
 

@@ -86,16 +86,20 @@ def head_maps(values: NDArray[np.float64], num_key_value_heads: int, subject: st
             continue
         image = axes.imshow(values[:, :, head], vmin=0, vmax=1, origin="lower", cmap="viridis")
         axes.set_title(f"query head {head} (KV head {head // group})", fontsize=9)
+    _finish_maps(figure, grid, image, "similarity (1 − JSD₂): 1 = identical, 0 = disjoint", "layer")
+    figure.suptitle(f"Attention similarity between layers\n{subject}", fontsize=12)
+    return figure
+
+
+def _finish_maps(figure: Figure, grid: NDArray[Any], image: Any, meaning: str, columns: str) -> None:
+    """Axes of a grid of maps over layers, and a bar that says what their colours mean."""
+    for axes in grid.flat:
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(6, integer=True))
         axes.tick_params(labelsize=8)
-    assert image is not None
-    bar = figure.colorbar(image, ax=list(grid.flat), shrink=0.8, pad=0.02, aspect=30)
-    bar.set_label("similarity (1 − JSD₂): 1 = identical, 0 = disjoint")
-    figure.supxlabel("layer", fontsize=11)
+    figure.colorbar(image, ax=list(grid.flat), shrink=0.8, pad=0.02, aspect=30).set_label(meaning)
+    figure.supxlabel(columns, fontsize=11)
     figure.supylabel("layer", fontsize=11)
-    figure.suptitle(f"Attention similarity between layers\n{subject}", fontsize=12)
-    return figure
 
 
 def cost_maps(
@@ -139,13 +143,7 @@ def cost_maps(
         if dots:
             axes.plot(*zip(*dots, strict=True), linestyle="", marker="o", color="black", markersize=2.5)
         axes.set_title(title, fontsize=9)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(MaxNLocator(6, integer=True))
-    assert image is not None
-    bar = figure.colorbar(image, ax=list(grid.flat), shrink=0.8, pad=0.02, aspect=30)
-    bar.set_label("cost (logarithmic)")
-    figure.supxlabel("lead, or KV head", fontsize=11)
-    figure.supylabel("layer", fontsize=11)
+    _finish_maps(figure, grid, image, "cost (logarithmic)", "lead, or KV head")
     figure.suptitle(f"What roles cost; dots: what the plan does\n{subject}", fontsize=12)
     return figure
 

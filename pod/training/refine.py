@@ -29,7 +29,7 @@ from torch import Tensor
 from pod.files import atomic_write_text
 from pod.modeling.shipped.attention import Carry, ForwardContext
 from pod.modeling.shipped.llama import PodForCausalLM
-from pod.modeling.shipped.sharing import Lead, SharingPlan, is_followed, open_lead
+from pod.modeling.shipped.sharing import Lead, SharingPlan, is_followed, open_lead, roles_of
 
 _LOGIT_ROWS = 512  # rows of logits in memory at once
 _SINGLE_TRIES = 3  # pairs tried one by one after all joint trials of a round have failed
@@ -339,11 +339,11 @@ def plan_key(plan: SharingPlan) -> str:
 
 def roles_of_plan(plan: SharingPlan) -> RoleTable:
     """The role of every (layer, KV head) of a plan."""
-    roles = [
-        [WINDOW if lead is None else LEAD if lead == layer else FOLLOW for lead in row]
-        for layer, row in enumerate(plan.lead)
-    ]
-    return np.array(roles, dtype=np.int8)
+    roles = np.full((plan.num_layers, plan.num_key_value_heads), LEAD, dtype=np.int8)
+    for layer, row in enumerate(roles):
+        own = roles_of(plan.lead, layer)
+        row[list(own.followers)], row[list(own.windows)] = FOLLOW, WINDOW
+    return roles
 
 
 def lead_of_roles(roles: RoleTable) -> Lead:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pod.modeling.shipped.sharing import roles_of
 from pod.training.args import TrainArgs
 
 Lead = Sequence[Sequence[int | None]]
@@ -137,10 +138,8 @@ def visible_pairs(owner: int | None, length: int, windows: tuple[int, int]) -> i
 
 def heads_by_role(lead: Lead, layer: int) -> tuple[list[int], list[int], list[int]]:
     """KV heads of a layer that lead, follow, and keep their window."""
-    heads: tuple[list[int], list[int], list[int]] = ([], [], [])
-    for head, owner in enumerate(lead[layer]):
-        heads[2 if owner is None else int(owner != layer)].append(head)
-    return heads
+    roles = roles_of(tuple(map(tuple, lead)), layer)
+    return list(roles.leads), list(roles.followers), list(roles.windows)
 
 
 def followers(lead: Lead, layer: int) -> list[int]:

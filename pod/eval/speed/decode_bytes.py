@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from pod.eval.speed.bench_args import BenchMethod
+from pod.modeling.shipped.sharing import GROUP_SIZE, RESIDUAL
 
 _LOGIT = 4
 _CODEC_BITS = {"int4": 4, "int8": 8}
-_DEFAULT_GROUP, _DEFAULT_RESIDUAL = 32, 128
 
 
 @dataclass(frozen=True)
@@ -127,9 +127,9 @@ def token_bytes(sizes: Sizes, method: BenchMethod, length: int) -> float:
     native, codec = sizes.head_dim * sizes.element, codec_of(method)
     if codec is None:
         return native
-    group = method.options.get("group_size", _DEFAULT_GROUP)
+    group = method.options.get("group_size", GROUP_SIZE)
     # `residual` to `residual + group_size - 1` tokens are native
-    tail = method.options.get("residual", _DEFAULT_RESIDUAL) + (group - 1) / 2
+    tail = method.options.get("residual", RESIDUAL) + (group - 1) / 2
     groups = max(1, sizes.head_dim / group)
     packed = sizes.head_dim * _CODEC_BITS[codec] / 8 + 4 * groups
     share = min(1.0, tail / length)

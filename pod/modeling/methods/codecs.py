@@ -6,15 +6,16 @@ from functools import partial
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.quantized import make_codec
 from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.sharing import GROUP_SIZE, RESIDUAL
 from pod.modeling.shipped.stores import NATIVE, Codec
 
 _PARAMETERS = {
-    "group_size": (
-        32,
-        "numbers that share a scale: of a channel's tokens (keys), of a token's channels (values)",
-        2,
+    "group_size": (GROUP_SIZE, "numbers that share a scale: tokens (keys) or channels (values)", 2),
+    "residual": (
+        RESIDUAL,
+        "newest tokens that stay unpacked, at most group_size - 1 more of them (tokens)",
+        0,
     ),
-    "residual": (128, "newest tokens that stay unpacked, at most group_size - 1 more of them (tokens)", 0),
 }
 
 
@@ -41,7 +42,7 @@ def planned_codec(config: PodConfig) -> Codec:
     plan = config.sharing_plan
     if not plan.packs:
         return NATIVE
-    sizes = [_PARAMETERS[name][0] for name in ("group_size", "residual")]
+    sizes = GROUP_SIZE, RESIDUAL
     made = {bits: make_codec(f"int{bits}", bits, config, *sizes) for bits in set(plan.bits or ()) - {16}}
     return LayerCodecs([made.get(bits, NATIVE) for bits in plan.bits or ()])
 

@@ -9,9 +9,10 @@ from typing import Any
 
 SCHEMA_VERSION = 2
 _READABLE = (1, SCHEMA_VERSION)  # 1 has no windows, no order of heads and no bits
+GROUP_SIZE, RESIDUAL = 32, 128  # of a codec: numbers that share a scale, newest tokens that stay native
+NATIVE_TOKENS = RESIDUAL + (GROUP_SIZE - 1) / 2  # on average, since tokens are packed a group at a time
 BITS = {16: 16.0, 8: 9.0, 4: 5.0}
-"""Bits per number of a layer's codec, and what one costs with the fp16 scale and zero of 32 numbers."""
-NATIVE_TOKENS = 143.5  # a codec's newest tokens, which it does not pack: 128 to 159
+"""Bits per number of a layer's codec, and what one costs with the fp16 scale and zero of its group."""
 
 Lead = tuple[tuple[int | None, ...], ...]
 """``[layer][KV head]``: the layer that the head follows, its own layer (it leads), or None (it keeps its window only)."""
