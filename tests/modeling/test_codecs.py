@@ -13,8 +13,8 @@ from oracles_codecs import NaiveStore, naive_channels, naive_token
 from oracles_pod_selected import PodSelected
 
 import pod
-from pod.modeling.methods.quantized import QuantizedCodec, QuantizedWindow
 from pod.modeling.shipped.packed import Packing
+from pod.modeling.shipped.quantized import QuantizedCodec, QuantizedWindow
 from pod.modeling.shipped.stores import TokenStore
 
 

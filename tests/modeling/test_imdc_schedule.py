@@ -12,7 +12,6 @@ from pod.modeling.methods.imdc_schedule import (
     memory_curve,
     prompt_schedule,
     share_by_retention,
-    speedup_ceiling,
 )
 
 
@@ -141,14 +140,6 @@ def test_chunks_sum_to_the_prompt(variant, function):
                         )
                         assert all(list(sizes) == sorted(sizes) for sizes in plan.memory)
     assert plans >= 80
-
-
-def test_speedup_ceiling():
-    """Eq. 4: all time in attention and m_max >> c gives m_max / m̂; no time in attention gives 1."""
-    assert speedup_ceiling(1.0, 2048, 1024, 1024) == pytest.approx(1.5)
-    assert speedup_ceiling(0.5, 1024, 1024, 512) == pytest.approx(1 + 0.5 / 3)
-    assert speedup_ceiling(0.0, 2048, 1024, 1024) == 1.0
-    assert speedup_ceiling(1.0, 2000, 1e-9, 1000) == pytest.approx(2.0)
 
 
 def test_share_by_retention():

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from pod.modeling.methods.quantized import PackedTokens
 from pod.modeling.shipped import packed as packed_tokens
 from pod.modeling.shipped.packed import Packed, Packing
+from pod.modeling.shipped.quantized import PackedTokens
 
 NAN = math.nan
 

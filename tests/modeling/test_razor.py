@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import pod
-from pod.modeling.methods.quantized import QuantizedCodec
 from pod.modeling.methods.razor import CompensationToken
 from pod.modeling.methods.sliding import SlidingTokens, Tokens
 from pod.modeling.retrieval_heads import RetrievalHeads, plan_of_heads
+from pod.modeling.shipped.quantized import QuantizedCodec
 from pod.modeling.shipped.stores import NATIVE
 
 HEADS = [[0], [], [1], [0, 1], []]

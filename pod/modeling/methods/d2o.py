@@ -21,10 +21,10 @@ from pod.kernels.statistics import attention_column_sums
 from pod.modeling.methods import merging
 from pod.modeling.methods.accumulate import AccumulatingLayer, choose_slots
 from pod.modeling.methods.base import Method, Request
-from pod.modeling.methods.rows import GroupedCache
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, chunks_of
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.rows import GroupedCache
 from pod.modeling.shipped.step import Step
 from pod.modeling.shipped.stores import NATIVE, Codec, take_slots
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from pod.modeling.methods.base import Method, Parameter, Request
 from pod.modeling.methods.imdc_schedule import FUNCTIONS, PromptSchedule, Settings, share_by_retention
 from pod.modeling.methods.ranking import LastQueries, check_ranking, ranking_parameters, snapkv_slots
-from pod.modeling.methods.rows import GroupedCache
 from pod.modeling.methods.sliding import Pair
 from pod.modeling.shipped.attend import Tokens, attend
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.rows import GroupedCache
 from pod.modeling.shipped.step import CacheLayer, Step
 
 

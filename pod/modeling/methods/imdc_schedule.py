@@ -139,17 +139,6 @@ def decremental_chunks(chunk_size: int | Fraction, memory: Sequence[int | Fracti
     return [Fraction(chunk_size), *(chunk_size + mean - before for before in memory[:-1])]
 
 
-def speedup_ceiling(attention_share: float, m_max: float, chunk_size: float, m_hat: float) -> float:
-    """Eq. 4: how much faster than FM a prompt can be read.
-
-    Args:
-        attention_share: ``r`` in 0 … 1, the share of attention in the time of the *faster* run: then this is Amdahl's law,
-            exactly. (The paper does not say whose share; with FM's own, larger one the formula promises too much.)
-        m_max, chunk_size, m_hat: tokens.
-    """
-    return attention_share * ((m_max + chunk_size) / (m_hat + chunk_size) - 1) + 1
-
-
 def share_by_retention(
     total: int, ratios: Sequence[Fraction], there: Sequence[int], lowest: int
 ) -> tuple[int, ...]:

@@ -2,10 +2,10 @@
 
 from pod.engine import attach
 from pod.modeling.methods.base import Method, Request
-from pod.modeling.methods.rows import GroupedCache
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.layout import LAYOUT_LAYERS, PodCacheLayer
+from pod.modeling.shipped.layout import LAYOUT_LAYERS
+from pod.modeling.shipped.rows import GroupedCache
 from pod.modeling.shipped.step import CacheLayer
 
 _CAPACITY = {
@@ -30,12 +30,11 @@ def _build(config: PodConfig, request: Request) -> PodCache:
             f"{request.spec}: extra_slots = {extra_slots} must be 0 with a capacity: the engine serves windows without them"
         )
     codec = request.codec if capacity is None else request.codec.in_place(capacity)
-    options = (codec, extra_slots) if extra_slots else (codec,)
+    options = {"extra_slots": extra_slots} if extra_slots else {}
 
     def make_layer(config: PodConfig, layer_idx: int) -> CacheLayer:
-        layer = LAYOUT_LAYERS[config.layout](config, layer_idx, *options)
-        if isinstance(layer, PodCacheLayer):
-            layer.tau = tau
+        layer = LAYOUT_LAYERS[config.layout](config, layer_idx, codec, **options)
+        layer.tau = tau
         return layer
 
     cache = (PodCache if codec.is_in_place else GroupedCache)(config, make_layer, request.spec)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.ranking import best_slots
-from pod.modeling.methods.rows import GroupedCache
 from pod.modeling.shipped.attend import Tokens, attend, compute_dtype, takes_gradients
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.grouped import slot_logits, weigh_slots
 from pod.modeling.shipped.layout import PodCacheLayer
+from pod.modeling.shipped.rows import GroupedCache
 from pod.modeling.shipped.step import CacheLayer, Step
 from pod.modeling.shipped.stores import TokenStore
 

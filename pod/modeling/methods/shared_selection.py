@@ -14,12 +14,12 @@ from torch import Tensor
 
 from pod.modeling.methods.base import Request
 from pod.modeling.methods.ranking import snapkv_slots
-from pod.modeling.methods.rows import FixedChunks, GroupedCache
 from pod.modeling.shipped.attend import Segments, Tokens, attend, take_heads, takes_gradients
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.grouped import attend_slots, slot_logits, weigh_slots
 from pod.modeling.shipped.layout import PodCacheLayer
+from pod.modeling.shipped.rows import FixedChunks, GroupedCache
 from pod.modeling.shipped.step import Selection, Step
 from pod.modeling.shipped.stores import Codec, TokenStore
 

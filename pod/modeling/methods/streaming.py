@@ -4,9 +4,9 @@ from collections.abc import Callable
 from functools import partial
 
 from pod.modeling.methods.base import Parameter, Request
-from pod.modeling.methods.rows import FixedChunks, GroupedCache
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.rows import FixedChunks, GroupedCache
 from pod.modeling.shipped.step import CacheLayer
 from pod.modeling.shipped.stores import NATIVE
 

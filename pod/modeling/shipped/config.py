@@ -25,8 +25,7 @@ class PodConfig(PreTrainedConfig):
             every layer sees and keeps ``num_recent_tokens`` tokens only (Beltagy et al., 2020).
         lead: ``[num_hidden_layers][num_key_value_heads]`` of layers and None, see ``SharingPlan``; None = dense, pairs for
             ``cla``, and for ``window`` the plan of windows, which it needs not to say.
-        kv_bits: the plan's bits per layer, see ``SharingPlan``; ``pod.make_cache(model, "pod")`` follows them. The cache that
-            an export makes for itself holds the numbers as the model computes them.
+        kv_bits: the plan's bits per layer, see ``SharingPlan``; the model's own cache follows them.
         head_order: ``[num_hidden_layers][num_attention_heads]``: the order that the heads of these weights stand in, see
             ``SharingPlan``; None = the original one. Set by ``load_model`` when a plan asks for it; nothing is permuted here.
         num_sink_tokens, num_recent_tokens: ``n_s`` and ``n_r`` of the paper; the window counts the current token.

@@ -13,7 +13,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from .cache import PodCache
 from .config import PodConfig
-from .layout import PodCacheLayer
+from .own_cache import own_cache
 
 _EXTRA_SLOTS = 32  # of a cache that generate() makes for assisted decoding; 20 candidates are usual
 
@@ -83,8 +83,8 @@ class PodGenerationMixin(GenerationMixin):
             cache._is_user_defined = True
         elif generation_config.use_cache is not False:
             assisted = generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION
-            extra = partial(PodCacheLayer, extra_slots=_EXTRA_SLOTS) if self.config.layout == "pod" else None
-            model_kwargs["past_key_values"] = cache = PodCache(self.config, extra if assisted else None)
+            extra = {"extra_slots": _EXTRA_SLOTS} if assisted and self.config.layout == "pod" else {}
+            model_kwargs["past_key_values"] = cache = own_cache(self.config, **extra)
             cache.made_by_generate = True
 
     def _begin_prompt(self, input_ids: Tensor, generation_config, model_kwargs: dict) -> int:

@@ -19,6 +19,7 @@ from .decode import DECODERS
 from .flash import FLASH
 from .generation import PodGenerationMixin
 from .grouped import ATTEND_GROUPED, DECODE_GROUPED
+from .own_cache import own_cache
 from .reference import ATTEND_REFERENCE, DECODE_REFERENCE
 from .rope import Rope, inverse_frequencies
 from .step import check_positions, compaction_of, document_positions, piece_columns, put_columns, take_columns
@@ -137,7 +138,7 @@ class PodModel(PodPreTrainedModel):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and past_key_values is None:
-            past_key_values = PodCache(self.config)
+            past_key_values = own_cache(self.config)
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         if past_key_values is not None and self.training and self.gradient_checkpointing:
             raise ValueError("no cache is filled under activation checkpointing: call model.eval() first")

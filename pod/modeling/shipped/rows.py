@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pod.modeling.shipped.cache import PodCache
-from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.step import CacheLayer, Step
+from .cache import PodCache
+from .config import PodConfig
+from .step import CacheLayer, Step
 
 
 @dataclass(frozen=True)

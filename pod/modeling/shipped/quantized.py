@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pod.modeling.shipped.attend import Segments
-from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.packed import Packed, Packing, tiles
-from pod.modeling.shipped.stores import Codec, TokenStore, take_slots
+from .attend import Segments
+from .config import PodConfig
+from .packed import Packed, Packing, tiles
+from .stores import Codec, TokenStore, take_slots
 
 _SLACK = 128  # tensors grow by 1/128 of their length
 
