@@ -9,7 +9,7 @@ from typing import Any
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import LAYOUTS, PodConfig
-from pod.modeling.shipped.own_cache import planned_codec
+from pod.modeling.shipped.generation import planned_codec
 
 _WHAT = {
     "layout": "say which layers hold keys and values",

@@ -1,7 +1,7 @@
 """`generate()` with our caches: supplies the default cache and refuses every use that would go wrong silently."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -13,7 +13,11 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from .cache import PodCache
 from .config import PodConfig
-from .own_cache import own_cache
+from .layout import LAYOUT_LAYERS
+from .quantized import make_codec
+from .rows import GroupedCache
+from .sharing import GROUP_SIZE, RESIDUAL
+from .stores import NATIVE, Codec
 
 _EXTRA_SLOTS = 32  # of a cache that generate() makes for assisted decoding; 20 candidates are usual
 
@@ -139,3 +143,31 @@ def bounded_candidates(
     n = input_ids.shape[1]
     most = cache.num_ahead if cache.get_seq_length() == n - 1 and n > 1 else 0
     return ids[:, : n + most], None if logits is None or not most else logits[:, :most]
+
+
+class LayerCodecs(Codec):
+    """A codec per layer."""
+
+    def __init__(self, codecs: Sequence[Codec]):
+        self.codecs = tuple(codecs)
+        self.is_in_place = all(codec.is_in_place for codec in self.codecs)
+
+    def of_layer(self, layer_idx: int) -> Codec:
+        return self.codecs[layer_idx]
+
+    def in_place(self, capacity: int) -> Codec:
+        return LayerCodecs([codec.in_place(capacity) for codec in self.codecs])
+
+
+def planned_codec(config: PodConfig) -> Codec:
+    """What the bits of a model's plan ask for."""
+    bits = config.kv_bits or ()
+    made = {one: make_codec(f"int{one}", one, config, GROUP_SIZE, RESIDUAL) for one in set(bits) - {16}}
+    return LayerCodecs([made.get(one, NATIVE) for one in bits]) if made else NATIVE
+
+
+def own_cache(config: PodConfig, **options: int) -> PodCache:
+    """An empty cache that holds what the model's layout, plan and bits say. ``options``: see ``PodCacheLayer``."""
+    codec = planned_codec(config)
+    make_layer = partial(LAYOUT_LAYERS[config.layout], codec=codec, **options)
+    return (PodCache if codec.is_in_place else GroupedCache)(config, make_layer, config.own_method)

@@ -17,9 +17,8 @@ from .cache import PodCache
 from .config import PodConfig
 from .decode import DECODERS
 from .flash import FLASH
-from .generation import PodGenerationMixin
+from .generation import PodGenerationMixin, own_cache
 from .grouped import ATTEND_GROUPED, DECODE_GROUPED
-from .own_cache import own_cache
 from .reference import ATTEND_REFERENCE, DECODE_REFERENCE
 from .rope import Rope, inverse_frequencies
 from .step import check_positions, compaction_of, document_positions, piece_columns, put_columns, take_columns
