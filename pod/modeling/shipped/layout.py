@@ -213,7 +213,7 @@ class ClaCacheLayer(PodCacheLayer):
             PodCacheLayer.settle(step.layers[self.source_layer], step)
 
 
-LAYOUT_LAYERS: dict[str, Callable[..., CacheLayer]] = {
+LAYOUT_LAYERS: dict[str, Callable[..., PodCacheLayer]] = {
     "pod": PodCacheLayer,
     "cla": ClaCacheLayer,
     "window": PodCacheLayer,
