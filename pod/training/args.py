@@ -141,6 +141,10 @@ class TrainArgs:
     distill_temperature: float = 1.0
     """Both distributions of distill_logits are softened by this; the divergence is multiplied by its square."""
 
+    distill_context: float = 0.0
+    """The divergence of a token counts 1 + distill_context x the nats, 0 to 5, by which the teacher's loss of it rises when every head of
+    the teacher keeps only its window: tokens that need distant context teach more. Needs distill_logits."""
+
     progressive_steps: int = 0
     """Steps in which sharing grows from none to the plan; 0 = the whole plan from the first step. Needs the similarity that
     launch/explore.py wrote beside the plan."""
@@ -205,7 +209,7 @@ class TrainArgs:
         for name in ("warmup_steps", "weight_decay", "max_grad_norm", "save_every_steps", "mlp_tile_tokens",
                      "prefetch_steps", "max_rewinds", "max_hours", "hang_timeout_s", "keep_every_steps", "peak_tflops",
                      "gate_every_steps", "eval_every_steps", "eval_passkeys", "progressive_steps",
-                     "distill_attention"):  # fmt: skip
+                     "distill_attention", "distill_context"):  # fmt: skip
             _at_least(name, getattr(self, name), 0)
         for name in ("learning_rate", "adam_epsilon", "lora_alpha", "distill_temperature"):
             if not getattr(self, name) > 0:
@@ -236,6 +240,11 @@ class TrainArgs:
             raise ValueError(f"spike_factor is {self.spike_factor}, allowed are 0 (off) and numbers above 1")
         if not 0 <= self.distill_logits <= 1:
             raise ValueError(f"distill_logits is {self.distill_logits}, allowed are 0 to 1")
+        if self.distill_context and not self.distill_logits:
+            raise ValueError(
+                f"distill_context is {self.distill_context} and distill_logits is 0, so that there is no divergence to weight: "
+                "set distill_logits"
+            )
         if self.progressive_steps > self.max_steps:
             raise ValueError(
                 f"progressive_steps is {self.progressive_steps}, allowed are 0 to max_steps ({self.max_steps})"
@@ -263,6 +272,11 @@ class TrainArgs:
             raise ValueError("offload to nvme needs offload_folder: name a folder on a local NVMe disk")
         if not self.lora_target_modules:
             raise ValueError("lora_target_modules is empty: name linear layers, for example q_proj, k_proj")
+
+    @property
+    def teacher_passes(self) -> int:
+        """Forward passes of a teacher over every micro-batch: none, the dense one, and that of windows for distill_context."""
+        return int(self.distill_logits > 0 or self.distill_attention > 0) + int(self.distill_context > 0)
 
 
 def _at_least(name: str, value: float, least: int) -> None:

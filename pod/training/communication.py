@@ -77,14 +77,13 @@ def weight_bytes(shapes: Shapes, args: TrainArgs) -> int:
     """Bytes of weights that are brought together in a step, every rank's own share included.
 
     Stage 3 gathers all weights in the forward and in the backward of every micro-batch (recomputing uses those of the backward),
-    and once more for a teacher; stages 1 and 2 gather the trained weights after the update.
+    and once for each pass of a teacher; stages 1 and 2 gather the trained weights after the update.
     """
     size = BYTES[args.dtype]
     if args.zero_stage < 3:
         return shapes.trained_parameters(args) * size
     held = shapes.parameters + (shapes.trained_parameters(args) if args.method == "lora" else 0)
-    times = 2 + (1 if args.distill_logits or args.distill_attention else 0)
-    return times * held * size * args.gradient_accumulation_steps
+    return (2 + args.teacher_passes) * held * size * args.gradient_accumulation_steps
 
 
 def gradient_bytes(shapes: Shapes, args: TrainArgs) -> int:
@@ -97,8 +96,7 @@ def all_to_all_bytes(shapes: Shapes, lead: Lead, args: TrainArgs, context_length
     """Bytes that a rank hands to the all-to-alls of a step, its own part included: forward, backward and what is recomputed."""
     if args.sequence_parallel_size == 1:
         return 0
-    passes = 1 + (1 if args.gradient_checkpointing else 0)
-    passes += 1 if args.distill_logits or args.distill_attention else 0
+    passes = 1 + (1 if args.gradient_checkpointing else 0) + args.teacher_passes
     once = exchanged_bytes(shapes, lead, args, context_length)
     total = passes * (once["to_heads"] + once["to_sequence"])
     total += once["to_heads_backward"] + once["to_sequence_backward"]

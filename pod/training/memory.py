@@ -240,7 +240,7 @@ def _at_loss(
     distilled = 0
     if args.distill_logits:
         block = block * (2 if args.distill_temperature != 1 else 3) // 2
-        distilled = width.hidden + (4 * weight if full else 0)
+        distilled = width.hidden * args.teacher_passes + (4 * weight if full else 0)
     if args.distill_attention:
         distilled += shapes.layers * width.hidden
     carry = _carry(shapes, lead, args, width, last)

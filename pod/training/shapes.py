@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pod.modeling.shipped.sharing import Lead as PlanLead
 from pod.modeling.shipped.sharing import roles_of
 from pod.training.args import TrainArgs
 
@@ -118,6 +119,17 @@ class Shapes:
 
 def _silent_layers(config: Any) -> int:
     return sum(row[0] != layer for layer, row in enumerate(config.sharing_plan.lead))
+
+
+def teacher_plans(lead: Lead, args: TrainArgs) -> list[PlanLead]:
+    """Plans under which a teacher reads every micro-batch: every head leads, and for `distill_context` every head keeps its window.
+
+    Args:
+        lead: a plan of the same sizes.
+    """
+    dense: PlanLead = tuple((layer,) * len(row) for layer, row in enumerate(lead))
+    windows: PlanLead = tuple((None,) * len(row) for row in lead)
+    return [dense, windows][: args.teacher_passes]
 
 
 def causal_pairs(length: int) -> int:

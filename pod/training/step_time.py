@@ -11,7 +11,7 @@ from pod.training.args import TrainArgs
 from pod.training.communication import Traffic, World, communication
 from pod.training.devices import Device
 from pod.training.memory import BYTES, head_shares, host_bytes, mlp_tiles, rank_tokens
-from pod.training.shapes import Lead, Shapes
+from pod.training.shapes import Lead, Shapes, teacher_plans
 
 EFFICIENCY = 0.5
 LINK_EFFICIENCY = 0.7
@@ -75,15 +75,11 @@ def rank_flops(shapes: Shapes, lead: Lead, args: TrainArgs, context_length: int)
     attention = attention_flops(shapes, lead, args, context_length)
     again = 1 if args.gradient_checkpointing else 0
     backward = 1 if args.method == "lora" else 2
-    teacher = 1 if args.distill_logits or args.distill_attention else 0
     tiled = 1 if mlp_tiles(args, context_length) > 1 else 0
-    layer = (projections + feed_forward) * (1 + again + backward + teacher) + feed_forward * tiled
-    head = 2.0 * tokens * shapes.vocab * shapes.hidden * (2 + backward + (2 if args.distill_logits else 0))
-    total = shapes.layers * layer + head + attention * (1 + again + 2.5)
-    if teacher:
-        dense = [[index] * shapes.kv_heads for index in range(shapes.layers)]
-        total += attention_flops(shapes, dense, args, context_length)
-    return total
+    layer = (projections + feed_forward) * (1 + again + backward + args.teacher_passes) + feed_forward * tiled
+    head = 2.0 * tokens * shapes.vocab * shapes.hidden * (2 + backward + (args.distill_context > 0))
+    taught = sum(attention_flops(shapes, plan, args, context_length) for plan in teacher_plans(lead, args))
+    return shapes.layers * layer + head + attention * (1 + again + 2.5) + taught
 
 
 def attention_flops(shapes: Shapes, lead: Lead, args: TrainArgs, context_length: int) -> float:

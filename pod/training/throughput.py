@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pod.training.args import TrainArgs
-from pod.training.shapes import Lead, Shapes, causal_pairs, proximal_pairs
+from pod.training.shapes import Lead, Shapes, causal_pairs, proximal_pairs, teacher_plans
 
 _SAMPLED_ROWS = 256
 
@@ -50,7 +50,7 @@ def training_flops(config: Any, lead: Lead, args: TrainArgs, lengths: Sequence[i
     """Operations of one forward and backward over documents of these lengths (tokens), by the model's needs.
 
     Backward takes two operations for each of forward: one for the gradient of the input, one for that of the weight,
-    which the frozen weights of LoRA do not need. Distillation adds one forward of the dense teacher.
+    which the frozen weights of LoRA do not need. Distillation adds the forward passes of its teacher.
     """
     tokens, attention = sum(lengths), attention_flops(config, lead, lengths)
     weights = 2.0 * tokens * projection_weights(config, lead)
@@ -59,11 +59,8 @@ def training_flops(config: Any, lead: Lead, args: TrainArgs, lengths: Sequence[i
         total = 2 * weights + 3 * adapters + 3 * attention
     else:
         total = 3 * (weights + attention)
-    if args.distill_logits or args.distill_attention:
-        dense = [[layer] * len(row) for layer, row in enumerate(lead)]
-        causal = sum(map(causal_pairs, lengths))
-        total += 2.0 * tokens * projection_weights(config, dense)
-        total += 4.0 * config.head_dim * config.num_attention_heads * len(lead) * causal
+    for plan in teacher_plans(lead, args):
+        total += 2.0 * tokens * projection_weights(config, plan) + attention_flops(config, plan, lengths)
     return total
 
 

@@ -32,41 +32,69 @@ def inputs(dtype=torch.float64, masked=True):
     return *tensors, labels
 
 
-def naive(hidden, weight, taught, teacher_weight, labels, share, temperature):
-    """The definition, with whole logits."""
+def naive(hidden, weight, taught, teacher_weight, labels, share, temperature, near=None, context=0.0):
+    """The definition, with whole logits; the divergence that is given back counts every token once."""
     student, teacher = hidden @ weight.T, taught @ teacher_weight.T
     keep = labels != -100
     cross_entropy = torch.nn.functional.cross_entropy(student[keep], labels[keep], reduction="sum")
     p, q = ((x[keep] / temperature).softmax(-1) for x in (teacher, student))
-    divergence = temperature**2 * (p * (p.log() - q.log())).sum()
-    return (1 - share) * cross_entropy + share * divergence, cross_entropy, divergence
+    divergence = temperature**2 * (p * (p.log() - q.log())).sum(-1)
+    counts = 1 + context * need_of(taught, near, teacher_weight, labels) if context else 1
+    mixed = (1 - share) * cross_entropy + share * (counts * divergence).sum()
+    return mixed, cross_entropy, divergence.sum()
 
 
+def need_of(taught, near, teacher_weight, labels):
+    """Nats by which the loss of each labelled token rises from `taught` to `near`, from 0 to 5."""
+    keep = labels != -100
+    every, window = (x[keep] @ teacher_weight.T for x in (taught, near))
+    losses = [-x.softmax(-1)[range(len(x)), labels[keep]].log() for x in (every, window)]
+    return (losses[1] - losses[0]).clamp(0, 5)
+
+
+def window_states(dtype=torch.float64):
+    """What stands in for the hidden states of a teacher of windows."""
+    return torch.randn(2, 19, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(
+        dtype
+    )
+
+
+@pytest.mark.parametrize("context", [0.0, 0.7])
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("rows", [1, 7, 100])
 @pytest.mark.parametrize("masked", [True, False])
-def test_value_and_gradients_equal_whole_logits(share, temperature, rows, masked):
+def test_value_and_gradients_equal_whole_logits(share, temperature, rows, masked, context):
     hidden, weight, taught, teacher_weight, labels = inputs(masked=masked)
+    near = window_states() if context else None
     results = []
     for chunked in (True, False):
         leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
         arguments = (*leaves, taught, teacher_weight, labels, share, temperature)
-        values = linear_distillation(*arguments, rows * 2 * 8 * VOCAB) if chunked else naive(*arguments)
+        chunk = [rows * 2 * 8 * VOCAB] if chunked else []
+        values = (linear_distillation if chunked else naive)(*arguments, *chunk, near, context)
         (values[0] * 0.37).backward()
         results.append([*values, *(leaf.grad for leaf in leaves)])
     for got, expected in zip(*results, strict=True):
         assert torch.linalg.vector_norm(got - expected) <= 1e-13 * torch.linalg.vector_norm(expected)
 
 
+def test_needs_of_the_random_rows_are_of_every_kind():
+    _, _, taught, teacher_weight, labels = inputs()
+    need = need_of(taught, window_states(), teacher_weight, labels)
+    assert (need == 0).any() and (need == 5).any() and ((need > 0) & (need < 5)).any()
+
+
+@pytest.mark.parametrize("context", [0.0, 0.7])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-7), (torch.bfloat16, 2e-2)])
-def test_lower_precision_is_as_near_as_its_rounding(dtype, tolerance):
-    rounded = inputs(dtype)
+def test_lower_precision_is_as_near_as_its_rounding(dtype, tolerance, context):
+    rounded, near = inputs(dtype), window_states(dtype)
     leaves = [x.clone().requires_grad_() for x in rounded[:2]]
-    value = linear_distillation(*leaves, *rounded[2:], 0.5, 2.0, 3 * 2 * 4 * VOCAB)[0]
+    value = linear_distillation(*leaves, *rounded[2:], 0.5, 2.0, 3 * 2 * 4 * VOCAB, near, context)[0]
     value.backward()
     exact = [x.double().requires_grad_() for x in rounded[:2]]
-    expected = naive(*exact, rounded[2].double(), rounded[3].double(), rounded[4], 0.5, 2.0)[0]
+    wide = [x.double() for x in (rounded[2], rounded[3], near)]
+    expected = naive(*exact, *wide[:2], rounded[4], 0.5, 2.0, wide[2], context)[0]
     expected.backward()
     assert value.dtype == torch.float32
     assert abs(value - expected) <= tolerance * expected
@@ -104,16 +132,27 @@ class LiveLogits(TorchDispatchMode):
         return result
 
 
+@pytest.mark.parametrize("context", [0.0, 1.0])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_logits_of_a_few_tokens_live_at_a_time(temperature):
+def test_logits_of_a_few_tokens_live_at_a_time(temperature, context):
     generator = torch.Generator().manual_seed(0)
     vocab, tokens, chunk = 1009, 64, 4
     hidden = torch.randn(1, tokens, 8, generator=generator).requires_grad_()
     weight = torch.randn(vocab, 8, generator=generator).requires_grad_()
     labels = torch.randint(0, vocab, (1, tokens), generator=generator)
+    taught, near = hidden.detach() + 1, hidden.detach() - 1 if context else None
     with LiveLogits(vocab) as live:
         value = linear_distillation(
-            hidden, weight, hidden.detach() + 1, weight.detach(), labels, 0.5, temperature, chunk * 8 * vocab
+            hidden,
+            weight,
+            taught,
+            weight.detach(),
+            labels,
+            0.5,
+            temperature,
+            chunk * 8 * vocab,
+            near,
+            context,
         )[0]
         value.backward()
     # student, teacher and the teacher's probabilities, of 4 of 64 tokens; the student's own at another temperature
@@ -151,15 +190,17 @@ def attention_outputs(model, batch):
     return hidden, outputs
 
 
-def naive_objective(student, teacher, batch, args):
-    """The whole objective in one process from whole matrices."""
+def naive_objective(student, teacher, batch, args, windows=None):
+    """The whole objective in one process from whole matrices; windows: the teacher under a plan of windows."""
     hidden, outputs = attention_outputs(student, batch)
     with torch.no_grad():
         taught, targets = attention_outputs(teacher, batch)
+        near = attention_outputs(windows or make_model([[None, None]] * 4), batch)[0]
     weight, teacher_weight = student.lm_head.weight, teacher.lm_head.weight.detach()
     mixed = naive(
-        hidden, weight, taught, teacher_weight, batch["labels"], args.distill_logits, args.distill_temperature
-    )
+        hidden, weight, taught, teacher_weight, batch["labels"], args.distill_logits, args.distill_temperature,
+        near, args.distill_context,
+    )  # fmt: skip
     keep = batch["labels"] != -100
     errors = [
         ((s - t)[keep].square().sum(-1) / t[keep].square().sum(-1)).sum()
@@ -184,11 +225,13 @@ CARRIES = [(False, "keep"), (True, "keep"), (True, "offload"), (True, "recompute
 
 @pytest.mark.parametrize(("checkpointing", "carry"), CARRIES)
 @pytest.mark.parametrize("method", ["full", "lora"])
-@pytest.mark.parametrize(("logits", "attention"), [(0.6, 0.7), (0.6, 0.0), (0.0, 0.7)])
-def test_objective_and_gradients_equal_a_naive_pass(method, checkpointing, carry, logits, attention):
+@pytest.mark.parametrize(
+    ("logits", "attention", "context"), [(0.6, 0.7, 0.0), (0.6, 0.0, 3.0), (0.6, 0.7, 3.0), (0.0, 0.7, 0.0)]
+)
+def test_objective_and_gradients_equal_a_naive_pass(method, checkpointing, carry, logits, attention, context):
     args = TrainArgs(
         method=method, carry=carry, gradient_checkpointing=checkpointing, distill_logits=logits,
-        distill_attention=attention, distill_temperature=2.0, lora_rank=3,
+        distill_attention=attention, distill_context=context, distill_temperature=2.0, lora_rank=3,
     )  # fmt: skip
     batch, models = packed(), []
     for _ in range(2):
@@ -264,7 +307,7 @@ def test_evaluation_is_plain_cross_entropy_and_the_teacher_draws_no_random_numbe
 
 @pytest.mark.parametrize("layout", ["cla", "window"])
 def test_another_layout_learns_from_a_dense_copy(layout):
-    args = TrainArgs(distill_logits=0.5, distill_attention=0.5)
+    args = TrainArgs(distill_logits=0.5, distill_attention=0.5, distill_context=2.0)
     assert needs_teacher(args, layout)
     assert needs_teacher(TrainArgs(method="lora", distill_logits=1.0), layout) == (layout == "cla")
     student, same = make_model(None, layout), make_model(None, layout)
@@ -275,10 +318,13 @@ def test_another_layout_learns_from_a_dense_copy(layout):
 
 
 def test_adapters_of_a_window_model_learn_from_their_own_weights():
-    args = TrainArgs(method="lora", distill_logits=0.5, distill_attention=0.5, lora_rank=3)
+    args = TrainArgs(
+        method="lora", distill_logits=0.5, distill_attention=0.5, distill_context=2.0, lora_rank=3
+    )
     adapted, same = (randomise(add_lora(make_model(None, "window"), lora_settings(args))) for _ in range(2))
     module = LanguageModelLoss(adapted, 1, make_distillation(args, "window")).train()
-    expected = naive_objective(causal_model(same), make_model(None), packed(), args)[0]
+    windows = make_model(None, "window")
+    expected = naive_objective(causal_model(same), make_model(None), packed(), args, windows)[0]
     assert abs(module(**packed()) - expected) <= 1e-12 * expected
 
 

@@ -7,18 +7,21 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import pod
 from pod.training import devices, memory
 from pod.training.args import TrainArgs
 from pod.training.communication import (
     World,
+    all_to_all_bytes,
     communication,
     exchanged_bytes,
     gradient_bytes,
     weight_bytes,
 )
 from pod.training.devices import get_device, peak_tflops
+from pod.training.distill import linear_distillation
 from pod.training.estimate import (
     Shapes,
     checkpoint_disk_bytes,
@@ -146,6 +149,42 @@ def test_rest_is_divided_as_the_stages_say():
     assert rest(3, 8, reduce_dtype="bfloat16")["gradients"] * 2 == rest(3, 8)["gradients"]
     assert rest(3, 8, distill_logits=0.5)["teacher"] == count * 2 // 8
     assert rest(3, 8, distill_logits=0.5, method="lora")["teacher"] == 0
+
+
+def test_need_of_context_costs_one_more_pass_of_the_teacher():
+    def costs(**settings):
+        args = TrainArgs(method="lora", sequence_parallel_size=4, distill_temperature=2.0, **settings)
+        at_loss = next(memory.moments(LLAMA3_8B, SHARED, args, 32_768, 8))
+        sent = all_to_all_bytes(LLAMA3_8B, SHARED, args, 32_768)
+        flops = rank_flops(LLAMA3_8B, SHARED, args, 32_768)
+        return weight_bytes(LLAMA3_8B, args), sent, flops, at_loss["distillation"], at_loss["logits"]
+
+    share = {"distill_logits": 0.5}
+    plain, once, twice = (costs(**one) for one in ({}, share, share | {"distill_context": 1.0}))
+    gathered, sent, flops, held, logits = (b - a for a, b in zip(once, twice, strict=True))
+    args = TrainArgs(sequence_parallel_size=4)
+    assert (gathered, sent) == (once[0] - plain[0], once[1] - plain[1])
+    windows, dense = (attention_flops(LLAMA3_8B, plan, args, 32_768) for plan in ([[None] * 8] * 32, DENSE))
+    products = 2 * 8192 * LLAMA3_8B.embedding_parameters
+    assert flops == pytest.approx(once[2] - plain[2] - dense + windows + products, rel=1e-12)
+    assert (held, logits) == (8192 * 4096 * 2, 0)
+
+
+@pytest.mark.parametrize("context", [0.0, 1.0])
+@pytest.mark.parametrize("full", [True, False])
+def test_products_with_the_vocabulary_are_those_that_are_made(full, context):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    hidden = torch.randn(1, 40, 16, requires_grad=True)
+    weight, labels = torch.randn(101, 16, requires_grad=full), torch.zeros(1, 40, dtype=torch.long)
+    near = hidden.detach() if context else None
+    with FlopCounterMode(display=False) as counter:
+        given = hidden, weight, hidden.detach(), weight.detach(), labels, 0.5, 1.0, 2**20, near, context
+        linear_distillation(*given)[0].backward()
+    args = TrainArgs(method="full" if full else "lora", distill_logits=0.5, distill_context=context)
+    shapes = [Shapes(**vars(LLAMA3_8B) | {"hidden": 16, "vocab": vocab}) for vocab in (101, 0)]
+    with_head, without = (rank_flops(one, DENSE, args, 40) for one in shapes)
+    assert counter.get_total_flops() == with_head - without
 
 
 def _persistent() -> int:

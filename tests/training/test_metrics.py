@@ -250,6 +250,9 @@ def test_training_counts_what_the_method_computes():
     assert lora == 2 * weights + 3 * attention + 3 * 2 * 64 * adapters
     distilled = training_flops(config, lead, TrainArgs(distill_logits=0.5), lengths)
     assert distilled == full + weights + attention
+    twice = training_flops(config, lead, TrainArgs(distill_logits=0.5, distill_context=1.0), lengths)
+    windows = attention_flops(config, [[None] * len(row) for row in lead], lengths)
+    assert twice == distilled + weights + windows < distilled + weights + attention
 
 
 class TwoRows:

@@ -14,6 +14,7 @@ from pod.training.observers import Observer
 
 BASE = {"dtype": "float32", "loss_chunk_mib": 1, "save_every_steps": 0}
 DISTILL = {"distill_logits": 0.6, "distill_attention": 0.5, "distill_temperature": 2.0}
+CONTEXT = {**DISTILL, "distill_context": 4.0}
 LORA = {"method": "lora", "lora_rank": 2, "learning_rate": 1e-2}
 RUN = {**BASE, "max_steps": 6, "learning_rate": 1e-2, "warmup_steps": 1}
 PROMPT = torch.arange(40).reshape(1, 40) % tiny.VOCAB
@@ -242,13 +243,13 @@ def main(out: Path, first: int = 0) -> None:
     lora, full, sp2 = {**LORA, **DISTILL}, {**DISTILL, "carry": "recompute"}, {"sequence_parallel_size": 2}
     both = {**RUN, **lora, **sp2, "lora_dropout": 0.2}
     stages = [
-        (1, gradients, "lora_serial", out, data, lora),
-        (2, gradients, "lora_sp2", out, data, {**lora, **sp2}),
+        (1, gradients, "lora_serial", out, data, {**lora, **CONTEXT}),
+        (2, gradients, "lora_sp2", out, data, {**lora, **CONTEXT, **sp2}),
         (1, compare, "lora_sp2", "lora_serial", out),
-        (1, gradients, "full_serial", out, data, {**full, "micro_batch_size": 2}),
-        (2, gradients, "full_sp2", out, data, {**full, **sp2, "gradient_accumulation_steps": 2}),
+        (1, gradients, "full_serial", out, data, {**full, **CONTEXT, "micro_batch_size": 2}),
+        (2, gradients, "full_sp2", out, data, {**full, **CONTEXT, **sp2, "gradient_accumulation_steps": 2}),
         (1, compare, "full_sp2", "full_serial", out),
-        (2, gradients, "full_dp2_zero1", out, data, {**full, "zero_stage": 1}),
+        (2, gradients, "full_dp2_zero1", out, data, {**full, **CONTEXT, "zero_stage": 1}),
         (1, compare, "full_dp2_zero1", "full_serial", out),
         (1, gradients, "masked_serial", out, masked, lora),
         (2, gradients, "masked_sp2", out, masked, {**lora, **sp2}),
