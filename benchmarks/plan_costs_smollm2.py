@@ -24,11 +24,11 @@ from pod.eval.results import environment
 from pod.files import write_json
 from pod.models import resolve_model
 from pod.recipe import load_recipe
-from pod.training.explore import Exploration, settings_of
-from pod.training.explore_args import ExploreArgs
-from pod.training.explore_plan import Choice, choose, choose_by_similarity, find_costs, find_similarity
-from pod.training.planning import greedy_plan
-from pod.training.refine import PlanLoss
+from pod.training.plans.choose import Choice, choose, choose_by_similarity, find_costs, find_similarity
+from pod.training.plans.exploration import Exploration, settings_of
+from pod.training.plans.explore_args import ExploreArgs
+from pod.training.plans.greedy import greedy_plan
+from pod.training.plans.refine import PlanLoss
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "plan_costs_smollm2.json"

@@ -64,8 +64,8 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
 
 def make_plans() -> None:
     """Every kind at every saving, from the costs that explore measured."""
-    from pod.training.explore_plan import COSTS_NAME, choose
-    from pod.training.plan_costs import PlanCosts
+    from pod.training.plans.choose import choose
+    from pod.training.plans.costs import COSTS_NAME, PlanCosts
 
     recipe = load_recipe(ROOT / "configs" / "plans_smollm2.yaml")
     measured = {folder: PlanCosts.load(folder / COSTS_NAME) for folder in (PLANS, NARROW)}

@@ -24,9 +24,9 @@ from pod.eval.results import environment
 from pod.files import write_json
 from pod.modeling.recording import record_attention_rows
 from pod.models import resolve_model
-from pod.training.planning import dissimilarity, greedy_plan
+from pod.training.plans.greedy import dissimilarity, greedy_plan
+from pod.training.plans.similarity import jensen_shannon_similarity
 from pod.training.plans.solve import solve, sum_of_costs
-from pod.training.similarity import jensen_shannon_similarity
 
 RESULTS = Path(__file__).parent / "results" / "similarity_smollm2.json"
 FIRST_SENTENCE = "Emma Woodhouse, handsome, clever, and rich"

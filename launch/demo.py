@@ -72,25 +72,13 @@ def steps_of(recipe: Recipe, config: Path) -> list[Step]:
 
 
 def _preparation(recipe: Recipe, given: list[str]) -> list[Step]:
-    search = tuple(
-        f"pod/training/{name}"
-        for name in (
-            "explore.py",
-            "explore_args.py",
-            "explore_plan.py",
-            "plan_costs.py",
-            "planning.py",
-            "plans",
-            "refine.py",
-        )
-    )
     steps = [
         Step(
             name="explore",
             title="costs of roles → plan",
             command=_script("explore.py", given),
             sections=("model", "explore", "data"),
-            code=(*MODEL_CODE, "pod/data", *search, "launch/explore.py"),
+            code=(*MODEL_CODE, "pod/data", "pod/training/plans", "launch/explore.py"),
             outputs=(recipe.plan_dir / "plan.json",),
             folder=recipe.plan_dir,
         ),
@@ -114,7 +102,7 @@ def _head_search(recipe: Recipe, given: list[str]) -> Step:
         title="retrieval heads, for razor",
         command=_script("explore.py", [*given, "--heads"]),
         sections=("model", "explore"),
-        code=(*MODEL_CODE, "pod/training/heads.py", "launch/explore.py"),
+        code=(*MODEL_CODE, "pod/training/plans/heads.py", "launch/explore.py"),
         outputs=(recipe.plan_dir / "retrieval_heads.json",),
     )
 

@@ -26,8 +26,8 @@ from pod.recipe import Recipe, run
 def main(recipe: Recipe) -> None:
     """Measure, make the plan, draw both."""
     from pod.models import resolve_model
-    from pod.training.explore import Exploration, process_group, settings_of
-    from pod.training.explore_plan import check_windows, find_plan
+    from pod.training.plans.choose import check_windows, find_plan
+    from pod.training.plans.exploration import Exploration, process_group, settings_of
 
     args = recipe.model
     if recipe.explore.heads:
@@ -68,8 +68,8 @@ def windows_of(recipe: Recipe) -> dict[str, int]:
 def write_heads(recipe: Recipe) -> None:
     """retrieval_heads.json, and what it protects and saves on the screen."""
     from pod.models import resolve_model
-    from pod.training.explore import process_group
-    from pod.training.heads import HEADS_NAME, find_heads
+    from pod.training.plans.exploration import process_group
+    from pod.training.plans.heads import HEADS_NAME, find_heads
 
     args = recipe.model
     model = {"path": args.path, "gguf_file": args.gguf_file, "dtype": args.dtype}
@@ -82,14 +82,14 @@ def write_heads(recipe: Recipe) -> None:
 
 def write_plan(recipe: Recipe, choice: Any) -> None:
     """plan.json, pareto.json, summary.txt and the pictures."""
-    from pod.training.pareto import PARETO_NAME, pareto
-    from pod.training.plan_pictures import (
+    from pod.training.plans.pictures import (
         block_picture,
         cost_maps,
         pareto_picture,
         save_picture,
         save_similarity_pictures,
     )
+    from pod.training.plans.report import PARETO_NAME, pareto
 
     folder, plan, explore = recipe.plan_dir, choice.plan, recipe.explore
     folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ def about(recipe: Recipe, plan: Any) -> str:
 
 def summary(recipe: Recipe, choice: Any) -> str:
     """What the plan is, what it costs, what other roles would cost, and its measured loss."""
-    from pod.training.planning import describe_plan
+    from pod.training.plans.report import describe_plan
 
     args, plan, found = recipe.model, choice.plan, choice.plan.provenance
     n = found["sequence_length"]
@@ -179,9 +179,9 @@ def _without(choice: Any, found: dict[str, Any]) -> str:
 
 def estimate(recipe: Recipe) -> str:
     """Tokens, memory and disk; needs the model's config only."""
-    from pod.training.explore import check_model, describe_cost
-    from pod.training.explore_plan import check_windows
-    from pod.training.heads import describe_heads_cost
+    from pod.training.plans.choose import check_windows
+    from pod.training.plans.exploration import check_model, describe_cost
+    from pod.training.plans.heads import describe_heads_cost
     from pod.training.start_model import model_config, source_config
 
     try:

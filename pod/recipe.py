@@ -35,7 +35,7 @@ from pod.schema import (
     to_yaml,
 )
 from pod.training.args import ExportArgs, TrainArgs
-from pod.training.explore_args import ExploreArgs
+from pod.training.plans.explore_args import ExploreArgs
 
 
 @dataclass(kw_only=True)

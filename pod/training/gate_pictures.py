@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from pod.training.plan_pictures import save_picture
+from pod.training.plans.pictures import save_picture
 from pod.training.trackers import read_records
 
 

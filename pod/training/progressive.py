@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.args import TrainArgs
 from pod.training.carry import set_carry
-from pod.training.plan_costs import PlanCosts
-from pod.training.planning import dissimilarity, units_of
-from pod.training.plans.solve import solve
-
-SIMILARITY_NAME = "similarity.safetensors"
-COSTS_NAME = "plan_costs.safetensors"
-Floats = NDArray[np.float64]
+from pod.training.plans.align import placed_costs
+from pod.training.plans.costs import COSTS_NAME, PlanCosts
+from pod.training.plans.greedy import dissimilarity
+from pod.training.plans.similarity import SIMILARITY_NAME, Similarity
+from pod.training.plans.solve import Floats, solve, units_of
 
 
 class PlanSchedule:
@@ -80,8 +78,6 @@ def read_costs(plan_file: Path, plan: SharingPlan) -> tuple[Floats, Floats | Non
     Raises:
         ValueError: it is missing, unreadable or of another size than the plan; or a plan with windows has a similarity only.
     """
-    from pod.training.similarity import Similarity
-
     projected = plan.provenance.get("cost") == "projected"
     path = plan_file.parent / (COSTS_NAME if projected else SIMILARITY_NAME)
     if not path.is_file():
@@ -111,9 +107,7 @@ def read_costs(plan_file: Path, plan: SharingPlan) -> tuple[Floats, Floats | Non
         return total["in_place"], total["window"]
     groups = len(plan.head_order[0]) // plan.num_key_value_heads
     order = np.array(plan.head_order)[:, ::groups] // groups
-    layer = np.arange(plan.num_layers)
-    follow = total["follow"][layer[:, None, None], layer[None, :, None], order[:, None], order[None]]
-    return follow, np.take_along_axis(total["window"], order, axis=1)
+    return placed_costs(total["follow"], total["window"], order)
 
 
 def growing_plans(

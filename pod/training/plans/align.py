@@ -11,8 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import linear_sum_assignment
 
 from pod.modeling.shipped.sharing import SharingPlan
-
-from .solve import PAIR_UNITS, Floats, Frontier, Role, check_role, solve
+from pod.training.plans.solve import PAIR_UNITS, Floats, Frontier, Role, check_role, solve
 
 Order = NDArray[np.intp]  # [L, H]: the original KV head at each place
 
@@ -83,20 +82,20 @@ def align(
                 order, best = found, float(costs[units])
                 low, high = _slopes(costs, units)
     order = _neighbours(order, _solve(pairs, own, order).plan(units))
-    placed = _placed(pairs, own, order)
+    placed = placed_costs(pairs, own, order)
     cost = float(solve(*placed).costs[units])
     return Alignment(tuple(map(tuple, order.tolist())), *placed, before, cost)
 
 
-def _placed(follow: Floats, window: Floats | None, order: Order) -> tuple[Floats, Floats | None]:
-    """The costs by place."""
+def placed_costs(follow: Floats, window: Floats | None, order: Order) -> tuple[Floats, Floats | None]:
+    """Costs of followers and windows ``[L, L, H, H]`` and ``[L, H]`` by place, when ``order[L, H]`` stands there: ``[L, L, H]`` and ``[L, H]``."""
     layer = np.arange(len(order))
     placed = follow[layer[:, None, None], layer[None, :, None], order[:, None], order[None]]
     return placed, None if window is None else np.take_along_axis(window, order, axis=1)
 
 
 def _solve(follow: Floats, window: Floats | None, order: Order) -> Frontier:
-    return solve(*_placed(follow, window, order))
+    return solve(*placed_costs(follow, window, order))
 
 
 def _slopes(costs: Floats, units: int) -> tuple[float, float]:

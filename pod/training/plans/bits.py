@@ -13,12 +13,10 @@ from itertools import count, product
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pod.modeling.shipped.sharing import BITS, NATIVE_TOKENS, SharingPlan
-from pod.training.plans.solve import Role, solve_table
+from pod.training.plans.solve import Floats, Role, solve_table
 
-Floats = NDArray[np.float64]
 PACKED = 4
 PAIR_UNITS = 32
 """Units of a pair's bytes: savings of roles are rounded to a 32nd."""

@@ -148,6 +148,11 @@ def sum_of_costs(plan: SharingPlan, follow: ArrayLike | None, window: ArrayLike 
     return float(total)
 
 
+def units_of(plan: SharingPlan) -> int:
+    """Units that a plan saves: one for a follower, two for a window."""
+    return plan.num_followers + PAIR_UNITS * plan.num_windows
+
+
 def check_role(role: Role) -> Role:
     """The role with a copy of its costs in fp64, inf where a follower would not lie above its lead.
 

@@ -10,9 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pod.modeling.shipped.sharing import SharingPlan
-from pod.training.plans.solve import PAIR_UNITS
-
-Floats = NDArray[np.float64]
+from pod.training.plans.solve import Floats
 
 
 def greedy_plan(
@@ -50,34 +48,6 @@ def dissimilarity(similarity: ArrayLike, num_key_value_heads: int) -> Floats:
     Raises: ValueError for a tensor that is no similarity.
     """
     return 1.0 - group_query_heads(similarity, num_key_value_heads).mean(axis=-1)
-
-
-def describe_plan(plan: SharingPlan) -> str:
-    """A few lines about a plan: KV saving, what heads do, number of blocks, longest block, followers per KV head."""
-    blocks = [(head, block) for head in range(plan.num_key_value_heads) for block in plan.blocks(head)]
-    lines = [
-        f"KV saving (long sequences): {plan.asymptotic_saving:.1%}",
-        f"roles of {plan.num_pairs} (layer, KV head) pairs: {plan.num_leads} lead, {plan.num_followers} follow, "
-        f"{plan.num_windows} keep their window"
-        + (
-            f"; {plan.bits.count(4)} of {plan.num_layers} layers in 4 bits"
-            if plan.bits and plan.packs
-            else ""
-        ),
-        f"blocks: {len(blocks)} in {plan.num_key_value_heads} KV heads of {plan.num_layers} layers",
-    ]
-    if blocks:
-        head, longest = max(blocks, key=lambda item: len(item[1]))
-        layers = ", ".join(map(str, longest))
-        lines.append(
-            f"longest block: {len(longest)} {'layer' if len(longest) == 1 else 'layers'} (KV head {head}: {layers})"
-        )
-    return "\n".join(lines)
-
-
-def units_of(plan: SharingPlan) -> int:
-    """Units that a plan saves: one for a follower, two for a window."""
-    return plan.num_followers + PAIR_UNITS * plan.num_windows
 
 
 def group_query_heads(similarity: ArrayLike, num_key_value_heads: int) -> Floats:

@@ -1,13 +1,13 @@
-"""The whole curve: what every saving costs at least, and which roles the plans along it have."""
+"""A plan in words, and the whole curve: what every saving costs at least, and which roles the plans along it have."""
 
 from typing import Any
 
 import numpy as np
 
 from pod.modeling.shipped.sharing import SharingPlan, roles_of
-from pod.training.explore_args import ExploreArgs
-from pod.training.explore_plan import Choice, cost_at
-from pod.training.planning import units_of
+from pod.training.plans.choose import Choice, cost_at
+from pod.training.plans.explore_args import ExploreArgs
+from pod.training.plans.solve import units_of
 
 PARETO_NAME = "pareto.json"
 SCHEMA_VERSION = 1
@@ -56,3 +56,26 @@ def roles_per_layer(plan: SharingPlan) -> dict[str, list[int]]:
     """How many KV heads of each layer lead, follow and keep their window."""
     roles = [roles_of(plan.lead, layer) for layer in range(plan.num_layers)]
     return {name: [len(getattr(x, name)) for x in roles] for name in ("leads", "followers", "windows")}
+
+
+def describe_plan(plan: SharingPlan) -> str:
+    """A few lines about a plan: KV saving, what heads do, number of blocks, longest block, followers per KV head."""
+    blocks = [(head, block) for head in range(plan.num_key_value_heads) for block in plan.blocks(head)]
+    lines = [
+        f"KV saving (long sequences): {plan.asymptotic_saving:.1%}",
+        f"roles of {plan.num_pairs} (layer, KV head) pairs: {plan.num_leads} lead, {plan.num_followers} follow, "
+        f"{plan.num_windows} keep their window"
+        + (
+            f"; {plan.bits.count(4)} of {plan.num_layers} layers in 4 bits"
+            if plan.bits and plan.packs
+            else ""
+        ),
+        f"blocks: {len(blocks)} in {plan.num_key_value_heads} KV heads of {plan.num_layers} layers",
+    ]
+    if blocks:
+        head, longest = max(blocks, key=lambda item: len(item[1]))
+        layers = ", ".join(map(str, longest))
+        lines.append(
+            f"longest block: {len(longest)} {'layer' if len(longest) == 1 else 'layers'} (KV head {head}: {layers})"
+        )
+    return "\n".join(lines)

@@ -13,10 +13,10 @@ import pod
 from pod.modeling.recording import record_attention_inputs
 from pod.modeling.retrieval_heads import RetrievalHeads, plan_of_heads
 from pod.recipe import load_recipe, run
-from pod.training import heads as heads_module
-from pod.training.heads import HEADS_NAME, check_model, head_scores, repeated_tokens, search_heads
+from pod.training.plans import heads as heads_module
+from pod.training.plans.heads import HEADS_NAME, head_scores, repeated_tokens, search_heads
 
-LAUNCHER = Path(__file__).parents[2] / "launch" / "explore.py"
+LAUNCHER = Path(__file__).parents[3] / "launch" / "explore.py"
 
 
 @pytest.fixture(scope="module")
@@ -200,17 +200,9 @@ def test_launcher_writes_the_heads_and_measures_once(launcher, overrides, tmp_pa
     assert RetrievalHeads.load(old).induction == first.induction != RetrievalHeads.load(path).induction
 
 
-def test_the_file_serves_the_model_it_was_searched_in(launcher, overrides, tmp_path):
-    from pod.models import resolve_model
-
+def test_the_file_serves_models_of_its_shape(launcher, overrides, tmp_path):
     launcher.main(load_recipe(None, overrides))
     heads = RetrievalHeads.load(tmp_path / "run" / "plan" / HEADS_NAME)
-    model = pod.load_model(resolve_model("package:tiny"))
-    check_model(heads, model)
-    with torch.no_grad():
-        model.model.layers[1].self_attn.q_proj.weight[0, 0] += 1
-    with pytest.raises(ValueError, match="searched in other weights"):
-        check_model(heads, model)
     with pytest.raises(ValueError, match="4 layers, 4 query and 2 KV heads, this one has 3, 6 and 2"):
         plan_of_heads(heads, tiny_model().config)
 

@@ -15,13 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from pod.files import sha256_file
 from pod.modeling.loading import load_model, load_tokenizer
 from pod.modeling.recording import record_attention_inputs
 from pod.modeling.retrieval_heads import RetrievalHeads
-from pod.training.explore import weights_stamp
-from pod.training.explore_args import ExploreArgs
-from pod.training.similarity import model_fingerprint
+from pod.training.plans.exploration import keep_old, reusable, weights_stamp
+from pod.training.plans.explore_args import ExploreArgs
+from pod.training.plans.similarity import from_first_rank, model_fingerprint
 
 HEADS_NAME = "retrieval_heads.json"
 BLOCK_ELEMENTS = 1 << 24  # logits computed at a time
@@ -122,14 +121,13 @@ def find_heads(
             "seed": seed,
             "weights": weights_stamp(model_folder),
         }
-        found = _reusable(path, wanted, say) or _search(wanted, model_folder, say)
+        found = reusable(path, RetrievalHeads, wanted, say)
+        if found is None:
+            found = _search(wanted, model_folder, say)
+            keep_old(path)
         found = replace(found, induction_share=explore.induction_share, echo_share=explore.echo_share)
-        _keep_old(path, wanted)
         found.save(path)
-    if dist.is_initialized():
-        box = [found]
-        dist.broadcast_object_list(box, src=0)
-        found = box[0]
+    found = from_first_rank(found)
     assert found is not None
     return found
 
@@ -180,37 +178,6 @@ def fitting_tokens(config: Any, wanted: int, repeats: int, num_ordinary: int) ->
             "tokens leave fewer than 2 distinct ones; repeat less often"
         )
     return fitting
-
-
-def check_model(heads: RetrievalHeads, model: Any) -> None:
-    """Raise ValueError unless ``heads`` were searched in this very model (shape and weights)."""
-    heads.check_fits(model.config)
-    if heads.provenance.get("weights_sha256") != model_fingerprint(model):
-        raise ValueError(
-            f"the retrieval heads were searched in other weights ({heads.provenance.get('model')}, "
-            f"{heads.provenance.get('dtype')}): search again with launch/explore.py --heads"
-        )
-
-
-def _reusable(path: Path, wanted: dict[str, Any], say: Callable[[str], None]) -> RetrievalHeads | None:
-    if not path.exists():
-        return None
-    found = RetrievalHeads.load(path)
-    changed = _changed(found, wanted)
-    if not changed:
-        say(f"retrieval heads: {path} is of these settings, nothing is measured again")
-        return found
-    say(f"retrieval heads: {path} differs in {', '.join(changed)}: searching again, the old file is kept")
-    return None
-
-
-def _changed(found: RetrievalHeads, wanted: dict[str, Any]) -> list[str]:
-    return sorted(key for key, value in wanted.items() if found.provenance.get(key) != value)
-
-
-def _keep_old(path: Path, wanted: dict[str, Any]) -> None:
-    if path.exists() and _changed(RetrievalHeads.load(path), wanted):
-        os.replace(path, path.with_name(f"{path.stem}-{sha256_file(path)[:8]}.json"))
 
 
 def describe_heads_cost(config: Any, explore: ExploreArgs) -> str:

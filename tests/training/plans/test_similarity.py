@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from pod.training.explore_args import ExploreArgs
-from pod.training.similarity import (
+from pod.training.plans.explore_args import ExploreArgs
+from pod.training.plans.similarity import (
     PartialSum,
     Similarity,
     jensen_shannon_similarity,

@@ -9,9 +9,7 @@ import torch
 
 import pod
 from pod.modeling.shipped.sharing import SharingPlan
-from pod.training.planning import units_of
-from pod.training.plans.solve import solve, sum_of_costs
-from pod.training.refine import (
+from pod.training.plans.refine import (
     FOLLOW,
     LEAD,
     WINDOW,
@@ -24,6 +22,7 @@ from pod.training.refine import (
     possible_moves,
     roles_of_plan,
 )
+from pod.training.plans.solve import solve, sum_of_costs, units_of
 
 START = SharingPlan(lead=[[0, 0], [0, 1], [2, None], [2, 1], [4, 1]])
 
@@ -245,7 +244,7 @@ def test_losses_of_another_model_are_not_used(tmp_path):
 
 def test_search_on_a_model(model, sequences):
     """The real thing, small: least cost, then refined on the sequences; the result is measured from scratch."""
-    from pod.training.plan_costs import measure_costs
+    from pod.training.plans.costs import measure_costs
 
     order = torch.arange(2).expand(5, 5, 2, 2, 2)
     found = [measure_costs(model, x[None], 8, order) for x in sequences]

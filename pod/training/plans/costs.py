@@ -37,6 +37,7 @@ from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.packed import Packing
 from pod.modeling.shipped.sharing import GROUP_SIZE, RESIDUAL
 
+COSTS_NAME = "plan_costs.safetensors"
 SCHEMA_VERSION = "2"
 RETRIEVAL = "_retrieval"
 """Ends the name of a cost that was measured on repeated random tokens."""

@@ -1,6 +1,6 @@
 """A plan improved by the model's own loss: local search over roles at a fixed saving.
 
-Costs of roles (``plan_costs.py``) add up; what roles do to a model does not: errors of one layer change what the next ones
+Costs of roles (``costs.py``) add up; what roles do to a model does not: errors of one layer change what the next ones
 see. The search measures the loss of whole plans on a few sequences. Each round measures the cheapest single moves by the additive
 cost: *splits* (a follower becomes a lead) and *merges* (a lead follows the block below it), *opens* (a window becomes a lead) and
 *closes* (a lead keeps its window). It pairs the splits that help most with the merges that harm least, and opens with closes, and
@@ -30,6 +30,7 @@ from pod.files import atomic_write_text
 from pod.modeling.shipped.attention import Carry, ForwardContext
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import Lead, SharingPlan, is_followed, open_lead, roles_of
+from pod.training.plans.similarity import from_first_rank
 
 _LOGIT_ROWS = 512  # rows of logits in memory at once
 _SINGLE_TRIES = 3  # pairs tried one by one after all joint trials of a round have failed
@@ -151,10 +152,7 @@ class LossLog:
         self.losses: dict[str, float] = {}
         if self.path is not None:
             self._read(self.path, json.dumps({"fingerprint": fingerprint}, sort_keys=True))
-        if dist.is_initialized():
-            box = [self.losses]
-            dist.broadcast_object_list(box, src=0)
-            self.losses = box[0]
+        self.losses = from_first_rank(self.losses)
 
     def _read(self, path: Path, head: str) -> None:
         lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]

@@ -6,7 +6,7 @@ import pytest
 from matplotlib.patches import Rectangle
 
 from pod.modeling.shipped.sharing import SharingPlan
-from pod.training.plan_pictures import (
+from pod.training.plans.pictures import (
     SINGLE_COLOUR,
     adjacent_similarity,
     block_picture,

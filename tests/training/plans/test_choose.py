@@ -16,15 +16,14 @@ from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.models import resolve_model
 from pod.recipe import load_recipe, run
-from pod.training import explore_plan
-from pod.training.explore import Exploration
-from pod.training.explore_plan import choose, cost_at, head_order
-from pod.training.plan_costs import PlanCosts, cost_shapes
-from pod.training.planning import units_of
-from pod.training.plans.solve import solve, sum_of_costs
-from pod.training.refine import PlanLoss
+from pod.training.plans import choose as choose_module
+from pod.training.plans.choose import choose, cost_at, head_order
+from pod.training.plans.costs import PlanCosts, cost_shapes
+from pod.training.plans.exploration import Exploration
+from pod.training.plans.refine import PlanLoss
+from pod.training.plans.solve import solve, sum_of_costs, units_of
 
-LAUNCHER = Path(__file__).parents[2] / "launch" / "explore.py"
+LAUNCHER = Path(__file__).parents[3] / "launch" / "explore.py"
 REFINED = ["explore.refine_evaluations=14", "explore.loss_sequences=2", "explore.refine_proposals=2"]
 WINDOWS = {"num_sink_tokens": 2, "num_recent_tokens": 5}
 WRITTEN = {
@@ -200,7 +199,7 @@ def test_explore_measures_chooses_and_writes(explore_launcher, overrides, tmp_pa
     assert point["cost_without"]["follow"] == found["plan_cost_without_follow"]
     assert sum(point["per_layer"]["windows"]) == plan.num_windows
     for name in ("measure_costs", "measure_query_head_errors"):
-        monkeypatch.setattr(explore_plan, name, refuse)
+        monkeypatch.setattr(choose_module, name, refuse)
     changes = ["explore.target_saving=0.2", "explore.retrieval_weight=3", "explore.align_heads=false"]
     explore_launcher.main(load_recipe(None, [*overrides, *changes]))
     total = costs.total(3.0)
@@ -228,7 +227,7 @@ def test_measured_losses_are_those_of_a_model_with_the_plan(explore_launcher, ov
         model = pod.load_model(resolve_model("package:tiny"), plan=given, dtype=torch.float64, **WINDOWS)
         kinds = {
             "text": exploration.read(print)[0][:2],
-            "repeated": explore_plan.repeated_sequences(exploration, model.config),
+            "repeated": choose_module.repeated_sequences(exploration, model.config),
         }
         for kind, sequences in kinds.items():
             losses = [model(row[None], labels=row[None]).loss.item() for row in sequences]
@@ -270,14 +269,14 @@ def test_retrieval_sequences_repeat_ordinary_tokens(overrides):
         Path("unused"), settings, resolve_model("package:tiny"), {}, recipe.explore, recipe.data
     )
     config = PodConfig(vocab_size=300, max_position_embeddings=64)
-    first, second = explore_plan.repeated_sequences(exploration, config)
+    first, second = choose_module.repeated_sequences(exploration, config)
     assert first.shape == (48,) and not (first == second).all()  # 12 tokens, four times
     assert (first.view(4, 12) == first[:12]).all() and len(set(first.tolist())) == 12
-    assert explore_plan.repeated_sequences(exploration, config)[0].tolist() == first.tolist()
+    assert choose_module.repeated_sequences(exploration, config)[0].tolist() == first.tolist()
 
 
 def test_an_interrupted_measurement_continues(explore_launcher, overrides, tmp_path, monkeypatch):
-    measure, calls = explore_plan.measure_costs, []
+    measure, calls = choose_module.measure_costs, []
 
     def interrupted(*args):
         calls.append(1)
@@ -285,7 +284,7 @@ def test_an_interrupted_measurement_continues(explore_launcher, overrides, tmp_p
             raise KeyboardInterrupt
         return measure(*args)
 
-    monkeypatch.setattr(explore_plan, "measure_costs", interrupted)
+    monkeypatch.setattr(choose_module, "measure_costs", interrupted)
     recipe = load_recipe(None, [*overrides, "explore.save_every=1"])
     with pytest.raises(KeyboardInterrupt):
         explore_launcher.main(recipe)

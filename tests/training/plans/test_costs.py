@@ -8,7 +8,7 @@ import torch
 import pod
 from pod.modeling.recording import record_attention_inputs
 from pod.modeling.shipped.packed import Packing
-from pod.training.plan_costs import (
+from pod.training.plans.costs import (
     PlanCosts,
     match_query_heads,
     measure_costs,

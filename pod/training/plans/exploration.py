@@ -23,16 +23,17 @@ from pod.modeling.loading import load_model, load_tokenizer
 from pod.modeling.recording import record_attention_rows
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan
-from pod.training.explore_args import ExploreArgs
-from pod.training.plans.solve import Frontier, solve
-from pod.training.similarity import (
+from pod.training.plans.explore_args import ExploreArgs
+from pod.training.plans.similarity import (
+    SIMILARITY_NAME,
     Similarity,
+    from_first_rank,
     measure_similarity,
     model_fingerprint,
     sequence_fingerprint,
 )
+from pod.training.plans.solve import Frontier, solve
 
-SIMILARITY_NAME = "similarity.safetensors"
 PARTIAL_NAME = "similarity.partial"
 MATCHING_SEQUENCES = 2
 """Sequences of text, beside all repeated ones, on which query heads are matched."""
@@ -120,15 +121,6 @@ def find_similarity(exploration: Exploration, say: Callable[[str], None] = print
         found.save(path)
         shutil.rmtree(exploration.folder / PARTIAL_NAME, ignore_errors=True)
     return found
-
-
-def from_first_rank(value: Any) -> Any:
-    """What rank 0 passed, on every rank."""
-    if not dist.is_initialized():
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
 
 
 def _measure(exploration: Exploration, wanted: dict[str, Any], say: Callable[[str], None]) -> Similarity:
@@ -256,7 +248,7 @@ def weights_stamp(model_folder: str) -> str:
 
 
 def reusable(path: Path, kind: Any, wanted: dict[str, Any], say: Callable[[str], None]) -> Any:
-    """What lies at `path` as a `kind` (Similarity or PlanCosts) when it was measured with these settings, else None."""
+    """What lies at `path` as a `kind` (Similarity, PlanCosts, RetrievalHeads) when it was measured with these settings, else None."""
     if not path.exists():
         return None
     found = kind.load(path)

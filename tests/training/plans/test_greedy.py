@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from pod.modeling.shipped.sharing import SharingPlan
-from pod.training.planning import describe_plan, dissimilarity, greedy_plan
+from pod.training.plans.greedy import dissimilarity, greedy_plan
+from pod.training.plans.report import describe_plan
 from pod.training.plans.solve import solve, sum_of_costs
 
 

@@ -8,12 +8,12 @@ import torch
 
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.recipe import load_recipe, run
-from pod.training import explore as explore_module
-from pod.training.planning import dissimilarity, greedy_plan
+from pod.training.plans import exploration as explore_module
+from pod.training.plans.greedy import dissimilarity, greedy_plan
+from pod.training.plans.similarity import Similarity
 from pod.training.plans.solve import solve
-from pod.training.similarity import Similarity
 
-LAUNCHER = Path(__file__).parents[2] / "launch" / "explore.py"
+LAUNCHER = Path(__file__).parents[3] / "launch" / "explore.py"
 WRITTEN = {
     "plan.json",
     "similarity.safetensors",
@@ -56,7 +56,7 @@ def test_similarity_is_that_of_stock_attention(explore_launcher, overrides, tmp_
     from transformers import AutoModelForCausalLM
 
     from pod.models import resolve_model
-    from pod.training.similarity import jensen_shannon_similarity
+    from pod.training.plans.similarity import jensen_shannon_similarity
 
     recipe = load_recipe(None, [*overrides, "model.dtype=float64"])
     explore_launcher.main(recipe)

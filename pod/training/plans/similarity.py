@@ -23,17 +23,8 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from pod.files import atomic_write_bytes
-from pod.training.explore_args import ExploreArgs
 
-__all__ = [
-    "ExploreArgs",
-    "Similarity",
-    "jensen_shannon_similarity",
-    "measure_similarity",
-    "model_fingerprint",
-    "sequence_fingerprint",
-]
-
+SIMILARITY_NAME = "similarity.safetensors"
 SCHEMA_VERSION = "1"
 UNIT = 2.0**-40  # of the integer sums; N up to 2^22 sequences fit into int64
 TILE_ELEMENTS = {
@@ -256,7 +247,7 @@ def _resume(folder: Path, fingerprint: str, num_sequences: int, rank: int, world
             _adopt_orphans(folder, fingerprint, num_sequences, world)
         except ValueError as refused:
             error = str(refused)
-    error = _broadcast(error)
+    error = from_first_rank(error)
     if error:
         raise ValueError(error)
     return PartialSum.load(_partial_path(folder, rank), fingerprint, num_sequences)
@@ -305,11 +296,11 @@ def _all_reduce(values: Tensor) -> Tensor:
     return values
 
 
-def _broadcast(text: str) -> str:
-    if not dist.is_initialized():
-        return text
-    box = [text]
-    dist.broadcast_object_list(box, src=0)
+def from_first_rank(value: Any) -> Any:
+    """What rank 0 passed, on every rank."""
+    box = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, src=0)
     return box[0]
 
 

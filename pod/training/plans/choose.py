@@ -14,22 +14,10 @@ from tqdm import tqdm
 
 from pod.modeling.loading import load_tokenizer
 from pod.modeling.shipped.sharing import SharingPlan
-from pod.training.explore import (
-    MATCHING_SEQUENCES,
-    Exploration,
-    advance,
-    find_similarity,
-    from_first_rank,
-    frontier_of,
-    keep_old,
-    quiet,
-    reusable,
-    target_units,
-    weights_stamp,
-)
-from pod.training.explore_args import ExploreArgs
-from pod.training.heads import fitting_tokens, ordinary_vocabulary, repeated_tokens
-from pod.training.plan_costs import (
+from pod.training.plans.align import align
+from pod.training.plans.bits import PackedCosts, plan_with_bits
+from pod.training.plans.costs import (
+    COSTS_NAME,
     RETRIEVAL,
     PlanCosts,
     cost_shapes,
@@ -38,15 +26,32 @@ from pod.training.plan_costs import (
     measure_query_head_errors,
     sample_queries,
 )
-from pod.training.planning import Floats, dissimilarity, greedy_plan
-from pod.training.plans.align import align
-from pod.training.plans.bits import PackedCosts, plan_with_bits
-from pod.training.plans.solve import Frontier
-from pod.training.refine import LossLog, PlanLoss, Refinement, plan_key
-from pod.training.similarity import Similarity, measure_mean, model_fingerprint, sequence_fingerprint
+from pod.training.plans.exploration import (
+    MATCHING_SEQUENCES,
+    Exploration,
+    advance,
+    find_similarity,
+    frontier_of,
+    keep_old,
+    quiet,
+    reusable,
+    target_units,
+    weights_stamp,
+)
+from pod.training.plans.explore_args import ExploreArgs
+from pod.training.plans.greedy import dissimilarity, greedy_plan
+from pod.training.plans.heads import fitting_tokens, ordinary_vocabulary, repeated_tokens
+from pod.training.plans.refine import LossLog, PlanLoss, Refinement, plan_key
+from pod.training.plans.similarity import (
+    Similarity,
+    from_first_rank,
+    measure_mean,
+    model_fingerprint,
+    sequence_fingerprint,
+)
+from pod.training.plans.solve import Floats, Frontier
 
 REPEATS = 4  # copies of the random tokens of a retrieval sequence
-COSTS_NAME = "plan_costs.safetensors"
 PARTIAL_NAME = "plan_costs.partial"
 LOSS_NAME = "plan_losses.jsonl"
 
