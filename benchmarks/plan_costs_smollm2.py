@@ -24,10 +24,11 @@ from pod.eval.results import environment
 from pod.files import write_json
 from pod.models import resolve_model
 from pod.recipe import load_recipe
-from pod.training.plans.choose import Choice, choose, choose_by_similarity, find_costs, find_similarity
+from pod.training.plans.choose import Choice, choose, choose_by_similarity
 from pod.training.plans.exploration import Exploration, settings_of
 from pod.training.plans.explore_args import ExploreArgs
 from pod.training.plans.greedy import greedy_plan
+from pod.training.plans.measure import find_costs, find_similarity
 from pod.training.plans.refine import PlanLoss
 
 ROOT = Path(__file__).parents[1]

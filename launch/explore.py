@@ -96,7 +96,7 @@ def write_plan(recipe: Recipe, choice: Any) -> None:
     subject = about(recipe, plan)
     figures = {"blocks.png": block_picture(plan, subject)}
     figures["costs.png"] = cost_maps(choice.follow, choice.window, plan, subject)
-    if choice.frontier is not None:
+    if choice.solved is not None:
         curve = pareto(choice, explore, windows_of(recipe))
         atomic_write_text(folder / PARETO_NAME, as_json(curve))
         figures["pareto.png"] = pareto_picture(curve, subject)
@@ -150,7 +150,7 @@ def summary(recipe: Recipe, choice: Any) -> str:
             f"heads are re-ordered in {moved} of {plan.num_layers} layers; the model computes the same"
         )
     if "plan_cost" in found:
-        lines.append(f"least cost at this saving: {found['plan_cost']:.4g}" + _without(choice, found))
+        lines.append(f"least cost at this saving: {found['plan_cost']:.4g}" + _without(found))
     if "refined" in found:
         refined = found["refined"]
         lines.append(
@@ -161,20 +161,23 @@ def summary(recipe: Recipe, choice: Any) -> str:
         dense, own = (found.get("losses", {}).get(name, {}).get(kind) for name in ("dense", "plan"))
         if dense is not None and own is not None:
             lines.append(
-                f"measured loss on {what}{' (roles alone, in 16 bits)' if plan.packs else ''}: dense {dense:.4f}, plan {own:.4f} nats per token (perplexity x {math.exp(own - dense):.3f})"
+                f"measured loss on {what}: dense {dense:.4f}, plan {own:.4f} nats per token (perplexity x {math.exp(own - dense):.3f})"
             )
     return "\n".join(lines)
 
 
-def _without(choice: Any, found: dict[str, Any]) -> str:
-    parts = []
-    if "plan_cost_without_4_bits" in found:
-        parts.append(f"{found['plan_cost_without_4_bits']:.4g} in 16 bits")
-    for role in choice.without or {}:
-        cost = found[f"plan_cost_without_{role}"]
-        says = "not reachable" if cost is None else f"{cost:.4g}"
-        parts.append(f"{says} when no head may {'follow' if role == 'follow' else 'keep its window'}")
-    return "".join(f"; {part}" for part in parts)
+def _without(found: dict[str, Any]) -> str:
+    forbidden = {
+        "follow": "when no head may follow",
+        "window": "when no head may keep its window",
+        "4_bits": "when every layer keeps 16 bits",
+    }
+    costs = {what: found.get(f"plan_cost_without_{name}", math.nan) for name, what in forbidden.items()}
+    return "".join(
+        f"; {'not reachable' if cost is None else f'{cost:.4g}'} {what}"
+        for what, cost in costs.items()
+        if cost is None or not math.isnan(cost)
+    )
 
 
 def estimate(recipe: Recipe) -> str:

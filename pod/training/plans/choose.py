@@ -1,59 +1,50 @@
-"""From measurements to a plan: costs, heads aligned, roles chosen at the target saving, and the plan's own loss measured."""
+"""From measurements to a plan: heads aligned, roles and bits chosen at the target saving, and the plan's own loss measured."""
 
-import shutil
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from tqdm import tqdm
 
-from pod.modeling.loading import load_tokenizer
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.plans.align import align
-from pod.training.plans.bits import PackedCosts, plan_with_bits
-from pod.training.plans.costs import (
-    COSTS_NAME,
-    RETRIEVAL,
-    PlanCosts,
-    cost_shapes,
-    match_query_heads,
-    measure_costs,
-    measure_query_head_errors,
-    sample_queries,
-)
+from pod.training.plans.bits import PackedFrontier, solve_packed
+from pod.training.plans.costs import PlanCosts, sample_queries
 from pod.training.plans.exploration import (
-    MATCHING_SEQUENCES,
     Exploration,
-    advance,
-    find_similarity,
     frontier_of,
-    keep_old,
-    quiet,
-    reusable,
+    packed_costs,
     target_units,
     weights_stamp,
 )
 from pod.training.plans.explore_args import ExploreArgs
 from pod.training.plans.greedy import dissimilarity, greedy_plan
-from pod.training.plans.heads import fitting_tokens, ordinary_vocabulary, repeated_tokens
+from pod.training.plans.measure import find_costs, find_similarity, quiet, repeated_sequences
 from pod.training.plans.refine import LossLog, PlanLoss, Refinement, plan_key
-from pod.training.plans.similarity import (
-    Similarity,
-    from_first_rank,
-    measure_mean,
-    model_fingerprint,
-    sequence_fingerprint,
-)
+from pod.training.plans.similarity import Similarity, sequence_fingerprint
 from pod.training.plans.solve import Floats, Frontier
 
-REPEATS = 4  # copies of the random tokens of a retrieval sequence
-PARTIAL_NAME = "plan_costs.partial"
 LOSS_NAME = "plan_losses.jsonl"
+Order = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Solved:
+    """The least cost of every saving under some roles, and which saving is asked for.
+
+    Attributes:
+        frontier: in an order of heads; units: of the saving, the number that costs least among so many and more.
+        follow, window: costs by place, ``[L, L, H]`` and ``[L, H]``, None = not priced.
+        kv_order: ``[L][H]``, the KV head at each place; None = where they were.
+    """
+
+    frontier: Frontier | PackedFrontier
+    units: int
+    follow: Floats
+    window: Floats | None = None
+    kv_order: Order | None = None
 
 
 @dataclass(frozen=True)
@@ -62,16 +53,16 @@ class Choice:
 
     Attributes:
         follow, window: costs by place, ``[L, L, H]`` and ``[L, H]``, None = not priced.
-        frontier: of all allowed roles, in the plan's order of heads; None for a greedy plan.
-        without: role → the frontier when it is forbidden, heads aligned for it alone.
+        solved: all allowed roles and bits, in the plan's order of heads; None for a greedy plan.
+        without: ``follow``, ``window`` or ``4_bits`` → the same when it is forbidden, heads aligned for it alone.
         similarity: what was measured for cost=similarity, else None.
     """
 
     plan: SharingPlan
     follow: Floats | None
     window: Floats | None
-    frontier: Frontier | None = None
-    without: dict[str, Frontier] | None = None
+    solved: Solved | None = None
+    without: dict[str, Frontier | PackedFrontier] = field(default_factory=dict)
     similarity: Similarity | None = None
 
 
@@ -109,84 +100,70 @@ def choose_by_similarity(similarity: Similarity, explore: ExploreArgs, windows: 
         plan = greedy_plan(similarity.values, heads, explore.threshold, similarity.provenance)
         return Choice(plan, follow, None, similarity=similarity)
     frontier = frontier_of(explore, follow, None)
-    units = target_units(frontier, explore, windows)
-    plan = frontier.plan(units, _provenance(explore, similarity.provenance, frontier, units))
-    return Choice(plan, follow, None, frontier, similarity=similarity)
+    solved = Solved(frontier, target_units(frontier, explore, windows), follow)
+    plan = frontier.plan(solved.units, _provenance(explore, similarity.provenance, solved))
+    return Choice(plan, follow, None, solved, similarity=similarity)
 
 
 def choose(costs: PlanCosts, explore: ExploreArgs, windows: dict[str, int]) -> Choice:
-    """The plan of least cost at the target saving, heads aligned for it, and what forbidding each role costs."""
+    """The plan of least cost at the target saving, heads aligned for it, and what forbidding each role, or packing, costs."""
     total = costs.total(explore.retrieval_weight)
-    if 4 in explore.bits:
-        return _choose_with_bits(costs, total, explore, windows)
-    units = target_units(frontier_of(explore, total["in_place"], total["window"]), explore, windows)
-    follow, window, kv_order = _aligned(total, explore, units)
-    frontier = frontier_of(explore, follow, window)
-    units += int(frontier.costs[units:].argmin())  # what saves more and costs less is better
+    best = _solve(total, explore, windows)
+    pair = best.frontier.pair_units
     provenance = costs.provenance | windows | {"retrieval_weight": explore.retrieval_weight}
-    provenance = _provenance(explore, provenance, frontier, units)
+    provenance = _provenance(explore, provenance, best)
+    if isinstance(best.frontier, PackedFrontier):
+        bound = best.frontier.bound[best.units :].min()
+        provenance |= {"bits": list(explore.bits), "plan_cost_bound": float(bound)}
     without = {}
-    for role in explore.roles if len(explore.roles) > 1 else ():
-        rest = replace(explore, roles=[x for x in explore.roles if x != role], target_saving=0.0)
-        most = len(frontier_of(rest, total["in_place"], total["window"]).costs) - 1
-        without[role] = frontier_of(rest, *_aligned(total, rest, min(units, most))[:2])
-        provenance[f"plan_cost_without_{role}"] = cost_at(without[role], units)
-    plan = frontier.plan(units, provenance)
-    if kv_order is not None:
-        plan = replace(plan, head_order=head_order(plan, kv_order, costs.order))
-    return Choice(plan, follow, window, frontier, without)
+    for name, rest in _forbidding(explore).items():
+        without[name] = _solve(total, rest, windows, best.units / pair).frontier
+        provenance[f"plan_cost_without_{name}"] = without[name].cost_of(best.units, pair)
+    plan = best.frontier.plan(best.units, provenance)
+    if best.kv_order is not None:
+        plan = replace(plan, head_order=head_order(plan, best.kv_order, costs.order))
+    return Choice(plan, best.follow, best.window, best, without)
 
 
-def _choose_with_bits(
-    costs: PlanCosts, total: dict[str, Floats], explore: ExploreArgs, windows: dict[str, int]
-) -> Choice:
-    """As ``choose`` where layers may be packed. Heads stay where they are: with packed leads at hand hardly any head follows."""
-    priced = PackedCosts(
-        follow=total["in_place"] if "follow" in explore.roles else None,
-        window=total["window"] if "window" in explore.roles else None,
-        lead4=total["lead4"],
-        follow4=total["follow4"],
-    )
-    size = windows["num_sink_tokens"], windows["num_recent_tokens"]
-    found = costs.provenance | windows | {"retrieval_weight": explore.retrieval_weight, "bits": explore.bits}
-    found |= {"cost": explore.cost, "roles": list(explore.roles), "target_saving": explore.target_saving}
-    found |= {"budget_length": explore.budget_tokens}
-    plan = plan_with_bits(priced, explore.target_saving, explore.budget_tokens, size, found)
-    most = _reachable(explore, total, windows)
-    if explore.target_saving <= most:
-        other = choose(costs, replace(explore, bits=[16]), windows).plan
-        found = {"plan_cost_without_4_bits": other.provenance["plan_cost"]}
-        plan = replace(plan, provenance=plan.provenance | found)
-    return Choice(plan, total["in_place"], total["window"])
+def _forbidding(explore: ExploreArgs) -> dict[str, ExploreArgs]:
+    """The settings without each of what they allow."""
+    changes: dict[str, dict[str, Any]] = {}
+    if len(explore.roles) > 1:
+        changes = {role: {"roles": [x for x in explore.roles if x != role]} for role in explore.roles}
+    if 4 in explore.bits:
+        changes["4_bits"] = {"bits": [16]}
+    return {name: replace(explore, target_saving=0.0, **change) for name, change in changes.items()}
 
 
-def _reachable(explore: ExploreArgs, total: dict[str, Floats], windows: dict[str, int]) -> float:
-    """The largest share of bytes that the allowed roles save in 16 bits."""
-    last = len(frontier_of(explore, total["in_place"], total["window"]).costs) - 1
-    far = max(0, explore.budget_tokens - sum(windows.values())) / explore.budget_tokens
-    return last / (2 * total["window"].size) * far
+def _solve(
+    total: dict[str, Floats], explore: ExploreArgs, windows: dict[str, int], pairs: float | None = None
+) -> Solved:
+    """For the target saving, or for so many pairs' bytes if that is given, or as many as can be saved.
+
+    Heads stay where they are where layers may be packed: with packed leads at hand hardly any head follows.
+    """
+
+    def units_of(frontier: Frontier | PackedFrontier) -> int:
+        if pairs is None:
+            return target_units(frontier, explore, windows)
+        return min(math.ceil(pairs * frontier.pair_units - 1e-9), len(frontier.costs) - 1)
+
+    placed, kv_order = (total["in_place"], total["window"]), None
+    if 4 in explore.bits:
+        packed = solve_packed(packed_costs(explore, total, windows))
+        units = units_of(packed)
+        frontier = packed.improved(units)
+    else:
+        frontier = frontier_of(explore, *placed)
+        units = units_of(frontier)
+        if explore.align_heads and "follow" in explore.roles and units:
+            found = align(total["follow"], total["window"] if "window" in explore.roles else None, units)
+            placed = found.follow, total["window"] if found.window is None else found.window
+            frontier, kv_order = frontier_of(explore, *placed), found.kv_order
+    return Solved(frontier, frontier.cheapest(units), *placed, kv_order)
 
 
-def cost_at(frontier: Frontier, units: int) -> float | None:
-    """The least cost of saving so many units or more; None where no plan does."""
-    least = frontier.costs[units:].min(initial=np.inf)
-    return float(least) if np.isfinite(least) else None
-
-
-def _aligned(
-    total: dict[str, Floats], explore: ExploreArgs, units: int
-) -> tuple[Floats, Floats, tuple[tuple[int, ...], ...] | None]:
-    """Costs of followers and windows by place, and the KV head at each place (None = where they were)."""
-    if not explore.align_heads or "follow" not in explore.roles or not units:
-        return total["in_place"], total["window"], None
-    window = total["window"] if "window" in explore.roles else None
-    found = align(total["follow"], window, units)
-    return found.follow, total["window"] if found.window is None else found.window, found.kv_order
-
-
-def head_order(
-    plan: SharingPlan, kv_order: tuple[tuple[int, ...], ...], order: Tensor
-) -> tuple[tuple[int, ...], ...] | None:
+def head_order(plan: SharingPlan, kv_order: Order, order: Tensor) -> Order | None:
     """Which query head of the original weights stands at each place, ``[L][Hq]``; None when all stand where they were.
 
     Args:
@@ -207,89 +184,14 @@ def head_order(
     return None if all(row == tuple(range(len(row))) for row in rows) else tuple(rows)
 
 
-def _provenance(
-    explore: ExploreArgs, measured: dict[str, Any], frontier: Frontier, units: int
-) -> dict[str, Any]:
+def _provenance(explore: ExploreArgs, measured: dict[str, Any], solved: Solved) -> dict[str, Any]:
     return measured | {
         "cost": explore.cost,
         "roles": list(explore.roles),
         "target_saving": explore.target_saving,
         "budget_length": explore.budget_length,
-        "plan_cost": float(frontier.costs[units]),
+        "plan_cost": float(solved.frontier.costs[solved.units]),
     }
-
-
-def find_costs(exploration: Exploration, say: Callable[[str], None] = print) -> PlanCosts:
-    """The costs of these settings: read from the folder when they are there, else measured (by all ranks) and written."""
-    path = exploration.folder / COSTS_NAME
-    wanted = exploration.settings | exploration.windows
-    wanted |= {"weights": weights_stamp(exploration.model_folder)}
-    wanted |= {"retrieval_sequences": exploration.explore.retrieval_sequences}
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    found = from_first_rank(reusable(path, PlanCosts, wanted, say) if is_first else None)
-    if found is not None:
-        return found
-    found = _measure(exploration, wanted, say)
-    if is_first:
-        keep_old(path)
-        found.save(path)
-        shutil.rmtree(exploration.folder / PARTIAL_NAME, ignore_errors=True)
-    return found
-
-
-def _measure(exploration: Exploration, wanted: dict[str, Any], say: Callable[[str], None]) -> PlanCosts:
-    """Query heads matched on a few sequences, then the cost of every role on all of them."""
-    explore = exploration.explore
-    model = exploration.load_model()
-    sequences, split = exploration.read(say)
-    repeated = repeated_sequences(exploration, model.config)
-    fingerprint = wanted | {
-        "weights_sha256": model_fingerprint(model),
-        "tokens_sha256": sequence_fingerprint(sequences),
-    }
-
-    def mean(name: str, measure: Callable[..., Tensor], kind: list[Tensor]) -> Tensor:
-        with tqdm(total=len(kind), desc=f"plan costs, {name}", unit="seq", disable=say is quiet) as bar:
-            return measure_mean(
-                lambda input_ids: measure(model, input_ids.to(model.device), explore.num_queries),
-                kind,
-                fingerprint=fingerprint,
-                partial_dir=exploration.folder / PARTIAL_NAME / name,
-                save_every=explore.save_every,
-                progress=partial(advance, bar),
-            )
-
-    heads = model.config.num_key_value_heads
-    few = [*sequences[:MATCHING_SEQUENCES], *repeated]
-    order = match_query_heads(mean("query heads", measure_query_head_errors, few), heads)
-    shapes = cost_shapes(model.config.num_hidden_layers, heads)
-
-    def flat(model: Any, input_ids: Tensor, num_queries: int) -> Tensor:
-        found = measure_costs(model, input_ids, num_queries, order)
-        return torch.cat([found[name].flatten() for name in shapes])
-
-    values: dict[str, Tensor] = {}
-    for name, ending, kind in (("text", "", list(sequences)), ("repeated", RETRIEVAL, repeated)):
-        if kind:
-            parts = mean(name, flat, kind).split([int(np.prod(shape)) for shape in shapes.values()])
-            values |= {
-                key + ending: part.view(shape)
-                for (key, shape), part in zip(shapes.items(), parts, strict=True)
-            }
-    return PlanCosts(values=values, order=order, provenance=fingerprint | {"split_used": split})
-
-
-def repeated_sequences(exploration: Exploration, config: Any) -> list[Tensor]:
-    """Sequences of random ordinary tokens, each repeated REPEATS times."""
-    explore, settings = exploration.explore, exploration.settings
-    if not explore.retrieval_sequences:
-        return []
-    tokenizer = load_tokenizer(exploration.model_folder, gguf_file=settings["gguf_file"])
-    vocab, special = ordinary_vocabulary(tokenizer, config)
-    length = explore.sequence_length // REPEATS
-    num_tokens = fitting_tokens(config, length, REPEATS, vocab - len(special))
-    seeds = range(settings["seed"], settings["seed"] + explore.retrieval_sequences)
-    return [repeated_tokens(num_tokens, REPEATS, vocab, special, seed) for seed in seeds]
 
 
 def _with_losses(exploration: Exploration, choice: Choice, say: Callable[[str], None]) -> SharingPlan:

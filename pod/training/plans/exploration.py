@@ -1,7 +1,6 @@
 """From a recipe's settings to measurements: on which text, with which model, and when an earlier file serves again."""
 
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,27 +13,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from tqdm import tqdm
 
 from pod.data import DataArgs, long_sequences
 from pod.data.job import OF_READING, OF_SPLIT
 from pod.files import sha256_file
 from pod.modeling.loading import load_model, load_tokenizer
-from pod.modeling.recording import record_attention_rows
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan
+from pod.training.plans.bits import PackedCosts
+from pod.training.plans.costs import cost_shapes
 from pod.training.plans.explore_args import ExploreArgs
-from pod.training.plans.similarity import (
-    SIMILARITY_NAME,
-    Similarity,
-    from_first_rank,
-    measure_similarity,
-    model_fingerprint,
-    sequence_fingerprint,
-)
-from pod.training.plans.solve import Frontier, solve
+from pod.training.plans.solve import Curve, Floats, Frontier, solve
 
-PARTIAL_NAME = "similarity.partial"
 MATCHING_SEQUENCES = 2
 """Sequences of text, beside all repeated ones, on which query heads are matched."""
 DATA_SETTINGS = (*OF_READING, "boundary_tokens", *(name for name in OF_SPLIT if name != "sources"))
@@ -102,64 +92,6 @@ class Exploration:
         return read_sequences(self.explore, self.data, self.model_folder, gguf_file, seed, say, self.prepared)
 
 
-def find_similarity(exploration: Exploration, say: Callable[[str], None] = print) -> Similarity:
-    """The similarity of these settings: read from the folder when it is there, else measured (by all ranks) and written.
-
-    A file of other settings is kept under another name. An interrupted measurement is continued.
-
-    Raises: ValueError for texts, models and partial files that do not fit.
-    """
-    path = exploration.folder / SIMILARITY_NAME
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    wanted = exploration.settings | {"weights": weights_stamp(exploration.model_folder)}
-    found = from_first_rank(reusable(path, Similarity, wanted, say) if rank == 0 else None)
-    if found is not None:
-        return found
-    found = _measure(exploration, wanted, say)
-    if rank == 0:
-        keep_old(path)
-        found.save(path)
-        shutil.rmtree(exploration.folder / PARTIAL_NAME, ignore_errors=True)
-    return found
-
-
-def _measure(exploration: Exploration, wanted: dict[str, Any], say: Callable[[str], None]) -> Similarity:
-    explore = exploration.explore
-    model = exploration.load_model()
-    sequences, split = exploration.read(say)
-    fingerprint = exploration.settings | {
-        "weights_sha256": model_fingerprint(model),
-        "tokens_sha256": sequence_fingerprint(sequences),
-    }
-    bar = tqdm(total=len(sequences), desc="similarity", unit="seq", disable=say is quiet)
-
-    def rows(input_ids: Tensor) -> Iterator[Tensor]:
-        return record_attention_rows(model, input_ids.to(model.device), explore.num_queries)
-
-    with bar:
-        values = measure_similarity(
-            rows,
-            sequences,
-            fingerprint=fingerprint,
-            partial_dir=exploration.folder / PARTIAL_NAME,
-            save_every=explore.save_every,
-            progress=partial(advance, bar),
-        )
-    return Similarity(
-        values=values,
-        num_key_value_heads=model.config.num_key_value_heads,
-        provenance=wanted | fingerprint | {"split_used": split},
-    )
-
-
-def quiet(line: str) -> None:
-    """Ranks other than 0 say nothing."""
-
-
-def advance(bar: tqdm, done: int, total: int) -> None:
-    bar.update(done - bar.n)
-
-
 def read_sequences(
     explore: ExploreArgs,
     data: DataArgs,
@@ -208,9 +140,12 @@ def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> N
             "tokens: lower it, or extend the model first"
         )
     if explore.algorithm == "dp":
-        layers, heads = config.num_hidden_layers, config.num_key_value_heads
-        free = np.zeros((layers, layers, heads)), np.zeros((layers, heads))
-        target_units(frontier_of(explore, *free), explore, windows)
+        shapes = cost_shapes(config.num_hidden_layers, config.num_key_value_heads)
+        free = {name: np.zeros(shape) for name, shape in shapes.items()}
+        if 4 in explore.bits:
+            target_units(packed_costs(explore, free, windows).solve(None), explore, windows)
+        else:
+            target_units(frontier_of(explore, free["in_place"], free["window"]), explore, windows)
 
 
 def frontier_of(explore: ExploreArgs, follow: Any, window: Any) -> Frontier:
@@ -218,7 +153,19 @@ def frontier_of(explore: ExploreArgs, follow: Any, window: Any) -> Frontier:
     return solve(follow if "follow" in explore.roles else None, window if "window" in explore.roles else None)
 
 
-def target_units(frontier: Frontier, explore: ExploreArgs, windows: dict[str, int]) -> int:
+def packed_costs(explore: ExploreArgs, total: dict[str, Floats], windows: dict[str, int]) -> PackedCosts:
+    """The costs of the roles that the settings allow where layers may be packed."""
+    return PackedCosts(
+        follow=total["in_place"] if "follow" in explore.roles else None,
+        window=total["window"] if "window" in explore.roles else None,
+        lead4=total["lead4"],
+        follow4=total["follow4"],
+        n=explore.budget_tokens,
+        near=sum(windows.values()),
+    )
+
+
+def target_units(frontier: Curve, explore: ExploreArgs, windows: dict[str, int]) -> int:
     """The number of units that is nearest to `target_saving` at `budget_length` tokens.
 
     Raises: ValueError for a saving out of reach.

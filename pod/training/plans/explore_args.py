@@ -132,6 +132,11 @@ class ExploreArgs:
                 f"refine_evaluations is {self.refine_evaluations} with loss_sequences=0: refinement measures losses, set it to 1 "
                 "and more"
             )
+        if self.refine_evaluations and 4 in self.bits:
+            raise ValueError(
+                f"refine_evaluations is {self.refine_evaluations} with bits={self.bits}: refinement turns roles at equal bytes, which "
+                "differ between packed layers; set it to 0, or bits=[16]"
+            )
         for name in ("head_tokens", "head_repeats"):
             if getattr(self, name) < 2:
                 raise ValueError(f"{name} is {getattr(self, name)}, allowed are 2 and more")

@@ -25,6 +25,7 @@ BLOCK_COLOURS = matplotlib.color_sequences["Set2"][:7]  # the eighth is grey
 SINGLE_COLOUR = "#d5d5d5"
 ROLE_COLOURS = {"leads": "#1f3b73", "followers": "#e08214", "windows": "#b8d7ef"}
 ROLE_MEANINGS = {"leads": "lead", "followers": "follow", "windows": "keep their window"}
+FORBIDDEN_COLOURS = ("#b8d7ef", "#e08214", "#7a9a3a")
 
 
 def save_similarity_pictures(
@@ -162,14 +163,25 @@ def _follow_maps(
 
 
 def pareto_picture(curve: dict[str, Any], subject: str) -> Figure:
-    """Saving → least cost, also with a role forbidden, above how many heads of each layer have each role along the curve.
+    """Saving → least cost, also with a role or packing forbidden, above how many heads of each layer have each role along the
+    curve and which layers are packed.
 
     curve: from `pareto`.
     """
     points = curve["points"]
     saving = np.array([100 * point["saving"] for point in points])
-    figure = Figure(figsize=(10, 13), layout="constrained")
-    axes: NDArray[Any] = figure.subplots(5, 1, sharex=True, height_ratios=(3, 1.5, 2, 2, 2))
+    panels = [
+        (ROLE_COLOURS[x], ROLE_MEANINGS[x], [point["per_layer"][x] for point in points]) for x in ROLE_COLOURS
+    ]
+    heads = sum(layers[0][0] for _, _, layers in panels)
+    if any(point["packed_layers"] for point in points):
+        places = range(len(points[0]["per_layer"]["leads"]))
+        flags = [[heads * (layer in point["packed_layers"]) for layer in places] for point in points]
+        panels.append((FORBIDDEN_COLOURS[2], "hold 4 bits", flags))
+    figure = Figure(figsize=(10, 7 + 2 * len(panels)), layout="constrained")
+    axes: NDArray[Any] = figure.subplots(
+        2 + len(panels), 1, sharex=True, height_ratios=(3, 1.5, *(2 for _ in panels))
+    )
     _draw_curves(axes[0], curve, saving)
     shares = [[point[role] for point in points] for role in ROLE_COLOURS]
     axes[1].stackplot(
@@ -178,17 +190,16 @@ def pareto_picture(curve: dict[str, Any], subject: str) -> Figure:
     axes[1].set_ylabel("(layer, KV head)\npairs that …")
     axes[1].legend(loc="lower left", fontsize=9)
     edges = np.concatenate([saving[:1], (saving[1:] + saving[:-1]) / 2, saving[-1:]])
-    for place, role in zip(axes[2:], ROLE_COLOURS, strict=True):
-        counts = np.array([point["per_layer"][role] for point in points]).T  # [L, points]
-        heads = sum(points[0]["per_layer"][x][0] for x in ROLE_COLOURS)
-        colours = LinearSegmentedColormap.from_list(role, ["white", ROLE_COLOURS[role]], N=heads + 1)
+    for place, (colour, meaning, layers) in zip(axes[2:], panels, strict=True):
+        counts = np.array(layers).T  # [L, points]
+        colours = LinearSegmentedColormap.from_list(meaning, ["white", colour], N=heads + 1)
         image = place.pcolormesh(
             edges, np.arange(len(counts) + 1) - 0.5, counts, cmap=colours, vmin=-0.5, vmax=heads + 0.5
         )
         place.set_ylabel("layer")
         place.yaxis.set_major_locator(MaxNLocator(8, integer=True))
         bar = figure.colorbar(image, ax=place, pad=0.01, ticks=MaxNLocator(5, integer=True))
-        bar.set_label(f"KV heads that\n{ROLE_MEANINGS[role]}")
+        bar.set_label(f"KV heads that\n{meaning}")
     for place in axes:
         place.axvline(100 * curve["chosen"]["saving"], color="crimson", linewidth=1.2)
     length = curve["budget_length"]
@@ -203,12 +214,10 @@ def _draw_curves(axes: Axes, curve: dict[str, Any], saving: NDArray[np.float64])
     axes.plot(
         saving, _positive([x["cost"] for x in points]), color="black", linewidth=2.2, label="allowed roles"
     )
-    for role, colour in (("follow", ROLE_COLOURS["windows"]), ("window", ROLE_COLOURS["followers"])):
-        costs = [x["cost_without"].get(role) for x in points]
-        if any(cost is not None for cost in costs):
-            axes.plot(
-                saving, _positive(costs), color=colour, linewidth=1.8, linestyle="--", label=f"without {role}"
-            )
+    for name, colour in zip(points[0]["cost_without"], FORBIDDEN_COLOURS, strict=False):
+        costs = _positive([x["cost_without"][name] for x in points])
+        label = f"without {name.replace('_', ' ')}"
+        axes.plot(saving, costs, color=colour, linewidth=1.8, linestyle="--", label=label)
     units = [point["units"] for point in points].index(curve["chosen"]["units"])
     marked = _positive([points[units]["cost"]])
     axes.plot(saving[units : units + 1], marked, marker="o", color="crimson", linestyle="", label="the plan")

@@ -27,9 +27,11 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from pod.files import atomic_write_text
+from pod.modeling.loading import with_plan
+from pod.modeling.methods import make_cache
 from pod.modeling.shipped.attention import Carry, ForwardContext
 from pod.modeling.shipped.llama import PodForCausalLM
-from pod.modeling.shipped.sharing import Lead, SharingPlan, is_followed, open_lead, roles_of
+from pod.modeling.shipped.sharing import GROUP_SIZE, Lead, SharingPlan, is_followed, open_lead, roles_of
 from pod.training.plans.similarity import from_first_rank
 
 _LOGIT_ROWS = 512  # rows of logits in memory at once
@@ -49,7 +51,7 @@ class Move(NamedTuple):
 
 
 class PlanLoss:
-    """Mean next-token loss of a model under any plan, in nats per token, on fixed sequences.
+    """Mean next-token loss of a model under any plan, in nats per token, on fixed sequences; packed layers as the cache holds them.
 
     Layers below the first change against the last `keep` are not computed again: their hidden states are held,
     ``layers · n · hidden`` elements per sequence. With torch.distributed initialised ranks divide the sequences.
@@ -100,6 +102,8 @@ class PlanLoss:
 
     def _run(self, index: int, plan: SharingPlan, first: int, kept: list[Tensor] | None) -> float:
         """Summed loss of one sequence, from layer `first` on; appends the inputs of these layers to `kept`."""
+        if plan.packs:
+            return _loss_through_cache(with_plan(self.model, plan), self.tokens[index])
         decoder, tokens = self.model.model, self.tokens[index]
         hidden = self.hidden[index][first] if first else decoder.embed_tokens(tokens)
         context = decoder.context(hidden, torch.arange(tokens.shape[1], device=tokens.device)[None])
@@ -126,6 +130,17 @@ class PlanLoss:
             q, k = context.rope(q), context.rope(k)
             carry += [q[:, head * groups : (head + 1) * groups].clone(), k[:, head : head + 1].clone()]
         return tuple(carry)
+
+
+def _loss_through_cache(model: PodForCausalLM, tokens: Tensor) -> float:
+    """Summed loss of ``[1, n]`` when every token reads what the model's own cache holds in its place, as in decoding: a group at a
+    time, since nothing is packed between two multiples of its size."""
+    cache = make_cache(model)
+    parts = [
+        model.model(input_ids=part, past_key_values=cache, use_cache=True).last_hidden_state
+        for part in tokens.split(GROUP_SIZE, dim=1)
+    ]
+    return _next_token_loss(model.lm_head, torch.cat(parts, dim=1), tokens)
 
 
 def _next_token_loss(lm_head: Any, hidden: Tensor, tokens: Tensor) -> float:
@@ -328,8 +343,8 @@ class Refinement:
 
 
 def plan_key(plan: SharingPlan) -> str:
-    """Names a plan in a log of losses: its leads, and its order of heads if it has one."""
-    key = json.dumps(plan.lead)
+    """Names a plan in a log of losses: its leads, its bits if it packs, and its order of heads if it has one."""
+    key = json.dumps(plan.lead) + (f" {json.dumps(plan.bits)}" if plan.packs else "")
     if plan.head_order is None:
         return key
     return f"{key} {hashlib.sha256(json.dumps(plan.head_order).encode()).hexdigest()[:16]}"

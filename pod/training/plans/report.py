@@ -2,52 +2,51 @@
 
 from typing import Any
 
-import numpy as np
-
 from pod.modeling.shipped.sharing import SharingPlan, roles_of
-from pod.training.plans.choose import Choice, cost_at
+from pod.training.plans.choose import Choice
 from pod.training.plans.explore_args import ExploreArgs
-from pod.training.plans.solve import units_of
 
 PARETO_NAME = "pareto.json"
 SCHEMA_VERSION = 1
 
 
 def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dict[str, Any]:
-    """Every saving that the allowed roles reach and no larger one undercuts: its least cost, that of as much or more with a role
-    forbidden, and its plan's roles.
+    """Savings that the allowed roles and bits reach and no larger one undercuts: least cost, that of as much or more with a role or
+    packing forbidden, and the plan's roles. One for each half of a pair's bytes, and the chosen one.
 
     Heads stand in one order on the whole curve, that which was found for the chosen plan; a curve with a role forbidden has its
     own. ``saving`` is meant at ``budget_length`` tokens.
     """
-    frontier = choice.frontier
-    assert frontier is not None, "a greedy plan has no curve"
-    points = []
-    least = np.minimum.accumulate(frontier.costs[::-1])[::-1]  # of as much or more
-    for units in map(int, np.flatnonzero(np.isfinite(least) & (frontier.costs == least))):
+    assert choice.solved is not None, "a greedy plan has no curve"
+    frontier, points = choice.solved.frontier, []
+    pair = frontier.pair_units
+    for units in sorted(
+        {frontier.cheapest(x) for x in range(0, len(frontier.costs), pair // 2)} | {choice.solved.units}
+    ):
         plan = frontier.plan(units)
         points.append(
             {
                 "units": units,
                 "saving": plan.saving(explore.budget_tokens, **windows),
                 "cost": float(frontier.costs[units]),
-                "cost_without": {
-                    role: cost_at(other, units) for role, other in (choice.without or {}).items()
-                },
+                "cost_without": {name: other.cost_of(units, pair) for name, other in choice.without.items()},
                 "leads": plan.num_leads,
                 "followers": plan.num_followers,
                 "windows": plan.num_windows,
                 "per_layer": roles_per_layer(plan),
+                "packed_layers": [layer for layer, bits in enumerate(plan.bits or ()) if bits < 16],
             }
         )
-    plan = choice.plan
     return {
         "schema": SCHEMA_VERSION,
         "budget_length": explore.budget_length,
         **windows,
         "cost": explore.cost,
         "retrieval_weight": explore.retrieval_weight,
-        "chosen": {"units": units_of(plan), "saving": plan.saving(explore.budget_tokens, **windows)},
+        "chosen": {
+            "units": choice.solved.units,
+            "saving": choice.plan.saving(explore.budget_tokens, **windows),
+        },
         "points": points,
     }
 

@@ -35,33 +35,41 @@ class Role:
 
 
 @dataclass(frozen=True)
-class Frontier:
-    """The least cost of every saving, and the plans that have it.
+class Curve:
+    """The least cost of every saving.
 
     Attributes:
-        table: the roles.
+        sizes: layers and KV heads.
         pair_units: units that a pair would save that holds no distant token.
         costs: least cost by number of saved units; inf where no plan saves just so many. The last one is finite.
     """
 
-    table: tuple[Role, ...]
+    sizes: tuple[int, int]
     pair_units: int
     costs: Floats
-    _heads: "_Heads"
-    _shares: list[Ints]  # per head: units that it saves when it and the heads before it save u
 
     @property
-    def _sizes(self) -> tuple[int, int]:
-        return self.table[0].costs.shape[-2:]
+    def targets(self) -> Ints:
+        """The numbers of units that may be asked for: those that a plan saves."""
+        return np.flatnonzero(np.isfinite(self.costs))
+
+    def cheapest(self, units: int) -> int:
+        """The number of units, so many or more, that costs least."""
+        return units + int(self.costs[units:].argmin())
+
+    def cost_of(self, units: int, pair_units: int) -> float | None:
+        """The least cost of saving so many units, of which ``pair_units`` are a pair, or more; None where no plan does."""
+        least = self.costs[-(-units * self.pair_units // pair_units) :].min(initial=np.inf)
+        return float(least) if np.isfinite(least) else None
 
     def units_for(self, target_saving: float, n: int, num_sink_tokens: int, num_recent_tokens: int) -> int:
         """The reachable number of units whose saving is nearest to a share of the KV bytes at ``n`` tokens (ties: fewer).
 
         Raises: ValueError for a saving beyond what these roles reach at that length, by more than half a unit.
         """
-        layers, heads = self._sizes
+        layers, heads = self.sizes
         unit = max(0, n - num_sink_tokens - num_recent_tokens) / n / (self.pair_units * layers * heads)
-        reachable = np.flatnonzero(np.isfinite(self.costs))
+        reachable = self.targets
         least, most = reachable[0] * unit, reachable[-1] * unit
         if not least - unit / 2 <= target_saving <= most + unit / 2:
             raise ValueError(
@@ -70,6 +78,15 @@ class Frontier:
                 "tokens, or more roles (followers save half of their bytes at most)"
             )
         return int(reachable[np.abs(reachable * unit - target_saving).argmin()])
+
+
+@dataclass(frozen=True)
+class Frontier(Curve):
+    """The least cost of every saving, and the plans that have it; table: the roles."""
+
+    table: tuple[Role, ...]
+    _heads: "_Heads"
+    _shares: list[Ints]  # per head: units that it saves when it and the heads before it save u
 
     def plan(self, units: int, provenance: dict[str, Any] | None = None) -> SharingPlan:
         """A plan that saves ``units`` at least cost.
@@ -127,7 +144,7 @@ def solve_table(table: Sequence[Role], pair_units: int) -> Frontier:
     finite = np.flatnonzero(np.isfinite(reached))
     if not len(finite):
         raise ValueError("the costs allow no plan: some (layer, KV head) may do nothing")
-    return Frontier(table, pair_units, reached[: finite[-1] + 1], heads, shares)
+    return Frontier(sizes, pair_units, reached[: finite[-1] + 1], table, heads, shares)
 
 
 def sum_of_costs(plan: SharingPlan, follow: ArrayLike | None, window: ArrayLike | None) -> float:

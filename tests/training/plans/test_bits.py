@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from pod.modeling.shipped.sharing import SharingPlan
-from pod.training.plans.bits import PAIR_UNITS, PackedCosts, plan_with_bits
-from pod.training.plans.solve import solve_table
+from pod.training.plans.bits import PackedCosts, solve_packed
 
 WINDOWS = 4, 28
 N = 1024
@@ -21,7 +20,18 @@ def random_costs(layers, heads, seed, follow=True, window=True):
         window=draw.uniform(0.01, 1, (layers, heads)) if window else None,
         lead4=lead4,
         follow4=lead4 * 0.6,
+        n=N,
+        near=sum(WINDOWS),
     )
+
+
+def plan_for(costs, saving):
+    """The cheapest plan found, its cost and its bound."""
+    frontier = solve_packed(costs)
+    units = frontier.units_for(saving, N, *WINDOWS)
+    frontier = frontier.improved(units)
+    units = frontier.cheapest(units)
+    return frontier.plan(units), frontier.costs[units], frontier.bound[units:].min()
 
 
 def cost_of(plan, costs):
@@ -58,38 +68,39 @@ def every_plan(layers, heads, follow, window):
 def test_the_plan_is_the_cheapest_of_all(layers, heads, follow, window, saving):
     for seed in range(3):
         costs = random_costs(layers, heads, seed, follow, window)
-        found = plan_with_bits(costs, saving, N, WINDOWS, {})
-        assert found.saving(N, *WINDOWS) >= saving - 0.5 / (PAIR_UNITS * layers * heads)
-        assert cost_of(found, costs) == pytest.approx(found.provenance["plan_cost"])
+        found, cost, bound = plan_for(costs, saving)
+        assert found.saving(N, *WINDOWS) >= saving - 0.5 / (costs.units[0] * layers * heads)
+        assert cost_of(found, costs) == pytest.approx(cost)
         best = min(
             cost_of(plan, costs)
             for lead in every_plan(layers, heads, follow, window)
             for bits in itertools.product((16, 4), repeat=layers)
             for plan in [SharingPlan(lead.lead, bits=bits)]
-            if plan.saving(N, *WINDOWS) >= saving + 0.02  # savings are rounded to a 32nd of a pair
+            if plan.saving(N, *WINDOWS) >= saving + 0.02  # savings are rounded
         )
-        assert found.provenance["plan_cost_bound"] - 1e-12 <= found.provenance["plan_cost"] <= best + 1e-12
+        assert bound - 1e-12 <= cost <= best + 1e-12
 
 
 def test_a_choice_of_bits_stays_near_its_bound_where_the_heads_of_a_layer_have_nothing_in_common():
     costs = random_costs(24, 4, 0)
     for saving in (0.3, 0.5, 0.7, 0.85):
-        found = plan_with_bits(costs, saving, N, WINDOWS, {"model": "m"})
-        assert found.provenance["plan_cost"] <= 1.4 * found.provenance["plan_cost_bound"]
-        assert found.provenance["model"] == "m"
+        found, cost, bound = plan_for(costs, saving)
+        assert cost <= 1.4 * bound
         assert found.saving(N, *WINDOWS) == pytest.approx(saving, abs=0.02)
 
 
 def test_savings_beyond_reach_are_refused():
     costs = random_costs(4, 2, 0, window=False)
-    with pytest.raises(ValueError, match="save at most"):
-        plan_with_bits(costs, 0.97, N, WINDOWS, {})
-    assert plan_with_bits(costs, 0.0, N, WINDOWS, {}).is_dense
+    with pytest.raises(
+        ValueError, match=r"target_saving is 0.97, but the allowed roles save 0.000 to 0\.\d+"
+    ):
+        plan_for(costs, 0.97)
+    assert plan_for(costs, 0.0)[0].is_dense
 
 
 def test_the_table_of_free_pairs_is_the_union_of_both():
     costs = random_costs(3, 2, 1)
-    free = solve_table(costs.table(None, N, sum(WINDOWS)), PAIR_UNITS)
+    free = costs.solve(None)
     for packed in itertools.product((False, True), repeat=3):
-        own = solve_table(costs.table(packed, N, sum(WINDOWS)), PAIR_UNITS)
+        own = costs.solve(packed)
         assert (free.costs[: len(own.costs)] <= own.costs + 1e-12).all()

@@ -16,11 +16,12 @@ from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.models import resolve_model
 from pod.recipe import load_recipe, run
-from pod.training.plans import choose as choose_module
-from pod.training.plans.choose import choose, cost_at, head_order
+from pod.training.plans import measure as measure_module
+from pod.training.plans.choose import choose, head_order
 from pod.training.plans.costs import PlanCosts, cost_shapes
 from pod.training.plans.exploration import Exploration
 from pod.training.plans.refine import PlanLoss
+from pod.training.plans.report import pareto
 from pod.training.plans.solve import solve, sum_of_costs, units_of
 
 LAUNCHER = Path(__file__).parents[3] / "launch" / "explore.py"
@@ -133,7 +134,7 @@ def test_heads_that_stay_give_no_order_and_forbidden_roles_may_not_reach():
     assert head_order(plan, ((0, 1),) * 3, order) is None
     assert head_order(plan, ((0, 1), (1, 0), (0, 1)), order) == ((0, 1, 2, 3), (2, 3, 0, 1), (0, 1, 2, 3))
     frontier = solve(None, np.array([[0.5], [0.25]]))
-    assert [cost_at(frontier, units) for units in range(6)] == [0, 0.25, 0.25, 0.75, 0.75, None]
+    assert [frontier.cost_of(units, 2) for units in range(6)] == [0, 0.25, 0.25, 0.75, 0.75, None]
 
 
 def test_bits_are_chosen_with_the_roles():
@@ -158,9 +159,48 @@ def test_bits_are_chosen_with_the_roles():
     assert cost == pytest.approx(found["plan_cost"])
     beyond = explore_args(bits="16,4", roles="follow", target_saving=0.45, budget_length=100_000)
     assert (
-        "plan_cost_without_4_bits"
-        not in choose(costs, replace(beyond, target_saving=0.7), windows).plan.provenance
+        choose(costs, replace(beyond, target_saving=0.7), windows).plan.provenance["plan_cost_without_4_bits"]
+        is None
     )
+
+
+def test_the_curve_with_bits_says_what_its_plans_cost_and_what_forbidding_costs():
+    costs = random_costs()
+    explore = explore_args(
+        bits="16,4", target_saving=0.6, budget_length=2048, retrieval_weight=0.0, align_heads=False
+    )
+    choice = choose(costs, explore, WINDOWS)
+    curve = pareto(choice, explore, WINDOWS)
+    total, points = costs.total(0.0), curve["points"]
+    assert [x["cost"] for x in points] == sorted({x["cost"] for x in points}) and len(points) > 20
+    for point in points:
+        plan = choice.solved.frontier.plan(point["units"])
+        packed = [bits == 4 for bits in plan.bits or [16] * 5]
+        assert point["packed_layers"] == [layer for layer in range(5) if packed[layer]]
+        assert point["saving"] == plan.saving(2048, **WINDOWS)
+        own = sum(
+            total["window"][layer, head] if lead is None
+            else packed[layer] * total["lead4"][layer, head] if lead == layer
+            else total["in_place"][lead, layer, head] + packed[layer] * total["follow4"][layer, head]
+            for layer, row in enumerate(plan.lead) for head, lead in enumerate(row)
+        )  # fmt: skip
+        assert point["cost"] == pytest.approx(own)
+        assert sum(map(sum, point["per_layer"].values())) == 15
+        assert set(point["cost_without"]) == {"follow", "window", "4_bits"}
+        assert all(
+            cost is None or cost >= own - 1e-12
+            for name, cost in point["cost_without"].items()
+            if name != "4_bits"
+        )
+    chosen = next(x for x in points if x["units"] == curve["chosen"]["units"])
+    found = choice.plan.provenance
+    assert chosen["cost"] == found["plan_cost"] and chosen["saving"] == choice.plan.saving(2048, **WINDOWS)
+    for name, cost in chosen["cost_without"].items():
+        assert cost == found[f"plan_cost_without_{name}"]
+        if name == "4_bits":
+            halves = -(-2 * chosen["units"] // choice.solved.frontier.pair_units)
+            assert cost == solve(total["in_place"], total["window"]).costs[halves:].min()
+    assert points[-1]["saving"] > 0.95 and points[-1]["cost_without"]["window"] is None
 
 
 @pytest.mark.parametrize("bits", ["[4]", "16,8", "16,4,4"])
@@ -199,7 +239,7 @@ def test_explore_measures_chooses_and_writes(explore_launcher, overrides, tmp_pa
     assert point["cost_without"]["follow"] == found["plan_cost_without_follow"]
     assert sum(point["per_layer"]["windows"]) == plan.num_windows
     for name in ("measure_costs", "measure_query_head_errors"):
-        monkeypatch.setattr(choose_module, name, refuse)
+        monkeypatch.setattr(measure_module, name, refuse)
     changes = ["explore.target_saving=0.2", "explore.retrieval_weight=3", "explore.align_heads=false"]
     explore_launcher.main(load_recipe(None, [*overrides, *changes]))
     total = costs.total(3.0)
@@ -227,11 +267,49 @@ def test_measured_losses_are_those_of_a_model_with_the_plan(explore_launcher, ov
         model = pod.load_model(resolve_model("package:tiny"), plan=given, dtype=torch.float64, **WINDOWS)
         kinds = {
             "text": exploration.read(print)[0][:2],
-            "repeated": choose_module.repeated_sequences(exploration, model.config),
+            "repeated": measure_module.repeated_sequences(exploration, model.config),
         }
         for kind, sequences in kinds.items():
             losses = [model(row[None], labels=row[None]).loss.item() for row in sequences]
             assert plan.provenance["losses"][name][kind] == pytest.approx(sum(losses) / len(losses), rel=1e-9)
+
+
+@torch.no_grad()
+def test_the_measured_loss_of_a_packed_plan_is_that_of_decoding_through_its_cache(
+    explore_launcher, overrides, tmp_path, capsys
+):
+    """Token by token, from plan.json; 224 tokens, of which the last ones see 96 packed ones."""
+    import pod
+
+    changes = ["model.dtype=float64", "explore.sequence_length=224", "explore.bits=[16,4]"]
+    changes += ["explore.budget_length=100000", "explore.target_saving=0.7", "explore.retrieval_sequences=1"]
+    recipe = load_recipe(None, [*overrides, *changes])
+    explore_launcher.main(recipe)
+    plan, _ = plan_and_costs(tmp_path)
+    assert plan.bits.count(4) > 1
+    model = pod.load_model(resolve_model("package:tiny"), plan=plan, dtype=torch.float64, **WINDOWS)
+    settings = {"gguf_file": None, "seed": 0}
+    exploration = Exploration(
+        tmp_path, settings, resolve_model("package:tiny"), WINDOWS, recipe.explore, recipe.data
+    )
+    kinds = {
+        "text": exploration.read(print)[0][:2],
+        "repeated": measure_module.repeated_sequences(exploration, model.config),
+    }
+    for kind, sequences in kinds.items():
+        losses = []
+        for row in sequences:
+            cache = pod.make_cache(model, "pod")
+            steps = [model(row[None, i : i + 1], past_key_values=cache).logits[0, -1] for i in range(223)]
+            losses.append(torch.nn.functional.cross_entropy(torch.stack(steps), row[1:]).item())
+        found = plan.provenance["losses"]["plan"][kind]
+        assert found == pytest.approx(sum(losses) / len(losses), rel=1e-9)
+        alone = PlanLoss(model, sequences)(replace(plan, bits=None))
+        assert abs(found - alone) > 1e-7
+    assert "when every layer keeps 16 bits" in capsys.readouterr().out
+    curve = json.loads((tmp_path / "run" / "plan" / "pareto.json").read_text())
+    chosen = next(x for x in curve["points"] if x["units"] == curve["chosen"]["units"])
+    assert chosen["packed_layers"] == [layer for layer, bits in enumerate(plan.bits) if bits == 4]
 
 
 @pytest.mark.parametrize(
@@ -269,14 +347,14 @@ def test_retrieval_sequences_repeat_ordinary_tokens(overrides):
         Path("unused"), settings, resolve_model("package:tiny"), {}, recipe.explore, recipe.data
     )
     config = PodConfig(vocab_size=300, max_position_embeddings=64)
-    first, second = choose_module.repeated_sequences(exploration, config)
+    first, second = measure_module.repeated_sequences(exploration, config)
     assert first.shape == (48,) and not (first == second).all()  # 12 tokens, four times
     assert (first.view(4, 12) == first[:12]).all() and len(set(first.tolist())) == 12
-    assert choose_module.repeated_sequences(exploration, config)[0].tolist() == first.tolist()
+    assert measure_module.repeated_sequences(exploration, config)[0].tolist() == first.tolist()
 
 
 def test_an_interrupted_measurement_continues(explore_launcher, overrides, tmp_path, monkeypatch):
-    measure, calls = choose_module.measure_costs, []
+    measure, calls = measure_module.measure_costs, []
 
     def interrupted(*args):
         calls.append(1)
@@ -284,7 +362,7 @@ def test_an_interrupted_measurement_continues(explore_launcher, overrides, tmp_p
             raise KeyboardInterrupt
         return measure(*args)
 
-    monkeypatch.setattr(choose_module, "measure_costs", interrupted)
+    monkeypatch.setattr(measure_module, "measure_costs", interrupted)
     recipe = load_recipe(None, [*overrides, "explore.save_every=1"])
     with pytest.raises(KeyboardInterrupt):
         explore_launcher.main(recipe)
@@ -363,6 +441,11 @@ def test_two_ranks_make_the_plan_of_one(explore_launcher, overrides, tmp_path):
         (
             ["explore.roles=follow", "explore.target_saving=0.6"],
             "saves below 0.5; lower it, or allow windows",
+        ),
+        (["explore.bits=[16,4]", "explore.refine_evaluations=9"], "turns roles at equal bytes"),
+        (
+            ["explore.bits=[16,4]", "explore.target_saving=0.99"],
+            "0.99, but the allowed roles save 0.000 to 0.854",
         ),
         (["explore.budget_length=7"], "2 + 5 are in every window"),
         (["explore.cost=output"], "cost is 'output', allowed: projected, similarity"),

@@ -9,6 +9,7 @@ import torch
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.recipe import load_recipe, run
 from pod.training.plans import exploration as explore_module
+from pod.training.plans import measure as measure_module
 from pod.training.plans.greedy import dissimilarity, greedy_plan
 from pod.training.plans.similarity import Similarity
 from pod.training.plans.solve import solve
@@ -116,7 +117,7 @@ def test_other_settings_measure_again_and_keep_the_old_file(
 
 def test_an_interrupted_launch_continues(explore_launcher, overrides, tmp_path, monkeypatch):
     explore_launcher.main(load_recipe(None, [*overrides, f"output_dir={tmp_path / 'whole'}"]))
-    record = explore_module.record_attention_rows
+    record = measure_module.record_attention_rows
     calls = []
 
     def interrupted(model, input_ids, num_queries):
@@ -125,7 +126,7 @@ def test_an_interrupted_launch_continues(explore_launcher, overrides, tmp_path, 
             raise KeyboardInterrupt
         return record(model, input_ids, num_queries)
 
-    monkeypatch.setattr(explore_module, "record_attention_rows", interrupted)
+    monkeypatch.setattr(measure_module, "record_attention_rows", interrupted)
     with pytest.raises(KeyboardInterrupt):
         explore_launcher.main(load_recipe(None, [*overrides, "explore.save_every=1"]))
     assert not (tmp_path / "run" / "plan" / "plan.json").exists()

@@ -94,7 +94,7 @@ def curve():
     points = [
         {
             "units": units, "saving": units / 16, "cost": cost, "leads": leads, "followers": followers,
-            "windows": windows, "cost_without": {"follow": 2 * cost, "window": None if units > 4 else 3 * cost},
+            "windows": windows, "packed_layers": [3] if units > 4 else [], "cost_without": {"follow": 2 * cost, "window": None if units > 4 else 3 * cost},
             "per_layer": {
                 "leads": [2, 2, 2, leads - 6], "followers": [0, 0, 0, followers], "windows": [0, 0, 0, windows]
             },
@@ -120,6 +120,8 @@ def test_the_curve_shows_every_cost_and_role():
     for axes, role in zip(figure.axes[2:5], ("leads", "followers", "windows"), strict=True):
         shown = axes.collections[0].get_array()
         np.testing.assert_array_equal(shown, np.array([x["per_layer"][role] for x in curve()["points"]]).T)
+    packed = figure.axes[5].collections[0].get_array()
+    np.testing.assert_array_equal(packed, np.outer([0, 0, 0, 1], [0, 0, 0, 2]))
 
 
 def test_files_are_readable_pictures(tmp_path):
