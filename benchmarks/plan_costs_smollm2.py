@@ -22,10 +22,9 @@ import torch
 import pod
 from pod.eval.results import environment
 from pod.files import write_json
-from pod.models import resolve_model
 from pod.recipe import load_recipe
 from pod.training.plans.choose import Choice, choose, choose_by_similarity
-from pod.training.plans.exploration import Exploration, settings_of
+from pod.training.plans.exploration import Exploration
 from pod.training.plans.explore_args import ExploreArgs
 from pod.training.plans.greedy import greedy_plan
 from pod.training.plans.measure import find_costs, find_similarity
@@ -48,20 +47,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "roles-text": {"retrieval_weight": 0.0},
 }
 """What the settings of `explore` are beside the saving."""
-
-
-def exploration(recipe: Any) -> Exploration:
-    """As launch/explore.py makes it."""
-    args = recipe.model
-    names = ("path", "gguf_file", "dtype", "rope", "max_position_embeddings")
-    settings = settings_of(
-        {name: getattr(args, name) for name in names}, recipe.explore, recipe.data, recipe.seed
-    )
-    windows = {"num_sink_tokens": args.num_sink_tokens, "num_recent_tokens": args.num_recent_tokens}
-    folder = resolve_model(args.path)
-    return Exploration(
-        recipe.plan_dir, settings, folder, windows, recipe.explore, recipe.data, recipe.data_dir
-    )
 
 
 def plan_at(kind: str, percent: int, own: Exploration) -> pod.SharingPlan | None:
@@ -128,7 +113,7 @@ def main() -> None:
     torch.set_flush_denormal(True)
     PLANS.mkdir(parents=True, exist_ok=True)
     recipe = load_recipe(ROOT / "configs" / "plans_smollm2.yaml", [])
-    own = exploration(recipe)
+    own = Exploration.of(recipe)
     settings = {
         "sequences": list(EVALUATION[: args.sequences]),
         "explore": vars(recipe.explore),

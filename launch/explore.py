@@ -25,44 +25,16 @@ from pod.recipe import Recipe, run
 
 def main(recipe: Recipe) -> None:
     """Measure, make the plan, draw both."""
-    from pod.models import resolve_model
-    from pod.training.plans.choose import check_windows, find_plan
-    from pod.training.plans.exploration import Exploration, process_group, settings_of
+    from pod.training.plans.choose import find_plan
+    from pod.training.plans.exploration import Exploration, process_group
 
-    args = recipe.model
     if recipe.explore.heads:
         write_heads(recipe)
         return
-    settings = settings_of(
-        {
-            "path": args.path,
-            "gguf_file": args.gguf_file,
-            "dtype": args.dtype,
-            "rope": args.rope,
-            "max_position_embeddings": args.max_position_embeddings,
-        },
-        recipe.explore,
-        recipe.data,
-        recipe.seed,
-    )
-    windows = windows_of(recipe)
-    check_windows(recipe.explore, windows)
     with process_group() as rank:
-        folder = resolve_model(args.path)
-        exploration = Exploration(
-            recipe.plan_dir, settings, folder, windows, recipe.explore, recipe.data, recipe.data_dir
-        )
-        choice = find_plan(exploration)
+        choice = find_plan(Exploration.of(recipe))
         if rank == 0:
             write_plan(recipe, choice)
-
-
-def windows_of(recipe: Recipe) -> dict[str, int]:
-    """The windows that the plan is for."""
-    return {
-        "num_sink_tokens": recipe.model.num_sink_tokens,
-        "num_recent_tokens": recipe.model.num_recent_tokens,
-    }
 
 
 def write_heads(recipe: Recipe) -> None:
@@ -82,6 +54,7 @@ def write_heads(recipe: Recipe) -> None:
 
 def write_plan(recipe: Recipe, choice: Any) -> None:
     """plan.json, pareto.json, summary.txt and the pictures."""
+    from pod.training.plans.exploration import windows_of
     from pod.training.plans.pictures import (
         block_picture,
         cost_maps,
@@ -183,7 +156,7 @@ def _without(found: dict[str, Any]) -> str:
 def estimate(recipe: Recipe) -> str:
     """Tokens, memory and disk; needs the model's config only."""
     from pod.training.plans.choose import check_windows
-    from pod.training.plans.exploration import check_model, describe_cost
+    from pod.training.plans.exploration import check_model, describe_cost, windows_of
     from pod.training.plans.heads import describe_heads_cost
     from pod.training.start_model import model_config, source_config
 

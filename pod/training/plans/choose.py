@@ -82,6 +82,7 @@ def find_plan(exploration: Exploration, say: Callable[[str], None] = print) -> C
     Raises: ValueError for texts, models, windows and files that do not fit.
     """
     explore = exploration.explore
+    check_windows(explore, exploration.windows)
     say = say if not dist.is_initialized() or dist.get_rank() == 0 else quiet
     if explore.cost == "similarity":
         choice = choose_by_similarity(find_similarity(exploration, say), explore, exploration.windows)

@@ -20,6 +20,7 @@ from pod.files import sha256_file
 from pod.modeling.loading import load_model, load_tokenizer
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan
+from pod.models import resolve_model
 from pod.training.plans.bits import PackedCosts
 from pod.training.plans.costs import cost_shapes
 from pod.training.plans.explore_args import ExploreArgs
@@ -31,23 +32,9 @@ DATA_SETTINGS = (*OF_READING, "boundary_tokens", *(name for name in OF_SPLIT if 
 WEIGHT_SUFFIXES = {".safetensors", ".gguf", ".bin"}
 
 
-def settings_of(model: dict[str, Any], explore: ExploreArgs, data: DataArgs, seed: int) -> dict[str, Any]:
-    """Everything that a similarity depends on, as JSON. model: path, gguf_file and dtype as in the recipe, and what changes
-    its positions (rope, max_position_embeddings), if anything does."""
-    sources = explore.sources or data.sources
-    positions = {name: model[name] for name in ("rope", "max_position_embeddings") if model.get(name)}
-    return positions | {
-        "model": model["path"],
-        "gguf_file": model["gguf_file"],
-        "dtype": model["dtype"],
-        "sources": list(sources),
-        "split": "all" if explore.sources else "held_out",
-        "data": {name: getattr(data, name) for name in DATA_SETTINGS},
-        "num_sequences": explore.num_sequences,
-        "sequence_length": explore.sequence_length,
-        "num_queries": explore.num_queries,
-        "seed": seed,
-    }
+def windows_of(recipe: Any) -> dict[str, int]:
+    """The windows that the plan is for."""
+    return {name: getattr(recipe.model, name) for name in ("num_sink_tokens", "num_recent_tokens")}
 
 
 @dataclass(frozen=True)
@@ -56,7 +43,7 @@ class Exploration:
 
     Attributes:
         folder: shared by all ranks; receives the measurements and the log of losses.
-        settings: from `settings_of`.
+        settings: everything that a similarity depends on, as JSON.
         model_folder: folder or hub id of the dense model.
         windows: ``num_sink_tokens`` and ``num_recent_tokens`` that the plan is for.
         prepared: folder of prepared data, or None; of the same sources, its held-out text saves reading them all again.
@@ -69,6 +56,27 @@ class Exploration:
     explore: ExploreArgs
     data: DataArgs
     prepared: Path | None = None
+
+    @classmethod
+    def of(cls, recipe: Any) -> "Exploration":
+        """As a `Recipe` says."""
+        model, explore, data = recipe.model, recipe.explore, recipe.data
+        positions = {name: getattr(model, name) for name in ("rope", "max_position_embeddings")}
+        settings = {name: value for name, value in positions.items() if value}
+        settings |= {
+            "model": model.path,
+            "gguf_file": model.gguf_file,
+            "dtype": model.dtype,
+            "sources": list(explore.sources or data.sources),
+            "split": "all" if explore.sources else "held_out",
+            "data": {name: getattr(data, name) for name in DATA_SETTINGS},
+            "num_sequences": explore.num_sequences,
+            "sequence_length": explore.sequence_length,
+            "num_queries": explore.num_queries,
+            "seed": recipe.seed,
+        }
+        folder = resolve_model(model.path)
+        return cls(recipe.plan_dir, settings, folder, windows_of(recipe), explore, data, recipe.data_dir)
 
     def load_model(self, plan: SharingPlan | None = None) -> PodForCausalLM:
         """The model on this rank's device, dense unless there is a plan, with the windows; refuses what `check_model` refuses."""

@@ -1,9 +1,7 @@
 """What plans are made from, measured by all ranks or read from the folder where it lies: similarity, and costs of roles."""
 
 import shutil
-from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +12,7 @@ from tqdm import tqdm
 
 from pod.modeling.loading import load_tokenizer
 from pod.modeling.recording import record_attention_rows
+from pod.modeling.shipped.llama import PodForCausalLM
 from pod.training.plans.costs import (
     COSTS_NAME,
     RETRIEVAL,
@@ -29,8 +28,8 @@ from pod.training.plans.similarity import (
     SIMILARITY_NAME,
     Similarity,
     from_first_rank,
+    jensen_shannon_similarity,
     measure_mean,
-    measure_similarity,
     model_fingerprint,
     sequence_fingerprint,
 )
@@ -41,108 +40,88 @@ Say = Callable[[str], None]
 
 def find_similarity(exploration: Exploration, say: Say = print) -> Similarity:
     """The similarity of these settings, see `_find`."""
-    return _find(exploration, SIMILARITY_NAME, Similarity, exploration.settings, _measure_similarity, say)
+    return _find(exploration, SIMILARITY_NAME, Similarity, _measure_similarity, {}, say)
 
 
 def find_costs(exploration: Exploration, say: Say = print) -> PlanCosts:
     """The costs of these settings, see `_find`."""
-    wanted = exploration.settings | exploration.windows
-    wanted |= {"retrieval_sequences": exploration.explore.retrieval_sequences}
-    return _find(exploration, COSTS_NAME, PlanCosts, wanted, _measure_costs, say)
+    wanted = exploration.windows | {"retrieval_sequences": exploration.explore.retrieval_sequences}
+    return _find(exploration, COSTS_NAME, PlanCosts, _measure_costs, wanted, say)
 
 
 def _find(
-    exploration: Exploration, name: str, kind: Any, wanted: dict[str, Any], measure: Any, say: Say
+    exploration: Exploration, name: str, kind: Any, measure: Any, wanted: dict[str, Any], say: Say
 ) -> Any:
-    """Read from the folder when it is there, else measured (by all ranks) and written.
+    """A `kind`, read from the folder when it is there, else measured (by all ranks) and written.
 
     A file of other settings is kept under another name. An interrupted measurement is continued.
 
+    Args:
+        measure: (exploration, model, sequences, mean) → the fields of `kind`; mean: (name, measure of one sequence, sequences).
+        wanted: what it depends on beside the settings.
     Raises: ValueError for texts, models and partial files that do not fit.
     """
-    path = exploration.folder / name
-    partial_dir = path.with_suffix(".partial")
-    wanted = wanted | {"weights": weights_stamp(exploration.model_folder)}
+    path, explore = exploration.folder / name, exploration.explore
+    wanted = exploration.settings | wanted | {"weights": weights_stamp(exploration.model_folder)}
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     found = from_first_rank(reusable(path, kind, wanted, say) if is_first else None)
-    if found is None:
-        found = measure(exploration, wanted, partial_dir, say)
-        if is_first:
-            keep_old(path)
-            found.save(path)
-            shutil.rmtree(partial_dir, ignore_errors=True)
-    return found
-
-
-def _measure_similarity(
-    exploration: Exploration, wanted: dict[str, Any], partial_dir: Path, say: Say
-) -> Similarity:
-    explore = exploration.explore
+    if found is not None:
+        return found
     model = exploration.load_model()
     sequences, split = exploration.read(say)
-    fingerprint = exploration.settings | {
+    fingerprint = wanted | {
         "weights_sha256": model_fingerprint(model),
         "tokens_sha256": sequence_fingerprint(sequences),
     }
 
-    def rows(input_ids: Tensor) -> Iterator[Tensor]:
-        return record_attention_rows(model, input_ids.to(model.device), explore.num_queries)
+    def mean(part: str, measure_one: Callable[[Tensor], Tensor], texts: Sequence[Tensor]) -> Tensor:
+        with tqdm(total=len(texts), desc=f"explore, {part}", unit="seq", disable=say is quiet) as bar:
+            return measure_mean(
+                lambda input_ids: measure_one(input_ids.to(model.device)),
+                texts,
+                fingerprint=fingerprint,
+                partial_dir=path.with_suffix(".partial") / part,
+                save_every=explore.save_every,
+                progress=lambda done, total: bar.update(done - bar.n),
+            )
 
-    with tqdm(total=len(sequences), desc="similarity", unit="seq", disable=say is quiet) as bar:
-        values = measure_similarity(
-            rows,
-            sequences,
-            fingerprint=fingerprint,
-            partial_dir=partial_dir,
-            save_every=explore.save_every,
-            progress=partial(advance, bar),
-        )
-    return Similarity(
-        values=values,
-        num_key_value_heads=model.config.num_key_value_heads,
-        provenance=wanted | fingerprint | {"split_used": split},
-    )
+    fields = measure(exploration, model, sequences, mean)
+    found = kind(**fields, provenance=fingerprint | {"split_used": split})
+    if is_first:
+        keep_old(path)
+        found.save(path)
+        shutil.rmtree(path.with_suffix(".partial"), ignore_errors=True)
+    return found
 
 
 def quiet(line: str) -> None:
     """Ranks other than 0 say nothing."""
 
 
-def advance(bar: tqdm, done: int, total: int) -> None:
-    bar.update(done - bar.n)
+def _measure_similarity(
+    exploration: Exploration, model: PodForCausalLM, sequences: Sequence[Tensor], mean: Any
+) -> dict[str, Any]:
+    def measure(input_ids: Tensor) -> Tensor:
+        rows = record_attention_rows(model, input_ids, exploration.explore.num_queries)
+        return jensen_shannon_similarity(torch.stack(list(rows)))
+
+    heads = model.config.num_key_value_heads
+    return {"values": mean("similarity", measure, sequences), "num_key_value_heads": heads}
 
 
 def _measure_costs(
-    exploration: Exploration, wanted: dict[str, Any], partial_dir: Path, say: Say
-) -> PlanCosts:
+    exploration: Exploration, model: PodForCausalLM, sequences: Sequence[Tensor], mean: Any
+) -> dict[str, Any]:
     """Query heads matched on a few sequences, then the cost of every role on all of them."""
-    explore = exploration.explore
-    model = exploration.load_model()
-    sequences, split = exploration.read(say)
+    queries, heads = exploration.explore.num_queries, model.config.num_key_value_heads
     repeated = repeated_sequences(exploration, model.config)
-    fingerprint = wanted | {
-        "weights_sha256": model_fingerprint(model),
-        "tokens_sha256": sequence_fingerprint(sequences),
-    }
-
-    def mean(name: str, measure: Callable[..., Tensor], kind: list[Tensor]) -> Tensor:
-        with tqdm(total=len(kind), desc=f"plan costs, {name}", unit="seq", disable=say is quiet) as bar:
-            return measure_mean(
-                lambda input_ids: measure(model, input_ids.to(model.device), explore.num_queries),
-                kind,
-                fingerprint=fingerprint,
-                partial_dir=partial_dir / name,
-                save_every=explore.save_every,
-                progress=partial(advance, bar),
-            )
-
-    heads = model.config.num_key_value_heads
     few = [*sequences[:MATCHING_SEQUENCES], *repeated]
-    order = match_query_heads(mean("query heads", measure_query_head_errors, few), heads)
+    errors = mean("query heads", lambda ids: measure_query_head_errors(model, ids, queries), few)
+    order = match_query_heads(errors, heads)
     shapes = cost_shapes(model.config.num_hidden_layers, heads)
 
-    def flat(model: Any, input_ids: Tensor, num_queries: int) -> Tensor:
-        found = measure_costs(model, input_ids, num_queries, order)
+    def flat(input_ids: Tensor) -> Tensor:
+        found = measure_costs(model, input_ids, queries, order)
         return torch.cat([found[name].flatten() for name in shapes])
 
     values: dict[str, Tensor] = {}
@@ -153,7 +132,7 @@ def _measure_costs(
                 key + ending: part.view(shape)
                 for (key, shape), part in zip(shapes.items(), parts, strict=True)
             }
-    return PlanCosts(values=values, order=order, provenance=fingerprint | {"split_used": split})
+    return {"values": values, "order": order}
 
 
 def repeated_sequences(exploration: Exploration, config: Any) -> list[Tensor]:

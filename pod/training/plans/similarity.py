@@ -32,8 +32,6 @@ TILE_ELEMENTS = {
     "cuda": 1 << 20,
 }  # positions compared at a time: in cache on CPU, ~256 MB on a GPU
 
-AttentionRows = Callable[[Tensor], Iterable[Tensor]]
-
 
 def jensen_shannon_similarity(rows: Tensor, tile_elements: int | None = None) -> Tensor:
     """Similarity of every pair of layers on one sequence, ``1 - JSD₂`` averaged over the q rows, in fp64.
@@ -167,36 +165,6 @@ class PartialSum:
         return cls(path=path, fingerprint=fingerprint, total=tensors["total"], done=tensors["done"])
 
 
-def measure_similarity(
-    attention_rows: AttentionRows,
-    sequences: Sequence[Tensor],
-    *,
-    fingerprint: dict[str, Any],
-    partial_dir: str | os.PathLike[str],
-    save_every: int = 8,
-    progress: Callable[[int, int], None] | None = None,
-) -> Tensor:
-    """Mean similarity ``[L, L, Hq]`` (fp64) over `sequences`, see `measure_mean`.
-
-    Holds one sequence's rows (``4 · L · Hq · q · n`` bytes) at a time.
-
-    Args:
-        attention_rows: input_ids ``[1, n]`` → per layer, the rows ``[Hq, q, n]`` of the last q queries.
-    """
-
-    def measure(input_ids: Tensor) -> Tensor:
-        return jensen_shannon_similarity(torch.stack(list(attention_rows(input_ids))))
-
-    return measure_mean(
-        measure,
-        sequences,
-        fingerprint=fingerprint,
-        partial_dir=partial_dir,
-        save_every=save_every,
-        progress=progress,
-    )
-
-
 def measure_mean(
     measure: Callable[[Tensor], Tensor],
     sequences: Sequence[Tensor],
@@ -204,7 +172,7 @@ def measure_mean(
     fingerprint: dict[str, Any],
     partial_dir: str | os.PathLike[str],
     save_every: int = 8,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], Any] | None = None,
 ) -> Tensor:
     """The mean of what `measure` gives for each sequence (fp64), the same bits for any number of ranks and interruptions.
 

@@ -16,7 +16,7 @@ from pod.training.plans.similarity import (
     PartialSum,
     Similarity,
     jensen_shannon_similarity,
-    measure_similarity,
+    measure_mean,
     model_fingerprint,
     sequence_fingerprint,
 )
@@ -51,9 +51,11 @@ def some_sequences(count=5):
 
 
 def measure(folder, sequences=None, rows=rows_of, fingerprint=FINGERPRINT, **options):
-    return measure_similarity(
-        rows, sequences or some_sequences(), fingerprint=fingerprint, partial_dir=folder, **options
-    )
+    def similarity_of(input_ids):
+        return jensen_shannon_similarity(torch.stack(list(rows(input_ids))))
+
+    texts = sequences or some_sequences()
+    return measure_mean(similarity_of, texts, fingerprint=fingerprint, partial_dir=folder, **options)
 
 
 @pytest.mark.parametrize("tile", [None, 1, 7, 36, 1000])
