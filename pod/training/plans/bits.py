@@ -49,7 +49,7 @@ class PackedCosts:
         far = max(0, self.n - self.near) / self.n
         packs = (1 - min(1.0, NATIVE_TOKENS / self.n)) * (1 - BITS[PACKED] / 16)
         share = packs / far + 1e-6 if far else 0.0
-        pair = min(range(40, 15, -2), key=lambda units: units * share % 1 / units)
+        pair = min(range(40, 15, -2), key=lambda units: (units * share % 1 + units * share / 2 % 1) / units)
         return pair, int(pair * share), pair // 2 + int(pair * share / 2)
 
     def solve(self, packed: Sequence[bool] | None, price: float | None = None) -> Frontier:
@@ -136,14 +136,18 @@ def _least_of(frontier: PackedFrontier, solved: dict[Choice, Floats]) -> PackedF
 
 
 def _found(costs: PackedCosts, bound: Floats) -> list[Choice]:
-    """No layer packed, all, and what local search finds at the prices of evenly spaced savings."""
+    """No layer packed, all, and on the way what local search finds at the prices of evenly spaced savings; from one to the next a
+    layer at a time, those first whose packing costs least."""
     layers = len(costs.lead4)
     marks = np.linspace(0, len(bound) - 1, _PRICES + 1).astype(int)
     least = np.minimum.accumulate(bound[::-1])[::-1][marks]
-    found, packed = [(False,) * layers, (True,) * layers], (False,) * layers
-    for price in np.diff(least) / np.diff(marks):
-        packed = _descend(costs, packed, price)
-        found.append(packed)
+    found = [(False,) * layers]
+    cheapest = costs.lead4.sum(axis=1).argsort()
+    for price in [*np.diff(least) / np.diff(marks), None]:
+        packed = (True,) * layers if price is None else _descend(costs, found[-1], price)
+        for layer in cheapest:
+            if found[-1][layer] != packed[layer]:
+                found.append(_turned(found[-1], int(layer)))
     return found
 
 

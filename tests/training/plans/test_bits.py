@@ -1,6 +1,7 @@
 """Bits in the budget: against every plan and every choice of bits of small models."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -83,10 +84,44 @@ def test_the_plan_is_the_cheapest_of_all(layers, heads, follow, window, saving):
 
 def test_a_choice_of_bits_stays_near_its_bound_where_the_heads_of_a_layer_have_nothing_in_common():
     costs = random_costs(24, 4, 0)
-    for saving in (0.3, 0.5, 0.7, 0.85):
-        found, cost, bound = plan_for(costs, saving)
-        assert cost <= 1.4 * bound
-        assert found.saving(N, *WINDOWS) == pytest.approx(saving, abs=0.02)
+    frontier, gained = solve_packed(costs), []
+    for saving in (0.3, 0.5, 0.85):
+        units = frontier.units_for(saving, N, *WINDOWS)
+        near = frontier.improved(units)
+        gained.append(frontier.costs[units:].min() - near.costs[units:].min())
+        plan = near.plan(near.cheapest(units))
+        assert cost_of(plan, costs) == pytest.approx(near.costs[units:].min())
+        assert near.costs[units:].min() <= 1.33 * near.bound[units:].min()
+        assert plan.saving(N, *WINDOWS) == pytest.approx(saving, abs=0.02)
+        assert (near.costs <= frontier.costs + 1e-12).all()
+    assert min(gained) >= 0 and max(gained) > 1e-3
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_whole_curve_is_at_its_bound_where_a_layer_has_one_head(seed):
+    """More layers than are tried in all ways, and a bound that is reached: bits of every pair are those of its layer."""
+    frontier = solve_packed(random_costs(12, 1, seed))
+    assert 15 < len(frontier.solved) < 100
+    least, bound = (np.minimum.accumulate(x[::-1])[::-1] for x in (frontier.costs, frontier.bound))
+    assert len(least) == len(bound)
+    assert (least <= 1.03 * bound + 1e-12).all() and least.sum() <= 1.001 * bound.sum()
+
+
+@pytest.mark.parametrize("near", [32, 256, 4096])
+@pytest.mark.parametrize("n", [512, 2048, 8192, 10**12])
+def test_units_of_packed_pairs_are_what_the_plan_saves_rounded_down(n, near):
+    if n < near:
+        near = 500
+    costs = PackedCosts(None, None, np.zeros((3, 1)), np.zeros((3, 1)), n, near)
+    pair, lead4, follow4 = costs.units
+    assert pair % 2 == 0
+    followed = SharingPlan([[0], [0], [0]]).saving(n, 0, near)
+    saved = SharingPlan([[0], [0], [0]], bits=(4, 4, 4)).saving(n, 0, near)
+    far = 1 - near / n
+    alone = SharingPlan([[0], [1], [2]], bits=(4, 4, 4)).saving(n, 0, near)
+    assert 0 <= alone - lead4 / pair * far + 1e-9 <= 0.02
+    assert 0 <= (3 * saved - alone) / 2 - follow4 / pair * far + 1e-9 <= 0.02
+    assert followed == pytest.approx(far / 3)
 
 
 def test_savings_beyond_reach_are_refused():
@@ -96,6 +131,8 @@ def test_savings_beyond_reach_are_refused():
     ):
         plan_for(costs, 0.97)
     assert plan_for(costs, 0.0)[0].is_dense
+    with pytest.raises(ValueError, match="save 0.000 to 0.000 of the bytes at 32 tokens"):
+        solve_packed(replace(costs, n=32)).units_for(0.1, 32, *WINDOWS)
 
 
 def test_the_table_of_free_pairs_is_the_union_of_both():
@@ -104,3 +141,15 @@ def test_the_table_of_free_pairs_is_the_union_of_both():
     for packed in itertools.product((False, True), repeat=3):
         own = costs.solve(packed)
         assert (free.costs[: len(own.costs)] <= own.costs + 1e-12).all()
+
+
+def test_every_saving_on_the_curve_has_its_plan():
+    costs = random_costs(3, 2, 2)
+    frontier = solve_packed(costs)
+    reached = np.flatnonzero(np.isfinite(frontier.costs))
+    assert len(reached) > 40
+    for units in map(int, reached):
+        plan = frontier.plan(units)
+        assert cost_of(plan, costs) == pytest.approx(frontier.costs[units])
+        waste = plan.saving(N, *WINDOWS) - units / frontier.pair_units / 6 * (N - sum(WINDOWS)) / N
+        assert -1e-9 <= waste <= 0.01  # units of packed pairs are rounded down

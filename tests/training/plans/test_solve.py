@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pod.modeling.shipped.sharing import SharingPlan
-from pod.training.plans.solve import Role, solve, solve_table, sum_of_costs
+from pod.training.plans.solve import Role, solve, solve_table, sum_of_costs, units_of
 
 inf = np.inf
 
@@ -68,7 +68,7 @@ def test_the_frontier_is_the_best_of_all_tables_of_roles(layers, heads, forbidde
     assert_same(solve(**shown), expected)  # inf = not allowed, the same as None
     for saved, cost in expected.items():
         plan = frontier.plan(saved, {"cost_name": "c"})
-        assert plan.num_followers + 2 * plan.num_windows == saved
+        assert plan.num_followers + 2 * plan.num_windows == saved == units_of(plan)
         assert sum_of_costs(plan, given["follow"], given["window"]) == pytest.approx(cost, abs=1e-12)
         assert plan.provenance["cost"] == pytest.approx(cost, abs=1e-12)
         assert plan.provenance["cost_name"] == "c"
@@ -128,6 +128,31 @@ def test_units_for_a_saving_at_a_length():
         solve(follow, None).units_for(0.375, 256, 16, 48)
     with pytest.raises(ValueError, match="save 0.000 to 0.000 of the bytes at 64"):
         frontier.units_for(0.1, 64, 16, 48)
+
+
+def test_a_saving_may_be_beyond_the_reachable_ones_by_half_a_unit():
+    """One pair of ten units that saves three as a lead, seven as a window; half of 20 tokens are distant."""
+    frontier = solve_table([Role("lead", 3, np.zeros((1, 1))), Role("window", 7, np.ones((1, 1)))], 10)
+    assert [frontier.units_for(x, 20, 4, 6) for x in (0.126, 0.15, 0.249, 0.251, 0.35, 0.374)] == [
+        3,
+        3,
+        3,
+        7,
+        7,
+        7,
+    ]
+    for beyond in (0.124, 0.376):
+        with pytest.raises(ValueError, match="save 0.150 to 0.350"):
+            frontier.units_for(beyond, 20, 4, 6)
+    assert [frontier.cheapest(x) for x in (0, 3, 4)] == [3, 3, 7]
+    assert [frontier.cost_of(x, 5) for x in (0, 1, 2, 3, 4)] == [0.0, 0.0, 1.0, 1.0, None]
+
+
+def test_costs_of_followers_are_read_above_their_leads_only():
+    follow, window = random_costs(4, 2, seed=8)
+    expected = solve(follow, window).costs
+    follow[np.tril_indices(4)] = np.nan
+    np.testing.assert_array_equal(solve(follow, window).costs, expected)
 
 
 @pytest.mark.parametrize(
