@@ -147,7 +147,8 @@ def _solve(
     def units_of(frontier: Frontier | PackedFrontier) -> int:
         if pairs is None:
             return target_units(frontier, explore, windows)
-        return min(math.ceil(pairs * frontier.pair_units - 1e-9), len(frontier.costs) - 1)
+        units = math.ceil(pairs * frontier.pair_units - 1e-9)
+        return frontier.cheapest(min(units, len(frontier.costs) - 1))
 
     placed, kv_order = (total["in_place"], total["window"]), None
     if 4 in explore.bits:

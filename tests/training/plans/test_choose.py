@@ -164,6 +164,18 @@ def test_bits_are_chosen_with_the_roles():
     )
 
 
+def test_what_16_bits_cannot_save_exactly_costs_what_the_next_saving_costs():
+    """The plan saves between 28 and 29 halves of 15 pairs; in 16 bits 28 and 30 can be saved, and 29 cannot."""
+    costs = random_costs()
+    for name in ("lead4", "follow4"):
+        costs.values[name] *= 0.01
+    explore = explore_args(bits="16,4", target_saving=0.957, budget_length=100_000, retrieval_weight=0.0)
+    choice = choose(costs, explore, {"num_sink_tokens": 4, "num_recent_tokens": 12})
+    assert 28 < choice.solved.units * 2 / choice.solved.frontier.pair_units <= 29
+    found = choice.plan.provenance["plan_cost_without_4_bits"]
+    assert found == pytest.approx(costs.values["window"].sum().item())
+
+
 def test_the_curve_with_bits_says_what_its_plans_cost_and_what_forbidding_costs():
     costs = random_costs()
     explore = explore_args(
