@@ -91,8 +91,9 @@ class ExploreArgs:
     """Heads only: share of the query heads protected for their attention to earlier copies of a token (paper: 0.01)."""
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.threshold <= 1.0:
-            raise ValueError(f"threshold is {self.threshold}, allowed are 0 to 1")
+        for name in ("threshold", "induction_share", "echo_share"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed are 0 to 1")
         if not 0.0 <= self.target_saving < 1.0:
             raise ValueError(f"target_saving is {self.target_saving}, allowed are 0 to below 1")
         if not self.roles or len(set(self.roles)) < len(self.roles):
@@ -115,18 +116,18 @@ class ExploreArgs:
                 f"cost is {self.cost!r}, but algorithm=greedy groups by similarity only: set cost=similarity and roles=follow, or "
                 "algorithm=dp"
             )
-        for name in ("num_sequences", "sequence_length", "num_queries", "save_every", "refine_proposals"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, allowed are 1 and more")
-        for name in (
+        ones = ("num_sequences", "sequence_length", "num_queries", "save_every", "refine_proposals")
+        zeros = (
             "budget_length",
             "retrieval_sequences",
             "retrieval_weight",
             "loss_sequences",
             "refine_evaluations",
-        ):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, allowed are 0 and more")
+        )
+        least = dict.fromkeys(ones, 1) | dict.fromkeys(zeros, 0) | {"head_tokens": 2, "head_repeats": 2}
+        for name, allowed in least.items():
+            if (getattr(self, name) or 0) < allowed:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed are {allowed} and more")
         if self.refine_evaluations and not self.loss_sequences:
             raise ValueError(
                 f"refine_evaluations is {self.refine_evaluations} with loss_sequences=0: refinement measures losses, set it to 1 "
@@ -137,12 +138,6 @@ class ExploreArgs:
                 f"refine_evaluations is {self.refine_evaluations} with bits={self.bits}: refinement turns roles at equal bytes, which "
                 "differ between packed layers; set it to 0, or bits=[16]"
             )
-        for name in ("head_tokens", "head_repeats"):
-            if getattr(self, name) < 2:
-                raise ValueError(f"{name} is {getattr(self, name)}, allowed are 2 and more")
-        for name in ("induction_share", "echo_share"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"{name} is {getattr(self, name)}, allowed are 0 to 1")
         if self.num_queries > self.sequence_length:
             raise ValueError(
                 f"num_queries is {self.num_queries}, more than sequence_length ({self.sequence_length}): "
