@@ -35,8 +35,8 @@ from gpu_tools import (
 )
 from torch.profiler import ProfilerActivity, profile
 
+from pod.eval.judge.intervals import spread
 from pod.eval.results import environment
-from pod.eval.stats import spread
 from pod.files import write_json
 from pod.kernels.statistics import attention_column_sums, attention_rows
 

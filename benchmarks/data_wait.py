@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from pod.data import PackedDataset, write_packed_rows
+from pod.eval.judge.intervals import spread
 from pod.eval.results import environment
-from pod.eval.stats import spread
 from pod.files import write_json
 from pod.training.args import TrainArgs
 from pod.training.batches import StepBatches

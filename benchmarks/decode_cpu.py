@@ -22,12 +22,12 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import pod
+from pod.eval.judge.intervals import spread
 from pod.eval.results import environment
 from pod.eval.speed.bench_args import FULL, parse_method
 from pod.eval.speed.decode_bytes import ceiling, spread_plan
 from pod.eval.speed.decode_speed import sizes_of
 from pod.eval.speed.efficiency import Contestant, race, without_attention
-from pod.eval.stats import spread
 from pod.files import read_json, write_json
 from pod.modeling.shipped import decode
 from pod.modeling.shipped.attend import Tokens

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from pod.eval.judge.intervals import spread
 from pod.eval.results import environment, one_line
-from pod.eval.stats import spread
 from pod.files import write_json
 
 Contestant = Callable[[Callable[[], None]], Any]

@@ -32,8 +32,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
+from pod.eval.judge.intervals import spread
 from pod.eval.results import environment
-from pod.eval.stats import spread
 from pod.files import write_json
 from pod.modeling.methods import imdc
 from pod.modeling.methods.imdc_schedule import PromptSchedule, Settings, prompt_schedule, speedup_ceiling

@@ -16,9 +16,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
+from pod.eval.judge.intervals import spread
 from pod.eval.results import environment
 from pod.eval.speed.efficiency import Contestant, race, without_attention
-from pod.eval.stats import spread
 from pod.files import write_json
 
 _ROOM = 256  # decoded tokens, at least (repeats + 1) · steps

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 import pod
+from pod.eval.judge.intervals import spread
 from pod.eval.results import environment
 from pod.eval.speed.efficiency import Contestant, fill, in_turns, race, warm_up, without_attention
-from pod.eval.stats import spread
 from pod.files import write_json
 
 LAYERS, HIDDEN, QUERY_HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4, 128, 8, 2, 128, 512

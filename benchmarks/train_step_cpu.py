@@ -19,8 +19,8 @@ import torch
 from gpu_tools import goal_row
 
 import pod
+from pod.eval.judge.intervals import spread
 from pod.eval.results import environment
-from pod.eval.stats import spread
 from pod.files import write_json
 from pod.training.args import TrainArgs
 from pod.training.optim import make_optimizer

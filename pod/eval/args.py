@@ -16,7 +16,6 @@ _COUNTS = (
     "batch_size",
     "efficiency_tokens",
     "efficiency_repeats",
-    "bootstrap_samples",
 )
 
 
@@ -107,9 +106,6 @@ class EvalArgs:
 
     efficiency_repeats: int = 5
     """timed repeats per method, interleaved between the methods"""
-
-    bootstrap_samples: int = 2000
-    """resamples behind every 95 % interval"""
 
     reuse: bool = True
     """keep finished results whose inputs did not change"""

@@ -17,7 +17,6 @@ SETTINGS: dict[str, Any] = {
     "model.num_sink_tokens": 4,
     "model.num_recent_tokens": 60,
     "eval.batch_size": 3,
-    "eval.bootstrap_samples": 50,
 }
 WORDS = ("river", "stone", "lamp", "garden", "letter", "bridge", "winter", "paper", "window", "music", "road")
 

@@ -8,7 +8,7 @@ import random
 import sys
 from pathlib import Path
 
-from pod.eval import stats
+from pod.eval.judge.verdicts import perplexity_of
 from pod.eval.runners.base import scored_payload
 
 BYTES_PER_TOKEN = 131072
@@ -81,10 +81,10 @@ def perplexity(method, sequences=8, salt=""):
         )
     buckets = []
     for place, end in enumerate(ends):
-        summary = stats.perplexity_summary([row[place] for row in rows], [128] * sequences, 200)
+        summary = perplexity_of([row[place] for row in rows], [128] * sequences)
         bucket = {"start": end // 2, "end": end, "first": end - 128}
         buckets.append({**bucket, **summary, "bytes": stated(method, end)})
-    total = stats.perplexity_summary([sum(row) for row in rows], [384] * sequences, 200)
+    total = perplexity_of([sum(row) for row in rows], [384] * sequences)
     return {
         "scored_by": "one forward pass" if method in ("full", "pod") else "decode path, token by token",
         "decode_path_check": {"tokens": 8, "length": 1024, "max_abs_difference_nats": 1.2e-5}
@@ -137,7 +137,7 @@ def needles(method):
     settings = {"needles": 1, "haystack": "essays", "chat_template": False}
     rows = [stated(method, length) for length in lengths]
     return scored_payload(
-        "binary", "recall", samples, resamples=200, seed=0, bytes_rows=rows, settings=settings, cells=cells
+        "binary", "recall", samples, bytes_rows=rows, settings=settings, cells=cells
     )
 
 
@@ -155,8 +155,6 @@ def scores(method, task, count=30, skipped=0, template=False, level=0.5):
         "score",
         "rouge_l" if "report" in task else "qa_f1",
         samples,
-        resamples=200,
-        seed=0,
         skipped=skips,
         bytes_rows=[stated(method, 4096), stated(method, 8192)],
         settings={"chat_template": template, "truncation": "middle", "limit": count},
@@ -180,8 +178,6 @@ def choices(method, task="mmlu_anatomy", count=40):
         "binary",
         "acc",
         samples,
-        resamples=200,
-        seed=0,
         bytes_rows=[stated(method, 512)],
         settings={"fewshot": 5},
     )
@@ -212,7 +208,7 @@ def curves(method):
 def payload_of(values):
     """A scored task with these scores and nothing else."""
     samples = [{"id": str(i), "score": value, "prompt_hash": f"p{i}"} for i, value in enumerate(values)]
-    return scored_payload("score", "m", samples, resamples=20, seed=0)
+    return scored_payload("score", "m", samples)
 
 
 def result_file(method, parts, path="meta-llama/Meta-Llama-3-8B-Instruct", **more):
@@ -234,7 +230,7 @@ def result_file(method, parts, path="meta-llama/Meta-Llama-3-8B-Instruct", **mor
         "title": f"what {method} is",
         "spec": method,
         "seed": 0,
-        "config": {"bootstrap_samples": 200, "tasks": list(parts), "method_options": {}},
+        "config": {"tasks": list(parts), "method_options": {}},
         "model": model,
         "environment": ENVIRONMENT,
         "refused": {},

@@ -46,7 +46,6 @@ def recipe_of(folder, tasks, methods=("full",), **changes):
         "eval.methods": list(methods),
         "eval.tasks": list(tasks),
         "eval.data_dir": str(DATA),
-        "eval.bootstrap_samples": 50,
         "eval.batch_size": 2,
     }
     lines = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in (settings | changes).items()]
@@ -130,9 +129,7 @@ def test_mmlu_is_one_task_of_57_subjects_weighted_by_samples(tmp_path):
 
 def leaf(scores):
     samples = [{"id": str(number), "score": score} for number, score in enumerate(scores)]
-    made = scored_payload(
-        "score", "f1", samples, resamples=20, seed=0, settings={"truncated_samples": 1, "x": len(scores)}
-    )
+    made = scored_payload("score", "f1", samples, settings={"truncated_samples": 1, "x": len(scores)})
     return made | {"metrics": {}}
 
 
@@ -140,7 +137,7 @@ def test_group_values_by_hand():
     payloads = {"a": leaf([1.0, 0.0]), "b": leaf([1.0] * 6), "c": leaf([0.0, 0.0, 0.6])}
 
     def value(share):
-        return group_payload(lm_index.Loaded("g", {}, share, True), payloads, 200, 0)
+        return group_payload(lm_index.Loaded("g", {}, share, True), payloads)
 
     assert value(None)["value"] == pytest.approx((1 + 6 + 0.6) / 11)
     macro = value({"a": 1 / 3, "b": 1 / 3, "c": 1 / 3})
@@ -161,7 +158,7 @@ def test_group_values_by_hand():
 
 def test_a_subtask_without_samples_has_no_weight():
     payloads = {"a": leaf([1.0, 0.0]), "b": leaf([])}
-    made = group_payload(lm_index.Loaded("g", {}, {"a": 0.5, "b": 0.5}, True), payloads, 20, 0)
+    made = group_payload(lm_index.Loaded("g", {}, {"a": 0.5, "b": 0.5}, True), payloads)
     assert (
         made["value"] == 0.5
         and made["subtasks"]["b"]["weight"] == 0.0

@@ -19,11 +19,11 @@ from synthetic import (
 )
 from test_report import Page
 
-from pod.eval.report import merge as merging
+from pod.eval.judge.verdicts import compare, paired_samples
 from pod.eval.report import notes as report_notes
 from pod.eval.report import pictures
 from pod.eval.report import tables as report_tables
-from pod.eval.report.merge import byte_share, combined, compare, merge, paired_samples
+from pod.eval.report.merge import byte_share, combined, merge
 from pod.eval.report.page import Cell, Notes, Report, Section, Table
 from pod.eval.report.write import csv_text, main, task_blocks, write_merged
 
@@ -64,9 +64,9 @@ def comparison(two_runs):
 
 def test_mcnemar_counts_and_difference():
     own, base = payload([1, 1, 0, 0, 1, 0], "binary"), payload([1, 0, 1, 1, 1, 1], "binary")
-    found = compare(own, base, "full", 100, 0)
+    found = compare(own, base, "full")
     assert (found.gained, found.lost, found.common, found.relative) == (1, 3, 6, False)
-    assert found.delta == pytest.approx(-2 / 6) and found.p_value == pytest.approx(2 * (1 + 4) / 16)
+    assert found.delta == pytest.approx(-2 / 6) and found.estimate.p == pytest.approx(2 * (1 + 4) / 16)
 
 
 def test_commits_are_those_of_the_measurements(tmp_path):
@@ -86,15 +86,17 @@ def test_commits_are_those_of_the_measurements(tmp_path):
     assert any("versions of commit: newnewnewn+, oldoldoldo" in x for x in report_notes.warnings(comparison))
 
 
-def test_questions_about_one_text_have_no_mcnemar():
+def test_questions_about_one_text_count_as_what_their_texts_are_worth():
     own, base = payload([1, 1, 0, 0, 1, 1], "binary"), payload([1, 1, 1, 1, 1, 1], "binary")
     for part in (own, base):
         for number, sample in enumerate(part["samples"]):
             sample["cluster"] = f"text {number // 2}"
-    found = compare(own, base, "full", 2000, 0)
-    assert (found.gained, found.lost, found.p_value) == (0, 2, None)
-    assert found.ci95 == pytest.approx([-1.0, 0.0])  # a third of three texts: all or none of a resample
-    assert compare(own, base, "full", 2000, 0).delta == pytest.approx(-1 / 3)
+    found = compare(own, base, "full")
+    assert (found.gained, found.lost) == (0, 2) and found.delta == pytest.approx(-1 / 3)
+    for sample in own["samples"]:
+        del sample["cluster"]
+    apart = compare(own, base, "full").estimate
+    assert found.estimate.low < apart.low and found.estimate.high > apart.high and found.estimate.p > 0.1
 
 
 def test_only_samples_of_the_same_prompt_are_paired():
@@ -102,36 +104,36 @@ def test_only_samples_of_the_same_prompt_are_paired():
     own["samples"][0]["prompt_hash"] = "templated"
     pairs, left_out = paired_samples(own, base)
     assert [mine["id"] for mine, _ in pairs] == ["1", "2"] and left_out == {"another prompt": 1}
-    found = compare(own, base, "full", 100, 0)
+    found = compare(own, base, "full")
     assert found.delta == pytest.approx(-0.5) and (found.common, found.unpaired) == (2, 1)
 
 
 def test_perplexity_needs_the_same_scored_tokens():
     own, base = perplexity("pod", 3), perplexity("full", 3)
-    whole = compare(own, base, "full", 50, 0)
-    assert whole.relative and whole.common == 3 and whole.ci95[0] <= whole.delta <= whole.ci95[1]
+    whole = compare(own, base, "full")
+    assert whole.relative and whole.common == 3 and whole.estimate.low <= whole.delta <= whole.estimate.high
     own["samples"][1]["tokens"] = 383
-    part = compare(own, base, "full", 50, 0)
+    part = compare(own, base, "full")
     assert part.common == 2 and part.left_out == {"another number of scored tokens": 1}
 
 
 def test_groups_are_compared_as_the_mean_of_their_parts():
     own, base = group("pod-unadapted"), group("full")
-    found = compare(own, base, "full", 200, 0)
+    found = compare(own, base, "full")
     assert found.delta == pytest.approx(
         own["value"] - base["value"]
     )  # 12 and 18 samples: the plain mean would differ
     for part in (own, base):
         part["subtasks"]["history"]["weight"], part["subtasks"]["physics"]["weight"] = 0.4, 0.6
         part["value"] = sum(sample["score"] for sample in part["samples"]) / 30
-    assert compare(own, base, "full", 200, 0).delta == pytest.approx(own["value"] - base["value"])
+    assert compare(own, base, "full").delta == pytest.approx(own["value"] - base["value"])
 
 
 def test_nothing_in_common_is_no_comparison():
     other = payload([1.0])
     other["samples"][0]["id"] = "x"
-    assert compare(payload([1.0]), other, "full", 10, 0) is None
-    assert compare(payload([1.0]), payload([1.0], "binary"), "full", 10, 0) is None
+    assert compare(payload([1.0]), other, "full") is None
+    assert compare(payload([1.0]), payload([1.0], "binary"), "full") is None
 
 
 # -- rows ----------------------------------------------------------------------------------------------------
@@ -140,9 +142,9 @@ def test_nothing_in_common_is_no_comparison():
 def test_other_metrics_and_filters_are_not_compared():
     """gsm8k by strict-match in one run, by flexible-extract in the other: the same prompts, another number."""
     strict, flexible = (payload([1, 0], settings={"filter": name}) for name in ("strict", "flexible"))
-    assert compare(strict, strict, "full", 100, 0) is not None
-    assert compare(strict, flexible, "full", 100, 0) is None
-    assert compare(payload([1, 0]), payload([1, 0], metric="n"), "full", 100, 0) is None
+    assert compare(strict, strict, "full") is not None
+    assert compare(strict, flexible, "full") is None
+    assert compare(payload([1, 0]), payload([1, 0], metric="n"), "full") is None
 
 
 def test_rows_of_two_runs(comparison):
@@ -350,14 +352,20 @@ def test_files_of_another_schema_are_named(tmp_path):
     assert lines == [f"{tmp_path.name}: h2o.json has schema 1, this report reads 2: measure again"]
 
 
-def test_binary_tone_follows_mcnemar_and_scores_their_interval():
-    better = merging.Against("full", False, 0.2, [0.1, 0.3], 10, 0, {})
-    up, down = {"higher_is_better": True}, {"higher_is_better": False}
-    assert report_tables.tone_of(up, better) == "better" and report_tables.tone_of(down, better) == "worse"
-    unclear = merging.Against("full", False, 0.2, [0.1, 0.3], 10, 0, {}, 4, 0, 0.125)
-    assert report_tables.tone_of(up, unclear) == ""
-    zero = merging.Against("full", False, 0.2, [-0.1, 0.3], 10, 0, {})
-    assert report_tables.tone_of(up, zero) == ""
+def test_tones_and_csv_follow_the_verdicts_of_the_page(comparison):
+    marks = {}
+    for entry in comparison.entries:
+        for task in entry.parts:
+            against = comparison.against(entry, (task,))
+            marks[entry.label, task] = "" if against is None else against.mark
+    assert {"worse", ""} <= set(marks.values())
+    rows = list(csv.DictReader(io.StringIO(csv_text(comparison))))
+    assert {(row["row"], row["task"]): row["mark"] for row in rows if row["status"] == "measured"} == marks
+    for task in comparison.tasks:
+        entries = comparison.measured(task)
+        table = report_tables.task_table(comparison, task) if entries else None
+        tones = [row[2].tone for row in table.rows] if table else []
+        assert tones == [marks[entry.label, task] for entry in entries]
 
 
 def test_heat_map_cells(comparison):

@@ -19,7 +19,6 @@ SETTINGS = {
     "eval.methods": ["full", "snapkv@40"],
     "eval.tasks": TASKS,
     "eval.data_dir": str(HERE / "data"),
-    "eval.bootstrap_samples": 50,
     "eval.batch_size": 2,
     "eval.passkey_lengths": [420],
     "eval.passkey_depths": [0.0, 0.5, 1.0],

@@ -36,7 +36,6 @@ SETTINGS = {
     "eval.efficiency_lengths": [300],
     "eval.efficiency_tokens": 2,
     "eval.efficiency_repeats": 2,
-    "eval.bootstrap_samples": 50,
 }
 
 

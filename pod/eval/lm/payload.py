@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pod.eval import stats
+from pod.eval.judge.verdicts import estimate_of
 from pod.eval.lm.index import TASK_FOLDER, Loaded, TaskRules
 from pod.eval.results import fingerprint
 from pod.eval.runners.base import perplexity_result, scored_payload
@@ -182,14 +182,11 @@ def leaf_payload(
         "settings": _settings(leaf, filtered, samples) | settings,
         "skipped": skipped,
     }
-    resamples, seed = run.args.bootstrap_samples, run.recipe.seed
     higher = leaf.task.higher_is_better().get(metric, True)
     metrics = _other_metrics(leaf, kept, (metric, filtered))
     if leaf.kind == "nll":
-        return _nll_payload(metric, samples, resamples, seed, more) | {"metrics": metrics}
-    payload = scored_payload(
-        leaf.kind, metric, samples, resamples=resamples, seed=seed, higher_is_better=bool(higher), **more
-    )
+        return _nll_payload(metric, samples, more) | {"metrics": metrics}
+    payload = scored_payload(leaf.kind, metric, samples, higher_is_better=bool(higher), **more)
     return payload | {"metrics": metrics}
 
 
@@ -306,15 +303,10 @@ def _other_metrics(
     return found
 
 
-def _nll_payload(
-    metric: str, samples: list[dict[str, Any]], resamples: int, seed: int, more: dict[str, Any]
-) -> dict[str, Any]:
-    value = interval = None
-    if samples:
-        sums, counts = [s["score"] for s in samples], [s["tokens"] for s in samples]
-        summary = stats.perplexity_summary(sums, counts, resamples, seed)
-        value, interval = summary["perplexity"], summary["ci95"]
-    return perplexity_result(value, interval) | {
+def _nll_payload(metric: str, samples: list[dict[str, Any]], more: dict[str, Any]) -> dict[str, Any]:
+    found = estimate_of({"kind": "nll", "samples": samples})
+    value = perplexity_result(None, None) if found is None else perplexity_result(found.value, found.interval)
+    return value | {
         "metric": metric,
         "samples": samples,
         "skipped": more["skipped"],
@@ -323,9 +315,7 @@ def _nll_payload(
     }
 
 
-def group_payload(
-    loaded: Loaded, payloads: dict[str, dict[str, Any]], resamples: int, seed: int
-) -> dict[str, Any]:
+def group_payload(loaded: Loaded, payloads: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """One payload for a group: the mean over its leaf tasks, each with its share, and a value per subtask.
 
     Raises: ValueError when the members cannot be averaged.
@@ -337,32 +327,26 @@ def group_payload(
     samples = [sample for part in parts for sample in part["samples"]]
     weights = _weights(loaded, payloads)
     names = {part["metric"] for part in parts}
-    payload = scored_payload(
+    return scored_payload(
         "binary" if kinds == {"binary"} and loaded.share is None else "score",
         names.pop() if len(names) == 1 else "mean of the tasks' metrics",
         samples,
-        resamples=resamples,
-        seed=seed,
         skipped=[row for part in parts for row in part["skipped"]],
         bytes_rows=[row for part in parts for row in part["bytes"]],
         settings=_common([part["settings"] for part in parts]),
         higher_is_better=higher.pop(),
+        subtasks={
+            name: {
+                "metric": part["metric"],
+                "value": part["value"],
+                "ci95": part["ci95"],
+                "count": len(part["samples"]),
+                "weight": weights.get(name, 0.0),
+                "metrics": part["metrics"],
+            }
+            for name, part in payloads.items()
+        },
     )
-    if samples and loaded.share is not None:
-        payload["value"] = sum(weight * payloads[name]["value"] for name, weight in weights.items())
-        payload["ci95"] = _stratified(payloads, weights, resamples, seed)
-    payload["subtasks"] = {
-        name: {
-            "metric": part["metric"],
-            "value": part["value"],
-            "ci95": part["ci95"],
-            "count": len(part["samples"]),
-            "weight": weights.get(name, 0.0),
-            "metrics": part["metrics"],
-        }
-        for name, part in payloads.items()
-    }
-    return payload
 
 
 def _weights(loaded: Loaded, payloads: dict[str, dict[str, Any]]) -> dict[str, float]:
@@ -371,21 +355,6 @@ def _weights(loaded: Loaded, payloads: dict[str, dict[str, Any]]) -> dict[str, f
     shares = counts if loaded.share is None else {name: loaded.share[name] for name in counts}
     total = sum(shares.values())
     return {name: share / total for name, share in shares.items()}
-
-
-def _stratified(
-    payloads: dict[str, dict[str, Any]], weights: dict[str, float], resamples: int, seed: int
-) -> list[float] | None:
-    """95 % percentile bootstrap interval of the weighted mean: each subtask's samples are drawn by themselves."""
-    samples = {name: payloads[name]["samples"] for name in weights}
-    return stats.weighted_interval(
-        [
-            (weight, [sample["score"] for sample in samples[name]], stats.clusters_of(samples[name]))
-            for name, weight in weights.items()
-        ],
-        resamples,
-        seed,
-    )
 
 
 def _common(settings: list[dict[str, Any]]) -> dict[str, Any]:

@@ -164,7 +164,6 @@ class LmTask(Task):
             "limit": self.limit,
             "too_long": self.args.too_long,
             "lm_eval": version("lm-eval"),
-            "resamples": self.args.bootstrap_samples,
         }
 
     def spans(self) -> list[Span]:
@@ -195,7 +194,7 @@ class LmTask(Task):
         payloads = {name: self._measure_leaf(lm, leaf, journal) for name, leaf in self.leaves.items()}
         if not self.loaded.is_group:
             return next(iter(payloads.values()))
-        return group_payload(self.loaded, payloads, self.args.bootstrap_samples, run.recipe.seed)
+        return group_payload(self.loaded, payloads)
 
     def _measure_leaf(self, lm: Any, leaf: Leaf, journal: "Journal") -> dict[str, Any]:
         from lm_eval.evaluator import evaluate

@@ -2,19 +2,23 @@
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pod.eval import stats
+from pod.eval.judge.verdicts import Against, Payload, compare, estimate_of, judged, prompt_of
 from pod.eval.methods import METHODS
 from pod.eval.report.summary import BASE, SPEED_RUN, load_speed
 from pod.eval.results import SCHEMA_VERSION, load_results
 from pod.files import read_json
 
-Payload = dict[str, Any]
 _DENSE = ("dense", "unadapted")
+SUITE = re.compile(r"(pod_(?:longbench_e|longbench|leval|infinitebench(?:_\d+k)?|ruler(?:_\d+k?)?))_(.+)")
+Part = str | int | None
+"""A subtask by name, a position bucket by number, or the whole task."""
+Question = tuple[int, tuple[str, ...], Part]
+"""Row, tasks, part."""
 
 
 @dataclass
@@ -59,27 +63,6 @@ class Entry:
         self.failed |= failures(content)
 
 
-@dataclass(frozen=True)
-class Against:
-    """A method against its base on the samples that both answered, with equal prompts.
-
-    relative: `delta` is the relative change of perplexity, else the difference of the scores (0 to 1). gained, lost: 0/1 samples that
-    only the method, only the base got right; p_value: McNemar's, None where several samples share a text.
-    left_out: common sample ids that were not compared, by reason.
-    """
-
-    base: str
-    relative: bool
-    delta: float
-    ci95: list[float] | None
-    common: int
-    unpaired: int
-    left_out: dict[str, int]
-    gained: int | None = None
-    lost: int | None = None
-    p_value: float | None = None
-
-
 @dataclass
 class Comparison:
     """Everything that a report shows. tasks: in the order of the recipes."""
@@ -87,7 +70,7 @@ class Comparison:
     runs: list[Run]
     entries: list[Entry]
     tasks: list[str]
-    _found: dict[tuple[int, tuple[str, ...]], Against | None] = field(default_factory=dict)
+    _judged: dict[Question, Against | None] = field(default_factory=dict)
 
     def measured(self, task: str) -> list[Entry]:
         """The rows that have this task."""
@@ -101,20 +84,88 @@ class Comparison:
         same = [base for base in bases if run.dense_path in (base.run.dense_path, None)]
         return next(iter(own or same or (bases if len(bases) == 1 else [])), None)
 
-    def against(self, entry: Entry, tasks: tuple[str, ...]) -> Against | None:
-        """The row against its base on a task, or on the mean of several; None for the base itself and where nothing can be paired."""
-        key = (id(entry), tasks)
-        if key not in self._found:
-            self._found[key] = self._against(entry, tasks)
-        return self._found[key]
+    def against(self, entry: Entry, tasks: tuple[str, ...], part: Part = None) -> Against | None:
+        """The row against its base on a task, on a part of it, or on the mean of several; None for the base itself and where nothing
+        can be paired. Marks hold for the whole overview, those of its details for all details; what a page does not ask has none."""
+        if not self._judged:
+            for asked in (self._overview(), self._details()):
+                self._judged |= judged({(id(e), t, p): self._against(e, t, p) for e, t, p in asked})
+        key = (id(entry), tasks, part)
+        return self._judged[key] if key in self._judged else self._against(entry, tasks, part)
 
-    def _against(self, entry: Entry, tasks: tuple[str, ...]) -> Against | None:
-        own, base = combined(entry, tasks), self.base_of(entry, tasks[0])
-        other = None if base is None or base is entry else combined(base, tasks)
-        if own is None or base is None or other is None:
+    def _overview(self) -> Iterator[tuple[Entry, tuple[str, ...], Part]]:
+        """Every row on every task, those of a suite as one."""
+        return ((entry, tasks, None) for entry in self.entries for tasks in self.suites().values())
+
+    def _details(self) -> Iterator[tuple[Entry, tuple[str, ...], Part]]:
+        """Tasks of suites, subtasks of groups, positions of perplexity."""
+        inner = {task for tasks in self.suites().values() if len(tasks) > 1 for task in tasks}
+        for entry in self.entries:
+            yield from ((entry, (task,), None) for task in entry.parts if task in inner)
+            for task, payload in entry.parts.items():
+                yield from ((entry, (task,), name) for name in payload.get("subtasks") or {})
+                yield from ((entry, (task,), number) for number in range(len(payload.get("buckets") or ())))
+
+    def suites(self) -> dict[str, tuple[str, ...]]:
+        """Tasks that were measured, those of a suite together under its name, in the order of the recipes."""
+        found: dict[str, list[str]] = {}
+        for task in self.tasks:
+            parts = [entry.parts[task] for entry in self.measured(task)]
+            group = any(part.get("subtasks") for part in parts)
+            if parts:
+                found.setdefault(task if group else suite_of(task) or task, []).append(task)
+        return {name: tuple(tasks) for name, tasks in found.items()}
+
+    def _against(self, entry: Entry, tasks: tuple[str, ...], part: Part) -> Against | None:
+        base = self.base_of(entry, tasks[0])
+        if base is None or base is entry:
             return None
-        resamples = (entry.content.get("config") or {}).get("bootstrap_samples", 2000)
-        return compare(own, other, base.label, resamples, entry.content.get("seed") or 0)
+        own, other = payload_of(entry, tasks, part), payload_of(base, tasks, part)
+        return None if own is None or other is None else compare(own, other, base.label)
+
+
+def suite_of(task: str) -> str | None:
+    """`pod_ruler_4k_vt` → `pod_ruler_4k`; None for a task of no suite."""
+    found = SUITE.fullmatch(task)
+    whole = found is None or re.fullmatch(r"e|\d+k|\d+(_\w+)?", found.group(2))
+    return None if found is None or whole else found.group(1)
+
+
+def payload_of(entry: Entry, tasks: tuple[str, ...], part: Part = None) -> Payload | None:
+    """What a row has on a task, on a part of it (a subtask by name, a position bucket by number), or on the mean of several."""
+    payload = combined(entry, tasks)
+    if payload is None or part is None:
+        return payload
+    return _subtask(payload, part) if isinstance(part, str) else _bucket(payload, part)
+
+
+def _subtask(payload: Payload, name: str) -> Payload | None:
+    found = (payload.get("subtasks") or {}).get(name)
+    if found is None:
+        return None
+    samples = [
+        {key: value for key, value in sample.items() if key != "subtask"}
+        for sample in payload["samples"]
+        if sample.get("subtask") == name
+    ]
+    return {**payload, "value": found["value"], "ci95": found.get("ci95"), "samples": samples}
+
+
+def _bucket(payload: Payload, number: int) -> Payload | None:
+    rows = payload.get("buckets") or []
+    if number >= len(rows):
+        return None
+    row = rows[number]
+    samples = [
+        {
+            "id": sample["id"],
+            "score": sample["buckets"][number],
+            "tokens": row["end"] - row["first"],
+            "prompt_hash": sample.get("prompt_hash"),
+        }
+        for sample in payload["samples"]
+    ]
+    return {**payload, "value": row["perplexity"], "samples": samples}
 
 
 def merge(folders: Iterable[str | os.PathLike], methods: list[str] | None = None) -> Comparison:
@@ -169,43 +220,6 @@ def failures(content: dict[str, Any]) -> dict[str, str]:
     return {task: reason} if mark else {"": task}
 
 
-def compare(own: Payload, base: Payload, label: str, resamples: int, seed: int) -> Against | None:
-    """One payload against another on their common samples; None when they are of different kinds or metrics or share none."""
-    if any(own[key] != base[key] for key in ("kind", "metric")) or _filter(own) != _filter(base):
-        return None
-    pairs, left_out = paired_samples(own, base)
-    if not pairs:
-        return None
-    mine, theirs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    scores = [[sample["score"] for sample in side] for side in (mine, theirs)]
-    shared = {sample["id"] for sample in own["samples"]} & {sample["id"] for sample in base["samples"]}
-    unpaired = len(own["samples"]) + len(base["samples"]) - 2 * len(shared)
-    if own["kind"] == "nll":
-        counts = [sample["tokens"] for sample in mine]
-        found = stats.paired_change(scores[0], scores[1], counts, resamples, seed)
-        return Against(label, True, found["change"], found["ci95"], len(pairs), unpaired, left_out)
-    strata, weights = _strata(own, mine)
-    clusters = stats.clusters_of(mine)
-    found = stats.paired_difference(scores[0], scores[1], resamples, seed, strata, weights, clusters)
-    gained = lost = p_value = None
-    if own["kind"] == "binary":
-        gained = sum(a > b for a, b in zip(*scores, strict=True))
-        lost = sum(a < b for a, b in zip(*scores, strict=True))
-        p_value = stats.mcnemar(gained, lost) if clusters is None else None
-    return Against(
-        label,
-        False,
-        found["difference"],
-        found["ci95"],
-        len(pairs),
-        unpaired,
-        left_out,
-        gained,
-        lost,
-        p_value,
-    )
-
-
 def combined(entry: Entry, tasks: tuple[str, ...]) -> Payload | None:
     """The payload of a task, or of the mean over several scored tasks; None when the row lacks one of them or they cannot be averaged."""
     parts = [entry.parts[task] for task in tasks if task in entry.parts]
@@ -226,38 +240,19 @@ def combined(entry: Entry, tasks: tuple[str, ...]) -> Payload | None:
             {**sample, "id": f"{task}/{sample['id']}", "subtask": f"{task}/{sample.get('subtask', '')}"}
             for sample in part["samples"]
         ]
-    return {
+    mean = {
         "kind": "score",
         "metric": "mean",
         "higher_is_better": True,
         "value": sum(part["value"] for part in parts) / len(parts),
-        "ci95": None,
         "samples": samples,
         "skipped": [skip for part in parts for skip in part["skipped"]],
         "bytes": [row for part in parts for row in part.get("bytes") or []],
         "settings": {},
         "subtasks": subtasks,
     }
-
-
-def paired_samples(own: Payload, base: Payload) -> tuple[list[tuple[dict, dict]], dict[str, int]]:
-    """Samples with one id on both sides, and how many of those were left out, by reason."""
-    others = {sample["id"]: sample for sample in base["samples"]}
-    pairs, left_out = [], {}
-    for sample in own["samples"]:
-        other = others.get(sample["id"])
-        if other is None:
-            continue
-        reason = None
-        if _hash(sample) and _hash(other) and _hash(sample) != _hash(other):
-            reason = "another prompt"
-        elif own["kind"] == "nll" and sample["tokens"] != other["tokens"]:
-            reason = "another number of scored tokens"
-        if reason is None:
-            pairs.append((sample, other))
-        else:
-            left_out[reason] = left_out.get(reason, 0) + 1
-    return pairs, left_out
+    found = estimate_of(mean)
+    return {**mean, "ci95": None if found is None else found.interval}
 
 
 def prompt_conflicts(comparison: Comparison, task: str) -> tuple[int, int]:
@@ -265,7 +260,7 @@ def prompt_conflicts(comparison: Comparison, task: str) -> tuple[int, int]:
     hashes: dict[str, set[str]] = {}
     for entry in comparison.measured(task):
         for sample in entry.parts[task]["samples"]:
-            hashes.setdefault(sample["id"], set()).update(filter(None, [_hash(sample)]))
+            hashes.setdefault(sample["id"], set()).update(filter(None, [prompt_of(sample)]))
     return sum(len(found) > 1 for found in hashes.values()), len(hashes)
 
 
@@ -302,26 +297,6 @@ def _known(method: str, row: dict[str, Any]) -> dict[str, Any]:
     """A row without measured bytes, with those of its whole length where the method's are known."""
     known = {BASE: "dense_bytes", "pod": "pod_bytes", "pod-unadapted": "pod_bytes"}.get(method, "")
     return {**row, "bytes": row.get(known), "held_tokens": row["length"]}
-
-
-def _filter(payload: Payload) -> Any:
-    """How answers were read before they were scored (gsm8k: strict-match or flexible-extract)."""
-    return (payload.get("settings") or {}).get("filter")
-
-
-def _hash(sample: dict[str, Any]) -> str | None:
-    return sample.get("prompt_hash")
-
-
-def _strata(payload: Payload, samples: list[dict]) -> tuple[list[str] | None, dict[str, float] | None]:
-    """The task of every sample of a group, and each task's weight in the group's value."""
-    names = [sample.get("subtask") for sample in samples]
-    if any(name is None for name in names):
-        return None, None
-    strata, subtasks = [str(name) for name in names], payload.get("subtasks") or {}
-    weights = {name: subtasks.get(name, {}).get("weight") for name in strata}
-    known = {name: weight for name, weight in weights.items() if weight is not None}
-    return strata, known if len(known) == len(weights) else None
 
 
 def _goes_with(entry: Entry, run: Run, method: str, content: dict[str, Any]) -> bool:

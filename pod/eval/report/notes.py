@@ -3,13 +3,22 @@
 from collections import Counter
 from typing import Any
 
-from pod.eval.report.merge import Comparison, Entry, prompt_conflicts
+from pod.eval.report.merge import Comparison, Entry, combined, prompt_conflicts
 from pod.eval.report.summary import BASE
-from pod.eval.report.tables import MOST_COLUMNS, bytes_at, columns, common_length, saving_of, speed_of
+from pod.eval.report.tables import (
+    MOST_COLUMNS,
+    bytes_at,
+    change_text,
+    columns,
+    common_length,
+    saving_of,
+    speed_of,
+    value_text,
+)
 
 
 def headline(comparison: Comparison) -> str:
-    """PoD's result if there is one, and how much was measured."""
+    """PoD's result if there is one, what it gains and loses over all tasks, and how much was measured."""
     pieces = [_pod_result(comparison)]
     answers = sum(len(part["samples"]) for entry in comparison.entries for part in entry.parts.values())
     skipped = sum(len(part["skipped"]) for entry in comparison.entries for part in entry.parts.values())
@@ -24,27 +33,34 @@ def headline(comparison: Comparison) -> str:
 def _pod_result(comparison: Comparison) -> str:
     rows: dict[str, Entry] = {}
     for entry in comparison.entries:
-        if entry.parts.get("perplexity", {}).get("value") is not None:
-            rows.setdefault(entry.method, entry)
+        rows.setdefault(entry.method, entry)
     shown = rows.get("pod") or rows.get("pod-unadapted")
-    if shown is None:
+    if shown is None or not shown.parts:
         return ""
-    name = "PoD" if shown.method == "pod" else "PoD without adaptation"
-    text = f"{name} reaches perplexity {_perplexity(shown)}"
-    beside = [f"dense {_perplexity(rows[BASE])}"] if BASE in rows else []
-    if shown.method == "pod" and "pod-unadapted" in rows:
-        beside.append(f"PoD without adaptation {_perplexity(rows['pod-unadapted'])}")
-    text += f" ({', '.join(beside)})" if beside else ""
+    text = "PoD" if shown.method == "pod" else "PoD without adaptation"
     held, speed = bytes_at(shown, common_length(comparison.entries)), speed_of(shown)
     if held is not None:
-        text += f" with {saving_of(held):.0%} fewer KV bytes at {held['length']:,} tokens"
+        text += f", with {saving_of(held):.0%} fewer KV bytes at {held['length']:,} tokens"
     if speed is not None and speed[1].get("speed_over_full"):
         text += f", decoding at {speed[1]['speed_over_full']['median']:.2f}× the dense speed"
-    return text + "."
+    return f"{text}: {_gains_and_losses(comparison, shown)}."
 
 
-def _perplexity(entry: Entry) -> str:
-    return f"{entry.parts['perplexity']['value']:.2f}"
+def _gains_and_losses(comparison: Comparison, shown: Entry) -> str:
+    """Every task or suite of the row by its verdict, losses first."""
+    found: dict[str, list[str]] = {"worse": [], "better": [], "": []}
+    for column in columns(comparison):
+        payload, against = combined(shown, column.tasks), comparison.against(shown, column.tasks)
+        if payload is None or payload["value"] is None:
+            continue
+        value = value_text(payload, payload["value"])
+        if against is None:
+            found[""].append(f"{column.title} {value}")
+        else:
+            found[against.mark].append(f"{column.title} {value} ({change_text(against)})")
+    names = {"worse": "worse than full on", "better": "better on", "": "not decided by these samples:"}
+    pieces = [f"{names[mark]} {', '.join(lines)}" for mark, lines in found.items() if lines]
+    return "; ".join(pieces) or "nothing to compare"
 
 
 def origin(comparison: Comparison) -> list[str]:
@@ -80,8 +96,9 @@ def overview_notes(comparison: Comparison) -> list[str]:
     """What the overview's columns mean, with the numbers of these runs."""
     notes = [
         "Scores are 0 to 100, perplexity is exp of the mean NLL per token. Under each value: the change against full on the samples "
-        "that both answered with the same prompt (perplexity: relative; scores: points) and its 95 % paired-bootstrap interval. ▲ ▼ mark "
-        "what chance hardly explains: an interval without 0, for 0/1 tasks of independent samples McNemar's exact test below 0.05."
+        "that both answered with the same prompt (perplexity: relative; scores: points) and its 95 % interval: Student's t over texts, for "
+        "0/1 tasks a score interval. “Better” and “worse” mark what chance hardly explains: p below 0.05 for all comparisons of this table "
+        "together (Holm; details below the overview count by themselves), so a mark can be missing where one interval leaves out 0."
     ]
     length = common_length(comparison.entries)
     if length:

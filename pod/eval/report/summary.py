@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pod.eval import stats
+from pod.eval.judge.verdicts import perplexity_change
 from pod.eval.results import load_results
 from pod.eval.speed.args import NAME as SPEED_RUN
 
@@ -64,13 +64,12 @@ def _change(result: dict, base: dict | None) -> dict[str, Any]:
     own, other = _sums(result), _sums(base or {})
     if not own or {key: row[1:] for key, row in own.items()} != {key: row[1:] for key, row in other.items()}:
         return {}
-    return stats.paired_change(
+    found = perplexity_change(
         [row[0] for row in own.values()],
         [other[key][0] for key in own],
         [row[1] for row in own.values()],
-        resamples=result["config"]["bootstrap_samples"],
-        seed=result["seed"],
     )
+    return {"change": found.value, "ci95": found.interval}
 
 
 def _sums(result: dict) -> dict[str, tuple[float, int, str | None]]:

@@ -1,24 +1,23 @@
 """The tables of a report: methods by tasks, one task in detail, tasks of a suite, heat maps, and whatever a payload brings along."""
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
+from pod.eval.judge.verdicts import Against, Payload
 from pod.eval.report.merge import (
-    Against,
+    SUITE,
     Comparison,
     Entry,
-    Payload,
     byte_share,
     combined,
-    compare,
     dense_bytes,
     held_rows,
+    payload_of,
+    suite_of,
 )
 from pod.eval.report.page import Cell, HeatMap, Table
 
 NONE = Cell("–")
-_SUITE = re.compile(r"(pod_(?:longbench_e|longbench|leval|infinitebench(?:_\d+k)?|ruler(?:_\d+k?)?))_(.+)")
 _TITLES = {
     "perplexity": "Perplexity by position",
     "passkey": "Passkey retrieval",
@@ -37,28 +36,15 @@ class Column:
 
 def columns(comparison: Comparison) -> list[Column]:
     """What the overview compares: single tasks, and suites of two or more tasks, in the order of the recipes."""
-    suites: dict[str, list[str]] = {}
-    for task in comparison.tasks:
-        parts = [entry.parts[task] for entry in comparison.measured(task)]
-        group = any(part.get("subtasks") for part in parts)
-        if parts:
-            suites.setdefault(task if group else suite_of(task) or task, []).append(task)
     return [
-        Column(tasks[0] if len(tasks) == 1 else f"{_plain(name)} ({len(tasks)} tasks)", tuple(tasks))
-        for name, tasks in suites.items()
+        Column(tasks[0] if len(tasks) == 1 else f"{_plain(name)} ({len(tasks)} tasks)", tasks)
+        for name, tasks in comparison.suites().items()
     ]
-
-
-def suite_of(task: str) -> str | None:
-    """`pod_ruler_4k_vt` → `pod_ruler_4k`; None for a task of no suite."""
-    found = _SUITE.fullmatch(task)
-    whole = found is None or re.fullmatch(r"e|\d+k|\d+(_\w+)?", found.group(2))
-    return None if found is None or whole else found.group(1)
 
 
 def short_name(task: str) -> str:
     """A task's name inside the table of its suite."""
-    found = _SUITE.fullmatch(task)
+    found = SUITE.fullmatch(task)
     return found.group(2) if found and suite_of(task) else task
 
 
@@ -105,21 +91,21 @@ def change_text(against: Against) -> str:
     return f"{against.delta:+.1%}" if against.relative else f"{100 * against.delta:+.1f}"
 
 
-def change_cell(payload: Payload, against: Against | None) -> Cell:
-    """Δ to the base, its paired interval, and McNemar's p for 0/1 tasks."""
+def change_cell(against: Against | None) -> Cell:
+    """Δ to the base, its paired interval, and the p value that holds for the page."""
     if against is None:
         return NONE
     small = interval_text(against)
-    if against.p_value is not None:
-        small = f"{small}\n{p_text(against.p_value)}"
-    return Cell(change_text(against), small, against.delta, tone_of(payload, against))
+    if against.adjusted is not None:
+        small = f"{small}\n{p_text(against.adjusted)}"
+    return Cell(change_text(against), small, against.delta, against.mark)
 
 
 def interval_text(against: Against) -> str:
     """The 95 % interval of a change."""
-    if against.ci95 is None:
+    if against.estimate.interval is None:
         return ""
-    low, high = against.ci95
+    low, high = against.estimate.interval
     if against.relative:
         return f"[{low:+.1%}, {high:+.1%}]"
     return f"[{100 * low:+.1f}, {100 * high:+.1f}]"
@@ -128,17 +114,6 @@ def interval_text(against: Against) -> str:
 def p_text(value: float) -> str:
     """A p value."""
     return "p < 0.001" if value < 0.001 else f"p = {value:.2g}"
-
-
-def tone_of(payload: Payload, against: Against) -> Any:
-    """Better or worse when chance is an unlikely reason: McNemar's p below 0.05 for 0/1 tasks, else an interval without 0."""
-    if against.p_value is not None:
-        clear = against.p_value < 0.05
-    else:
-        clear = against.ci95 is not None and not against.ci95[0] <= 0 <= against.ci95[1]
-    if not clear or against.delta == 0:
-        return ""
-    return "better" if (against.delta > 0) == payload["higher_is_better"] else "worse"
 
 
 def missing_cell(entry: Entry, task: str) -> Cell:
@@ -175,7 +150,7 @@ def _overview_cell(comparison: Comparison, entry: Entry, column: Column) -> Cell
     against = comparison.against(entry, column.tasks)
     if against is not None:
         small = f"{change_text(against)}\n{interval_text(against)}"
-        return Cell(cell.text, small, cell.sort, tone_of(payload, against))
+        return Cell(cell.text, small, cell.sort, against.mark)
     return cell
 
 
@@ -255,7 +230,7 @@ def task_table(comparison: Comparison, task: str) -> Table:
 def _task_row(comparison: Comparison, entry: Entry, task: str, binary: bool, extra: list[str]) -> list[Cell]:
     payload, against = entry.parts[task], comparison.against(entry, (task,))
     share = byte_share(entry, task)
-    row = [Cell(entry.label), value_cell(payload), change_cell(payload, against)]
+    row = [Cell(entry.label), value_cell(payload), change_cell(against)]
     if binary:
         known = against is not None and against.gained is not None
         row.append(
@@ -316,32 +291,14 @@ def subtask_table(comparison: Comparison, task: str) -> Table | None:
 
 
 def _subtask_cell(comparison: Comparison, entry: Entry, task: str, name: str) -> Cell:
-    own = _only(entry.parts[task], name)
+    own = payload_of(entry, (task,), name)
     if own is None:
         return NONE
-    cell, base = value_cell(own), comparison.base_of(entry, task)
-    other = None if base is None or base is entry else _only(base.parts[task], name)
-    if other is None or base is None:
-        return cell
-    resamples = (entry.content.get("config") or {}).get("bootstrap_samples", 2000)
-    against = compare(own, other, base.label, resamples, entry.content.get("seed") or 0)
+    cell, against = value_cell(own), comparison.against(entry, (task,), name)
     if against is None:
         return cell
     small = f"{change_text(against)}\n{interval_text(against)}"
-    return Cell(cell.text, small, cell.sort, tone_of(own, against))
-
-
-def _only(payload: Payload, name: str) -> Payload | None:
-    """The payload of one subtask."""
-    part = (payload.get("subtasks") or {}).get(name)
-    if part is None:
-        return None
-    samples = [
-        {key: value for key, value in sample.items() if key != "subtask"}
-        for sample in payload["samples"]
-        if sample.get("subtask") == name
-    ]
-    return {**payload, "value": part["value"], "ci95": part.get("ci95"), "samples": samples}
+    return Cell(cell.text, small, cell.sort, against.mark)
 
 
 # -- what payloads bring along -------------------------------------------------------------------------------
@@ -427,27 +384,8 @@ def bucket_table(comparison: Comparison, task: str = "perplexity") -> Table | No
 
 
 def _bucket_cell(comparison: Comparison, entry: Entry, task: str, number: int) -> Cell:
-    own, base = _bucket(entry.parts[task], number), comparison.base_of(entry, task)
-    if base is None or base is entry or not base.parts[task].get("buckets"):
-        return Cell(f"{own['value']:.2f}", sort=own["value"])
-    resamples = (entry.content.get("config") or {}).get("bootstrap_samples", 2000)
-    seed = entry.content.get("seed") or 0
-    against = compare(own, _bucket(base.parts[task], number), base.label, resamples, seed)
+    value = entry.parts[task]["buckets"][number]["perplexity"]
+    against = comparison.against(entry, (task,), number)
     if against is None:
-        return Cell(f"{own['value']:.2f}", sort=own["value"])
-    return Cell(f"{own['value']:.2f}", f"({change_text(against)})", own["value"], tone_of(own, against))
-
-
-def _bucket(payload: Payload, number: int) -> Payload:
-    """The payload of one position bucket."""
-    row = payload["buckets"][number]
-    samples = [
-        {
-            "id": sample["id"],
-            "score": sample["buckets"][number],
-            "tokens": row["end"] - row["first"],
-            "prompt_hash": sample.get("prompt_hash"),
-        }
-        for sample in payload["samples"]
-    ]
-    return {**payload, "value": row["perplexity"], "samples": samples}
+        return Cell(f"{value:.2f}", sort=value)
+    return Cell(f"{value:.2f}", f"({change_text(against)})", value, against.mark)

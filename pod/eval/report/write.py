@@ -22,6 +22,7 @@ from pod.eval.report.merge import (
     held_rows,
     merge,
     prompt_conflicts,
+    suite_of,
 )
 from pod.eval.report.page import Block, Fold, Notes, Picture, Report, Section
 from pod.eval.report.speed import speed_blocks
@@ -52,7 +53,19 @@ _CSV_COLUMNS: list[str] = [
         "samples",
         "skipped",
     ),
-    *("base", "delta", "delta_kind", "delta_low", "delta_high", "paired", "gained", "lost", "mcnemar_p"),
+    *(
+        "base",
+        "delta",
+        "delta_kind",
+        "delta_low",
+        "delta_high",
+        "paired",
+        "gained",
+        "lost",
+        "p",
+        "p_page",
+        "mark",
+    ),
     *("byte_share", "longest_length", "bytes", "dense_bytes", "budget_tokens", "status", "reason"),
 ]
 
@@ -270,7 +283,7 @@ def csv_text(comparison: Comparison) -> str:
             "model": (entry.content.get("model") or {}).get("path", ""),
         }
         for task in comparison.tasks:
-            where = {"task": task, "suite": tables.suite_of(task) or ""}
+            where = {"task": task, "suite": suite_of(task) or ""}
             if task in entry.parts:
                 writer.writerow(names | where | _csv_values(comparison, entry, task))
             elif task in entry.failed or task in entry.refused:
@@ -302,7 +315,7 @@ def _csv_values(comparison: Comparison, entry: Any, task: str) -> dict[str, Any]
         "status": "measured",
     }
     if against is not None:
-        low, high = against.ci95 or ("", "")
+        low, high = against.estimate.interval or ("", "")
         values |= {
             "base": against.base,
             "delta": against.delta,
@@ -312,7 +325,9 @@ def _csv_values(comparison: Comparison, entry: Any, task: str) -> dict[str, Any]
             "paired": against.common,
             "gained": against.gained,
             "lost": against.lost,
-            "mcnemar_p": against.p_value,
+            "p": against.estimate.p,
+            "p_page": against.adjusted,
+            "mark": against.mark,
         }
     return {key: "" if value is None else value for key, value in values.items()}
 

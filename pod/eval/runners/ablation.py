@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 import pod
-from pod.eval import passkey, perplexity, stats
+from pod.eval import passkey, perplexity
 from pod.eval.buckets import position_buckets
 from pod.eval.budget import measure_bytes, native_bytes_per_token
 from pod.eval.journal import Journal
+from pod.eval.judge.intervals import wilson
+from pod.eval.judge.verdicts import perplexity_change, perplexity_of
 from pod.eval.methods import Method
 from pod.eval.runners.base import Span, Task, perplexity_result, prompt_hash
 from pod.eval.text import load_text
@@ -115,7 +117,6 @@ class Ablation(Task):
             "settings": [asdict(setting) for setting in self.settings],
             "prompts": [asdict(prompt) for prompt in self.prompts],
             "new": self.args.passkey_new_tokens,
-            "resamples": self.args.bootstrap_samples,
         }
 
     def spans(self) -> list[Span]:
@@ -242,17 +243,16 @@ class Ablation(Task):
 
     def _row(self, found: dict[str, Any], base: list[float]) -> dict[str, Any]:
         """One setting: its numbers, perplexity and change against no sharing (paired), passkeys."""
-        resamples, seed = self.args.bootstrap_samples, self.run.recipe.seed
         sums = [record["nll"] for record in found["texts"]]
         counts = [sum(bucket.scored for bucket in self.buckets)] * len(sums)
-        own = stats.perplexity_summary(sums, counts, resamples, seed)
-        change = stats.paired_change(sums, base, counts, resamples, seed)
+        own = perplexity_of(sums, counts)
+        change = perplexity_change(sums, base, counts)
         row = {key: value for key, value in found.items() if key not in ("texts", "answers")}
         row |= {"perplexity": own["perplexity"], "ci95": own["ci95"]}
-        row |= {"change": change["change"], "change_ci95": change["ci95"]}
+        row |= {"change": change.value, "change_ci95": change.interval}
         if found["answers"]:
             right, prompts = sum(record["correct"] for record in found["answers"]), len(found["answers"])
-            row |= {"passkey": right / prompts, "passkey_ci95": stats.wilson_interval(right, prompts)}
+            row |= {"passkey": right / prompts, "passkey_ci95": list(wilson(right, prompts))}
         return row
 
 

@@ -26,7 +26,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pod.eval import stats
+from pod.eval.judge.verdicts import estimate_of
 from pod.schema import build
 
 if TYPE_CHECKING:
@@ -168,32 +168,21 @@ def scored_payload(
     metric: str,
     samples: list[dict[str, Any]],
     *,
-    resamples: int,
-    seed: int,
     skipped: list[dict[str, Any]] | None = None,
     bytes_rows: list[dict[str, Any]] | None = None,
     settings: dict[str, Any] | None = None,
     higher_is_better: bool = True,
     **more: Any,
 ) -> dict[str, Any]:
-    """A payload of kind `binary` or `score` from its samples: mean, Wilson or bootstrap interval over independent clusters."""
+    """A payload of kind `binary` or `score` from its samples: mean and interval over independent clusters."""
     assert kind in ("binary", "score"), kind
-    scores = [sample["score"] for sample in samples]
-    value, interval = None, None
-    if scores:
-        value = sum(scores) / len(scores)
-        clusters = stats.clusters_of(samples)
-        interval = (
-            stats.binary_interval(scores, clusters)
-            if kind == "binary"
-            else stats.mean_interval(scores, resamples, seed, clusters)
-        )
+    found = estimate_of({"kind": kind, "samples": samples, "subtasks": more.get("subtasks")})
     return {
         "kind": kind,
         "metric": metric,
         "higher_is_better": higher_is_better,
-        "value": value,
-        "ci95": interval,
+        "value": None if found is None else found.value,
+        "ci95": None if found is None else found.interval,
         "samples": samples,
         "skipped": skipped or [],
         "bytes": bytes_rows or [],

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from pod.eval import stats
 from pod.eval.agreement import predict_by_decode, predict_by_forward, predict_by_window
 from pod.eval.journal import Journal
+from pod.eval.judge.intervals import score_mean
 from pod.eval.methods import Method
 from pod.eval.runners.base import Span, Task, prompt_hash, scored_payload
 from pod.eval.text import load_text
@@ -84,7 +84,6 @@ class Consistency(Task):
         return {
             "text": hashlib.sha256(self.text.numpy().tobytes()).hexdigest(),
             "dense": self.run.models.identity("dense"),
-            "resamples": self.args.bootstrap_samples,
         }
 
     def spans(self) -> list[Span]:
@@ -170,8 +169,6 @@ class Consistency(Task):
             "score",
             "identical predictions",
             [{key: value for key, value in record.items() if key != "windows"} for record in records],
-            resamples=self.args.bootstrap_samples,
-            seed=self.run.recipe.seed,
             bytes_rows=[self.run.stated_bytes(span.length, records[0]["budget_tokens"], held)],
             settings={
                 "length": options.length,
@@ -186,7 +183,7 @@ class Consistency(Task):
         rows = []
         for index, window in enumerate(self.options.windows):
             shares = [record["windows"][index] for record in records]
-            interval = stats.mean_interval(shares, self.args.bootstrap_samples, self.run.recipe.seed)
+            interval = score_mean(shares).interval
             rows.append((window, sum(shares) / len(shares), interval))
         return {
             "metrics": {

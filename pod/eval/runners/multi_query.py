@@ -8,9 +8,10 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from pod.eval import branching, needles, stats
+from pod.eval import branching, needles
 from pod.eval.haystack import ASK, Haystack, load_sentences, make_frame, start_of
 from pod.eval.journal import Journal
+from pod.eval.judge.intervals import clusters_of, share
 from pod.eval.methods import Method
 from pod.eval.runners.base import Span, Task, prompt_hash, scored_payload
 from pod.eval.runners.niah import cells_of
@@ -134,8 +135,6 @@ class MultiQuery(Task):
             "binary",
             "accuracy",
             samples,
-            resamples=self.args.bootstrap_samples,
-            seed=self.run.recipe.seed,
             bytes_rows=self._bytes(samples),
             settings={
                 "format": "chat template" if options.chat_template else "plain text",
@@ -259,6 +258,6 @@ def _by_turn(samples: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     }
     scores = {name: [sample["score"] for sample in rows] for name, rows in found.items() if rows}
     return {
-        name: {"value": sum(s) / len(s), "ci95": stats.binary_interval(s, stats.clusters_of(found[name]))}
+        name: {"value": sum(s) / len(s), "ci95": share(s, clusters_of(found[name])).interval}
         for name, s in scores.items()
     }

@@ -117,8 +117,6 @@ class Niah(Task):
             "binary" if options.form == "number" and options.needles == 1 else "score",
             "needle recall" if options.form == "number" else "ROUGE-1",
             records,
-            resamples=self.args.bootstrap_samples,
-            seed=self.run.recipe.seed,
             bytes_rows=self._bytes(records),
             settings={
                 "format": "chat template" if options.chat_template else "plain text",

@@ -68,8 +68,6 @@ class Passkey(Task):
             "binary",
             "accuracy",
             records,
-            resamples=args.bootstrap_samples,
-            seed=self.run.recipe.seed,
             bytes_rows=[{"prompt_length": length, **row} for length, row in held.items()],
             settings={
                 "format": "chat template" if args.passkey_chat_template else "plain text",

@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from pod.eval import perplexity, stats
+from pod.eval import perplexity
 from pod.eval.buckets import position_buckets
 from pod.eval.journal import Journal
+from pod.eval.judge.verdicts import perplexity_of
 from pod.eval.methods import Method
 from pod.eval.runners.base import Span, Task, perplexity_result, prompt_hash
 from pod.eval.text import load_text
@@ -34,7 +35,6 @@ class Perplexity(Task):
         return {
             "text": hashlib.sha256(self.text.numpy().tobytes()).hexdigest(),
             "buckets": [asdict(bucket) for bucket in self.buckets],
-            "resamples": self.args.bootstrap_samples,
         }
 
     def spans(self) -> list[Span]:
@@ -81,17 +81,16 @@ class Perplexity(Task):
         return records
 
     def _payload(self, records: list[dict[str, Any]]) -> dict[str, Any]:
-        resamples, seed = self.args.bootstrap_samples, self.run.recipe.seed
         rows = []
         for index, bucket in enumerate(self.buckets):
             sums = [record["sums"][index] for record in records]
             held = [record["held"][index] for record in records if record["held"][index] is not None]
             stated = self.run.stated_bytes(bucket.held_length, records[0]["budget"][index], held)
-            summary = stats.perplexity_summary(sums, [bucket.scored] * len(sums), resamples, seed)
+            summary = perplexity_of(sums, [bucket.scored] * len(sums))
             rows.append({**asdict(bucket), **summary, "bytes": stated})
         tokens = sum(bucket.scored for bucket in self.buckets)
         sums = [sum(record["sums"]) for record in records]
-        total = stats.perplexity_summary(sums, [tokens] * len(sums), resamples, seed)
+        total = perplexity_of(sums, [tokens] * len(sums))
         return {
             **perplexity_result(total["perplexity"], total["ci95"]),
             "samples": [

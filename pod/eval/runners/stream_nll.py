@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pod.eval import stats
 from pod.eval.journal import Journal
+from pod.eval.judge.verdicts import perplexity_of
 from pod.eval.methods import Method
 from pod.eval.runners.base import Span, Task, perplexity_result, prompt_hash
 from pod.eval.streaming import UNBOUNDED, Stream, chunk_of, make_stream, stream_nll
@@ -86,7 +86,6 @@ class StreamNll(Task):
             "text": hashlib.sha256(self.text.numpy().tobytes()).hexdigest(),
             "stream": asdict(self.stream),
             "common": self.common,
-            "resamples": self.args.bootstrap_samples,
         }
 
     def spans(self) -> list[Span]:
@@ -150,8 +149,7 @@ class StreamNll(Task):
         options, shared = self.options, stream.ends.index(self.common) + 1
         tokens = self.common - options.prompt_tokens
         sums = [sum(record["sums"][:shared]) for record in records]
-        resamples, seed = self.args.bootstrap_samples, self.run.recipe.seed
-        total = stats.perplexity_summary(sums, [tokens] * len(sums), resamples, seed)
+        total = perplexity_of(sums, [tokens] * len(sums))
         held = [record["held"][shared - 1] for record in records]
         stated = self.run.stated_bytes(self.spans()[0].length, records[0]["budget"], held)
         chunk = self._chunk(method)

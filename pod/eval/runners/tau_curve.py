@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 import pod
-from pod.eval import gates, passkey, stats
+from pod.eval import gates, passkey
 from pod.eval.journal import Journal
+from pod.eval.judge.intervals import wilson
+from pod.eval.judge.verdicts import perplexity_change, perplexity_of
 from pod.eval.methods import Method
 from pod.eval.perplexity import token_nll
 from pod.eval.runners.base import Span, Task, perplexity_result, prompt_hash
@@ -108,7 +110,6 @@ class TauCurve(Task):
             "text": hashlib.sha256(self.text.numpy().tobytes()).hexdigest(),
             "prompts": [asdict(prompt) for prompt in self.prompts],
             "new": self.args.passkey_new_tokens,
-            "resamples": self.args.bootstrap_samples,
         }
 
     def spans(self) -> list[Span]:
@@ -236,29 +237,24 @@ class TauCurve(Task):
         self, tau: float | None, texts: list[dict[str, Any]], answers: list[dict[str, Any]]
     ) -> dict[str, Any]:
         """One threshold: perplexity, its change against the exact attention (paired), shares, passkeys."""
-        scored, resamples, seed = (
-            self.options.scored_tokens,
-            self.args.bootstrap_samples,
-            self.run.recipe.seed,
-        )
         sums, exact = ([record["nll"][key] for record in texts] for key in (label(tau), EXACT))
-        counts = [scored] * len(sums)
-        found = stats.perplexity_summary(sums, counts, resamples, seed)
-        change = stats.paired_change(sums, exact, counts, resamples, seed)
+        counts = [self.options.scored_tokens] * len(sums)
+        found = perplexity_of(sums, counts)
+        change = perplexity_change(sums, exact, counts)
         row = {
             "setting": label(tau),
             "tau": tau,
             "perplexity": found["perplexity"],
             "ci95": found["ci95"],
-            "change": change["change"],
-            "change_ci95": change["ci95"],
+            "change": change.value,
+            "change_ci95": change.interval,
             **gates.shares(gates.total([record["counts"][label(tau)] for record in texts])),
         }
         if answers:
             right = sum(record["correct"][label(tau)] for record in answers)
             row |= {
                 "passkey": right / len(answers),
-                "passkey_ci95": stats.wilson_interval(right, len(answers)),
+                "passkey_ci95": list(wilson(right, len(answers))),
             }
         return row
 

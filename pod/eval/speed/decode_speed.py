@@ -25,12 +25,12 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import pod
+from pod.eval.judge.intervals import spread
 from pod.eval.results import one_line
 from pod.eval.speed import decode_bytes, efficiency
 from pod.eval.speed.bench_args import FULL, BenchMethod
 from pod.eval.speed.decode_bytes import Sizes
 from pod.eval.speed.dense_decode import candidates
-from pod.eval.stats import spread
 from pod.modeling.loading import from_dense
 from pod.modeling.shipped.layout import PodCacheLayer
 

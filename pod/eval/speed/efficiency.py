@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from pod.eval.stats import spread
+from pod.eval.judge.intervals import spread
 from pod.modeling.shipped.attend import IMPLEMENTATIONS, Call, Implementation
 
 _WARM_UP_TOKENS = 16

@@ -1,0 +1,268 @@
+"""Means, shares and differences with 95 % intervals and p values, without resampling.
+
+Samples that ask about one text are no more independent than the tokens of a text are: they are a *cluster*, and clusters are what is
+counted. Means take Student's t over clusters, because percentile bootstraps of a few sequences cover 77 % where they say 95 %; shares of
+0/1 samples and their paired differences take score intervals, which have a width at 0 and at 1; weighted means of several tasks join the
+two (MOVER: Zou and Donner, 2008; degrees of freedom after Satterthwaite).
+"""
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from scipy import special
+
+LEVEL = 0.95
+_TAIL = (1 + LEVEL) / 2
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number and how sure it is.
+
+    Attributes:
+        low, high: 95 % interval; None where nothing can be said, as with a single cluster.
+        p: two-sided probability of so large a value when the true one is 0; None with the interval.
+        freedom: degrees of freedom of the interval; infinite = normal.
+    """
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
+    freedom: float = math.inf
+
+    @property
+    def interval(self) -> list[float] | None:
+        """``[low, high]``."""
+        return None if self.low is None or self.high is None else [self.low, self.high]
+
+    def mapped(self, change: Callable[[float], float]) -> "Estimate":
+        """After a rising function of the number, as ``exp`` of a mean of logarithms."""
+        ends = [None if end is None else change(end) for end in (self.low, self.high)]
+        return replace(self, value=change(self.value), low=ends[0], high=ends[1])
+
+
+@lru_cache
+def critical(freedom: float = math.inf) -> float:
+    """Two-sided 95 % quantile of Student's t; of the normal distribution where there is no end of freedom."""
+    return float(special.stdtrit(freedom, _TAIL) if math.isfinite(freedom) else special.ndtri(_TAIL))
+
+
+def _p_of(ratio: float, freedom: float) -> float:
+    tail = special.stdtr(freedom, -ratio) if math.isfinite(freedom) else special.ndtr(-ratio)
+    return min(1.0, 2 * float(tail))
+
+
+def mean(
+    values: Sequence[float],
+    counts: Sequence[int] | None = None,
+    clusters: Sequence[Hashable] | None = None,
+) -> Estimate:
+    """``Σ values / Σ counts`` with Student's t over clusters (the linearised ratio; Cochran, 1977, §6.4).
+
+    Args:
+        values: of each sample, or sums over its ``counts`` (default 1) tokens.
+        clusters: what each sample belongs to (default: samples are independent).
+    """
+    sums, sizes = by_cluster(values, counts, clusters)
+    number, value = len(sums), float(sums.sum() / sizes.sum())
+    if number < 2:
+        return Estimate(value)
+    squares = float(np.square(sums - value * sizes).sum())
+    error = math.sqrt(number / (number - 1) * squares) / float(sizes.sum())
+    half = critical(number - 1) * error
+    if error <= 1e-12 * abs(value):
+        p = 0.0 if value else 1.0
+    else:
+        p = _p_of(abs(value) / error, number - 1) if error else 1.0
+    return Estimate(value, value - half, value + half, p, number - 1)
+
+
+def share(scores: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Estimate:
+    """The share of 0/1 scores that are 1, with Wilson's interval (1927) for as many trials as clusters are worth.
+
+    That number is n over the design effect (Kish, 1965), less what a variance of few clusters may be off (Korn and Graubard, 1998);
+    the number of clusters where no variance can be seen. One cluster is one trial.
+    """
+    value = float(np.mean(scores))
+    worth, freedom = _worth(np.asarray(scores, dtype=np.float64) - value, value * (1 - value), clusters)
+    low, high = wilson(value * worth, worth)
+    return Estimate(value, low, high, None, freedom)
+
+
+def _worth(
+    residuals: np.ndarray, variance: float, clusters: Sequence[Hashable] | None
+) -> tuple[float, float]:
+    """How many independent samples of such a variance the samples are worth, and the degrees of freedom of that."""
+    trials = len(residuals)
+    sums, _ = by_cluster(residuals, None, clusters)
+    number = len(sums)
+    if number == trials:
+        return float(trials), math.inf
+    if number == 1 or variance <= 0:
+        return float(number), math.inf
+    seen = float(np.square(sums).sum()) / trials**2 * number / (number - 1)
+    effect = max(1.0, seen * trials / variance) * (critical(number - 1) / critical()) ** 2
+    return max(1.0, trials / effect), math.inf
+
+
+def wilson(successes: float, trials: float) -> tuple[float, float]:
+    """95 % Wilson score interval of a proportion: sound at 0 and at 1, where the normal one has width zero.
+
+    Raises: ValueError for impossible counts.
+    """
+    if not 0 <= successes <= trials or trials < 1:
+        raise ValueError(
+            f"a proportion needs 0 <= successes <= trials and trials >= 1, got {successes} of {trials}"
+        )
+    rate, z2 = successes / trials, critical() ** 2
+    centre = (rate + z2 / (2 * trials)) / (1 + z2 / trials)
+    half = math.sqrt(z2 * (rate * (1 - rate) / trials + z2 / (4 * trials**2))) / (1 + z2 / trials)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def score_mean(scores: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Estimate:
+    """The mean of scores of 0 to 1: t, inside 0 to 1; where all are 0 or all are 1, the interval of a share."""
+    found = set(map(float, scores))
+    if found <= {0.0} or found <= {1.0}:
+        return share(scores, clusters)
+    estimate = mean(scores, None, clusters)
+    if estimate.low is None or estimate.high is None:
+        return estimate
+    return replace(estimate, low=max(0.0, estimate.low), high=min(1.0, estimate.high))
+
+
+def paired_share(
+    own: Sequence[float], base: Sequence[float], clusters: Sequence[Hashable] | None = None
+) -> Estimate:
+    """The difference of two shares on the same 0/1 samples, with Tango's score interval (1998) and McNemar's exact test (1947).
+
+    With clusters both count as many samples as the clusters are worth, and the test is the score test.
+    """
+    gaps = np.asarray(own, dtype=np.float64) - np.asarray(base, dtype=np.float64)
+    value, trials = float(gaps.mean()), len(gaps)
+    worth, freedom = _worth(gaps - value, float(np.square(gaps).mean() - value**2), clusters)
+    scale = worth / trials
+    gained, lost = scale * float((gaps > 0).sum()), scale * float((gaps < 0).sum())
+    low, high = tango(gained, lost, worth)
+    if worth == trials and clusters is None:
+        p = mcnemar(round(gained), round(lost))
+    else:
+        p = _p_of(abs(gained - lost) / math.sqrt(gained + lost), math.inf) if gained + lost else 1.0
+    return Estimate(value, low, high, p, freedom)
+
+
+def tango(gained: float, lost: float, trials: float) -> tuple[float, float]:
+    """95 % score interval of ``(gained - lost) / trials``, paired: all differences that a score test does not refuse."""
+    return -_tango_high(lost, gained, trials), _tango_high(gained, lost, trials)
+
+
+def _tango_high(gained: float, lost: float, trials: float) -> float:
+    """The upper end, by bisection: the statistic falls from the estimate to 1."""
+    low, high = (gained - lost) / trials, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        linear = -gained - lost + (2 * trials - gained + lost) * middle
+        root = math.sqrt(max(0.0, linear**2 + 8 * trials * lost * middle * (1 - middle)))
+        only_lost = (root - linear) / (
+            4 * trials
+        )  # the likeliest share of samples that only the base gets right
+        variance = trials * (2 * only_lost + middle * (1 - middle))
+        apart = trials * middle - (gained - lost)
+        if apart**2 < critical() ** 2 * variance:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def mcnemar(gained: int, lost: int) -> float:
+    """Two-sided exact p value: are two methods right equally often on the same 0/1 samples? Samples on which both agree say nothing.
+
+    Raises: ValueError for negative counts.
+    """
+    if min(gained, lost) < 0:
+        raise ValueError(f"counts of samples cannot be negative, got {gained} and {lost}")
+    return min(1.0, 2 * float(special.bdtr(min(gained, lost), gained + lost, 0.5)))
+
+
+def paired_mean(
+    own: Sequence[float], base: Sequence[float], clusters: Sequence[Hashable] | None = None
+) -> Estimate:
+    """The difference of two means of scores of 0 to 1 on the same samples: t over the gaps; where there is no gap, what could hide there."""
+    gaps = np.asarray(own, dtype=np.float64) - np.asarray(base, dtype=np.float64)
+    if not gaps.any():
+        return paired_share(own, own, clusters)
+    return mean(gaps.tolist(), None, clusters)
+
+
+def weighted(parts: Iterable[tuple[float, Estimate]]) -> Estimate:
+    """``Σ weight · estimate`` of independent estimates; without an interval where one has none."""
+    parts = list(parts)
+    value = sum(weight * part.value for weight, part in parts)
+    if any(part.low is None for _, part in parts):
+        return Estimate(value)
+    low, below, _ = _joined([(w, part.value - (part.low or 0.0), part.freedom) for w, part in parts])
+    high, above, _ = _joined([(w, (part.high or 0.0) - part.value, part.freedom) for w, part in parts])
+    freedom = min(below, above)
+    half = low if value > 0 else high
+    p = _p_of(abs(value) / half * critical(freedom), freedom) if half else float(value == 0)
+    return Estimate(value, value - low, value + high, p, freedom)
+
+
+def _joined(halves: list[tuple[float, float, float]]) -> tuple[float, float, float]:
+    """Half widths ``(weight, half, freedom)`` on one side → that of the sum, its degrees of freedom and its error."""
+    squares = [(weight * half / critical(freedom)) ** 2 for weight, half, freedom in halves]
+    total = sum(squares)
+    loose = sum(square**2 / freedom for square, (_, _, freedom) in zip(squares, halves, strict=True))
+    freedom = total**2 / loose if loose else math.inf
+    return critical(freedom) * math.sqrt(total), freedom, math.sqrt(total)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p values that hold for all comparisons together (Holm, 1979): the chance of one false mark on a page stays below the level."""
+    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    adjusted, largest = [1.0] * len(p_values), 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted
+
+
+def clusters_of(samples: Sequence[Mapping[str, Any]]) -> list[Hashable] | None:
+    """What each sample belongs to: its ``cluster``, else itself; None when no two samples share one."""
+    names: list[Hashable] = [sample.get("cluster") or (number,) for number, sample in enumerate(samples)]
+    return names if len(set(names)) < len(names) else None
+
+
+def by_cluster(
+    values: Sequence[float] | np.ndarray, counts: Sequence[int] | None, clusters: Sequence[Hashable] | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sum of values and of counts of each cluster, in the order of first appearance.
+
+    Raises: ValueError for lists of unequal length, or none.
+    """
+    values = np.asarray(values, dtype=np.float64)
+    sizes = np.ones(len(values)) if counts is None else np.asarray(counts, dtype=np.float64)
+    if not len(values) == len(sizes) == len(clusters if clusters is not None else values) or not len(values):
+        found = len(values), len(sizes), None if clusters is None else len(clusters)
+        raise ValueError(f"values, counts and clusters go together, got {found}")
+    if clusters is None:
+        return values, sizes
+    places = {name: place for place, name in enumerate(dict.fromkeys(clusters))}
+    rows = np.asarray([places[name] for name in clusters], dtype=np.int64)
+    return np.bincount(rows, weights=values), np.bincount(rows, weights=sizes)
+
+
+def spread(values: Sequence[float]) -> dict[str, float | int]:
+    """Median, minimum, maximum and count of repeated measurements."""
+    return {
+        "median": float(np.median(values)),
+        "min": float(np.min(values)),
+        "max": float(np.max(values)),
+        "repeats": len(values),
+    }

@@ -1,0 +1,186 @@
+"""Payloads as estimates, and one method against another: the only place that says better, worse, or neither.
+
+A *payload* is what a task says of a method: ``kind`` (``nll``, ``binary`` or ``score``), ``metric``, ``samples``, for groups
+``subtasks`` with their weights.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from pod.eval.judge import intervals
+from pod.eval.judge.intervals import Estimate
+
+Payload = dict[str, Any]
+Mark = Literal["", "better", "worse"]
+CHANCE = 0.05
+"""A mark is given below this, for all comparisons of a page together."""
+
+
+@dataclass(frozen=True)
+class Against:
+    """A method against its base on the samples that both answered, with equal prompts.
+
+    Attributes:
+        relative: the estimate is the relative change of perplexity, else the difference of the scores (0 to 1).
+        gained, lost: 0/1 samples that only the method, only the base got right.
+        left_out: common sample ids that were not compared, by reason.
+        adjusted: the p value for all comparisons of the page together (Holm); None where there is none.
+    """
+
+    base: str
+    relative: bool
+    estimate: Estimate
+    higher_is_better: bool
+    common: int
+    unpaired: int
+    left_out: dict[str, int]
+    gained: int | None = None
+    lost: int | None = None
+    adjusted: float | None = None
+
+    @property
+    def delta(self) -> float:
+        return self.estimate.value
+
+    @property
+    def mark(self) -> Mark:
+        """Better or worse where chance hardly explains it, over the whole page."""
+        if self.adjusted is None or self.adjusted >= CHANCE or not self.delta:
+            return ""
+        return "better" if (self.delta > 0) == self.higher_is_better else "worse"
+
+
+def perplexity_of(sums: Sequence[float], counts: Sequence[int]) -> dict[str, Any]:
+    """Perplexity of sequences from their summed NLL (nats) and scored tokens.
+
+    Returns:
+        tokens, sequences, mean_nll, standard_error (of the mean NLL), perplexity, ci95 (None for one sequence).
+    """
+    found = intervals.mean(sums, counts)
+    error = None if found.high is None else (found.high - found.value) / intervals.critical(found.freedom)
+    return {
+        "tokens": int(sum(counts)),
+        "sequences": len(sums),
+        "mean_nll": found.value,
+        "standard_error": error,
+        "perplexity": math.exp(found.value),
+        "ci95": found.mapped(math.exp).interval,
+    }
+
+
+def perplexity_change(sums: Sequence[float], base_sums: Sequence[float], counts: Sequence[int]) -> Estimate:
+    """Relative change of perplexity on the same tokens: 0.05 = 5 % above the base. Easy and hard sequences cancel.
+
+    Raises: ValueError when the two do not cover the same sequences.
+    """
+    if not len(sums) == len(base_sums) == len(counts):
+        raise ValueError(f"paired comparison needs the same sequences, got {len(sums)} and {len(base_sums)}")
+    gaps = [own - base for own, base in zip(sums, base_sums, strict=True)]
+    return intervals.mean(gaps, counts).mapped(math.expm1)
+
+
+def estimate_of(payload: Payload) -> Estimate | None:
+    """The value of a payload with its interval, from its samples; None without any."""
+    samples = payload["samples"]
+    if not samples:
+        return None
+    if payload["kind"] == "nll":
+        sums, counts = [s["score"] for s in samples], [s["tokens"] for s in samples]
+        return intervals.mean(sums, counts).mapped(math.exp)
+    of = intervals.share if payload["kind"] == "binary" else intervals.score_mean
+    return _over_strata(payload, samples, lambda rows: of(_scores(rows), intervals.clusters_of(rows)))
+
+
+def compare(own: Payload, base: Payload, label: str) -> Against | None:
+    """One payload against another on their common samples; None when they are of different kinds or metrics or share none."""
+    if any(own[key] != base[key] for key in ("kind", "metric")) or _filter(own) != _filter(base):
+        return None
+    pairs, left_out = paired_samples(own, base)
+    if not pairs:
+        return None
+    mine, theirs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    shared = {sample["id"] for sample in own["samples"]} & {sample["id"] for sample in base["samples"]}
+    unpaired = len(own["samples"]) + len(base["samples"]) - 2 * len(shared)
+    found = Against(
+        label, own["kind"] == "nll", Estimate(0.0), own["higher_is_better"], len(pairs), unpaired, left_out
+    )
+    if found.relative:
+        counts = [sample["tokens"] for sample in mine]
+        return replace(found, estimate=perplexity_change(_scores(mine), _scores(theirs), counts))
+    of = intervals.paired_share if own["kind"] == "binary" else intervals.paired_mean
+    answers = {sample["id"]: sample["score"] for sample in theirs}
+
+    def differ(rows: list[dict]) -> Estimate:
+        return of(_scores(rows), [answers[row["id"]] for row in rows], intervals.clusters_of(rows))
+
+    found = replace(found, estimate=_over_strata(own, mine, differ))
+    if own["kind"] == "binary":
+        gaps = [a - b for a, b in zip(_scores(mine), _scores(theirs), strict=True)]
+        found = replace(found, gained=sum(gap > 0 for gap in gaps), lost=sum(gap < 0 for gap in gaps))
+    return found
+
+
+def judged(found: dict[Any, Against | None]) -> dict[Any, Against | None]:
+    """The comparisons of a page, each with its p value for all of them together."""
+    known = {
+        key: against.estimate.p
+        for key, against in found.items()
+        if against is not None and against.estimate.p is not None
+    }
+    adjusted = dict(zip(known, intervals.holm(list(known.values())), strict=True))
+    return {
+        key: None if against is None else replace(against, adjusted=adjusted.get(key))
+        for key, against in found.items()
+    }
+
+
+def paired_samples(own: Payload, base: Payload) -> tuple[list[tuple[dict, dict]], dict[str, int]]:
+    """Samples with one id on both sides, and how many of those were left out, by reason."""
+    others = {sample["id"]: sample for sample in base["samples"]}
+    pairs, left_out = [], {}
+    for sample in own["samples"]:
+        other = others.get(sample["id"])
+        if other is None:
+            continue
+        reason = None
+        if prompt_of(sample) and prompt_of(other) and prompt_of(sample) != prompt_of(other):
+            reason = "another prompt"
+        elif own["kind"] == "nll" and sample["tokens"] != other["tokens"]:
+            reason = "another number of scored tokens"
+        if reason is None:
+            pairs.append((sample, other))
+        else:
+            left_out[reason] = left_out.get(reason, 0) + 1
+    return pairs, left_out
+
+
+def prompt_of(sample: dict[str, Any]) -> str | None:
+    """Hash of a sample's prompt."""
+    return sample.get("prompt_hash")
+
+
+def _over_strata(payload: Payload, samples: list[dict], of: Any) -> Estimate:
+    """An estimate of the samples; of a group the mean of its tasks' estimates with their weights."""
+    names = [sample.get("subtask") for sample in samples]
+    if any(name is None for name in names):
+        return of(samples)
+    tasks: dict[str, list[dict]] = {}
+    for name, sample in zip(names, samples, strict=True):
+        tasks.setdefault(str(name), []).append(sample)
+    subtasks = payload.get("subtasks") or {}
+    weights = {name: subtasks.get(name, {}).get("weight") for name in tasks}
+    if any(weight is None for weight in weights.values()):
+        weights = dict.fromkeys(tasks, 1.0)
+    total = sum(weights.values())
+    return intervals.weighted((weights[name] / total, of(rows)) for name, rows in tasks.items())
+
+
+def _scores(samples: Sequence[dict]) -> list[float]:
+    return [sample["score"] for sample in samples]
+
+
+def _filter(payload: Payload) -> Any:
+    """How answers were read before they were scored (gsm8k: strict-match or flexible-extract)."""
+    return (payload.get("settings") or {}).get("filter")

@@ -1,0 +1,276 @@
+"""The judge against values by hand, published values, and simulations of what it promises."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import optimize
+
+from pod.eval.judge import intervals, verdicts
+
+T3 = 3.182446305  # two-sided 95 % of Student's t with 3 degrees of freedom
+TEXTS = ["a", "a", "b", "b", "c", "c", "d", "d"]  # four texts, two questions each
+
+
+# -- means ---------------------------------------------------------------------------------------------------
+
+
+def test_mean_of_four_by_hand():
+    found = intervals.mean([1.0, 2.0, 4.0, 5.0])
+    error = math.sqrt((4 + 1 + 1 + 4) / 3 / 4)
+    assert found.value == 3.0 and found.freedom == 3
+    assert found.interval == pytest.approx([3 - T3 * error, 3 + T3 * error])
+    assert found.p == pytest.approx(0.0462051)  # t = 3.2863
+
+
+def test_perplexity_is_weighted_by_tokens():
+    found = verdicts.perplexity_of([2.0, 9.0], [2, 3])
+    assert found["mean_nll"] == pytest.approx(11 / 5) and found["perplexity"] == pytest.approx(math.exp(2.2))
+    assert (found["tokens"], found["sequences"]) == (5, 2)
+    residual = 2.0 - 2.2 * 2  # and its opposite
+    assert found["standard_error"] == pytest.approx(math.sqrt(2 * 2 * residual**2) / 5)
+
+
+def test_a_single_sequence_has_no_interval():
+    found = verdicts.perplexity_of([2.0], [2])
+    assert found["ci95"] is None and found["standard_error"] is None
+
+
+def test_change_of_perplexity_ignores_differences_between_sequences():
+    base = [5.0, 50.0, 20.0, 90.0]
+    found = verdicts.perplexity_change([x + 10 * math.log(1.1) for x in base], base, [10] * 4)
+    assert found.value == pytest.approx(0.1) and found.interval == pytest.approx([0.1, 0.1])
+    assert found.p < 1e-6
+    assert verdicts.perplexity_change(base, base, [10] * 4).p == 1.0
+
+
+def test_changes_of_other_sequences_are_refused():
+    with pytest.raises(ValueError, match="same sequences, got 2 and 1"):
+        verdicts.perplexity_change([1.0, 2.0], [1.0], [1, 1])
+
+
+def test_questions_about_one_text_count_as_one_when_they_agree():
+    values = [0.9, 0.9, 0.1, 0.1, 0.5, 0.5, 0.4, 0.4]
+    assert intervals.mean(values, None, TEXTS) == intervals.mean(values[::2])
+    scores = [1, 1, 0, 0, 1, 1, 0, 0]
+    together, fewer = intervals.share(scores, TEXTS), intervals.share(scores[::2])
+    assert together.high - together.low > fewer.high - fewer.low  # what a variance of four texts may be off
+    apart = intervals.share(scores)
+    assert apart.high - apart.low < fewer.high - fewer.low
+
+
+def test_one_text_is_one_trial_and_no_mean():
+    assert intervals.share([1, 0, 1], ["t"] * 3).interval == pytest.approx(list(intervals.wilson(2 / 3, 1)))
+    assert intervals.mean([1.0, 0.0, 1.0], None, ["t"] * 3).interval is None
+
+
+def test_lists_that_do_not_fit_are_refused():
+    for arguments in (([1.0], [1, 2]), ([1.0], None, ["a", "b"]), ([], None)):
+        with pytest.raises(ValueError, match="go together"):
+            intervals.mean(*arguments)
+
+
+# -- shares --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "expected"),
+    [(8, 10, [0.4901625, 0.9433178]), (0, 10, [0.0, 0.2775328]), (10, 10, [0.7224672, 1.0])],
+)
+def test_wilson(successes, trials, expected):
+    """R's prop.test(8, 10, correct=FALSE)."""
+    assert intervals.wilson(successes, trials) == pytest.approx(expected, abs=1e-6)
+
+
+def test_wilson_refuses_impossible_counts():
+    with pytest.raises(ValueError, match="got 3 of 2"):
+        intervals.wilson(3, 2)
+
+
+def test_scores_that_are_all_0_or_all_1_still_have_an_interval():
+    assert intervals.score_mean([0.0] * 10).interval == pytest.approx([0.0, 0.2775328], abs=1e-6)
+    assert intervals.score_mean([1.0] * 10).interval == pytest.approx([0.7224672, 1.0], abs=1e-6)
+    low, high = intervals.score_mean([0.0, 0.0, 0.0, 1.0]).interval
+    assert low == 0.0 and high <= 1.0
+
+
+def naive_tango(gained, lost, n):
+    """Both ends by the score equation itself, the nuisance share by numerical likelihood."""
+    z = 1.959963984540054
+
+    def statistic(delta):
+        def minus_log(q):
+            parts = ((gained, q + delta), (lost, q), (n - gained - lost, 1 - 2 * q - delta))
+            return -sum(k * math.log(max(p, 1e-300)) for k, p in parts if k)
+
+        bounds = max(0.0, -delta), (1 - delta) / 2
+        q = optimize.minimize_scalar(minus_log, bounds=bounds, method="bounded", options={"xatol": 1e-12}).x
+        return (gained - lost - n * delta) / math.sqrt(max(1e-300, n * (2 * q + delta * (1 - delta))))
+
+    value = (gained - lost) / n
+    ends = []
+    for sign, end in ((1, -1 + 1e-9), (-1, 1 - 1e-9)):
+        ends.append(optimize.brentq(lambda d, s=sign: statistic(d) - s * z, min(value, end), max(value, end)))
+    return ends
+
+
+@pytest.mark.parametrize("counts", [(9, 2, 30), (2, 9, 30), (1, 1, 10), (12, 3, 100), (5, 1, 6)])
+def test_tango_solves_the_score_equation(counts):
+    assert intervals.tango(*counts) == pytest.approx(naive_tango(*counts), abs=1e-5)
+
+
+def test_tango_without_disagreement():
+    """± z² / (n + z²)."""
+    z2 = intervals.critical() ** 2
+    assert intervals.tango(0, 0, 20) == pytest.approx([-z2 / (20 + z2), z2 / (20 + z2)])
+
+
+@pytest.mark.parametrize(
+    ("gained", "lost", "expected"),
+    [(1, 8, 0.0390625), (8, 1, 0.0390625), (0, 6, 0.03125), (5, 5, 1.0), (0, 0, 1.0), (5, 15, 0.04138947)],
+)
+def test_mcnemar(gained, lost, expected):
+    """2 (1 + 9) / 2^9, 2 / 2^6, and R's binom.test(5, 20)$p.value."""
+    assert intervals.mcnemar(gained, lost) == pytest.approx(expected, abs=1e-8)
+    with pytest.raises(ValueError, match="got -1 and 2"):
+        intervals.mcnemar(-1, 2)
+
+
+def test_paired_scores_without_a_gap_are_not_sure_of_it():
+    found = intervals.paired_mean([0.3] * 10, [0.3] * 10)
+    assert found.value == 0 and found.p == 1.0
+    assert found.interval == pytest.approx(intervals.tango(0, 0, 10))
+
+
+# -- several tasks, several comparisons ------------------------------------------------------------------------
+
+
+def test_weighted_means_of_equal_parts_by_hand():
+    part = intervals.Estimate(0.5, 0.3, 0.6, None, math.inf)
+    found = intervals.weighted([(0.5, part), (0.5, part)])
+    assert found.value == 0.5
+    assert found.interval == pytest.approx([0.5 - 0.2 / math.sqrt(2), 0.5 + 0.1 / math.sqrt(2)])
+    t = intervals.mean([1.0, 2.0, 4.0, 5.0])
+    twice = intervals.weighted([(0.5, t), (0.5, t)])
+    assert twice.freedom == pytest.approx(6)  # Satterthwaite: equal variances add their degrees of freedom
+    half = (t.high - t.value) / T3 * intervals.critical(6) / math.sqrt(2)
+    assert twice.interval == pytest.approx([3 - half, 3 + half])
+    assert intervals.weighted([(0.5, t), (0.5, intervals.Estimate(1.0))]).interval is None
+
+
+def test_one_part_alone_is_itself():
+    t = intervals.mean([1.0, 2.0, 4.0, 5.0])
+    alone = intervals.weighted([(1.0, t)])
+    assert alone.interval == pytest.approx(t.interval) and alone.p == pytest.approx(t.p)
+    down = intervals.mean([-1.0, -2.0, -4.0, -5.0])
+    assert intervals.weighted([(1.0, down)]).p == pytest.approx(down.p)
+
+
+def test_holm_by_hand():
+    assert intervals.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert intervals.holm([0.9, 0.8]) == [1.0, 1.0] and intervals.holm([]) == []
+
+
+def payload(scores, kind="binary", higher_is_better=True):
+    samples = [{"id": str(i), "score": score} for i, score in enumerate(scores)]
+    return {"kind": kind, "metric": "m", "higher_is_better": higher_is_better, "samples": samples}
+
+
+def test_marks_hold_for_the_page():
+    """p = 0.031 alone is a mark, beside one more comparison it is not; losses of what is better low are gains."""
+    own, base = payload([0] * 6 + [1] * 4), payload([1] * 10)
+    found = verdicts.compare(own, base, "full")
+    assert found.mark == "" and found.adjusted is None, "not judged yet"
+    assert verdicts.judged({1: found})[1].mark == "worse"
+    both = verdicts.judged({1: found, 2: found, 3: None})
+    assert both[1].adjusted == pytest.approx(0.0625) and both[1].mark == "" and both[3] is None
+    low = verdicts.compare(payload([0] * 6 + [1] * 4, higher_is_better=False), base, "full")
+    assert verdicts.judged({1: low})[1].mark == "better"
+    assert verdicts.judged({1: verdicts.compare(base, base, "full")})[1].mark == ""
+
+
+# -- promises ------------------------------------------------------------------------------------------------
+
+
+def coverage(rng, draw, estimate, truth, rounds=1500):
+    hits = 0
+    for _ in range(rounds):
+        found = estimate(*draw(rng))
+        hits += found.low - 1e-9 <= truth <= found.high + 1e-9
+    return hits / rounds
+
+
+def answers(rng, number, *shares):
+    """0/1 samples of several methods; half of them are equally hard for all."""
+    common = rng.random(number)
+    drawn = (np.where(rng.random(number) < 0.5, common, rng.random(number)) < share for share in shares)
+    return tuple(one.astype(float).tolist() for one in drawn)
+
+
+def questions(rng, texts, each, share, alike=0.3):
+    """0/1 answers to questions about texts of unlike difficulty, and their texts."""
+    spread = 1 / alike - 1
+    chances = rng.beta(share * spread, (1 - share) * spread, texts)
+    scores = (rng.random((texts, each)) < chances[:, None]).astype(float).ravel().tolist()
+    return scores, np.repeat(np.arange(texts), each).tolist()
+
+
+@pytest.mark.parametrize("texts", [4, 8, 16, 64])
+def test_means_of_texts_cover(texts):
+    rng = np.random.default_rng(texts)
+    found = coverage(rng, lambda r: (r.normal(3.0, 0.5, texts).tolist(),), intervals.mean, 3.0)
+    skewed = coverage(rng, lambda r: (r.gamma(6, 0.5, texts).tolist(),), intervals.mean, 3.0)
+    assert 0.93 <= found <= 0.97 and 0.92 <= skewed <= 0.97
+
+
+@pytest.mark.parametrize("number", [20, 50, 100, 500])
+def test_shares_cover_on_average_over_shares(number):
+    rng = np.random.default_rng(number)
+    shares = np.linspace(0.05, 0.95, 10)
+    found = [coverage(rng, lambda r, s=s: answers(r, number, s), intervals.share, s, 400) for s in shares]
+    assert 0.93 <= np.mean(found) <= 0.97
+
+
+@pytest.mark.parametrize("number", [20, 50, 100, 500])
+def test_paired_shares_cover(number):
+    rng = np.random.default_rng(number)
+    pairs = [(0.5, 0.5), (0.8, 0.6), (0.95, 0.5), (0.3, 0.7)]
+    found = [
+        coverage(rng, lambda r, p=p: answers(r, number, *p), intervals.paired_share, p[0] - p[1], 500)
+        for p in pairs
+    ]
+    assert 0.93 <= np.mean(found) <= 0.97
+
+
+@pytest.mark.parametrize(("texts", "each"), [(10, 5), (30, 3), (60, 4)])
+def test_shares_of_clustered_questions_cover(texts, each):
+    rng = np.random.default_rng(texts)
+    found = [
+        coverage(rng, lambda r, s=s: questions(r, texts, each, s), intervals.share, s, 600)
+        for s in (0.3, 0.6, 0.8)
+    ]
+    assert 0.93 <= np.mean(found) <= 0.975
+
+
+@pytest.mark.parametrize("number", [10, 25, 50])
+def test_means_of_tasks_cover(number):
+    rng = np.random.default_rng(number)
+    shares = np.linspace(0.05, 0.95, 13)
+
+    def mean_of(*tasks):
+        return intervals.weighted((1 / 13, intervals.share(task)) for task in tasks)
+
+    draw = lambda r: tuple(answers(r, number, share)[0] for share in shares)  # noqa: E731
+    assert 0.93 <= coverage(rng, draw, mean_of, shares.mean(), 600) <= 0.97
+
+
+def test_false_marks_of_a_page_are_rare():
+    """200 pages of 40 comparisons in which nothing differs: at most one page in twelve has a mark."""
+    rng, pages = np.random.default_rng(0), 0
+    for _ in range(200):
+        found = {}
+        for key in range(40):
+            own, base = answers(rng, 60, 0.6, 0.6)
+            found[key] = verdicts.compare(payload(own), payload(base), "full")
+        pages += any(one.mark for one in verdicts.judged(found).values())
+    assert pages / 200 <= 1 / 12
