@@ -59,6 +59,19 @@ def test_questions_about_one_text_count_as_one_when_they_agree():
     assert apart.high - apart.low < fewer.high - fewer.low
 
 
+def test_what_clusters_are_worth_by_hand():
+    """Ten texts of four questions, all right or all wrong: the variance of the share is 40/1600 · 10/9, 4.44 times p(1 - p)/40."""
+    texts = [text for text in range(10) for _ in range(4)]
+    few = (2.262157 / 1.959964) ** 2  # 9 degrees of freedom
+    alike = intervals.share([text % 2 for text in texts], texts)
+    worth = 40 / (40 / 9 * few)
+    assert alike.interval == pytest.approx(list(intervals.wilson(worth / 2, worth)), abs=1e-6)
+    mixed = intervals.share([0, 1] * 20, texts)  # every text half right: no text says more than its questions
+    assert mixed.interval == pytest.approx(list(intervals.wilson(20 / few, 40 / few)), abs=1e-6)
+    samples = [{"id": str(i), "score": text % 2, "cluster": f"t{text}"} for i, text in enumerate(texts)]
+    assert verdicts.estimate_of({"kind": "binary", "samples": samples}).interval == alike.interval
+
+
 def test_one_text_is_one_trial_and_no_mean():
     assert intervals.share([1, 0, 1], ["t"] * 3).interval == pytest.approx(list(intervals.wilson(2 / 3, 1)))
     assert intervals.mean([1.0, 0.0, 1.0], None, ["t"] * 3).interval is None
@@ -164,6 +177,13 @@ def test_one_part_alone_is_itself():
     assert alone.interval == pytest.approx(t.interval) and alone.p == pytest.approx(t.p)
     down = intervals.mean([-1.0, -2.0, -4.0, -5.0])
     assert intervals.weighted([(1.0, down)]).p == pytest.approx(down.p)
+
+
+def test_p_of_a_mean_looks_towards_zero():
+    """The half of the interval between the value and 0 says how far away 0 is."""
+    up = intervals.weighted([(1.0, intervals.Estimate(0.2, 0.1, 0.9))])
+    down = intervals.weighted([(1.0, intervals.Estimate(-0.2, -0.9, -0.1))])
+    assert up.p == down.p == pytest.approx(2 * 4.4e-5, rel=0.02)  # z = 3.92
 
 
 def test_holm_by_hand():

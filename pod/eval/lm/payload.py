@@ -173,8 +173,7 @@ def leaf_payload(
         if reason is not None:
             skipped.append({"id": name, "reason": reason})
         elif metric in row:
-            extra = {"subtask": leaf.name} if prefix else {}
-            samples.append({"id": name, **extra, **_sample(leaf, row, asked, metric)})
+            samples.append({"id": name, **_sample(leaf, row, asked, metric)})
         else:
             skipped.append({"id": name, "reason": f"the task gives it no {metric}"})
     more = {
@@ -324,7 +323,7 @@ def group_payload(loaded: Loaded, payloads: dict[str, dict[str, Any]]) -> dict[s
     kinds, higher = {part["kind"] for part in parts}, {part["higher_is_better"] for part in parts}
     if "nll" in kinds or len(higher) > 1:
         raise ValueError(f"group {loaded.name} mixes metrics that have no mean: name its tasks one by one")
-    samples = [sample for part in parts for sample in part["samples"]]
+    samples = [{**sample, "subtask": name} for name, part in payloads.items() for sample in part["samples"]]
     weights = _weights(loaded, payloads)
     names = {part["metric"] for part in parts}
     return scored_payload(
