@@ -11,7 +11,7 @@
 
 A row is a plan or a method at a share of the dense bytes at 2,048 tokens. Its figures are kept in runs/plans_smollm2/, so that an
 interrupted run goes on where it stopped. Perplexity: the last SCORED tokens of TEXTS held-out texts, decoded one by one
-from the compressed cache; the ratio to dense has a 95 % interval over texts (paired bootstrap). Passkeys: the text is read
+from the compressed cache; the ratio to dense has a 95 % interval over texts (paired, Student's t). Passkeys: the text is read
 and compressed first, then asked. Nothing is trained but what adaptation_smollm2.py exported: those models are rows too, and
 their ratio is to the dense model that was trained on the same tokens.
 """
@@ -31,6 +31,8 @@ from pod.data import long_sequences
 from pod.eval import passkey
 from pod.eval.branching import answer_behind, read_prompts
 from pod.eval.buckets import Bucket
+from pod.eval.judge.intervals import wilson
+from pod.eval.judge.verdicts import perplexity_change
 from pod.eval.perplexity import score_by_decode
 from pod.eval.results import environment
 from pod.files import read_json, write_json
@@ -251,12 +253,16 @@ def headline(found: dict[str, Any]) -> str:
     return f"{found['name']}: perplexity {mean:.2f}, bytes {found['bytes_over_dense']:.1%}, passkeys {keys}, {found['seconds']:.0f} s"
 
 
-def ratio(own: list[float], dense: list[float]) -> tuple[float, float, float]:
+def ratio(own: list[float], dense: list[float]) -> list[float]:
     """Perplexity over dense, and its 95 % interval over texts."""
-    gaps = torch.tensor(own, dtype=torch.float64) - torch.tensor(dense, dtype=torch.float64)
-    draws = torch.randint(len(gaps), (4000, len(gaps)), generator=torch.Generator().manual_seed(0))
-    low, high = gaps[draws].mean(1).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).exp().tolist()
-    return float(gaps.mean().exp()), low, high
+    found = perplexity_change(own, dense, [1] * len(own))
+    return [1 + end for end in (found.value, *(found.interval or ()))]
+
+
+def key_cell(right: list[bool]) -> str:
+    """Keys found, with Wilson's interval."""
+    low, high = wilson(sum(right), len(right))
+    return f"{sum(right) / len(right):.0%} ({low:.0%}–{high:.0%})"
 
 
 def assemble() -> None:
@@ -278,7 +284,7 @@ def assemble() -> None:
         start = trained if x["name"].startswith("adapted") else dense["dense"]
         mean, low, high = ratio(x["nll"], start["nll"])
         x["ratio"] = [mean, low, high]
-        keys = [f"{sum(right) / len(right):.0%}" for right in x["passkeys"].values()]
+        keys = [key_cell(right) for right in x["passkeys"].values()]
         roles = (
             "–"
             if x["plan"] is None
