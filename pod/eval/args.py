@@ -37,7 +37,7 @@ class EvalArgs:
 
     tasks: list[str] = field(default_factory=lambda: list(TASKS))
     """what to measure: perplexity, passkey, efficiency, the other tasks of `run_eval.py --list-tasks`, and any task or group of lm-eval,
-    those of pod/eval/tasks included (longbench, leval, infinitebench_32k, ruler …)"""
+    those of pod/eval/suites included (longbench, leval, infinitebench_32k, ruler …)"""
 
     task_options: dict[str, dict[str, Any]] = field(default_factory=dict)
     """options of tasks by name, as `{niah: {lengths: [4096, 8192]}}`; `run_eval.py --list-tasks` shows what each one takes"""
@@ -46,7 +46,7 @@ class EvalArgs:
     """more exported models to compare, by a name of yours: `{cla: runs/demo_cla/export}` is the method `model:cla`"""
 
     data_dir: str | None = None
-    """folder with local copies of benchmark data in their official files, one folder per suite (pod/eval/tasks/README.md lists them);
+    """folder with local copies of benchmark data in their official files, one folder per suite (pod/eval/suites/README.md lists them);
     without it they are read from the hub"""
 
     limit: int | None = None

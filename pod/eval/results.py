@@ -28,7 +28,7 @@ _DECISIVE = ("torch", "transformers", "lm-eval", "rouge", "rouge_score", "rapidf
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CODE = (
     *("models.py", "modeling/**/*.py", "kernels/**/*.py", "engine/**/*.py"),
-    *("eval/*.py", "eval/lm/*.py", "eval/runners/base.py", "eval/tasks/*.py", "eval/tasks/common/*.py"),
+    *("eval/*.py", "eval/lm/*.py", "eval/runners/base.py", "eval/suites/*.py"),
 )
 
 

@@ -21,7 +21,7 @@ from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.speed.args import speed_options
 from pod.eval.speed.task import check as check_speed
 from pod.eval.speed.task import measure_speed
-from pod.eval.tasks import data
+from pod.eval.suites import data
 from pod.files import sha256_file
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ _WIDTH = 130
 
 
 def list_tasks() -> str:
-    """The text: our own tasks and their options, the suites in `pod/eval/tasks`, and what lm-eval adds."""
+    """The text: our own tasks and their options, the suites in `pod/eval/suites`, and what lm-eval adds."""
     lines = ["Tasks of this package (options: eval.task_options.TASK.OPTION):"]
     for name in base.names():
         task = base.task_class(name)
@@ -21,7 +21,7 @@ def list_tasks() -> str:
     lines += _options(base.lines_of(SpeedOptions))
     lines += [
         "",
-        "Suites (groups first; README.md in pod/eval/tasks says source, licence, metric, prompt and truncation):",
+        "Suites (groups first; README.md in pod/eval/suites says source, licence, metric, prompt and truncation):",
     ]
     for suite, names in lm_index.own_names().items():
         lines += ["", f"  {suite}:"]

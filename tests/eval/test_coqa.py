@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 from lm_eval import evaluator
 from lm_eval.api.model import LM
-from lm_eval.tasks import TaskManager
 
-from pod.eval.tasks import data
-from pod.eval.tasks.coqa import metrics, utils
+from pod.eval.lm.index import task_manager
+from pod.eval.suites import data
+from pod.eval.suites.coqa import metrics, tasks
 
 DATA = Path(__file__).parent / "data"
-TASKS = Path(utils.__file__).parent.parent
 STORY = (
     "Once there was a goat called Pim who lived on a green hill. Pim had a red bell. One day the bell was gone, and Pim looked for it "
     "under the bridge, where a frog had put it on.\n\n"
@@ -34,7 +33,7 @@ def test_scores_equal_both_rules_on_recorded_predictions():
     rows = [json.loads(line) for line in (DATA / "coqa_predictions.jsonl").read_text().splitlines()]
     assert len(rows) == 12
     for row in rows:
-        ours = utils.scores(row, [row["own_pred"]])
+        ours = tasks.scores(row, [row["own_pred"]])
         for name in ("em", "f1"):
             assert ours[name] == pytest.approx(row["lm_eval"][name], abs=1e-12), row
             assert ours[f"{name}_official"] == pytest.approx(row["official"][name], abs=1e-12), row
@@ -50,20 +49,20 @@ def test_lm_eval_counts_equal_references_once_which_halves_the_usual_answer():
 
 def test_the_answer_is_its_first_line():
     doc = {"references": ["a frog"]}
-    assert utils.scores(doc, ["\n The frog.\nQ: more"])["em"] == 1.0
-    assert utils.scores(doc, ["The frog and\nthe goat"])["f1"] == pytest.approx(2 / 3)
+    assert tasks.scores(doc, ["\n The frog.\nQ: more"])["em"] == 1.0
+    assert tasks.scores(doc, ["The frog and\nthe goat"])["f1"] == pytest.approx(2 / 3)
 
 
 def test_last_turns_have_lm_evals_prompt_and_references(local):
-    docs = list(utils.last_turns()["test"])
+    docs = list(tasks.last_turns()["test"])
     assert len(docs) == 3
     assert docs[0]["prompt"] == f"{STORY}{HISTORY}Q: Who had the bell?\n\nA:"
     assert docs[0]["references"] == ["a frog", "the frog", "The frog", "a frog"]
-    assert utils.target(docs[0]) == ["a frog", "the frog"]
+    assert tasks.target(docs[0]) == ["a frog", "the frog"]
 
 
 def test_all_turns_ask_each_question_after_what_was_said(local):
-    docs = list(utils.all_turns()["test"])
+    docs = list(tasks.all_turns()["test"])
     assert len(docs) == 3 + 2 + 1
     assert docs[0]["prompt"] == f"{STORY}Q: Who lived on the hill?\n\nA:"
     assert docs[1]["prompt"] == f"{STORY}{HISTORY.partition('A: red')[0]}A:"
@@ -78,7 +77,7 @@ def test_the_hubs_parquet_gives_the_same_samples(tmp_path, monkeypatch, local):
     def lists(turns):
         return {key: [turn[key] for turn in turns] for key in turns[0]}
 
-    rows = json.loads((DATA / "coqa" / utils.FILE).read_text())["data"]
+    rows = json.loads((DATA / "coqa" / tasks.FILE).read_text())["data"]
     columns = [
         {
             "id": row["id"],
@@ -89,7 +88,7 @@ def test_the_hubs_parquet_gives_the_same_samples(tmp_path, monkeypatch, local):
         }
         for row in rows
     ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(columns), tmp_path / utils.HUB_FILE)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(columns), tmp_path / tasks.HUB_FILE)
     asked = []
 
     def download(repo_id, filename, repo_type):
@@ -98,25 +97,25 @@ def test_the_hubs_parquet_gives_the_same_samples(tmp_path, monkeypatch, local):
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     monkeypatch.delenv(data.ENVIRONMENT, raising=False)
-    ours = list(utils.all_turns()["test"])
+    ours = list(tasks.all_turns()["test"])
     with data.use(None):
-        assert list(utils.all_turns()["test"]) == ours
+        assert list(tasks.all_turns()["test"]) == ours
     assert asked == [("EleutherAI/coqa", "coqa_validation.parquet", "dataset")]
 
 
 def test_a_story_without_answers_is_one_line(tmp_path):
     (tmp_path / "coqa").mkdir()
-    file = tmp_path / "coqa" / utils.FILE
+    file = tmp_path / "coqa" / tasks.FILE
     turn = {"input_text": "?", "turn_id": 1}
     file.write_text(json.dumps({"data": [{"story": "x", "questions": [turn, turn], "answers": [turn]}]}))
     with data.use(tmp_path), pytest.raises(ValueError, match="story 1: not every question has one answer"):
-        utils.last_turns()
+        tasks.last_turns()
     file.write_text(json.dumps({"data": [{"story": "x", "questions": [turn]}]}))
     with (
         data.use(tmp_path),
         pytest.raises(ValueError, match="story 1: no answers; expected story, questions, answers"),
     ):
-        utils.last_turns()
+        tasks.last_turns()
 
 
 class Frog(LM):
@@ -133,7 +132,7 @@ class Frog(LM):
 
 
 def test_both_tasks_run_offline_through_lm_eval(local):
-    manager = TaskManager(include_path=str(TASKS), include_defaults=False)
+    manager = task_manager(False)
     found = evaluator.simple_evaluate(
         Frog(), tasks=["pod_coqa", "pod_coqa_turns"], task_manager=manager, bootstrap_iters=0
     )["results"]

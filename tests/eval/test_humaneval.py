@@ -7,26 +7,25 @@ from pathlib import Path
 import pytest
 from lm_eval import evaluator
 from lm_eval.api.model import LM
-from lm_eval.tasks import TaskManager
 
-from pod.eval.tasks import data
-from pod.eval.tasks.humaneval import execution, utils
-from pod.eval.tasks.humaneval.execution import run_program
+from pod.eval.lm.index import task_manager
+from pod.eval.suites import data
+from pod.eval.suites.humaneval import execution, tasks
+from pod.eval.suites.humaneval.execution import run_program
 
 DATA = Path(__file__).parent / "data"
-TASKS = Path(utils.__file__).parent.parent
 CPU = 0.6
 
 
 @pytest.fixture(scope="module")
 def docs():
     with data.use(DATA):
-        return list(utils.rows(version=1.0)["test"])
+        return list(tasks.rows(version=1.0)["test"])
 
 
 @pytest.fixture(scope="module")
 def manager():
-    return TaskManager(include_path=str(TASKS), include_defaults=False)
+    return task_manager(False)
 
 
 @pytest.mark.parametrize(
@@ -91,12 +90,12 @@ def test_the_secrets_of_this_process_do_not_reach_the_program(monkeypatch):
 def test_right_functions_pass_and_wrong_ones_do_not(docs):
     assert [doc["task_id"] for doc in docs] == ["HumanEval/0", "HumanEval/1"]
     for doc in docs:
-        assert utils.pass_at_1(doc, [doc["canonical_solution"]]) == {"pass@1": 1.0}
-        assert utils.pass_at_1(doc, ["    return None\n"]) == {"pass@1": 0.0}
-        assert utils.pass_at_1_instruct(doc, [doc["canonical_solution"] + "```\nSo it works."]) == {
+        assert tasks.pass_at_1(doc, [doc["canonical_solution"]]) == {"pass@1": 1.0}
+        assert tasks.pass_at_1(doc, ["    return None\n"]) == {"pass@1": 0.0}
+        assert tasks.pass_at_1_instruct(doc, [doc["canonical_solution"] + "```\nSo it works."]) == {
             "pass@1": 1.0
         }
-    assert utils.program(docs[0], "    return items\n").endswith("check(add_tail)")
+    assert tasks.program(docs[0], "    return items\n").endswith("check(add_tail)")
 
 
 def test_the_official_packed_file_is_read(tmp_path, docs):
@@ -104,7 +103,7 @@ def test_the_official_packed_file_is_read(tmp_path, docs):
     text = (DATA / "humaneval" / "HumanEval.jsonl").read_bytes()
     (tmp_path / "humaneval" / "HumanEval.jsonl.gz").write_bytes(gzip.compress(text))
     with data.use(tmp_path):
-        assert list(utils.rows()["test"]) == docs
+        assert list(tasks.rows()["test"]) == docs
 
 
 def test_rows_without_tests_are_one_line(tmp_path):
@@ -112,7 +111,7 @@ def test_rows_without_tests_are_one_line(tmp_path):
     row = {"task_id": "HumanEval/0", "prompt": "def f():", "entry_point": "f"}
     (tmp_path / "humaneval" / "HumanEval.jsonl").write_text(json.dumps(row))
     with data.use(tmp_path), pytest.raises(ValueError, match="row 1: no test; expected task_id, prompt"):
-        utils.rows()
+        tasks.rows()
 
 
 class Coder(LM):

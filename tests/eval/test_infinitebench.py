@@ -11,13 +11,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import yaml
 from transformers import AutoTokenizer
 
 from pod.eval.lm import index as lm_index
-from pod.eval.tasks import data
-from pod.eval.tasks.infinitebench import make_yaml, metrics, samples, synthetic
-from pod.eval.tasks.infinitebench.prompts import PAPER_TASKS, TASKS, answer, prompt
+from pod.eval.suites import data
+from pod.eval.suites.infinitebench import metrics, samples, synthetic
+from pod.eval.suites.infinitebench.prompts import PAPER_TASKS, TASKS, answer, prompt
 from pod.models import resolve_model
 
 DATA = Path(__file__).parent / "data"
@@ -220,13 +219,6 @@ def test_missing_data_and_too_short_lengths_are_one_line(tmp_path, tokenizer):
         samples.build_rows("passkey", 64, tokenizer)
 
 
-def test_yaml_files_are_what_the_script_writes():
-    wanted = make_yaml.files()
-    assert {path: path.read_text(encoding="utf-8") for path in wanted} == wanted
-    there = set(make_yaml.FOLDER.glob("*/*.yaml"))
-    assert there == set(wanted)
-
-
 def test_the_group_of_the_paper_loads_offline_and_a_right_answer_scores_1(tokenizer):
     with data.use(DATA, tokenizer):
         loaded = lm_index.load("pod_infinitebench_2k_all", {}, False)
@@ -257,10 +249,6 @@ def test_the_group_of_the_paper_loads_offline_and_a_right_answer_scores_1(tokeni
 
 @pytest.mark.parametrize("task", READ)
 def test_books_are_cut_in_the_middle_to_the_length_of_the_task(task):
-    from pod.eval.lm.index import rules_of
-
-    path = make_yaml.FOLDER / "32k" / f"{task}.yaml"
-    text = re.sub(r"!function \S+", "f", path.read_text(encoding="utf-8"))
-    rules = rules_of(yaml.safe_load(text)["metadata"])
+    rules = lm_index.own_rules(f"pod_infinitebench_32k_{task}")
     assert rules.truncation == "middle" and not rules.chat_template
     assert rules.max_prompt_tokens == 32768 - TASKS[task].new_tokens

@@ -14,23 +14,22 @@ from pathlib import Path
 import pytest
 from lm_eval import evaluator
 from lm_eval.api.model import LM
-from lm_eval.tasks import TaskManager
 
 import pod
 from pod.eval.documents import WORD_STEP, cut_document
+from pod.eval.lm.index import task_manager
 from pod.eval.lm.requests import Encoder, Rule
-from pod.eval.tasks import data
-from pod.eval.tasks.leval import make_yaml, metrics, prompts, utils
+from pod.eval.suites import data
+from pod.eval.suites.leval import metrics, prompts, tasks
 from pod.models import resolve_model
 
 DATA = Path(__file__).parent / "data"
-TASKS = Path(utils.__file__).parent.parent
 OFFICIAL = Path(os.environ.get("POD_GOLDEN", "golden")) / "leval"
 CHAT_TEMPLATE = (  # drops outer white space, as many do
     "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-SCORERS = {name: getattr(utils, task.scorer) for name, task in make_yaml.TASKS.items()}
+SCORERS = {name: task.scorer for name, task in tasks.TASKS.items()}
 PUBLISHED = {  # README.md (gpt4-32k) and Leaderboard/*.csv at 679aabd (turbo-16k-0613; the closed tasks there are of other predictions)
     "exam_eval/gpt4-32k": {
         "coursera": 75.58,
@@ -50,12 +49,12 @@ PUBLISHED = {  # README.md (gpt4-32k) and Leaderboard/*.csv at 679aabd (turbo-16
 
 @pytest.fixture(scope="module")
 def manager():
-    return TaskManager(include_path=str(TASKS), include_defaults=False)
+    return task_manager(False)
 
 
 def docs_of(name):
     with data.use(DATA):
-        return list(utils.rows(f"{make_yaml.TASKS[name].folder}/{name}.jsonl", version=1.0)["test"])
+        return list(tasks.rows(f"{tasks.TASKS[name].folder}/{name}.jsonl", version=1.0)["test"])
 
 
 def scored(task, answer, target):
@@ -66,14 +65,14 @@ def scored(task, answer, target):
     found = {}
     for part, said in (("loyalty", loyalty), ("fact", fact)):
         doc = {"target": metrics.judgement_target(target, part), "part": part}
-        found[part] = utils.judgement(doc, [said])[part]
+        found[part] = tasks.judgement(doc, [said])[part]
     return found
 
 
 def test_scores_equal_the_official_ones_on_recorded_predictions():
     rows = [json.loads(line) for line in (DATA / "leval_predictions.jsonl").read_text().splitlines()]
     assert len(rows) == 81
-    assert {row["task"] for row in rows} == set(make_yaml.CLOSED) | {"financial_qa", "gov_report_summ"}
+    assert {row["task"] for row in rows} == set(tasks.CLOSED) | {"financial_qa", "gov_report_summ"}
     for row in rows:
         ours = scored(row["task"], row["own_pred"], row["gt"])
         for name, value in row["official"].items():
@@ -87,7 +86,7 @@ def test_published_scores_come_out_of_the_official_predictions(folder):
     for task, published in PUBLISHED[folder].items():
         file = OFFICIAL / folder / f"{task}.pred.jsonl"
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        rows = [row for row in rows if row["evaluation"] in utils.BY_METRIC]
+        rows = [row for row in rows if row["evaluation"] in tasks.BY_METRIC]
         answer = next(key for key in rows[0] if key.endswith("_pred"))
         scores = [SCORERS[task]({"target": row["gt"]}, [row[answer]])["score"] for row in rows]
         assert 100 * sum(scores) / len(scores) == pytest.approx(published, abs=0.0101), task
@@ -100,21 +99,16 @@ def test_option_subsets_count_a_quarter_and_wrong_letters_nothing():
 
 
 def test_the_20_tasks_and_their_rules():
-    assert len(make_yaml.TASKS) == 20 and [len(members) for members in make_yaml.GROUPS.values()] == [
+    assert len(tasks.TASKS) == 20 and [len(members) for members in tasks.GROUPS.values()] == [
         7,
         6,
         7,
         13,
         20,
     ]
-    without_chat = {name for name, task in make_yaml.TASKS.items() if not task.chat}
-    keeps_end = {name for name, task in make_yaml.TASKS.items() if task.keep == "end"}
+    without_chat = {name for name, task in tasks.TASKS.items() if not task.chat}
+    keeps_end = {name for name, task in tasks.TASKS.items() if task.keep == "end"}
     assert (without_chat, keeps_end) == ({"gsm100", "codeU"}, {"codeU"})
-
-
-def test_yaml_files_are_what_the_table_writes():
-    on_disk = {path.name: path.read_text(encoding="utf-8") for path in make_yaml.FOLDER.glob("*.yaml")}
-    assert on_disk == make_yaml.files()
 
 
 @pytest.mark.parametrize(
@@ -167,7 +161,7 @@ def test_prompts_are_the_official_ones(task, count, start, end, prefix):
 
 def test_system_prompts_are_the_official_ones():
     """SHA-256 of what get_sys_prompt of Baselines/LEval_config.py gives, by task."""
-    ours = {name: prompts.system_prompt(name) for name in make_yaml.TASKS}
+    ours = {name: prompts.system_prompt(name) for name in tasks.TASKS}
     digest = hashlib.sha256(json.dumps(ours, sort_keys=True).encode()).hexdigest()
     assert digest == "cbba09fa8031cd5bf3a563c36927dd3e2963d2fee9c6498b1dd99daa929ad85d"
 
@@ -254,7 +248,7 @@ def test_missing_or_foreign_data_is_one_line(tmp_path):
         data.use(tmp_path),
         pytest.raises(ValueError, match=r"leval: Exam/tpo\.jsonl is missing .*L4NLP/LEval") as error,
     ):
-        utils.rows("Exam/tpo.jsonl")
+        tasks.rows("Exam/tpo.jsonl")
     assert "\n" not in str(error.value)
     (tmp_path / "leval" / "Exam").mkdir(parents=True)
     file = tmp_path / "leval" / "Exam" / "tpo.jsonl"
@@ -262,10 +256,10 @@ def test_missing_or_foreign_data_is_one_line(tmp_path):
         json.dumps({"input": "x", "instructions": ["a", "b"], "outputs": ["A"], "evaluation": "exam"})
     )
     with data.use(tmp_path), pytest.raises(ValueError, match="row 1: 2 instructions and 1 outputs"):
-        utils.rows("Exam/tpo.jsonl")
+        tasks.rows("Exam/tpo.jsonl")
     file.write_text(json.dumps({"input": "x", "question": "a"}))
     with data.use(tmp_path), pytest.raises(ValueError, match="no instructions, outputs, evaluation"):
-        utils.rows("Exam/tpo.jsonl")
+        tasks.rows("Exam/tpo.jsonl")
 
 
 def words_and_one(text):

@@ -188,11 +188,7 @@ def test_use_cache_is_never_shared(tmp_path):
 
 def test_arguments_of_the_command_line():
     given = arguments(["--tasks", "arc_easy", "--output_path", "out", "--log_samples", "-L", "2"])
-    assert given[:3] == ["run", "--tasks", "arc_easy"] and given[-4:-1] == [
-        "--model",
-        "pod",
-        "--include_path",
-    ]
+    assert given[:3] == ["run", "--tasks", "arc_easy"] and given[-2:] == ["--model", "pod"]
     assert "--model" not in arguments(["run", "-M", "hf"])
     assert arguments(["ls", "tasks"]) == ["ls", "tasks"]
     others = arguments(

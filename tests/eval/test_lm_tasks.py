@@ -180,7 +180,7 @@ def test_shares_follow_the_groups_rules():
 
 
 def fixtures():
-    from pod.eval.tasks import data
+    from pod.eval.suites import data
 
     return data.use(DATA)
 
@@ -337,24 +337,6 @@ def test_chat_rule_and_a_tokenizer_without_template(tmp_path, monkeypatch):
         ValueError, match=r"eval.chat_template is on and the tokenizer of .* has no chat template"
     ):
         format_of(None, "on")
-
-
-def test_every_own_task_has_known_rules_and_is_found_without_lm_eval():
-    from lm_eval.tasks._yaml_loader import load_yaml
-
-    names = [name for found in lm_index.own_names().values() for name in found]
-    assert len(names) == len(set(names)) and all(name.startswith("pod_") for name in names)
-    assert sorted(names) == sorted(lm_index._manager(False).all_tasks), (
-        "the quick list and lm-eval's index differ"
-    )
-    for file in lm_index.TASK_FOLDER.glob("*/**/*.yaml"):
-        config = load_yaml(file, resolve_func=False)
-        if "group" in config or "task" not in config:
-            continue
-        rules = config["metadata"]["pod"]
-        assert not set(rules) - set(lm_index.TaskRules.__dataclass_fields__), f"{file.name}: {rules}"
-        assert rules["source"] and rules["license"] and rules["kind"] in ("score", "binary", "nll"), file.name
-        assert rules["metric"].partition(",")[0] in [m["metric"] for m in config["metric_list"]], file.name
 
 
 def test_the_right_answers_are_part_of_a_fingerprint(tmp_path):

@@ -13,18 +13,17 @@ from pathlib import Path
 import pytest
 from lm_eval import evaluator
 from lm_eval.api.model import LM
-from lm_eval.tasks import TaskManager
 from rouge import Rouge
 
 import pod
+from pod.eval.lm.index import task_manager
 from pod.eval.lm.requests import Encoder, Rule
-from pod.eval.tasks import data
-from pod.eval.tasks.longbench import make_yaml, metrics, utils
-from pod.eval.tasks.longbench.prompts import PROMPTS
+from pod.eval.suites import data
+from pod.eval.suites.longbench import metrics, tasks
+from pod.eval.suites.longbench.prompts import PROMPTS
 from pod.models import resolve_model
 
 DATA = Path(__file__).parent / "data"
-TASKS = Path(utils.__file__).parent.parent
 
 # config/dataset2prompt.json as json.dumps(sort_keys=True, ensure_ascii=False)
 PROMPTS_SHA256 = "e7d865d712fe45e2455f5e864ac474001d7758d68d349e76ffbcdd382483358f"
@@ -83,12 +82,12 @@ LEVENSHTEIN_RATIOS = [  # the same with python-Levenshtein 0.27 installed
 def recorded():
     """The recorded predictions by task."""
     rows = [json.loads(line) for line in (DATA / "longbench_predictions.jsonl").read_text().splitlines()]
-    return {name: [row for row in rows if row["task"] == name] for name in make_yaml.TASKS}
+    return {name: [row for row in rows if row["task"] == name] for name in tasks.TASKS}
 
 
 @pytest.fixture(scope="module")
 def manager():
-    return TaskManager(include_path=str(TASKS), include_defaults=False)
+    return task_manager(False)
 
 
 def load(manager, name):
@@ -111,7 +110,8 @@ def ragged_pairs(count=60, seed=7):
 
 
 def scores(task, row, suffix=""):
-    return getattr(utils, make_yaml.TASKS[task].scorer + suffix)(row, [row["pred"]])
+    scorer = tasks.TASKS[task].scorer
+    return (tasks.by_length(scorer) if suffix else scorer)(row, [row["pred"]])
 
 
 @pytest.mark.parametrize("task", RESULT)
@@ -215,7 +215,7 @@ def test_prompts_limits_and_rules_are_the_official_ones(manager):
     text = json.dumps(PROMPTS, sort_keys=True, ensure_ascii=False)
     assert hashlib.sha256(text.encode()).hexdigest() == PROMPTS_SHA256
     assert {name: limit for limit, names in NEW_TOKENS.items() for name in names} == {
-        name: task.new_tokens for name, task in make_yaml.TASKS.items()
+        name: task.new_tokens for name, task in tasks.TASKS.items()
     }
     for name, task in load(manager, "pod_longbench")["tasks"].items():
         rules = task.config.metadata["pod"]
@@ -225,16 +225,11 @@ def test_prompts_limits_and_rules_are_the_official_ones(manager):
         assert {key: task.config.generation_kwargs.get(key) for key in stop} == stop, name
 
 
-def test_yaml_files_are_what_make_yaml_writes():
-    files = {path.name: path.read_text(encoding="utf-8") for path in make_yaml.FOLDER.glob("*.yaml")}
-    assert files == make_yaml.files()
-
-
 def test_groups_are_those_of_the_papers(manager):
     def members(name):
         return {task.removeprefix("pod_longbench_") for task in load(manager, name)["tasks"]}
 
-    everything = set(make_yaml.TASKS)
+    everything = set(tasks.TASKS)
     assert members("pod_longbench") == everything and len(everything) == 21
     assert members("pod_longbench_e") == {f"{name}_e" for name in RESULT_E} and len(RESULT_E) == 13
     english = everything - {"multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh"}
@@ -270,9 +265,9 @@ def test_fixtures_run_through_lm_eval(manager, group):
     model = Answers()
     with data.use(DATA):
         out = evaluator.simple_evaluate(model, tasks=[group], task_manager=manager, bootstrap_iters=0)
-    tasks = [name for name in out["results"] if name in out["configs"]]
-    assert len(tasks) == (13 if group.endswith("_e") else 21)
-    for name in tasks:
+    names = [name for name in out["results"] if name in out["configs"]]
+    assert len(names) == (13 if group.endswith("_e") else 21)
+    for name in names:
         short = name.removeprefix("pod_longbench_")
         prompt = PROMPTS[short.removesuffix("_e")]
         rows = [json.loads(line) for line in (DATA / "longbench" / f"{short}.jsonl").read_text().splitlines()]
@@ -281,9 +276,9 @@ def test_fixtures_run_through_lm_eval(manager, group):
         found = {
             key.split(",")[0]: value for key, value in out["results"][name].items() if key.endswith(",none")
         }
-        wanted = {"score", make_yaml.TASKS[short.removesuffix("_e")].metric}
+        wanted = {"score", tasks.TASKS[short.removesuffix("_e")].metric}
         wanted |= {"edit_similarity_levenshtein"} if "edit_similarity" in wanted else set()
-        wanted |= set(make_yaml.LENGTH_GROUPS) if group.endswith("_e") else set()
+        wanted |= set(tasks.LENGTH_GROUPS) if group.endswith("_e") else set()
         values = {key: value for key, value in found.items() if not key.endswith("_stderr")}
         assert set(values) == wanted
         assert values == pytest.approx(dict.fromkeys(wanted, 1.0), abs=1e-7)
@@ -316,7 +311,7 @@ def test_long_prompts_lose_their_middle_before_the_template(manager, name, chat)
     for request, item in zip(task.instances, encoded, strict=True):
         prompt = PROMPTS[name].format(**request.doc)
         head, tail = ("<system><user>", "</user><model>") if chat else ("", "")
-        half = (900 - make_yaml.TASKS[name].new_tokens - len(head + tail)) // 2
+        half = (900 - tasks.TASKS[name].new_tokens - len(head + tail)) // 2
         assert tokenizer.decode(item.context) == head + prompt[:half] + prompt[-half:] + tail
         assert item.dropped == len(prompt) - 2 * half > 0
 
@@ -332,8 +327,8 @@ def test_rows_that_are_not_official_are_refused(tmp_path):
         with pytest.raises(
             ValueError, match=r"longbench/qasper.jsonl, row 2: no answers; expected .*context"
         ):
-            utils.rows("qasper.jsonl")
+            tasks.rows("qasper.jsonl")
         with pytest.raises(ValueError, match=r"longbench/trec.jsonl, row 1: no answer to score against"):
-            utils.rows("trec.jsonl")
+            tasks.rows("trec.jsonl")
         with pytest.raises(ValueError, match=r"longbench/lcc_e.jsonl.*data/lcc_e.jsonl in data.zip"):
-            utils.rows("lcc_e.jsonl")
+            tasks.rows("lcc_e.jsonl")

@@ -81,9 +81,9 @@ def test_code_is_part_of_what_a_result_depends_on(tmp_path, monkeypatch):
     for name in (
         "modeling/methods/a.py",
         "eval/perplexity.py",
-        "eval/tasks/data.py",
+        "eval/suites/data.py",
         "eval/report/page.py",
-        "eval/tasks/x/u.py",
+        "eval/suites/x/u.py",
     ):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text("1\n")
@@ -95,12 +95,12 @@ def test_code_is_part_of_what_a_result_depends_on(tmp_path, monkeypatch):
 
     seen = [now()]
     assert seen == [now()]
-    for name in ("modeling/methods/a.py", "eval/perplexity.py", "eval/tasks/data.py"):
+    for name in ("modeling/methods/a.py", "eval/perplexity.py", "eval/suites/data.py"):
         (package / name).write_text("2\n")
         seen.append(now())
     (package / "modeling/methods/a.py").rename(package / "modeling/methods/b.py")
     seen.append(now())
-    for name in ("eval/report/page.py", "eval/tasks/x/u.py"):
+    for name in ("eval/report/page.py", "eval/suites/x/u.py"):
         (package / name).write_text("2\n")
         assert now() == seen[-1]
     assert results_module.code_identity("eval/report/*.py") != now()

@@ -11,10 +11,11 @@ import yaml
 from transformers import AutoTokenizer
 
 from pod.eval.lm import index as lm_index
-from pod.eval.tasks import data
-from pod.eval.tasks.lengths import NAMES, Rows, chat_tokens, largest_fit
-from pod.eval.tasks.ruler import corpora, make_yaml, metrics, samples
-from pod.eval.tasks.ruler.prompts import NOISE, PROMPTS, TASKS
+from pod.eval.suites import data
+from pod.eval.suites.configs import find_config
+from pod.eval.suites.lengths import NAMES, Rows, chat_tokens, largest_fit
+from pod.eval.suites.ruler import corpora, metrics, samples
+from pod.eval.suites.ruler.prompts import NOISE, PROMPTS, TASKS
 from pod.models import resolve_model
 
 DATA = Path(__file__).parent / "data"
@@ -270,12 +271,6 @@ def test_missing_texts_and_wrong_settings_are_one_line(monkeypatch, tmp_path):
         lm_index.load("pod_ruler_vt", {"ruler_length": "long"}, False)
 
 
-def test_yaml_files_are_what_the_script_writes():
-    wanted = make_yaml.files()
-    assert {path: path.read_text(encoding="utf-8") for path in wanted} == wanted
-    assert set(make_yaml.FOLDER.glob("*/*.yaml")) == set(wanted)
-
-
 def test_the_groups_load_offline_and_a_right_answer_scores_1():
     with data.use(DATA, Words()):
         loaded = lm_index.load("pod_ruler_1k", {}, False)
@@ -308,7 +303,6 @@ def test_every_length_has_its_tasks():
     names = lm_index.own_names()["ruler"]
     assert len(names) == 9 * 14 + 8 * 4
     for length in NAMES:
-        text = (make_yaml.FOLDER / length / "qa_2.yaml").read_text()
-        settings = yaml.safe_load(re.sub(r"!function \S+", "f", text))["metadata"]
+        settings = find_config(f"pod_ruler_{length}_qa_2")[1]["metadata"]
         assert settings["ruler"]["length"] == NAMES[length]
         assert json.dumps(settings["pod"]).count("Apache-2.0") == 1

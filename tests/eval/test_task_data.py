@@ -9,8 +9,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from pod.eval.tasks import data
-from pod.eval.tasks.common.local_data import read_dataset
+from pod.eval.suites import data
+from pod.eval.suites.local_data import read_dataset
 
 ROWS = [{"question": "who\u2028now?", "answers": ["Bo", "Bea"]}, {"question": "where?", "answers": ["Ulm"]}]
 LINES = "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n"

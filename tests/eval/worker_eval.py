@@ -53,7 +53,7 @@ def small_index():
 
     folder = Path(lm_eval.__file__).parent / "tasks"
     manager = TaskManager(include_path=[folder / "arc", folder / "gsm8k"], include_defaults=False)
-    lm_index._manager = lambda with_lm_eval: manager
+    lm_index.task_manager = lambda with_lm_eval: manager
 
 
 def main():

@@ -10,7 +10,7 @@ _WRITES = ("--output_path", "-o")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run lm-eval's `cli_evaluate()` on `argv` (everything behind `lm-eval`); `--model pod` and our task folder are the defaults.
+    """Run lm-eval's `cli_evaluate()` on `argv` (everything behind `lm-eval`); `--model pod` is the default and our tasks are known.
 
     Under torchrun every rank runs the whole pipeline and answers its share of the requests; rank 0 prints and writes.
     Ends the process with code 2 and one line for wrong input.
@@ -18,12 +18,13 @@ def main(argv: Sequence[str]) -> None:
     from lm_eval.__main__ import cli_evaluate
 
     from pod.eval.lm import model as lm  # registers the model `pod`
-    from pod.eval.tasks.common.local_data import local_datasets
+    from pod.eval.suites.configs import known_to_lm_eval
+    from pod.eval.suites.local_data import local_datasets
 
     first = int(os.environ.get("RANK", "0")) == 0
     sys.argv = ["lm-eval", *arguments(argv, first)]
     try:
-        with local_datasets():
+        with local_datasets(), known_to_lm_eval():
             if first:
                 cli_evaluate()
             else:
@@ -42,8 +43,6 @@ def main(argv: Sequence[str]) -> None:
 
 def arguments(argv: Sequence[str], first: bool = True) -> list[str]:
     """lm-eval's arguments with our defaults; ranks that are not the first write nothing."""
-    from pod.eval.lm.index import TASK_FOLDER
-
     given = list(argv)
     if not given or given[0] in ("ls", "validate", "-h", "--help"):
         return given
@@ -51,8 +50,6 @@ def arguments(argv: Sequence[str], first: bool = True) -> list[str]:
         given.insert(0, "run")
     if not _has(given, "--model", "-M"):
         given += ["--model", "pod"]
-    if not _has(given, "--include_path"):
-        given += ["--include_path", str(TASK_FOLDER)]
     return given if first else _without_output(given)
 
 

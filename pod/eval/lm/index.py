@@ -1,28 +1,25 @@
-"""Which tasks lm-eval has, those of `pod/eval/tasks` included, and how they are loaded: quietly, with local data, errors in one line."""
+"""Which tasks lm-eval has, those of `pod/eval/suites` included, and how they are loaded: quietly, with local data, errors in one line."""
 
 import contextlib
 import difflib
 import functools
 import importlib.util
 import logging
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from pod.eval.results import one_line
 from pod.eval.runners import base
 from pod.eval.speed.args import NAME as SPEED_RUN
-
-TASK_FOLDER = Path(__file__).parents[1] / "tasks"
-_NAME = re.compile(r"^(?:task|group):[ \t]*([\w.-]+)[ \t]*$", re.MULTILINE)
+from pod.eval.suites.configs import find_config, known_to_lm_eval, suite_configs
+from pod.eval.suites.local_data import local_datasets
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskRules:
-    """`metadata.pod` of a task's or group's YAML.
+    """`metadata.pod` of a task's or group's configuration.
 
     chat_template: whether its prompts go into the tokenizer's chat template.
     truncation: the part that is dropped of a prompt that is too long (see `pod.eval.lm.requests.Rule`); keep: with `document`, what stays.
@@ -51,27 +48,23 @@ def rules_of(metadata: Any) -> TaskRules:
 
 
 def own_names() -> dict[str, list[str]]:
-    """Tasks and groups of `pod/eval/tasks` by suite (folder). Imports nothing."""
-    found: dict[str, list[str]] = {}
-    for file in sorted(TASK_FOLDER.glob("*/**/*.yaml")):
-        for name in _NAME.findall(file.read_text(encoding="utf-8")):
-            found.setdefault(file.relative_to(TASK_FOLDER).parts[0], []).append(name)
-    return {suite: sorted(set(names)) for suite, names in found.items()}
+    """Tasks and groups of `pod/eval/suites` by suite."""
+    return {suite: sorted(found) for suite, found in suite_configs().items()}
 
 
 def own_rules(name: str) -> TaskRules:
-    """The rules of a task in `pod/eval/tasks` by its name alone; of any other task: the defaults."""
-    entry = _manager(False).task_index.get(name)
-    return rules_of((entry.cfg or {}).get("metadata")) if entry is not None else TaskRules()
+    """The rules of a task in `pod/eval/suites` by its name alone; of any other task: the defaults."""
+    found = find_config(name)
+    return rules_of(found[1].get("metadata")) if found else TaskRules()
 
 
 def check_known(names: list[str]) -> None:
     """ValueError for the first name that neither this package nor lm-eval has, with the nearest there is."""
-    ours = {*base.names(), SPEED_RUN, *(name for found in own_names().values() for name in found)}
+    ours = {*base.names(), SPEED_RUN, *(name for found in suite_configs().values() for name in found)}
     others = [name for name in names if name not in ours]
     if not others:
         return
-    known = ours | set(_manager(True).all_tasks)
+    known = ours | set(task_manager(True).all_tasks)
     for name in others:
         if name in known:
             continue
@@ -93,15 +86,13 @@ class Loaded:
 
 
 def load(name: str, metadata: dict[str, Any], unsafe_code: bool) -> Loaded:
-    """Load a task, group or tag; its data are read (see `pod.eval.tasks.data.use`).
+    """Load a task, group or tag; its data are read (see `pod.eval.suites.data.use`).
 
     metadata: given to functions that make data. Raises: ValueError for missing data, code that may not be run, and whatever else fails.
     """
     from lm_eval.tasks._factory import TaskFactory
 
-    from pod.eval.tasks.common.local_data import local_datasets
-
-    manager = _manager(not any(name in names for names in own_names().values()))
+    manager = task_manager(find_config(name) is None)
     _check_safe(manager, name, unsafe_code)
     manager._factory = TaskFactory(
         meta=metadata
@@ -185,14 +176,14 @@ def _entries(manager: Any, item: str | dict[str, Any] | None, seen: set[str]) ->
 
 
 @functools.cache
-def _manager(with_lm_eval: bool) -> Any:
+def task_manager(with_lm_eval: bool) -> Any:
     """The index of tasks; that of lm-eval's own takes ten seconds, so ours have one of their own."""
     if importlib.util.find_spec("lm_eval") is None:
         raise ValueError("tasks of lm-eval need its package: pip install 'pod-kv[eval]'")
     from lm_eval.tasks import TaskManager
 
-    with quiet():
-        return TaskManager(include_path=str(TASK_FOLDER), include_defaults=with_lm_eval)
+    with quiet(), known_to_lm_eval():
+        return TaskManager(include_defaults=with_lm_eval)
 
 
 @contextlib.contextmanager

@@ -390,7 +390,7 @@ register_model("pod")(PodLM)
 
 @functools.cache
 def task_rule(task: str | None) -> Rule:
-    """The rule that the YAML of a task in `pod/eval/tasks` states; the default for others."""
+    """The rule that a task in `pod/eval/suites` states; the default for others."""
     from pod.eval.lm.index import own_rules
 
     found = own_rules(str(task))

@@ -5,15 +5,15 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Number
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pod.eval.judge.verdicts import estimate_of
-from pod.eval.lm.index import TASK_FOLDER, Loaded, TaskRules
+from pod.eval.lm.index import Loaded, TaskRules
 from pod.eval.results import fingerprint
 from pod.eval.runners.base import perplexity_result, scored_payload
+from pod.eval.suites.configs import FOLDER, find_config
 from pod.files import sha256_file
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Leaf:
             "generation": str(config.generation_kwargs),
             "filters": str(config.filter_list),
             "repeats": config.repeats,
-            "code": _code_of(config.metadata),
+            "code": _code_of(self.name),
         }
 
 
@@ -96,13 +96,12 @@ def _steps(fed: list[int], batch_size: int) -> int:
     return sum(sorted(fed, reverse=True)[::batch_size])
 
 
-def _code_of(metadata: Any) -> str | None:
+def _code_of(name: str) -> str | None:
     """Hash of the suite's files: a repaired scorer makes old results outdated. lm-eval's own have their version."""
-    source = Path(str((metadata or {}).get("config_source", "")))
-    if TASK_FOLDER not in source.parents:
+    found = find_config(name)
+    if found is None:
         return None
-    suite = TASK_FOLDER / source.relative_to(TASK_FOLDER).parts[0]
-    return fingerprint([sha256_file(file) for file in [*sorted(suite.glob("**/*.py")), source]])[:16]
+    return fingerprint([sha256_file(file) for file in sorted((FOLDER / found[0]).glob("**/*.py"))])[:16]
 
 
 def primary_metric(
@@ -214,7 +213,7 @@ def _sample(leaf: Leaf, row: Mapping[str, Any], asked: list[dict[str, Any]], met
 
 
 def _cluster(leaf: Leaf, doc: Any) -> dict[str, str]:
-    """What a sample shares with others of its task: the row's `cluster`, as in `pod/eval/tasks`, made different from other tasks'."""
+    """What a sample shares with others of its task: the row's `cluster`, as in `pod/eval/suites`, made different from other tasks'."""
     shared = doc.get("cluster") if isinstance(doc, Mapping) else None
     return {} if shared is None else {"cluster": f"{leaf.name}/{shared}"}
 

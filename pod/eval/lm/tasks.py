@@ -1,4 +1,4 @@
-"""Tasks of lm-eval, those in `pod/eval/tasks` included, as tasks of an evaluation."""
+"""Tasks of lm-eval, those in `pod/eval/suites` included, as tasks of an evaluation."""
 
 import contextlib
 import hashlib

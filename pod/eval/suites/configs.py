@@ -1,0 +1,104 @@
+"""What the suites ask, as lm-eval's configurations: made in memory from a table per suite, no file is written."""
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+Config = dict[str, Any]
+FOLDER = Path(__file__).parent
+
+
+def task_config(
+    name: str,
+    rows: Callable[..., dict[str, Any]],
+    score: Callable[[dict[str, Any], list[str]], dict[str, float]],
+    *,
+    prompt: str,
+    target: str | Callable[[dict[str, Any]], Any],
+    new_tokens: int,
+    metrics: Sequence[str],
+    rules: dict[str, Any],
+    generation: dict[str, Any] | None = None,
+    metadata: dict[str, Any] | None = None,
+    **more: Any,
+) -> Config:
+    """A task that generates an answer and scores it.
+
+    rows: lm-eval's `custom_dataset`; score: its `process_results`; prompt, target: key of a row, or a template; metrics: means of what
+    `score` returns, the primary one first; rules: of `metadata.pod` (see `pod.eval.lm.index.TaskRules`); generation: besides greedy and
+    `new_tokens`; metadata: what else `rows` is given; more: other settings of lm-eval.
+    """
+    return {
+        "task": name,
+        "custom_dataset": rows,
+        "output_type": "generate_until",
+        "test_split": "test",
+        "doc_to_text": prompt,
+        "doc_to_target": target,
+        "process_results": score,
+        "generation_kwargs": {
+            "max_gen_toks": new_tokens,
+            "do_sample": False,
+            "until": [],
+            **(generation or {}),
+        },
+        "metric_list": [
+            {"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in metrics
+        ],
+        "metadata": {
+            "version": 1.0,
+            **(metadata or {}),
+            "pod": {"max_prompt_tokens": None, "metric": metrics[0], **rules},
+        },
+        **more,
+    }
+
+
+def group_config(name: str, members: Sequence[str], average: str | None = None) -> Config:
+    """A group of tasks or groups by their means of `score`; average: `members` where each direct member counts alike, else each task."""
+    return {
+        "group": name,
+        "task": list(members),
+        "aggregate_metric_list": [{"metric": "score", "aggregation": "mean", "weight_by_size": False}],
+        "metadata": {"version": 1.0, **({"pod": {"average": average}} if average else {})},
+    }
+
+
+@functools.cache
+def suite_configs() -> dict[str, dict[str, Config]]:
+    """Every configuration by suite (a folder here whose `tasks.py` has `configs()`) and by name of the task or group."""
+    suites = sorted(file.parent.name for file in FOLDER.glob("*/tasks.py"))
+    modules = {suite: importlib.import_module(f"{__package__}.{suite}.tasks") for suite in suites}
+    return {
+        suite: {config.get("group") or config["task"]: config for config in module.configs()}
+        for suite, module in modules.items()
+    }
+
+
+def find_config(name: str) -> tuple[str, Config] | None:
+    """(suite, configuration) of one of our tasks or groups; None for any other name."""
+    return next(((suite, found[name]) for suite, found in suite_configs().items() if name in found), None)
+
+
+@contextlib.contextmanager
+def known_to_lm_eval() -> Iterator[None]:
+    """Inside the block every `TaskManager` that is made knows our tasks and groups; a user's own of the same name go before them."""
+    from lm_eval.tasks._index import TaskIndex
+
+    build = TaskIndex.build
+
+    def build_with_ours(paths: Any, **options: Any) -> dict[str, Any]:
+        index = build(paths, **options)
+        for found in suite_configs().values():
+            for name, config in found.items():
+                entry = TaskIndex.entry_from_config(config)
+                assert entry is not None
+                index.setdefault(name, entry)
+        return index
+
+    with mock.patch.object(TaskIndex, "build", staticmethod(build_with_ours)):
+        yield

@@ -1,0 +1,107 @@
+"""CoQA's tasks: the rows, one per question asked, and their scores."""
+
+from collections.abc import Callable
+from typing import Any
+
+from pod.eval.suites import data
+from pod.eval.suites.configs import Config, task_config
+from pod.eval.suites.coqa import metrics
+
+FILE = "coqa-dev-v1.0.json"
+HUB, HUB_FILE = "EleutherAI/coqa", "coqa_validation.parquet"
+FIELDS = ("story", "questions", "answers")
+
+
+def last_turns(**metadata: Any) -> dict[str, Any]:
+    """The last question of each story after the whole conversation: the 500 samples of lm-eval's `coqa`."""
+    return data.dataset([_sample(row, len(_texts(row["questions"])) - 1) for row in _stories()])
+
+
+def all_turns(**metadata: Any) -> dict[str, Any]:
+    """Every question of each story after the conversation before it: the 7,983 samples of the official evaluation."""
+    return data.dataset(
+        [_sample(row, turn) for row in _stories() for turn in range(len(_texts(row["questions"])))]
+    )
+
+
+def _stories() -> list[dict[str, Any]]:
+    """Raises: ValueError, in one line, when the file is missing or is not in CoQA's format."""
+    rows = data.load_rows("coqa", FILE, HUB, HUB_FILE)
+    for number, row in enumerate(rows, start=1):
+        missing = [name for name in FIELDS if not row.get(name)]
+        if missing:
+            raise ValueError(
+                f"coqa/{FILE}, story {number}: no {', '.join(missing)}; expected {', '.join(FIELDS)}"
+            )
+        counts = {len(_texts(turns)) for turns in (row["questions"], row["answers"], *_additional(row))}
+        if len(counts) > 1:
+            raise ValueError(f"coqa/{FILE}, story {number}: not every question has one answer per reference")
+    return rows
+
+
+def _texts(turns: Any) -> list[str]:
+    """The texts of turns: a list of objects in the official JSON, an object of lists in the hub's parquet."""
+    return list(turns["input_text"]) if isinstance(turns, dict) else [turn["input_text"] for turn in turns]
+
+
+def _additional(row: dict[str, Any]) -> list[Any]:
+    return [turns for turns in (row.get("additional_answers") or {}).values() if turns]
+
+
+def _sample(row: dict[str, Any], turn: int) -> dict[str, Any]:
+    questions, answers = _texts(row["questions"]), _texts(row["answers"])
+    references = [answers[turn], *(_texts(turns)[turn] for turns in _additional(row))]
+    prompt = f"{row['story']}\n\n"
+    for question, answer in zip(questions[:turn], answers[:turn], strict=True):
+        prompt += f"Q: {question}\n\nA: {answer}\n\n"
+    return {
+        "prompt": f"{prompt}Q: {questions[turn]}\n\nA:",
+        "references": references,
+        "cluster": data.text_id(row["story"]),
+    }
+
+
+def target(doc: dict[str, Any]) -> list[str]:
+    """The different references."""
+    return metrics.different(doc["references"])
+
+
+def scores(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
+    """em and f1 as lm-eval's `coqa` (different references), em_official and f1_official as the official script (all references)."""
+    answer = results[0].strip().split("\n")[0]
+    found = {}
+    for name, references in (("", target(doc)), ("_official", doc["references"])):
+        found[f"em{name}"] = metrics.over_references(metrics.exact, references, answer)
+        found[f"f1{name}"] = metrics.over_references(metrics.f1, references, answer)
+    return found
+
+
+def configs() -> list[Config]:
+    """Both tasks; the first by lm-eval's rule, the second by the official one."""
+    of_lm_eval = "lm-eval 0.4.13, task coqa (prompt, rules); stanfordnlp.github.io/coqa (data)"
+    official = "stanfordnlp.github.io/coqa (data, evaluate-v1.0.py); prompt of lm-eval's coqa"
+    turns_metrics = ("f1_official", "em", "f1", "em_official")
+    return [
+        _task("pod_coqa", last_turns, ("em", "f1", "em_official", "f1_official"), of_lm_eval),
+        _task("pod_coqa_turns", all_turns, turns_metrics, official),
+    ]
+
+
+def _task(name: str, rows: Callable[..., dict[str, Any]], metrics: tuple[str, ...], source: str) -> Config:
+    return task_config(
+        name,
+        rows,
+        scores,
+        prompt="prompt",
+        target=target,
+        new_tokens=256,  # lm-eval's default
+        generation={"until": ["\nQ:"]},
+        metrics=metrics,
+        rules={
+            "chat_template": False,
+            "truncation": "start",
+            "kind": "score",
+            "source": source,
+            "license": "by domain: CC BY-SA 4.0, MSR-LA, Apache-2.0, RACE's own terms (data); MIT (lm-eval)",
+        },
+    )

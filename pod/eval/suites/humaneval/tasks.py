@@ -1,0 +1,95 @@
+"""HumanEval's tasks. Nothing runs and nothing is loaded from the network on import (lm-eval's own task does both)."""
+
+from typing import Any
+
+from pod.eval.suites import data
+from pod.eval.suites.configs import Config, task_config
+from pod.eval.suites.humaneval.execution import run_program
+
+FILE = "HumanEval.jsonl"
+HUB, HUB_FILE = "openai/openai_humaneval", "openai_humaneval/test-00000-of-00001.parquet"
+FIELDS = ("task_id", "prompt", "entry_point", "test")
+
+
+def rows(**metadata: Any) -> dict[str, Any]:
+    """The 164 problems, from HumanEval.jsonl or the official HumanEval.jsonl.gz.
+
+    Raises: ValueError, in one line, when the file is missing or is not in the official format.
+    """
+    folder = data.data_dir()
+    packed = folder is not None and (folder / "humaneval" / f"{FILE}.gz").is_file()
+    found = data.load_rows("humaneval", f"{FILE}.gz" if packed else FILE, HUB, HUB_FILE)
+    for number, row in enumerate(found, start=1):
+        missing = [name for name in FIELDS if not row.get(name)]
+        if missing:
+            raise ValueError(
+                f"humaneval/{FILE}, row {number}: no {', '.join(missing)}; expected {', '.join(FIELDS)}"
+            )
+    return data.dataset(found)
+
+
+def program(doc: dict[str, Any], completion: str) -> str:
+    """The problem with its completion, and the official tests of it."""
+    return f"{doc['prompt']}{completion}\n{doc['test']}\ncheck({doc['entry_point']})"
+
+
+def pass_at_1(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
+    """1 when the completed function passes its tests."""
+    return {"pass@1": float(run_program(program(doc, results[0])).passed)}
+
+
+def pass_at_1_instruct(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
+    """The same for an answer in a chat, which ends its code with a fence."""
+    return pass_at_1(doc, [results[0].partition("```")[0]])
+
+
+def target(doc: dict[str, Any]) -> str:
+    """What the completion must pass."""
+    return f"{doc['test']}\ncheck({doc['entry_point']})"
+
+
+def configs() -> list[Config]:
+    """Both tasks: the plain prompt, and lm-eval's for chat models."""
+    from_official = "github.com/openai/human-eval@6d43fb9 (data, tests"
+    asked = "Write a solution to the following problem and make sure that it passes the tests:\n"
+    fenced = "```python\n{{ prompt }}\n"
+    return [
+        _task(
+            "pod_humaneval",
+            pass_at_1,
+            "prompt",
+            False,
+            f"{from_official}, stop strings), lm-eval 0.4.13 (length)",
+        ),
+        _task(
+            "pod_humaneval_instruct",
+            pass_at_1_instruct,
+            f"{asked}{fenced}```\n",
+            True,
+            f"{from_official}), lm-eval 0.4.13 humaneval_instruct (prompt)",
+            gen_prefix=f"Here is the completed function:\n{fenced}",
+        ),
+    ]
+
+
+def _task(name: str, score: Any, prompt: str, chat: bool, source: str, **more: Any) -> Config:
+    return task_config(
+        name,
+        rows,
+        score,
+        prompt=prompt,
+        target=target,
+        new_tokens=1024,
+        generation={"until": ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]},
+        metrics=("pass@1",),
+        # truncation: a problem without its middle is another problem
+        rules={
+            "chat_template": chat,
+            "truncation": "none",
+            "kind": "binary",
+            "source": source,
+            "license": "MIT",
+        },
+        unsafe_code=True,
+        **more,
+    )

@@ -1,0 +1,112 @@
+"""Prompts built to a length: how many tokens a text has, the largest size that fits, and rows that are made when they are read."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+NAMES = {
+    "1k": 1024,
+    "2k": 2048,
+    "4k": 4096,
+    "8k": 8192,
+    "16k": 16384,
+    "32k": 32768,
+    "64k": 65536,
+    "128k": 131072,
+}
+"""Lengths in tokens by the names that tasks carry."""
+
+BUILT = {"num_fewshot": 0, "repeats": 1, "fewshot_config": {"samples": []}}
+"""Settings of tasks whose rows are built when they are read: lm-eval reads every row as an example for a prompt unless there are others."""
+
+_CHAT_SLACK = 4  # tokens that the borders of a chat template may add when they meet the text
+
+
+class Rows(Sequence):
+    """Rows of a data set that are built one by one, so that 500 prompts of 128K tokens cost nothing until they are read.
+
+    Has what lm-eval asks of a data set: length, index, iteration, `features`.
+
+    count: number of rows; make: a row's number → the row; fields: the keys of every row; keep: build a row once and keep it (rows that
+    are long and cheap are better built again).
+    """
+
+    def __init__(
+        self, count: int, make: Callable[[int], dict[str, Any]], fields: Sequence[str], keep: bool = True
+    ):
+        self._count, self._make, self._keep = count, make, keep
+        self._made: dict[int, dict[str, Any]] = {}
+        self.features = dict.fromkeys(fields)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < self._count:
+            raise IndexError(f"row {index} of {self._count}")
+        if index in self._made:
+            return self._made[index]
+        row = self._make(index)
+        if self._keep:
+            self._made[index] = row
+        return row
+
+
+def count_tokens(tokenizer: Any, text: str) -> int:
+    """Tokens of a prompt as a model reads it, special tokens included."""
+    return len(tokenizer(text, verbose=False).input_ids)
+
+
+def chat_tokens(tokenizer: Any) -> int:
+    """Tokens that the tokenizer's chat template adds to one user message (an upper bound); 0 without a template."""
+    if not getattr(tokenizer, "chat_template", None):
+        return 0
+    message = [{"role": "user", "content": "x"}]
+    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    return len(tokenizer(text, add_special_tokens=False).input_ids) - 1 + _CHAT_SLACK
+
+
+def largest_fit(
+    tokens_of: Callable[[int], int],
+    room: int,
+    *,
+    smallest: int,
+    largest: int | None = None,
+    guess: int | None = None,
+    near: float = 1.0,
+) -> int:
+    """The largest size whose prompt has at most `room` tokens, found in a few tries because tokens grow almost linearly with size.
+
+    Args:
+        tokens_of: tokens of the prompt of a size; roughly increasing.
+        smallest, largest: the sizes that make sense.
+        guess: where to begin.
+        near: a prompt of at least this share of `room` is large enough.
+    Raises: ValueError when even the smallest does not fit.
+    """
+    low, used = smallest, tokens_of(smallest)
+    if used > room:
+        raise ValueError(f"the shortest prompt has {used} tokens, {room} fit: take a greater length")
+    high, beyond = (None, 0) if largest is None else (largest + 1, 0)
+    size = guess or 2 * smallest
+    for attempt in range(64):
+        size = max(low + 1, size if high is None else min(size, high - 1))
+        if high is not None and low + 1 >= high:
+            break
+        tokens = tokens_of(size)
+        if tokens <= room:
+            low, used = size, tokens
+            if used >= near * room:
+                break
+        else:
+            high, beyond = size, tokens
+        size = _next_size(low, used, high, beyond, room, attempt)
+    return low
+
+
+def _next_size(low: int, used: int, high: int | None, beyond: int, room: int, attempt: int) -> int:
+    """Between two known sizes by linear interpolation, every third time in the middle; beyond the only known one in proportion."""
+    if high is None or not beyond:
+        return low + max(1, round(low * (room - used) / max(1, used)))
+    if attempt % 3 == 2:
+        return (low + high) // 2
+    return low + int((high - low) * (room - used) / max(1, beyond - used))

@@ -1,0 +1,1 @@
+"""L-Eval: its 20 tasks, their data, prompts and scorers."""

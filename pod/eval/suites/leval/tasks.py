@@ -1,0 +1,197 @@
+"""L-Eval's tasks: the table, the rows of a task, one per document and question, and the functions that score one answer.
+
+Names, metrics and the 512 new tokens are those of Baselines/LEval_config.py (github.com/OpenLMLab/LEval, commit cd34b05).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pod.eval.suites import data
+from pod.eval.suites.configs import Config, group_config, task_config
+from pod.eval.suites.leval import metrics, prompts
+
+HUB = "L4NLP/LEval"
+NEW_TOKENS = 512
+TERMS = {
+    "source": "github.com/OpenLMLab/LEval@cd34b05",
+    "license": "GPL-3.0 (data set; the texts keep the terms of their own sources)",
+}
+FIELDS = ("input", "instructions", "outputs", "evaluation")
+BY_METRIC = ("exam", "f1", "rouge")  # the other rows are for human or model judges
+EXAMPLES = ("gsm100",)  # its document is always the same worked examples, no text that is asked about
+Scores = dict[str, float]
+Scorer = Callable[[dict[str, Any], list[str]], Scores]
+
+
+def rows(file: str, **metadata: Any) -> dict[str, Any]:
+    """The samples of one task for lm-eval's `custom_dataset`; file: `Exam/coursera.jsonl` or `Generation/news_summ.jsonl` …
+
+    A document with k questions is k samples. Rows for human or model judges are left out, as the official scorer does it. A sample of
+    `sci_fi` is two: is it so in the document (`loyalty`), and is it so in the world (`fact`), asked without the document.
+
+    Raises: ValueError, in one line, when the file is missing or is not in the official format.
+    """
+    task = file.rpartition("/")[2].removesuffix(".jsonl")
+    found = []
+    for number, row in enumerate(data.load_rows("leval", file, HUB, f"LEval/{file}"), start=1):
+        _check(row, f"leval/{file}, row {number}")
+        if row["evaluation"] not in BY_METRIC:
+            continue
+        for instruction, target in zip(row["instructions"], row["outputs"], strict=True):
+            found += _samples(task, row["input"], instruction, target)
+    return data.dataset(found)
+
+
+def _check(row: dict[str, Any], where: str) -> None:
+    missing = [name for name in FIELDS if name not in row]
+    if missing:
+        raise ValueError(f"{where}: no {', '.join(missing)}; expected L-Eval's fields {', '.join(FIELDS)}")
+    if len(row["instructions"]) != len(row["outputs"]):
+        counts = f"{len(row['instructions'])} instructions and {len(row['outputs'])} outputs"
+        raise ValueError(f"{where}: {counts}; each question needs one reference")
+
+
+def _samples(task: str, document: str, instruction: str, target: str) -> list[dict[str, Any]]:
+    sample = {
+        "document": document,
+        "cluster": None if task in EXAMPLES else data.text_id(document),
+        "system": prompts.system_prompt(task),
+        "prompt": prompts.user_prompt(task, document, instruction, len(target.split())),
+        "prefix": prompts.answer_prefix(task),
+        "target": target,
+        "part": "",
+    }
+    if task != "sci_fi":
+        return [sample]
+    world = {"document": "", "system": "", "prompt": prompts.fact_prompt(instruction), "part": "fact"}
+    return [
+        sample | {"target": metrics.judgement_target(target, "loyalty"), "part": "loyalty"},
+        sample | {"target": metrics.judgement_target(target, "fact"), **world},
+    ]
+
+
+def _closed(value: float) -> Scores:
+    return {"exact_match": value, "score": value}
+
+
+def one_letter(doc: dict[str, Any], results: list[str]) -> Scores:
+    """Multiple choice with one right option (quality, tpo)."""
+    return _closed(metrics.exact_match(metrics.one_letter(results[0]), metrics.target_letters(doc["target"])))
+
+
+def several_letters(doc: dict[str, Any], results: list[str]) -> Scores:
+    """Multiple choice with one or more right options (coursera)."""
+    return _closed(
+        metrics.exact_match(metrics.several_letters(results[0]), metrics.target_letters(doc["target"]))
+    )
+
+
+def number(doc: dict[str, Any], results: list[str]) -> Scores:
+    """Word problems (gsm100)."""
+    return _closed(metrics.exact_match(metrics.number(results[0]), metrics.number(doc["target"])))
+
+
+def code(doc: dict[str, Any], results: list[str]) -> Scores:
+    """Program output (codeU)."""
+    target = doc["target"]
+    return _closed(metrics.exact_match(metrics.code_output(results[0], target), metrics.code_text(target)))
+
+
+def text(doc: dict[str, Any], results: list[str]) -> Scores:
+    """Topic names (topic_retrieval_longchat): the reference within the answer."""
+    return _closed(metrics.exact_match(results[0], doc["target"]))
+
+
+def judgement(doc: dict[str, Any], results: list[str]) -> Scores:
+    """True or false (sci_fi); the parts also by themselves. The score is the mean of both parts, as officially."""
+    value = metrics.exact_match(metrics.judgement(results[0]), doc["target"])
+    return {**_closed(value), doc["part"]: value}
+
+
+def f1(doc: dict[str, Any], results: list[str]) -> Scores:
+    """Open-ended questions."""
+    value = metrics.f1(results[0], doc["target"])
+    return {"qa_f1": value, "score": value}
+
+
+def rouge(doc: dict[str, Any], results: list[str]) -> Scores:
+    """Open-ended summaries; the score is rougeL."""
+    values = metrics.rouge(results[0], doc["target"])
+    return {**values, "score": values["rougeL"]}
+
+
+@dataclass(frozen=True)
+class LEvalTask:
+    """One of the 20 tasks. folder: of its data; metrics: the first is the primary one; chat: the official rule;
+    keep: the end of the document that stays when it is too long."""
+
+    folder: str
+    scorer: Scorer
+    metrics: tuple[str, ...]
+    kind: str = "score"
+    chat: bool = True
+    keep: str = "start"
+
+
+def _exam(scorer: Scorer, kind: str = "binary", more: tuple[str, ...] = (), **rules) -> LEvalTask:
+    return LEvalTask("Exam", scorer, ("exact_match", *more), kind, **rules)
+
+
+_F1 = LEvalTask("Generation", f1, ("qa_f1",))
+_ROUGE = LEvalTask("Generation", rouge, ("rougeL", "rouge1", "rouge2"))
+CLOSED = {
+    "coursera": _exam(several_letters, "score"),
+    "quality": _exam(one_letter, "score"),
+    "tpo": _exam(one_letter, "score"),
+    "topic_retrieval_longchat": _exam(text),
+    "gsm100": _exam(number, chat=False),
+    "codeU": _exam(code, chat=False, keep="end"),
+    "sci_fi": _exam(judgement, more=("loyalty", "fact")),
+}
+QUESTIONS = (
+    *("financial_qa", "legal_contract_qa", "multidoc_qa"),
+    *("narrative_qa", "natural_question", "scientific_qa"),
+)
+SUMMARIES = (
+    *("gov_report_summ", "meeting_summ", "news_summ", "paper_assistant"),
+    *("patent_summ", "review_summ", "tv_show_summ"),
+)
+TASKS = CLOSED | dict.fromkeys(QUESTIONS, _F1) | dict.fromkeys(SUMMARIES, _ROUGE)
+GROUPS = {
+    "pod_leval_closed": tuple(CLOSED),
+    "pod_leval_f1": QUESTIONS,
+    "pod_leval_rouge": SUMMARIES,
+    "pod_leval_open": (*QUESTIONS, *SUMMARIES),
+    "pod_leval": tuple(TASKS),
+}
+
+
+def configs() -> list[Config]:
+    """Tasks and groups; in these each task counts alike, as in the official averages."""
+    groups = [
+        group_config(name, [f"pod_leval_{task}" for task in members]) for name, members in GROUPS.items()
+    ]
+    return [*(_task(name, task) for name, task in TASKS.items()), *groups]
+
+
+def _task(name: str, task: LEvalTask) -> Config:
+    return task_config(
+        f"pod_leval_{name}",
+        rows,
+        task.scorer,
+        prompt="prompt",
+        target="target",
+        new_tokens=NEW_TOKENS,
+        metrics=(*task.metrics, "score"),
+        rules={
+            "chat_template": task.chat,
+            "truncation": "document",
+            "keep": task.keep,
+            "kind": task.kind,
+            **TERMS,
+        },
+        dataset_kwargs={"file": f"{task.folder}/{name}.jsonl"},
+        description="system",
+        gen_prefix="prefix",
+    )

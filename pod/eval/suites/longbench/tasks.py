@@ -1,0 +1,209 @@
+"""LongBench's and LongBench-E's tasks: the table, the rows of a task and the functions that score one answer.
+
+A task's numbers are those of LongBench's config/dataset2maxlen.json, eval.py and pred.py (github.com/THUDM/LongBench, commit 2e00731).
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pod.eval.suites import data
+from pod.eval.suites.configs import Config, group_config, task_config
+from pod.eval.suites.longbench import metrics
+from pod.eval.suites.longbench.prompts import PROMPTS
+
+HUB = "THUDM/LongBench"
+TERMS = {
+    "source": "github.com/THUDM/LongBench@2e00731",
+    "license": "MIT (questions, prompts and scorer; the texts keep the terms of their own sources)",
+}
+LENGTH_GROUPS = ("score_0_4k", "score_4_8k", "score_8k")
+FIELDS = ("input", "context", "answers", "length", "all_classes", "_id")
+Scores = dict[str, float]
+Scorer = Callable[[dict[str, Any], list[str]], Scores]
+
+
+def rows(file: str, **metadata: Any) -> dict[str, Any]:
+    """The samples of one task for lm-eval's `custom_dataset`; file: `qasper.jsonl`, `qasper_e.jsonl` … of the official data.zip.
+
+    Raises: ValueError, in one line, when the file is missing or is not in the official format.
+    """
+    found = data.load_rows("longbench", file, HUB, f"data.zip/data/{file}")
+    for number, row in enumerate(found, start=1):
+        missing = [name for name in FIELDS if name not in row]
+        if missing:
+            raise ValueError(
+                f"longbench/{file}, row {number}: no {', '.join(missing)}; expected LongBench's fields {', '.join(FIELDS)}"
+            )
+        if not row["answers"]:
+            raise ValueError(f"longbench/{file}, row {number}: no answer to score against")
+    return data.dataset([row | {"cluster": data.text_id(row["context"])} for row in found])
+
+
+def length_group(length: int) -> str:
+    """LongBench-E's group of a sample by its official length (words; characters in Chinese)."""
+    return "0_4k" if length < 4000 else "4_8k" if length < 8000 else "8k"
+
+
+def _scorer(name: str, metric: metrics.Metric, *, first_line: bool = False) -> Scorer:
+    """lm-eval's `process_results`: the score of one answer as `name` and as `score`, which groups average.
+
+    A row of LongBench-E also counts for its length group. first_line: see `metrics.first_line`.
+    """
+
+    def score(doc: dict[str, Any], results: list[str]) -> Scores:
+        answer = metrics.first_line(results[0]) if first_line else results[0]
+        value = metrics.best(metric, answer, doc["answers"])
+        return {name: value, "score": value}
+
+    return score
+
+
+def accuracy_first_line(doc: dict[str, Any], results: list[str]) -> Scores:
+    def metric(prediction: str, reference: str) -> float:
+        return metrics.classification(prediction, reference, doc["all_classes"])
+
+    return _scorer("accuracy", metric, first_line=True)(doc, results)
+
+
+def edit_similarity(doc: dict[str, Any], results: list[str]) -> Scores:
+    """Both readings of edit similarity; the official one is the score."""
+    other = metrics.best(metrics.code_similarity_levenshtein, results[0], doc["answers"])
+    scores = _scorer("edit_similarity", metrics.code_similarity)(doc, results)
+    return {**scores, "edit_similarity_levenshtein": other}
+
+
+def by_length(scorer: Scorer) -> Scorer:
+    """The same scorer for LongBench-E, where each sample also counts for its length group."""
+
+    def score(doc: dict[str, Any], results: list[str]) -> Scores:
+        scores = scorer(doc, results)
+        return {**scores, f"score_{length_group(doc['length'])}": scores["score"]}
+
+    return score
+
+
+qa_f1 = _scorer("qa_f1", metrics.qa_f1)
+qa_f1_zh = _scorer("qa_f1_zh", metrics.qa_f1_zh)
+qa_f1_first_line = _scorer("qa_f1", metrics.qa_f1, first_line=True)
+rouge_l = _scorer("rouge_l", metrics.rouge_l)
+rouge_l_zh = _scorer("rouge_l_zh", metrics.rouge_l_zh)
+rouge_l_first_line = _scorer("rouge_l", metrics.rouge_l, first_line=True)
+accuracy_count = _scorer("accuracy", metrics.count)
+accuracy_retrieval = _scorer("accuracy", metrics.retrieval)
+accuracy_retrieval_zh = _scorer("accuracy", metrics.retrieval_zh)
+
+
+@dataclass(frozen=True)
+class LongBenchTask:
+    """One of the 21 tasks. metric: the scorer's primary one; chat: put the prompt into a chat template (the official rule)."""
+
+    new_tokens: int
+    scorer: Scorer
+    metric: str
+    chat: bool = True
+    stop_at_line_end: bool = False
+    in_e: bool = False
+
+
+TASKS = {
+    "narrativeqa": LongBenchTask(128, qa_f1, "qa_f1"),
+    "qasper": LongBenchTask(128, qa_f1, "qa_f1", in_e=True),
+    "multifieldqa_en": LongBenchTask(64, qa_f1, "qa_f1", in_e=True),
+    "multifieldqa_zh": LongBenchTask(64, qa_f1_zh, "qa_f1_zh"),
+    "hotpotqa": LongBenchTask(32, qa_f1, "qa_f1", in_e=True),
+    "2wikimqa": LongBenchTask(32, qa_f1, "qa_f1", in_e=True),
+    "musique": LongBenchTask(32, qa_f1, "qa_f1"),
+    "dureader": LongBenchTask(128, rouge_l_zh, "rouge_l_zh"),
+    "gov_report": LongBenchTask(512, rouge_l, "rouge_l", in_e=True),
+    "qmsum": LongBenchTask(512, rouge_l, "rouge_l"),
+    "multi_news": LongBenchTask(512, rouge_l, "rouge_l", in_e=True),
+    "vcsum": LongBenchTask(512, rouge_l_zh, "rouge_l_zh"),
+    "trec": LongBenchTask(64, accuracy_first_line, "accuracy", chat=False, in_e=True),
+    "triviaqa": LongBenchTask(32, qa_f1_first_line, "qa_f1", chat=False, in_e=True),
+    "samsum": LongBenchTask(128, rouge_l_first_line, "rouge_l", chat=False, stop_at_line_end=True, in_e=True),
+    "lsht": LongBenchTask(64, accuracy_first_line, "accuracy", chat=False),
+    "passage_count": LongBenchTask(32, accuracy_count, "accuracy", in_e=True),
+    "passage_retrieval_en": LongBenchTask(32, accuracy_retrieval, "accuracy", in_e=True),
+    "passage_retrieval_zh": LongBenchTask(32, accuracy_retrieval_zh, "accuracy"),
+    "lcc": LongBenchTask(64, edit_similarity, "edit_similarity", chat=False, in_e=True),
+    "repobench-p": LongBenchTask(64, edit_similarity, "edit_similarity", chat=False, in_e=True),
+}
+
+# Categories as in LongBench's Table 1; `_en` are the members in English or code, `_e` those of LongBench-E
+CATEGORIES = {
+    "single_doc_qa": ["narrativeqa", "qasper", "multifieldqa_en", "multifieldqa_zh"],
+    "multi_doc_qa": ["hotpotqa", "2wikimqa", "musique", "dureader"],
+    "summarization": ["gov_report", "qmsum", "multi_news", "vcsum"],
+    "few_shot": ["trec", "triviaqa", "samsum", "lsht"],
+    "synthetic": ["passage_count", "passage_retrieval_en", "passage_retrieval_zh"],
+    "code": ["lcc", "repobench-p"],
+}
+CHINESE = ["multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh"]
+ENGLISH = [name for name in TASKS if name not in CHINESE]
+RAZOR_15 = [
+    name
+    for name in TASKS
+    if name not in ("dureader", "samsum", "passage_count", "passage_retrieval_en", "passage_retrieval_zh")
+    and name != "repobench-p"
+]
+SIMLAYERKV_16 = [name for name in ENGLISH if name != "2wikimqa"] + ["dureader"]
+
+
+def configs() -> list[Config]:
+    """Tasks, those of LongBench-E and all groups."""
+    tasks = [_task(name, task) for name, task in TASKS.items()]
+    tasks += [_task(f"{name}_e", task, in_e=True) for name, task in TASKS.items() if task.in_e]
+    return [*tasks, *_categories(), *_groups()]
+
+
+def _task(name: str, task: LongBenchTask, in_e: bool = False) -> Config:
+    """LongBench-E differs by its rows and its length groups."""
+    prompt = PROMPTS[name.removesuffix("_e") if in_e else name]
+    both = ("edit_similarity_levenshtein",) if task.metric == "edit_similarity" else ()
+    return task_config(
+        f"pod_longbench_{name}",
+        rows,
+        by_length(task.scorer) if in_e else task.scorer,
+        prompt=prompt.replace("{context}", "{{context}}").replace("{input}", "{{input}}"),
+        target="answers",
+        new_tokens=task.new_tokens,
+        # the first token of an answer of one line is no line end
+        generation={"min_new_tokens": 1, "until": ["\n"]} if task.stop_at_line_end else None,
+        metrics=(task.metric, "score", *both, *(LENGTH_GROUPS if in_e else ())),
+        rules={"chat_template": task.chat, "truncation": "middle", "kind": "score", **TERMS},
+        dataset_kwargs={"file": f"{name}.jsonl"},
+    )
+
+
+def _members(names: Iterable[str]) -> list[str]:
+    return [f"pod_longbench_{name}" for name in names]
+
+
+def _categories() -> list[Config]:
+    """A group per category of LongBench, its English tasks where it has others, too, and its tasks of LongBench-E."""
+    found = []
+    for category, names in CATEGORIES.items():
+        english = [name for name in names if name in ENGLISH]
+        parts = {"": names, "_e": [f"{name}_e" for name in names if TASKS[name].in_e]}
+        parts |= {"_en": english} if english != names else {}
+        found += [
+            group_config(f"pod_longbench_{category}{end}", _members(part)) for end, part in parts.items()
+        ]
+    return found
+
+
+def _groups() -> list[Config]:
+    """Where a category counts once, whatever its number of tasks: LongBench, LongBench-E and the 14 tasks of PoD (Table 1). Else each task
+    counts: the 15 of RazorAttention (Table 3), the 16 of D2O (Table 1) and of SimLayerKV (Table 1)."""
+    has_others = [name for name, names in CATEGORIES.items() if set(names) & set(CHINESE)]
+    english = [f"{name}_en" if name in has_others else name for name in CATEGORIES if name != "synthetic"]
+    by_category = {"": CATEGORIES, "_e": [f"{name}_e" for name in CATEGORIES], "_14": english}
+    by_task = {"_15": RAZOR_15, "_16": ENGLISH, "_16_simlayerkv": SIMLAYERKV_16}
+    return [
+        *(
+            group_config(f"pod_longbench{end}", _members(names), "members")
+            for end, names in by_category.items()
+        ),
+        *(group_config(f"pod_longbench{end}", _members(names)) for end, names in by_task.items()),
+    ]

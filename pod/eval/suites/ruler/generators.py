@@ -1,0 +1,269 @@
+"""The samples of RULER's tasks at a size: what the official generators build, from a random number generator of the sample's own.
+
+Source of the rules: github.com/NVIDIA/RULER (Apache-2.0), scripts/data/synthetic/*.py, commit c3f5e3b; written anew. A size counts what
+fills the prompt: words of essays, lines of noise, distinct words, coded words, documents.
+"""
+
+import itertools
+import math
+import random
+import re
+import string
+import uuid
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pod.eval.suites.lengths import count_tokens, largest_fit
+from pod.eval.suites.ruler import corpora
+from pod.eval.suites.ruler.prompts import NEEDLE, NOISE, PROMPTS
+
+_DEPTHS = [round(100 * place / 39) for place in range(40)]  # percent, official: 40 depths from 0 to 100
+_SMALL_LENGTH = 4096  # below it the official generators count words less often
+_EXAMPLE_TOKENS = 500  # of variable tracking's one example
+
+
+@dataclass(frozen=True)
+class Sample:
+    """prompt: the question; prefix: how the answer begins; answers: what must be found."""
+
+    prompt: str
+    prefix: str
+    answers: list[str]
+
+
+class Generator(Protocol):
+    """smallest: the least size that a task has."""
+
+    smallest: int
+
+    def sample(self, rng: random.Random, index: int, size: int) -> Sample:
+        """The sample `index` at a size. Equal arguments give equal samples."""
+        ...
+
+
+class Needles:
+    """Needle in a haystack: keys with values between lines of noise, sentences of essays, or needles of other keys.
+
+    haystack: noise, essay or needle; key_kind, value_kind: words, numbers (7 digits) or uuids; num_keys: needles with keys of their
+    own; num_values: values of each key; num_queries: keys that are asked for.
+    """
+
+    def __init__(
+        self,
+        haystack: str,
+        key_kind: str,
+        value_kind: str,
+        num_keys: int = 1,
+        num_values: int = 1,
+        num_queries: int = 1,
+    ):
+        self.haystack, self.key_kind, self.value_kind = haystack, key_kind, value_kind
+        self.num_keys = max(num_keys, num_queries)
+        self.num_values, self.num_queries = num_values, num_queries
+        self.smallest = 40 if haystack == "essay" else self.num_keys * num_values + 1
+
+    def sample(self, rng: random.Random, index: int, size: int) -> Sample:
+        keys = [_random_text(rng, self.key_kind) for _ in range(self.num_keys)]
+        values = [[_random_text(rng, self.value_kind) for _ in range(self.num_values)] for _ in keys]
+        needles = [
+            self._needle(key, value) for key, group in zip(keys, values, strict=True) for value in group
+        ]
+        rng.shuffle(needles)
+        context = (
+            self._essay(rng, size, needles) if self.haystack == "essay" else self._lines(rng, size, needles)
+        )
+        asked = rng.sample(range(self.num_keys), self.num_queries)
+        text, prefix = self._templates()
+        query = _enumerate([keys[place] for place in asked])
+        kind = self.value_kind[:-1] if self._single() else self.value_kind
+        return Sample(
+            text.format(kind=kind, context=context, query=query),
+            prefix.format(kind=kind, query=query),
+            [value for place in asked for value in values[place]],
+        )
+
+    def _single(self) -> bool:
+        return self.num_queries * self.num_values == 1
+
+    def _templates(self) -> tuple[str, str]:
+        prompt = PROMPTS["niah"]
+        if not self._single():
+            return prompt.text, prompt.prefix
+        changes = (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer"))
+        text, prefix = prompt.text, prompt.prefix
+        for old, new in changes:
+            text, prefix = text.replace(old, new), prefix.replace(old, new)
+        return text, prefix
+
+    def _needle(self, key: str, value: str) -> str:
+        return NEEDLE.format(kind=self.value_kind, key=key, value=value)
+
+    def _essay(self, rng: random.Random, size: int, needles: list[str]) -> str:
+        words = corpora.essay_words()
+        text = " ".join((words * -(-size // len(words)))[:size])
+        sentences = re.split(r"(?<=[.!?])\s+", text.strip())
+        places = sorted(int(len(sentences) * depth / 100) for depth in rng.sample(_DEPTHS, len(needles)))
+        parts = []
+        for start, end, needle in zip([0, *places], places, needles, strict=False):
+            parts += [*sentences[start:end], needle]
+        return " ".join([*parts, *sentences[places[-1] :]])
+
+    def _lines(self, rng: random.Random, size: int, needles: list[str]) -> str:
+        if self.haystack == "noise":
+            lines = [NOISE] * size
+        else:
+            lines = [
+                self._needle(_random_text(rng, self.key_kind), _random_text(rng, self.value_kind))
+                for _ in range(size)
+            ]
+        places = sorted(rng.sample(range(size), len(needles)), reverse=True)
+        for place, needle in zip(places, needles, strict=True):
+            lines.insert(place, needle)
+        return "\n".join(lines)
+
+
+class VariableTracking:
+    """Chains of assignments between lines of noise, behind one worked example of at most 500 tokens."""
+
+    def __init__(self, tokenizer: Any, length: int, num_hops: int = 4):
+        self.num_hops, self.smallest = num_hops, num_hops + 1
+        self.example_size = largest_fit(
+            lambda size: count_tokens(tokenizer, self._example(random.Random(0), size)),
+            min(_EXAMPLE_TOKENS, length // 2),
+            smallest=self.smallest,
+        )
+
+    def sample(self, rng: random.Random, index: int, size: int) -> Sample:
+        example = self._example(rng, self.example_size)
+        prompt, prefix, names = self._question(rng, size, letters=5)
+        return Sample(f"{example}\n{prompt}", prefix, names)
+
+    def _example(self, rng: random.Random, size: int) -> str:
+        prompt, prefix, names = self._question(rng, size, letters=3)
+        return f"{prompt}{prefix} {' '.join(names)}\n"
+
+    def _question(self, rng: random.Random, size: int, letters: int) -> tuple[str, str, list[str]]:
+        names = _distinct(rng, self.num_hops + 1, string.ascii_uppercase, letters)
+        value = str(rng.randint(10000, 99999))
+        chain = [f"VAR {names[0]} = {value}"]
+        chain += [f"VAR {new} = VAR {old} " for old, new in itertools.pairwise(names)]
+        lines = [NOISE] * size
+        for offset, place in enumerate(sorted(rng.sample(range(size), len(chain)))):
+            lines.insert(place + offset, chain[offset])
+        context = "\n".join(lines).replace(". \n", ".\n")
+        prompt = PROMPTS["vt"]
+        prefix = prompt.prefix.format(query=value, number=self.num_hops + 1)
+        return prompt.text.format(context=context, query=value), prefix, names
+
+
+class CommonWords:
+    """A numbered list in which ten words stand more often than the others, behind one worked example."""
+
+    smallest, num_common = 20, 10
+
+    def __init__(self, length: int):
+        small = length < _SMALL_LENGTH
+        self.example, self.repeats = ((20, 3, 1), (6, 1)) if small else ((40, 10, 3), (30, 3))
+
+    def sample(self, rng: random.Random, index: int, size: int) -> Sample:
+        shown, answer = self._list(rng, *self.example)
+        listed, common = self._list(rng, size, *self.repeats)
+        prompt = PROMPTS["cwe"]
+        example = f"{prompt.text.format(context=shown)}{prompt.prefix} {_numbered(answer)}"
+        return Sample(f"{example}\n{prompt.text.format(context=listed)}", prompt.prefix, common)
+
+    def _list(self, rng: random.Random, size: int, often: int, seldom: int) -> tuple[str, list[str]]:
+        words = corpora.vocabulary()
+        if size <= len(words):
+            chosen = rng.sample(words, size)
+        else:  # more words than the list has: the rest are pairs, so that every one stays readable
+            pairs: dict[str, None] = {}
+            while len(pairs) < size - len(words):
+                pairs[_pair(rng)] = None
+            chosen = [*words, *pairs]
+            rng.shuffle(chosen)
+        common, others = chosen[: self.num_common], chosen[self.num_common :]
+        shuffled = common * often + others * seldom
+        rng.shuffle(shuffled)
+        return _numbered(shuffled), common
+
+
+class FrequentWords:
+    """Coded words whose counts fall as 1/rank²; the most frequent is noise ('...'), the next three are asked for."""
+
+    smallest, letters = 60, 6
+
+    def __init__(self, room: int):
+        self.num_words = max(8, room // 50)
+
+    def sample(self, rng: random.Random, index: int, size: int) -> Sample:
+        words = _distinct(rng, self.num_words, string.ascii_lowercase, self.letters)
+        words[0] = "..."
+        norm = math.pi**2 / 6  # zeta(2)
+        text = [word for rank, word in enumerate(words, start=1) for _ in range(int(size / rank**2 / norm))]
+        rng.shuffle(text)
+        prompt = PROMPTS["fwe"]
+        return Sample(prompt.text.format(context=" ".join(text)), prompt.prefix, words[1:4])
+
+
+class Documents:
+    """Questions of SQuAD or HotpotQA among documents that do not answer them. A size is the number of documents.
+
+    The documents that hold the answer come first into the set, then those that the data set gives with them, then any. (Officially all
+    ten of a HotpotQA question come at once, about 1,400 tokens, so that no prompt fits a shorter length.)
+    """
+
+    def __init__(self, source: str):
+        self.questions, self.documents = corpora.questions(source)
+        self.smallest = 1
+
+    def sample(self, rng: random.Random, index: int, size: int) -> Sample:
+        question = self.questions[index]
+        size = max(size, len(question.documents))
+        chosen = question.documents + _some(rng, question.related, size - len(question.documents))
+        if size > len(chosen):
+            known = set(chosen)
+            others = [number for number in range(len(self.documents)) if number not in known]
+            chosen += _some(rng, others, size - len(chosen))
+        texts = [self.documents[number] for number in chosen]
+        while len(texts) < size:
+            texts += self.documents[: size - len(texts)]
+        rng.shuffle(texts)
+        context = "\n\n".join(f"Document {place}:\n{text}" for place, text in enumerate(texts, start=1))
+        prompt = PROMPTS["qa"]
+        return Sample(
+            prompt.text.format(context=context, query=question.text), prompt.prefix, question.answers
+        )
+
+
+def _some(rng: random.Random, items: list[int], count: int) -> list[int]:
+    return rng.sample(items, max(0, min(count, len(items))))
+
+
+def _random_text(rng: random.Random, kind: str) -> str:
+    if kind == "numbers":
+        return str(rng.randint(10**6, 10**7 - 1))
+    if kind == "words":
+        return _pair(rng)
+    assert kind == "uuids", kind
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+
+def _pair(rng: random.Random) -> str:
+    """An adjective and a noun, as RULER's keys are."""
+    return f"{rng.choice(corpora.words('adjectives'))}-{rng.choice(corpora.words('nouns'))}"
+
+
+def _distinct(rng: random.Random, count: int, letters: str, length: int) -> list[str]:
+    found: dict[str, None] = {}
+    while len(found) < count:
+        found["".join(rng.choices(letters, k=length))] = None
+    return list(found)
+
+
+def _numbered(words: list[str]) -> str:
+    return " ".join(f"{place}. {word}" for place, word in enumerate(words, start=1))
+
+
+def _enumerate(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])}, and {names[-1]}"

@@ -1,1 +1,0 @@
-"""Local data for tasks of lm-eval itself (MMLU, HellaSwag, ARC, GSM8K, TruthfulQA …)."""
