@@ -60,7 +60,8 @@ class EvalArgs:
     (counted and named in the report), or stop before anything is computed"""
 
     unsafe_code: bool = False
-    """allow tasks that execute what the model writes (humaneval): only on machines where that may do harm"""
+    """allow tasks to run what the model writes without a sandbox (lm-eval's humaneval; pod_humaneval where bubblewrap is missing): only on
+    machines where that may do harm"""
 
     pod_model: str | None = None
     """folder of the adapted PoD export; default is where export_hf.py writes, <output_dir>/export"""

@@ -46,7 +46,7 @@ class Evaluation:
         self._budgets: ByteBudgets | None = None
         if SPEED_RUN in self.args.tasks:
             speed_options(self.args)  # a wrong one is an error now
-        with data.use(self.args.data_dir, self.tokenizer):
+        with data.use(self.args.data_dir, self.tokenizer, self.args.unsafe_code):
             self.tasks = make_tasks(self)
         self.models.check_lengths(self.longest())
 

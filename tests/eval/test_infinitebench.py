@@ -221,8 +221,8 @@ def test_missing_data_and_too_short_lengths_are_one_line(tmp_path, tokenizer):
 
 def test_the_group_of_the_paper_loads_offline_and_a_right_answer_scores_1(tokenizer):
     with data.use(DATA, tokenizer):
-        loaded = lm_index.load("pod_infinitebench_2k_all", {}, False)
-        five = lm_index.load("pod_infinitebench_2k", {}, False)
+        loaded = lm_index.load("pod_infinitebench_2k_all", {})
+        five = lm_index.load("pod_infinitebench_2k", {})
     assert list(five.leaves) == [f"pod_infinitebench_2k_{task}" for task in PAPER_TASKS]
     assert five.share == dict.fromkeys(five.leaves, 0.2)
     assert len(loaded.leaves) == 11

@@ -11,6 +11,7 @@ from pod.eval.lm import index as lm_index
 from pod.eval.lm.payload import group_payload
 from pod.eval.methods import find_method
 from pod.eval.runners.base import scored_payload
+from pod.eval.suites import data
 from pod.recipe import load_recipe
 
 DATA = Path(__file__).parent / "data"
@@ -170,7 +171,7 @@ def test_shares_follow_the_groups_rules():
     by_name = {}
     for name in ("pod_longbench_14", "pod_longbench_few_shot_en"):
         with fixtures():
-            loaded = lm_index.load(name, {}, False)
+            loaded = lm_index.load(name, {})
         by_name[name] = loaded.share
     assert sum(by_name["pod_longbench_14"].values()) == pytest.approx(1)
     assert by_name["pod_longbench_14"]["pod_longbench_lcc"] == pytest.approx(1 / 10), (
@@ -180,8 +181,6 @@ def test_shares_follow_the_groups_rules():
 
 
 def fixtures():
-    from pod.eval.suites import data
-
     return data.use(DATA)
 
 
@@ -310,9 +309,10 @@ def test_code_below_inline_groups_and_tags_is_found():
         "code": entry("code", {"task": "code", "unsafe_code": True}),
     }
     with pytest.raises(ValueError, match="task code executes code"):
-        lm_index._check_safe(Entry(task_index=index), "top", False)
-    lm_index._check_safe(Entry(task_index=index), "safe", False)
-    lm_index._check_safe(Entry(task_index=index), "top", True)
+        lm_index._check_safe(Entry(task_index=index), "top")
+    lm_index._check_safe(Entry(task_index=index), "safe")
+    with data.use(None, unsafe_code=True):
+        lm_index._check_safe(Entry(task_index=index), "top")
 
 
 def test_chat_rule_and_a_tokenizer_without_template(tmp_path, monkeypatch):

@@ -268,14 +268,14 @@ def test_missing_texts_and_wrong_settings_are_one_line(monkeypatch, tmp_path):
     ):
         rows_of("cwe", 256)
     with data.use(DATA, Words()), pytest.raises(ValueError, match="ruler_length must be .* not 'long'"):
-        lm_index.load("pod_ruler_vt", {"ruler_length": "long"}, False)
+        lm_index.load("pod_ruler_vt", {"ruler_length": "long"})
 
 
 def test_the_groups_load_offline_and_a_right_answer_scores_1():
     with data.use(DATA, Words()):
-        loaded = lm_index.load("pod_ruler_1k", {}, False)
-        kinds = lm_index.load("pod_ruler_1k_by_type", {}, False)
-        chosen = lm_index.load("pod_ruler_vt", {"ruler_length": 3000, "ruler_samples": 7}, False)
+        loaded = lm_index.load("pod_ruler_1k", {})
+        kinds = lm_index.load("pod_ruler_1k_by_type", {})
+        chosen = lm_index.load("pod_ruler_vt", {"ruler_length": 3000, "ruler_samples": 7})
     assert list(loaded.leaves) == [f"pod_ruler_1k_{task}" for task in TASKS]
     assert loaded.share == dict.fromkeys(loaded.leaves, pytest.approx(1 / 13))
     # SimLayerKV's Table 3: the mean of eight columns, three needles of one key count as one

@@ -5,6 +5,7 @@ import difflib
 import functools
 import importlib.util
 import logging
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from unittest import mock
 from pod.eval.results import one_line
 from pod.eval.runners import base
 from pod.eval.speed.args import NAME as SPEED_RUN
+from pod.eval.suites import data
 from pod.eval.suites.configs import find_config, known_to_lm_eval, suite_configs
 from pod.eval.suites.local_data import local_datasets
 
@@ -48,7 +50,7 @@ def rules_of(metadata: Any) -> TaskRules:
 
 
 def own_names() -> dict[str, list[str]]:
-    """Tasks and groups of `pod/eval/suites` by suite."""
+    """Names of tasks and groups of `pod/eval/suites` by suite."""
     return {suite: sorted(found) for suite, found in suite_configs().items()}
 
 
@@ -85,7 +87,7 @@ class Loaded:
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
-def load(name: str, metadata: dict[str, Any], unsafe_code: bool) -> Loaded:
+def load(name: str, metadata: dict[str, Any]) -> Loaded:
     """Load a task, group or tag; its data are read (see `pod.eval.suites.data.use`).
 
     metadata: given to functions that make data. Raises: ValueError for missing data, code that may not be run, and whatever else fails.
@@ -93,10 +95,8 @@ def load(name: str, metadata: dict[str, Any], unsafe_code: bool) -> Loaded:
     from lm_eval.tasks._factory import TaskFactory
 
     manager = task_manager(find_config(name) is None)
-    _check_safe(manager, name, unsafe_code)
-    manager._factory = TaskFactory(
-        meta=metadata
-    )  # building an index anew for other metadata takes ten seconds
+    _check_safe(manager, name)
+    manager._factory = TaskFactory(meta=metadata)  # a new index for other metadata takes ten seconds
     try:
         with quiet(), local_datasets():
             loaded = manager.load([name])
@@ -129,22 +129,17 @@ def _shares(group: Any) -> dict[str, float] | None:
         raise ValueError(
             f"group {group.name}: average is {average!r}, allowed are samples, tasks and members"
         )
-    shares: dict[str, float] = {}
-    members = list(group)
-    for member in members:
-        below = (
-            _equal([leaf.task_name for leaf in member.get_all_tasks()])
-            if hasattr(member, "get_all_tasks")
-            else None
-        )
-        for leaf, share in (below or {getattr(member, "task_name", ""): 1.0}).items():
-            shares[leaf] = shares.get(leaf, 0.0) + share / len(members)
-    return shares
+    shares: dict[str, float] = defaultdict(float)
+    for member in group:
+        below = member.get_all_tasks() if hasattr(member, "get_all_tasks") else [member]
+        for leaf in below:
+            shares[leaf.task_name] += 1 / len(below) / len(group)
+    return dict(shares)
 
 
-def _check_safe(manager: Any, name: str, unsafe_code: bool) -> None:
+def _check_safe(manager: Any, name: str) -> None:
     """Before the task's module is imported: some load a metric that executes code on import."""
-    if unsafe_code:
+    if data.unsafe_code():
         return
     for entry in _entries(manager, name, set()):
         if (entry.cfg or {}).get("unsafe_code"):

@@ -12,6 +12,7 @@ from pod.eval.lm.payload import Leaf, group_payload, leaf_payload, primary_metri
 from pod.eval.results import one_line
 from pod.eval.runners import base
 from pod.eval.runners.base import Span, Task
+from pod.eval.suites import data
 
 if TYPE_CHECKING:
     from pod.eval.journal import Journal
@@ -55,7 +56,7 @@ def make_lm_tasks(run: "Evaluation", names: list[str]) -> dict[str, Task]:
         options = base.make_options(LmTask, run.args.task_options.get(name, {}), name)
         metadata = {"pretrained": str(run.models.dense_path), **options.metadata}
         # one by one: groups of different papers share tasks, which lm-eval refuses within one load
-        tasks[name] = LmTask(run, options, lm_index.load(name, metadata, run.args.unsafe_code))
+        tasks[name] = LmTask(run, options, lm_index.load(name, metadata))
     return tasks
 
 
@@ -81,10 +82,6 @@ class LmTask(Task):
 
     def _leaf(self, name: str, task: Any) -> Leaf:
         """What is known of a leaf task before its prompts. Raises: ValueError for what cannot be run."""
-        if getattr(task, "UNSAFE_CODE", False) and not self.args.unsafe_code:
-            raise ValueError(
-                f"task {name} executes code that the model writes: set eval.unsafe_code to true on a machine where that may do harm"
-            )
         if getattr(task, "MULTIMODAL", False):
             raise ValueError(f"task {name} asks about pictures or sound, which these models do not read")
         rules = lm_index.rules_of(task.config.metadata)
@@ -199,7 +196,8 @@ class LmTask(Task):
     def _measure_leaf(self, lm: Any, leaf: Leaf, journal: "Journal") -> dict[str, Any]:
         from lm_eval.evaluator import evaluate
 
-        with lm_index.quiet(), lm.rules(self._rule(leaf), journal):
+        use = data.use(self.args.data_dir, self.run.tokenizer, self.args.unsafe_code)
+        with lm_index.quiet(), lm.rules(self._rule(leaf), journal), use:
             leaf.task.set_fewshot_seed(seed=_FEWSHOT_SEED)
             results = evaluate(
                 lm=lm,

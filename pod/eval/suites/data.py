@@ -26,17 +26,29 @@ _LIST_KEYS = ("data", "rows", "examples")  # where a .json file that is one obje
 
 _folder: contextvars.ContextVar[Path | None] = contextvars.ContextVar("data_dir", default=None)
 _tokenizer: contextvars.ContextVar[Any] = contextvars.ContextVar("tokenizer", default=None)
+_unsafe_code: contextvars.ContextVar[bool] = contextvars.ContextVar("unsafe_code", default=False)
 
 
 @contextlib.contextmanager
-def use(folder: str | os.PathLike | None, tokenizer: Any = None) -> Iterator[None]:
-    """Read data from `folder` (None: POD_EVAL_DATA, else the hub) and build prompts of a length with `tokenizer`, inside the block."""
-    tokens = _folder.set(None if folder is None else Path(folder)), _tokenizer.set(tokenizer)
+def use(folder: str | os.PathLike | None, tokenizer: Any = None, unsafe_code: bool = False) -> Iterator[None]:
+    """Inside the block: read data from `folder` (None: POD_EVAL_DATA, else the hub), build prompts of a length with `tokenizer`, and run
+    what a model wrote even without a sandbox if `unsafe_code`."""
+    given = {
+        _folder: None if folder is None else Path(folder),
+        _tokenizer: tokenizer,
+        _unsafe_code: unsafe_code,
+    }
+    tokens = {variable: variable.set(value) for variable, value in given.items()}
     try:
         yield
     finally:
-        _folder.reset(tokens[0])
-        _tokenizer.reset(tokens[1])
+        for variable, token in tokens.items():
+            variable.reset(token)
+
+
+def unsafe_code() -> bool:
+    """Whether the user allowed to run what a model wrote without a sandbox."""
+    return _unsafe_code.get()
 
 
 def data_dir() -> Path | None:

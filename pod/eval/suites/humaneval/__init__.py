@@ -1,1 +1,1 @@
-"""HumanEval: completed functions, judged by running their tests in a process of its own with limits."""
+"""HumanEval: completed functions, judged by their tests, each in a sandbox of its own."""

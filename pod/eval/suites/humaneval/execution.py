@@ -1,73 +1,104 @@
-"""Does a program that a model wrote pass its tests? Run in a process of its own, with limits (see `sandbox`)."""
+"""Does a function that a model wrote pass its tests? It runs in a sandbox, apart from the tests (see `child`)."""
 
+import contextlib
 import json
 import os
-import secrets
 import signal
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from pod.eval.suites import data
+from pod.eval.suites.humaneval import sandbox
 
 CPU_SECONDS = 3.0  # the official time limit; theirs is of the clock, ours of the CPU, so that a busy machine fails no program
 MEMORY_BYTES = 4 << 30
-_CLOCK_FACTOR = 10  # a program that sleeps
-_SANDBOX = Path(__file__).with_name("sandbox.py")
+_CLOCK_SECONDS = 30.0  # a program that sleeps
+_CHILD = Path(__file__).with_name("child.py")
+_ENDED = 3  # exit code of a judge to which the solution's process does not reply any more (`child`)
+_TIMED_OUT = {
+    sign * number + start
+    for number in (signal.SIGPROF, signal.SIGXCPU)
+    for sign, start in ((-1, 0), (1, 128))
+}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Whether a program ran to its end without an exception; reason: `passed`, `timed out`, `failed: …` or `died: …`.
-
-    network_cut: whether it had no network at all; None when the process did not live to tell.
-    """
+    """Whether a function passed its tests; reason: `passed`, `timed out`, `failed: …` or `died: …`."""
 
     passed: bool
     reason: str
-    network_cut: bool | None = None
 
 
-def run_program(program: str, cpu_seconds: float = CPU_SECONDS, memory_bytes: int = MEMORY_BYTES) -> Outcome:
-    """Run a program in an empty folder, with no more than the CPU time and address space given.
-
-    Only where a user allowed it (`eval.unsafe_code`): the limits stop accidents, not attackers.
-    """
-    token = secrets.token_hex(16)
-    asked = {
-        "program": program,
-        "token": token,
-        "cpu_seconds": cpu_seconds,
-        "memory_bytes": memory_bytes,
-    }
-    with tempfile.TemporaryDirectory(prefix="pod-eval-") as folder:
-        child = subprocess.Popen(
-            [sys.executable, "-I", "-B", str(_SANDBOX)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=folder,
-            env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HOME": folder, "PATH": os.defpath},
-            start_new_session=True,
+def check_permission() -> None:
+    """Raises: ValueError where code cannot be shut in and the user did not allow to run it all the same (`eval.unsafe_code`)."""
+    if not sandbox.available() and not data.unsafe_code():
+        raise ValueError(
+            "HumanEval runs code that a model wrote, and bubblewrap (bwrap 0.8 or newer) is missing or not allowed here: install it, or set "
+            "eval.unsafe_code to true (lm-eval's command line: --confirm_run_unsafe_code) on a machine where that may do harm"
         )
+
+
+def run_solution(
+    prompt: str,
+    completion: str,
+    test: str,
+    name: str,
+    cpu_seconds: float = CPU_SECONDS,
+    memory_bytes: int = MEMORY_BYTES,
+) -> Outcome:
+    """Run the official `test` on the function `name` of `prompt` + `completion`, each in a process of its own with no more than the CPU
+    time and address space given. Without bubblewrap these limits are all there is. Raises: see `check_permission`."""
+    check_permission()
+    limits = [str(cpu_seconds), str(memory_bytes)]
+    (calls_out, calls_in), (replies_out, replies_in) = os.pipe(), os.pipe()
+    with tempfile.TemporaryDirectory(prefix="pod-eval-") as folder:
+        judge = _start("judge", limits, folder, replies_out, calls_in)
+        solver = _start("solve", limits, folder, calls_out, replies_in)
+        for end in (calls_out, replies_out):
+            os.close(end)
+        # the judge's line first: the solver writes into the same pipe as soon as it has its own
+        tests = {"setup": prompt, "test": test, "name": name}
+        solution = {"source": prompt + completion, "name": name}
+        for end, asked in ((replies_in, tests), (calls_in, solution)):
+            with contextlib.suppress(BrokenPipeError), os.fdopen(end, "w") as stream:
+                stream.write(json.dumps(asked) + "\n")
         try:
-            said, _ = child.communicate(json.dumps(asked).encode(), timeout=cpu_seconds * _CLOCK_FACTOR)
+            _, said = judge.communicate(timeout=_CLOCK_SECONDS)
+            if judge.returncode == _ENDED:
+                solver.wait(cpu_seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.communicate()
             return Outcome(False, "timed out")
-    return _outcome(child.returncode, said, token)
-
-
-def _outcome(code: int, said: bytes, token: str) -> Outcome:
-    if -code in (signal.SIGPROF, signal.SIGXCPU):
+        finally:
+            for child in (judge, solver):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.communicate()
+    if judge.returncode == 0:
+        return Outcome(True, "passed")
+    if {judge.returncode, solver.returncode} & _TIMED_OUT:
         return Outcome(False, "timed out")
-    try:
-        report = json.loads(said)
-    except ValueError:
-        return Outcome(False, f"died: exit code {code}")
-    if report.get("token") != token:
-        return Outcome(False, "died: it wrote a report of its own")
-    if report["error"] is not None:
-        return Outcome(False, f"failed: {report['error']}", report["network_cut"])
-    return Outcome(True, "passed", report["network_cut"])
+    if judge.returncode != _ENDED:
+        return Outcome(False, f"failed: {said.decode(errors='replace').strip().rpartition(chr(10))[2]}")
+    return Outcome(False, f"died: exit code {solver.returncode}")
+
+
+def _start(role: str, limits: list[str], folder: str, heard: int, said: int) -> subprocess.Popen[Any]:
+    command = [sys.executable, "-I", "-B", str(_CHILD), role, *limits]
+    options: dict[str, Any] = {
+        "stdin": heard,
+        "stdout": said,
+        "stderr": subprocess.PIPE if role == "judge" else subprocess.DEVNULL,
+        "cwd": folder,
+        "env": {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HOME": folder, "PATH": os.defpath},
+        "start_new_session": True,
+    }
+    return (
+        sandbox.start(command, _CHILD, **options)
+        if sandbox.available()
+        else subprocess.Popen(command, **options)
+    )

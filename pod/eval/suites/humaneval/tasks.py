@@ -4,7 +4,7 @@ from typing import Any
 
 from pod.eval.suites import data
 from pod.eval.suites.configs import Config, task_config
-from pod.eval.suites.humaneval.execution import run_program
+from pod.eval.suites.humaneval.execution import check_permission, run_solution
 
 FILE = "HumanEval.jsonl"
 HUB, HUB_FILE = "openai/openai_humaneval", "openai_humaneval/test-00000-of-00001.parquet"
@@ -14,8 +14,9 @@ FIELDS = ("task_id", "prompt", "entry_point", "test")
 def rows(**metadata: Any) -> dict[str, Any]:
     """The 164 problems, from HumanEval.jsonl or the official HumanEval.jsonl.gz.
 
-    Raises: ValueError, in one line, when the file is missing or is not in the official format.
+    Raises: ValueError, in one line, when the file is missing or is not in the official format, or solutions may not be run here.
     """
+    check_permission()
     folder = data.data_dir()
     packed = folder is not None and (folder / "humaneval" / f"{FILE}.gz").is_file()
     found = data.load_rows("humaneval", f"{FILE}.gz" if packed else FILE, HUB, HUB_FILE)
@@ -28,14 +29,9 @@ def rows(**metadata: Any) -> dict[str, Any]:
     return data.dataset(found)
 
 
-def program(doc: dict[str, Any], completion: str) -> str:
-    """The problem with its completion, and the official tests of it."""
-    return f"{doc['prompt']}{completion}\n{doc['test']}\ncheck({doc['entry_point']})"
-
-
 def pass_at_1(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
     """1 when the completed function passes its tests."""
-    return {"pass@1": float(run_program(program(doc, results[0])).passed)}
+    return {"pass@1": float(run_solution(doc["prompt"], results[0], doc["test"], doc["entry_point"]).passed)}
 
 
 def pass_at_1_instruct(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
@@ -90,6 +86,5 @@ def _task(name: str, score: Any, prompt: str, chat: bool, source: str, **more: A
             "source": source,
             "license": "MIT",
         },
-        unsafe_code=True,
         **more,
     )
