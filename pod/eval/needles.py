@@ -5,72 +5,23 @@ names (recall). `statement`: the sentence of the original test about San Francis
 as in FranxYao/Long-Context-Data-Engineering, from which PoD, D2O and RazorAttention have their needle tests (there it is printed ×10).
 """
 
-import functools
 import random
 from dataclasses import dataclass
 from typing import Any
 
 from pod.eval.haystack import Haystack, make_frame, numbers_in, spread_depths, start_of
+from pod.eval.suites.words import rouge_scorer
 
 CITIES = (
-    *(
-        "Paris",
-        "London",
-        "Tokyo",
-        "Berlin",
-        "Madrid",
-        "Rome",
-        "Oslo",
-        "Cairo",
-        "Lima",
-        "Delhi",
-        "Seoul",
-        "Dublin",
-    ),
-    *(
-        "Vienna",
-        "Athens",
-        "Prague",
-        "Warsaw",
-        "Lisbon",
-        "Havana",
-        "Nairobi",
-        "Sydney",
-        "Chicago",
-        "Toronto",
-        "Boston",
-    ),
-    *(
-        "Denver",
-        "Munich",
-        "Geneva",
-        "Zurich",
-        "Milan",
-        "Naples",
-        "Kyoto",
-        "Osaka",
-        "Bangkok",
-        "Hanoi",
-        "Jakarta",
-    ),
-)
+    "Paris", "London", "Tokyo", "Berlin", "Madrid", "Rome", "Oslo", "Cairo", "Lima", "Delhi", "Seoul",
+    "Dublin", "Vienna", "Athens", "Prague", "Warsaw", "Lisbon", "Havana", "Nairobi", "Sydney", "Chicago",
+    "Toronto", "Boston", "Denver", "Munich", "Geneva", "Zurich", "Milan", "Naples", "Kyoto", "Osaka",
+    "Bangkok", "Hanoi", "Jakarta",
+)  # fmt: skip
 PEOPLE = (
-    *("Mary", "Bob", "Alice", "John", "Emma", "Peter", "Laura", "Frank", "Helen", "Oscar", "Nina", "Victor"),
-    *(
-        "Clara",
-        "Hugo",
-        "Sofia",
-        "Martin",
-        "Irene",
-        "Felix",
-        "Julia",
-        "Simon",
-        "Diana",
-        "Walter",
-        "Eva",
-        "Leo",
-    ),
-)
+    "Mary", "Bob", "Alice", "John", "Emma", "Peter", "Laura", "Frank", "Helen", "Oscar", "Nina", "Victor",
+    "Clara", "Hugo", "Sofia", "Martin", "Irene", "Felix", "Julia", "Simon", "Diana", "Walter", "Eva", "Leo",
+)  # fmt: skip
 STATEMENT = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
 STATEMENT_QUESTION = "What is the best thing to do in San Francisco?"
 
@@ -144,11 +95,8 @@ def recall(answer: str, values: tuple[str, ...]) -> float:
 
 def statement_score(answer: str) -> float:
     """ROUGE-1 F of the answer's text against the hidden statement, stemmed, 0 to 1."""
-    return float(_rouge().score(STATEMENT, answer)["rouge1"].fmeasure) if answer.strip() else 0.0
-
-
-@functools.cache
-def _rouge() -> Any:
-    from rouge_score.rouge_scorer import RougeScorer
-
-    return RougeScorer(["rouge1"], use_stemmer=True)
+    return (
+        float(rouge_scorer("rouge1", use_stemmer=True).score(STATEMENT, answer)["rouge1"].fmeasure)
+        if answer.strip()
+        else 0.0
+    )

@@ -4,36 +4,24 @@ lm-eval 0.4.13 takes these two functions from `transformers.data.metrics`, which
 imported. The code here is our own.
 """
 
-import re
-import string
-from collections import Counter
 from collections.abc import Callable
 
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
+from pod.eval.suites.words import bag_f1, words
+
 Metric = Callable[[str, str], float]
-
-
-def words(text: str) -> list[str]:
-    """The words of a text in lower case, without punctuation and articles."""
-    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
 def exact(reference: str, answer: str) -> float:
     """1 when both have the same words in the same order."""
-    return float(words(reference) == words(answer))
+    return float(words(reference.lower()) == words(answer.lower()))
 
 
 def f1(reference: str, answer: str) -> float:
     """F1 of the words; 1 or 0 when one of them has none."""
-    wanted, given = words(reference), words(answer)
+    wanted, given = words(reference.lower()), words(answer.lower())
     if not wanted or not given:
         return float(wanted == given)
-    same = sum((Counter(wanted) & Counter(given)).values())
-    if same == 0:
-        return 0.0
-    precision, recall = same / len(given), same / len(wanted)
-    return 2 * precision * recall / (precision + recall)
+    return bag_f1(given, wanted)
 
 
 def over_references(metric: Metric, references: list[str], answer: str) -> float:

@@ -5,14 +5,12 @@ row's answer and returns 0 to 1. One deliberate difference: where the official s
 question for a whole one), the score is 0.
 """
 
-import functools
 import re
-import string
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_CN_PUNCTUATION = "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
+from pod.eval.suites.words import bag_f1, letters_zh, rouge_scorer, words
+
 _CHOICE_PREFIXES = ("answer is:", "answer:", "answer is", "option is")
 _DEBUG_PREFIXES = ("answer is:", "is:", "answer:", "correct option is:")
 
@@ -71,9 +69,9 @@ def debug(prediction: str, label: Sequence[str]) -> float:
 
 def code_run(prediction: str, label: Any) -> float:
     """Code.Run: the last word is the number."""
-    words = _words(prediction, "\n.`'\":")
+    said = _words(prediction, "\n.`'\":")
     try:
-        return float(bool(words) and int(words[-1]) == _first(label))
+        return float(bool(said) and int(said[-1]) == _first(label))
     except ValueError:
         return 0.0
 
@@ -86,31 +84,19 @@ def math_find(prediction: str, label: Any) -> float:
 
 def qa_f1(prediction: str, labels: Sequence[str]) -> float:
     """En.QA: F1 of the bags of words without case, punctuation and articles; the best of the answers."""
-    words = normalize(prediction).split()
-    return max((_f1(words, normalize(label).split()) for label in _listed(labels)), default=0.0)
+    said = words(prediction.lower())
+    return max((bag_f1(said, words(label.lower())) for label in _listed(labels)), default=0.0)
 
 
 def qa_f1_zh(prediction: str, labels: Sequence[str]) -> float:
     """Zh.QA: F1 of the bags of characters without punctuation and blanks; the best of the answers."""
-    letters = normalize_zh(prediction)
-    return max((_f1(letters, normalize_zh(label)) for label in _listed(labels)), default=0.0)
+    said = letters_zh(prediction)
+    return max((bag_f1(said, letters_zh(label)) for label in _listed(labels)), default=0.0)
 
 
 def rouge_lsum(prediction: str, labels: Sequence[str]) -> float:
     """En.Sum: ROUGE-Lsum F1 of the package rouge_score without stemming (what the `evaluate` library computes); the best of the answers."""
-    return _rouge().score_multi(_listed(labels), prediction)["rougeLsum"].fmeasure
-
-
-def normalize(text: str) -> str:
-    """Lower case, no punctuation, no articles, single blanks."""
-    bare = "".join(sign for sign in text.lower() if sign not in string.punctuation)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
-
-
-def normalize_zh(text: str) -> str:
-    """Lower case, no punctuation of either language, no blanks."""
-    unwanted = string.punctuation + _CN_PUNCTUATION
-    return "".join("".join(sign for sign in text.lower() if sign not in unwanted).split())
+    return rouge_scorer("rougeLsum").score_multi(_listed(labels), prediction)["rougeLsum"].fmeasure
 
 
 SCORERS: dict[str, Callable[[str, Any], float]] = {
@@ -126,13 +112,6 @@ SCORERS: dict[str, Callable[[str, Any], float]] = {
     "code_debug": debug,
     "longdialogue_qa_eng": dialogue,
 }
-
-
-@functools.cache
-def _rouge() -> Any:
-    from rouge_score import rouge_scorer
-
-    return rouge_scorer.RougeScorer(["rougeLsum"], use_stemmer=False)
 
 
 def _first(label: Any) -> Any:
@@ -159,8 +138,3 @@ def _after(text: str, prefixes: Sequence[str]) -> str | None:
         if place >= 0:
             return text[place + len(prefix) + 1 :]
     return None
-
-
-def _f1(found: Sequence[str], wanted: Sequence[str]) -> float:
-    common = (Counter(found) & Counter(wanted)).total()
-    return 2 * common / (len(found) + len(wanted)) if common else 0.0

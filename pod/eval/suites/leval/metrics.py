@@ -4,16 +4,12 @@ The rules are the official ones with their corners; the code is our own (theirs 
 """
 
 import re
-import string
-from collections import Counter
-from functools import cache
-from typing import Any
+
+from pod.eval.suites.words import bag_f1, rouge_scorer, words
 
 LETTERS = "ABCD"
 SUBSET_CREDIT = 0.25
 FACT_MARK = "[fact:"
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _OPTION = re.compile(r"\s*[A-Z](?=[\s.)])")
 _CODE_PHRASES = (
     *("will be", "of the code", "is", "would be"),
@@ -21,19 +17,14 @@ _CODE_PHRASES = (
 )
 
 
-def normalize(text: str) -> str:
-    """Without punctuation, lower-case articles and extra white space (the SQuAD rule; letter case is kept)."""
-    return " ".join(_ARTICLES.sub(" ", text.translate(_PUNCTUATION)).split())
-
-
 def exact_match(answer: str, target: str) -> float:
     """1 or 0; for targets of option letters also 0.25 when the answer holds only right letters, but not all.
 
     Other targets: equal as numbers, else the target within the answer, both without case and blanks.
     """
-    wanted = normalize(target)
+    wanted = " ".join(words(target))
     if set(wanted) <= set(LETTERS):
-        given = normalize(answer)
+        given = " ".join(words(answer))
         if given == wanted:
             return 1.0
         return SUBSET_CREDIT if set(given) <= set(wanted) else 0.0
@@ -91,8 +82,8 @@ def number(text: str) -> str:
     if match:
         word = match[1]
     else:
-        words = text.partition("\n\n")[0].split(" ")
-        word = next((word for word in reversed(words) if any(map(str.isdigit, word))), "")
+        parts = text.partition("\n\n")[0].split(" ")
+        word = next((word for word in reversed(parts) if any(map(str.isdigit, word))), "")
     return "".join(filter(str.isdigit, word.partition(".")[0]))
 
 
@@ -115,12 +106,12 @@ def code_text(text: str) -> str:
 def code_output(answer: str, target: str) -> str:
     """The part of an answer that names the program's output: as many words as the target has and three more, the first ones after
     `the final output`, else the last ones."""
-    words = len(target.split()) + 3
+    most = len(target.split()) + 3
     answer = code_text(answer)
     for phrase in _CODE_PHRASES:
         answer = answer.replace(phrase, "")
     _, mark, tail = answer.rpartition("the final output")
-    return " ".join(re.split(r"\s+", tail)[:words] if mark else re.split(r"\s+", tail)[-words:])
+    return " ".join(re.split(r"\s+", tail)[:most] if mark else re.split(r"\s+", tail)[-most:])
 
 
 def judgement(answer: str) -> str:
@@ -140,21 +131,10 @@ def judgement_target(target: str, part: str) -> str:
 
 def f1(answer: str, target: str) -> float:
     """F1 of the words of two normalized, lower-case texts."""
-    given, wanted = normalize(answer.lower()).split(), normalize(target.lower()).split()
-    same = sum((Counter(given) & Counter(wanted)).values())
-    if same == 0:
-        return 0.0
-    precision, recall = same / len(given), same / len(wanted)
-    return 2 * precision * recall / (precision + recall)
+    return bag_f1(words(answer.lower()), words(target.lower()))
 
 
 def rouge(answer: str, target: str) -> dict[str, float]:
     """rouge1, rouge2 and rougeL (F-measure, no stemming) by the package rouge-score, as the official scorer."""
-    return {name: float(score.fmeasure) for name, score in _scorer().score(target, answer).items()}
-
-
-@cache
-def _scorer() -> Any:
-    from rouge_score.rouge_scorer import RougeScorer
-
-    return RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=False)
+    scores = rouge_scorer("rouge1", "rouge2", "rougeL").score(target, answer)
+    return {name: float(score.fmeasure) for name, score in scores.items()}

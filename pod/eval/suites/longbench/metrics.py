@@ -8,14 +8,13 @@ import difflib
 import functools
 import logging
 import re
-import string
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+
+from pod.eval.suites.words import bag_f1, letters_zh, words
 
 # The package walks back through an alignment by recursion: from more than this many words on, LongBench's eval.py runs out of stack,
 # swallows the error and scores 0 (measured with Python 3.11, whose limit is 1,000 frames; Chinese texts stand one frame deeper)
 RECURSION_STEPS = 990
-CHINESE_PUNCTUATION = "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
 
 Metric = Callable[[str, str], float]
 
@@ -35,12 +34,13 @@ def first_line(prediction: str) -> str:
 
 def qa_f1(prediction: str, reference: str) -> float:
     """F1 over the bags of words, without case, punctuation and articles (SQuAD's rule)."""
-    return _bag_f1(_english_words(prediction), _english_words(reference))
+    return bag_f1(words(prediction.lower()), words(reference.lower()))
 
 
 def qa_f1_zh(prediction: str, reference: str) -> float:
     """F1 over the bags of jieba's words, without case, punctuation and white space."""
-    return _bag_f1(_chinese_words(prediction), _chinese_words(reference))
+    said, wanted = ([*filter(None, map(letters_zh, _cut(text)))] for text in (prediction, reference))
+    return bag_f1(said, wanted)
 
 
 def rouge_l(prediction: str, reference: str) -> float:
@@ -129,28 +129,6 @@ def _first_code_line(text: str) -> str:
     return next((line for line in lines if "`" not in line and "#" not in line and "//" not in line), "")
 
 
-def _bag_f1(prediction: list[str], reference: list[str]) -> float:
-    common = (Counter(prediction) & Counter(reference)).total()
-    if not common:
-        return 0.0
-    precision, recall = common / len(prediction), common / len(reference)
-    return 2 * precision * recall / (precision + recall)
-
-
-def _english_words(text: str) -> list[str]:
-    letters = "".join(character for character in text.lower() if character not in string.punctuation)
-    return re.sub(r"\b(a|an|the)\b", " ", letters).split()
-
-
-def _chinese_words(text: str) -> list[str]:
-    dropped = set(string.punctuation + CHINESE_PUNCTUATION)
-    words = (
-        "".join("".join(character for character in word.lower() if character not in dropped).split())
-        for word in _cut(text)
-    )
-    return [word for word in words if word]
-
-
 def _cut(text: str) -> list[str]:
     return list(_jieba().cut(text, cut_all=False))
 
@@ -170,10 +148,10 @@ def _rouge_l(prediction: str, reference: str, longest_walk: int) -> float:
     found: set[str] = set()
     for sentence in wanted:
         for candidate in said:
-            words, walk = _common_subsequence(sentence, candidate)
+            common, walk = _common_subsequence(sentence, candidate)
             if walk > longest_walk:
                 return 0.0
-            found.update(words)
+            found.update(common)
     precision = len(found) / len({word for sentence in said for word in sentence})
     recall = len(found) / len({word for sentence in wanted for word in sentence})
     return 2.0 * precision * recall / (precision + recall + 1e-8)
@@ -196,14 +174,14 @@ def _common_subsequence(rows: list[str], columns: list[str]) -> tuple[list[str],
         for column, other in enumerate(columns):
             row.append(above[column] + 1 if word == other else max(above[column + 1], row[column]))
         table.append(row)
-    words, steps, i, j = [], 0, len(rows), len(columns)
+    common, steps, i, j = [], 0, len(rows), len(columns)
     while i and j:
         if rows[i - 1] == columns[j - 1]:
-            words.append(rows[i - 1])
+            common.append(rows[i - 1])
             i, j = i - 1, j - 1
         elif table[i - 1][j] > table[i][j - 1]:
             i -= 1
         else:
             j -= 1
         steps += 1
-    return words, steps
+    return common, steps
