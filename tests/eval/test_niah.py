@@ -3,9 +3,10 @@
 import pytest
 from own_runs import make_run, measure, write_place
 
-from pod.eval import haystack, needles, passkey
+from pod.eval import passkey
 from pod.eval.journal import Journal
 from pod.eval.methods import find_method
+from pod.eval.suites import haystack, needles
 from pod.models import byte_tokenizer
 
 SENTENCES = [f"Sentence {'abcdefghij'[i % 10]} speaks of thing {'xyz'[i % 3]}." for i in range(40)]

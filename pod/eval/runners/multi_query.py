@@ -8,13 +8,14 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from pod.eval import branching, needles
-from pod.eval.haystack import ASK, Haystack, load_sentences, make_frame, start_of
+from pod.eval import branching
 from pod.eval.journal import Journal
 from pod.eval.judge.intervals import clusters_of, share
 from pod.eval.methods import Method
 from pod.eval.runners.base import Span, Task, prompt_hash, scored_payload
 from pod.eval.runners.niah import cells_of
+from pod.eval.suites import needles
+from pod.eval.suites.haystack import ASK, Haystack, load_sentences, make_frame, start_of
 
 _WHERE = "eval.task_options.multi_query"
 

@@ -1,17 +1,18 @@
 """Needle in a haystack: depth × length grid, one or several needles in essays or in a text of the user's.
 
-PoD Table 2 and Figure 6, D2O Table 2, RazorAttention Figures 1 and 4. `pod.eval.needles` has prompts and scoring.
+PoD Table 2 and Figure 6, D2O Table 2, RazorAttention Figures 1 and 4. `pod.eval.suites.needles` has prompts and scoring.
 """
 
 import hashlib
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pod.eval import needles, passkey
-from pod.eval.haystack import load_sentences
+from pod.eval import passkey
 from pod.eval.journal import Journal
 from pod.eval.methods import Method
 from pod.eval.runners.base import Span, Task, prompt_hash, scored_payload
+from pod.eval.suites import needles
+from pod.eval.suites.haystack import load_sentences
 
 _TOKENS_PER_NUMBER, _TOKENS_OF_STATEMENT = 12, 48
 

@@ -1,1 +1,1 @@
-"""What is asked: a folder per suite with its tasks, prompts and scorers. `README.md` lists them; `data` reads their files."""
+"""What is asked: a folder per suite with its tasks, prompts and scorers, and needles in haystacks. `README.md` lists them."""

@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from pod.eval.haystack import Haystack, make_frame, numbers_in, spread_depths, start_of
+from pod.eval.suites.haystack import Haystack, make_frame, numbers_in, spread_depths, start_of
 from pod.eval.suites.words import rouge_scorer
 
 CITIES = (
