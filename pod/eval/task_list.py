@@ -2,10 +2,10 @@
 
 import textwrap
 
-from pod.eval.lm import index as lm_index
 from pod.eval.lm.tasks import LmTask
 from pod.eval.runners import base
 from pod.eval.speed.args import SpeedOptions
+from pod.eval.suites.configs import suite_configs
 
 _WIDTH = 130
 
@@ -23,10 +23,14 @@ def list_tasks() -> str:
         "",
         "Suites (groups first; README.md in pod/eval/suites says source, licence, metric, prompt and truncation):",
     ]
-    for suite, names in lm_index.own_names().items():
+    for suite, found in suite_configs().items():
         lines += ["", f"  {suite}:"]
         lines += textwrap.wrap(
-            ", ".join(names), _WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
+            ", ".join(sorted(found)),
+            _WIDTH,
+            initial_indent="    ",
+            subsequent_indent="    ",
+            break_on_hyphens=False,
         )
     lines += [
         "",

@@ -296,6 +296,17 @@ def test_bad_input_is_one_line_before_any_computation(tmp_path, monkeypatch, cha
     assert "\n" not in str(caught.value) and not (tmp_path / "eval").exists()
 
 
+def test_without_a_sandbox_humaneval_needs_permission_which_holds_until_it_is_scored(tmp_path, monkeypatch):
+    monkeypatch.setattr("pod.eval.suites.humaneval.sandbox.available", lambda: False)
+    with pytest.raises(ValueError, match=r"bubblewrap .* is missing .* eval.unsafe_code"):
+        measure(tmp_path, ["pod_humaneval"])
+    assert not (tmp_path / "eval").exists()
+    changes = {"eval__unsafe_code": True, "eval__too_long": "skip", "eval__chat_template": "off"}
+    measure(tmp_path, ["pod_humaneval"], **changes)
+    part = json.loads((tmp_path / "eval/full.json").read_text())["parts"]["pod_humaneval"]
+    assert part["value"] == 0.0 and [sample["score"] for sample in part["samples"]] == [0.0, 0.0]
+
+
 def test_code_below_inline_groups_and_tags_is_found():
     from types import SimpleNamespace as Entry
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from pod.eval.lm import index as lm_index
 from pod.eval.suites import data
-from pod.eval.suites.configs import find_config
+from pod.eval.suites.configs import find_config, suite_configs
 from pod.eval.suites.lengths import NAMES, Rows, chat_tokens, largest_fit
 from pod.eval.suites.ruler import corpora, metrics, samples
 from pod.eval.suites.ruler.prompts import NOISE, PROMPTS, TASKS
@@ -300,7 +300,7 @@ def test_the_groups_load_offline_and_a_right_answer_scores_1():
 
 
 def test_every_length_has_its_tasks():
-    names = lm_index.own_names()["ruler"]
+    names = suite_configs()["ruler"]
     assert len(names) == 9 * 14 + 8 * 4
     for length in NAMES:
         settings = find_config(f"pod_ruler_{length}_qa_2")[1]["metadata"]

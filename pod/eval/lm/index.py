@@ -49,11 +49,6 @@ def rules_of(metadata: Any) -> TaskRules:
     return TaskRules(**{key: value for key, value in (given or {}).items() if key in known})
 
 
-def own_names() -> dict[str, list[str]]:
-    """Names of tasks and groups of `pod/eval/suites` by suite."""
-    return {suite: sorted(found) for suite, found in suite_configs().items()}
-
-
 def own_rules(name: str) -> TaskRules:
     """The rules of a task in `pod/eval/suites` by its name alone; of any other task: the defaults."""
     found = find_config(name)
