@@ -136,9 +136,7 @@ def needles(method):
             ]
     settings = {"needles": 1, "haystack": "essays", "chat_template": False}
     rows = [stated(method, length) for length in lengths]
-    return scored_payload(
-        "binary", "recall", samples, bytes_rows=rows, settings=settings, cells=cells
-    )
+    return scored_payload("binary", "recall", samples, bytes_rows=rows, settings=settings, cells=cells)
 
 
 def scores(method, task, count=30, skipped=0, template=False, level=0.5):
