@@ -1,14 +1,16 @@
 """pod-kv: long-context language models that hold less memory without forgetting (PoD, Proximal over Distant)."""
 
-from pod import kernels as _kernels  # registers its implementations of attention
-from pod.engine import attach_for_generation as _attach_for_generation
-from pod.modeling.cache_files import load_cache, save_cache
-from pod.modeling.loading import load_model, load_tokenizer
-from pod.modeling.methods import make_cache, methods
-from pod.modeling.shipped.cache import PodCache
-from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.llama import PodForCausalLM, PodModel
-from pod.modeling.shipped.sharing import SharingPlan
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pod.modeling.cache_files import load_cache, save_cache
+    from pod.modeling.loading import load_model, load_tokenizer
+    from pod.modeling.methods import make_cache, methods
+    from pod.modeling.shipped.cache import PodCache
+    from pod.modeling.shipped.config import PodConfig
+    from pod.modeling.shipped.llama import PodForCausalLM, PodModel
+    from pod.modeling.shipped.sharing import SharingPlan
 
 __all__ = [
     "PodCache",
@@ -24,5 +26,24 @@ __all__ = [
     "save_cache",
 ]
 
-_kernels.register()
-PodCache.attach_engine = staticmethod(_attach_for_generation)
+_HOMES = {  # imported when first used: `--help` of a launcher needs no torch
+    "cache_files": ("load_cache", "save_cache"),
+    "loading": ("load_model", "load_tokenizer"),
+    "methods": ("make_cache", "methods"),
+    "shipped.cache": ("PodCache",),
+    "shipped.config": ("PodConfig",),
+    "shipped.llama": ("PodForCausalLM", "PodModel"),
+    "shipped.sharing": ("SharingPlan",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = next((home for home, names in _HOMES.items() if name in names), None)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found = getattr(importlib.import_module(f"pod.modeling.{home}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
 from pod.data.manifest import (
     REPAIR,
@@ -20,6 +19,9 @@ from pod.data.manifest import (
     read_manifest,
 )
 from pod.data.order import RowCursor, epoch_order
+
+if TYPE_CHECKING:
+    import torch
 
 IGNORED_LABEL = -100
 OPEN_SHARDS = 64
@@ -108,6 +110,8 @@ class PackedDataset:
 
         Raises `IndexError` for a row that does not exist, `ValueError` for one that is damaged.
         """
+        import torch  # takes a second, and preparing needs none
+
         tokens = np.empty((len(indices), self.context_length), dtype=np.int64)
         docs = np.full(tokens.shape, -1, dtype=np.int64)
         for at, index in enumerate(indices):

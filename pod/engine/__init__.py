@@ -1,5 +1,8 @@
 """Decoding at static shapes: preallocated stores, the decode kernels, and on CUDA one graph for the whole step."""
 
 from pod.engine.engine import StaticEngine, attach, attach_for_generation
+from pod.modeling.shipped.cache import PodCache
 
 __all__ = ["StaticEngine", "attach", "attach_for_generation"]
+
+PodCache.attach_engine = staticmethod(attach_for_generation)

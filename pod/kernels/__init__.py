@@ -9,12 +9,7 @@ from typing import Any
 from pod.kernels.statistics import attention_column_sums, attention_rows
 from pod.modeling.shipped.decode import DECODERS, DecodeCall, Decoder
 
-__all__ = ["attention_column_sums", "attention_rows", "register"]
-
-
-def register() -> None:
-    """Add decoding with split keys by Triton, which is imported when first asked for: not every installation has it."""
-    DECODERS["triton"] = Decoder(lambda call: _triton().decode(call), _unsupported)
+__all__ = ["attention_column_sums", "attention_rows"]
 
 
 def _triton() -> Any:
@@ -26,3 +21,7 @@ def _unsupported(call: DecodeCall) -> str | None:
         return _triton().unsupported(call)
     except ImportError as error:
         return f"Triton cannot be imported ({error})"
+
+
+# Decoding with split keys by Triton, which is imported when first asked for: not every installation has it.
+DECODERS["triton"] = Decoder(lambda call: _triton().decode(call), _unsupported)
