@@ -10,7 +10,7 @@ from pod.eval.report.summary import summarise
 from pod.files import read_json, write_json
 from pod.modeling.shipped.sharing import SharingPlan
 
-METHODS = ["full", "pod", "pod-unadapted", "streamingllm", "snapkv"]
+METHODS = ["full", "pod", "pod-unadapted", "int4", "razor", "snapkv"]
 RESULTS = Path(__file__).parent / "results" / "demo_smollm2.json"
 
 
