@@ -224,7 +224,9 @@ def choose(what: str, table: Mapping[str, Any], order: Sequence[str], call: Any,
         q = getattr(call, "q", call)
         raise ValueError(f"no {what} backend runs on {q.dtype} on {q.device.type}")
     if backend not in table:
-        raise ValueError(f"{what} backend {backend!r} is unknown; choose auto or one of {', '.join(table)}")
+        raise ValueError(
+            f"{what} backend {backend!r} is unknown; choose auto or one of {', '.join(sorted(table))}"
+        )
     reason = table[backend].unsupported(call)
     if reason is not None:
         raise ValueError(f"{what} backend {backend!r} cannot run: {reason}; choose auto or another backend")
