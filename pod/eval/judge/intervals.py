@@ -75,10 +75,8 @@ def mean(
     squares = float(np.square(sums - value * sizes).sum())
     error = math.sqrt(number / (number - 1) * squares) / float(sizes.sum())
     half = critical(number - 1) * error
-    if error <= 1e-12 * abs(value):
-        p = 0.0 if value else 1.0
-    else:
-        p = _p_of(abs(value) / error, number - 1) if error else 1.0
+    without_spread = error <= 1e-12 * abs(value)
+    p = float(value == 0) if without_spread else _p_of(abs(value) / error, number - 1)
     return Estimate(value, value - half, value + half, p, number - 1)
 
 
@@ -89,25 +87,20 @@ def share(scores: Sequence[float], clusters: Sequence[Hashable] | None = None) -
     the number of clusters where no variance can be seen. One cluster is one trial.
     """
     value = float(np.mean(scores))
-    worth, freedom = _worth(np.asarray(scores, dtype=np.float64) - value, value * (1 - value), clusters)
-    low, high = wilson(value * worth, worth)
-    return Estimate(value, low, high, None, freedom)
+    worth = _worth(np.asarray(scores, dtype=np.float64) - value, value * (1 - value), clusters)
+    return Estimate(value, *wilson(value * worth, worth))
 
 
-def _worth(
-    residuals: np.ndarray, variance: float, clusters: Sequence[Hashable] | None
-) -> tuple[float, float]:
-    """How many independent samples of such a variance the samples are worth, and the degrees of freedom of that."""
+def _worth(residuals: np.ndarray, variance: float, clusters: Sequence[Hashable] | None) -> float:
+    """How many independent samples of such a variance the samples are worth."""
     trials = len(residuals)
     sums, _ = by_cluster(residuals, None, clusters)
     number = len(sums)
-    if number == trials:
-        return float(trials), math.inf
-    if number == 1 or variance <= 0:
-        return float(number), math.inf
+    if number in (1, trials) or variance <= 0:
+        return float(number)
     seen = float(np.square(sums).sum()) / trials**2 * number / (number - 1)
     effect = max(1.0, seen * trials / variance) * (critical(number - 1) / critical()) ** 2
-    return max(1.0, trials / effect), math.inf
+    return max(1.0, trials / effect)
 
 
 def wilson(successes: float, trials: float) -> tuple[float, float]:
@@ -145,7 +138,7 @@ def paired_share(
     """
     gaps = np.asarray(own, dtype=np.float64) - np.asarray(base, dtype=np.float64)
     value, trials = float(gaps.mean()), len(gaps)
-    worth, freedom = _worth(gaps - value, float(np.square(gaps).mean() - value**2), clusters)
+    worth = _worth(gaps - value, float(np.square(gaps).mean() - value**2), clusters)
     scale = worth / trials
     gained, lost = scale * float((gaps > 0).sum()), scale * float((gaps < 0).sum())
     low, high = tango(gained, lost, worth)
@@ -153,7 +146,7 @@ def paired_share(
         p = mcnemar(round(gained), round(lost))
     else:
         p = _p_of(abs(gained - lost) / math.sqrt(gained + lost), math.inf) if gained + lost else 1.0
-    return Estimate(value, low, high, p, freedom)
+    return Estimate(value, low, high, p)
 
 
 def tango(gained: float, lost: float, trials: float) -> tuple[float, float]:
@@ -168,9 +161,7 @@ def _tango_high(gained: float, lost: float, trials: float) -> float:
         middle = (low + high) / 2
         linear = -gained - lost + (2 * trials - gained + lost) * middle
         root = math.sqrt(max(0.0, linear**2 + 8 * trials * lost * middle * (1 - middle)))
-        only_lost = (root - linear) / (
-            4 * trials
-        )  # the likeliest share of samples that only the base gets right
+        only_lost = (root - linear) / (4 * trials)  # likeliest share that only the base gets right
         variance = trials * (2 * only_lost + middle * (1 - middle))
         apart = trials * middle - (gained - lost)
         if apart**2 < critical() ** 2 * variance:
@@ -206,21 +197,21 @@ def weighted(parts: Iterable[tuple[float, Estimate]]) -> Estimate:
     value = sum(weight * part.value for weight, part in parts)
     if any(part.low is None for _, part in parts):
         return Estimate(value)
-    low, below, _ = _joined([(w, part.value - (part.low or 0.0), part.freedom) for w, part in parts])
-    high, above, _ = _joined([(w, (part.high or 0.0) - part.value, part.freedom) for w, part in parts])
+    low, below = _joined([(w, part.value - (part.low or 0.0), part.freedom) for w, part in parts])
+    high, above = _joined([(w, (part.high or 0.0) - part.value, part.freedom) for w, part in parts])
     freedom = min(below, above)
     half = low if value > 0 else high
     p = _p_of(abs(value) / half * critical(freedom), freedom) if half else float(value == 0)
     return Estimate(value, value - low, value + high, p, freedom)
 
 
-def _joined(halves: list[tuple[float, float, float]]) -> tuple[float, float, float]:
-    """Half widths ``(weight, half, freedom)`` on one side → that of the sum, its degrees of freedom and its error."""
+def _joined(halves: list[tuple[float, float, float]]) -> tuple[float, float]:
+    """Half widths ``(weight, half, freedom)`` on one side → that of the sum, and its degrees of freedom."""
     squares = [(weight * half / critical(freedom)) ** 2 for weight, half, freedom in halves]
     total = sum(squares)
     loose = sum(square**2 / freedom for square, (_, _, freedom) in zip(squares, halves, strict=True))
     freedom = total**2 / loose if loose else math.inf
-    return critical(freedom) * math.sqrt(total), freedom, math.sqrt(total)
+    return critical(freedom) * math.sqrt(total), freedom
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
