@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from pod.recipe import run
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
@@ -44,6 +46,22 @@ def explore_launcher():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def explore_refused(explore_launcher, tmp_path, capsys):
+    """`(settings, words)`: launch/explore.py refuses these settings in one line that has the words, and writes no plan."""
+
+    def check(settings: list[str], words: str) -> None:
+        argv = [part for setting in settings for part in ("--set", setting)]
+        with pytest.raises(SystemExit) as ended:
+            run(explore_launcher.main, sections=("model", "explore"), argv=argv)
+        assert ended.value.code == 2
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith("error: ") and words in error
+        assert not (tmp_path / "run" / "plan" / "plan.json").exists()
+
+    return check
 
 
 @pytest.fixture
