@@ -9,7 +9,9 @@ from pod.recipe import Recipe, run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Shorthands for `--set eval.methods=…` and `--set eval.tasks=…`."""
+    """Shorthands for `--set eval.methods=…`, `--set eval.tasks=…` and others."""
+    steps = "answer: ask the models; score, report: from the answers that are kept, in seconds (default: all three)"
+    parser.add_argument("eval.steps", nargs="*", action=Steps, metavar="STEP", help=steps)
     parser.add_argument(
         "--methods", dest="eval.methods", metavar="A,B", help="methods to compare, comma-separated"
     )
@@ -30,6 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="local copies of benchmark data, a folder per suite",
     )
     parser.add_argument("--limit", dest="eval.limit", metavar="N", help="samples per lm-eval task")
+
+
+class Steps(argparse.Action):
+    """`run_eval.py score report`: shorthand for `--set eval.steps=…`."""
+
+    def __call__(self, parser, namespace, values, *_: object) -> None:
+        setattr(namespace, self.dest, ",".join(values) or None)
 
 
 class ListMethods(argparse.Action):

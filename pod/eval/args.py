@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pod.eval.methods import check_names, find_method
 
 TASKS = ("perplexity", "passkey", "efficiency")
+STEPS = ("answer", "score", "report")
 _COUNTS = (
     "text_length",
     "text_sequences",
@@ -109,7 +110,11 @@ class EvalArgs:
     """timed repeats per method, interleaved between the methods"""
 
     reuse: bool = True
-    """keep finished results whose inputs did not change"""
+    """take answers that are kept for what is asked again; false asks the models once more"""
+
+    steps: list[str] = field(default_factory=lambda: list(STEPS))
+    """what to do: answer (ask the models what is not answered yet), score (make the result files of the answers) and report (write the page);
+    the last two need no model and take seconds"""
 
     device: str = "auto"
     """torch device; auto = cuda when there is one, else cpu"""
@@ -117,6 +122,10 @@ class EvalArgs:
     def __post_init__(self) -> None:
         check_names("method", self.methods, find_method)
         _check_tasks(self.tasks)
+        if not self.steps or set(self.steps) - set(STEPS):
+            raise ValueError(
+                f"eval.steps are some of {', '.join(STEPS)}, got {', '.join(self.steps) or 'none'}"
+            )
         if self.limit is not None:
             _check_positive("limit", self.limit)
         for name in self.task_options:

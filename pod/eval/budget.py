@@ -30,15 +30,18 @@ def without_limit(budget: int | None, length: int) -> int | None:
 
 
 class ByteBudgets:
-    """Bytes that the PoD cache holds at each length, measured on one sequence, and the budgets that follow from them.
+    """Bytes that the PoD cache holds at each length, and the budgets that follow from them.
 
-    reference: a model with the sharing plan (adapted or not: the bytes depend on plan, windows and dtype only).
-    lengths: the lengths (tokens) that will be asked for; all are measured in one pass over the longest.
+    bytes_by_part: by length (tokens), of one sequence (`measure_bytes`); bytes_per_token: of the dense model.
     """
 
-    def __init__(self, reference: Any, lengths: Iterable[int]):
-        self.bytes_by_part = measure_bytes(reference, "pod", lengths)
-        self.bytes_per_token = native_bytes_per_token(reference)
+    def __init__(self, bytes_by_part: dict[int, dict[str, int]], bytes_per_token: int):
+        self.bytes_by_part, self.bytes_per_token = bytes_by_part, bytes_per_token
+
+    @classmethod
+    def of(cls, reference: Any, lengths: Iterable[int]) -> "ByteBudgets":
+        """Measured on a model with the sharing plan, adapted or not: the bytes depend on plan, windows and dtype only."""
+        return cls(measure_bytes(reference, "pod", lengths), native_bytes_per_token(reference))
 
     def pod_bytes(self, length: int) -> int:
         """Bytes that PoD holds for one sequence of `length` tokens."""
@@ -67,9 +70,14 @@ class ByteBudgets:
 
 def native_bytes_per_token(model: Any) -> int:
     """Bytes of one token's K and V over all layers and KV heads, in the model's dtype."""
-    config = model.config
-    elements = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    return elements * next(model.parameters()).element_size()
+    return bytes_per_token(model.config, next(model.parameters()).dtype)
+
+
+def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    """`native_bytes_per_token` of a model's configuration, before it is loaded."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 import pod
+from pod.eval.budget import bytes_per_token
 from pod.eval.methods import find_method
 from pod.eval.results import identity
 from pod.models import resolve_model
@@ -150,12 +151,18 @@ class Models:
                 "eval.passkey_lengths or eval.efficiency_lengths"
             )
 
+    def dense_config(self) -> Any:
+        """The dense model's configuration, without loading the model."""
+        gguf_file = self.recipe.model.gguf_file
+        return AutoConfig.from_pretrained(self.dense_path, **({"gguf_file": gguf_file} if gguf_file else {}))
+
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values in the dense model, without loading it."""
+        return bytes_per_token(self.dense_config(), _DTYPES[self.recipe.model.dtype])
+
     def _check_plan(self) -> None:
         assert self.plan is not None, "_check_available refuses 'unadapted' without a plan"
-        gguf_file = self.recipe.model.gguf_file
-        config = AutoConfig.from_pretrained(
-            self.dense_path, **({"gguf_file": gguf_file} if gguf_file else {})
-        )
+        config = self.dense_config()
         plan = pod.SharingPlan.load(self.plan)
         sizes = (config.num_hidden_layers, getattr(config, "num_key_value_heads", None))
         if sizes != (plan.num_layers, plan.num_key_value_heads):
@@ -211,18 +218,18 @@ class Models:
             args.dtype,
         ]
 
+    def place(self, kind: str) -> dict[str, Any]:
+        """Where a model of a kind comes from, as the result file says it."""
+        path = self.recipe.model.path if kind in ("dense", "unadapted") else self._path(kind)
+        return {"kind": kind, "path": path, "dtype": self.recipe.model.dtype}
+
     def description(self, kind: str) -> dict[str, Any]:
-        """What the result file says about the model."""
+        """What the result file says about the model itself."""
         model = self.get(kind)
-        plan = model.config.sharing_plan
+        plan, weights = model.config.sharing_plan, list(model.parameters())
         return {
-            "kind": kind,
-            "path": self.recipe.model.path if kind in ("dense", "unadapted") else self._path(kind),
-            "dtype": self.recipe.model.dtype,
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "weight_bytes": sum(
-                parameter.numel() * parameter.element_size() for parameter in model.parameters()
-            ),
+            "parameters": sum(parameter.numel() for parameter in weights),
+            "weight_bytes": sum(parameter.numel() * parameter.element_size() for parameter in weights),
             "num_sink_tokens": model.config.num_sink_tokens,
             "num_recent_tokens": model.config.num_recent_tokens,
             "share_followers": plan.share_followers,

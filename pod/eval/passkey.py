@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pod.eval.answer.store import key_of
+
 TASK = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
     "I will quiz you about the important information there."
@@ -146,3 +148,16 @@ def answer(
         pad_token_id=pad or 0,
     )
     return [tokenizer.decode(row[ids.shape[1] :], skip_special_tokens=True) for row in out]
+
+
+def answers(
+    model: Any, tokenizer: Any, cache: Any, prompts: Sequence[Tokenized], new_tokens: int
+) -> list[dict[str, Any]]:
+    """`answer` as records for a shelf: what was said, and the bytes held per row at the end."""
+    said = answer(model, tokenizer, cache, prompts, new_tokens)
+    return [{"answer": text, "bytes": cache.nbytes // len(prompts)} for text in said]
+
+
+def key(prompt: Tokenized, new_tokens: int, room: int | None) -> str:
+    """What `answers` is asked; room: the budget of its cache."""
+    return key_of("greedy", prompt.token_ids, new_tokens, room)

@@ -1,16 +1,17 @@
-"""Result files: one JSON per method with everything needed to trust it and to know whether it is still valid.
+"""Result files, one JSON per method, and what tells one model, code or machine from another.
 
-`<output_dir>/eval/<method>.json` holds `parts` (one per task), each with the fingerprint of its inputs: a part is reused as long
-as its fingerprint stays the same, so that an interrupted run continues where it was and a changed model is measured again.
+`<output_dir>/eval/<method>.json` holds `parts`, one per task that was ever scored for this very row (model, options, plan behind its
+bytes): they are made of the answers in `pod.eval.answer.store`, and can be made again at any time.
 """
 
+import ast
+import contextlib
 import datetime
 import functools
 import hashlib
 import json
 import os
 import platform
-import shutil
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -20,29 +21,37 @@ import torch
 
 from pod.eval.methods import safe_name
 from pod.files import read_json, sha256_file, write_json
+from pod.models import cache_dir
 
 SCHEMA_VERSION = 2
-_HASHED_WHOLE = 1 << 20  # bytes; smaller files are identified by content, weights by size and time of change
+_LARGE = 64 << 20  # bytes from which a file's digest is remembered
 _PACKAGES = ("pod-kv", "torch", "transformers", "numpy", "lm-eval")
-_DECISIVE = ("torch", "transformers", "lm-eval", "rouge", "rouge_score", "rapidfuzz", "jieba", "flash-attn")
+_DECISIVE = ("torch", "transformers", "lm-eval", "flash-attn")
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CODE = (
-    *("models.py", "modeling/**/*.py", "kernels/**/*.py", "engine/**/*.py"),
-    *("eval/*.py", "eval/lm/*.py", "eval/runners/base.py", "eval/suites/*.py"),
+    *("models.py", "modeling/**/*.py", "kernels/**/*.py", "engine/**/*.py", "eval/answer/*.py"),
+    *(
+        f"eval/{name}.py"
+        for name in ("agreement", "branching", "gates", "passkey", "perplexity", "streaming")
+    ),
+    *(f"eval/lm/{name}.py" for name in ("batches", "generate", "model", "scoring")),
 )
 
 
 class RunResults:
     """The result file of one run (a method, or the speeds of all), written after every part.
 
-    path: the JSON file; writes: False on ranks that only help; header: what is the same for all parts (method, config …). An existing file of another schema or
-    method is replaced, an unreadable one too: results can be measured again.
+    path: the JSON file; header: what is the same for all parts (method, config …), its `row` among them; writes: False on ranks that only
+    help. Parts of a file with another `row` (another model, plan or option) are `left_out`: they can be scored again where their
+    answers are kept. An existing file of another schema or method is replaced, an unreadable one too.
     """
 
     def __init__(self, path: str | os.PathLike, method: str, header: dict[str, Any], writes: bool = True):
         self.path, self.writes = Path(path), writes
         old = _read_or_none(self.path)
         old = old if old and old.get("method") == method else {}
+        same = old.get("row") == header.get("row")
+        self.left_out = [] if same else list(old.get("parts", {}))
         self.content = {
             "schema": SCHEMA_VERSION,
             "method": method,
@@ -50,43 +59,15 @@ class RunResults:
             "error": None,
             "failed": {},
             **header,
-            "model": old.get("model"),
+            "model": old.get("model") if same else None,
             "environment": environment(),
             "refused": {},
-            "parts": old.get("parts", {}),
+            "parts": old.get("parts", {}) if same else {},
         }
 
-    def keep(self, wanted: dict[str, str]) -> None:
-        """Forget every part but those measured with the given fingerprints, so that the file never mixes old and new.
-
-        The file with the forgotten parts stays in the folder `replaced`.
-        """
-        parts = self.content["parts"]
-        self.content["parts"] = {
-            name: parts[name] for name, inputs in wanted.items() if self.finished(name, inputs)
-        }
-        if self.writes and len(self.content["parts"]) < len(parts):
-            self._set_aside()
-
-    def _set_aside(self) -> None:
-        """Copy the file into the folder `replaced`: hours of work, maybe, of tasks that this run merely does not name."""
-        when = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%f")
-        place = self.path.parent / "replaced"
-        place.mkdir(exist_ok=True)
-        shutil.copy2(self.path, place / f"{self.path.stem}.{when}.json")
-
-    def finished(self, part: str, fingerprint: str) -> bool:
-        """Whether this part was measured before with exactly these inputs."""
-        return self.content["parts"].get(part, {}).get("fingerprint") == fingerprint
-
-    def store(self, part: str, fingerprint: str, seconds: float, payload: dict[str, Any]) -> None:
-        """Keep a finished part and write the file. seconds: how long it took."""
-        self.content["parts"][part] = {
-            "fingerprint": fingerprint,
-            "seconds": round(seconds, 3),
-            "environment": environment(),
-            **payload,
-        }
+    def store(self, part: str, payload: dict[str, Any]) -> None:
+        """Keep a finished part and write the file."""
+        self.content["parts"][part] = payload
         self.write()
 
     def finish(self) -> None:
@@ -131,7 +112,7 @@ def fingerprint(inputs: Any) -> str:
 
 
 def identity(path: str | os.PathLike) -> Any:
-    """What tells one model file or folder from another: small files by content, large ones by size and time of change.
+    """What tells one model file or folder from another: names and content, so that copies and moved folders are the same model.
 
     A name that is no local path (a hub id) is its own identity.
     """
@@ -139,7 +120,22 @@ def identity(path: str | os.PathLike) -> Any:
     if not root.exists():
         return str(path)
     files = [root] if root.is_file() else sorted(file for file in root.rglob("*") if file.is_file())
-    return [[file.name, *_file_identity(file)] for file in files]
+    return [[file.name, _digest(file)] for file in files]
+
+
+def _digest(file: Path) -> str:
+    """SHA-256 of a file; large ones are read again only when they changed, gigabytes of weights take seconds."""
+    status = file.stat()
+    if status.st_size < _LARGE:
+        return sha256_file(file)
+    seen = cache_dir() / "digests.json"
+    known = _read_json(seen) or {}
+    name, now = str(file.resolve()), [status.st_size, status.st_mtime_ns]
+    if known.get(name, [])[:2] != now:
+        known[name] = [*now, sha256_file(file)]
+        with contextlib.suppress(OSError):  # a cache that cannot be written is not one
+            write_json(seen, known)
+    return known[name][2]
 
 
 def with_files(options: dict[str, Any]) -> dict[str, Any]:
@@ -150,22 +146,27 @@ def with_files(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _file_identity(file: Path) -> list[Any]:
-    status = file.stat()
-    return [status.st_size, sha256_file(file) if status.st_size < _HASHED_WHOLE else status.st_mtime_ns]
-
-
 @functools.cache
 def code_identity(more: str = "") -> str:
-    """What decides answers besides a task's own files: versions of the libraries under it, sources of model, kernels, caches and scoring.
+    """What decides answers besides the question: versions of the libraries under it, the code of model, kernels, caches and of asking.
 
-    An upgrade or an edit makes older results outdated; what only draws them (`report/`) does not, and of `runners/` and `tasks/`
-    each task counts its own. more: a pattern of further sources, below the package.
+    Comments, docstrings and layout do not count, nor does what makes prompts (they are in an answer's key), scores or draws.
+    more: a pattern of further sources, below the package.
     """
     patterns = (*_CODE, more) if more else _CODE
-    files = [file for pattern in patterns for file in sorted(_PACKAGE.glob(pattern))]
-    sources = [[file.relative_to(_PACKAGE).as_posix(), sha256_file(file)] for file in files]
+    files = sorted({file for pattern in patterns for file in _PACKAGE.glob(pattern)})
+    sources = [[file.relative_to(_PACKAGE).as_posix(), _meaning(file)] for file in files]
     return fingerprint({"versions": {name: _version(name) for name in _DECISIVE}, "sources": sources})[:16]
+
+
+def _meaning(file: Path) -> str:
+    """A digest of what a file of Python does."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):  # a string that stands alone is a docstring
+            body[:] = [x for x in body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))]
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
 
 
 def environment() -> dict[str, Any]:
@@ -230,8 +231,14 @@ def _cpu_name() -> str:
 
 def _read_or_none(path: Path) -> dict | None:
     """The file's content when it is a result file of this schema."""
+    content = _read_json(path)
+    return content if content and content.get("schema") == SCHEMA_VERSION else None
+
+
+def _read_json(path: Path) -> dict | None:
+    """The mapping that a file holds; None for anything else."""
     try:
         content = read_json(path)
     except (ValueError, OSError):
         return None
-    return content if isinstance(content, dict) and content.get("schema") == SCHEMA_VERSION else None
+    return content if isinstance(content, dict) else None

@@ -1,7 +1,6 @@
 """One evaluation: check the inputs, measure every method on every task at equal bytes, keep each result, write the report."""
 
 import functools
-import inspect
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -9,8 +8,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pod
-from pod.eval.budget import ByteBudgets, native_bytes_per_token, stated, without_limit
-from pod.eval.journal import AnswerError, Journal
+from pod.eval.answer.store import AnswerError, Shelf, Store, Unanswered, key_of
+from pod.eval.budget import ByteBudgets, measure_bytes, stated, without_limit
 from pod.eval.methods import Method, find_method
 from pod.eval.models import Models
 from pod.eval.ranks import Ranks
@@ -20,9 +19,9 @@ from pod.eval.runners import base
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.speed.args import speed_options
 from pod.eval.speed.task import check as check_speed
+from pod.eval.speed.task import is_known as speed_is_known
 from pod.eval.speed.task import measure_speed
 from pod.eval.suites import data
-from pod.files import sha256_file
 
 if TYPE_CHECKING:
     from pod.recipe import Recipe
@@ -43,7 +42,10 @@ class Evaluation:
         self.log: Log = log if self.ranks.is_first else lambda line: None
         self.models = Models(recipe)
         self.tokenizer = self.models.tokenizer()
+        self.store = Store(recipe.eval_dir / "answers", self.ranks, self.args.reuse)
+        self._bytes = Store(recipe.eval_dir / "answers", self.ranks).shelf("bytes", {"code": code_identity()})
         self._budgets: ByteBudgets | None = None
+        self._may_answer = True
         if SPEED_RUN in self.args.tasks:
             speed_options(self.args)  # a wrong one is an error now
         with data.use(self.args.data_dir, self.tokenizer, self.args.unsafe_code):
@@ -59,9 +61,19 @@ class Evaluation:
 
     @property
     def budgets(self) -> ByteBudgets | None:
-        """PoD's measured bytes; None when no PoD model is at hand (and no method needs them)."""
-        if self._budgets is None and self.models.reference_kind is not None:
-            self._budgets = ByteBudgets(self.models.get(self.models.reference_kind), self._lengths())
+        """PoD's bytes; None when no PoD model is at hand (and no method needs them)."""
+        kind = self.models.reference_kind
+        if self._budgets is None and kind is not None:
+            layout, lengths = self.models.reference_layout(), sorted(self._lengths())
+            with self._bytes.asked_by("bytes of PoD", self._may_answer) as shelf:
+                found = shelf.answers(
+                    lengths,
+                    key=lambda length: key_of("bytes", layout, length),
+                    batches=lambda left: [left] if left else [],
+                    compute=lambda left: list(measure_bytes(self.models.get(kind), "pod", left).values()),
+                )
+            parts = dict(zip(lengths, found, strict=True))
+            self._budgets = ByteBudgets(parts, self.models.bytes_per_token())
         return self._budgets
 
     def _lengths(self) -> set[int]:
@@ -89,10 +101,14 @@ class Evaluation:
 
     def cache(self, method: Method, length: int, fed: int) -> tuple[Any, int | None]:
         """A new cache for a method, and its budget, so that it holds PoD's bytes once it has seen `length` tokens."""
+        budget, room = self.budget(method, length, fed), self.room(method, length, fed)
+        model, options = self.models.get(method.model), self.options(method)
+        return pod.make_cache(model, method.spec, budget=room, **options), budget
+
+    def room(self, method: Method, length: int, fed: int) -> int | None:
+        """The budget that the method's cache is made with: that of `budget`, without limit where PoD has dropped nothing yet."""
         budget = self.budget(method, length, fed)
-        options = self.options(method)
-        room = budget if method.budget is not None else without_limit(budget, length)
-        return pod.make_cache(self.models.get(method.model), method.spec, budget=room, **options), budget
+        return budget if method.budget is not None else without_limit(budget, length)
 
     def options(self, method: Method) -> dict[str, Any]:
         """Parameters of a method's caches; razor finds the heads that were searched for this recipe."""
@@ -125,50 +141,53 @@ class Evaluation:
 
     def stated_bytes(self, length: int, budget: int | None, held: list[int]) -> dict[str, Any]:
         """What a result says about its bytes; held: bytes per sequence of every cache that was used."""
-        model = self.models.get(self.models.kinds[0])
-        return stated(self.budgets, native_bytes_per_token(model), length, budget, held)
+        return stated(self.budgets, self.models.bytes_per_token(), length, budget, held)
 
-    def fingerprint(self, task: base.Task, method: Method) -> str:
-        """Changes with anything that can change a method's result on a task."""
-        return fingerprint(
-            {
-                "part": task.name,
-                "code": [code_identity(), sha256_file(inspect.getfile(type(task)))],
-                "seed": self.recipe.seed,
-                "reference": self.models.reference_layout(),
-                "method": asdict(method),
-                "options": with_files(self.options(method)),
-                "model": self.models.identity(method.model),
-                "task_options": asdict(task.options),
-                **{"task": task.inputs()},
-            }
-        )
+    def shelf(self, method: Method) -> Shelf:
+        """The answers of a method: of this model, these options and this code."""
+        identity = {
+            "spec": method.spec,
+            "one_shot": method.one_shot,
+            "options": with_files(self.options(method)),
+            "model": self.models.identity(method.model),
+            "code": code_identity(),
+        }
+        return self.store.shelf(method.name, identity)
+
+    def measure(self, method: Method, task: base.Task, is_open: bool) -> dict[str, Any]:
+        """The part of a result file that a method's answers to a task come to.
+
+        is_open: whether what is missing may be answered. Raises: Unanswered when it may not; whatever goes wrong in answering.
+        """
+        self._may_answer = is_open
+        with self.shelf(method).asked_by(task.name, is_open) as shelf:
+            return {**task.measure(method, shelf), **shelf.account()}
+
+    def description(self, method: Method) -> dict[str, Any]:
+        """The method's model, for its result file."""
+        with self.shelf(method).asked_by("model", self._may_answer) as shelf:
+            found = shelf.answers(
+                [method.model],
+                key=lambda kind: key_of("model"),
+                batches=lambda left: [left],
+                compute=lambda left: [self.models.description(kind) for kind in left],
+            )
+        return self.models.place(method.model) | found[0]
 
     def speed_fingerprint(self) -> str:
-        """Changes with anything that can change the speeds."""
-        args, models = self.args, self.models
+        """Changes with anything that can change the speeds of all methods."""
+        args = self.args
         return fingerprint(
             {
                 "part": SPEED_RUN,
                 "code": code_identity("eval/speed/*.py"),
                 "seed": self.recipe.seed,
-                "reference": models.reference_layout(),
-                "models": {kind: models.identity(kind) for kind in models.kinds},
-                "run": [
-                    args.methods,
-                    {name: with_files(options) for name, options in args.method_options.items()},
-                    args.efficiency_lengths,
-                    args.efficiency_tokens,
-                    args.efficiency_repeats,
-                ],
+                "reference": self.models.reference_layout(),
+                "run": [args.efficiency_lengths, args.efficiency_tokens, args.efficiency_repeats],
                 "options": asdict(speed_options(args)),
                 "hardware": environment()["hardware"],
             }
         )
-
-    def journal(self, method: Method, task: base.Task, inputs: str) -> Journal:
-        """Where the finished samples of a method on a task are kept until all are."""
-        return Journal(self.recipe.eval_dir / "journal", method.name, task.name, inputs, self.ranks)
 
 
 def _check_chunks(chunks: Any, prompt: int) -> None:
@@ -202,8 +221,9 @@ def make_tasks(run: Evaluation) -> dict[str, base.Task]:
 def evaluate(recipe: "Recipe", log: Log = _print_now) -> dict[str, dict]:
     """Run the `eval` section of a recipe; returns the results by method.
 
-    Writes <output_dir>/eval/<method>.json, efficiency.json, report.html and report.md. A method that fails is recorded in its
-    file and the others go on. Under torchrun every rank answers a share of the samples and rank 0 writes.
+    Its steps: *answer* asks the models what is not answered yet (<output_dir>/eval/answers), *score* makes <output_dir>/eval/<method>.json
+    of the answers, *report* writes report.html, report.md and report.csv. A method that fails is recorded in its file and the others
+    go on. Under torchrun every rank answers a share of the samples and rank 0 writes.
 
     Raises: ValueError before any computation for wrong input; RuntimeError at the end when a method failed.
     """
@@ -215,24 +235,29 @@ def evaluate(recipe: "Recipe", log: Log = _print_now) -> dict[str, dict]:
 
 
 def _evaluate(run: Evaluation) -> dict[str, dict]:
-    recipe = run.recipe
-    errors = {}
+    recipe, steps = run.recipe, run.args.steps
     methods = {name: run.method(name) for name in recipe.eval.methods}
     results = {name: _method_results(run, method) for name, method in methods.items()}
-    pending = {name: _pending_tasks(run, methods[name], result) for name, result in results.items()}
-    for name, parts in pending.items():
-        for part in parts:
-            run.check_caches(methods[name], run.tasks[part])
-    if SPEED_RUN in recipe.eval.tasks and not _speed_is_known(run):
-        check_speed(run)
-    for name, result in results.items():
-        error = _measure_method(run, methods[name], result, pending[name])
-        if error:
-            errors[name] = error
+    pending = {name: _score_known(run, methods[name], result) for name, result in results.items()}
+    errors = {}
+    if "answer" in steps:
+        for name, tasks in pending.items():
+            for task in tasks:
+                run.check_caches(methods[name], run.tasks[task])
+        if SPEED_RUN in recipe.eval.tasks and not speed_is_known(run):
+            check_speed(run)
+        for name, tasks in pending.items():
+            error = _answer(run, methods[name], results[name], tasks)
+            if error:
+                errors[name] = error
+    elif any(pending.values()):
+        missing = "; ".join(f"{name}: {', '.join(tasks)}" for name, tasks in pending.items() if tasks)
+        run.log(f"not answered yet, the step `answer` does it: {missing}")
     if run.ranks.is_first:
-        if SPEED_RUN in recipe.eval.tasks:
+        if SPEED_RUN in recipe.eval.tasks and "answer" in steps:
             errors |= measure_speed(run)
-        run.log(f"report: {write_report(recipe)}")
+        if "report" in steps:
+            run.log(f"report: {write_report(recipe)}")
     if errors:
         what = "; ".join(f"{name}: {error}" for name, error in errors.items())
         raise RuntimeError(
@@ -241,60 +266,75 @@ def _evaluate(run: Evaluation) -> dict[str, dict]:
     return {name: result.content for name, result in results.items()}
 
 
-def _speed_is_known(run: Evaluation) -> bool:
-    results = RunResults(run.recipe.eval_dir / f"{SPEED_RUN}.json", SPEED_RUN, {}, writes=False)
-    return run.args.reuse and results.finished(SPEED_RUN, run.speed_fingerprint())
-
-
 def _method_results(run: Evaluation, method: Method) -> RunResults:
     header = {"title": method.title, "spec": method.spec, "seed": run.recipe.seed, "config": asdict(run.args)}
     follows = (method.takes_budget and method.budget is None) or method.spec == "pod"
     # plan and windows behind the budget: results under another plan are no more of the same row
     header["bytes_of"] = fingerprint(run.models.reference_layout())[:16] if follows else None
-    return RunResults(run.recipe.eval_dir / method.file_name, method.name, header, writes=run.ranks.is_first)
+    model, options = run.models.identity(method.model), with_files(run.options(method))
+    header["row"] = fingerprint([method.spec, options, model, header["bytes_of"]])[:16]
+    header["dense"] = fingerprint(run.models.identity("dense"))[:16]
+    results = RunResults(run.recipe.eval_dir / method.file_name, method.name, header, run.ranks.is_first)
+    if results.left_out:
+        gone = ", ".join(results.left_out)
+        run.log(
+            f"{method.name}: {gone} left out: they are of another model, plan or options (their answers stay)"
+        )
+    return results
 
 
-def _pending_tasks(run: Evaluation, method: Method, results: RunResults) -> dict[str, str]:
-    """Tasks to measure with the fingerprints of their inputs. Outdated parts are dropped from the results."""
-    wanted = {}
-    refused = {}
+def _score_known(run: Evaluation, method: Method, results: RunResults) -> list[str]:
+    """Score the tasks whose answers are all there; returns the others. What a task refuses is noted."""
+    pending, refused = [], {}
     for name, task in run.tasks.items():
         reason = task.refuses(method)
-        if reason is None:
-            wanted[name] = run.fingerprint(task, method)
-        else:
+        if reason is not None:
             refused[name] = reason
             run.log(f"{method.name}: {name} skipped: {reason}")
+        elif not run.args.reuse or run.shelf(method).is_empty or not _score(run, method, results, name):
+            pending.append(name)
     results.content["refused"] = refused
-    results.keep(wanted if run.args.reuse else {})
-    for part, kept in results.content["parts"].items():
-        run.log(f"{method.name}: {part} kept from {kept['environment']['date']}")
-    return {part: inputs for part, inputs in wanted.items() if not results.finished(part, inputs)}
+    if run.tasks and not pending and "score" in run.args.steps:
+        results.finish()
+    return pending
 
 
-def _measure_method(
-    run: Evaluation, method: Method, results: RunResults, pending: dict[str, str]
-) -> str | None:
-    """Measure what is missing; returns the error lines of the tasks that failed, joined. One task's failure does not lose the others."""
+def _score(run: Evaluation, method: Method, results: RunResults, task: str) -> bool:
+    """Whether the answers to a task are all there; if so they are scored."""
+    try:
+        part = run.measure(method, run.tasks[task], is_open=False)
+        description = run.description(method)
+    except Unanswered:
+        return False
+    if "score" in run.args.steps:
+        results.content["model"] = description
+        results.store(task, part)
+        run.log(f"{method.name}: {task} {run.tasks[task].headline(part)}, answered before")
+    return True
+
+
+def _answer(run: Evaluation, method: Method, results: RunResults, pending: list[str]) -> str | None:
+    """Answer and score what is missing; returns the error lines of the tasks that failed, joined. One task's failure does not lose the others."""
     errors = []
-    for part, inputs in pending.items():
-        run.log(f"{method.name}: {part} …")
+    for name in pending:
+        run.log(f"{method.name}: {name} …")
         began = time.perf_counter()
-        journal = run.journal(method, run.tasks[part], inputs)
         try:
-            payload = run.tasks[part].measure(method, journal)
-            results.content["model"] = run.models.description(method.model)
+            part = run.measure(method, run.tasks[name], is_open=True)
+            description = run.description(method)
         except Exception as error:
             if run.ranks.world_size > 1 and not isinstance(error, AnswerError):
-                raise  # the other ranks may wait inside this task: only a restart helps, and the journal keeps the answers
-            results.fail(part, error)
-            errors.append(f"{part}: {one_line(error)}")
-            run.log(f"{method.name}: {part} FAILED: {one_line(error)}")
+                raise  # the other ranks may wait inside this task: only a restart helps, and the answers stay
+            results.fail(name, error)
+            errors.append(f"{name}: {one_line(error)}")
+            run.log(f"{method.name}: {name} FAILED: {one_line(error)}")
             continue
-        results.store(part, inputs, time.perf_counter() - began, payload)
-        journal.remove()
-        headline = run.tasks[part].headline(payload)
-        run.log(f"{method.name}: {part} {headline} ({time.perf_counter() - began:.0f} s)")
-    if not errors:
+        if "score" in run.args.steps:
+            results.content["model"] = description
+            results.store(name, part)
+        run.log(
+            f"{method.name}: {name} {run.tasks[name].headline(part)} ({time.perf_counter() - began:.0f} s)"
+        )
+    if pending and not errors and "score" in run.args.steps:
         results.finish()
     return "; ".join(errors) or None

@@ -7,6 +7,7 @@ from lm_eval.api.instance import Instance
 
 import pod
 from pod.eval.lm.model import PodLM
+from pod.eval.lm.requests import Encoder
 from pod.models import resolve_model
 
 PLAN = pod.SharingPlan(lead=[[0, 0], [0, 1], [0, 1], [3, 1]])
@@ -66,18 +67,20 @@ def around(spec: str = "full", kind: str | None = None, dtype: str = "float64", 
     """A PodLM of a method; options of PodLM.around, the rest goes to the method."""
     kind = kind or (spec if spec in ("pod", "cla", "window") else "full")
     own = {
-        name: options.pop(name)
-        for name in ("one_shot", "batch_size", "max_length", "encoder", "ranks", "too_long")
-        if name in options
+        name: options.pop(name) for name in ("one_shot", "batch_size", "encoder", "ranks") if name in options
     }
+    limits = {name: options.pop(name) for name in ("max_length", "too_long") if name in options}
     params = SMALL.get(spec, {}) | options
     loaded = model(kind, dtype)
-    return PodLM.around(
-        loaded,
+    encoder = Encoder(tokenizer(), **({"max_length": loaded.config.max_position_embeddings} | limits))
+    lm = PodLM.around(
+        lambda: loaded,
         tokenizer(),
         lambda length, fed: (pod.make_cache(loaded, spec, **params), params.get("budget")),
-        **own,
+        **({"encoder": encoder, "budget": lambda length, fed: params.get("budget")} | own),
     )
+    lm._awake()
+    return lm
 
 
 def instance(kind: str, args: tuple, doc: int, idx: int = 0, task: str = "t") -> Instance:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pod
-from pod.eval.journal import Journal
 from pod.eval.methods import find_method
 from pod.eval.runner import Evaluation
 from pod.recipe import load_recipe
@@ -50,12 +49,7 @@ def make_run(
 
 
 def measure(run: Evaluation, name: str) -> dict[str, Any]:
-    """The payload of the run's one task for a method, through a fresh journal."""
-    method, task = find_method(name), next(iter(run.tasks.values()))
-    journal = Journal(
-        run.recipe.eval_dir / "journal", name, task.name, run.fingerprint(task, method), run.ranks
-    )
-    try:
-        return task.measure(method, journal)
-    finally:
-        journal.remove()
+    """The payload of the run's one task for a method, every answer of which is asked anew."""
+    run.store.reuse, run.store._shelf = False, None
+    task = next(iter(run.tasks.values()))
+    return run.measure(find_method(name), task, is_open=True)

@@ -27,7 +27,7 @@ def test_pod_bytes_follow_the_plan(pod_model):
 def test_budgets_hold_pods_bytes_at_the_end(name, dense_model, pod_model):
     """Measured on the caches: after a prompt and 12 more tokens the method holds what PoD holds, within 2 %."""
     length, fed, method = 900, 12, METHODS[name]
-    budgets = ByteBudgets(pod_model, [length])
+    budgets = ByteBudgets.of(pod_model, [length])
     cache = pod.make_cache(dense_model, name, budget=budgets.tokens(method, length, fed))
     ids = torch.arange(length)[None] % 96
     dense_model(input_ids=ids[:, : length - fed], past_key_values=cache, use_cache=True)
@@ -38,14 +38,14 @@ def test_budgets_hold_pods_bytes_at_the_end(name, dense_model, pod_model):
 
 
 def test_methods_without_budget_get_none(pod_model):
-    budgets = ByteBudgets(pod_model, [64])
+    budgets = ByteBudgets.of(pod_model, [64])
     assert budgets.tokens(METHODS["full"], 64, 4) is None
     assert budgets.tokens(METHODS["pod"], 64, 4) is None
 
 
 def test_more_fed_tokens_than_bytes_is_an_error(pod_model):
     with pytest.raises(ValueError, match="snapkv: PoD's bytes at 64 tokens leave -"):
-        ByteBudgets(pod_model, [64]).tokens(METHODS["snapkv"], 64, fed=80)
+        ByteBudgets.of(pod_model, [64]).tokens(METHODS["snapkv"], 64, fed=80)
 
 
 def test_stated_bytes_without_pod_and_without_cache():

@@ -1,4 +1,4 @@
-"""The model class in whole runs: ranks, the journal, lm-eval's command line and its --use_cache."""
+"""The model class in whole runs: ranks, the shelf, lm-eval's command line and its --use_cache."""
 
 import json
 import os
@@ -13,10 +13,11 @@ import torch
 import worker_lm
 from lm_eval.api.model import CachingLM
 
-from pod.eval.journal import Journal
+from pod.eval.answer.store import Store
 from pod.eval.lm.caches import MethodCaches
 from pod.eval.lm.cli import arguments, main
 from pod.eval.lm.model import PodLM, task_rule
+from pod.eval.lm.requests import Encoder
 from pod.eval.ranks import Ranks
 from pod.models import resolve_model
 
@@ -51,7 +52,7 @@ def test_two_ranks_equal_one_bit_for_bit(tmp_path):
 
 
 @pytest.mark.parametrize("spec", ["full", "snapkv"])
-def test_a_journal_gives_the_answers_back_and_computes_nothing_twice(spec, tmp_path, monkeypatch):
+def test_a_shelf_gives_the_answers_back_and_computes_nothing_twice(spec, tmp_path, monkeypatch):
     """Stopped in the third batch and started again: the same bits, every batch computed once."""
     wanted = worker_lm.answer(spec)
     computed = []
@@ -59,11 +60,11 @@ def test_a_journal_gives_the_answers_back_and_computes_nothing_twice(spec, tmp_p
     def count(name, stop_at=None):
         original = getattr(PodLM, name)
 
-        def counted(self, encoded, batch):
+        def counted(self, batch):
             if len(computed) == stop_at:
                 raise KeyboardInterrupt
             computed.append(name)
-            return original(self, encoded, batch)
+            return original(self, batch)
 
         return counted
 
@@ -72,15 +73,15 @@ def test_a_journal_gives_the_answers_back_and_computes_nothing_twice(spec, tmp_p
         for name in names:
             patch.setattr(PodLM, name, count(name, stop_at=2))
         with pytest.raises(KeyboardInterrupt):
-            worker_lm.answer(spec, journal=Journal(tmp_path, spec, "t", "f" * 16, Ranks()))
+            worker_lm.answer(spec, shelf=Store(tmp_path, Ranks()).shelf(spec, {}))
     assert len(computed) == 2
     with monkeypatch.context() as patch:
         for name in names:
             patch.setattr(PodLM, name, count(name))
-        found = worker_lm.answer(spec, journal=Journal(tmp_path, spec, "t", "f" * 16, Ranks()))
+        found = worker_lm.answer(spec, shelf=Store(tmp_path, Ranks()).shelf(spec, {}))
     assert found == wanted
     total = len(computed)
-    again = worker_lm.answer(spec, journal=Journal(tmp_path, spec, "t", "f" * 16, Ranks()))
+    again = worker_lm.answer(spec, shelf=Store(tmp_path, Ranks()).shelf(spec, {}))
     assert again == wanted and len(computed) == total
 
 
@@ -244,7 +245,10 @@ def test_command_line_ends_with_one_line(monkeypatch, capsys):
 def test_pod_bytes_are_measured_for_all_lengths_at_once(monkeypatch):
     model, reference = lm_tools.model(), lm_tools.model("pod")
     caches = MethodCaches(model, "h2o", "pod", reference, {"num_recent_tokens": 6})
-    lm = PodLM.around(model, lm_tools.tokenizer(), caches, batch_size=3)
+    encoder = Encoder(lm_tools.tokenizer(), 8192)
+    lm = PodLM.around(
+        lambda: model, lm_tools.tokenizer(), caches, budget=caches.budget, batch_size=3, encoder=encoder
+    )
     prepared = []
     original = MethodCaches.prepare
     monkeypatch.setattr(

@@ -4,7 +4,7 @@ import pytest
 from own_runs import make_run, measure, write_place
 
 from pod.eval import passkey
-from pod.eval.journal import Journal
+from pod.eval.answer.store import Store
 from pod.eval.methods import find_method
 from pod.eval.suites import haystack, needles
 from pod.models import byte_tokenizer
@@ -177,22 +177,31 @@ def test_a_killed_grid_goes_on_where_it_stopped(place, monkeypatch):
         return real(model, tokenizer, cache, prompts, new)
 
     monkeypatch.setattr(passkey, "answer", answer)
-    journal = Journal(run.recipe.eval_dir / "journal", "full", "niah", "again", run.ranks)
+    run.store = Store(run.recipe.eval_dir / "again", run.ranks)
     with pytest.raises(KeyboardInterrupt):
-        task.measure(method, journal)
+        run.measure(method, task, is_open=True)
     seen.clear()
-    assert task.measure(method, journal)["samples"] == whole["samples"]
+    run.store = Store(run.recipe.eval_dir / "again", run.ranks)
+    assert run.measure(method, task, is_open=True)["samples"] == whole["samples"]
     assert len(seen) == 6, "the first six answers were kept"
-    journal.remove()
 
 
-def test_grid_is_part_of_what_a_result_depends_on(place):
-    prints = []
-    for changes in ({}, {"depths": [0.0, 0.5]}, {"needles": 2}, {"form": "statement"}, {"new_tokens": 7}):
-        run = make_run(place, "niah", ["full"], options_of(place, **changes))
-        prints.append(run.fingerprint(run.tasks["niah"], find_method("full")))
+def test_other_questions_are_answered_and_equal_ones_are_not(place, monkeypatch):
+    """A part of the grid, other needles, another form of the question, more new tokens."""
+    asked, real = [], passkey.answer
+    monkeypatch.setattr(passkey, "answer", lambda *a: asked.append(len(a[3])) or real(*a))
+
+    def answered(**changes):
+        asked.clear()
+        run = make_run(place, "niah", ["full"], options_of(place, **changes), output_dir=str(place / "grid"))
         assert run.tasks["niah"].token_counts(find_method("full"))[1] >= 6
-    assert len(set(prints)) == 5
+        run.measure(find_method("full"), run.tasks["niah"], is_open=True)
+        return sum(asked)
+
+    whole = answered()
+    assert whole > 6 and answered(depths=[0.0]) == 0
+    assert answered(needles=2) and answered(form="statement") and answered(new_tokens=7) == whole
+    assert answered() == 0
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def cells(table):
 
 
 def test_overview_cells(recipe):
-    table = overview(merge([recipe.eval_dir], NAMES))
+    table = overview(merge([recipe.eval_dir]))
     assert table.columns == ["method", "KV MB", "saved", "perplexity", "passkey", "tokens/s", "× full"]
     assert [row[0].text for row in table.rows] == NAMES and table.ours == {1}
     full, ours, snap = cells(table)
@@ -173,7 +173,7 @@ def test_summary_compares_the_same_prompts_only(recipe):
 
 
 def test_other_tables(recipe):
-    table = bucket_table(merge([recipe.eval_dir], NAMES))
+    table = bucket_table(merge([recipe.eval_dir]))
     assert table.columns == ["method", "96–99"]
     assert cells(table)[1] == [["pod"], [f"{math.exp(2.6):.2f}", "(+10.5%)"]]
     speed = speed_table(load_speed(recipe.eval_dir))
@@ -189,7 +189,7 @@ def test_other_tables(recipe):
 
 
 def test_notes_state_budgets_and_lengths(recipe):
-    notes = " ".join(overview_notes(merge([recipe.eval_dir], NAMES)))
+    notes = " ".join(overview_notes(merge([recipe.eval_dir])))
     assert "snapkv 60" in notes and "of 99 tokens" in notes and "after 90 tokens" in notes
     assert "Nothing is saved" not in notes
 
@@ -261,7 +261,7 @@ def test_a_missing_part_leaves_dashes(recipe):
     del content["parts"]["passkey"]
     (recipe.eval_dir / "pod.json").write_text(json.dumps(content))
     (recipe.eval_dir / "efficiency.json").unlink()
-    table = overview(merge([recipe.eval_dir], NAMES))
+    table = overview(merge([recipe.eval_dir]))
     assert table.columns[-1] == "passkey" and table.rows[1][-1].text == "–"
     assert write_report(recipe).is_file()
 

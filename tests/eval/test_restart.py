@@ -79,28 +79,27 @@ def test_undisturbed_run_is_whole(whole):
         status, found = parts(whole, method)
         assert status == "finished" and list(found) == TASKS
         assert [len(part["samples"]) for part in found.values()] == [3, 3, 3]
-    assert not list((whole / "eval" / "journal").glob("**/*.jsonl")), "answers stand in the result files now"
+    shelves = [file.parent.name for file in (whole / "eval" / "answers").glob("*/0.jsonl")]
+    assert len(shelves) == 2 and {name.split(".")[0] for name in shelves} == {"full", "snapkv@40"}
 
 
 @pytest.mark.multiprocess
 def test_killed_and_restarted_goes_on_at_the_sample_with_equal_results(tmp_path, whole, environment):
     """The kill comes in gsm8k's first method, after one of its batches, in the middle of a line."""
     total = writes(whole)
-    first_method = (
-        2 + 6 + 2
-    )  # batches of passkey, arc_easy (two rows in a batch of one forward each) and gsm8k
+    # passkey, the model itself, arc_easy (two rows in a batch of one forward each) and gsm8k
+    first_method = 2 + 1 + 6 + 2
     process = start(tmp_path, environment, str(first_method - 1))
     code, _ = end(process)
     assert code == -signal.SIGKILL
-    torn = [
-        file
-        for file in (tmp_path / "eval" / "journal").glob("**/*.jsonl")
-        if not file.read_text().endswith("\n")
-    ]
-    assert len(torn) == 1 and "gsm8k" in str(torn[0]), "the kill did not come in the middle of gsm8k"
+    (torn,) = (tmp_path / "eval" / "answers").glob("*/*.jsonl")
+    before = torn.read_text()
+    assert not before.endswith("\n") and before.count('{"answers": {') == first_method
+    assert list(parts(tmp_path, "full")[1]) == TASKS[:2], "the kill did not come in the middle of gsm8k"
     code, errors = end(start(tmp_path, environment))
     assert code == 0, errors
     assert writes(tmp_path) == total - (first_method - 1), "something was answered twice, or not at all"
+    assert torn.read_text().startswith(before), "the store only grows"
     for method in ("full", "snapkv@40"):
         assert parts(tmp_path, method) == parts(whole, method)
 

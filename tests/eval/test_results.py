@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 
@@ -17,29 +18,30 @@ from pod.eval.results import (
 )
 
 
-def test_part_is_finished_for_its_fingerprint_only(tmp_path):
-    run = RunResults(tmp_path / "pod.json", "pod", {"seed": 1})
-    run.store("perplexity", "abc", 1.23456, {"total": 5})
-    again = RunResults(tmp_path / "pod.json", "pod", {"seed": 1})
-    assert again.finished("perplexity", "abc") and not again.finished("perplexity", "abd")
-    assert not again.finished("passkey", "abc")
-    assert again.content["parts"]["perplexity"]["seconds"] == 1.235
+def test_parts_of_the_same_row_stay_whatever_a_later_run_names(tmp_path):
+    RunResults(tmp_path / "pod.json", "pod", {"row": "a"}).store("perplexity", {"total": 5})
+    again = RunResults(tmp_path / "pod.json", "pod", {"row": "a"})
+    again.store("passkey", {"total": 6})
+    assert again.content["parts"] == {"perplexity": {"total": 5}, "passkey": {"total": 6}}
+    assert again.left_out == []
 
 
-def test_file_of_another_method_schema_or_broken_is_not_used(tmp_path):
+def test_parts_of_another_row_method_or_schema_are_not_taken(tmp_path):
     path = tmp_path / "pod.json"
-    RunResults(path, "pod", {}).store("perplexity", "abc", 0, {})
-    assert not RunResults(path, "full", {}).finished("perplexity", "abc")
+    RunResults(path, "pod", {"row": "a"}).store("perplexity", {})
+    other = RunResults(path, "pod", {"row": "b"})
+    assert not other.content["parts"] and other.left_out == ["perplexity"]
+    assert not RunResults(path, "full", {"row": "a"}).content["parts"]
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {"schema": 0}))
-    assert not RunResults(path, "pod", {}).finished("perplexity", "abc")
-    path.write_text('{"schema": 1, "meth')
-    assert not RunResults(path, "pod", {}).finished("perplexity", "abc")
+    assert not RunResults(path, "pod", {"row": "a"}).content["parts"]
+    path.write_text('{"schema": 2, "meth')
+    assert not RunResults(path, "pod", {"row": "a"}).content["parts"]
 
 
 def test_failure_keeps_what_finished(tmp_path):
     run = RunResults(tmp_path / "pod.json", "pod", {})
-    run.store("perplexity", "abc", 0, {})
+    run.store("perplexity", {})
     run.fail("passkey", KeyError("x"))
     run.fail("niah", ValueError("too\nlong"))
     content = load_results(tmp_path)["pod"]
@@ -52,41 +54,42 @@ def test_failure_keeps_what_finished(tmp_path):
     assert (content["status"], content["failed"], content["error"]) == ("finished", {}, None)
 
 
-def test_keep_drops_outdated_parts(tmp_path):
-    run = RunResults(tmp_path / "pod.json", "pod", {})
-    run.store("perplexity", "old", 0, {})
-    run.store("passkey", "same", 0, {})
-    run.keep({"perplexity": "new", "passkey": "same"})
-    assert list(run.content["parts"]) == ["passkey"]
+def test_ranks_that_only_help_write_nothing(tmp_path):
+    RunResults(tmp_path / "pod.json", "pod", {}, writes=False).store("niah", {})
+    assert not list(tmp_path.iterdir())
 
 
-def test_identity_sees_content_and_time(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    large = tmp_path / "model.safetensors"
+def test_identity_is_names_and_content(tmp_path, monkeypatch):
+    """A copy, another place, another time of change: the same model. One byte of weights: another one."""
+    monkeypatch.setenv("POD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(results_module, "_LARGE", 1 << 20)
+    first = tmp_path / "model"
+    first.mkdir()
+    (first / "config.json").write_text("{}")
+    large = first / "model.safetensors"
     large.write_bytes(bytes(2 << 20))
-    before = identity(tmp_path)
-    os.utime(tmp_path / "config.json", ns=(1, 1))
-    assert identity(tmp_path) == before, "small files count by content"
+    before = identity(first)
     os.utime(large, ns=(1, 1))
-    touched = identity(tmp_path)
-    assert touched != before
-    (tmp_path / "config.json").write_text("{ }")
-    assert identity(tmp_path) != touched
+    assert identity(first) == before
+    shutil.copytree(first, tmp_path / "moved" / "elsewhere")
+    assert identity(tmp_path / "moved" / "elsewhere") == before
+    monkeypatch.setattr(results_module, "sha256_file", lambda file: pytest.fail(f"{file} is read again"))
+    assert identity(large) == before[1:]
+    monkeypatch.undo()
+    monkeypatch.setenv("POD_CACHE", str(tmp_path / "cache"))
+    large.write_bytes(bytes(1 << 20) + b"\x01" + bytes((1 << 20) - 1))
+    assert identity(first) != before
     assert identity("owner/name") == "owner/name"
 
 
-def test_code_is_part_of_what_a_result_depends_on(tmp_path, monkeypatch):
-    """An edit of a method, of scoring, of the common code of tasks, another torch; not a new file of the report or a new task."""
+def test_what_answers_is_part_of_an_answer(tmp_path, monkeypatch):
+    """Another method, another way to ask, another torch; not a comment, a prompt, a scorer or the report."""
     package = tmp_path / "pod"
-    for name in (
-        "modeling/methods/a.py",
-        "eval/perplexity.py",
-        "eval/suites/data.py",
-        "eval/report/page.py",
-        "eval/suites/x/u.py",
-    ):
+    answering = ("modeling/methods/a.py", "eval/perplexity.py", "eval/answer/store.py", "eval/lm/generate.py")
+    others = ("eval/report/page.py", "eval/suites/data.py", "eval/runners/passkey.py", "eval/lm/payload.py")
+    for name in (*answering, *others):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
-        (package / name).write_text("1\n")
+        (package / name).write_text("x = 1\n")
     monkeypatch.setattr(results_module, "_PACKAGE", package)
 
     def now():
@@ -95,18 +98,20 @@ def test_code_is_part_of_what_a_result_depends_on(tmp_path, monkeypatch):
 
     seen = [now()]
     assert seen == [now()]
-    for name in ("modeling/methods/a.py", "eval/perplexity.py", "eval/suites/data.py"):
-        (package / name).write_text("2\n")
+    for name in answering:
+        (package / name).write_text("x = 2\n")
         seen.append(now())
+        (package / name).write_text('"""Says what x is."""\n\nx = (\n    2  # two\n)\n')
+        assert now() == seen[-1]
     (package / "modeling/methods/a.py").rename(package / "modeling/methods/b.py")
     seen.append(now())
-    for name in ("eval/report/page.py", "eval/suites/x/u.py"):
-        (package / name).write_text("2\n")
+    for name in others:
+        (package / name).write_text("x = 2\n")
         assert now() == seen[-1]
     assert results_module.code_identity("eval/report/*.py") != now()
     monkeypatch.setattr(results_module, "_version", lambda name: "9" if name == "torch" else None)
     seen.append(now())
-    assert len(set(seen)) == 6
+    assert len(set(seen)) == 7
     results_module.code_identity.cache_clear()
 
 
@@ -144,20 +149,3 @@ def test_a_file_that_an_option_names_is_known_by_its_content(tmp_path):
     assert before["detector"] == "prefill"
     file.write_text("[[], [0]]")
     assert with_files(options) != before
-
-
-def test_parts_that_a_run_forgets_stay_in_a_file(tmp_path):
-    """Another list of tasks in the same folder must not throw hours away."""
-    run = RunResults(tmp_path / "pod.json", "pod", {})
-    run.store("mmlu", "abc", 1.0, {"value": 5})
-    run.keep({"mmlu": "abc"})
-    assert not (tmp_path / "replaced").exists()
-    helper = RunResults(tmp_path / "pod.json", "pod", {}, writes=False)
-    helper.keep({"niah": "abd"})
-    assert not (tmp_path / "replaced").exists()
-    again = RunResults(tmp_path / "pod.json", "pod", {})
-    again.keep({"niah": "abd"})
-    again.store("niah", "abd", 1.0, {"value": 6})
-    (file,) = (tmp_path / "replaced").iterdir()
-    assert json.loads(file.read_text())["parts"]["mmlu"]["value"] == 5
-    assert list(load_results(tmp_path)["pod"]["parts"]) == ["niah"]

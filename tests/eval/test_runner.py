@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pod
-from pod.eval import runner
+from pod.eval import passkey, runner
 from pod.eval.estimate import estimate
 from pod.eval.report.summary import summarise
 from pod.eval.task_list import list_tasks
@@ -134,29 +134,86 @@ def test_one_pass_methods_state_their_check(finished):
     assert results["snapkv"]["parts"]["perplexity"]["scored_by"] == "decode path, token by token"
 
 
-def test_finished_runs_are_kept_and_changed_ones_are_not(finished, monkeypatch):
-    recipe, _ = finished
-    before = {name: read(recipe, name)["parts"] for name in METHODS}
+def no_model(monkeypatch):
     monkeypatch.setattr(pod, "make_cache", lambda *a, **k: pytest.fail("measured again"))
     monkeypatch.setattr(pod, "load_model", lambda *a, **k: pytest.fail("loaded again"))
+
+
+def test_scores_are_made_again_of_what_was_answered(finished, monkeypatch):
+    """No model is loaded, and the files are the same."""
+    recipe, _ = finished
+    before = {name: read(recipe, name)["parts"] for name in METHODS}
+    no_model(monkeypatch)
     lines: list[str] = []
     results = runner.evaluate(recipe, log=lines.append)
-    assert sum("kept from" in line for line in lines) == 11
-    assert {name: results[name]["parts"] for name in METHODS} == before
+    assert (
+        sum("answered before" in line for line in lines) == 10 and sum("kept from" in x for x in lines) == 1
+    )
+    assert {name: read(recipe, name)["parts"] for name in METHODS} == before
     assert results["full"]["model"]["parameters"] > 0
+
+
+def test_a_narrower_run_loses_nothing(place, finished, tmp_path, monkeypatch):
+    """Fewer tasks, one method, another number of resamples or a comment: files and report keep what they had."""
+    shutil.copytree(place / "out", tmp_path / "out")
+    no_model(monkeypatch)
+    recipe = recipe_of(place, output_dir=str(tmp_path / "out"))
+    before = {name: read(recipe, name)["parts"] for name in METHODS}
+    for changes in ({"eval.tasks": ["passkey"]}, {"eval.methods": ["streamingllm"]}):
+        runner.evaluate(recipe_of(place, output_dir=str(tmp_path / "out"), **changes), log=lambda line: None)
+        assert {name: read(recipe, name)["parts"] for name in METHODS} == before
+        rows = (recipe.eval_dir / "report.csv").read_text()
+        assert all(f"\n{name},{name}," in rows for name in METHODS) and ",perplexity," in rows
+
+
+def test_more_samples_are_answered_and_the_old_ones_are_not(place, finished, tmp_path, monkeypatch):
+    shutil.copytree(place / "out", tmp_path / "out")
+    fed: list[int] = []
+    original = passkey.answer
+
+    def counted(model, tokenizer, cache, prompts, new_tokens):
+        fed.append(len(prompts))
+        return original(model, tokenizer, cache, prompts, new_tokens)
+
+    monkeypatch.setattr(passkey, "answer", counted)
+    changes = {"eval.tasks": ["passkey"], "eval.passkey_depths": [0.0, 0.5, 1.0]}
+    recipe = recipe_of(place, output_dir=str(tmp_path / "out"), **changes)
+    results = runner.evaluate(recipe, log=lambda line: None)
+    assert fed == [1] * len(METHODS), "one new prompt for every method"
+    assert len(results["pod"]["parts"]["passkey"]["samples"]) == 3
+    assert set(results["pod"]["parts"]) == {"perplexity", "passkey"}
+
+
+def test_steps_can_run_one_by_one(place, tmp_path, monkeypatch):
+    base = {"eval.methods": ["full", "snapkv@60"], "eval.tasks": ["passkey"], "output_dir": str(tmp_path)}
+
+    def go(*steps):
+        lines: list[str] = []
+        recipe = recipe_of(place, **base, **{"eval.steps": list(steps)})
+        return runner.evaluate(recipe, log=lines.append), lines
+
+    _, lines = go("score")
+    assert "not answered yet, the step `answer` does it: full: passkey; snapkv@60: passkey" in lines
+    go("answer")
+    assert not (tmp_path / "eval" / "report.html").exists()
+    assert not (tmp_path / "eval" / "full.json").exists()
+    no_model(monkeypatch)
+    results, _ = go("score", "report")
+    assert len(results["snapkv@60"]["parts"]["passkey"]["samples"]) == 2
+    assert (tmp_path / "eval" / "report.html").exists()
+    with pytest.raises(ValueError, match="eval.steps are some of answer, score, report, got judge"):
+        go("judge")
 
 
 def test_other_code_measures_again(finished, monkeypatch):
     recipe, _ = finished
     run = runner.Evaluation(recipe)
-    task, method = run.tasks["perplexity"], runner.find_method("snapkv")
-    before = run.fingerprint(task, method), run.speed_fingerprint()
-    assert before == (run.fingerprint(task, method), run.speed_fingerprint())
+    before = run.shelf(runner.find_method("snapkv")).folder, run.speed_fingerprint()
+    assert before == (run.shelf(runner.find_method("snapkv")).folder, run.speed_fingerprint())
     monkeypatch.setattr(runner, "code_identity", lambda more="": f"edited {more}")
-    assert run.fingerprint(task, method) != before[0] and run.speed_fingerprint() != before[1]
-    monkeypatch.undo()
-    monkeypatch.setattr(runner, "sha256_file", lambda file: "edited task")
-    assert run.fingerprint(task, method) != before[0] and run.speed_fingerprint() == before[1]
+    assert (
+        run.shelf(runner.find_method("snapkv")).folder != before[0] and run.speed_fingerprint() != before[1]
+    )
 
 
 def test_changed_model_is_measured_again(place, tmp_path):
@@ -167,7 +224,9 @@ def test_changed_model_is_measured_again(place, tmp_path):
     lines: list[str] = []
     recipe.model.num_recent_tokens = 61
     runner.evaluate(recipe, log=lines.append)
-    assert not any("kept from" in line for line in lines)
+    assert not any("answered before" in line for line in lines)
+    assert any("full: perplexity left out: they are of another model" in line for line in lines)
+    assert len(list((tmp_path / "eval" / "answers").glob("full.*"))) == 2, "the old answers stay"
 
 
 def test_retraining_does_not_touch_results_of_other_models(place, tmp_path):
@@ -180,10 +239,8 @@ def test_retraining_does_not_touch_results_of_other_models(place, tmp_path):
     weights.write_bytes(bytes([*weights.read_bytes()[:-1], 1]))
     lines: list[str] = []
     runner.evaluate(recipe, log=lines.append)
-    assert [line for line in lines if "kept from" in line] == [
-        line for line in lines if line.startswith("snapkv: perplexity kept")
-    ]
-    assert any(line.startswith("pod: perplexity") and "kept" not in line for line in lines)
+    known = [line.partition(":")[0] for line in lines if "answered before" in line]
+    assert known == ["snapkv"]
 
 
 def out_of_sinks(*_):

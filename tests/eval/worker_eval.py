@@ -1,6 +1,6 @@
 """A process of its own that evaluates: `python worker_eval.py SETTINGS.json [kill_after]`; a rank when the environment says so.
 
-kill_after: SIGKILL comes that many journal writes after the start, in the middle of the next line.
+kill_after: SIGKILL comes that many batches after the start, in the middle of the next line.
 """
 
 import json
@@ -13,11 +13,18 @@ import torch
 
 torch.set_num_threads(1)
 
-from pod.eval import journal, runner  # noqa: E402 - threads first
+from pod.eval import runner  # noqa: E402 - threads first
+from pod.eval.answer import store  # noqa: E402
 from pod.eval.lm import index as lm_index  # noqa: E402 - threads first
 from pod.recipe import load_recipe  # noqa: E402
 
 writes = 0
+
+
+def last_line(descriptor):
+    """The last line of a file; nothing when it is the end of a torn one."""
+    line = Path(f"/proc/self/fd/{descriptor}").read_bytes().splitlines()[-1]
+    return line if line.endswith(b"}") else b""
 
 
 def counting(original, kill_after):
@@ -26,9 +33,9 @@ def counting(original, kill_after):
         original(descriptor)
         if not os.readlink(f"/proc/self/fd/{descriptor}").endswith(".jsonl"):
             return
-        writes += 1
+        writes += last_line(descriptor).startswith(b'{"answers": ')
         if writes == kill_after:
-            os.write(descriptor, b'["generate_until/torn')
+            os.write(descriptor, b'{"answers": {"torn')
             original(descriptor)
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -61,7 +68,7 @@ def main():
     kill_after = int(sys.argv[2]) if len(sys.argv) > 2 else None
     break_on(settings.pop("break_on_rank", None))
     small_index()
-    journal.os.fsync = counting(os.fsync, kill_after)
+    store.os.fsync = counting(os.fsync, kill_after)
     recipe = load_recipe(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
     runner.write_report = lambda recipe: "none"
     try:

@@ -10,9 +10,9 @@ from pod.eval.lm.requests import Rule
 from pod.eval.ranks import Ranks
 
 
-def answer(spec: str, ranks: Ranks | None = None, journal=None) -> dict:
+def answer(spec: str, ranks: Ranks | None = None, shelf=None) -> dict:
     lm = lm_tools.around(spec, dtype="float32", batch_size=3, ranks=ranks, one_shot=spec == "full")
-    with lm.rules(Rule(), journal):
+    with lm.rules(Rule(), shelf):
         found = {
             "loglikelihood": lm.loglikelihood(lm_tools.choices()),
             "rolling": lm.loglikelihood_rolling(lm_tools.texts()),

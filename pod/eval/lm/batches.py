@@ -71,32 +71,37 @@ def generation_size(item: Encoded) -> Size:
     return size(len(item.context), 0, item.new_tokens)
 
 
-def generation_batches(encoded: Sequence[Encoded], batch_size: int) -> list[list[int]]:
-    """Numbers of generation requests of one size with the same settings; the longest first."""
-    groups: dict[tuple[Size, int, str], list[int]] = {}
-    for number, item in enumerate(encoded):
-        if item.skipped is None:
-            settings = json.dumps(item.settings, sort_keys=True, default=str)
-            groups.setdefault((generation_size(item), item.new_tokens, settings), []).append(number)
+def generation_batches(items: Sequence[Encoded], batch_size: int) -> list[list[Encoded]]:
+    """Generation requests of one size with the same settings; the longest first."""
+    groups: dict[tuple[Size, int, str], list[Encoded]] = {}
+    for item in items:
+        settings = json.dumps(item.settings, sort_keys=True, default=str)
+        groups.setdefault((generation_size(item), item.new_tokens, settings), []).append(item)
     return [part for key in sorted(groups, reverse=True) for part in _chunks(groups[key], batch_size)]
 
 
-def forward_batches(encoded: Sequence[Encoded], batch_size: int) -> list[list[Unit]]:
+def forward_units(encoded: Sequence[Encoded]) -> list[Unit]:
+    """Scoring requests as units of one continuation, whole texts by their windows. Skipped requests are left out."""
+    pairs = [
+        (number, pair)
+        for number, item in enumerate(encoded)
+        if item.skipped is None
+        for pair in (item.windows or [(item.context, item.continuation)])
+    ]
+    return [Unit(context=c, continuations=(t,), owners=(number,)) for number, (c, t) in pairs]
+
+
+def forward_batches(units: Sequence[Unit], batch_size: int, in_order: bool) -> list[list[Unit]]:
     """Units of one continuation that one forward pass scores together, in the very batches of lm-eval's HFLM (bits depend on them).
 
     Requests that differ only in the last token of their continuation are one row; rows are sorted by length, the longest first. Windows
     of whole texts stay in order.
     """
+    if in_order:
+        return _chunks(units, batch_size)
     rows: dict[tuple[int, ...], list[Unit]] = {}
-    windows = []
-    for number, item in enumerate(encoded):
-        if item.skipped is not None:
-            continue
-        for context, continuation in item.windows:
-            windows.append(Unit(context=context, continuations=(continuation,), owners=(number,)))
-        if item.kind == "loglikelihood":
-            unit = Unit(context=item.context, continuations=(item.continuation,), owners=(number,))
-            rows.setdefault(item.context + item.continuation[:-1], []).append(unit)
+    for unit in units:
+        rows.setdefault(unit.context + unit.continuations[0][:-1], []).append(unit)
 
     def order(units: list[Unit]) -> tuple[int, tuple[int, ...]]:
         longest = max(units, key=lambda unit: len(unit.continuations[0]))
@@ -104,7 +109,7 @@ def forward_batches(encoded: Sequence[Encoded], batch_size: int) -> list[list[Un
         return -len(tokens), tokens
 
     chunks = _chunks(sorted(rows.values(), key=order), batch_size)
-    return [[unit for row in chunk for unit in row] for chunk in chunks] + _chunks(windows, batch_size)
+    return [[unit for row in chunk for unit in row] for chunk in chunks]
 
 
 def _chunks(items: Sequence, length: int) -> list[list]:

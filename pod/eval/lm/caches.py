@@ -50,7 +50,7 @@ class MethodCaches:
     def prepare(self, lengths: Iterable[int]) -> None:
         """Measure PoD's bytes at all lengths that will be asked for (one pass over the longest)."""
         if self.of_pod_bytes and set(lengths):
-            self._budgets = ByteBudgets(self._reference, lengths)
+            self._budgets = ByteBudgets.of(self._reference, lengths)
 
     def budget(self, length: int, fed: int) -> int | None:
         """The budget at `length` tokens, `fed` of them after the prompt."""

@@ -18,10 +18,12 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
 import pod
-from pod.eval.journal import Journal
+from pod.eval.answer.store import Shelf, key_of
+from pod.eval.budget import without_limit
 from pod.eval.lm.batches import (
     Unit,
     forward_batches,
+    forward_units,
     generation_batches,
     generation_size,
     unit_batches,
@@ -29,7 +31,7 @@ from pod.eval.lm.batches import (
 )
 from pod.eval.lm.caches import POD_BYTES, MethodCaches
 from pod.eval.lm.generate import generate
-from pod.eval.lm.requests import Encoded, Encoder, Rule, request_keys
+from pod.eval.lm.requests import Encoded, Encoder, Rule, Size, request_keys
 from pod.eval.lm.scoring import score_by_decode
 from pod.eval.ranks import Ranks
 from pod.eval.results import identity, with_files
@@ -118,8 +120,10 @@ class PodLM(_Base):
         caches = MethodCaches(model, method, budget, reference, options)
         tokenizer = pod.load_tokenizer(pretrained, gguf_file)
         length = int(max_length or model.config.max_position_embeddings)
-        self._start(model, tokenizer, int(batch_size))
+        self._start(lambda: model, tokenizer, int(batch_size))
         self._connect(caches, caches.one_shot, Encoder(tokenizer, length, too_long), ranks)
+        self._awake()
+        self.budget = caches.budget
         self.identity = {
             "pretrained": identity(pretrained),
             "method": caches.method.name,
@@ -134,57 +138,70 @@ class PodLM(_Base):
     @classmethod
     def around(
         cls,
-        model: Any,
+        load: Callable[[], Any],
         tokenizer: Any,
         make_cache: CacheFactory,
         *,
+        budget: Callable[[int, int], int | None] = lambda length, fed: None,
         one_shot: bool = False,
         batch_size: int = 1,
-        max_length: int | None = None,
-        too_long: str = "truncate",
-        encoder: Encoder | None = None,
+        encoder: Encoder,
         ranks: Ranks | None = None,
     ) -> "PodLM":
-        """A PodLM around a loaded model.
+        """A PodLM around a model that is loaded when something is not answered yet.
 
-        make_cache: `(length, fed) -> (cache, budget)`; one_shot: score by one forward without a cache, only for methods whose decode path
-            equals it (`pod.eval.methods.Method.one_shot`).
-        encoder: the one that rendered this run's chat templates; None makes one from max_length (None = the model's) and too_long.
-        ranks: who shares the requests; None = this process alone. A journal has its own.
+        make_cache: `(length, fed) -> (cache, budget)`; budget: what such a cache is made with, a part of what is asked.
+        one_shot: score by one forward without a cache, only for methods whose decode path equals it
+            (`pod.eval.methods.Method.one_shot`).
+        encoder: the one that rendered this run's chat templates; ranks: who shares the requests; None = this process alone.
         """
         self = cls.__new__(cls)
-        self._start(model, tokenizer, batch_size)
-        length = max_length or model.config.max_position_embeddings
-        self._connect(make_cache, one_shot, encoder or Encoder(tokenizer, length, too_long), ranks)
-        self.identity = None
+        self._start(load, tokenizer, batch_size)
+        self._connect(make_cache, one_shot, encoder, ranks)
+        self.budget, self.identity = budget, None
         return self
 
-    def _start(self, model: Any, tokenizer: Any, batch_size: int) -> None:
+    def _start(self, load: Callable[[], Any], tokenizer: Any, batch_size: int) -> None:
+        """What lm-eval asks for before a model is loaded."""
+        self._load, self._is_awake = load, False
+        self.tokenizer, self.batch_size_per_gpu = tokenizer, batch_size
+        self._rank, self._world_size = 0, 1
+
+    def _awake(self) -> None:
+        """Load the model, if nobody did."""
+        if self._is_awake:
+            return
+        length = self._max_length
         with _quiet("lm_eval.models.huggingface"):  # which warns that a loaded model is handed over
             _Base.__init__(
-                self, pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size
+                self,
+                pretrained=self._load(),
+                tokenizer=self.tokenizer,
+                backend="causal",
+                batch_size=self.batch_size_per_gpu,
             )
+        self._is_awake, self._max_length = True, length
+        # HFLM takes the softmax in the model's dtype: bfloat16 rounds log-likelihoods to 3 digits
+        self.softmax_dtype = torch.promote_types(self.model.dtype, torch.float32)
 
     def _connect(
         self, make_cache: CacheFactory, one_shot: bool, encoder: Encoder, ranks: Ranks | None
     ) -> None:
         self.make_cache, self.one_shot, self.encoder, self.ranks = make_cache, one_shot, encoder, ranks
         self._max_length = encoder.max_length
-        # HFLM takes the softmax in the model's dtype: bfloat16 rounds log-likelihoods to 3 digits
-        self.softmax_dtype = torch.promote_types(self.model.dtype, torch.float32)
         self._rule: Rule | None = None
-        self._journal: Journal | None = None
+        self._shelf: Shelf | None = None
         self.records = {}
 
     @contextmanager
-    def rules(self, rule: Rule, journal: Journal | None = None) -> Iterator[None]:
-        """Requests within belong to one task: its truncation and chat rule, and the journal that keeps its answers."""
-        before = self._rule, self._journal
-        self._rule, self._journal, self.records = rule, journal, {}
+    def rules(self, rule: Rule, shelf: Shelf | None = None) -> Iterator[None]:
+        """Requests within belong to one task: its truncation and chat rule, and the shelf that keeps its answers."""
+        before = self._rule, self._shelf
+        self._rule, self._shelf, self.records = rule, shelf, {}
         try:
             yield
         finally:
-            self._rule, self._journal = before
+            self._rule, self._shelf = before
 
     def records_of(self, requests: Sequence[Any]) -> list[dict[str, Any]]:
         """The records of answered requests, in order."""
@@ -193,22 +210,27 @@ class PodLM(_Base):
     # -- what lm-eval calls ------------------------------------------------------------------------------------
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        encoded = self._encode(requests)
-        return [(total, greedy) for total, greedy in self._score(encoded)]
+        return self._score(self._encode(requests), whole_texts=False)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        encoded = self._encode(requests)
-        return [total for total, _ in self._score(encoded)]
+        return [total for total, _ in self._score(self._encode(requests), whole_texts=True)]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         encoded = self._encode(requests)
-        self._prepare(generation_size(item).length for item in encoded if item.skipped is None)
-        batches = generation_batches(encoded, self.batch_size)
-        answers = [""] * len(encoded)
-        for batch, found in zip(batches, self._answers(encoded, batches, self._generate), strict=True):
-            for number, text in zip(batch, found["answers"], strict=True):
-                answers[number] = text
-        return answers
+        items = [item for item in encoded if item.skipped is None]
+        self._prepare(generation_size(item).length for item in items)
+        found = self._ask(
+            items,
+            self._generation_key,
+            lambda left: generation_batches(left, self.batch_size),
+            self._generate,
+        )
+        self._keep_records(encoded)
+        answers = dict.fromkeys((item.key for item in encoded), "")
+        for item, record in zip(items, found, strict=True):
+            self._note(item, generation_size(item), record)
+            answers[item.key] = record["answer"]
+        return list(answers.values())
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -217,6 +239,7 @@ class PodLM(_Base):
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes into its results; asks no network."""
+        self._awake()
         return {
             "model_num_parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "model_dtype": str(self.model.dtype),
@@ -237,7 +260,7 @@ class PodLM(_Base):
     def _claim(self, database: Any) -> None:
         if self.identity is None or (self.ranks and self.ranks.world_size > 1):
             raise ValueError(
-                "--use_cache is for one process with --model pod: here answers are kept by pod.eval.journal; leave it out"
+                "--use_cache is for one process with --model pod: here answers are kept by pod.eval.answer.store; leave it out"
             )
         mine = hashlib.sha256(json.dumps(self.identity, sort_keys=True, default=str).encode()).hexdigest()
         if len(database) and database.get(_MARK) != mine:
@@ -268,61 +291,65 @@ class PodLM(_Base):
         if isinstance(self.make_cache, MethodCaches):
             self.make_cache.prepare(sorted(set(lengths)))
 
-    def _score(self, encoded: list[Encoded]) -> list[tuple[float, bool]]:
+    def _score(self, encoded: list[Encoded], whole_texts: bool) -> list[tuple[float, bool]]:
         """Sum in nats and whether it is greedy, per request; of a text in blocks the sums add up. Skipped: (-inf, False)."""
         totals = [(-float("inf"), False) if item.skipped else (0.0, True) for item in encoded]
         if self.one_shot:
-            jobs, compute = forward_batches(encoded, self.batch_size), self._forward
+            units, compute = forward_units(encoded), self._forward
         else:
-            units = units_of(encoded)
+            units, compute = units_of(encoded), self._decode
             self._prepare(unit.size.length for unit in units)
-            jobs, compute = unit_batches(units, self.batch_size), self._decode
-        owners = [[number for unit in batch for number in unit.owners] for batch in jobs]
-        for numbers, found in zip(owners, self._answers(encoded, jobs, compute, owners), strict=True):
-            for number, (total, greedy) in zip(numbers, found["answers"], strict=True):
+
+        def batches(left: list[Unit]) -> list[list[Unit]]:
+            if self.one_shot:
+                return forward_batches(left, self.batch_size, in_order=whole_texts)
+            return unit_batches(left, self.batch_size)
+
+        found = self._ask(units, self._unit_key, batches, compute)
+        self._keep_records(encoded)
+        for unit, record in zip(units, found, strict=True):
+            for number, (total, greedy) in zip(unit.owners, record["answers"], strict=True):
                 totals[number] = (totals[number][0] + total, totals[number][1] and greedy)
+                self._note(encoded[number], unit.size, record)
         return totals
 
-    def _answers(
+    def _generation_key(self, item: Encoded) -> str:
+        sampled = item.key if item.settings.get("do_sample") else None  # its repeats are to differ
+        need = generation_size(item)
+        return key_of("generate", item.context, item.new_tokens, item.settings, sampled, self._room(need))
+
+    def _unit_key(self, unit: Unit) -> str:
+        if self.one_shot:
+            return key_of("forward", unit.context, unit.continuations)
+        return key_of("decode", unit.context, unit.continuations, self._room(unit.size))
+
+    def _room(self, size: Size) -> int | None:
+        """What decides a cache of a size: its budget, and whether that is without limit at its length."""
+        budget = self.budget(size.length, size.fed)
+        return without_limit(budget, size.length)
+
+    def _ask(
         self,
-        encoded: list[Encoded],
-        batches: list[Any],
-        compute: Callable[[list[Encoded], Any], dict[str, Any]],
-        owners: list[list[int]] | None = None,
+        items: list[Any],
+        key: Callable[[Any], str],
+        batches: Callable[[list[Any]], list[list[Any]]],
+        compute: Callable[[list[Any]], list[dict[str, Any]]],
     ) -> list[dict[str, Any]]:
-        """What `compute` says of every batch, shared over ranks and kept in the journal; writes the records.
+        """A record per item, shared over ranks; those that are on the task's shelf are not computed."""
+        if self._shelf is not None:
+            return self._shelf.answers(items, key, batches, compute)
+        places = {id(item): place for place, item in enumerate(items)}
+        planned = batches(items)
+        mine = self.ranks.share(planned) if self.ranks else planned
+        done = [
+            (places[id(item)], record)
+            for batch in mine
+            for item, record in zip(batch, compute(batch), strict=True)
+        ]
+        parts = self.ranks.gather(done) if self.ranks else [done]
+        return [record for _, record in sorted((pair for part in parts for pair in part), key=lambda p: p[0])]
 
-        A batch is what ranks share and the journal keeps: fixed before, it gives the same bits on any number of ranks and after a restart.
-        """
-        owners = owners or batches
-        places = list(range(len(batches)))
-        if self._journal is not None:
-            found = self._journal.answers(
-                places,
-                key=lambda place: self._batch_key(encoded, place, owners[place]),
-                batches=lambda left: [[place] for place in left],
-                compute=lambda left: [compute(encoded, batches[place]) for place in left],
-            )
-        else:
-            mine = self.ranks.share(places) if self.ranks else places
-            done = [(place, compute(encoded, batches[place])) for place in mine]
-            parts = self.ranks.gather(done) if self.ranks else [done]
-            found = [
-                answer for _, answer in sorted((pair for part in parts for pair in part), key=lambda p: p[0])
-            ]
-        self._keep_records(encoded, owners, found)
-        return found
-
-    def _batch_key(self, encoded: list[Encoded], place: int, owners: list[int]) -> str:
-        names = " ".join(encoded[number].key for number in owners)
-        rolling = (
-            encoded[owners[0]].kind == "loglikelihood_rolling"
-        )  # a text has many batches of the same owners
-        return f"{names} #{place}" if rolling else names
-
-    def _keep_records(
-        self, encoded: list[Encoded], owners: list[list[int]], found: list[dict[str, Any]]
-    ) -> None:
+    def _keep_records(self, encoded: list[Encoded]) -> None:
         for item in encoded:
             self.records[item.key] = {
                 "prompt_tokens": item.prompt_tokens,
@@ -333,17 +360,20 @@ class PodLM(_Base):
                 "bytes": None,
                 "held_tokens": None,
             }
-        for numbers, answer in zip(owners, found, strict=True):
-            for number in numbers:
-                record = self.records[encoded[number].key]
-                for name in ("budget_tokens", "bytes", "held_tokens"):  # of a text in blocks: the largest
-                    known = [value for value in (record[name], answer.get(name)) if value is not None]
-                    record[name] = max(known, default=None)
 
-    def _generate(self, encoded: list[Encoded], batch: list[int]) -> dict[str, Any]:
-        items = [encoded[number] for number in batch]
+    def _note(self, item: Encoded, size: Size, answer: dict[str, Any]) -> None:
+        """Add what an answer held to its request's record; of a text in blocks the largest counts."""
+        record, found = self.records[item.key], dict(answer)
+        if answer["bytes"] is not None:
+            found["budget_tokens"] = self.budget(size.length, size.fed)
+        for name in ("budget_tokens", "bytes", "held_tokens"):
+            known = [value for value in (record[name], found.get(name)) if value is not None]
+            record[name] = max(known, default=None)
+
+    def _generate(self, items: list[Encoded]) -> list[dict[str, Any]]:
+        self._awake()
         need = generation_size(items[0])
-        cache, budget = self.make_cache(need.length, need.fed)
+        cache, _ = self.make_cache(need.length, need.fed)
         found = generate(
             self.model,
             self.tokenizer,
@@ -353,15 +383,12 @@ class PodLM(_Base):
             items[0].settings,
             seed=" ".join(item.key for item in items),
         )
-        return {
-            "answers": found.texts,
-            "budget_tokens": budget,
-            "bytes": found.held_bytes,
-            "held_tokens": found.held_tokens,
-        }
+        held = {"bytes": found.held_bytes, "held_tokens": found.held_tokens}
+        return [{"answer": text, **held} for text in found.texts]
 
-    def _decode(self, encoded: list[Encoded], units: list[Unit]) -> dict[str, Any]:
-        cache, budget = self.make_cache(units[0].size.length, units[0].size.fed)
+    def _decode(self, units: list[Unit]) -> list[dict[str, Any]]:
+        self._awake()
+        cache, _ = self.make_cache(units[0].size.length, units[0].size.fed)
         found = score_by_decode(
             self.model,
             cache,
@@ -370,19 +397,15 @@ class PodLM(_Base):
             self._pad,
             max(self.batch_size, 1),
         )
-        answers = [[score.logprob, score.is_greedy] for row in found.scores for score in row]
-        return {
-            "answers": answers,
-            "budget_tokens": budget,
-            "bytes": found.held_bytes,
-            "held_tokens": found.held_tokens,
-        }
+        held = {"bytes": found.held_bytes, "held_tokens": found.held_tokens}
+        return [{"answers": [[s.logprob, s.is_greedy] for s in scores], **held} for scores in found.scores]
 
-    def _forward(self, encoded: list[Encoded], units: list[Unit]) -> dict[str, Any]:
+    def _forward(self, units: list[Unit]) -> list[dict[str, Any]]:
         """HFLM's own scoring of one of its batches."""
+        self._awake()
         requests = [(None, list(unit.context), list(unit.continuations[0])) for unit in units]
         answers = HFLM._loglikelihood_tokens(self, requests, disable_tqdm=True)  # type: ignore[arg-type]
-        return {"answers": [list(answer) for answer in answers]}
+        return [{"answers": [list(answer)], "bytes": None, "held_tokens": None} for answer in answers]
 
 
 register_model("pod")(PodLM)

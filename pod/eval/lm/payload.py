@@ -1,6 +1,5 @@
 """From what lm-eval logs about its samples to the payload that every task has (`pod.eval.runners.base`)."""
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +10,7 @@ import numpy as np
 
 from pod.eval.judge.verdicts import estimate_of
 from pod.eval.lm.index import Loaded, TaskRules
-from pod.eval.results import fingerprint
 from pod.eval.runners.base import perplexity_result, scored_payload
-from pod.eval.suites.configs import FOLDER, find_config
-from pod.files import sha256_file
 
 if TYPE_CHECKING:
     from pod.eval.runner import Evaluation
@@ -44,7 +40,7 @@ class Leaf:
     """A leaf task of lm-eval with what its prompts came to.
 
     metric: (name, filter or None for the first); kind: of the payload; chat: prompts are in the chat template.
-    sizes: of every cache that it needs; lengths: length class by document; longest: tokens read at most; digest: of all prompts.
+    sizes: of every cache that it needs; lengths: length class by document; longest: tokens read at most.
     """
 
     name: str
@@ -56,7 +52,6 @@ class Leaf:
     sizes: set[Any] = field(default_factory=set)
     lengths: dict[int, int] = field(default_factory=dict)
     longest: int = 0
-    digest: str = ""
     _tokens: dict[bool, tuple[int, int]] = field(default_factory=dict)
 
     def count_tokens(self, encoded: list[Any], batch_size: int) -> None:
@@ -75,33 +70,10 @@ class Leaf:
         """(prompt tokens, decode steps of a batch)."""
         return self._tokens.get(one_shot, (0, 0))
 
-    def identity(self) -> Any:
-        """What of the task can change its scores besides the prompts: rules, metric, generation, version, the scorer's files."""
-        config = self.task.config
-        return {
-            "rules": dataclasses.asdict(self.rules),
-            "metric": list(self.metric),
-            "chat": self.chat,
-            "version": str(self.task.VERSION),
-            "fewshot": config.num_fewshot,
-            "generation": str(config.generation_kwargs),
-            "filters": str(config.filter_list),
-            "repeats": config.repeats,
-            "code": _code_of(self.name),
-        }
-
 
 def _steps(fed: list[int], batch_size: int) -> int:
     """Decode steps of batches of like rows, each as long as its longest."""
     return sum(sorted(fed, reverse=True)[::batch_size])
-
-
-def _code_of(name: str) -> str | None:
-    """Hash of the suite's files: a repaired scorer makes old results outdated. lm-eval's own have their version."""
-    found = find_config(name)
-    if found is None:
-        return None
-    return fingerprint([sha256_file(file) for file in sorted((FOLDER / found[0]).glob("**/*.py"))])[:16]
 
 
 def primary_metric(

@@ -47,7 +47,7 @@ class Rule:
 class Encoded:
     """One request as token ids.
 
-    key: its id in the journal: request type, task, document, index, repeat.
+    key: its id within a run: request type, task, document, index, repeat.
     unit: what it belongs to: choices of one document with one context are scored from one prefill.
     context, continuation: token ids; generation has no continuation.
     windows: of a text scored whole (`loglikelihood_rolling`): pairs of context and continuation that follow one another.

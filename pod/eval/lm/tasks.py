@@ -1,8 +1,6 @@
 """Tasks of lm-eval, those in `pod/eval/suites` included, as tasks of an evaluation."""
 
 import contextlib
-import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,7 +13,7 @@ from pod.eval.runners.base import Span, Task
 from pod.eval.suites import data
 
 if TYPE_CHECKING:
-    from pod.eval.journal import Journal
+    from pod.eval.answer.store import Shelf
     from pod.eval.methods import Method
     from pod.eval.runner import Evaluation
 
@@ -126,15 +124,13 @@ class LmTask(Task):
         return Rule(chat_template=leaf.chat, **values)  # type: ignore[arg-type]
 
     def _build(self, leaf: Leaf) -> None:
-        """Encode the prompts of a leaf and keep what the checks need: sizes, counts, a hash; the prompts themselves are made again."""
+        """Encode the prompts of a leaf and keep what the checks need: sizes and counts; the prompts themselves are made again."""
         from pod.eval.lm.batches import generation_size, sizes_of, units_of
 
         with lm_index.quiet():
             self._prompts(leaf)
         encoded = self.encoder.requests(leaf.task.instances, self._rule(leaf))
-        digest = hashlib.sha256()
         for request, item in zip(leaf.task.instances, encoded, strict=True):
-            digest.update(_content(request, item))
             if item.skipped is not None:
                 continue
             sizes = (
@@ -148,20 +144,8 @@ class LmTask(Task):
             leaf.longest = max(leaf.longest, _end(item))
         answered = [item for item in encoded if item.skipped is None]
         leaf.sizes = sizes_of(answered)
-        leaf.digest = digest.hexdigest()
         leaf.count_tokens(answered, self.args.batch_size)
         leaf.task._instances = None  # prompts of 100,000 tokens: only one leaf's are kept at a time
-
-    def inputs(self) -> Any:
-        from importlib.metadata import version
-
-        return {
-            "leaves": {name: [leaf.digest, leaf.identity()] for name, leaf in self.leaves.items()},
-            "share": self.loaded.share,
-            "limit": self.limit,
-            "too_long": self.args.too_long,
-            "lm_eval": version("lm-eval"),
-        }
 
     def spans(self) -> list[Span]:
         sizes = {(size.length, size.fed) for leaf in self.leaves.values() for size in leaf.sizes}
@@ -175,29 +159,30 @@ class LmTask(Task):
         counts = [leaf.counts(method.one_shot) for leaf in self.leaves.values()]
         return sum(prompt for prompt, _ in counts), sum(steps for _, steps in counts)
 
-    def measure(self, method: "Method", journal: "Journal") -> dict[str, Any]:
+    def measure(self, method: "Method", shelf: "Shelf") -> dict[str, Any]:
         from pod.eval.lm.model import PodLM
 
         run = self.run
         lm = PodLM.around(
-            run.models.get(method.model),
+            lambda: run.models.get(method.model),
             run.tokenizer,
             lambda length, fed: run.cache(method, length, fed),
+            budget=lambda length, fed: run.budget(method, length, fed),
             one_shot=method.one_shot,
             batch_size=self.args.batch_size,
             encoder=self.encoder,
             ranks=run.ranks,
         )
-        payloads = {name: self._measure_leaf(lm, leaf, journal) for name, leaf in self.leaves.items()}
+        payloads = {name: self._measure_leaf(lm, leaf, shelf) for name, leaf in self.leaves.items()}
         if not self.loaded.is_group:
             return next(iter(payloads.values()))
         return group_payload(self.loaded, payloads)
 
-    def _measure_leaf(self, lm: Any, leaf: Leaf, journal: "Journal") -> dict[str, Any]:
+    def _measure_leaf(self, lm: Any, leaf: Leaf, shelf: "Shelf") -> dict[str, Any]:
         from lm_eval.evaluator import evaluate
 
         use = data.use(self.args.data_dir, self.run.tokenizer, self.args.unsafe_code)
-        with lm_index.quiet(), lm.rules(self._rule(leaf), journal), use:
+        with lm_index.quiet(), lm.rules(self._rule(leaf), shelf), use:
             leaf.task.set_fewshot_seed(seed=_FEWSHOT_SEED)
             results = evaluate(
                 lm=lm,
@@ -220,12 +205,6 @@ class LmTask(Task):
             prefix=f"{leaf.name}/" if self.loaded.is_group else "",
             settings={"limit": self.limit, "too_long": self.args.too_long},
         )
-
-
-def _content(request: Any, item: Any) -> bytes:
-    """Whatever of a request can change its sample: what the model reads, and the document, which holds the right answers."""
-    read = [item.key, request.args, item.context, item.windows, item.skipped]
-    return json.dumps([*read, request.doc if request.idx == 0 else None], default=str).encode()
 
 
 def _end(item: Any) -> int:

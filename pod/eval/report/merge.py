@@ -168,13 +168,12 @@ def _bucket(payload: Payload, number: int) -> Payload | None:
     return {**payload, "value": row["perplexity"], "samples": samples}
 
 
-def merge(folders: Iterable[str | os.PathLike], methods: list[str] | None = None) -> Comparison:
+def merge(folders: Iterable[str | os.PathLike]) -> Comparison:
     """Read the runs. A method of the same model whose tasks do not overlap becomes one row, else a row per run.
 
-    methods: these only, in this order (default: all that the folders hold).
     Raises: ValueError when a folder holds no results.
     """
-    runs = [read_run(folder, methods) for folder in folders]
+    runs = [read_run(folder) for folder in folders]
     for run, label in zip(runs, _labels([run.folder for run in runs]), strict=True):
         run.label = label
     entries: list[Entry] = []
@@ -185,28 +184,24 @@ def merge(folders: Iterable[str | os.PathLike], methods: list[str] | None = None
                 entry = Entry(method, method, content, run)
                 entries.append(entry)
             entry.take(run, content)
-    entries.sort(key=lambda entry: _rank(entry.method) if methods is None else (methods.index(entry.method),))
+    entries.sort(key=lambda entry: _rank(entry.method))
     _name_apart(entries)
     return Comparison(runs, entries, _task_order(entries))
 
 
-def read_run(folder: str | os.PathLike, methods: list[str] | None = None) -> Run:
-    """A run's results from its output folder or its `eval` folder. methods: these only (default: all there are)."""
+def read_run(folder: str | os.PathLike) -> Run:
+    """A run's results from its output folder or its `eval` folder. What is of another dense model than the newest file is left out."""
     place = Path(folder)
     place = place / "eval" if _has_results(place / "eval") else place
-    results = load_results(place, methods)
-    results.pop(SPEED_RUN, None)
-    known = {id(content) for content in results.values()}
-    left_out = [] if methods is not None else _left_out(place)
-    part: dict[str, Any] = {}
+    results = load_results(place)
+    part = results.pop(SPEED_RUN, {}).get("parts", {}).get(SPEED_RUN, {})
     speed = load_speed(place)
-    if speed:
-        part = load_results(place, [SPEED_RUN])[SPEED_RUN]["parts"][SPEED_RUN]
-    if not known and not speed:
+    if not results and not speed:
         raise ValueError(f"{place} holds no evaluation results: run launch/run_eval.py first")
-    ordered = (
-        results if methods is not None else dict(sorted(results.items(), key=lambda item: _rank(item[0])))
-    )
+    newest = max(results.values(), key=lambda content: content["environment"]["date"], default={})
+    strange = [name for name, content in results.items() if content.get("dense") != newest.get("dense")]
+    left_out = _left_out(place) + [f"{name} was measured on another dense model" for name in strange]
+    ordered = {name: results[name] for name in sorted(results, key=_rank) if name not in strange}
     return Run(place.name, place.resolve(), ordered, speed, part, left_out)
 
 

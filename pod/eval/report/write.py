@@ -71,8 +71,8 @@ _CSV_COLUMNS: list[str] = [
 
 
 def write_report(recipe: "Recipe") -> Path:
-    """Write report.html, report.md and report.csv into the eval folder of one run, from its methods' files; returns the HTML path."""
-    comparison = merge([recipe.eval_dir], recipe.eval.methods)
+    """Write report.html, report.md and report.csv into the eval folder of one run, from the files of all methods there; returns the HTML path."""
+    comparison = merge([recipe.eval_dir])
     return _write(comparison, recipe.eval_dir, _run_pictures(recipe), None)
 
 

@@ -4,8 +4,7 @@ Nothing is trained here. Of `pod-unadapted` the curves say how much each setting
 carry beyond the setting that they were trained with. The paper trains every setting: compare such exports as methods `model:NAME`.
 """
 
-import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,13 @@ import torch
 
 import pod
 from pod.eval import passkey, perplexity
+from pod.eval.answer.store import Shelf, key_of
 from pod.eval.buckets import position_buckets
 from pod.eval.budget import measure_bytes, native_bytes_per_token
-from pod.eval.journal import Journal
 from pod.eval.judge.intervals import wilson
 from pod.eval.judge.verdicts import perplexity_change, perplexity_of
 from pod.eval.methods import Method
-from pod.eval.runners.base import Span, Task, perplexity_result, prompt_hash
+from pod.eval.runners.base import Span, Task, in_batches, perplexity_result, prompt_hash
 from pod.eval.text import load_text
 from pod.eval.variants import check_plan, variant, windows_of
 from pod.modeling.loading import plan_fields
@@ -110,15 +109,6 @@ class Ablation(Task):
             args.passkey_chat_template,
         )
 
-    def inputs(self) -> Any:
-        return {
-            "text": hashlib.sha256(self.text.numpy().tobytes()).hexdigest(),
-            "buckets": [asdict(bucket) for bucket in self.buckets],
-            "settings": [asdict(setting) for setting in self.settings],
-            "prompts": [asdict(prompt) for prompt in self.prompts],
-            "new": self.args.passkey_new_tokens,
-        }
-
     def spans(self) -> list[Span]:
         return [Span(self.args.text_length, 0)]
 
@@ -140,32 +130,39 @@ class Ablation(Task):
         steps = len(self._prompt_batches(self.prompts)) * self.args.passkey_new_tokens
         return len(self.settings) * (texts + prompts), len(self.settings) * steps
 
-    def measure(self, method: Method, journal: Journal) -> dict[str, Any]:
+    def measure(self, method: Method, shelf: Shelf) -> dict[str, Any]:
         texts = [("text", number) for number in range(len(self.text))]
         prompts = [("passkey", number) for number in range(len(self.prompts))]
-        items = [(setting, *item) for setting in self.settings for item in texts + prompts]
-        models = _Variants(self.run.models.get(method.model))
-        records = journal.answers(
+        items = [(setting, *item) for setting in self.settings for item in [*texts, *prompts, ("held", 0)]]
+        models = _Variants(lambda: self.run.models.get(method.model))
+        records = shelf.answers(
             items,
-            key=lambda item: f"{item[0].name}/{item[1]}/{item[2]}",
+            key=self._key,
             batches=self._batches,
-            compute=lambda batch: self._compute(method, models, batch),
+            compute=lambda batch: self._compute(models, batch),
         )
-        per_setting = len(texts) + len(prompts)
-        rows = []
-        for index, setting in enumerate(self.settings):
-            found = records[index * per_setting : (index + 1) * per_setting]
-            row = {"setting": setting.name, "answers": found[len(texts) :], "texts": found[: len(texts)]}
-            rows.append(row | self._held(models.get(setting)))
+        rows, records = [], iter(records)
+        for setting in self.settings:
+            scored = [{"id": str(number), **next(records)} for _, number in texts]
+            said = [_judged(prompt, next(records)) for prompt in self.prompts]
+            rows.append({"setting": setting.name, "answers": said, "texts": scored, **next(records)})
         return self._payload(method, rows)
+
+    def _key(self, item: tuple[Setting, str, int]) -> str:
+        setting, kind, number = item
+        if kind == "text":
+            return key_of(kind, setting.changes, self.buckets, self.text[number].tolist())
+        if kind == "held":
+            return key_of(kind, setting.changes, self.args.text_length)
+        return key_of(kind, setting.changes, self.args.passkey_new_tokens, self.prompts[number].token_ids)
 
     def _batches(self, left: list[tuple[Setting, str, int]]) -> Iterable[list[tuple[Setting, str, int]]]:
         """Setting by setting, texts first; prompts of one asked-for length together."""
         size = self.args.batch_size
         for setting in self.settings:
             own = [item for item in left if item[0].name == setting.name]
-            texts = [item for item in own if item[1] == "text"]
-            yield from (texts[start : start + size] for start in range(0, len(texts), size))
+            yield from in_batches([item for item in own if item[1] == "text"], size)
+            yield from ([item] for item in own if item[1] == "held")
             numbers = {item[2]: item for item in own if item[1] == "passkey"}
             for batch in self._prompt_batches([self.prompts[number] for number in numbers]):
                 yield [numbers[self.prompts.index(prompt)] for prompt in batch]
@@ -173,30 +170,22 @@ class Ablation(Task):
     def _prompt_batches(self, prompts: list[passkey.Prompt]) -> list[list[passkey.Prompt]]:
         size, batches = self.args.batch_size, []
         for length in self.args.passkey_lengths:
-            same = [prompt for prompt in prompts if prompt.length == length]
-            batches += [same[start : start + size] for start in range(0, len(same), size)]
+            batches += in_batches([prompt for prompt in prompts if prompt.length == length], size)
         return batches
 
-    def _compute(
-        self, method: Method, models: "_Variants", batch: list[tuple[Setting, str, int]]
-    ) -> list[dict[str, Any]]:
+    def _compute(self, models: "_Variants", batch: list[tuple[Setting, str, int]]) -> list[dict[str, Any]]:
         model, numbers = models.get(batch[0][0]), [number for _, _, number in batch]
+        if batch[0][1] == "held":
+            return [self._held(model)]
         if batch[0][1] == "text":
             rows = self.text[numbers].to(next(model.parameters()).device)
             scored = perplexity.score_by_forward(model, rows, self.buckets)
             sums = torch.stack([nll.double().sum(1) for nll in scored]).sum(0).tolist()
-            return [{"id": str(number), "nll": total} for number, total in zip(numbers, sums, strict=True)]
+            return [{"nll": total} for total in sums]
         prompts = [self.prompts[number] for number in numbers]
         cache = pod.make_cache(model, model.config.own_method)
-        answers = passkey.answer(model, self.run.tokenizer, cache, prompts, self.args.passkey_new_tokens)
-        return [
-            {
-                "id": f"{prompt.length}/{prompt.depth}/{prompt.sample}",
-                "answer": answer,
-                "correct": passkey.is_correct(answer, prompt.key),
-            }
-            for prompt, answer in zip(prompts, answers, strict=True)
-        ]
+        said = passkey.answer(model, self.run.tokenizer, cache, prompts, self.args.passkey_new_tokens)
+        return [{"answer": answer} for answer in said]
 
     def _held(self, model: Any) -> dict[str, Any]:
         """Plan, windows and bytes of a setting: those of one text, really held."""
@@ -259,14 +248,20 @@ class Ablation(Task):
 class _Variants:
     """The model of the last setting asked for; weights are shared between all."""
 
-    def __init__(self, model: Any):
-        self.model, self.name, self.last = model, OWN, model
+    def __init__(self, own: Callable[[], Any]):
+        self.own, self.name, self.last = own, "", None
 
     def get(self, setting: Setting) -> Any:
         if setting.name != self.name:
-            self.last = variant(self.model, **setting.changes) if setting.changes else self.model
+            self.last = variant(self.own(), **setting.changes) if setting.changes else self.own()
             self.name = setting.name
         return self.last
+
+
+def _judged(prompt: passkey.Prompt, record: dict[str, Any]) -> dict[str, Any]:
+    """What was said to a prompt, with whether it is right."""
+    name = f"{prompt.length}/{prompt.depth}/{prompt.sample}"
+    return {"id": name, **record, "correct": passkey.is_correct(record["answer"], prompt.key)}
 
 
 def _plan_names(paths: list[str]) -> dict[str, str]:

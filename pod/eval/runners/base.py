@@ -30,7 +30,7 @@ from pod.eval.judge.verdicts import estimate_of
 from pod.schema import build
 
 if TYPE_CHECKING:
-    from pod.eval.journal import Journal
+    from pod.eval.answer.store import Shelf
     from pod.eval.methods import Method
     from pod.eval.runner import Evaluation
 
@@ -65,16 +65,13 @@ class Task(ABC):
         self.run, self.args, self.options = run, run.args, options
 
     @abstractmethod
-    def inputs(self) -> Any:
-        """JSON that changes with whatever can change the result, apart from model and method: prompts, lengths, rules."""
-
-    @abstractmethod
     def spans(self) -> list[Span]:
         """The sizes of every cache that the task will make."""
 
     @abstractmethod
-    def measure(self, method: "Method", journal: "Journal") -> dict[str, Any]:
-        """The payload of one method. Samples are answered through `journal.answers`, so that ranks share them and a killed run goes on."""
+    def measure(self, method: "Method", shelf: "Shelf") -> dict[str, Any]:
+        """The payload of one method: a function of the answers on its shelf. What is not there is asked through `shelf.answers`, and
+        only that may load a model."""
 
     def longest(self) -> int:
         """The longest sequence that is fed to a model (tokens), new tokens included."""
@@ -149,6 +146,11 @@ def prompt_hash(prompt: Any) -> str:
     """SHA-256 of a prompt's text (lone surrogates allowed) or token ids, 16 hex digits: equal prompts are seen to be equal across runs."""
     text = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def in_batches(items: list[Any], size: int) -> list[list[Any]]:
+    """Neighbours together, `size` at most."""
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def perplexity_result(value: float | None, ci95: list[float] | None) -> dict[str, Any]:

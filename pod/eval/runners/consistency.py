@@ -5,17 +5,16 @@ the same when the model uses only its nearest tokens. For every other method the
 not say whether the window cuts the text or the attention of every layer; `restrict` offers both.
 """
 
-import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import Tensor
 
 from pod.eval.agreement import predict_by_decode, predict_by_forward, predict_by_window
-from pod.eval.journal import Journal
+from pod.eval.answer.store import Shelf, key_of
 from pod.eval.judge.intervals import score_mean
 from pod.eval.methods import Method
-from pod.eval.runners.base import Span, Task, prompt_hash, scored_payload
+from pod.eval.runners.base import Span, Task, in_batches, prompt_hash, scored_payload
 from pod.eval.text import load_text
 
 _WHERE = "eval.task_options.consistency"
@@ -80,12 +79,6 @@ class Consistency(Task):
         )
         self.text = load_text(replace(run.recipe, eval=asked), run.tokenizer)
 
-    def inputs(self) -> Any:
-        return {
-            "text": hashlib.sha256(self.text.numpy().tobytes()).hexdigest(),
-            "dense": self.run.models.identity("dense"),
-        }
-
     def spans(self) -> list[Span]:
         return [Span(self.options.length - 1, self.options.predictions)]
 
@@ -107,22 +100,37 @@ class Consistency(Task):
         """Whether one forward predicts what the decode path does: not with options such as the gate skip `tau`."""
         return method.one_shot and not self.args.method_options.get(method.name)
 
-    def measure(self, method: Method, journal: Journal) -> dict[str, Any]:
-        size = self.args.batch_size
-        records = journal.answers(
+    def measure(self, method: Method, shelf: Shelf) -> dict[str, Any]:
+        options, span = self.options, self.spans()[0]
+        budget = self.run.budget(method, span.length, span.fed)
+        room, dense = self.run.room(method, span.length, span.fed), self.run.models.identity("dense")
+        asked = [options.predictions, self._one_shot(method), room, dense]
+        if method.name == "full":
+            asked += [options.windows, options.restrict]
+        records = shelf.answers(
             list(range(len(self.text))),
-            key=str,
-            batches=lambda left: [left[start : start + size] for start in range(0, len(left), size)],
+            key=lambda row: key_of("same predictions", asked, self.text[row].tolist()),
+            batches=lambda left: in_batches(left, self.args.batch_size),
             compute=lambda rows: self._compare(method, rows),
         )
-        return self._payload(method, records)
+        samples = [
+            {
+                "id": str(number),
+                "prompt_tokens": options.length - options.predictions,
+                "prompt_hash": prompt_hash(self.text[number].tolist()),
+                "budget_tokens": budget,
+                **record,
+            }
+            for number, record in enumerate(records)
+        ]
+        return self._payload(method, samples)
 
     def _compare(self, method: Method, numbers: list[int]) -> list[dict[str, Any]]:
-        """A record per text: share of identical predictions, for `full` also by window; bytes, budget."""
+        """A record per text: share of identical predictions, for `full` also by window; bytes."""
         dense, last = self.run.models.get("dense"), self.options.predictions
         rows = self.text[numbers].to(next(dense.parameters()).device)
         reference = predict_by_forward(dense, rows, last)
-        held, budget = None, None
+        held = None
         windows: list[list[float]] = [[] for _ in numbers]
         if method.name == "full":
             own = reference
@@ -131,20 +139,12 @@ class Consistency(Task):
             own = predict_by_forward(self.run.models.get(method.model), rows, last)
         else:
             span = self.spans()[0]
-            cache, budget = self.run.cache(method, span.length, span.fed)
+            cache, _ = self.run.cache(method, span.length, span.fed)
             own = predict_by_decode(self.run.models.get(method.model), cache, rows, last)
             held = cache.nbytes // len(rows)
         return [
-            {
-                "id": str(number),
-                "score": score,
-                "prompt_tokens": self.options.length - last,
-                "prompt_hash": prompt_hash(self.text[number].tolist()),
-                "windows": by_window,
-                "budget_tokens": budget,
-                "bytes": held,
-            }
-            for number, score, by_window in zip(numbers, _same(own, reference), windows, strict=True)
+            {"score": score, "windows": by_window, "bytes": held}
+            for score, by_window in zip(_same(own, reference), windows, strict=True)
         ]
 
     def _by_window(self, dense: Any, rows: Tensor, reference: Tensor) -> list[list[float]]:

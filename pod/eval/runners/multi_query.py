@@ -4,15 +4,14 @@ RazorAttention Figure 2 shows the case (`Mary's favorite number is 34251.` in a 
 by the prompt's end cannot know what later questions need. Here the prompt ends before any question, unless `question_in_prompt` is set.
 """
 
-import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
 from pod.eval import branching
-from pod.eval.journal import Journal
+from pod.eval.answer.store import Shelf, key_of
 from pod.eval.judge.intervals import clusters_of, share
 from pod.eval.methods import Method
-from pod.eval.runners.base import Span, Task, prompt_hash, scored_payload
+from pod.eval.runners.base import Span, Task, in_batches, prompt_hash, scored_payload
 from pod.eval.runners.niah import cells_of
 from pod.eval.suites import needles
 from pod.eval.suites.haystack import ASK, Haystack, load_sentences, make_frame, start_of
@@ -106,10 +105,6 @@ class MultiQuery(Task):
         # a question is a prompt: methods compress again behind it, so that only new tokens come on top; the last is never fed
         return Span(longest + self.options.new_tokens - 1, self.options.new_tokens)
 
-    def inputs(self) -> Any:
-        texts = [[document.text, document.prompt, document.questions] for document in self.documents]
-        return {"texts": hashlib.sha256(repr(texts).encode()).hexdigest(), "new": self.options.new_tokens}
-
     def spans(self) -> list[Span]:
         return list(self.span.values())
 
@@ -119,19 +114,23 @@ class MultiQuery(Task):
         steps = len(self._batches(self.documents)) * self.options.questions * self.options.new_tokens
         return prompt, steps
 
-    def measure(self, method: Method, journal: Journal) -> dict[str, Any]:
-        records = journal.answers(
+    def measure(self, method: Method, shelf: Shelf) -> dict[str, Any]:
+        options = self.options
+        budgets = {length: self.run.budget(method, at.length, at.fed) for length, at in self.span.items()}
+        rooms = {length: self.run.room(method, at.length, at.fed) for length, at in self.span.items()}
+        records = shelf.answers(
             self.documents,
-            key=lambda document: f"{document.length}/{document.sample}",
+            key=lambda document: key_of(
+                "questions", document.prompt, document.questions, options.new_tokens, rooms[document.length]
+            ),
             batches=self._batches,
             compute=lambda batch: self._answer(method, batch),
         )
         samples = [
-            sample
+            sample | {"budget_tokens": budgets[document.length]}
             for document, record in zip(self.documents, records, strict=True)
             for sample in self._samples(document, record)
         ]
-        options = self.options
         return scored_payload(
             "binary",
             "accuracy",
@@ -154,17 +153,16 @@ class MultiQuery(Task):
         """Batches of one asked-for length."""
         size, batches = self.args.batch_size, []
         for length in self.options.lengths:
-            same = [document for document in documents if document.length == length]
-            batches += [same[start : start + size] for start in range(0, len(same), size)]
+            batches += in_batches([one for one in documents if one.length == length], size)
         return batches
 
     def _answer(self, method: Method, batch: list[Document]) -> list[dict[str, Any]]:
-        """A record per text: answers, bytes per text after each, budget."""
+        """A record per text: answers, bytes per text after each."""
         run, span = self.run, self.span[batch[0].length]
         model = run.models.get(method.model)
-        cache, budget = run.cache(method, span.length, span.fed)
+        cache, _ = run.cache(method, span.length, span.fed)
         mask = branching.read_prompts(model, run.tokenizer, cache, [document.prompt for document in batch])
-        records: list[dict[str, Any]] = [{"answers": [], "bytes": [], "budget_tokens": budget} for _ in batch]
+        records: list[dict[str, Any]] = [{"answers": [], "bytes": []} for _ in batch]
         for number in range(self.options.questions):
             copy = branching.branch(cache)
             rows = [document.questions[number] for document in batch]
@@ -189,7 +187,6 @@ class MultiQuery(Task):
                 "prompt_hash": prompt_hash([*document.prompt, *document.questions[number]]),
                 "target": value,
                 "answer": answer,
-                "budget_tokens": record["budget_tokens"],
                 "bytes": held,
             }
             for number, (value, depth, answer, held) in enumerate(rows)

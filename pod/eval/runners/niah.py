@@ -3,14 +3,13 @@
 PoD Table 2 and Figure 6, D2O Table 2, RazorAttention Figures 1 and 4. `pod.eval.suites.needles` has prompts and scoring.
 """
 
-import hashlib
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pod.eval import passkey
-from pod.eval.journal import Journal
+from pod.eval.answer.store import Shelf
 from pod.eval.methods import Method
-from pod.eval.runners.base import Span, Task, prompt_hash, scored_payload
+from pod.eval.runners.base import Span, Task, in_batches, prompt_hash, scored_payload
 from pod.eval.suites import needles
 from pod.eval.suites.haystack import load_sentences
 
@@ -94,10 +93,6 @@ class Niah(Task):
             for n in options.lengths
         }
 
-    def inputs(self) -> Any:
-        texts = "\x00".join(prompt.text for prompt in self.prompts)
-        return {"prompts": hashlib.sha256(texts.encode()).hexdigest(), "new": self.new_tokens}
-
     def spans(self) -> list[Span]:
         return [Span(length, self.new_tokens) for length in self.held_length.values()]
 
@@ -106,14 +101,17 @@ class Niah(Task):
         batches = len(self._batches(self.prompts))
         return sum(len(prompt.token_ids) for prompt in self.prompts), batches * self.new_tokens
 
-    def measure(self, method: Method, journal: Journal) -> dict[str, Any]:
-        records = journal.answers(
+    def measure(self, method: Method, shelf: Shelf) -> dict[str, Any]:
+        budgets = {n: self.run.budget(method, held, self.new_tokens) for n, held in self.held_length.items()}
+        rooms = {n: self.run.room(method, held, self.new_tokens) for n, held in self.held_length.items()}
+        answers = shelf.answers(
             self.prompts,
-            key=_id,
+            key=lambda prompt: passkey.key(prompt, self.new_tokens, rooms[prompt.length]),
             batches=self._batches,
             compute=lambda batch: self._answer(method, batch),
         )
-        options = self.options
+        pairs, options = zip(self.prompts, answers, strict=True), self.options
+        records = [self._record(prompt, said, budgets[prompt.length]) for prompt, said in pairs]
         return scored_payload(
             "binary" if options.form == "number" and options.needles == 1 else "score",
             "needle recall" if options.form == "number" else "ROUGE-1",
@@ -142,22 +140,19 @@ class Niah(Task):
         """Batches of one asked-for length."""
         size, batches = self.args.batch_size, []
         for length in self.options.lengths:
-            same = [prompt for prompt in prompts if prompt.length == length]
-            batches += [same[start : start + size] for start in range(0, len(same), size)]
+            batches += in_batches([prompt for prompt in prompts if prompt.length == length], size)
         return batches
 
     def _answer(self, method: Method, batch: list[needles.NeedlePrompt]) -> list[dict[str, Any]]:
         run = self.run
         model = run.models.get(method.model)
-        cache, budget = run.cache(method, self.held_length[batch[0].length], self.new_tokens)
-        answers = passkey.answer(model, run.tokenizer, cache, batch, self.new_tokens)
-        held = cache.nbytes // len(batch)
-        return [self._record(prompt, text, budget, held) for prompt, text in zip(batch, answers, strict=True)]
+        cache, _ = run.cache(method, self.held_length[batch[0].length], self.new_tokens)
+        return passkey.answers(model, run.tokenizer, cache, batch, self.new_tokens)
 
     def _record(
-        self, prompt: needles.NeedlePrompt, answer: str, budget: int | None, held: int
+        self, prompt: needles.NeedlePrompt, said: dict[str, Any], budget: int | None
     ) -> dict[str, Any]:
-        number = self.options.form == "number"
+        number, answer = self.options.form == "number", said["answer"]
         score = needles.recall(answer, prompt.values) if number else needles.statement_score(answer)
         return {
             "id": _id(prompt),
@@ -168,9 +163,8 @@ class Niah(Task):
             "prompt_tokens": len(prompt.token_ids),
             "prompt_hash": prompt_hash(prompt.text),
             "target": list(prompt.values),
-            "answer": answer,
             "budget_tokens": budget,
-            "bytes": held,
+            **said,
         }
 
 

@@ -1,12 +1,11 @@
 """Passkey retrieval: accuracy by length and depth (`pod.eval.passkey` has prompts and rule)."""
 
-from dataclasses import asdict
 from typing import Any
 
 from pod.eval import passkey
-from pod.eval.journal import Journal
+from pod.eval.answer.store import Shelf
 from pod.eval.methods import Method
-from pod.eval.runners.base import Span, Task, prompt_hash, scored_payload
+from pod.eval.runners.base import Span, Task, in_batches, prompt_hash, scored_payload
 
 
 class Passkey(Task):
@@ -35,25 +34,23 @@ class Passkey(Task):
         """Tokens in the cache after a prompt is answered; the last new token is never fed."""
         return tokens + self.args.passkey_new_tokens - 1
 
-    def inputs(self) -> Any:
-        return {
-            "prompts": [asdict(prompt) for prompt in self.prompts],
-            "new": self.args.passkey_new_tokens,
-        }
-
     def spans(self) -> list[Span]:
         return [Span(length, self.args.passkey_new_tokens) for length in self.held_length.values()]
 
     def longest(self) -> int:
         return max(self.args.passkey_lengths) + self.args.passkey_new_tokens
 
-    def measure(self, method: Method, journal: Journal) -> dict[str, Any]:
-        records = journal.answers(
+    def measure(self, method: Method, shelf: Shelf) -> dict[str, Any]:
+        new_tokens = self.args.passkey_new_tokens
+        budgets = {n: self.run.budget(method, held, new_tokens) for n, held in self.held_length.items()}
+        rooms = {n: self.run.room(method, held, new_tokens) for n, held in self.held_length.items()}
+        answers = shelf.answers(
             self.prompts,
-            key=lambda prompt: f"{prompt.length}/{prompt.depth}/{prompt.sample}",
+            key=lambda prompt: passkey.key(prompt, new_tokens, rooms[prompt.length]),
             batches=self._batches,
             compute=lambda batch: self._answer(method, batch),
         )
+        records = [_record(p, a, budgets[p.length]) for p, a in zip(self.prompts, answers, strict=True)]
         held = {}
         for record in records:
             rows = [row for row in records if row["length"] == record["length"]]
@@ -82,24 +79,19 @@ class Passkey(Task):
         """Batches of one asked-for length."""
         size, batches = self.args.batch_size, []
         for length in self.args.passkey_lengths:
-            same = [prompt for prompt in prompts if prompt.length == length]
-            batches += [same[start : start + size] for start in range(0, len(same), size)]
+            batches += in_batches([prompt for prompt in prompts if prompt.length == length], size)
         return batches
 
     def _answer(self, method: Method, batch: list[passkey.Prompt]) -> list[dict[str, Any]]:
-        """A record per prompt. The budget depends on the asked-for length only, so that an answer does not depend on its batch."""
+        """What is said to each prompt. The budget depends on the asked-for length only, so that an answer does not depend on its batch."""
         run, new_tokens = self.run, self.args.passkey_new_tokens
         model = run.models.get(method.model)
-        cache, budget = run.cache(method, self.held_length[batch[0].length], new_tokens)
-        answers = passkey.answer(model, run.tokenizer, cache, batch, new_tokens)
-        return [
-            _record(prompt, text, budget, cache.nbytes // len(batch))
-            for prompt, text in zip(batch, answers, strict=True)
-        ]
+        cache, _ = run.cache(method, self.held_length[batch[0].length], new_tokens)
+        return passkey.answers(model, run.tokenizer, cache, batch, new_tokens)
 
 
-def _record(prompt: passkey.Prompt, answer: str, budget: int | None, held: int) -> dict[str, Any]:
-    correct = passkey.is_correct(answer, prompt.key)
+def _record(prompt: passkey.Prompt, said: dict[str, Any], budget: int | None) -> dict[str, Any]:
+    correct = passkey.is_correct(said["answer"], prompt.key)
     return {
         "id": f"{prompt.length}/{prompt.depth}/{prompt.sample}",
         "score": float(correct),
@@ -109,10 +101,9 @@ def _record(prompt: passkey.Prompt, answer: str, budget: int | None, held: int) 
         "prompt_tokens": len(prompt.token_ids),
         "prompt_hash": prompt_hash(prompt.text),
         "target": prompt.key,
-        "answer": answer,
         "correct": correct,
         "budget_tokens": budget,
-        "bytes": held,
+        **said,
     }
 
 

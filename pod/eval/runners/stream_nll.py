@@ -3,17 +3,16 @@
 Any long text will do: files of PG-19's test books in `text`, else what perplexity is measured on. `pod.eval.streaming` says how it is scored.
 """
 
-import hashlib
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from pod.eval.journal import Journal
+from pod.eval.answer.store import Shelf, key_of
 from pod.eval.judge.verdicts import perplexity_of
 from pod.eval.methods import Method
-from pod.eval.runners.base import Span, Task, perplexity_result, prompt_hash
+from pod.eval.runners.base import Span, Task, in_batches, perplexity_result, prompt_hash
 from pod.eval.streaming import UNBOUNDED, Stream, chunk_of, make_stream, stream_nll
 from pod.eval.text import load_text
 
@@ -81,13 +80,6 @@ class StreamNll(Task):
             )
         self.stream = make_stream(options.prompt_tokens, options.length, options.every, self.common)
 
-    def inputs(self) -> Any:
-        return {
-            "text": hashlib.sha256(self.text.numpy().tobytes()).hexdigest(),
-            "stream": asdict(self.stream),
-            "common": self.common,
-        }
-
     def spans(self) -> list[Span]:
         return [Span(self.common - 1, self.common - self.options.prompt_tokens)]
 
@@ -117,55 +109,57 @@ class StreamNll(Task):
         """Tokens that a method takes at once."""
         return chunk_of(method, self.options.chunk_size, self.args.method_options.get(method.name, {}))
 
-    def measure(self, method: Method, journal: Journal) -> dict[str, Any]:
-        size = self.args.batch_size
-        tokens = self.text.to(next(self.run.models.get(method.model).parameters()).device)
-        records = journal.answers(
-            list(range(len(tokens))),
-            key=str,
-            batches=lambda left: [left[start : start + size] for start in range(0, len(left), size)],
-            compute=lambda rows: self._score(method, tokens[rows], rows),
+    def measure(self, method: Method, shelf: Shelf) -> dict[str, Any]:
+        span, stream = self.spans()[0], self.stream.upto(self._end(method))
+        budget = self.run.budget(method, span.length, span.fed)
+        asked = [stream, self._chunk(method), self.run.room(method, span.length, span.fed)]
+        records = shelf.answers(
+            list(range(len(self.text))),
+            key=lambda row: key_of("stream", *asked, self.text[row][: stream.ends[-1]].tolist()),
+            batches=lambda left: in_batches(left, self.args.batch_size),
+            compute=lambda rows: self._score(method, self.text[rows]),
         )
-        return self._payload(method, self.stream.upto(self._end(method)), records)
+        return self._payload(method, stream, records, budget)
 
-    def _score(self, method: Method, rows: Tensor, numbers: list[int]) -> list[dict[str, Any]]:
+    def _score(self, method: Method, rows: Tensor) -> list[dict[str, Any]]:
         """A record per text: summed NLL (nats) and bytes of every interval."""
         span = self.spans()[0]
-        cache, budget = self.run.cache(method, span.length, span.fed)
+        cache, _ = self.run.cache(method, span.length, span.fed)
         stream = self.stream.upto(self._end(method))
         model = self.run.models.get(method.model)
+        rows = rows.to(next(model.parameters()).device)
         sums, held = stream_nll(model, cache, rows, stream, self._chunk(method))
         return [
             {
-                "id": str(number),
                 "sums": [float(total[row]) for total in sums],
                 "held": [size // len(rows) for size in held],
-                "budget": budget,
             }
-            for row, number in enumerate(numbers)
+            for row in range(len(rows))
         ]
 
-    def _payload(self, method: Method, stream: Stream, records: list[dict[str, Any]]) -> dict[str, Any]:
+    def _payload(
+        self, method: Method, stream: Stream, records: list[dict[str, Any]], budget: int | None
+    ) -> dict[str, Any]:
         options, shared = self.options, stream.ends.index(self.common) + 1
         tokens = self.common - options.prompt_tokens
         sums = [sum(record["sums"][:shared]) for record in records]
         total = perplexity_of(sums, [tokens] * len(sums))
         held = [record["held"][shared - 1] for record in records]
-        stated = self.run.stated_bytes(self.spans()[0].length, records[0]["budget"], held)
+        stated = self.run.stated_bytes(self.spans()[0].length, budget, held)
         chunk = self._chunk(method)
         return {
             **perplexity_result(total["perplexity"], total["ci95"]),
             "samples": [
                 {
-                    "id": record["id"],
+                    "id": str(number),
                     "score": value,
                     "tokens": tokens,
                     "prompt_tokens": self.common,
-                    "prompt_hash": prompt_hash(self.text[int(record["id"])][: self.common].tolist()),
-                    "budget_tokens": record["budget"],
+                    "prompt_hash": prompt_hash(self.text[number][: self.common].tolist()),
+                    "budget_tokens": budget,
                     "bytes": record["held"][shared - 1],
                 }
-                for record, value in zip(records, sums, strict=True)
+                for number, (record, value) in enumerate(zip(records, sums, strict=True))
             ],
             "bytes": [stated],
             "settings": {

@@ -5,7 +5,6 @@ and one for every tau, so that the curves differ by tau alone. Skipping is an af
 """
 
 import copy
-import hashlib
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,12 +13,12 @@ from torch import Tensor
 
 import pod
 from pod.eval import gates, passkey
-from pod.eval.journal import Journal
+from pod.eval.answer.store import Shelf, key_of
 from pod.eval.judge.intervals import wilson
 from pod.eval.judge.verdicts import perplexity_change, perplexity_of
 from pod.eval.methods import Method
 from pod.eval.perplexity import token_nll
-from pod.eval.runners.base import Span, Task, perplexity_result, prompt_hash
+from pod.eval.runners.base import Span, Task, in_batches, perplexity_result, prompt_hash
 from pod.eval.text import load_text
 from pod.eval.variants import windows_of
 from pod.modeling.methods.layouts import check_tau
@@ -105,13 +104,6 @@ class TauCurve(Task):
                 args.passkey_chat_template,
             )
 
-    def inputs(self) -> Any:
-        return {
-            "text": hashlib.sha256(self.text.numpy().tobytes()).hexdigest(),
-            "prompts": [asdict(prompt) for prompt in self.prompts],
-            "new": self.args.passkey_new_tokens,
-        }
-
     def spans(self) -> list[Span]:
         return [Span(self.args.text_length - 1, self.options.scored_tokens)]
 
@@ -139,15 +131,14 @@ class TauCurve(Task):
         steps = batches * self.options.scored_tokens + len(self.prompts) * self.args.passkey_new_tokens
         return len(self.text) * self.args.text_length + prompts, settings * steps
 
-    def measure(self, method: Method, journal: Journal) -> dict[str, Any]:
-        size = self.args.batch_size
+    def measure(self, method: Method, shelf: Shelf) -> dict[str, Any]:
+        options, new_tokens = self.options, self.args.passkey_new_tokens
         texts = [("text", row) for row in range(len(self.text))]
         items = texts + [("passkey", number) for number in range(len(self.prompts))]
 
         def batches(left: list[tuple[str, int]]) -> list[list[tuple[str, int]]]:
             rows = [item for item in left if item[0] == "text"]
-            groups = [rows[start : start + size] for start in range(0, len(rows), size)]
-            return groups + [[item] for item in left if item[0] == "passkey"]
+            return in_batches(rows, self.args.batch_size) + [[i] for i in left if i[0] == "passkey"]
 
         def compute(batch: list[tuple[str, int]]) -> list[dict[str, Any]]:
             numbers = [number for _, number in batch]
@@ -155,8 +146,17 @@ class TauCurve(Task):
                 return self._score(method, numbers)
             return [self._answer(method, number) for number in numbers]
 
-        records = journal.answers(items, lambda item: f"{item[0]}/{item[1]}", batches, compute)
-        return self._payload(records[: len(texts)], records[len(texts) :])
+        def key(item: tuple[str, int]) -> str:
+            if item[0] == "text":
+                return key_of(
+                    "nll by tau", options.settings, options.scored_tokens, self.text[item[1]].tolist()
+                )
+            return key_of("greedy by tau", options.settings, new_tokens, self.prompts[item[1]].token_ids)
+
+        records = shelf.answers(items, key, batches, compute)
+        found = [{"id": str(number), **record} for number, record in enumerate(records[: len(texts)])]
+        said = zip(self.prompts, records[len(texts) :], strict=True)
+        return self._payload(found, [_judged(prompt, record) for prompt, record in said])
 
     def _cache(self, method: Method) -> Any:
         """A new cache that decodes layer by layer, where gates can be counted."""
@@ -172,7 +172,7 @@ class TauCurve(Task):
         first = rows.shape[1] - self.options.scored_tokens
         prompt = self._cache(method)
         model.model(input_ids=rows[:, : first - 1], past_key_values=prompt, use_cache=True)
-        records: list[dict[str, Any]] = [{"id": str(number), "nll": {}, "counts": {}} for number in numbers]
+        records: list[dict[str, Any]] = [{"nll": {}, "counts": {}} for _ in numbers]
         for tau in self.options.settings:
             cache = copy.deepcopy(prompt)
             probe, key = gates.GateProbe(cache, tau), label(tau)
@@ -189,11 +189,7 @@ class TauCurve(Task):
         ids = torch.tensor([prompt.token_ids], device=next(model.parameters()).device)
         read = self._cache(method)
         model.model(input_ids=ids[:, :-1], past_key_values=read, use_cache=True)
-        record: dict[str, Any] = {
-            "id": f"{prompt.length}/{prompt.depth}/{prompt.sample}",
-            "target": prompt.key,
-        }
-        record |= {"answers": {}, "correct": {}, "prompt_hash": prompt_hash(prompt.text)}
+        record: dict[str, Any] = {"answers": {}}
         for tau in self.options.settings:
             cache, token, found = copy.deepcopy(read), ids[:, -1:], []
             gates.GateProbe(cache, tau)
@@ -201,9 +197,7 @@ class TauCurve(Task):
                 output = model(input_ids=token, past_key_values=cache, use_cache=True)
                 token = output.logits[:, -1].argmax(-1, keepdim=True)
                 found.append(int(token))
-            text = self.run.tokenizer.decode(found, skip_special_tokens=True)
-            record["answers"][label(tau)] = text
-            record["correct"][label(tau)] = passkey.is_correct(text, prompt.key)
+            record["answers"][label(tau)] = self.run.tokenizer.decode(found, skip_special_tokens=True)
         return record
 
     def _payload(self, texts: list[dict[str, Any]], answers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -257,6 +251,19 @@ class TauCurve(Task):
                 "passkey_ci95": list(wilson(right, len(answers))),
             }
         return row
+
+
+def _judged(prompt: passkey.Prompt, record: dict[str, Any]) -> dict[str, Any]:
+    """What was said to a prompt, with whether it is right."""
+    right = {tau: passkey.is_correct(text, prompt.key) for tau, text in record["answers"].items()}
+    name = f"{prompt.length}/{prompt.depth}/{prompt.sample}"
+    return {
+        "id": name,
+        "target": prompt.key,
+        "prompt_hash": prompt_hash(prompt.text),
+        **record,
+        "correct": right,
+    }
 
 
 def label(tau: float | None) -> str:

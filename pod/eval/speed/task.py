@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pod.eval.methods import Method, find_method
 from pod.eval.report.summary import BASE, SPEED_RUN
-from pod.eval.results import RunResults, one_line
+from pod.eval.results import RunResults, environment, fingerprint, one_line, with_files
 from pod.eval.speed import efficiency, max_batch, memory
 from pod.eval.speed.args import SpeedOptions, speed_options
 
@@ -22,10 +22,8 @@ _MEMORY_STEPS = 4  # decoded tokens whose peak memory is measured
 
 def measure_speed(run: "Evaluation") -> dict[str, str]:
     """Speeds of all methods side by side into efficiency.json; returns the error lines of methods that failed."""
-    results = RunResults(run.recipe.eval_dir / f"{SPEED_RUN}.json", SPEED_RUN, {"config": asdict(run.args)})
-    inputs = run.speed_fingerprint()
-    results.keep({SPEED_RUN: inputs} if run.args.reuse else {})
-    if results.finished(SPEED_RUN, inputs):
+    results = _results(run)
+    if is_known(run):
         run.log(f"speed: kept from {results.content['parts'][SPEED_RUN]['environment']['date']}")
         results.finish()
         return {}
@@ -36,8 +34,12 @@ def measure_speed(run: "Evaluation") -> dict[str, str]:
     lengths = [row for row in rows if row["methods"]]
     batches = [_largest_batches(run, options, pair[0], pair[1], errors) for pair in options.max_batch]
     payload = {"lengths": lengths, "max_batch": batches, "options": asdict(options), "failed": errors}
-    # A run with failures is never taken for a finished one.
-    results.store(SPEED_RUN, inputs if not errors else "failed", time.perf_counter() - began, payload)
+    payload |= {
+        "raced": _racers(run),
+        "seconds": round(time.perf_counter() - began, 3),
+        "environment": environment(),
+    }
+    results.store(SPEED_RUN, payload)
     if errors:
         results.content["status"] = "failed"
         results.content["error"] = "; ".join(f"{name}: {error}" for name, error in errors.items())
@@ -46,6 +48,30 @@ def measure_speed(run: "Evaluation") -> dict[str, str]:
         results.finish()
     run.log(f"speed: {_speed_headline(lengths)} ({time.perf_counter() - began:.0f} s)")
     return {name: f"{SPEED_RUN}: {error}" for name, error in errors.items()}
+
+
+def _results(run: "Evaluation") -> RunResults:
+    header = {"config": asdict(run.args), "row": run.speed_fingerprint()}
+    return RunResults(run.recipe.eval_dir / f"{SPEED_RUN}.json", SPEED_RUN, header)
+
+
+def is_known(run: "Evaluation") -> bool:
+    """Whether all methods raced before, as they are now and without a failure, maybe among others."""
+    part = _results(run).content["parts"].get(SPEED_RUN)
+    return (
+        run.args.reuse
+        and part is not None
+        and not part["failed"]
+        and _racers(run).items() <= part["raced"].items()
+    )
+
+
+def _racers(run: "Evaluation") -> dict[str, str]:
+    """What each method runs on and with, as a digest."""
+    methods = map(find_method, run.args.methods)
+    return {
+        m.name: fingerprint([run.models.identity(m.model), with_files(run.options(m))])[:16] for m in methods
+    }
 
 
 def check(run: "Evaluation") -> None:

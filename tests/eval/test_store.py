@@ -1,11 +1,11 @@
-"""The sample journal: nothing is answered twice, torn lines are answered again, every rank gets the same, failures reach all ranks."""
+"""The store of answers: nothing is answered twice, whoever asks; torn lines are answered again; every rank gets the same; it only grows."""
 
 import json
 import threading
 
 import pytest
 
-from pod.eval.journal import AnswerError, Journal
+from pod.eval.answer.store import AnswerError, Store, Unanswered, key_of
 from pod.eval.ranks import Ranks
 
 
@@ -53,8 +53,8 @@ def pairs(items):
     return [items[start : start + 2] for start in range(0, len(items), 2)]
 
 
-def ask(folder, ranks, seen=None, broken=None, fingerprint="abc"):
-    journal = Journal(folder, "snapkv@25%", "niah", fingerprint, ranks)
+def ask(folder, ranks, seen=None, broken=None, items=ITEMS, identity=None, reuse=True, is_open=True):
+    shelf = Store(folder, ranks, reuse).shelf("snapkv@25%", identity or {"model": "abc"})
 
     def compute(batch):
         if broken is not None and broken in batch:
@@ -63,14 +63,31 @@ def ask(folder, ranks, seen=None, broken=None, fingerprint="abc"):
             seen.append(list(batch))
         return [{"square": item * item, "batch": len(batch), "pair": (item, item)} for item in batch]
 
-    return journal.answers(ITEMS, key=str, batches=pairs, compute=compute)
+    with shelf.asked_by("niah", is_open):
+        return shelf.answers(items, key=key_of, batches=pairs, compute=compute)
+
+
+def squares(records):
+    return [record["square"] for record in records]
 
 
 def test_records_come_in_order_and_as_the_file_holds_them(tmp_path):
     records = ask(tmp_path, Ranks())
-    assert [record["square"] for record in records] == [0, 1, 4, 9, 16, 25, 36]
+    assert squares(records) == [0, 1, 4, 9, 16, 25, 36]
     assert records[3]["pair"] == [3, 3], "a tuple would be a list after a restart"
-    assert records == ask(tmp_path, Ranks())
+    seen = []
+    assert records == ask(tmp_path, Ranks(), seen) and not seen
+
+
+def test_what_is_asked_counts_and_not_who_asks(tmp_path):
+    """A longer list, another order, a question twice: only what is new is answered."""
+    ask(tmp_path, Ranks(), items=[0, 1, 2])
+    before = {file: file.read_text() for file in tmp_path.glob("*/*")}
+    seen = []
+    found = ask(tmp_path, Ranks(), seen, items=[5, 2, 1, 0, 3, 4, 3])
+    assert squares(found) == [25, 4, 1, 0, 9, 16, 9]
+    assert sorted(item for batch in seen for item in batch) == [3, 4, 5]
+    assert all(file.read_text().startswith(text) for file, text in before.items()), "the store only grows"
 
 
 def test_a_failure_loses_only_its_batch(tmp_path):
@@ -89,26 +106,43 @@ def test_torn_and_damaged_lines_are_answered_again_in_their_own_batch(tmp_path):
     lines = file.read_text().splitlines()
     lines[2] = lines[2][:9] + "\x00" + lines[2][12:]
     file.write_text("\n".join(lines[:-1]) + "\n" + lines[-1][:12])  # and the last is torn
-    seen = []
+    torn, seen = file.read_text(), []
     assert ask(tmp_path, Ranks(), seen) == whole
     assert seen == [[2, 3], [6]], "batches are those of the first run, whatever is left of them"
-    assert [json.loads(line)[0] for line in file.read_text().splitlines()[-3:]] == ["2", "3", "6"]
+    assert file.read_text().startswith(torn)
+    new = [json.loads(line) for line in file.read_text().splitlines()[-3:]]
+    assert [len(line.get("answers", ())) for line in new] == [0, 2, 1] and "date" in new[0]["environment"]
 
 
-def test_other_inputs_are_another_journal_and_remove_forgets(tmp_path):
+def test_another_model_is_another_shelf(tmp_path):
     ask(tmp_path, Ranks())
     seen = []
-    ask(tmp_path, Ranks(), seen, fingerprint="xyz")
+    ask(tmp_path, Ranks(), seen, identity={"model": "xyz"})
     assert len(seen) == 4
-    Journal(tmp_path, "snapkv@25%", "niah", "xyz", Ranks()).remove()
-    ask(tmp_path, Ranks(), seen, fingerprint="xyz")
-    assert len(seen) == 8
+    shelves = [json.loads(file.read_text()) for file in tmp_path.glob("*/shelf.json")]
+    assert sorted(shelf["model"] for shelf in shelves) == ["abc", "xyz"]
+    assert {shelf["method"] for shelf in shelves} == {"snapkv@25%"}
 
 
-def test_equal_ids_are_refused(tmp_path):
-    journal = Journal(tmp_path, "full", "niah", "abc", Ranks())
-    with pytest.raises(ValueError, match="two samples have the same id"):
-        journal.answers([1, 2], key=lambda item: "x", batches=pairs, compute=lambda batch: [{}] * len(batch))
+def test_a_closed_shelf_gives_what_it_has_and_says_what_it_lacks(tmp_path):
+    ask(tmp_path, Ranks(), items=[0, 1])
+    seen = []
+    assert squares(ask(tmp_path, Ranks(), seen, items=[1, 0], is_open=False)) == [1, 0]
+    with pytest.raises(Unanswered, match="5 of 7 answers are missing"):
+        ask(tmp_path, Ranks(), seen, is_open=False)
+    assert not seen
+
+
+def test_answers_can_be_asked_for_again_and_the_later_ones_count(tmp_path):
+    ask(tmp_path, Ranks())
+    seen = []
+    ask(tmp_path, Ranks(), seen, reuse=False)
+    assert seen == pairs(ITEMS)
+    file = next(tmp_path.glob("**/0.jsonl"))
+    lines = file.read_text().splitlines()
+    lines[-1] = lines[-1].replace('"square": 36', '"square": 37')
+    file.write_text("\n".join(lines) + "\n")
+    assert squares(ask(tmp_path, Ranks())) == [0, 1, 4, 9, 16, 25, 37]
 
 
 def test_every_rank_gets_all_answers_of_the_same_batches(tmp_path):
@@ -138,3 +172,13 @@ def test_a_failure_of_one_rank_is_raised_on_all_and_the_other_answers_stay(tmp_p
     seen = []
     on_ranks(2, lambda ranks: ask(tmp_path, ranks, seen))
     assert sorted(seen) == [[2, 3], [6]], "rank 0 had answered its two batches; rank 1 stopped at its first"
+
+
+def test_the_account_is_of_what_a_task_asked_for(tmp_path):
+    shelf = Store(tmp_path, Ranks()).shelf("full", {})
+    for task, items in (("a", [0, 1]), ("b", [1, 2])):
+        with shelf.asked_by(task, True):
+            shelf.answers(items, key=key_of, batches=pairs, compute=lambda batch: [{}] * len(batch))
+            account = shelf.account()
+            assert account["environment"]["versions"]["torch"] and account["seconds"] >= 0
+    assert len(shelf._asked) == 2

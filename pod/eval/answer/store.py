@@ -1,0 +1,249 @@
+"""Answers, kept for good: what a method says to a prompt is computed once, whoever asks for it again.
+
+`<output_dir>/eval/answers/<method>.<digest>/` is a shelf: the answers of one method with its options, on one model, by one version of the
+code that answers; `shelf.json` says which. Every rank appends to its own file there, a line per batch, and nothing is ever removed. An
+answer's key is a digest of what was asked (prompt, budget, generation settings) and not of who asked: tasks that share a prompt share
+its answer, a longer list of samples adds to it, and scores are functions of what stands here.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tqdm import tqdm
+
+from pod.eval.methods import safe_name
+from pod.eval.ranks import Ranks
+from pod.eval.results import environment, fingerprint, one_line
+from pod.files import write_json
+
+T = TypeVar("T")
+Record = dict[str, Any]
+
+
+class AnswerError(RuntimeError):
+    """A rank failed at a sample. Raised on every rank, so that all go on to the next task together."""
+
+
+class Unanswered(RuntimeError):
+    """A closed shelf lacks answers."""
+
+    def __init__(self, missing: int, asked: int):
+        super().__init__(f"{missing} of {asked} answers are missing: run the step `answer`")
+
+
+def key_of(*asked: Any) -> str:
+    """The key of what was asked: 32 hex digits over its canonical JSON."""
+    text = json.dumps(asked, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+class Store:
+    """The shelves below a folder. reuse: False answers everything again (later answers count)."""
+
+    def __init__(self, folder: Path, ranks: Ranks, reuse: bool = True):
+        self.folder, self.ranks, self.reuse = folder, ranks, reuse
+        self._shelf: Shelf | None = None
+
+    def shelf(self, method: str, identity: Record) -> "Shelf":
+        """The shelf of a method; identity: JSON that changes with whatever can change an answer besides what is asked."""
+        folder = self.folder / f"{safe_name(method)}.{fingerprint(identity)[:12]}"
+        if (
+            self._shelf is None or self._shelf.folder != folder
+        ):  # answers of one method are in memory at a time
+            self._shelf = Shelf(folder, method, identity, self.ranks, self.reuse)
+        return self._shelf
+
+
+class Shelf:
+    """The answers of one method on one model.
+
+    label: what is being asked, for the progress bar; is_open: False refuses to compute.
+    """
+
+    def __init__(self, folder: Path, method: str, identity: Record, ranks: Ranks, reuse: bool = True):
+        self.folder, self.method, self.identity, self.ranks = folder, method, identity, ranks
+        self.label, self.is_open, self._reuse = method, True, reuse
+        self._known: dict[str, Record] | None = None
+        self._came: dict[str, tuple[Record | None, float]] = {}
+        self._environment: Record | None = None
+        self._asked: set[str] = set()
+        self._fresh: set[str] = set()
+
+    @contextlib.contextmanager
+    def asked_by(self, task: str, is_open: bool) -> Iterator["Shelf"]:
+        """Questions within are those of a task; a closed shelf only gives what it holds."""
+        self.label, self.is_open, self._asked = f"{self.method}: {task}", is_open, set()
+        try:
+            yield self
+        finally:
+            self.label, self.is_open = self.method, True
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was answered yet, on every rank."""
+        return not self._load()
+
+    def answers(
+        self,
+        items: Sequence[T],
+        key: Callable[[T], str],
+        batches: Callable[[list[T]], Iterable[list[T]]],
+        compute: Callable[[list[T]], list[Record]],
+    ) -> list[Record]:
+        """A record per item, in the order of `items`, the same on every rank; what stands here is not computed again.
+
+        Args:
+            key: what is asked by an item (`key_of`); items of one key get one answer.
+            batches: puts items into batches. Ranks share whole batches, and a batch stands in one line: a run that goes on after a
+                kill or on other ranks computes the batches that are missing as they were planned, so that answers have the same bits.
+            compute: the records of a batch (JSON types), one per item.
+        Raises: Unanswered by a closed shelf; what `compute` raises, on several ranks AnswerError on all of them. What was answered
+            before stays.
+        """
+        known, keys = self._load(), [key(item) for item in items]
+        unique = dict(zip(keys, items, strict=True))
+        missing = {name for name in unique if name not in known or not (self._reuse or name in self._fresh)}
+        if missing and not self.is_open:
+            raise Unanswered(len(missing), len(unique))
+        self._asked |= set(keys)
+        if missing:
+            self._answer(_planned(list(unique.values()), key, missing, batches), key, compute)
+        return [known[name] for name in keys]
+
+    def _answer(self, left: list[list[T]], key: Any, compute: Any) -> None:
+        mine: list[Record] = []
+        failure: Exception | None = None
+        try:
+            mine = self._compute(self.ranks.share(left), key, compute)
+        except Exception as error:
+            if self.ranks.world_size == 1:
+                raise
+            failure = error
+        outcomes = self.ranks.gather((mine, None if failure is None else one_line(failure)))
+        for lines, _ in outcomes:
+            for line in lines:
+                self._take(line)
+        failed = [f"rank {rank}: {line}" for rank, (_, line) in enumerate(outcomes) if line is not None]
+        if failed:
+            self._known = None  # ranks that failed have lines of which the others do not know
+            raise AnswerError("; ".join(failed)) from failure
+
+    def _compute(self, batches: list[list[T]], key: Any, compute: Any) -> list[Record]:
+        """Answer batches and write each as a line; returns the lines."""
+        found: list[Record] = []
+        if not batches:
+            return found
+        total, silent = sum(map(len, batches)), not self.ranks.is_first
+        with self._file() as write, tqdm(total=total, desc=self.label, unit="sample", disable=silent) as bar:
+            for batch in batches:
+                began, names = time.perf_counter(), [key(item) for item in batch]
+                line: Record = {"answers": dict(zip(names, compute(batch), strict=True))}
+                line["seconds"] = round(time.perf_counter() - began, 3)
+                # as the file holds it: an answer that was read back is not another one (tuples, keys that are numbers)
+                found.append(json.loads(write(line)))
+                if self.ranks.world_size == 1:
+                    self._take(found[-1])  # what follows may fail
+                bar.update(len(batch))
+        return found
+
+    @contextlib.contextmanager
+    def _file(self) -> Iterator[Callable[[Record], str]]:
+        """This rank's file, to which lines are appended whole; it begins with the machine that writes."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.ranks.is_first and not (self.folder / "shelf.json").is_file():
+            write_json(self.folder / "shelf.json", {"method": self.method, **self.identity})
+        file = self.folder / f"{self.ranks.rank}.jsonl"
+        descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+
+        def write(line: Record) -> str:
+            text = json.dumps(line)
+            _write_all(descriptor, (text + "\n").encode())
+            return text
+
+        try:
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                _write_all(descriptor, b"\n")  # a kill tore the last line; it is skipped
+            self._environment = environment()
+            write({"environment": self._environment})
+            yield write
+        finally:
+            os.close(descriptor)
+
+    # -- reading -------------------------------------------------------------------------------------------
+
+    def _load(self) -> dict[str, Record]:
+        """Every answer by key, read by the first rank once."""
+        if self._known is None:
+            self._known = {}
+            for run in self.ranks.from_first(self._read_runs() if self.ranks.is_first else None):
+                for line in run:
+                    self._take(line)
+            self._fresh = set()
+        return self._known
+
+    def _read_runs(self) -> list[list[Record]]:
+        """The whole lines of every run of every rank, whatever number of ranks wrote them, by the time at which they began."""
+        runs: list[list[Record]] = []
+        for file in sorted(self.folder.glob("*.jsonl")):
+            with open(file, encoding="utf-8", errors="replace") as texts:
+                for line in filter(None, map(_read, texts)):
+                    if "environment" in line or not runs:
+                        runs.append([])
+                    runs[-1].append(line)
+        return sorted(runs, key=lambda run: run[0].get("environment", {}).get("date", ""))
+
+    def _take(self, line: Record) -> None:
+        assert self._known is not None
+        if "environment" in line:
+            self._environment = line["environment"]
+            return
+        self._known |= line["answers"]
+        came = self._environment, line["seconds"] / max(len(line["answers"]), 1)
+        self._came |= dict.fromkeys(line["answers"], came)
+        self._fresh |= set(line["answers"])
+
+    def account(self) -> Record:
+        """Of the answers that the task asked for: the machine and time of the latest, and the seconds that all took."""
+        came = [self._came[name] for name in self._asked]
+        latest = max(
+            (machine for machine, _ in came if machine), key=lambda found: found["date"], default=None
+        )
+        return {"environment": latest, "seconds": round(sum(seconds for _, seconds in came), 3)}
+
+
+def _planned(items: list[T], key: Any, missing: set[str], batches: Any) -> list[list[T]]:
+    """The batches to compute: planned ones of which nothing is known as they are, what others lack anew."""
+    whole, rest = [], []
+    for batch in batches(items):
+        left = [item for item in batch if key(item) in missing]
+        if len(left) == len(batch):
+            whole.append(list(batch))
+        else:
+            rest += left
+    return whole + [list(batch) for batch in (batches(rest) if rest else ())]
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    """Append bytes in one call where the system allows it, and wait for the disk."""
+    while data:
+        data = data[os.write(descriptor, data) :]
+    os.fsync(descriptor)
+
+
+def _read(text: str) -> Record | None:
+    """A line of a file; None for one that a kill tore or the machine damaged: its samples are answered again."""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(line, dict) or not text.endswith("\n"):
+        return None
+    whole = isinstance(line.get("answers"), dict) and isinstance(line.get("seconds"), (int, float))
+    return line if whole or isinstance(line.get("environment"), dict) else None
