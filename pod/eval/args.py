@@ -60,6 +60,10 @@ class EvalArgs:
     """lm-eval prompts that exceed what the model reads: shorten as the task says (its middle, where the task does not say), skip them
     (counted and named in the report), or stop before anything is computed"""
 
+    max_length: int | None = None
+    """the longest sequence of lm-eval tasks (tokens), as 131072 for papers' prompts cut to 128K; default: what every compared model reads.
+    Methods whose model reads less are not run, those that take input without end are (streamingllm, lm_infinite, fm, im, imdc)"""
+
     unsafe_code: bool = False
     """allow tasks to run what the model writes without a sandbox (lm-eval's humaneval; pod_humaneval where bubblewrap is missing): only on
     machines where that may do harm"""
@@ -128,6 +132,8 @@ class EvalArgs:
             )
         if self.limit is not None:
             _check_positive("limit", self.limit)
+        if self.max_length is not None:
+            _check_positive("max_length", self.max_length)
         for name in self.task_options:
             if name not in self.tasks:
                 raise ValueError(

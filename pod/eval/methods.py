@@ -17,6 +17,7 @@ class Method:
     grows: how many slots a token fed after the prompt adds (0 = as many leave).
     one_shot: one forward pass without a cache equals its decode path (tests/eval/test_perplexity.py proves it), so that
         perplexity may be scored by that pass. A method that compresses must never say so.
+    unbounded: no distance grows with the prompt, so that it may be longer than what the model was trained on.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Method:
     takes_budget: bool = False
     grows: bool = True
     one_shot: bool = False
+    unbounded: bool = False
     title: str = ""
     budget: int | float | None = None
     """fixed instead of PoD's bytes: tokens per KV head and layer, or (float) the share of the tokens seen"""
@@ -44,8 +46,8 @@ class Method:
         return tokens
 
 
-def _dense(name: str, title: str, takes_budget: bool = True, grows: bool = True) -> Method:
-    return Method(name=name, spec=name, model="dense", takes_budget=takes_budget, grows=grows, title=title)
+def _dense(name: str, title: str, takes_budget: bool = True, **more: bool) -> Method:
+    return Method(name=name, spec=name, model="dense", takes_budget=takes_budget, title=title, **more)
 
 
 METHODS = {
@@ -62,8 +64,8 @@ METHODS = {
             one_shot=True,
             title="PoD, dense weights + plan",
         ),
-        _dense("streamingllm", "sinks + recent", grows=False),
-        _dense("lm_infinite", "sinks + recent, distances capped", grows=False),
+        _dense("streamingllm", "sinks + recent", grows=False, unbounded=True),
+        _dense("lm_infinite", "sinks + recent, distances capped", grows=False, unbounded=True),
         _dense("wa", "recent tokens only, prompt masked too", grows=False),
         _dense("local_window", "recent tokens only, full prompt", grows=False),
         _dense("snapkv", "tokens picked by the prompt's end"),
@@ -71,9 +73,9 @@ METHODS = {
         _dense("h2o", "heavy hitters + recent", grows=False),
         _dense("roco", "robust heavy hitters", grows=False),
         _dense("d2o", "dropped tokens merged into kept ones", grows=False),
-        _dense("imdc", "growing memory, shrinking chunks"),
-        _dense("im", "growing memory"),
-        _dense("fm", "fixed memory"),
+        _dense("imdc", "growing memory, shrinking chunks", unbounded=True),
+        _dense("im", "growing memory", unbounded=True),
+        _dense("fm", "fixed memory", unbounded=True),
         _dense("quest", "reads the best pages, holds all"),
         _dense("simlayerkv", "lazy layers keep a window", takes_budget=False),
         _dense("razor", "retrieval heads whole, others a window", takes_budget=False),
@@ -112,6 +114,7 @@ def find_method(name: str) -> Method:
         model=next((part.model for part in found if part.model != "dense"), "dense"),
         takes_budget=any(part.takes_budget for part in found),
         grows=all(part.grows for part in found),
+        unbounded=found[0].unbounded,
         title="; ".join(part.title for part in found),
     )
 

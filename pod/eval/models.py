@@ -8,7 +8,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 import pod
 from pod.eval.budget import bytes_per_token
-from pod.eval.methods import find_method
+from pod.eval.methods import Method, find_method
 from pod.eval.results import identity
 from pod.models import resolve_model
 
@@ -118,16 +118,21 @@ class Models:
         bits = PreTrainedConfig.get_config_dict(self._path(kind))[0].get("kv_bits")
         return bool(set(bits or ()) - {16})
 
-    def check_lengths(self, longest: int) -> None:
-        """ValueError when a model that will be compared reads fewer tokens than `longest`."""
-        for kind in self.kinds:
-            self._check_length(kind, longest)
+    def too_long(self, method: Method, longest: int) -> str | None:
+        """Why a method cannot be fed so many tokens, in one line; None when it can."""
+        limit = None if method.unbounded else self.limit(method.model)
+        if limit is None or longest <= limit:
+            return None
+        return f"feed up to {longest} tokens and the {method.model} model reads {limit}"
 
     def max_length(self) -> int:
-        """The longest sequence (tokens) that every model that is compared reads, so that all methods get the same prompts.
+        """The longest sequence (tokens) that lm-eval's prompts are cut to, the same for all methods: `eval.max_length`, else what every
+        model that is compared reads.
 
         Raises: ValueError when no model says how much it reads.
         """
+        if self.recipe.eval.max_length is not None:
+            return self.recipe.eval.max_length
         limits = [limit for limit in map(self.limit, self.kinds) if limit is not None]
         if not limits:
             raise ValueError(
@@ -142,14 +147,6 @@ class Models:
             where, gguf_file = self._path(kind), None
         config, _ = PreTrainedConfig.get_config_dict(where, **({"gguf_file": gguf_file} if gguf_file else {}))
         return config.get("max_position_embeddings")
-
-    def _check_length(self, kind: str, longest: int) -> None:
-        limit = self.limit(kind)
-        if limit is not None and longest > limit:
-            raise ValueError(
-                f"the tasks feed up to {longest} tokens and the {kind} model reads {limit}: lower eval.text_length, "
-                "eval.passkey_lengths or eval.efficiency_lengths"
-            )
 
     def dense_config(self) -> Any:
         """The dense model's configuration, without loading the model."""

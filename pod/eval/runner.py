@@ -50,14 +50,27 @@ class Evaluation:
             speed_options(self.args)  # a wrong one is an error now
         with data.use(self.args.data_dir, self.tokenizer, self.args.unsafe_code):
             self.tasks = make_tasks(self)
-        self.models.check_lengths(self.longest())
+        self._check_lengths()
 
-    def longest(self) -> int:
-        """The longest sequence that any task feeds to a model (tokens)."""
-        lengths = [task.longest() for task in self.tasks.values()]
+    def _check_lengths(self) -> None:
+        """ValueError for a task that no method can be fed, and for speeds that some method cannot be measured at."""
+        methods = [find_method(name) for name in self.args.methods]
+        for name, task in self.tasks.items():
+            reasons = [self.models.too_long(method, task.longest()) for method in methods]
+            if all(reasons):
+                raise ValueError(
+                    f"{name} would {reasons[0]}: lower its lengths (eval.text_length, eval.passkey_lengths …)"
+                )
         if SPEED_RUN in self.args.tasks:
-            lengths += [self.args.longest_speed_run(), *speed_options(self.args).lengths()]
-        return max(lengths, default=0)
+            longest = max([self.args.longest_speed_run(), *speed_options(self.args).lengths()])
+            reason = next(filter(None, (self.models.too_long(method, longest) for method in methods)), None)
+            if reason:
+                raise ValueError(f"{SPEED_RUN} would {reason}: lower eval.efficiency_lengths")
+
+    def refuses(self, method: Method, task: base.Task) -> str | None:
+        """Why a method is not measured by a task, in one line; None when it is."""
+        too_long = self.models.too_long(method, task.longest())
+        return task.refuses(method) or (too_long and f"it would {too_long}")
 
     @property
     def budgets(self) -> ByteBudgets | None:
@@ -287,7 +300,7 @@ def _score_known(run: Evaluation, method: Method, results: RunResults) -> list[s
     """Score the tasks whose answers are all there; returns the others. What a task refuses is noted."""
     pending, refused = [], {}
     for name, task in run.tasks.items():
-        reason = task.refuses(method)
+        reason = run.refuses(method, task)
         if reason is not None:
             refused[name] = reason
             run.log(f"{method.name}: {name} skipped: {reason}")

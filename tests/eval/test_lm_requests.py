@@ -8,7 +8,14 @@ from lm_eval.models.huggingface import HFLM
 from lm_tools import instance
 from tokenizers.processors import TemplateProcessing
 
-from pod.eval.lm.batches import forward_batches, generation_batches, sizes_of, unit_batches, units_of
+from pod.eval.lm.batches import (
+    forward_batches,
+    forward_units,
+    generation_batches,
+    sizes_of,
+    unit_batches,
+    units_of,
+)
 from pod.eval.lm.requests import Encoder, Rule, Size, request_keys, size
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</{{ m.role }}>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -181,9 +188,7 @@ def test_sizes():
     requests = lm_tools.choices() + lm_tools.generations()
     encoded = encoder.requests(requests, Rule())
     asked = {batch[0].size for batch in unit_batches(units_of(encoded[:-4]), 3)}
-    asked |= {
-        size(len(encoded[-4:][batch[0]].context), 0, 6) for batch in generation_batches(encoded[-4:], 3)
-    }
+    asked |= {size(len(batch[0].context), 0, 6) for batch in generation_batches(encoded[-4:], 3)}
     assert sizes_of(encoded) == asked
 
 
@@ -196,7 +201,8 @@ def test_choices_of_a_document_share_a_unit_and_batches_hold_them_together():
     for batch in batches:
         assert len({unit.size for unit in batch}) == 1
         assert len(batch) == 1 or sum(len(unit.owners) for unit in batch) <= 4
-    rows = [[unit.owners[0] for unit in batch] for batch in forward_batches(encoded, 2)]
+    alone = forward_units(encoded)
+    rows = [[unit.owners[0] for unit in batch] for batch in forward_batches(alone, 2, in_order=False)]
     assert sorted(n for batch in rows for n in batch) == list(range(13))
     assert [8, 9, 10, 11] in rows  # A, B, C after one context are one row of two
 

@@ -226,7 +226,7 @@ def test_truncated_prompts_are_counted_and_fit(tmp_path, monkeypatch):
     monkeypatch.setattr("pod.eval.models.Models.max_length", lambda self: 400)
     recipe = recipe_of(tmp_path, ["truthfulqa_mc1"])
     run = runner.Evaluation(recipe, log=lambda line: None)
-    assert run.longest() <= 400
+    assert max(task.longest() for task in run.tasks.values()) <= 400
     part = measure(tmp_path, ["truthfulqa_mc1"])["full"]["parts"]["truthfulqa_mc1"]
     assert part["settings"]["truncated_samples"] == 3 and all(
         s["dropped_tokens"] > 200 for s in part["samples"]

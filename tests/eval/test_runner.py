@@ -281,7 +281,10 @@ def test_failed_method_is_recorded_and_the_others_go_on(place, tmp_path, monkeyp
         ({"eval.passkey_lengths": [100]}, "passkey prompt of 100 tokens is too short"),
         ({"model.plan": "/nowhere.json"}, "model.plan: /nowhere.json does not exist"),
         ({"eval.text": ["/nowhere.txt"]}, "nowhere.txt"),
-        ({"eval.efficiency_lengths": [9000]}, "feed up to 9006 tokens and the adapted model reads 8192"),
+        (
+            {"eval.efficiency_lengths": [9000]},
+            "efficiency would feed up to 9006 tokens and the dense model reads 8192",
+        ),
     ],
 )
 def test_bad_input_is_refused_before_any_computation(place, changes, message, monkeypatch):
@@ -289,6 +292,33 @@ def test_bad_input_is_refused_before_any_computation(place, changes, message, mo
     with pytest.raises(ValueError, match=message) as caught:
         runner.evaluate(recipe_of(place, **changes), log=lambda line: None)
     assert "\n" not in str(caught.value)
+
+
+def test_each_methods_own_limit_decides(place, tmp_path):
+    """Beyond what the model was trained on, methods run whose distances do not grow; the others are skipped with the reason."""
+    short = tmp_path / "short"
+    shutil.copytree(resolve_model("package:tiny"), short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 256}))
+    methods = ["full", "snapkv@60", "streamingllm@60", "lm_infinite@60", "fm@80", "im@80"]
+    changes = {"model.path": str(short), "eval.methods": methods, "eval.tasks": ["passkey"]}
+    changes["eval.method_options"] = {name: {"chunk_size": 100, "window": 8} for name in ("fm@80", "im@80")}
+    recipe = recipe_of(place, output_dir=str(tmp_path / "out"), **changes)
+    results = runner.evaluate(recipe, log=lambda line: None)
+    for name in methods:
+        refused = results[name]["refused"].get("passkey", "")
+        reads = name not in ("full", "snapkv@60")
+        assert bool(results[name]["parts"]) is reads
+        assert (
+            refused == ""
+        ) is reads or "would feed up to 424 tokens and the dense model reads 256" in refused
+    with pytest.raises(ValueError, match="passkey would feed up to 424 tokens and the dense model reads 256"):
+        alone = recipe_of(
+            place,
+            output_dir=str(tmp_path / "out"),
+            **changes | {"eval.methods": ["full"], "eval.method_options": {}},
+        )
+        runner.evaluate(alone, log=lambda line: None)
 
 
 def test_plan_of_another_size_is_refused_before_any_computation(place, tmp_path, monkeypatch):
