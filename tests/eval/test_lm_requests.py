@@ -187,16 +187,45 @@ def test_sizes():
     encoder = Encoder(lm_tools.tokenizer(), 4096)
     requests = lm_tools.choices() + lm_tools.generations()
     encoded = encoder.requests(requests, Rule())
-    asked = {batch[0].size for batch in unit_batches(units_of(encoded[:-4]), 3)}
-    asked |= {size(len(batch[0].context), 0, 6) for batch in generation_batches(encoded[-4:], 3)}
+    asked = {batch[0].size for batch in unit_batches(units_of(encoded[:-4]), 3, by_length)}
+    asked |= {size(len(batch[0].context), 0, 6) for batch in generation_batches(encoded[-4:], 3, by_length)}
     assert sizes_of(encoded) == asked
+
+
+def by_length(size):
+    return size.length
+
+
+@pytest.mark.parametrize("kind", ["generate", "score"])
+def test_batches_are_full_where_caches_are_alike(kind):
+    """60 prompts of 100 to 3,000 tokens, batches of 8: a method without a budget, or with a fixed one, mixes lengths; neighbours stand
+    together."""
+    lengths = [100 + 49 * i * i % 2900 for i in range(60)]
+    requests = [
+        instance("generate_until", ("x" * n, {"until": [], "max_gen_toks": 8}), i)
+        if kind == "generate"
+        else instance("loglikelihood", ("x" * n, "A"), i)
+        for i, n in enumerate(lengths)
+    ]
+    encoded = Encoder(lm_tools.tokenizer(), 4096).requests(requests, Rule())
+
+    def batches(room):
+        if kind == "generate":
+            return generation_batches(encoded, 8, room)
+        return unit_batches(units_of(encoded), 8, room)
+
+    alike, unlike = batches(lambda size: 1024), batches(by_length)
+    assert len(encoded) / len(alike) >= 6 and len(encoded) / len(unlike) < 2
+    firsts = [len(batch[0].context) for batch in alike]
+    assert firsts == sorted(firsts, reverse=True)
+    assert sorted(len(item.context) for batch in alike for item in batch) == sorted(lengths)
 
 
 def test_choices_of_a_document_share_a_unit_and_batches_hold_them_together():
     encoded = Encoder(lm_tools.tokenizer(), 4096).requests(lm_tools.choices(), Rule())
     units = units_of(encoded)
     assert [unit.owners for unit in units] == [(0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11), (12,)]
-    batches = unit_batches(units, 4)
+    batches = unit_batches(units, 4, by_length)
     assert sorted(n for batch in batches for unit in batch for n in unit.owners) == list(range(13))
     for batch in batches:
         assert len({unit.size for unit in batch}) == 1

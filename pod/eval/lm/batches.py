@@ -1,7 +1,7 @@
 """Batches of encoded requests, fixed from all requests before any is answered: an answer is the same on any number of ranks."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pod.eval.lm.requests import Encoded, Size, size
@@ -49,15 +49,19 @@ def units_of(encoded: Sequence[Encoded]) -> list[Unit]:
     ]
 
 
-def unit_batches(units: Sequence[Unit], batch_size: int) -> list[list[Unit]]:
-    """Units of one size together, at most `batch_size` continuations in a batch unless one unit has more; the longest first."""
-    groups: dict[tuple[Size, bool], list[Unit]] = {}
-    for unit in units:
-        groups.setdefault((unit.size, unit.holds_out), []).append(unit)
+Room = Callable[[Size], int | None]
+"""What decides a cache of a size: its budget, None where there is none."""
+
+
+def unit_batches(units: Sequence[Unit], batch_size: int, room: Room) -> list[list[Unit]]:
+    """Units of caches of one kind together, at most `batch_size` continuations in a batch unless one unit has more; the longest first."""
+    groups: dict[tuple[int | None, bool], list[Unit]] = {}
+    for unit in sorted(units, key=lambda unit: unit.size, reverse=True):
+        groups.setdefault((room(unit.size), unit.holds_out), []).append(unit)
     batches = []
-    for key in sorted(groups, reverse=True):
+    for group in groups.values():
         batch: list[Unit] = []
-        for unit in groups[key]:
+        for unit in group:
             if batch and sum(len(u.continuations) for u in [*batch, unit]) > batch_size:
                 batches.append(batch)
                 batch = []
@@ -71,13 +75,13 @@ def generation_size(item: Encoded) -> Size:
     return size(len(item.context), 0, item.new_tokens)
 
 
-def generation_batches(items: Sequence[Encoded], batch_size: int) -> list[list[Encoded]]:
-    """Generation requests of one size with the same settings; the longest first."""
-    groups: dict[tuple[Size, int, str], list[Encoded]] = {}
-    for item in items:
+def generation_batches(items: Sequence[Encoded], batch_size: int, room: Room) -> list[list[Encoded]]:
+    """Generation requests with caches of one kind and the same settings; the longest first."""
+    groups: dict[tuple[int | None, int, str], list[Encoded]] = {}
+    for item in sorted(items, key=generation_size, reverse=True):
         settings = json.dumps(item.settings, sort_keys=True, default=str)
-        groups.setdefault((generation_size(item), item.new_tokens, settings), []).append(item)
-    return [part for key in sorted(groups, reverse=True) for part in _chunks(groups[key], batch_size)]
+        groups.setdefault((room(generation_size(item)), item.new_tokens, settings), []).append(item)
+    return [part for group in groups.values() for part in _chunks(group, batch_size)]
 
 
 def forward_units(encoded: Sequence[Encoded]) -> list[Unit]:

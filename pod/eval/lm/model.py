@@ -222,7 +222,7 @@ class PodLM(_Base):
         found = self._ask(
             items,
             self._generation_key,
-            lambda left: generation_batches(left, self.batch_size),
+            lambda left: generation_batches(left, self.batch_size, self._room),
             self._generate,
         )
         self._keep_records(encoded)
@@ -303,7 +303,7 @@ class PodLM(_Base):
         def batches(left: list[Unit]) -> list[list[Unit]]:
             if self.one_shot:
                 return forward_batches(left, self.batch_size, in_order=whole_texts)
-            return unit_batches(left, self.batch_size)
+            return unit_batches(left, self.batch_size, self._room)
 
         found = self._ask(units, self._unit_key, batches, compute)
         self._keep_records(encoded)

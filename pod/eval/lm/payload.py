@@ -228,12 +228,13 @@ def _bytes_rows(leaf: Leaf, samples: list[dict[str, Any]], run: "Evaluation") ->
 def _correct_early_ends(stated: dict[str, Any], tokens: int) -> None:
     """Answers may end long before the last new token: compare what was held with a dense cache of the tokens that were there.
 
-    PoD's bytes are known at the length class only, so their ratio is left out where no sample comes near it.
+    PoD's bytes are known at the length class only, so their ratio is left out where what was held is not near it: answers may end
+    early, and rows of a batch hold what its longest does.
     """
     dense = stated["dense_bytes"] // stated["length"] * tokens
     if stated["bytes"] is not None:
         stated |= {"held_tokens": tokens, "saving": 1 - stated["bytes"] / dense}
-        if tokens < 0.95 * stated["length"]:
+        if not 0.95 <= tokens / stated["length"] <= 1.05:
             stated["bytes_over_pod"] = None
 
 
