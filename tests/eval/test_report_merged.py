@@ -385,7 +385,7 @@ def test_heat_map_cells(comparison):
     assert stream.shares != stream.shares[::-1]  # or a map that stands on its head would pass
 
 
-def test_undominated_points():
+def test_the_best_measured_values_by_growing_bytes():
     points = [
         {"label": name, "share": share, "value": value}
         for name, share, value in [
@@ -396,8 +396,8 @@ def test_undominated_points():
             ("e", 0.5, 40),
         ]
     ]
-    assert [point["label"] for point in pictures.undominated(points, True)] == ["d", "b", "a"]
-    assert [point["label"] for point in pictures.undominated(points, False)] == ["d"]
+    assert [point["label"] for point in pictures.best_so_far(points, True)] == ["d", "b", "a"]
+    assert [point["label"] for point in pictures.best_so_far(points, False)] == ["d"]
 
 
 def test_payloads_may_bring_curves_and_tables(comparison):

@@ -1,31 +1,22 @@
 """The report's pictures as SVG text. Small canvases with large type, because a phone shows them 360 pixels wide."""
 
+import functools
 import io
 import json
+import math
+import textwrap
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, StrMethodFormatter
 
-COLORS = {
-    "full": "#333333",
-    "pod": "#0b6e4f",
-    "pod-unadapted": "#e07a1f",
-    "streamingllm": "#3a6ea5",
-    "snapkv": "#a23b72",
-    "h2o": "#8c564b",
-    "razor": "#b8860b",
-    "d2o": "#2a9d8f",
-    "pyramidkv": "#7a5195",
-    "simlayerkv": "#ef5675",
-    "pod+snapkv": "#6b8e23",
-}
+_METHODS = "full pod pod-unadapted streamingllm snapkv h2o razor d2o pyramidkv simlayerkv pod+snapkv".split()
+_SHADES = "333333 0b6e4f e07a1f 3a6ea5 a23b72 8c564b b8860b 2a9d8f 7a5195 ef5675 6b8e23".split()
+COLORS = {method: f"#{shade}" for method, shade in zip(_METHODS, _SHADES, strict=True)}
 _SPARE_COLORS = ["#7a5195", "#b8860b", "#ef5675", "#2a9d8f", "#003f5c", "#8c564b", "#6b8e23"]
 _PARTS = ["#0b6e4f", "#7fc8a9", "#e07a1f", "#a23b72", "#8d99ae", "#333333"]
 _MARKERS = ["o", "s", "^", "D", "v", "P", "X", "<", ">"]
@@ -36,6 +27,58 @@ _STYLE: Any = {
     "svg.hashsalt": "pod",
     "svg.fonttype": "path",
 }
+_WIDTH = 5.2  # inches
+_LINE = 0.2  # inches that a line of labels takes
+_Options = ParamSpec("_Options")
+
+
+def _picture(
+    height: float,
+) -> Callable[[Callable[Concatenate[Axes, _Options], None]], Callable[_Options, str]]:
+    """Makes SVG text of what a function draws on axes of `height` inches; names of lines stand above, none cut off."""
+
+    def wrap(draw: Callable[Concatenate[Axes, _Options], None]) -> Callable[_Options, str]:
+        @functools.wraps(draw)
+        def drawn(*options: _Options.args, **more: _Options.kwargs) -> str:
+            with matplotlib.rc_context(_STYLE):
+                figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+                axes = figure.subplots()
+                draw(axes, *options, **more)
+                _legend(figure, axes)
+                return _svg(figure)
+
+        return drawn
+
+    return wrap
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    """The canvas grows by the names; as many columns as the longest name leaves room for."""
+    handles, names = axes.get_legend_handles_labels()
+    if not names:
+        return
+    names = [textwrap.fill(str(name), 46) for name in names]
+    longest = max(len(line) for name in names for line in name.splitlines())
+    columns = min(3, len(names), max(1, int(_WIDTH * 72 / (6.2 * longest + 42))))
+    lines = sum(name.count("\n") + 1 for name in names) / columns
+    figure.set_figheight(figure.get_figheight() + _LINE * math.ceil(lines))
+    figure.legend(handles, names, loc="outside upper center", frameon=False, ncols=columns, fontsize=10)
+
+
+def _height(axes: Axes, inches: float | None = None) -> float:
+    """Height of the canvas, after setting it where it is given."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    if inches is not None:
+        figure.set_figheight(inches)
+    return figure.get_figheight()
+
+
+def _svg(figure: Figure) -> str:
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None})
+    text = out.getvalue()
+    return text[text.index("<svg") :]
 
 
 def color(method: str) -> str:
@@ -44,133 +87,144 @@ def color(method: str) -> str:
     return COLORS.get(name) or _SPARE_COLORS[sum(map(ord, name)) % len(_SPARE_COLORS)]
 
 
-def perplexity_by_position(curves: dict[str, list[dict]]) -> str:
-    """Perplexity over the end of each position bucket, with 95 % intervals. curves: the buckets of each method."""
-    with plt.rc_context(_STYLE):
-        figure, axes = plt.subplots(figsize=(5.2, 3.8), layout="constrained")
-        for number, (name, buckets) in enumerate(curves.items()):
-            shift = 1 + 0.025 * (
-                number - (len(curves) - 1) / 2
-            )  # side by side, so that intervals do not hide one another
-            ends = [bucket["end"] * shift for bucket in buckets]
-            values = [bucket["perplexity"] for bucket in buckets]
-            errors = _error_bars(buckets)
-            axes.errorbar(
-                ends, values, yerr=errors, label=name, color=color(name), marker="o", capsize=3, linewidth=1.8
-            )
-        axes.set_xscale("log", base=2)
-        values = [value for buckets in curves.values() for bucket in buckets for value in _heights(bucket)]
-        if max(values) > 6 * min(values):
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
-            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        ends = sorted({bucket["end"] for buckets in curves.values() for bucket in buckets})
-        axes.set_xticks(ends, [f"{end:,}" for end in ends])
-        axes.minorticks_off()
-        axes.set_xlabel("end of the scored span (tokens)")
-        axes.set_ylabel("perplexity")
-        axes.grid(axis="y", alpha=0.25)
-        figure.legend(loc="outside upper center", frameon=False, ncols=3, fontsize=10)
-        return _svg(figure)
-
-
-def _heights(bucket: dict) -> list[float]:
-    return [bucket["perplexity"], *(bucket["ci95"] or ())]
-
-
-def _error_bars(buckets: list[dict]) -> list[list[float]] | None:
-    if any(bucket["ci95"] is None for bucket in buckets):
+def _errors(values: list[float], intervals: list[list[float] | None]) -> list[list[float]] | None:
+    """Lengths of error bars below and above; None unless every value has an interval."""
+    known = [ends for ends in intervals if ends is not None]
+    if len(known) < len(values):
         return None
-    low = [bucket["perplexity"] - bucket["ci95"][0] for bucket in buckets]
-    high = [bucket["ci95"][1] - bucket["perplexity"] for bucket in buckets]
-    return [[max(0.0, value) for value in low], [max(0.0, value) for value in high]]
+    below = [max(0.0, value - ends[0]) for value, ends in zip(values, known, strict=True)]
+    return [below, [max(0.0, ends[1] - value) for value, ends in zip(values, known, strict=True)]]
 
 
-def bytes_by_part(speed_row: dict) -> str:
+def _log_if_wide(axes: Axes, values: list[float]) -> None:
+    """A logarithmic scale for positive values of more than a factor of 6."""
+    if min(values) > 0 and max(values) > 6 * min(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.minorticks_off()
+
+
+@_picture(3.3)
+def perplexity_by_position(axes: Axes, curves: dict[str, list[dict]]) -> None:
+    """Perplexity of each span of positions with 95 % intervals, methods side by side in the span's slot. curves: buckets by method."""
+    ends = sorted({bucket["end"] for buckets in curves.values() for bucket in buckets})
+    heights: list[float] = []
+    for number, (name, buckets) in enumerate(curves.items()):
+        aside = 0.7 * ((number + 0.5) / len(curves) - 0.5)
+        slots = [ends.index(bucket["end"]) + aside for bucket in buckets]
+        values, intervals = [b["perplexity"] for b in buckets], [b["ci95"] for b in buckets]
+        bars = _errors(values, intervals)
+        style: Any = {"color": color(name), "marker": _MARKERS[number % len(_MARKERS)], "linestyle": "none"}
+        axes.errorbar(slots, values, yerr=bars, label=name, capsize=3, linewidth=1.6, **style)
+        heights += values + [end for ends_of in intervals for end in ends_of or ()]
+    _log_if_wide(axes, heights)
+    axes.set_xticks(range(len(ends)), [f"{end:,}" for end in ends])
+    axes.set_xlabel("end of the scored span (tokens)")
+    axes.set_ylabel("perplexity")
+    axes.grid(axis="y", alpha=0.25)
+
+
+def _bars(axes: Axes, ends: dict[str, float], format_of: str = "{:.3g}") -> None:
+    """Names from above, a number at the end of each bar, room for it."""
+    largest = max(ends.values())
+    for name, end in ends.items():
+        axes.text(end + 0.01 * largest, name, format_of.format(end), va="center", fontsize=10)  # pyright: ignore[reportArgumentType]
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.15 * largest)
+
+
+@_picture(1.2)
+def bytes_by_part(axes: Axes, speed_row: dict) -> None:
     """Stacked bars of the bytes that each method's cache holds, by part. speed_row: one length of the speed run."""
     methods = speed_row["methods"]
+    _height(axes, 1.2 + 0.5 * len(methods))
     parts: dict[str, list[float]] = {}
     for index, row in enumerate(methods.values()):
         for part, size in row["bytes_by_part"].items():
             parts.setdefault(part, [0.0] * len(methods))[index] = size / 1e6
-    largest = max(sum(column) for column in zip(*parts.values(), strict=True))
-    visible = {part: sizes for part, sizes in parts.items() if max(sizes) >= 0.005 * largest}
-    with plt.rc_context(_STYLE):
-        figure, axes = plt.subplots(figsize=(5.2, 0.55 * len(methods) + 1.7), layout="constrained")
-        left = [0.0] * len(methods)
-        for number, (part, sizes) in enumerate(visible.items()):
-            axes.barh(
-                list(methods), sizes, left=left, label=part, color=_PARTS[number % len(_PARTS)], height=0.62
-            )
-            left = [start + size for start, size in zip(left, sizes, strict=True)]
-        for name, end in zip(methods, left, strict=True):
-            axes.text(end + 0.01 * largest, name, f"{end:.3g}", va="center", fontsize=10)
-        axes.invert_yaxis()
-        axes.set_xlim(0, 1.13 * largest)
-        axes.set_xlabel(f"MB held for one sequence of {speed_row['length']:,} tokens")
-        figure.legend(loc="outside upper center", frameon=False, ncols=3, fontsize=10)
-        return _svg(figure)
+    totals = [sum(column) for column in zip(*parts.values(), strict=True)]
+    visible = {part: sizes for part, sizes in parts.items() if max(sizes) >= 0.005 * max(totals)}
+    left = [0.0] * len(methods)
+    for number, (part, sizes) in enumerate(visible.items()):
+        shade = _PARTS[number % len(_PARTS)]
+        axes.barh(list(methods), sizes, left=left, label=part, color=shade, height=0.62)
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    _bars(axes, dict(zip(methods, totals, strict=True)))
+    axes.set_xlabel(f"MB held for one sequence of {speed_row['length']:,} tokens")
 
 
-def decode_speed(speed_row: dict) -> str:
+@_picture(1.1)
+def decode_speed(axes: Axes, speed_row: dict) -> None:
     """Bars of decode speed, with the slowest and fastest repeat. speed_row: one length of the speed run."""
-    methods = speed_row["methods"]
-    rates = [row["decode_tokens_per_second"] for row in methods.values()]
-    values = [rate["median"] for rate in rates]
-    spread = [
-        [rate["median"] - rate["min"] for rate in rates],
-        [rate["max"] - rate["median"] for rate in rates],
-    ]
-    with plt.rc_context(_STYLE):
-        figure, axes = plt.subplots(figsize=(5.2, 0.5 * len(methods) + 1.1), layout="constrained")
-        axes.barh(
-            list(methods), values, xerr=spread, color=[color(name) for name in methods], height=0.6, capsize=3
-        )
-        for name, rate in zip(methods, rates, strict=True):
-            axes.text(rate["max"] * 1.02, name, f"{rate['median']:.3g}", va="center", fontsize=10)
-        axes.invert_yaxis()
-        axes.set_xlim(0, 1.15 * max(rate["max"] for rate in rates))
-        axes.set_xlabel(f"tokens per second after {speed_row['length']:,} tokens")
-        return _svg(figure)
+    rates = {name: row["decode_tokens_per_second"] for name, row in speed_row["methods"].items()}
+    _height(axes, 1.1 + 0.5 * len(rates))
+    medians = {name: rate["median"] for name, rate in rates.items()}
+    spread = _errors(list(medians.values()), [[rate["min"], rate["max"]] for rate in rates.values()])
+    shades = [color(name) for name in rates]
+    axes.barh(list(rates), list(medians.values()), xerr=spread, color=shades, height=0.6, capsize=3)
+    _bars(axes, {name: rate["max"] for name, rate in rates.items()})
+    for text, median in zip(axes.texts, medians.values(), strict=True):
+        text.set_text(f"{median:.3g}")
+    axes.set_xlabel(f"tokens per second after {speed_row['length']:,} tokens")
 
 
-def score_over_bytes(points: list[dict[str, Any]], y_label: str, higher_is_better: bool) -> str:
-    """Score against the share of the dense cache's bytes. points: {label, family, share, value, ci95 or None}, in row order.
+@_picture(3.8)
+def score_over_bytes(axes: Axes, points: list[dict[str, Any]], y_label: str, higher_is_better: bool) -> None:
+    """Score against the share of the dense cache's bytes, each point where it was measured, its name at the right, joined by a thin line.
 
-    Points of one family (a method at several budgets) are joined by a line; the dotted staircase joins those that no other beats.
+    points: {label, family, share, value, ci95 or None}, in row order. Points of one family (a method at several budgets) are joined;
+    points of one place are one marker with all their names. Dotted: the best measured value at these bytes or fewer, no verdict.
     """
-    families: dict[str, list[dict[str, Any]]] = {}
-    for point in points:
-        families.setdefault(point["family"], []).append(point)
-    with plt.rc_context(_STYLE):
-        figure, axes = plt.subplots(figsize=(5.2, 4.2), layout="constrained")
-        shifted, best = _side_by_side(points), undominated(points, higher_is_better)
-        shares, values = [100 * shifted[point["label"]] for point in best], [point["value"] for point in best]
-        axes.step(shares, values, where="post", color="#8d99ae", linestyle=":", linewidth=1.4, zorder=1)
-        for number, (name, members) in enumerate(families.items()):
-            members = sorted(members, key=lambda point: point["share"])
-            shares = [100 * shifted[point["label"]] for point in members]
-            values = [point["value"] for point in members]
-            style: Any = {"color": color(name), "marker": _MARKERS[number % len(_MARKERS)]}
-            axes.errorbar(
-                shares, values, yerr=_point_errors(members), label=name, capsize=3, linewidth=1.6, **style
-            )
-        axes.set_xlabel("KV bytes held (% of the dense cache)")
-        axes.set_ylabel(y_label)
-        axes.set_xlim(left=0)
-        heights = [point["value"] for point in points]
-        if not higher_is_better and min(heights) > 0 and max(heights) > 6 * min(heights):
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
-            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-            axes.minorticks_off()
-        axes.grid(alpha=0.25)
-        figure.legend(loc="outside upper center", frameon=False, ncols=3, fontsize=10)
-        return _svg(figure)
+    best = best_so_far(points, higher_is_better)
+    ends = [100 * point["share"] for point in best], [point["value"] for point in best]
+    axes.step(*ends, where="post", color="#8d99ae", linestyle=":", linewidth=1.4, zorder=1)
+    markers: dict[str, str] = {}
+    places: dict[tuple[float, float], list[dict[str, Any]]] = {}
+    for point in sorted(points, key=lambda point: point["share"]):
+        places.setdefault((100 * point["share"], point["value"]), []).append(point)
+        markers.setdefault(point["family"], _MARKERS[len(markers) % len(_MARKERS)])
+    for family in markers:
+        members = [
+            place for place, found in places.items() if any(point["family"] == family for point in found)
+        ]
+        axes.plot(*zip(*members, strict=True), color=color(family), linewidth=1.4, zorder=2)
+    for (share, value), found in places.items():
+        shade = color(found[0]["family"])
+        bar = _errors([value], [found[0]["ci95"]])
+        axes.errorbar([share], [value], yerr=bar, fmt="none", color=shade, alpha=0.35, linewidth=1.2)
+        axes.plot([share], [value], color=shade, marker=markers[found[0]["family"]], zorder=3)
+    axes.set_xlabel("KV bytes held (% of the dense cache)")
+    axes.set_ylabel(y_label)
+    axes.grid(alpha=0.25)
+    if not higher_is_better:
+        _log_if_wide(axes, [point["value"] for point in points])
+    _names_at_the_right(
+        axes, {place: ", ".join(p["label"] for p in found) for place, found in places.items()}
+    )
 
 
-def undominated(points: list[dict[str, Any]], higher_is_better: bool) -> list[dict[str, Any]]:
-    """The points that no other one beats in bytes and score, by growing bytes."""
+def _names_at_the_right(axes: Axes, names: dict[tuple[float, float], str]) -> None:
+    """Names in a column beside the axes, in the order of their points' heights, no two on one another."""
+    inside = max(_height(axes) - 0.8, _LINE * len(names))
+    _height(axes, inside + 0.8)
+    axes.autoscale_view()
+    height = (axes.transData + axes.transAxes.inverted()).transform
+    rows = sorted(names, key=lambda place: (height(place)[1], place[0]))
+    gap, spots = 0.98 * _LINE / inside, [float(height(place)[1]) for place in rows]
+    for index in range(1, len(spots)):  # each at its height or above the one before …
+        spots[index] = max(spots[index], spots[index - 1] + gap)
+    for index in reversed(range(len(spots))):  # … and pushed down again where that leaves the axes
+        spots[index] = min(spots[index], 1 - gap * (len(spots) - 1 - index))
+    line = {"arrowstyle": "-", "linewidth": 0.6, "color": "#8d99ae", "shrinkB": 3, "relpos": (0, 0.5)}
+    style: Any = {"textcoords": "axes fraction", "va": "center", "fontsize": 9, "arrowprops": line}
+    for place, spot in zip(rows, spots, strict=True):
+        axes.annotate(textwrap.shorten(names[place], 44, placeholder=" …"), place, (1.06, spot), **style)
+
+
+def best_so_far(points: list[dict[str, Any]], higher_is_better: bool) -> list[dict[str, Any]]:
+    """By growing bytes, the points whose measured value is better than that of every point of fewer bytes. No verdict: chance is not
+    asked."""
     sign = 1 if higher_is_better else -1
     best: list[dict[str, Any]] = []
     for point in sorted(points, key=lambda point: (point["share"], -sign * point["value"])):
@@ -179,73 +233,50 @@ def undominated(points: list[dict[str, Any]], higher_is_better: bool) -> list[di
     return best
 
 
-def _side_by_side(points: list[dict[str, Any]]) -> dict[str, float]:
-    """Shares by label, those of equal bytes moved apart by 1.5 points so that no interval hides another."""
-    shown: dict[str, float] = {}
-    near: dict[int, list[dict[str, Any]]] = {}
-    for point in points:
-        near.setdefault(round(50 * point["share"]), []).append(point)
-    for group in near.values():
-        for number, point in enumerate(group):
-            shown[point["label"]] = point["share"] + 0.015 * (number - (len(group) - 1) / 2)
-    return shown
-
-
-def _point_errors(points: list[dict[str, Any]]) -> list[list[float]] | None:
-    if any(point["ci95"] is None for point in points):
-        return None
-    return [
-        [max(0.0, point["value"] - point["ci95"][0]) for point in points],
-        [max(0.0, point["ci95"][1] - point["value"]) for point in points],
-    ]
-
-
-def curve(curves: dict[str, dict[str, Any]]) -> str:
+@_picture(3.4)
+def curve(axes: Axes, curves: dict[str, dict[str, Any]]) -> None:
     """One line per method. curves: {label: {x, y, low, high, x_label, y_label, log_x, reference}}; what is None in y is left out."""
     first = next(iter(curves.values()))
-    with plt.rc_context(_STYLE):
-        figure, axes = plt.subplots(figsize=(5.2, 3.8), layout="constrained")
-        for label, line in curves.items():
-            kept = [index for index, value in enumerate(line["y"]) if value is not None]
-            xs, ys = [line["x"][index] for index in kept], [line["y"][index] for index in kept]
-            axes.plot(
-                xs, ys, color=color(label), marker="o" if len(xs) < 30 else None, linewidth=1.6, label=label
-            )
-            low, high = line.get("low"), line.get("high")
-            if low and high and all(low[index] is not None and high[index] is not None for index in kept):
-                band = [low[index] for index in kept], [high[index] for index in kept]
-                axes.fill_between(xs, *band, color=color(label), alpha=0.12, linewidth=0)
-            if line.get("reference") is not None:
-                axes.axhline(line["reference"], color=color(label), linestyle="--", linewidth=1)
-        if first.get("log_x"):
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-        axes.set_xlabel(first["x_label"])
-        axes.set_ylabel(first["y_label"])
-        axes.grid(alpha=0.25)
-        figure.legend(loc="outside upper center", frameon=False, ncols=3, fontsize=10)
-        return _svg(figure)
+    for number, (label, line) in enumerate(curves.items()):
+        kept = [index for index, value in enumerate(line["y"]) if value is not None]
+        xs, ys = [line["x"][index] for index in kept], [line["y"][index] for index in kept]
+        style: Any = {
+            "color": color(label),
+            "marker": _MARKERS[number % len(_MARKERS)] if len(xs) < 30 else None,
+        }
+        axes.plot(xs, ys, linewidth=1.6, label=label, **style)
+        low, high = line.get("low"), line.get("high")
+        if low and high and all(low[index] is not None and high[index] is not None for index in kept):
+            band = [low[index] for index in kept], [high[index] for index in kept]
+            axes.fill_between(xs, *band, color=color(label), alpha=0.12, linewidth=0)
+        if line.get("reference") is not None:
+            axes.axhline(line["reference"], color=color(label), linestyle="--", linewidth=1)
+    if first.get("log_x"):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.set_xlabel(first["x_label"])
+    axes.set_ylabel(first["y_label"])
+    axes.grid(alpha=0.25)
 
 
 def training_curve(metrics: Path) -> str | None:
     """Loss over steps from metrics.jsonl (`step`, `loss`), raw and as a running mean; None when there is too little."""
     points = _read_points(metrics)
-    if len(points) < 2:
-        return None
+    return _losses(points) if len(points) > 1 else None
+
+
+@_picture(3.0)
+def _losses(axes: Axes, points: list[tuple[float, float]]) -> None:
     steps, losses = zip(*points, strict=True)
     smooth, value = [], losses[0]
     for loss in losses:
         value += 0.1 * (loss - value)
         smooth.append(value)
-    with plt.rc_context(_STYLE):
-        figure, axes = plt.subplots(figsize=(5.2, 3.2), layout="constrained")
-        axes.plot(steps, losses, color=COLORS["pod"], alpha=0.3, linewidth=1, label="each step")
-        axes.plot(steps, smooth, color=COLORS["pod"], linewidth=2, label="running mean")
-        axes.set_xlabel("training step")
-        axes.set_ylabel("loss (nats per token)")
-        axes.grid(axis="y", alpha=0.25)
-        axes.legend(frameon=False, fontsize=10)
-        return _svg(figure)
+    axes.plot(steps, losses, color=COLORS["pod"], alpha=0.3, linewidth=1, label="each step")
+    axes.plot(steps, smooth, color=COLORS["pod"], linewidth=2, label="running mean")
+    axes.set_xlabel("training step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(axis="y", alpha=0.25)
 
 
 def _read_points(metrics: Path) -> list[tuple[float, float]]:
@@ -258,11 +289,3 @@ def _read_points(metrics: Path) -> list[tuple[float, float]]:
         if isinstance(record, dict) and isinstance(record.get("loss"), (int, float)) and "step" in record:
             points.append((record["step"], record["loss"]))
     return points
-
-
-def _svg(figure: Figure) -> str:
-    out = io.StringIO()
-    figure.savefig(out, format="svg", metadata={"Date": None})
-    plt.close(figure)
-    text = out.getvalue()
-    return text[text.index("<svg") :]
