@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 from synthetic import payload_of, result_file
 
+from pod.eval.methods import safe_name
 from pod.eval.report import paper_tables
-from pod.eval.report.merge import merge
+from pod.eval.report.merge import CATEGORIES, merge
 from pod.eval.report.page import Fold
-from pod.eval.report.paper_tables import Published, load, same_model
+from pod.eval.report.paper_tables import Published, load, paper_name, relative_drop, same_model
+from pod.eval.report.tables import columns, suite_table
 from pod.eval.suites.configs import suite_configs
-from pod.files import write_json
+from pod.files import read_json, write_json
 
 ROOT = Path(__file__).parents[2]
 AVERAGES_THAT_DO_NOT_FIT = {  # as printed: (paper, table, model, method)
@@ -149,7 +151,11 @@ def test_values_stand_in_the_papers(published):
     ("ours", "theirs", "same"),
     [
         ("meta-llama/Meta-Llama-3-8B-Instruct", "LLaMA3-8B-Instruct", True),
-        ("meta-llama/Meta-Llama-3-8B", "LLaMA3-8B-32K", True),
+        ("meta-llama/Meta-Llama-3-8B", "LLaMA3-8B-32K", False),  # the paper extended it first
+        ("runs/llama3_8b_32k_dense/export", "LLaMA3-8B-32K", True),
+        ("runs/llama3_8b_32k_dense/export/", "Llama-3-8B", False),
+        ("meta-llama/Meta-Llama-3-8B", "Llama-3-8B", True),
+        ("yaofu/llama-2-7b-80k", "Llama-2-7B-80k", True),
         ("meta-llama/Llama-3.1-8B", "LLaMA3.1-8B", True),
         ("/models/Llama-2-7b-chat-hf/", "LLaMA2-7B-chat", True),
         ("mistralai/Mistral-7B-Instruct-v0.2", "Mistral-7B-Instruct", True),
@@ -175,46 +181,122 @@ def test_categories_are_made_of_tasks_that_exist():
     assert wanted - names == set() and len(wanted) == 21 + 20
 
 
-def run_of(folder, method, scores, path="meta-llama/Meta-Llama-3-8B"):
+RAW, EXTENDED = "meta-llama/Meta-Llama-3-8B", "runs/llama3_8b_32k_dense/export"
+
+
+def run_of(folder, method, scores, path=EXTENDED):
     parts = {name: payload_of([score] * 2) for name, score in scores.items()}
-    write_json(folder / "eval" / f"{method}.json", result_file(method, parts, path))
+    write_json(folder / "eval" / f"{safe_name(method)}.json", result_file(method, parts, path))
 
 
 def table_of(folder, published, model=None):
-    found = paper_tables.blocks(merge([folder]), published, model)[:-1]
+    return tables_of(merge([folder]), published, model)
+
+
+def tables_of(comparison, published, model=None):
+    found = paper_tables.blocks(comparison, published, model)[:-1]
     tables = {block.title: block.blocks[0] if isinstance(block, Fold) else block for block in found}
     return {title: [[cell.text for cell in row] for row in table.rows] for title, table in tables.items()}
 
 
 def test_ours_stand_next_to_theirs(tmp_path, published):
     (tmp_path / "eval").mkdir()
-    run_of(tmp_path, "full", {"pod_longbench_qasper": 0.13, "niah": 0.97, "mmlu": 0.6})
-    run_of(tmp_path, "d2o", {"pod_longbench_qasper": 0.125})
-    run_of(tmp_path, "snapkv@25%", {"niah": 0.9})
-    run_of(tmp_path, "razor", {"niah": 0.9})
+    for name, score in (("full", 0.97), ("snapkv@25%", 0.9), ("razor", 0.9)):
+        run_of(tmp_path, name, {"niah": score, "mmlu": 0.6} if name == "full" else {"niah": score})
     tables = table_of(tmp_path, published)
-    assert list(tables) == [
-        f"{name}: {model}"
-        for name, model in (
-            ("D2O, Table 1", "Llama-3-8B"),
-            ("PoD, Table 2", "LLaMA3-8B-32K"),
-            ("PoD, Table 6", "LLaMA3-8B-32K"),
-        )
-    ]
-    assert tables["D2O, Table 1: Llama-3-8B"] == [
-        ["qasper", "full", "–", "12.89", "–", "full", "13.0", "–"],
-        ["qasper", "d2o", "20% of the prompt", "12.04", "-0.9", "d2o", "12.5", "-0.5"],
-    ]
+    assert list(tables) == ["PoD, Table 2: LLaMA3-8B-32K", "PoD, Table 6: LLaMA3-8B-32K"]
     assert tables["PoD, Table 2: LLaMA3-8B-32K"][1] == [
-        "average",
-        "snapkv",
-        "32K",
-        "98.3",
-        "+0.4",
-        "snapkv@25%",
-        "90.0",
-        "-7.0",
+        *("average", "snapkv", "32K", "98.3", "+0.4", "snapkv@25%", "90.0", "-7.0")
     ]
+
+
+def test_the_raw_model_has_the_tables_of_the_raw_model(tmp_path, published):
+    (tmp_path / "eval").mkdir()
+    run_of(tmp_path, "full", {"pod_longbench_qasper": 0.13, "niah": 0.97, "mmlu": 0.6}, RAW)
+    run_of(tmp_path, "d2o", {"pod_longbench_qasper": 0.125}, RAW)
+    assert table_of(tmp_path, published) == {
+        "D2O, Table 1: Llama-3-8B": [
+            ["qasper", "full", "–", "12.89", "–", "full", "13.0", "–"],
+            ["qasper", "d2o", "20% of the prompt", "12.04", "-0.9", "d2o", "12.5", "-0.5"],
+        ]
+    }
+
+
+def test_trained_baselines_are_the_papers(tmp_path, published):
+    """Models of their own are `model:NAME` here, and their run may hold no dense model."""
+    (tmp_path / "a" / "eval").mkdir(parents=True)
+    (tmp_path / "b" / "eval").mkdir(parents=True)
+    run_of(tmp_path / "a", "full", {"niah": 0.97, "mmlu": 0.6})
+    for name in ("cla", "wa_cpt"):
+        content = result_file(f"model:{name}", {"niah": payload_of([0.6]), "mmlu": payload_of([0.4])})
+        content["model"]["kind"] = name
+        write_json(tmp_path / "b" / "eval" / f"model_{name}.json", content)
+    tables = tables_of(merge([tmp_path / "a", tmp_path / "b"]), published)
+    assert tables["PoD, Table 2: LLaMA3-8B-32K"][1] == [
+        *("average", "cla", "32K", "64.8", "-33.1", "model:cla", "60.0", "-37.0")
+    ]
+    assert [row[1] for row in tables["PoD, Table 6: LLaMA3-8B-32K"]] == ["full", "cla"]
+    names = ("model:wa_cpt", "model:window", "model:cla", "snapkv@25%", "window")
+    assert [paper_name(name) for name in names] == ["wa+cpt", "wa+cpt", "cla", "snapkv", "window"]
+
+
+def test_printed_drops_are_means_over_both_benchmarks(published):
+    """PoD Table 5's "Perf" of nine methods follows from Table 1; PoD's own 2.8 does not (1.1): docs/paper_tables/README.md."""
+    averages = {
+        (row.method, row.benchmark): row.value
+        for row in published
+        if (row.paper, row.table, row.task) == ("pod", "1", "average")
+    }
+    printed = [row for row in published if row.task == "performance_drop"]
+    for row in printed:
+        pairs = [(averages[row.method, name], averages["full", name]) for name in ("longbench_14", "leval")]
+        drop = 100 * relative_drop(pairs)
+        assert drop == pytest.approx(row.value, abs=0.25) or (row.method, round(drop, 1)) == ("pod", 1.1)
+    assert len(printed) == 10
+
+
+def test_efficiency_of_pod_table_5(tmp_path, published):
+    """The saving is that of the longest length, not of the best task; the drop needs both benchmarks whole."""
+    (tmp_path / "eval").mkdir()
+    groups = {"longbench": paper_tables._ENGLISH, "leval": CATEGORIES["leval"]}
+    tasks = [f"pod_{suite}_{task}" for suite, found in groups.items() for of in found.values() for task in of]
+    for method, score in (("full", 0.5), ("snapkv", 0.4)):
+        run_of(tmp_path, method, dict.fromkeys(tasks, score))
+    content = read_json(tmp_path / "eval" / "snapkv.json")
+    for task, length, held in ((tasks[0], 4096, 5), (tasks[1], 32768, 25)):
+        row = {"length": length, "bytes": held, "dense_bytes": 100, "budget_tokens": 9}
+        content["parts"][task]["bytes"] = [row]
+    content["parts"][tasks[2]] |= payload_of([0.2, 0.2])
+    write_json(tmp_path / "eval" / "snapkv.json", content)
+    rows = {row[0]: row for row in table_of(tmp_path, published)["PoD, Table 5: LLaMA3-8B-32K"]}
+    assert rows["kv saving (%)"][3:7] == ["87.5", "–", "snapkv", "75.0"]
+    group = next(found for found in paper_tables._ENGLISH.values() if tasks[2].endswith(found[-1]))
+    expected = 100 * (
+        0.5 * (1 - (4 * 0.4 + (0.4 * (len(group) - 1) + 0.2) / len(group)) / 5 / 0.5) + 0.5 * 0.2
+    )
+    assert rows["performance drop (%)"][6] == f"{expected:.1f}"
+    run_of(tmp_path, "full", dict.fromkeys(tasks[1:], 0.5))
+    assert "performance drop (%)" not in {
+        row[0] for row in table_of(tmp_path, published)["PoD, Table 5: LLaMA3-8B-32K"]
+    }
+
+
+def test_leval_is_the_mean_of_its_three_categories(tmp_path, published):
+    (tmp_path / "eval").mkdir()
+    values = dict(zip(CATEGORIES["leval"], (0.3, 0.6, 0.0), strict=True))
+    scores = {f"pod_leval_{task}": values[name] for name, of in CATEGORIES["leval"].items() for task in of}
+    run_of(tmp_path, "full", scores)
+    rows = table_of(tmp_path, published)["PoD, Table 1: LLaMA3-8B-32K"]
+    assert [(row[0], row[6]) for row in rows] == [
+        *(("closed", "30.0"), ("open qa", "60.0"), ("open summarization", "0.0"), ("average", "30.0"))
+    ]
+    comparison = merge([tmp_path])
+    (column,) = columns(comparison)
+    shown = {row[0].text: row[1].text for row in suite_table(comparison, column.tasks).rows[20:]}
+    assert shown == {
+        **{"closed": "30.0", "open qa": "60.0", "open summarization": "0.0"},
+        **{"mean of the categories": "30.0", "mean of the tasks": f"{100 * (7 * 0.3 + 6 * 0.6) / 20:.1f}"},
+    }
 
 
 def test_averages_need_every_task(tmp_path, published):
@@ -255,7 +337,7 @@ def test_consistency_by_window(tmp_path, published):
     part = payload_of([1.0, 1.0]) | {"metrics": {"window 1024": {"value": 0.8, "ci95": None}}}
     write_json(
         tmp_path / "eval" / "full.json",
-        result_file("full", {"consistency": part}, "meta-llama/Meta-Llama-3-8B"),
+        result_file("full", {"consistency": part}, EXTENDED),
     )
     rows = table_of(tmp_path, published)["PoD, Table 7: LLaMA3-8B-32K"]
     assert rows == [

@@ -145,6 +145,7 @@ def test_overview_cells(recipe):
     assert ours[3] == [
         f"{math.exp(2.6):.2f}",
         "+10.5%",
+        "worse",
         "[+10.5%,",
         "+10.5%]",
     ]  # exp(0.1) - 1 for every sequence
@@ -175,7 +176,7 @@ def test_summary_compares_the_same_prompts_only(recipe):
 def test_other_tables(recipe):
     table = bucket_table(merge([recipe.eval_dir]))
     assert table.columns == ["method", "96–99"]
-    assert cells(table)[1] == [["pod"], [f"{math.exp(2.6):.2f}", "(+10.5%)"]]
+    assert cells(table)[1] == [["pod"], [f"{math.exp(2.6):.2f}", "(+10.5%", "worse)"]]
     speed = speed_table(load_speed(recipe.eval_dir))
     assert cells(speed)[1] == [
         ["pod"],
@@ -230,7 +231,7 @@ def test_page_is_whole_and_self_contained(recipe):
     text = write_report(recipe).read_text()
     page = Page(text)
     assert not page.open
-    assert page.titles[0] == "Methods at equal bytes" and {"Adaptation", "Passkey retrieval"} <= set(
+    assert page.titles[0] == "Methods side by side" and {"Adaptation", "Passkey retrieval"} <= set(
         page.titles
     )
     assert page.sources and all(source.startswith("data:image/") for source in page.sources)
@@ -240,7 +241,7 @@ def test_page_is_whole_and_self_contained(recipe):
     assert 'name="viewport"' in text
     markdown = (recipe.eval_dir / "report.md").read_text()
     assert (
-        f"| pod | 0.0 | 40% | {math.exp(2.6):.2f} +10.5% [" in markdown
+        f"| pod | 0.0 | 40% | {math.exp(2.6):.2f} +10.5% worse [" in markdown
         and "PoD, with 40% fewer KV bytes at 99 tokens, decoding at 1.25× the dense speed: " in markdown
         and "perplexity 13.46 (+10.5%)" in markdown
     )
@@ -252,7 +253,7 @@ def test_failed_method_is_shown_and_escaped(recipe):
     failed["failed"] = {"perplexity": "<b> & 'x'"}
     (recipe.eval_dir / "snapkv.json").write_text(json.dumps(failed))
     text = write_report(recipe).read_text()
-    assert "&lt;b&gt; &amp; &#x27;x&#x27;" in text and '<span class="failed">failed</span>' in text
+    assert "&lt;b&gt; &amp; &#39;x&#39;" in text and '<span class="failed">failed</span>' in text
     assert "* snapkv: perplexity: <b>" in (recipe.eval_dir / "report.md").read_text()
 
 

@@ -15,6 +15,7 @@ from synthetic import (
     perplexity,
     result_file,
     scores,
+    speed_file,
     write_runs,
 )
 from test_report import Page
@@ -23,8 +24,8 @@ from pod.eval.judge.verdicts import compare, paired_samples
 from pod.eval.report import notes as report_notes
 from pod.eval.report import pictures
 from pod.eval.report import tables as report_tables
-from pod.eval.report.merge import byte_share, combined, merge
-from pod.eval.report.page import Cell, Notes, Report, Section, Table
+from pod.eval.report.merge import byte_share, combined, held_rows, merge
+from pod.eval.report.page import Cell, Fold, Notes, Picture, Report, Section, Table
 from pod.eval.report.write import csv_text, main, task_blocks, write_merged
 
 
@@ -239,6 +240,20 @@ def test_bytes_that_are_known_are_filled_in(comparison):
     assert byte_share(unknown, "mmlu") is None
 
 
+def test_a_merged_row_keeps_its_speed(tmp_path):
+    """`full` of a run of tasks and of a run that only timed methods is one row, with the second run's tokens/s."""
+    first = write(tmp_path / "a", full=result_file("full", {"niah": needles("full")}))
+    timed = {"full": result_file("full", {}) | {"model": None}, "efficiency": speed_file(["full"], 1024)}
+    comparison = merge([first, write(tmp_path / "b", **timed)])
+    (row,) = report_tables.overview(comparison).rows
+    assert [cell.text for cell in row[-2:]] == ["12.0", "1.00"]
+    assert 1024 in {row["length"] for row in held_rows(comparison.entries[0])}
+    again = merge(
+        [first, tmp_path / "b", write(tmp_path / "c", full=result_file("full", {"niah": needles("full")}))]
+    )
+    assert [len(entry.speed) for entry in again.entries] == [1, 0]  # those of another run are not its own
+
+
 # -- tables and notes ----------------------------------------------------------------------------------------
 
 
@@ -368,10 +383,55 @@ def test_tones_and_csv_follow_the_verdicts_of_the_page(comparison):
         assert tones == [marks[entry.label, task] for entry in entries]
 
 
+def test_small_numbers_are_said_to_be_small():
+    assert [report_tables.percent(x, "+") for x in (0.123, -0.00042, 7.6e-05, 7.6e-06, -1e-9, 0.0, -0.0)] == [
+        *("+12.3%", "-0.04%", "+0.01%", "+<0.01%", "-<0.01%", "+0.0%", "+0.0%")
+    ]
+    assert [report_tables.p_text(x) for x in (7.6e-05, 0.0123, 1)] == ["p < 0.001", "p = 0.012", "p = 1"]
+
+
+def test_a_column_has_one_unit(comparison):
+    entry = copy.copy(comparison.entries[0])
+    rows = [
+        {"tau": 0.5, "nll": 21.5, "change": 7.6e-05, "saved": 0.413, "n": 12, "low": -12.0},
+        {"tau": 0.9, "nll": 0.25, "change": -0.031, "saved": 0.0, "n": 3000, "low": 7.6e-05},
+    ]
+    entry.parts = {"t": {"rows": rows, "columns": {key: key for key in rows[0]}}}
+    (table,) = report_tables.extra_tables(entry, "t")
+    assert [[cell.text for cell in row] for row in table.rows] == [
+        ["0.5", "21.50", "0.01%", "41.3%", "12", "-12.00"],
+        ["0.9", "0.25", "-3.1%", "0.0%", "3,000", "<0.01"],
+    ]
+
+
+def test_metrics_of_all_rows_share_a_unit(tmp_path):
+    parts = [
+        payload([0.5]) | {"metrics": {"m": value, "share": share}}
+        for value, share in ((0.5, 0.25), (2.0, 7e-6))
+    ]
+    files = {name: result_file(name, {"t": part}) for name, part in zip(("full", "h2o"), parts, strict=True)}
+    comparison = merge([write(tmp_path, **files)])
+    rows = report_tables.task_table(comparison, "t").rows
+    assert [[cell.text for cell in row[-2:]] for row in rows] == [["0.50", "25.0"], ["2.00", "<0.01"]]
+
+
+def test_verdicts_are_words_and_arrows_are_none(comparison):
+    """A rise of perplexity is worse; colour alone does not say it, and no arrow points another way than the number."""
+    table = report_tables.task_table(comparison, "perplexity")
+    worse = next(row[2] for row in table.rows if row[2].tone == "worse")
+    assert worse.text.startswith("+") and worse.text.endswith("% worse")
+    page = Report("t", "l", [], [Section("s", [table])])
+    assert (
+        f'<span class="worse">{worse.text}</span>' in page.html() and f"| {worse.text} [" in page.markdown()
+    )
+
+
 def test_heat_map_cells(comparison):
     maps = report_tables.heat_maps(comparison, "niah")
     assert (
-        len(maps) == 9 and maps[0].columns == ["1,024", "2,048", "4,096", "8,192"] and len(maps[0].rows) == 5
+        len(maps) == 9
+        and maps[0].columns == ["depth", "1,024", "2,048", "4,096", "8,192"]
+        and [row[0].text for row in maps[0].rows] == ["0%", "25%", "50%", "75%", "100%"]
     )
     stream = next(found for found in maps if found.title == "streamingllm")
     part = next(entry for entry in comparison.entries if entry.label == "streamingllm").parts["niah"]
@@ -380,9 +440,11 @@ def test_heat_map_cells(comparison):
             [0.0, 0.25, 0.5, 0.75, 1.0].index(cell["depth"]),
             [1024, 2048, 4096, 8192].index(cell["length"]),
         )
-        assert stream.shares[row][column] == cell["value"]
-        assert stream.texts[row][column] == f"{100 * cell['value']:.0f}"
-    assert stream.shares != stream.shares[::-1]  # or a map that stands on its head would pass
+        found = stream.rows[row][column + 1]
+        assert (found.sort, found.text) == (cell["value"], f"{100 * cell['value']:.0f}")
+        assert found.shade == {0.0: "#f2b8b0", 1.0: "#a9d9bd"}.get(cell["value"], found.shade)
+    shares = [[cell.sort for cell in row[1:]] for row in stream.rows]
+    assert shares != shares[::-1]  # or a map that stands on its head would pass
 
 
 def test_the_best_measured_values_by_growing_bytes():
@@ -416,8 +478,9 @@ def test_merged_report_is_one_whole_page(two_runs, tmp_path):
     text = write_merged(two_runs, tmp_path / "out").read_text()
     page = Page(text)
     assert not page.open and all(source.startswith("data:image/") for source in page.sources)
-    assert page.titles[0] == "Methods at equal bytes" and "Read with care" in page.titles
+    assert page.titles[0] == "Methods side by side" and "Read with care" in page.titles
     assert "SimLayerKV, Table 1: LLaMA3-8B-Instruct" in text
+    assert "▲" not in text and "▼" not in text
     assert (tmp_path / "out" / "report.md").read_text().count("\n## ") == len(page.titles)
     rows = list(csv.DictReader((tmp_path / "out" / "report.csv").open()))
     assert (
@@ -459,3 +522,13 @@ def test_page_escapes_and_sorts():
     )
     assert 'data-sort="1"' in text and 'class="matrix sort"' in text and "| x\\|y | – |" in markdown
     Page(text)
+
+
+def test_markdown_line_by_line():
+    table = Table(["m", "v"], [[Cell("x|y"), Cell("1", "+1 worse\n[0, 2]")]], "T")
+    fold = Fold("F", [Table(["d"], [[Cell("z")]])])
+    blocks = [table, Notes(["n & m", "o"]), Picture("<svg>", "p"), fold]
+    assert Report("t", "<lead>", ["o1", "o2"], [Section("s", blocks), Section("r", [table])]).markdown() == (
+        "# t\n\n<lead>\n\no1\n\no2\n\n## s\n\n### T\n\n| m | v |\n|---|---|\n| x\\|y | 1 +1 worse [0, 2] |\n"
+        "\n* n & m\n* o\n\n### F\n\n| d |\n|---|\n| z |\n\n## r\n\n### T\n\n| m | v |\n|---|---|\n| x\\|y | 1 +1 worse [0, 2] |\n"
+    )

@@ -15,9 +15,29 @@ from pod.files import read_json
 
 _DENSE = ("dense", "unadapted")
 SUITE = re.compile(r"(pod_(?:longbench_e|longbench|leval|infinitebench(?:_\d+k)?|ruler(?:_\d+k?)?))_(.+)")
+_LONGBENCH = {
+    "single_doc_qa": "narrativeqa qasper multifieldqa_en multifieldqa_zh",
+    "multi_doc_qa": "hotpotqa 2wikimqa musique dureader",
+    "summarization": "gov_report qmsum multi_news vcsum",
+    "few_shot": "trec triviaqa samsum lsht",
+    "synthetic": "passage_count passage_retrieval_en passage_retrieval_zh",
+    "code": "lcc repobench-p",
+}
+_LEVAL = {
+    "closed": "coursera gsm100 quality topic_retrieval_longchat tpo codeU sci_fi",
+    "open_qa": "financial_qa legal_contract_qa natural_question multidoc_qa narrative_qa scientific_qa",
+    "open_summarization": "gov_report_summ meeting_summ news_summ paper_assistant patent_summ review_summ tv_show_summ",
+}
+CATEGORIES = {
+    suite: {name: tuple(tasks.split()) for name, tasks in groups.items()}
+    for suite, groups in {"longbench": _LONGBENCH, "leval": _LEVAL}.items()
+}
+"""What papers average before they average again: categories of a suite's tasks."""
 Part = str | int | None
 """A subtask by name, a position bucket by number, or the whole task."""
-Question = tuple[int, tuple[str, ...], Part]
+Tasks = tuple[Any, ...]
+"""Task names; a tuple among them counts as one, by its mean: the mean of categories is a tuple of tuples."""
+Question = tuple[int, Tasks, Part]
 """Row, tasks, part."""
 
 
@@ -43,7 +63,7 @@ class Run:
 class Entry:
     """One row of the comparison: a method of a model, with the tasks that one or several runs measured.
 
-    parts, refused, failed: by task; sources: the run of every part.
+    parts, refused, failed: by task; sources: the run of every part; speed: of all its runs, by length.
     """
 
     label: str
@@ -54,6 +74,7 @@ class Entry:
     sources: dict[str, Run] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    speed: list[dict[str, Any]] = field(default_factory=list)
 
     def take(self, run: Run, content: dict[str, Any]) -> None:
         """Add what a run measured for this method."""
@@ -72,6 +93,17 @@ class Comparison:
     tasks: list[str]
     _judged: dict[Question, Against | None] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Speeds go to the row that their run's answers went to; a run that only timed a method went to its first row."""
+        for run in self.runs:
+            for lengths in run.speed:
+                for method in lengths["methods"].keys() & run.results.keys():
+                    rows = [entry for entry in self.entries if entry.method == method]
+                    rows.sort(
+                        key=lambda entry: all(of is not run for of in (entry.run, *entry.sources.values()))
+                    )
+                    rows[0].speed.append({"length": lengths["length"], **lengths["methods"][method]})
+
     def measured(self, task: str) -> list[Entry]:
         """The rows that have this task."""
         return [entry for entry in self.entries if task in entry.parts]
@@ -84,7 +116,7 @@ class Comparison:
         same = [base for base in bases if run.dense_path in (base.run.dense_path, None)]
         return next(iter(own or same or (bases if len(bases) == 1 else [])), None)
 
-    def against(self, entry: Entry, tasks: tuple[str, ...], part: Part = None) -> Against | None:
+    def against(self, entry: Entry, tasks: Tasks, part: Part = None) -> Against | None:
         """The row against its base on a task, on a part of it, or on the mean of several; None for the base itself and where nothing
         can be paired. Marks hold for the whole overview, those of its details for all details; what a page does not ask has none."""
         if not self._judged:
@@ -93,12 +125,15 @@ class Comparison:
         key = (id(entry), tasks, part)
         return self._judged[key] if key in self._judged else self._against(entry, tasks, part)
 
-    def _overview(self) -> Iterator[tuple[Entry, tuple[str, ...], Part]]:
+    def _overview(self) -> Iterator[tuple[Entry, Tasks, Part]]:
         """Every row on every task, those of a suite as one."""
         return ((entry, tasks, None) for entry in self.entries for tasks in self.suites().values())
 
-    def _details(self) -> Iterator[tuple[Entry, tuple[str, ...], Part]]:
-        """Tasks of suites, subtasks of groups, positions of perplexity."""
+    def _details(self) -> Iterator[tuple[Entry, Tasks, Part]]:
+        """Tasks and categories of suites, subtasks of groups, positions of perplexity."""
+        for groups in filter(None, map(categories_of, self.suites().values())):
+            members = tuple(found for found, _ in groups.values())
+            yield from ((entry, asked, None) for entry in self.entries for asked in (*members, members))
         inner = {task for tasks in self.suites().values() if len(tasks) > 1 for task in tasks}
         for entry in self.entries:
             yield from ((entry, (task,), None) for task in entry.parts if task in inner)
@@ -116,8 +151,11 @@ class Comparison:
                 found.setdefault(task if group else suite_of(task) or task, []).append(task)
         return {name: tuple(tasks) for name, tasks in found.items()}
 
-    def _against(self, entry: Entry, tasks: tuple[str, ...], part: Part) -> Against | None:
-        base = self.base_of(entry, tasks[0])
+    def _against(self, entry: Entry, tasks: Tasks, part: Part) -> Against | None:
+        first = tasks[0]
+        while isinstance(first, tuple):
+            first = first[0]
+        base = self.base_of(entry, first)
         if base is None or base is entry:
             return None
         own, other = payload_of(entry, tasks, part), payload_of(base, tasks, part)
@@ -131,7 +169,18 @@ def suite_of(task: str) -> str | None:
     return None if found is None or whole else found.group(1)
 
 
-def payload_of(entry: Entry, tasks: tuple[str, ...], part: Part = None) -> Payload | None:
+def categories_of(tasks: tuple[str, ...]) -> dict[str, tuple[tuple[str, ...], int]]:
+    """(tasks, how many it has in all) of the categories of a suite's tasks; empty where there are not two of them."""
+    suite = suite_of(tasks[0]) or ""
+    found = {}
+    for name, members in CATEGORIES.get(suite.removeprefix("pod_"), {}).items():
+        here = tuple(task for task in tasks if task.removeprefix(f"{suite}_") in members)
+        if here:
+            found[name] = here, len(members)
+    return found if len(found) > 1 else {}
+
+
+def payload_of(entry: Entry, tasks: Tasks, part: Part = None) -> Payload | None:
     """What a row has on a task, on a part of it (a subtask by name, a position bucket by number), or on the mean of several."""
     payload = combined(entry, tasks)
     if payload is None or part is None:
@@ -165,7 +214,7 @@ def _bucket(payload: Payload, number: int) -> Payload | None:
         }
         for sample in payload["samples"]
     ]
-    return {**payload, "value": row["perplexity"], "samples": samples}
+    return {**payload, "value": row["perplexity"], "ci95": row.get("ci95"), "samples": samples}
 
 
 def merge(folders: Iterable[str | os.PathLike]) -> Comparison:
@@ -215,9 +264,10 @@ def failures(content: dict[str, Any]) -> dict[str, str]:
     return {task: reason} if mark else {"": task}
 
 
-def combined(entry: Entry, tasks: tuple[str, ...]) -> Payload | None:
+def combined(entry: Entry, tasks: Tasks) -> Payload | None:
     """The payload of a task, or of the mean over several scored tasks; None when the row lacks one of them or they cannot be averaged."""
-    parts = [entry.parts[task] for task in tasks if task in entry.parts]
+    found = [combined(entry, of) if isinstance(of, tuple) else entry.parts.get(of) for of in tasks]
+    parts = [part for part in found if part is not None]
     if len(parts) < len(tasks):
         return None
     if len(tasks) == 1:
@@ -269,11 +319,7 @@ def held_rows(entry: Entry, task: str | None = None) -> list[dict[str, Any]]:
     parts = [entry.parts[task]] if task else list(entry.parts.values())
     rows = [row for part in parts for row in part.get("bytes") or []]
     if task is None:
-        rows += [
-            lengths["methods"][entry.method]["bytes"]
-            for lengths in entry.run.speed
-            if entry.method in lengths["methods"]
-        ]
+        rows += [row["bytes"] for row in entry.speed]
     return [row if row["bytes"] else _known(entry.method, row) for row in rows]
 
 

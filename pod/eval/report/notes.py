@@ -8,12 +8,17 @@ from pod.eval.report.summary import BASE
 from pod.eval.report.tables import (
     MOST_COLUMNS,
     bytes_at,
-    change_text,
     columns,
     common_length,
+    delta_text,
     saving_of,
     speed_of,
     value_text,
+)
+
+STAIRCASE = (
+    "Dotted: the best value that was measured at these bytes or fewer. That is no verdict: whether chance explains a difference is said "
+    "beside the values, and only of differences to full."
 )
 
 
@@ -41,8 +46,8 @@ def _pod_result(comparison: Comparison) -> str:
     held, speed = bytes_at(shown, common_length(comparison.entries)), speed_of(shown)
     if held is not None:
         text += f", with {saving_of(held):.0%} fewer KV bytes at {held['length']:,} tokens"
-    if speed is not None and speed[1].get("speed_over_full"):
-        text += f", decoding at {speed[1]['speed_over_full']['median']:.2f}× the dense speed"
+    if speed is not None and speed.get("speed_over_full"):
+        text += f", decoding at {speed['speed_over_full']['median']:.2f}× the dense speed"
     return f"{text}: {_gains_and_losses(comparison, shown)}."
 
 
@@ -57,7 +62,7 @@ def _gains_and_losses(comparison: Comparison, shown: Entry) -> str:
         if against is None:
             found[""].append(f"{column.title} {value}")
         else:
-            found[against.mark].append(f"{column.title} {value} ({change_text(against)})")
+            found[against.mark].append(f"{column.title} {value} ({delta_text(against)})")
     names = {"worse": "worse than full on", "better": "better on", "": "not decided by these samples:"}
     pieces = [f"{names[mark]} {', '.join(lines)}" for mark, lines in found.items() if lines]
     return "; ".join(pieces) or "nothing to compare"
@@ -98,44 +103,37 @@ def overview_notes(comparison: Comparison) -> list[str]:
         "Scores are 0 to 100, perplexity is exp of the mean NLL per token. Under each value: the change against full on the samples "
         "that both answered with the same prompt (perplexity: relative; scores: points) and its 95 % interval: Student's t over texts, for "
         "0/1 tasks a score interval. “Better” and “worse” mark what chance hardly explains: p below 0.05 for all comparisons of this table "
-        "together (Holm; details below the overview count by themselves), so a mark can be missing where one interval leaves out 0."
+        "together (Holm; details below the overview count by themselves), so a mark can be missing where one interval leaves out 0. No mark "
+        "does not mean equal: these samples do not decide it."
     ]
     length = common_length(comparison.entries)
+    held = [(entry, row) for entry in comparison.entries if (row := bytes_at(entry, length))]
+    budgets = [f"{entry.label} {row['budget_tokens']:,}" for entry, row in held if row.get("budget_tokens")]
+    savings = [saving_of(row) for entry, row in held if entry.method != BASE]
+    hidden = [column.title for column in columns(comparison)[MOST_COLUMNS:]]
+    lengths = sorted({found["length"] for entry in comparison.entries if (found := speed_of(entry))})
     if length:
         notes.append(
             f"KV MB: bytes really held for one sequence of {length:,} tokens, every storage counted once. saved: against the dense "
             "cache at that length."
         )
-    budgets = _budgets(comparison, length)
     if budgets:
         notes.append(
             "Methods that drop tokens get the bytes that PoD holds at the same length, unless their name says a budget: tokens kept "
             f"per KV head and layer from the prompt: {', '.join(budgets)}."
         )
-    savings = [
-        row for entry in comparison.entries if entry.method != BASE and (row := bytes_at(entry, length))
-    ]
-    if savings and all(saving_of(row) < 0.005 for row in savings):
+    if savings and max(savings) < 0.005:
         notes.append(
             "Nothing is saved at this length: it does not exceed the windows, so all methods hold everything."
         )
-    hidden = columns(comparison)[MOST_COLUMNS:]
     if hidden:
-        notes.append(
-            f"{_count(len(hidden), 'more task')} below: {', '.join(column.title for column in hidden)}."
-        )
-    lengths = sorted({found[0] for entry in comparison.entries if (found := speed_of(entry))})
+        notes.append(f"{_count(len(hidden), 'more task')} below: {', '.join(hidden)}.")
     if lengths:
         shown = " and ".join(f"{length:,}" for length in lengths)
         notes.append(
             f"tokens/s: decoding after {shown} tokens, one sequence, all methods of a run in turns in one process."
         )
     return notes
-
-
-def _budgets(comparison: Comparison, length: int | None) -> list[str]:
-    found = [(entry.label, bytes_at(entry, length)) for entry in comparison.entries]
-    return [f"{label} {row['budget_tokens']:,}" for label, row in found if row and row.get("budget_tokens")]
 
 
 def warnings(comparison: Comparison) -> list[str]:
@@ -197,18 +195,16 @@ def _unpaired(comparison: Comparison, task: str) -> list[str]:
 
 def _different_worlds(comparison: Comparison) -> list[str]:
     """Versions and commits that differ between runs."""
-    lines = []
     worlds: dict[str, set[str]] = {}
-    for run in comparison.runs:
-        for content in run.results.values():
-            for environment in _environments(content):
-                found = {"commit": _commit_text(environment)} | environment["versions"]
-                for name, version in found.items():
-                    worlds.setdefault(name, set()).add(str(version))
-    for name, versions in worlds.items():
-        if len(versions) > 1:
-            lines.append(f"Results come from different versions of {name}: {', '.join(sorted(versions))}.")
-    return lines
+    for content in (content for run in comparison.runs for content in run.results.values()):
+        for environment in _environments(content):
+            for name, version in ({"commit": _commit_text(environment)} | environment["versions"]).items():
+                worlds.setdefault(name, set()).add(str(version))
+    return [
+        f"Results come from different versions of {name}: {', '.join(sorted(versions))}."
+        for name, versions in worlds.items()
+        if len(versions) > 1
+    ]
 
 
 def _environments(content: dict[str, Any]) -> list[dict[str, Any]]:
@@ -249,27 +245,23 @@ def failed_lines(comparison: Comparison) -> list[str]:
 
 def method_lines(comparison: Comparison) -> list[str]:
     """How every number came about."""
-    lines = list(
-        dict.fromkeys(
-            f"{entry.method}: {entry.content['title']}"
-            for entry in comparison.entries
-            if entry.content.get("title")
-        )
-    )
+    titles = {
+        entry.method: entry.content["title"] for entry in comparison.entries if entry.content.get("title")
+    }
+    lines = [f"{method}: {title}" for method, title in titles.items()]
     for entry in comparison.entries:
-        part = entry.parts.get("perplexity")
-        if part is None or "scored_by" not in part:
-            continue
-        text, check = (
-            f"{entry.label}: perplexity scored by {part['scored_by']}",
-            part.get("decode_path_check"),
-        )
-        if check:
-            text += (
-                f"; the decode path gives the same on this model: largest difference {check['max_abs_difference_nats']:.1e} nats "
-                f"over {check['tokens']} tokens at length {check['length']:,}"
+        part = entry.parts.get("perplexity") or {}
+        if "scored_by" in part:
+            text, check = (
+                f"{entry.label}: perplexity scored by {part['scored_by']}",
+                part.get("decode_path_check"),
             )
-        lines.append(text + ".")
+            if check:
+                text += (
+                    f"; the decode path differs by at most {check['max_abs_difference_nats']:.1e} nats "
+                    f"over {check['tokens']} tokens at length {check['length']:,}"
+                )
+            lines.append(f"{text}.")
     lines.append(
         "A compressed cache is scored after its prompt is compressed, with the last context token held out, so no scored token sees "
         "what the method dropped."

@@ -4,11 +4,12 @@ import csv
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from pod.eval.report.merge import Comparison, Entry, Run, base_name, byte_share
-from pod.eval.report.page import Block, Cell, Fold, Notes, Table
+from pod.eval.report.merge import CATEGORIES, Comparison, Entry, base_name
+from pod.eval.report.page import Block, Cell, Fold, Notes, Table, cell
 from pod.eval.report.summary import BASE
-from pod.eval.report.tables import NONE, speed_of
+from pod.eval.report.tables import bytes_at, median, saving_of, speed_of
 
 COLUMNS = ("paper", "table", "model", "benchmark", "task", "method", "setting", "metric", "value")
 TITLES = {
@@ -18,46 +19,19 @@ TITLES = {
     "razorattention": "RazorAttention",
     "imdc": "IMDC",
 }
-_LONGBENCH = {
-    "single_doc_qa": ("narrativeqa", "qasper", "multifieldqa_en", "multifieldqa_zh"),
-    "multi_doc_qa": ("hotpotqa", "2wikimqa", "musique", "dureader"),
-    "summarization": ("gov_report", "qmsum", "multi_news", "vcsum"),
-    "few_shot": ("trec", "triviaqa", "samsum", "lsht"),
-    "synthetic": ("passage_count", "passage_retrieval_en", "passage_retrieval_zh"),
-    "code": ("lcc", "repobench-p"),
+_CHINESE = {"multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh"}
+_RULER = {
+    "niah_single": ("niah_single_1", "niah_single_2", "niah_single_3"),
+    "niah_multikey": ("niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
+    "qa": ("qa_1", "qa_2"),
 }
-_CHINESE = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")
-_MEMBERS = {
-    "longbench": _LONGBENCH,
-    "longbench_14": {
-        name: tuple(task for task in tasks if task not in _CHINESE) for name, tasks in _LONGBENCH.items()
-    },
-    "leval": {
-        "closed": ("coursera", "gsm100", "quality", "topic_retrieval_longchat", "tpo", "codeU", "sci_fi"),
-        "open_qa": (
-            "financial_qa",
-            "legal_contract_qa",
-            "natural_question",
-            "multidoc_qa",
-            "narrative_qa",
-            "scientific_qa",
-        ),
-        "open_summarization": (
-            "gov_report_summ",
-            "meeting_summ",
-            "news_summ",
-            "paper_assistant",
-            "patent_summ",
-            "review_summ",
-            "tv_show_summ",
-        ),
-    },
-    "ruler": {
-        "niah_single": ("niah_single_1", "niah_single_2", "niah_single_3"),
-        "niah_multikey": ("niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
-        "qa": ("qa_1", "qa_2"),
-    },
+_ENGLISH = {
+    name: tuple(task for task in tasks if task not in _CHINESE)
+    for name, tasks in CATEGORIES["longbench"].items()
 }
+_MEMBERS = {**CATEGORIES, "longbench_14": _ENGLISH, "ruler": _RULER}
+_TRAINED = {"wa_cpt": "wa+cpt", "window": "wa+cpt"}  # names in eval.models that cannot be the paper's
+_HEADS = ["task", "method", "paper's setting", "paper", "paper's Δ", "ours", "ours: value", "ours: Δ"]
 _OPEN_ROWS = 12  # longer tables stand behind a line that opens them
 _OURS = re.compile(r"pod_(longbench|leval|infinitebench_\d+k|ruler_\d+k)_(.+)")
 _STANDARD = ("mmlu", "hellaswag", "arc_easy", "arc_challenge", "humaneval")
@@ -109,147 +83,139 @@ def _read(file: Path) -> list[Published]:
 
 
 def same_model(ours: str, published: str) -> bool:
-    """Whether a model path or hub id is the one that a paper names: `meta-llama/Meta-Llama-3-8B-Instruct` is `LLaMA3-8B-Instruct`.
-
-    Stretched contexts (`-32K`) count as the same model; what the paper calls it is printed beside the numbers.
-    """
+    """Whether a path or hub id is the model that a paper names: `meta-llama/Meta-Llama-3-8B-Instruct` is `LLaMA3-8B-Instruct`, the export
+    `runs/llama3_8b_32k_dense/export` is `LLaMA3-8B-32K`, and the raw model of 8K is not."""
     return _model_key(ours) == _model_key(published)
 
 
 def _model_key(name: str) -> str:
-    words = re.split(r"[-_\s]+", name.rstrip("/").rpartition("/")[2].lower())
-    words = [re.sub(r"^llama(\d)", r"llama-\1", word) for word in words]
-    dropped = re.compile(r"meta|hf|\d+k|v\d+(\.\d+)*")
-    return "".join("-".join(word for word in words if not dropped.fullmatch(word)).split("-"))
+    last = name.rstrip("/").removesuffix("/export").rpartition("/")[2].lower()
+    words = re.sub(r"[-_\s]+", "-", last).replace("llama-", "llama").split("-")
+    dropped = re.compile(r"meta|hf|dense|v\d+(\.\d+)*")
+    return "-".join(word for word in words if not dropped.fullmatch(word)).replace(".", "")
+
+
+def paper_name(method: str) -> str:
+    """What papers call a method: `snapkv@25%` is `snapkv`, `model:cla` is `cla`, `model:wa_cpt` and `model:window` are `wa+cpt`."""
+    name = base_name(method).removeprefix("model:")
+    return _TRAINED.get(name, name) if method.startswith("model:") else name
+
+
+class Ours(NamedTuple):
+    """Our number beside a published one, its change against full, and what it belongs to."""
+
+    value: float
+    change: float | None = None
+    note: str = ""
 
 
 def blocks(comparison: Comparison, published: list[Published], model: str | None = None) -> list[Block]:
     """A table per published table of a model that was measured. model: the paper's name, for every run."""
     found: list[Block] = []
-    for name, run in _models(comparison, model).items():
+    paths = list(dict.fromkeys(run.dense_path for run in comparison.runs if run.dense_path))
+    for name in paths if model is None else [model]:
+        entries = [
+            entry
+            for entry in comparison.entries
+            if model is not None or (entry.run.dense_path or (paths[0] if len(paths) == 1 else None)) == name
+        ]
         fitting = [row for row in published if same_model(name, row.model)]
         for paper, table in dict.fromkeys((row.paper, row.table) for row in fitting):
             rows = [row for row in fitting if (row.paper, row.table) == (paper, table)]
-            body = _rows(comparison, run, rows)
+            title = f"{TITLES.get(paper, paper)}, Table {table}: {rows[0].model}"
+            body = _rows(entries, rows)
             if body:
-                title = f"{TITLES.get(paper, paper)}, Table {table}: {rows[0].model}"
-                heads = [
-                    "task",
-                    "method",
-                    "paper's setting",
-                    "paper",
-                    "paper's Δ",
-                    "ours",
-                    "ours: value",
-                    "ours: Δ",
-                ]
                 long = len(body) > _OPEN_ROWS
-                found.append(Fold(title, [Table(heads, body)]) if long else Table(heads, body, title))
-    if found:
-        note = (
-            "Prompts, truncation and budgets of the papers differ from ours and from one another: compare the changes against full "
-            "rather than the scores. Averages and categories of ours are means over the same tasks."
-        )
-        return [*found, Notes([note])]
-    return found
+                found.append(Fold(title, [Table(_HEADS, body)]) if long else Table(_HEADS, body, title))
+    note = (
+        "Prompts, truncation and budgets of the papers differ from ours and from one another: compare the changes against full "
+        "rather than the scores. Averages and categories of ours are means over the same tasks."
+    )
+    return [*found, Notes([note])] if found else []
 
 
-def _models(comparison: Comparison, model: str | None) -> dict[str, Run | None]:
-    """Names of the measured models, each with its run; one name for all when the user gives it."""
-    if model is not None:
-        return {model: None}
-    return {run.dense_path: run for run in comparison.runs if run.dense_path}
-
-
-def _rows(comparison: Comparison, run: Run | None, published: list[Published]) -> list[list[Cell]]:
+def _rows(entries: list[Entry], published: list[Published]) -> list[list[Cell]]:
     body = []
-    full = {
-        (row.benchmark, row.task, row.metric, row.setting): row.value
-        for row in published
-        if row.method == BASE
-    }
-    loose = {(row.benchmark, row.task, row.metric): row.value for row in published if row.method == BASE}
     for row in published:
-        base = full.get(
-            (row.benchmark, row.task, row.metric, row.setting),
-            loose.get((row.benchmark, row.task, row.metric)),
-        )
-        for entry in comparison.entries:
-            fits = run is None or entry.run.dense_path == run.dense_path
-            if base_name(entry.method) != row.method or not fits:
-                continue
-            ours = _ours(comparison, entry, row, published)
+        same = [
+            other
+            for other in published
+            if other.method == BASE
+            and (other.benchmark, other.task, other.metric) == (row.benchmark, row.task, row.metric)
+        ]
+        same.sort(
+            key=lambda other: other.setting != row.setting
+        )  # full of the same setting where there is one
+        base = same[0].value if same and row.method != BASE else None
+        for entry in entries:
+            ours = _ours(entries, entry, row, published) if paper_name(entry.method) == row.method else None
             if ours is not None:
-                body.append(_row(row, base, entry, *ours))
+                body.append(_row(row, base, entry, ours))
     return body
 
 
-def _row(row: Published, base: float | None, entry: Entry, value: float, change: float | None) -> list[Cell]:
-    score = row.metric == "score"
-    name = row.task.replace("_", " ")
-    task = name if score else f"{name} ({row.metric})"
-    theirs = NONE
-    if base is not None and row.method != BASE:
-        theirs = (
-            Cell(f"{row.value - base:+.1f}", sort=row.value - base) if score else _times(row.value / base)
-        )
-    mine = NONE
-    if change is not None:
-        mine = Cell(f"{change:+.1f}", sort=change) if score else _times(change)
+def _row(row: Published, base: float | None, entry: Entry, ours: Ours) -> list[Cell]:
+    score, name = row.metric == "score", row.task.replace("_", " ")
+    theirs = None if base is None else row.value - base if score else row.value / base
+    form = "{:+.1f}" if score else "× {:.2f}"
     return [
-        Cell(task, row.benchmark if row.benchmark.rpartition("_")[2].endswith("k") else ""),
+        Cell(
+            name if score else f"{name} ({row.metric})",
+            row.benchmark if row.benchmark.rpartition("_")[2].endswith("k") else "",
+        ),
         Cell(row.method),
         Cell(row.setting or "–"),
-        Cell(f"{row.value:g}", sort=row.value),
-        theirs,
+        cell(row.value, "{:g}"),
+        cell(theirs, form),
         Cell(entry.label),
-        Cell(f"{value:.1f}", sort=value),
-        mine,
+        cell(ours.value, "{:.1f}", ours.note),
+        cell(ours.change, form),
     ]
 
 
-def _times(ratio: float) -> Cell:
-    return Cell(f"× {ratio:.2f}", sort=ratio)
-
-
-def _ours(
-    comparison: Comparison, entry: Entry, row: Published, published: list[Published]
-) -> tuple[float, float | None] | None:
-    """(our value, our change against full) for a published number, None when we did not measure it."""
+def _ours(entries: list[Entry], entry: Entry, row: Published, published: list[Published]) -> Ours | None:
+    """Our number for a published one, None when we did not measure it."""
     if row.benchmark == "efficiency":
-        return _efficiency(entry, row)
+        return _efficiency(entries, entry, row)
     if row.benchmark == "consistency":
         found = entry.parts.get("consistency", {}).get("metrics", {}).get(row.setting)
-        return None if found is None else (100 * found["value"], None)
-    if row.metric != "score":
-        return None
-    names = _leaves(row, published)
-    value = _mean(entry, names)
+        return None if found is None else Ours(100 * found["value"])
+    value, reference = _with_full(entries, entry, _leaves(row, published) if row.metric == "score" else [])
     if value is None:
         return None
-    base = next(
-        (
-            other
-            for other in comparison.entries
-            if other.method == BASE and other.run.dense_path == entry.run.dense_path
-        ),
-        None,
-    )
-    reference = None if base is None or base is entry else _mean(base, names)
-    return 100 * value, None if reference is None else 100 * (value - reference)
+    return Ours(100 * value, None if reference is None else 100 * (value - reference))
 
 
-def _efficiency(entry: Entry, row: Published) -> tuple[float, float | None] | None:
-    if row.task == "decode":
-        found = speed_of(entry)
-        if found is None:
-            return None
-        ratio = found[1].get("speed_over_full")
-        return found[1]["decode_tokens_per_second"]["median"], None if ratio is None else ratio["median"]
-    if row.task == "kv_saving":
-        shares = [share for task in entry.parts if (share := byte_share(entry, task)) is not None]
-        return (100 * (1 - min(shares)), None) if shares else None
+def _efficiency(entries: list[Entry], entry: Entry, row: Published) -> Ours | None:
+    """Decode speed, bytes saved at the longest length, and what is lost of LongBench and L-Eval (PoD Table 5)."""
+    timed, held = speed_of(entry), bytes_at(entry, None)
+    if row.task == "decode" and timed is not None:
+        rate, ratio = timed["decode_tokens_per_second"], timed.get("speed_over_full")
+        return Ours(median(rate), median(ratio), f"at {timed['length']:,} tokens")
+    if row.task == "kv_saving" and held is not None:
+        return Ours(100 * saving_of(held), note=f"at {held['length']:,} tokens")
+    if row.task == "performance_drop":
+        drop = relative_drop([_with_full(entries, entry, groups) for groups in _TABLE_1])
+        return None if drop is None else Ours(100 * drop)
     return None
+
+
+def relative_drop(averages: list[tuple[float | None, float | None]]) -> float | None:
+    """Mean of what each benchmark's average loses of full's, relative to it: "Perf" of PoD Table 5, as Table 1's numbers give it.
+
+    averages: (method, full). None where one was not measured.
+    """
+    drops = [1 - own / full for own, full in averages if own is not None and full]
+    return sum(drops) / len(drops) if len(drops) == len(averages) else None
+
+
+def _with_full(
+    entries: list[Entry], entry: Entry, groups: list[list[str]]
+) -> tuple[float | None, float | None]:
+    """(mean of a row, mean of full of the same model)."""
+    bases = (other for other in entries if other.method == BASE and other is not entry)
+    same = [other for other in bases if entry.run.dense_path in (None, other.run.dense_path)]
+    return _mean(entry, groups), _mean(same[0], groups) if same else None
 
 
 def _leaves(row: Published, published: list[Published]) -> list[list[str]]:
@@ -271,6 +237,12 @@ def _members(benchmark: str, task: str) -> list[str]:
     inside = _MEMBERS.get(suite, {}).get(task, (task,))
     place = "longbench" if suite.startswith("longbench") and benchmark != "longbench_8k" else benchmark
     return [f"{place}/{name}" for name in inside]
+
+
+_TABLE_1 = [  # the averages of PoD Table 1: means of these categories
+    [_members("longbench_14", name) for name in _ENGLISH if name != "synthetic"],
+    [_members("leval", name) for name in CATEGORIES["leval"]],
+]
 
 
 def _mean(entry: Entry, names: list[list[str]]) -> float | None:

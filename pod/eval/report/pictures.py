@@ -14,9 +14,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, StrMethodFormatter
 
-_METHODS = "full pod pod-unadapted streamingllm snapkv h2o razor d2o pyramidkv simlayerkv pod+snapkv".split()
-_SHADES = "333333 0b6e4f e07a1f 3a6ea5 a23b72 8c564b b8860b 2a9d8f 7a5195 ef5675 6b8e23".split()
-COLORS = {method: f"#{shade}" for method, shade in zip(_METHODS, _SHADES, strict=True)}
+COLORS = (
+    {"full": "#333333", "pod": "#0b6e4f", "pod-unadapted": "#e07a1f", "streamingllm": "#3a6ea5"}
+    | {"snapkv": "#a23b72", "h2o": "#8c564b", "razor": "#b8860b", "d2o": "#2a9d8f", "pyramidkv": "#7a5195"}
+    | {"simlayerkv": "#ef5675", "pod+snapkv": "#6b8e23"}
+)
 _SPARE_COLORS = ["#7a5195", "#b8860b", "#ef5675", "#2a9d8f", "#003f5c", "#8c564b", "#6b8e23"]
 _PARTS = ["#0b6e4f", "#7fc8a9", "#e07a1f", "#a23b72", "#8d99ae", "#333333"]
 _MARKERS = ["o", "s", "^", "D", "v", "P", "X", "<", ">"]

@@ -4,8 +4,8 @@ from typing import Any
 
 from pod.eval.report import pictures
 from pod.eval.report.merge import Run
-from pod.eval.report.page import Block, Cell, Notes, Picture, Table
-from pod.eval.report.tables import NONE
+from pod.eval.report.page import Block, Cell, Notes, Picture, Table, cell
+from pod.eval.report.tables import median
 
 
 def speed_blocks(runs: list[Run]) -> list[Block]:
@@ -22,9 +22,8 @@ def speed_blocks(runs: list[Run]) -> list[Block]:
         blocks += memory_tables(run.speed, name) + batch_tables(run.speed_part, name)
         failed = run.speed_part.get("failed") or {}
         if failed:
-            blocks.append(
-                Notes([f"{method} was not timed: {reason}" for method, reason in failed.items()], alarm=True)
-            )
+            lines = [f"{method} was not timed: {reason}" for method, reason in failed.items()]
+            blocks.append(Notes(lines, alarm=True))
     return blocks
 
 
@@ -34,38 +33,31 @@ def speed_table(speed: list[dict[str, Any]], title: str = "") -> Table:
     rows = []
     for row in speed:
         for name, own in row["methods"].items():
-            rate, ratio, held = own["decode_tokens_per_second"], own.get("speed_over_full"), own["bytes"]
-            first, over = own["time_to_first_token_seconds"], held["bytes_over_pod"]
-            rows.append(
-                [
-                    Cell(name),
-                    Cell(f"{row['length']:,}", sort=row["length"]),
-                    Cell(f"{rate['median']:.1f}", f"({rate['min']:.1f}–{rate['max']:.1f})", rate["median"]),
-                    NONE if ratio is None else Cell(f"{ratio['median']:.2f}", sort=ratio["median"]),
-                    Cell(f"{first:.2f}", sort=first),
-                    Cell(f"{held['bytes'] / 1e6:.1f}", sort=held["bytes"]),
-                    NONE if over is None else Cell(f"{over:.1%}", sort=over),
-                ]
-            )
+            rate, held = own["decode_tokens_per_second"], own["bytes"]
+            spread = f"({rate['min']:.1f}–{rate['max']:.1f})"
+            times = [
+                cell(rate["median"], "{:.1f}", spread),
+                cell(median(own.get("speed_over_full")), "{:.2f}"),
+                cell(own["time_to_first_token_seconds"], "{:.2f}"),
+            ]
+            sizes = [_megabytes(held["bytes"]), cell(held["bytes_over_pod"], "{:.1%}")]
+            rows.append([Cell(name), cell(row["length"], "{:,}"), *times, *sizes])
     ours = {number for number, row in enumerate(rows) if row[0].text == "pod"}
-    return Table(heads, rows, title, ours, cards=True)
+    return Table(heads, rows, title, ours, kind="cards")
 
 
 def memory_tables(speed: list[dict[str, Any]], name: str) -> list[Block]:
-    """Peak memory of prefill and decode, split into weights, activations and KV, where it was measured."""
+    """Peak memory of reading the prompt and of decoding, with its parts, where it was measured."""
     heads = ["method", "prompt tokens", "weights MB", "phase", "peak MB", "activations MB", "KV MB"]
     rows, counted = [], set()
     for row in speed:
         for method, own in row["methods"].items():
-            memory = own.get("memory")
-            if not memory:
-                continue
-            counted.add(memory.get("counted_by", ""))
-            for phase in ("prefill", "decode"):
-                if memory.get(phase):
-                    sizes = [memory[phase].get(part) for part in ("peak", "activations", "kv")]
-                    cells = [_megabytes(memory.get("weights")), Cell(phase), *map(_megabytes, sizes)]
-                    rows.append([Cell(method), Cell(f"{row['length']:,}", sort=row["length"]), *cells])
+            memory = own.get("memory") or {}
+            counted.add(memory.get("counted_by"))
+            for phase in filter(memory.get, ("prefill", "decode")):
+                sizes = [_megabytes(memory[phase].get(part)) for part in ("peak", "activations", "kv")]
+                where = [Cell(method), cell(row["length"], "{:,}"), _megabytes(memory.get("weights"))]
+                rows.append([*where, Cell(phase), *sizes])
     if not rows:
         return []
     notes = [f"Memory is counted by {way}." for way in sorted(filter(None, counted))]
@@ -77,27 +69,18 @@ def batch_tables(part: dict[str, Any], name: str) -> list[Block]:
     heads = ["method", "prompt + new", "limit", "largest batch", "× full", "tokens/s", "× full's tokens/s"]
     rows = []
     for pair in part.get("max_batch") or []:
-        limit = pair.get("limit_bytes")
+        limit = "the GPU" if pair.get("limit_bytes") is None else f"{pair['limit_bytes'] / 2**30:.3g} GiB"
+        asked = Cell(f"{pair['prompt']:,} + {pair['generated']:,}")
         for method, own in pair["methods"].items():
-            rows.append(
-                [
-                    Cell(method),
-                    Cell(f"{pair['prompt']:,} + {pair['generated']:,}"),
-                    Cell("the GPU" if limit is None else f"{limit / 2**30:.3g} GiB"),
-                    Cell(f"{own['batch']:,}", sort=own["batch"]) if own.get("batch") is not None else NONE,
-                    _number(own.get("batch_over_full"), "{:.2f}"),
-                    _number(own.get("tokens_per_second"), "{:.1f}"),
-                    _number(own.get("tokens_per_second_over_full"), "{:.2f}"),
-                ]
-            )
+            found = [cell(own.get("batch"), "{:,}"), cell(median(own.get("batch_over_full")), "{:.2f}")]
+            rates = [own.get("tokens_per_second"), own.get("tokens_per_second_over_full")]
+            found += [
+                cell(median(rate), form) for rate, form in zip(rates, ("{:.1f}", "{:.2f}"), strict=True)
+            ]
+            rows.append([Cell(method), asked, Cell(limit), *found])
     return [Table(heads, rows, f"Largest batch{name}")] if rows else []
 
 
 def _megabytes(size: int | None) -> Cell:
-    return NONE if size is None else Cell(f"{size / 1e6:,.1f}", sort=size)
-
-
-def _number(value: Any, form: str) -> Cell:
-    if isinstance(value, dict):
-        value = value.get("median")
-    return NONE if value is None else Cell(form.format(value), sort=value)
+    """Bytes in MB, sorted by the same."""
+    return cell(None if size is None else size / 1e6, "{:,.1f}")

@@ -1,23 +1,24 @@
 """The tables of a report: methods by tasks, one task in detail, tasks of a suite, heat maps, and whatever a payload brings along."""
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from pod.eval.judge.verdicts import Against, Payload
 from pod.eval.report.merge import (
     SUITE,
     Comparison,
     Entry,
+    Part,
+    Tasks,
     byte_share,
-    combined,
+    categories_of,
     dense_bytes,
     held_rows,
     payload_of,
     suite_of,
 )
-from pod.eval.report.page import Cell, HeatMap, Table
+from pod.eval.report.page import NONE, Cell, Table, cell, shade
 
-NONE = Cell("–")
 _TITLES = {
     "perplexity": "Perplexity by position",
     "passkey": "Passkey retrieval",
@@ -26,8 +27,7 @@ _TITLES = {
 MOST_COLUMNS = 12
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """A task, or the tasks of one suite, which are shown as their mean."""
 
     title: str
@@ -57,17 +57,20 @@ def _plain(name: str) -> str:
     return name.removeprefix("pod_").replace("_", " ")
 
 
-def is_ours(entry: Entry) -> bool:
-    """Whether a row stands out: PoD as it is meant to be used."""
-    return entry.method == "pod"
-
-
 def ours(entries: list[Entry]) -> set[int]:
-    """Numbers of the rows that stand out."""
-    return {number for number, entry in enumerate(entries) if is_ours(entry)}
+    """Numbers of the rows that stand out: PoD as it is meant to be used."""
+    return {number for number, entry in enumerate(entries) if entry.method == "pod"}
 
 
-# -- cells ---------------------------------------------------------------------------------------------------
+# -- numbers as text -----------------------------------------------------------------------------------------
+
+
+def percent(value: float, sign: str = "", unit: str = "%") -> str:
+    """A share times 100 with one decimal, with two below 0.1, and `<0.01` for what would round to nothing. sign: "+" to print it."""
+    size = abs(100 * value)
+    if 0 < size < 0.005:
+        return f"{'-' if value < 0 else sign}<0.01{unit}"
+    return f"{100 * value + 0.0:{sign}.{2 if 0 < size < 0.1 else 1}f}{unit}"
 
 
 def value_text(payload: Payload, value: float) -> str:
@@ -77,22 +80,60 @@ def value_text(payload: Payload, value: float) -> str:
     return f"{value:.2f}" if payload["metric"] == "perplexity" else f"{value:.4g}"
 
 
+def delta_text(against: Against, value: float | None = None) -> str:
+    """A change (default: the measured one) of perplexity in percent, of scores in points."""
+    return percent(against.delta if value is None else value, "+", "%" if against.relative else "")
+
+
+def change_text(against: Against) -> str:
+    """The change with the verdict, in words."""
+    return f"{delta_text(against)} {against.mark}".rstrip()
+
+
+def interval_text(against: Against) -> str:
+    """The 95 % interval of a change."""
+    ends = against.estimate.interval
+    return "" if ends is None else f"[{', '.join(delta_text(against, end) for end in ends)}]"
+
+
+def p_text(value: float) -> str:
+    """A p value."""
+    return "p < 0.001" if value < 0.001 else f"p = {value:.2g}"
+
+
+def column_form(values: Sequence[float], share: bool) -> Callable[[float], str]:
+    """How all numbers of a column are printed: one unit, as many decimals for all; `<` where a number would read as 0.
+
+    share: they are 0 to 1 (changes: -1 to 1) and printed in percent.
+    """
+    if share:
+        return percent
+    largest = max(map(abs, values), default=0.0)
+    digits = 0 if largest >= 1000 else 1 if largest >= 100 else 2 if largest >= 1 else 4
+    least = 10.0**-digits
+
+    def form(value: float) -> str:
+        if 0 < abs(value) < least / 2:
+            return f"{'-' if value < 0 else ''}<{least:.{digits}f}"
+        return f"{value:,.{digits}f}"
+
+    return form
+
+
+# -- cells ---------------------------------------------------------------------------------------------------
+
+
 def value_cell(payload: Payload | None) -> Cell:
     """The number of a payload with its interval."""
     if payload is None or payload["value"] is None:
         return NONE
-    interval = payload.get("ci95")
-    small = "" if interval is None else "[" + ", ".join(value_text(payload, end) for end in interval) + "]"
+    ends = payload.get("ci95") or ()
+    small = f"[{', '.join(value_text(payload, end) for end in ends)}]" if ends else ""
     return Cell(value_text(payload, payload["value"]), small, payload["value"])
 
 
-def change_text(against: Against) -> str:
-    """Change of perplexity in percent, of scores in points."""
-    return f"{against.delta:+.1%}" if against.relative else f"{100 * against.delta:+.1f}"
-
-
 def change_cell(against: Against | None) -> Cell:
-    """Δ to the base, its paired interval, and the p value that holds for the page."""
+    """Δ to the base with its verdict, its paired interval, and the p value that holds for the page."""
     if against is None:
         return NONE
     small = interval_text(against)
@@ -101,26 +142,23 @@ def change_cell(against: Against | None) -> Cell:
     return Cell(change_text(against), small, against.delta, against.mark)
 
 
-def interval_text(against: Against) -> str:
-    """The 95 % interval of a change."""
-    if against.estimate.interval is None:
-        return ""
-    low, high = against.estimate.interval
-    if against.relative:
-        return f"[{low:+.1%}, {high:+.1%}]"
-    return f"[{100 * low:+.1f}, {100 * high:+.1f}]"
+def result_cell(
+    comparison: Comparison, entry: Entry, tasks: Tasks, part: Part = None, short: bool = False
+) -> Cell:
+    """A row's number on a task, on a part of it or on the mean of several, over its change; else why there is none.
 
-
-def p_text(value: float) -> str:
-    """A p value."""
-    return "p < 0.001" if value < 0.001 else f"p = {value:.2g}"
-
-
-def missing_cell(entry: Entry, task: str) -> Cell:
-    """Why there is no number."""
-    if task in entry.failed or "" in entry.failed:
-        return Cell("failed", tone="failed")
-    return Cell("not run") if task in entry.refused else NONE
+    short: without intervals.
+    """
+    payload = payload_of(entry, tasks, part)
+    if payload is None:
+        if tasks[0] in entry.failed or "" in entry.failed:
+            return Cell("failed", tone="failed")
+        return Cell("not run") if tasks[0] in entry.refused else NONE
+    found, against = value_cell(payload), comparison.against(entry, tasks, part)
+    if against is None:
+        return Cell(found.text, "" if short else found.small, found.sort)
+    small = f"({change_text(against)})" if short else f"{change_text(against)}\n{interval_text(against)}"
+    return Cell(found.text, small, found.sort, against.mark)
 
 
 # -- the overview --------------------------------------------------------------------------------------------
@@ -131,33 +169,19 @@ def overview(comparison: Comparison) -> Table:
     shown = columns(comparison)[:MOST_COLUMNS]
     length = common_length(comparison.entries)
     timed = any(run.speed for run in comparison.runs)
-    heads = ["method", "KV MB", "saved", *[column.title for column in shown]]
     rows = []
     for entry in comparison.entries:
-        cells = [_overview_cell(comparison, entry, column) for column in shown]
+        cells = [result_cell(comparison, entry, column.tasks) for column in shown]
         row = [Cell(entry.label), *_byte_cells(entry, length), *cells]
         rows.append(row + (_speed_cells(entry) if timed else []))
-    return Table(
-        heads + (["tokens/s", "× full"] if timed else []), rows, ours=ours(comparison.entries), cards=True
-    )
-
-
-def _overview_cell(comparison: Comparison, entry: Entry, column: Column) -> Cell:
-    payload = combined(entry, column.tasks)
-    if payload is None:
-        return missing_cell(entry, column.tasks[0]) if len(column.tasks) == 1 else NONE
-    cell = value_cell(payload)
-    against = comparison.against(entry, column.tasks)
-    if against is not None:
-        small = f"{change_text(against)}\n{interval_text(against)}"
-        return Cell(cell.text, small, cell.sort, against.mark)
-    return cell
+    heads = ["method", "KV MB", "saved", *[column.title for column in shown]]
+    heads += ["tokens/s", "× full"] if timed else []
+    return Table(heads, rows, ours=ours(comparison.entries), kind="cards")
 
 
 def common_length(entries: list[Entry]) -> int | None:
     """The longest length (tokens) at which every row that has bytes has them."""
-    lengths = [{row["length"] for row in _whole_rows(entry)} for entry in entries]
-    lengths = [found for found in lengths if found]
+    lengths = [found for entry in entries if (found := {row["length"] for row in _whole_rows(entry)})]
     return max(set.intersection(*lengths), default=None) if lengths else None
 
 
@@ -170,11 +194,11 @@ def _whole_rows(entry: Entry) -> list[dict[str, Any]]:
 def bytes_at(entry: Entry, length: int | None) -> dict[str, Any] | None:
     """The stated bytes at a length, else at the row's longest; the largest where several tasks state it."""
     rows = _whole_rows(entry)
-    if not rows:
-        return None
-    there = [row for row in rows if row["length"] == length]
-    wanted = there or [row for row in rows if row["length"] == max(row["length"] for row in rows)]
-    return max(wanted, key=lambda row: row["bytes"])
+    longest = max((row["length"] for row in rows), default=None)
+    wanted = [row for row in rows if row["length"] == length] or [
+        row for row in rows if row["length"] == longest
+    ]
+    return max(wanted, key=lambda row: row["bytes"], default=None)
 
 
 def saving_of(row: dict[str, Any]) -> float:
@@ -189,26 +213,23 @@ def _byte_cells(entry: Entry, length: int | None) -> list[Cell]:
     budget = f"{row['budget_tokens']:,} tokens" if row.get("budget_tokens") else ""
     if row["length"] != length:
         budget = f"at {row['length']:,} tokens"
-    saving = saving_of(row)
-    return [Cell(f"{row['bytes'] / 1e6:.1f}", budget, row["bytes"]), Cell(f"{saving:.0%}", sort=saving)]
+    return [Cell(f"{row['bytes'] / 1e6:.1f}", budget, row["bytes"]), cell(saving_of(row), "{:.0%}")]
 
 
-def speed_of(entry: Entry) -> tuple[int, dict[str, Any]] | None:
-    """(length, speeds) of a row at the longest length of its run's speed measurement."""
-    rows = [row for row in entry.run.speed if entry.method in row["methods"]]
-    if not rows:
-        return None
-    longest = max(rows, key=lambda row: row["length"])
-    return longest["length"], longest["methods"][entry.method]
+def speed_of(entry: Entry) -> dict[str, Any] | None:
+    """Speeds of a row at the longest length of its runs' speed measurements."""
+    return max(entry.speed, key=lambda row: row["length"], default=None)
+
+
+def median(value: Any) -> Any:
+    """A number, or the median of several repeats."""
+    return value.get("median") if isinstance(value, dict) else value
 
 
 def _speed_cells(entry: Entry) -> list[Cell]:
-    found = speed_of(entry)
-    if found is None:
-        return [NONE, NONE]
-    rate, ratio = found[1]["decode_tokens_per_second"], found[1].get("speed_over_full")
-    ratio_cell = NONE if ratio is None else Cell(f"{ratio['median']:.2f}", sort=ratio["median"])
-    return [Cell(f"{rate['median']:.1f}", sort=rate["median"]), ratio_cell]
+    found = speed_of(entry) or {}
+    rate, ratio = found.get("decode_tokens_per_second"), found.get("speed_over_full")
+    return [cell(median(rate), "{:.1f}"), cell(median(ratio), "{:.2f}")]
 
 
 # -- one task, one suite -------------------------------------------------------------------------------------
@@ -217,153 +238,155 @@ def _speed_cells(entry: Entry) -> list[Cell]:
 def task_table(comparison: Comparison, task: str) -> Table:
     """Every method on one task: value, Δ, answered and skipped samples, share of the dense bytes, further metrics."""
     entries = comparison.measured(task)
-    kinds = {entry.parts[task]["kind"] for entry in entries}
-    metric = next(entry.parts[task]["metric"] for entry in entries)
-    extra = list(dict.fromkeys(name for entry in entries for name in entry.parts[task].get("metrics") or {}))
-    heads = ["method", metric.replace("_", " "), "Δ to full"]
-    heads += ["gained / lost"] if "binary" in kinds else []
+    payloads = [entry.parts[task] for entry in entries]
+    binary = any(payload["kind"] == "binary" for payload in payloads)
+    extra = list(dict.fromkeys(name for payload in payloads for name in payload.get("metrics") or {}))
+    heads = ["method", payloads[0]["metric"].replace("_", " "), "Δ to full"]
+    heads += ["gained / lost"] if binary else []
     heads += ["samples", "skipped", "of dense bytes", *extra]
-    rows = [_task_row(comparison, entry, task, "binary" in kinds, extra) for entry in entries]
+    rows = [_task_row(comparison, entry, task, binary) for entry in entries]
+    for name in extra:
+        for row, found in zip(rows, _metric_cells(payloads, name), strict=True):
+            row.append(found)
     return Table(heads, rows, ours=ours(entries))
 
 
-def _task_row(comparison: Comparison, entry: Entry, task: str, binary: bool, extra: list[str]) -> list[Cell]:
+def _task_row(comparison: Comparison, entry: Entry, task: str, binary: bool) -> list[Cell]:
     payload, against = entry.parts[task], comparison.against(entry, (task,))
-    share = byte_share(entry, task)
     row = [Cell(entry.label), value_cell(payload), change_cell(against)]
     if binary:
-        known = against is not None and against.gained is not None
-        row.append(
-            Cell(f"{against.gained} / {against.lost}", sort=against.gained) if known and against else NONE
-        )
-    answered, skipped = len(payload["samples"]), len(payload["skipped"])
+        gained = None if against is None else against.gained
+        row.append(cell(gained, f"{{}} / {against and against.lost}"))
+    answered = len(payload["samples"])
     paired = "" if against is None or against.common == answered else f"{against.common:,} paired"
-    row += [Cell(f"{answered:,}", paired, answered), Cell(f"{skipped:,}", sort=skipped)]
-    row.append(NONE if share is None else Cell(f"{share:.0%}", sort=share))
-    return row + [_metric_cell(payload, name) for name in extra]
+    return [
+        *row,
+        cell(answered, "{:,}", paired),
+        cell(len(payload["skipped"]), "{:,}"),
+        cell(byte_share(entry, task), "{:.0%}"),
+    ]
 
 
-def _metric_cell(payload: Payload, name: str) -> Cell:
-    found = (payload.get("metrics") or {}).get(name)
-    if found is None:
-        return NONE
-    value, interval = (found.get("value"), found.get("ci95")) if isinstance(found, dict) else (found, None)
+def _metric_cells(payloads: list[Payload], name: str) -> list[Cell]:
+    """A further metric of all rows, in one unit: 0 to 100 where it is a share in every row."""
+    found = [(payload.get("metrics") or {}).get(name) for payload in payloads]
+    found = [one if isinstance(one, dict) else {"value": one} for one in found]
+    values = [value for one in found if (value := one.get("value")) is not None]
+    raw = any(payload["kind"] == "nll" for payload in payloads) or any(
+        one.get("percent") is False for one in found
+    )
+    share = not raw and all(0 <= value <= 1 for value in values)
+    form = (lambda value: percent(value, unit="")) if share else column_form(values, False)
+    return [_metric_cell(one.get("value"), one.get("ci95"), form) for one in found]
+
+
+def _metric_cell(value: float | None, ends: list[float] | None, form: Callable[[float], str]) -> Cell:
     if value is None:
         return NONE
-    raw = isinstance(found, dict) and found.get("percent") is False
-    percent = payload["kind"] != "nll" and not raw and 0 <= value <= 1
-    form = (lambda number: f"{100 * number:.1f}") if percent else (lambda number: f"{number:.4g}")
-    return Cell(form(value), "" if not interval else f"[{form(interval[0])}, {form(interval[1])}]", value)
+    return Cell(form(value), f"[{', '.join(map(form, ends))}]" if ends else "", value)
 
 
 def suite_table(comparison: Comparison, tasks: tuple[str, ...]) -> Table:
-    """Tasks of a suite as rows, methods as columns, the mean last; each cell with Δ to full."""
+    """Tasks of a suite as rows, then its categories and the mean of those, the mean of all tasks last; each cell with Δ to full."""
     entries = [entry for entry in comparison.entries if any(task in entry.parts for task in tasks)]
+
+    def row(name: str, asked: Tasks, small: str = "") -> list[Cell]:
+        return [Cell(name, small), *[result_cell(comparison, entry, asked) for entry in entries]]
+
     rows = []
     for task in tasks:
         metric = next(entry.parts[task]["metric"] for entry in comparison.measured(task))
-        cells = [_overview_cell(comparison, entry, Column(task, (task,))) for entry in entries]
-        rows.append([Cell(short_name(task), metric.replace("_", " ")), *cells])
-    means = [_overview_cell(comparison, entry, Column("mean", tasks)) for entry in entries]
-    rows.append([Cell("mean of the tasks"), *means])
+        rows.append(row(short_name(task), (task,), metric.replace("_", " ")))
+    categories = categories_of(tasks)
+    for name, (members, of) in categories.items():
+        rows.append(row(name.replace("_", " "), members, f"mean of {len(members)} of {of} tasks"))
+    if categories:
+        rows.append(row("mean of the categories", tuple(members for members, _ in categories.values())))
+    rows.append(row("mean of the tasks", tasks))
     return Table(["task", *[entry.label for entry in entries]], rows, ours={len(rows) - 1})
 
 
 def subtask_table(comparison: Comparison, task: str) -> Table | None:
     """Subtasks of a group as rows, methods as columns, each with Δ to full on the same samples."""
     entries = [entry for entry in comparison.measured(task) if entry.parts[task].get("subtasks")]
-    names = list(dict.fromkeys(name for entry in entries for name in entry.parts[task]["subtasks"]))
-    if not names:
-        return None
-    rows = []
-    for name in names:
-        cells = [_subtask_cell(comparison, entry, task, name) for entry in entries]
-        metric = next(
-            (
-                entry.parts[task]["subtasks"][name].get("metric", "")
-                for entry in entries
-                if name in entry.parts[task]["subtasks"]
-            ),
-            "",
-        )
-        rows.append([Cell(short_name(name), metric.replace("_", " ")), *cells])
-    return Table(["part", *[entry.label for entry in entries]], rows)
-
-
-def _subtask_cell(comparison: Comparison, entry: Entry, task: str, name: str) -> Cell:
-    own = payload_of(entry, (task,), name)
-    if own is None:
-        return NONE
-    cell, against = value_cell(own), comparison.against(entry, (task,), name)
-    if against is None:
-        return cell
-    small = f"{change_text(against)}\n{interval_text(against)}"
-    return Cell(cell.text, small, cell.sort, against.mark)
+    metrics: dict[str, str] = {}
+    for entry in entries:
+        for name, found in entry.parts[task]["subtasks"].items():
+            metrics.setdefault(name, found.get("metric", "").replace("_", " "))
+    rows = [
+        [
+            Cell(short_name(name), metric),
+            *[result_cell(comparison, entry, (task,), name) for entry in entries],
+        ]
+        for name, metric in metrics.items()
+    ]
+    return Table(["part", *[entry.label for entry in entries]], rows) if rows else None
 
 
 # -- what payloads bring along -------------------------------------------------------------------------------
 
 
-def heat_maps(comparison: Comparison, task: str) -> list[HeatMap]:
+def heat_maps(comparison: Comparison, task: str) -> list[Table]:
     """Depth × length of every method whose payload has cells."""
-    entries = [entry for entry in comparison.measured(task) if entry.parts[task].get("cells")]
-    everywhere = [cell for entry in entries for cell in entry.parts[task]["cells"]]
-    lengths = sorted({cell["length"] for cell in everywhere})
-    depths = sorted({cell["depth"] for cell in everywhere})
-    return [_heat_map(entry.label, entry.parts[task]["cells"], lengths, depths) for entry in entries]
+    maps = {
+        entry.label: found for entry in comparison.measured(task) if (found := entry.parts[task].get("cells"))
+    }
+    everywhere = [found for cells in maps.values() for found in cells]
+    lengths = sorted({found["length"] for found in everywhere})
+    depths = sorted({found["depth"] for found in everywhere})
+    heads = ["depth", *[f"{n:,}" if n < 10_000 else f"{n / 1024:.4g}K" for n in lengths]]
+    tables = []
+    for label, cells in maps.items():
+        found = {(one["length"], one["depth"]): _heat_cell(one) for one in cells}
+        missing = Cell("", shade=shade(None))
+        rows = [[Cell(f"{d:.0%}"), *[found.get((n, d), missing) for n in lengths]] for d in depths]
+        tables.append(Table(heads, rows, label, kind="map"))
+    return tables
 
 
-def _heat_map(label: str, cells: list[dict[str, Any]], lengths: list[int], depths: list[float]) -> HeatMap:
-    found = {(cell["length"], cell["depth"]): cell for cell in cells}
-    shares: list[list[float | None]] = []
-    texts: list[list[str]] = []
-    for depth in depths:
-        row = [found.get((length, depth)) for length in lengths]
-        shares.append([None if cell is None else _share(cell) for cell in row])
-        texts.append(["" if cell is None else _share_text(cell) for cell in row])
-    heads = [f"{length:,}" if length < 10_000 else f"{length / 1024:.4g}K" for length in lengths]
-    return HeatMap(label, "depth", heads, [f"{depth:.0%}" for depth in depths], shares, texts)
-
-
-def _share(cell: dict[str, Any]) -> float | None:
-    if "correct" in cell:
-        return cell["correct"] / cell["prompts"]
-    return cell.get("value")
-
-
-def _share_text(cell: dict[str, Any]) -> str:
-    if "correct" in cell:
-        return f"{cell['correct']}/{cell['prompts']}"
-    return "–" if cell.get("value") is None else f"{100 * cell['value']:.0f}"
+def _heat_cell(found: dict[str, Any]) -> Cell:
+    if "correct" in found:
+        share, text = found["correct"] / found["prompts"], f"{found['correct']}/{found['prompts']}"
+    else:
+        share = found.get("value")
+        text = "–" if share is None else f"{100 * share:.0f}"
+    return Cell(text, sort=share, shade=shade(share))
 
 
 def extra_tables(entry: Entry, task: str) -> list[Table]:
     """Tables that a payload brings: `tables` (title, columns, rows) and `rows` (dicts) with `columns` (key → head)."""
     payload = entry.parts[task]
-    tables = [
-        Table(
-            [str(column) for column in table["columns"]],
-            [[plain_cell(value) for value in row] for row in table["rows"]],
-            title=f"{entry.label}: {table['title']}" if table.get("title") else entry.label,
-        )
-        for table in payload.get("tables") or []
+    found = [
+        (table["columns"], table["rows"], table.get("title") or "") for table in payload.get("tables") or []
     ]
     rows, heads = payload.get("rows"), payload.get("columns")
     if rows and isinstance(heads, dict):
-        body = [[plain_cell(row.get(key)) for key in heads] for row in rows]
-        tables.append(Table([str(head) for head in heads.values()], body, title=entry.label))
-    return tables
+        found.append((list(heads.values()), [[row.get(key) for key in heads] for row in rows], ""))
+    return [
+        Table(list(map(str, columns)), _plain_rows(rows), f"{entry.label}: {title}" if title else entry.label)
+        for columns, rows, title in found
+    ]
 
 
-def plain_cell(value: Any) -> Cell:
-    """Text or a number of any task."""
+def _plain_rows(rows: list[list[Any]]) -> list[list[Cell]]:
+    """Values of any task, a column in one unit: shares and changes in percent, but for the first column, which names the rows."""
+    forms = []
+    for number, column in enumerate(zip(*rows, strict=True)):
+        values = [
+            value for value in column if isinstance(value, (int, float)) and not isinstance(value, bool)
+        ]
+        fractions = any(isinstance(value, float) for value in values)
+        share = fractions and number > 0 and all(-1 <= value <= 1 for value in values)
+        forms.append(column_form(values, share) if fractions and number else "{:,}".format)
+    return [[_plain_cell(value, form) for value, form in zip(row, forms, strict=True)] for row in rows]
+
+
+def _plain_cell(value: Any, form: Callable[[Any], str]) -> Cell:
     if value is None:
         return NONE
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return Cell(str(value))
-    if isinstance(value, int):
-        return Cell(f"{value:,}", sort=float(value))
-    return Cell(f"{value:.4g}", sort=value)
+    return Cell(form(value), sort=float(value))
 
 
 # -- perplexity by position ----------------------------------------------------------------------------------
@@ -375,17 +398,8 @@ def bucket_table(comparison: Comparison, task: str = "perplexity") -> Table | No
     spans = [[(row["first"], row["end"]) for row in entry.parts[task]["buckets"]] for entry in entries]
     if not spans or any(span != spans[0] for span in spans):
         return None
-    heads = ["method", *[f"{first:,}–{end - 1:,}" for first, end in spans[0]]]
-    rows = []
-    for entry in entries:
-        cells = [_bucket_cell(comparison, entry, task, number) for number in range(len(spans[0]))]
-        rows.append([Cell(entry.label), *cells])
-    return Table(heads, rows, ours=ours(entries))
-
-
-def _bucket_cell(comparison: Comparison, entry: Entry, task: str, number: int) -> Cell:
-    value = entry.parts[task]["buckets"][number]["perplexity"]
-    against = comparison.against(entry, (task,), number)
-    if against is None:
-        return Cell(f"{value:.2f}", sort=value)
-    return Cell(f"{value:.2f}", f"({change_text(against)})", value, against.mark)
+    rows = [
+        [Cell(e.label), *[result_cell(comparison, e, (task,), n, short=True) for n in range(len(spans[0]))]]
+        for e in entries
+    ]
+    return Table(["method", *[f"{first:,}–{end - 1:,}" for first, end in spans[0]]], rows, ours=ours(entries))

@@ -38,35 +38,10 @@ _PLAN_TITLES = {  # by a word of the file's name, the first that fits
     "block": "Which layers share keys, per KV head",
 }
 _CSV_COLUMNS: list[str] = [
-    *(
-        "row",
-        "method",
-        "runs",
-        "model",
-        "suite",
-        "task",
-        "metric",
-        "kind",
-        "value",
-        "ci_low",
-        "ci_high",
-        "samples",
-        "skipped",
-    ),
-    *(
-        "base",
-        "delta",
-        "delta_kind",
-        "delta_low",
-        "delta_high",
-        "paired",
-        "gained",
-        "lost",
-        "p",
-        "p_page",
-        "mark",
-    ),
-    *("byte_share", "longest_length", "bytes", "dense_bytes", "budget_tokens", "status", "reason"),
+    *("row", "method", "runs", "model", "suite", "task", "metric", "kind", "value", "ci_low", "ci_high"),
+    *("samples", "skipped", "base", "delta", "delta_kind", "delta_low", "delta_high", "paired", "gained"),
+    *("lost", "p", "p_page", "mark", "byte_share", "longest_length", "bytes", "dense_bytes"),
+    *("budget_tokens", "status", "reason"),
 ]
 
 
@@ -95,53 +70,42 @@ def _write(
     folder: Path,
     run_sections: list[Section],
     model: str | None,
-    paper_folder: str | Path | None = None,
+    papers: str | Path | None = None,
 ) -> Path:
-    report = Report(
-        _TITLE,
-        notes.headline(comparison),
-        notes.origin(comparison),
-        [
-            *sections(comparison, run_sections),
-            *_paper_sections(comparison, paper_folder, model),
-            *_closing(comparison),
-        ],
-    )
+    found = [
+        *sections(comparison),
+        *run_sections,
+        Section(
+            "Ours next to the papers'", paper_tables.blocks(comparison, paper_tables.load(papers), model)
+        ),
+        Section("Skipped and not run", _list(notes.skipped_lines(comparison))),
+        Section("How it was measured", _list(notes.method_lines(comparison))),
+    ]
+    report = Report(_TITLE, notes.headline(comparison), notes.origin(comparison), found)
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / "report.html"
-    atomic_write_text(target, report.html())
-    atomic_write_text(folder / "report.md", report.markdown())
-    atomic_write_text(folder / "report.csv", csv_text(comparison))
-    return target
+    for name, text in (("md", report.markdown()), ("csv", csv_text(comparison)), ("html", report.html())):
+        atomic_write_text(folder / f"report.{name}", text)
+    return folder / "report.html"
 
 
 # -- sections ------------------------------------------------------------------------------------------------
 
 
-def sections(comparison: Comparison, run_sections: list[Section]) -> list[Section]:
-    """What was measured: overview, bytes, every task, speed, what other steps of the run left behind."""
-    failed = notes.failed_lines(comparison)
+def sections(comparison: Comparison) -> list[Section]:
+    """What was measured: overview, bytes, every task, speed."""
+    summary: list[Block] = [tables.overview(comparison), Notes(notes.overview_notes(comparison))]
     found = [
-        Section(
-            "Methods at equal bytes", [tables.overview(comparison), Notes(notes.overview_notes(comparison))]
-        ),
-        Section("Failed", [Notes(failed, alarm=True)] if failed else []),
+        Section("Methods side by side", summary),
+        Section("Failed", _list(notes.failed_lines(comparison), alarm=True)),
         Section("Read with care", _list(notes.warnings(comparison))),
         Section("Score over bytes", _overall_bytes(comparison)),
     ]
-    for column in tables.columns(comparison):
-        if len(column.tasks) == 1:
-            found.append(Section(tables.title_of(column.tasks[0]), task_blocks(comparison, column.tasks[0])))
+    for title, tasks in tables.columns(comparison):
+        if len(tasks) == 1:
+            found.append(Section(tables.title_of(tasks[0]), task_blocks(comparison, tasks[0])))
         else:
-            found.append(Section(column.title, suite_blocks(comparison, column.tasks)))
-    return [*found, Section("Bytes held and decode speed", speed_blocks(comparison.runs)), *run_sections]
-
-
-def _closing(comparison: Comparison) -> list[Section]:
-    return [
-        Section("Skipped and not run", _list(notes.skipped_lines(comparison))),
-        Section("How it was measured", _list(notes.method_lines(comparison))),
-    ]
+            found.append(Section(title, suite_blocks(comparison, tasks)))
+    return [*found, Section("Bytes held and decode speed", speed_blocks(comparison.runs))]
 
 
 def task_blocks(comparison: Comparison, task: str) -> list[Block]:
@@ -155,9 +119,8 @@ def task_blocks(comparison: Comparison, task: str) -> list[Block]:
         blocks.append(Picture(pictures.perplexity_by_position(by_position), "perplexity by position"))
     blocks += tables.heat_maps(comparison, task)
     blocks += _curves(comparison, task)
-    points = _points(comparison, (task,))
-    if _worth_a_picture(points):
-        blocks.append(_bytes_picture(points, comparison, task))
+    metric = entries[0].parts[task]["metric"].replace("_", " ")
+    blocks += _over_bytes(_points(comparison, (task,)), metric)
     blocks += [buckets] if buckets is not None else []
     extra = [table for entry in entries for table in tables.extra_tables(entry, task)]
     blocks += extra if len(extra) <= 4 else [Fold(f"{len(extra)} tables of the methods", list(extra))]
@@ -167,9 +130,7 @@ def task_blocks(comparison: Comparison, task: str) -> list[Block]:
 def suite_blocks(comparison: Comparison, tasks: tuple[str, ...]) -> list[Block]:
     """A suite: its table, its picture over bytes, and its tasks behind a line each."""
     blocks: list[Block] = [tables.suite_table(comparison, tasks)]
-    points = _points(comparison, tasks)
-    if _worth_a_picture(points):
-        blocks.append(_bytes_picture(points, comparison, "mean score of the tasks"))
+    blocks += _over_bytes(_points(comparison, tasks), "mean score of the tasks")
     return blocks + [Fold(tables.short_name(task), task_blocks(comparison, task)) for task in tasks]
 
 
@@ -179,8 +140,8 @@ def _settings(comparison: Comparison, task: str) -> list[str]:
     return [line for line in lines if line][:4]
 
 
-def _list(lines: list[str]) -> list[Block]:
-    return [Notes(lines)] if lines else []
+def _list(lines: list[str], alarm: bool = False) -> list[Block]:
+    return [Notes(lines, alarm)] if lines else []
 
 
 def _overall_bytes(comparison: Comparison) -> list[Block]:
@@ -192,47 +153,35 @@ def _overall_bytes(comparison: Comparison) -> list[Block]:
         and not prompt_conflicts(comparison, task)[0]
         and all(entry.parts[task]["kind"] != "nll" for entry in comparison.entries)
     )
-    points = _points(comparison, scored) if len(scored) > 1 else []
-    if not _worth_a_picture(points):
-        return []
-    note = f"Mean of {', '.join(scored)}; every task weighs the same. Bytes: what was held over all lengths of these tasks."
-    return [_bytes_picture(points, comparison, "mean score"), Notes([note])]
+    found = _over_bytes(_points(comparison, scored) if len(scored) > 1 else [], "mean score")
+    what = f"Mean of {', '.join(scored)}; every task weighs the same. Bytes: what was held over all lengths of these tasks."
+    return [*found, Notes([what, notes.STAIRCASE])] if found else []
 
 
 def _points(comparison: Comparison, tasks: tuple[str, ...]) -> list[dict[str, Any]]:
     """Share of the dense bytes and value of every row that has both."""
     points = []
     for entry in comparison.entries:
-        payload = combined(entry, tasks) if tasks else None
+        payload = combined(entry, tasks)
         shares = [byte_share(entry, task) for task in tasks if task in entry.parts]
         known = [share for share in shares if share is not None]
         if payload is None or payload["value"] is None or len(known) < len(tasks):
             continue
         scale = 1 if payload["kind"] == "nll" else 100
-        family = base_name(entry.method) + entry.label.removeprefix(entry.method)
-        interval = payload.get("ci95")
-        points.append(
-            {
-                "label": entry.label,
-                "family": family,
-                "share": sum(known) / len(known),
-                "value": scale * payload["value"],
-                "ci95": None if interval is None else [scale * end for end in interval],
-                "higher_is_better": payload["higher_is_better"],
-            }
-        )
+        ends = payload.get("ci95")
+        point = {"family": base_name(entry.method) + entry.label.removeprefix(entry.method)}
+        point |= {"label": entry.label, "share": sum(known) / len(known), "value": scale * payload["value"]}
+        point |= {"ci95": ends and [scale * end for end in ends]}
+        points.append(point | {"higher_is_better": payload["higher_is_better"]})
     return points
 
 
-def _worth_a_picture(points: list[dict[str, Any]]) -> bool:
-    return len(points) > 2 and len({round(point["share"], 3) for point in points}) > 1
-
-
-def _bytes_picture(points: list[dict[str, Any]], comparison: Comparison, what: str) -> Picture:
-    measured = comparison.measured(what)
-    label = measured[0].parts[what]["metric"].replace("_", " ") if measured else what
+def _over_bytes(points: list[dict[str, Any]], label: str) -> list[Block]:
+    """The picture of points that differ in bytes."""
+    if len(points) < 3 or len({round(point["share"], 3) for point in points}) < 2:
+        return []
     svg = pictures.score_over_bytes(points, label, points[0]["higher_is_better"])
-    return Picture(svg, f"{label} over bytes held")
+    return [Picture(svg, f"{label} over bytes held")]
 
 
 def _curves(comparison: Comparison, task: str) -> list[Block]:
@@ -263,11 +212,6 @@ def _run_pictures(recipe: "Recipe") -> list[Section]:
     return [Section("Similarity and sharing plan", plans), Section("Adaptation", training)]
 
 
-def _paper_sections(comparison: Comparison, folder: str | Path | None, model: str | None) -> list[Section]:
-    blocks = paper_tables.blocks(comparison, paper_tables.load(folder), model)
-    return [Section("Ours next to the papers'", blocks)]
-
-
 # -- CSV -----------------------------------------------------------------------------------------------------
 
 
@@ -277,59 +221,36 @@ def csv_text(comparison: Comparison) -> str:
     writer = csv.DictWriter(out, _CSV_COLUMNS, lineterminator="\n", restval="")
     writer.writeheader()
     for entry in comparison.entries:
-        names = {
-            "row": entry.label,
-            "method": entry.method,
-            "model": (entry.content.get("model") or {}).get("path", ""),
-        }
+        model = (entry.content.get("model") or {}).get("path", "")
+        reasons = {**entry.refused, **entry.failed}
         for task in comparison.tasks:
-            where = {"task": task, "suite": suite_of(task) or ""}
+            row = {"row": entry.label, "method": entry.method, "model": model}
+            row |= {"task": task, "suite": suite_of(task)}
             if task in entry.parts:
-                writer.writerow(names | where | _csv_values(comparison, entry, task))
-            elif task in entry.failed or task in entry.refused:
+                writer.writerow(row | _csv_values(comparison, entry, task))
+            elif task in reasons:
                 status = "failed" if task in entry.failed else "not run"
-                reason = {**entry.refused, **entry.failed}[task]
-                writer.writerow(names | where | {"runs": entry.run.label, "status": status, "reason": reason})
+                writer.writerow(row | {"runs": entry.run.label, "status": status, "reason": reasons[task]})
     return out.getvalue()
 
 
 def _csv_values(comparison: Comparison, entry: Any, task: str) -> dict[str, Any]:
     payload, against = entry.parts[task], comparison.against(entry, (task,))
+    held = [row for row in held_rows(entry, task) if row["bytes"]]
+    longest = max(held, key=lambda row: row["length"], default={})
     low, high = payload.get("ci95") or ("", "")
-    rows = [row for row in held_rows(entry, task) if row["bytes"]]
-    longest = max(rows, key=lambda row: row["length"], default={})
-    values = {
-        "runs": entry.sources[task].label,
-        "metric": payload["metric"],
-        "kind": payload["kind"],
-        "value": payload["value"],
-        "ci_low": low,
-        "ci_high": high,
-        "samples": len(payload["samples"]),
-        "skipped": len(payload["skipped"]),
-        "byte_share": byte_share(entry, task),
-        "longest_length": longest.get("length"),
-        "bytes": longest.get("bytes"),
-        "dense_bytes": longest.get("dense_bytes"),
-        "budget_tokens": longest.get("budget_tokens"),
-        "status": "measured",
-    }
+    values = {key: payload[key] for key in ("metric", "kind", "value")} | {"ci_low": low, "ci_high": high}
+    values |= {key: len(payload[key]) for key in ("samples", "skipped")}
+    values |= {key: longest.get(key) for key in ("bytes", "dense_bytes", "budget_tokens")}
+    values |= {"longest_length": longest.get("length"), "byte_share": byte_share(entry, task)}
+    values |= {"runs": entry.sources[task].label, "status": "measured"}
     if against is not None:
         low, high = against.estimate.interval or ("", "")
-        values |= {
-            "base": against.base,
-            "delta": against.delta,
-            "delta_kind": "relative" if against.relative else "difference",
-            "delta_low": low,
-            "delta_high": high,
-            "paired": against.common,
-            "gained": against.gained,
-            "lost": against.lost,
-            "p": against.estimate.p,
-            "p_page": against.adjusted,
-            "mark": against.mark,
-        }
-    return {key: "" if value is None else value for key, value in values.items()}
+        values |= {key: getattr(against, key) for key in ("base", "delta", "gained", "lost", "mark")}
+        values |= {"delta_kind": "relative" if against.relative else "difference", "paired": against.common}
+        values |= {"delta_low": low, "delta_high": high}
+        values |= {"p": against.estimate.p, "p_page": against.adjusted}
+    return values
 
 
 def main(arguments: list[str] | None = None) -> int:
