@@ -186,7 +186,11 @@ def test_other_tables(recipe):
         ["0.50"],
         ["0.0"],
         ["100.0%"],
+        *(["0.0"], ["0.0"], ["0.0"]),
     ]
+    assert speed.columns[-3:] == ["keys MB", "values MB", "bookkeeping MB"]
+    assert [row[-2].sort for row in speed.rows] == [599 / 1e6] * 3
+    assert "80.0%" in speed.rows[0][2].shade and "100.0%" in speed.rows[1][2].shade
 
 
 def test_notes_state_budgets_and_lengths(recipe):

@@ -4,6 +4,7 @@ from collections import Counter
 from typing import Any
 
 from pod.eval.report.merge import Comparison, Entry, combined, prompt_conflicts
+from pod.eval.report.page import TEMPLATES
 from pod.eval.report.summary import BASE
 from pod.eval.report.tables import (
     MOST_COLUMNS,
@@ -16,29 +17,26 @@ from pod.eval.report.tables import (
     value_text,
 )
 
-STAIRCASE = (
-    "Dotted: the best value that was measured at these bytes or fewer. That is no verdict: whether chance explains a difference is said "
-    "beside the values, and only of differences to full."
-)
+
+def sentences(name: str, **facts: Any) -> list[str]:
+    """The sentences of a macro of `notes.jinja`."""
+    return str(getattr(TEMPLATES.get_template("notes.jinja").module, name)(**facts)).splitlines()
 
 
 def headline(comparison: Comparison) -> str:
     """PoD's result if there is one, what it gains and loses over all tasks, and how much was measured."""
-    pieces = [_pod_result(comparison)]
-    answers = sum(len(part["samples"]) for entry in comparison.entries for part in entry.parts.values())
-    skipped = sum(len(part["skipped"]) for entry in comparison.entries for part in entry.parts.values())
+    parts = [part for entry in comparison.entries for part in entry.parts.values()]
+    answers, skipped = (sum(len(part[key]) for part in parts) for key in ("samples", "skipped"))
     failed = sum(len(entry.failed) for entry in comparison.entries)
     text = f"{_count(len({entry.method for entry in comparison.entries}), 'method')} on "
     text += f"{_count(len(comparison.tasks), 'task')}, {answers:,} samples"
     text += f", {skipped:,} skipped" if skipped else ""
     text += f", {_count(failed, 'failure')}" if failed else ""
-    return " ".join(filter(None, [*pieces, text + "."]))
+    return " ".join(filter(None, [_pod_result(comparison), text + "."]))
 
 
 def _pod_result(comparison: Comparison) -> str:
-    rows: dict[str, Entry] = {}
-    for entry in comparison.entries:
-        rows.setdefault(entry.method, entry)
+    rows = {entry.method: entry for entry in reversed(comparison.entries)}
     shown = rows.get("pod") or rows.get("pod-unadapted")
     if shown is None or not shown.parts:
         return ""
@@ -75,18 +73,13 @@ def origin(comparison: Comparison) -> list[str]:
         contents = list(run.results.values())
         if not contents:
             continue
-        models = dict.fromkeys(
-            f"{model.get('path', '')} {model.get('dtype', '')}".strip()
-            for content in contents
-            if (model := content.get("model"))
-        )
-        environment = max(
-            (found for content in contents for found in _environments(content)),
-            key=lambda found: found["date"],
-        )
+        models = [content["model"] for content in contents if content.get("model")]
+        names = dict.fromkeys(f"{model.get('path', '')} {model.get('dtype', '')}".strip() for model in models)
+        everywhere = [found for content in contents for found in _environments(content)]
+        environment = max(everywhere, key=lambda found: found["date"])
         hardware, versions = environment["hardware"], environment["versions"]
         pieces = [
-            ", ".join(models),
+            ", ".join(names),
             hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} thread(s)",
             f"torch {versions['torch']}, transformers {versions['transformers']}",
             f"commit {_commit_text(environment)}" if environment["commit"] else "",
@@ -99,41 +92,18 @@ def origin(comparison: Comparison) -> list[str]:
 
 def overview_notes(comparison: Comparison) -> list[str]:
     """What the overview's columns mean, with the numbers of these runs."""
-    notes = [
-        "Scores are 0 to 100, perplexity is exp of the mean NLL per token. Under each value: the change against full on the samples "
-        "that both answered with the same prompt (perplexity: relative; scores: points) and its 95 % interval: Student's t over texts, for "
-        "0/1 tasks a score interval. “Better” and “worse” mark what chance hardly explains: p below 0.05 for all comparisons of this table "
-        "together (Holm; details below the overview count by themselves), so a mark can be missing where one interval leaves out 0. No mark "
-        "does not mean equal: these samples do not decide it."
-    ]
     length = common_length(comparison.entries)
     held = [(entry, row) for entry in comparison.entries if (row := bytes_at(entry, length))]
-    budgets = [f"{entry.label} {row['budget_tokens']:,}" for entry, row in held if row.get("budget_tokens")]
     savings = [saving_of(row) for entry, row in held if entry.method != BASE]
-    hidden = [column.title for column in columns(comparison)[MOST_COLUMNS:]]
-    lengths = sorted({found["length"] for entry in comparison.entries if (found := speed_of(entry))})
-    if length:
-        notes.append(
-            f"KV MB: bytes really held for one sequence of {length:,} tokens, every storage counted once. saved: against the dense "
-            "cache at that length."
-        )
-    if budgets:
-        notes.append(
-            "Methods that drop tokens get the bytes that PoD holds at the same length, unless their name says a budget: tokens kept "
-            f"per KV head and layer from the prompt: {', '.join(budgets)}."
-        )
-    if savings and max(savings) < 0.005:
-        notes.append(
-            "Nothing is saved at this length: it does not exceed the windows, so all methods hold everything."
-        )
-    if hidden:
-        notes.append(f"{_count(len(hidden), 'more task')} below: {', '.join(hidden)}.")
-    if lengths:
-        shown = " and ".join(f"{length:,}" for length in lengths)
-        notes.append(
-            f"tokens/s: decoding after {shown} tokens, one sequence, all methods of a run in turns in one process."
-        )
-    return notes
+    speeds = sorted({found["length"] for entry in comparison.entries if (found := speed_of(entry))})
+    return sentences(
+        "overview",
+        length=length,
+        budgets=[f"{e.label} {row['budget_tokens']:,}" for e, row in held if row.get("budget_tokens")],
+        unsaved=bool(savings) and max(savings) < 0.005,
+        hidden=[column.title for column in columns(comparison)[MOST_COLUMNS:]],
+        speeds=[f"{length:,}" for length in speeds],
+    )
 
 
 def warnings(comparison: Comparison) -> list[str]:
@@ -175,18 +145,15 @@ def differing_settings(comparison: Comparison, task: str) -> list[str]:
 def _unpaired(comparison: Comparison, task: str) -> list[str]:
     """Rows that are compared on a part of their samples only, and rows that cannot be compared; rows of one cause together."""
     causes: dict[str, list[str]] = {}
+    methods = {entry.method for entry in comparison.measured(task)}
     for entry in comparison.measured(task):
         base, against = comparison.base_of(entry, task), comparison.against(entry, (task,))
         cause = None
         if against is not None and against.unpaired:
             cause = f"share {against.common:,} samples with {against.base}, {against.unpaired:,} are on one side only"
-        elif base is not None and base is not entry and against is None:
+        elif against is None and base is not None and base is not entry:
             cause = f"share no sample of the same prompt with {base.label}: no Δ"
-        elif (
-            base is None
-            and entry.method != BASE
-            and any(row.method == BASE for row in comparison.measured(task))
-        ):
+        elif base is None and entry.method != BASE and BASE in methods:
             cause = "have no run of full with the same model: no Δ"
         if cause:
             causes.setdefault(cause, []).append(entry.label)
@@ -224,12 +191,10 @@ def skipped_lines(comparison: Comparison) -> list[str]:
     lines = []
     for entry in comparison.entries:
         for task, part in entry.parts.items():
-            reasons = Counter(skip["reason"] for skip in part["skipped"])
             total = len(part["samples"]) + len(part["skipped"])
-            lines += [
-                f"{entry.label}, {task}: {_count(count, 'sample')} of {total:,} skipped: {reason}"
-                for reason, count in reasons.most_common()
-            ]
+            for reason, count in Counter(skip["reason"] for skip in part["skipped"]).most_common():
+                what = f"{_count(count, 'sample')} of {total:,} skipped: {reason}"
+                lines.append(f"{entry.label}, {task}: {what}")
         lines += [f"{entry.label}, {task}: not run: {reason}" for task, reason in entry.refused.items()]
     return lines
 
@@ -245,43 +210,21 @@ def failed_lines(comparison: Comparison) -> list[str]:
 
 def method_lines(comparison: Comparison) -> list[str]:
     """How every number came about."""
-    titles = {
-        entry.method: entry.content["title"] for entry in comparison.entries if entry.content.get("title")
-    }
-    lines = [f"{method}: {title}" for method, title in titles.items()]
-    for entry in comparison.entries:
-        part = entry.parts.get("perplexity") or {}
-        if "scored_by" in part:
-            text, check = (
-                f"{entry.label}: perplexity scored by {part['scored_by']}",
-                part.get("decode_path_check"),
-            )
-            if check:
-                text += (
-                    f"; the decode path differs by at most {check['max_abs_difference_nats']:.1e} nats "
-                    f"over {check['tokens']} tokens at length {check['length']:,}"
-                )
-            lines.append(f"{text}.")
-    lines.append(
-        "A compressed cache is scored after its prompt is compressed, with the last context token held out, so no scored token sees "
-        "what the method dropped."
+    titles = {entry.method: entry.content.get("title") for entry in comparison.entries}
+    parts = [(entry.label, entry.parts.get("perplexity") or {}) for entry in comparison.entries]
+    return sentences(
+        "scoring",
+        titles={method: title for method, title in titles.items() if title},
+        scored=[(label, {"decode_path_check": None} | part) for label, part in parts if "scored_by" in part],
+        passkeys=any("passkey" in entry.parts for entry in comparison.entries),
     )
-    if any("passkey" in entry.parts for entry in comparison.entries):
-        lines.append(
-            "Passkey: greedy generation; correct when the first number of the answer is the five-digit key."
-        )
-    return lines
 
 
 def settings_line(entry: Entry, task: str) -> str:
     """What a task did, in one line."""
     settings = entry.parts[task].get("settings") or {}
-    shown = [
-        f"{key.replace('_', ' ')}: {_short(value)}"
-        for key, value in settings.items()
-        if value not in (None, "", [], {})
-    ]
-    return "; ".join(shown)
+    shown = {key: value for key, value in settings.items() if value not in (None, "", [], {})}
+    return "; ".join(f"{key.replace('_', ' ')}: {_short(value)}" for key, value in shown.items())
 
 
 def _short(value: Any) -> str:

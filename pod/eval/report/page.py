@@ -18,7 +18,7 @@ class Cell:
     """One value of a table.
 
     small: lines under it (an interval); sort: what the column is sorted by; tone: the verdict that a line of the cell ends with, in
-    words; shade: background colour.
+    words; shade: background, a colour or a bar.
     """
 
     text: str
@@ -39,6 +39,11 @@ def cell(value: Any, form: str = "{}", small: str = "") -> Cell:
 def shade(share: float | None) -> str:
     """Colour of a share from 0 to 1, grey for what was not measured."""
     return "#f3f5f6" if share is None else _SCALE[min(len(_SCALE) - 1, max(0, int(share * len(_SCALE))))]
+
+
+def bar(share: float) -> str:
+    """A bar of a share of the cell's width, as its background."""
+    return f"linear-gradient(90deg, #cfe8dc {share:.1%}, transparent 0)"
 
 
 @dataclass
@@ -117,7 +122,7 @@ class Report:
 
     def _render(self, name: str) -> str:
         shown = [section for section in self.sections if section.blocks]
-        return _TEMPLATES.get_template(name).render(report=self, sections=shown)
+        return TEMPLATES.get_template(name).render(report=self, sections=shown)
 
 
 def _groups(blocks: list[Block]) -> list[tuple[str, list[Block]]]:
@@ -135,10 +140,10 @@ def _oneline(cell: Cell) -> str:
     return " ".join([cell.text, *cell.small.split()]).strip().replace("|", "\\|")
 
 
-_TEMPLATES = jinja2.Environment(
+TEMPLATES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent),
     autoescape=lambda name: str(name).endswith(".html.jinja"),
     undefined=jinja2.StrictUndefined,
     trim_blocks=True,
 )
-_TEMPLATES.filters |= {"groups": _groups, "breakable": _breakable, "oneline": _oneline}
+TEMPLATES.filters |= {"groups": _groups, "breakable": _breakable, "oneline": _oneline}

@@ -2,6 +2,7 @@
 
 import functools
 import io
+import itertools
 import json
 import math
 import textwrap
@@ -20,7 +21,6 @@ COLORS = (
     | {"simlayerkv": "#ef5675", "pod+snapkv": "#6b8e23"}
 )
 _SPARE_COLORS = ["#7a5195", "#b8860b", "#ef5675", "#2a9d8f", "#003f5c", "#8c564b", "#6b8e23"]
-_PARTS = ["#0b6e4f", "#7fc8a9", "#e07a1f", "#a23b72", "#8d99ae", "#333333"]
 _MARKERS = ["o", "s", "^", "D", "v", "P", "X", "<", ">"]
 _STYLE: Any = {
     "font.size": 11,
@@ -29,7 +29,7 @@ _STYLE: Any = {
     "svg.hashsalt": "pod",
     "svg.fonttype": "path",
 }
-_WIDTH = 5.2  # inches
+_WIDTH = 4.5  # inches
 _LINE = 0.2  # inches that a line of labels takes
 _Options = ParamSpec("_Options")
 
@@ -127,50 +127,6 @@ def perplexity_by_position(axes: Axes, curves: dict[str, list[dict]]) -> None:
     axes.grid(axis="y", alpha=0.25)
 
 
-def _bars(axes: Axes, ends: dict[str, float], format_of: str = "{:.3g}") -> None:
-    """Names from above, a number at the end of each bar, room for it."""
-    largest = max(ends.values())
-    for name, end in ends.items():
-        axes.text(end + 0.01 * largest, name, format_of.format(end), va="center", fontsize=10)  # pyright: ignore[reportArgumentType]
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.15 * largest)
-
-
-@_picture(1.2)
-def bytes_by_part(axes: Axes, speed_row: dict) -> None:
-    """Stacked bars of the bytes that each method's cache holds, by part. speed_row: one length of the speed run."""
-    methods = speed_row["methods"]
-    _height(axes, 1.2 + 0.5 * len(methods))
-    parts: dict[str, list[float]] = {}
-    for index, row in enumerate(methods.values()):
-        for part, size in row["bytes_by_part"].items():
-            parts.setdefault(part, [0.0] * len(methods))[index] = size / 1e6
-    totals = [sum(column) for column in zip(*parts.values(), strict=True)]
-    visible = {part: sizes for part, sizes in parts.items() if max(sizes) >= 0.005 * max(totals)}
-    left = [0.0] * len(methods)
-    for number, (part, sizes) in enumerate(visible.items()):
-        shade = _PARTS[number % len(_PARTS)]
-        axes.barh(list(methods), sizes, left=left, label=part, color=shade, height=0.62)
-        left = [start + size for start, size in zip(left, sizes, strict=True)]
-    _bars(axes, dict(zip(methods, totals, strict=True)))
-    axes.set_xlabel(f"MB held for one sequence of {speed_row['length']:,} tokens")
-
-
-@_picture(1.1)
-def decode_speed(axes: Axes, speed_row: dict) -> None:
-    """Bars of decode speed, with the slowest and fastest repeat. speed_row: one length of the speed run."""
-    rates = {name: row["decode_tokens_per_second"] for name, row in speed_row["methods"].items()}
-    _height(axes, 1.1 + 0.5 * len(rates))
-    medians = {name: rate["median"] for name, rate in rates.items()}
-    spread = _errors(list(medians.values()), [[rate["min"], rate["max"]] for rate in rates.values()])
-    shades = [color(name) for name in rates]
-    axes.barh(list(rates), list(medians.values()), xerr=spread, color=shades, height=0.6, capsize=3)
-    _bars(axes, {name: rate["max"] for name, rate in rates.items()})
-    for text, median in zip(axes.texts, medians.values(), strict=True):
-        text.set_text(f"{median:.3g}")
-    axes.set_xlabel(f"tokens per second after {speed_row['length']:,} tokens")
-
-
 @_picture(3.8)
 def score_over_bytes(axes: Axes, points: list[dict[str, Any]], y_label: str, higher_is_better: bool) -> None:
     """Score against the share of the dense cache's bytes, each point where it was measured, its name at the right, joined by a thin line.
@@ -264,21 +220,14 @@ def curve(axes: Axes, curves: dict[str, dict[str, Any]]) -> None:
 def training_curve(metrics: Path) -> str | None:
     """Loss over steps from metrics.jsonl (`step`, `loss`), raw and as a running mean; None when there is too little."""
     points = _read_points(metrics)
-    return _losses(points) if len(points) > 1 else None
-
-
-@_picture(3.0)
-def _losses(axes: Axes, points: list[tuple[float, float]]) -> None:
+    if len(points) < 2:
+        return None
     steps, losses = zip(*points, strict=True)
-    smooth, value = [], losses[0]
-    for loss in losses:
-        value += 0.1 * (loss - value)
-        smooth.append(value)
-    axes.plot(steps, losses, color=COLORS["pod"], alpha=0.3, linewidth=1, label="each step")
-    axes.plot(steps, smooth, color=COLORS["pod"], linewidth=2, label="running mean")
-    axes.set_xlabel("training step")
-    axes.set_ylabel("loss (nats per token)")
-    axes.grid(axis="y", alpha=0.25)
+    smooth = list(itertools.accumulate(losses, lambda mean, loss: mean + 0.1 * (loss - mean)))
+    names = {"x_label": "training step", "y_label": "loss (nats per token)"}
+    return curve(
+        {"each step": {"x": steps, "y": losses, **names}, "running mean": {"x": steps, "y": smooth, **names}}
+    )
 
 
 def _read_points(metrics: Path) -> list[tuple[float, float]]:

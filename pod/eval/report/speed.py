@@ -2,22 +2,18 @@
 
 from typing import Any
 
-from pod.eval.report import pictures
 from pod.eval.report.merge import Run
-from pod.eval.report.page import Block, Cell, Notes, Picture, Table, cell
+from pod.eval.report.page import Block, Cell, Notes, Table, bar, cell
 from pod.eval.report.tables import median
 
 
 def speed_blocks(runs: list[Run]) -> list[Block]:
-    """Bars, tables of speed and memory, largest batches, and what could not be timed, per run."""
+    """Tables of speed and memory, largest batches, and what could not be timed, per run."""
     blocks: list[Block] = []
     for run in runs:
         if not run.speed:
             continue
         name = f" ({run.label})" if len(runs) > 1 else ""
-        for row in run.speed:
-            blocks.append(Picture(pictures.decode_speed(row), f"decode speed at {row['length']}{name}"))
-            blocks.append(Picture(pictures.bytes_by_part(row), f"bytes by part at {row['length']}{name}"))
         blocks.append(speed_table(run.speed, f"Speed{name}"))
         blocks += memory_tables(run.speed, name) + batch_tables(run.speed_part, name)
         failed = run.speed_part.get("failed") or {}
@@ -28,22 +24,30 @@ def speed_blocks(runs: list[Run]) -> list[Block]:
 
 
 def speed_table(speed: list[dict[str, Any]], title: str = "") -> Table:
-    """Decode speed with its spread, time to first token and bytes, per length and method."""
+    """Decode speed with its spread, time to first token and bytes with their parts, per length and method; bars within a length."""
     heads = ["method", "prompt tokens", "tokens/s", "× full", "first token s", "KV MB", "of PoD's"]
+    parts = list(
+        dict.fromkeys(
+            part for row in speed for own in row["methods"].values() for part in own["bytes_by_part"]
+        )
+    )
     rows = []
     for row in speed:
+        fastest = max(own["decode_tokens_per_second"]["median"] for own in row["methods"].values())
+        largest = max(own["bytes"]["bytes"] for own in row["methods"].values())
         for name, own in row["methods"].items():
             rate, held = own["decode_tokens_per_second"], own["bytes"]
-            spread = f"({rate['min']:.1f}–{rate['max']:.1f})"
             times = [
-                cell(rate["median"], "{:.1f}", spread),
+                cell(rate["median"], "{:.1f}", f"({rate['min']:.1f}–{rate['max']:.1f})"),
                 cell(median(own.get("speed_over_full")), "{:.2f}"),
                 cell(own["time_to_first_token_seconds"], "{:.2f}"),
             ]
             sizes = [_megabytes(held["bytes"]), cell(held["bytes_over_pod"], "{:.1%}")]
+            times[0].shade, sizes[0].shade = bar(rate["median"] / fastest), bar(held["bytes"] / largest)
+            sizes += [_megabytes(own["bytes_by_part"].get(part)) for part in parts]
             rows.append([Cell(name), cell(row["length"], "{:,}"), *times, *sizes])
     ours = {number for number, row in enumerate(rows) if row[0].text == "pod"}
-    return Table(heads, rows, title, ours, kind="cards")
+    return Table([*heads, *[f"{part} MB" for part in parts]], rows, title, ours, kind="cards")
 
 
 def memory_tables(speed: list[dict[str, Any]], name: str) -> list[Block]:

@@ -154,8 +154,7 @@ def _overall_bytes(comparison: Comparison) -> list[Block]:
         and all(entry.parts[task]["kind"] != "nll" for entry in comparison.entries)
     )
     found = _over_bytes(_points(comparison, scored) if len(scored) > 1 else [], "mean score")
-    what = f"Mean of {', '.join(scored)}; every task weighs the same. Bytes: what was held over all lengths of these tasks."
-    return [*found, Notes([what, notes.STAIRCASE])] if found else []
+    return [*found, Notes(notes.sentences("over_bytes", tasks=scored))] if found else []
 
 
 def _points(comparison: Comparison, tasks: tuple[str, ...]) -> list[dict[str, Any]]:
