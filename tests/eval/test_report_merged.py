@@ -393,14 +393,14 @@ def test_small_numbers_are_said_to_be_small():
 def test_a_column_has_one_unit(comparison):
     entry = copy.copy(comparison.entries[0])
     rows = [
-        {"tau": 0.5, "nll": 21.5, "change": 7.6e-05, "saved": 0.413, "n": 12, "low": -12.0},
-        {"tau": 0.9, "nll": 0.25, "change": -0.031, "saved": 0.0, "n": 3000, "low": 7.6e-05},
+        {"tau": 0.5, "nats": 0.5, "nll": 21.5, "change": 7.6e-05, "saved": 0.413, "n": 12, "low": -12.0},
+        {"tau": 0.9, "nats": 0.25, "nll": 0.25, "change": -0.031, "saved": 0.0, "n": 3000, "low": 7.6e-05},
     ]
     entry.parts = {"t": {"rows": rows, "columns": {key: key for key in rows[0]}}}
     (table,) = report_tables.extra_tables(entry, "t")
     assert [[cell.text for cell in row] for row in table.rows] == [
-        ["0.5", "21.50", "0.01%", "41.3%", "12", "-12.00"],
-        ["0.9", "0.25", "-3.1%", "0.0%", "3,000", "<0.01"],
+        ["0.5", "0.5000", "21.50", "0.01%", "41.3%", "12", "-12.00"],
+        ["0.9", "0.2500", "0.25", "-3.1%", "0.0%", "3,000", "<0.01"],
     ]
 
 

@@ -1,6 +1,7 @@
 """The tables of a report: methods by tasks, one task in detail, tasks of a suite, heat maps, and whatever a payload brings along."""
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from pod.eval.judge.verdicts import Against, Payload
@@ -25,6 +26,8 @@ _TITLES = {
     "niah": "Needle in a haystack",
 }
 MOST_COLUMNS = 12
+_Row = tuple[str, str, Tasks, Part]  # name, small text, and what it asks for
+_RAW = re.compile(r"nats|nll|bits|loss|second|MB")  # heads of numbers that are no share, however small
 
 
 class Column(NamedTuple):
@@ -123,13 +126,16 @@ def column_form(values: Sequence[float], share: bool) -> Callable[[float], str]:
 # -- cells ---------------------------------------------------------------------------------------------------
 
 
-def value_cell(payload: Payload | None) -> Cell:
-    """The number of a payload with its interval."""
-    if payload is None or payload["value"] is None:
+def number_cell(value: Any, ends: Sequence[float] | None, form: Callable[[Any], str]) -> Cell:
+    """A number over its interval, if it has one."""
+    if value is None:
         return NONE
-    ends = payload.get("ci95") or ()
-    small = f"[{', '.join(value_text(payload, end) for end in ends)}]" if ends else ""
-    return Cell(value_text(payload, payload["value"]), small, payload["value"])
+    return Cell(form(value), f"[{', '.join(map(form, ends))}]" if ends else "", float(value))
+
+
+def value_cell(payload: Payload) -> Cell:
+    """The number of a payload with its interval."""
+    return number_cell(payload["value"], payload.get("ci95"), lambda value: value_text(payload, value))
 
 
 def change_cell(against: Against | None) -> Cell:
@@ -150,7 +156,7 @@ def result_cell(
     short: without intervals.
     """
     payload = payload_of(entry, tasks, part)
-    if payload is None:
+    if payload is None or payload["value"] is None:
         if tasks[0] in entry.failed or "" in entry.failed:
             return Cell("failed", tone="failed")
         return Cell("not run") if tasks[0] in entry.refused else NONE
@@ -173,7 +179,11 @@ def overview(comparison: Comparison) -> Table:
     for entry in comparison.entries:
         cells = [result_cell(comparison, entry, column.tasks) for column in shown]
         row = [Cell(entry.label), *_byte_cells(entry, length), *cells]
-        rows.append(row + (_speed_cells(entry) if timed else []))
+        speed = speed_of(entry) or {}
+        rates = [speed.get("decode_tokens_per_second"), speed.get("speed_over_full")] if timed else []
+        rows.append(
+            row + [cell(median(rate), form) for rate, form in zip(rates, ("{:.1f}", "{:.2f}"), strict=False)]
+        )
     heads = ["method", "KV MB", "saved", *[column.title for column in shown]]
     heads += ["tokens/s", "× full"] if timed else []
     return Table(heads, rows, ours=ours(comparison.entries), kind="cards")
@@ -195,9 +205,8 @@ def bytes_at(entry: Entry, length: int | None) -> dict[str, Any] | None:
     """The stated bytes at a length, else at the row's longest; the largest where several tasks state it."""
     rows = _whole_rows(entry)
     longest = max((row["length"] for row in rows), default=None)
-    wanted = [row for row in rows if row["length"] == length] or [
-        row for row in rows if row["length"] == longest
-    ]
+    there = length if any(row["length"] == length for row in rows) else longest
+    wanted = [row for row in rows if row["length"] == there]
     return max(wanted, key=lambda row: row["bytes"], default=None)
 
 
@@ -224,12 +233,6 @@ def speed_of(entry: Entry) -> dict[str, Any] | None:
 def median(value: Any) -> Any:
     """A number, or the median of several repeats."""
     return value.get("median") if isinstance(value, dict) else value
-
-
-def _speed_cells(entry: Entry) -> list[Cell]:
-    found = speed_of(entry) or {}
-    rate, ratio = found.get("decode_tokens_per_second"), found.get("speed_over_full")
-    return [cell(median(rate), "{:.1f}"), cell(median(ratio), "{:.2f}")]
 
 
 # -- one task, one suite -------------------------------------------------------------------------------------
@@ -272,55 +275,47 @@ def _metric_cells(payloads: list[Payload], name: str) -> list[Cell]:
     found = [(payload.get("metrics") or {}).get(name) for payload in payloads]
     found = [one if isinstance(one, dict) else {"value": one} for one in found]
     values = [value for one in found if (value := one.get("value")) is not None]
-    raw = any(payload["kind"] == "nll" for payload in payloads) or any(
-        one.get("percent") is False for one in found
-    )
+    raw = any(payload["kind"] == "nll" for payload in payloads)
+    raw = raw or any(one.get("percent") is False for one in found)
     share = not raw and all(0 <= value <= 1 for value in values)
     form = (lambda value: percent(value, unit="")) if share else column_form(values, False)
-    return [_metric_cell(one.get("value"), one.get("ci95"), form) for one in found]
-
-
-def _metric_cell(value: float | None, ends: list[float] | None, form: Callable[[float], str]) -> Cell:
-    if value is None:
-        return NONE
-    return Cell(form(value), f"[{', '.join(map(form, ends))}]" if ends else "", value)
+    return [number_cell(one.get("value"), one.get("ci95"), form) for one in found]
 
 
 def suite_table(comparison: Comparison, tasks: tuple[str, ...]) -> Table:
     """Tasks of a suite as rows, then its categories and the mean of those, the mean of all tasks last; each cell with Δ to full."""
     entries = [entry for entry in comparison.entries if any(task in entry.parts for task in tasks)]
-
-    def row(name: str, asked: Tasks, small: str = "") -> list[Cell]:
-        return [Cell(name, small), *[result_cell(comparison, entry, asked) for entry in entries]]
-
-    rows = []
-    for task in tasks:
-        metric = next(entry.parts[task]["metric"] for entry in comparison.measured(task))
-        rows.append(row(short_name(task), (task,), metric.replace("_", " ")))
+    metrics = {task: comparison.measured(task)[0].parts[task]["metric"] for task in tasks}
+    rows: list[_Row] = [(short_name(task), metric, (task,), None) for task, metric in metrics.items()]
     categories = categories_of(tasks)
     for name, (members, of) in categories.items():
-        rows.append(row(name.replace("_", " "), members, f"mean of {len(members)} of {of} tasks"))
+        rows.append((name.replace("_", " "), f"mean of {len(members)} of {of} tasks", members, None))
     if categories:
-        rows.append(row("mean of the categories", tuple(members for members, _ in categories.values())))
-    rows.append(row("mean of the tasks", tasks))
-    return Table(["task", *[entry.label for entry in entries]], rows, ours={len(rows) - 1})
+        members = tuple(members for members, _ in categories.values())
+        rows.append(("mean of the categories", "", members, None))
+    rows.append(("mean of the tasks", "", tasks, None))
+    return _by_method(comparison, "task", entries, rows, {len(rows) - 1})
 
 
 def subtask_table(comparison: Comparison, task: str) -> Table | None:
     """Subtasks of a group as rows, methods as columns, each with Δ to full on the same samples."""
     entries = [entry for entry in comparison.measured(task) if entry.parts[task].get("subtasks")]
-    metrics: dict[str, str] = {}
-    for entry in entries:
-        for name, found in entry.parts[task]["subtasks"].items():
-            metrics.setdefault(name, found.get("metric", "").replace("_", " "))
-    rows = [
-        [
-            Cell(short_name(name), metric),
-            *[result_cell(comparison, entry, (task,), name) for entry in entries],
-        ]
-        for name, metric in metrics.items()
+    parts = {name: part for e in reversed(entries) for name, part in e.parts[task]["subtasks"].items()}
+    rows: list[_Row] = [
+        (short_name(name), part.get("metric", ""), (task,), name) for name, part in parts.items()
     ]
-    return Table(["part", *[entry.label for entry in entries]], rows) if rows else None
+    return _by_method(comparison, "part", entries, rows) if rows else None
+
+
+def _by_method(
+    comparison: Comparison, head: str, entries: list[Entry], rows: list[_Row], ours: Iterable[int] = ()
+) -> Table:
+    """Methods as columns."""
+    body = [
+        [Cell(name, small.replace("_", " ")), *[result_cell(comparison, e, tasks, part) for e in entries]]
+        for name, small, tasks, part in rows
+    ]
+    return Table([head, *[entry.label for entry in entries]], body, ours=set(ours))
 
 
 # -- what payloads bring along -------------------------------------------------------------------------------
@@ -328,9 +323,8 @@ def subtask_table(comparison: Comparison, task: str) -> Table | None:
 
 def heat_maps(comparison: Comparison, task: str) -> list[Table]:
     """Depth × length of every method whose payload has cells."""
-    maps = {
-        entry.label: found for entry in comparison.measured(task) if (found := entry.parts[task].get("cells"))
-    }
+    entries = [entry for entry in comparison.measured(task) if entry.parts[task].get("cells")]
+    maps = {entry.label: entry.parts[task]["cells"] for entry in entries}
     everywhere = [found for cells in maps.values() for found in cells]
     lengths = sorted({found["length"] for found in everywhere})
     depths = sorted({found["depth"] for found in everywhere})
@@ -356,37 +350,38 @@ def _heat_cell(found: dict[str, Any]) -> Cell:
 def extra_tables(entry: Entry, task: str) -> list[Table]:
     """Tables that a payload brings: `tables` (title, columns, rows) and `rows` (dicts) with `columns` (key → head)."""
     payload = entry.parts[task]
-    found = [
-        (table["columns"], table["rows"], table.get("title") or "") for table in payload.get("tables") or []
-    ]
+    found = [(of["columns"], of["rows"], of.get("title")) for of in payload.get("tables") or []]
     rows, heads = payload.get("rows"), payload.get("columns")
     if rows and isinstance(heads, dict):
-        found.append((list(heads.values()), [[row.get(key) for key in heads] for row in rows], ""))
+        found.append((list(heads.values()), [[row.get(key) for key in heads] for row in rows], None))
+    tables = []
+    for columns, rows, title in found:
+        heads = list(map(str, columns))
+        tables.append(
+            Table(heads, _plain_rows(heads, rows), f"{entry.label}: {title}" if title else entry.label)
+        )
+    return tables
+
+
+def _plain_rows(heads: list[str], rows: list[list[Any]]) -> list[list[Cell]]:
+    """Values of any task, a column in one unit: shares and changes in percent, but for the first column, which names the rows."""
+    forms: list[Callable[[Any], str]] = []
+    for head, column in zip(heads, zip(*rows, strict=True), strict=True):
+        numbers = [value for value in column if _is_number(value)]
+        share = not _RAW.search(head) and all(-1 <= value <= 1 for value in numbers)
+        whole = not forms or all(isinstance(value, int) for value in numbers)
+        forms.append("{:,}".format if whole else column_form(numbers, share))
     return [
-        Table(list(map(str, columns)), _plain_rows(rows), f"{entry.label}: {title}" if title else entry.label)
-        for columns, rows, title in found
+        [
+            number_cell(x, None, form) if x is None or _is_number(x) else Cell(str(x))
+            for x, form in zip(row, forms, strict=True)
+        ]
+        for row in rows
     ]
 
 
-def _plain_rows(rows: list[list[Any]]) -> list[list[Cell]]:
-    """Values of any task, a column in one unit: shares and changes in percent, but for the first column, which names the rows."""
-    forms = []
-    for number, column in enumerate(zip(*rows, strict=True)):
-        values = [
-            value for value in column if isinstance(value, (int, float)) and not isinstance(value, bool)
-        ]
-        fractions = any(isinstance(value, float) for value in values)
-        share = fractions and number > 0 and all(-1 <= value <= 1 for value in values)
-        forms.append(column_form(values, share) if fractions and number else "{:,}".format)
-    return [[_plain_cell(value, form) for value, form in zip(row, forms, strict=True)] for row in rows]
-
-
-def _plain_cell(value: Any, form: Callable[[Any], str]) -> Cell:
-    if value is None:
-        return NONE
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return Cell(str(value))
-    return Cell(form(value), sort=float(value))
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 # -- perplexity by position ----------------------------------------------------------------------------------
