@@ -96,6 +96,13 @@ def test_spans_of_perplexity_are_slots_and_not_shifted_positions(figure):
     assert sorted({round(x) for x, _ in markers(drawn)}) == [0, 1]
 
 
+@pytest.mark.parametrize(("name", "percent"), [("passkeys found", True), ("loss (nats per token)", False)])
+def test_shares_are_percent_in_curves_too(figure, name, percent):
+    line = {"x": [1, 2], "y": [0.25, None], "x_label": "x", "y_label": name}
+    texts = [tick.get_text() for tick in figure(pictures.curve, {"pod": line}).axes[0].get_yticklabels()]
+    assert texts and all(text.endswith("%") == percent for text in texts)
+
+
 def test_pictures_are_svg():
     text = pictures.score_over_bytes(points(), "score", True)
     assert text.startswith("<svg") and text == pictures.score_over_bytes(points(), "score", True)

@@ -2,6 +2,8 @@
 
 import base64
 import itertools
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -11,6 +13,8 @@ from markupsafe import Markup, escape
 
 # 0 to 1; dark text stays readable on all
 _SCALE = ["#f2b8b0", "#f6cdb6", "#fae3bd", "#e2e4c0", "#c5dfbf", "#a9d9bd"]
+
+_RAW = re.compile(r"nats|nll|bits|loss|second|MB")  # names of numbers that are no share, however small
 
 
 @dataclass
@@ -34,6 +38,11 @@ NONE = Cell("–")
 def cell(value: Any, form: str = "{}", small: str = "") -> Cell:
     """A number as `form` prints it, sorted by its value; a dash for None."""
     return NONE if value is None else Cell(form.format(value), small, value)
+
+
+def is_share(name: str, values: Iterable[float]) -> bool:
+    """Whether numbers of this name are shares or relative changes, which are printed in percent."""
+    return not _RAW.search(name) and all(-1 <= value <= 1 for value in values)
 
 
 def shade(share: float | None) -> str:

@@ -13,7 +13,9 @@ from typing import Any, Concatenate, ParamSpec
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, StrMethodFormatter
+from matplotlib.ticker import LogLocator, PercentFormatter, StrMethodFormatter
+
+from pod.eval.report.page import is_share
 
 COLORS = (
     {"full": "#333333", "pod": "#0b6e4f", "pod-unadapted": "#e07a1f", "streamingllm": "#3a6ea5"}
@@ -209,6 +211,9 @@ def curve(axes: Axes, curves: dict[str, dict[str, Any]]) -> None:
             axes.fill_between(xs, *band, color=color(label), alpha=0.12, linewidth=0)
         if line.get("reference") is not None:
             axes.axhline(line["reference"], color=color(label), linestyle="--", linewidth=1)
+    drawn = [value for line in curves.values() for value in line["y"] if value is not None]
+    if is_share(first["y_label"], drawn):
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
     if first.get("log_x"):
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))

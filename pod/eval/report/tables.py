@@ -1,6 +1,5 @@
 """The tables of a report: methods by tasks, one task in detail, tasks of a suite, heat maps, and whatever a payload brings along."""
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from pod.eval.report.merge import (
     payload_of,
     suite_of,
 )
-from pod.eval.report.page import NONE, Cell, Table, cell, shade
+from pod.eval.report.page import NONE, Cell, Table, cell, is_share, shade
 
 _TITLES = {
     "perplexity": "Perplexity by position",
@@ -27,7 +26,6 @@ _TITLES = {
 }
 MOST_COLUMNS = 12
 _Row = tuple[str, str, Tasks, Part]  # name, small text, and what it asks for
-_RAW = re.compile(r"nats|nll|bits|loss|second|MB")  # heads of numbers that are no share, however small
 
 
 class Column(NamedTuple):
@@ -368,9 +366,8 @@ def _plain_rows(heads: list[str], rows: list[list[Any]]) -> list[list[Cell]]:
     forms: list[Callable[[Any], str]] = []
     for head, column in zip(heads, zip(*rows, strict=True), strict=True):
         numbers = [value for value in column if _is_number(value)]
-        share = not _RAW.search(head) and all(-1 <= value <= 1 for value in numbers)
         whole = not forms or all(isinstance(value, int) for value in numbers)
-        forms.append("{:,}".format if whole else column_form(numbers, share))
+        forms.append("{:,}".format if whole else column_form(numbers, is_share(head, numbers)))
     return [
         [
             number_cell(x, None, form) if x is None or _is_number(x) else Cell(str(x))
