@@ -192,11 +192,7 @@ def _subtask(payload: Payload, name: str) -> Payload | None:
     found = (payload.get("subtasks") or {}).get(name)
     if found is None:
         return None
-    samples = [
-        {key: value for key, value in sample.items() if key != "subtask"}
-        for sample in payload["samples"]
-        if sample.get("subtask") == name
-    ]
+    samples = [{**one, "subtask": None} for one in payload["samples"] if one.get("subtask") == name]
     return {**payload, "value": found["value"], "ci95": found.get("ci95"), "samples": samples}
 
 
@@ -205,15 +201,8 @@ def _bucket(payload: Payload, number: int) -> Payload | None:
     if number >= len(rows):
         return None
     row = rows[number]
-    samples = [
-        {
-            "id": sample["id"],
-            "score": sample["buckets"][number],
-            "tokens": row["end"] - row["first"],
-            "prompt_hash": sample.get("prompt_hash"),
-        }
-        for sample in payload["samples"]
-    ]
+    tokens = row["end"] - row["first"]
+    samples = [{**one, "score": one["buckets"][number], "tokens": tokens} for one in payload["samples"]]
     return {**payload, "value": row["perplexity"], "ci95": row.get("ci95"), "samples": samples}
 
 
@@ -281,10 +270,9 @@ def combined(entry: Entry, tasks: Tasks) -> Payload | None:
         for name in names:
             weight = inner.get(name, {}).get("weight") or 1 / len(names)
             subtasks[f"{task}/{name}"] = {"weight": weight / len(tasks)}
-        samples += [
-            {**sample, "id": f"{task}/{sample['id']}", "subtask": f"{task}/{sample.get('subtask', '')}"}
-            for sample in part["samples"]
-        ]
+        for sample in part["samples"]:
+            name = f"{task}/{sample.get('subtask', '')}"
+            samples.append({**sample, "id": f"{task}/{sample['id']}", "subtask": name})
     mean = {
         "kind": "score",
         "metric": "mean",

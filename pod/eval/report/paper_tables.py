@@ -7,33 +7,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pod.eval.report.merge import CATEGORIES, Comparison, Entry, base_name
+from pod.eval.report.notes import sentences
 from pod.eval.report.page import Block, Cell, Fold, Notes, Table, cell
 from pod.eval.report.summary import BASE
 from pod.eval.report.tables import bytes_at, median, saving_of, speed_of
 
 COLUMNS = ("paper", "table", "model", "benchmark", "task", "method", "setting", "metric", "value")
-TITLES = {
-    "pod": "PoD",
-    "simlayerkv": "SimLayerKV",
-    "d2o": "D2O",
-    "razorattention": "RazorAttention",
-    "imdc": "IMDC",
-}
+TITLES = {name.lower(): name for name in ("PoD", "SimLayerKV", "D2O", "RazorAttention", "IMDC")}
 _CHINESE = {"multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh"}
-_RULER = {
-    "niah_single": ("niah_single_1", "niah_single_2", "niah_single_3"),
-    "niah_multikey": ("niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
-    "qa": ("qa_1", "qa_2"),
-}
+_RULER = {f"niah_{kind}": [f"niah_{kind}_{n}" for n in (1, 2, 3)] for kind in ("single", "multikey")}
 _ENGLISH = {
-    name: tuple(task for task in tasks if task not in _CHINESE)
-    for name, tasks in CATEGORIES["longbench"].items()
+    name: [task for task in of if task not in _CHINESE] for name, of in CATEGORIES["longbench"].items()
 }
-_MEMBERS = {**CATEGORIES, "longbench_14": _ENGLISH, "ruler": _RULER}
+_MEMBERS = {**CATEGORIES, "longbench_14": _ENGLISH, "ruler": {**_RULER, "qa": ["qa_1", "qa_2"]}}
 _TRAINED = {"wa_cpt": "wa+cpt", "window": "wa+cpt"}  # names in eval.models that cannot be the paper's
 _HEADS = ["task", "method", "paper's setting", "paper", "paper's Δ", "ours", "ours: value", "ours: Δ"]
 _OPEN_ROWS = 12  # longer tables stand behind a line that opens them
 _OURS = re.compile(r"pod_(longbench|leval|infinitebench_\d+k|ruler_\d+k)_(.+)")
+_LENGTH = re.compile(r"_\d+k$")
 _STANDARD = ("mmlu", "hellaswag", "arc_easy", "arc_challenge", "humaneval")
 
 
@@ -68,17 +59,15 @@ def _read(file: Path) -> list[Published]:
     with file.open(encoding="utf-8", newline="") as stream:
         reader = csv.DictReader(stream)
         if tuple(reader.fieldnames or ()) != COLUMNS:
-            raise ValueError(
-                f"{file} must have the columns {', '.join(COLUMNS)}, it has {', '.join(reader.fieldnames or ['none'])}"
-            )
+            has = ", ".join(reader.fieldnames or ["none"])
+            raise ValueError(f"{file} must have the columns {', '.join(COLUMNS)}, it has {has}")
         rows = []
         for record in reader:
             try:
                 rows.append(Published(**{**record, "value": float(record["value"])}))
             except (TypeError, ValueError):
-                raise ValueError(
-                    f"{file}, line {reader.line_num}: {record.get('value')!r} is no number"
-                ) from None
+                wrong = f"{file}, line {reader.line_num}: {record.get('value')!r} is no number"
+                raise ValueError(wrong) from None
     return rows
 
 
@@ -114,39 +103,29 @@ def blocks(comparison: Comparison, published: list[Published], model: str | None
     found: list[Block] = []
     paths = list(dict.fromkeys(run.dense_path for run in comparison.runs if run.dense_path))
     for name in paths if model is None else [model]:
-        entries = [
-            entry
-            for entry in comparison.entries
-            if model is not None or (entry.run.dense_path or (paths[0] if len(paths) == 1 else None)) == name
-        ]
+        only = paths[0] if len(paths) == 1 else None  # of runs that hold trained models alone
+        own = [entry for entry in comparison.entries if model or (entry.run.dense_path or only) == name]
         fitting = [row for row in published if same_model(name, row.model)]
         for paper, table in dict.fromkeys((row.paper, row.table) for row in fitting):
             rows = [row for row in fitting if (row.paper, row.table) == (paper, table)]
             title = f"{TITLES.get(paper, paper)}, Table {table}: {rows[0].model}"
-            body = _rows(entries, rows)
+            body = _rows(own, rows)
             if body:
                 long = len(body) > _OPEN_ROWS
                 found.append(Fold(title, [Table(_HEADS, body)]) if long else Table(_HEADS, body, title))
-    note = (
-        "Prompts, truncation and budgets of the papers differ from ours and from one another: compare the changes against full "
-        "rather than the scores. Averages and categories of ours are means over the same tasks."
-    )
-    return [*found, Notes([note])] if found else []
+    return [*found, Notes(sentences("papers"))] if found else []
 
 
 def _rows(entries: list[Entry], published: list[Published]) -> list[list[Cell]]:
+    full: dict[tuple[str, ...], float] = {}
+    for row in published:
+        if row.method == BASE:
+            full[row.benchmark, row.task, row.metric, row.setting] = row.value
+            full.setdefault((row.benchmark, row.task, row.metric), row.value)
     body = []
     for row in published:
-        same = [
-            other
-            for other in published
-            if other.method == BASE
-            and (other.benchmark, other.task, other.metric) == (row.benchmark, row.task, row.metric)
-        ]
-        same.sort(
-            key=lambda other: other.setting != row.setting
-        )  # full of the same setting where there is one
-        base = same[0].value if same and row.method != BASE else None
+        asked = (row.benchmark, row.task, row.metric)
+        base = None if row.method == BASE else full.get((*asked, row.setting), full.get(asked))
         for entry in entries:
             ours = _ours(entries, entry, row, published) if paper_name(entry.method) == row.method else None
             if ours is not None:
@@ -158,19 +137,12 @@ def _row(row: Published, base: float | None, entry: Entry, ours: Ours) -> list[C
     score, name = row.metric == "score", row.task.replace("_", " ")
     theirs = None if base is None else row.value - base if score else row.value / base
     form = "{:+.1f}" if score else "× {:.2f}"
-    return [
-        Cell(
-            name if score else f"{name} ({row.metric})",
-            row.benchmark if row.benchmark.rpartition("_")[2].endswith("k") else "",
-        ),
-        Cell(row.method),
-        Cell(row.setting or "–"),
-        cell(row.value, "{:g}"),
-        cell(theirs, form),
-        Cell(entry.label),
-        cell(ours.value, "{:.1f}", ours.note),
-        cell(ours.change, form),
-    ]
+    task = Cell(
+        name if score else f"{name} ({row.metric})", row.benchmark if _LENGTH.search(row.benchmark) else ""
+    )
+    printed = [cell(row.value, "{:g}"), cell(theirs, form)]
+    mine = [cell(ours.value, "{:.1f}", ours.note), cell(ours.change, form)]
+    return [task, Cell(row.method), Cell(row.setting or "–"), *printed, Cell(entry.label), *mine]
 
 
 def _ours(entries: list[Entry], entry: Entry, row: Published, published: list[Published]) -> Ours | None:
@@ -233,7 +205,7 @@ def _leaves(row: Published, published: list[Published]) -> list[list[str]]:
 
 def _members(benchmark: str, task: str) -> list[str]:
     """Our names of a published task or category, as `benchmark/task`."""
-    suite = re.sub(r"_\d+k$", "", benchmark)
+    suite = _LENGTH.sub("", benchmark)
     inside = _MEMBERS.get(suite, {}).get(task, (task,))
     place = "longbench" if suite.startswith("longbench") and benchmark != "longbench_8k" else benchmark
     return [f"{place}/{name}" for name in inside]

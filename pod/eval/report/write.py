@@ -72,15 +72,10 @@ def _write(
     model: str | None,
     papers: str | Path | None = None,
 ) -> Path:
-    found = [
-        *sections(comparison),
-        *run_sections,
-        Section(
-            "Ours next to the papers'", paper_tables.blocks(comparison, paper_tables.load(papers), model)
-        ),
-        Section("Skipped and not run", _list(notes.skipped_lines(comparison))),
-        Section("How it was measured", _list(notes.method_lines(comparison))),
-    ]
+    theirs = paper_tables.blocks(comparison, paper_tables.load(papers), model)
+    found = [*sections(comparison), *run_sections, Section("Ours next to the papers'", theirs)]
+    found.append(Section("Skipped and not run", _list(notes.skipped_lines(comparison))))
+    found.append(Section("How it was measured", _list(notes.method_lines(comparison))))
     report = Report(_TITLE, notes.headline(comparison), notes.origin(comparison), found)
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in (("md", report.markdown()), ("csv", csv_text(comparison)), ("html", report.html())):
@@ -201,9 +196,8 @@ def _run_pictures(recipe: "Recipe") -> list[Section]:
     plans: list[Block] = []
     for path in sorted(recipe.plan_dir.glob("*.png")):
         words = path.stem.lower()
-        title = next(
-            (text for key, text in _PLAN_TITLES.items() if key in words), path.stem.replace("_", " ")
-        )
+        fitting = [text for key, text in _PLAN_TITLES.items() if key in words]
+        title = next(iter(fitting), path.stem.replace("_", " "))
         plans.append(Picture(path.read_bytes(), title, title=title))
     metrics = recipe.train_dir / "metrics.jsonl"
     curve = pictures.training_curve(metrics) if metrics.is_file() else None
