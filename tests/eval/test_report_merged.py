@@ -26,6 +26,7 @@ from pod.eval.report import pictures
 from pod.eval.report import tables as report_tables
 from pod.eval.report.merge import byte_share, combined, held_rows, merge
 from pod.eval.report.page import Cell, Fold, Notes, Picture, Report, Section, Table
+from pod.eval.report.speed import speed_table
 from pod.eval.report.write import csv_text, main, task_blocks, write_merged
 
 
@@ -243,11 +244,11 @@ def test_bytes_that_are_known_are_filled_in(comparison):
 def test_a_merged_row_keeps_its_speed(tmp_path):
     """`full` of a run of tasks and of a run that only timed methods is one row, with the second run's tokens/s."""
     first = write(tmp_path / "a", full=result_file("full", {"niah": needles("full")}))
-    timed = {"full": result_file("full", {}) | {"model": None}, "efficiency": speed_file(["full"], 1024)}
+    timed = {"full": result_file("full", {}) | {"model": None}, "efficiency": speed_file(["full"], 3000)}
     comparison = merge([first, write(tmp_path / "b", **timed)])
     (row,) = report_tables.overview(comparison).rows
     assert [cell.text for cell in row[-2:]] == ["12.0", "1.00"]
-    assert 1024 in {row["length"] for row in held_rows(comparison.entries[0])}
+    assert 3000 in {row["length"] for row in held_rows(comparison.entries[0])}
     again = merge(
         [first, tmp_path / "b", write(tmp_path / "c", full=result_file("full", {"niah": needles("full")}))]
     )
@@ -406,13 +407,38 @@ def test_a_column_has_one_unit(comparison):
 
 def test_metrics_of_all_rows_share_a_unit(tmp_path):
     parts = [
-        payload([0.5]) | {"metrics": {"m": value, "share": share}}
+        payload([0.5]) | {"metrics": {"m": value, "share": share, "raw": {"value": share, "percent": False}}}
         for value, share in ((0.5, 0.25), (2.0, 7e-6))
     ]
     files = {name: result_file(name, {"t": part}) for name, part in zip(("full", "h2o"), parts, strict=True)}
     comparison = merge([write(tmp_path, **files)])
     rows = report_tables.task_table(comparison, "t").rows
-    assert [[cell.text for cell in row[-2:]] for row in rows] == [["0.50", "25.0"], ["2.00", "<0.01"]]
+    assert [[cell.text for cell in row[-3:]] for row in rows] == [
+        ["0.50", "25.0", "0.2500"],
+        ["2.00", "<0.01", "<0.0001"],
+    ]
+
+
+def test_the_headline_says_what_the_judge_says(comparison, tmp_path):
+    pod = next(entry for entry in comparison.entries if entry.label == "pod")
+    verdicts, _, _ = report_notes.headline(comparison).partition(". ")
+    said = dict.fromkeys(("worse than full on", "these samples do not decide"), "")
+    for piece in verdicts.partition("dense speed: ")[2].split("; "):
+        said[next(words for words in said if piece.startswith(words))] = piece
+    assert len(said) == 2
+    for column in report_tables.columns(comparison):
+        mark = comparison.against(pod, column.tasks).mark
+        words = {"worse": "worse than full on", "": "these samples do not decide"}[mark]
+        assert f" {column.title} " in said[words]
+    alone = merge([write(tmp_path, pod=result_file("pod", {"t": payload([0.5, 0.6])}))])
+    assert report_notes.headline(alone).startswith("PoD: without full to compare t 55.0. ")
+
+
+def test_bars_are_shares_of_the_largest():
+    lengths = speed_file(["full", "h2o"])["parts"]["efficiency"]["lengths"]
+    rows = speed_table(lengths).rows
+    bars = [[cell.shade.split()[2] for cell in row if cell.shade] for row in rows]
+    assert bars == [["88.7%,", "100.0%,"], ["100.0%,", "68.0%,"]]
 
 
 def test_verdicts_are_words_and_arrows_are_none(comparison):

@@ -51,17 +51,18 @@ def _pod_result(comparison: Comparison) -> str:
 
 def _gains_and_losses(comparison: Comparison, shown: Entry) -> str:
     """Every task or suite of the row by its verdict, losses first."""
-    found: dict[str, list[str]] = {"worse": [], "better": [], "": []}
+    found: dict[str, list[str]] = {"worse": [], "better": [], "": [], "alone": []}
     for column in columns(comparison):
         payload, against = combined(shown, column.tasks), comparison.against(shown, column.tasks)
         if payload is None or payload["value"] is None:
             continue
         value = value_text(payload, payload["value"])
         if against is None:
-            found[""].append(f"{column.title} {value}")
+            found["alone"].append(f"{column.title} {value}")
         else:
             found[against.mark].append(f"{column.title} {value} ({delta_text(against)})")
-    names = {"worse": "worse than full on", "better": "better on", "": "not decided by these samples:"}
+    names = {"worse": "worse than full on", "better": "better on", "": "these samples do not decide"}
+    names["alone"] = "without full to compare"
     pieces = [f"{names[mark]} {', '.join(lines)}" for mark, lines in found.items() if lines]
     return "; ".join(pieces) or "nothing to compare"
 
