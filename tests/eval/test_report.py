@@ -174,7 +174,7 @@ def test_summary_compares_the_same_prompts_only(recipe):
 
 
 def test_other_tables(recipe):
-    table = bucket_table(merge([recipe.eval_dir]))
+    (table,) = bucket_table(merge([recipe.eval_dir]))
     assert table.columns == ["method", "96–99"]
     assert cells(table)[1] == [["pod"], [f"{math.exp(2.6):.2f}", "(+10.5%", "worse)"]]
     speed = speed_table(load_speed(recipe.eval_dir))

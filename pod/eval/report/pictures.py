@@ -1,14 +1,12 @@
 """The report's pictures as SVG text. Small canvases with large type, because a phone shows them 360 pixels wide."""
 
-import functools
 import io
 import itertools
 import json
 import math
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -24,65 +22,36 @@ COLORS = (
 )
 _SPARE_COLORS = ["#7a5195", "#b8860b", "#ef5675", "#2a9d8f", "#003f5c", "#8c564b", "#6b8e23"]
 _MARKERS = ["o", "s", "^", "D", "v", "P", "X", "<", ">"]
-_STYLE: Any = {
-    "font.size": 11,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "svg.hashsalt": "pod",
-    "svg.fonttype": "path",
-}
+_STYLE: Any = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}
+_styled = matplotlib.rc_context(_STYLE | {"svg.hashsalt": "pod", "svg.fonttype": "path"})
 _WIDTH = 4.5  # inches
 _LINE = 0.2  # inches that a line of labels takes
-_Options = ParamSpec("_Options")
 
 
-def _picture(
-    height: float,
-) -> Callable[[Callable[Concatenate[Axes, _Options], None]], Callable[_Options, str]]:
-    """Makes SVG text of what a function draws on axes of `height` inches; names of lines stand above, none cut off."""
-
-    def wrap(draw: Callable[Concatenate[Axes, _Options], None]) -> Callable[_Options, str]:
-        @functools.wraps(draw)
-        def drawn(*options: _Options.args, **more: _Options.kwargs) -> str:
-            with matplotlib.rc_context(_STYLE):
-                figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-                axes = figure.subplots()
-                draw(axes, *options, **more)
-                _legend(figure, axes)
-                return _svg(figure)
-
-        return drawn
-
-    return wrap
+def _canvas(height: float) -> tuple[Figure, Axes]:
+    """A canvas of `height` inches."""
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    return figure, figure.subplots()
 
 
-def _legend(figure: Figure, axes: Axes) -> None:
-    """The canvas grows by the names; as many columns as the longest name leaves room for."""
+def _finished(figure: Figure, axes: Axes) -> str:
+    """SVG text. Names of lines stand above, the canvas grows by them; as many columns as the longest leaves room for."""
     handles, names = axes.get_legend_handles_labels()
-    if not names:
-        return
-    names = [textwrap.fill(str(name), 46) for name in names]
-    longest = max(len(line) for name in names for line in name.splitlines())
-    columns = min(3, len(names), max(1, int(_WIDTH * 72 / (6.2 * longest + 42))))
-    lines = sum(name.count("\n") + 1 for name in names) / columns
-    figure.set_figheight(figure.get_figheight() + _LINE * math.ceil(lines))
-    figure.legend(handles, names, loc="outside upper center", frameon=False, ncols=columns, fontsize=10)
-
-
-def _height(axes: Axes, inches: float | None = None) -> float:
-    """Height of the canvas, after setting it where it is given."""
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    if inches is not None:
-        figure.set_figheight(inches)
-    return figure.get_figheight()
+    if names:
+        names = [textwrap.fill(str(name), 46) for name in names]
+        longest = max(len(line) for name in names for line in name.splitlines())
+        columns = min(3, len(names), max(1, int(_WIDTH * 72 / (6.2 * longest + 42))))
+        lines = math.ceil(sum(name.count("\n") + 1 for name in names) / columns)
+        figure.set_figheight(figure.get_figheight() + _LINE * lines)
+        place: Any = {"loc": "outside upper center", "ncols": columns}
+        figure.legend(handles, names, frameon=False, fontsize=10, **place)
+    return _svg(figure)
 
 
 def _svg(figure: Figure) -> str:
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None})
-    text = out.getvalue()
-    return text[text.index("<svg") :]
+    return out.getvalue()[out.getvalue().index("<svg") :]
 
 
 def color(method: str) -> str:
@@ -109,9 +78,10 @@ def _log_if_wide(axes: Axes, values: list[float]) -> None:
         axes.minorticks_off()
 
 
-@_picture(3.3)
-def perplexity_by_position(axes: Axes, curves: dict[str, list[dict]]) -> None:
+@_styled
+def perplexity_by_position(curves: dict[str, list[dict]]) -> str:
     """Perplexity of each span of positions with 95 % intervals, methods side by side in the span's slot. curves: buckets by method."""
+    figure, axes = _canvas(3.3)
     ends = sorted({bucket["end"] for buckets in curves.values() for bucket in buckets})
     heights: list[float] = []
     for number, (name, buckets) in enumerate(curves.items()):
@@ -127,15 +97,17 @@ def perplexity_by_position(axes: Axes, curves: dict[str, list[dict]]) -> None:
     axes.set_xlabel("end of the scored span (tokens)")
     axes.set_ylabel("perplexity")
     axes.grid(axis="y", alpha=0.25)
+    return _finished(figure, axes)
 
 
-@_picture(3.8)
-def score_over_bytes(axes: Axes, points: list[dict[str, Any]], y_label: str, higher_is_better: bool) -> None:
+@_styled
+def score_over_bytes(points: list[dict[str, Any]], y_label: str, higher_is_better: bool) -> str:
     """Score against the share of the dense cache's bytes, each point where it was measured, its name at the right, joined by a thin line.
 
     points: {label, family, share, value, ci95 or None}, in row order. Points of one family (a method at several budgets) are joined;
     points of one place are one marker with all their names. Dotted: the best measured value at these bytes or fewer, no verdict.
     """
+    figure, axes = _canvas(3.8)
     best = best_so_far(points, higher_is_better)
     ends = [100 * point["share"] for point in best], [point["value"] for point in best]
     axes.step(*ends, where="post", color="#8d99ae", linestyle=":", linewidth=1.4, zorder=1)
@@ -159,15 +131,15 @@ def score_over_bytes(axes: Axes, points: list[dict[str, Any]], y_label: str, hig
     axes.grid(alpha=0.25)
     if not higher_is_better:
         _log_if_wide(axes, [point["value"] for point in points])
-    _names_at_the_right(
-        axes, {place: ", ".join(p["label"] for p in found) for place, found in places.items()}
-    )
+    names = {place: ", ".join(point["label"] for point in found) for place, found in places.items()}
+    _names_at_the_right(figure, axes, names)
+    return _finished(figure, axes)
 
 
-def _names_at_the_right(axes: Axes, names: dict[tuple[float, float], str]) -> None:
+def _names_at_the_right(figure: Figure, axes: Axes, names: dict[tuple[float, float], str]) -> None:
     """Names in a column beside the axes, in the order of their points' heights, no two on one another."""
-    inside = max(_height(axes) - 0.8, _LINE * len(names))
-    _height(axes, inside + 0.8)
+    inside = max(figure.get_figheight() - 0.8, _LINE * len(names))
+    figure.set_figheight(inside + 0.8)
     axes.autoscale_view()
     height = (axes.transData + axes.transAxes.inverted()).transform
     rows = sorted(names, key=lambda place: (height(place)[1], place[0]))
@@ -193,9 +165,10 @@ def best_so_far(points: list[dict[str, Any]], higher_is_better: bool) -> list[di
     return best
 
 
-@_picture(3.4)
-def curve(axes: Axes, curves: dict[str, dict[str, Any]]) -> None:
+@_styled
+def curve(curves: dict[str, dict[str, Any]]) -> str:
     """One line per method. curves: {label: {x, y, low, high, x_label, y_label, log_x, reference}}; what is None in y is left out."""
+    figure, axes = _canvas(3.4)
     first = next(iter(curves.values()))
     for number, (label, line) in enumerate(curves.items()):
         kept = [index for index, value in enumerate(line["y"]) if value is not None]
@@ -220,6 +193,7 @@ def curve(axes: Axes, curves: dict[str, dict[str, Any]]) -> None:
     axes.set_xlabel(first["x_label"])
     axes.set_ylabel(first["y_label"])
     axes.grid(alpha=0.25)
+    return _finished(figure, axes)
 
 
 def training_curve(metrics: Path) -> str | None:

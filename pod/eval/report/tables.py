@@ -140,10 +140,8 @@ def change_cell(against: Against | None) -> Cell:
     """Δ to the base with its verdict, its paired interval, and the p value that holds for the page."""
     if against is None:
         return NONE
-    small = interval_text(against)
-    if against.adjusted is not None:
-        small = f"{small}\n{p_text(against.adjusted)}"
-    return Cell(change_text(against), small, against.delta, against.mark)
+    p = "" if against.adjusted is None else f"\n{p_text(against.adjusted)}"
+    return Cell(change_text(against), interval_text(against) + p, against.delta, against.mark)
 
 
 def result_cell(
@@ -177,11 +175,11 @@ def overview(comparison: Comparison) -> Table:
     for entry in comparison.entries:
         cells = [result_cell(comparison, entry, column.tasks) for column in shown]
         row = [Cell(entry.label), *_byte_cells(entry, length), *cells]
-        speed = speed_of(entry) or {}
-        rates = [speed.get("decode_tokens_per_second"), speed.get("speed_over_full")] if timed else []
-        rows.append(
-            row + [cell(median(rate), form) for rate, form in zip(rates, ("{:.1f}", "{:.2f}"), strict=False)]
-        )
+        if timed:
+            speed = speed_of(entry) or {}
+            row.append(cell(median(speed.get("decode_tokens_per_second")), "{:.1f}"))
+            row.append(cell(median(speed.get("speed_over_full")), "{:.2f}"))
+        rows.append(row)
     heads = ["method", "KV MB", "saved", *[column.title for column in shown]]
     heads += ["tokens/s", "× full"] if timed else []
     return Table(heads, rows, ours=ours(comparison.entries), kind="cards")
@@ -260,12 +258,8 @@ def _task_row(comparison: Comparison, entry: Entry, task: str, binary: bool) -> 
         row.append(cell(gained, f"{{}} / {against and against.lost}"))
     answered = len(payload["samples"])
     paired = "" if against is None or against.common == answered else f"{against.common:,} paired"
-    return [
-        *row,
-        cell(answered, "{:,}", paired),
-        cell(len(payload["skipped"]), "{:,}"),
-        cell(byte_share(entry, task), "{:.0%}"),
-    ]
+    row += [cell(answered, "{:,}", paired), cell(len(payload["skipped"]), "{:,}")]
+    return [*row, cell(byte_share(entry, task), "{:.0%}")]
 
 
 def _metric_cells(payloads: list[Payload], name: str) -> list[Cell]:
@@ -295,14 +289,14 @@ def suite_table(comparison: Comparison, tasks: tuple[str, ...]) -> Table:
     return _by_method(comparison, "task", entries, rows, {len(rows) - 1})
 
 
-def subtask_table(comparison: Comparison, task: str) -> Table | None:
-    """Subtasks of a group as rows, methods as columns, each with Δ to full on the same samples."""
+def subtask_table(comparison: Comparison, task: str) -> list[Table]:
+    """Subtasks of a group, if it is one, as rows, methods as columns, each with Δ to full on the same samples."""
     entries = [entry for entry in comparison.measured(task) if entry.parts[task].get("subtasks")]
     parts = {name: part for e in reversed(entries) for name, part in e.parts[task]["subtasks"].items()}
     rows: list[_Row] = [
         (short_name(name), part.get("metric", ""), (task,), name) for name, part in parts.items()
     ]
-    return _by_method(comparison, "part", entries, rows) if rows else None
+    return [_by_method(comparison, "part", entries, rows)] if rows else []
 
 
 def _by_method(
@@ -384,14 +378,15 @@ def _is_number(value: Any) -> bool:
 # -- perplexity by position ----------------------------------------------------------------------------------
 
 
-def bucket_table(comparison: Comparison, task: str = "perplexity") -> Table | None:
-    """Perplexity of every position bucket with its change, methods as rows; None without buckets or where the buckets differ."""
+def bucket_table(comparison: Comparison, task: str = "perplexity") -> list[Table]:
+    """Perplexity of every position bucket with its change, methods as rows; none without buckets or where the buckets differ."""
     entries = [entry for entry in comparison.measured(task) if entry.parts[task].get("buckets")]
     spans = [[(row["first"], row["end"]) for row in entry.parts[task]["buckets"]] for entry in entries]
     if not spans or any(span != spans[0] for span in spans):
-        return None
+        return []
     rows = [
         [Cell(e.label), *[result_cell(comparison, e, (task,), n, short=True) for n in range(len(spans[0]))]]
         for e in entries
     ]
-    return Table(["method", *[f"{first:,}–{end - 1:,}" for first, end in spans[0]]], rows, ours=ours(entries))
+    heads = ["method", *[f"{first:,}–{end - 1:,}" for first, end in spans[0]]]
+    return [Table(heads, rows, ours=ours(entries))]

@@ -106,9 +106,7 @@ def sections(comparison: Comparison) -> list[Section]:
 def task_blocks(comparison: Comparison, task: str) -> list[Block]:
     """Everything about one task."""
     entries = comparison.measured(task)
-    blocks: list[Block] = [tables.task_table(comparison, task)]
-    subtasks, buckets = tables.subtask_table(comparison, task), tables.bucket_table(comparison, task)
-    blocks += [subtasks] if subtasks is not None else []
+    blocks: list[Block] = [tables.task_table(comparison, task), *tables.subtask_table(comparison, task)]
     by_position = {row.label: row.parts[task]["buckets"] for row in entries if row.parts[task].get("buckets")}
     if by_position:
         blocks.append(Picture(pictures.perplexity_by_position(by_position), "perplexity by position"))
@@ -116,10 +114,11 @@ def task_blocks(comparison: Comparison, task: str) -> list[Block]:
     blocks += _curves(comparison, task)
     metric = entries[0].parts[task]["metric"].replace("_", " ")
     blocks += _over_bytes(_points(comparison, (task,)), metric)
-    blocks += [buckets] if buckets is not None else []
+    blocks += tables.bucket_table(comparison, task)
     extra = [table for entry in entries for table in tables.extra_tables(entry, task)]
     blocks += extra if len(extra) <= 4 else [Fold(f"{len(extra)} tables of the methods", list(extra))]
-    return blocks + _list(_settings(comparison, task))
+    settings = dict.fromkeys(notes.settings_line(entry, task) for entry in entries)
+    return blocks + _list([line for line in settings if line][:4])  # once, or per run where they differ
 
 
 def suite_blocks(comparison: Comparison, tasks: tuple[str, ...]) -> list[Block]:
@@ -127,12 +126,6 @@ def suite_blocks(comparison: Comparison, tasks: tuple[str, ...]) -> list[Block]:
     blocks: list[Block] = [tables.suite_table(comparison, tasks)]
     blocks += _over_bytes(_points(comparison, tasks), "mean score of the tasks")
     return blocks + [Fold(tables.short_name(task), task_blocks(comparison, task)) for task in tasks]
-
-
-def _settings(comparison: Comparison, task: str) -> list[str]:
-    """The settings of a task once, or per run where they differ."""
-    lines = dict.fromkeys(notes.settings_line(entry, task) for entry in comparison.measured(task))
-    return [line for line in lines if line][:4]
 
 
 def _list(lines: list[str], alarm: bool = False) -> list[Block]:
@@ -249,7 +242,7 @@ def _csv_values(comparison: Comparison, entry: Any, task: str) -> dict[str, Any]
 def main(arguments: list[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m pod.eval.report", description=(__doc__ or "").partition("\n")[0]
+        "python -m pod.eval.report", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("runs", nargs="+", help="output folders of runs (or their eval folders)")
     parser.add_argument("--out", required=True, help="folder for report.html, report.md and report.csv")
@@ -257,7 +250,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--papers", help="folder of published tables (default: docs/paper_tables of this checkout)"
     )
     parser.add_argument(
-        "--model", help="the papers' name of the model, where its path does not tell (as LLaMA3-8B-32K)"
+        "--model", help="the papers' name of the model (LLaMA3-8B-32K), where its path does not tell"
     )
     asked = parser.parse_args(arguments)
     try:
