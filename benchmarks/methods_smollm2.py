@@ -24,6 +24,7 @@ from method_rows import Row, rows
 import pod
 from pod.data import long_sequences
 from pod.eval import passkey
+from pod.eval.answer.reading import answers
 from pod.eval.buckets import position_buckets
 from pod.eval.perplexity import score_by_decode
 from pod.eval.results import environment
@@ -96,10 +97,8 @@ class Bench:
         """Share of right answers."""
         prompts = [prompt for prompt in self.prompts if prompt.length == length]
         cache = self.cache(row, share, length)
-        answers = passkey.answer(self.models[row.shares], self.tokenizer, cache, prompts, NEW_TOKENS)
-        right = [
-            passkey.is_correct(answer, prompt.key) for answer, prompt in zip(answers, prompts, strict=True)
-        ]
+        found = answers(self.models[row.shares], self.tokenizer, cache, prompts, NEW_TOKENS)
+        right = [passkey.is_correct(x["answer"], p.key) for x, p in zip(found, prompts, strict=True)]
         return sum(right) / len(right)
 
     def cache(self, row: Row, share: float | None, length: int) -> pod.PodCache:

@@ -29,7 +29,7 @@ import torch
 import pod
 from pod.data import long_sequences
 from pod.eval import passkey
-from pod.eval.branching import answer_behind, read_prompts
+from pod.eval.answer.reading import answers
 from pod.eval.buckets import Bucket
 from pod.eval.judge.intervals import wilson
 from pod.eval.judge.verdicts import perplexity_change
@@ -150,6 +150,7 @@ class Bench:
         self.text = torch.from_numpy(text)
         self.bucket = Bucket(start=LENGTH // 2, end=LENGTH, first=LENGTH - SCORED)
         made = passkey.make_prompts(self.tokenizer, list(KEY_LENGTHS), list(DEPTHS), SAMPLES, seed=0)
+        made = [self._in_parts(prompt) for prompt in made]
         self.prompts = {length: [p for p in made if p.length == length] for length in KEY_LENGTHS}
         self.loaded: tuple[Any, Any] = None, None
 
@@ -196,18 +197,17 @@ class Bench:
 
     def passkeys(self, row: Row, prompts: list[passkey.Prompt]) -> list[bool]:
         """Whether each answer is right; the question comes behind the compressed text."""
-        model, (before, question) = self.model(row), zip(*map(self._parts, prompts), strict=True)
-        cache = self.cache(row, prompts[0].length, len(question[0]) + NEW_TOKENS)
-        mask = read_prompts(model, self.tokenizer, cache, before)
-        answers = answer_behind(model, self.tokenizer, cache, mask, question, NEW_TOKENS)
-        return [passkey.is_correct(answer, p.key) for answer, p in zip(answers, prompts, strict=True)]
+        fed = max(prompt.num_asked for prompt in prompts) + NEW_TOKENS
+        cache = self.cache(row, prompts[0].length, fed)
+        found = answers(self.model(row), self.tokenizer, cache, prompts, NEW_TOKENS)
+        return [passkey.is_correct(x["answer"], p.key) for x, p in zip(found, prompts, strict=True)]
 
-    def _parts(self, prompt: passkey.Prompt) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Token ids of the text, and of the question with the answer's beginning."""
+    def _in_parts(self, prompt: passkey.Prompt) -> passkey.Prompt:
+        """The prompt with text and question as tokens of their own."""
         text, _, _ = prompt.text.rpartition(passkey.QUESTION)
-        asked = prompt.text.removeprefix(text)
-        ids = (tuple(self.tokenizer(x, add_special_tokens=False)["input_ids"]) for x in (text, asked))
-        return next(ids), next(ids)
+        parts = (text, prompt.text.removeprefix(text))
+        before, asked = (self.tokenizer(x, add_special_tokens=False)["input_ids"] for x in parts)
+        return replace(prompt, token_ids=(*before, *asked), num_asked=len(asked))
 
     def describe(self, row: Row) -> dict[str, Any] | None:
         plan = self.model(row).config.sharing_plan

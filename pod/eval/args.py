@@ -64,6 +64,10 @@ class EvalArgs:
     """the longest sequence of lm-eval tasks (tokens), as 131072 for papers' prompts cut to 128K; default: what every compared model reads.
     Methods whose model reads less are not run, those that take input without end are (streamingllm, lm_infinite, fm, im, imdc)"""
 
+    question_aware: bool = False
+    """whether methods see a prompt's question when they compress it, as in most papers; false: the text is compressed first and asked about
+    then, as where several questions follow or nobody knows them (passkey, niah and the suites of this package, where prompts end in one)"""
+
     unsafe_code: bool = False
     """allow tasks to run what the model writes without a sandbox (lm-eval's humaneval; pod_humaneval where bubblewrap is missing): only on
     machines where that may do harm"""
@@ -155,6 +159,12 @@ class EvalArgs:
             raise ValueError(
                 f"eval.min_context = {self.min_context} must be at least 2 and less than eval.text_length = {self.text_length}"
             )
+
+    def asked_when(self) -> str:
+        """For tables: whether methods knew the question."""
+        return (
+            "seen when the text is compressed" if self.question_aware else "put after the text is compressed"
+        )
 
     def longest_speed_run(self) -> int:
         """The longest sequence of the task `efficiency` (tokens)."""

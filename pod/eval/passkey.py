@@ -5,14 +5,10 @@ A prompt is correct when the first number in the answer is the key, which is Inf
 
 import random
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from pod.eval.answer.store import key_of
+from pod.eval.answer.reading import tokens_from
 
 TASK = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -26,7 +22,10 @@ ANSWER = "The pass key is"  # the answer's beginning is given: what is tested is
 
 @dataclass(frozen=True)
 class Prompt:
-    """One passkey prompt: what was asked for (length in tokens, depth in [0, 1], sample number) and what came of it."""
+    """One passkey prompt: what was asked for (length in tokens, depth in [0, 1], sample number) and what came of it.
+
+    num_asked: tokens of the question, which is put when the text before it is compressed; 0: methods see it before.
+    """
 
     length: int
     depth: float
@@ -34,6 +33,7 @@ class Prompt:
     key: str
     text: str
     token_ids: tuple[int, ...]
+    num_asked: int = 0
 
 
 def make_prompts(
@@ -43,10 +43,12 @@ def make_prompts(
     samples: int,
     seed: int,
     chat_template: bool = False,
+    question_aware: bool = False,
 ) -> list[Prompt]:
     """Prompts of every length × depth × sample, at most one line of filler shorter than asked, in that order.
 
     chat_template: put the question into the tokenizer's chat template; see `render` for the format without it.
+    question_aware: methods see the question when they compress the text.
     The keys depend on (seed, length, depth, sample) only.
     Raises: ValueError when a length cannot hold the question, or when the tokenizer has no chat template to use.
     """
@@ -62,9 +64,9 @@ def make_prompts(
                 key = str(random.Random(f"{seed}/{length}/{depth}/{sample}").randrange(10_000, 100_000))
                 text = render(tokenizer, key, lines, depth, chat_template)
                 ids = tuple(encode(tokenizer, text, chat_template))
-                prompts.append(
-                    Prompt(length=length, depth=depth, sample=sample, key=key, text=text, token_ids=ids)
-                )
+                start = 0 if question_aware else text.rindex(QUESTION)
+                asked = tokens_from(lambda part: encode(tokenizer, part, chat_template), text, start)
+                prompts.append(Prompt(length, depth, sample, key, text, ids, asked))
     return prompts
 
 
@@ -111,53 +113,3 @@ def _filler_that_fits(tokenizer: Any, length: int, chat_template: bool) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if tokens(middle) <= length else (low, middle)
     return low
-
-
-def left_padded(
-    rows: list[tuple[int, ...]], pad: int, device: torch.device | str = "cpu"
-) -> tuple[Tensor, Tensor]:
-    """`input_ids` and `attention_mask` [B, longest] with the padding on the left."""
-    longest = max(len(row) for row in rows)
-    ids = [[pad] * (longest - len(row)) + list(row) for row in rows]
-    mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
-
-
-class Tokenized(Protocol):
-    """Anything with the token ids of a prompt."""
-
-    @property
-    def token_ids(self) -> tuple[int, ...]: ...
-
-
-@torch.no_grad()
-def answer(
-    model: Any, tokenizer: Any, cache: Any, prompts: Sequence[Tokenized], new_tokens: int
-) -> list[str]:
-    """Greedy answers to a batch of prompts (left padding) through `cache`, a new one."""
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    ids, mask = left_padded(
-        [prompt.token_ids for prompt in prompts], pad or 0, next(model.parameters()).device
-    )
-    out = model.generate(
-        input_ids=ids,
-        attention_mask=mask,
-        past_key_values=cache,
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        pad_token_id=pad or 0,
-    )
-    return [tokenizer.decode(row[ids.shape[1] :], skip_special_tokens=True) for row in out]
-
-
-def answers(
-    model: Any, tokenizer: Any, cache: Any, prompts: Sequence[Tokenized], new_tokens: int
-) -> list[dict[str, Any]]:
-    """`answer` as records for a shelf: what was said, and the bytes held per row at the end."""
-    said = answer(model, tokenizer, cache, prompts, new_tokens)
-    return [{"answer": text, "bytes": cache.nbytes // len(prompts)} for text in said]
-
-
-def key(prompt: Tokenized, new_tokens: int, room: int | None) -> str:
-    """What `answers` is asked; room: the budget of its cache."""
-    return key_of("greedy", prompt.token_ids, new_tokens, room)

@@ -30,10 +30,7 @@ _DECISIVE = ("torch", "transformers", "lm-eval", "flash-attn")
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CODE = (
     *("models.py", "modeling/**/*.py", "kernels/**/*.py", "engine/**/*.py", "eval/answer/*.py"),
-    *(
-        f"eval/{name}.py"
-        for name in ("agreement", "branching", "gates", "passkey", "perplexity", "streaming")
-    ),
+    *(f"eval/{name}.py" for name in ("agreement", "gates", "perplexity", "streaming")),
     *(f"eval/lm/{name}.py" for name in ("batches", "generate", "model", "scoring")),
 )
 

@@ -6,7 +6,7 @@ import torch
 from own_runs import make_run, measure, write_place
 
 import pod
-from pod.eval import branching, passkey
+from pod.eval.answer import reading
 from pod.eval.runners import multi_query
 from pod.models import byte_tokenizer
 
@@ -41,11 +41,9 @@ def rows(lengths, seed):
 def answers(model, make, prompts, questions):
     """Answers to every question of every prompt, [question][prompt], from branches of one cache."""
     cache = make()
-    mask = branching.read_prompts(model, Tokenizer(), cache, prompts)
+    mask = reading.read_prompts(model, cache, prompts, 0)
     before = cache.nbytes
-    found = [
-        branching.answer_behind(model, Tokenizer(), branching.branch(cache), mask, q, 4) for q in questions
-    ]
+    found = [reading.answer_behind(model, Tokenizer(), reading.branch(cache), mask, q, 4) for q in questions]
     assert cache.nbytes == before, "a branch wrote into the cache it came from"
     return found
 
@@ -54,9 +52,14 @@ def test_branches_equal_whole_prompts(dense_model):
     prompts, questions = rows([40, 33, 51], 1), [rows([5, 9, 1], 2), rows([7, 3, 4], 3)]
     found = answers(dense_model, lambda: pod.make_cache(dense_model, "full"), prompts, questions)
     for number, asked in enumerate(questions):
-        whole = [type("P", (), {"token_ids": p + q}) for p, q in zip(prompts, asked, strict=True)]
-        expected = passkey.answer(dense_model, Tokenizer(), pod.make_cache(dense_model, "full"), whole, 4)
-        assert found[number] == expected
+        for parts in (0, 1):  # at once, or the question behind the text
+            whole = [
+                type("P", (), {"token_ids": p + q, "num_asked": parts * len(q)})
+                for p, q in zip(prompts, asked, strict=True)
+            ]
+            cache = pod.make_cache(dense_model, "full")
+            said = reading.answers(dense_model, Tokenizer(), cache, whole, 4)
+            assert found[number] == [record["answer"] for record in said]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
@@ -78,7 +81,7 @@ def test_batch_of_three_answers_as_alone_and_in_any_order(row, dense_model, pod_
 
 def test_compression_comes_before_the_question(dense_model):
     cache = pod.make_cache(dense_model, "snapkv", budget=24, **SNAP)
-    branching.read_prompts(dense_model, Tokenizer(), cache, rows([64, 60], 7))
+    reading.read_prompts(dense_model, cache, rows([64, 60], 7), 0)
     assert [layer.banks[0].held for group in cache.groups for layer in group.layers] == [24] * 8
     prompts, questions = rows([64, 50, 57], 4), [rows([5, 9, 6], 5)]
     few = answers(
@@ -127,7 +130,7 @@ def test_payload_of_right_and_wrong_answers(place, monkeypatch):
         assert [document.questions[number] for document in documents] == asked
         return [document.values[0] for document in documents]
 
-    monkeypatch.setattr(branching, "answer_behind", answer)
+    monkeypatch.setattr(reading, "answer_behind", answer)
     payload = measure(run, "full")
     assert payload["kind"] == "binary" and payload["value"] == pytest.approx(1 / 3)
     assert (

@@ -3,7 +3,7 @@
 import pytest
 from own_runs import make_run, measure, write_place
 
-from pod.eval import passkey
+from pod.eval.answer import reading
 from pod.eval.answer.store import Store
 from pod.eval.methods import find_method
 from pod.eval.suites import haystack, needles
@@ -131,9 +131,9 @@ def test_payload_counts_right_answers_per_cell(place, monkeypatch):
         named = [
             p.values if p.depth == 0 else p.values[: 1 - p.sample] if p.depth < 1 else () for p in prompts
         ]
-        return [" and ".join(values) for values in named]
+        return [{"answer": " and ".join(values), "bytes": 1} for values in named]
 
-    monkeypatch.setattr(passkey, "answer", answer)
+    monkeypatch.setattr(reading, "answers", answer)
     payload = measure(run, "full")
     assert (payload["kind"], payload["metric"]) == ("score", "needle recall")
     assert payload["value"] == pytest.approx((1 + 0.25 + 0) / 3)
@@ -153,7 +153,9 @@ def test_answers_come_from_the_compressed_cache_whatever_the_batch(place):
         # a batch with padding also holds its mask
         held = [sample.pop("bytes") for sample in alone]
         assert [{k: v for k, v in s.items() if k != "bytes"} for s in found[name]["samples"]] == alone, name
-        assert [s["bytes"] for s in found[name]["samples"]] == pytest.approx(held, rel=0.02)
+        together = [s["bytes"] for s in found[name]["samples"]]  # an answer that ends early holds less alone
+        for part in (slice(0, 6), slice(6, 12)):  # lengths
+            assert max(together[part]) == pytest.approx(max(held[part]), rel=0.02)
     answers = {name: [s["answer"] for s in found[name]["samples"]] for name in methods}
     assert answers["snapkv@1000"] == answers["full"] != answers["snapkv@64"]
     rows = {name: found[name]["bytes"][1] for name in methods}
@@ -168,7 +170,7 @@ def test_a_killed_grid_goes_on_where_it_stopped(place, monkeypatch):
     run = make_run(place, "niah", ["full"], options_of(place))
     task, method = run.tasks["niah"], find_method("full")
     whole, seen = measure(run, "full"), []
-    real = passkey.answer
+    real = reading.answers
 
     def answer(model, tokenizer, cache, prompts, new):
         if len(seen) == 6:
@@ -176,7 +178,7 @@ def test_a_killed_grid_goes_on_where_it_stopped(place, monkeypatch):
         seen.extend(prompts)
         return real(model, tokenizer, cache, prompts, new)
 
-    monkeypatch.setattr(passkey, "answer", answer)
+    monkeypatch.setattr(reading, "answers", answer)
     run.store = Store(run.recipe.eval_dir / "again", run.ranks)
     with pytest.raises(KeyboardInterrupt):
         run.measure(method, task, is_open=True)
@@ -188,8 +190,8 @@ def test_a_killed_grid_goes_on_where_it_stopped(place, monkeypatch):
 
 def test_other_questions_are_answered_and_equal_ones_are_not(place, monkeypatch):
     """A part of the grid, other needles, another form of the question, more new tokens."""
-    asked, real = [], passkey.answer
-    monkeypatch.setattr(passkey, "answer", lambda *a: asked.append(len(a[3])) or real(*a))
+    asked, real = [], reading.answers
+    monkeypatch.setattr(reading, "answers", lambda *a: asked.append(len(a[3])) or real(*a))
 
     def answered(**changes):
         asked.clear()

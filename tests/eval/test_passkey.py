@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pod.eval import passkey
+from pod.eval.answer import reading
 from pod.models import byte_tokenizer
 
 CHAT_TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -106,25 +107,57 @@ def test_scoring(answer, correct):
 
 
 def test_left_padding():
-    ids, mask = passkey.left_padded([(5, 6, 7), (8,)], pad=9)
+    ids, mask = reading.left_padded([(5, 6, 7), (8,)], pad=9)
     assert ids.tolist() == [[5, 6, 7], [9, 9, 8]]
     assert mask.tolist() == [[1, 1, 1], [0, 0, 1]]
 
 
-def test_answer_passes_prompts_and_decodes_new_tokens_only():
-    tokenizer = byte_tokenizer()
+class Spy(torch.nn.Linear):
+    """Notes what it is fed, answers ` 12345`."""
+
+    def __init__(self, tokenizer):
+        super().__init__(1, 1)
+        self.reply, self.seen = tokenizer(" 12345")["input_ids"], {}
+
+    def model(self, **kwargs):
+        self.seen["read"] = kwargs
+
+    def generate(self, input_ids, **kwargs):
+        self.seen |= kwargs | {"input_ids": input_ids}
+        return torch.cat((input_ids, torch.tensor([self.reply] * len(input_ids))), dim=1)
+
+
+class Cache:
+    nbytes = 10
+
+
+def test_the_question_is_put_when_the_text_is_compressed():
+    tokenizer, cache = byte_tokenizer(), Cache()
+    model = Spy(tokenizer)
     prompts = passkey.make_prompts(tokenizer, [300, 340], [0.5], 1, seed=0)
-    reply = tokenizer(" 12345")["input_ids"]
-    seen = {}
-
-    class Model(torch.nn.Linear):
-        def generate(self, input_ids, **kwargs):
-            seen.update(kwargs, input_ids=input_ids)
-            return torch.cat((input_ids, torch.tensor([reply] * len(input_ids))), dim=1)
-
-    answers = passkey.answer(Model(1, 1), tokenizer, "the cache", prompts, new_tokens=6)
-    assert answers == [" 12345"] * 2
-    assert (
-        seen["past_key_values"] == "the cache" and seen["do_sample"] is False and seen["max_new_tokens"] == 6
-    )
+    found = reading.answers(model, tokenizer, cache, prompts, new_tokens=6)
+    assert found == [{"answer": " 12345", "bytes": 5}] * 2
+    seen, question = model.seen, f"{passkey.QUESTION}\n{passkey.ANSWER}"
+    assert seen["past_key_values"] is cache and seen["do_sample"] is False and seen["max_new_tokens"] == 6
+    assert [tokenizer.decode(row) for row in seen["input_ids"]] == [question] * 2
+    read = seen["read"]
+    texts = [
+        tokenizer.decode(row[mask.bool()])
+        for row, mask in zip(read["input_ids"], read["attention_mask"], strict=True)
+    ]
+    assert [text + question for text in texts] == [prompt.text for prompt in prompts]
     assert seen["attention_mask"].sum(dim=1).tolist() == [len(prompt.token_ids) for prompt in prompts]
+
+
+def test_methods_may_be_told_the_question_before():
+    tokenizer = byte_tokenizer()
+    model = Spy(tokenizer)
+    prompts = passkey.make_prompts(tokenizer, [300, 340], [0.5], 1, seed=0, question_aware=True)
+    assert [record["answer"] for record in reading.answers(model, tokenizer, Cache(), prompts, 6)] == [
+        " 12345"
+    ] * 2
+    assert "read" not in model.seen
+    assert model.seen["attention_mask"].sum(dim=1).tolist() == [len(prompt.token_ids) for prompt in prompts]
+    other = passkey.make_prompts(tokenizer, [300, 340], [0.5], 1, seed=0)
+    assert [p.token_ids for p in other] == [p.token_ids for p in prompts], "the same tokens either way"
+    assert reading.key_of_prompt(other[0], 6, None) != reading.key_of_prompt(prompts[0], 6, None)

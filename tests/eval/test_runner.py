@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import pod
-from pod.eval import passkey, runner
+from pod.eval import runner
+from pod.eval.answer import reading
 from pod.eval.estimate import estimate
 from pod.eval.report.summary import summarise
 from pod.eval.task_list import list_tasks
@@ -169,13 +170,13 @@ def test_a_narrower_run_loses_nothing(place, finished, tmp_path, monkeypatch):
 def test_more_samples_are_answered_and_the_old_ones_are_not(place, finished, tmp_path, monkeypatch):
     shutil.copytree(place / "out", tmp_path / "out")
     fed: list[int] = []
-    original = passkey.answer
+    original = reading.answers
 
     def counted(model, tokenizer, cache, prompts, new_tokens):
         fed.append(len(prompts))
         return original(model, tokenizer, cache, prompts, new_tokens)
 
-    monkeypatch.setattr(passkey, "answer", counted)
+    monkeypatch.setattr(reading, "answers", counted)
     changes = {"eval.tasks": ["passkey"], "eval.passkey_depths": [0.0, 0.5, 1.0]}
     recipe = recipe_of(place, output_dir=str(tmp_path / "out"), **changes)
     results = runner.evaluate(recipe, log=lambda line: None)

@@ -77,10 +77,11 @@ def generation_size(item: Encoded) -> Size:
 
 def generation_batches(items: Sequence[Encoded], batch_size: int, room: Room) -> list[list[Encoded]]:
     """Generation requests with caches of one kind and the same settings; the longest first."""
-    groups: dict[tuple[int | None, int, str], list[Encoded]] = {}
+    groups: dict[tuple[int | None, bool, int, str], list[Encoded]] = {}
     for item in sorted(items, key=generation_size, reverse=True):
         settings = json.dumps(item.settings, sort_keys=True, default=str)
-        groups.setdefault((room(generation_size(item)), item.new_tokens, settings), []).append(item)
+        kind = room(generation_size(item)), bool(item.num_asked), item.new_tokens, settings
+        groups.setdefault(kind, []).append(item)
     return [part for group in groups.values() for part in _chunks(group, batch_size)]
 
 

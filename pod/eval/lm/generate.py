@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from pod.eval.passkey import left_padded
+from pod.eval.answer.reading import Asked, behind, in_parts, read_prompts
 
 _MARGIN = 4  # tokens looked at beyond the longest stop string
 
@@ -101,12 +101,12 @@ def generate(
     model: Any,
     tokenizer: Any,
     cache: Any,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Asked],
     new_tokens: int,
     settings: dict[str, Any],
     seed: str = "",
 ) -> Generated:
-    """Answers to a batch of prompts (left padding) through `cache`, a new one.
+    """Answers to a batch of prompts (left padding) through `cache`, a new one; a question of its own is put behind the compressed text.
 
     settings: of lm-eval's `generation_kwargs`, normalized; `until` holds the stop strings. seed: what sampling depends on, so that a
     restarted run samples the same answers.
@@ -116,20 +116,22 @@ def generate(
     until = [until] if isinstance(until, str) else until
     ends, stops = _ends(model, tokenizer, until, at_once=not options.get("min_new_tokens"))
     pad = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends or [0])[0])
-    ids, mask = left_padded([tuple(row) for row in prompts], pad, next(model.parameters()).device)
+    before, rows = in_parts(prompts)
+    mask = None if before is None else read_prompts(model, cache, before, pad)
+    fed = behind(mask, rows, pad, next(model.parameters()).device)
+    columns = fed["input_ids"].shape[1]
     with torch.random.fork_rng(enabled=bool(options["do_sample"])):
         if options["do_sample"]:
             torch.manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big"))
         out = model.generate(
-            input_ids=ids,
-            attention_mask=mask,
+            **fed,
             past_key_values=cache,
             max_new_tokens=new_tokens,
             eos_token_id=ends or None,
             pad_token_id=pad,
-            stopping_criteria=StoppingCriteriaList([StopStrings(tokenizer, stops, ids.shape[1])]),
+            stopping_criteria=StoppingCriteriaList([StopStrings(tokenizer, stops, columns)]),
             **options,
         )
-    new = out[:, ids.shape[1] :].tolist()
+    new = out[:, columns:].tolist()
     texts = [text_of(tokenizer, row, ends, stops) for row in new]
     return Generated(texts, cache.nbytes // len(prompts), int(cache.lengths.max()))

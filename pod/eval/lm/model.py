@@ -82,6 +82,7 @@ class PodLM(_Base):
         device: str | None = None,
         max_length: int | None = None,
         too_long: str = "truncate",
+        question_aware: bool = False,
         attention_backend: str = "auto",
         **options: Any,
     ):
@@ -96,6 +97,7 @@ class PodLM(_Base):
             batch_size: sequences that run together (a number; `auto` is not supported).
             device: default a GPU where there is one.
             max_length: longest sequence (tokens), default what the model reads; too_long: truncate or error (skip: in recipes).
+            question_aware: methods see the question when they compress a prompt (see eval.question_aware).
             options: parameters of the method (`run_eval.py --list-methods`).
         Raises: ValueError, before any computation, for whatever does not go together.
         """
@@ -121,7 +123,7 @@ class PodLM(_Base):
         tokenizer = pod.load_tokenizer(pretrained, gguf_file)
         length = int(max_length or model.config.max_position_embeddings)
         self._start(lambda: model, tokenizer, int(batch_size))
-        self._connect(caches, caches.one_shot, Encoder(tokenizer, length, too_long), ranks)
+        self._connect(caches, caches.one_shot, Encoder(tokenizer, length, too_long, question_aware), ranks)
         self._awake()
         self.budget = caches.budget
         self.identity = {
@@ -131,7 +133,7 @@ class PodLM(_Base):
             "plan": None if plan is None else json.loads(Path(plan).read_text(encoding="utf-8")),
             "windows": [model.config.num_sink_tokens, model.config.num_recent_tokens],
             "model": [gguf_file, str(model.dtype), attention_backend],
-            "limits": [length, too_long],
+            "limits": [length, too_long, question_aware],
             "options": with_files(options),
         }
 
@@ -316,7 +318,8 @@ class PodLM(_Base):
     def _generation_key(self, item: Encoded) -> str:
         sampled = item.key if item.settings.get("do_sample") else None  # its repeats are to differ
         need = generation_size(item)
-        return key_of("generate", item.context, item.new_tokens, item.settings, sampled, self._room(need))
+        asked = [item.context, item.num_asked, item.new_tokens, item.settings, sampled]
+        return key_of("generate", *asked, self._room(need))
 
     def _unit_key(self, unit: Unit) -> str:
         if self.one_shot:
@@ -378,7 +381,7 @@ class PodLM(_Base):
             self.model,
             self.tokenizer,
             cache,
-            [item.context for item in items],
+            items,
             items[0].new_tokens,
             items[0].settings,
             seed=" ".join(item.key for item in items),

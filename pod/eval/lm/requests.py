@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError
 
+from pod.eval.answer.reading import tokens_from
 from pod.eval.budget import length_class
 from pod.eval.lm.prompts import shorten
 from pod.eval.runners.base import prompt_hash
@@ -52,6 +53,7 @@ class Encoded:
     context, continuation: token ids; generation has no continuation.
     windows: of a text scored whole (`loglikelihood_rolling`): pairs of context and continuation that follow one another.
     new_tokens: tokens to generate at most; settings: of the generation, normalized by lm-eval.
+    num_asked: tokens at the end of the context that ask about the text before, put when that is compressed; 0: all is compressed at once.
     dropped: tokens by which the prompt was shortened; skipped: why it is not answered.
     """
 
@@ -63,8 +65,14 @@ class Encoded:
     windows: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
     new_tokens: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
+    num_asked: int = 0
     dropped: int = 0
     skipped: str | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The context, as `pod.eval.answer.reading` calls it."""
+        return self.context
 
     @property
     def prompt_tokens(self) -> int:
@@ -143,15 +151,19 @@ class Encoder:
     """Text to token ids under a length limit.
 
     tokenizer: of the model; max_length: the longest sequence that the model reads (tokens); too_long: what happens to prompts that
-    exceed it: `truncate` by the task's rule, `skip`, or `error`.
+    exceed it: `truncate` by the task's rule, `skip`, or `error`. question_aware: methods see questions when they compress; else the end
+    of a generation's prompt that its document's `asked` names is put behind the compressed rest.
     """
 
-    def __init__(self, tokenizer: Any, max_length: int, too_long: str = "truncate"):
+    def __init__(
+        self, tokenizer: Any, max_length: int, too_long: str = "truncate", question_aware: bool = False
+    ):
         if too_long not in TOO_LONG:
             raise ValueError(f"too_long = {too_long!r}: known are {', '.join(TOO_LONG)}")
         if not isinstance(max_length, int) or isinstance(max_length, bool) or max_length < 2:
             raise ValueError(f"max_length = {max_length!r} must be a whole number of at least 2 tokens")
         self.tokenizer, self.max_length, self.too_long = tokenizer, max_length, too_long
+        self.question_aware = question_aware
         self._user_part: dict[str, tuple[int, int]] = {}  # of rendered chats: where the user's message is
 
     @property
@@ -196,8 +208,15 @@ class Encoder:
         fitted = self._fit(request, text, rule, self.max_length - new_tokens)
         if fitted.skipped:
             return dataclasses.replace(blank, skipped=fitted.skipped)
-        ids = fitted.ids or [self.prefix_token_id]
-        return dataclasses.replace(blank, context=tuple(ids), dropped=fitted.dropped)
+        ids, asked = fitted.ids or [self.prefix_token_id], self._num_asked(request, fitted.text)
+        return dataclasses.replace(blank, context=tuple(ids), num_asked=asked, dropped=fitted.dropped)
+
+    def _num_asked(self, request: Any, text: str) -> int:
+        """Tokens of the question at the end of a prompt; 0 where none is named or methods may see it."""
+        question = str((getattr(request, "doc", None) or {}).get("asked") or "").strip()
+        if self.question_aware or not question:
+            return 0
+        return tokens_from(self.encode, text, text.rfind(question))
 
     def _likelihood(self, request: Any, rule: Rule, key: str) -> Encoded:
         text, continuation = request.args

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pod.eval.passkey import left_padded
+from pod.eval.answer.reading import left_padded
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,9 @@ class LmTask(Task):
         super().__init__(run, options)
         self.name = self.title = loaded.name
         self.loaded = loaded
-        self.encoder = Encoder(run.tokenizer, run.models.max_length(), run.args.too_long)
+        self.encoder = Encoder(
+            run.tokenizer, run.models.max_length(), run.args.too_long, run.args.question_aware
+        )
         self.limit = options.limit or run.args.limit
         self.leaves = {name: self._leaf(name, task) for name, task in loaded.leaves.items()}
         for leaf in self.leaves.values():

@@ -13,6 +13,7 @@ import torch
 
 import pod
 from pod.eval import passkey, perplexity
+from pod.eval.answer import reading
 from pod.eval.answer.store import Shelf, key_of
 from pod.eval.buckets import position_buckets
 from pod.eval.budget import measure_bytes, native_bytes_per_token
@@ -107,6 +108,7 @@ class Ablation(Task):
             args.passkey_samples,
             self.run.recipe.seed,
             args.passkey_chat_template,
+            args.question_aware,
         )
 
     def spans(self) -> list[Span]:
@@ -154,7 +156,13 @@ class Ablation(Task):
             return key_of(kind, setting.changes, self.buckets, self.text[number].tolist())
         if kind == "held":
             return key_of(kind, setting.changes, self.args.text_length)
-        return key_of(kind, setting.changes, self.args.passkey_new_tokens, self.prompts[number].token_ids)
+        return key_of(
+            kind,
+            setting.changes,
+            self.args.passkey_new_tokens,
+            self.prompts[number].token_ids,
+            self.prompts[number].num_asked,
+        )
 
     def _batches(self, left: list[tuple[Setting, str, int]]) -> Iterable[list[tuple[Setting, str, int]]]:
         """Setting by setting, texts first; prompts of one asked-for length together."""
@@ -184,8 +192,7 @@ class Ablation(Task):
             return [{"nll": total} for total in sums]
         prompts = [self.prompts[number] for number in numbers]
         cache = pod.make_cache(model, model.config.own_method)
-        said = passkey.answer(model, self.run.tokenizer, cache, prompts, self.args.passkey_new_tokens)
-        return [{"answer": answer} for answer in said]
+        return reading.answers(model, self.run.tokenizer, cache, prompts, self.args.passkey_new_tokens)
 
     def _held(self, model: Any) -> dict[str, Any]:
         """Plan, windows and bytes of a setting: those of one text, really held."""

@@ -7,7 +7,7 @@ by the prompt's end cannot know what later questions need. Here the prompt ends 
 from dataclasses import dataclass, field
 from typing import Any
 
-from pod.eval import branching
+from pod.eval.answer import reading
 from pod.eval.answer.store import Shelf, key_of
 from pod.eval.judge.intervals import clusters_of, share
 from pod.eval.methods import Method
@@ -161,12 +161,12 @@ class MultiQuery(Task):
         run, span = self.run, self.span[batch[0].length]
         model = run.models.get(method.model)
         cache, _ = run.cache(method, span.length, span.fed)
-        mask = branching.read_prompts(model, run.tokenizer, cache, [document.prompt for document in batch])
+        mask = reading.read_prompts(model, cache, [d.prompt for d in batch], reading.pad_id(run.tokenizer))
         records: list[dict[str, Any]] = [{"answers": [], "bytes": []} for _ in batch]
         for number in range(self.options.questions):
-            copy = branching.branch(cache)
+            copy = reading.branch(cache)
             rows = [document.questions[number] for document in batch]
-            answers = branching.answer_behind(model, run.tokenizer, copy, mask, rows, self.options.new_tokens)
+            answers = reading.answer_behind(model, run.tokenizer, copy, mask, rows, self.options.new_tokens)
             for record, answer in zip(records, answers, strict=True):
                 record["answers"].append(answer)
                 record["bytes"].append(copy.nbytes // len(batch))

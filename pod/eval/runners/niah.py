@@ -6,7 +6,7 @@ PoD Table 2 and Figure 6, D2O Table 2, RazorAttention Figures 1 and 4. `pod.eval
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pod.eval import passkey
+from pod.eval.answer import reading
 from pod.eval.answer.store import Shelf
 from pod.eval.methods import Method
 from pod.eval.runners.base import Span, Task, in_batches, prompt_hash, scored_payload
@@ -84,6 +84,7 @@ class Niah(Task):
             run.recipe.seed,
             options.form,
             options.chat_template,
+            run.args.question_aware,
         )
         default = _TOKENS_PER_NUMBER * options.needles if options.form == "number" else _TOKENS_OF_STATEMENT
         self.new_tokens = options.new_tokens or default
@@ -106,7 +107,7 @@ class Niah(Task):
         rooms = {n: self.run.room(method, held, self.new_tokens) for n, held in self.held_length.items()}
         answers = shelf.answers(
             self.prompts,
-            key=lambda prompt: passkey.key(prompt, self.new_tokens, rooms[prompt.length]),
+            key=lambda prompt: reading.key_of_prompt(prompt, self.new_tokens, rooms[prompt.length]),
             batches=self._batches,
             compute=lambda batch: self._answer(method, batch),
         )
@@ -122,6 +123,7 @@ class Niah(Task):
                 "form": options.form,
                 "needles": options.needles,
                 "haystack": options.haystack or "Paul Graham's essays",
+                "question": self.run.args.asked_when(),
                 "new_tokens": self.new_tokens,
             },
             prompts=len(records),
@@ -147,7 +149,7 @@ class Niah(Task):
         run = self.run
         model = run.models.get(method.model)
         cache, _ = run.cache(method, self.held_length[batch[0].length], self.new_tokens)
-        return passkey.answers(model, run.tokenizer, cache, batch, self.new_tokens)
+        return reading.answers(model, run.tokenizer, cache, batch, self.new_tokens)
 
     def _record(
         self, prompt: needles.NeedlePrompt, said: dict[str, Any], budget: int | None

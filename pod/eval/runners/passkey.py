@@ -3,6 +3,7 @@
 from typing import Any
 
 from pod.eval import passkey
+from pod.eval.answer import reading
 from pod.eval.answer.store import Shelf
 from pod.eval.methods import Method
 from pod.eval.runners.base import Span, Task, in_batches, prompt_hash, scored_payload
@@ -24,6 +25,7 @@ class Passkey(Task):
             args.passkey_samples,
             run.recipe.seed,
             args.passkey_chat_template,
+            args.question_aware,
         )
         self.held_length = {
             length: self._answered(max(len(p.token_ids) for p in self.prompts if p.length == length))
@@ -46,7 +48,7 @@ class Passkey(Task):
         rooms = {n: self.run.room(method, held, new_tokens) for n, held in self.held_length.items()}
         answers = shelf.answers(
             self.prompts,
-            key=lambda prompt: passkey.key(prompt, new_tokens, rooms[prompt.length]),
+            key=lambda prompt: reading.key_of_prompt(prompt, new_tokens, rooms[prompt.length]),
             batches=self._batches,
             compute=lambda batch: self._answer(method, batch),
         )
@@ -68,6 +70,7 @@ class Passkey(Task):
             bytes_rows=[{"prompt_length": length, **row} for length, row in held.items()],
             settings={
                 "format": "chat template" if args.passkey_chat_template else "plain text",
+                "question": self.run.args.asked_when(),
                 "new_tokens": args.passkey_new_tokens,
             },
             prompts=len(records),
@@ -87,7 +90,7 @@ class Passkey(Task):
         run, new_tokens = self.run, self.args.passkey_new_tokens
         model = run.models.get(method.model)
         cache, _ = run.cache(method, self.held_length[batch[0].length], new_tokens)
-        return passkey.answers(model, run.tokenizer, cache, batch, new_tokens)
+        return reading.answers(model, run.tokenizer, cache, batch, new_tokens)
 
 
 def _record(prompt: passkey.Prompt, said: dict[str, Any], budget: int | None) -> dict[str, Any]:

@@ -102,6 +102,7 @@ class TauCurve(Task):
                 args.passkey_samples,
                 run.recipe.seed,
                 args.passkey_chat_template,
+                args.question_aware,
             )
 
     def spans(self) -> list[Span]:

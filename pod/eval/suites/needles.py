@@ -9,6 +9,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+from pod.eval.answer.reading import tokens_from
 from pod.eval.suites.haystack import Haystack, make_frame, numbers_in, spread_depths, start_of
 from pod.eval.suites.words import rouge_scorer
 
@@ -30,7 +31,7 @@ STATEMENT_QUESTION = "What is the best thing to do in San Francisco?"
 class NeedlePrompt:
     """One prompt: what was asked for (length in tokens, depth in [0, 1], sample number) and what came of it.
 
-    names, values: of the hidden facts; for `statement` no name and the sentence.
+    names, values: of the hidden facts; for `statement` no name and the sentence. num_asked: tokens of the question, as of a passkey's.
     """
 
     length: int
@@ -40,6 +41,7 @@ class NeedlePrompt:
     values: tuple[str, ...]
     text: str
     token_ids: tuple[int, ...]
+    num_asked: int = 0
 
 
 def make_needle_prompts(
@@ -50,6 +52,7 @@ def make_needle_prompts(
     seed: int,
     form: str = "number",
     chat_template: bool = False,
+    question_aware: bool = False,
 ) -> list[NeedlePrompt]:
     """A prompt per (length, depth, sample) of `cells`, in that order, as long as whole words allow.
 
@@ -66,7 +69,9 @@ def make_needle_prompts(
         depths = spread_depths(depth, needles)
         text = haystack.fitted(tokenizer, frame, lines or [STATEMENT], depths, length)
         ids = tuple(frame.encode(tokenizer, text))
-        prompts.append(NeedlePrompt(length, depth, sample, names, values or (STATEMENT,), text, ids))
+        start = 0 if question_aware else len(text) - len(frame.after)
+        asked = tokens_from(lambda part, frame=frame: frame.encode(tokenizer, part), text, start)
+        prompts.append(NeedlePrompt(length, depth, sample, names, values or (STATEMENT,), text, ids, asked))
     return prompts
 
 

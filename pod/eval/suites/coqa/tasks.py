@@ -54,8 +54,10 @@ def _sample(row: dict[str, Any], turn: int) -> dict[str, Any]:
     prompt = f"{row['story']}\n\n"
     for question, answer in zip(questions[:turn], answers[:turn], strict=True):
         prompt += f"Q: {question}\n\nA: {answer}\n\n"
+    asked = f"Q: {questions[turn]}\n\nA:"
     return {
-        "prompt": f"{prompt}Q: {questions[turn]}\n\nA:",
+        "prompt": prompt + asked,
+        "asked": asked,
         "references": references,
         "cluster": data.text_id(row["story"]),
     }

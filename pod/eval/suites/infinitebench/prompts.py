@@ -92,6 +92,11 @@ def prompt(task: str, row: dict[str, Any]) -> str:
         raise ValueError(_wrong_row(task, row, f"lacks {error}")) from None
 
 
+def asked(task: str, row: dict[str, Any]) -> str:
+    """What stands behind the text in the prompt of a row."""
+    return TASKS[task].template.partition("{context}")[2].format(**_fields(task, row))
+
+
 def answer(task: str, row: dict[str, Any]) -> Any:
     """What a prediction is compared with: for a choice [text, letter], else the row's answer as it is."""
     given = row.get("answer")

@@ -5,10 +5,10 @@ from typing import Any
 
 from pod.eval.suites import data
 from pod.eval.suites.infinitebench import synthetic
-from pod.eval.suites.infinitebench.prompts import HUB_ID, TASKS, answer, prompt
+from pod.eval.suites.infinitebench.prompts import HUB_ID, TASKS, answer, asked, prompt
 from pod.eval.suites.lengths import Rows, count_tokens, largest_fit
 
-FIELDS = ("id", "prompt", "answer")
+FIELDS = ("id", "prompt", "asked", "answer")
 
 
 def read_rows(task: str) -> Rows:
@@ -22,6 +22,7 @@ def read_rows(task: str) -> Rows:
         return {
             "id": row.get("id", index),
             "prompt": prompt(task, row),
+            "asked": asked(task, row),
             "answer": answers[index],
             "cluster": data.text_id(row["context"]),
         }
@@ -55,6 +56,7 @@ def build_rows(task: str, length: int, tokenizer: Any, seed: int = 42, count: in
 
     def make(index: int) -> dict[str, Any]:
         row = at(index, fitting(index, guess=usual, near=0.99))
-        return {"id": index, "prompt": prompt(task, row), "answer": answer(task, row)}
+        text, question = prompt(task, row), asked(task, row)
+        return {"id": index, "prompt": text, "asked": question, "answer": answer(task, row)}
 
     return Rows(count or TASKS[task].count or 0, make, FIELDS)

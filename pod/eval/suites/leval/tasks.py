@@ -53,18 +53,26 @@ def _check(row: dict[str, Any], where: str) -> None:
 
 
 def _samples(task: str, document: str, instruction: str, target: str) -> list[dict[str, Any]]:
+    prompt = prompts.user_prompt(task, document, instruction, len(target.split()))
     sample = {
         "document": document,
+        "asked": prompt.rpartition(document)[2] if document else "",
         "cluster": None if task in EXAMPLES else data.text_id(document),
         "system": prompts.system_prompt(task),
-        "prompt": prompts.user_prompt(task, document, instruction, len(target.split())),
+        "prompt": prompt,
         "prefix": prompts.answer_prefix(task),
         "target": target,
         "part": "",
     }
     if task != "sci_fi":
         return [sample]
-    world = {"document": "", "system": "", "prompt": prompts.fact_prompt(instruction), "part": "fact"}
+    world = {
+        "document": "",
+        "asked": "",
+        "system": "",
+        "prompt": prompts.fact_prompt(instruction),
+        "part": "fact",
+    }
     return [
         sample | {"target": metrics.judgement_target(target, "loyalty"), "part": "loyalty"},
         sample | {"target": metrics.judgement_target(target, "fact"), **world},

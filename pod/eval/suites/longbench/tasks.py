@@ -37,7 +37,15 @@ def rows(file: str, **metadata: Any) -> dict[str, Any]:
             )
         if not row["answers"]:
             raise ValueError(f"longbench/{file}, row {number}: no answer to score against")
-    return data.dataset([row | {"cluster": data.text_id(row["context"])} for row in found])
+    task = file.removesuffix(".jsonl").removesuffix("_e")
+    return data.dataset(
+        [row | {"cluster": data.text_id(row["context"]), "asked": asked(task, row["input"])} for row in found]
+    )
+
+
+def asked(task: str, question: str) -> str:
+    """What stands behind the text in a prompt."""
+    return PROMPTS[task].partition("{context}")[2].replace("{input}", question)
 
 
 def length_group(length: int) -> str:

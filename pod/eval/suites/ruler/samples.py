@@ -14,7 +14,7 @@ from pod.eval.suites.ruler.generators import (
 )
 from pod.eval.suites.ruler.prompts import PROMPTS, TASKS
 
-FIELDS = ("index", "input", "prefix", "answers", "length")
+FIELDS = ("index", "input", "asked", "prefix", "answers", "length")
 _NEAR = 0.97  # a prompt that fills this share of its length is not made again
 
 
@@ -86,6 +86,7 @@ class _Sizes:
         return {
             "index": index,
             "input": sample.prompt,
+            "asked": sample.prompt[sample.prompt.rindex("\n") :],  # every task's question is its last line
             "prefix": sample.prefix,
             "answers": sample.answers,
             "length": tokens,

@@ -1,0 +1,104 @@
+"""Prompts through a cache: a text is read and compressed, then asked about, as in use where nobody knows the question beforehand."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pod.eval.answer.store import key_of
+
+
+class Asked(Protocol):
+    """A prompt as token ids, the last ``num_asked`` of which are the question; 0: the whole prompt is compressed at once."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def num_asked(self) -> int: ...
+
+
+def tokens_from(encode: Callable[[str], Sequence[int]], text: str, start: int) -> int:
+    """How many tokens of a text stand from the character ``start`` on; a token that spans it counts."""
+    return max(1, len(encode(text)) - len(encode(text[:start]))) if 0 < start < len(text) else 0
+
+
+def left_padded(
+    rows: Sequence[Sequence[int]], pad: int, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """`input_ids` and `attention_mask` [B, longest] with the padding on the left."""
+    longest = max(len(row) for row in rows)
+    ids = [[pad] * (longest - len(row)) + list(row) for row in rows]
+    mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+def pad_id(tokenizer: Any) -> int:
+    """The id to pad with; what it is does not matter, because it is masked."""
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+
+
+def branch(cache: Any) -> Any:
+    """A cache of its own with the same content; tensors are copied, the model's configuration is shared."""
+    return copy.deepcopy(cache, {id(cache.config): cache.config})
+
+
+@torch.no_grad()
+def read_prompts(model: Any, cache: Any, rows: Sequence[Sequence[int]], pad: int) -> Tensor:
+    """Feed prompts (token ids, left padding) as one prompt each, after which `cache` has compressed; returns their mask [B, n]."""
+    ids, mask = left_padded(rows, pad, next(model.parameters()).device)
+    model.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+    return mask
+
+
+def behind(mask: Tensor | None, rows: Sequence[Sequence[int]], pad: int, device: Any) -> dict[str, Tensor]:
+    """`input_ids` and `attention_mask` for `generate`: rows (left padding) behind what a cache has seen, of which ``mask`` [B, n] tells."""
+    ids, new = left_padded(rows, pad, device)
+    return {"input_ids": ids, "attention_mask": new if mask is None else torch.cat((mask, new), dim=1)}
+
+
+@torch.no_grad()
+def answer_behind(
+    model: Any,
+    tokenizer: Any,
+    cache: Any,
+    mask: Tensor | None,
+    rows: Sequence[Sequence[int]],
+    new_tokens: int,
+) -> list[str]:
+    """Greedy answers to questions (token ids, at least one each) behind the prompts that `cache` holds; it is used up.
+
+    mask: [B, n] of what the cache has seen, None for a new one. The questions are one prompt more for the method, as in a conversation.
+    """
+    pad = pad_id(tokenizer)
+    fed = behind(mask, rows, pad, next(model.parameters()).device)
+    out = model.generate(
+        **fed, past_key_values=cache, max_new_tokens=new_tokens, do_sample=False, pad_token_id=pad
+    )
+    return [tokenizer.decode(row[fed["input_ids"].shape[1] :], skip_special_tokens=True) for row in out]
+
+
+def in_parts(prompts: Sequence[Asked]) -> tuple[list[tuple[int, ...]] | None, list[tuple[int, ...]]]:
+    """What is read first (None when a prompt has no question of its own), and what then."""
+    if not all(prompt.num_asked for prompt in prompts):
+        return None, [prompt.token_ids for prompt in prompts]
+    pairs = [(p.token_ids[: -p.num_asked], p.token_ids[-p.num_asked :]) for p in prompts]
+    return [before for before, _ in pairs], [question for _, question in pairs]
+
+
+def answers(
+    model: Any, tokenizer: Any, cache: Any, prompts: Sequence[Asked], new_tokens: int
+) -> list[dict[str, Any]]:
+    """Greedy answers to a batch of prompts through `cache`, a new one, as records for a shelf: what was said, and the bytes held per row
+    at the end."""
+    before, rows = in_parts(prompts)
+    mask = None if before is None else read_prompts(model, cache, before, pad_id(tokenizer))
+    said = answer_behind(model, tokenizer, cache, mask, rows, new_tokens)
+    return [{"answer": text, "bytes": cache.nbytes // len(prompts)} for text in said]
+
+
+def key_of_prompt(prompt: Asked, new_tokens: int, room: int | None) -> str:
+    """What `answers` is asked; room: the budget of its cache."""
+    return key_of("greedy", prompt.token_ids, prompt.num_asked, new_tokens, room)
