@@ -19,7 +19,7 @@ ASKED = {
     "pod_leval_coursera": "\nQuestion: ",
     "pod_infinitebench_2k_passkey": "What is the pass key?",
     "pod_ruler_2k_niah_single_1": "What is the special magic number",
-    "pod_ruler_8k_vt": "Question: Find all variables",
+    "pod_ruler_2k_fwe": "Question: Do not provide",
     "pod_coqa": "Q: ",
 }
 """What the question of a task holds."""
