@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 import pod
+from pod.eval.answer.reading import judge_ahead
 
 
 @torch.no_grad()
@@ -20,6 +21,7 @@ def predict_by_decode(model: Any, cache: Any, tokens: Tensor, last: int) -> Tens
     """The same through `cache`, a new one: the prompt ends one token before the first prediction, the rest is fed as in generation."""
     prompt = tokens.shape[1] - last - 1
     model.model(input_ids=tokens[:, :prompt], past_key_values=cache, use_cache=True)
+    judge_ahead(model, cache, None, last=tokens[:, prompt : prompt + 1])
     found = []
     for position in range(prompt, tokens.shape[1] - 1):
         fed = tokens[:, position : position + 1]

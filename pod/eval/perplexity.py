@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pod.eval.answer.reading import judge_ahead
 from pod.eval.buckets import Bucket
 
 _LOGIT_ROWS = 512  # rows of logits in memory at once: 512 x 49152 x 4 B = 100 MB
@@ -54,6 +55,7 @@ def score_by_decode(model: Any, cache: Any, tokens: Tensor, bucket: Bucket) -> T
     """
     prompt = bucket.first - 1
     model.model(input_ids=tokens[:, :prompt], past_key_values=cache, use_cache=True)
+    judge_ahead(model, cache, None, last=tokens[:, prompt : prompt + 1])
     parts = []
     for position in range(prompt, bucket.end - 1):
         fed = tokens[:, position : position + 1]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pod.eval.answer.reading import judge_ahead
 from pod.eval.methods import Method
 from pod.eval.perplexity import token_nll
 
@@ -61,6 +62,7 @@ def stream_nll(
         chunk: tokens at once behind the prompt, see `chunk_of`.
     """
     model.model(input_ids=tokens[:, : stream.prompt - 1], past_key_values=cache, use_cache=True)
+    judge_ahead(model, cache, None, last=tokens[:, stream.prompt - 1 : stream.prompt])
     sums, held, position = [], [], stream.prompt - 1
     for end in stream.ends:
         total = torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)

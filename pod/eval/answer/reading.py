@@ -49,8 +49,50 @@ def branch(cache: Any) -> Any:
 def read_prompts(model: Any, cache: Any, rows: Sequence[Sequence[int]], pad: int) -> Tensor:
     """Feed prompts (token ids, left padding) as one prompt each, after which `cache` has compressed; returns their mask [B, n]."""
     ids, mask = left_padded(rows, pad, next(model.parameters()).device)
-    model.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+    out = model.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+    judge_ahead(model, cache, mask, hidden=out.last_hidden_state[:, -1:])
     return mask
+
+
+@torch.no_grad()
+def judge_ahead(
+    model: Any, cache: Any, mask: Tensor | None, hidden: Tensor | None = None, last: Tensor | None = None
+) -> None:
+    """Let a method that judges by the first generated token (SimLayerKV) do so before anything is scored or asked: a copy generates it,
+    and the cache takes over what the copy decided. Nothing happens for other methods.
+
+    Args:
+        mask: [B, n] of what the cache has seen; None where no row is padded.
+        hidden: [B, 1, D], from which the model would generate; last: [B, 1] instead, the prompt's last token, which is not fed yet.
+    """
+    waiting = _waiting(cache)
+    if not waiting:
+        return
+    probe = branch(cache)
+    copies = _waiting(probe)
+
+    def feed(token: Tensor) -> Tensor:
+        nonlocal mask
+        mask = None if mask is None else torch.cat((mask, mask.new_ones(len(mask), 1)), dim=1)
+        out = model.model(input_ids=token, attention_mask=mask, past_key_values=probe, use_cache=True)
+        return out.last_hidden_state[:, -1:]
+
+    if hidden is None:
+        assert last is not None, "the prompt's end, or its last token"
+        for layer in copies:
+            layer.judges_next = False  # the prompt's last token is not the first generated one
+        hidden = feed(last)
+        for layer in copies:
+            layer.judges_next = True
+    feed(model.lm_head(hidden[:, -1]).argmax(-1, keepdim=True))
+    for layer, copied in zip(waiting, copies, strict=True):
+        layer.adopt(copied)
+
+
+def _waiting(cache: Any) -> list[Any]:
+    """Layers that wait for a first generated token."""
+    layers = (layer for group in getattr(cache, "groups", ()) for layer in group.layers)
+    return [layer for layer in layers if getattr(layer, "judges_next", False)]
 
 
 def behind(mask: Tensor | None, rows: Sequence[Sequence[int]], pad: int, device: Any) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pod.eval.answer.reading import left_padded
+from pod.eval.answer.reading import judge_ahead, left_padded
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ def score_by_decode(
     )
     prompts = [list(row) if alone else list(row[:-1]) for row in contexts]
     hidden, mask = _prefill(model, cache, prompts, pad)
+    last = None if alone else torch.tensor([row[-1:] for row in contexts], device=mask.device)
+    judge_ahead(model, cache, mask, hidden=hidden if alone else None, last=last)
     jobs = [(row, choice) for row, choices in enumerate(continuations) for choice in range(len(choices))]
     scores: list[list[Score]] = [[Score(0.0, True)] * len(choices) for choices in continuations]
     held = tokens = 0

@@ -89,6 +89,15 @@ class SimLayer(SlidingLayer):
             if queries is not None:
                 self._judge(self._prompt_rows(queries))
             self.judges_next = self.detector == "decode"
+        self._rest()
+
+    def adopt(self, other: "SimLayer") -> None:
+        """Take over what a copy decided, whose first generated token was ahead."""
+        self.is_lazy, self.mass, self.judges_next = other.is_lazy, other.mass, False
+        self._rest()
+
+    def _rest(self) -> None:
+        """Trim a lazy layer, and let the stores come to rest."""
         if self.is_lazy:
             self.tokens.trim(self.num_recent_tokens)
         # else a token might be packed now and in the window

@@ -1,0 +1,87 @@
+"""SimLayerKV's decode detector under evaluation: it judges by what the model would generate, before anything is scored or asked."""
+
+import lm_tools
+import pytest
+import torch
+
+import pod
+from pod.eval.answer import reading
+from pod.eval.buckets import Bucket
+from pod.eval.lm.requests import Rule
+from pod.eval.perplexity import score_by_decode
+
+SMALL = {"num_recent_tokens": 8, "num_sink_tokens": 2}
+
+
+def cache(detector="decode", threshold=0.5):
+    options = SMALL | {"detector": detector, "threshold": threshold}
+    return pod.make_cache(lm_tools.model(), "simlayerkv", **options)
+
+
+def layers(of):
+    return [layer for group in of.groups for layer in group.layers]
+
+
+def scores(**options):
+    lm = lm_tools.around("simlayerkv", batch_size=3, **SMALL | {"num_last_queries": 4} | options)
+    with lm.rules(Rule()):
+        return [total for total, _ in lm.loglikelihood(lm_tools.choices())]
+
+
+def test_choices_are_scored_from_the_compressed_cache():
+    """All layers lazy: the same as judged by the prompt, whatever judges; none lazy: the dense model."""
+    full = [total for total, _ in lm_tools.around("full").loglikelihood(lm_tools.choices())]
+    every = scores(detector="decode", threshold=0.0)
+    assert every == pytest.approx(scores(detector="prefill", threshold=0.0), abs=1e-9)
+    assert max(abs(a - b) for a, b in zip(every, full, strict=True)) > 1e-3
+    assert scores(detector="decode", threshold=1.0) == pytest.approx(full, abs=1e-9)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_decision_is_that_of_generation(padded):
+    """By the same attention of the same first generated token; on rows of one length and of two."""
+    model = lm_tools.model()
+    draw = torch.Generator().manual_seed(0)
+    rows = [torch.randint(1, 250, (60 - 7 * padded * row,), generator=draw).tolist() for row in range(3)]
+    generated, ahead, behind = (cache(threshold=0.2) for _ in range(3))
+    fed = reading.behind(None, rows, 0, "cpu")
+    model.generate(**fed, past_key_values=generated, max_new_tokens=3, do_sample=False, eos_token_id=[])
+    mask = reading.read_prompts(model, ahead, rows, 0)
+    short = reading.behind(None, [row[:-1] for row in rows], 0, "cpu")
+    model.model(input_ids=short["input_ids"], attention_mask=short["attention_mask"], past_key_values=behind)
+    last = torch.tensor([row[-1:] for row in rows])
+    reading.judge_ahead(model, behind, short["attention_mask"], last=last)
+    wanted = [(layer.is_lazy, layer.mass) for layer in layers(generated)]
+    assert {lazy for lazy, _ in wanted} == {True, False}, "the threshold decides nothing here"
+    for found in (ahead, behind):
+        assert [layer.is_lazy for layer in layers(found)] == [lazy for lazy, _ in wanted]
+        assert [layer.mass for layer in layers(found)] == pytest.approx(
+            [mass for _, mass in wanted], abs=1e-9
+        )
+        assert not any(layer.judges_next for layer in layers(found))
+        found.check_integrity()
+    assert ahead.nbytes < cache_of_all(model, rows).nbytes and mask.shape == fed["attention_mask"].shape
+
+
+def cache_of_all(model, rows):
+    found = cache(threshold=1.0)
+    reading.read_prompts(model, found, rows, 0)
+    return found
+
+
+def test_perplexity_is_scored_from_the_compressed_cache():
+    model = lm_tools.model()
+    tokens = torch.randint(1, 250, (2, 70), generator=torch.Generator().manual_seed(1))
+    bucket = Bucket(start=0, end=70, first=62)
+    by_decode = score_by_decode(model, cache(threshold=0.0), tokens, bucket)
+    by_prompt = score_by_decode(model, cache("prefill", threshold=0.0), tokens, bucket)
+    dense = score_by_decode(model, pod.make_cache(model, "full"), tokens, bucket)
+    assert torch.allclose(by_decode, by_prompt, atol=1e-9)
+    assert (by_decode - dense)[:, 0].abs().min() > 1e-4, "already the first score"
+
+
+def test_other_methods_are_left_alone(monkeypatch):
+    monkeypatch.setattr(reading, "branch", lambda found: pytest.fail("a copy was made"))
+    for found in (pod.make_cache(lm_tools.model(), "snapkv", budget=20, window=6), cache("prefill")):
+        reading.read_prompts(lm_tools.model(), found, [list(range(1, 50))], 0)
