@@ -200,20 +200,16 @@ class Models:
         return [identity(self.dense_path), args.gguf_file, plan, windows]
 
     def reference_layout(self) -> Any:
-        """What PoD's bytes depend on: plan, windows, dtype. Training changes none of them."""
+        """What PoD's bytes depend on: plan with its bits, windows, dtype. Training changes none of them."""
         if self.reference_kind is None:
             return None
         args = self.recipe.model
         if self.reference_kind == "unadapted" and self.plan is not None:
-            lead = pod.SharingPlan.load(self.plan).lead
-            return [lead, args.num_sink_tokens, args.num_recent_tokens, args.dtype]
+            plan = pod.SharingPlan.load(self.plan)
+            return [plan.lead, plan.bits, args.num_sink_tokens, args.num_recent_tokens, args.dtype]
         config, _ = PreTrainedConfig.get_config_dict(self.export)
-        return [
-            config.get("lead"),
-            config.get("num_sink_tokens"),
-            config.get("num_recent_tokens"),
-            args.dtype,
-        ]
+        fields = ("lead", "kv_bits", "num_sink_tokens", "num_recent_tokens")
+        return [*map(config.get, fields), args.dtype]
 
     def place(self, kind: str) -> dict[str, Any]:
         """Where a model of a kind comes from, as the result file says it."""

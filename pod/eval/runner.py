@@ -173,12 +173,15 @@ class Evaluation:
         is_open: whether what is missing may be answered. Raises: Unanswered when it may not; whatever goes wrong in answering.
         """
         self._may_answer = is_open
-        with self.shelf(method).asked_by(task.name, is_open) as shelf:
-            return {**task.measure(method, shelf), **shelf.account()}
+        try:
+            with self.shelf(method).asked_by(task.name, is_open) as shelf:
+                return {**task.measure(method, shelf), **shelf.account()}
+        finally:
+            self._may_answer = True
 
-    def description(self, method: Method) -> dict[str, Any]:
+    def description(self, method: Method, is_open: bool) -> dict[str, Any]:
         """The method's model, for its result file."""
-        with self.shelf(method).asked_by("model", self._may_answer) as shelf:
+        with self.shelf(method).asked_by("model", is_open) as shelf:
             found = shelf.answers(
                 [method.model],
                 key=lambda kind: key_of("model"),
@@ -316,7 +319,7 @@ def _score(run: Evaluation, method: Method, results: RunResults, task: str) -> b
     """Whether the answers to a task are all there; if so they are scored."""
     try:
         part = run.measure(method, run.tasks[task], is_open=False)
-        description = run.description(method)
+        description = run.description(method, is_open=False)
     except Unanswered:
         return False
     if "score" in run.args.steps:
@@ -334,7 +337,7 @@ def _answer(run: Evaluation, method: Method, results: RunResults, pending: list[
         began = time.perf_counter()
         try:
             part = run.measure(method, run.tasks[name], is_open=True)
-            description = run.description(method)
+            description = run.description(method, is_open=True)
         except Exception as error:
             if run.ranks.world_size > 1 and not isinstance(error, AnswerError):
                 raise  # the other ranks may wait inside this task: only a restart helps, and the answers stay

@@ -244,6 +244,24 @@ def test_retraining_does_not_touch_results_of_other_models(place, tmp_path):
     assert known == ["snapkv"]
 
 
+def test_bytes_follow_the_bits_of_a_plan(place, tmp_path):
+    """A plan that packs a layer holds fewer bytes: methods at PoD's bytes are not the same row any more."""
+    held = {}
+    for bits in (None, (16, 16, 4, 4)):
+        plan = pod.SharingPlan(lead=[[0, 0], [0, 0], [0, 2], [3, 2]], bits=bits)
+        plan.save(tmp_path / "plan.json")
+        changes = {
+            "model.plan": str(tmp_path / "plan.json"),
+            "eval.methods": ["snapkv"],
+            "eval.tasks": ["passkey"],
+        }
+        recipe = recipe_of(place, output_dir=str(tmp_path / "out"), **changes)
+        content = runner.evaluate(recipe, log=lambda line: None)["snapkv"]
+        held[bits] = content["row"], content["parts"]["passkey"]["bytes"][0]["pod_bytes"]
+    (plain, more), (packed, less) = held.values()
+    assert less < more and plain != packed
+
+
 def out_of_sinks(*_):
     raise RuntimeError("out of\nsinks")
 
