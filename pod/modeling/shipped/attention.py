@@ -6,7 +6,6 @@ position, never as module state or keyword, which keeps it exact under activatio
 Under cross-layer attention it starts with the lead's keys and values of all heads, and holds nothing else.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,14 +15,12 @@ from torch import Tensor, nn
 
 from .attend import CAUSAL, Lead, Segments, Tokens, Visibility, attend, compute_dtype
 from .config import PodConfig
+from .grouped import Linear
 from .rope import Rope
 from .sharing import Lead as PlanLead
 from .sharing import is_followed, roles_of
 
 Carry = tuple[Tensor | None, ...]
-
-_PARTS, _LARGE, _IN_PARTS = 64, 1 << 18, (torch.float32, torch.float64)
-"""Of a weight that is multiplied in parts: most of them, fewest numbers, dtypes."""
 
 
 class RMSNorm(nn.Module):
@@ -38,21 +35,6 @@ class RMSNorm(nn.Module):
         wide = x.to(compute_dtype(x.dtype))
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(x.dtype)
-
-
-class Linear(nn.Linear):
-    """``nn.Linear``. One row through a large weight, as a decoded token is, is on CPUs a batch of products of parts of the weight,
-    twice as fast on one core, which all cores share; MKL gives one product with one row to one core."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, parts = self.weight, math.gcd(self.out_features, _PARTS)
-        is_plain = type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype in _IN_PARTS
-        if not is_plain or x.numel() != x.shape[-1] or weight.numel() < _LARGE or torch.is_grad_enabled():
-            return super().forward(x)
-        # transposed from rows: the same numbers as a column take a slow product
-        columns = x.reshape(1, 1, -1).expand(parts, -1, -1).transpose(1, 2)
-        out = torch.bmm(weight.unflatten(0, (parts, -1)), columns).view(*x.shape[:-1], -1)
-        return out if self.bias is None else out + self.bias
 
 
 class SequenceParallel(Protocol):
