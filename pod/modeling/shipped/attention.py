@@ -13,9 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .attend import CAUSAL, Lead, Segments, Tokens, Visibility, attend, compute_dtype
+from .attend import CAUSAL, Lead, Linear, Segments, Tokens, Visibility, attend, compute_dtype
 from .config import PodConfig
-from .grouped import Linear
 from .rope import Rope
 from .sharing import Lead as PlanLead
 from .sharing import is_followed, roles_of

@@ -6,7 +6,6 @@ Rows of unlike length run one after the other. The work of a lead on distant tok
 ``exp(logit - max)`` and its sum, and merge both parts by the gate ``g = sigmoid(lse_P - lse_D)`` (METHODS.md §1).
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, reduce
@@ -14,7 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .attend import Call, Implementation, Span, Tokens, compute_dtype, span, take_heads, take_rows
 from .decode import DecodeCall, Decoder
@@ -25,10 +24,6 @@ _BLOCK_ELEMENTS = {"cpu": 1 << 19}
 
 _FEW_TOKENS = 2048
 """Up to which cutting a head's tokens into parts costs as much as it brings."""
-
-
-_PARTS, _LARGE, _IN_PARTS = 64, 1 << 18, (torch.float32, torch.float64)
-"""Of a weight that is multiplied in parts: most of them, fewest numbers, dtypes."""
 
 
 def decode(call: DecodeCall) -> None:
@@ -300,21 +295,6 @@ def _product(weights: Tensor, values: Tensor) -> Tensor:
         )
         out.append((parts.sum(0) + left[:, cut:] @ right[cut:])[None, None])
     return torch.cat(out, 1)
-
-
-class Linear(nn.Linear):
-    """``nn.Linear``. One row through a large weight, as a decoded token is, is on CPUs a batch of products of parts of the weight,
-    twice as fast on one core, which all cores share; MKL gives one product with one row to one core."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, parts = self.weight, math.gcd(self.out_features, _PARTS)
-        is_plain = type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype in _IN_PARTS
-        if not is_plain or x.numel() != x.shape[-1] or weight.numel() < _LARGE or torch.is_grad_enabled():
-            return super().forward(x)
-        # transposed from rows: the same numbers as a column take a slow product
-        columns = x.reshape(1, 1, -1).expand(parts, -1, -1).transpose(1, 2)
-        out = torch.bmm(weight.unflatten(0, (parts, -1)), columns).view(*x.shape[:-1], -1)
-        return out if self.bias is None else out + self.bias
 
 
 def _exponentials(logits: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,14 +11,14 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from .attend import IMPLEMENTATIONS, Segments, check_backend, compute_dtype
+from .attend import IMPLEMENTATIONS, Linear, Segments, check_backend, compute_dtype
 from .attention import Carry, ForwardContext, PodAttention, RMSNorm, SequenceParallel
 from .cache import PodCache
 from .config import PodConfig
 from .decode import DECODERS
 from .flash import FLASH
 from .generation import PodGenerationMixin, own_cache
-from .grouped import ATTEND_GROUPED, DECODE_GROUPED, Linear
+from .grouped import ATTEND_GROUPED, DECODE_GROUPED
 from .reference import ATTEND_REFERENCE, DECODE_REFERENCE
 from .rope import Rope, inverse_frequencies
 from .step import check_positions, compaction_of, document_positions, piece_columns, put_columns, take_columns
