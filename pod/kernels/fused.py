@@ -5,7 +5,7 @@ plain form computes what the modules of ``pod.modeling.shipped`` compute, in the
 """
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -86,16 +86,18 @@ def rotate_and_store(
     if norms is not None:
         q, k = _norm(q, norms.q_weight, norms.eps), _norm(k, norms.k_weight, norms.eps)
     q, k = _rotate(q, *tables), _rotate(k, *tables)
-    sinks, (near_keys, near_values) = token.num_sink_tokens, token.near or (None, None)
-    for target, x, heads, first in (
-        (token.values, v, roles.held, 0),
-        (token.keys, k, roles.leads, 0),
-        (token.window_keys, k, roles.followers, sinks),
-        (near_keys, k, roles.windows, sinks),
-        (near_values, v, roles.windows, sinks),
+    near_keys, near_values = token.near or (None, None)
+    for target, x, heads, ring in (
+        (token.values, v, roles.held, False),
+        (token.keys, k, roles.leads, False),
+        (token.window_keys, k, roles.followers, True),
+        (near_keys, k, roles.windows, True),
+        (near_values, v, roles.windows, True),
     ):
         if target is not None:
-            _store(target, x, heads, token.past, first)
+            x = x if len(heads) == x.shape[1] else torch.stack([x[:, head] for head in heads], dim=1)
+            slot = _ring_slot(token, target.shape[2]) if ring else token.past % target.shape[2]
+            target.transpose(1, 2)[torch.arange(len(slot), device=slot.device), slot] = x
     return q
 
 
@@ -105,13 +107,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
 
 
-def _store(target: Tensor, x: Tensor, heads: Sequence[int], past: Tensor, first: int) -> None:
-    """Put heads ``heads`` of ``[B, H, d]`` to the slots of positions ``past``; the ring begins at slot ``first``."""
-    slots = target.shape[2]
-    slot = torch.where(past < slots, past, first + (past - first) % (slots - first))
-    rows, columns = (torch.arange(n, device=past.device) for n in target.shape[:2])
-    x = x if len(heads) == x.shape[1] else torch.stack([x[:, head] for head in heads], dim=1)
-    target[rows[:, None], columns, slot[:, None]] = x
+def _ring_slot(token: NewToken, slots: int) -> Tensor:
+    """``[B]`` slots of the new tokens among those of a window, whose ring begins behind the sinks."""
+    past, first = token.past, token.num_sink_tokens
+    return torch.where(past < slots, past, first + (past - first) % (slots - first))
 
 
 REFERENCE = Operations(

@@ -305,6 +305,12 @@ WINDOWS = {  # heads of all roles, each role alone and beside each other
     "windows of many tiles": Case(
         [300, 290], [[0, 3], [3]], num_heads=4, n_s=10, n_r=150, windows={0: [1, 2], 1: [1, 2]}
     ),
+    "heads at uneven distances": Case(
+        [37, 37],
+        [[0, 1, 2, 4, 5], [0, 1, 4], [2], [1, 4, 5]],
+        num_heads=6,
+        windows={0: [3], 1: [2, 3], 2: [3, 5], 3: [3]},
+    ),
     "windows, no room to spare": Case([33, 33], [[0, 1], [0]], windows={1: [1]}, spare=0),
 }
 PACKED |= {
@@ -334,9 +340,22 @@ def test_equals_the_definition(name, backend, tau, monkeypatch):
     assert worst(found, oracle(case, layers, tau)[0]) < 1e-12
 
 
-def test_grouped_without_weights_of_its_own():
+@pytest.mark.parametrize("cores", [1, 2, 3, 7])
+@pytest.mark.parametrize("name", ["leads and windows", "heads at uneven distances", "blocks of tokens"])
+def test_heads_that_are_cut_for_more_cores(name, cores, monkeypatch):
+    """Of one row; the products of whole heads are whole only if heads are as many as cores, or twice as many, …"""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
+    monkeypatch.setattr(grouped, "_FEW_TOKENS", 4)
+    case = replace(CASES[name], lengths=CASES[name].lengths[:1])
+    layers = build(case)
+    for tau in (None, 0.3):
+        assert worst(decode(case, layers, "grouped", tau)[0], oracle(case, layers, tau)[0]) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["mixed heads, ragged", "heads at uneven distances"])
+def test_grouped_without_weights_of_its_own(name):
     """As on a GPU, where the buffers leave them out."""
-    case = CASES["mixed heads, ragged"]
+    case = CASES[name]
     layers = build(case)
     for tau in (None, 0.3):
         found, _ = decode(case, layers, "grouped", tau, bare=True)
@@ -355,7 +374,8 @@ def test_grouped_without_weights_of_its_own():
         "packed, windows",
     ],
 )
-def test_grouped_is_as_exact_as_the_reference(name, dtype):
+def test_grouped_is_as_exact_as_the_reference(name, dtype, monkeypatch):
+    monkeypatch.setitem(grouped._BLOCK_ELEMENTS, "cpu", 1 << 11)
     case = Case(**{**vars(CASES[name]), "dtype": dtype})
     layers = build(case)
     expected = oracle(case, layers)[0]

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .attend import CAUSAL, Lead, Segments, Tokens, Visibility, attend, compute_dtype
+from .attend import CAUSAL, Lead, Linear, Segments, Tokens, Visibility, attend, compute_dtype
 from .config import PodConfig
 from .rope import Rope
 from .sharing import Lead as PlanLead
@@ -88,12 +88,12 @@ class PodAttention(nn.Module):
         self.num_recent_tokens = config.num_recent_tokens
         query_size = config.num_attention_heads * config.head_dim
         key_value_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_qkv_bias)
+        self.q_proj = Linear(config.hidden_size, query_size, bias=config.attention_qkv_bias)
         self.k_proj = self.v_proj = None
         if self.source_layer == layer_idx:
-            self.k_proj = nn.Linear(config.hidden_size, key_value_size, bias=config.attention_qkv_bias)
-            self.v_proj = nn.Linear(config.hidden_size, key_value_size, bias=config.attention_qkv_bias)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_out_bias)
+            self.k_proj = Linear(config.hidden_size, key_value_size, bias=config.attention_qkv_bias)
+            self.v_proj = Linear(config.hidden_size, key_value_size, bias=config.attention_qkv_bias)
+        self.o_proj = Linear(query_size, config.hidden_size, bias=config.attention_out_bias)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)

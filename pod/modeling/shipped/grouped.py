@@ -1,6 +1,6 @@
 """Decoding as grouped matrix products on views: the query heads of a KV head share each key and value that is read.
 
-Products run over blocks of tokens, keys as the left factor: behind many tokens twice as fast on CPUs as one product with the
+Keys are the left factor and queries the transposed right one: from 500 tokens on one and a half to three times as fast on CPUs as
 queries left. Keys and values of 16 bits (or packed) become fp32 a block at a time, which is faster there than products in bf16, and exact.
 Rows of unlike length run one after the other. The work of a lead on distant tokens serves its block: followers reuse
 ``exp(logit - max)`` and its sum, and merge both parts by the gate ``g = sigmoid(lse_P - lse_D)`` (METHODS.md §1).
@@ -18,27 +18,29 @@ from torch import Tensor
 from .attend import Call, Implementation, Span, Tokens, compute_dtype, span, take_heads, take_rows
 from .decode import DecodeCall, Decoder
 from .packed import Packed, Stored
-from .sharing import Roles
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 19}
 """Keys or values per product: they stay in a CPU's cache while they are converted and used; 2^26 elsewhere."""
 
-_FEW_TOKENS = 4096
-"""Up to which one product with the queries left is the faster one on CPUs."""
+_FEW_TOKENS = 2048
+"""Up to which cutting a head's tokens into parts costs as much as it brings."""
 
 
 def decode(call: DecodeCall) -> None:
     """See ``decode.pod_decode``; computes in fp32, or in fp64 for fp64 queries."""
     lengths = call.lengths.tolist() if call.rows is None else call.rows
-    out = call.out.unflatten(1, (call.roles.num_heads, -1))
+    q, out = (x.unflatten(1, (call.roles.num_heads, -1)) for x in (call.q, call.out))
+    q = q.to(call.buffers.logits.dtype) * call.scale
     if call.near is not None:
         heads, limit = _chosen(call.roles.windows), call.near.keys.shape[2]
         for row, slots in _alike([min(length, limit) for length in lengths]):
-            out[row, heads] = _near(call, row, slots).to(out.dtype)
-    for heads, part in _held(call):
+            keys, values = (x[row] for x in call.near)
+            out[row, heads] = _attend_all(q[row, heads], keys, values, slots).to(out.dtype)
+    if call.roles.held:
+        heads = _chosen(call.roles.held)
         for row, length in _alike(lengths):
-            mine = part if row.stop - row.start == len(lengths) else _take_row(part, (row.start, row.stop))
-            out[row, heads] = _decode_rows(mine, length)
+            mine = call if row.stop - row.start == len(lengths) else _take_row(call, (row.start, row.stop))
+            out[row, heads] = _decode_rows(mine, q[row, heads], length).to(out.dtype)
 
 
 def _alike(lengths: Sequence[int]) -> list[tuple[slice, int]]:
@@ -48,69 +50,11 @@ def _alike(lengths: Sequence[int]) -> list[tuple[slice, int]]:
     return [(slice(row, row + 1), length) for row, length in enumerate(lengths)]
 
 
-def _near(call: DecodeCall, row: slice, slots: int) -> Tensor:
-    """``[b, windows, G, d]`` of heads that keep their windows: all slots in use are seen, in whatever order."""
-    assert call.near is not None
-    q, (keys, values) = call.q.unflatten(1, (call.roles.num_heads, -1)), call.near
-    q = q[row, _chosen(call.roles.windows)].to(call.buffers.logits.dtype) * call.scale
-    logits = q.new_empty(*q.shape[:3], slots)
-    _scores(q, keys[row], logits)
-    return _weighted(logits.softmax(-1), values[row], 0, slots)
-
-
-def _held(call: DecodeCall) -> Iterator[tuple[Any, DecodeCall]]:
-    """The call without heads that keep their windows, in parts of evenly spaced heads, so that stores and buffers are views."""
-    roles = call.roles
-    if not roles.windows:
-        yield slice(None), call
-        return
-    place, names = 0, ("leads", "followers", "followed")
-    q = call.q.unflatten(1, (roles.num_heads, -1))
-    for heads in _progressions(roles.held):
-        chosen = _chosen(heads)
-        mine = {name: [h for h in heads if h in getattr(roles, name)] for name in names}
-        buffers = {
-            name: x if x is None else x[:, chosen]
-            for name in ("logits", "distant_lse", "weights", "weight_sums")
-            for x in (getattr(call.buffers, name),)
-        }
-        yield (
-            chosen,
-            call._replace(
-                q=q[:, chosen].flatten(1, 2),
-                keys=_places(call.keys, roles.leads, mine["leads"]),
-                window_keys=_places(call.window_keys, roles.followers, mine["followers"]),
-                values=take_heads(call.values, range(place, place + len(heads))),
-                buffers=replace(call.buffers, **buffers),
-                roles=_renumbered(heads, *map(tuple, mine.values())),
-                near=None,
-            ),
-        )
-        place += len(heads)
-
-
-@lru_cache(maxsize=1024)
-def _renumbered(heads: tuple[int, ...], *roles: tuple[int, ...]) -> Roles:
-    """The roles of some heads, numbered by their places among these."""
-    return Roles(*(tuple(map(heads.index, role)) for role in roles))
-
-
-def _places(x: Stored | None, heads: Sequence[int], wanted: Sequence[int]) -> Any:
-    """The part of a store of ``heads`` that belongs to ``wanted``, neighbours among these; None for none."""
-    return take_heads(x, [heads.index(head) for head in wanted]) if wanted else None
-
-
-@lru_cache(maxsize=1024)
-def _progressions(heads: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Rising numbers in as few parts as a walk finds whose numbers are evenly spaced."""
-    found: list[tuple[int, ...]] = []
-    for head in heads:
-        last = found[-1] if found else ()
-        if len(last) == 1 or (last and head - last[-1] == last[1] - last[0]):
-            found[-1] = (*last, head)
-        else:
-            found.append((head,))
-    return found
+def _attend_all(q: Tensor, keys: Stored | None, values: Stored | None, n: int) -> Tensor:
+    """``[b, h, G, d]`` of heads that see the first ``n`` of their tokens ``[b, h, C, d]``, in whatever order."""
+    logits = q.new_empty(*q.shape[:3], n)
+    _scores(q, keys, logits)
+    return _weighted(logits.softmax(-1), values, 0, n)
 
 
 def _take_row(call: DecodeCall, row: Span) -> DecodeCall:
@@ -118,46 +62,40 @@ def _take_row(call: DecodeCall, row: Span) -> DecodeCall:
         return {name: take_rows(getattr(of, name), row) for name in names}
 
     buffers = taken(call.buffers, "logits", "distant_lse", "weights", "weight_sums")
-    stores = taken(call, "q", "keys", "window_keys", "values")
+    stores = taken(call, "keys", "window_keys", "values")
     return call._replace(buffers=replace(call.buffers, **buffers), **stores)
 
 
-def _decode_rows(call: DecodeCall, length: int) -> Tensor:
-    """``[b, H, G, d]`` of rows of ``length`` tokens each."""
-    compute = call.buffers.logits.dtype
-    q = call.q.unflatten(1, (call.roles.num_heads, -1)).to(compute) * call.scale
-    shares = bool(call.roles.followers or call.roles.followed)
-    if length > call.num_sink_tokens + call.num_recent_tokens and shares:
+def _decode_rows(call: DecodeCall, q: Tensor, length: int) -> Tensor:
+    """``[b, h, G, d]`` of the heads ``roles.held``, from their queries and rows of ``length`` tokens each."""
+    roles, n_window = call.roles, call.num_sink_tokens + call.num_recent_tokens
+    if length > n_window and (roles.followers or roles.followed):
         return _two_parts(call, q, length)
-    if call.roles.followed:
-        call.buffers.distant_lse[:, _chosen(call.roles.followed)] = float("-inf")
-    return _one_part(call, q, length)
-
-
-def _one_part(call: DecodeCall, q: Tensor, length: int) -> Tensor:
-    """``[B, H, G, d]`` when no head takes logits from another: no distant token, or a dense layer."""
-    logits = call.buffers.logits[:, :, :, :length]
-    _scores(q, call.keys, logits, call.roles.leads)
-    _scores(q, call.window_keys, logits, call.roles.followers)
-    weights, _, sums = _exponentials(logits, logits)
-    return _weighted(weights, call.values, 0, length) / sums[..., None]
+    if roles.followed:
+        call.buffers.distant_lse[:, _chosen(roles.followed)] = float("-inf")
+    out = torch.empty_like(q)
+    for heads, keys in ((roles.leads, call.keys), (roles.followers, call.window_keys)):
+        if heads:  # no head takes logits from another
+            at, values = _chosen(heads, roles.held), take_heads(call.values, [*map(roles.held.index, heads)])
+            out[:, at] = _attend_all(q[:, at], keys, values, length)
+    return out
 
 
 def _two_parts(call: DecodeCall, q: Tensor, length: int) -> Tensor:
-    """``[B, H, G, d]`` from proximal and distant tokens, of which there are some."""
-    n_s, n_r = call.num_sink_tokens, call.num_recent_tokens
+    """As ``_decode_rows``, from proximal and distant tokens, of which there are some."""
+    n_s, n_r, roles = call.num_sink_tokens, call.num_recent_tokens, call.roles
     proximal = q.new_empty(*q.shape[:3], n_s + n_r)
-    if call.roles.leads:
+    if roles.leads:
         _lead(call, q, length, proximal)
-    if call.roles.followers:
+    if roles.followers:
         _window_scores(call, q, length, proximal)
     weights, lse, sums = _exponentials(proximal, proximal)
     near = _weighted(weights[..., n_s:], call.values, length - n_r, length)
     if n_s:
         near += _weighted(weights[..., :n_s], call.values, 0, n_s)
-    gate = torch.sigmoid(lse - call.buffers.distant_lse)
+    gate = torch.sigmoid(lse - call.buffers.distant_lse[:, _chosen(roles.held)])
     if call.tau is not None:
-        for head in call.roles.followers:
+        for head in map(roles.held.index, roles.followers):
             gate[:, head].masked_fill_(gate[:, head] >= call.tau, 1.0)
     far = _distant(call, gate, length)
     return near * (gate / sums)[..., None] + far * (1 - gate)[..., None]
@@ -165,13 +103,15 @@ def _two_parts(call: DecodeCall, q: Tensor, length: int) -> Tensor:
 
 def _lead(call: DecodeCall, q: Tensor, length: int, proximal: Tensor) -> None:
     """Logits of all tokens; the distant ones also as the block will use them."""
-    n_s, oldest_recent = call.num_sink_tokens, length - call.num_recent_tokens
-    buffers, heads = call.buffers, _chosen(call.roles.leads)
-    _scores(q, call.keys, buffers.logits[..., :length], call.roles.leads)
+    n_s, oldest_recent, buffers = call.num_sink_tokens, length - call.num_recent_tokens, call.buffers
+    heads, at = _chosen(call.roles.leads), _chosen(call.roles.leads, call.roles.held)
     logits = buffers.logits[:, heads, :, :length]
-    proximal[:, heads, :, :n_s] = logits[..., :n_s]
-    proximal[:, heads, :, n_s:] = logits[..., oldest_recent:]
+    _scores(q[:, at], call.keys, logits)
+    proximal[:, at, :, :n_s] = logits[..., :n_s]
+    proximal[:, at, :, n_s:] = logits[..., oldest_recent:]
     distant = logits[..., n_s:oldest_recent]
+    if not isinstance(heads, slice):
+        buffers.logits[:, heads, :, :length] = logits
     if buffers.weights is None:
         buffers.distant_lse[:, heads] = distant.logsumexp(-1)
         return
@@ -184,27 +124,31 @@ def _lead(call: DecodeCall, q: Tensor, length: int, proximal: Tensor) -> None:
 
 def _window_scores(call: DecodeCall, q: Tensor, length: int, proximal: Tensor) -> None:
     """Logits of a full window, put in the order of positions."""
-    n_s, n_r, heads = call.num_sink_tokens, call.num_recent_tokens, _chosen(call.roles.followers)
+    n_s, n_r, at = (
+        call.num_sink_tokens,
+        call.num_recent_tokens,
+        _chosen(call.roles.followers, call.roles.held),
+    )
     own = proximal.new_empty(q.shape[0], len(call.roles.followers), *proximal.shape[2:])
-    _scores(q[:, heads], call.window_keys, own)
+    _scores(q[:, at], call.window_keys, own)
     wrap = (length - n_s) % n_r  # ring slots before this one hold the newest tokens
-    proximal[:, heads, :, :n_s] = own[..., :n_s]
-    proximal[:, heads, :, n_s : n_s + n_r - wrap] = own[..., n_s + wrap :]
-    proximal[:, heads, :, n_s + n_r - wrap :] = own[..., n_s : n_s + wrap]
+    proximal[:, at, :, :n_s] = own[..., :n_s]
+    proximal[:, at, :, n_s : n_s + n_r - wrap] = own[..., n_s + wrap :]
+    proximal[:, at, :, n_s + n_r - wrap :] = own[..., n_s : n_s + wrap]
 
 
 def _distant(call: DecodeCall, gate: Tensor, length: int) -> Tensor:
-    """Means ``[B, H, G, d]`` of distant values; 0 for KV heads in which every query head skips them."""
+    """Means ``[b, h, G, d]`` of distant values; 0 for KV heads in which every query head skips them."""
     start, stop = call.num_sink_tokens, length - call.num_recent_tokens
-    buffers = call.buffers
-    logits = buffers.logits[..., start:stop]
+    buffers, held = call.buffers, _chosen(call.roles.held)
     if buffers.weights is None:
-        weights, sums = (logits - buffers.distant_lse[..., None]).exp(), torch.ones_like(gate)
+        logits = buffers.logits[:, held, :, start:stop]
+        weights, sums = (logits - buffers.distant_lse[:, held, :, None]).exp(), torch.ones_like(gate)
     else:
-        weights, sums = buffers.weights[..., start:stop], buffers.weight_sums
+        weights, sums = buffers.weights[:, held, :, start:stop], buffers.weight_sums[:, held]
     reads = torch.ones(gate.shape[:2], dtype=torch.bool)
     if call.tau is not None:
-        for head in call.roles.followers:
+        for head in map(call.roles.held.index, call.roles.followers):
             reads[:, head] = (gate[:, head] < 1).any(-1).cpu()
     if call.tau is None or reads.all():
         return _weighted(weights, call.values, start, stop) / sums[..., None]
@@ -262,8 +206,8 @@ def attend_slots(
 def slot_logits(q: Tensor, keys: Any, length: int, scale: float) -> Tensor:
     """Logits ``[B, H, G, length]`` in at least fp32 of queries ``[B, H·G, 1, d]`` and the first keys of ``[B, H, n, d]``."""
     grouped = q[:, :, 0].unflatten(1, (keys.shape[1], -1)).to(compute_dtype(q.dtype)) * scale
-    if isinstance(keys, Tensor) and keys.dtype == grouped.dtype and length <= _FEW_TOKENS:
-        return grouped @ keys[:, :, :length].transpose(2, 3)
+    if isinstance(keys, Tensor) and keys.dtype == grouped.dtype:
+        return _logits(grouped, keys[:, :, :length])
     logits = grouped.new_empty(*grouped.shape[:3], length)
     _scores(grouped, keys, logits)
     return logits
@@ -292,53 +236,65 @@ def _unsupported_one(call: Call) -> str | None:
 # -- products ----------------------------------------------------------------------------------------------------
 
 
-def _chosen(heads: Sequence[int]) -> slice | list[int]:
-    """Heads as an index: of evenly spaced ones views, of others copies."""
-    step = heads[1] - heads[0] if len(heads) > 1 else 1
-    even = slice(heads[0], heads[-1] + 1, step)
-    return even if list(range(heads[0], heads[-1] + 1, step)) == list(heads) else list(heads)
+@lru_cache(maxsize=1024)
+def _chosen(heads: tuple[int, ...], among: tuple[int, ...] | None = None) -> slice | list[int]:
+    """Heads as an index of all, or of those ``among`` them: of evenly spaced ones views, of others copies."""
+    places = list(heads) if among is None else [*map(among.index, heads)]
+    step = places[1] - places[0] if len(places) > 1 else 1
+    even = range(places[0], places[-1] + 1, step)
+    return slice(even.start, even.stop, step) if list(even) == places else places
 
 
-def _blocks(x: Tensor, start: int, stop: int) -> Iterator[tuple[int, int]]:
+def _blocks(x: Tensor, start: int, stop: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+    """Spans of tokens, at least one, and no more unless the tokens are converted to ``dtype``."""
     batch, heads, _, head_dim = x.shape
     elements = _BLOCK_ELEMENTS.get(x.device.type, 1 << 26)
-    block = max(16, elements // (batch * heads * head_dim))
-    return ((first, min(first + block, stop)) for first in range(start, stop, block))
+    block = stop if x.dtype == dtype else max(16, elements // (batch * heads * head_dim))
+    return ((first, min(first + block, stop)) for first in range(start, max(stop, start + 1), block))
 
 
-def _scores(q: Tensor, keys: Stored | None, out: Tensor, heads: Sequence[int] | None = None) -> None:
-    """Write ``q · k`` of ``q`` ``[b, H, G, d]`` and the first tokens of the keys of ``heads`` (None = all) to ``out``
-    ``[b, H, G, n]``."""
-    if keys is None:
-        return
-    chosen = slice(None) if heads is None else _chosen(heads)
-    if isinstance(chosen, list):
-        part = out[:, chosen]
-        _scores(q[:, chosen], keys, part)
-        out[:, chosen] = part
-        return
-    if heads is not None:
-        q, out = q[:, chosen], out[:, chosen]
+def _scores(q: Tensor, keys: Stored | None, out: Tensor) -> None:
+    """Write ``q · k`` of ``q`` ``[b, h, G, d]`` and the first tokens of keys ``[b, h, C, d]`` to ``out`` ``[b, h, G, n]``."""
+    assert keys is not None, "heads without keys"
     if isinstance(keys, Packed):
         keys.scores(q, out)
         return
-    q = q.transpose(2, 3)
-    for start, stop in _blocks(keys, 0, out.shape[3]):
-        out[..., start:stop] = (keys[:, :, start:stop].to(q.dtype) @ q).transpose(2, 3)
+    for start, stop in _blocks(keys, 0, out.shape[3], q.dtype):
+        out[..., start:stop] = _logits(q, keys[:, :, start:stop].to(q.dtype))
+
+
+def _logits(q: Tensor, keys: Tensor) -> Tensor:
+    """``q · k`` of ``[b, h, G, d]`` and ``[b, h, n, d]`` of one dtype, ``[b, h, G, n]`` that stands transposed in memory."""
+    columns = q.flatten(0, 1).transpose(1, 2)  # rows in memory: of columns the product is the slow one
+    return torch.bmm(keys.flatten(0, 1), columns).unflatten(0, q.shape[:2]).transpose(2, 3)
 
 
 def _weighted(weights: Tensor, values: Stored | None, start: int, stop: int) -> Tensor:
     """Sums ``[b, h, G, d]`` of the values from ``start`` to ``stop`` with weights ``[b, h, G, stop - start]``."""
-    assert values is not None
+    assert values is not None, "heads without values"
     if isinstance(values, Packed):
         return values.weighted(weights, start, stop)
-    assert values is not None, "heads without values"
-    if values.dtype == weights.dtype:
-        return weights @ values[:, :, start:stop]
-    out = weights.new_zeros(*weights.shape[:3], values.shape[3])
-    for first, last in _blocks(values, start, stop):
-        out += weights[..., first - start : last - start] @ values[:, :, first:last].to(weights.dtype)
-    return out
+    parts = (
+        _product(weights[..., first - start : last - start], values[:, :, first:last].to(weights.dtype))
+        for first, last in _blocks(values, start, stop, weights.dtype)
+    )
+    return reduce(torch.add, parts)
+
+
+def _product(weights: Tensor, values: Tensor) -> Tensor:
+    """``weights @ values``. A CPU's core works on whole heads: those that would leave cores idle are cut into parts of tokens."""
+    batch, heads, tokens, _ = values.shape
+    cores = torch.get_num_threads() if values.device.type == "cpu" else 1
+    if batch > 1 or tokens <= _FEW_TOKENS or heads % cores == 0:
+        return weights @ values
+    whole, cut = heads - heads % cores, tokens - tokens % cores
+    out = [weights[:, :whole] @ values[:, :whole]]
+    for left, right in zip(weights[0, whole:], values[0, whole:], strict=True):
+        parts = left[:, :cut].unflatten(1, (cores, -1)).transpose(0, 1) @ right[:cut].unflatten(
+            0, (cores, -1)
+        )
+        out.append((parts.sum(0) + left[:, cut:] @ right[cut:])[None, None])
+    return torch.cat(out, 1)
 
 
 def _exponentials(logits: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
