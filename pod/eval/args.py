@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pod.eval.methods import check_names, find_method
+from pod.eval.presets import with_preset
 
 TASKS = ("perplexity", "passkey", "efficiency")
 STEPS = ("answer", "score", "report")
@@ -35,6 +36,10 @@ class EvalArgs:
     method_options: dict[str, dict[str, Any]] = field(default_factory=dict)
     """parameters of methods by name, as `{razor: {heads: runs/x/plan/retrieval_heads.json}, h2o: {num_recent_tokens: 64}}`;
     `run_eval.py --list-methods` shows what each one takes"""
+
+    preset: str | None = None
+    """fills method_options as a paper set its methods and baselines: pod, simlayerkv, d2o, razorattention or imdc
+    (pod/eval/presets.py says what and where it is printed); what method_options say themselves goes first"""
 
     tasks: list[str] = field(default_factory=lambda: list(TASKS))
     """what to measure: perplexity, passkey, efficiency, the other tasks of `run_eval.py --list-tasks`, and any task or group of lm-eval,
@@ -147,6 +152,7 @@ class EvalArgs:
             if not name.isidentifier() or name in ("dense", "unadapted", "adapted"):
                 raise ValueError(f"eval.models: {name!r} must be a word other than dense, unadapted, adapted")
         _check_options(self.method_options, self.methods)
+        self.method_options = with_preset(self.preset, self.methods, self.method_options)
         for name in _COUNTS:
             _check_positive(name, getattr(self, name))
         for name in ("passkey_lengths", "efficiency_lengths"):

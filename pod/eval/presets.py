@@ -1,0 +1,57 @@
+"""How each paper set the methods of its tables, as far as it prints it: `eval.preset`. Standard library only.
+
+Budgets are no option of a method: they stand behind its name, as `snapkv@4096`. What depends on the model (SimLayerKV's threshold)
+stands in the recipe.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pod.eval.methods import find_method, unknown
+
+Options = dict[str, Any]
+
+_SINKS_16 = {"num_sink_tokens": 16}
+_SINKS_4 = {"num_sink_tokens": 4}
+_IN_CHUNKS = {"chunk_size": 1024}
+
+PRESETS: dict[str, dict[str, Options]] = {
+    "pod": {
+        "snapkv": {"window": 64},  # Appendix A.1
+        "pyramidkv": {"window": 8, "kernel": 7, "pool": "max"},  # A.2
+        "quest": {"page_size": 16},  # A.3
+        "streamingllm": _SINKS_16,  # A.5: 16 + 4080
+        "lm_infinite": _SINKS_16,
+        "h2o": {"num_recent_tokens": 4000},  # A.6: 96 + 4000
+    },
+    "simlayerkv": {
+        "streamingllm": _SINKS_4,  # section 6.1: the first four tokens and w recent ones
+        "simlayerkv": {**_SINKS_4, "num_recent_tokens": 1024, "detector": "decode"},  # section 6.1
+        "snapkv": {"window": 768},  # Appendix A.3, with Table 6
+    },
+    "d2o": {"d2o": {"gate": 100.0, "alpha": 3.0, "beta": 0.5}},  # section 5.1: alpha 2 to 4, beta 0.5 to 0.9
+    "razorattention": {
+        "razor": {**_SINKS_4, "num_recent_tokens": 4000, "compression": 5.0, "compensation": True}  # Table 2
+    },
+    "imdc": {  # section 4.1, caption of Table 2
+        "fm": _IN_CHUNKS,
+        "im": {**_IN_CHUNKS, "function": "linear"},
+        "imdc": {**_IN_CHUNKS, "function": "linear"},
+    },
+}
+
+
+def with_preset(preset: str | None, methods: Sequence[str], own: dict[str, Options]) -> dict[str, Options]:
+    """Options by method: a paper's, and before them the recipe's `own`. Raises: ValueError for an unknown preset, with the nearest."""
+    if preset is None:
+        return own
+    if preset not in PRESETS:
+        raise unknown("eval.preset", preset, PRESETS)
+    found = {name: _options(PRESETS[preset], name) | own.get(name, {}) for name in methods}
+    return {name: options for name, options in found.items() if options}
+
+
+def _options(preset: dict[str, Options], method: str) -> Options:
+    """Those of all parts of a method: of `pod+snapkv@4096` snapkv's, of `imdc(snapkv)@1024` imdc's."""
+    parts = (part.partition("(")[0] for part in (find_method(method).spec or "").split("+"))
+    return {key: value for part in parts for key, value in preset.get(part, {}).items()}
