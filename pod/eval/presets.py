@@ -46,7 +46,7 @@ def with_preset(preset: str | None, methods: Sequence[str], own: dict[str, Optio
     if preset is None:
         return own
     if preset not in PRESETS:
-        raise unknown("eval.preset", preset, PRESETS)
+        raise unknown("preset", preset, PRESETS)
     found = {name: _options(PRESETS[preset], name) | own.get(name, {}) for name in methods}
     return {name: options for name, options in found.items() if options}
 

@@ -121,5 +121,5 @@ def test_a_recipe_goes_before_its_preset():
 
 
 def test_an_unknown_preset_names_the_nearest():
-    with pytest.raises(ValueError, match="unknown eval.preset 'razor'; did you mean 'razorattention'"):
+    with pytest.raises(ValueError, match="unknown preset 'razor'; did you mean 'razorattention'"):
         EvalArgs(preset="razor")
