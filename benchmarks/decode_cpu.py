@@ -5,7 +5,7 @@
 Four layers, 16 query and 4 KV heads of 128, hidden size 2048, a small feed-forward part: attention over the cache is what is
 measured. In the `pod` models layer 0 leads for every head, so that 75 % of the (layer, KV head) pairs follow; in the `roles` models
 pairs lead, follow and keep their window, which saves 50 and 65 % of the bytes in the limit. All contestants decode in turns in one
-process; ratios are taken round by round, and held against the byte ceiling of pod/eval/speed/decode_bytes.py.
+process; ratios are taken round by round, and held against the byte ceiling of pod/bench/decode_bytes.py.
 
 The prompt is random. It is read by the model itself, so that keys and values pass its projections, RoPE and `pod.make_cache`, but
 with an attention that returns zeros: at 32K the true one takes minutes per contestant and changes nothing in decode time. The
@@ -22,11 +22,11 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import pod
+from pod.bench.args import FULL, parse_method
+from pod.bench.decode_bytes import ceiling, spread_plan
+from pod.bench.decode_speed import sizes_of
 from pod.eval.judge.intervals import spread
 from pod.eval.results import environment
-from pod.eval.speed.bench_args import FULL, parse_method
-from pod.eval.speed.decode_bytes import ceiling, spread_plan
-from pod.eval.speed.decode_speed import sizes_of
 from pod.eval.speed.efficiency import Contestant, race, without_attention
 from pod.files import read_json, write_json
 from pod.modeling.shipped import decode

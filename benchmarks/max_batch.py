@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from gpu_tools import DeviceLost, choose_device, finish, goal_row, header, parser, start
 
-from pod.eval.speed import decode_bytes, decode_speed
-from pod.eval.speed.bench_args import FULL, SHAPES, BenchMethod, parse_method
-from pod.eval.speed.decode_bytes import spread_plan
+from pod.bench import decode_bytes, decode_speed
+from pod.bench.args import FULL, SHAPES, BenchMethod, parse_method
+from pod.bench.decode_bytes import spread_plan
 from pod.eval.speed.max_batch import BatchTries, fractional, largest
 
 SHARE = 0.7

@@ -9,7 +9,7 @@ backends that run, PyTorch's flash attention and flash-attn among them. Each met
 taken round by round. Everything is measured as written and again with what stands between the attentions compiled by inductor; the
 verdict is taken where the dense cache is faster.
 
-The ceiling is the ratio of bytes per step in pod/eval/speed/decode_bytes.py, weights included. With tau = 0.7 random keys hardly ever
+The ceiling is the ratio of bytes per step in pod/bench/decode_bytes.py, weights included. With tau = 0.7 random keys hardly ever
 pass the gate: that row shows what asking costs. `skip_share=0.5` makes half of the following heads pass.
 
 FILE is written after every part; a part that is there with the same commit, device and settings is not measured again.
@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from gpu_tools import RESULTS, DeviceLost, choose_device, finish, goal_row, header, parser, start
 
-from pod.eval.speed import decode_speed
-from pod.eval.speed.bench import BYTE_MODEL, table
-from pod.eval.speed.bench_args import SHAPES, parse_method
-from pod.eval.speed.decode_bytes import spread_plan
-from pod.eval.speed.dense_decode import dense_peers
+from pod.bench import decode_speed
+from pod.bench.args import SHAPES, parse_method
+from pod.bench.decode_bytes import spread_plan
+from pod.bench.dense_decode import dense_peers
+from pod.bench.run import BYTE_MODEL, table
 from pod.files import read_json, write_json
 
 SHARE = 0.7

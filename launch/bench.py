@@ -22,14 +22,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def estimate(recipe: Recipe) -> str:
     """Bytes held and read."""
-    from pod.eval.speed.bench import estimate as estimate_bytes
+    from pod.bench.run import estimate as estimate_bytes
 
     return estimate_bytes(recipe)
 
 
 def main(recipe: Recipe) -> None:
     """Measure as the recipe says."""
-    from pod.eval.speed.bench import run_bench  # loads torch, which --help and --dry-run do not need
+    from pod.bench.run import run_bench  # loads torch, which --help and --dry-run do not need
 
     run_bench(recipe)
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import yaml
 
+from pod.bench.args import BenchArgs
 from pod.data.args import DataArgs
 from pod.eval.args import EvalArgs
-from pod.eval.speed.bench_args import BenchArgs
 from pod.files import check_can_write
 from pod.models import ModelArgs
 from pod.schema import (

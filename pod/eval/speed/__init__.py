@@ -1,1 +1,1 @@
-"""What methods cost: time, memory by part, largest batches, decode speed; what a decode step must read."""
+"""The task `efficiency`: time, memory by part, largest batches."""

@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from pod.eval.speed import decode_bytes
-from pod.eval.speed.bench_args import FULL, BenchArgs, BenchMethod
+from pod.bench import decode_bytes
+from pod.bench.args import FULL, BenchArgs, BenchMethod
 from pod.files import write_json
 from pod.models import resolve_model
 
@@ -113,9 +113,9 @@ def run_bench(recipe: "Recipe") -> dict[str, Any]:
     """
     import torch
 
+    from pod.bench.decode_speed import STOCK, Bench, compare, load_models, random_models, stock_model
+    from pod.bench.dense_decode import dense_peers
     from pod.eval.results import environment
-    from pod.eval.speed.decode_speed import STOCK, Bench, compare, load_models, random_models, stock_model
-    from pod.eval.speed.dense_decode import dense_peers
 
     args, windows = recipe.bench, (recipe.model.num_sink_tokens, recipe.model.num_recent_tokens)
     device = torch.device(
@@ -204,7 +204,7 @@ def _check_lengths(args: BenchArgs, limit: int) -> None:
 
 def _check_memory(recipe: "Recipe", device: Any) -> dict[tuple[int, int], str]:
     """Why the stock model is left out, by (batch, length). Raises: ValueError for a setting that does not fit."""
-    from pod.eval.speed.decode_speed import STOCK, bytes_needed, free_memory, most_bytes
+    from pod.bench.decode_speed import STOCK, bytes_needed, free_memory, most_bytes
 
     args, sizes, there = recipe.bench, _sizes(recipe), free_memory(device)
     reasons = {}
@@ -229,7 +229,7 @@ def _check_memory(recipe: "Recipe", device: Any) -> dict[tuple[int, int], str]:
 def _check_methods(bench: Any, args: BenchArgs) -> None:
     """Raises: ValueError for a method, option or backend that does not exist."""
     import pod
-    from pod.eval.speed.dense_decode import PEERS
+    from pod.bench.dense_decode import PEERS
     from pod.modeling.shipped.decode import DECODERS
 
     for method in args.contestants():

@@ -50,7 +50,7 @@ class BenchMethod:
         name: as written, such as `pod tau=0.7`.
         spec, options: for `pod.make_cache`.
         skip_share: share of the following (layer, KV head) pairs whose random window keys are so loud that the gate
-            passes every tau below 1, see `pod.eval.speed.decode_speed.fill`.
+            passes every tau below 1, see `pod.bench.decode_speed.fill`.
     """
 
     name: str

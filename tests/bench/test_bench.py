@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import pod
-from pod.eval.speed import bench as bench_module
-from pod.eval.speed import decode_speed
-from pod.eval.speed.bench_args import FULL, SHAPES, BenchArgs, parse_method
-from pod.eval.speed.decode_bytes import (
+from pod.bench import decode_speed, run
+from pod.bench.args import FULL, SHAPES, BenchArgs, parse_method
+from pod.bench.decode_bytes import (
     Sizes,
     ceiling,
     held_per_row,
@@ -23,8 +22,8 @@ from pod.eval.speed.decode_bytes import (
     token_bytes,
     weight_bytes,
 )
-from pod.eval.speed.decode_speed import Bench, fill, make_cache, sizes_of
-from pod.eval.speed.dense_decode import PEERS, dense_peers
+from pod.bench.decode_speed import Bench, fill, make_cache, sizes_of
+from pod.bench.dense_decode import PEERS, dense_peers
 from pod.modeling.shipped.decode import DECODERS
 from pod.modeling.shipped.stores import TokenStore
 from pod.recipe import Recipe, field_docs, fields_of, load_recipe
@@ -424,7 +423,7 @@ def test_one_that_fails_does_not_stop_the_others(bench, monkeypatch):
     assert "tau = 7" in found["pod tau=7"]["error"] and found["pod tau=0.5"] == {"error": "skipped"}
     assert found["pod"]["engine"] and found["pod"]["note"] is None
     assert "the time for this benchmark was up" in found[late.name]["error"]
-    text = bench_module.table(decode_speed.compare(bench, [bad, POD], 1, 40))
+    text = run.table(decode_speed.compare(bench, [bad, POD], 1, 40))
     assert "pod tau=7                failed: tau = 7" in text
 
 
@@ -447,7 +446,7 @@ def test_a_run_writes_and_prints_every_setting(tmp_path, capsys):
     recipe = recipe_of(
         tmp_path, "bench.lengths=[40]", "bench.batch_sizes=[1,2]", "bench.methods=pod,pod tau=0.7"
     )
-    bench_module.run_bench(recipe)
+    run.run_bench(recipe)
     written = json.loads((tmp_path / "bench" / "bench.json").read_text())
     assert [(s["batch"], s["length"]) for s in written["settings"]] == [(1, 40), (2, 40)]
     for setting in written["settings"]:
@@ -462,7 +461,7 @@ def test_a_model_of_ones_own_with_a_plan(tmp_path):
     pod.SharingPlan(lead=LEAD).save(tmp_path / "p.json")
     settings = ["bench.shapes=null", "model.path=package:tiny", f"model.plan={tmp_path / 'p.json'}"]
     settings += ["bench.lengths=[40]", "bench.methods=pod", "bench.full_backend=grouped"]
-    result = bench_module.run_bench(recipe_of(tmp_path, *settings))
+    result = run.run_bench(recipe_of(tmp_path, *settings))
     assert result["plan"] == str(tmp_path / "p.json") and result["share_followers"] == 1 / 2
     assert "error" not in result["settings"][0]["methods"]["pod"]
     assert "error" not in result["settings"][0]["methods"]["transformers"]
@@ -488,22 +487,22 @@ def test_a_model_of_ones_own_with_a_plan(tmp_path):
 def test_what_cannot_be_is_refused_before_anything_is_measured(tmp_path, monkeypatch, settings, message):
     monkeypatch.setattr(decode_speed, "compare", lambda *_: pytest.fail("measured"))
     with pytest.raises(ValueError, match=message) as caught:
-        bench_module.run_bench(recipe_of(tmp_path, *settings))
+        run.run_bench(recipe_of(tmp_path, *settings))
     assert "\n" not in str(caught.value)
 
 
 def test_the_stock_model_is_left_out_where_it_does_not_fit(tmp_path, monkeypatch):
     recipe = recipe_of(tmp_path, "bench.lengths=[40,400]", "bench.methods=pod")
     assert decode_speed.most_bytes({"weights": 1.0, "full": 2.0, "pod": 3.0, "int4": 4.0}) == 7.0
-    sizes = bench_module._sizes(recipe)
+    sizes = run._sizes(recipe)
     needed = decode_speed.bytes_needed(sizes, recipe.bench.contestants(), 1, 400 + 8, True)
     monkeypatch.setattr(decode_speed, "free_memory", lambda _: decode_speed.most_bytes(needed) + 1)
-    reasons = bench_module._check_memory(recipe, CPU)
+    reasons = run._check_memory(recipe, CPU)
     assert list(reasons) == [(1, 400)] and "are free" in reasons[1, 400]
 
 
 def test_dry_run_states_bytes_and_ceilings(root):
-    text = bench_module.estimate(load_recipe(root / "configs" / "bench_llama3_8b.yaml"))
+    text = run.estimate(load_recipe(root / "configs" / "bench_llama3_8b.yaml"))
     assert "Weights: 16.06 GB, of which a decode step reads 15.01 GB. 179 of 256" in text
     assert "62.364 read  1.343x" in text and "69.391 held" in text
 
@@ -570,5 +569,5 @@ def test_all_sizes_agree(models):
     lead = spread_plan(4, 2, 0.7)
     torch.manual_seed(0)
     planned = decode_speed.with_lead(models[0], lead)
-    assert bench_module._sizes(recipe) == sizes_of(planned.config, 4)
+    assert run._sizes(recipe) == sizes_of(planned.config, 4)
     assert list(itertools.chain(*lead)).count(0) >= 2

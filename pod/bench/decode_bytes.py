@@ -19,7 +19,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from pod.eval.speed.bench_args import BenchMethod
+from pod.bench.args import BenchMethod
 from pod.modeling.shipped.sharing import GROUP_SIZE, RESIDUAL
 
 _LOGIT = 4

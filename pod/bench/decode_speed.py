@@ -3,7 +3,7 @@
 Dense and PoD run the same program: preallocated stores, one static step from embedding to argmax, on CUDA recorded as a graph.
 Every method meets the dense cache in a *duel*: rounds in which both decode ``steps`` tokens per row at the same length, in
 alternating order; the ratio is taken round by round. Methods that the engine does not serve decode through the ordinary cache,
-and their result says so. What is compared with the measured ratio is the byte ceiling of ``pod.eval.speed.decode_bytes``.
+and their result says so. What is compared with the measured ratio is the byte ceiling of ``pod.bench.decode_bytes``.
 
 Caches are filled without reading a prompt: random keys and values are written into the stores, which is what they hold after
 a prompt as far as time is concerned. Caches that compress a prompt by what is in it read a random one, with an attention that
@@ -25,12 +25,13 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import pod
+from pod.bench import decode_bytes
+from pod.bench.args import FULL, BenchMethod
+from pod.bench.decode_bytes import Sizes
+from pod.bench.dense_decode import candidates
 from pod.eval.judge.intervals import spread
 from pod.eval.results import one_line
-from pod.eval.speed import decode_bytes, efficiency
-from pod.eval.speed.bench_args import FULL, BenchMethod
-from pod.eval.speed.decode_bytes import Sizes
-from pod.eval.speed.dense_decode import candidates
+from pod.eval.speed import efficiency
 from pod.modeling.loading import from_dense
 from pod.modeling.shipped.layout import PodCacheLayer
 
