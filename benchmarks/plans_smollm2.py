@@ -28,13 +28,13 @@ import torch
 
 import pod
 from pod.data import long_sequences
-from pod.eval import passkey
+from pod.eval.answer.perplexity import score_by_decode
 from pod.eval.answer.reading import answers
-from pod.eval.buckets import Bucket
 from pod.eval.judge.intervals import wilson
 from pod.eval.judge.verdicts import perplexity_change
-from pod.eval.perplexity import score_by_decode
 from pod.eval.results import environment
+from pod.eval.suites.buckets import Bucket
+from pod.eval.suites.own import passkey
 from pod.files import read_json, write_json
 from pod.models import resolve_model
 from pod.recipe import load_recipe

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import pod
-from pod.eval.perplexity import token_nll
+from pod.eval.answer.perplexity import token_nll
 from pod.eval.results import environment
 from pod.files import write_json
 from pod.modeling.recording import record_attention_rows

@@ -30,7 +30,7 @@ def make_probes(recipe: Recipe) -> Any:
     if not args.eval_every_steps or not (args.eval_passkeys or args.sample_prompts):
         return None
     import pod
-    from pod.eval.passkey import make_prompts
+    from pod.eval.suites.own.passkey import make_prompts
     from pod.models import resolve_model
     from pod.training.probes import make_probes
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from pod.eval.methods import find_method, unknown
+from pod.eval.answer.methods import find_method, unknown
 
 _LLAMA = {"vocab_size": 128256, "num_key_value_heads": 8, "num_attention_heads": 32}
 SHAPES: dict[str, dict[str, Any]] = {

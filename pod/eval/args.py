@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pod.eval.methods import check_names, find_method
+from pod.eval.answer.methods import check_names, find_method
 from pod.eval.presets import with_preset
 
 TASKS = ("perplexity", "passkey", "efficiency")

@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
+from pod.eval.answer.methods import find_method
 from pod.eval.args import EvalArgs
-from pod.eval.buckets import position_buckets
-from pod.eval.methods import find_method
+from pod.eval.suites.buckets import position_buckets
 
 if TYPE_CHECKING:
     from pod.recipe import Recipe

@@ -7,7 +7,7 @@ stands in the recipe.
 from collections.abc import Sequence
 from typing import Any
 
-from pod.eval.methods import find_method, unknown
+from pod.eval.answer.methods import find_method, unknown
 
 Options = dict[str, Any]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from pod.eval.methods import safe_name
+from pod.eval.answer.methods import safe_name
 from pod.files import read_json, sha256_file, write_json
 from pod.models import cache_dir
 
@@ -28,9 +28,11 @@ _LARGE = 64 << 20  # bytes from which a file's digest is remembered
 _PACKAGES = ("pod-kv", "torch", "transformers", "numpy", "lm-eval")
 _DECISIVE = ("torch", "transformers", "lm-eval", "flash-attn")
 _PACKAGE = Path(__file__).resolve().parents[1]
+ANSWERING = ("agreement", "gates", "perplexity", "reading", "store", "streaming", "variants")
+"""Files of `pod.eval.answer` that decide what is said; what the others decide (method, model, budget) stands in an answer's key or shelf."""
 _CODE = (
-    *("models.py", "modeling/**/*.py", "kernels/**/*.py", "engine/**/*.py", "eval/answer/*.py"),
-    *(f"eval/{name}.py" for name in ("agreement", "gates", "perplexity", "streaming")),
+    *("models.py", "modeling/**/*.py", "kernels/**/*.py", "engine/**/*.py"),
+    *(f"eval/answer/{name}.py" for name in ANSWERING),
     *(f"eval/lm/{name}.py" for name in ("batches", "generate", "model", "scoring")),
 )
 

@@ -8,20 +8,19 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pod
+from pod.eval.answer.budget import ByteBudgets, measure_bytes, stated, without_limit
+from pod.eval.answer.methods import Method, find_method
+from pod.eval.answer.models import Models
+from pod.eval.answer.ranks import Ranks
 from pod.eval.answer.store import AnswerError, Shelf, Store, Unanswered, key_of
-from pod.eval.budget import ByteBudgets, measure_bytes, stated, without_limit
-from pod.eval.methods import Method, find_method
-from pod.eval.models import Models
-from pod.eval.ranks import Ranks
 from pod.eval.report.write import write_report
 from pod.eval.results import RunResults, code_identity, environment, fingerprint, one_line, with_files
-from pod.eval.runners import base
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.speed.args import speed_options
 from pod.eval.speed.task import check as check_speed
 from pod.eval.speed.task import is_known as speed_is_known
 from pod.eval.speed.task import measure_speed
-from pod.eval.suites import data
+from pod.eval.suites import base, data
 
 if TYPE_CHECKING:
     from pod.recipe import Recipe
@@ -216,7 +215,7 @@ def _check_chunks(chunks: Any, prompt: int) -> None:
 
 
 def make_tasks(run: Evaluation) -> dict[str, base.Task]:
-    """The tasks of a recipe by name, in its order; those of this package first come from `runners`, the rest from lm-eval.
+    """The tasks of a recipe by name, in its order; those of this package first come from `suites/own`, the rest from lm-eval.
 
     Raises: ValueError for an unknown task, naming the nearest, and for whatever a task lacks (data, a chat template …).
     """

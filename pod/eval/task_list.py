@@ -3,8 +3,8 @@
 import textwrap
 
 from pod.eval.lm.tasks import LmTask
-from pod.eval.runners import base
 from pod.eval.speed.args import SpeedOptions
+from pod.eval.suites import base
 from pod.eval.suites.configs import suite_configs
 
 _WIDTH = 130

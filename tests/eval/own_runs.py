@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pod
-from pod.eval.methods import find_method
+from pod.eval.answer.methods import find_method
 from pod.eval.runner import Evaluation
 from pod.recipe import load_recipe
 

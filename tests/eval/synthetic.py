@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from pod.eval.judge.verdicts import perplexity_of
-from pod.eval.runners.base import scored_payload
+from pod.eval.suites.base import scored_payload
 
 BYTES_PER_TOKEN = 131072
 SHARES = {

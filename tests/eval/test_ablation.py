@@ -7,9 +7,9 @@ import torch
 from own_runs import PLAN, make_run, measure, write_place
 
 import pod
-from pod.eval import perplexity
-from pod.eval.methods import find_method
-from pod.eval.variants import variant
+from pod.eval.answer import perplexity
+from pod.eval.answer.methods import find_method
+from pod.eval.answer.variants import variant
 
 OTHER = pod.SharingPlan(lead=[[0, 0], [1, 0], [1, 2], [3, 2]])
 CHANGES = {

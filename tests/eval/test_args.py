@@ -3,10 +3,10 @@
 import pytest
 
 import pod
+from pod.eval.answer.methods import METHODS, find_method
 from pod.eval.args import EvalArgs
-from pod.eval.buckets import position_buckets
 from pod.eval.estimate import token_counts
-from pod.eval.methods import METHODS, find_method
+from pod.eval.suites.buckets import position_buckets
 
 
 @pytest.mark.parametrize(

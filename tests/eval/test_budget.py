@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import pod
-from pod.eval.budget import ByteBudgets, length_class, measure_bytes, native_bytes_per_token, stated
-from pod.eval.methods import METHODS
+from pod.eval.answer.budget import ByteBudgets, length_class, measure_bytes, native_bytes_per_token, stated
+from pod.eval.answer.methods import METHODS
 
 
 def test_bytes_per_token_by_hand(dense_model):

@@ -5,8 +5,8 @@ import torch
 from own_runs import make_run, measure, write_place
 
 import pod
-from pod.eval import agreement
-from pod.eval.methods import find_method
+from pod.eval.answer import agreement
+from pod.eval.answer.methods import find_method
 
 OPTIONS = {"length": 200, "sequences": 3, "predictions": 20, "windows": [16, 64, 180]}
 METHODS = ["full", "pod-unadapted", "snapkv", "snapkv@40", "snapkv@400"]

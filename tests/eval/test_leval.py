@@ -16,7 +16,7 @@ from lm_eval import evaluator
 from lm_eval.api.model import LM
 
 import pod
-from pod.eval.documents import WORD_STEP, cut_document
+from pod.eval.lm.documents import WORD_STEP, cut_document
 from pod.eval.lm.index import task_manager
 from pod.eval.lm.requests import Encoder, Rule
 from pod.eval.suites import data

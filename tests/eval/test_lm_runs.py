@@ -13,12 +13,12 @@ import torch
 import worker_lm
 from lm_eval.api.model import CachingLM
 
+from pod.eval.answer.ranks import Ranks
 from pod.eval.answer.store import Store
 from pod.eval.lm.caches import MethodCaches
 from pod.eval.lm.cli import arguments, main
 from pod.eval.lm.model import PodLM, task_rule
 from pod.eval.lm.requests import Encoder
-from pod.eval.ranks import Ranks
 from pod.models import resolve_model
 
 ROOT = Path(__file__).resolve().parents[2]

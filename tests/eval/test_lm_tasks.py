@@ -7,12 +7,12 @@ import pytest
 
 import pod
 from pod.eval import runner
+from pod.eval.answer.methods import find_method
 from pod.eval.lm import index as lm_index
 from pod.eval.lm.model import PodLM
 from pod.eval.lm.payload import group_payload
-from pod.eval.methods import find_method
-from pod.eval.runners.base import scored_payload
 from pod.eval.suites import data
+from pod.eval.suites.base import scored_payload
 from pod.recipe import load_recipe
 
 DATA = Path(__file__).parent / "data"
@@ -201,7 +201,7 @@ def test_samples_know_which_text_they_ask_about(tmp_path):
 
 
 def test_skipped_samples_are_counted_explained_and_not_scored(tmp_path, monkeypatch):
-    monkeypatch.setattr("pod.eval.models.Models.max_length", lambda self: 650)
+    monkeypatch.setattr("pod.eval.answer.models.Models.max_length", lambda self: 650)
     part = measure(tmp_path, ["truthfulqa_mc1"], eval__too_long="skip")["full"]["parts"]["truthfulqa_mc1"]
     lengths = {"0": 620, "1": 617, "2": 634}
     assert len(part["samples"]) + len(part["skipped"]) == 3 and part["skipped"]
@@ -213,7 +213,7 @@ def test_skipped_samples_are_counted_explained_and_not_scored(tmp_path, monkeypa
 
 
 def test_too_long_is_an_error_before_any_computation(tmp_path, monkeypatch):
-    monkeypatch.setattr("pod.eval.models.Models.max_length", lambda self: 400)
+    monkeypatch.setattr("pod.eval.answer.models.Models.max_length", lambda self: 400)
     monkeypatch.setattr(pod, "load_model", lambda *a, **k: pytest.fail("computation began"))
     with pytest.raises(
         ValueError, match=r"truthfulqa_mc1, document 0: a prompt of 620 tokens exceeds the 3\d\d"
@@ -223,7 +223,7 @@ def test_too_long_is_an_error_before_any_computation(tmp_path, monkeypatch):
 
 
 def test_truncated_prompts_are_counted_and_fit(tmp_path, monkeypatch):
-    monkeypatch.setattr("pod.eval.models.Models.max_length", lambda self: 400)
+    monkeypatch.setattr("pod.eval.answer.models.Models.max_length", lambda self: 400)
     recipe = recipe_of(tmp_path, ["truthfulqa_mc1"])
     run = runner.Evaluation(recipe, log=lambda line: None)
     assert max(task.longest() for task in run.tasks.values()) <= 400
@@ -324,11 +324,11 @@ def test_code_below_inline_groups_and_tags_is_found():
 
 def test_chat_rule_and_a_tokenizer_without_template(tmp_path, monkeypatch):
     def format_of(template, setting):
-        from pod.eval.models import Models
+        from pod.eval.answer.models import Models
 
         tokenizer = Models(recipe_of(tmp_path, ["arc_easy"])).tokenizer()
         tokenizer.chat_template = template
-        monkeypatch.setattr("pod.eval.models.Models.tokenizer", lambda self: tokenizer)
+        monkeypatch.setattr("pod.eval.answer.models.Models.tokenizer", lambda self: tokenizer)
         recipe = recipe_of(
             tmp_path, ["pod_longbench_qasper", "pod_longbench_trec"], eval__chat_template=setting
         )
@@ -390,7 +390,7 @@ def test_whole_texts_in_other_windows_are_another_input(tmp_path, monkeypatch):
         (folder / f"{split}.jsonl").write_text(json.dumps({"page": " ".join(["a word"] * 40)}) + "\n")
 
     def found(limit):
-        monkeypatch.setattr("pod.eval.models.Models.max_length", lambda self: limit)
+        monkeypatch.setattr("pod.eval.answer.models.Models.max_length", lambda self: limit)
         recipe = recipe_of(tmp_path, ["wikitext"], eval__data_dir=str(tmp_path / "data"))
         run = runner.Evaluation(recipe, log=lambda line: None)
         task, method = run.tasks["wikitext"], find_method("full")

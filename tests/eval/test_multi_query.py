@@ -7,7 +7,7 @@ from own_runs import make_run, measure, write_place
 
 import pod
 from pod.eval.answer import reading
-from pod.eval.runners import multi_query
+from pod.eval.suites.own import multi_query
 from pod.models import byte_tokenizer
 
 OPTIONS = {"lengths": [420, 500], "questions": 3, "samples": 2, "new_tokens": 5}

@@ -4,9 +4,10 @@ import pytest
 from own_runs import make_run, measure, write_place
 
 from pod.eval.answer import reading
+from pod.eval.answer.methods import find_method
 from pod.eval.answer.store import Store
-from pod.eval.methods import find_method
-from pod.eval.suites import haystack, needles
+from pod.eval.suites import haystack
+from pod.eval.suites.own import niah
 from pod.models import byte_tokenizer
 
 SENTENCES = [f"Sentence {'abcdefghij'[i % 10]} speaks of thing {'xyz'[i % 3]}." for i in range(40)]
@@ -28,7 +29,7 @@ def options_of(place, **changes):
 def test_prompts_fill_their_length_with_whole_words(number):
     tokenizer = byte_tokenizer()
     cells = [(n, d, s) for n in (600, 1801) for d in (0.0, 0.4, 1.0) for s in (0, 1)]
-    prompts = needles.make_needle_prompts(tokenizer, SENTENCES, cells, number, seed=1)
+    prompts = niah.make_needle_prompts(tokenizer, SENTENCES, cells, number, seed=1)
     assert [(p.length, p.depth, p.sample) for p in prompts] == cells
     for prompt in prompts:
         assert prompt.length - 40 <= len(prompt.token_ids) <= prompt.length
@@ -111,17 +112,17 @@ def test_missing_text_is_one_line_that_says_how(monkeypatch):
     ],
 )
 def test_recall(answer, score):
-    assert needles.recall(answer, ("12345", "67890")) == score
+    assert niah.recall(answer, ("12345", "67890")) == score
 
 
 def test_statement_score_is_rouge_1_f():
     """Counted by hand: 8 of 8 words of the answer stand among the statement's 21, so F = 2·(8/8)·(8/21)/(8/8 + 8/21) = 16/29."""
-    assert needles.statement_score(" Eat a sandwich and sit in Dolores Park.") == pytest.approx(16 / 29)
-    assert needles.statement_score(needles.STATEMENT) == 1.0
-    assert needles.statement_score("Sandwiches") == pytest.approx(2 * (1 / 1) * (1 / 21) / (1 + 1 / 21)), (
+    assert niah.statement_score(" Eat a sandwich and sit in Dolores Park.") == pytest.approx(16 / 29)
+    assert niah.statement_score(niah.STATEMENT) == 1.0
+    assert niah.statement_score("Sandwiches") == pytest.approx(2 * (1 / 1) * (1 / 21) / (1 + 1 / 21)), (
         "stemmed"
     )
-    assert needles.statement_score(" \n") == 0.0
+    assert niah.statement_score(" \n") == 0.0
 
 
 def test_payload_counts_right_answers_per_cell(place, monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from synthetic import payload_of, result_file
 
-from pod.eval.methods import safe_name
+from pod.eval.answer.methods import safe_name
 from pod.eval.report import paper_tables
 from pod.eval.report.merge import CATEGORIES, merge
 from pod.eval.report.page import Fold

@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
-from pod.eval import passkey
 from pod.eval.answer import reading
+from pod.eval.suites.own import passkey
 from pod.models import byte_tokenizer
 
 CHAT_TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"

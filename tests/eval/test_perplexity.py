@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import pod
-from pod.eval.buckets import Bucket, position_buckets
-from pod.eval.methods import METHODS
-from pod.eval.perplexity import forward_error, score_by_decode, score_by_forward, token_nll
+from pod.eval.answer.methods import METHODS
+from pod.eval.answer.perplexity import forward_error, score_by_decode, score_by_forward, token_nll
+from pod.eval.suites.buckets import Bucket, position_buckets
 
 BUCKETS = position_buckets(64, 16, 6)
 

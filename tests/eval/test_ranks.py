@@ -2,7 +2,7 @@
 
 import pytest
 
-from pod.eval.ranks import Ranks
+from pod.eval.answer.ranks import Ranks
 
 
 def test_without_a_launcher_there_is_one_rank(monkeypatch):

@@ -85,8 +85,18 @@ def test_identity_is_names_and_content(tmp_path, monkeypatch):
 def test_what_answers_is_part_of_an_answer(tmp_path, monkeypatch):
     """Another method, another way to ask, another torch; not a comment, a prompt, a scorer or the report."""
     package = tmp_path / "pod"
-    answering = ("modeling/methods/a.py", "eval/perplexity.py", "eval/answer/store.py", "eval/lm/generate.py")
-    others = ("eval/report/page.py", "eval/suites/data.py", "eval/runners/passkey.py", "eval/lm/payload.py")
+    answering = (
+        "modeling/methods/a.py",
+        "eval/answer/perplexity.py",
+        "eval/answer/store.py",
+        "eval/lm/generate.py",
+    )
+    others = (
+        "eval/report/page.py",
+        "eval/answer/budget.py",
+        "eval/suites/own/passkey.py",
+        "eval/lm/payload.py",
+    )
     for name in (*answering, *others):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text("x = 1\n")
@@ -113,6 +123,26 @@ def test_what_answers_is_part_of_an_answer(tmp_path, monkeypatch):
     seen.append(now())
     assert len(set(seen)) == 7
     results_module.code_identity.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("folder", "others"),
+    [
+        # what these decide stands in an answer's key or in the name of its shelf
+        ("answer", {"__init__", "budget", "methods", "models", "ranks"}),
+        (
+            "lm",
+            {"__init__", "caches", "cli", "documents", "index", "payload", "prompts", "requests", "tasks"},
+        ),
+    ],
+)
+def test_every_file_that_answers_is_part_of_an_answer(folder, others):
+    """A new file in these folders is one that answers, or is named here; a file that moves stays one."""
+    patterns, package = results_module._CODE, results_module._PACKAGE
+    assert all(any(package.glob(pattern)) for pattern in patterns)
+    hashed = {file for pattern in patterns for file in package.glob(pattern)}
+    files = set((package / "eval" / folder).glob("*.py"))
+    assert {file.stem for file in files - hashed} == others
 
 
 def test_fingerprint_ignores_the_order_of_keys():

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
+from pod.eval.answer.ranks import Ranks
 from pod.eval.answer.store import AnswerError, Store, Unanswered, key_of
-from pod.eval.ranks import Ranks
 
 
 class Threads(Ranks):

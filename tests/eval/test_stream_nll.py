@@ -9,10 +9,10 @@ import torch
 from own_runs import make_run, measure, write_place
 
 import pod
-from pod.eval import streaming
-from pod.eval.methods import find_method
-from pod.eval.perplexity import token_nll
-from pod.eval.streaming import make_stream, stream_nll
+from pod.eval.answer import streaming
+from pod.eval.answer.methods import find_method
+from pod.eval.answer.perplexity import token_nll
+from pod.eval.answer.streaming import make_stream, stream_nll
 from pod.models import resolve_model
 
 OPTIONS = {"length": 300, "sequences": 3, "prompt_tokens": 40, "every": 64, "chunk_size": 50}

@@ -5,10 +5,10 @@ import torch
 from own_runs import make_run, measure, write_place
 
 import pod
-from pod.eval.buckets import Bucket
-from pod.eval.gates import GateCounts, GateProbe, shares
-from pod.eval.methods import find_method
-from pod.eval.perplexity import score_by_decode, score_by_forward
+from pod.eval.answer.gates import GateCounts, GateProbe, shares
+from pod.eval.answer.methods import find_method
+from pod.eval.answer.perplexity import score_by_decode, score_by_forward
+from pod.eval.suites.buckets import Bucket
 from pod.modeling.shipped import grouped
 
 TAUS = [0.0, 0.5, 0.7, 0.95]

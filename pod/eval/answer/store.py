@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from pod.eval.methods import safe_name
-from pod.eval.ranks import Ranks
+from pod.eval.answer.methods import safe_name
+from pod.eval.answer.ranks import Ranks
 from pod.eval.results import environment, fingerprint, one_line
 from pod.files import write_json
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import pod
-from pod.eval.budget import ByteBudgets, without_limit
-from pod.eval.methods import Method, find_method
+from pod.eval.answer.budget import ByteBudgets, without_limit
+from pod.eval.answer.methods import Method, find_method
 
 POD_BYTES = "pod"
 

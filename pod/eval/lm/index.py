@@ -12,9 +12,8 @@ from typing import Any
 from unittest import mock
 
 from pod.eval.results import one_line
-from pod.eval.runners import base
 from pod.eval.speed.args import NAME as SPEED_RUN
-from pod.eval.suites import data
+from pod.eval.suites import base, data
 from pod.eval.suites.configs import find_config, known_to_lm_eval, suite_configs
 from pod.eval.suites.local_data import local_datasets
 

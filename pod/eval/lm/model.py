@@ -18,8 +18,9 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
 import pod
+from pod.eval.answer.budget import without_limit
+from pod.eval.answer.ranks import Ranks
 from pod.eval.answer.store import Shelf, key_of
-from pod.eval.budget import without_limit
 from pod.eval.lm.batches import (
     Unit,
     forward_batches,
@@ -33,7 +34,6 @@ from pod.eval.lm.caches import POD_BYTES, MethodCaches
 from pod.eval.lm.generate import generate
 from pod.eval.lm.requests import Encoded, Encoder, Rule, Size, request_keys
 from pod.eval.lm.scoring import score_by_decode
-from pod.eval.ranks import Ranks
 from pod.eval.results import identity, with_files
 from pod.modeling.loading import with_plan
 
@@ -154,7 +154,7 @@ class PodLM(_Base):
 
         make_cache: `(length, fed) -> (cache, budget)`; budget: what such a cache is made with, a part of what is asked.
         one_shot: score by one forward without a cache, only for methods whose decode path equals it
-            (`pod.eval.methods.Method.one_shot`).
+            (`pod.eval.answer.methods.Method.one_shot`).
         encoder: the one that rendered this run's chat templates; ranks: who shares the requests; None = this process alone.
         """
         self = cls.__new__(cls)

@@ -1,4 +1,4 @@
-"""From what lm-eval logs about its samples to the payload that every task has (`pod.eval.runners.base`)."""
+"""From what lm-eval logs about its samples to the payload that every task has (`pod.eval.suites.base`)."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 
 from pod.eval.judge.verdicts import estimate_of
 from pod.eval.lm.index import Loaded, TaskRules
-from pod.eval.runners.base import perplexity_result, scored_payload
+from pod.eval.suites.base import perplexity_result, scored_payload
 
 if TYPE_CHECKING:
     from pod.eval.runner import Evaluation

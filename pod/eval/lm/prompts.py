@@ -29,7 +29,7 @@ def shorten(
     if drop == "document":
         if not document:
             raise ValueError("too long, and the document that may be cut is not known")
-        from pod.eval.documents import cut_document
+        from pod.eval.lm.documents import cut_document
 
         return cut_document(text, document, keep, room, count)[0]
     start, end = span or (0, len(text))

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError
 
+from pod.eval.answer.budget import length_class
 from pod.eval.answer.reading import tokens_from
-from pod.eval.budget import length_class
 from pod.eval.lm.prompts import shorten
-from pod.eval.runners.base import prompt_hash
+from pod.eval.suites.base import prompt_hash
 
 Drop = Literal["middle", "start", "end", "document", "none"]
 DROPS = ("middle", "start", "end", "document", "none")
@@ -28,7 +28,7 @@ class Rule:
     """What a task allows to be done to its prompts, from `metadata.pod` of its YAML.
 
     truncation: the part that is dropped of a prompt that is too long: its middle, start or end, a part of its document
-        (`doc["document"]`, see `pod.eval.documents`), or none.
+        (`doc["document"]`, see `pod.eval.lm.documents`), or none.
     chat_template: whether its prompts go into the chat template.
     max_prompt_tokens: the longest prompt (tokens), whatever the model reads; None = what the model reads.
     keep: with truncation `document`, the part of the document that stays: start or end.

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 from pod.eval.lm import index as lm_index
 from pod.eval.lm.payload import Leaf, group_payload, leaf_payload, primary_metric
 from pod.eval.results import one_line
-from pod.eval.runners import base
-from pod.eval.runners.base import Span, Task
-from pod.eval.suites import data
+from pod.eval.suites import base, data
+from pod.eval.suites.base import Span, Task
 
 if TYPE_CHECKING:
+    from pod.eval.answer.methods import Method
     from pod.eval.answer.store import Shelf
-    from pod.eval.methods import Method
     from pod.eval.runner import Evaluation
 
 _FEWSHOT_SEED = 1234  # lm-eval's own default: the same examples as its command line draws

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pod.eval.answer.methods import METHODS
 from pod.eval.judge.verdicts import Against, Payload, compare, estimate_of, judged, prompt_of
-from pod.eval.methods import METHODS
 from pod.eval.report.summary import BASE, SPEED_RUN, load_speed
 from pod.eval.results import SCHEMA_VERSION, load_results
 from pod.files import read_json
@@ -382,7 +382,7 @@ def _name_apart(entries: list[Entry]) -> None:
 
 
 def _rank(method: str) -> tuple[int, str, float, str]:
-    """Order of the rows: as pod.eval.methods lists them, combinations and models after, growing budgets together."""
+    """Order of the rows: as pod.eval.answer.methods lists them, combinations and models after, growing budgets together."""
     order = list(METHODS)
     name, _, budget = method.partition("@")
     number = re.search(r"[0-9.]+", budget)

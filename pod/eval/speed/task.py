@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pod.eval.methods import Method, find_method
+from pod.eval.answer.methods import Method, find_method
 from pod.eval.report.summary import BASE, SPEED_RUN
 from pod.eval.results import RunResults, environment, fingerprint, one_line, with_files
 from pod.eval.speed import efficiency, max_batch, memory

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pod.eval.runners.base import prompt_hash
+from pod.eval.suites.base import prompt_hash
 
 ENVIRONMENT = "POD_EVAL_DATA"
 FORMATS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv", ".tsv")

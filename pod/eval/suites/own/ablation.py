@@ -12,17 +12,17 @@ from typing import Any
 import torch
 
 import pod
-from pod.eval import passkey, perplexity
-from pod.eval.answer import reading
+from pod.eval.answer import perplexity, reading
+from pod.eval.answer.budget import measure_bytes, native_bytes_per_token
+from pod.eval.answer.methods import Method
 from pod.eval.answer.store import Shelf, key_of
-from pod.eval.buckets import position_buckets
-from pod.eval.budget import measure_bytes, native_bytes_per_token
+from pod.eval.answer.variants import check_plan, variant, windows_of
 from pod.eval.judge.intervals import wilson
 from pod.eval.judge.verdicts import perplexity_change, perplexity_of
-from pod.eval.methods import Method
-from pod.eval.runners.base import Span, Task, in_batches, perplexity_result, prompt_hash
-from pod.eval.text import load_text
-from pod.eval.variants import check_plan, variant, windows_of
+from pod.eval.suites.base import Span, Task, in_batches, perplexity_result, prompt_hash
+from pod.eval.suites.buckets import position_buckets
+from pod.eval.suites.own import passkey
+from pod.eval.suites.text import load_text
 from pod.modeling.loading import plan_fields
 
 OWN, DENSE = "own", "no sharing"

@@ -1,17 +1,17 @@
-"""Perplexity by position, of text that training never saw (`pod.eval.perplexity` says how it is scored)."""
+"""Perplexity by position, of text that training never saw (`pod.eval.answer.perplexity` says how it is scored)."""
 
 from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
 
-from pod.eval import perplexity
+from pod.eval.answer import perplexity
+from pod.eval.answer.methods import Method
 from pod.eval.answer.store import Shelf, key_of
-from pod.eval.buckets import position_buckets
 from pod.eval.judge.verdicts import perplexity_of
-from pod.eval.methods import Method
-from pod.eval.runners.base import Span, Task, in_batches, perplexity_result, prompt_hash
-from pod.eval.text import load_text
+from pod.eval.suites.base import Span, Task, in_batches, perplexity_result, prompt_hash
+from pod.eval.suites.buckets import position_buckets
+from pod.eval.suites.text import load_text
 
 _CHECKED_TOKENS = (
     8  # tokens that a method scored in one pass also decodes, to compare the two on the real model

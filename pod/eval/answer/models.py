@@ -7,8 +7,8 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 import pod
-from pod.eval.budget import bytes_per_token
-from pod.eval.methods import Method, find_method
+from pod.eval.answer.budget import bytes_per_token
+from pod.eval.answer.methods import Method, find_method
 from pod.eval.results import identity
 from pod.models import resolve_model
 

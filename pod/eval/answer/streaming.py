@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pod.eval.answer.methods import Method
+from pod.eval.answer.perplexity import token_nll
 from pod.eval.answer.reading import judge_ahead
-from pod.eval.methods import Method
-from pod.eval.perplexity import token_nll
 
 CHUNKED = frozenset({"full", "pod", "streamingllm", "lm_infinite", "wa", None})
 """Specs (None: the layout of the model itself) whose chunks equal single tokens."""

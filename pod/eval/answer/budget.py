@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 import pod
-from pod.eval.methods import Method
+from pod.eval.answer.methods import Method
 
 LENGTH_CLASS = 64  # tokens
 

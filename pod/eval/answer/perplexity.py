@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pod.eval.answer.reading import judge_ahead
-from pod.eval.buckets import Bucket
+from pod.eval.suites.buckets import Bucket
 
 _LOGIT_ROWS = 512  # rows of logits in memory at once: 512 x 49152 x 4 B = 100 MB
 

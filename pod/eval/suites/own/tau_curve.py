@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 import pod
-from pod.eval import gates, passkey
+from pod.eval.answer import gates
+from pod.eval.answer.methods import Method
+from pod.eval.answer.perplexity import token_nll
 from pod.eval.answer.store import Shelf, key_of
+from pod.eval.answer.variants import windows_of
 from pod.eval.judge.intervals import wilson
 from pod.eval.judge.verdicts import perplexity_change, perplexity_of
-from pod.eval.methods import Method
-from pod.eval.perplexity import token_nll
-from pod.eval.runners.base import Span, Task, in_batches, perplexity_result, prompt_hash
-from pod.eval.text import load_text
-from pod.eval.variants import windows_of
+from pod.eval.suites.base import Span, Task, in_batches, perplexity_result, prompt_hash
+from pod.eval.suites.own import passkey
+from pod.eval.suites.text import load_text
 from pod.modeling.methods.layouts import check_tau
 
 EXACT = "exact"

@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from pod.eval.agreement import predict_by_decode, predict_by_forward, predict_by_window
+from pod.eval.answer.agreement import predict_by_decode, predict_by_forward, predict_by_window
+from pod.eval.answer.methods import Method
 from pod.eval.answer.store import Shelf, key_of
 from pod.eval.judge.intervals import score_mean
-from pod.eval.methods import Method
-from pod.eval.runners.base import Span, Task, in_batches, prompt_hash, scored_payload
-from pod.eval.text import load_text
+from pod.eval.suites.base import Span, Task, in_batches, prompt_hash, scored_payload
+from pod.eval.suites.text import load_text
 
 _WHERE = "eval.task_options.consistency"
 

@@ -1,6 +1,6 @@
 """Cumulative NLL of long texts streamed through the decode path (D2O Figure 6, on PG-19 there): does a method stay stable for ever?
 
-Any long text will do: files of PG-19's test books in `text`, else what perplexity is measured on. `pod.eval.streaming` says how it is scored.
+Any long text will do: files of PG-19's test books in `text`, else what perplexity is measured on. `pod.eval.answer.streaming` says how it is scored.
 """
 
 import math
@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
+from pod.eval.answer.methods import Method
 from pod.eval.answer.store import Shelf, key_of
+from pod.eval.answer.streaming import UNBOUNDED, Stream, chunk_of, make_stream, stream_nll
 from pod.eval.judge.verdicts import perplexity_of
-from pod.eval.methods import Method
-from pod.eval.runners.base import Span, Task, in_batches, perplexity_result, prompt_hash
-from pod.eval.streaming import UNBOUNDED, Stream, chunk_of, make_stream, stream_nll
-from pod.eval.text import load_text
+from pod.eval.suites.base import Span, Task, in_batches, perplexity_result, prompt_hash
+from pod.eval.suites.text import load_text
 
 
 @dataclass(kw_only=True)

@@ -1,6 +1,6 @@
 """What a task is: it knows its samples, the cache sizes that they need, and turns a method's answers into one payload.
 
-A task is a file in this folder with one subclass of `Task` whose `name` is the file's name; nothing else has to know it. The payload's
+A task is a file in the folder `own` with one subclass of `Task` whose `name` is the file's name; nothing else has to know it. The payload's
 keys are the same for every task, so that tables, intervals and comparisons are made in one place:
 
     kind              `nll` (samples hold sums of nats and token counts), `binary` (0 or 1) or `score` (0 to 1)
@@ -11,7 +11,7 @@ keys are the same for every task, so that tables, intervals and comparisons are 
                       task has of answer, target, budget_tokens, bytes; cluster (optional): what several samples share, as
                       a text that all of them ask about: intervals draw clusters, not samples
     skipped           one per sample that was not answered: id, reason
-    bytes             rows of `pod.eval.budget.stated`, one per length
+    bytes             rows of `pod.eval.answer.budget.stated`, one per length
     settings          what the task did: prompt format, truncation, lengths …
     metrics           optional: other numbers by name, {value, ci95}
 """
@@ -24,17 +24,16 @@ import pkgutil
 import typing
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pod.eval.judge.verdicts import estimate_of
 from pod.schema import build
 
 if TYPE_CHECKING:
+    from pod.eval.answer.methods import Method
     from pod.eval.answer.store import Shelf
-    from pod.eval.methods import Method
     from pod.eval.runner import Evaluation
-
-_HELPERS = {"base"}
 
 
 @dataclass(frozen=True)
@@ -93,13 +92,13 @@ class Task(ABC):
 
 
 def names() -> list[str]:
-    """Every task of this folder. Imports nothing."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__()) if module.name not in _HELPERS)
+    """Every task of the folder `own`. Imports none of them."""
+    return sorted(module.name for module in pkgutil.iter_modules([str(Path(__file__).parent / "own")]))
 
 
 def task_class(name: str) -> type[Task]:
-    """The class of a task of this folder."""
-    module = importlib.import_module(f"pod.eval.runners.{name}")
+    """The class of one of these tasks."""
+    module = importlib.import_module(f"pod.eval.suites.own.{name}")
     found = [
         value
         for value in vars(module).values()
@@ -191,9 +190,3 @@ def scored_payload(
         "settings": settings or {},
         **more,
     }
-
-
-def __path__() -> list[str]:
-    import pod.eval.runners
-
-    return list(pod.eval.runners.__path__)

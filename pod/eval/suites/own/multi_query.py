@@ -8,14 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pod.eval.answer import reading
+from pod.eval.answer.methods import Method
 from pod.eval.answer.store import Shelf, key_of
 from pod.eval.judge.intervals import clusters_of, share
-from pod.eval.methods import Method
-from pod.eval.runners.base import Span, Task, in_batches, prompt_hash, scored_payload
-from pod.eval.runners.niah import cells_of
-from pod.eval.suites import needles
+from pod.eval.suites.base import Span, Task, in_batches, prompt_hash, scored_payload
 from pod.eval.suites.haystack import ASK, Haystack, load_sentences, make_frame, start_of
+from pod.eval.suites.own.niah import cells_of, facts, recall
 
+PEOPLE = (
+    "Mary", "Bob", "Alice", "John", "Emma", "Peter", "Laura", "Frank", "Helen", "Oscar", "Nina", "Victor",
+    "Clara", "Hugo", "Sofia", "Martin", "Irene", "Felix", "Julia", "Simon", "Diana", "Walter", "Eva", "Leo",
+)  # fmt: skip
 _WHERE = "eval.task_options.multi_query"
 
 
@@ -54,8 +57,8 @@ class MultiQueryOptions:
             raise ValueError(f"lengths is {self.lengths}, allowed are token counts of at least 2")
         if len(set(self.lengths)) < len(self.lengths):
             raise ValueError(f"lengths is {self.lengths}: each may stand once")
-        if not 1 <= self.questions <= len(needles.PEOPLE):
-            raise ValueError(f"questions is {self.questions}, allowed are 1 to {len(needles.PEOPLE)}")
+        if not 1 <= self.questions <= len(PEOPLE):
+            raise ValueError(f"questions is {self.questions}, allowed are 1 to {len(PEOPLE)}")
         for name in ("samples", "new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, allowed are 1 and more")
@@ -178,7 +181,7 @@ class MultiQuery(Task):
             {
                 "id": f"{document.length}/{document.sample}/{number}",
                 "cluster": f"{document.length}/{document.sample}",
-                "score": needles.recall(answer, (value,)),
+                "score": recall(answer, (value,)),
                 "length": document.length,
                 "depth": depth,
                 "sample": document.sample,
@@ -216,7 +219,7 @@ def make_document(
     Raises: ValueError for a length that cannot hold the facts, or a chat template that is missing.
     """
     number = options.questions
-    names, values = needles.facts(f"{seed}/{length}/{sample}", number, needles.PEOPLE)
+    names, values = facts(f"{seed}/{length}/{sample}", number, PEOPLE)
     depths = [round((index + 0.5) / number, 4) for index in range(number)]
     frames = [
         make_frame(
