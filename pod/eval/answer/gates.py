@@ -1,12 +1,14 @@
-"""How often PoD's gate lets distant tokens be left out, counted while decoding (PoD appendix B.4)."""
+"""How often PoD's gate lets distant tokens be left out, counted while decoding (PoD appendix B.4), and what is predicted then."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pod.eval.answer.streaming import nll_behind
 from pod.modeling.shipped.attend import take_heads
 from pod.modeling.shipped.grouped import attend_slots
 from pod.modeling.shipped.layout import PodCacheLayer
@@ -100,3 +102,39 @@ def shares(counts: dict[str, int]) -> dict[str, float | None]:
 def total(rows: list[dict[str, int]]) -> dict[str, int]:
     """The sum of counts."""
     return {name: sum(row[name] for row in rows) for name in COUNTS}
+
+
+@torch.no_grad()
+def nll_by_tau(
+    model: Any, cache: Any, tokens: Tensor, first: int, taus: Sequence[float | None]
+) -> list[tuple[list[float], list[dict[str, int]], int]]:
+    """Of every threshold: summed NLL (nats) of `tokens` [B, n] from position `first` on and gate counts, per row, and the bytes held.
+
+    cache: a new one; it reads what stands before `first - 1`, and copies of it go on token by token, so that thresholds differ by tau alone.
+    """
+    model.model(input_ids=tokens[:, : first - 1], past_key_values=cache, use_cache=True)
+    found = []
+    for tau in taus:
+        own = copy.deepcopy(cache)
+        probe = GateProbe(own, tau)
+        nll = nll_behind(model, own, tokens, first, tokens.shape[1])
+        found.append((nll.double().sum(1).tolist(), [row.counts for row in probe.rows], own.nbytes))
+    return found
+
+
+@torch.no_grad()
+def greedy_by_tau(
+    model: Any, cache: Any, ids: Tensor, new_tokens: int, taus: Sequence[float | None]
+) -> list[list[int]]:
+    """The greedy answer to a prompt `ids` [1, n] under every threshold; already its first token is decoded from a copy of `cache`, a new one."""
+    model.model(input_ids=ids[:, :-1], past_key_values=cache, use_cache=True)
+    found = []
+    for tau in taus:
+        own, token, said = copy.deepcopy(cache), ids[:, -1:], []
+        GateProbe(own, tau)
+        for _ in range(new_tokens):
+            output = model(input_ids=token, past_key_values=own, use_cache=True)
+            token = output.logits[:, -1].argmax(-1, keepdim=True)
+            said.append(int(token))
+        found.append(said)
+    return found

@@ -51,6 +51,19 @@ def make_stream(prompt: int, length: int, every: int, common: int) -> Stream:
 
 
 @torch.no_grad()
+def nll_behind(model: Any, cache: Any, tokens: Tensor, start: int, end: int, chunk: int = 1) -> Tensor:
+    """NLL (nats) [B, end - start] of `tokens` [B, n] from position `start` on, through a cache that has seen all before `start - 1`;
+    chunk: tokens fed at once."""
+    parts = []
+    for position in range(start - 1, end - 1, chunk):
+        stop = min(position + chunk, end - 1)
+        fed = tokens[:, position:stop]
+        hidden = model.model(input_ids=fed, past_key_values=cache, use_cache=True).last_hidden_state
+        parts.append(token_nll(model.lm_head, hidden, tokens[:, position + 1 : stop + 1]))
+    return torch.cat(parts, dim=1)
+
+
+@torch.no_grad()
 def stream_nll(
     model: Any, cache: Any, tokens: Tensor, stream: Stream, chunk: int
 ) -> tuple[list[Tensor], list[int]]:
@@ -63,15 +76,9 @@ def stream_nll(
     """
     model.model(input_ids=tokens[:, : stream.prompt - 1], past_key_values=cache, use_cache=True)
     judge_ahead(model, cache, None, last=tokens[:, stream.prompt - 1 : stream.prompt])
-    sums, held, position = [], [], stream.prompt - 1
+    sums, held, start = [], [], stream.prompt
     for end in stream.ends:
-        total = torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)
-        while position < end - 1:
-            stop = min(position + chunk, end - 1)
-            fed = tokens[:, position:stop]
-            hidden = model.model(input_ids=fed, past_key_values=cache, use_cache=True).last_hidden_state
-            total += token_nll(model.lm_head, hidden, tokens[:, position + 1 : stop + 1]).double().sum(dim=1)
-            position = stop
-        sums.append(total)
+        sums.append(nll_behind(model, cache, tokens, start, end, chunk).double().sum(dim=1))
+        start = end
         held.append(cache.nbytes)
     return sums, held

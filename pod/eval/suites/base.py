@@ -23,9 +23,10 @@ import json
 import pkgutil
 import typing
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from pod.eval.judge.verdicts import estimate_of
 from pod.schema import build
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from pod.eval.answer.methods import Method
     from pod.eval.answer.store import Shelf
     from pod.eval.runner import Evaluation
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -147,9 +150,14 @@ def prompt_hash(prompt: Any) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def in_batches(items: list[Any], size: int) -> list[list[Any]]:
-    """Neighbours together, `size` at most."""
-    return [items[start : start + size] for start in range(0, len(items), size)]
+def in_batches(
+    items: Sequence[T], size: int, kind: Callable[[T], object] = lambda item: None
+) -> list[list[T]]:
+    """Neighbours of one kind together, `size` at most; kinds in the order of their first item."""
+    groups: dict[object, list[T]] = {}
+    for item in items:
+        groups.setdefault(kind(item), []).append(item)
+    return [group[start : start + size] for group in groups.values() for start in range(0, len(group), size)]
 
 
 def perplexity_result(value: float | None, ci95: list[float] | None) -> dict[str, Any]:

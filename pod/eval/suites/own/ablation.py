@@ -7,23 +7,20 @@ carry beyond the setting that they were trained with. The paper trains every set
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 import pod
-from pod.eval.answer import perplexity, reading
-from pod.eval.answer.budget import measure_bytes, native_bytes_per_token
-from pod.eval.answer.methods import Method
-from pod.eval.answer.store import Shelf, key_of
-from pod.eval.answer.variants import check_plan, variant, windows_of
-from pod.eval.judge.intervals import wilson
-from pod.eval.judge.verdicts import perplexity_change, perplexity_of
-from pod.eval.suites.base import Span, Task, in_batches, perplexity_result, prompt_hash
+from pod.eval import answer
+from pod.eval.answer.store import key_of
+from pod.eval.suites.base import Span, in_batches, perplexity_result
 from pod.eval.suites.buckets import position_buckets
 from pod.eval.suites.own import passkey
-from pod.eval.suites.text import load_text
-from pod.modeling.loading import plan_fields
+from pod.eval.suites.settings import SettingsTask, curve
+from pod.eval.suites.text import text_sample
+
+if TYPE_CHECKING:
+    from pod.eval.answer.methods import Method
+    from pod.eval.answer.store import Shelf
 
 OWN, DENSE = "own", "no sharing"
 COLUMNS = {
@@ -72,7 +69,7 @@ class Setting:
     changes: dict[str, Any]
 
 
-class Ablation(Task):
+class Ablation(SettingsTask):
     """Perplexity over all position buckets and passkeys of every setting; the model's own setting and no sharing besides."""
 
     name = "ablation"
@@ -80,15 +77,11 @@ class Ablation(Task):
     Options = AblationOptions
 
     def __init__(self, run: Any, options: AblationOptions):
+        from pod.modeling.loading import plan_fields
+
         super().__init__(run, options)
-        args = self.args
-        wanted = args.text_sequences if options.sequences is None else options.sequences
-        if not 1 <= wanted <= args.text_sequences:
-            raise ValueError(
-                f"eval.task_options.ablation.sequences = {wanted} must be from 1 to eval.text_sequences = {args.text_sequences}"
-            )
-        where, gguf_file = run.models.dense_path, run.recipe.model.gguf_file
-        plans = {path: check_plan(path, where, gguf_file) for path in options.plans}
+        args, where, gguf_file = self.args, run.models.dense_path, run.recipe.model.gguf_file
+        plans = {path: answer.variants.check_plan(path, where, gguf_file) for path in options.plans}
         self.settings = [Setting(OWN, {}), Setting(DENSE, plan_fields(None))]
         self.settings += [
             Setting(f"window {window}", {"num_recent_tokens": window}) for window in options.windows
@@ -96,34 +89,16 @@ class Ablation(Task):
         names = _plan_names(options.plans)
         self.settings += [Setting(f"plan {names[path]}", plan_fields(plan)) for path, plan in plans.items()]
         self.buckets = position_buckets(args.text_length, args.min_context, args.scored_tokens)
-        self.text = load_text(run.recipe, run.tokenizer)[:wanted]
-        self.prompts = self._make_prompts() if options.passkeys else []
-
-    def _make_prompts(self) -> list[passkey.Prompt]:
-        args = self.args
-        return passkey.make_prompts(
-            self.run.tokenizer,
-            args.passkey_lengths,
-            args.passkey_depths,
-            args.passkey_samples,
-            self.run.recipe.seed,
-            args.passkey_chat_template,
-            args.question_aware,
-        )
 
     def spans(self) -> list[Span]:
         return [Span(self.args.text_length, 0)]
 
-    def longest(self) -> int:
-        prompts = (len(prompt.token_ids) + self.args.passkey_new_tokens for prompt in self.prompts)
-        return max(self.args.text_length, *prompts, 0)
-
-    def refuses(self, method: Method) -> str | None:
+    def refuses(self, method: "Method") -> str | None:
         if method.spec != "pod":
             return "it varies PoD's windows and plan: measured for pod and pod-unadapted"
         return None
 
-    def token_counts(self, method: Method) -> tuple[int, int]:
+    def token_counts(self, method: "Method") -> tuple[int, int]:
         """(prompt tokens, decode steps) for `--dry-run`."""
         if self.refuses(method):
             return 0, 0
@@ -132,7 +107,7 @@ class Ablation(Task):
         steps = len(self._prompt_batches(self.prompts)) * self.args.passkey_new_tokens
         return len(self.settings) * (texts + prompts), len(self.settings) * steps
 
-    def measure(self, method: Method, shelf: Shelf) -> dict[str, Any]:
+    def measure(self, method: "Method", shelf: "Shelf") -> dict[str, Any]:
         texts = [("text", number) for number in range(len(self.text))]
         prompts = [("passkey", number) for number in range(len(self.prompts))]
         items = [(setting, *item) for setting in self.settings for item in [*texts, *prompts, ("held", 0)]]
@@ -145,7 +120,7 @@ class Ablation(Task):
         )
         rows, records = [], iter(records)
         for setting in self.settings:
-            scored = [{"id": str(number), **next(records)} for _, number in texts]
+            scored = [next(records) for _ in texts]
             said = [_judged(prompt, next(records)) for prompt in self.prompts]
             rows.append({"setting": setting.name, "answers": said, "texts": scored, **next(records)})
         return self._payload(method, rows)
@@ -176,10 +151,7 @@ class Ablation(Task):
                 yield [numbers[self.prompts.index(prompt)] for prompt in batch]
 
     def _prompt_batches(self, prompts: list[passkey.Prompt]) -> list[list[passkey.Prompt]]:
-        size, batches = self.args.batch_size, []
-        for length in self.args.passkey_lengths:
-            batches += in_batches([prompt for prompt in prompts if prompt.length == length], size)
-        return batches
+        return in_batches(prompts, self.args.batch_size, lambda prompt: prompt.length)
 
     def _compute(self, models: "_Variants", batch: list[tuple[Setting, str, int]]) -> list[dict[str, Any]]:
         model, numbers = models.get(batch[0][0]), [number for _, _, number in batch]
@@ -187,69 +159,61 @@ class Ablation(Task):
             return [self._held(model)]
         if batch[0][1] == "text":
             rows = self.text[numbers].to(next(model.parameters()).device)
-            scored = perplexity.score_by_forward(model, rows, self.buckets)
-            sums = torch.stack([nll.double().sum(1) for nll in scored]).sum(0).tolist()
-            return [{"nll": total} for total in sums]
+            scored = answer.perplexity.score_by_forward(model, rows, self.buckets)
+            sums = [nll.double().sum(1).tolist() for nll in scored]
+            return [{"nll": sum(of_row)} for of_row in zip(*sums, strict=True)]
         prompts = [self.prompts[number] for number in numbers]
         cache = pod.make_cache(model, model.config.own_method)
-        return reading.answers(model, self.run.tokenizer, cache, prompts, self.args.passkey_new_tokens)
+        return answer.reading.answers(model, self.run.tokenizer, cache, prompts, self.args.passkey_new_tokens)
 
     def _held(self, model: Any) -> dict[str, Any]:
         """Plan, windows and bytes of a setting: those of one text, really held."""
         plan, length = model.config.sharing_plan, self.args.text_length
-        held = sum(measure_bytes(model, model.config.own_method, [length])[length].values())
+        held = sum(answer.budget.measure_bytes(model, model.config.own_method, [length])[length].values())
         return {
             "num_sink_tokens": model.config.num_sink_tokens,
             "num_recent_tokens": model.config.num_recent_tokens,
             "share_followers": plan.share_followers,
             "asymptotic_saving": plan.asymptotic_saving,
             "bytes": held,
-            "saving": 1 - held / (native_bytes_per_token(model) * length),
+            "saving": 1 - held / (answer.budget.native_bytes_per_token(model) * length),
         }
 
-    def _payload(self, method: Method, found: list[dict[str, Any]]) -> dict[str, Any]:
+    def _payload(self, method: "Method", found: list[dict[str, Any]]) -> dict[str, Any]:
         base = [record["nll"] for record in found[1]["texts"]]
         rows = [self._row(row, base) for row in found]
         tokens = sum(bucket.scored for bucket in self.buckets)
         return {
             **perplexity_result(rows[0]["perplexity"], rows[0]["ci95"]),
             "samples": [
-                {
-                    "id": record["id"],
-                    "score": record["nll"],
-                    "tokens": tokens,
-                    "prompt_hash": prompt_hash(self.text[int(record["id"])].tolist()),
-                    "prompt_tokens": self.args.text_length,
-                    "by_setting": {row["setting"]: row["texts"][index]["nll"] for row in found},
-                }
-                for index, record in enumerate(found[0]["texts"])
+                text_sample(
+                    number,
+                    self.text[number].tolist(),
+                    score=record["nll"],
+                    tokens=tokens,
+                    by_setting={row["setting"]: row["texts"][number]["nll"] for row in found},
+                )
+                for number, record in enumerate(found[0]["texts"])
             ],
             "bytes": [self.run.stated_bytes(self.args.text_length, None, [found[0]["bytes"]])],
             "settings": {
                 **asdict(self.options),
                 "length": self.args.text_length,
-                "own_windows": list(windows_of(self.run, method.model)),
+                "own_windows": list(answer.variants.windows_of(self.run, method.model)),
                 "trained_per_setting": False,
             },
             "passkeys": {row["setting"]: row["answers"] for row in found},
-            "columns": COLUMNS if self.prompts else {k: v for k, v in COLUMNS.items() if k != "passkey"},
+            "columns": self.columns(COLUMNS),
             "rows": rows,
             "curves": _curves(rows, bool(self.prompts)),
         }
 
     def _row(self, found: dict[str, Any], base: list[float]) -> dict[str, Any]:
-        """One setting: its numbers, perplexity and change against no sharing (paired), passkeys."""
+        """One setting: its numbers, perplexity and change against no sharing, passkeys."""
         sums = [record["nll"] for record in found["texts"]]
-        counts = [sum(bucket.scored for bucket in self.buckets)] * len(sums)
-        own = perplexity_of(sums, counts)
-        change = perplexity_change(sums, base, counts)
         row = {key: value for key, value in found.items() if key not in ("texts", "answers")}
-        row |= {"perplexity": own["perplexity"], "ci95": own["ci95"]}
-        row |= {"change": change.value, "change_ci95": change.interval}
-        if found["answers"]:
-            right, prompts = sum(record["correct"] for record in found["answers"]), len(found["answers"])
-            row |= {"passkey": right / prompts, "passkey_ci95": list(wilson(right, prompts))}
-        return row
+        tokens = sum(bucket.scored for bucket in self.buckets)
+        return row | self.row(sums, base, tokens, [record["correct"] for record in found["answers"]])
 
 
 class _Variants:
@@ -260,15 +224,16 @@ class _Variants:
 
     def get(self, setting: Setting) -> Any:
         if setting.name != self.name:
-            self.last = variant(self.own(), **setting.changes) if setting.changes else self.own()
+            self.last = (
+                answer.variants.variant(self.own(), **setting.changes) if setting.changes else self.own()
+            )
             self.name = setting.name
         return self.last
 
 
 def _judged(prompt: passkey.Prompt, record: dict[str, Any]) -> dict[str, Any]:
     """What was said to a prompt, with whether it is right."""
-    name = f"{prompt.length}/{prompt.depth}/{prompt.sample}"
-    return {"id": name, **record, "correct": passkey.is_correct(record["answer"], prompt.key)}
+    return {"id": prompt.id, **record, "correct": passkey.is_correct(record["answer"], prompt.key)}
 
 
 def _plan_names(paths: list[str]) -> dict[str, str]:
@@ -291,20 +256,18 @@ def _curves(rows: list[dict[str, Any]], with_passkeys: bool) -> list[dict[str, A
         chosen = sorted(chosen, key=lambda row: row[key])
         if len({row[key] for row in chosen}) < 2:
             continue
-        for measure, interval in measures:
-            ends = [row[interval] for row in chosen]
-            known = all(end is not None for end in ends)
-            curves.append(
-                {
-                    "title": f"{COLUMNS[measure].capitalize()} by {what}",
-                    "x_label": what,
-                    "y_label": COLUMNS[measure],
-                    "x": [row[key] for row in chosen],
-                    "y": [row[measure] for row in chosen],
-                    "low": [end[0] for end in ends] if known else None,
-                    "high": [end[1] for end in ends] if known else None,
-                    "labels": [row["setting"] for row in chosen],
-                    "reference": dense[measure],
-                }
+        curves += [
+            curve(
+                chosen,
+                key,
+                measure,
+                interval,
+                title=f"{COLUMNS[measure].capitalize()} by {what}",
+                x_label=what,
+                y_label=COLUMNS[measure],
+                labels=[row["setting"] for row in chosen],
+                reference=dense[measure],
             )
+            for measure, interval in measures
+        ]
     return curves

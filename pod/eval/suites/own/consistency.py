@@ -5,17 +5,20 @@ the same when the model uses only its nearest tokens. For every other method the
 not say whether the window cuts the text or the attention of every layer; `restrict` offers both.
 """
 
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
-
-from pod.eval.answer.agreement import predict_by_decode, predict_by_forward, predict_by_window
-from pod.eval.answer.methods import Method
-from pod.eval.answer.store import Shelf, key_of
+from pod.eval import answer
+from pod.eval.answer.store import key_of
 from pod.eval.judge.intervals import score_mean
-from pod.eval.suites.base import Span, Task, in_batches, prompt_hash, scored_payload
-from pod.eval.suites.text import load_text
+from pod.eval.suites.base import Span, Task, in_batches, scored_payload
+from pod.eval.suites.text import load_text, text_sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pod.eval.answer.methods import Method
+    from pod.eval.answer.store import Shelf
 
 _WHERE = "eval.task_options.consistency"
 
@@ -70,14 +73,7 @@ class Consistency(Task):
             raise ValueError(
                 f"{_WHERE}.length is {options.length} and the dense model reads {limit}: lower it"
             )
-        asked = replace(
-            run.recipe.eval,
-            text=options.text or run.recipe.eval.text,
-            text_length=options.length,
-            text_sequences=options.sequences,
-            min_context=2,
-        )
-        self.text = load_text(replace(run.recipe, eval=asked), run.tokenizer)
+        self.text = load_text(run.recipe, run.tokenizer, options.text, options.length, options.sequences)
 
     def spans(self) -> list[Span]:
         return [Span(self.options.length - 1, self.options.predictions)]
@@ -85,7 +81,7 @@ class Consistency(Task):
     def longest(self) -> int:
         return self.options.length
 
-    def token_counts(self, method: Method) -> tuple[int, int]:
+    def token_counts(self, method: "Method") -> tuple[int, int]:
         """(prompt tokens, decode steps of a batch) that a method takes, the dense reference included."""
         options = self.options
         prompt = 2 * options.length
@@ -96,11 +92,11 @@ class Consistency(Task):
         batches = -(-options.sequences // self.args.batch_size)
         return options.sequences * prompt, 0 if self._one_shot(method) else batches * options.predictions
 
-    def _one_shot(self, method: Method) -> bool:
+    def _one_shot(self, method: "Method") -> bool:
         """Whether one forward predicts what the decode path does: not with options such as the gate skip `tau`."""
         return method.one_shot and not self.args.method_options.get(method.name)
 
-    def measure(self, method: Method, shelf: Shelf) -> dict[str, Any]:
+    def measure(self, method: "Method", shelf: "Shelf") -> dict[str, Any]:
         options, span = self.options, self.spans()[0]
         budget = self.run.budget(method, span.length, span.fed)
         room, dense = self.run.room(method, span.length, span.fed), self.run.models.identity("dense")
@@ -114,45 +110,40 @@ class Consistency(Task):
             compute=lambda rows: self._compare(method, rows),
         )
         samples = [
-            {
-                "id": str(number),
-                "prompt_tokens": options.length - options.predictions,
-                "prompt_hash": prompt_hash(self.text[number].tolist()),
-                "budget_tokens": budget,
-                **record,
-            }
+            text_sample(number, self.text[number].tolist(), budget_tokens=budget, **record)
+            | {"prompt_tokens": options.length - options.predictions}
             for number, record in enumerate(records)
         ]
         return self._payload(method, samples)
 
-    def _compare(self, method: Method, numbers: list[int]) -> list[dict[str, Any]]:
+    def _compare(self, method: "Method", numbers: list[int]) -> list[dict[str, Any]]:
         """A record per text: share of identical predictions, for `full` also by window; bytes."""
         dense, last = self.run.models.get("dense"), self.options.predictions
         rows = self.text[numbers].to(next(dense.parameters()).device)
-        reference = predict_by_forward(dense, rows, last)
+        reference = answer.agreement.predict_by_forward(dense, rows, last)
         held = None
         windows: list[list[float]] = [[] for _ in numbers]
         if method.name == "full":
             own = reference
             windows = self._by_window(dense, rows, reference)
         elif self._one_shot(method):
-            own = predict_by_forward(self.run.models.get(method.model), rows, last)
+            own = answer.agreement.predict_by_forward(self.run.models.get(method.model), rows, last)
         else:
             span = self.spans()[0]
             cache, _ = self.run.cache(method, span.length, span.fed)
-            own = predict_by_decode(self.run.models.get(method.model), cache, rows, last)
+            own = answer.agreement.predict_by_decode(self.run.models.get(method.model), cache, rows, last)
             held = cache.nbytes // len(rows)
         return [
             {"score": score, "windows": by_window, "bytes": held}
             for score, by_window in zip(_same(own, reference), windows, strict=True)
         ]
 
-    def _by_window(self, dense: Any, rows: Tensor, reference: Tensor) -> list[list[float]]:
+    def _by_window(self, dense: Any, rows: "Tensor", reference: "Tensor") -> list[list[float]]:
         """Share of identical predictions by window, per text."""
         options = self.options
         shares = [
             _same(
-                predict_by_window(
+                answer.agreement.predict_by_window(
                     dense, rows, options.predictions, window, options.restrict, self.args.batch_size
                 ),
                 reference,
@@ -161,7 +152,7 @@ class Consistency(Task):
         ]
         return [[share[row] for share in shares] for row in range(len(rows))]
 
-    def _payload(self, method: Method, records: list[dict[str, Any]]) -> dict[str, Any]:
+    def _payload(self, method: "Method", records: list[dict[str, Any]]) -> dict[str, Any]:
         options, span = self.options, self.spans()[0]
         held = [record["bytes"] for record in records if record["bytes"] is not None]
         more = self._windows(records) if method.name == "full" else {}
@@ -208,6 +199,6 @@ class Consistency(Task):
         }
 
 
-def _same(left: Tensor, right: Tensor) -> list[float]:
+def _same(left: "Tensor", right: "Tensor") -> list[float]:
     """Share of equal predictions per row of [B, n]."""
     return (left == right).double().mean(dim=1).tolist()

@@ -5,15 +5,19 @@ by the prompt's end cannot know what later questions need. Here the prompt ends 
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pod.eval.answer import reading
-from pod.eval.answer.methods import Method
-from pod.eval.answer.store import Shelf, key_of
+from pod.eval import answer
+from pod.eval.answer.store import key_of
 from pod.eval.judge.intervals import clusters_of, share
-from pod.eval.suites.base import Span, Task, in_batches, prompt_hash, scored_payload
+from pod.eval.suites.base import prompt_hash, scored_payload
+from pod.eval.suites.grid import GridTask, cells_of
 from pod.eval.suites.haystack import ASK, Haystack, load_sentences, make_frame, start_of
-from pod.eval.suites.own.niah import cells_of, facts, recall
+from pod.eval.suites.own.niah import facts, recall
+
+if TYPE_CHECKING:
+    from pod.eval.answer.methods import Method
+    from pod.eval.answer.store import Shelf
 
 PEOPLE = (
     "Mary", "Bob", "Alice", "John", "Emma", "Peter", "Laura", "Frank", "Helen", "Oscar", "Nina", "Victor",
@@ -85,7 +89,7 @@ class Document:
         return max(map(len, self.questions))
 
 
-class MultiQuery(Task):
+class MultiQuery(GridTask):
     """Greedy answers behind one compressed cache per text; a sample is a question."""
 
     name = "multi_query"
@@ -100,33 +104,20 @@ class MultiQuery(Task):
             for length in options.lengths
             for sample in range(options.samples)
         ]
-        self.span = {length: self._span(length) for length in options.lengths}
+        # a question is a prompt: methods compress again behind it, so that only new tokens come on top
+        self.plan(self.documents, lambda d: len(d.prompt) + d.asked, options.new_tokens)
 
-    def _span(self, length: int) -> Span:
-        same = [document for document in self.documents if document.length == length]
-        longest = max(len(document.prompt) + document.asked for document in same)
-        # a question is a prompt: methods compress again behind it, so that only new tokens come on top; the last is never fed
-        return Span(longest + self.options.new_tokens - 1, self.options.new_tokens)
-
-    def spans(self) -> list[Span]:
-        return list(self.span.values())
-
-    def token_counts(self, method: Method) -> tuple[int, int]:
+    def token_counts(self, method: "Method") -> tuple[int, int]:
         """(prompt tokens, decode steps of a batch) that a method takes."""
         prompt = sum(len(d.prompt) + sum(map(len, d.questions)) for d in self.documents)
-        steps = len(self._batches(self.documents)) * self.options.questions * self.options.new_tokens
-        return prompt, steps
+        return prompt, len(self.batches(self.documents)) * self.options.questions * self.new_tokens
 
-    def measure(self, method: Method, shelf: Shelf) -> dict[str, Any]:
-        options = self.options
-        budgets = {length: self.run.budget(method, at.length, at.fed) for length, at in self.span.items()}
-        rooms = {length: self.run.room(method, at.length, at.fed) for length, at in self.span.items()}
+    def measure(self, method: "Method", shelf: "Shelf") -> dict[str, Any]:
+        options, budgets, rooms = self.options, self.budgets(method), self.rooms(method)
         records = shelf.answers(
             self.documents,
-            key=lambda document: key_of(
-                "questions", document.prompt, document.questions, options.new_tokens, rooms[document.length]
-            ),
-            batches=self._batches,
+            key=lambda d: key_of("questions", d.prompt, d.questions, self.new_tokens, rooms[d.length]),
+            batches=self.batches,
             compute=lambda batch: self._answer(method, batch),
         )
         samples = [
@@ -138,7 +129,7 @@ class MultiQuery(Task):
             "binary",
             "accuracy",
             samples,
-            bytes_rows=self._bytes(samples),
+            bytes_rows=self.bytes_rows(samples),
             settings={
                 "format": "chat template" if options.chat_template else "plain text",
                 "questions": options.questions,
@@ -146,32 +137,24 @@ class MultiQuery(Task):
                 if options.question_in_prompt
                 else "before any question",
                 "haystack": options.haystack or "Paul Graham's essays",
-                "new_tokens": options.new_tokens,
+                "new_tokens": self.new_tokens,
             },
             metrics=_by_turn(samples) if options.question_in_prompt else {},
             cells=cells_of(samples),
         )
 
-    def _batches(self, documents: list[Document]) -> list[list[Document]]:
-        """Batches of one asked-for length."""
-        size, batches = self.args.batch_size, []
-        for length in self.options.lengths:
-            batches += in_batches([one for one in documents if one.length == length], size)
-        return batches
-
-    def _answer(self, method: Method, batch: list[Document]) -> list[dict[str, Any]]:
+    def _answer(self, method: "Method", batch: list[Document]) -> list[dict[str, Any]]:
         """A record per text: answers, bytes per text after each."""
-        run, span = self.run, self.span[batch[0].length]
-        model = run.models.get(method.model)
-        cache, _ = run.cache(method, span.length, span.fed)
-        mask = reading.read_prompts(model, cache, [d.prompt for d in batch], reading.pad_id(run.tokenizer))
+        reading, tokenizer = answer.reading, self.run.tokenizer
+        model, cache = self.run.models.get(method.model), self.cache(method, batch[0].length)
+        mask = reading.read_prompts(model, cache, [d.prompt for d in batch], reading.pad_id(tokenizer))
         records: list[dict[str, Any]] = [{"answers": [], "bytes": []} for _ in batch]
         for number in range(self.options.questions):
             copy = reading.branch(cache)
             rows = [document.questions[number] for document in batch]
-            answers = reading.answer_behind(model, run.tokenizer, copy, mask, rows, self.options.new_tokens)
-            for record, answer in zip(records, answers, strict=True):
-                record["answers"].append(answer)
+            said = reading.answer_behind(model, tokenizer, copy, mask, rows, self.new_tokens)
+            for record, text in zip(records, said, strict=True):
+                record["answers"].append(text)
                 record["bytes"].append(copy.nbytes // len(batch))
         return records
 
@@ -181,7 +164,7 @@ class MultiQuery(Task):
             {
                 "id": f"{document.length}/{document.sample}/{number}",
                 "cluster": f"{document.length}/{document.sample}",
-                "score": recall(answer, (value,)),
+                "score": recall(said, (value,)),
                 "length": document.length,
                 "depth": depth,
                 "sample": document.sample,
@@ -189,20 +172,11 @@ class MultiQuery(Task):
                 "prompt_tokens": len(document.prompt) + len(document.questions[number]),
                 "prompt_hash": prompt_hash([*document.prompt, *document.questions[number]]),
                 "target": value,
-                "answer": answer,
+                "answer": said,
                 "bytes": held,
             }
-            for number, (value, depth, answer, held) in enumerate(rows)
+            for number, (value, depth, said, held) in enumerate(rows)
         ]
-
-    def _bytes(self, samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        rows = []
-        for length, span in self.span.items():
-            found = [sample for sample in samples if sample["length"] == length]
-            held = [sample["bytes"] for sample in found]
-            stated = self.run.stated_bytes(span.length, found[0]["budget_tokens"], held)
-            rows.append({"prompt_length": length, **stated})
-        return rows
 
 
 def make_document(

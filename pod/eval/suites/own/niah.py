@@ -8,15 +8,19 @@ as in FranxYao/Long-Context-Data-Engineering, from which PoD, D2O and RazorAtten
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pod.eval.answer import reading
-from pod.eval.answer.methods import Method
-from pod.eval.answer.store import Shelf
-from pod.eval.suites.base import Span, Task, in_batches, prompt_hash, scored_payload
+from pod.eval import answer
+from pod.eval.suites.base import scored_payload
+from pod.eval.suites.grid import Prompt, PromptTask, cells_of
 from pod.eval.suites.haystack import Haystack, load_sentences, make_frame, numbers_in, spread_depths, start_of
 from pod.eval.suites.words import rouge_scorer
+
+if TYPE_CHECKING:
+    from pod.eval.answer.methods import Method
+    from pod.eval.answer.store import Shelf
 
 CITIES = (
     "Paris", "London", "Tokyo", "Berlin", "Madrid", "Rome", "Oslo", "Cairo", "Lima", "Delhi", "Seoul",
@@ -29,20 +33,11 @@ STATEMENT_QUESTION = "What is the best thing to do in San Francisco?"
 
 
 @dataclass(frozen=True)
-class NeedlePrompt:
-    """One prompt: what was asked for (length in tokens, depth in [0, 1], sample number) and what came of it.
+class NeedlePrompt(Prompt):
+    """A prompt, names and values of its hidden facts; for `statement` no name and the sentence."""
 
-    names, values: of the hidden facts; for `statement` no name and the sentence. num_asked: tokens of the question, as of a passkey's.
-    """
-
-    length: int
-    depth: float
-    sample: int
     names: tuple[str, ...]
     values: tuple[str, ...]
-    text: str
-    token_ids: tuple[int, ...]
-    num_asked: int = 0
 
 
 def make_needle_prompts(
@@ -71,8 +66,10 @@ def make_needle_prompts(
         text = haystack.fitted(tokenizer, frame, lines or [STATEMENT], depths, length)
         ids = tuple(frame.encode(tokenizer, text))
         start = 0 if question_aware else len(text) - len(frame.after)
-        asked = reading.tokens_from(lambda part, frame=frame: frame.encode(tokenizer, part), text, start)
-        prompts.append(NeedlePrompt(length, depth, sample, names, values or (STATEMENT,), text, ids, asked))
+        asked = answer.reading.tokens_from(
+            lambda part, frame=frame: frame.encode(tokenizer, part), text, start
+        )
+        prompts.append(NeedlePrompt(length, depth, sample, text, ids, asked, names, values or (STATEMENT,)))
     return prompts
 
 
@@ -93,19 +90,17 @@ def _question(names: tuple[str, ...]) -> tuple[str, str]:
     return f"What are the special magic numbers of {listed}?", f"The special magic numbers of {listed} are:"
 
 
-def recall(answer: str, values: tuple[str, ...]) -> float:
-    """Share of the numbers `values` that stand in the answer as whole numbers."""
-    named = set(numbers_in(answer))
+def recall(said: str, values: tuple[str, ...]) -> float:
+    """Share of the numbers `values` that stand in an answer as whole numbers."""
+    named = set(numbers_in(said))
     return sum(value in named for value in values) / len(values)
 
 
-def statement_score(answer: str) -> float:
-    """ROUGE-1 F of the answer's text against the hidden statement, stemmed, 0 to 1."""
-    return (
-        float(rouge_scorer("rouge1", use_stemmer=True).score(STATEMENT, answer)["rouge1"].fmeasure)
-        if answer.strip()
-        else 0.0
-    )
+def statement_score(said: str) -> float:
+    """ROUGE-1 F of an answer's text against the hidden statement, stemmed, 0 to 1."""
+    if not said.strip():
+        return 0.0
+    return float(rouge_scorer("rouge1", use_stemmer=True).score(STATEMENT, said)["rouge1"].fmeasure)
 
 
 _TOKENS_PER_NUMBER, _TOKENS_OF_STATEMENT = 12, 48
@@ -160,12 +155,13 @@ class NiahOptions:
             raise ValueError(f"new_tokens is {self.new_tokens}, allowed are 1 and more")
 
 
-class Niah(Task):
-    """Greedy answers through the method's cache; a sample's budget follows from its asked-for length."""
+class Niah(PromptTask):
+    """Greedy answers through the method's cache, scored by recall or by ROUGE."""
 
     name = "niah"
     title = "needle in a haystack"
     Options = NiahOptions
+    prompts: Sequence[NeedlePrompt]
 
     def __init__(self, run: Any, options: NiahOptions):
         super().__init__(run, options)
@@ -182,97 +178,28 @@ class Niah(Task):
             run.args.question_aware,
         )
         default = _TOKENS_PER_NUMBER * options.needles if options.form == "number" else _TOKENS_OF_STATEMENT
-        self.new_tokens = options.new_tokens or default
-        # the last new token is never fed
-        self.held_length = {
-            n: max(len(p.token_ids) for p in self.prompts if p.length == n) + self.new_tokens - 1
-            for n in options.lengths
-        }
+        self.plan(self.prompts, lambda prompt: len(prompt.token_ids), options.new_tokens or default)
 
-    def spans(self) -> list[Span]:
-        return [Span(length, self.new_tokens) for length in self.held_length.values()]
+    def judge(self, prompt: NeedlePrompt, said: str) -> dict[str, Any]:
+        number = self.options.form == "number"
+        score = recall(said, prompt.values) if number else statement_score(said)
+        return {"score": score, "target": list(prompt.values)}
 
-    def token_counts(self, method: Method) -> tuple[int, int]:
-        """(prompt tokens, decode steps of a batch) that a method takes."""
-        batches = len(self._batches(self.prompts))
-        return sum(len(prompt.token_ids) for prompt in self.prompts), batches * self.new_tokens
-
-    def measure(self, method: Method, shelf: Shelf) -> dict[str, Any]:
-        budgets = {n: self.run.budget(method, held, self.new_tokens) for n, held in self.held_length.items()}
-        rooms = {n: self.run.room(method, held, self.new_tokens) for n, held in self.held_length.items()}
-        answers = shelf.answers(
-            self.prompts,
-            key=lambda prompt: reading.key_of_prompt(prompt, self.new_tokens, rooms[prompt.length]),
-            batches=self._batches,
-            compute=lambda batch: self._answer(method, batch),
-        )
-        pairs, options = zip(self.prompts, answers, strict=True), self.options
-        records = [self._record(prompt, said, budgets[prompt.length]) for prompt, said in pairs]
+    def measure(self, method: "Method", shelf: "Shelf") -> dict[str, Any]:
+        records, options = self.records(method, shelf), self.options
         return scored_payload(
             "binary" if options.form == "number" and options.needles == 1 else "score",
             "needle recall" if options.form == "number" else "ROUGE-1",
             records,
-            bytes_rows=self._bytes(records),
+            bytes_rows=self.bytes_rows(records),
             settings={
                 "format": "chat template" if options.chat_template else "plain text",
                 "form": options.form,
                 "needles": options.needles,
                 "haystack": options.haystack or "Paul Graham's essays",
-                "question": self.run.args.asked_when(),
+                "question": self.args.asked_when(),
                 "new_tokens": self.new_tokens,
             },
             prompts=len(records),
             cells=cells_of(records),
         )
-
-    def _bytes(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        rows = []
-        for length, held in self.held_length.items():
-            found = [record for record in records if record["length"] == length]
-            stated = self.run.stated_bytes(held, found[0]["budget_tokens"], [row["bytes"] for row in found])
-            rows.append({"prompt_length": length, **stated})
-        return rows
-
-    def _batches(self, prompts: list[NeedlePrompt]) -> list[list[NeedlePrompt]]:
-        """Batches of one asked-for length."""
-        size, batches = self.args.batch_size, []
-        for length in self.options.lengths:
-            batches += in_batches([prompt for prompt in prompts if prompt.length == length], size)
-        return batches
-
-    def _answer(self, method: Method, batch: list[NeedlePrompt]) -> list[dict[str, Any]]:
-        run = self.run
-        model = run.models.get(method.model)
-        cache, _ = run.cache(method, self.held_length[batch[0].length], self.new_tokens)
-        return reading.answers(model, run.tokenizer, cache, batch, self.new_tokens)
-
-    def _record(self, prompt: NeedlePrompt, said: dict[str, Any], budget: int | None) -> dict[str, Any]:
-        number, answer = self.options.form == "number", said["answer"]
-        score = recall(answer, prompt.values) if number else statement_score(answer)
-        return {
-            "id": _id(prompt),
-            "score": score,
-            "length": prompt.length,
-            "depth": prompt.depth,
-            "sample": prompt.sample,
-            "prompt_tokens": len(prompt.token_ids),
-            "prompt_hash": prompt_hash(prompt.text),
-            "target": list(prompt.values),
-            "budget_tokens": budget,
-            **said,
-        }
-
-
-def _id(prompt: NeedlePrompt) -> str:
-    return f"{prompt.length}/{prompt.depth}/{prompt.sample}"
-
-
-def cells_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mean score and number of prompts per (length, depth), for the heat map, in the order of the samples."""
-    found: dict[tuple[int, float], list[float]] = {}
-    for record in records:
-        found.setdefault((record["length"], record["depth"]), []).append(record["score"])
-    return [
-        {"length": length, "depth": depth, "value": sum(scores) / len(scores), "count": len(scores)}
-        for (length, depth), scores in found.items()
-    ]

@@ -5,13 +5,18 @@ A prompt is correct when the first number in the answer is the key, which is Inf
 
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pod.eval.answer import reading
-from pod.eval.answer.methods import Method
-from pod.eval.answer.store import Shelf
-from pod.eval.suites.base import Span, Task, in_batches, prompt_hash, scored_payload
+from pod.eval import answer
+from pod.eval.suites import grid
+from pod.eval.suites.base import scored_payload
+
+if TYPE_CHECKING:
+    from pod.eval.answer.methods import Method
+    from pod.eval.answer.store import Shelf
+    from pod.eval.runner import Evaluation
 
 TASK = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -24,19 +29,10 @@ ANSWER = "The pass key is"  # the answer's beginning is given: what is tested is
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """One passkey prompt: what was asked for (length in tokens, depth in [0, 1], sample number) and what came of it.
+class Prompt(grid.Prompt):
+    """A prompt and the key that is hidden in it."""
 
-    num_asked: tokens of the question, which is put when the text before it is compressed; 0: methods see it before.
-    """
-
-    length: int
-    depth: float
-    sample: int
     key: str
-    text: str
-    token_ids: tuple[int, ...]
-    num_asked: int = 0
 
 
 def make_prompts(
@@ -68,8 +64,10 @@ def make_prompts(
                 text = render(tokenizer, key, lines, depth, chat_template)
                 ids = tuple(encode(tokenizer, text, chat_template))
                 start = 0 if question_aware else text.rindex(QUESTION)
-                asked = reading.tokens_from(lambda part: encode(tokenizer, part, chat_template), text, start)
-                prompts.append(Prompt(length, depth, sample, key, text, ids, asked))
+                asked = answer.reading.tokens_from(
+                    lambda part: encode(tokenizer, part, chat_template), text, start
+                )
+                prompts.append(Prompt(length, depth, sample, text, ids, asked, key))
     return prompts
 
 
@@ -94,9 +92,9 @@ def encode(tokenizer: Any, text: str, chat_template: bool = False) -> list[int]:
     return list(tokenizer(text, add_special_tokens=not chat_template)["input_ids"])
 
 
-def is_correct(answer: str, key: str) -> bool:
+def is_correct(said: str, key: str) -> bool:
     """Whether the first run of digits in the answer is the key."""
-    number = re.search(r"[0-9]+", answer)
+    number = re.search(r"[0-9]+", said)
     return number is not None and number.group() == key
 
 
@@ -118,105 +116,55 @@ def _filler_that_fits(tokenizer: Any, length: int, chat_template: bool) -> int:
     return low
 
 
-class Passkey(Task):
-    """Every length × depth × sample, greedy answers through the method's cache, bytes held at the end of generation."""
+def prompts_of(run: "Evaluation") -> list[Prompt]:
+    """The prompts that the recipe asks for (`eval.passkey_…`)."""
+    args = run.args
+    return make_prompts(
+        run.tokenizer,
+        args.passkey_lengths,
+        args.passkey_depths,
+        args.passkey_samples,
+        run.recipe.seed,
+        args.passkey_chat_template,
+        args.question_aware,
+    )
+
+
+class Passkey(grid.PromptTask):
+    """Every length × depth × sample, greedy answers, bytes held at the end of generation."""
 
     name = "passkey"
     title = "passkey"
+    prompts: Sequence[Prompt]
 
     def __init__(self, run: Any, options: Any):
         super().__init__(run, options)
-        args = self.args
-        self.prompts = make_prompts(
-            run.tokenizer,
-            args.passkey_lengths,
-            args.passkey_depths,
-            args.passkey_samples,
-            run.recipe.seed,
-            args.passkey_chat_template,
-            args.question_aware,
-        )
-        self.held_length = {
-            length: self._answered(max(len(p.token_ids) for p in self.prompts if p.length == length))
-            for length in args.passkey_lengths
-        }
-
-    def _answered(self, tokens: int) -> int:
-        """Tokens in the cache after a prompt is answered; the last new token is never fed."""
-        return tokens + self.args.passkey_new_tokens - 1
-
-    def spans(self) -> list[Span]:
-        return [Span(length, self.args.passkey_new_tokens) for length in self.held_length.values()]
+        self.prompts = prompts_of(run)
+        self.plan(self.prompts, lambda prompt: len(prompt.token_ids), self.args.passkey_new_tokens)
 
     def longest(self) -> int:
-        return max(self.args.passkey_lengths) + self.args.passkey_new_tokens
+        return max(self.args.passkey_lengths) + self.new_tokens
 
-    def measure(self, method: Method, shelf: Shelf) -> dict[str, Any]:
-        new_tokens = self.args.passkey_new_tokens
-        budgets = {n: self.run.budget(method, held, new_tokens) for n, held in self.held_length.items()}
-        rooms = {n: self.run.room(method, held, new_tokens) for n, held in self.held_length.items()}
-        answers = shelf.answers(
-            self.prompts,
-            key=lambda prompt: reading.key_of_prompt(prompt, new_tokens, rooms[prompt.length]),
-            batches=self._batches,
-            compute=lambda batch: self._answer(method, batch),
-        )
-        records = [_record(p, a, budgets[p.length]) for p, a in zip(self.prompts, answers, strict=True)]
-        held = {}
-        for record in records:
-            rows = [row for row in records if row["length"] == record["length"]]
-            held[record["length"]] = self.run.stated_bytes(
-                self.held_length[record["length"]],
-                record["budget_tokens"],
-                [row["bytes"] for row in rows],
-            )
-        correct = sum(record["correct"] for record in records)
-        args = self.args
+    def judge(self, prompt: Prompt, said: str) -> dict[str, Any]:
+        correct = is_correct(said, prompt.key)
+        return {"score": float(correct), "target": prompt.key, "correct": correct}
+
+    def measure(self, method: "Method", shelf: "Shelf") -> dict[str, Any]:
+        records, args = self.records(method, shelf), self.args
         return scored_payload(
             "binary",
             "accuracy",
             records,
-            bytes_rows=[{"prompt_length": length, **row} for length, row in held.items()],
+            bytes_rows=self.bytes_rows(records),
             settings={
                 "format": "chat template" if args.passkey_chat_template else "plain text",
-                "question": self.run.args.asked_when(),
-                "new_tokens": args.passkey_new_tokens,
+                "question": args.asked_when(),
+                "new_tokens": self.new_tokens,
             },
             prompts=len(records),
-            correct=correct,
+            correct=sum(record["correct"] for record in records),
             cells=_cells(records),
         )
-
-    def _batches(self, prompts: list[Prompt]) -> list[list[Prompt]]:
-        """Batches of one asked-for length."""
-        size, batches = self.args.batch_size, []
-        for length in self.args.passkey_lengths:
-            batches += in_batches([prompt for prompt in prompts if prompt.length == length], size)
-        return batches
-
-    def _answer(self, method: Method, batch: list[Prompt]) -> list[dict[str, Any]]:
-        """What is said to each prompt. The budget depends on the asked-for length only, so that an answer does not depend on its batch."""
-        run, new_tokens = self.run, self.args.passkey_new_tokens
-        model = run.models.get(method.model)
-        cache, _ = run.cache(method, self.held_length[batch[0].length], new_tokens)
-        return reading.answers(model, run.tokenizer, cache, batch, new_tokens)
-
-
-def _record(prompt: Prompt, said: dict[str, Any], budget: int | None) -> dict[str, Any]:
-    correct = is_correct(said["answer"], prompt.key)
-    return {
-        "id": f"{prompt.length}/{prompt.depth}/{prompt.sample}",
-        "score": float(correct),
-        "length": prompt.length,
-        "depth": prompt.depth,
-        "sample": prompt.sample,
-        "prompt_tokens": len(prompt.token_ids),
-        "prompt_hash": prompt_hash(prompt.text),
-        "target": prompt.key,
-        "correct": correct,
-        "budget_tokens": budget,
-        **said,
-    }
 
 
 def _cells(records: list[dict]) -> list[dict[str, Any]]:

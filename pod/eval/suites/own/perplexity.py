@@ -1,17 +1,20 @@
 """Perplexity by position, of text that training never saw (`pod.eval.answer.perplexity` says how it is scored)."""
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from pod.eval.answer import perplexity
-from pod.eval.answer.methods import Method
-from pod.eval.answer.store import Shelf, key_of
+from pod.eval import answer
+from pod.eval.answer.store import key_of
 from pod.eval.judge.verdicts import perplexity_of
-from pod.eval.suites.base import Span, Task, in_batches, perplexity_result, prompt_hash
+from pod.eval.suites.base import Span, Task, in_batches, perplexity_result
 from pod.eval.suites.buckets import position_buckets
-from pod.eval.suites.text import load_text
+from pod.eval.suites.text import load_text, text_sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pod.eval.answer.methods import Method
+    from pod.eval.answer.store import Shelf
 
 _CHECKED_TOKENS = (
     8  # tokens that a method scored in one pass also decodes, to compare the two on the real model
@@ -36,7 +39,7 @@ class Perplexity(Task):
     def longest(self) -> int:
         return self.args.text_length
 
-    def measure(self, method: Method, shelf: Shelf) -> dict[str, Any]:
+    def measure(self, method: "Method", shelf: "Shelf") -> dict[str, Any]:
         budgets = [self.run.budget(method, bucket.held_length, bucket.scored) for bucket in self.buckets]
         asked = [[b.first, b.end, self.run.room(method, b.held_length, b.scored)] for b in self.buckets]
         records = shelf.answers(
@@ -51,22 +54,22 @@ class Perplexity(Task):
             **self._payload(records, budgets),
         }
 
-    def _rows(self, method: Method, numbers: list[int]) -> Tensor:
+    def _rows(self, method: "Method", numbers: list[int]) -> "Tensor":
         """Texts on the model's device."""
         return self.text[numbers].to(next(self.run.models.get(method.model).parameters()).device)
 
-    def _score(self, method: Method, rows: Tensor) -> list[dict[str, Any]]:
+    def _score(self, method: "Method", rows: "Tensor") -> list[dict[str, Any]]:
         """A record per sequence: summed NLL (nats) and bytes of each bucket."""
         model = self.run.models.get(method.model)
         records: list[dict[str, Any]] = [{"sums": [], "held": []} for _ in rows]
-        by_bucket = perplexity.score_by_forward(model, rows, self.buckets) if method.one_shot else None
+        by_bucket = answer.perplexity.score_by_forward(model, rows, self.buckets) if method.one_shot else None
         for index, bucket in enumerate(self.buckets):
             held = None
             if by_bucket is not None:
                 nll = by_bucket[index]
             else:
                 cache, _ = self.run.cache(method, bucket.held_length, bucket.scored)
-                nll = perplexity.score_by_decode(model, cache, rows, bucket)
+                nll = answer.perplexity.score_by_decode(model, cache, rows, bucket)
                 held = cache.nbytes // len(rows)
             for record, total in zip(records, nll.double().sum(dim=1).tolist(), strict=True):
                 record["sums"].append(total)
@@ -87,14 +90,13 @@ class Perplexity(Task):
         return {
             **perplexity_result(total["perplexity"], total["ci95"]),
             "samples": [
-                {
-                    "id": str(number),
-                    "score": sum(record["sums"]),
-                    "tokens": tokens,
-                    "prompt_hash": prompt_hash(self.text[number].tolist()),
-                    "prompt_tokens": self.args.text_length,
-                    "buckets": record["sums"],
-                }
+                text_sample(
+                    number,
+                    self.text[number].tolist(),
+                    score=sum(record["sums"]),
+                    tokens=tokens,
+                    buckets=record["sums"],
+                )
                 for number, record in enumerate(records)
             ],
             "bytes": [row["bytes"] for row in rows],
@@ -103,7 +105,7 @@ class Perplexity(Task):
             "total": total,
         }
 
-    def _check_decode_path(self, method: Method, shelf: Shelf) -> dict[str, Any]:
+    def _check_decode_path(self, method: "Method", shelf: "Shelf") -> dict[str, Any]:
         """The proof on this very model that one pass equals the decode path: the end of the shortest bucket with distant tokens."""
         return shelf.answers(
             [0],
@@ -112,7 +114,7 @@ class Perplexity(Task):
             compute=lambda rows: [self._forward_error(method, self._rows(method, rows))],
         )[0]
 
-    def _forward_error(self, method: Method, row: Tensor) -> dict[str, Any]:
+    def _forward_error(self, method: "Method", row: "Tensor") -> dict[str, Any]:
         model = self.run.models.get(method.model)
         window = model.config.num_sink_tokens + model.config.num_recent_tokens
         bucket = next((bucket for bucket in self.buckets if bucket.end > 1.5 * window), self.buckets[-1])
@@ -120,5 +122,7 @@ class Perplexity(Task):
         return {
             "tokens": min(_CHECKED_TOKENS, bucket.scored),
             "length": bucket.end,
-            "max_abs_difference_nats": perplexity.forward_error(model, cache, row, bucket, _CHECKED_TOKENS),
+            "max_abs_difference_nats": answer.perplexity.forward_error(
+                model, cache, row, bucket, _CHECKED_TOKENS
+            ),
         }

@@ -4,17 +4,21 @@ Any long text will do: files of PG-19's test books in `text`, else what perplexi
 """
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from pod.eval.answer.methods import Method
-from pod.eval.answer.store import Shelf, key_of
-from pod.eval.answer.streaming import UNBOUNDED, Stream, chunk_of, make_stream, stream_nll
+from pod.eval import answer
+from pod.eval.answer.store import key_of
 from pod.eval.judge.verdicts import perplexity_of
-from pod.eval.suites.base import Span, Task, in_batches, perplexity_result, prompt_hash
-from pod.eval.suites.text import load_text
+from pod.eval.suites.base import Span, Task, in_batches, perplexity_result
+from pod.eval.suites.text import load_text, text_sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pod.eval.answer.methods import Method
+    from pod.eval.answer.store import Shelf
+    from pod.eval.answer.streaming import Stream
 
 
 @dataclass(kw_only=True)
@@ -62,14 +66,7 @@ class StreamNll(Task):
 
     def __init__(self, run: Any, options: StreamNllOptions):
         super().__init__(run, options)
-        asked = replace(
-            run.recipe.eval,
-            text=options.text or run.recipe.eval.text,
-            text_length=options.length,
-            text_sequences=options.sequences,
-            min_context=2,
-        )
-        self.text = load_text(replace(run.recipe, eval=asked), run.tokenizer)
+        self.text = load_text(run.recipe, run.tokenizer, options.text, options.length, options.sequences)
         limits = [limit for kind in run.models.kinds if (limit := run.models.limit(kind)) is not None]
         self.limit = min(limits, default=options.length)
         self.common = min(options.length, self.limit)
@@ -78,7 +75,9 @@ class StreamNll(Task):
                 f"eval.task_options.stream_nll.prompt_tokens is {options.prompt_tokens} and the model reads {self.limit} tokens: "
                 "lower it"
             )
-        self.stream = make_stream(options.prompt_tokens, options.length, options.every, self.common)
+        self.stream = answer.streaming.make_stream(
+            options.prompt_tokens, options.length, options.every, self.common
+        )
 
     def spans(self) -> list[Span]:
         return [Span(self.common - 1, self.common - self.options.prompt_tokens)]
@@ -86,14 +85,14 @@ class StreamNll(Task):
     def longest(self) -> int:
         return self.common
 
-    def token_counts(self, method: Method) -> tuple[int, int]:
+    def token_counts(self, method: "Method") -> tuple[int, int]:
         """(prompt tokens, decode steps of a batch) that a method takes."""
         options, end = self.options, self._end(method)
         behind, chunked = end - options.prompt_tokens, self._chunk(method) > 1
         prompt = options.sequences * (end if chunked else options.prompt_tokens)
         return prompt, 0 if chunked else behind * -(-options.sequences // self.args.batch_size)
 
-    def refuses(self, method: Method) -> str | None:
+    def refuses(self, method: "Method") -> str | None:
         if method.takes_budget and method.grows and method.budget is None:
             return (
                 f"{method.name} keeps every token behind its prompt, so it has no constant budget of PoD's bytes while a text streams; "
@@ -101,15 +100,17 @@ class StreamNll(Task):
             )
         return None
 
-    def _end(self, method: Method) -> int:
+    def _end(self, method: "Method") -> int:
         """Where a method stops (tokens)."""
-        return self.options.length if method.spec in UNBOUNDED else self.common
+        return self.options.length if method.spec in answer.streaming.UNBOUNDED else self.common
 
-    def _chunk(self, method: Method) -> int:
+    def _chunk(self, method: "Method") -> int:
         """Tokens that a method takes at once."""
-        return chunk_of(method, self.options.chunk_size, self.args.method_options.get(method.name, {}))
+        return answer.streaming.chunk_of(
+            method, self.options.chunk_size, self.args.method_options.get(method.name, {})
+        )
 
-    def measure(self, method: Method, shelf: Shelf) -> dict[str, Any]:
+    def measure(self, method: "Method", shelf: "Shelf") -> dict[str, Any]:
         span, stream = self.spans()[0], self.stream.upto(self._end(method))
         budget = self.run.budget(method, span.length, span.fed)
         asked = [stream, self._chunk(method), self.run.room(method, span.length, span.fed)]
@@ -121,14 +122,14 @@ class StreamNll(Task):
         )
         return self._payload(method, stream, records, budget)
 
-    def _score(self, method: Method, rows: Tensor) -> list[dict[str, Any]]:
+    def _score(self, method: "Method", rows: "Tensor") -> list[dict[str, Any]]:
         """A record per text: summed NLL (nats) and bytes of every interval."""
         span = self.spans()[0]
         cache, _ = self.run.cache(method, span.length, span.fed)
         stream = self.stream.upto(self._end(method))
         model = self.run.models.get(method.model)
         rows = rows.to(next(model.parameters()).device)
-        sums, held = stream_nll(model, cache, rows, stream, self._chunk(method))
+        sums, held = answer.streaming.stream_nll(model, cache, rows, stream, self._chunk(method))
         return [
             {
                 "sums": [float(total[row]) for total in sums],
@@ -138,7 +139,7 @@ class StreamNll(Task):
         ]
 
     def _payload(
-        self, method: Method, stream: Stream, records: list[dict[str, Any]], budget: int | None
+        self, method: "Method", stream: "Stream", records: list[dict[str, Any]], budget: int | None
     ) -> dict[str, Any]:
         options, shared = self.options, stream.ends.index(self.common) + 1
         tokens = self.common - options.prompt_tokens
@@ -150,15 +151,14 @@ class StreamNll(Task):
         return {
             **perplexity_result(total["perplexity"], total["ci95"]),
             "samples": [
-                {
-                    "id": str(number),
-                    "score": value,
-                    "tokens": tokens,
-                    "prompt_tokens": self.common,
-                    "prompt_hash": prompt_hash(self.text[number][: self.common].tolist()),
-                    "budget_tokens": budget,
-                    "bytes": record["held"][shared - 1],
-                }
+                text_sample(
+                    number,
+                    self.text[number][: self.common].tolist(),
+                    score=value,
+                    tokens=tokens,
+                    budget_tokens=budget,
+                    bytes=record["held"][shared - 1],
+                )
                 for number, (record, value) in enumerate(zip(records, sums, strict=True))
             ],
             "bytes": [stated],
@@ -173,20 +173,20 @@ class StreamNll(Task):
             "curves": _curves(stream, records),
         }
 
-    def _stopped(self, method: Method) -> str | None:
+    def _stopped(self, method: "Method") -> str | None:
         """Why a method did not read the whole text."""
         if self._end(method) == self.options.length:
             return None
         return f"at {self.common} of {self.options.length} tokens: the model reads no more, and positions of {method.name} grow with the text"
 
 
-def _intervals(stream: Stream) -> list[int]:
+def _intervals(stream: "Stream") -> list[int]:
     """Tokens of every interval."""
     begins = (stream.prompt, *stream.ends)
     return [end - begin for begin, end in zip(begins, stream.ends, strict=False)]
 
 
-def _beyond(stream: Stream, shared: int, records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _beyond(stream: "Stream", shared: int, records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Perplexity of what only this method read."""
     tokens = sum(_intervals(stream)[shared:])
     if not tokens:
@@ -195,7 +195,7 @@ def _beyond(stream: Stream, shared: int, records: list[dict[str, Any]]) -> dict[
     return {"perplexity beyond the model's limit": {"value": math.exp(mean), "ci95": None, "percent": False}}
 
 
-def _curves(stream: Stream, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _curves(stream: "Stream", records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Mean over texts, at the end of every interval: cumulative NLL, NLL within it, bytes per text."""
     within, cumulative, held, total, seen = [], [], [], 0.0, 0
     for index, (end, tokens) in enumerate(zip(stream.ends, _intervals(stream), strict=True)):

@@ -1,0 +1,134 @@
+"""Tasks over several lengths: greedy answers through the method's cache, records and bytes by length."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pod.eval import answer
+from pod.eval.suites.base import Span, Task, in_batches, prompt_hash
+
+if TYPE_CHECKING:
+    from pod.eval.answer.methods import Method
+    from pod.eval.answer.store import Shelf
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt: what was asked for (length in tokens, depth in [0, 1], sample number) and what came of it.
+
+    num_asked: tokens of the question, which is put when the text before it is compressed; 0: methods see it before.
+    """
+
+    length: int
+    depth: float
+    sample: int
+    text: str
+    token_ids: tuple[int, ...]
+    num_asked: int
+
+    @property
+    def id(self) -> str:
+        """Its sample's name."""
+        return f"{self.length}/{self.depth}/{self.sample}"
+
+
+class GridTask(Task):
+    """A task whose items have an asked-for `length`. Budgets and batches follow from it alone, so that an answer depends on its item only.
+
+    The constructor ends in `plan`.
+    """
+
+    def plan(self, items: Sequence[Any], tokens: Callable[[Any], int], new_tokens: int) -> None:
+        """items: in the order of their lengths; tokens: of an item's longest prompt; new_tokens: generated behind it."""
+        self.new_tokens, longest = new_tokens, dict[int, int]()
+        for item in items:
+            longest[item.length] = max(longest.get(item.length, 0), tokens(item))
+        # the last new token is never fed
+        self.span = {n: Span(held + new_tokens - 1, new_tokens) for n, held in longest.items()}
+
+    def spans(self) -> list[Span]:
+        return list(self.span.values())
+
+    def batches(self, items: list[Any]) -> list[list[Any]]:
+        """Batches of one asked-for length."""
+        return in_batches(items, self.args.batch_size, lambda item: item.length)
+
+    def budgets(self, method: "Method") -> dict[int, int | None]:
+        """Budget (tokens) by length."""
+        return {n: self.run.budget(method, span.length, span.fed) for n, span in self.span.items()}
+
+    def rooms(self, method: "Method") -> dict[int, int | None]:
+        """What caches are made with, by length."""
+        return {n: self.run.room(method, span.length, span.fed) for n, span in self.span.items()}
+
+    def cache(self, method: "Method", length: int) -> Any:
+        """A new one for items of a length."""
+        return self.run.cache(method, self.span[length].length, self.span[length].fed)[0]
+
+    def bytes_rows(self, records: list[Record]) -> list[Record]:
+        """What was held, by length."""
+        rows = []
+        for length, span in self.span.items():
+            found = [record for record in records if record["length"] == length]
+            held = [record["bytes"] for record in found]
+            stated = self.run.stated_bytes(span.length, found[0]["budget_tokens"], held)
+            rows.append({"prompt_length": length, **stated})
+        return rows
+
+
+class PromptTask(GridTask):
+    """A grid of lengths, depths and samples with one answer per prompt."""
+
+    prompts: Sequence[Prompt]
+
+    @abstractmethod
+    def judge(self, prompt: Any, said: str) -> Record:
+        """`score`, `target` and what else a record says of an answer."""
+
+    def token_counts(self, method: "Method") -> tuple[int, int]:
+        """(prompt tokens, decode steps of a batch) that a method takes."""
+        steps = len(self.batches(list(self.prompts))) * self.new_tokens
+        return sum(len(prompt.token_ids) for prompt in self.prompts), steps
+
+    def records(self, method: "Method", shelf: "Shelf") -> list[Record]:
+        """The judged answer to every prompt."""
+        budgets, rooms = self.budgets(method), self.rooms(method)
+
+        def compute(batch: list[Prompt]) -> list[Record]:
+            model, cache = self.run.models.get(method.model), self.cache(method, batch[0].length)
+            return answer.reading.answers(model, self.run.tokenizer, cache, batch, self.new_tokens)
+
+        found = shelf.answers(
+            self.prompts,
+            key=lambda prompt: answer.reading.key_of_prompt(prompt, self.new_tokens, rooms[prompt.length]),
+            batches=self.batches,
+            compute=compute,
+        )
+        return [
+            {
+                "id": prompt.id,
+                "length": prompt.length,
+                "depth": prompt.depth,
+                "sample": prompt.sample,
+                "prompt_tokens": len(prompt.token_ids),
+                "prompt_hash": prompt_hash(prompt.text),
+                "budget_tokens": budgets[prompt.length],
+                **self.judge(prompt, said["answer"]),
+                **said,
+            }
+            for prompt, said in zip(self.prompts, found, strict=True)
+        ]
+
+
+def cells_of(records: list[Record]) -> list[Record]:
+    """Mean score and number of prompts per (length, depth), for the heat map, in the order of the samples."""
+    found: dict[tuple[int, float], list[float]] = {}
+    for record in records:
+        found.setdefault((record["length"], record["depth"]), []).append(record["score"])
+    return [
+        {"length": length, "depth": depth, "value": sum(scores) / len(scores), "count": len(scores)}
+        for (length, depth), scores in found.items()
+    ]
