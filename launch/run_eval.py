@@ -45,10 +45,9 @@ class ListMethods(argparse.Action):
     """`--list-methods`: print what `pod.make_cache` can build, and stop."""
 
     def __call__(self, parser, *_: object) -> None:
-        import pod  # loads torch
-        from pod.modeling.methods.describe import describe
+        from pod.eval.lists import list_methods
 
-        print(describe(pod.methods()))
+        print(list_methods())
         parser.exit()
 
 
@@ -56,7 +55,7 @@ class ListTasks(argparse.Action):
     """`--list-tasks`: print what can be measured, and stop."""
 
     def __call__(self, parser, *_: object) -> None:
-        from pod.eval.task_list import list_tasks  # loads torch
+        from pod.eval.lists import list_tasks
 
         print(list_tasks())
         parser.exit()

@@ -45,3 +45,27 @@ def test_public_names():
     assert set(pod.__all__) <= set(dir(pod))
     with pytest.raises(AttributeError, match="'pod' has no attribute 'load_modle'"):
         _ = pod.load_modle
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--list-tasks"],
+        ["--list-methods"],
+        ["--dry-run", "--config", "configs/eval_smollm2.yaml", "--set", "eval.pod_model=/nowhere"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_lists_and_a_dry_run_without_a_model_need_no_torch(arguments, tmp_path, monkeypatch):
+    """The list of methods is made with torch once, and kept while the code stays as it is."""
+    monkeypatch.setenv("POD_CACHE", str(tmp_path))
+    if arguments == ["--list-methods"]:
+        from pod.eval.lists import list_methods
+
+        assert "snapkv" in list_methods()
+    code = (
+        "import runpy, sys\nsys.argv[0] = 'launch/run_eval.py'\n"
+        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\nexcept SystemExit as end:\n    assert not end.code\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    assert "snapkv" in run(code, *arguments) or "niah" in run(code, *arguments)

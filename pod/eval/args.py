@@ -43,7 +43,7 @@ class EvalArgs:
 
     tasks: list[str] = field(default_factory=lambda: list(TASKS))
     """what to measure: perplexity, passkey, efficiency, the other tasks of `run_eval.py --list-tasks`, and any task or group of lm-eval,
-    those of pod/eval/suites included (longbench, leval, infinitebench_32k, ruler …)"""
+    those of pod/eval/suites included (pod_longbench, pod_leval, pod_infinitebench_32k, pod_ruler_4k …)"""
 
     task_options: dict[str, dict[str, Any]] = field(default_factory=dict)
     """options of tasks by name, as `{niah: {lengths: [4096, 8192]}}`; `run_eval.py --list-tasks` shows what each one takes"""

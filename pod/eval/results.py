@@ -17,8 +17,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pod.eval.answer.methods import safe_name
 from pod.files import read_json, sha256_file, write_json
 from pod.models import cache_dir
@@ -170,6 +168,8 @@ def _meaning(file: Path) -> str:
 
 def environment() -> dict[str, Any]:
     """Date (UTC), versions, commit of this package's checkout, hardware, threads."""
+    import torch
+
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),

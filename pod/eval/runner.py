@@ -13,13 +13,9 @@ from pod.eval.answer.methods import Method, find_method
 from pod.eval.answer.models import Models
 from pod.eval.answer.ranks import Ranks
 from pod.eval.answer.store import AnswerError, Shelf, Store, Unanswered, key_of
-from pod.eval.report.write import write_report
 from pod.eval.results import RunResults, code_identity, environment, fingerprint, one_line, with_files
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.speed.args import speed_options
-from pod.eval.speed.task import check as check_speed
-from pod.eval.speed.task import is_known as speed_is_known
-from pod.eval.speed.task import measure_speed
 from pod.eval.suites import base, data
 
 if TYPE_CHECKING:
@@ -250,6 +246,11 @@ def evaluate(recipe: "Recipe", log: Log = _print_now) -> dict[str, dict]:
 
 
 def _evaluate(run: Evaluation) -> dict[str, dict]:
+    from pod.eval.report.write import (
+        write_report,  # these load torch and matplotlib, which counts for --dry-run need not
+    )
+    from pod.eval.speed.task import check, is_known, measure_speed
+
     recipe, steps = run.recipe, run.args.steps
     methods = {name: run.method(name) for name in recipe.eval.methods}
     results = {name: _method_results(run, method) for name, method in methods.items()}
@@ -259,8 +260,8 @@ def _evaluate(run: Evaluation) -> dict[str, dict]:
         for name, tasks in pending.items():
             for task in tasks:
                 run.check_caches(methods[name], run.tasks[task])
-        if SPEED_RUN in recipe.eval.tasks and not speed_is_known(run):
-            check_speed(run)
+        if SPEED_RUN in recipe.eval.tasks and not is_known(run):
+            check(run)
         for name, tasks in pending.items():
             error = _answer(run, methods[name], results[name], tasks)
             if error:

@@ -36,7 +36,7 @@ def own_cache(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def no_report(monkeypatch):
-    monkeypatch.setattr(runner, "write_report", lambda recipe: "none")
+    monkeypatch.setattr("pod.eval.report.write.write_report", lambda recipe: "none")
 
 
 def recipe_of(folder, tasks, methods=("full",), **changes):
@@ -62,7 +62,7 @@ def measure(folder, tasks, methods=("full",), **changes):
 def stock(tmp_path_factory):
     """Every stock task with its fixture rows, without and with compression."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "write_report", lambda recipe: "none")
+        patch.setattr("pod.eval.report.write.write_report", lambda recipe: "none")
         return measure(tmp_path_factory.mktemp("stock"), STOCK, ["full", "snapkv@40"])
 
 

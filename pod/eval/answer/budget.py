@@ -1,12 +1,13 @@
 """Equal bytes: what PoD really holds at a length, and the token budget that gives a token-dropping method as much."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 import pod
 from pod.eval.answer.methods import Method
+
+if TYPE_CHECKING:
+    import torch
 
 LENGTH_CLASS = 64  # tokens
 
@@ -73,14 +74,13 @@ def native_bytes_per_token(model: Any) -> int:
     return bytes_per_token(model.config, next(model.parameters()).dtype)
 
 
-def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+def bytes_per_token(config: Any, dtype: "torch.dtype") -> int:
     """`native_bytes_per_token` of a model's configuration, before it is loaded."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize
 
 
-@torch.no_grad()
 def measure_bytes(
     model: Any, spec: str, lengths: Iterable[int], budget: int | None = None
 ) -> dict[int, dict[str, int]]:
@@ -88,12 +88,15 @@ def measure_bytes(
 
     Returns: {length: {part: bytes}}. The tokens fed are arbitrary: bytes do not depend on them.
     """
+    import torch  # which counting tokens needs not
+
     cache = pod.make_cache(model, spec, budget=budget)
     device = next(model.parameters()).device
     measured, seen = {}, 0
     for length in sorted(set(lengths)):
         chunk = torch.arange(seen, length, device=device)[None] % model.config.vocab_size
-        model.model(input_ids=chunk, past_key_values=cache, use_cache=True)
+        with torch.no_grad():
+            model.model(input_ids=chunk, past_key_values=cache, use_cache=True)
         measured[length], seen = dict(cache.nbytes_by_part()), length
     return measured
 

@@ -3,9 +3,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import AutoConfig, PreTrainedConfig
-
 import pod
 from pod.eval.answer.budget import bytes_per_token
 from pod.eval.answer.methods import Method, find_method
@@ -16,11 +13,23 @@ if TYPE_CHECKING:
     from pod.recipe import Recipe
 
 _KINDS = ("dense", "unadapted", "adapted")
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def _dtype(name: str) -> Any:
+    import torch  # the checks before a model is loaded need none
+
+    return getattr(torch, name)
+
+
+def _config_of(path: str | Path, gguf_file: str | None = None) -> dict[str, Any]:
+    """The configuration of a folder or hub id as it stands there."""
+    from transformers import PreTrainedConfig
+
+    return PreTrainedConfig.get_config_dict(path, **({"gguf_file": gguf_file} if gguf_file else {}))[0]
 
 
 class Models:
-    """Loads models by kind: `dense`, `unadapted`, `adapted` (see `pod.eval.args.Method.model`).
+    """Loads models by kind: `dense`, `unadapted`, `adapted` (see `pod.eval.answer.methods.Method`).
 
     Raises: ValueError at once when a kind that the methods of the recipe need cannot be had.
     """
@@ -29,12 +38,12 @@ class Models:
         self.recipe = recipe
         self.export = Path(recipe.eval.pod_model or recipe.export.path or recipe.export_dir)
         self.plan = recipe.plan_path()
-        self.dense_path = resolve_model(recipe.model.path)
         self._loaded: dict[str, Any] = {}
         chosen = [find_method(name) for name in recipe.eval.methods]
         self.kinds = sorted({method.model for method in chosen})
         self._check_available()
         self._check_own()
+        self.dense_path = resolve_model(recipe.model.path)  # which may download or convert it
         self.reference_kind = self._reference_kind()
         if "unadapted" in (*self.kinds, self.reference_kind):
             self._check_plan()
@@ -93,7 +102,7 @@ class Models:
     def _load(self, kind: str) -> Any:
         args = self.recipe.model
         options: dict[str, Any] = {
-            "dtype": _DTYPES[args.dtype],
+            "dtype": _dtype(args.dtype),
             "attention_backend": args.attention_backend,
             "device": self.device,
         }
@@ -115,7 +124,7 @@ class Models:
         """Whether the plan of a kind of model holds fewer bits than the model computes in, without loading it."""
         if kind in ("dense", "unadapted"):
             return kind == "unadapted" and self.plan is not None and pod.SharingPlan.load(self.plan).packs
-        bits = PreTrainedConfig.get_config_dict(self._path(kind))[0].get("kv_bits")
+        bits = _config_of(self._path(kind)).get("kv_bits")
         return bool(set(bits or ()) - {16})
 
     def too_long(self, method: Method, longest: int) -> str | None:
@@ -145,17 +154,18 @@ class Models:
         where, gguf_file = self.dense_path, self.recipe.model.gguf_file
         if kind not in ("dense", "unadapted"):
             where, gguf_file = self._path(kind), None
-        config, _ = PreTrainedConfig.get_config_dict(where, **({"gguf_file": gguf_file} if gguf_file else {}))
-        return config.get("max_position_embeddings")
+        return _config_of(where, gguf_file).get("max_position_embeddings")
 
     def dense_config(self) -> Any:
         """The dense model's configuration, without loading the model."""
+        from transformers import AutoConfig
+
         gguf_file = self.recipe.model.gguf_file
         return AutoConfig.from_pretrained(self.dense_path, **({"gguf_file": gguf_file} if gguf_file else {}))
 
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in the dense model, without loading it."""
-        return bytes_per_token(self.dense_config(), _DTYPES[self.recipe.model.dtype])
+        return bytes_per_token(self.dense_config(), _dtype(self.recipe.model.dtype))
 
     def _check_plan(self) -> None:
         assert self.plan is not None, "_check_available refuses 'unadapted' without a plan"
@@ -182,6 +192,8 @@ class Models:
         asked = self.recipe.eval.device
         if asked != "auto":
             return asked
+        import torch
+
         return "cuda" if torch.cuda.is_available() else "cpu"
 
     def tokenizer(self) -> Any:
@@ -207,7 +219,7 @@ class Models:
         if self.reference_kind == "unadapted" and self.plan is not None:
             plan = pod.SharingPlan.load(self.plan)
             return [plan.lead, plan.bits, args.num_sink_tokens, args.num_recent_tokens, args.dtype]
-        config, _ = PreTrainedConfig.get_config_dict(self.export)
+        config = _config_of(self.export)
         fields = ("lead", "kv_bits", "num_sink_tokens", "num_recent_tokens")
         return [*map(config.get, fields), args.dtype]
 

@@ -8,9 +8,6 @@ import datetime
 import os
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 _TIMEOUT = datetime.timedelta(days=2)  # a rank with long prompts keeps the others waiting
 
 
@@ -27,7 +24,12 @@ class Ranks:
         )
         self._check()
         self._started = False
-        if self.world_size > 1 and not dist.is_initialized():
+        if self.world_size == 1:
+            return
+        import torch
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
             if torch.cuda.is_available():
                 torch.cuda.set_device(self.local_rank)
             # gloo carries objects and small tensors; models are never spread
@@ -57,6 +59,8 @@ class Ranks:
         """`value` of every rank, in the order of ranks, on every rank. Plain data only (JSON types, numbers, tuples)."""
         if self.world_size == 1:
             return [value]
+        import torch.distributed as dist  # one rank alone needs no torch
+
         found: list[Any] = [None] * self.world_size
         dist.all_gather_object(found, value)
         return found
@@ -68,11 +72,15 @@ class Ranks:
     def barrier(self) -> None:
         """Wait for every rank."""
         if self.world_size > 1:
+            import torch.distributed as dist
+
             dist.barrier()
 
     def close(self) -> None:
         """Leave together."""
         if self._started:
+            import torch.distributed as dist
+
             dist.barrier()
             dist.destroy_process_group()
             self._started = False

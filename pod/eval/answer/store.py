@@ -13,14 +13,16 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tqdm import tqdm
 
 from pod.eval.answer.methods import safe_name
-from pod.eval.answer.ranks import Ranks
 from pod.eval.results import environment, fingerprint, one_line
 from pod.files import write_json
+
+if TYPE_CHECKING:
+    from pod.eval.answer.ranks import Ranks
 
 T = TypeVar("T")
 Record = dict[str, Any]
@@ -46,7 +48,7 @@ def key_of(*asked: Any) -> str:
 class Store:
     """The shelves below a folder. reuse: False answers everything again (later answers count)."""
 
-    def __init__(self, folder: Path, ranks: Ranks, reuse: bool = True):
+    def __init__(self, folder: Path, ranks: "Ranks", reuse: bool = True):
         self.folder, self.ranks, self.reuse = folder, ranks, reuse
         self._shelf: Shelf | None = None
 
@@ -66,7 +68,7 @@ class Shelf:
     label: what is being asked, for the progress bar; is_open: False refuses to compute.
     """
 
-    def __init__(self, folder: Path, method: str, identity: Record, ranks: Ranks, reuse: bool = True):
+    def __init__(self, folder: Path, method: str, identity: Record, ranks: "Ranks", reuse: bool = True):
         self.folder, self.method, self.identity, self.ranks = folder, method, identity, ranks
         self.label, self.is_open, self._reuse = method, True, reuse
         self._known: dict[str, Record] | None = None

@@ -1,13 +1,35 @@
-"""`run_eval.py --list-tasks`: what can be measured, with the options of each task."""
+"""What `run_eval.py --list-methods` and `--list-tasks` print. Neither needs torch to be loaded twice."""
 
+import contextlib
+import hashlib
 import textwrap
+from pathlib import Path
 
 from pod.eval.lm.tasks import LmTask
 from pod.eval.speed.args import SpeedOptions
 from pod.eval.suites import base
 from pod.eval.suites.configs import suite_configs
+from pod.files import atomic_write_text
+from pod.models import cache_dir
 
 _WIDTH = 130
+
+
+def list_methods() -> str:
+    """The text: every method of `pod.make_cache` with its parameters. Making it loads torch, so it is kept under a digest of the code."""
+    sources = sorted((Path(__file__).parents[1] / "modeling").rglob("*.py"))
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()[:16]
+    kept = cache_dir() / f"methods.{digest}.txt"
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return kept.read_text(encoding="utf-8")
+    import pod
+    from pod.modeling.methods.describe import describe
+
+    text = describe(pod.methods())
+    with contextlib.suppress(OSError):  # a cache that cannot be written is not one
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(kept, text)
+    return text
 
 
 def list_tasks() -> str:
