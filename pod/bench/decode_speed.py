@@ -12,7 +12,6 @@ returns zeros.
 
 import gc
 import importlib.util
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from pod.bench.dense_decode import candidates
 from pod.eval.judge.intervals import spread
 from pod.eval.results import one_line
 from pod.eval.speed import efficiency
+from pod.eval.speed.memory import now
 from pod.modeling.loading import from_dense
 from pod.modeling.shipped.layout import PodCacheLayer
 
@@ -296,9 +296,9 @@ class Runner(efficiency.Contestant):
         if engine is None:
             return efficiency.decode(self, steps)
         assert self.token is not None
-        began = _now(self.token)
+        began = now(self.token.device)
         found = engine.greedy(self.model, self.token, steps)[:, -1:]
-        seconds = _now(found) - began
+        seconds = now(found.device) - began
         self.token = found
         return seconds
 
@@ -306,12 +306,6 @@ class Runner(efficiency.Contestant):
     def length(self) -> int:
         """Tokens per row."""
         return self.cache.get_seq_length()
-
-
-def _now(tensor: Tensor) -> float:
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
-    return time.perf_counter()
 
 
 def start_runner(

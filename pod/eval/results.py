@@ -126,7 +126,7 @@ def _digest(file: Path) -> str:
     if status.st_size < _LARGE:
         return sha256_file(file)
     seen = cache_dir() / "digests.json"
-    known = _read_json(seen) or {}
+    known = read_mapping(seen) or {}
     name, now = str(file.resolve()), [status.st_size, status.st_mtime_ns]
     if known.get(name, [])[:2] != now:
         known[name] = [*now, sha256_file(file)]
@@ -230,11 +230,11 @@ def _cpu_name() -> str:
 
 def _read_or_none(path: Path) -> dict | None:
     """The file's content when it is a result file of this schema."""
-    content = _read_json(path)
+    content = read_mapping(path)
     return content if content and content.get("schema") == SCHEMA_VERSION else None
 
 
-def _read_json(path: Path) -> dict | None:
+def read_mapping(path: Path) -> dict | None:
     """The mapping that a file holds; None for anything else."""
     try:
         content = read_json(path)

@@ -249,6 +249,6 @@ def test_the_group_of_the_paper_loads_offline_and_a_right_answer_scores_1(tokeni
 
 @pytest.mark.parametrize("task", READ)
 def test_books_are_cut_in_the_middle_to_the_length_of_the_task(task):
-    rules = lm_index.own_rules(f"pod_infinitebench_32k_{task}")
+    rules = lm_index.own_rule(f"pod_infinitebench_32k_{task}")
     assert rules.truncation == "middle" and not rules.chat_template
     assert rules.max_prompt_tokens == 32768 - TASKS[task].new_tokens

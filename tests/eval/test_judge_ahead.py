@@ -6,9 +6,9 @@ import torch
 
 import pod
 from pod.eval.answer import reading
-from pod.eval.suites.buckets import Bucket
-from pod.eval.lm.requests import Rule
 from pod.eval.answer.perplexity import score_by_decode
+from pod.eval.lm.index import Rule
+from pod.eval.suites.buckets import Bucket
 
 SMALL = {"num_recent_tokens": 8, "num_sink_tokens": 2}
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import pod
 from pod.eval.lm.batches import unit_batches, units_of
-from pod.eval.lm.requests import Rule
+from pod.eval.lm.index import Rule
 from pod.models import resolve_model
 
 EVERY = sorted(lm_tools.SMALL)

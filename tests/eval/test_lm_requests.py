@@ -16,7 +16,8 @@ from pod.eval.lm.batches import (
     unit_batches,
     units_of,
 )
-from pod.eval.lm.requests import Encoder, Rule, Size, request_keys, size
+from pod.eval.lm.index import Rule
+from pod.eval.lm.requests import Encoder, Size, request_keys, size
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</{{ m.role }}>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 NO_SYSTEM = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}{{ m.content }}|{% endfor %}"

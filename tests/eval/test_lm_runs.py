@@ -17,7 +17,8 @@ from pod.eval.answer.ranks import Ranks
 from pod.eval.answer.store import Store
 from pod.eval.lm.caches import MethodCaches
 from pod.eval.lm.cli import arguments, main
-from pod.eval.lm.model import PodLM, task_rule
+from pod.eval.lm.index import own_rule
+from pod.eval.lm.model import PodLM
 from pod.eval.lm.requests import Encoder
 from pod.models import resolve_model
 
@@ -199,9 +200,9 @@ def test_arguments_of_the_command_line():
 
 
 def test_rules_of_our_tasks_hold_on_the_command_line_too():
-    rule = task_rule("pod_longbench_qasper")
+    rule = own_rule("pod_longbench_qasper")
     assert (rule.truncation, rule.chat_template) == ("middle", True)
-    assert task_rule("arc_easy").chat_template is False
+    assert own_rule("arc_easy").chat_template is False
 
 
 def test_command_line_runs_a_task_of_ours(tmp_path):

@@ -333,7 +333,9 @@ def test_chat_rule_and_a_tokenizer_without_template(tmp_path, monkeypatch):
             tmp_path, ["pod_longbench_qasper", "pod_longbench_trec"], eval__chat_template=setting
         )
         run = runner.Evaluation(recipe, log=lambda line: None)
-        return {name.rpartition("_")[2]: task.leaves[name].chat for name, task in run.tasks.items()}
+        return {
+            name.rpartition("_")[2]: task.leaves[name].rule.chat_template for name, task in run.tasks.items()
+        }
 
     template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
     assert format_of(template, "auto") == {"qasper": True, "trec": False}

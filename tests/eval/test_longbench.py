@@ -16,8 +16,8 @@ from lm_eval.api.model import LM
 from rouge import Rouge
 
 import pod
-from pod.eval.lm.index import task_manager
-from pod.eval.lm.requests import Encoder, Rule
+from pod.eval.lm.index import Rule, task_manager
+from pod.eval.lm.requests import Encoder
 from pod.eval.suites import data
 from pod.eval.suites.longbench import metrics, tasks
 from pod.eval.suites.longbench.prompts import PROMPTS

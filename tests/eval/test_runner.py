@@ -13,8 +13,8 @@ import pod
 from pod.eval import runner
 from pod.eval.answer import reading
 from pod.eval.estimate import estimate
-from pod.eval.report.summary import summarise
 from pod.eval.lists import list_tasks
+from pod.eval.report.summary import summarise
 from pod.modeling.methods.streamingllm import StreamingLayer
 from pod.models import resolve_model
 from pod.recipe import load_recipe

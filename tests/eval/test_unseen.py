@@ -7,7 +7,8 @@ import lm_tools
 import pytest
 
 from pod.eval import runner
-from pod.eval.lm.requests import Encoder, Rule
+from pod.eval.lm.index import Rule
+from pod.eval.lm.requests import Encoder
 from pod.eval.suites import data
 from pod.recipe import load_recipe
 

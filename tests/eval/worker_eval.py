@@ -16,6 +16,7 @@ torch.set_num_threads(1)
 from pod.eval import runner  # noqa: E402 - threads first
 from pod.eval.answer import store  # noqa: E402
 from pod.eval.lm import index as lm_index  # noqa: E402 - threads first
+from pod.eval.report import write  # noqa: E402
 from pod.recipe import load_recipe  # noqa: E402
 
 writes = 0
@@ -70,7 +71,7 @@ def main():
     small_index()
     store.os.fsync = counting(os.fsync, kill_after)
     recipe = load_recipe(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
-    runner.write_report = lambda recipe: "none"
+    write.write_report = lambda recipe: "none"
     try:
         runner.evaluate(recipe, log=lambda line: None)
     finally:

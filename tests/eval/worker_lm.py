@@ -7,7 +7,7 @@ from pathlib import Path
 import lm_tools
 
 from pod.eval.answer.ranks import Ranks
-from pod.eval.lm.requests import Rule
+from pod.eval.lm.index import Rule
 
 
 def answer(spec: str, ranks: Ranks | None = None, shelf=None) -> dict:

@@ -45,6 +45,16 @@ def key_of(*asked: Any) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
+def in_batches(
+    items: Sequence[T], size: int, kind: Callable[[T], object] = lambda item: None
+) -> list[list[T]]:
+    """Neighbours of one kind together, `size` at most; kinds in the order of their first item."""
+    groups: dict[object, list[T]] = {}
+    for item in items:
+        groups.setdefault(kind(item), []).append(item)
+    return [group[start : start + size] for group in groups.values() for start in range(0, len(group), size)]
+
+
 class Store:
     """The shelves below a folder. reuse: False answers everything again (later answers count)."""
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from pod.eval.answer.store import in_batches
 from pod.eval.lm.requests import Encoded, Size, size
 
 
@@ -77,12 +78,12 @@ def generation_size(item: Encoded) -> Size:
 
 def generation_batches(items: Sequence[Encoded], batch_size: int, room: Room) -> list[list[Encoded]]:
     """Generation requests with caches of one kind and the same settings; the longest first."""
-    groups: dict[tuple[int | None, bool, int, str], list[Encoded]] = {}
-    for item in sorted(items, key=generation_size, reverse=True):
+
+    def kind(item: Encoded) -> tuple[int | None, bool, int, str]:
         settings = json.dumps(item.settings, sort_keys=True, default=str)
-        kind = room(generation_size(item)), bool(item.num_asked), item.new_tokens, settings
-        groups.setdefault(kind, []).append(item)
-    return [part for group in groups.values() for part in _chunks(group, batch_size)]
+        return room(generation_size(item)), bool(item.num_asked), item.new_tokens, settings
+
+    return in_batches(sorted(items, key=generation_size, reverse=True), batch_size, kind)
 
 
 def forward_units(encoded: Sequence[Encoded]) -> list[Unit]:
@@ -103,7 +104,7 @@ def forward_batches(units: Sequence[Unit], batch_size: int, in_order: bool) -> l
     of whole texts stay in order.
     """
     if in_order:
-        return _chunks(units, batch_size)
+        return in_batches(units, batch_size)
     rows: dict[tuple[int, ...], list[Unit]] = {}
     for unit in units:
         rows.setdefault(unit.context + unit.continuations[0][:-1], []).append(unit)
@@ -113,12 +114,8 @@ def forward_batches(units: Sequence[Unit], batch_size: int, in_order: bool) -> l
         tokens = longest.context + longest.continuations[0]
         return -len(tokens), tokens
 
-    chunks = _chunks(sorted(rows.values(), key=order), batch_size)
+    chunks = in_batches(sorted(rows.values(), key=order), batch_size)
     return [[unit for row in chunk for unit in row] for chunk in chunks]
-
-
-def _chunks(items: Sequence, length: int) -> list[list]:
-    return [list(items[start : start + length]) for start in range(0, len(items), length)]
 
 
 def sizes_of(encoded: Sequence[Encoded]) -> set[Size]:

@@ -8,7 +8,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 from pod.eval.results import one_line
@@ -17,14 +17,17 @@ from pod.eval.suites import base, data
 from pod.eval.suites.configs import find_config, known_to_lm_eval, suite_configs
 from pod.eval.suites.local_data import local_datasets
 
+DROPS = ("middle", "start", "end", "document", "none")
+
 
 @dataclass(frozen=True, kw_only=True)
-class TaskRules:
-    """`metadata.pod` of a task's or group's configuration.
+class Rule:
+    """`metadata.pod` of a task's or group's configuration: what may be done to its prompts, how it is scored.
 
     chat_template: whether its prompts go into the tokenizer's chat template.
-    truncation: the part that is dropped of a prompt that is too long (see `pod.eval.lm.requests.Rule`); keep: with `document`, what stays.
-    max_prompt_tokens: the longest prompt; None = what the model reads.
+    truncation: the part that is dropped of a prompt that is too long: its middle, start or end, a part of its document
+        (`doc["document"]`, see `pod.eval.lm.documents`), or none; keep: of a document, the end that stays: start or end.
+    max_prompt_tokens: the longest prompt (tokens), whatever the model reads; None = what the model reads.
     metric: the primary one, `name` or `name,filter`; kind: `score`, `binary` or `nll`.
     average: of a group: `samples` (each counts alike), `tasks` (each leaf task counts alike) or `members` (each direct member).
     source, license: of data, prompts and scorer.
@@ -32,7 +35,7 @@ class TaskRules:
 
     chat_template: bool = False
     truncation: str = "middle"
-    keep: str = "start"
+    keep: Literal["start", "end"] = "start"
     max_prompt_tokens: int | None = None
     metric: str | None = None
     kind: str | None = None
@@ -40,18 +43,23 @@ class TaskRules:
     source: str | None = None
     license: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.truncation not in DROPS:
+            raise ValueError(f"metadata.pod.truncation = {self.truncation!r}: known are {', '.join(DROPS)}")
 
-def rules_of(metadata: Any) -> TaskRules:
-    """The rules of a task; those of a task that says nothing (lm-eval's own) are the defaults."""
+
+def rule_of(metadata: Any) -> Rule:
+    """The rule of a task; that of a task that says nothing (lm-eval's own) is the default."""
     given = metadata.get("pod") if isinstance(metadata, dict) else None
-    known = TaskRules.__dataclass_fields__
-    return TaskRules(**{key: value for key, value in (given or {}).items() if key in known})
+    known = Rule.__dataclass_fields__
+    return Rule(**{key: value for key, value in (given or {}).items() if key in known})
 
 
-def own_rules(name: str) -> TaskRules:
-    """The rules of a task in `pod/eval/suites` by its name alone; of any other task: the defaults."""
+@functools.cache
+def own_rule(name: str) -> Rule:
+    """The rule of a task in `pod/eval/suites` by its name alone; of any other task: the default."""
     found = find_config(name)
-    return rules_of(found[1].get("metadata")) if found else TaskRules()
+    return rule_of(found[1].get("metadata")) if found else Rule()
 
 
 def check_known(names: list[str]) -> None:
@@ -111,7 +119,7 @@ def _equal(names: Any) -> dict[str, float]:
 
 def _shares(group: Any) -> dict[str, float] | None:
     """How much each leaf counts: as the group's rules say, else as lm-eval does it, else alike."""
-    average = rules_of(group.metadata).average
+    average = rule_of(group.metadata).average
     if average is None:
         listed = group.aggregate_metric_list or []
         average = "samples" if any(item.weight_by_size for item in listed) else "tasks"

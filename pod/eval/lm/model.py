@@ -3,7 +3,6 @@
 Importing this module registers it with lm-eval as the model `pod`; `launch/run_eval.py lm-eval …` does so.
 """
 
-import functools
 import hashlib
 import json
 import logging
@@ -32,7 +31,8 @@ from pod.eval.lm.batches import (
 )
 from pod.eval.lm.caches import POD_BYTES, MethodCaches
 from pod.eval.lm.generate import generate
-from pod.eval.lm.requests import Encoded, Encoder, Rule, Size, request_keys
+from pod.eval.lm.index import Rule, own_rule
+from pod.eval.lm.requests import Encoded, Encoder, Size, request_keys
 from pod.eval.lm.scoring import score_by_decode
 from pod.eval.results import identity, with_files
 from pod.modeling.loading import with_plan
@@ -281,7 +281,7 @@ class PodLM(_Base):
         """The requests as token ids, by the rule of their task: the one that is set, else the one in its YAML."""
         keys = request_keys(requests)
         encoded = [
-            self.encoder.request(request, self._rule or task_rule(request.task_name), key)
+            self.encoder.request(request, self._rule or own_rule(str(request.task_name)), key)
             for request, key in zip(requests, keys, strict=True)
         ]
         skipped = Counter(item.skipped for item in encoded if item.skipped)
@@ -412,20 +412,6 @@ class PodLM(_Base):
 
 
 register_model("pod")(PodLM)
-
-
-@functools.cache
-def task_rule(task: str | None) -> Rule:
-    """The rule that a task in `pod/eval/suites` states; the default for others."""
-    from pod.eval.lm.index import own_rules
-
-    found = own_rules(str(task))
-    return Rule(
-        truncation=found.truncation,  # type: ignore[arg-type]
-        chat_template=found.chat_template,
-        max_prompt_tokens=found.max_prompt_tokens,
-        keep=found.keep,  # type: ignore[arg-type]
-    )
 
 
 def close_ranks() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pod.eval.judge.verdicts import estimate_of
-from pod.eval.lm.index import Loaded, TaskRules
+from pod.eval.lm.index import Loaded, Rule
 from pod.eval.suites.base import perplexity_result, scored_payload
 
 if TYPE_CHECKING:
@@ -39,16 +39,15 @@ _OF_THE_WHOLE = (
 class Leaf:
     """A leaf task of lm-eval with what its prompts came to.
 
-    metric: (name, filter or None for the first); kind: of the payload; chat: prompts are in the chat template.
+    metric: (name, filter or None for the first); kind: of the payload.
     sizes: of every cache that it needs; lengths: length class by document; longest: tokens read at most.
     """
 
     name: str
     task: Any
-    rules: TaskRules
+    rule: Rule
     metric: tuple[str, str | None]
     kind: str
-    chat: bool
     sizes: set[Any] = field(default_factory=set)
     lengths: dict[int, int] = field(default_factory=dict)
     longest: int = 0
@@ -76,14 +75,12 @@ def _steps(fed: list[int], batch_size: int) -> int:
     return sum(sorted(fed, reverse=True)[::batch_size])
 
 
-def primary_metric(
-    name: str, task: Any, rules: TaskRules, asked: str | None
-) -> tuple[tuple[str, str | None], str]:
+def primary_metric(name: str, task: Any, rule: Rule, asked: str | None) -> tuple[tuple[str, str | None], str]:
     """The metric (and its filter) that stands for the task, and its kind.
 
     Raises: ValueError for a metric that the task does not have or that is no number per sample.
     """
-    wanted, has = asked or rules.metric, list(task.aggregation())
+    wanted, has = asked or rule.metric, list(task.aggregation())
     if wanted is None:
         per_sample = [metric for metric in has if metric not in _OF_THE_WHOLE]
         wanted = next((metric for metric in (*_PREFERRED, *_PERPLEXITIES) if metric in has), None)
@@ -101,7 +98,7 @@ def primary_metric(
         raise ValueError(
             f"task {name}: {metric} is one number over all samples, which has no paired interval: take another metric"
         )
-    kind = (asked is None and rules.kind) or _kind_of(metric, task)
+    kind = (asked is None and rule.kind) or _kind_of(metric, task)
     return (metric, filtered or None), kind
 
 
@@ -242,15 +239,15 @@ def _settings(leaf: Leaf, filtered: str | None, samples: list[dict[str, Any]]) -
     config = leaf.task.config
     generation = config.generation_kwargs or {}
     return {
-        "format": "chat template" if leaf.chat else "plain text",
+        "format": "chat template" if leaf.rule.chat_template else "plain text",
         "num_fewshot": config.num_fewshot,
-        "truncation": leaf.rules.truncation,
+        "truncation": leaf.rule.truncation,
         "truncated_samples": sum(sample["dropped_tokens"] > 0 for sample in samples),
         "filter": filtered,
         "new_tokens": generation.get("max_gen_toks") if leaf.task.OUTPUT_TYPE == "generate_until" else None,
         "version": str(leaf.task.VERSION),
-        "source": leaf.rules.source or "lm-eval",
-        "license": leaf.rules.license,
+        "source": leaf.rule.source or "lm-eval",
+        "license": leaf.rule.license,
     }
 
 

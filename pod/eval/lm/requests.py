@@ -7,41 +7,19 @@ and not by dropping its start: that would lose the beginning-of-sequence token a
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from jinja2.exceptions import TemplateError
 
 from pod.eval.answer.budget import length_class
 from pod.eval.answer.reading import tokens_from
+from pod.eval.lm.index import Rule
 from pod.eval.lm.prompts import shorten
 from pod.eval.suites.base import prompt_hash
 
-Drop = Literal["middle", "start", "end", "document", "none"]
-DROPS = ("middle", "start", "end", "document", "none")
 TOO_LONG = ("truncate", "skip", "error")
 DEFAULT_NEW_TOKENS = 256  # HFLM.max_gen_toks
 BLOCK = 256  # tokens of a long text that are scored after one compression
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """What a task allows to be done to its prompts, from `metadata.pod` of its YAML.
-
-    truncation: the part that is dropped of a prompt that is too long: its middle, start or end, a part of its document
-        (`doc["document"]`, see `pod.eval.lm.documents`), or none.
-    chat_template: whether its prompts go into the chat template.
-    max_prompt_tokens: the longest prompt (tokens), whatever the model reads; None = what the model reads.
-    keep: with truncation `document`, the part of the document that stays: start or end.
-    """
-
-    truncation: Drop = "middle"
-    chat_template: bool = False
-    max_prompt_tokens: int | None = None
-    keep: Literal["start", "end"] = "start"
-
-    def __post_init__(self) -> None:
-        if self.truncation not in DROPS:
-            raise ValueError(f"metadata.pod.truncation = {self.truncation!r}: known are {', '.join(DROPS)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pod.eval.lm import index as lm_index
@@ -38,8 +38,7 @@ class LmOptions:
     def __post_init__(self) -> None:
         if self.num_fewshot is not None and self.num_fewshot < 0:
             raise ValueError(f"num_fewshot is {self.num_fewshot}, allowed are 0 and more")
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit is {self.limit}, allowed are 1 and more")
+        base.at_least_one(self, "limit")
 
 
 def make_lm_tasks(run: "Evaluation", names: list[str]) -> dict[str, Task]:
@@ -83,22 +82,23 @@ class LmTask(Task):
         """What is known of a leaf task before its prompts. Raises: ValueError for what cannot be run."""
         if getattr(task, "MULTIMODAL", False):
             raise ValueError(f"task {name} asks about pictures or sound, which these models do not read")
-        rules = lm_index.rules_of(task.config.metadata)
+        rule = lm_index.rule_of(task.config.metadata)
         if self.options.num_fewshot is not None:
             task.set_config(key="num_fewshot", value=self.options.num_fewshot)
         elif task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
-        metric, kind = primary_metric(name, task, rules, self.options.metric)
-        return Leaf(name=name, task=task, rules=rules, metric=metric, kind=kind, chat=self._chat(name, rules))
+        metric, kind = primary_metric(name, task, rule, self.options.metric)
+        rule = replace(rule, chat_template=self._chat(rule))
+        return Leaf(name=name, task=task, rule=rule, metric=metric, kind=kind)
 
-    def _chat(self, name: str, rules: lm_index.TaskRules) -> bool:
+    def _chat(self, rule: lm_index.Rule) -> bool:
         """Whether the prompts of a leaf go into the chat template. A tokenizer without one is an error only when it is asked for."""
         has = bool(getattr(self.run.tokenizer, "chat_template", None))
         if self.args.chat_template == "on" and not has:
             raise ValueError(
                 f"eval.chat_template is on and the tokenizer of {self.run.recipe.model.path} has no chat template: set it to auto or off"
             )
-        return {"on": True, "off": False}.get(self.args.chat_template, rules.chat_template and has)
+        return {"on": True, "off": False}.get(self.args.chat_template, rule.chat_template and has)
 
     def _prompts(self, leaf: Leaf) -> None:
         """Build the requests of a leaf; the same ones every time: few-shot examples are drawn by a seed."""
@@ -107,22 +107,11 @@ class LmTask(Task):
             limit=self.limit,
             rank=0,
             world_size=1,
-            apply_chat_template=leaf.chat,
-            fewshot_as_multiturn=leaf.chat,
-            chat_template=self.encoder.apply_chat_template if leaf.chat else None,
+            apply_chat_template=leaf.rule.chat_template,
+            fewshot_as_multiturn=leaf.rule.chat_template,
+            chat_template=self.encoder.apply_chat_template if leaf.rule.chat_template else None,
             tokenizer_name=str(self.run.recipe.model.path),
         )
-
-    def _rule(self, leaf: Leaf) -> Any:
-        from pod.eval.lm.requests import Rule
-
-        rules = leaf.rules
-        values = {
-            "truncation": rules.truncation,
-            "max_prompt_tokens": rules.max_prompt_tokens,
-            "keep": rules.keep,
-        }
-        return Rule(chat_template=leaf.chat, **values)  # type: ignore[arg-type]
 
     def _build(self, leaf: Leaf) -> None:
         """Encode the prompts of a leaf and keep what the checks need: sizes and counts; the prompts themselves are made again."""
@@ -130,7 +119,7 @@ class LmTask(Task):
 
         with lm_index.quiet():
             self._prompts(leaf)
-        encoded = self.encoder.requests(leaf.task.instances, self._rule(leaf))
+        encoded = self.encoder.requests(leaf.task.instances, leaf.rule)
         for request, item in zip(leaf.task.instances, encoded, strict=True):
             if item.skipped is not None:
                 continue
@@ -183,7 +172,7 @@ class LmTask(Task):
         from lm_eval.evaluator import evaluate
 
         use = data.use(self.args.data_dir, self.run.tokenizer, self.args.unsafe_code)
-        with lm_index.quiet(), lm.rules(self._rule(leaf), shelf), use:
+        with lm_index.quiet(), lm.rules(leaf.rule, shelf), use:
             leaf.task.set_fewshot_seed(seed=_FEWSHOT_SEED)
             results = evaluate(
                 lm=lm,
@@ -191,8 +180,8 @@ class LmTask(Task):
                 limit=self.limit,
                 bootstrap_iters=0,
                 log_samples=True,
-                apply_chat_template=leaf.chat,
-                fewshot_as_multiturn=leaf.chat,
+                apply_chat_template=leaf.rule.chat_template,
+                fewshot_as_multiturn=leaf.rule.chat_template,
                 confirm_run_unsafe_code=self.args.unsafe_code,
             )
             records = dict(lm.records)

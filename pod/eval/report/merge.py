@@ -10,8 +10,7 @@ from typing import Any
 from pod.eval.answer.methods import METHODS
 from pod.eval.judge.verdicts import Against, Payload, compare, estimate_of, judged, prompt_of
 from pod.eval.report.summary import BASE, SPEED_RUN, load_speed
-from pod.eval.results import SCHEMA_VERSION, load_results
-from pod.files import read_json
+from pod.eval.results import SCHEMA_VERSION, load_results, read_mapping
 
 _DENSE = ("dense", "unadapted")
 SUITE = re.compile(r"(pod_(?:longbench_e|longbench|leval|infinitebench(?:_\d+k)?|ruler(?:_\d+k?)?))_(.+)")
@@ -346,25 +345,21 @@ def _goes_with(entry: Entry, run: Run, method: str, content: dict[str, Any]) -> 
 
 
 def _has_results(folder: Path) -> bool:
-    return any(_read(file).get("method") for file in folder.glob("*.json")) if folder.is_dir() else False
+    return (
+        any((read_mapping(file) or {}).get("method") for file in folder.glob("*.json"))
+        if folder.is_dir()
+        else False
+    )
 
 
 def _left_out(folder: Path) -> list[str]:
     """One line per result file that has another schema."""
-    found = [(file, _read(file)) for file in sorted(folder.glob("*.json"))]
+    found = [(file, (read_mapping(file) or {})) for file in sorted(folder.glob("*.json"))]
     return [
         f"{file.name} has schema {content.get('schema')}, this report reads {SCHEMA_VERSION}: measure again"
         for file, content in found
         if content.get("method") and content.get("schema") != SCHEMA_VERSION
     ]
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        content = read_json(file)
-    except (ValueError, OSError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _labels(folders: list[Path]) -> list[str]:

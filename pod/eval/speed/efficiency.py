@@ -1,6 +1,5 @@
 """Time to first token and decode speed, side by side: all methods in one process, their repeats interleaved, one step at a time."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pod.eval.judge.intervals import spread
+from pod.eval.speed.memory import next_token, now
 from pod.modeling.shipped.attend import IMPLEMENTATIONS, Call, Implementation
 
 _WARM_UP_TOKENS = 16
@@ -58,12 +58,9 @@ def warm_up(model: Any, prompt: Tensor) -> None:
 @torch.no_grad()
 def fill(contestant: Contestant, prompt: Tensor) -> None:
     """Read the prompt [B, n] into the cache, a new one, and time it up to the first token: the method's compression included."""
-    began = _now(prompt)
-    output = contestant.model(
-        input_ids=prompt, past_key_values=contestant.cache, use_cache=True, logits_to_keep=1
-    )
-    contestant.token = output.logits[:, -1].argmax(-1, keepdim=True)
-    contestant.prompt_seconds.append(_now(prompt) - began)
+    began = now(prompt.device)
+    contestant.token = next_token(contestant.model, contestant.cache, prompt)
+    contestant.prompt_seconds.append(now(prompt.device) - began)
 
 
 @torch.no_grad()
@@ -71,14 +68,11 @@ def decode(contestant: Contestant, steps: int) -> float:
     """Greedy decoding of `steps` tokens per row; returns the seconds that it took."""
     token = contestant.token
     assert token is not None, "fill() comes first"
-    began = _now(token)
+    began = now(token.device)
     for _ in range(steps):
-        output = contestant.model(
-            input_ids=token, past_key_values=contestant.cache, use_cache=True, logits_to_keep=1
-        )
-        token = output.logits[:, -1].argmax(-1, keepdim=True)
+        token = next_token(contestant.model, contestant.cache, token)
     contestant.token = token
-    return _now(token) - began
+    return now(token.device) - began
 
 
 def race(contestants: list[Contestant], steps: int, repeats: int) -> None:
@@ -127,9 +121,3 @@ def speeds(
         pairs = zip(base.prompt_seconds, contestant.prompt_seconds, strict=True)
         result["prefill_speed_over_full"] = spread([other / own for other, own in pairs])
     return result
-
-
-def _now(tensor: Tensor) -> float:
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
-    return time.perf_counter()

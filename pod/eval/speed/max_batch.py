@@ -8,7 +8,6 @@ Batches are whole numbers, 41 and 57 rows are 1.39x where bytes allow 1.41x; so 
 """
 
 import gc
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pod.eval.results import one_line
-from pod.eval.speed.memory import Meter, next_token, weight_bytes
+from pod.eval.speed.memory import Meter, next_token, now, weight_bytes
 
 _KEPT = 200  # characters of an error
 
@@ -99,12 +98,12 @@ class Tries(BatchTries):
         """Generated tokens per second of all rows: of the whole (reading the prompt included, as FlexGen counts), and of decoding alone."""
         device, prompt = next(self.model.parameters()).device, self.rows(batch)
         cache = self.make_cache()
-        began = _now(device)
+        began = now(device)
         token = next_token(self.model, cache, prompt)
-        read = _now(device)
+        read = now(device)
         for _ in range(self.generated - 1):
             token = next_token(self.model, cache, token)
-        ended = _now(device)
+        ended = now(device)
         del cache
         self._free()
         rates = {"tokens_per_second": batch * self.generated / (ended - began)}
@@ -202,9 +201,3 @@ def fractional(peaks: dict[int, int], limit: float) -> float:
     """Rows that would fit into `limit` bytes if they could be cut, by the line through the smallest and the largest batch tried."""
     last = max(peaks)
     return last + (limit - peaks[last]) / bytes_per_row(peaks)
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

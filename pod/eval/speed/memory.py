@@ -4,6 +4,7 @@ On CUDA the allocator counts. Elsewhere every storage that an operation makes is
 without slack would hold; what a library's kernel takes and gives back inside one operation is seen on CUDA only.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -185,6 +186,13 @@ def next_token(model: Any, cache: Any, fed: Tensor) -> Tensor:
     """The most likely next token [B, 1] of every row once `fed` [B, n] is read into the cache."""
     output = model(input_ids=fed, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return output.logits[:, -1].argmax(-1, keepdim=True)
+
+
+def now(device: torch.device) -> float:
+    """Seconds of a clock, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 @contextmanager

@@ -23,10 +23,9 @@ import json
 import pkgutil
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pod.eval.judge.verdicts import estimate_of
 from pod.schema import build
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from pod.eval.answer.methods import Method
     from pod.eval.answer.store import Shelf
     from pod.eval.runner import Evaluation
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,6 +47,14 @@ class Span:
 @dataclass(kw_only=True)
 class NoOptions:
     """For tasks that read everything from the `eval` section."""
+
+
+def at_least_one(options: Any, *names: str) -> None:
+    """ValueError for the first of these numbers that is below 1; null is allowed where an option may be null."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}, allowed are 1 and more")
 
 
 class Task(ABC):
@@ -148,16 +153,6 @@ def prompt_hash(prompt: Any) -> str:
     """SHA-256 of a prompt's text (lone surrogates allowed) or token ids, 16 hex digits: equal prompts are seen to be equal across runs."""
     text = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-
-
-def in_batches(
-    items: Sequence[T], size: int, kind: Callable[[T], object] = lambda item: None
-) -> list[list[T]]:
-    """Neighbours of one kind together, `size` at most; kinds in the order of their first item."""
-    groups: dict[object, list[T]] = {}
-    for item in items:
-        groups.setdefault(kind(item), []).append(item)
-    return [group[start : start + size] for group in groups.values() for start in range(0, len(group), size)]
 
 
 def perplexity_result(value: float | None, ci95: list[float] | None) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def task_config(
     """A task that generates an answer and scores it.
 
     rows: lm-eval's `custom_dataset`; score: its `process_results`; prompt, target: key of a row, or a template; metrics: means of what
-    `score` returns, the primary one first; rules: of `metadata.pod` (see `pod.eval.lm.index.TaskRules`); generation: besides greedy and
+    `score` returns, the primary one first; rules: of `metadata.pod` (see `pod.eval.lm.index.Rule`); generation: besides greedy and
     `new_tokens`; metadata: what else `rows` is given; more: other settings of lm-eval.
     """
     return {

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,14 @@ def load_tokenizer(metadata: dict[str, Any] | None = None) -> Any:
 
 
 def load_rows(
-    suite: str, file: str, hub_id: str | None = None, hub_file: str | None = None
+    suite: str,
+    file: str,
+    hub_id: str | None = None,
+    hub_file: str | None = None,
+    fields: Sequence[str] = (),
+    *,
+    filled: bool = False,
+    name: str = "row",
 ) -> list[dict[str, Any]]:
     """The rows of one data file, as dicts, in the file's order.
 
@@ -92,8 +99,18 @@ def load_rows(
         hub_id: data set on the hub, for runs without a local folder; None when the file is on no hub.
         hub_file: path in the hub's repository, `file` by default. `data.zip!data/qasper.jsonl` is a member of an archive; locally,
             too, the archive, or what was unpacked of it, may lie in the suite's folder instead of the file.
+        fields: what every row must have, and if `filled` not empty; name: what a row is called where one lacks them.
     Raises: ValueError, in one line, that names the file, where it was looked for and how to provide it, or says what is wrong in it.
     """
+    rows = _rows(suite, file, hub_id, hub_file)
+    for number, row in enumerate(rows, start=1):
+        if missing := [field for field in fields if field not in row or (filled and not row[field])]:
+            lacks, expected = ", ".join(missing), ", ".join(fields)
+            raise ValueError(f"{suite}/{file}, {name} {number}: no {lacks}; expected {expected}")
+    return rows
+
+
+def _rows(suite: str, file: str, hub_id: str | None, hub_file: str | None) -> list[dict[str, Any]]:
     folder, hub_file = data_dir(), hub_file or file
     if folder is None:
         return _parse(_split_archive(hub_file)[1] or hub_file, _from_hub(suite, file, hub_id, hub_file))

@@ -6,13 +6,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pod.eval import answer
-from pod.eval.suites.base import Span, Task, in_batches, prompt_hash
+from pod.eval.answer.store import in_batches
+from pod.eval.suites.base import Span, Task, prompt_hash
 
 if TYPE_CHECKING:
     from pod.eval.answer.methods import Method
     from pod.eval.answer.store import Shelf
 
 Record = dict[str, Any]
+
+
+def check_grid(lengths: list[int], depths: list[float] | None = None) -> None:
+    """ValueError for options that are no grid."""
+    if not lengths or any(length < 2 for length in lengths):
+        raise ValueError(f"lengths is {lengths}, allowed are token counts of at least 2")
+    if depths is not None and (not depths or any(not 0 <= depth <= 1 for depth in depths)):
+        raise ValueError(f"depths is {depths}, allowed are numbers from 0 (start) to 1 (end)")
+    for name, values in (("lengths", lengths), ("depths", depths or [])):
+        if len(set(values)) < len(values):
+            raise ValueError(f"{name} is {values}: each may stand once")
 
 
 @dataclass(frozen=True)

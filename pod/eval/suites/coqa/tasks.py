@@ -26,13 +26,8 @@ def all_turns(**metadata: Any) -> dict[str, Any]:
 
 def _stories() -> list[dict[str, Any]]:
     """Raises: ValueError, in one line, when the file is missing or is not in CoQA's format."""
-    rows = data.load_rows("coqa", FILE, HUB, HUB_FILE)
+    rows = data.load_rows("coqa", FILE, HUB, HUB_FILE, FIELDS, filled=True, name="story")
     for number, row in enumerate(rows, start=1):
-        missing = [name for name in FIELDS if not row.get(name)]
-        if missing:
-            raise ValueError(
-                f"coqa/{FILE}, story {number}: no {', '.join(missing)}; expected {', '.join(FIELDS)}"
-            )
         counts = {len(_texts(turns)) for turns in (row["questions"], row["answers"], *_additional(row))}
         if len(counts) > 1:
             raise ValueError(f"coqa/{FILE}, story {number}: not every question has one answer per reference")

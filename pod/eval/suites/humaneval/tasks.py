@@ -19,14 +19,8 @@ def rows(**metadata: Any) -> dict[str, Any]:
     check_permission()
     folder = data.data_dir()
     packed = folder is not None and (folder / "humaneval" / f"{FILE}.gz").is_file()
-    found = data.load_rows("humaneval", f"{FILE}.gz" if packed else FILE, HUB, HUB_FILE)
-    for number, row in enumerate(found, start=1):
-        missing = [name for name in FIELDS if not row.get(name)]
-        if missing:
-            raise ValueError(
-                f"humaneval/{FILE}, row {number}: no {', '.join(missing)}; expected {', '.join(FIELDS)}"
-            )
-    return data.dataset(found)
+    file = f"{FILE}.gz" if packed else FILE
+    return data.dataset(data.load_rows("humaneval", file, HUB, HUB_FILE, FIELDS, filled=True))
 
 
 def pass_at_1(doc: dict[str, Any], results: list[str]) -> dict[str, float]:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pod
 from pod.eval import answer
-from pod.eval.answer.store import key_of
-from pod.eval.suites.base import Span, in_batches, perplexity_result
+from pod.eval.answer.store import in_batches, key_of
+from pod.eval.suites.base import Span, perplexity_result
 from pod.eval.suites.buckets import position_buckets
 from pod.eval.suites.own import passkey
 from pod.eval.suites.settings import SettingsTask, curve

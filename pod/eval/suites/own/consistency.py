@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from pod.eval import answer
-from pod.eval.answer.store import key_of
+from pod.eval.answer.store import in_batches, key_of
 from pod.eval.judge.intervals import score_mean
-from pod.eval.suites.base import Span, Task, in_batches, scored_payload
+from pod.eval.suites.base import Span, Task, at_least_one, scored_payload
 from pod.eval.suites.text import load_text, text_sample
 
 if TYPE_CHECKING:
@@ -46,9 +46,7 @@ class ConsistencyOptions:
     """cut: the model is fed nothing but the window; wa, streamingllm: every layer attends to a window (without, with sinks in it)"""
 
     def __post_init__(self) -> None:
-        for name in ("sequences", "predictions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, allowed are 1 and more")
+        at_least_one(self, "sequences", "predictions")
         if self.length < self.predictions + 2:
             raise ValueError(f"length is {self.length}, it must exceed predictions = {self.predictions} by 2")
         if any(window < 1 for window in self.windows) or len(set(self.windows)) < len(self.windows):

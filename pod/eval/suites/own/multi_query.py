@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from pod.eval import answer
 from pod.eval.answer.store import key_of
 from pod.eval.judge.intervals import clusters_of, share
-from pod.eval.suites.base import prompt_hash, scored_payload
-from pod.eval.suites.grid import GridTask, cells_of
+from pod.eval.suites.base import at_least_one, prompt_hash, scored_payload
+from pod.eval.suites.grid import GridTask, cells_of, check_grid
 from pod.eval.suites.haystack import ASK, Haystack, load_sentences, make_frame, start_of
 from pod.eval.suites.own.niah import facts, recall
 
@@ -57,15 +57,10 @@ class MultiQueryOptions:
             raise ValueError(
                 "question_in_prompt goes on in plain text behind the first answer: set chat_template=false"
             )
-        if not self.lengths or any(length < 2 for length in self.lengths):
-            raise ValueError(f"lengths is {self.lengths}, allowed are token counts of at least 2")
-        if len(set(self.lengths)) < len(self.lengths):
-            raise ValueError(f"lengths is {self.lengths}: each may stand once")
+        check_grid(self.lengths)
         if not 1 <= self.questions <= len(PEOPLE):
             raise ValueError(f"questions is {self.questions}, allowed are 1 to {len(PEOPLE)}")
-        for name in ("samples", "new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, allowed are 1 and more")
+        at_least_one(self, "samples", "new_tokens")
 
 
 @dataclass(frozen=True)

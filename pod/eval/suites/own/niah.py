@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from pod.eval import answer
-from pod.eval.suites.base import scored_payload
-from pod.eval.suites.grid import Prompt, PromptTask, cells_of
+from pod.eval.suites.base import at_least_one, scored_payload
+from pod.eval.suites.grid import Prompt, PromptTask, cells_of, check_grid
 from pod.eval.suites.haystack import Haystack, load_sentences, make_frame, numbers_in, spread_depths, start_of
 from pod.eval.suites.words import rouge_scorer
 
@@ -136,23 +136,14 @@ class NiahOptions:
     """put text and question into the tokenizer's chat template instead of asking in plain text"""
 
     def __post_init__(self) -> None:
-        if not self.lengths or any(length < 2 for length in self.lengths):
-            raise ValueError(f"lengths is {self.lengths}, allowed are token counts of at least 2")
-        if not self.depths or any(not 0 <= depth <= 1 for depth in self.depths):
-            raise ValueError(f"depths is {self.depths}, allowed are numbers from 0 (start) to 1 (end)")
-        for name in ("lengths", "depths"):
-            if len(set(getattr(self, name))) < len(getattr(self, name)):
-                raise ValueError(f"{name} is {getattr(self, name)}: each may stand once")
-        if self.samples < 1:
-            raise ValueError(f"samples is {self.samples}, allowed are 1 and more")
+        check_grid(self.lengths, self.depths)
+        at_least_one(self, "samples", "new_tokens")
         if not 1 <= self.needles <= len(CITIES):
             raise ValueError(f"needles is {self.needles}, allowed are 1 to {len(CITIES)}")
         if self.form == "statement" and self.needles > 1:
             raise ValueError(
                 f"needles is {self.needles}, and form=statement hides one sentence: set needles=1"
             )
-        if self.new_tokens is not None and self.new_tokens < 1:
-            raise ValueError(f"new_tokens is {self.new_tokens}, allowed are 1 and more")
 
 
 class Niah(PromptTask):

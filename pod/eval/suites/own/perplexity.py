@@ -4,9 +4,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pod.eval import answer
-from pod.eval.answer.store import key_of
+from pod.eval.answer.store import in_batches, key_of
 from pod.eval.judge.verdicts import perplexity_of
-from pod.eval.suites.base import Span, Task, in_batches, perplexity_result
+from pod.eval.suites.base import Span, Task, perplexity_result
 from pod.eval.suites.buckets import position_buckets
 from pod.eval.suites.text import load_text, text_sample
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pod.eval import answer
-from pod.eval.answer.store import key_of
+from pod.eval.answer.store import in_batches, key_of
 from pod.eval.judge.verdicts import perplexity_of
-from pod.eval.suites.base import Span, Task, in_batches, perplexity_result
+from pod.eval.suites.base import Span, Task, at_least_one, perplexity_result
 from pod.eval.suites.text import load_text, text_sample
 
 if TYPE_CHECKING:
@@ -44,9 +44,7 @@ class StreamNllOptions:
     """tokens at once for methods whose chunks equal single tokens; the others take one at a time"""
 
     def __post_init__(self) -> None:
-        for name in ("sequences", "every", "chunk_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, allowed are 1 and more")
+        at_least_one(self, "sequences", "every", "chunk_size")
         if self.prompt_tokens < 2:
             raise ValueError(f"prompt_tokens is {self.prompt_tokens}, allowed are 2 and more")
         if self.length <= self.prompt_tokens:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pod
 from pod.eval import answer
-from pod.eval.answer.store import key_of
-from pod.eval.suites.base import Span, in_batches, perplexity_result, prompt_hash
+from pod.eval.answer.store import in_batches, key_of
+from pod.eval.suites.base import Span, at_least_one, perplexity_result, prompt_hash
 from pod.eval.suites.own import passkey
 from pod.eval.suites.settings import SettingsTask, curve
 from pod.eval.suites.text import text_sample
@@ -60,8 +60,7 @@ class TauOptions:
             raise ValueError(f"taus must be different numbers from 0 to 1, at least one, got {self.taus}")
         if self.tau not in self.taus:
             raise ValueError(f"tau is {self.tau}, allowed is one of taus: {', '.join(map(str, self.taus))}")
-        if self.scored_tokens < 1:
-            raise ValueError(f"scored_tokens is {self.scored_tokens}, allowed are 1 and more")
+        at_least_one(self, "scored_tokens")
         self.taus = sorted(self.taus)
 
     @property
