@@ -1,6 +1,7 @@
 """Passkey prompts and their scoring."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,6 +122,7 @@ class Spy(torch.nn.Linear):
 
     def model(self, **kwargs):
         self.seen["read"] = kwargs
+        return SimpleNamespace(last_hidden_state=torch.zeros(*kwargs["input_ids"].shape, 1))
 
     def generate(self, input_ids, **kwargs):
         self.seen |= kwargs | {"input_ids": input_ids}
