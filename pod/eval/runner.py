@@ -322,6 +322,10 @@ def _score(run: Evaluation, method: Method, results: RunResults, task: str) -> b
         description = run.description(method, is_open=False)
     except Unanswered:
         return False
+    except Exception:
+        if "answer" not in run.args.steps:
+            raise
+        return False  # it comes again in answering, where it is recorded and the others go on
     if "score" in run.args.steps:
         results.content["model"] = description
         results.store(task, part)

@@ -206,6 +206,25 @@ def test_steps_can_run_one_by_one(place, tmp_path, monkeypatch):
         go("judge")
 
 
+def test_an_error_in_scoring_loses_no_other_method(place, tmp_path, monkeypatch):
+    changes = {"eval.methods": ["full", "snapkv@60"], "eval.tasks": ["passkey"], "output_dir": str(tmp_path)}
+    runner.evaluate(recipe_of(place, **changes), log=lambda line: None)
+    original = runner.Evaluation.measure
+
+    def broken(self, method, task, is_open):
+        if method.name == "full":
+            raise KeyError("no such score")
+        return original(self, method, task, is_open)
+
+    monkeypatch.setattr(runner.Evaluation, "measure", broken)
+    with pytest.raises(
+        RuntimeError, match=r"1 of 2 methods failed .full: passkey: KeyError: 'no such score'"
+    ):
+        runner.evaluate(recipe_of(place, **changes), log=lambda line: None)
+    with pytest.raises(KeyError):
+        runner.evaluate(recipe_of(place, **changes, **{"eval.steps": ["score"]}), log=lambda line: None)
+
+
 def test_other_code_measures_again(finished, monkeypatch):
     recipe, _ = finished
     run = runner.Evaluation(recipe)
