@@ -20,22 +20,25 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import pod
 from pod.data import long_sequences
-from pod.eval.answer.perplexity import score_by_decode
-from pod.eval.answer.reading import answers
+from pod.eval.answer.perplexity import score_behind
+from pod.eval.answer.reading import answer_behind, branch, in_parts, judge_ahead, left_padded, pad_id
 from pod.eval.judge.intervals import wilson
 from pod.eval.judge.verdicts import perplexity_change
 from pod.eval.results import environment
 from pod.eval.suites.buckets import Bucket
 from pod.eval.suites.own import passkey
 from pod.files import read_json, write_json
+from pod.modeling.shipped.rows import GroupedCache
 from pod.models import resolve_model
 from pod.recipe import load_recipe
 
@@ -51,6 +54,8 @@ DTYPE = torch.bfloat16
 BATCH = 8
 GROWING = {"snapkv", "pyramidkv"}
 """Methods that keep every decoded token: their prompt gets so many slots less."""
+WHOLE_PROMPT = {"snapkv", "pyramidkv", "h2o", "d2o", "roco"}
+"""Methods that hold the whole prompt until it ends: it is read once for all their shares."""
 
 
 KINDS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
@@ -137,6 +142,16 @@ def is_plan(file: Path) -> bool:
     return isinstance(content, dict) and "lead" in content and file.stem != "plan"
 
 
+@dataclass
+class Found:
+    """What was measured of a row so far: NLL per text, bytes of all caches, answers by length."""
+
+    row: Row
+    nll: list[float] = field(default_factory=list)
+    held: int = 0
+    passkeys: dict[int, list[bool]] = field(default_factory=dict)
+
+
 class Bench:
     """Texts and prompts, loaded once; the model of the last row."""
 
@@ -173,34 +188,64 @@ class Bench:
             budget = round(row.share * length) - (fed if row.spec.split("+")[0] in GROWING else 0)
         return pod.make_cache(self.model(row), row.spec, budget=budget, **row.options)
 
-    def measure(self, row: Row) -> dict[str, Any]:
-        """NLL per text, bytes and passkeys."""
-        began, nll, held = time.perf_counter(), [], 0
+    def measure(self, rows: list[Row]) -> list[dict[str, Any]]:
+        """NLL per text, bytes and passkeys of rows that differ in their budgets only."""
+        began, found = time.perf_counter(), [Found(row) for row in rows]
         for start in range(0, TEXTS, BATCH):
-            cache = self.cache(row, LENGTH, SCORED)
-            part = score_by_decode(self.model(row), cache, self.text[start : start + BATCH], self.bucket)
-            nll += part.mean(1).tolist()
-            held += cache.nbytes
-        found = {
-            "name": row.name,
-            "spec": row.spec,
-            "plan": self.describe(row),
-            "share": row.share,
-            "nll": nll,
-        }
-        found |= {"bytes_over_dense": held / TEXTS / self.dense_bytes(row), "passkeys": {}}
+            text = self.text[start : start + BATCH]
+            for x, cache in self.read(found, text[:, : self.bucket.first - 1], None, LENGTH, SCORED):
+                judge_ahead(self.model(x.row), cache, None, last=text[:, self.bucket.first - 1 :][:, :1])
+                x.nll += score_behind(self.model(x.row), cache, text, self.bucket).mean(1).tolist()
+                x.held += cache.nbytes
         for length, prompts in self.prompts.items():
-            parts = [prompts[i : i + BATCH] for i in range(0, len(prompts), BATCH)]
-            found["passkeys"][length] = [right for part in parts for right in self.passkeys(row, part)]
-        now = environment()
-        return found | {"seconds": time.perf_counter() - began, "date": now["date"], "commit": now["commit"]}
+            for start in range(0, len(prompts), BATCH):
+                self.ask(found, prompts[start : start + BATCH], length)
+        now, seconds = environment(), (time.perf_counter() - began) / len(rows)
+        same = {"seconds": seconds, "date": now["date"], "commit": now["commit"]}
+        return [self.describe(x) | same for x in found]
 
-    def passkeys(self, row: Row, prompts: list[passkey.Prompt]) -> list[bool]:
+    def ask(self, found: list[Found], prompts: list[passkey.Prompt], length: int) -> None:
         """Whether each answer is right; the question comes behind the compressed text."""
+        model, pad = self.model(found[0].row), pad_id(self.tokenizer)
+        before, asked = in_parts(prompts)
+        assert before is not None
         fed = max(prompt.num_asked for prompt in prompts) + NEW_TOKENS
-        cache = self.cache(row, prompts[0].length, fed)
-        found = answers(self.model(row), self.tokenizer, cache, prompts, NEW_TOKENS)
-        return [passkey.is_correct(x["answer"], p.key) for x, p in zip(found, prompts, strict=True)]
+        ids, mask = left_padded(before, pad)
+        for x, cache in self.read(found, ids, mask, prompts[0].length, fed):
+            said = answer_behind(model, self.tokenizer, cache, mask, asked, NEW_TOKENS)
+            right = [passkey.is_correct(text, p.key) for text, p in zip(said, prompts, strict=True)]
+            x.passkeys.setdefault(length, []).extend(right)
+
+    @torch.no_grad()
+    def read(
+        self, found: list[Found], ids: Tensor, mask: Tensor | None, length: int, fed: int
+    ) -> Iterator[tuple[Found, pod.PodCache]]:
+        """Each row with a cache that has read and compressed the prompts ``ids``; what comes before its last token is read once."""
+        model = self.model(found[0].row)
+        common, count = self.cache(found[0].row, length, fed), ids.shape[1]
+
+        def feed(cache: pod.PodCache, columns: slice) -> Tensor:
+            seen = None if mask is None else mask[:, : columns.stop]
+            given = {"input_ids": ids[:, columns], "attention_mask": seen, "past_key_values": cache}
+            return model.model(**given, use_cache=True).last_hidden_state
+
+        if len(found) == 1:
+            hidden = feed(common, slice(0, count))
+            if mask is not None:
+                judge_ahead(model, common, mask, hidden=hidden[:, -1:])
+            yield found[0], common
+            return
+        common.begin_prompt(count)
+        feed(common, slice(0, count - 1))
+        for x in found:
+            cache = self.cache(x.row, length, fed)
+            cache.from_state(branch(common).state())
+            assert isinstance(cache, GroupedCache)
+            for layer in (layer for group in cache.groups for layer in group.layers):
+                own = vars(cache.new_layer(layer.layer_idx))
+                vars(layer).update({name: own[name] for name in ("budget", "recents") if name in own})
+            feed(cache, slice(count - 1, count))
+            yield x, cache
 
     def _in_parts(self, prompt: passkey.Prompt) -> passkey.Prompt:
         """The prompt with text and question as tokens of their own."""
@@ -209,17 +254,28 @@ class Bench:
         before, asked = (self.tokenizer(x, add_special_tokens=False)["input_ids"] for x in parts)
         return replace(prompt, token_ids=(*before, *asked), num_asked=len(asked))
 
-    def describe(self, row: Row) -> dict[str, Any] | None:
-        plan = self.model(row).config.sharing_plan
-        if row.spec != "pod" or plan is None:
-            return None
-        counts = {
-            "leads": plan.num_leads,
-            "followers": plan.num_followers,
-            "windows": plan.num_windows,
-            "bits": plan.bits,
+    def describe(self, found: Found) -> dict[str, Any]:
+        """What is kept of a row."""
+        row, plan = found.row, self.model(found.row).config.sharing_plan
+        roles = None
+        if row.spec == "pod" and plan is not None:
+            roles = {
+                "leads": plan.num_leads,
+                "followers": plan.num_followers,
+                "windows": plan.num_windows,
+                "bits": plan.bits,
+                "asymptotic_saving": plan.asymptotic_saving,
+                "cost": plan.provenance.get("cost"),
+            }
+        return {
+            "name": row.name,
+            "spec": row.spec,
+            "plan": roles,
+            "share": row.share,
+            "nll": found.nll,
+            "bytes_over_dense": found.held / TEXTS / self.dense_bytes(row),
+            "passkeys": found.passkeys,
         }
-        return counts | {"asymptotic_saving": plan.asymptotic_saving, "cost": plan.provenance.get("cost")}
 
     def dense_bytes(self, row: Row) -> int:
         config = self.model(row).config
@@ -229,20 +285,36 @@ class Bench:
 
 def run(part: int, parts: int, only: list[str]) -> None:
     """Measure what is missing of this part."""
-    bench = None
     wanted = [row for row in rows() if not only or any(row.name.startswith(name) for name in only)]
-    for number, row in list(enumerate(wanted))[part::parts]:
-        target = KEPT / f"{row.name.replace(' ', '_').replace('%', '')}.json"
-        if target.is_file():
-            continue
-        bench = bench or Bench()
+    together: dict[Any, list[Row]] = {}
+    for row in wanted:
+        if not kept_at(row).is_file():
+            whole = row.share is not None and row.spec in WHOLE_PROMPT
+            together.setdefault((row.spec, whole or row.name), []).append(row)
+    bench = Bench()
+    for number, group in list(enumerate(together.values()))[part::parts]:
+        for row, found in measured(bench, group):
+            kept_at(row).parent.mkdir(parents=True, exist_ok=True)
+            write_json(kept_at(row), found)
+            print(f"{number + 1}/{len(together)} {headline(found)}", flush=True)
+
+
+def kept_at(row: Row) -> Path:
+    return KEPT / f"{row.name.replace(' ', '_').replace('%', '')}.json"
+
+
+def measured(bench: Bench, group: list[Row]) -> list[tuple[Row, dict[str, Any]]]:
+    """Rows with their figures, or with why a method refused."""
+    refused, taken = [], []
+    for row in group:
         try:
-            found = bench.measure(row)
+            bench.cache(row, LENGTH, SCORED)
+            for length, prompts in bench.prompts.items():
+                bench.cache(row, length, max(prompt.num_asked for prompt in prompts) + NEW_TOKENS)
+            taken.append(row)
         except ValueError as error:
-            found = {"name": row.name, "spec": row.spec, "refused": str(error)}
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_json(target, found)
-        print(f"{number + 1}/{len(wanted)} {headline(found)}", flush=True)
+            refused.append((row, {"name": row.name, "spec": row.spec, "refused": str(error)}))
+    return refused + list(zip(taken, bench.measure(taken) if taken else [], strict=True))
 
 
 def headline(found: dict[str, Any]) -> str:

@@ -56,8 +56,14 @@ def score_by_decode(model: Any, cache: Any, tokens: Tensor, bucket: Bucket) -> T
     prompt = bucket.first - 1
     model.model(input_ids=tokens[:, :prompt], past_key_values=cache, use_cache=True)
     judge_ahead(model, cache, None, last=tokens[:, prompt : prompt + 1])
+    return score_behind(model, cache, tokens, bucket)
+
+
+@torch.no_grad()
+def score_behind(model: Any, cache: Any, tokens: Tensor, bucket: Bucket) -> Tensor:
+    """The second half of `score_by_decode`: `cache` has compressed the prompt, all of `tokens` [B, n] before `bucket.first - 1`."""
     parts = []
-    for position in range(prompt, bucket.end - 1):
+    for position in range(bucket.first - 1, bucket.end - 1):
         fed = tokens[:, position : position + 1]
         hidden = model.model(input_ids=fed, past_key_values=cache, use_cache=True).last_hidden_state
         parts.append(token_nll(model.lm_head, hidden, tokens[:, position + 1 : position + 2]))
