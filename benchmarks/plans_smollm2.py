@@ -386,7 +386,61 @@ def assemble() -> None:
         RESULTS / "plans_smollm2.json", {"environment": environment(), "settings": settings, "rows": measured}
     )
     (RESULTS / "plans_smollm2.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    draw(measured)
     print("\n".join(lines))
+
+
+OWN = {
+    "bits": "plans: roles and bits",
+    "narrow": "plans: roles and bits",
+    "roles": "plans: roles",
+    "retrieval": "plans: roles",
+    "sharing": "plans: sharing alone, as in the paper",
+    "aligned": "plans: sharing alone, heads aligned",
+}
+"""Kinds of plans as they are drawn."""
+
+
+def kind_of(name: str) -> str:
+    """What a row is drawn as."""
+    first, _, rest = name.partition(" ")
+    if first not in ("plan", "adapted"):
+        return first
+    return OWN[rest.split("_")[0]] + (", adapted" if first == "adapted" else "")
+
+
+def draw(measured: list[dict[str, Any]]) -> None:
+    """Perplexity over dense, with intervals, and passkeys at LENGTH tokens, by bytes; a line per kind of row."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    found: dict[str, list[dict[str, Any]]] = {}
+    for x in measured:
+        if not x["name"].endswith("dense") and "-" not in x["name"]:  # other ways to train the same plan
+            found.setdefault(kind_of(x["name"]), []).append(x)
+    figure = Figure(figsize=(11, 5.2), layout="constrained")
+    panels = figure.subplots(1, 2)
+    order = sorted(found, key=lambda kind: (" " not in kind, "sharing" in kind, kind))
+    for number, kind in enumerate(order):
+        entries, own = found[kind], " " in kind
+        style = {"label": kind, "linewidth": 2.2 if own else 1, "markersize": 7 if own else 4.5}
+        style |= {"marker": "osD^vPX<>*hpd"[number % 13], "color": colormaps["tab20"](number)}
+        places = [100 * x["bytes_over_dense"] for x in entries]
+        middles = [x["ratio"][0] for x in entries]
+        ends = [[x["ratio"][0] - x["ratio"][1], x["ratio"][2] - x["ratio"][0]] for x in entries]
+        panels[0].errorbar(places, middles, [*zip(*ends, strict=True)], capsize=2, elinewidth=0.7, **style)
+        keys = [100 * sum(x["passkeys"][str(LENGTH)]) / len(x["passkeys"][str(LENGTH)]) for x in entries]
+        panels[1].plot(places, keys, **style)
+    panels[0].axhline(1, color="0.4", linewidth=0.8)
+    panels[0].set_ylim(0.985, 1.2)
+    panels[0].set_ylabel("perplexity / dense (95 % over texts; above 1.2: in the table)")
+    panels[1].set_ylabel(f"passkeys at {LENGTH} tokens, asked after compression (%)")
+    for axes in panels:
+        axes.set_xlabel("bytes held (% of dense)")
+        axes.set_xlim(5, 70)
+        axes.grid(alpha=0.3)
+    figure.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
+    figure.savefig(ROOT / "docs" / "images" / "plans_smollm2.png", dpi=110)
 
 
 if __name__ == "__main__":
