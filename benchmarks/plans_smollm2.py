@@ -65,8 +65,10 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
     "aligned": ({"roles": ["follow"]}, (0.35, 0.4)),
     "retrieval": ({"retrieval_weight": 10.0}, (0.4, 0.5, 0.6)),
     "narrow": ({"bits": [16, 4]}, (0.67, 0.8, 0.85, 0.9)),
+    "windows": ({"roles": ["window"], "align_heads": False}, (0.5, 0.63)),
 }
-"""Kinds of plans: what differs in the recipe's explore section, and savings at LENGTH tokens; narrow ones have windows of 128 tokens."""
+"""Kinds of plans: what differs in the recipe's explore section, and savings at LENGTH tokens; narrow ones have windows of 128 tokens,
+those of windows alone say which heads razor keeps."""
 
 
 def make_plans() -> None:
@@ -133,6 +135,9 @@ def rows() -> list[Row]:
             0.4 * LENGTH - WINDOW
         )  # 4 bits and a native residual: about 0.4 at this length
         found.append(Row(f"razor+int4 {share:.0%}", "razor+int4", options=heads | {"share": leads}))
+    for spec, share, kept in (("razor", 0.5, "windows_50"), ("razor+int4", 0.2, "windows_63")):
+        chosen = {"heads": str(PLANS / f"{kept}.json"), "share": None}
+        found.append(Row(f"{spec} by costs {share:.0%}", spec, options=heads | chosen))
     found += [Row("int4", "int4"), Row("simlayerkv", "simlayerkv", options={"num_recent_tokens": 256})]
     return [*found, *(Row(f"snapkv+int4 {x:.0%}", "snapkv+int4", None, x / 0.4) for x in SHARES[:3])]
 
@@ -395,6 +400,7 @@ OWN = {
     "narrow": "plans: roles and bits",
     "roles": "plans: roles",
     "retrieval": "plans: roles",
+    "windows": "plans: roles",
     "sharing": "plans: sharing alone, as in the paper",
     "aligned": "plans: sharing alone, heads aligned",
 }
@@ -405,7 +411,7 @@ def kind_of(name: str) -> str:
     """What a row is drawn as."""
     first, _, rest = name.partition(" ")
     if first not in ("plan", "adapted"):
-        return first
+        return f"{first}, heads of least cost" if rest.startswith("by costs") else first
     return OWN[rest.split("_")[0]] + (", adapted" if first == "adapted" else "")
 
 
