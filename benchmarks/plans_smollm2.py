@@ -136,7 +136,7 @@ def rows() -> list[Row]:
         )  # 4 bits and a native residual: about 0.4 at this length
         found.append(Row(f"razor+int4 {share:.0%}", "razor+int4", options=heads | {"share": leads}))
     for spec, share, kept in (("razor", 0.5, "windows_50"), ("razor+int4", 0.2, "windows_63")):
-        chosen = {"heads": str(PLANS / f"{kept}.json"), "share": None}
+        chosen = {"heads": pod.SharingPlan.load(PLANS / f"{kept}.json")}
         found.append(Row(f"{spec} by costs {share:.0%}", spec, options=heads | chosen))
     found += [Row("int4", "int4"), Row("simlayerkv", "simlayerkv", options={"num_recent_tokens": 256})]
     return [*found, *(Row(f"snapkv+int4 {x:.0%}", "snapkv+int4", None, x / 0.4) for x in SHARES[:3])]
