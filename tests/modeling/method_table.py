@@ -103,8 +103,10 @@ SELECTIONS = [
     Row("fm", IMDC, whole={"budget": ALL, "chunk_size": ALL}, large=LARGE | {"chunk_size": 512}),
 ]
 PACKED = [
+    Row("kivi", CODEC, whole=UNPACKED, large=LARGE_CODEC, saves=0.65),
     Row("int4", CODEC, whole=UNPACKED, large=LARGE_CODEC, saves=0.6),
     Row("int8", CODEC, whole=UNPACKED, large=LARGE_CODEC, saves=0.5),
+    Row("pod+kivi", CODEC, whole=UNPACKED, large=LARGE_CODEC, model="pod"),
     Row("pod+int4", CODEC, whole=UNPACKED, large=LARGE_CODEC, model="pod"),
     Row("cla+int4", CODEC, whole=UNPACKED, large=LARGE_CODEC, model="cla"),
     Row("window+int4", CODEC, whole=UNPACKED, large=LARGE_CODEC, model="window"),

@@ -1,4 +1,4 @@
-"""Stores whose old tokens are packed to 4 or 8 bits; the newest stay as they came (``shipped/packed.py``).
+"""Stores whose old tokens are packed to 2, 4 or 8 bits; the newest stay as they came (``shipped/packed.py``).
 
 Keys of a store that never evicts are grouped per channel over ``group_size`` consecutive tokens, because keys have outlier
 channels. Values, keys of evicting stores and keys in windows are grouped per token over channels: tokens of a per-channel
@@ -540,7 +540,7 @@ class QuantizedCodec(Codec):
     """Makes stores of ``bits`` bits per number; see the top of this file.
 
     Attributes:
-        bits: 4 or 8.
+        bits: 2, 4 or 8.
         group_size: numbers that share a scale, and tokens packed at a time.
         residual: newest tokens that stay native.
         capacity: tokens whose codes are reserved, for stores that stay where they are (windows are rings already and stay
@@ -592,6 +592,6 @@ def make_codec(name: str, bits: int, config: PodConfig, group_size: int, residua
             f"{name}: group_size = {group_size} does not divide head_dim = {head_dim}; it can be "
             f"{', '.join(map(str, fitting))}"
         )
-    if bits == 4 and head_dim % 2:
-        raise ValueError(f"{name}: head_dim = {head_dim} is odd, and two codes share a byte; use int8")
+    if head_dim * bits % 8:
+        raise ValueError(f"{name}: head_dim = {head_dim} does not fill bytes of {8 // bits} codes; use int8")
     return QuantizedCodec(bits, group_size, residual)
