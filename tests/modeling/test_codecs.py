@@ -213,17 +213,6 @@ def test_random_operations_on_a_window(seed):
                     if not held[position][1]:
                         held[position] = [naive_token(held[position][0], 4, size), True]
         positions = slot_positions(native, length)
-        if chance.random() < 0.2:
-            slots = torch.tensor(
-                [[chance.sample(range(len(positions)), 1) for _ in range(heads)] for _ in range(rows)]
-            )
-            new = randn(rows, heads, 1, dim, seed=seed * 100 + count + 50)
-            store.write(slots, new)
-            for row, head in itertools.product(range(rows), range(heads)):
-                place = positions[slots[row, head, 0]]
-                is_packed = tokens[row][head][place][1]
-                value = naive_token(new[row, head, 0], 4, size) if is_packed else new[row, head, 0]
-                tokens[row][head][place] = [value, is_packed]
         if chance.random() < 0.1:
             store.select_rows(torch.tensor([1, 1]))
             native.select_rows(torch.tensor([1, 1]))

@@ -5,7 +5,7 @@ channels. Values, keys of evicting stores and keys in windows are grouped per to
 group can only leave together.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,9 +35,6 @@ class Codes:
     def slots(self) -> int:
         """Tokens that there is room for."""
         return self.tensors[0].shape[2] if self.tensors else 0
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.tensors = tuple(change(x) for x in self.tensors)
 
     def _at(self, start: int, stop: int) -> list[Tensor]:
         shared = self.packing.shared
@@ -72,9 +69,8 @@ class Codes:
     def keep(self, index: Tensor) -> None:
         """Hold only the slots ``index`` ``[b, h, w]``: codes are copied, not quantized again. Per token only."""
         assert not self.packing.per_channel, "tokens of a group share its scale"
-        if index.shape[2] == 0:
-            self.tensors = ()
-        self._map(lambda x: x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[3])))
+        held = self.tensors if index.shape[2] else ()
+        self.tensors = tuple(x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[3])) for x in held)
 
     def overwrite(self, slots: Tensor, x: Tensor, mask: Tensor) -> None:
         """Pack ``[b, h, c, d]`` into slots ``[b, h, c]`` where ``mask`` is True. Per token only."""
@@ -83,9 +79,6 @@ class Codes:
             return
         for tensor, new in zip(self.tensors, self.packing.pack(x), strict=True):
             _put(tensor, slots, new, mask)
-
-    def select_rows(self, index: Tensor) -> None:
-        self._map(lambda x: x.index_select(0, index.to(x.device)))
 
 
 class Newest:
@@ -169,12 +162,6 @@ class Newest:
         """Overwrite positions ``[b, h, c]`` with ``[b, h, c, d]`` where ``mask`` is True."""
         _put(self.data, (positions - self.start) % max(1, self.data.shape[2]), x, mask)
 
-    def select_rows(self, index: Tensor) -> None:
-        if self.ring is not None:
-            self.ring = self.ring.index_select(0, index.to(self.ring.device))
-        if self.pending is not None:
-            self.pending = self.pending.index_select(0, index.to(self.pending.device))
-
     def tensors(self) -> list[Tensor]:
         return [x for x in (self.ring, self.pending) if x is not None]
 
@@ -230,17 +217,10 @@ class _PackedStore(TokenStore):
         past_sinks = length - self.num_sink_tokens - self.residual
         return max(0, past_sinks // self.packing.group_size) * self.packing.group_size
 
-    def reserve(self, slots: int) -> None:
-        raise ValueError("packed stores grow as tokens come: pass capacity to pod.make_cache instead")
-
     def append_ragged(self, x: Tensor, segments: Segments) -> None:
         raise ValueError(
             "packed stores take rows that are alike, here rows of one length: leave capacity out, or pad no row"
         )
-
-    def select_rows(self, index: Tensor) -> None:
-        self.newest.select_rows(index)
-        self.codes.select_rows(index)
 
     def tensors(self) -> list[Tensor]:
         return [*self.codes.tensors, *self.newest.tensors()]
@@ -300,9 +280,7 @@ class PackedTokens(_PackedStore):
         return self.newest.data
 
     def reserve(self, slots: int) -> None:
-        """Hold codes for ``slots`` tokens, if the store has a capacity."""
-        if not self.is_static:
-            super().reserve(slots)
+        """Hold codes for ``slots`` tokens, in a store that has a capacity."""
         self.codes.capacity = max(self.codes.capacity, slots)
         if self.codes.tensors:
             self.codes.reserve(self.newest.data, self.codes.capacity)
@@ -381,11 +359,6 @@ class PackedTokens(_PackedStore):
         is_native = slots >= lengths
         self.codes.overwrite(slots, x, ~is_native)
         self.newest.write(slots, x, is_native)
-
-    def select_rows(self, index: Tensor) -> None:
-        super().select_rows(index)
-        if self.packed_lengths is not None:
-            self.packed_lengths = self.packed_lengths.index_select(0, index.to(self.packed_lengths.device))
 
     def tensors(self) -> list[Tensor]:
         return super().tensors() + ([] if self.packed_lengths is None else [self.packed_lengths])
@@ -495,29 +468,6 @@ class QuantizedWindow(_PackedStore):
         for positions, behind in self._runs(max(self._oldest(), self.newest.first), stop, self.ring):
             self.codes.write(self.newest.view(positions.start, positions.stop), behind % self.ring)
         self.newest.rest(stop)
-
-    def keep(self, index: Tensor, length: int) -> None:
-        raise NotImplementedError(
-            "a window holds the first and the last tokens: use Codec.tokens to choose others"
-        )
-
-    def write(self, slots: Tensor, x: Tensor) -> None:
-        """Overwrite slots ``[b, h, c]`` with ``[b, h, c, d]``: packed ones are packed anew, alone."""
-        assert self.sinks is not None
-        newest = self.length - 1
-        positions = torch.where(
-            slots < self.num_sink_tokens, slots, newest - (newest - slots) % self.num_recent_tokens
-        )
-        is_sink, is_native = slots < self.num_sink_tokens, positions >= self.newest.first
-        _put(self.sinks, positions, x, is_sink)
-        self.newest.write(positions, x, is_native)
-        if self.newest.first > self.num_sink_tokens:
-            self.codes.overwrite((positions - self.num_sink_tokens) % self.ring, x, ~is_sink & ~is_native)
-
-    def select_rows(self, index: Tensor) -> None:
-        super().select_rows(index)
-        if self.sinks is not None:
-            self.sinks = self.sinks.index_select(0, index.to(self.sinks.device))
 
     def tensors(self) -> list[Tensor]:
         return super().tensors() + ([] if self.sinks is None else [self.sinks])
