@@ -71,15 +71,6 @@ def attention_rows(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
     return out.view(batch, query_heads, m, n)
 
 
-def _block_sizes(q: Tensor, k: Tensor) -> tuple[int, int]:
-    """KV heads (of all batch rows together) and query positions per block."""
-    groups, m, n = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
-    elements, most = (_CUDA_ELEMENTS, _CUDA_ROWS) if q.is_cuda else (_CPU_ELEMENTS, _CPU_ROWS)
-    least = -(-_LEAST_ROWS // groups)
-    rows = max(1, min(m, most, max(least, elements // max(1, groups * n))))
-    return max(1, min(k.shape[0] * k.shape[1], elements // max(1, groups * rows * n))), rows
-
-
 def _blocks(q: Tensor, k: Tensor, scale: float | None) -> Iterator[tuple[slice, slice, Tensor]]:
     """Pairs ``h`` (of ``B·H``), queries ``r`` (of m) and softmax rows ``[h, G, r, S]`` of every block.
 
@@ -87,7 +78,9 @@ def _blocks(q: Tensor, k: Tensor, scale: float | None) -> Iterator[tuple[slice, 
     """
     (batch, kv_heads, n, head_dim), m = k.shape, q.shape[2]
     pairs, groups = batch * kv_heads, q.shape[1] // kv_heads
-    heads, rows = _block_sizes(q, k)
+    elements, most = (_CUDA_ELEMENTS, _CUDA_ROWS) if q.is_cuda else (_CPU_ELEMENTS, _CPU_ROWS)
+    rows = max(1, min(m, most, max(-(-_LEAST_ROWS // groups), elements // max(1, groups * n))))
+    heads = max(1, min(pairs, elements // max(1, groups * rows * n)))
     size, compute = heads * rows * n * groups, compute_dtype(q.dtype)
     buffer, room = (torch.empty(size, dtype=compute, device=q.device) for _ in range(2))
     q, k = q.reshape(pairs, groups, m, head_dim), k.reshape(pairs, n, head_dim)

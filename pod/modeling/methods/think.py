@@ -57,8 +57,11 @@ class ThinLayer(PodCacheLayer):
             self.queries.add(q)
         keys = self.lead_keys.read(length - self.num_thin)
         if step.num_new > 1 or takes_gradients(q, k, v):
-            tokens = Tokens(torch.cat((*self._restored(k), keys), dim=2), self.all_values.view(length))
-            return attend(q, tokens, backend=step.chunk_backend)[0]
+            if self.num_thin:  # with zeros for what they lack
+                thin = k.new_zeros(*k.shape[:2], self.num_thin, k.shape[3])
+                thin.scatter_(3, self._index(self.num_thin), self.thin.read(self.num_thin))
+                keys = torch.cat((thin, keys), dim=2)
+            return attend(q, Tokens(keys, self.all_values.view(length)), backend=step.chunk_backend)[0]
         logits = slot_logits(q, keys, keys.shape[2], self.scale)
         if self.num_thin:
             own = q.gather(3, self._index(1).repeat_interleave(self.groups, dim=1))
@@ -69,13 +72,6 @@ class ThinLayer(PodCacheLayer):
     def _index(self, count: int) -> Tensor:
         """The channels held, ``[B, H, count, c]``."""
         return self.channels.read(1).long().expand(-1, -1, count, -1)
-
-    def _restored(self, like: Tensor) -> list[Tensor]:
-        """Thin keys with zeros for what they lack, ``[B, H, num_thin, d]``; none while there are none."""
-        if not self.num_thin:
-            return []
-        zeros = like.new_zeros(*like.shape[:2], self.num_thin, like.shape[3])
-        return [zeros.scatter_(3, self._index(self.num_thin), self.thin.read(self.num_thin))]
 
     def settle(self, step: Step) -> None:
         queries, held = self.queries.take() if step.ends_prompt else None, step.max_length - self.num_thin
@@ -97,7 +93,6 @@ class ThinLayer(PodCacheLayer):
         self.num_thin += count
 
 
-_OTHERS = "heads of this layout do not all hold every key of their own, which is what loses channels"
 METHOD = Method(
     name="think",
     paper="ThinK (Xu et al., 2024)",
@@ -114,5 +109,8 @@ METHOD = Method(
         "queries": (32, "last queries of the prompt that choose the channels (tokens)", 1),
         "recent": (32, "tokens at the end of a prompt whose keys stay whole (tokens)", 0),
     },
-    refuses={"pod": _OTHERS, "cla": _OTHERS, "window": _OTHERS},
+    refuses=dict.fromkeys(
+        ("pod", "cla", "window"),
+        "heads of this layout do not all hold every key of their own, which is what loses channels",
+    ),
 )

@@ -139,8 +139,8 @@ class Packed(NamedTuple):
         packed_lengths: int32 ``[B]``, or ``[B, h]`` where heads differ (only without ``per_channel``).
         group_size: numbers that share a zero and a scale; without ``per_channel`` at most d.
         per_channel: groups run over tokens (keys); else over channels (values).
+        bounds: smallest and largest of ``packed_lengths``, known on the host.
         tail_start: 0 for a ring, which kernels want.
-        bounds: smallest and largest of ``packed_lengths``; None = ask the device.
     """
 
     codes: Tensor
@@ -150,8 +150,8 @@ class Packed(NamedTuple):
     packed_lengths: Tensor
     group_size: int
     per_channel: bool
+    bounds: tuple[int, int]
     tail_start: int = 0
-    bounds: tuple[int, int] | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -189,15 +189,9 @@ class Packed(NamedTuple):
         lengths = self.packed_lengths[:, heads] if self.packed_lengths.ndim == 2 else self.packed_lengths
         return self._replace(**parts, packed_lengths=lengths)
 
-    def _bounds(self) -> tuple[int, int]:
-        if self.bounds is not None:
-            return self.bounds
-        lowest, highest = self.packed_lengths.aminmax()
-        return int(lowest), int(highest)
-
     def read(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Tokens ``[B, h, stop - start, d]``, a copy; slots without a token are garbage. Computed in at least fp32."""
-        lowest, highest = self._bounds()
+        lowest, highest = self.bounds
         out = self.tail.new_empty(*self.shape[:2], stop - start, self.shape[3], dtype=dtype)
         packed, native = min(max(highest, start), stop), min(max(lowest, start), stop)
         if packed > start:
@@ -229,7 +223,7 @@ class Packed(NamedTuple):
     def scores(self, q: Tensor, out: Tensor) -> None:
         """Write ``q · k̂`` of ``q`` ``[B, h, G, d]`` (fp32 or fp64) and the first tokens to ``out`` ``[B, h, G, n]``."""
         n, shared = out.shape[3], self.packing.shared
-        packed = min(n, self._bounds()[0]) // shared * shared
+        packed = min(n, self.bounds[0]) // shared * shared
         if packed:
             (self._channel_scores if self.per_channel else self._token_scores)(q, out[..., :packed])
         for tokens, first, stop in self._natives(packed, n, q.dtype):
@@ -237,7 +231,7 @@ class Packed(NamedTuple):
 
     def weighted(self, weights: Tensor, start: int, stop: int) -> Tensor:
         """Sums ``[B, h, G, d]`` of tokens ``start … stop - 1`` with ``weights`` ``[B, h, G, stop - start]`` (fp32 or fp64)."""
-        packed = start if self.per_channel else min(max(self._bounds()[0], start), stop)
+        packed = start if self.per_channel else min(max(self.bounds[0], start), stop)
         out = self._weighted(weights[..., : packed - start], start, packed) if packed > start else 0
         for tokens, first, last in self._natives(packed, stop, weights.dtype):
             out = out + weights[..., first - start : last - start] @ tokens
@@ -245,7 +239,7 @@ class Packed(NamedTuple):
 
     def _natives(self, start: int, stop: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, int, int]]:
         """Tokens ``[B, h, last - first, d]`` of ``[start, stop)`` in pieces, each with its ``first`` and ``last``."""
-        native, room = min(max(self._bounds()[1], start), stop), self.tail.shape[2]
+        native, room = min(max(self.bounds[1], start), stop), self.tail.shape[2]
         for first, last in tiles(self, start, native):
             yield self.read(first, last, dtype), first, last
         while native < stop:
