@@ -51,16 +51,10 @@ def attention_column_sums(q: Tensor, k: Tensor, scale: float | None = None, squa
 def attention_rows(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
     """Softmax rows of the last queries, such as the observation window of SnapKV (Li et al., 2024, section 4.1).
 
-    Args:
-        q: ``[B, Hq, w, d]``, rotated: the queries of the last ``w`` of ``n`` positions; each sees the keys up to its own.
-        k: ``[B, H, n, d]``, rotated, with ``Hq = G·H``.
-        scale: factor on logits, ``1/sqrt(d)`` when None.
+    Arguments and errors as of ``attention_column_sums``.
 
     Returns:
-        ``[B, Hq, w, n]`` in fp32 (fp64 for fp64 inputs); every row sums to one, and is 0 after its own position.
-
-    Raises:
-        ValueError: shapes that do not fit.
+        ``[B, Hq, m, n]`` in fp32 (fp64 for fp64 inputs); every row sums to one, and is 0 after its own position.
     """
     _check(q, k)
     (batch, kv_heads, n, _), (query_heads, m) = k.shape, q.shape[1:3]

@@ -1,9 +1,9 @@
 """ThinK (Xu et al., 2024, arXiv:2407.21018): keys of the prompt lose the channels that its last queries have least use for.
 
-When the first prompt ends, channel ``j`` of a KV head is worth ``‖Q_j‖² ‖K_j‖²``: over the last queries of the prompt, mean over the query
-heads of the group, and over all of its keys, both rotated, as in the authors' code. Keys of all tokens but the ``recent`` newest are
-held in the best channels from then on, and a later prompt's end thins what came before it to the same ones. Values, and keys of
-decoded tokens, stay whole.
+When the first prompt ends, channel ``j`` of a KV head is worth ``‖Q_j‖² ‖K_j‖²``: over the last queries of the prompt and over all of its
+keys, both rotated, as in the authors' code, and mean over the query heads of a group, as in kvpress (theirs prunes a copy of the keys
+for each). Keys of all tokens but the ``recent`` newest are held in the best channels then, and the end of a later prompt thins those
+that came since to the same ones. Values stay whole, and keys of decoded tokens until then.
 """
 
 import torch
@@ -30,8 +30,8 @@ class ThinLayer(PodCacheLayer):
     """
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
-        kept, parts = config.head_dim - int(config.head_dim * request.params["ratio"]), 8
-        parts //= getattr(request.codec, "bits", 8)  # numbers of a token in a byte
+        kept = config.head_dim - int(config.head_dim * request.params["ratio"])
+        parts = 8 // getattr(request.codec, "bits", 8)  # numbers of a token in a byte
         self.num_channels = -(-kept // parts) * parts
         self.recent, self.num_queries = request.params["recent"], request.params["queries"]
         super().__init__(config, layer_idx, request.codec)
@@ -46,7 +46,7 @@ class ThinLayer(PodCacheLayer):
 
     def predicted_nbytes(self, length: int) -> int:
         counts = {"keys": length - self.num_thin, "thin": self.num_thin, "channels": 1, "values": length}
-        held = ((self.stores()[name], count) for name, count in counts.items())
+        held = [(store, counts[name]) for name, store in self.stores().items() if name in counts]
         return sum(store.predicted_nbytes(count) for store, count in held if not store.is_empty)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
@@ -93,6 +93,7 @@ class ThinLayer(PodCacheLayer):
         self.num_thin += count
 
 
+_HEADS = "heads of this layout do not all hold every key of their own, which is what loses channels"
 METHOD = Method(
     name="think",
     paper="ThinK (Xu et al., 2024)",
@@ -109,8 +110,5 @@ METHOD = Method(
         "queries": (32, "last queries of the prompt that choose the channels (tokens)", 1),
         "recent": (32, "tokens at the end of a prompt whose keys stay whole (tokens)", 0),
     },
-    refuses=dict.fromkeys(
-        ("pod", "cla", "window"),
-        "heads of this layout do not all hold every key of their own, which is what loses channels",
-    ),
+    refuses=dict.fromkeys(("pod", "cla", "window"), _HEADS),
 )

@@ -34,7 +34,7 @@ _HALF_MAX = torch.finfo(torch.float16).max
 _MINUS_TINY = -(2**15) + 1  # bits of the largest fp16 number below 0, as int16
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Packing:
     """How numbers of ``[b, h, n, d]`` are grouped and packed.
 
@@ -93,7 +93,7 @@ class Packing:
         parts = (part << i * self.bits for i, part in enumerate(codes.chunk(self.parts, dim=3)))
         return reduce(torch.bitwise_or, parts), zero.squeeze(dim), scale.squeeze(dim)
 
-    def unpack(self, packed: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
+    def unpack(self, packed: Sequence[Tensor], out: Tensor) -> None:
         """Write ``x̂`` into ``out`` ``[b, h, n, d]``; computed in at least fp32."""
         compute = compute_dtype(out.dtype)
         for start, stop in tiles(out, 0, out.shape[2], self.group_size):

@@ -63,8 +63,7 @@ class Codes:
 
     def read(self, start: int, out: Tensor) -> None:
         """Unpack the slots from ``start`` on into ``out`` ``[b, h, m, d]``."""
-        codes, zero, scale = self._at(start, start + out.shape[2])
-        self.packing.unpack((codes, zero, scale), out)
+        self.packing.unpack(self._at(start, start + out.shape[2]), out)
 
     def keep(self, index: Tensor) -> None:
         """Hold only the slots ``index`` ``[b, h, w]``: codes are copied, not quantized again. Per token only."""
@@ -517,19 +516,15 @@ class QuantizedCodec(Codec):
         return replace(self, capacity=capacity)
 
     def tokens(self, part: str, evicts: bool = False) -> TokenStore:
-        packing = self._packing(per_channel=part == "keys" and not evicts)
+        packing = Packing(self.bits, self.group_size, per_channel=part == "keys" and not evicts)
         return PackedTokens(packing, self.residual, self.capacity)
 
     def window(self, part: str, num_sink_tokens: int, num_recent_tokens: int) -> TokenStore:
         """Native when the ring is not larger than what a packed one holds natively."""
         if self.capacity or num_recent_tokens <= self.residual + self.group_size:
             return TokenStore(num_sink_tokens, num_recent_tokens)
-        return QuantizedWindow(
-            self._packing(per_channel=False), self.residual, num_sink_tokens, num_recent_tokens
-        )
-
-    def _packing(self, per_channel: bool) -> Packing:
-        return Packing(bits=self.bits, group_size=self.group_size, per_channel=per_channel)
+        packing = Packing(self.bits, self.group_size, per_channel=False)
+        return QuantizedWindow(packing, self.residual, num_sink_tokens, num_recent_tokens)
 
 
 def make_codec(name: str, bits: int, config: PodConfig, group_size: int, residual: int) -> Codec:
