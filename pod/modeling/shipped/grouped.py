@@ -187,9 +187,8 @@ def attend_slots(
     parts = [held, *(slot_logits(q, x.keys, x.keys.shape[2], scale) + extra for x, extra in also)]
     logits = torch.cat(parts, dim=3) if also else held
     weights, lse = logits.softmax(-1), logits.logsumexp(-1)
-    shares = zip(
-        weights.split([x.shape[3] for x in parts], dim=3), (values, *(x.values for x, _ in also)), strict=True
-    )
+    counts, stored = [x.shape[3] for x in parts], (values, *(x.values for x, _ in also))
+    shares = zip(weights.split(counts, dim=3), stored, strict=True)
     out = reduce(torch.add, (_weighted(share, own, 0, share.shape[3]) for share, own in shares))
     return out.flatten(1, 2)[:, :, None].to(q.dtype), lse.flatten(1)[..., None], weights
 

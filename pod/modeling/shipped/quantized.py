@@ -268,12 +268,9 @@ class PackedTokens(_PackedStore):
         if self.packed_lengths is None:
             return self.newest.view(0, self.length)
         codes, zero, scale = self.codes.tensors
-        form, bounds = (
-            (self.packing.group_size, self.packing.per_channel),
-            (self.newest.first, self.packed_stop),
-        )
-        tail, start = self.newest.data, self.newest.start
-        return Packed(codes, zero, scale, tail, self.packed_lengths, *form, bounds, start)
+        size, bounds = self.packing.group_size, (self.newest.first, self.packed_stop)
+        rest = size, self.packing.per_channel, bounds, self.newest.start
+        return Packed(codes, zero, scale, self.newest.data, self.packed_lengths, *rest)
 
     @property
     def target(self) -> Tensor:
