@@ -23,7 +23,7 @@ from pod.bench.args import BenchMethod
 from pod.modeling.shipped.sharing import GROUP_SIZE, RESIDUAL
 
 _LOGIT = 4
-_CODEC_BITS = {"int4": 4, "int8": 8}
+_CODEC_BITS = {"kivi": 2, "int4": 4, "int8": 8}
 
 
 @dataclass(frozen=True)

@@ -269,9 +269,7 @@ class StaticEngine:
             held = self._programs[name] = _Program(model, self._prepare(run, restart))
         return held.run
 
-    def _prepare(
-        self, run: Callable[[], Tensor], restart: Callable[[], None] = lambda: None
-    ) -> Callable[[], Tensor]:
+    def _prepare(self, run: Callable[[], Tensor], restart: Callable[[], None]) -> Callable[[], Tensor]:
         """``run``, on CUDA recorded as a graph.
 
         It runs a few times before that, each time from ``restart``: so it writes the slot of the next token and no

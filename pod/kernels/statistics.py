@@ -18,13 +18,7 @@ _LEAST_ROWS = 32  # a matrix product with fewer rows is slow; the buffer then gr
 
 
 @torch.no_grad()
-def attention_column_sums(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor | None = None,
-    scale: float | None = None,
-    squares: bool = False,
-) -> Tensor:
+def attention_column_sums(q: Tensor, k: Tensor, scale: float | None = None, squares: bool = False) -> Tensor:
     """How much attention every key received: ``Σ_i A_ij``, the accumulated score of H2O (Zhang et al., 2023, section 4).
 
     D2O sums it over the prompt in the same way; RoCo (Ren and Zhu, 2024) also needs ``Σ_i A_ij²`` for the standard deviation.
@@ -32,8 +26,6 @@ def attention_column_sums(
     Args:
         q: ``[B, Hq, m, d]``, rotated: the queries of the last ``m`` of ``n`` positions; each sees the keys up to its own.
         k: ``[B, H, n, d]``, rotated, with ``Hq = G·H``.
-        lse: ``[B, Hq, m]``, natural logarithm of the sum of ``exp`` of the scaled logits, as flash attention returns it; computed
-            when None. Weights are ``exp(logit - lse)``, so it may include keys that are not in ``k``.
         scale: factor on logits, ``1/sqrt(d)`` when None.
         squares: also return the sums of squared weights.
 
@@ -43,24 +35,14 @@ def attention_column_sums(
     Raises:
         ValueError: shapes that do not fit.
     """
-    _check(q, k, lse)
-    (batch, kv_heads, n, _), (query_heads, m) = k.shape, q.shape[1:3]
-    pairs, groups = batch * kv_heads, query_heads // kv_heads
-    compute = compute_dtype(q.dtype)
-    sums = torch.zeros(1 + squares, pairs, groups, n, dtype=compute, device=q.device)
-    if lse is None:
-        buffer = _buffer(q, k)
-    else:
-        lse = lse.to(compute).reshape(pairs, groups, m, 1)
-    for here, block, logits in _blocks(q, k, scale):
-        if lse is None:
-            # not in the logits' place: the fused kernel is then a quarter faster, and faster than a subtraction and an exp
-            weights = torch.softmax(logits, -1, out=buffer[: logits.numel()].view(logits.shape))
-        else:
-            weights = logits.sub_(lse[here, :, block]).exp_()
-        sums[0, here, :, : logits.shape[-1]] += weights.sum(2)
+    _check(q, k)
+    (batch, kv_heads, n, _), query_heads = k.shape, q.shape[1]
+    shape = 1 + squares, batch * kv_heads, query_heads // kv_heads, n
+    sums = torch.zeros(shape, dtype=compute_dtype(q.dtype), device=q.device)
+    for here, _, weights in _blocks(q, k, scale):
+        sums[0, here, :, : weights.shape[-1]] += weights.sum(2)
         if squares:
-            sums[1, here, :, : logits.shape[-1]] += weights.square_().sum(2)
+            sums[1, here, :, : weights.shape[-1]] += weights.square_().sum(2)
     sums = sums.view(1 + squares, batch, query_heads, n)
     return sums if squares else sums[0]
 
@@ -69,51 +51,32 @@ def attention_column_sums(
 def attention_rows(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
     """Softmax rows of the last queries, such as the observation window of SnapKV (Li et al., 2024, section 4.1).
 
-    Args:
-        q: ``[B, Hq, w, d]``, rotated: the queries of the last ``w`` of ``n`` positions; each sees the keys up to its own.
-        k: ``[B, H, n, d]``, rotated, with ``Hq = G·H``.
-        scale: factor on logits, ``1/sqrt(d)`` when None.
+    Arguments and errors as of ``attention_column_sums``.
 
     Returns:
-        ``[B, Hq, w, n]`` in fp32 (fp64 for fp64 inputs); every row sums to one, and is 0 after its own position.
-
-    Raises:
-        ValueError: shapes that do not fit.
+        ``[B, Hq, m, n]`` in fp32 (fp64 for fp64 inputs); every row sums to one, and is 0 after its own position.
     """
-    _check(q, k, None)
+    _check(q, k)
     (batch, kv_heads, n, _), (query_heads, m) = k.shape, q.shape[1:3]
     compute = compute_dtype(q.dtype)
     out = torch.zeros(batch * kv_heads, query_heads // kv_heads, m, n, dtype=compute, device=q.device)
-    for here, block, logits in _blocks(q, k, scale):
-        out[here, :, block, : logits.shape[-1]] = logits.softmax(-1)
+    for here, block, weights in _blocks(q, k, scale):
+        out[here, :, block, : weights.shape[-1]] = weights
     return out.view(batch, query_heads, m, n)
 
 
-def _block_sizes(q: Tensor, k: Tensor) -> tuple[int, int]:
-    """KV heads (of all batch rows together) and query positions per block."""
-    groups, m, n = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
-    elements, most = (_CUDA_ELEMENTS, _CUDA_ROWS) if q.is_cuda else (_CPU_ELEMENTS, _CPU_ROWS)
-    least = -(-_LEAST_ROWS // groups)
-    rows = max(1, min(m, most, max(least, elements // max(1, groups * n))))
-    return max(1, min(k.shape[0] * k.shape[1], elements // max(1, groups * rows * n))), rows
-
-
-def _buffer(q: Tensor, k: Tensor) -> Tensor:
-    """Uninitialised room for the logits of one block, in at least fp32."""
-    heads, rows = _block_sizes(q, k)
-    size = heads * rows * k.shape[2] * (q.shape[1] // k.shape[1])
-    return torch.empty(size, dtype=compute_dtype(q.dtype), device=q.device)
-
-
 def _blocks(q: Tensor, k: Tensor, scale: float | None) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Pairs ``h`` (of ``B·H``), queries ``r`` (of m) and logits ``[h, G, r, S]`` of every block.
+    """Pairs ``h`` (of ``B·H``), queries ``r`` (of m) and softmax rows ``[h, G, r, S]`` of every block.
 
-    ``S`` ends at the key of the block's last query. The next block overwrites the logits.
+    ``S`` ends at the key of the block's last query. The next block overwrites the rows.
     """
     (batch, kv_heads, n, head_dim), m = k.shape, q.shape[2]
     pairs, groups = batch * kv_heads, q.shape[1] // kv_heads
-    heads, rows = _block_sizes(q, k)
-    buffer = _buffer(q, k)
+    elements, most = (_CUDA_ELEMENTS, _CUDA_ROWS) if q.is_cuda else (_CPU_ELEMENTS, _CPU_ROWS)
+    rows = max(1, min(m, most, max(-(-_LEAST_ROWS // groups), elements // max(1, groups * n))))
+    heads = max(1, min(pairs, elements // max(1, groups * rows * n)))
+    size, compute = heads * rows * n * groups, compute_dtype(q.dtype)
+    buffer, room = (torch.empty(size, dtype=compute, device=q.device) for _ in range(2))
     q, k = q.reshape(pairs, groups, m, head_dim), k.reshape(pairs, n, head_dim)
     factor = head_dim**-0.5 if scale is None else scale
     for first in range(0, pairs, heads):
@@ -122,7 +85,9 @@ def _blocks(q: Tensor, k: Tensor, scale: float | None) -> Iterator[tuple[slice, 
         for start in range(0, m, rows):
             block = slice(start, min(start + rows, m))
             queries = q[here, :, block].to(buffer.dtype) * factor
-            yield here, block, _logits(queries, keys[:, : n - m + block.stop], buffer)
+            logits = _logits(queries, keys[:, : n - m + block.stop], buffer)
+            # not in the logits' place: the fused kernel is then a quarter faster
+            yield here, block, torch.softmax(logits, -1, out=room[: logits.numel()].view(logits.shape))
 
 
 def _logits(q: Tensor, k: Tensor, buffer: Tensor) -> Tensor:
@@ -137,7 +102,7 @@ def _logits(q: Tensor, k: Tensor, buffer: Tensor) -> Tensor:
     return out
 
 
-def _check(q: Tensor, k: Tensor, lse: Tensor | None) -> None:
+def _check(q: Tensor, k: Tensor) -> None:
     if q.dim() != 4 or k.dim() != 4 or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ValueError(
             f"q and k are {list(q.shape)} and {list(k.shape)}; give [B, Hq, m, d] and [B, H, n, d] with equal B and d"
@@ -151,8 +116,4 @@ def _check(q: Tensor, k: Tensor, lse: Tensor | None) -> None:
     if q.dtype != k.dtype or q.device != k.device or not q.dtype.is_floating_point:
         raise ValueError(
             f"q is {q.dtype} on {q.device}, k is {k.dtype} on {k.device}; give both in one float dtype on one device"
-        )
-    if lse is not None and (lse.shape != q.shape[:3] or lse.device != q.device):
-        raise ValueError(
-            f"lse is {list(lse.shape)} on {lse.device}, expected {list(q.shape[:3])} on {q.device}"
         )

@@ -498,6 +498,8 @@ def _cannot_unpack(call: DecodeCall) -> str | None:
         return "packed keys with native values or the other way round"
     stores = [values] if keys is None else [keys, values]
     head_dim = values.shape[3]
+    if any(x.packing.bits != 4 for x in stores):
+        return "packed stores of other than 4 bits"
     if head_dim < 32 or head_dim & (head_dim - 1):
         return f"head_dim {head_dim} of packed stores (32, 64, 128 or 256)"
     if any(x.group_size & (x.group_size - 1) for x in stores):

@@ -169,7 +169,8 @@ def packed(case: Case, x: torch.Tensor, per_channel: bool):
             meaning[(b, h, *part)] = start + step * numbers[part]
         codes[b, h, : packed_lengths[b]] = numbers[:, : d // 2] + 16 * numbers[:, d // 2 :]
     stop = torch.tensor(packed_lengths, dtype=torch.int32)
-    return Packed(codes, zero, scale, tail, stop, size, per_channel), meaning
+    bounds = min(packed_lengths), max(packed_lengths)
+    return Packed(codes, zero, scale, tail, stop, size, per_channel, bounds), meaning
 
 
 def packed_stores(case: Case, layer: Layer):

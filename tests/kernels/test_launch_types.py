@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import pod
-from pod.kernels import fused, triton_fused, triton_launch
-from pod.modeling.shipped import decode
+from pod.kernels import fused, triton_decode, triton_fused, triton_launch
+from pod.modeling.shipped import decode, grouped
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -100,3 +100,22 @@ def test_cases_type_every_argument_as_it_is_launched(launches):
             elif argument in cases[name].kernel.arg_names and argument not in constants:
                 wrong |= {(name, argument)} if type_of(value) != types.get(argument, "i32") else set()
     assert not wrong
+
+
+@pytest.mark.parametrize(("codec", "launches_per_token"), [("int4", 2), ("kivi", 0), ("int8", 0)])
+@torch.no_grad()
+def test_only_stores_of_4_bits_reach_the_kernels(monkeypatch, codec, launches_per_token):
+    """Where Triton comes first, as on a GPU; stores of other bits go through torch, with its very numbers."""
+    config = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    config |= {"vocab_size": 50, "intermediate_size": 32, "num_hidden_layers": 2, "num_recent_tokens": 64}
+    model, ids = pod.PodForCausalLM(pod.PodConfig(**config)).eval(), torch.arange(93)[None] % 50
+    calls, outputs = [], []
+    monkeypatch.setattr(triton_launch, "unsupported", lambda x: None)
+    monkeypatch.setattr(triton_decode, "decode", lambda call: calls.append(call) or grouped.decode(call))
+    for order in (["grouped"], ["triton", "grouped"]):
+        monkeypatch.setitem(decode.DECODE_ORDER, "cpu", order)
+        cache = pod.make_cache(model, codec, group_size=32, residual=32)
+        passes = (ids[:, :90], *ids[:, 90:].split(1, 1))
+        outputs.append(torch.cat([model(part, past_key_values=cache).logits for part in passes], 1))
+    assert len(calls) == 3 * launches_per_token
+    assert torch.equal(*outputs)

@@ -86,6 +86,7 @@ SELECTIONS = [
         name="simlayerkv-prefill",
     ),
     Row("quest", {"budget": 12, "page_size": 4}, large=LARGE | {"page_size": 16}, saves=-0.07),
+    Row("think", {"ratio": 0.5, "queries": 5, "recent": 4}, whole={"ratio": 0.0}, large={}, saves=0.18),
     Row("razor", RAZOR, whole={"num_recent_tokens": ALL}, large={"num_recent_tokens": 256}, saves=0.5),
     Row("imdc", IMDC, whole={"budget": ALL, "chunk_size": ALL}, large=LARGE | {"chunk_size": 512}),
     Row(
@@ -103,8 +104,10 @@ SELECTIONS = [
     Row("fm", IMDC, whole={"budget": ALL, "chunk_size": ALL}, large=LARGE | {"chunk_size": 512}),
 ]
 PACKED = [
+    Row("kivi", CODEC, whole=UNPACKED, large=LARGE_CODEC, saves=0.65),
     Row("int4", CODEC, whole=UNPACKED, large=LARGE_CODEC, saves=0.6),
     Row("int8", CODEC, whole=UNPACKED, large=LARGE_CODEC, saves=0.5),
+    Row("pod+kivi", CODEC, whole=UNPACKED, large=LARGE_CODEC, model="pod"),
     Row("pod+int4", CODEC, whole=UNPACKED, large=LARGE_CODEC, model="pod"),
     Row("cla+int4", CODEC, whole=UNPACKED, large=LARGE_CODEC, model="cla"),
     Row("window+int4", CODEC, whole=UNPACKED, large=LARGE_CODEC, model="window"),

@@ -210,7 +210,7 @@ def test_what_cannot_be_is_refused(tools):
     model, dense = tools.make_pod(), tools.make_pod(plan=False)
     with pytest.raises(ValueError, match="both share between layers"):
         pod.make_cache(model, "pod+minicache")
-    for codec in ("int4", "int8"):
+    for codec in ("kivi", "int4", "int8"):
         with pytest.raises(ValueError, match="would need scales of their own"):
             pod.make_cache(dense, f"minicache+{codec}")
     with pytest.raises(ValueError, match="takes no budget"):

@@ -27,7 +27,7 @@ def meaning(x: Packed, length: int) -> torch.Tensor:
             out[b, h, p] = x.tail[b, h, (p - x.tail_start) % x.tail.shape[2]].double()
             continue
         row = x.codes[b, h, p].long()
-        numbers = row if bits == 8 else torch.cat((row % 16, row // 16))
+        numbers = torch.cat([row // 2**low % 2**bits for low in range(0, 8, bits)])
         if x.per_channel:
             zero, scale = x.zero[b, h, p // x.group_size], x.scale[b, h, p // x.group_size]
         else:
@@ -70,6 +70,11 @@ CASES = [
     (4, 64, False, 32, 130, 0),  # one group of all channels
     (4, 16, True, 10, 90, 7),  # rows of codes that are no multiple of four bytes
     (4, 2, False, 10, 41, 7),
+    (2, 32, True, 64, 300, 128),
+    (2, 32, False, 64, 300, 128),
+    (2, 32, False, 96, 70, 5),  # groups reach across the quarters of a byte
+    (2, 16, True, 12, 90, 7),  # rows of codes that are no multiple of four bytes
+    (2, 64, False, 32, 130, 0),
     (8, 32, True, 64, 200, 20),
     (8, 16, False, 48, 100, 20),
 ]

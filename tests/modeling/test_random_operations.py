@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import seed as reproducible
 from hypothesis import strategies as st
 from oracle_tools import run_cache
+from oracles_channels import ThinK
 from oracles_imdc import Chunked
 from oracles_pairs import MiniCache, Quest
 from oracles_pod_selected import PodSelected
@@ -84,6 +85,7 @@ CASES = {
     ),
     "razor": ("razor", SHORT | {"heads": HEADS, "compression": 4}, razor),
     "quest": ("quest", {"budget": 6, "page_size": 3}, Quest),
+    "think": ("think", {"ratio": 0.5, "queries": 3, "recent": 2}, ThinK),
     "minicache": ("minicache", {"block": 3, "share": 0.1}, MiniCache),
     "fm": ("fm", IMDC, chunked("fm")),
     "im": ("im", IMDC | {"function": "sqrt"}, chunked("im")),

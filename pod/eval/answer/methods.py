@@ -80,6 +80,8 @@ METHODS = {
         _dense("simlayerkv", "lazy layers keep a window", takes_budget=False),
         _dense("razor", "retrieval heads whole, others a window", takes_budget=False),
         _dense("minicache", "pairs of layers share directions", takes_budget=False),
+        _dense("think", "prompt's keys without their least channels", takes_budget=False),
+        _dense("kivi", "2 bits per number", takes_budget=False),
         _dense("int4", "4 bits per number", takes_budget=False),
         _dense("int8", "8 bits per number", takes_budget=False),
     )

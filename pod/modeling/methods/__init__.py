@@ -16,6 +16,7 @@ from pod.modeling.methods import (
     simlayerkv,
     snapkv,
     streamingllm,
+    think,
     wa,
 )
 from pod.modeling.methods.base import Method
@@ -28,7 +29,7 @@ PACKAGES.add(__name__)
 
 _WINDOWS = streamingllm, lm_infinite, wa, local_window
 _RANKINGS = snapkv, pyramidkv, h2o, roco, d2o
-_OTHERS = simlayerkv, razor, quest, minicache
+_OTHERS = simlayerkv, razor, quest, minicache, think
 _SELECTIONS = *(module.METHOD for module in (*_WINDOWS, *_RANKINGS, *_OTHERS)), *imdc.METHODS
 _METHODS: dict[str, Method] = {
     method.name: method for method in (*layouts.METHODS, *_SELECTIONS, *codecs.METHODS)

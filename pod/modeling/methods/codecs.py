@@ -1,4 +1,10 @@
-"""Keys and values in 4 or 8 bits, for every layout and selection (KIVI, Liu et al., 2024; rules in ``quantized.py``)."""
+"""Keys and values in 2, 4 or 8 bits, for every layout and selection (KIVI, Liu et al., 2024; rules in ``quantized.py``).
+
+KIVI's are the 2 bits of ``kivi``, keys per channel and values per token, groups of 32 and a residual of 128 (§4.1), which ``int4`` and
+``int8`` share. Ours are what the paper leaves to its code: fp16 zeros and scales are rounded outwards, not to the nearest, and the same
+newest tokens of keys and values stay native, ``residual`` at least; KIVI's code packs keys ``residual`` at a time, so that of them 0 to
+``residual - 1`` are native, and values one by one.
+"""
 
 from functools import partial
 
@@ -20,12 +26,12 @@ def _build(name: str, bits: int, config: PodConfig, request: Request) -> Codec:
 
 METHODS = tuple(
     Method(
-        name=f"int{bits}",
+        name=name,
         paper="KIVI (Liu et al., 2024)",
         frees=f"{16 - bits} of 16 bits of every number but the newest tokens', less 1 bit for fp16 scale and zero",
         axis="codec",
-        build=partial(_build, f"int{bits}", bits),
+        build=partial(_build, name, bits),
         parameters=_PARAMETERS,
     )
-    for bits in (4, 8)
+    for name, bits in (("kivi", 2), ("int4", 4), ("int8", 8))
 )

@@ -199,5 +199,5 @@ METHOD = Method(
             1,
         ),
     },
-    refuses={"pod": _ALREADY_SHARED, "cla": _ALREADY_SHARED, "int4": _CODEC, "int8": _CODEC},
+    refuses={"pod": _ALREADY_SHARED, "cla": _ALREADY_SHARED, "kivi": _CODEC, "int4": _CODEC, "int8": _CODEC},
 )

@@ -9,7 +9,6 @@ Rows of unlike length run one after the other. The work of a lead on distant tok
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, reduce
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -181,25 +180,16 @@ def attend_slots(
         Output ``[B, Hq, 1, d]``, log-sum-exp ``[B, Hq, 1]`` and weights ``[B, H, G, n + …]`` of the slots and of the tokens
         of ``also``, both in at least fp32.
     """
-    compute, heads, n = compute_dtype(q.dtype), keys.shape[1], num_slots or keys.shape[2]
-    grouped = q[:, :, 0].unflatten(1, (heads, -1)).to(compute) * scale
-    parts = [(n, keys, values, 0.0), *((x.keys.shape[2], *x, extra) for x, extra in also)]
-    ends = list(accumulate(part[0] for part in parts))
-    logits = grouped.new_empty(*grouped.shape[:3], ends[-1])
-    for end, (count, part_keys, _, extra) in zip(ends, parts, strict=True):
-        part = logits[..., end - count : end]
-        _scores(grouped, part_keys, part)
-        if extra:
-            part += extra
+    held = slot_logits(q, keys, num_slots or keys.shape[2], scale)
     if lengths is not None:
-        used = torch.arange(n, device=q.device) < lengths.view(len(lengths), -1, 1)
-        logits[..., :n].masked_fill_(~used[:, :, None], float("-inf"))
+        used = torch.arange(held.shape[3], device=q.device) < lengths.view(len(lengths), -1, 1)
+        held.masked_fill_(~used[:, :, None], float("-inf"))
+    parts = [held, *(slot_logits(q, x.keys, x.keys.shape[2], scale) + extra for x, extra in also)]
+    logits = torch.cat(parts, dim=3) if also else held
     weights, lse = logits.softmax(-1), logits.logsumexp(-1)
-    products = (
-        _weighted(weights[..., end - count : end], part_values, 0, count)
-        for end, (count, _, part_values, _) in zip(ends, parts, strict=True)
-    )
-    out = reduce(torch.add, products)
+    counts, stored = [x.shape[3] for x in parts], (values, *(x.values for x, _ in also))
+    shares = zip(weights.split(counts, dim=3), stored, strict=True)
+    out = reduce(torch.add, (_weighted(share, own, 0, share.shape[3]) for share, own in shares))
     return out.flatten(1, 2)[:, :, None].to(q.dtype), lse.flatten(1)[..., None], weights
 
 

@@ -1,4 +1,4 @@
-"""Keys and values in 4 or 8 bits, read as they are packed: the format, tensors that hold it, and products with them.
+"""Keys and values in 2, 4 or 8 bits, read as they are packed: the format, tensors that hold it, and products with them.
 
 **Numbers.** Asymmetric quantization (as KIVI, Liu et al., 2024): a group is stored as codes ``0 … 2^bits - 1`` and its
 *zero* (smallest value) and *scale* (step between codes), ``x̂ = zero + code · scale``. Both are fp16 whatever the model's
@@ -20,6 +20,7 @@ small factor, codes become floats a tile at a time, inside the processor's cache
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -33,12 +34,12 @@ _HALF_MAX = torch.finfo(torch.float16).max
 _MINUS_TINY = -(2**15) + 1  # bits of the largest fp16 number below 0, as int16
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Packing:
     """How numbers of ``[b, h, n, d]`` are grouped and packed.
 
     Attributes:
-        bits: 4 (two codes in a byte: channel ``i`` low, ``i + d/2`` high) or 8.
+        bits: 2, 4 or 8; the ``P = 8 / bits`` codes in byte ``i``, from its lowest bits on, are of channels ``i``, ``i + d/P``, ….
         group_size: numbers that share a zero and a scale.
         per_channel: a group is ``group_size`` consecutive tokens of one channel (``n`` must be a multiple); otherwise
             it is ``group_size`` consecutive channels of one token, or all of them when there are fewer.
@@ -89,12 +90,10 @@ class Packing:
         step = scale.to(compute)
         codes = (groups - zero.to(compute)) / torch.where(step == 0, 1, step)
         codes = codes.round_().clamp_(0, levels).to(torch.uint8).view(x.shape)
-        if self.bits == 4:
-            low, high = codes.chunk(2, dim=3)
-            codes = low | (high << 4)
-        return codes, zero.squeeze(dim), scale.squeeze(dim)
+        parts = (part << i * self.bits for i, part in enumerate(codes.chunk(self.parts, dim=3)))
+        return reduce(torch.bitwise_or, parts), zero.squeeze(dim), scale.squeeze(dim)
 
-    def unpack(self, packed: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
+    def unpack(self, packed: Sequence[Tensor], out: Tensor) -> None:
         """Write ``x̂`` into ``out`` ``[b, h, n, d]``; computed in at least fp32."""
         compute = compute_dtype(out.dtype)
         for start, stop in tiles(out, 0, out.shape[2], self.group_size):
@@ -102,8 +101,7 @@ class Packing:
             zero, scale = (
                 x[:, :, start // self.shared : stop // self.shared].to(compute) for x in packed[1:]
             )
-            if self.bits == 4:
-                codes = torch.cat((codes & 15, codes >> 4), dim=3)
+            codes = torch.cat([codes >> shift & 2**self.bits - 1 for shift in range(0, 8, self.bits)], dim=3)
             groups, dim = self._group(codes.to(compute))
             groups.mul_(scale.unsqueeze(dim)).add_(zero.unsqueeze(dim))
             out[:, :, start:stop] = groups.flatten(dim - 1, dim)
@@ -135,14 +133,14 @@ class Packed(NamedTuple):
     Token ``p`` of row ``b`` is ``zero + code · scale`` for ``p < packed_lengths[b]``; the others stand in ``tail``.
 
     Attributes:
-        codes: uint8 ``[B, h, C, d·bits/8]``; of 4 bits channel ``i`` in the low half of a byte, ``i + d/2`` in the high one.
+        codes: uint8 ``[B, h, C, d·bits/8]``, see ``Packing``.
         zero, scale: fp16 ``[B, h, C/group_size, d]`` per channel, else ``[B, h, C, d/group_size]``.
         tail: ``[B, h, R, d]`` in the model's dtype, token ``p`` at slot ``(p - tail_start) mod R``.
         packed_lengths: int32 ``[B]``, or ``[B, h]`` where heads differ (only without ``per_channel``).
         group_size: numbers that share a zero and a scale; without ``per_channel`` at most d.
         per_channel: groups run over tokens (keys); else over channels (values).
+        bounds: smallest and largest of ``packed_lengths``, known on the host.
         tail_start: 0 for a ring, which kernels want.
-        bounds: smallest and largest of ``packed_lengths``; None = ask the device.
     """
 
     codes: Tensor
@@ -152,8 +150,8 @@ class Packed(NamedTuple):
     packed_lengths: Tensor
     group_size: int
     per_channel: bool
+    bounds: tuple[int, int]
     tail_start: int = 0
-    bounds: tuple[int, int] | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -191,15 +189,9 @@ class Packed(NamedTuple):
         lengths = self.packed_lengths[:, heads] if self.packed_lengths.ndim == 2 else self.packed_lengths
         return self._replace(**parts, packed_lengths=lengths)
 
-    def _bounds(self) -> tuple[int, int]:
-        if self.bounds is not None:
-            return self.bounds
-        lowest, highest = self.packed_lengths.aminmax()
-        return int(lowest), int(highest)
-
     def read(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Tokens ``[B, h, stop - start, d]``, a copy; slots without a token are garbage. Computed in at least fp32."""
-        lowest, highest = self._bounds()
+        lowest, highest = self.bounds
         out = self.tail.new_empty(*self.shape[:2], stop - start, self.shape[3], dtype=dtype)
         packed, native = min(max(highest, start), stop), min(max(lowest, start), stop)
         if packed > start:
@@ -231,7 +223,7 @@ class Packed(NamedTuple):
     def scores(self, q: Tensor, out: Tensor) -> None:
         """Write ``q · k̂`` of ``q`` ``[B, h, G, d]`` (fp32 or fp64) and the first tokens to ``out`` ``[B, h, G, n]``."""
         n, shared = out.shape[3], self.packing.shared
-        packed = min(n, self._bounds()[0]) // shared * shared
+        packed = min(n, self.bounds[0]) // shared * shared
         if packed:
             (self._channel_scores if self.per_channel else self._token_scores)(q, out[..., :packed])
         for tokens, first, stop in self._natives(packed, n, q.dtype):
@@ -239,7 +231,7 @@ class Packed(NamedTuple):
 
     def weighted(self, weights: Tensor, start: int, stop: int) -> Tensor:
         """Sums ``[B, h, G, d]`` of tokens ``start … stop - 1`` with ``weights`` ``[B, h, G, stop - start]`` (fp32 or fp64)."""
-        packed = start if self.per_channel else min(max(self._bounds()[0], start), stop)
+        packed = start if self.per_channel else min(max(self.bounds[0], start), stop)
         out = self._weighted(weights[..., : packed - start], start, packed) if packed > start else 0
         for tokens, first, last in self._natives(packed, stop, weights.dtype):
             out = out + weights[..., first - start : last - start] @ tokens
@@ -247,7 +239,7 @@ class Packed(NamedTuple):
 
     def _natives(self, start: int, stop: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, int, int]]:
         """Tokens ``[B, h, last - first, d]`` of ``[start, stop)`` in pieces, each with its ``first`` and ``last``."""
-        native, room = min(max(self._bounds()[1], start), stop), self.tail.shape[2]
+        native, room = min(max(self.bounds[1], start), stop), self.tail.shape[2]
         for first, last in tiles(self, start, native):
             yield self.read(first, last, dtype), first, last
         while native < stop:
@@ -262,23 +254,23 @@ class Packed(NamedTuple):
         return like.new_empty(first[1] * math.prod((*self.shape[:2], self.shape[3])))
 
     def _numbers(self, start: int, stop: int, room: Tensor) -> Tensor:
-        """Codes ``c`` as floats ``16 (c - 8)`` (8 bits: ``c - 128``), ``[P, B, h, n, d/P]``, ``P`` codes to a byte.
+        """Codes ``c`` as floats ``(c - 2^(bits-1)) · 2^(8-bits)``, ``[P, B, h, n, d/P]``, ``P`` codes to a byte.
 
         Sums of codes and of zeros would be far larger than what they sum up to, and lose as many digits. Valid until the
         next call.
         """
-        codes = self.codes[:, :, start:stop]
-        if codes.shape[3] == self.shape[3]:
-            numbers = (codes ^ 128).view(torch.int8).unsqueeze(0)
-            return room[: numbers.numel()].view(numbers.shape).copy_(numbers)
-        halves, high = codes.new_empty(2, *codes.shape), (0x88, 0xF0)
-        into = halves
+        codes, bits = self.codes[:, :, start:stop], self.packing.bits
+        numbers = into = codes.new_empty(self.packing.parts, *codes.shape)
+        signs, top = sum(128 >> shift for shift in range(0, 8, bits)), 256 - 2 ** (8 - bits)
         if codes.shape[3] % 4 == 0:  # four bytes at a time: half the time
-            high, codes, into = (-0x77777778, -0x0F0F0F10), codes.view(torch.int32), halves.view(torch.int32)
-        torch.bitwise_xor(codes, high[0], out=into[1])
-        torch.bitwise_left_shift(into[1], 4, out=into[0])
-        into.bitwise_and_(high[1])
-        return room[: halves.numel()].view(halves.shape).copy_(halves.view(torch.int8))
+            codes, into = codes.view(torch.int32), into.view(torch.int32)
+            signs, top = (mask * 0x01010101 - 2**32 for mask in (signs, top))
+        torch.bitwise_xor(codes, signs, out=into[-1])
+        for i, part in enumerate(into[:-1], 1):
+            torch.bitwise_left_shift(into[-1], 8 - i * bits, out=part)
+        if bits < 8:
+            into.bitwise_and_(top)
+        return room[: numbers.numel()].view(numbers.shape).copy_(numbers.view(torch.int8))
 
     def _middle_and_scale(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """What the number 0 stands for, and the step between numbers: per channel ``[B, h, n/g, d]``, else ``[B, h, d/g, n]``."""
@@ -287,9 +279,8 @@ class Packed(NamedTuple):
         if not self.per_channel:
             found = (x.transpose(2, 3) for x in found)
         zero, scale = (x.to(dtype, memory_format=torch.contiguous_format) for x in found)
-        if self.packing.bits == 8:
-            return zero.add_(scale, alpha=128), scale
-        return zero.add_(scale, alpha=8), scale.mul_(1 / 16)
+        bits = self.packing.bits
+        return zero.add_(scale, alpha=2 ** (bits - 1)), scale.mul_(2.0 ** (bits - 8))
 
     def _channel_scores(self, q: Tensor, out: Tensor) -> None:
         parts, group = self.packing.parts, self.group_size

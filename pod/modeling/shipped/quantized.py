@@ -1,11 +1,11 @@
-"""Stores whose old tokens are packed to 4 or 8 bits; the newest stay as they came (``shipped/packed.py``).
+"""Stores whose old tokens are packed to 2, 4 or 8 bits; the newest stay as they came (``shipped/packed.py``).
 
 Keys of a store that never evicts are grouped per channel over ``group_size`` consecutive tokens, because keys have outlier
 channels. Values, keys of evicting stores and keys in windows are grouped per token over channels: tokens of a per-channel
 group can only leave together.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,9 +36,6 @@ class Codes:
         """Tokens that there is room for."""
         return self.tensors[0].shape[2] if self.tensors else 0
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.tensors = tuple(change(x) for x in self.tensors)
-
     def _at(self, start: int, stop: int) -> list[Tensor]:
         shared = self.packing.shared
         entries = slice(start // shared, stop // shared)
@@ -66,15 +63,13 @@ class Codes:
 
     def read(self, start: int, out: Tensor) -> None:
         """Unpack the slots from ``start`` on into ``out`` ``[b, h, m, d]``."""
-        codes, zero, scale = self._at(start, start + out.shape[2])
-        self.packing.unpack((codes, zero, scale), out)
+        self.packing.unpack(self._at(start, start + out.shape[2]), out)
 
     def keep(self, index: Tensor) -> None:
         """Hold only the slots ``index`` ``[b, h, w]``: codes are copied, not quantized again. Per token only."""
         assert not self.packing.per_channel, "tokens of a group share its scale"
-        if index.shape[2] == 0:
-            self.tensors = ()
-        self._map(lambda x: x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[3])))
+        held = self.tensors if index.shape[2] else ()
+        self.tensors = tuple(x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[3])) for x in held)
 
     def overwrite(self, slots: Tensor, x: Tensor, mask: Tensor) -> None:
         """Pack ``[b, h, c, d]`` into slots ``[b, h, c]`` where ``mask`` is True. Per token only."""
@@ -83,9 +78,6 @@ class Codes:
             return
         for tensor, new in zip(self.tensors, self.packing.pack(x), strict=True):
             _put(tensor, slots, new, mask)
-
-    def select_rows(self, index: Tensor) -> None:
-        self._map(lambda x: x.index_select(0, index.to(x.device)))
 
 
 class Newest:
@@ -169,12 +161,6 @@ class Newest:
         """Overwrite positions ``[b, h, c]`` with ``[b, h, c, d]`` where ``mask`` is True."""
         _put(self.data, (positions - self.start) % max(1, self.data.shape[2]), x, mask)
 
-    def select_rows(self, index: Tensor) -> None:
-        if self.ring is not None:
-            self.ring = self.ring.index_select(0, index.to(self.ring.device))
-        if self.pending is not None:
-            self.pending = self.pending.index_select(0, index.to(self.pending.device))
-
     def tensors(self) -> list[Tensor]:
         return [x for x in (self.ring, self.pending) if x is not None]
 
@@ -230,17 +216,10 @@ class _PackedStore(TokenStore):
         past_sinks = length - self.num_sink_tokens - self.residual
         return max(0, past_sinks // self.packing.group_size) * self.packing.group_size
 
-    def reserve(self, slots: int) -> None:
-        raise ValueError("packed stores grow as tokens come: pass capacity to pod.make_cache instead")
-
     def append_ragged(self, x: Tensor, segments: Segments) -> None:
         raise ValueError(
             "packed stores take rows that are alike, here rows of one length: leave capacity out, or pad no row"
         )
-
-    def select_rows(self, index: Tensor) -> None:
-        self.newest.select_rows(index)
-        self.codes.select_rows(index)
 
     def tensors(self) -> list[Tensor]:
         return [*self.codes.tensors, *self.newest.tensors()]
@@ -290,7 +269,7 @@ class PackedTokens(_PackedStore):
             return self.newest.view(0, self.length)
         codes, zero, scale = self.codes.tensors
         size, bounds = self.packing.group_size, (self.newest.first, self.packed_stop)
-        rest = size, self.packing.per_channel, self.newest.start, bounds
+        rest = size, self.packing.per_channel, bounds, self.newest.start
         return Packed(codes, zero, scale, self.newest.data, self.packed_lengths, *rest)
 
     @property
@@ -300,9 +279,7 @@ class PackedTokens(_PackedStore):
         return self.newest.data
 
     def reserve(self, slots: int) -> None:
-        """Hold codes for ``slots`` tokens, if the store has a capacity."""
-        if not self.is_static:
-            super().reserve(slots)
+        """Hold codes for ``slots`` tokens, in a store that has a capacity."""
         self.codes.capacity = max(self.codes.capacity, slots)
         if self.codes.tensors:
             self.codes.reserve(self.newest.data, self.codes.capacity)
@@ -381,11 +358,6 @@ class PackedTokens(_PackedStore):
         is_native = slots >= lengths
         self.codes.overwrite(slots, x, ~is_native)
         self.newest.write(slots, x, is_native)
-
-    def select_rows(self, index: Tensor) -> None:
-        super().select_rows(index)
-        if self.packed_lengths is not None:
-            self.packed_lengths = self.packed_lengths.index_select(0, index.to(self.packed_lengths.device))
 
     def tensors(self) -> list[Tensor]:
         return super().tensors() + ([] if self.packed_lengths is None else [self.packed_lengths])
@@ -496,29 +468,6 @@ class QuantizedWindow(_PackedStore):
             self.codes.write(self.newest.view(positions.start, positions.stop), behind % self.ring)
         self.newest.rest(stop)
 
-    def keep(self, index: Tensor, length: int) -> None:
-        raise NotImplementedError(
-            "a window holds the first and the last tokens: use Codec.tokens to choose others"
-        )
-
-    def write(self, slots: Tensor, x: Tensor) -> None:
-        """Overwrite slots ``[b, h, c]`` with ``[b, h, c, d]``: packed ones are packed anew, alone."""
-        assert self.sinks is not None
-        newest = self.length - 1
-        positions = torch.where(
-            slots < self.num_sink_tokens, slots, newest - (newest - slots) % self.num_recent_tokens
-        )
-        is_sink, is_native = slots < self.num_sink_tokens, positions >= self.newest.first
-        _put(self.sinks, positions, x, is_sink)
-        self.newest.write(positions, x, is_native)
-        if self.newest.first > self.num_sink_tokens:
-            self.codes.overwrite((positions - self.num_sink_tokens) % self.ring, x, ~is_sink & ~is_native)
-
-    def select_rows(self, index: Tensor) -> None:
-        super().select_rows(index)
-        if self.sinks is not None:
-            self.sinks = self.sinks.index_select(0, index.to(self.sinks.device))
-
     def tensors(self) -> list[Tensor]:
         return super().tensors() + ([] if self.sinks is None else [self.sinks])
 
@@ -540,7 +489,7 @@ class QuantizedCodec(Codec):
     """Makes stores of ``bits`` bits per number; see the top of this file.
 
     Attributes:
-        bits: 4 or 8.
+        bits: 2, 4 or 8.
         group_size: numbers that share a scale, and tokens packed at a time.
         residual: newest tokens that stay native.
         capacity: tokens whose codes are reserved, for stores that stay where they are (windows are rings already and stay
@@ -564,19 +513,15 @@ class QuantizedCodec(Codec):
         return replace(self, capacity=capacity)
 
     def tokens(self, part: str, evicts: bool = False) -> TokenStore:
-        packing = self._packing(per_channel=part == "keys" and not evicts)
+        packing = Packing(self.bits, self.group_size, per_channel=part == "keys" and not evicts)
         return PackedTokens(packing, self.residual, self.capacity)
 
     def window(self, part: str, num_sink_tokens: int, num_recent_tokens: int) -> TokenStore:
         """Native when the ring is not larger than what a packed one holds natively."""
         if self.capacity or num_recent_tokens <= self.residual + self.group_size:
             return TokenStore(num_sink_tokens, num_recent_tokens)
-        return QuantizedWindow(
-            self._packing(per_channel=False), self.residual, num_sink_tokens, num_recent_tokens
-        )
-
-    def _packing(self, per_channel: bool) -> Packing:
-        return Packing(bits=self.bits, group_size=self.group_size, per_channel=per_channel)
+        packing = Packing(self.bits, self.group_size, per_channel=False)
+        return QuantizedWindow(packing, self.residual, num_sink_tokens, num_recent_tokens)
 
 
 def make_codec(name: str, bits: int, config: PodConfig, group_size: int, residual: int) -> Codec:
@@ -592,6 +537,6 @@ def make_codec(name: str, bits: int, config: PodConfig, group_size: int, residua
             f"{name}: group_size = {group_size} does not divide head_dim = {head_dim}; it can be "
             f"{', '.join(map(str, fitting))}"
         )
-    if bits == 4 and head_dim % 2:
-        raise ValueError(f"{name}: head_dim = {head_dim} is odd, and two codes share a byte; use int8")
+    if head_dim * bits % 8:
+        raise ValueError(f"{name}: head_dim = {head_dim} does not fill bytes of {8 // bits} codes; use int8")
     return QuantizedCodec(bits, group_size, residual)

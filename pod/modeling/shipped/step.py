@@ -209,10 +209,8 @@ class CacheLayer(CacheLayerMixin):
 
     def crop(self, length: int) -> None:
         """Forget the tokens behind the first ``length`` of each row."""
-        for store in (
-            self.stores().values() if self.is_croppable else ()
-        ):  # else there is nothing to take back
-            if not store.is_empty:
+        if self.is_croppable:  # else there is nothing to take back
+            for store in self.stores().values():
                 store.crop(length)
 
     def check_integrity(self, where: str, lengths: Tensor | None) -> None:

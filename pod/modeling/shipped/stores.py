@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from copy import copy
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,17 @@ def places_of(slots: Tensor, room: int) -> Tensor:
 def numbers(count: int, device: torch.device) -> Tensor:
     """``0 … count-1``; not to be written to."""
     return torch.arange(count, device=device)
+
+
+def take_rows_of(holder: Any, index: Tensor) -> None:
+    """Put these rows in place of every tensor ``[B, …]`` in attributes of ``holder``, in tuples there, and in objects there."""
+    for name, value in vars(holder).items():
+        if isinstance(value, Tensor):
+            setattr(holder, name, value.index_select(0, index.to(value.device)))
+        elif isinstance(value, tuple):
+            setattr(holder, name, tuple(x.index_select(0, index.to(x.device)) for x in value))
+        elif hasattr(value, "__dict__"):
+            take_rows_of(value, index)
 
 
 class TokenStore:
@@ -198,8 +210,7 @@ class TokenStore:
 
     def select_rows(self, index: Tensor) -> None:
         """Keep, repeat or reorder rows of the batch."""
-        if not self.is_empty:
-            self.data = self.data.index_select(0, index.to(self.data.device))
+        take_rows_of(self, index)
 
     def tensors(self) -> list[Tensor]:
         return [] if self.is_empty else [self.data]
