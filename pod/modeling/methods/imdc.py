@@ -15,7 +15,13 @@ from torch import Tensor
 
 from pod.modeling.methods.base import Method, Parameter, Request
 from pod.modeling.methods.imdc_schedule import FUNCTIONS, PromptSchedule, Settings, share_by_retention
-from pod.modeling.methods.ranking import LastQueries, check_ranking, ranking_parameters, snapkv_slots
+from pod.modeling.methods.ranking import (
+    LastQueries,
+    best_slots,
+    check_ranking,
+    ranking_parameters,
+    snapkv_scores,
+)
 from pod.modeling.methods.sliding import Pair
 from pod.modeling.shipped.attend import Tokens, attend
 from pod.modeling.shipped.cache import PodCache
@@ -71,7 +77,7 @@ class MemoryLayer(CacheLayer):
         if step.is_decode:
             self.memory = self.held
         else:
-            self.queries.add(q)
+            self.queries.observe(q)
             self.rotated = keys if step.ends_prompt else None
         return attend(q, Tokens(keys, values), backend=step.chunk_backend)[0]
 
@@ -120,7 +126,7 @@ class MemoryLayer(CacheLayer):
         memory no larger than that is the last slots.
         """
         if self.ranks and size > queries.shape[2]:
-            return snapkv_slots(queries, keys, size, self.kernel, self.pool, self.scale)
+            return best_slots(snapkv_scores(queries, keys, self.kernel, self.pool, self.scale), size)
         slots = torch.arange(keys.shape[2], device=keys.device)
         sinks = 0 if self.ranks else min(self.num_sink_tokens, size)
         kept = torch.cat((slots[:sinks], slots[keys.shape[2] - size + sinks :]))

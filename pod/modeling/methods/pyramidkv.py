@@ -10,10 +10,9 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 
 from pod.modeling.methods.base import Method, Request, round_half_up
-from pod.modeling.methods.ranking import check_ranking, ranking_parameters
-from pod.modeling.methods.shared_selection import shared_cache
-from pod.modeling.methods.streaming import PREFILL_PARAMETERS, chunks_of
-from pod.modeling.shipped.cache import PodCache
+from pod.modeling.methods.ranking import ranking_parameters
+from pod.modeling.methods.shared_selection import SharedSelectionLayer, free_own_keys
+from pod.modeling.methods.streaming import PREFILL_PARAMETERS, cache_of
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.sharing import Lead
 
@@ -50,18 +49,19 @@ def block_budgets(budgets: Sequence[int], budget: int, window: int, lead: Lead) 
     ]
 
 
-def _build(config: PodConfig, request: Request) -> PodCache:
-    check_ranking(request)
-    budget, window, beta = request.tokens, request.params["window"], request.params["beta"]
-    lead = config.sharing_plan.lead
+class PyramidLayer(SharedSelectionLayer):
+    """SnapKV's ranking, by which each block keeps as many tokens as its lead's layer."""
 
-    def budgets(seen: int) -> list[list[int]]:
-        return block_budgets(layer_budgets(budget, len(lead), beta, window + 1, seen), budget, window, lead)
+    def __init__(self, config: PodConfig, layer_idx: int, request: Request):
+        self.window, self.beta = request.params["window"], request.params["beta"]
+        super().__init__(config, layer_idx, request)
 
-    def alike(layer: int, head: int) -> tuple:
-        return lead[layer][head], *(row[head] for row in lead if row[head] is not None)
+    def alike(self, head: int) -> tuple:
+        return self.lead[self.layer_idx][head], *(row[head] for row in self.lead if row[head] is not None)
 
-    return shared_cache(config, request, budgets, alike, chunks_of(request))
+    def budgets(self, seen: int) -> list[list[int]]:
+        sizes = layer_budgets(self.budget, len(self.lead), self.beta, self.window + 1, seen)
+        return block_budgets(sizes, self.budget, self.window, self.lead)
 
 
 METHOD = Method(
@@ -69,7 +69,7 @@ METHOD = Method(
     paper="PyramidKV (Cai et al., 2024)",
     frees="prompt tokens that the end of the prompt does not attend to, more of them in higher layers",
     axis="selection",
-    build=_build,
+    build=cache_of(PyramidLayer, after_layers=free_own_keys),
     parameters=ranking_parameters(window=8, kernel=7, pool="max")
     | {"beta": (20, "mean budget over the last layer's", 1)}
     | PREFILL_PARAMETERS,

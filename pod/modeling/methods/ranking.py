@@ -1,4 +1,7 @@
-"""SnapKV's ranking of tokens by the attention of the last queries, and its parameters."""
+"""How leads rank the tokens that they hold when a prompt ends; SnapKV's ranking and its parameters."""
+
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -6,22 +9,23 @@ from torch.nn import functional as F
 
 from pod.kernels.statistics import attention_column_sums
 from pod.modeling.methods.base import Parameter, Request
+from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.step import Step
 
 _POOLS = {"avg": F.avg_pool1d, "max": F.max_pool1d}
 
 
-def snapkv_slots(queries: Tensor, keys: Tensor, budget: int, kernel: int, pool: str, scale: float) -> Tensor:
-    """Slots to keep ``[B, H, budget]`` of ``[B, H, n, d]`` keys, by the prompt's last queries ``[B, Hq, w, d]``.
+def snapkv_scores(queries: Tensor, keys: Tensor, kernel: int, pool: str, scale: float) -> Tensor:
+    """Scores ``[B, H, n]`` of ``[B, H, n, d]`` keys, by the prompt's last queries ``[B, Hq, w, d]``.
 
-    Kept are the last ``w`` tokens and, of those before them, the best by their attention from these queries: summed
-    over queries, averaged over the query heads of a group, pooled over neighbours.
+    Infinite for the last ``w`` tokens. Of those before them the attention from these queries: summed over queries, averaged over
+    the query heads of a group, pooled over neighbours.
     """
     n, w = keys.shape[2], queries.shape[2]
     scores = attention_column_sums(queries, keys, scale=scale)[..., : n - w]
     scores = scores.unflatten(1, (keys.shape[1], -1)).mean(2)
     scores = _POOLS[pool](scores, kernel, stride=1, padding=kernel // 2)
-    recent = torch.arange(n - w, n, device=keys.device).expand(*keys.shape[:2], -1)
-    return torch.cat((best_slots(scores, budget - w), recent), dim=-1)
+    return F.pad(scores, (0, w), value=math.inf)
 
 
 def best_slots(scores: Tensor, count: int) -> Tensor:
@@ -49,15 +53,42 @@ def ranking_parameters(window: int, kernel: int, pool: str) -> dict:
     }
 
 
-class LastQueries:
-    """The last ``count`` queries of a running prompt, which a layer names among its stores."""
+class Observed:
+    """What is remembered of the queries of a running prompt; a layer names it among its stores. Every tensor is ``[B, …]``."""
+
+    before_rope = False
+    """Whether queries are observed as they are before their rotation."""
+
+    def observe(self, q: Tensor, step: Step) -> None:
+        """The queries ``[B, Hq, m, d]`` of a chunk."""
+        raise NotImplementedError
+
+    def tensors(self) -> list[Tensor]:
+        return [x for x in vars(self).values() if isinstance(x, Tensor)]
+
+    def select_rows(self, index: Tensor) -> None:
+        for name, x in vars(self).items():
+            if isinstance(x, Tensor):
+                setattr(self, name, x.index_select(0, index.to(x.device)))
+
+
+class Ranking(Observed):
+    """The rule by which leads choose, made anew for each prompt: from what it observed, a score for every token that they hold."""
+
+    def scores(self, keys: Tensor, values: Tensor, seen: int) -> Tensor | None:
+        """Scores ``[B, H, n]`` of the leads' rotated keys and values ``[B, H, n, d]`` after ``seen`` tokens, infinite for what
+        stays whatever the others score; None = nothing was observed."""
+        raise NotImplementedError
+
+
+class LastQueries(Observed):
+    """The last ``count`` queries of a running prompt."""
 
     def __init__(self, count: int):
         self.count = count
         self.observed: Tensor | None = None  # [B, Hq, <= count, d]
 
-    def add(self, q: Tensor) -> None:
-        """Of a chunk ``[B, Hq, m, d]``."""
+    def observe(self, q: Tensor, step: Any = None) -> None:
         queries = q if self.observed is None else torch.cat((self.observed, q), dim=2)
         self.observed = queries[:, :, max(0, queries.shape[2] - self.count) :].clone()
 
@@ -66,9 +97,18 @@ class LastQueries:
         queries, self.observed = self.observed, None
         return queries
 
-    def tensors(self) -> list[Tensor]:
-        return [] if self.observed is None else [self.observed]
 
-    def select_rows(self, index: Tensor) -> None:
-        if self.observed is not None:
-            self.observed = self.observed.index_select(0, index.to(self.observed.device))
+class EndAttention(LastQueries, Ranking):
+    """SnapKV's ranking: by the attention of the prompt's last queries, whose tokens stay."""
+
+    def __init__(self, config: PodConfig, request: Request):
+        check_ranking(request)
+        super().__init__(request.params["window"])
+        self.kernel, self.pool = request.params["kernel"], request.params["pool"]
+        self.scale = config.head_dim**-0.5
+
+    def scores(self, keys: Tensor, values: Tensor, seen: int) -> Tensor | None:
+        queries = self.take()
+        if queries is None:
+            return None
+        return snapkv_scores(queries, keys, self.kernel, self.pool, self.scale)

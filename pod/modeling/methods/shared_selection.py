@@ -8,26 +8,21 @@ from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
 from itertools import islice
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from pod.modeling.methods.base import Request
-from pod.modeling.methods.ranking import snapkv_slots
+from pod.modeling.methods.ranking import EndAttention, Ranking, best_slots
 from pod.modeling.shipped.attend import Segments, Tokens, attend, take_heads, takes_gradients
-from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.grouped import attend_slots, slot_logits, weigh_slots
 from pod.modeling.shipped.layout import PodCacheLayer
-from pod.modeling.shipped.rows import FixedChunks, GroupedCache
 from pod.modeling.shipped.step import Selection, Step
 from pod.modeling.shipped.stores import Codec, TokenStore
 
 _AGED = 64  # own keys are freed, which copies the others, when this share (1/64) of them is of distant tokens
-Budgets = Callable[[int], list[list[int]]]
-"""Tokens seen to tokens of every layer and KV head, ``[L][H]``."""
-Labels = Callable[[int, int], Hashable]
-"""``(layer, KV head)`` to a label."""
 
 
 class OwnKeys:
@@ -94,23 +89,27 @@ class Bank:
         followed: places among the leads, and KV heads, of those that others follow.
         held: tokens held by each row and head.
         positions: int32 ``[B, leads, held]``; None where nothing is shared.
-        observed: last queries of the unfinished prompt, ``[B, leads·G, <= window, d]``.
+        ranking: by which the leads choose, with what it observed of the unfinished prompt.
         whole_from: position from which every token is held.
         chosen: of each lead the last positions before that, each the largest of any row; None = still on the device.
     """
 
     def __init__(
-        self, codec: Codec, leads: list[int], followers: list[int], num_sink_tokens: int, shares: bool
+        self,
+        codec: Codec,
+        roles: tuple[list[int], list[int]],
+        num_sink_tokens: int,
+        shares: bool,
+        ranking: Ranking,
     ):
-        self.leads, self.followers, self.shares = leads, followers, shares
+        (self.leads, self.followers), self.shares, self.ranking = roles, shares, ranking
         self.values: TokenStore = codec.tokens("values", evicts=True)
         self.keys: TokenStore = codec.tokens("keys", evicts=True)
         self.own = OwnKeys(codec, num_sink_tokens)
         self.held = self.whole_from = 0
         self.followed: list[tuple[int, int]] = []
         self.positions: Tensor = None  # type: ignore[assignment]
-        self.observed: Tensor | None = None
-        self.chosen: list[list[int]] | None = [[] for _ in leads]
+        self.chosen: list[list[int]] | None = [[] for _ in self.leads]
 
     def stores(self) -> list[tuple[str, TokenStore, int]]:
         """Name, store and tokens of what is not empty."""
@@ -119,12 +118,10 @@ class Bank:
         return [entry for entry in found if not entry[1].is_empty]
 
     def select_rows(self, index: Tensor) -> None:
-        for _, store, _ in self.stores():
-            store.select_rows(index)
+        for part in (self.ranking, *(store for _, store, _ in self.stores())):
+            part.select_rows(index)
         if self.positions is not None:
             self.positions = self.positions.index_select(0, index.to(self.positions.device))
-        if self.observed is not None:
-            self.observed = self.observed.index_select(0, index.to(self.observed.device))
 
     def append(self, k: Tensor, v: Tensor, step: Step) -> None:
         """TokenStore what comes, but followers' keys: ``[B, leads, m, d]`` and ``[B, leads + followers, m, d]``."""
@@ -138,28 +135,48 @@ class Bank:
             self.positions = new if self.positions is None else torch.cat((self.positions, new), dim=2)
         self.held += step.num_new
 
+    def scores(self, seen: int) -> Tensor | None:
+        """Of what the leads hold, ``[B, leads, held]``; None = nothing was observed."""
+        values = take_heads(self.values.read(self.held), range(len(self.leads)))
+        return self.ranking.scores(self.keys.read(self.held), values, seen)
+
+    def best(self, count: int, seen: int) -> Tensor | None:
+        """Slots ``[B, leads, count]`` with the best scores, ascending; None = all."""
+        scores = self.scores(seen) if self.leads and self.held > count else None
+        return None if scores is None else best_slots(scores, count)
+
 
 class SharedSelectionLayer(PodCacheLayer):
-    """One layer for rows that are alike. Leads rank by SnapKV; followers keep the slots that their leads keep.
+    """One layer for rows that are alike. Leads rank; followers keep the slots that their leads keep.
 
-    Args:
-        alike: labels that are the same for heads of a layer whose budgets always agree.
-        params: SnapKV's ``window``, ``kernel`` and ``pool``.
+    Attributes:
+        ranks: ``(config, request)`` to a new ranking; raises ``ValueError`` for a request that it cannot serve.
+        budget: tokens of a KV head, mean over layers and heads.
     """
 
-    def __init__(
-        self, config: PodConfig, layer_idx: int, budgets: Budgets, alike: Labels, params: dict, codec: Codec
-    ):
-        self.budgets, self.alike, self.params = budgets, alike, params
-        super().__init__(config, layer_idx, codec)
+    ranks: ClassVar[Callable[[PodConfig, Request], Ranking]] = EndAttention
+
+    def __init__(self, config: PodConfig, layer_idx: int, request: Request):
+        self.budget, self.make_ranking = request.tokens, lambda: self.ranks(config, request)
+        self.make_ranking()  # which checks the request, where no head of the layer leads too
+        self.shares = config.sharing_plan.num_followers > 0
+        super().__init__(config, layer_idx, request.codec)
+
+    def alike(self, head: int) -> Hashable:
+        """A label that is the same for heads of this layer that always hold equally many tokens."""
+        return None
+
+    def budgets(self, seen: int) -> list[list[int]]:
+        """Tokens of every layer and KV head, ``[L][H]``, when a prompt ends after ``seen`` tokens."""
+        return [[self.budget] * len(row) for row in self.lead]
 
     def clear(self) -> None:
         members: dict[Hashable, tuple[list[int], list[int]]] = {}
         for head in self.roles.held:
-            bank = members.setdefault(self.alike(self.layer_idx, head), ([], []))
+            bank = members.setdefault(self.alike(head), ([], []))
             bank[head not in self.roles.leads].append(head)
-        shares = any(lead not in (layer, None) for layer, row in enumerate(self.lead) for lead in row)
-        self.banks = [Bank(self.codec, *roles, self.num_sink_tokens, shares) for roles in members.values()]
+        shared = self.num_sink_tokens, self.shares
+        self.banks = [Bank(self.codec, roles, *shared, self.make_ranking()) for roles in members.values()]
         for bank in self.banks:
             bank.followed = [(i, head) for i, head in enumerate(bank.leads) if head in self.roles.followed]
         held = [head for bank in self.banks for head in bank.leads + bank.followers]
@@ -183,9 +200,9 @@ class SharedSelectionLayer(PodCacheLayer):
             yield from ((name, x) for x in store.tensors())
         for bank in self.banks:
             yield from ((name, x) for name, store, _ in bank.stores() for x in store.tensors())
-            for name, tensor in (("positions", bank.positions), ("bookkeeping", bank.observed)):
-                if tensor is not None:
-                    yield name, tensor
+            yield from (("bookkeeping", x) for x in bank.ranking.tensors())
+            if bank.positions is not None:
+                yield "positions", bank.positions
 
     def select_rows(self, index: Tensor) -> None:
         for part in (*self.banks, *self._windows().values()):
@@ -200,14 +217,15 @@ class SharedSelectionLayer(PodCacheLayer):
     # -- attention -------------------------------------------------------------------------------------------
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        q, k = step.rope.pair(q, k)
+        plain, (q, k) = q, step.rope.pair(q, k)
         is_single = step.num_new == 1 and not takes_gradients(q, k, v)
         outs = []
+        for bank in self.banks if not step.is_decode else ():
+            if bank.leads:
+                own = take_heads(plain if bank.ranking.before_rope else q, bank.leads, self.groups)
+                bank.ranking.observe(own, step)
         for bank, own_q, own_k, own_v in zip(self.banks, *map(self._by_bank, (q, k, v)), strict=True):
             bank.append(own_k[0], own_v[2], step)
-            if not step.is_decode and bank.leads:
-                seen = own_q[0] if bank.observed is None else torch.cat((bank.observed, own_q[0]), 2)
-                bank.observed = seen[:, :, -self.params["window"] :].clone()
             self._publish(bank, own_q[0], step, is_single)
             if bank.followers and is_single:
                 bank.own.append(own_k[1])
@@ -309,25 +327,35 @@ class SharedSelectionLayer(PodCacheLayer):
     def settle(self, step: Step) -> None:
         if not (step.ends_prompt or step.is_decode):
             return
-        for bank in self.banks if step.ends_prompt else ():
-            self._select(bank, step)
+        if step.ends_prompt:
+            for bank, slots in zip(self.banks, self.choose(step), strict=True):
+                self._select(bank, slots, step)
+                bank.ranking = self.make_ranking()
         for bank in self.banks:
             for _, store, count in bank.stores():
                 store.settle(count)
         for store in self._windows().values():
             store.settle(step.max_length)
 
-    def _select(self, bank: Bank, step: Step) -> None:
-        """Leads rank, and leave for their followers which slots stay."""
+    def choose(self, step: Step) -> list[Tensor | None]:
+        """Of each bank the slots ``[B, leads, budget]`` that its leads keep, ascending; None = all."""
         if step.sizes is None:
             step.sizes = self.budgets(step.max_length)
-        budget = step.sizes[self.layer_idx][(bank.leads + bank.followers)[0]]
+        sizes = step.sizes[self.layer_idx]
+        return [bank.best(sizes[(bank.leads + bank.followers)[0]], step.max_length) for bank in self.banks]
+
+    def _select(self, bank: Bank, slots: Tensor | None, step: Step) -> None:
+        """Leads keep these slots, and leave for their followers which they are."""
         kept = []
         if bank.leads:
-            kept.append(self._choose(bank, budget))
+            kept.append(slots)
+            if slots is not None:
+                bank.keys.keep(slots, bank.held)
+                if bank.shares:
+                    bank.positions, bank.chosen = bank.positions.gather(2, slots), None
             for place, head in bank.followed:
                 found = step.lead.selections.setdefault(head, Selection(bank.positions[:, place]))
-                found.kept = None if kept[0] is None else kept[0][:, place]
+                found.kept = None if slots is None else slots[:, place]
         if bank.followers:
             chosen = [step.lead.selections[head].kept for head in bank.followers]
             chosen = [index for index in chosen if index is not None]  # all or none
@@ -337,18 +365,6 @@ class SharedSelectionLayer(PodCacheLayer):
             bank.held = kept[0].shape[2]
             if bank.followers:
                 bank.own.keep(kept[-1], self.num_recent_tokens - 1)
-
-    def _choose(self, bank: Bank, budget: int) -> Tensor | None:
-        """Slots ``[B, leads, budget]`` that leads keep; None = all."""
-        queries, bank.observed = bank.observed, None
-        if queries is None or bank.held <= budget:
-            return None
-        kernel, pool = self.params["kernel"], self.params["pool"]
-        index = snapkv_slots(queries, bank.keys.read(bank.held), budget, kernel, pool, self.scale)
-        bank.keys.keep(index, bank.held)
-        if bank.shares:
-            bank.positions, bank.chosen = bank.positions.gather(2, index), None
-        return index
 
 
 def free_own_keys(layers: list[SharedSelectionLayer], step: Step, label: None) -> None:
@@ -383,14 +399,3 @@ def first_and_last(first: int, last: int, count: int, device: torch.device) -> T
 def head_index(heads: tuple[int, ...], width: int, device: torch.device) -> Tensor:
     """Heads ``[len(heads)·width]`` of KV heads that are ``width`` wide."""
     return torch.tensor([head * width + i for head in heads for i in range(width)], device=device)
-
-
-def shared_cache(
-    config: PodConfig, request: Request, budgets: Budgets, alike: Labels, chunks: FixedChunks | None
-) -> PodCache:
-    """The cache of a ranking, with or without ``pod``; see ``SharedSelectionLayer``."""
-
-    def make_layer(config: PodConfig, layer_idx: int) -> SharedSelectionLayer:
-        return SharedSelectionLayer(config, layer_idx, budgets, alike, request.params, request.codec)
-
-    return GroupedCache(config, make_layer, request.spec, chunks=chunks, after_layers=free_own_keys)

@@ -64,7 +64,7 @@ class SimLayer(SlidingLayer):
             return out
         out = self.tokens.attend_prompt(q, new, step)
         if self.detector == "prefill" and can_change:
-            self.queries.add(q)
+            self.queries.observe(q)
         return out
 
     def _judge(self, parts: Iterable[Tensor]) -> None:
