@@ -14,6 +14,8 @@ from pod.modeling.methods.describe import combinations, describe
 PROMISED = [
     "pod+snapkv",
     "pod+pyramidkv",
+    "pod+expected_attention",
+    "adakv+int4",
     "pod+int4",
     "simlayerkv+int4",
     "razor+int4",

@@ -27,6 +27,7 @@ class ExpectedAttention(Ranking):
 
     Attributes:
         count: queries; mean: theirs, ``[B, Hq, d]``; spread: sums of products of deviations from it, ``[B, Hq, d, d]``.
+        frequencies: those of RoPE, ``[B, d / 2]``.
     """
 
     before_rope = True
@@ -55,7 +56,8 @@ class ExpectedAttention(Ranking):
             spread += self.spread + self.count * share * shift[..., None] * shift[:, :, None]
             mean = torch.lerp(self.mean, mean, share)
         self.mean, self.spread, self.count = mean, spread, self.count + new
-        self.rope = step.rope.frequencies, step.rope.attention_scaling
+        self.frequencies = step.rope.frequencies.repeat(len(q), 1)
+        self.attention_scaling = step.rope.attention_scaling
 
     def scores(self, keys: Tensor, values: Tensor, seen: int) -> Tensor | None:
         if self.mean is None:
@@ -76,7 +78,8 @@ class ExpectedAttention(Ranking):
         assert self.mean is not None
         device, dtype = self.mean.device, self.mean.dtype
         positions = torch.arange(seen, seen + self.num_future_positions, device=device)[None]
-        cos, sin = (x.mean(2, keepdim=True) for x in Rope(*self.rope, positions, dtype).own_tables)
+        rope = Rope(self.frequencies[0], self.attention_scaling, positions, dtype)
+        cos, sin = (x.mean(2, keepdim=True) for x in rope.own_tables)
         return rotate(torch.eye(self.mean.shape[2], dtype=dtype, device=device)[None, None], (cos, sin))[0, 0]
 
 
