@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pod.modeling.methods.base import Method, Request, round_half_up
 from pod.modeling.methods.ranking import best_slots, ranking_parameters
-from pod.modeling.methods.shared_selection import SharedSelectionLayer, free_own_keys
+from pod.modeling.methods.shared_selection import SharedSelectionLayer
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, cache_of
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.step import Step
@@ -57,7 +57,7 @@ METHOD = Method(
     paper="Ada-KV (Feng et al., 2024), Algorithms 1 and 2, with SnapKV's scores",
     frees="prompt tokens that the end of the prompt does not attend to, fewer of them in heads that attend to many",
     axis="selection",
-    build=cache_of(AdaLayer, rowwise=True, after_layers=free_own_keys),
+    build=cache_of(AdaLayer, rowwise=True),
     parameters=ranking_parameters(window=32, kernel=7, pool="max")
     | {"safeguard": (0.2, "share of the budget that every head has, whatever the others need", 0, 1)}
     | PREFILL_PARAMETERS,

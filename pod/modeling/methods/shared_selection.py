@@ -7,7 +7,6 @@ tokens that are still proximal and drops them as they age; it holds values for a
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
-from itertools import islice
 from typing import ClassVar
 
 import torch
@@ -91,7 +90,7 @@ class Bank:
         positions: int32 ``[B, leads, held]``; None where nothing is shared.
         ranking: by which the leads choose, with what it observed of the unfinished prompt.
         whole_from: position from which every token is held.
-        chosen: of each lead the last positions before that, each the largest of any row; None = still on the device.
+        chosen: of each lead the last positions before that, each the largest of any row, on the host: decoding waits for no device.
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class Bank:
         self.held = self.whole_from = 0
         self.followed: list[tuple[int, int]] = []
         self.positions: Tensor = None  # type: ignore[assignment]
-        self.chosen: list[list[int]] | None = [[] for _ in self.leads]
+        self.chosen: list[list[int]] = [[] for _ in self.leads]
 
     def stores(self) -> list[tuple[str, TokenStore, int]]:
         """Name, store and tokens of what is not empty."""
@@ -325,17 +324,17 @@ class SharedSelectionLayer(PodCacheLayer):
     # -- selection -------------------------------------------------------------------------------------------
 
     def settle(self, step: Step) -> None:
-        if not (step.ends_prompt or step.is_decode):
-            return
         if step.ends_prompt:
             for bank, slots in zip(self.banks, self.choose(step), strict=True):
                 self._select(bank, slots, step)
                 bank.ranking = self.make_ranking()
-        for bank in self.banks:
-            for _, store, count in bank.stores():
+        if step.ends_prompt or step.is_decode:
+            for _, store, count in (entry for bank in self.banks for entry in bank.stores()):
                 store.settle(count)
-        for store in self._windows().values():
-            store.settle(step.max_length)
+            for store in self._windows().values():
+                store.settle(step.max_length)
+        for bank in self.banks:
+            self._free(bank, step)
 
     def choose(self, step: Step) -> list[Tensor | None]:
         """Of each bank the slots ``[B, leads, budget]`` that its leads keep, ascending; None = all."""
@@ -352,7 +351,8 @@ class SharedSelectionLayer(PodCacheLayer):
             if slots is not None:
                 bank.keys.keep(slots, bank.held)
                 if bank.shares:
-                    bank.positions, bank.chosen = bank.positions.gather(2, slots), None
+                    bank.positions, bank.whole_from = bank.positions.gather(2, slots), step.max_length
+                    bank.chosen = bank.positions[:, :, -self.num_recent_tokens :].amax(0).tolist()
             for place, head in bank.followed:
                 found = step.lead.selections.setdefault(head, Selection(bank.positions[:, place]))
                 found.kept = None if slots is None else slots[:, place]
@@ -366,25 +366,15 @@ class SharedSelectionLayer(PodCacheLayer):
             if bank.followers:
                 bank.own.keep(kept[-1], self.num_recent_tokens - 1)
 
-
-def free_own_keys(layers: list[SharedSelectionLayer], step: Step, label: None) -> None:
-    """Free followers' keys of tokens that are distant for the next query. Which those are is read from the device once for all
-    layers, when leads have chosen, and known on the host from then on."""
-    seen, n_r = step.max_length, layers[0].num_recent_tokens
-    banks = [(layer, bank) for layer in layers for bank in layer.banks]
-    unread = [bank for _, bank in banks if bank.chosen is None]
-    if unread:
-        latest = [bank.positions[:, :, -n_r:].amax(0) for bank in unread]
-        numbers = iter(torch.cat([x.flatten() for x in latest]).tolist())
-        for bank, x in zip(unread, latest, strict=True):
-            bank.whole_from, bank.chosen = seen, [list(islice(numbers, x.shape[1])) for _ in bank.leads]
-    recents = {}
-    for layer, bank in banks:
-        whole = min(seen - bank.whole_from, n_r - 1)
-        for head, chosen in zip(bank.leads, bank.chosen or (), strict=True):
-            recents[layer.layer_idx, head] = whole + len(chosen) - bisect_right(chosen, seen - n_r)
+    def _free(self, bank: Bank, step: Step) -> None:
+        """Of followers the keys of tokens that are distant for the next query; which those are, their leads know."""
+        seen, n_r = step.max_length, self.num_recent_tokens
+        for place, head in bank.followed:
+            chosen = bank.chosen[place]
+            near = min(seen - bank.whole_from, n_r - 1) + len(chosen) - bisect_right(chosen, seen - n_r)
+            step.lead.selections[head].near = near
         if bank.followers:
-            most = max(recents[layer.lead[layer.layer_idx][head], head] for head in bank.followers)
+            most = max(step.lead.selections[head].near for head in bank.followers)
             bank.own.free(most, step.past.device)
 
 

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from pod.modeling.methods.base import Parameter, Request
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.rows import FixedChunks, GroupedCache
-from pod.modeling.shipped.step import CacheLayer, Step
+from pod.modeling.shipped.step import CacheLayer
 from pod.modeling.shipped.stores import NATIVE
 
 PREFILL_PARAMETERS = {
@@ -28,17 +27,14 @@ def chunks_of(request: Request) -> FixedChunks | None:
 
 
 def cache_of(
-    make_layer: Callable[..., CacheLayer],
-    takes_any_rows: bool = False,
-    rowwise: bool = False,
-    after_layers: Callable[[list, Step, Any], None] | None = None,
+    make_layer: Callable[..., CacheLayer], takes_any_rows: bool = False, rowwise: bool = False
 ) -> Callable[[PodConfig, Request], PodCache]:
     """``Method.build`` of a selection.
 
     Args:
         make_layer: ``(config, layer_idx, request) -> CacheLayer``; raises ``ValueError`` for a request that it cannot serve.
         takes_any_rows: whether its layers see the whole batch, rows of unlike length too; packed stores do not.
-        rowwise, after_layers: see ``GroupedCache``.
+        rowwise: see ``GroupedCache``.
     """
 
     def build(config: PodConfig, request: Request) -> PodCache:
@@ -46,8 +42,6 @@ def cache_of(
         make = partial(make_layer, request=request)
         if takes_any_rows and request.codec is NATIVE:
             return PodCache(config, make, request.spec)
-        return GroupedCache(
-            config, make, request.spec, rowwise, chunks_of(request), after_layers=after_layers
-        )
+        return GroupedCache(config, make, request.spec, rowwise, chunks_of(request))
 
     return build
