@@ -196,29 +196,21 @@ def _place(model: PodForCausalLM, device: torch.device | str | None) -> PodForCa
 
 
 def _load_export(source: str | os.PathLike, config: PodConfig, changes: dict, dtype) -> PodForCausalLM:
-    if changes.get("layout", config.layout) != config.layout:
-        return _change_layout(source, config, changes, dtype)
-    if config.layout == "cla" and changes.get("lead", config.lead) != config.lead:
-        raise ValueError(
-            f"{source} was trained with its own blocks of layers and fits no other: leave plan out"
-        )
-    target = PodConfig(**(config.to_dict() | changes))
-    if target.head_order == config.head_order:
-        return PodForCausalLM.from_pretrained(source, config=target, dtype=dtype or "auto")
-    model = PodForCausalLM.from_pretrained(source, config=config, dtype=dtype or "auto")
-    target.dtype = model.dtype
-    return from_dense(model, target, owned=True)
-
-
-def _change_layout(source, config: PodConfig, changes: dict, dtype) -> PodForCausalLM:
-    """The weights of an export under another layout, with that layout's plan and windows unless ``changes`` names them."""
-    if config.layout == "cla":
+    """An export; under another layout with that layout's plan and windows unless ``changes`` names them."""
+    stays = changes.get("layout", config.layout) == config.layout
+    if config.layout == "cla" and not stays:
         raise ValueError(
             f"{source} has layout 'cla', whose sharing layers have no key and value weights: it cannot become "
             f"{changes['layout']!r}; start from the dense checkpoint"
         )
+    if config.layout == "cla" and changes.get("lead", config.lead) != config.lead:
+        raise ValueError(
+            f"{source} was trained with its own blocks of layers and fits no other: leave plan out"
+        )
     fresh: dict[str, Any] = {**plan_fields(None), "num_sink_tokens": None, "num_recent_tokens": None}
-    target = PodConfig(**(config.to_dict() | fresh | changes))
+    target = PodConfig(**(config.to_dict() | ({} if stays else fresh) | changes))
+    if stays and target.head_order == config.head_order:
+        return PodForCausalLM.from_pretrained(source, config=target, dtype=dtype or "auto")
     model = PodForCausalLM.from_pretrained(source, config=config, dtype=dtype or "auto")
     target.dtype = model.dtype
     return from_dense(model, target, owned=True)

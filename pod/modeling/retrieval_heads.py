@@ -66,11 +66,8 @@ class RetrievalHeads:
     @property
     def query_heads(self) -> Heads:
         """Per layer, the query heads with the highest induction scores of the model, or the highest echo scores."""
-        chosen = _top(self.induction, self.induction_share) | _top(self.echo, self.echo_share)
-        return tuple(
-            tuple(head for head in range(self.num_attention_heads) if (layer, head) in chosen)
-            for layer in range(self.num_layers)
-        )
+        chosen = _best(self.induction, self.induction_share), _best(self.echo, self.echo_share)
+        return tuple(tuple(sorted({*a, *b})) for a, b in zip(*chosen, strict=True))
 
     @property
     def key_value_heads(self) -> Heads:
@@ -90,8 +87,7 @@ class RetrievalHeads:
             rows = zip(self.echo, self.induction, strict=True)
             best = [[max(pair) for pair in zip(*row, strict=True)] for row in rows]
             scores = [[max(row[i : i + groups]) for i in range(0, len(row), groups)] for row in best]
-            chosen = sorted(_top(scores, share))
-            leads = tuple(tuple(h for at, h in chosen if at == layer) for layer in range(self.num_layers))
+            leads = _best(scores, share)
         found = SharingPlan.of_leads(leads, self.num_key_value_heads)
         return replace(found, provenance={"algorithm": "retrieval heads", "share": share, **self.provenance})
 
@@ -162,17 +158,21 @@ class RetrievalHeads:
 
 
 def plan_of_heads(heads: Any, config: PodConfig, share: float | None = None) -> SharingPlan:
-    """The plan in which these KV heads lead: of a plan, of the path of a JSON file, of scores or of a list of lists.
+    """The plan in which these KV heads lead: of a plan, of the path of a JSON file or of a ``.tsv`` file of DuoAttention's gates, of
+    scores or of a list of lists.
 
-    ``share``: see ``RetrievalHeads.plan``; None for heads that are listed.
+    ``share``: of all KV heads, those with the best scores or gates, see ``RetrievalHeads.plan``; None for heads that are listed.
 
     Raises: ValueError for nothing, for a file of another model and for heads that the model does not have.
     """
+    layers, width = config.num_hidden_layers, config.num_key_value_heads
     if heads is None:
         raise ValueError(
             "heads is missing: name the file that launch/explore.py --heads writes, or list the protected KV heads per layer"
         )
-    if isinstance(heads, str | os.PathLike):
+    if isinstance(heads, str | os.PathLike) and os.fspath(heads).endswith(".tsv"):
+        heads, share = _best(_gates(heads, config, share), share or 0.0), None
+    elif isinstance(heads, str | os.PathLike):
         heads = RetrievalHeads.load(heads)
     if isinstance(heads, RetrievalHeads):
         heads.check_fits(config)
@@ -182,7 +182,7 @@ def plan_of_heads(heads: Any, config: PodConfig, share: float | None = None) -> 
             f"share = {share} chooses by scores: give the file that launch/explore.py --heads writes"
         )
     if isinstance(heads, SharingPlan):
-        heads.check_fits(config.num_hidden_layers, config.num_key_value_heads)
+        heads.check_fits(layers, width)
         if heads.head_order != config.sharing_plan.head_order:
             raise ValueError(
                 "heads is a plan for another order of heads than this model's: load the model with that plan"
@@ -193,26 +193,43 @@ def plan_of_heads(heads: Any, config: PodConfig, share: float | None = None) -> 
             )
         return heads
     try:
-        listed = tuple(tuple(sorted({index(head) for head in row})) for row in heads)
+        listed = [sorted({index(head) for head in row}) for row in heads]
     except (TypeError, ValueError):
+        listed = []
+    if len(listed) != layers or not {head for row in listed for head in row} <= set(range(width)):
         raise ValueError(
-            f"heads is {heads!r}, expected a path or, per layer, a list of whole numbers such as [[0], [], [1]]: its KV heads"
-        ) from None
-    if len(listed) != config.num_hidden_layers:
-        raise ValueError(f"heads lists {len(listed)} layers, the model has {config.num_hidden_layers}")
-    wrong = sorted({head for row in listed for head in row if not 0 <= head < config.num_key_value_heads})
-    if wrong:
-        raise ValueError(
-            f"heads names KV heads {wrong}, the model has 0 to {config.num_key_value_heads - 1} in each layer"
+            f"heads is {heads!r:.200}, expected a path or, for each of {layers} layers, a list of whole numbers from 0 to "
+            f"{width - 1} such as [0]: its KV heads"
         )
-    return SharingPlan.of_leads(listed, config.num_key_value_heads)
+    return SharingPlan.of_leads(listed, width)
 
 
-def _top(scores: Sequence[Sequence[float]], share: float) -> set[tuple[int, int]]:
-    """The best ``share`` of all (layer, head), rounded, at least one when the share is not 0; ties go to the lower pair."""
+def _gates(path: str | os.PathLike[str], config: PodConfig, share: float | None) -> list[list[float]]:
+    """Gates ``[L][H]`` in the form of DuoAttention's ``full_attention_heads.tsv`` (Xiao et al., 2024): 1 = a retrieval head."""
+    layers, width = config.num_hidden_layers, config.num_key_value_heads
+    if share is None or config.head_order is not None:
+        raise ValueError(
+            f"{path} has gates of heads in their original order, and chooses none: give share, as 0.5, and a model in that order"
+        )
+    try:
+        with open(path, encoding="utf-8") as file:
+            gates = [[float(gate) for gate in line.split()] for line in file]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read gates from {path}: {error}") from None
+    if [len(row) for row in gates] != [width] * layers or not all(0 <= x <= 1 for row in gates for x in row):
+        raise ValueError(
+            f"{path} must have {layers} lines of {width} gates from 0 to 1: a line per layer, a gate per KV head"
+        )
+    return gates
+
+
+def _best(scores: Sequence[Sequence[float]], share: float) -> Heads:
+    """Per layer, its heads among the best ``share`` of all (layer, head), rounded, at least one when the share is not 0; ties go to
+    the lower pair."""
     places = [(layer, head) for layer, row in enumerate(scores) for head in range(len(row))]
     ranked = sorted(places, key=lambda place: -scores[place[0]][place[1]])
-    return set(ranked[: max(1, math.floor(share * len(ranked) + 0.5)) if share else 0])
+    chosen = sorted(ranked[: max(1, math.floor(share * len(ranked) + 0.5)) if share else 0])
+    return tuple(tuple(head for at, head in chosen if at == layer) for layer in range(len(scores)))
 
 
 def _rows(values: Any, kind: type) -> tuple[tuple, ...]:

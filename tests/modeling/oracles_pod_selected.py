@@ -63,7 +63,9 @@ class PodSelected(NaiveDecoder):
         expected: expected_attention's own parameters.
     """
 
-    def setup(self, selection, budget=None, window=32, kernel=5, pool="avg", beta=20, expected=(4, 512, 0.01)):
+    def setup(
+        self, selection, budget=None, window=32, kernel=5, pool="avg", beta=20, expected=(4, 512, 0.01)
+    ):
         config = self.model.config
         self.lead = [list(row) for row in config.sharing_plan.lead]
         self.sinks, self.recent = config.num_sink_tokens, config.num_recent_tokens

@@ -213,9 +213,13 @@ def expected_slots(
     for q in decoder.queries[layer][head * groups : (head + 1) * groups, first:]:
         covariance = torch.atleast_2d(torch.cov(q.T, correction=0))
         mean, covariance = rotation @ q.mean(0), rotation @ covariance @ rotation.T
-        expected = torch.stack([torch.exp(k @ mean / math.sqrt(d) + k @ covariance @ k / (2 * d)) for k in keys])
+        expected = torch.stack(
+            [torch.exp(k @ mean / math.sqrt(d) + k @ covariance @ k / (2 * d)) for k in keys]
+        )
         total += expected / expected.sum() / groups
-    score = [(weight + epsilon) * entry.v.norm() for weight, entry in zip(total, entries[sinks:], strict=True)]
+    score = [
+        (weight + epsilon) * entry.v.norm() for weight, entry in zip(total, entries[sinks:], strict=True)
+    ]
     kept = best(list(range(sinks, len(entries))), lambda j: score[j - sinks], budget - sinks)
     return [*range(sinks), *kept]
 

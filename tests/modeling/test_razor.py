@@ -258,8 +258,8 @@ def test_heads_from_the_search_and_refusals(tools, tmp_path):
     assert [layer.roles.leads for layer in children(cache)] == [(), (), (), (1,), ()]
     for target, options, message in [
         (model, {}, "launch/explore.py --heads"),
-        (model, {"heads": [[0]]}, "lists 1 layers, the model has 5"),
-        (model, {"heads": [[2]] * 5}, "0 to 1 in each layer"),
+        (model, {"heads": [[0]]}, "for each of 5 layers"),
+        (model, {"heads": [[2]] * 5}, "whole numbers from 0 to 1"),
         (model, {"heads": [[0.7]] * 5}, "a list of whole numbers"),
         (model, {"heads": [["1"]] * 5}, "a list of whole numbers"),
         (model, {"heads": str(tmp_path / "no.json")}, "no such file"),

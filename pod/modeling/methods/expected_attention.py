@@ -62,25 +62,19 @@ class ExpectedAttention(Ranking):
     def scores(self, keys: Tensor, values: Tensor, seen: int) -> Tensor | None:
         if self.mean is None:
             return None
-        turn, groups = self._turn(seen), self.mean.shape[1] // keys.shape[1]
-        mean = (self.mean @ turn * self.scale).unflatten(1, (-1, groups))
-        half = (turn.T @ self.spread @ turn * (self.scale**2 / 2 / self.count)).unflatten(1, (-1, groups))
-        keys, values = (x[:, :, self.num_sink_tokens :].to(turn.dtype) for x in (keys, values))
+        groups, first = self.mean.shape[1] // keys.shape[1], self.num_sink_tokens
+        mean = (self.mean * self.scale).unflatten(1, (-1, groups))
+        half = (self.spread * (self.scale**2 / 2 / self.count)).unflatten(1, (-1, groups))
+        positions = torch.arange(seen, seen + self.num_future_positions, device=keys.device)[None]
+        rope = Rope(self.frequencies[0], self.attention_scaling, positions, mean.dtype)
+        cos, sin = (x.mean(2, keepdim=True) for x in rope.own_tables)
+        keys = rotate(keys[:, :, first:].to(mean.dtype), (cos, -sin))  # in place of queries, by the transpose
         weights = torch.zeros_like(keys[..., 0])
         for g in range(groups):
             logits = ((keys @ half[:, :, g] + mean[:, :, g, None]) * keys).sum(-1)
             weights += logits.softmax(-1) / groups
-        scores = (weights + self.epsilon) * values.norm(dim=-1)
-        return F.pad(scores, (self.num_sink_tokens, 0), value=math.inf)
-
-    def _turn(self, seen: int) -> Tensor:
-        """``[d, d]``, to be multiplied from the right: the mean rotation of the positions that come after ``seen`` tokens."""
-        assert self.mean is not None
-        device, dtype = self.mean.device, self.mean.dtype
-        positions = torch.arange(seen, seen + self.num_future_positions, device=device)[None]
-        rope = Rope(self.frequencies[0], self.attention_scaling, positions, dtype)
-        cos, sin = (x.mean(2, keepdim=True) for x in rope.own_tables)
-        return rotate(torch.eye(self.mean.shape[2], dtype=dtype, device=device)[None, None], (cos, sin))[0, 0]
+        scores = (weights + self.epsilon) * values[:, :, first:].norm(dim=-1, dtype=mean.dtype)
+        return F.pad(scores, (first, 0), value=math.inf)
 
 
 class ExpectedLayer(SharedSelectionLayer):

@@ -53,14 +53,20 @@ def ranking_parameters(window: int, kernel: int, pool: str) -> dict:
     }
 
 
-class Observed:
-    """What is remembered of the queries of a running prompt; a layer names it among its stores. Every tensor is ``[B, …]``."""
+class Ranking:
+    """What leads observe of a running prompt, and how they rank the tokens that they hold when it ends. Made anew for each prompt; a
+    layer counts its tensors, all of them ``[B, …]``, as bookkeeping."""
 
     before_rope = False
-    """Whether queries are observed as they are before their rotation."""
+    """Whether queries are observed before their rotation."""
 
     def observe(self, q: Tensor, step: Step) -> None:
         """The queries ``[B, Hq, m, d]`` of a chunk."""
+        raise NotImplementedError
+
+    def scores(self, keys: Tensor, values: Tensor, seen: int) -> Tensor | None:
+        """Scores ``[B, H, n]`` of rotated keys and values ``[B, H, n, d]`` after ``seen`` tokens, infinite for what stays whatever
+        the others score; None = nothing was observed."""
         raise NotImplementedError
 
     def tensors(self) -> list[Tensor]:
@@ -72,16 +78,7 @@ class Observed:
                 setattr(self, name, x.index_select(0, index.to(x.device)))
 
 
-class Ranking(Observed):
-    """The rule by which leads choose, made anew for each prompt: from what it observed, a score for every token that they hold."""
-
-    def scores(self, keys: Tensor, values: Tensor, seen: int) -> Tensor | None:
-        """Scores ``[B, H, n]`` of the leads' rotated keys and values ``[B, H, n, d]`` after ``seen`` tokens, infinite for what
-        stays whatever the others score; None = nothing was observed."""
-        raise NotImplementedError
-
-
-class LastQueries(Observed):
+class LastQueries(Ranking):
     """The last ``count`` queries of a running prompt."""
 
     def __init__(self, count: int):
@@ -98,7 +95,7 @@ class LastQueries(Observed):
         return queries
 
 
-class EndAttention(LastQueries, Ranking):
+class EndAttention(LastQueries):
     """SnapKV's ranking: by the attention of the prompt's last queries, whose tokens stay."""
 
     def __init__(self, config: PodConfig, request: Request):

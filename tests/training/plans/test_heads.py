@@ -249,8 +249,8 @@ def test_files_and_lists_that_do_not_fit_are_refused(tmp_path):
     for wrong, message in [
         (None, "launch/explore.py --heads"),
         (tmp_path / "none.json", "no such file"),
-        ([[0], [1]], "lists 2 layers, the model has 3"),
-        ([[0], [2], []], r"KV heads \[2\], the model has 0 to 1"),
+        ([[0], [1]], "for each of 3 layers"),
+        ([[0], [2], []], "whole numbers from 0 to 1 such as"),
         ([0, 1, 2], "expected a path or"),
         (7, "expected a path or"),
     ]:
