@@ -5,9 +5,9 @@ tokens that are still proximal and drops them as they age; it holds values for a
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from functools import lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -87,7 +87,6 @@ class Bank:
         leads, followers: KV heads; ``values`` has the leads first, ``keys`` the leads only.
         followed: places among the leads, and KV heads, of those that others follow.
         held: tokens held by each row and head.
-        positions: int32 ``[B, leads, held]``; None where nothing is shared.
         ranking: by which the leads choose, with what it observed of the unfinished prompt.
         whole_from: position from which every token is held.
         chosen: of each lead the last positions before that, each the largest of any row, on the host: decoding waits for no device.
@@ -107,20 +106,20 @@ class Bank:
         self.own = OwnKeys(codec, num_sink_tokens)
         self.held = self.whole_from = 0
         self.followed: list[tuple[int, int]] = []
-        self.positions: Tensor = None  # type: ignore[assignment]
+        self.places = TokenStore()
+        self.places.is_tight = True
         self.chosen: list[list[int]] = [[] for _ in self.leads]
 
     def stores(self) -> list[tuple[str, TokenStore, int]]:
-        """Name, store and tokens of what is not empty."""
-        own = ("window_keys", self.own.store, len(self.own))
-        found = [("keys", self.keys, self.held), own, ("values", self.values, self.held)]
-        return [entry for entry in found if not entry[1].is_empty]
+        """Name, store and tokens."""
+        all_held = {"keys": self.keys, "values": self.values, "positions": self.places}
+        own = "window_keys", self.own.store, len(self.own)
+        return [own, *((name, store, self.held) for name, store in all_held.items())]
 
-    def select_rows(self, index: Tensor) -> None:
-        for part in (self.ranking, *(store for _, store, _ in self.stores())):
-            part.select_rows(index)
-        if self.positions is not None:
-            self.positions = self.positions.index_select(0, index.to(self.positions.device))
+    @property
+    def positions(self) -> Tensor:
+        """int32 ``[B, leads, held]``; None where nothing is shared."""
+        return None if self.places.is_empty else self.places.read(self.held)[..., 0]  # type: ignore[return-value]
 
     def append(self, k: Tensor, v: Tensor, step: Step) -> None:
         """TokenStore what comes, but followers' keys: ``[B, leads, m, d]`` and ``[B, leads + followers, m, d]``."""
@@ -130,8 +129,7 @@ class Bank:
         if self.leads and self.shares:
             seen = step.max_length
             new = torch.arange(seen - step.num_new, seen, dtype=torch.int32, device=k.device)
-            new = new.expand(k.shape[0], len(self.leads), -1)
-            self.positions = new if self.positions is None else torch.cat((self.positions, new), dim=2)
+            self.places.append(new[:, None].expand(*k.shape[:2], -1, -1), self.held)
         self.held += step.num_new
 
     def scores(self, seen: int) -> Tensor | None:
@@ -185,33 +183,19 @@ class SharedSelectionLayer(PodCacheLayer):
         windows = self.num_sink_tokens, self.num_recent_tokens
         self.near_keys, self.near_values = (self.codec.window(part, *windows) for part in ("keys", "values"))
 
-    def _windows(self) -> dict[str, TokenStore]:
-        near = {"near_keys": self.near_keys, "near_values": self.near_values}
-        return {name: store for name, store in near.items() if not store.is_empty}
+    def _held(self, length: int) -> list[tuple[str, TokenStore, int]]:
+        """Name, store and tokens of what is not empty after ``length`` tokens."""
+        near = ("near_keys", self.near_keys, length), ("near_values", self.near_values, length)
+        banks = ((f"{x[0]} of {i}", *x[1:]) for i, bank in enumerate(self.banks) for x in bank.stores())
+        return [entry for entry in (*near, *banks) if not entry[1].is_empty]
 
-    def stores(self) -> dict[str, TokenStore]:
-        banks = enumerate(self.banks)
-        found = {f"{name} of bank {i}": store for i, bank in banks for name, store, _ in bank.stores()}
-        return found | self._windows()
-
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
-        for name, store in self._windows().items():
-            yield from ((name, x) for x in store.tensors())
-        for bank in self.banks:
-            yield from ((name, x) for name, store, _ in bank.stores() for x in store.tensors())
-            yield from (("bookkeeping", x) for x in bank.ranking.tensors())
-            if bank.positions is not None:
-                yield "positions", bank.positions
-
-    def select_rows(self, index: Tensor) -> None:
-        for part in (*self.banks, *self._windows().values()):
-            part.select_rows(index)
+    def stores(self) -> dict[str, Any]:
+        rankings = {f"bookkeeping of {i}": bank.ranking for i, bank in enumerate(self.banks)}
+        return {name: store for name, store, _ in self._held(0)} | rankings
 
     def predicted_nbytes(self, length: int) -> int:
         """For the tokens held now, which depend on what was chosen."""
-        stores = sum(store.predicted_nbytes(n) for bank in self.banks for _, store, n in bank.stores())
-        stores += sum(store.predicted_nbytes(length) for store in self._windows().values())
-        return stores + sum(4 * bank.positions.numel() for bank in self.banks if bank.positions is not None)
+        return sum(store.predicted_nbytes(count) for _, store, count in self._held(length))
 
     # -- attention -------------------------------------------------------------------------------------------
 
@@ -329,10 +313,8 @@ class SharedSelectionLayer(PodCacheLayer):
                 self._select(bank, slots, step)
                 bank.ranking = self.make_ranking()
         if step.ends_prompt or step.is_decode:
-            for _, store, count in (entry for bank in self.banks for entry in bank.stores()):
+            for _, store, count in self._held(step.max_length):
                 store.settle(count)
-            for store in self._windows().values():
-                store.settle(step.max_length)
         for bank in self.banks:
             self._free(bank, step)
 
@@ -351,7 +333,8 @@ class SharedSelectionLayer(PodCacheLayer):
             if slots is not None:
                 bank.keys.keep(slots, bank.held)
                 if bank.shares:
-                    bank.positions, bank.whole_from = bank.positions.gather(2, slots), step.max_length
+                    bank.places.keep(slots, bank.held)
+                    bank.whole_from = step.max_length
                     bank.chosen = bank.positions[:, :, -self.num_recent_tokens :].amax(0).tolist()
             for place, head in bank.followed:
                 found = step.lead.selections.setdefault(head, Selection(bank.positions[:, place]))
