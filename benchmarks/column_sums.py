@@ -63,11 +63,9 @@ def contestants(query_heads: int, kv_heads: int, head_dim: int, length: int) -> 
         torch.randn(1, heads, length, head_dim, generator=generator)
         for heads in (query_heads, kv_heads, kv_heads)
     )
-    lse = flash(q, k, v)[1]
     runs = {
         "flash prefill": lambda: flash(q, k, v),
         "column sums": lambda: attention_column_sums(q, k),
-        "column sums, lse given": lambda: attention_column_sums(q, k, lse),
         "column sums and squares": lambda: attention_column_sums(q, k, squares=True),
         f"rows of the last {WINDOW}": lambda: attention_rows(q[:, :, -WINDOW:], k),
     }
@@ -134,11 +132,8 @@ def gpu_contestants(race: Race, n: int, tiny: bool, dtype: torch.dtype) -> float
     q, k, v = (x.detach() for x in (q, k, v))
     for name, make in dense_makers(n, tiny, race.device).items():
         race.add(f"dense: {name}", lambda make=make: without_gradients(make(), q, k, v))
-    # how fast the sums are does not depend on the log-sum-exp that is given
-    lse = torch.full(q.shape[:3], float(np.log(n)), dtype=torch.float32, device=race.device)
     runs = {
         "column sums": lambda: attention_column_sums(q, k),
-        "lse given": lambda: attention_column_sums(q, k, lse),
         "with squares": lambda: attention_column_sums(q, k, squares=True),
         f"rows of the last {WINDOW}": lambda: attention_rows(q[:, :, -WINDOW:], k),
     }

@@ -21,7 +21,6 @@ _LEAST_ROWS = 32  # a matrix product with fewer rows is slow; the buffer then gr
 def attention_column_sums(
     q: Tensor,
     k: Tensor,
-    lse: Tensor | None = None,
     scale: float | None = None,
     squares: bool = False,
 ) -> Tensor:
@@ -32,8 +31,6 @@ def attention_column_sums(
     Args:
         q: ``[B, Hq, m, d]``, rotated: the queries of the last ``m`` of ``n`` positions; each sees the keys up to its own.
         k: ``[B, H, n, d]``, rotated, with ``Hq = G·H``.
-        lse: ``[B, Hq, m]``, natural logarithm of the sum of ``exp`` of the scaled logits, as flash attention returns it; computed
-            when None. Weights are ``exp(logit - lse)``, so it may include keys that are not in ``k``.
         scale: factor on logits, ``1/sqrt(d)`` when None.
         squares: also return the sums of squared weights.
 
@@ -43,21 +40,15 @@ def attention_column_sums(
     Raises:
         ValueError: shapes that do not fit.
     """
-    _check(q, k, lse)
-    (batch, kv_heads, n, _), (query_heads, m) = k.shape, q.shape[1:3]
+    _check(q, k)
+    (batch, kv_heads, n, _), query_heads = k.shape, q.shape[1]
     pairs, groups = batch * kv_heads, query_heads // kv_heads
     compute = compute_dtype(q.dtype)
     sums = torch.zeros(1 + squares, pairs, groups, n, dtype=compute, device=q.device)
-    if lse is None:
-        buffer = _buffer(q, k)
-    else:
-        lse = lse.to(compute).reshape(pairs, groups, m, 1)
-    for here, block, logits in _blocks(q, k, scale):
-        if lse is None:
-            # not in the logits' place: the fused kernel is then a quarter faster, and faster than a subtraction and an exp
-            weights = torch.softmax(logits, -1, out=buffer[: logits.numel()].view(logits.shape))
-        else:
-            weights = logits.sub_(lse[here, :, block]).exp_()
+    buffer = _buffer(q, k)
+    for here, _, logits in _blocks(q, k, scale):
+        # not in the logits' place: the fused kernel is then a quarter faster
+        weights = torch.softmax(logits, -1, out=buffer[: logits.numel()].view(logits.shape))
         sums[0, here, :, : logits.shape[-1]] += weights.sum(2)
         if squares:
             sums[1, here, :, : logits.shape[-1]] += weights.square_().sum(2)
@@ -80,7 +71,7 @@ def attention_rows(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
     Raises:
         ValueError: shapes that do not fit.
     """
-    _check(q, k, None)
+    _check(q, k)
     (batch, kv_heads, n, _), (query_heads, m) = k.shape, q.shape[1:3]
     compute = compute_dtype(q.dtype)
     out = torch.zeros(batch * kv_heads, query_heads // kv_heads, m, n, dtype=compute, device=q.device)
@@ -137,7 +128,7 @@ def _logits(q: Tensor, k: Tensor, buffer: Tensor) -> Tensor:
     return out
 
 
-def _check(q: Tensor, k: Tensor, lse: Tensor | None) -> None:
+def _check(q: Tensor, k: Tensor) -> None:
     if q.dim() != 4 or k.dim() != 4 or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ValueError(
             f"q and k are {list(q.shape)} and {list(k.shape)}; give [B, Hq, m, d] and [B, H, n, d] with equal B and d"
@@ -151,8 +142,4 @@ def _check(q: Tensor, k: Tensor, lse: Tensor | None) -> None:
     if q.dtype != k.dtype or q.device != k.device or not q.dtype.is_floating_point:
         raise ValueError(
             f"q is {q.dtype} on {q.device}, k is {k.dtype} on {k.device}; give both in one float dtype on one device"
-        )
-    if lse is not None and (lse.shape != q.shape[:3] or lse.device != q.device):
-        raise ValueError(
-            f"lse is {list(lse.shape)} on {lse.device}, expected {list(q.shape[:3])} on {q.device}"
         )

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pod.modeling.shipped.attend import compute_dtype
+from pod.kernels.statistics import attention_rows
 from pod.modeling.shipped.attention import ForwardContext
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodDecoderLayer, PodForCausalLM
@@ -24,12 +24,11 @@ def record_attention_rows(model: PodForCausalLM, input_ids: Tensor, num_queries:
     Yields:
         ``[Hq, q, n]`` fp32 (fp64 for fp64 models), one per layer, zero above the diagonal.
     """
-    config: PodConfig = model.config
     n = input_ids.shape[1]
     if not 1 <= num_queries <= n:
         raise ValueError(f"need 1 <= num_queries <= {n} tokens, got {num_queries}")
     for inputs in record_attention_inputs(model, input_ids):
-        yield _rows(inputs.q[:, n - num_queries :], inputs.k, config.num_key_value_groups)
+        yield attention_rows(inputs.q[None, :, n - num_queries :], inputs.k[None])[0]
 
 
 class AttentionInputs(NamedTuple):
@@ -64,13 +63,3 @@ def record_attention_inputs(model: PodForCausalLM, input_ids: Tensor) -> Iterato
         q, k, v = layer.self_attn._project(normed)
         yield AttentionInputs(hidden_states[0], context.rope(q)[0], context.rope(k)[0], v[0])
         hidden_states, *carry = layer(hidden_states, context, *carry)
-
-
-def _rows(q: Tensor, k: Tensor, groups: int) -> Tensor:
-    """``[Hq, q, d]`` and ``[H, n, d]`` to ``[Hq, q, n]``."""
-    compute, (_, n, head_dim), num_queries = compute_dtype(q.dtype), k.shape, q.shape[1]
-    wide_keys = k.to(compute).repeat_interleave(groups, dim=0)
-    logits = q.to(compute) @ wide_keys.transpose(1, 2) * head_dim**-0.5
-    position = torch.arange(n - num_queries, n, device=q.device)
-    future = torch.arange(n, device=q.device) > position[:, None]
-    return logits.masked_fill(future, float("-inf")).softmax(-1)

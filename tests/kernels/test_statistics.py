@@ -43,20 +43,15 @@ def plain_logits(q, k, scale=None):
     return logits.masked_fill(hidden, float("-inf"))
 
 
-def plain_sums(q, k, lse=None, scale=None):
+def plain_sums(q, k, scale=None):
     """Sums and sums of squares by the whole ``m x n`` matrix."""
     logits = plain_logits(q, k, scale)
-    weights = logits.softmax(-1) if lse is None else (logits - lse.to(logits.dtype)[..., None]).exp()
+    weights = logits.softmax(-1)
     return torch.stack([weights.sum(2), weights.square().sum(2)])
 
 
 def plain_rows(q, k, scale=None):
     return plain_logits(q, k, scale).softmax(-1)
-
-
-def log_sum_exp(q, k):
-    """``[B, Hq, m]`` in the dtype of q."""
-    return plain_logits(q, k).logsumexp(-1)
 
 
 def relative(a, b):
@@ -111,13 +106,12 @@ def test_blocks_are_as_exact_as_the_plain_version(shape, groups, dtype):
     true_rows = plain_rows(*exact)
     wide = torch.promote_types(dtype, torch.float32)
     rounding = 1e-14 if dtype == torch.float64 else torch.finfo(wide).eps  # in fp64 the truth has errors too
-    for lse in (None, log_sum_exp(*exact)):
-        sums, squares = attention_column_sums(q, k, lse, squares=True)
-        expected = plain_sums(q, k, lse)
-        assert sums.dtype == squares.dtype == wide
-        assert relative(sums, true_sums) <= 2 * (relative(expected[0], true_sums) + rounding)
-        assert relative(squares, true_squares) <= 2 * (relative(expected[1], true_squares) + rounding)
-        assert torch.equal(sums, attention_column_sums(q, k, lse))
+    sums, squares = attention_column_sums(q, k, squares=True)
+    expected = plain_sums(q, k)
+    assert sums.dtype == squares.dtype == wide
+    assert relative(sums, true_sums) <= 2 * (relative(expected[0], true_sums) + rounding)
+    assert relative(squares, true_squares) <= 2 * (relative(expected[1], true_squares) + rounding)
+    assert torch.equal(sums, attention_column_sums(q, k))
     rows = attention_rows(q, k)
     assert rows.dtype == wide and rows.shape == true_rows.shape
     limit = 2 * (relative(plain_rows(q, k), true_rows) + rounding)
@@ -141,18 +135,10 @@ def test_chunks_of_queries_add_up():
     torch.testing.assert_close(total, attention_column_sums(q, k), rtol=0, atol=1e-12)
 
 
-def test_lse_may_count_keys_that_are_elsewhere():
-    q, k = tensors(1, 2, 2, 30, 60, 8)
-    whole = attention_column_sums(q, k)
-    part = attention_column_sums(q, k[:, :, 12:], lse=log_sum_exp(q, k))
-    torch.testing.assert_close(part, whole[..., 12:], rtol=0, atol=1e-12)
-
-
 def test_large_logits_do_not_overflow():
     q, k = tensors(1, 1, 2, 40, 50, 8, torch.float32)
     truth = attention_column_sums(q.double() * 200, k.double())
-    for lse in (None, log_sum_exp(q.double() * 200, k.double())):
-        assert relative(attention_column_sums(q * 200, k, lse), truth) < 1e-3
+    assert relative(attention_column_sums(q * 200, k), truth) < 1e-3
 
 
 def test_views_as_models_make_them():
@@ -207,21 +193,19 @@ class Allocations(TorchDispatchMode):
         return sorted(size for _, size in self.known)
 
 
-@pytest.mark.parametrize("with_lse", [False, True])
-def test_memory_of_column_sums_is_linear(with_lse, monkeypatch):
+def test_memory_of_column_sums_is_linear(monkeypatch):
     elements, groups = 1 << 14, 2
     monkeypatch.setattr(statistics, "_CPU_ELEMENTS", elements)
     for n in (1000, 2000):
         q, k = tensors(1, 2, groups, n, n, 8, torch.float32)
-        lse = log_sum_exp(q, k) if with_lse else None
         with Allocations(q, k) as allocations:
-            attention_column_sums(q, k, lse, squares=True)
+            attention_column_sums(q, k, squares=True)
         # two buffers of at most 32 rows (the size of a block is above `elements` here), or the 4·H·G·n sums
         assert allocations.sizes[-1] <= 2 * max(elements, 32 * n)
         assert sum(allocations.sizes) < n * n  # all that was ever made is less than one head's matrix
         if n == 1000:
             with Allocations(q, k) as allocations:
-                plain_sums(q, k, lse)
+                plain_sums(q, k)
             assert allocations.sizes[-1] >= 4 * n * n  # the measure sees a matrix when there is one
 
 
@@ -256,8 +240,6 @@ def test_it_names_what_is_wrong():
         attention_column_sums(q, k.float())
     with pytest.raises(ValueError, match="one float dtype"):
         attention_rows(q.int(), k.int())
-    with pytest.raises(ValueError, match=r"lse is \[1, 4, 3\] on cpu, expected \[1, 4, 4\]"):
-        attention_column_sums(q, k, lse=torch.zeros(1, 4, 3))
 
 
 def test_the_package_offers_both():

@@ -7,25 +7,16 @@ different numbers of tokens and nothing else.
 """
 
 from fractions import Fraction
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from pod.modeling.methods.base import Method, Request, round_half_up
+from pod.modeling.methods.base import Method, Request, round_sums
 from pod.modeling.methods.ranking import best_slots, ranking_parameters
 from pod.modeling.methods.shared_selection import SharedSelectionLayer
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, cache_of
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.step import Step
-
-
-def head_budgets(found: list[int], held: list[int], safeguard: Fraction) -> list[int]:
-    """Tokens of each head that has ``found`` of the layer's best tokens; never more than it holds."""
-    equal = Fraction(sum(found), len(found))
-    sizes = (safeguard * equal + (1 - safeguard) * count for count in found)
-    ends = map(round_half_up, accumulate(sizes, initial=Fraction(0)))
-    return [min(end - start, most) for (start, end), most in zip(pairwise(ends), held, strict=True)]
 
 
 class AdaLayer(SharedSelectionLayer):
@@ -40,16 +31,14 @@ class AdaLayer(SharedSelectionLayer):
 
     def choose(self, step: Step) -> list[Tensor | None]:
         held, total = [bank.held for bank in self.banks], self.budget * len(self.banks)
-        scores = [bank.scores(step.max_length) if sum(held) > total else None for bank in self.banks]
-        ranked = [x.flatten() for x in scores if x is not None]
-        if not ranked:
+        if sum(held) <= total:
             return [None] * len(held)
+        scores = [bank.scores(step.max_length) for bank in self.banks]
         owners = torch.arange(len(held)).repeat_interleave(torch.tensor(held))
-        best = best_slots(torch.cat(ranked), total).cpu()
+        best = best_slots(torch.cat([x.flatten() for x in scores]), total).cpu()
         found = owners[best].bincount(minlength=len(held)).tolist()
-        sizes = head_budgets(found, held, self.safeguard)
-        pairs = zip(scores, sizes, held, strict=True)
-        return [None if x is None or size == most else best_slots(x, size) for x, size, most in pairs]
+        sizes = round_sums((1 - self.safeguard) * own + self.safeguard * self.budget for own in found)
+        return [best_slots(x, size) for x, size in zip(scores, sizes, strict=True)]
 
 
 METHOD = Method(

@@ -43,7 +43,7 @@ class D2OLayer(AccumulatingLayer):
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
         names = "num_sink_tokens", "beta", "gate", "normalize_gate"
         self.sinks, self.beta, self.gate, self.normalize_gate = (request.params[name] for name in names)
-        self.budget, self.alpha = request.tokens, Fraction(request.params["alpha"])
+        self.budget, self.alpha = request.budget, Fraction(request.params["alpha"])
         _check(config, request)
         super().__init__(config, layer_idx, request.codec)
 
@@ -181,9 +181,9 @@ def _check(config: PodConfig, request: Request) -> None:
             "is set: pass a gate such as 0.05"
         )
     smallest = smallest_budget(config.num_hidden_layers, sinks, Fraction(alpha))
-    if request.tokens < smallest:
+    if request.budget < smallest:
         raise ValueError(
-            f"d2o: budget = {request.tokens} can leave a layer fewer than {sinks + 1} tokens (num_sink_tokens + 1) when the "
+            f"d2o: budget = {request.budget} can leave a layer fewer than {sinks + 1} tokens (num_sink_tokens + 1) when the "
             f"others get alpha = {alpha} times as many: raise the budget to {smallest} or more"
         )
 

@@ -35,9 +35,9 @@ class ExpectedAttention(Ranking):
     def __init__(self, config: PodConfig, request: Request):
         names = "num_sink_tokens", "num_future_positions", "epsilon"
         self.num_sink_tokens, self.num_future_positions, self.epsilon = (request.params[x] for x in names)
-        if request.tokens <= self.num_sink_tokens:
+        if request.budget <= self.num_sink_tokens:
             raise ValueError(
-                f"{request.spec}: budget = {request.tokens} must exceed num_sink_tokens = {self.num_sink_tokens}: raise the budget"
+                f"{request.spec}: budget = {request.budget} must exceed num_sink_tokens = {self.num_sink_tokens}: raise the budget"
             )
         self.scale, self.count = config.head_dim**-0.5, 0
         self.mean: Tensor | None = None
@@ -59,9 +59,8 @@ class ExpectedAttention(Ranking):
         self.frequencies = step.rope.frequencies.repeat(len(q), 1)
         self.attention_scaling = step.rope.attention_scaling
 
-    def scores(self, keys: Tensor, values: Tensor, seen: int) -> Tensor | None:
-        if self.mean is None:
-            return None
+    def scores(self, keys: Tensor, values: Tensor, seen: int) -> Tensor:
+        assert self.mean is not None, "more tokens than sinks"
         groups, first = self.mean.shape[1] // keys.shape[1], self.num_sink_tokens
         mean = (self.mean * self.scale).unflatten(1, (-1, groups))
         half = (self.spread * (self.scale**2 / 2 / self.count)).unflatten(1, (-1, groups))

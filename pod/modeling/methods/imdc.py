@@ -138,7 +138,7 @@ def _build(variant: str, config: PodConfig, request: Request) -> PodCache:
     if request.inner == "snapkv":
         check_ranking(request)
     function = params.get("function", FUNCTIONS[0])
-    settings = Settings(variant, function, request.tokens, params["chunk_size"], config.num_hidden_layers)
+    settings = Settings(variant, function, request.budget, params["chunk_size"], config.num_hidden_layers)
     make_layer, rowwise = partial(MemoryLayer, request=request), function == "adaptive"
     return GroupedCache(config, make_layer, request.spec, rowwise, chunks=settings)
 

@@ -7,9 +7,8 @@ the authors' group and by kvpress, the latter flattens in this way; the former j
 
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import accumulate, pairwise
 
-from pod.modeling.methods.base import Method, Request, round_half_up
+from pod.modeling.methods.base import Method, Request, round_half_up, round_sums
 from pod.modeling.methods.ranking import ranking_parameters
 from pod.modeling.methods.shared_selection import SharedSelectionLayer
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, cache_of
@@ -28,9 +27,7 @@ def layer_budgets(budget: int, num_layers: int, beta: int, smallest: int, seen: 
     if num_layers == 1 or first <= budget:
         return [budget] * num_layers
     fall = Fraction(2 * (first - budget), num_layers - 1)
-    sizes = (first - fall * layer for layer in range(num_layers))
-    ends = map(round_half_up, accumulate(sizes, initial=Fraction(0)))
-    return [end - start for start, end in pairwise(ends)]
+    return round_sums(first - fall * layer for layer in range(num_layers))
 
 
 def block_budgets(budgets: Sequence[int], budget: int, window: int, lead: Lead) -> list[list[int]]:

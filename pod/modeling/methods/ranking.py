@@ -38,9 +38,9 @@ def check_ranking(request: Request) -> None:
     window, kernel = request.params["window"], request.params["kernel"]
     if kernel % 2 == 0:
         raise ValueError(f"{request.spec}: kernel = {kernel} must be odd")
-    if request.tokens <= window:
+    if request.budget <= window:
         raise ValueError(
-            f"{request.spec}: budget = {request.tokens} must exceed window = {window}: raise the budget"
+            f"{request.spec}: budget = {request.budget} must exceed window = {window}: raise the budget"
         )
 
 
@@ -64,9 +64,8 @@ class Ranking:
         """The queries ``[B, Hq, m, d]`` of a chunk."""
         raise NotImplementedError
 
-    def scores(self, keys: Tensor, values: Tensor, seen: int) -> Tensor | None:
-        """Scores ``[B, H, n]`` of rotated keys and values ``[B, H, n, d]`` after ``seen`` tokens, infinite for what stays whatever
-        the others score; None = nothing was observed."""
+    def scores(self, keys: Tensor, values: Tensor, seen: int) -> Tensor:
+        """Scores ``[B, H, n]`` of rotated keys and values ``[B, H, n, d]`` after ``seen`` tokens, infinite for what stays anyhow."""
         raise NotImplementedError
 
     def tensors(self) -> list[Tensor]:
@@ -104,8 +103,6 @@ class EndAttention(LastQueries):
         self.kernel, self.pool = request.params["kernel"], request.params["pool"]
         self.scale = config.head_dim**-0.5
 
-    def scores(self, keys: Tensor, values: Tensor, seen: int) -> Tensor | None:
-        queries = self.take()
-        if queries is None:
-            return None
-        return snapkv_scores(queries, keys, self.kernel, self.pool, self.scale)
+    def scores(self, keys: Tensor, values: Tensor, seen: int) -> Tensor:
+        assert self.observed is not None, "a prompt has a token"
+        return snapkv_scores(self.observed, keys, self.kernel, self.pool, self.scale)

@@ -33,7 +33,7 @@ class RocoLayer(AccumulatingLayer):
         super().__init__(config, layer_idx, request.codec)
         names = "num_sink_tokens", "num_recent_tokens", "protect_prefill", "protect_decode"
         self.sinks, self.recents, *shares = (request.params[name] for name in names)
-        self.budget = budget = request.tokens
+        self.budget = budget = request.budget
         # 0.3 means three tenths, so that 0.3 of 5 tokens are 2
         self.protected = [round_half_up(Fraction(str(share)) * budget) for share in shares]
         if self.sinks + self.recents + max(self.protected) > budget:

@@ -132,15 +132,14 @@ class Bank:
             self.places.append(new[:, None].expand(*k.shape[:2], -1, -1), self.held)
         self.held += step.num_new
 
-    def scores(self, seen: int) -> Tensor | None:
-        """Of what the leads hold, ``[B, leads, held]``; None = nothing was observed."""
+    def scores(self, seen: int) -> Tensor:
+        """Of what the leads hold, ``[B, leads, held]``."""
         values = take_heads(self.values.read(self.held), range(len(self.leads)))
         return self.ranking.scores(self.keys.read(self.held), values, seen)
 
     def best(self, count: int, seen: int) -> Tensor | None:
         """Slots ``[B, leads, count]`` with the best scores, ascending; None = all."""
-        scores = self.scores(seen) if self.leads and self.held > count else None
-        return None if scores is None else best_slots(scores, count)
+        return best_slots(self.scores(seen), count) if self.leads and self.held > count else None
 
 
 class SharedSelectionLayer(PodCacheLayer):
@@ -154,7 +153,7 @@ class SharedSelectionLayer(PodCacheLayer):
     ranks: ClassVar[Callable[[PodConfig, Request], Ranking]] = EndAttention
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
-        self.budget, self.make_ranking = request.tokens, lambda: self.ranks(config, request)
+        self.budget, self.make_ranking = request.budget, lambda: type(self).ranks(config, request)
         self.make_ranking()  # which checks the request, where no head of the layer leads too
         self.shares = config.sharing_plan.num_followers > 0
         super().__init__(config, layer_idx, request.codec)

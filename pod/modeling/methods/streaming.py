@@ -43,6 +43,6 @@ def cache_of(
         make = partial(make_layer, request=request)
         if takes_any_rows and request.codec is NATIVE:
             return PodCache(config, make, request.spec)
-        return GroupedCache(config, make, request.spec, **{"chunks": chunks_of(request)} | grouped)
+        return GroupedCache(config, make, request.spec, chunks=chunks_of(request), **grouped)
 
     return build
