@@ -11,20 +11,15 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from pod.modeling.methods.base import Method, Request, round_sums
+from pod.modeling.methods.base import Method, round_sums
 from pod.modeling.methods.ranking import best_slots, ranking_parameters
 from pod.modeling.methods.shared_selection import SharedSelectionLayer
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, cache_of
-from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.step import Step
 
 
 class AdaLayer(SharedSelectionLayer):
     """Sees one row at a time, because what a head gets depends on what it attends to. Every head is a bank of its own."""
-
-    def __init__(self, config: PodConfig, layer_idx: int, request: Request):
-        self.safeguard = Fraction(str(request.params["safeguard"]))
-        super().__init__(config, layer_idx, request)
 
     def alike(self, head: int) -> int:
         return head
@@ -33,11 +28,12 @@ class AdaLayer(SharedSelectionLayer):
         held, total = [bank.held for bank in self.banks], self.budget * len(self.banks)
         if sum(held) <= total:
             return [None] * len(held)
-        scores = [bank.scores(step.max_length) for bank in self.banks]
+        scores = [bank.scores(step) for bank in self.banks]
         owners = torch.arange(len(held)).repeat_interleave(torch.tensor(held))
         best = best_slots(torch.cat([x.flatten() for x in scores]), total).cpu()
         found = owners[best].bincount(minlength=len(held)).tolist()
-        sizes = round_sums((1 - self.safeguard) * own + self.safeguard * self.budget for own in found)
+        safeguard = Fraction(str(self.params["safeguard"]))
+        sizes = round_sums((1 - safeguard) * own + safeguard * self.budget for own in found)
         return [best_slots(x, size) for x, size in zip(scores, sizes, strict=True)]
 
 

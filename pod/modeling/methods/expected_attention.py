@@ -18,7 +18,7 @@ from pod.modeling.methods.shared_selection import SharedSelectionLayer
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, cache_of
 from pod.modeling.shipped.attend import compute_dtype
 from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.rope import Rope, rotate
+from pod.modeling.shipped.rope import rotate
 from pod.modeling.shipped.step import Step
 
 
@@ -27,7 +27,6 @@ class ExpectedAttention(Ranking):
 
     Attributes:
         count: queries; mean: theirs, ``[B, Hq, d]``; spread: sums of products of deviations from it, ``[B, Hq, d, d]``.
-        frequencies: those of RoPE, ``[B, d / 2]``.
     """
 
     before_rope = True
@@ -56,17 +55,15 @@ class ExpectedAttention(Ranking):
             spread += self.spread + self.count * share * shift[..., None] * shift[:, :, None]
             mean = torch.lerp(self.mean, mean, share)
         self.mean, self.spread, self.count = mean, spread, self.count + new
-        self.frequencies = step.rope.frequencies.repeat(len(q), 1)
-        self.attention_scaling = step.rope.attention_scaling
 
-    def scores(self, keys: Tensor, values: Tensor, seen: int) -> Tensor:
+    def scores(self, keys: Tensor, values: Tensor, step: Step) -> Tensor:
         assert self.mean is not None, "more tokens than sinks"
         groups, first = self.mean.shape[1] // keys.shape[1], self.num_sink_tokens
         mean = (self.mean * self.scale).unflatten(1, (-1, groups))
         half = (self.spread * (self.scale**2 / 2 / self.count)).unflatten(1, (-1, groups))
+        seen = step.max_length
         positions = torch.arange(seen, seen + self.num_future_positions, device=keys.device)[None]
-        rope = Rope(self.frequencies[0], self.attention_scaling, positions, mean.dtype)
-        cos, sin = (x.mean(2, keepdim=True) for x in rope.own_tables)
+        cos, sin = (x.mean(2, keepdim=True) for x in step.rope.tables(positions))
         keys = rotate(keys[:, :, first:].to(mean.dtype), (cos, -sin))  # in place of queries, by the transpose
         weights = torch.zeros_like(keys[..., 0])
         for g in range(groups):

@@ -8,11 +8,10 @@ the authors' group and by kvpress, the latter flattens in this way; the former j
 from collections.abc import Sequence
 from fractions import Fraction
 
-from pod.modeling.methods.base import Method, Request, round_half_up, round_sums
+from pod.modeling.methods.base import Method, round_half_up, round_sums
 from pod.modeling.methods.ranking import ranking_parameters
 from pod.modeling.methods.shared_selection import SharedSelectionLayer
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, cache_of
-from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.sharing import Lead
 
 
@@ -49,16 +48,13 @@ def block_budgets(budgets: Sequence[int], budget: int, window: int, lead: Lead) 
 class PyramidLayer(SharedSelectionLayer):
     """SnapKV's ranking, by which each block keeps as many tokens as its lead's layer."""
 
-    def __init__(self, config: PodConfig, layer_idx: int, request: Request):
-        self.window, self.beta = request.params["window"], request.params["beta"]
-        super().__init__(config, layer_idx, request)
-
     def alike(self, head: int) -> tuple:
         return self.lead[self.layer_idx][head], *(row[head] for row in self.lead if row[head] is not None)
 
     def budgets(self, seen: int) -> list[list[int]]:
-        sizes = layer_budgets(self.budget, len(self.lead), self.beta, self.window + 1, seen)
-        return block_budgets(sizes, self.budget, self.window, self.lead)
+        window = self.params["window"]
+        sizes = layer_budgets(self.budget, len(self.lead), self.params["beta"], window + 1, seen)
+        return block_budgets(sizes, self.budget, window, self.lead)
 
 
 METHOD = Method(

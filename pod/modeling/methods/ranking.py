@@ -64,8 +64,8 @@ class Ranking:
         """The queries ``[B, Hq, m, d]`` of a chunk."""
         raise NotImplementedError
 
-    def scores(self, keys: Tensor, values: Tensor, seen: int) -> Tensor:
-        """Scores ``[B, H, n]`` of rotated keys and values ``[B, H, n, d]`` after ``seen`` tokens, infinite for what stays anyhow."""
+    def scores(self, keys: Tensor, values: Tensor, step: Step) -> Tensor:
+        """When a prompt ends, scores ``[B, H, n]`` of rotated keys and values ``[B, H, n, d]``, infinite for what stays anyhow."""
         raise NotImplementedError
 
     def tensors(self) -> list[Tensor]:
@@ -103,6 +103,6 @@ class EndAttention(LastQueries):
         self.kernel, self.pool = request.params["kernel"], request.params["pool"]
         self.scale = config.head_dim**-0.5
 
-    def scores(self, keys: Tensor, values: Tensor, seen: int) -> Tensor:
+    def scores(self, keys: Tensor, values: Tensor, step: Step) -> Tensor:
         assert self.observed is not None, "a prompt has a token"
         return snapkv_scores(self.observed, keys, self.kernel, self.pool, self.scale)

@@ -55,7 +55,7 @@ class RocoLayer(AccumulatingLayer):
     def _observe(self, sums: Tensor, squares: Tensor, step: Step) -> None:
         self.accumulate("attention", sums)
         self.accumulate("squares", squares)
-        seen = (step.uniform_past or 0) + step.num_new
+        seen = step.max_length
         new = torch.arange(seen - step.num_new, seen, dtype=torch.int32, device=sums.device)
         new = new.expand(*sums.shape[:2], -1)
         known = self.statistics.get("positions", new[..., :0])
@@ -64,8 +64,7 @@ class RocoLayer(AccumulatingLayer):
     def evict(self, step: Step) -> None:
         if self.held <= self.budget:
             return
-        assert step.uniform_past is not None
-        counts = step.uniform_past + step.num_new - self.statistics["positions"]
+        counts = step.max_length - self.statistics["positions"]
         mean, variance = mean_and_variance(self.statistics["attention"], self.statistics["squares"], counts)
         protected = self.protected[step.is_decode]
         candidates = slice(self.sinks, self.held - self.recents)

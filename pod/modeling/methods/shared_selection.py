@@ -132,14 +132,14 @@ class Bank:
             self.places.append(new[:, None].expand(*k.shape[:2], -1, -1), self.held)
         self.held += step.num_new
 
-    def scores(self, seen: int) -> Tensor:
+    def scores(self, step: Step) -> Tensor:
         """Of what the leads hold, ``[B, leads, held]``."""
         values = take_heads(self.values.read(self.held), range(len(self.leads)))
-        return self.ranking.scores(self.keys.read(self.held), values, seen)
+        return self.ranking.scores(self.keys.read(self.held), values, step)
 
-    def best(self, count: int, seen: int) -> Tensor | None:
+    def best(self, count: int, step: Step) -> Tensor | None:
         """Slots ``[B, leads, count]`` with the best scores, ascending; None = all."""
-        return best_slots(self.scores(seen), count) if self.leads and self.held > count else None
+        return best_slots(self.scores(step), count) if self.leads and self.held > count else None
 
 
 class SharedSelectionLayer(PodCacheLayer):
@@ -153,7 +153,8 @@ class SharedSelectionLayer(PodCacheLayer):
     ranks: ClassVar[Callable[[PodConfig, Request], Ranking]] = EndAttention
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
-        self.budget, self.make_ranking = request.budget, lambda: type(self).ranks(config, request)
+        self.budget, self.params = request.budget, request.params
+        self.make_ranking = lambda: type(self).ranks(config, request)
         self.make_ranking()  # which checks the request, where no head of the layer leads too
         self.shares = config.sharing_plan.num_followers > 0
         super().__init__(config, layer_idx, request.codec)
@@ -322,7 +323,7 @@ class SharedSelectionLayer(PodCacheLayer):
         if step.sizes is None:
             step.sizes = self.budgets(step.max_length)
         sizes = step.sizes[self.layer_idx]
-        return [bank.best(sizes[(bank.leads + bank.followers)[0]], step.max_length) for bank in self.banks]
+        return [bank.best(sizes[(bank.leads + bank.followers)[0]], step) for bank in self.banks]
 
     def _select(self, bank: Bank, slots: Tensor | None, step: Step) -> None:
         """Leads keep these slots, and leave for their followers which they are."""
