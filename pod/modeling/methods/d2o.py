@@ -44,7 +44,17 @@ class D2OLayer(AccumulatingLayer):
         names = "num_sink_tokens", "beta", "gate", "normalize_gate"
         self.sinks, self.beta, self.gate, self.normalize_gate = (request.params[name] for name in names)
         self.budget, self.alpha = request.budget, Fraction(request.params["alpha"])
-        _check(config, request)
+        if self.normalize_gate and not 0 <= self.gate < 1:
+            raise ValueError(
+                f"d2o: gate = {self.gate} is compared with variance / tokens, which lies between 0 and 1, when normalize_gate "
+                "is set: pass a gate such as 0.05"
+            )
+        smallest = smallest_budget(config.num_hidden_layers, self.sinks, self.alpha)
+        if self.budget < smallest:
+            raise ValueError(
+                f"d2o: budget = {self.budget} can leave a layer fewer than {self.sinks + 1} tokens (num_sink_tokens + 1) when "
+                f"the others get alpha = {float(self.alpha)} times as many: raise the budget to {smallest} or more"
+            )
         super().__init__(config, layer_idx, request.codec)
 
     def clear(self) -> None:
@@ -171,21 +181,6 @@ def layer_budgets(weights: Sequence[Fraction], seen: int, budget: int) -> list[i
 def smallest_budget(num_layers: int, sinks: int, alpha: Fraction) -> int:
     """The least budget with which every layer holds its sinks and one recent token, whatever the weights."""
     return math.ceil((sinks + 1) * ((num_layers - 1) * alpha + 1) / num_layers)
-
-
-def _check(config: PodConfig, request: Request) -> None:
-    sinks, alpha, gate = (request.params[name] for name in ("num_sink_tokens", "alpha", "gate"))
-    if request.params["normalize_gate"] and not 0 <= gate < 1:
-        raise ValueError(
-            f"d2o: gate = {gate} is compared with variance / tokens, which lies between 0 and 1, when normalize_gate "
-            "is set: pass a gate such as 0.05"
-        )
-    smallest = smallest_budget(config.num_hidden_layers, sinks, Fraction(alpha))
-    if request.budget < smallest:
-        raise ValueError(
-            f"d2o: budget = {request.budget} can leave a layer fewer than {sinks + 1} tokens (num_sink_tokens + 1) when the "
-            f"others get alpha = {alpha} times as many: raise the budget to {smallest} or more"
-        )
 
 
 METHOD = Method(

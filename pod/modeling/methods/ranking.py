@@ -1,7 +1,6 @@
 """How leads rank the tokens that they hold when a prompt ends; SnapKV's ranking and its parameters."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,33 +14,9 @@ from pod.modeling.shipped.step import Step
 _POOLS = {"avg": F.avg_pool1d, "max": F.max_pool1d}
 
 
-def snapkv_scores(queries: Tensor, keys: Tensor, kernel: int, pool: str, scale: float) -> Tensor:
-    """Scores ``[B, H, n]`` of ``[B, H, n, d]`` keys, by the prompt's last queries ``[B, Hq, w, d]``.
-
-    Infinite for the last ``w`` tokens. Of those before them the attention from these queries: summed over queries, averaged over
-    the query heads of a group, pooled over neighbours.
-    """
-    n, w = keys.shape[2], queries.shape[2]
-    scores = attention_column_sums(queries, keys, scale=scale)[..., : n - w]
-    scores = scores.unflatten(1, (keys.shape[1], -1)).mean(2)
-    scores = _POOLS[pool](scores, kernel, stride=1, padding=kernel // 2)
-    return F.pad(scores, (0, w), value=math.inf)
-
-
 def best_slots(scores: Tensor, count: int) -> Tensor:
     """The ``count`` best slots of ``[…, n]`` in ascending order; of equal scores the lower slot wins."""
     return scores.argsort(dim=-1, descending=True, stable=True)[..., :count].sort(dim=-1).values
-
-
-def check_ranking(request: Request) -> None:
-    """Raise ``ValueError`` for values that SnapKV's ranking cannot use."""
-    window, kernel = request.params["window"], request.params["kernel"]
-    if kernel % 2 == 0:
-        raise ValueError(f"{request.spec}: kernel = {kernel} must be odd")
-    if request.budget <= window:
-        raise ValueError(
-            f"{request.spec}: budget = {request.budget} must exceed window = {window}: raise the budget"
-        )
 
 
 def ranking_parameters(window: int, kernel: int, pool: str) -> dict:
@@ -84,25 +59,30 @@ class LastQueries(Ranking):
         self.count = count
         self.observed: Tensor | None = None  # [B, Hq, <= count, d]
 
-    def observe(self, q: Tensor, step: Any = None) -> None:
+    def observe(self, q: Tensor, step: Step) -> None:
         queries = q if self.observed is None else torch.cat((self.observed, q), dim=2)
         self.observed = queries[:, :, max(0, queries.shape[2] - self.count) :].clone()
 
-    def take(self) -> Tensor | None:
-        """What was observed, which is forgotten."""
-        queries, self.observed = self.observed, None
-        return queries
-
 
 class EndAttention(LastQueries):
-    """SnapKV's ranking: by the attention of the prompt's last queries, whose tokens stay."""
+    """SnapKV's ranking: the last queries' tokens stay; those before them rank by the attention from these queries, summed over
+    queries, averaged over the query heads of a group, pooled over neighbours."""
 
     def __init__(self, config: PodConfig, request: Request):
-        check_ranking(request)
-        super().__init__(request.params["window"])
-        self.kernel, self.pool = request.params["kernel"], request.params["pool"]
+        window, self.kernel, self.pool = (request.params[name] for name in ("window", "kernel", "pool"))
+        if self.kernel % 2 == 0:
+            raise ValueError(f"{request.spec}: kernel = {self.kernel} must be odd")
+        if request.budget <= window:
+            raise ValueError(
+                f"{request.spec}: budget = {request.budget} must exceed window = {window}: raise the budget"
+            )
+        super().__init__(window)
         self.scale = config.head_dim**-0.5
 
     def scores(self, keys: Tensor, values: Tensor, step: Step) -> Tensor:
         assert self.observed is not None, "a prompt has a token"
-        return snapkv_scores(self.observed, keys, self.kernel, self.pool, self.scale)
+        recent, n = self.observed.shape[2], keys.shape[2]
+        scores = attention_column_sums(self.observed, keys, scale=self.scale)[..., : n - recent]
+        scores = scores.unflatten(1, (keys.shape[1], -1)).mean(2)
+        scores = _POOLS[self.pool](scores, self.kernel, stride=1, padding=self.kernel // 2)
+        return F.pad(scores, (0, recent), value=math.inf)

@@ -92,20 +92,14 @@ class Bank:
         chosen: of each lead the last positions before that, each the largest of any row, on the host: decoding waits for no device.
     """
 
-    def __init__(
-        self,
-        codec: Codec,
-        roles: tuple[list[int], list[int]],
-        num_sink_tokens: int,
-        shares: bool,
-        ranking: Ranking,
-    ):
-        (self.leads, self.followers), self.shares, self.ranking = roles, shares, ranking
-        self.values: TokenStore = codec.tokens("values", evicts=True)
-        self.keys: TokenStore = codec.tokens("keys", evicts=True)
-        self.own = OwnKeys(codec, num_sink_tokens)
+    def __init__(self, layer: "SharedSelectionLayer", leads: list[int], followers: list[int]):
+        self.leads, self.followers, self.shares = leads, followers, layer.shares
+        self.followed = [(i, head) for i, head in enumerate(leads) if head in layer.roles.followed]
+        self.ranking = layer.make_ranking()
+        self.values: TokenStore = layer.codec.tokens("values", evicts=True)
+        self.keys: TokenStore = layer.codec.tokens("keys", evicts=True)
+        self.own = OwnKeys(layer.codec, layer.num_sink_tokens)
         self.held = self.whole_from = 0
-        self.followed: list[tuple[int, int]] = []
         self.places = TokenStore()
         self.places.is_tight = True
         self.chosen: list[list[int]] = [[] for _ in self.leads]
@@ -154,7 +148,8 @@ class SharedSelectionLayer(PodCacheLayer):
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
         self.budget, self.params = request.budget, request.params
-        self.make_ranking = lambda: type(self).ranks(config, request)
+        make_ranking = type(self).ranks
+        self.make_ranking = lambda: make_ranking(config, request)
         self.make_ranking()  # which checks the request, where no head of the layer leads too
         self.shares = config.sharing_plan.num_followers > 0
         super().__init__(config, layer_idx, request.codec)
@@ -172,10 +167,7 @@ class SharedSelectionLayer(PodCacheLayer):
         for head in self.roles.held:
             bank = members.setdefault(self.alike(head), ([], []))
             bank[head not in self.roles.leads].append(head)
-        shared = self.num_sink_tokens, self.shares
-        self.banks = [Bank(self.codec, roles, *shared, self.make_ranking()) for roles in members.values()]
-        for bank in self.banks:
-            bank.followed = [(i, head) for i, head in enumerate(bank.leads) if head in self.roles.followed]
+        self.banks = [Bank(self, *roles) for roles in members.values()]
         held = [head for bank in self.banks for head in bank.leads + bank.followers]
         self.order = (*held, *self.roles.windows)
         counts = [len(x) for x in (self.roles.leads, self.roles.followers, self.roles.windows)]
