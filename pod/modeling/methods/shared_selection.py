@@ -240,11 +240,10 @@ class SharedSelectionLayer(PodCacheLayer):
         return list(zip(roles[::2], roles[1::2], x.split(both, 1), strict=True))
 
     def _in_order(self, outs: list[Tensor]) -> Tensor:
-        out = torch.cat(outs, dim=1) if len(outs) > 1 else outs[0]
         if not self.is_reordered:
-            return out
-        places = tuple(self.order.index(head) for head in range(len(self.order)))
-        return out.index_select(1, head_index(places, self.groups, out.device))
+            return outs[0]
+        pieces = [piece for out in outs for piece in out.split(self.groups, dim=1)]
+        return torch.cat([pieces[self.order.index(head)] for head in range(len(pieces))], dim=1)
 
     def _publish(self, bank: Bank, q: Tensor, step: Step, is_single: bool) -> None:
         """Leave for followers what they need of a lead before it chooses."""
