@@ -166,8 +166,9 @@ def load_model(
         changes |= plan_fields(plan)
     if isinstance(source, PreTrainedModel):
         dense = source
-        if dtype is not None and source.dtype != _dtype(dtype):
-            dense = copy.deepcopy(source).to(dtype=_dtype(dtype))  # type: ignore[call-arg]
+        wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        if wanted not in (None, source.dtype):
+            dense = copy.deepcopy(source).to(dtype=wanted)  # type: ignore[call-arg]
     elif gguf_file is None and _model_type(source) == "pod":
         config = PodConfig.from_pretrained(source)
         changes |= rope_changes(config, rope, max_position_embeddings)
@@ -221,10 +222,6 @@ def _model_type(source: str | os.PathLike) -> str | None:
         return PodConfig.get_config_dict(source)[0].get("model_type")
     except OSError as error:
         raise ValueError(f"cannot load a model from {source}: {str(error).splitlines()[0]}") from error
-
-
-def _dtype(dtype: torch.dtype | str) -> torch.dtype:
-    return dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
 
 
 def load_tokenizer(source: str | os.PathLike, gguf_file: str | None = None):

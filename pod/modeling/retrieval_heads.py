@@ -55,13 +55,9 @@ class RetrievalHeads:
                 raise ValueError(f"{name} is {getattr(self, name)}, allowed are 0 to 1")
 
     @property
-    def num_layers(self) -> int:
-        return len(self.echo)
-
-    @property
-    def num_attention_heads(self) -> int:
-        """Query heads of a layer."""
-        return len(self.echo[0])
+    def groups(self) -> int:
+        """Query heads of a KV head."""
+        return len(self.echo[0]) // self.num_key_value_heads
 
     @property
     def query_heads(self) -> Heads:
@@ -72,8 +68,7 @@ class RetrievalHeads:
     @property
     def key_value_heads(self) -> Heads:
         """Per layer, the KV heads that keep everything: those with a chosen query head in their group (§4.1)."""
-        groups = self.num_attention_heads // self.num_key_value_heads
-        return tuple(tuple(sorted({head // groups for head in row})) for row in self.query_heads)
+        return tuple(tuple(sorted({head // self.groups for head in row})) for row in self.query_heads)
 
     def plan(self, share: float | None = None) -> SharingPlan:
         """The protected KV heads lead, the others keep their windows: with windows in the prompt too, DuoAttention's model.
@@ -83,8 +78,7 @@ class RetrievalHeads:
         """
         leads = self.key_value_heads
         if share is not None:
-            groups = self.num_attention_heads // self.num_key_value_heads
-            rows = zip(self.echo, self.induction, strict=True)
+            groups, rows = self.groups, zip(self.echo, self.induction, strict=True)
             best = [[max(pair) for pair in zip(*row, strict=True)] for row in rows]
             scores = [[max(row[i : i + groups]) for i in range(0, len(row), groups)] for row in best]
             leads = _best(scores, share)
@@ -94,7 +88,7 @@ class RetrievalHeads:
     @property
     def protected_share(self) -> float:
         """Share of all KV heads that keep everything."""
-        return sum(map(len, self.key_value_heads)) / (self.num_layers * self.num_key_value_heads)
+        return sum(map(len, self.key_value_heads)) / (len(self.echo) * self.num_key_value_heads)
 
     def compression(self, ratio: float = 5) -> float:
         """Bytes of the full cache over bytes kept, for a text so long that each other head holds 1/ratio of it."""
@@ -102,19 +96,17 @@ class RetrievalHeads:
 
     def describe(self, ratio: float = 5) -> str:
         """What was chosen and what it really saves, in two lines."""
-        chosen, queries = sum(map(len, self.query_heads)), self.num_layers * self.num_attention_heads
-        kept, pairs = sum(map(len, self.key_value_heads)), self.num_layers * self.num_key_value_heads
-        ideal = 1 / (chosen / queries + (1 - chosen / queries) / ratio)
+        chosen, queries = sum(map(len, self.query_heads)), sum(map(len, self.echo))
+        kept, pairs = sum(map(len, self.key_value_heads)), len(self.echo) * self.num_key_value_heads
         return (
             f"retrieval heads: {chosen} of {queries} query heads ({chosen / queries:.1%}; induction {self.induction_share:g}, "
             f"echo {self.echo_share:g}) protect {kept} of {pairs} KV heads ({self.protected_share:.1%})\n"
-            f"KV cache of a long prompt: {self.compression(ratio):.2f}x smaller with 1/{ratio:g} of it in the other heads "
-            f"({ideal:.2f}x if every query head had a KV head of its own)"
+            f"KV cache of a long prompt: {self.compression(ratio):.2f}x smaller with 1/{ratio:g} of it in the other heads"
         )
 
     def check_fits(self, config: PodConfig) -> None:
         """Raise ValueError unless the scores are of a model of this shape, its heads in this order."""
-        found = self.num_layers, self.num_attention_heads, self.num_key_value_heads
+        found = len(self.echo), len(self.echo[0]), self.num_key_value_heads
         wanted = config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads
         if found != wanted:
             raise ValueError(
@@ -166,10 +158,6 @@ def plan_of_heads(heads: Any, config: PodConfig, share: float | None = None) -> 
     Raises: ValueError for nothing, for a file of another model and for heads that the model does not have.
     """
     layers, width = config.num_hidden_layers, config.num_key_value_heads
-    if heads is None:
-        raise ValueError(
-            "heads is missing: name the file that launch/explore.py --heads writes, or list the protected KV heads per layer"
-        )
     if isinstance(heads, str | os.PathLike) and os.fspath(heads).endswith(".tsv"):
         heads, share = _best(_gates(heads, config, share), share or 0.0), None
     elif isinstance(heads, str | os.PathLike):
@@ -199,7 +187,7 @@ def plan_of_heads(heads: Any, config: PodConfig, share: float | None = None) -> 
     if len(listed) != layers or not {head for row in listed for head in row} <= set(range(width)):
         raise ValueError(
             f"heads is {heads!r:.200}, expected a path or, for each of {layers} layers, a list of whole numbers from 0 to "
-            f"{width - 1} such as [0]: its KV heads"
+            f"{width - 1} such as [0], its KV heads: launch/explore.py --heads writes a file"
         )
     return SharingPlan.of_leads(listed, width)
 

@@ -61,8 +61,7 @@ class ExpectedAttention(Ranking):
         groups, first = self.mean.shape[1] // keys.shape[1], self.num_sink_tokens
         mean = (self.mean * self.scale).unflatten(1, (-1, groups))
         half = (self.spread * (self.scale**2 / 2 / self.count)).unflatten(1, (-1, groups))
-        seen = step.max_length
-        positions = torch.arange(seen, seen + self.num_future_positions, device=keys.device)[None]
+        positions = step.max_length + torch.arange(self.num_future_positions, device=keys.device)[None]
         cos, sin = (x.mean(2, keepdim=True) for x in step.rope.tables(positions))
         keys = rotate(keys[:, :, first:].to(mean.dtype), (cos, -sin))  # in place of queries, by the transpose
         weights = torch.zeros_like(keys[..., 0])

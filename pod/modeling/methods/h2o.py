@@ -18,13 +18,11 @@ class H2OLayer(AccumulatingLayer):
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
         super().__init__(config, layer_idx, request.codec)
         budget, recents = request.budget, request.params["num_recent_tokens"]
-        if budget < 2:
-            raise ValueError(
-                f"h2o: budget = {budget} must be at least 2: one heavy hitter and one recent token"
-            )
         recents = budget // 2 if recents is None else recents
-        if recents >= budget:
-            raise ValueError(f"h2o: num_recent_tokens = {recents} must be less than budget = {budget}")
+        if not 1 <= recents < budget:
+            raise ValueError(
+                f"h2o: budget = {budget} must be at least 2 and more than num_recent_tokens = {recents}: one token is no recent one"
+            )
         self.budget, self.recents = budget, recents
 
     def evict(self, step: Step) -> None:

@@ -131,10 +131,6 @@ class Bank:
         values = take_heads(self.values.read(self.held), range(len(self.leads)))
         return self.ranking.scores(self.keys.read(self.held), values, step)
 
-    def best(self, count: int, step: Step) -> Tensor | None:
-        """Slots ``[B, leads, count]`` with the best scores, ascending; None = all."""
-        return best_slots(self.scores(step), count) if self.leads and self.held > count else None
-
 
 class SharedSelectionLayer(PodCacheLayer):
     """One layer for rows that are alike. Leads rank; followers keep the slots that their leads keep.
@@ -313,8 +309,9 @@ class SharedSelectionLayer(PodCacheLayer):
         """Of each bank the slots ``[B, leads, budget]`` that its leads keep, ascending; None = all."""
         if step.sizes is None:
             step.sizes = self.budgets(step.max_length)
-        sizes = step.sizes[self.layer_idx]
-        return [bank.best(sizes[(bank.leads + bank.followers)[0]], step) for bank in self.banks]
+        row = step.sizes[self.layer_idx]
+        sized = [(bank, row[bank.leads[0]] if bank.leads else bank.held) for bank in self.banks]
+        return [best_slots(bank.scores(step), n) if bank.held > n else None for bank, n in sized]
 
     def _select(self, bank: Bank, slots: Tensor | None, step: Step) -> None:
         """Leads keep these slots, and leave for their followers which they are."""
@@ -328,11 +325,11 @@ class SharedSelectionLayer(PodCacheLayer):
                     bank.whole_from = step.max_length
                     bank.chosen = bank.positions[:, :, -self.num_recent_tokens :].amax(0).tolist()
             for place, head in bank.followed:
-                found = step.lead.selections.setdefault(head, Selection(bank.positions[:, place]))
-                found.kept = None if slots is None else slots[:, place]
+                left = step.lead.selections.setdefault(head, Selection(bank.positions[:, place]))
+                left.kept = None if slots is None else slots[:, place]
         if bank.followers:
-            chosen = [step.lead.selections[head].kept for head in bank.followers]
-            chosen = [index for index in chosen if index is not None]  # all or none
+            found = (step.lead.selections[head].kept for head in bank.followers)
+            chosen = [index for index in found if index is not None]  # all or none
             kept.append(torch.stack(chosen, 1) if chosen else None)
         if kept[0] is not None:
             bank.values.keep(torch.cat(kept, dim=1), bank.held)
