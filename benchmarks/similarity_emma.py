@@ -22,9 +22,9 @@ import pod
 from pod.eval.answer.perplexity import token_nll
 from pod.eval.results import environment
 from pod.files import write_json
-from pod.modeling.recording import record_attention_rows
 from pod.models import resolve_model
 from pod.training.plans.greedy import dissimilarity, greedy_plan
+from pod.training.plans.recording import record_attention_rows
 from pod.training.plans.similarity import jensen_shannon_similarity
 from pod.training.plans.solve import solve, sum_of_costs
 

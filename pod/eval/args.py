@@ -38,7 +38,7 @@ class EvalArgs:
     `run_eval.py --list-methods` shows what each one takes"""
 
     preset: str | None = None
-    """fills method_options as a paper set its methods and baselines: pod, simlayerkv, d2o, razorattention or imdc
+    """fills method_options as a paper set its methods and baselines: pod, simlayerkv, d2o, razorattention, duoattention or imdc
     (pod/eval/presets.py says what and where it is printed); what method_options say themselves goes first"""
 
     tasks: list[str] = field(default_factory=lambda: list(TASKS))

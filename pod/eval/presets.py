@@ -33,6 +33,9 @@ PRESETS: dict[str, dict[str, Options]] = {
     "razorattention": {
         "razor": {**_SINKS_4, "num_recent_tokens": 4000, "compression": 5.0, "compensation": True}  # Table 2
     },
+    "duoattention": {  # its evaluation scripts; with `heads`, a file of gates, and `share`
+        "razor": {"num_sink_tokens": 64, "num_recent_tokens": 256, "compression": 1e9, "compensation": False}
+    },
     "imdc": {  # section 4.1, caption of Table 2
         "fm": _IN_CHUNKS,
         "im": {**_IN_CHUNKS, "function": "linear"},

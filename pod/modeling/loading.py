@@ -166,8 +166,9 @@ def load_model(
         changes |= plan_fields(plan)
     if isinstance(source, PreTrainedModel):
         dense = source
-        if dtype is not None and source.dtype != _dtype(dtype):
-            dense = copy.deepcopy(source).to(dtype=_dtype(dtype))  # type: ignore[call-arg]
+        wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        if wanted not in (None, source.dtype):
+            dense = copy.deepcopy(source).to(dtype=wanted)  # type: ignore[call-arg]
     elif gguf_file is None and _model_type(source) == "pod":
         config = PodConfig.from_pretrained(source)
         changes |= rope_changes(config, rope, max_position_embeddings)
@@ -196,21 +197,20 @@ def _place(model: PodForCausalLM, device: torch.device | str | None) -> PodForCa
 
 
 def _load_export(source: str | os.PathLike, config: PodConfig, changes: dict, dtype) -> PodForCausalLM:
-    """The weights of an export; under another layout with that one's plan and windows unless ``changes`` names them."""
-    layout, fresh = changes.get("layout", config.layout), {}
-    if layout != config.layout:
-        fresh = {**plan_fields(None), "num_sink_tokens": None, "num_recent_tokens": None}
-    if fresh and config.layout == "cla":
+    """An export; under another layout with that layout's plan and windows unless ``changes`` names them."""
+    stays = changes.get("layout", config.layout) == config.layout
+    if config.layout == "cla" and not stays:
         raise ValueError(
             f"{source} has layout 'cla', whose sharing layers have no key and value weights: it cannot become "
-            f"{layout!r}; start from the dense checkpoint"
+            f"{changes['layout']!r}; start from the dense checkpoint"
         )
     if config.layout == "cla" and changes.get("lead", config.lead) != config.lead:
         raise ValueError(
             f"{source} was trained with its own blocks of layers and fits no other: leave plan out"
         )
-    target = PodConfig(**(config.to_dict() | fresh | changes))
-    if not fresh and target.head_order == config.head_order:
+    fresh: dict[str, Any] = {**plan_fields(None), "num_sink_tokens": None, "num_recent_tokens": None}
+    target = PodConfig(**(config.to_dict() | ({} if stays else fresh) | changes))
+    if stays and target.head_order == config.head_order:
         return PodForCausalLM.from_pretrained(source, config=target, dtype=dtype or "auto")
     model = PodForCausalLM.from_pretrained(source, config=config, dtype=dtype or "auto")
     target.dtype = model.dtype
@@ -222,10 +222,6 @@ def _model_type(source: str | os.PathLike) -> str | None:
         return PodConfig.get_config_dict(source)[0].get("model_type")
     except OSError as error:
         raise ValueError(f"cannot load a model from {source}: {str(error).splitlines()[0]}") from error
-
-
-def _dtype(dtype: torch.dtype | str) -> torch.dtype:
-    return dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
 
 
 def load_tokenizer(source: str | os.PathLike, gguf_file: str | None = None):

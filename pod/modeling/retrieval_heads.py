@@ -55,28 +55,20 @@ class RetrievalHeads:
                 raise ValueError(f"{name} is {getattr(self, name)}, allowed are 0 to 1")
 
     @property
-    def num_layers(self) -> int:
-        return len(self.echo)
-
-    @property
-    def num_attention_heads(self) -> int:
-        """Query heads of a layer."""
-        return len(self.echo[0])
+    def groups(self) -> int:
+        """Query heads of a KV head."""
+        return len(self.echo[0]) // self.num_key_value_heads
 
     @property
     def query_heads(self) -> Heads:
         """Per layer, the query heads with the highest induction scores of the model, or the highest echo scores."""
-        chosen = _top(self.induction, self.induction_share) | _top(self.echo, self.echo_share)
-        return tuple(
-            tuple(head for head in range(self.num_attention_heads) if (layer, head) in chosen)
-            for layer in range(self.num_layers)
-        )
+        chosen = _best(self.induction, self.induction_share), _best(self.echo, self.echo_share)
+        return tuple(tuple(sorted({*a, *b})) for a, b in zip(*chosen, strict=True))
 
     @property
     def key_value_heads(self) -> Heads:
         """Per layer, the KV heads that keep everything: those with a chosen query head in their group (§4.1)."""
-        groups = self.num_attention_heads // self.num_key_value_heads
-        return tuple(tuple(sorted({head // groups for head in row})) for row in self.query_heads)
+        return tuple(tuple(sorted({head // self.groups for head in row})) for row in self.query_heads)
 
     def plan(self, share: float | None = None) -> SharingPlan:
         """The protected KV heads lead, the others keep their windows: with windows in the prompt too, DuoAttention's model.
@@ -86,19 +78,17 @@ class RetrievalHeads:
         """
         leads = self.key_value_heads
         if share is not None:
-            groups = self.num_attention_heads // self.num_key_value_heads
-            rows = zip(self.echo, self.induction, strict=True)
+            groups, rows = self.groups, zip(self.echo, self.induction, strict=True)
             best = [[max(pair) for pair in zip(*row, strict=True)] for row in rows]
             scores = [[max(row[i : i + groups]) for i in range(0, len(row), groups)] for row in best]
-            chosen = sorted(_top(scores, share))
-            leads = tuple(tuple(h for at, h in chosen if at == layer) for layer in range(self.num_layers))
+            leads = _best(scores, share)
         found = SharingPlan.of_leads(leads, self.num_key_value_heads)
         return replace(found, provenance={"algorithm": "retrieval heads", "share": share, **self.provenance})
 
     @property
     def protected_share(self) -> float:
         """Share of all KV heads that keep everything."""
-        return sum(map(len, self.key_value_heads)) / (self.num_layers * self.num_key_value_heads)
+        return sum(map(len, self.key_value_heads)) / (len(self.echo) * self.num_key_value_heads)
 
     def compression(self, ratio: float = 5) -> float:
         """Bytes of the full cache over bytes kept, for a text so long that each other head holds 1/ratio of it."""
@@ -106,19 +96,17 @@ class RetrievalHeads:
 
     def describe(self, ratio: float = 5) -> str:
         """What was chosen and what it really saves, in two lines."""
-        chosen, queries = sum(map(len, self.query_heads)), self.num_layers * self.num_attention_heads
-        kept, pairs = sum(map(len, self.key_value_heads)), self.num_layers * self.num_key_value_heads
-        ideal = 1 / (chosen / queries + (1 - chosen / queries) / ratio)
+        chosen, queries = sum(map(len, self.query_heads)), sum(map(len, self.echo))
+        kept, pairs = sum(map(len, self.key_value_heads)), len(self.echo) * self.num_key_value_heads
         return (
             f"retrieval heads: {chosen} of {queries} query heads ({chosen / queries:.1%}; induction {self.induction_share:g}, "
             f"echo {self.echo_share:g}) protect {kept} of {pairs} KV heads ({self.protected_share:.1%})\n"
-            f"KV cache of a long prompt: {self.compression(ratio):.2f}x smaller with 1/{ratio:g} of it in the other heads "
-            f"({ideal:.2f}x if every query head had a KV head of its own)"
+            f"KV cache of a long prompt: {self.compression(ratio):.2f}x smaller with 1/{ratio:g} of it in the other heads"
         )
 
     def check_fits(self, config: PodConfig) -> None:
         """Raise ValueError unless the scores are of a model of this shape, its heads in this order."""
-        found = self.num_layers, self.num_attention_heads, self.num_key_value_heads
+        found = len(self.echo), len(self.echo[0]), self.num_key_value_heads
         wanted = config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads
         if found != wanted:
             raise ValueError(
@@ -162,17 +150,17 @@ class RetrievalHeads:
 
 
 def plan_of_heads(heads: Any, config: PodConfig, share: float | None = None) -> SharingPlan:
-    """The plan in which these KV heads lead: of a plan, of the path of a JSON file, of scores or of a list of lists.
+    """The plan in which these KV heads lead: of a plan, of the path of a JSON file or of a ``.tsv`` file of DuoAttention's gates, of
+    scores or of a list of lists.
 
-    ``share``: see ``RetrievalHeads.plan``; None for heads that are listed.
+    ``share``: of all KV heads, those with the best scores or gates, see ``RetrievalHeads.plan``; None for heads that are listed.
 
     Raises: ValueError for nothing, for a file of another model and for heads that the model does not have.
     """
-    if heads is None:
-        raise ValueError(
-            "heads is missing: name the file that launch/explore.py --heads writes, or list the protected KV heads per layer"
-        )
-    if isinstance(heads, str | os.PathLike):
+    layers, width = config.num_hidden_layers, config.num_key_value_heads
+    if isinstance(heads, str | os.PathLike) and os.fspath(heads).endswith(".tsv"):
+        heads, share = _best(_gates(heads, config, share), share or 0.0), None
+    elif isinstance(heads, str | os.PathLike):
         heads = RetrievalHeads.load(heads)
     if isinstance(heads, RetrievalHeads):
         heads.check_fits(config)
@@ -182,7 +170,7 @@ def plan_of_heads(heads: Any, config: PodConfig, share: float | None = None) -> 
             f"share = {share} chooses by scores: give the file that launch/explore.py --heads writes"
         )
     if isinstance(heads, SharingPlan):
-        heads.check_fits(config.num_hidden_layers, config.num_key_value_heads)
+        heads.check_fits(layers, width)
         if heads.head_order != config.sharing_plan.head_order:
             raise ValueError(
                 "heads is a plan for another order of heads than this model's: load the model with that plan"
@@ -193,26 +181,43 @@ def plan_of_heads(heads: Any, config: PodConfig, share: float | None = None) -> 
             )
         return heads
     try:
-        listed = tuple(tuple(sorted({index(head) for head in row})) for row in heads)
+        listed = [sorted({index(head) for head in row}) for row in heads]
     except (TypeError, ValueError):
+        listed = []
+    if len(listed) != layers or not {head for row in listed for head in row} <= set(range(width)):
         raise ValueError(
-            f"heads is {heads!r}, expected a path or, per layer, a list of whole numbers such as [[0], [], [1]]: its KV heads"
-        ) from None
-    if len(listed) != config.num_hidden_layers:
-        raise ValueError(f"heads lists {len(listed)} layers, the model has {config.num_hidden_layers}")
-    wrong = sorted({head for row in listed for head in row if not 0 <= head < config.num_key_value_heads})
-    if wrong:
-        raise ValueError(
-            f"heads names KV heads {wrong}, the model has 0 to {config.num_key_value_heads - 1} in each layer"
+            f"heads is {heads!r:.200}, expected a path or, for each of {layers} layers, a list of whole numbers from 0 to "
+            f"{width - 1} such as [0], its KV heads: launch/explore.py --heads writes a file"
         )
-    return SharingPlan.of_leads(listed, config.num_key_value_heads)
+    return SharingPlan.of_leads(listed, width)
 
 
-def _top(scores: Sequence[Sequence[float]], share: float) -> set[tuple[int, int]]:
-    """The best ``share`` of all (layer, head), rounded, at least one when the share is not 0; ties go to the lower pair."""
+def _gates(path: str | os.PathLike[str], config: PodConfig, share: float | None) -> list[list[float]]:
+    """Gates ``[L][H]`` in the form of DuoAttention's ``full_attention_heads.tsv`` (Xiao et al., 2024): 1 = a retrieval head."""
+    layers, width = config.num_hidden_layers, config.num_key_value_heads
+    if share is None or config.head_order is not None:
+        raise ValueError(
+            f"{path} has gates of heads in their original order, and chooses none: give share, as 0.5, and a model in that order"
+        )
+    try:
+        with open(path, encoding="utf-8") as file:
+            gates = [[float(gate) for gate in line.split()] for line in file]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read gates from {path}: {error}") from None
+    if [len(row) for row in gates] != [width] * layers or not all(0 <= x <= 1 for row in gates for x in row):
+        raise ValueError(
+            f"{path} must have {layers} lines of {width} gates from 0 to 1: a line per layer, a gate per KV head"
+        )
+    return gates
+
+
+def _best(scores: Sequence[Sequence[float]], share: float) -> Heads:
+    """Per layer, its heads among the best ``share`` of all (layer, head), rounded, at least one when the share is not 0; ties go to
+    the lower pair."""
     places = [(layer, head) for layer, row in enumerate(scores) for head in range(len(row))]
     ranked = sorted(places, key=lambda place: -scores[place[0]][place[1]])
-    return set(ranked[: max(1, math.floor(share * len(ranked) + 0.5)) if share else 0])
+    chosen = sorted(ranked[: max(1, math.floor(share * len(ranked) + 0.5)) if share else 0])
+    return tuple(tuple(head for at, head in chosen if at == layer) for layer in range(len(scores)))
 
 
 def _rows(values: Any, kind: type) -> tuple[tuple, ...]:

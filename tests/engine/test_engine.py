@@ -238,7 +238,7 @@ def test_bytes_are_those_that_are_held(tools, kind):
     [
         ("pod", {"capacity": 0}, "capacity = 0 must be a whole number"),
         ("pod", {"capacity": True}, "capacity = True must be"),
-        ("pod", {"tau": 1.5}, "tau = 1.5 must be a number from 0"),
+        ("pod", {"tau": 1.5}, "tau = 1.5 must lie between 0 and 1"),
         ("pod", {"tau": "high"}, "tau = 'high' must be a number"),
         ("pod+int8", {"capacity": 64, "group_size": 4}, "no decode engine here.*in 4 bits"),
         ("pod+snapkv", {"budget": 20, "tau": 0.5}, "has no parameter 'tau'"),

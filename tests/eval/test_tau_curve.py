@@ -165,7 +165,7 @@ def test_tokens_without_distant_ones_are_not_counted(pod_model, text):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"taus": [1.5]}, "tau = 1.5 must be a number from 0"),
+        ({"taus": [1.5]}, "tau = 1.5 must lie between 0 and 1"),
         ({"taus": []}, "taus must be different numbers from 0 to 1, at least one"),
         ({"taus": [0.5]}, "tau is 0.7, allowed is one of taus: 0.5"),
         ({"scored_tokens": 149}, "scored_tokens = 149 leaves no context in eval.text_length = 150"),

@@ -62,6 +62,15 @@ SELECTIONS = [
     Row("snapkv", SNAP),
     Row("snapkv", SNAP | STREAM, large=LARGE_STREAM, name="snapkv-streaming"),
     Row("pyramidkv", SNAP | {"beta": 5}, saves=0.6),
+    Row("adakv", SNAP),
+    Row("adakv", SNAP | STREAM, large=LARGE_STREAM, name="adakv-streaming"),
+    Row("expected_attention", {"budget": 14, "num_sink_tokens": 2}),
+    Row(
+        "expected_attention",
+        {"budget": 14, "num_sink_tokens": 2} | STREAM,
+        large=LARGE_STREAM,
+        name="expected_attention-streaming",
+    ),
     Row("h2o", {"budget": 12}),
     Row("h2o", {"budget": 12} | STREAM, large=LARGE_STREAM, name="h2o-streaming"),
     Row("roco", {"budget": 13, "num_sink_tokens": 2, "num_recent_tokens": 3}),
@@ -131,8 +140,15 @@ def packed(row: Row, codec: str) -> Row:
 SHARED = [
     Row("pod+snapkv", SNAP | {"budget": 20}, model="pod"),
     Row("pod+pyramidkv", SNAP | {"budget": 20, "beta": 3}, model="pod", saves=0.6),
+    Row("pod+expected_attention", {"budget": 20}, model="pod"),
 ]
-TWINS = ("snapkv-streaming", "h2o-streaming", "simlayerkv-prefill")  # packed like their neighbours
+TWINS = (  # packed like their neighbours
+    "snapkv-streaming",
+    "adakv-streaming",
+    "expected_attention-streaming",
+    "h2o-streaming",
+    "simlayerkv-prefill",
+)
 COMPOSED = [
     packed(row, "int8" if row.spec in ("wa", "roco", "im") else "int4")
     for row in (*SELECTIONS, *SHARED)

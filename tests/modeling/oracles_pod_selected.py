@@ -1,11 +1,11 @@
-"""Oracles of pod+snapkv and pod+pyramidkv: the lead chooses for its block. fp64.
+"""Oracles of pod+snapkv, pod+pyramidkv and pod+expected_attention: the lead chooses for its block. fp64.
 
 Settled here (METHODS.md §1 last point, §6):
 
 * Blocks are per KV head: (layer, head) follows ``lead = plan.lead[layer][head]`` of the same head. A lead's own lead is itself.
 * The prompt runs as ``pod``: a query at i sees every j <= i; proximal (``j < n_s or i - j < n_r``) by own query and own key; distant ones in a
   follower by the lead's query and the lead's key, at natural positions; own values; one softmax over all.
-* When a prompt ends, each lead selects exactly as snapkv (or pyramidkv) alone would in that layer and head: its own queries of the prompt's
+* When a prompt ends, each lead selects exactly as snapkv (pyramidkv, expected_attention) alone would in that layer and head: its own queries of the prompt's
   last min(window, tokens of this prompt) tokens, its own keys, softmax over everything it holds. Followers hold the same set. Tokens are judged
   proximal or distant by their original positions, and the query's position is the number of tokens seen.
 * Later queries see the selected tokens and every token after that prompt. In a follower: own query and own key while ``j < n_s or i - j < n_r``,
@@ -26,7 +26,7 @@ from fractions import Fraction
 import torch
 from oracle_tools import NaiveDecoder
 from oracles_imdc import snap
-from oracles_ranked import pyramid
+from oracles_ranked import expected_slots, pyramid
 
 
 def block_budgets(lead, budget, window, beta, seen):
@@ -59,14 +59,18 @@ class PodSelected(NaiveDecoder):
     """PoD attention over what the leads chose. Leads of one KV head and their followers hold the same tokens.
 
     Args:
-        selection: "snapkv", "pyramidkv", or None (every token: plain PoD).
+        selection: "snapkv", "pyramidkv", "expected_attention", or None (every token: plain PoD).
+        expected: expected_attention's own parameters.
     """
 
-    def setup(self, selection, budget=None, window=32, kernel=5, pool="avg", beta=20):
+    def setup(
+        self, selection, budget=None, window=32, kernel=5, pool="avg", beta=20, expected=(4, 512, 0.01)
+    ):
         config = self.model.config
         self.lead = [list(row) for row in config.sharing_plan.lead]
         self.sinks, self.recent = config.num_sink_tokens, config.num_recent_tokens
         self.window, self.kernel, self.pool = window, kernel, pool
+        self.expected = expected if selection == "expected_attention" else None
         self.rule = (budget, window, beta) if selection == "pyramidkv" else None
         self.budgets = [[budget if selection else math.inf] * self.num_heads] * self.num_layers
         self.chosen = {}
@@ -103,7 +107,9 @@ class PodSelected(NaiveDecoder):
         if self.lead[layer][head] == layer:
             budget, held = self.budgets[layer][head], weights.shape[2]
             slots = list(range(held))
-            if held > budget:
+            if self.expected:
+                slots = expected_slots(self, layer, head, budget, *self.expected)
+            elif held > budget:
                 slots = snap(weights, budget, min(self.window, self.num_new), self.kernel, self.pool)
             self.chosen[layer, head] = slots
 

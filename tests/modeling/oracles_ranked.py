@@ -26,6 +26,16 @@ PyramidKV (budget = mean over layers, window, kernel, pool, beta)
       linear in between, cumulative sums rounded half up, so that the layer budgets add up to L*budget exactly.
       If largest exceeds n, the tokens seen when the prompt ends: largest = n, smallest = 2*budget - n (n <= budget:
       all layers keep all). One layer: the budget. Otherwise SnapKV with the layer's budget.
+Ada-KV (budget = mean over heads, window, kernel, pool, safeguard = 0.2)
+    * Per layer, o and scores as SnapKV. Nothing is evicted while its H heads together hold at most H*budget. Otherwise
+      f_h = tokens of head h among the top H*(budget - o) of all heads' tokens in front of the window (ties: the lower
+      head, then the lower position); head h keeps its window and its top (1 - safeguard)*f_h + safeguard*(budget - o),
+      cumulative sums over heads rounded half up, or all that it has if that is less (heads that hold unlike numbers).
+Expected Attention (budget, num_sink_tokens s = 4, num_future_positions F = 512, epsilon = 0.01)
+    * Queries before RoPE of this prompt's tokens at positions >= s: mean and covariance (divided by their number) per
+      query head. R = mean of the rotations at positions n .. n+F-1, n = tokens seen. mu = R mean, Sigma = R cov R^T.
+    * The first s entries are always kept and not scored. For the others w_j = exp(k.mu/sqrt(d) + k.Sigma.k/(2d)),
+      divided by the sum over them; score = (mean of w over G + epsilon) * |v|. Kept: the top (budget - s).
 H2O (budget, num_recent_tokens = budget // 2)
     * Score = sum of A over all queries so far. If more than the budget is held: keep the last num_recent_tokens and
       the top (budget - num_recent_tokens) of the others. The same rule at a prompt's end and at a decode step.
@@ -103,19 +113,25 @@ class SnapKV(Streaming, NaiveDecoder):
         self.window, self.kernel, self.pool, self.chunk_size = window, kernel, pool, chunk_size
         self.budgets = [budget] * self.num_layers
 
-    def after_prompt(self, layer: int, head: int, weights: Tensor) -> None:
-        entries, budget = self.entries[layer][head], self.budgets[layer]
-        n, window = len(entries), min(self.window, self.num_new)
-        if n <= budget:
-            return
+    def pooled(self, weights: Tensor) -> list[float]:
+        """Scores of the tokens before the observation window."""
+        n, window = weights.shape[2], min(self.window, self.num_new)
         score = weights[:, self.num_new - window :].mean(0).sum(0).tolist()[: n - window]
         half = self.kernel // 2
         pooled = []
         for j in range(len(score)):
             around = score[max(0, j - half) : j + half + 1]
             pooled.append(sum(around) / self.kernel if self.pool == "avg" else max(around))
-        kept = best(list(range(n - window)), pooled.__getitem__, budget - window)
-        self.entries[layer][head] = [entries[j] for j in kept] + entries[n - window :]
+        return pooled
+
+    def after_prompt(self, layer: int, head: int, weights: Tensor) -> None:
+        entries, budget = self.entries[layer][head], self.budgets[layer]
+        if len(entries) <= budget:
+            return
+        pooled = self.pooled(weights)
+        before = len(pooled)
+        kept = best(list(range(before)), pooled.__getitem__, budget - (len(entries) - before))
+        self.entries[layer][head] = [entries[j] for j in kept] + entries[before:]
 
 
 class PyramidKV(SnapKV):
@@ -130,6 +146,82 @@ class PyramidKV(SnapKV):
     def after_prompt(self, layer: int, head: int, weights: Tensor) -> None:
         self.budgets = pyramid(self.num_layers, *self.rule, self.seen + self.num_new)
         super().after_prompt(layer, head, weights)
+
+
+class AdaKV(SnapKV):
+    """SnapKV's scores of all heads of a layer ranked together; heads get tokens by how many of the best they have."""
+
+    def setup(self, budget: int, window=32, kernel=7, pool="max", safeguard=0.2, chunk_size: int = 0) -> None:
+        super().setup(budget, window, kernel, pool, chunk_size)
+        self.budget, self.safeguard = budget, Fraction(str(safeguard))
+        self.scored: dict[int, list[float]] = {}
+
+    def after_prompt(self, layer: int, head: int, weights: Tensor) -> None:
+        self.scored[head] = self.pooled(weights)
+        if head == self.num_heads - 1:  # all heads have attended
+            self.share_out(self.entries[layer])
+
+    def share_out(self, heads: list[list[Entry]]) -> None:
+        if sum(map(len, heads)) <= len(heads) * self.budget:
+            return
+        window = min(self.window, self.num_new)
+        pairs = [(-score, h, j) for h, scores in self.scored.items() for j, score in enumerate(scores)]
+        winners = [h for _, h, _ in sorted(pairs)[: len(heads) * (self.budget - window)]]
+        ends, exact = [0], Fraction(0)
+        for h in range(len(heads)):
+            exact += (1 - self.safeguard) * winners.count(h) + self.safeguard * (self.budget - window)
+            ends.append(half_up(exact))
+        for h, entries in enumerate(heads):
+            before, count = len(self.scored[h]), ends[h + 1] - ends[h]
+            kept = best(list(range(before)), self.scored[h].__getitem__, min(count, before))
+            heads[h] = [entries[j] for j in kept] + entries[before:]
+
+
+class ExpectedAttention(Streaming, NaiveDecoder):
+    """The attention of a normally distributed query to come, times the norm of the value."""
+
+    def setup(
+        self,
+        budget: int,
+        num_sink_tokens: int = 4,
+        num_future_positions: int = 512,
+        epsilon: float = 0.01,
+        chunk_size: int = 0,
+    ) -> None:
+        self.budget, self.chunk_size = budget, chunk_size
+        self.rule = num_sink_tokens, num_future_positions, epsilon
+
+    def after_prompt(self, layer: int, head: int, weights: Tensor) -> None:
+        entries = self.entries[layer][head]
+        kept = expected_slots(self, layer, head, self.budget, *self.rule)
+        self.entries[layer][head] = [entries[j] for j in kept]
+
+
+def expected_slots(
+    decoder: NaiveDecoder, layer: int, head: int, budget: int, sinks: int, future: int, epsilon: float
+) -> list[int]:
+    """What one KV head keeps at the end of a prompt: weights by the moment-generating function of every query head."""
+    entries, d, groups = decoder.entries[layer][head], decoder.head_dim, decoder.groups
+    if len(entries) <= budget:
+        return list(range(len(entries)))
+    first, seen = max(0, sinks - decoder.seen), decoder.seen + decoder.num_new
+    keys = torch.stack([entry.k for entry in entries[sinks:]])
+    # row i of the turned unit matrix is what a position makes of channel i
+    turned = [decoder.turn(torch.eye(d, dtype=torch.float64), [p] * d).T for p in range(seen, seen + future)]
+    rotation = sum(turned) / future
+    total = torch.zeros(len(keys), dtype=torch.float64)
+    for q in decoder.queries[layer][head * groups : (head + 1) * groups, first:]:
+        covariance = torch.atleast_2d(torch.cov(q.T, correction=0))
+        mean, covariance = rotation @ q.mean(0), rotation @ covariance @ rotation.T
+        expected = torch.stack(
+            [torch.exp(k @ mean / math.sqrt(d) + k @ covariance @ k / (2 * d)) for k in keys]
+        )
+        total += expected / expected.sum() / groups
+    score = [
+        (weight + epsilon) * entry.v.norm() for weight, entry in zip(total, entries[sinks:], strict=True)
+    ]
+    kept = best(list(range(sinks, len(entries))), lambda j: score[j - sinks], budget - sinks)
+    return [*range(sinks), *kept]
 
 
 def pyramid(num_layers: int, budget: int, window: int, beta: float, seen: int) -> list[int]:

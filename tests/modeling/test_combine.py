@@ -14,6 +14,8 @@ from pod.modeling.methods.describe import combinations, describe
 PROMISED = [
     "pod+snapkv",
     "pod+pyramidkv",
+    "pod+expected_attention",
+    "adakv+int4",
     "pod+int4",
     "simlayerkv+int4",
     "razor+int4",
@@ -104,8 +106,8 @@ def test_a_value_of_another_kind_is_refused_in_one_line(tools, spec):
     options = ({"budget": 64} if method.takes_budget else {}) | (
         {"heads": [[]] * 5} if spec == "razor" else {}
     )
-    for name, default in method.defaults().items():
-        for value in WRONG.get(type(default), ()):
+    for name, parameter in method.parameters.items():
+        for value in WRONG.get(type(parameter.default), ()):
             with pytest.raises(
                 ValueError, match=rf"^{spec}: {name} = .+ must be (a|True) [^\n]+, as [^\n]+$"
             ):

@@ -16,7 +16,7 @@ PROMPT, WARM_UP, TOKENS = (
 DEPTH, MOST = 32, 2000  # layers to which counts are scaled, and the operations allowed there
 SELECT = {"budget": 32, "window": 4, "kernel": 3}
 CODEC = {"group_size": 8, "residual": 8}
-# no simlayerkv: which layers are lazy is decided for each row, so its cost may differ by row
+# no simlayerkv and no adakv: which layers are lazy, and what a head holds, is decided for each row, so their cost differs by row
 METHODS = {
     "full": {},
     "full-capacity": {"capacity": 128},
@@ -28,6 +28,7 @@ METHODS = {
     "local_window": {"budget": 24},
     "snapkv": SELECT,
     "pyramidkv": SELECT | {"beta": 4},
+    "expected_attention": {"budget": 32},
     "h2o": {"budget": 24},
     "roco": {"budget": 24, "num_sink_tokens": 2, "num_recent_tokens": 4},
     "d2o": {"budget": 24, "num_sink_tokens": 2},
@@ -40,6 +41,7 @@ METHODS = {
     "int8": CODEC,
     "pod+snapkv": SELECT,
     "pod+pyramidkv": SELECT | {"beta": 4},
+    "pod+expected_attention": {"budget": 32},
     "pod+int4": CODEC,
     "pod+int4-capacity": CODEC | {"capacity": 128},
     "snapkv+int4": SELECT | CODEC,
@@ -51,7 +53,7 @@ METHODS = {
 # What does not reach the bound yet, and what an operation or two per token still set apart; a row that gets there must leave its list.
 TOO_MANY = ["pod", "pod-capacity", "int4", "full+int4-capacity", "int8"]
 TOO_MANY += ["pod+int4", "pod+int4-capacity", "snapkv+int4", "pod+snapkv+int4", "d2o+int4", "razor+int4"]
-DEPENDS = ["pod", "pod+int4", "local_window", "d2o+int4", "pod+snapkv+int4"]
+DEPENDS = ["pod", "pod+int4", "local_window", "d2o+int4", "pod+snapkv+int4", "pod+expected_attention"]
 ONE_BY_ONE = [  # groups of rows of one length attend one after the other
     *(
         "full",
@@ -59,6 +61,7 @@ ONE_BY_ONE = [  # groups of rows of one length attend one after the other
         "local_window",
         "snapkv",
         "pyramidkv",
+        "expected_attention",
         "h2o",
         "roco",
         "d2o",
@@ -67,7 +70,7 @@ ONE_BY_ONE = [  # groups of rows of one length attend one after the other
         "minicache",
         "imdc",
     ),
-    *("pod+snapkv", "pod+pyramidkv", *TOO_MANY),
+    *("pod+snapkv", "pod+pyramidkv", "pod+expected_attention", *TOO_MANY),
 ]
 
 NO_PADDING = ("full+int4-capacity", "pod+int4-capacity")  # refused: rows of packed tokens grow together

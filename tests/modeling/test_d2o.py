@@ -218,7 +218,7 @@ def test_what_is_held_is_what_loops_merge(tools):
             assert (layer.lead_keys.read(budget)[0, head] - keys).abs().max() <= 1e-12
             assert (layer.all_values.read(budget)[0, head] - values).abs().max() <= 1e-12
             assert (layer.statistics["attention"][0, head] - scores).abs().max() <= 1e-12
-            assert abs(layer.threshold[0, head].item() + 1 - threshold) <= 1e-12
+            assert abs(layer.statistics["threshold"][0, head].item() + 1 - threshold) <= 1e-12
         if t == 42:
             break
         model(ids[:, t : t + 1], past_key_values=cache)
@@ -301,7 +301,7 @@ def test_dense_layers_get_more(tools):
         model(ids[:, 25:], past_key_values=cache)
         expected = [6 if variance > gate else 19 for variance in variances]  # S = 70 / 11
         assert [layer.held for layer in cache.groups[0].layers] == expected
-        assert all(set(layer.statistics) == {"attention"} for layer in cache.groups[0].layers)
+        assert all(set(layer.statistics) == {"attention", "threshold"} for layer in cache.groups[0].layers)
 
 
 @torch.no_grad()
@@ -323,19 +323,19 @@ def test_threshold_follows_what_is_dropped(tools, monkeypatch):
     model(ids[:, :30], past_key_values=cache)
     (layer,) = cache.groups[0].layers
     expected = seen[-1]
-    assert torch.equal(layer.threshold, expected)
+    assert torch.equal(layer.statistics["threshold"], expected)
     for t in range(30, 36):
         model(ids[:, t : t + 1], past_key_values=cache)
         expected = 0.3 * seen[-1] + 0.7 * expected
-        assert (layer.threshold - expected).abs().max() <= 1e-15
+        assert (layer.statistics["threshold"] - expected).abs().max() <= 1e-15
     assert len(seen) == 7
     model(ids[:, 36:], past_key_values=cache)  # a second prompt starts anew
-    assert torch.equal(layer.threshold, seen[-1]) and len(seen) == 8
+    assert torch.equal(layer.statistics["threshold"], seen[-1]) and len(seen) == 8
     late = pod.make_cache(model, "d2o", budget=12, beta=0.3)
     feed(model, late, ids[:, :12], 11)
-    assert late.groups[0].layers[0].threshold is None
+    assert "threshold" not in late.groups[0].layers[0].statistics
     model(ids[:, 12:13], past_key_values=late)
-    assert torch.equal(late.groups[0].layers[0].threshold, seen[-1])
+    assert torch.equal(late.groups[0].layers[0].statistics["threshold"], seen[-1])
 
 
 # -- caches --------------------------------------------------------------------------------------------------
@@ -423,8 +423,8 @@ def test_requests_that_cannot_work_are_refused(tools):
     dense, shared = tools.make_pod("llama", plan=False), tools.make_pod("llama")
     for options, message in [
         ({"budget": 12}, "raise the budget to 13 or more"),
-        ({"budget": 40, "alpha": 0.5}, "at least 1"),
-        ({"budget": 40, "alpha": math.inf}, "at least 1"),
+        ({"budget": 40, "alpha": 0.5}, "between 1 and 1000"),
+        ({"budget": 40, "alpha": math.inf}, "between 1 and 1000"),
         ({"budget": 40, "beta": 2.0}, "between 0 and 1"),
         ({"budget": 40, "num_sink_tokens": -1}, "at least 0"),
         ({"budget": 40, "normalize_gate": True}, "gate such as 0.05"),

@@ -185,7 +185,11 @@ def test_requests_that_cannot_work_are_refused(tools):
     dense, shared = tools.make_pod("llama", plan=False), tools.make_pod("llama")
     for model, options, message in [
         (dense, {"budget": 1}, "at least 2"),
-        (dense, {"budget": 8, "num_recent_tokens": 8}, "from 1 to budget - 1 = 7"),
+        (
+            dense,
+            {"budget": 8, "num_recent_tokens": 8},
+            "budget = 8 must be at least 2 and more than num_recent_tokens = 8",
+        ),
         (dense, {"budget": 8, "num_recent_tokens": 0}, "num_recent_tokens = 0"),
         (dense, {"budget": 8, "num_recent_tokens": 2.5}, "whole number"),
         (dense, {"budget": 8, "prefill": "lazy"}, "choose exact or streaming"),

@@ -106,15 +106,17 @@ def test_pruners():
         params = {"window": 2, "kernel": 1, "pool": "avg", "num_sink_tokens": 3}
         request = Request(spec="imdc", params=params, budget=8, inner=inner)
         config = pod.PodConfig(hidden_size=8, num_attention_heads=2, num_key_value_heads=1)  # scale 0.5
-        return imdc.MemoryLayer(config, 0, request).choose
+        layer = imdc.MemoryLayer(config, 0, request)
+        layer.queries.observed = queries
+        return lambda size: layer.choose(keys, size, None)
 
     snap = pruner("snapkv")
-    assert snap(queries, keys, 4).tolist() == [[[2, 5, 7, 8]]]
-    assert snap(queries, keys, 5).tolist() == [[[0, 2, 5, 7, 8]]]  # of equal scores the lower slot
-    assert snap(queries, keys, 2).tolist() == [[[7, 8]]] and snap(queries, keys, 1).tolist() == [[[8]]]
+    assert snap(4).tolist() == [[[2, 5, 7, 8]]]
+    assert snap(5).tolist() == [[[0, 2, 5, 7, 8]]]  # of equal scores the lower slot
+    assert snap(2).tolist() == [[[7, 8]]] and snap(1).tolist() == [[[8]]]
     ends = pruner("streamingllm")
-    assert ends(queries, keys, 5).tolist() == [[[0, 1, 2, 7, 8]]]
-    assert ends(queries, keys, 3).tolist() == [[[0, 1, 2]]] and ends(queries, keys, 2).tolist() == [[[0, 1]]]
+    assert ends(5).tolist() == [[[0, 1, 2, 7, 8]]]
+    assert ends(3).tolist() == [[[0, 1, 2]]] and ends(2).tolist() == [[[0, 1]]]
 
 
 @pytest.mark.parametrize("function", ["linear", "adaptive"])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import pod
+from pod.modeling.methods.base import Request
 from pod.modeling.methods.minicache import PairLayer, interpolate, merge_pair
 
 
@@ -34,7 +35,8 @@ def make_pair(a, b):
         num_hidden_layers=4,
         head_dim=a[0].shape[3],
     )
-    pair = PairLayer(config, 2, is_deeper=False), PairLayer(config, 3, is_deeper=True)
+    request = Request(spec="minicache", params={})
+    pair = tuple(PairLayer(config, i, request, is_deeper=i == 3) for i in (2, 3))
     for layer, (keys, values) in zip(pair, (a, b), strict=True):
         layer.lead_keys.append(keys, 0)
         layer.all_values.append(values, 0)

@@ -1,4 +1,4 @@
-"""pod+snapkv and pod+pyramidkv against their oracle."""
+"""pod+snapkv, pod+pyramidkv and pod+expected_attention against their oracle."""
 
 import pytest
 import torch
@@ -24,6 +24,17 @@ def test_equals_the_oracle(tools, selection, name):
         model, oracle, lambda: pod.make_cache(model, f"pod+{selection}", **OPTIONS), ids, TURNS, full=alone
     )
     assert (alone - NaiveDecoder(model).run(ids, TURNS)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_expected_attention_equals_the_oracle(tools, name):
+    family, changes = MODELS[name]
+    model, ids = tools.make_pod(family, **changes), tools.random_ids(1, 50)[0]
+    alone = PodSelected(model, selection=None).run(ids, TURNS)
+    oracle = PodSelected(model, selection="expected_attention", budget=16, expected=(2, 20, 0.1))
+    options = {"budget": 16, "num_sink_tokens": 2, "num_future_positions": 20, "epsilon": 0.1}
+    make = lambda: pod.make_cache(model, "pod+expected_attention", **options)  # noqa: E731
+    assert_agrees(model, oracle, make, ids, TURNS, full=alone)
 
 
 @pytest.mark.parametrize("selection", ["snapkv", "pyramidkv"])

@@ -39,6 +39,14 @@ RANKED = {
     "snapkv": (oracles.SnapKV, "snapkv", SNAP),
     "snapkv-max": (oracles.SnapKV, "snapkv", SNAP | {"kernel": 5, "pool": "max"}),
     "pyramidkv": (oracles.PyramidKV, "pyramidkv", {"budget": 13, "window": 3, "kernel": 5, "beta": 3}),
+    "adakv": (oracles.AdaKV, "adakv", SNAP),
+    "adakv-max": (oracles.AdaKV, "adakv", SNAP | {"pool": "max", "safeguard": 0.0}),
+    "expected_attention": (oracles.ExpectedAttention, "expected_attention", {"budget": 13}),
+    "expected_attention-near": (
+        oracles.ExpectedAttention,
+        "expected_attention",
+        {"budget": 14, "num_sink_tokens": 0, "num_future_positions": 5, "epsilon": 0},
+    ),
     "h2o": (oracles.H2O, "h2o", {"budget": 13}),
     "h2o-recent": (oracles.H2O, "h2o", {"budget": 12, "num_recent_tokens": 2}),
     "roco": (oracles.RoCo, "roco", ROCO),
@@ -91,7 +99,7 @@ def resolve(oracle, model, ids, params):
 
 
 def held_tokens(model, cache) -> list[int]:
-    """Tokens held per layer by the only group of rows."""
+    """Tokens held per layer by the only group of rows, mean over KV heads."""
     (group,) = cache.groups
     per_token = 2 * model.config.num_key_value_heads * model.config.head_dim * 8
     return [
@@ -115,7 +123,7 @@ def compare(tools, name, family, turns, widths, chunk=0):
     assert (logits - expected).abs().max() <= 1e-9
     if name != "full":
         assert (model(ids).logits[0] - expected).abs().max() > 1e-3
-        assert held_tokens(model, cache) == [heads[0] for heads in naive.held()]
+        assert held_tokens(model, cache) == [sum(heads) / len(heads) for heads in naive.held()]
     return naive
 
 

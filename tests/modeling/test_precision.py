@@ -39,6 +39,8 @@ METHODS = {
     },
     "snapkv": ALL,
     "pyramidkv": ALL | {"beta": 4},
+    "adakv": ALL,
+    "expected_attention": ALL,
     "h2o": ALL,
     "roco": ALL,
     "d2o": ALL,
@@ -47,6 +49,7 @@ METHODS = {
     "imdc": ALL | {"chunk_size": 4096},
     "pod+snapkv": ALL,
     "pod+pyramidkv": ALL | {"beta": 4},
+    "pod+expected_attention": ALL,
 }
 
 

@@ -74,6 +74,12 @@ CASES = {
     "local_window": ("local_window", {"budget": 5}, ranked.LocalWindow),
     "snapkv": ("snapkv", SNAP, ranked.SnapKV),
     "pyramidkv": ("pyramidkv", SNAP, ranked.PyramidKV),
+    "adakv": ("adakv", SNAP, ranked.AdaKV),
+    "expected_attention": (
+        "expected_attention",
+        {"budget": 7, "num_sink_tokens": 2},
+        ranked.ExpectedAttention,
+    ),
     "h2o": ("h2o", {"budget": 6}, ranked.H2O),
     "roco": ("roco", {"budget": 8} | ROCO, ranked.RoCo),
     "d2o": ("d2o", {"budget": 8, "num_sink_tokens": 1, "gate": 1.0}, ranked.D2O),
@@ -105,6 +111,7 @@ CASES = {
     ),
     "pod+snapkv": ("pod+snapkv", SNAP, selected("snapkv")),
     "pod+pyramidkv": ("pod+pyramidkv", SNAP, selected("pyramidkv")),
+    "pod+expected_attention": ("pod+expected_attention", {"budget": 7}, selected("expected_attention")),
 }
 PACKED = [
     "full+int4",

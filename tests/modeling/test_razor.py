@@ -258,8 +258,8 @@ def test_heads_from_the_search_and_refusals(tools, tmp_path):
     assert [layer.roles.leads for layer in children(cache)] == [(), (), (), (1,), ()]
     for target, options, message in [
         (model, {}, "launch/explore.py --heads"),
-        (model, {"heads": [[0]]}, "lists 1 layers, the model has 5"),
-        (model, {"heads": [[2]] * 5}, "0 to 1 in each layer"),
+        (model, {"heads": [[0]]}, "for each of 5 layers"),
+        (model, {"heads": [[2]] * 5}, "whole numbers from 0 to 1"),
         (model, {"heads": [[0.7]] * 5}, "a list of whole numbers"),
         (model, {"heads": [["1"]] * 5}, "a list of whole numbers"),
         (model, {"heads": str(tmp_path / "no.json")}, "no such file"),
@@ -280,6 +280,33 @@ def test_heads_from_the_search_and_refusals(tools, tmp_path):
         assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="keys of their own"):
         pod.make_cache(shared, "pod+razor", heads=HEADS)
+
+
+def test_gates_of_duo_attention_choose_heads(tools, tmp_path):
+    """A line per layer, a gate per KV head; the share with the largest gates leads, the lower pair in a tie."""
+    model, path = tools.make_pod("llama", plan=False), tmp_path / "full_attention_heads.tsv"
+    path.write_text("0.1\t1.0\n0.0\t0.7\n0.7\t2e-1\n0.0\t0.0\n9.5e-01\t0.7\n")
+    for share, leads in ((0.26, [[1], [1], [], [], [0]]), (0.0, [[]] * 5), (1.0, [[0, 1]] * 5)):
+        assert plan_of_heads(path, model.config, share) == pod.SharingPlan.of_leads(leads, 2)
+    duo = {"num_sink_tokens": 2, "num_recent_tokens": 5, "compression": 1e9, "compensation": False}
+    cache = pod.make_cache(model, "razor", heads=str(path), share=0.3, **duo)
+    with torch.no_grad():
+        feed(model, cache, tools.random_ids(1, 40), 30, *[1] * 10)
+    assert [layer.roles.leads for layer in children(cache)] == [(1,), (1,), (), (), (0,)]
+    assert [layer.near.held for layer in children(cache)] == [7] * 5
+    for text, share, message in [
+        ("0.1\t1.0\n" * 5, None, "give share, as 0.5"),
+        ("0.1\t1.0\n" * 4, 0.5, "must have 5 lines of 2 gates from 0 to 1"),
+        ("0.1\n" * 5, 0.5, "must have 5 lines of 2 gates"),
+        ("0.1\tnan\n" * 5, 0.5, "must have 5 lines of 2 gates"),
+        ("0.1\tx\n" * 5, 0.5, "cannot read gates from .*tsv: could not convert"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message) as error:
+            plan_of_heads(path, model.config, share)
+        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="cannot read gates from"):
+        plan_of_heads(tmp_path / "none.tsv", model.config, 0.5)
 
 
 @torch.no_grad()

@@ -1,11 +1,15 @@
 """PoD with a ranking: what a block holds, counted in bytes against the rule, and how it ages."""
 
+from fractions import Fraction
+
 import pytest
 import torch
+from oracles_ranked import AdaKV
 from torch.overrides import TorchFunctionMode
 
 import pod
 from pod.modeling.methods import pyramidkv
+from pod.modeling.methods.base import round_sums
 from pod.modeling.methods.pyramidkv import block_budgets, layer_budgets
 
 LAYERS, HEADS, HEAD_DIM = 5, 2, 8  # of the tiny model; its plan: tests/modeling/conftest.py
@@ -52,11 +56,11 @@ def rule_bytes(cache, tools, seen, windows):
     return total * HEAD_DIM * 4
 
 
-@pytest.mark.parametrize("spec", ["pod+snapkv", "pod+pyramidkv"])
+@pytest.mark.parametrize("spec", ["pod+snapkv", "pod+pyramidkv", "pod+expected_attention"])
 @pytest.mark.parametrize("decoded", [0, 1, 45, 200])
 def test_followers_hold_own_keys_of_proximal_tokens_only(tools, spec, decoded):
-    windows = 4, 60
-    cache = filled(tools, spec, 400, decoded, windows, budget=150, window=8)
+    windows, options = (4, 60), {} if "expected" in spec else {"window": 8}
+    cache = filled(tools, spec, 400, decoded, windows, budget=150, **options)
     payload = payload_of(cache)
     rule = rule_bytes(cache, tools, 400 + decoded, windows)
     assert abs(payload - rule) <= 0.02 * rule  # growth slack of small stores
@@ -154,8 +158,58 @@ def test_a_pyramid_fills_its_budget(tools, spec, length):
             assert held[0] == min(length, 191)
 
 
+@torch.no_grad()
+def test_heads_hold_what_ada_kv_gives_them_and_nothing_else(tools):
+    """As the oracle counts, other numbers in every row; the layer's total is the budget, in bytes too."""
+    model, ids = tools.make_pod("llama", plan=False), tools.random_ids(3, 40)
+    options = {"budget": 12, "window": 3, "kernel": 3, "pool": "avg", "safeguard": 0.1}
+    cache, found = pod.make_cache(model, "adakv", **options), []
+    model(ids, past_key_values=cache)
+    for group in cache.groups:
+        held = [[held_by(layer, head)[0] for head in range(HEADS)] for layer in group.layers]
+        oracle = AdaKV(model, **options)
+        oracle.run(ids[group.rows[0]], [("prompt", 40)])
+        assert held == oracle.held() and all(sum(layer) == HEADS * 12 for layer in held)
+        found.append(held)
+    assert len(found) == 3 and found[0] != found[1] != found[2]
+    parts = cache.nbytes_by_part()
+    assert parts["keys"] == parts["values"] == 3 * LAYERS * HEADS * 12 * HEAD_DIM * 8
+    model(ids[:, :9], past_key_values=cache)
+    assert all(
+        sum(held_by(layer, h)[0] for h in range(HEADS)) <= HEADS * 12 for layer in cache.groups[0].layers
+    )
+
+
+def test_without_its_safeguard_a_head_may_keep_its_window_alone():
+    """Counts of the layer's best 40 tokens, and what four heads with budgets of 10 are given."""
+    for safeguard, sizes in ((0, [31, 3, 3, 3]), (0.2, [27, 4, 5, 4]), (1, [10, 10, 10, 10])):
+        share = Fraction(str(safeguard))
+        assert round_sums((1 - share) * own + share * 10 for own in (31, 3, 3, 3)) == sizes
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "message"),
+    [
+        ("pod+adakv", {"budget": 40}, "where none of the other heads has lost them"),
+        ("adakv", {"budget": 32}, "budget = 32 must exceed window = 32: raise the budget"),
+        ("adakv", {"budget": 40, "kernel": 4}, "adakv: kernel = 4 must be odd"),
+        ("adakv", {"budget": 40, "safeguard": 1.5}, "safeguard = 1.5 must lie between 0 and 1"),
+        ("expected_attention", {"budget": 4}, "budget = 4 must exceed num_sink_tokens = 4: raise the budget"),
+        ("pod+expected_attention", {"budget": 9, "num_future_positions": 0}, "must be at least 1"),
+        ("expected_attention", {"budget": 9, "epsilon": -0.1}, "epsilon = -0.1 must be at least 0"),
+        ("pod+snapkv", {"budget": 32}, "must exceed window = 32"),
+    ],
+)
+def test_rankings_refuse_in_one_line(tools, spec, options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        pod.make_cache(tools.make_pod("llama", plan=spec.startswith("pod")), spec, **options)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("windows", [(2, 5), (3, 17), (1, 30)], ids=str)
-@pytest.mark.parametrize("spec", ["pod+snapkv", "pod+snapkv+int4", "pod+pyramidkv+int8"])
+@pytest.mark.parametrize(
+    "spec", ["pod+expected_attention", "pod+snapkv", "pod+snapkv+int4", "pod+pyramidkv+int8"]
+)
 @torch.no_grad()
 def test_rows_held_together_equal_rows_alone(tools, spec, windows):
     """What is proximal differs by row, so own keys are held of some tokens that are distant; two turns, the second in chunks."""
@@ -163,7 +217,8 @@ def test_rows_held_together_equal_rows_alone(tools, spec, windows):
     codec = {"group_size": 2, "residual": 3} if "int" in spec else {}
 
     def logits(rows):
-        cache, outputs, start = pod.make_cache(model, spec, budget=12, window=3, kernel=3, **codec), [], 0
+        ranking = {"num_sink_tokens": 2} if "expected" in spec else {"window": 3, "kernel": 3}
+        cache, outputs, start = pod.make_cache(model, spec, budget=12, **ranking, **codec), [], 0
         for widths in ([30], *[[1]] * 16, [5, 4], *[[1]] * 5):
             cache.begin_prompt(sum(widths) if sum(widths) > 1 else 0)
             for width in widths:

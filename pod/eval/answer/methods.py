@@ -70,6 +70,8 @@ METHODS = {
         _dense("local_window", "recent tokens only, full prompt", grows=False),
         _dense("snapkv", "tokens picked by the prompt's end"),
         _dense("pyramidkv", "tokens picked by the prompt's end, fewer in higher layers"),
+        _dense("adakv", "tokens picked by the prompt's end, more of them in heads that need them"),
+        _dense("expected_attention", "tokens that queries to come should attend to"),
         _dense("h2o", "heavy hitters + recent", grows=False),
         _dense("roco", "robust heavy hitters", grows=False),
         _dense("d2o", "dropped tokens merged into kept ones", grows=False),

@@ -1,8 +1,10 @@
 """Methods by name: a method is a cache that you hand to ``generate()``. One file each; registered here once."""
 
 from pod.modeling.methods import (
+    adakv,
     codecs,
     d2o,
+    expected_attention,
     h2o,
     imdc,
     layouts,
@@ -28,7 +30,7 @@ from pod.modeling.shipped.state import PACKAGES
 PACKAGES.add(__name__)
 
 _WINDOWS = streamingllm, lm_infinite, wa, local_window
-_RANKINGS = snapkv, pyramidkv, h2o, roco, d2o
+_RANKINGS = snapkv, pyramidkv, adakv, expected_attention, h2o, roco, d2o
 _OTHERS = simlayerkv, razor, quest, minicache, think
 _SELECTIONS = *(module.METHOD for module in (*_WINDOWS, *_RANKINGS, *_OTHERS)), *imdc.METHODS
 _METHODS: dict[str, Method] = {

@@ -4,12 +4,14 @@ The score of a token in a KV head is the attention that it got from every query 
 averaged over the query heads of the group. The sums of tokens that stay survive evictions and later prompts.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from pod.kernels.statistics import attention_column_sums
 from pod.modeling.shipped.grouped import slot_logits, weigh_slots
@@ -130,11 +132,9 @@ def choose_slots(scores: Tensor, count: int, num_first: int, num_last: int) -> t
     if n - count == 1:
         last = num_first + between.shape[2] - 1
         return None, last - between.flip(-1).argmin(dim=-1, keepdim=True)
-    order = between.argsort(dim=-1, descending=True, stable=True) + num_first
-    chosen, dropped = order.split((count - num_first - num_last, n - count), dim=-1)
-    slots = torch.arange(n, device=scores.device).expand(*scores.shape[:2], -1)
-    kept = torch.cat((slots[..., :num_first], chosen.sort(dim=-1).values, slots[..., n - num_last :]), dim=-1)
-    return kept, dropped
+    scores = F.pad(between, (num_first, num_last), value=math.inf)
+    kept, dropped = scores.argsort(dim=-1, descending=True, stable=True).split((count, n - count), dim=-1)
+    return kept.sort(dim=-1).values, dropped
 
 
 @lru_cache(maxsize=64)

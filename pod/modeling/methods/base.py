@@ -4,9 +4,10 @@ A cache is made along three independent axes: the *layout* says which layers hol
 which tokens stay, the *codec* in which form they are held. A spec names at most one method of each, joined by ``+``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import accumulate, pairwise
 from math import floor
 from typing import Any, Literal, NamedTuple
 
@@ -15,8 +16,8 @@ from pod.modeling.shipped.stores import NATIVE, Codec
 
 
 class Parameter(NamedTuple):
-    """What a user may give a method: of the kind of the default (a default of None says nothing), within bounds or one of the
-    choices. The meaning names the unit."""
+    """What a user may give a method: of the kind of the default, within bounds or one of the choices. A default of None says nothing
+    but that None may be given, and is else of the kind of ``least``. The meaning names the unit."""
 
     default: Any
     meaning: str
@@ -26,13 +27,16 @@ class Parameter(NamedTuple):
 
     def refusal(self, value: Any) -> str | None:
         """What a value must be; None when it is."""
-        kind = _kind_missed(self.default, value)
+        if value is self.default:
+            return None
+        like = self.least if self.default is None else self.default
+        kind = _kind_missed(like, value)
         if kind is not None:
-            return f"must be {kind}, as {self.default!r}"
+            return f"must be {kind}, as {like!r}"
         if self.choices and value not in self.choices:
             return f"is unknown; choose {', '.join(self.choices[:-1])} or {self.choices[-1]}"
         if self.most is not None and not (self.least or 0) <= value <= self.most:
-            return f"must lie between {self.least or 0} and {self.most}"
+            return f"must lie between {self.least or 0:g} and {self.most:g}"
         return None if self.least is None or value >= self.least else f"must be at least {self.least}"
 
 
@@ -49,6 +53,13 @@ def round_half_up(value: Fraction) -> int:
     return floor(value + Fraction(1, 2))
 
 
+def round_sums(sizes: Iterable[Fraction]) -> list[int]:
+    """Integers in place of ``sizes``, whose sums, from the first on, are those of ``sizes`` rounded; halves go up."""
+    return [
+        stop - start for start, stop in pairwise(map(round_half_up, accumulate(sizes, initial=Fraction(0))))
+    ]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What ``make_cache`` asks a method to build.
@@ -56,22 +67,16 @@ class Request:
     Attributes:
         spec: as the user wrote it; for reports and errors.
         params: every parameter of the methods in the spec, defaults filled in.
-        budget: tokens per KV head and layer; None for methods that take none.
+        budget: tokens per KV head and layer; 0 for methods that take none.
         codec: makes the stores.
         inner: what stands in brackets behind the selection, as ``snapkv`` in ``imdc(snapkv)``.
     """
 
     spec: str
     params: dict[str, Any]
-    budget: int | None = None
+    budget: int = 0
     codec: Codec = NATIVE
     inner: str | None = None
-
-    @property
-    def tokens(self) -> int:
-        """The budget of a method that takes one."""
-        assert self.budget is not None
-        return self.budget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +110,3 @@ class Method:
     def __post_init__(self) -> None:
         parameters = {name: Parameter(*fields) for name, fields in self.parameters.items()}
         object.__setattr__(self, "parameters", parameters)
-
-    def defaults(self) -> dict[str, Any]:
-        """Parameters at their defaults."""
-        return {name: parameter.default for name, parameter in self.parameters.items()}

@@ -36,7 +36,7 @@ def build_cache(
     offered = [method for method in chosen.values() if selection is None or method is not layout]
     values = _parameters(spec, offered, params)
     _check_budget(spec, builder, budget)
-    request = Request(spec=spec, params=values, budget=budget, inner=inner)
+    request = Request(spec=spec, params=values, budget=budget or 0, inner=inner)
     if codec is not None:
         request = replace(request, codec=codec.build(config, request))
     elif layout.name == "pod":

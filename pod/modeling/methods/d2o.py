@@ -10,9 +10,8 @@ layers together never hold more than their number times ``budget``.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,12 +20,10 @@ from pod.kernels.statistics import attention_column_sums
 from pod.modeling.methods import merging
 from pod.modeling.methods.accumulate import AccumulatingLayer, choose_slots
 from pod.modeling.methods.base import Method, Request
-from pod.modeling.methods.streaming import PREFILL_PARAMETERS, chunks_of
-from pod.modeling.shipped.cache import PodCache
+from pod.modeling.methods.streaming import PREFILL_PARAMETERS, cache_of
 from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.rows import GroupedCache
 from pod.modeling.shipped.step import Step
-from pod.modeling.shipped.stores import NATIVE, Codec, take_slots
+from pod.modeling.shipped.stores import take_slots
 
 _RECENT_SHARE = 4  # of four tokens that are not sinks one is recent: N:M = 3:1 (section 5.1)
 
@@ -36,41 +33,39 @@ class D2OLayer(AccumulatingLayer):
 
     Until the layer budgets are decided, ``statistics`` also has ``column_sums``, ``[B, Hq, held]``.
 
-    Args:
+    Attributes:
         budget: tokens of a KV head, mean over layers; sinks: first tokens, never dropped.
-        beta: weight of the newest similarity in the threshold.
+        beta: weight of the newest similarity in the threshold, of which ``statistics`` has tau - 1, ``[B, H, 1]``, once something was
+            dropped.
+        weight: 1 or ``alpha``; None until the first prompt has ended.
     """
 
-    def __init__(
-        self,
-        config: PodConfig,
-        layer_idx: int,
-        budget: int,
-        sinks: int,
-        beta: float,
-        codec: Codec = NATIVE,
-    ):
-        self.budget, self.sinks, self.beta = budget, sinks, beta
-        super().__init__(config, layer_idx, codec)
+    def __init__(self, config: PodConfig, layer_idx: int, request: Request):
+        names = "num_sink_tokens", "beta", "gate", "normalize_gate"
+        self.sinks, self.beta, self.gate, self.normalize_gate = (request.params[name] for name in names)
+        self.budget, self.alpha = request.budget, Fraction(request.params["alpha"])
+        if self.normalize_gate and not 0 <= self.gate < 1:
+            raise ValueError(
+                f"d2o: gate = {self.gate} is compared with variance / tokens, which lies between 0 and 1, when normalize_gate "
+                "is set: pass a gate such as 0.05"
+            )
+        smallest = smallest_budget(config.num_hidden_layers, self.sinks, self.alpha)
+        if self.budget < smallest:
+            raise ValueError(
+                f"d2o: budget = {self.budget} can leave a layer fewer than {self.sinks + 1} tokens (num_sink_tokens + 1) when "
+                f"the others get alpha = {float(self.alpha)} times as many: raise the budget to {smallest} or more"
+            )
+        super().__init__(config, layer_idx, request.codec)
 
     def clear(self) -> None:
         super().clear()
-        self.weight: Fraction | None = None  # 1 or alpha; None until the first prompt has ended
-        self.threshold: Tensor | None = None  # tau - 1, [B, H, 1]; None until something was dropped
+        self.weight: Fraction | None = None
 
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
-        yield from super().parts()
-        if self.threshold is not None:
-            yield "statistics", self.threshold
-
-    def select_rows(self, index: Tensor) -> None:
-        super().select_rows(index)
-        if self.threshold is not None:
-            self.threshold = self.threshold.index_select(0, index.to(self.threshold.device))
-
-    def predicted_nbytes(self, length: int) -> int:
-        threshold = 0 if self.threshold is None else self.threshold.numel() * self.threshold.element_size()
-        return super().predicted_nbytes(length) + threshold
+    def keep(self, kept: Tensor | None, dropped: Tensor) -> None:
+        threshold = self.statistics.pop("threshold", None)
+        super().keep(kept, dropped)
+        if threshold is not None:
+            self.statistics["threshold"] = threshold
 
     def observe_prompt(self, q: Tensor, step: Step) -> None:
         sums = attention_column_sums(q, self.lead_keys.read(self.held), scale=self.scale)
@@ -124,8 +119,9 @@ class D2OLayer(AccumulatingLayer):
 
     def _next_threshold(self, newest: Tensor, beta: float) -> Tensor:
         """Moving average ``[B, H, 1]`` of similarities (``merging``: cosines - 1), of which the newest has weight ``beta``."""
-        self.threshold = newest if self.threshold is None else torch.lerp(self.threshold, newest, beta)
-        return self.threshold
+        before = self.statistics.get("threshold")
+        self.statistics["threshold"] = newest if before is None else torch.lerp(before, newest, beta)
+        return self.statistics["threshold"]
 
     def _write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         self.lead_keys.write(slots, keys)
@@ -137,9 +133,7 @@ def attention_variance(column_sums: Tensor) -> Tensor:
     return column_sums.var(dim=-1, correction=0).mean(dim=1)
 
 
-def decide_weights(
-    layers: Sequence[D2OLayer], step: Step, alpha: Fraction, gate: float, normalize_gate: bool
-) -> list[tuple[Fraction, ...]] | None:
+def decide_weights(layers: Sequence[D2OLayer], step: Step) -> list[tuple[Fraction, ...]] | None:
     """When the first prompt of rows ends: for each row, which layers get ``alpha`` shares of the budget. None before and later.
 
     ``step`` is that of a group, after its last layer.
@@ -147,9 +141,10 @@ def decide_weights(
     if not (step.ends_prompt or step.is_decode) or layers[0].weight is not None:
         return None
     sums = [layer.statistics.get("column_sums") for layer in layers]
+    alpha, gate = layers[0].alpha, layers[0].gate
     if sums[0] is None:  # rows whose first token is a decoded one
         return [(alpha,) * len(layers)] * step.past.shape[0]
-    scale = sums[0].shape[2] if normalize_gate else 1
+    scale = sums[0].shape[2] if layers[0].normalize_gate else 1
     variances = torch.stack([attention_variance(x) for x in sums], dim=1) / scale  # type: ignore[arg-type]
     return [tuple(Fraction(1) if x > gate else alpha for x in row) for row in variances.tolist()]
 
@@ -188,53 +183,15 @@ def smallest_budget(num_layers: int, sinks: int, alpha: Fraction) -> int:
     return math.ceil((sinks + 1) * ((num_layers - 1) * alpha + 1) / num_layers)
 
 
-def _check(config: PodConfig, budget: int, params: dict) -> Fraction:
-    """``alpha``, when all values can be used."""
-    sinks, alpha, gate, beta = (params[name] for name in ("num_sink_tokens", "alpha", "gate", "beta"))
-    if sinks < 0:
-        raise ValueError(f"d2o: num_sink_tokens = {sinks} must be at least 0")
-    if not (math.isfinite(alpha) and alpha >= 1):
-        raise ValueError(f"d2o: alpha = {alpha} must be at least 1: dense layers get more, not less")
-    if not 0 <= beta <= 1:
-        raise ValueError(f"d2o: beta = {beta} must lie between 0 and 1")
-    if params["normalize_gate"] and not 0 <= gate < 1:
-        raise ValueError(
-            f"d2o: gate = {gate} is compared with variance / tokens, which lies between 0 and 1, when normalize_gate "
-            "is set: pass a gate such as 0.05"
-        )
-    smallest = smallest_budget(config.num_hidden_layers, sinks, Fraction(alpha))
-    if budget < smallest:
-        raise ValueError(
-            f"d2o: budget = {budget} can leave a layer fewer than {sinks + 1} tokens (num_sink_tokens + 1) when the "
-            f"others get alpha = {alpha} times as many: raise the budget to {smallest} or more"
-        )
-    return Fraction(alpha)
-
-
-def _build(config: PodConfig, request: Request) -> PodCache:
-    budget, params = request.tokens, request.params
-    alpha = _check(config, budget, params)
-
-    def make_layer(config: PodConfig, layer_idx: int) -> D2OLayer:
-        sinks, beta = params["num_sink_tokens"], params["beta"]
-        return D2OLayer(config, layer_idx, budget, sinks, beta, request.codec)
-
-    gate = {name: params[name] for name in ("gate", "normalize_gate")}
-    decide = partial(decide_weights, alpha=alpha, **gate)
-    return GroupedCache(
-        config, make_layer, request.spec, chunks=chunks_of(request), decide=decide, after_layers=set_weights
-    )
-
-
 METHOD = Method(
     name="d2o",
     paper="D2O (Wan et al., 2024)",
     frees="tokens with the least accumulated attention, after merging them into similar ones; dense layers keep more",
     axis="selection",
-    build=_build,
+    build=cache_of(D2OLayer, decide=decide_weights, after_layers=set_weights),
     parameters={
-        "num_sink_tokens": (4, "first tokens, always kept (tokens)"),
-        "alpha": (3.0, "budget of a layer with dense attention over that of the others"),
+        "num_sink_tokens": (4, "first tokens, always kept (tokens)", 0),
+        "alpha": (3.0, "budget of a layer with dense attention over that of the others", 1, 1000),
         "gate": (
             100.0,
             "variance of accumulated attention above which a layer is not dense; grows with the prompt",
@@ -243,7 +200,7 @@ METHOD = Method(
             False,
             "compare variance / tokens, between 0 and 1, with the gate: same at any length",
         ),
-        "beta": (0.5, "weight of the newest similarity in the merging threshold"),
+        "beta": (0.5, "weight of the newest similarity in the merging threshold", 0, 1),
     }
     | PREFILL_PARAMETERS,
     takes_budget=True,

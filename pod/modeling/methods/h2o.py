@@ -17,15 +17,11 @@ class H2OLayer(AccumulatingLayer):
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
         super().__init__(config, layer_idx, request.codec)
-        budget, recents = request.tokens, request.params["num_recent_tokens"]
-        if budget < 2:
-            raise ValueError(
-                f"h2o: budget = {budget} must be at least 2: one heavy hitter and one recent token"
-            )
+        budget, recents = request.budget, request.params["num_recent_tokens"]
         recents = budget // 2 if recents is None else recents
-        if type(recents) is not int or not 1 <= recents < budget:
+        if not 1 <= recents < budget:
             raise ValueError(
-                f"h2o: num_recent_tokens = {recents!r} must be a whole number from 1 to budget - 1 = {budget - 1}, or None"
+                f"h2o: budget = {budget} must be at least 2 and more than num_recent_tokens = {recents}: one token is no recent one"
             )
         self.budget, self.recents = budget, recents
 
@@ -41,7 +37,7 @@ METHOD = Method(
     axis="selection",
     build=cache_of(H2OLayer),
     parameters={
-        "num_recent_tokens": (None, "last tokens, always kept; None = half of the budget (tokens)"),
+        "num_recent_tokens": (None, "last tokens, always kept; None = half of the budget (tokens)", 1),
     }
     | PREFILL_PARAMETERS,
     takes_budget=True,

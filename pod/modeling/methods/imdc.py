@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pod.modeling.methods.base import Method, Parameter, Request
 from pod.modeling.methods.imdc_schedule import FUNCTIONS, PromptSchedule, Settings, share_by_retention
-from pod.modeling.methods.ranking import LastQueries, check_ranking, ranking_parameters, snapkv_slots
+from pod.modeling.methods.ranking import EndAttention, LastQueries, best_slots, ranking_parameters
 from pod.modeling.methods.sliding import Pair
 from pod.modeling.shipped.attend import Tokens, attend
 from pod.modeling.shipped.cache import PodCache
@@ -35,21 +35,19 @@ class MemoryLayer(CacheLayer):
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
         super().__init__()
-        params, self.ranks = request.params, request.inner == "snapkv"
+        params, ranks = request.params, request.inner == "snapkv"
         self.layer_idx, self.codec = layer_idx, request.codec
         self.adaptive = params.get("function") == "adaptive"
-        self.window = params["window"] if self.ranks else 1
-        self.kernel, self.pool, self.num_sink_tokens = (
-            params[name] for name in ("kernel", "pool", "num_sink_tokens")
-        )
-        self.scale = config.head_dim**-0.5
+        self.num_sink_tokens = params["num_sink_tokens"]
+        self.observer = lambda: EndAttention(config, request) if ranks else LastQueries(1)
+        self.ranks = ranks
         self.clear()
 
     def clear(self) -> None:
         self.tokens = Pair.of(self.codec, evicts=True)
         self.held = self.memory = 0
         self.retention = Fraction(0)
-        self.queries = LastQueries(self.window)  # of the running chunk
+        self.queries = self.observer()  # of the running chunk
         self.rotated: Tensor | None = None  # keys, from the end of a chunk to its compression
 
     def stores(self) -> dict[str, Any]:
@@ -71,7 +69,7 @@ class MemoryLayer(CacheLayer):
         if step.is_decode:
             self.memory = self.held
         else:
-            self.queries.add(q)
+            self.queries.observe(q, step)
             self.rotated = keys if step.ends_prompt else None
         return attend(q, Tokens(keys, values), backend=step.chunk_backend)[0]
 
@@ -80,15 +78,14 @@ class MemoryLayer(CacheLayer):
     def settle(self, step: Step) -> None:
         keys, self.rotated = self.rotated, None
         if step.ends_prompt:
-            schedule, queries = step.schedule, self.queries.take()
-            if schedule.memory is not None and queries is not None:
-                size = self._next_size(schedule, step)
+            if step.schedule.memory is not None and self.queries.observed is not None:
+                size = self._next_size(step.schedule, step)
                 if size < self.held:
                     assert keys is not None, "a chunk ends with a token"
-                    self._keep(self.choose(queries, keys, size))
+                    self._keep(self.choose(keys, size, step))
                 else:
                     self.retention = Fraction(self.memory, self.held)
-            self.memory = self.held
+            self.queries, self.memory = self.observer(), self.held
         if step.ends_prompt or step.is_decode:
             self.tokens.settle(self.held)
 
@@ -113,14 +110,15 @@ class MemoryLayer(CacheLayer):
         self.tokens.keep(index, self.held)
         self.held = index.shape[2]
 
-    def choose(self, queries: Tensor, keys: Tensor, size: int) -> Tensor:
-        """The pruner: slots ``[B, H, size]`` to keep, ascending; both rotated at their slots.
+    def choose(self, keys: Tensor, size: int, step: Step) -> Tensor:
+        """The pruner: slots ``[B, H, size]`` to keep, ascending, of keys that are rotated at their slots.
 
         StreamingLLM keeps the first slots and the last ones, SnapKV ranks with the end of the chunk as observation window; a
         memory no larger than that is the last slots.
         """
-        if self.ranks and size > queries.shape[2]:
-            return snapkv_slots(queries, keys, size, self.kernel, self.pool, self.scale)
+        assert self.queries.observed is not None
+        if self.ranks and size > self.queries.observed.shape[2]:
+            return best_slots(self.queries.scores(keys, keys, step), size)
         slots = torch.arange(keys.shape[2], device=keys.device)
         sinks = 0 if self.ranks else min(self.num_sink_tokens, size)
         kept = torch.cat((slots[:sinks], slots[keys.shape[2] - size + sinks :]))
@@ -129,10 +127,9 @@ class MemoryLayer(CacheLayer):
 
 def _build(variant: str, config: PodConfig, request: Request) -> PodCache:
     params = request.params
-    if request.inner == "snapkv":
-        check_ranking(request)
+    MemoryLayer(config, 0, request)  # which checks the request
     function = params.get("function", FUNCTIONS[0])
-    settings = Settings(variant, function, request.tokens, params["chunk_size"], config.num_hidden_layers)
+    settings = Settings(variant, function, request.budget, params["chunk_size"], config.num_hidden_layers)
     make_layer, rowwise = partial(MemoryLayer, request=request), function == "adaptive"
     return GroupedCache(config, make_layer, request.spec, rowwise, chunks=settings)
 

@@ -12,7 +12,12 @@ _CAPACITY = {
     "capacity": (None, "tokens per row to reserve room for; the decode engine (pod.engine) then decodes")
 }
 _OF_POD = {
-    "tau": (None, "gate, 0 to 1, from which a follower's query head skips distant tokens; None = never"),
+    "tau": (
+        None,
+        "gate, 0 to 1, from which a follower's query head skips distant tokens; None = never",
+        0.0,
+        1.0,
+    ),
     "extra_slots": (
         0,
         "tokens that followers hold behind their windows, so that as many can be taken back: crop, assisted decoding",
@@ -23,7 +28,7 @@ _OF_POD = {
 
 def _build(config: PodConfig, request: Request) -> PodCache:
     """The model's own layout and plan say which layers hold what."""
-    tau, capacity = check_tau(request.params.get("tau")), request.params.get("capacity")
+    tau, capacity = request.params.get("tau"), request.params.get("capacity")
     extra_slots = request.params.get("extra_slots", 0)
     if extra_slots and capacity is not None:
         raise ValueError(
@@ -41,17 +46,6 @@ def _build(config: PodConfig, request: Request) -> PodCache:
     if capacity is not None:
         attach(cache, capacity)
     return cache
-
-
-def check_tau(tau: object) -> float | None:
-    """``tau`` of a cache: None, or a number of 0 to 1."""
-    if tau is None:
-        return None
-    if isinstance(tau, bool) or not isinstance(tau, int | float) or not 0 <= tau <= 1:
-        raise ValueError(
-            f"tau = {tau!r} must be a number from 0 (always skip) to 1, or None: the exact attention"
-        )
-    return float(tau)
 
 
 METHODS = (

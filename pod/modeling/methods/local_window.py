@@ -16,7 +16,7 @@ class LocalLayer(SlidingLayer):
     """No sinks, and a window of one size."""
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
-        super().__init__(config, 0, request.tokens, request.codec)
+        super().__init__(config, 0, request.budget, request.codec)
 
     def settle(self, step: Step) -> None:
         if step.ends_prompt and not step.is_decode:

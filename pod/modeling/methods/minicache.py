@@ -13,13 +13,12 @@ from torch import Tensor
 
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.ranking import best_slots
+from pod.modeling.methods.streaming import cache_of
 from pod.modeling.shipped.attend import Tokens, attend, compute_dtype, takes_gradients
-from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.grouped import slot_logits, weigh_slots
 from pod.modeling.shipped.layout import PodCacheLayer
-from pod.modeling.shipped.rows import GroupedCache
-from pod.modeling.shipped.step import CacheLayer, Step
+from pod.modeling.shipped.step import Step
 from pod.modeling.shipped.stores import TokenStore
 
 _PARALLEL = 1e-4  # below this sine two directions are parallel or opposite, and interpolated on a line
@@ -56,8 +55,8 @@ class PairLayer(PodCacheLayer):
         merged_tokens, num_apart: tokens merged so far and, of these, kept apart in each KV head.
     """
 
-    def __init__(self, config: PodConfig, layer_idx: int, is_deeper: bool):
-        self.is_deeper = is_deeper
+    def __init__(self, config: PodConfig, layer_idx: int, request: Request, is_deeper: bool):
+        self.params, self.is_deeper = request.params, is_deeper
         super().__init__(config, layer_idx)
 
     def clear(self) -> None:
@@ -155,25 +154,21 @@ def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
     return x / norm.clamp(min=torch.finfo(norm.dtype).tiny), norm
 
 
-def _build(config: PodConfig, request: Request) -> PodCache:
-    block, share, t = (request.params[name] for name in ("block", "share", "t"))
-    first, layers = config.num_hidden_layers // 2, config.num_hidden_layers
-    pairs = range(first, layers - 1, 2)
-
-    def make_layer(config: PodConfig, layer_idx: int) -> CacheLayer:
-        if first <= layer_idx < first + 2 * len(pairs):
-            return PairLayer(config, layer_idx, is_deeper=layer_idx not in pairs)
+def _layer(config: PodConfig, layer_idx: int, request: Request) -> PodCacheLayer:
+    """From the middle on layers are paired; one without a second is dense."""
+    place = layer_idx - config.num_hidden_layers // 2
+    if place < 0 or layer_idx - place % 2 + 1 == config.num_hidden_layers:
         return PodCacheLayer(config, layer_idx)
+    return PairLayer(config, layer_idx, request, is_deeper=place % 2 == 1)
 
-    def after_layers(children: list, step: Step, label: None) -> None:
-        assert step.uniform_past is not None
-        for layer_idx in pairs:
-            shallower, deeper = children[layer_idx : layer_idx + 2]
-            native = step.uniform_past + step.num_new - shallower.merged_tokens
-            if (step.ends_prompt and native) or (step.is_decode and native >= block):
-                merge_pair(shallower, deeper, native, share, t)
 
-    return GroupedCache(config, make_layer, request.spec, after_layers=after_layers)
+def merge_pairs(layers: list, step: Step, label: None) -> None:
+    """Merge what is native when a prompt has ended, or a block was decoded."""
+    pairs = [layer for layer in layers if isinstance(layer, PairLayer)]
+    for shallower, deeper in zip(pairs[::2], pairs[1::2], strict=True):
+        native, rule = step.max_length - shallower.merged_tokens, shallower.params
+        if (step.ends_prompt and native) or (step.is_decode and native >= rule["block"]):
+            merge_pair(shallower, deeper, native, rule["share"], rule["t"])
 
 
 _ALREADY_SHARED = "both share between layers: there are no two layers' own keys left to merge"
@@ -188,7 +183,7 @@ METHOD = Method(
     frees="one of two directions per token in the pairs of the deeper half of the layers (1.3 times fewer bytes at d = 128); "
     "no token is dropped",
     axis="selection",
-    build=_build,
+    build=cache_of(_layer, after_layers=merge_pairs),
     parameters={
         "block": (128, "decoded tokens that are merged at once (tokens)", 1),
         "share": (0.05, "tokens of each merge that stay native, those with the largest angle (share)", 0, 1),

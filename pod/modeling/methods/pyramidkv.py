@@ -7,14 +7,11 @@ the authors' group and by kvpress, the latter flattens in this way; the former j
 
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import accumulate, pairwise
 
-from pod.modeling.methods.base import Method, Request, round_half_up
-from pod.modeling.methods.ranking import check_ranking, ranking_parameters
-from pod.modeling.methods.shared_selection import shared_cache
-from pod.modeling.methods.streaming import PREFILL_PARAMETERS, chunks_of
-from pod.modeling.shipped.cache import PodCache
-from pod.modeling.shipped.config import PodConfig
+from pod.modeling.methods.base import Method, round_half_up, round_sums
+from pod.modeling.methods.ranking import ranking_parameters
+from pod.modeling.methods.shared_selection import SharedSelectionLayer
+from pod.modeling.methods.streaming import PREFILL_PARAMETERS, cache_of
 from pod.modeling.shipped.sharing import Lead
 
 
@@ -29,9 +26,7 @@ def layer_budgets(budget: int, num_layers: int, beta: int, smallest: int, seen: 
     if num_layers == 1 or first <= budget:
         return [budget] * num_layers
     fall = Fraction(2 * (first - budget), num_layers - 1)
-    sizes = (first - fall * layer for layer in range(num_layers))
-    ends = map(round_half_up, accumulate(sizes, initial=Fraction(0)))
-    return [end - start for start, end in pairwise(ends)]
+    return round_sums(first - fall * layer for layer in range(num_layers))
 
 
 def block_budgets(budgets: Sequence[int], budget: int, window: int, lead: Lead) -> list[list[int]]:
@@ -50,18 +45,16 @@ def block_budgets(budgets: Sequence[int], budget: int, window: int, lead: Lead) 
     ]
 
 
-def _build(config: PodConfig, request: Request) -> PodCache:
-    check_ranking(request)
-    budget, window, beta = request.tokens, request.params["window"], request.params["beta"]
-    lead = config.sharing_plan.lead
+class PyramidLayer(SharedSelectionLayer):
+    """SnapKV's ranking, by which each block keeps as many tokens as its lead's layer."""
 
-    def budgets(seen: int) -> list[list[int]]:
-        return block_budgets(layer_budgets(budget, len(lead), beta, window + 1, seen), budget, window, lead)
+    def alike(self, head: int) -> tuple:
+        return self.lead[self.layer_idx][head], *(row[head] for row in self.lead if row[head] is not None)
 
-    def alike(layer: int, head: int) -> tuple:
-        return lead[layer][head], *(row[head] for row in lead if row[head] is not None)
-
-    return shared_cache(config, request, budgets, alike, chunks_of(request))
+    def budgets(self, seen: int) -> list[list[int]]:
+        window = self.params["window"]
+        sizes = layer_budgets(self.budget, len(self.lead), self.params["beta"], window + 1, seen)
+        return block_budgets(sizes, self.budget, window, self.lead)
 
 
 METHOD = Method(
@@ -69,7 +62,7 @@ METHOD = Method(
     paper="PyramidKV (Cai et al., 2024)",
     frees="prompt tokens that the end of the prompt does not attend to, more of them in higher layers",
     axis="selection",
-    build=_build,
+    build=cache_of(PyramidLayer),
     parameters=ranking_parameters(window=8, kernel=7, pool="max")
     | {"beta": (20, "mean budget over the last layer's", 1)}
     | PREFILL_PARAMETERS,

@@ -32,7 +32,7 @@ class QuestLayer(PodCacheLayer):
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
         self.page_size = request.params["page_size"]
-        self.num_read_pages = ceil(request.tokens / self.page_size)
+        self.num_read_pages = ceil(request.budget / self.page_size)
         self.is_dense = layer_idx < request.params["num_dense_layers"]
         super().__init__(config, layer_idx, request.codec)
 
@@ -64,22 +64,12 @@ class QuestLayer(PodCacheLayer):
     def _update_pages(self, k: Tensor, past: int) -> None:
         """Let rotated keys ``[B, H, m, d]`` enter their pages behind ``past`` tokens."""
         offset, first = past % self.page_size, past // self.page_size
-        if offset:  # the first page has tokens already
-            inside = k[:, :, : self.page_size - offset]
-            low, high = self.pages.read(first + 1)[:, :, first].chunk(2, dim=-1)
-            torch.minimum(low, inside.amin(2) if inside.shape[2] > 1 else inside[:, :, 0], out=low)
-            torch.maximum(high, inside.amax(2) if inside.shape[2] > 1 else inside[:, :, 0], out=high)
-            k, first = k[:, :, inside.shape[2] :], first + 1
-        if not k.shape[2]:
-            return
-        low, high = k, k
-        if k.shape[2] > 1:
-            padding = 0, 0, 0, -k.shape[2] % self.page_size
-            low, high = (
-                F.pad(k, padding, value=value).unflatten(2, (-1, self.page_size)) for value in (inf, -inf)
-            )
-            low, high = low.amin(3), high.amax(3)
-        self.pages.append(torch.cat((low, high), dim=-1), first)
+        if offset:  # the first page has tokens already: its bounds, over and over, stand for them
+            bounds = self.pages.read(first + 1)[:, :, first].unflatten(2, (2, -1))
+            k = torch.cat((bounds.repeat(1, 1, ceil(offset / 2), 1)[:, :, :offset], k), dim=2)
+        padding = 0, 0, 0, -k.shape[2] % self.page_size
+        low, high = (F.pad(k, padding, value=x).unflatten(2, (-1, self.page_size)) for x in (inf, -inf))
+        self.pages.append(torch.cat((low.amin(3), high.amax(3)), dim=-1), first)
 
     def choose_pages(self, q: Tensor, num_pages: int) -> Tensor:
         """The last page and the best of the others for queries ``[B, H, G, d]``: ``[B, H, G, num_read_pages]``, ascending.

@@ -1,4 +1,6 @@
-"""SnapKV's ranking of tokens by the attention of the last queries, and its parameters."""
+"""How leads rank the tokens that they hold when a prompt ends; SnapKV's ranking and its parameters."""
+
+import math
 
 import torch
 from torch import Tensor
@@ -6,38 +8,15 @@ from torch.nn import functional as F
 
 from pod.kernels.statistics import attention_column_sums
 from pod.modeling.methods.base import Parameter, Request
+from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.step import Step
 
 _POOLS = {"avg": F.avg_pool1d, "max": F.max_pool1d}
-
-
-def snapkv_slots(queries: Tensor, keys: Tensor, budget: int, kernel: int, pool: str, scale: float) -> Tensor:
-    """Slots to keep ``[B, H, budget]`` of ``[B, H, n, d]`` keys, by the prompt's last queries ``[B, Hq, w, d]``.
-
-    Kept are the last ``w`` tokens and, of those before them, the best by their attention from these queries: summed
-    over queries, averaged over the query heads of a group, pooled over neighbours.
-    """
-    n, w = keys.shape[2], queries.shape[2]
-    scores = attention_column_sums(queries, keys, scale=scale)[..., : n - w]
-    scores = scores.unflatten(1, (keys.shape[1], -1)).mean(2)
-    scores = _POOLS[pool](scores, kernel, stride=1, padding=kernel // 2)
-    recent = torch.arange(n - w, n, device=keys.device).expand(*keys.shape[:2], -1)
-    return torch.cat((best_slots(scores, budget - w), recent), dim=-1)
 
 
 def best_slots(scores: Tensor, count: int) -> Tensor:
     """The ``count`` best slots of ``[…, n]`` in ascending order; of equal scores the lower slot wins."""
     return scores.argsort(dim=-1, descending=True, stable=True)[..., :count].sort(dim=-1).values
-
-
-def check_ranking(request: Request) -> None:
-    """Raise ``ValueError`` for values that SnapKV's ranking cannot use."""
-    window, kernel = request.params["window"], request.params["kernel"]
-    if kernel % 2 == 0:
-        raise ValueError(f"{request.spec}: kernel = {kernel} must be odd")
-    if request.tokens <= window:
-        raise ValueError(
-            f"{request.spec}: budget = {request.tokens} must exceed window = {window}: raise the budget"
-        )
 
 
 def ranking_parameters(window: int, kernel: int, pool: str) -> dict:
@@ -49,26 +28,61 @@ def ranking_parameters(window: int, kernel: int, pool: str) -> dict:
     }
 
 
-class LastQueries:
-    """The last ``count`` queries of a running prompt, which a layer names among its stores."""
+class Ranking:
+    """What leads observe of a running prompt, and how they rank the tokens that they hold when it ends. Made anew for each prompt; a
+    layer counts its tensors, all of them ``[B, …]``, as bookkeeping."""
+
+    before_rope = False
+    """Whether queries are observed before their rotation."""
+
+    def observe(self, q: Tensor, step: Step) -> None:
+        """The queries ``[B, Hq, m, d]`` of a chunk."""
+        raise NotImplementedError
+
+    def scores(self, keys: Tensor, values: Tensor, step: Step) -> Tensor:
+        """When a prompt ends, scores ``[B, H, n]`` of rotated keys and values ``[B, H, n, d]``, infinite for what stays anyhow."""
+        raise NotImplementedError
+
+    def tensors(self) -> list[Tensor]:
+        return [x for x in vars(self).values() if isinstance(x, Tensor)]
+
+    def select_rows(self, index: Tensor) -> None:
+        for name, x in vars(self).items():
+            if isinstance(x, Tensor):
+                setattr(self, name, x.index_select(0, index.to(x.device)))
+
+
+class LastQueries(Ranking):
+    """The last ``count`` queries of a running prompt."""
 
     def __init__(self, count: int):
         self.count = count
         self.observed: Tensor | None = None  # [B, Hq, <= count, d]
 
-    def add(self, q: Tensor) -> None:
-        """Of a chunk ``[B, Hq, m, d]``."""
+    def observe(self, q: Tensor, step: Step) -> None:
         queries = q if self.observed is None else torch.cat((self.observed, q), dim=2)
         self.observed = queries[:, :, max(0, queries.shape[2] - self.count) :].clone()
 
-    def take(self) -> Tensor | None:
-        """What was observed, which is forgotten."""
-        queries, self.observed = self.observed, None
-        return queries
 
-    def tensors(self) -> list[Tensor]:
-        return [] if self.observed is None else [self.observed]
+class EndAttention(LastQueries):
+    """SnapKV's ranking: the last queries' tokens stay; those before them rank by the attention from these queries, summed over
+    queries, averaged over the query heads of a group, pooled over neighbours."""
 
-    def select_rows(self, index: Tensor) -> None:
-        if self.observed is not None:
-            self.observed = self.observed.index_select(0, index.to(self.observed.device))
+    def __init__(self, config: PodConfig, request: Request):
+        window, self.kernel, self.pool = (request.params[name] for name in ("window", "kernel", "pool"))
+        if self.kernel % 2 == 0:
+            raise ValueError(f"{request.spec}: kernel = {self.kernel} must be odd")
+        if request.budget <= window:
+            raise ValueError(
+                f"{request.spec}: budget = {request.budget} must exceed window = {window}: raise the budget"
+            )
+        super().__init__(window)
+        self.scale = config.head_dim**-0.5
+
+    def scores(self, keys: Tensor, values: Tensor, step: Step) -> Tensor:
+        assert self.observed is not None, "a prompt has a token"
+        recent, n = self.observed.shape[2], keys.shape[2]
+        scores = attention_column_sums(self.observed, keys, scale=self.scale)[..., : n - recent]
+        scores = scores.unflatten(1, (keys.shape[1], -1)).mean(2)
+        scores = _POOLS[self.pool](scores, self.kernel, stride=1, padding=self.kernel // 2)
+        return F.pad(scores, (0, recent), value=math.inf)

@@ -89,11 +89,13 @@ METHOD = Method(
     parameters={
         "heads": (
             None,
-            "file of launch/explore.py --heads, a plan, or per layer the KV heads that hold everything",
+            "file of launch/explore.py --heads or DuoAttention's gates (.tsv), a plan, or per layer the KV heads that hold everything",
         ),
         "share": (
             None,
-            "share of KV heads that hold everything, 0 to 1, best scores first; None = the file's own choice",
+            "share of KV heads that hold everything, best scores first; None = the file's own choice",
+            0.0,
+            1.0,
         ),
         "num_sink_tokens": (4, "first tokens that the other heads hold (tokens)", 0),
         "num_recent_tokens": (4000, "recent tokens that the other heads hold at least (tokens)", 1),

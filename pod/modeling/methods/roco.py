@@ -33,7 +33,7 @@ class RocoLayer(AccumulatingLayer):
         super().__init__(config, layer_idx, request.codec)
         names = "num_sink_tokens", "num_recent_tokens", "protect_prefill", "protect_decode"
         self.sinks, self.recents, *shares = (request.params[name] for name in names)
-        self.budget = budget = request.tokens
+        self.budget = budget = request.budget
         # 0.3 means three tenths, so that 0.3 of 5 tokens are 2
         self.protected = [round_half_up(Fraction(str(share)) * budget) for share in shares]
         if self.sinks + self.recents + max(self.protected) > budget:
@@ -55,7 +55,7 @@ class RocoLayer(AccumulatingLayer):
     def _observe(self, sums: Tensor, squares: Tensor, step: Step) -> None:
         self.accumulate("attention", sums)
         self.accumulate("squares", squares)
-        seen = (step.uniform_past or 0) + step.num_new
+        seen = step.max_length
         new = torch.arange(seen - step.num_new, seen, dtype=torch.int32, device=sums.device)
         new = new.expand(*sums.shape[:2], -1)
         known = self.statistics.get("positions", new[..., :0])
@@ -64,8 +64,7 @@ class RocoLayer(AccumulatingLayer):
     def evict(self, step: Step) -> None:
         if self.held <= self.budget:
             return
-        assert step.uniform_past is not None
-        counts = step.uniform_past + step.num_new - self.statistics["positions"]
+        counts = step.max_length - self.statistics["positions"]
         mean, variance = mean_and_variance(self.statistics["attention"], self.statistics["squares"], counts)
         protected = self.protected[step.is_decode]
         candidates = slice(self.sinks, self.held - self.recents)

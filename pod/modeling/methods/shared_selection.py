@@ -5,29 +5,23 @@ tokens that are still proximal and drops them as they age; it holds values for a
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from functools import lru_cache
-from itertools import islice
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from pod.modeling.methods.base import Request
-from pod.modeling.methods.ranking import snapkv_slots
+from pod.modeling.methods.ranking import EndAttention, Ranking, best_slots
 from pod.modeling.shipped.attend import Segments, Tokens, attend, take_heads, takes_gradients
-from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.grouped import attend_slots, slot_logits, weigh_slots
 from pod.modeling.shipped.layout import PodCacheLayer
-from pod.modeling.shipped.rows import FixedChunks, GroupedCache
 from pod.modeling.shipped.step import Selection, Step
 from pod.modeling.shipped.stores import Codec, TokenStore
 
 _AGED = 64  # own keys are freed, which copies the others, when this share (1/64) of them is of distant tokens
-Budgets = Callable[[int], list[list[int]]]
-"""Tokens seen to tokens of every layer and KV head, ``[L][H]``."""
-Labels = Callable[[int, int], Hashable]
-"""``(layer, KV head)`` to a label."""
 
 
 class OwnKeys:
@@ -93,38 +87,33 @@ class Bank:
         leads, followers: KV heads; ``values`` has the leads first, ``keys`` the leads only.
         followed: places among the leads, and KV heads, of those that others follow.
         held: tokens held by each row and head.
-        positions: int32 ``[B, leads, held]``; None where nothing is shared.
-        observed: last queries of the unfinished prompt, ``[B, leads·G, <= window, d]``.
+        ranking: by which the leads choose, with what it observed of the unfinished prompt.
         whole_from: position from which every token is held.
-        chosen: of each lead the last positions before that, each the largest of any row; None = still on the device.
+        chosen: of each lead the last positions before that, each the largest of any row, on the host: decoding waits for no device.
     """
 
-    def __init__(
-        self, codec: Codec, leads: list[int], followers: list[int], num_sink_tokens: int, shares: bool
-    ):
-        self.leads, self.followers, self.shares = leads, followers, shares
-        self.values: TokenStore = codec.tokens("values", evicts=True)
-        self.keys: TokenStore = codec.tokens("keys", evicts=True)
-        self.own = OwnKeys(codec, num_sink_tokens)
+    def __init__(self, layer: "SharedSelectionLayer", leads: list[int], followers: list[int]):
+        self.leads, self.followers, self.shares = leads, followers, layer.shares
+        self.followed = [(i, head) for i, head in enumerate(leads) if head in layer.roles.followed]
+        self.ranking = layer.make_ranking()
+        self.values: TokenStore = layer.codec.tokens("values", evicts=True)
+        self.keys: TokenStore = layer.codec.tokens("keys", evicts=True)
+        self.own = OwnKeys(layer.codec, layer.num_sink_tokens)
         self.held = self.whole_from = 0
-        self.followed: list[tuple[int, int]] = []
-        self.positions: Tensor = None  # type: ignore[assignment]
-        self.observed: Tensor | None = None
-        self.chosen: list[list[int]] | None = [[] for _ in leads]
+        self.places = TokenStore()
+        self.places.is_tight = True
+        self.chosen: list[list[int]] = [[] for _ in self.leads]
 
     def stores(self) -> list[tuple[str, TokenStore, int]]:
-        """Name, store and tokens of what is not empty."""
-        own = ("window_keys", self.own.store, len(self.own))
-        found = [("keys", self.keys, self.held), own, ("values", self.values, self.held)]
-        return [entry for entry in found if not entry[1].is_empty]
+        """Name, store and tokens."""
+        all_held = {"keys": self.keys, "values": self.values, "positions": self.places}
+        own = "window_keys", self.own.store, len(self.own)
+        return [own, *((name, store, self.held) for name, store in all_held.items())]
 
-    def select_rows(self, index: Tensor) -> None:
-        for _, store, _ in self.stores():
-            store.select_rows(index)
-        if self.positions is not None:
-            self.positions = self.positions.index_select(0, index.to(self.positions.device))
-        if self.observed is not None:
-            self.observed = self.observed.index_select(0, index.to(self.observed.device))
+    @property
+    def positions(self) -> Tensor:
+        """int32 ``[B, leads, held]``; None where nothing is shared."""
+        return None if self.places.is_empty else self.places.read(self.held)[..., 0]  # type: ignore[return-value]
 
     def append(self, k: Tensor, v: Tensor, step: Step) -> None:
         """TokenStore what comes, but followers' keys: ``[B, leads, m, d]`` and ``[B, leads + followers, m, d]``."""
@@ -134,34 +123,47 @@ class Bank:
         if self.leads and self.shares:
             seen = step.max_length
             new = torch.arange(seen - step.num_new, seen, dtype=torch.int32, device=k.device)
-            new = new.expand(k.shape[0], len(self.leads), -1)
-            self.positions = new if self.positions is None else torch.cat((self.positions, new), dim=2)
+            self.places.append(new[:, None].expand(*k.shape[:2], -1, -1), self.held)
         self.held += step.num_new
+
+    def scores(self, step: Step) -> Tensor:
+        """Of what the leads hold, ``[B, leads, held]``."""
+        values = take_heads(self.values.read(self.held), range(len(self.leads)))
+        return self.ranking.scores(self.keys.read(self.held), values, step)
 
 
 class SharedSelectionLayer(PodCacheLayer):
-    """One layer for rows that are alike. Leads rank by SnapKV; followers keep the slots that their leads keep.
+    """One layer for rows that are alike. Leads rank; followers keep the slots that their leads keep.
 
-    Args:
-        alike: labels that are the same for heads of a layer whose budgets always agree.
-        params: SnapKV's ``window``, ``kernel`` and ``pool``.
+    Attributes:
+        ranks: ``(config, request)`` to a new ranking; raises ``ValueError`` for a request that it cannot serve.
+        budget: tokens of a KV head, mean over layers and heads.
     """
 
-    def __init__(
-        self, config: PodConfig, layer_idx: int, budgets: Budgets, alike: Labels, params: dict, codec: Codec
-    ):
-        self.budgets, self.alike, self.params = budgets, alike, params
-        super().__init__(config, layer_idx, codec)
+    ranks: ClassVar[Callable[[PodConfig, Request], Ranking]] = EndAttention
+
+    def __init__(self, config: PodConfig, layer_idx: int, request: Request):
+        self.budget, self.params = request.budget, request.params
+        make_ranking = type(self).ranks
+        self.make_ranking = lambda: make_ranking(config, request)
+        self.make_ranking()  # which checks the request, where no head of the layer leads too
+        self.shares = config.sharing_plan.num_followers > 0
+        super().__init__(config, layer_idx, request.codec)
+
+    def alike(self, head: int) -> Hashable:
+        """A label that is the same for heads of this layer that always hold equally many tokens."""
+        return None
+
+    def budgets(self, seen: int) -> list[list[int]]:
+        """Tokens of every layer and KV head, ``[L][H]``, when a prompt ends after ``seen`` tokens."""
+        return [[self.budget] * len(row) for row in self.lead]
 
     def clear(self) -> None:
         members: dict[Hashable, tuple[list[int], list[int]]] = {}
         for head in self.roles.held:
-            bank = members.setdefault(self.alike(self.layer_idx, head), ([], []))
+            bank = members.setdefault(self.alike(head), ([], []))
             bank[head not in self.roles.leads].append(head)
-        shares = any(lead not in (layer, None) for layer, row in enumerate(self.lead) for lead in row)
-        self.banks = [Bank(self.codec, *roles, self.num_sink_tokens, shares) for roles in members.values()]
-        for bank in self.banks:
-            bank.followed = [(i, head) for i, head in enumerate(bank.leads) if head in self.roles.followed]
+        self.banks = [Bank(self, *roles) for roles in members.values()]
         held = [head for bank in self.banks for head in bank.leads + bank.followers]
         self.order = (*held, *self.roles.windows)
         counts = [len(x) for x in (self.roles.leads, self.roles.followers, self.roles.windows)]
@@ -169,45 +171,32 @@ class SharedSelectionLayer(PodCacheLayer):
         windows = self.num_sink_tokens, self.num_recent_tokens
         self.near_keys, self.near_values = (self.codec.window(part, *windows) for part in ("keys", "values"))
 
-    def _windows(self) -> dict[str, TokenStore]:
-        near = {"near_keys": self.near_keys, "near_values": self.near_values}
-        return {name: store for name, store in near.items() if not store.is_empty}
+    def _held(self, length: int) -> list[tuple[str, TokenStore, int]]:
+        """Name, store and tokens of what is not empty after ``length`` tokens."""
+        near = ("near_keys", self.near_keys, length), ("near_values", self.near_values, length)
+        banks = ((f"{x[0]} of {i}", *x[1:]) for i, bank in enumerate(self.banks) for x in bank.stores())
+        return [entry for entry in (*near, *banks) if not entry[1].is_empty]
 
-    def stores(self) -> dict[str, TokenStore]:
-        banks = enumerate(self.banks)
-        found = {f"{name} of bank {i}": store for i, bank in banks for name, store, _ in bank.stores()}
-        return found | self._windows()
-
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
-        for name, store in self._windows().items():
-            yield from ((name, x) for x in store.tensors())
-        for bank in self.banks:
-            yield from ((name, x) for name, store, _ in bank.stores() for x in store.tensors())
-            for name, tensor in (("positions", bank.positions), ("bookkeeping", bank.observed)):
-                if tensor is not None:
-                    yield name, tensor
-
-    def select_rows(self, index: Tensor) -> None:
-        for part in (*self.banks, *self._windows().values()):
-            part.select_rows(index)
+    def stores(self) -> dict[str, Any]:
+        rankings = {f"bookkeeping of {i}": bank.ranking for i, bank in enumerate(self.banks)}
+        return {name: store for name, store, _ in self._held(0)} | rankings
 
     def predicted_nbytes(self, length: int) -> int:
         """For the tokens held now, which depend on what was chosen."""
-        stores = sum(store.predicted_nbytes(n) for bank in self.banks for _, store, n in bank.stores())
-        stores += sum(store.predicted_nbytes(length) for store in self._windows().values())
-        return stores + sum(4 * bank.positions.numel() for bank in self.banks if bank.positions is not None)
+        return sum(store.predicted_nbytes(count) for _, store, count in self._held(length))
 
     # -- attention -------------------------------------------------------------------------------------------
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        q, k = step.rope.pair(q, k)
+        plain, (q, k) = q, step.rope.pair(q, k)
         is_single = step.num_new == 1 and not takes_gradients(q, k, v)
         outs = []
+        for bank in self.banks if not step.is_decode else ():
+            if bank.leads:
+                own = take_heads(plain if bank.ranking.before_rope else q, bank.leads, self.groups)
+                bank.ranking.observe(own, step)
         for bank, own_q, own_k, own_v in zip(self.banks, *map(self._by_bank, (q, k, v)), strict=True):
             bank.append(own_k[0], own_v[2], step)
-            if not step.is_decode and bank.leads:
-                seen = own_q[0] if bank.observed is None else torch.cat((bank.observed, own_q[0]), 2)
-                bank.observed = seen[:, :, -self.params["window"] :].clone()
             self._publish(bank, own_q[0], step, is_single)
             if bank.followers and is_single:
                 bank.own.append(own_k[1])
@@ -247,11 +236,10 @@ class SharedSelectionLayer(PodCacheLayer):
         return list(zip(roles[::2], roles[1::2], x.split(both, 1), strict=True))
 
     def _in_order(self, outs: list[Tensor]) -> Tensor:
-        out = torch.cat(outs, dim=1) if len(outs) > 1 else outs[0]
         if not self.is_reordered:
-            return out
-        places = tuple(self.order.index(head) for head in range(len(self.order)))
-        return out.index_select(1, head_index(places, self.groups, out.device))
+            return outs[0]
+        pieces = [piece for out in outs for piece in out.split(self.groups, dim=1)]
+        return torch.cat([pieces[self.order.index(head)] for head in range(len(pieces))], dim=1)
 
     def _publish(self, bank: Bank, q: Tensor, step: Step, is_single: bool) -> None:
         """Leave for followers what they need of a lead before it chooses."""
@@ -307,30 +295,41 @@ class SharedSelectionLayer(PodCacheLayer):
     # -- selection -------------------------------------------------------------------------------------------
 
     def settle(self, step: Step) -> None:
-        if not (step.ends_prompt or step.is_decode):
-            return
-        for bank in self.banks if step.ends_prompt else ():
-            self._select(bank, step)
-        for bank in self.banks:
-            for _, store, count in bank.stores():
+        if step.ends_prompt:
+            for bank, slots in zip(self.banks, self.choose(step), strict=True):
+                self._select(bank, slots, step)
+                bank.ranking = self.make_ranking()
+        if step.ends_prompt or step.is_decode:
+            for _, store, count in self._held(step.max_length):
                 store.settle(count)
-        for store in self._windows().values():
-            store.settle(step.max_length)
+        for bank in self.banks:
+            self._free(bank, step)
 
-    def _select(self, bank: Bank, step: Step) -> None:
-        """Leads rank, and leave for their followers which slots stay."""
+    def choose(self, step: Step) -> list[Tensor | None]:
+        """Of each bank the slots ``[B, leads, budget]`` that its leads keep, ascending; None = all."""
         if step.sizes is None:
             step.sizes = self.budgets(step.max_length)
-        budget = step.sizes[self.layer_idx][(bank.leads + bank.followers)[0]]
+        row = step.sizes[self.layer_idx]
+        sized = [(bank, row[bank.leads[0]] if bank.leads else bank.held) for bank in self.banks]
+        return [best_slots(bank.scores(step), n) if bank.held > n else None for bank, n in sized]
+
+    def _select(self, bank: Bank, slots: Tensor | None, step: Step) -> None:
+        """Leads keep these slots, and leave for their followers which they are."""
         kept = []
         if bank.leads:
-            kept.append(self._choose(bank, budget))
+            kept.append(slots)
+            if slots is not None:
+                bank.keys.keep(slots, bank.held)
+                if bank.shares:
+                    bank.places.keep(slots, bank.held)
+                    bank.whole_from = step.max_length
+                    bank.chosen = bank.positions[:, :, -self.num_recent_tokens :].amax(0).tolist()
             for place, head in bank.followed:
-                found = step.lead.selections.setdefault(head, Selection(bank.positions[:, place]))
-                found.kept = None if kept[0] is None else kept[0][:, place]
+                left = step.lead.selections.setdefault(head, Selection(bank.positions[:, place]))
+                left.kept = None if slots is None else slots[:, place]
         if bank.followers:
-            chosen = [step.lead.selections[head].kept for head in bank.followers]
-            chosen = [index for index in chosen if index is not None]  # all or none
+            found = (step.lead.selections[head].kept for head in bank.followers)
+            chosen = [index for index in found if index is not None]  # all or none
             kept.append(torch.stack(chosen, 1) if chosen else None)
         if kept[0] is not None:
             bank.values.keep(torch.cat(kept, dim=1), bank.held)
@@ -338,37 +337,15 @@ class SharedSelectionLayer(PodCacheLayer):
             if bank.followers:
                 bank.own.keep(kept[-1], self.num_recent_tokens - 1)
 
-    def _choose(self, bank: Bank, budget: int) -> Tensor | None:
-        """Slots ``[B, leads, budget]`` that leads keep; None = all."""
-        queries, bank.observed = bank.observed, None
-        if queries is None or bank.held <= budget:
-            return None
-        kernel, pool = self.params["kernel"], self.params["pool"]
-        index = snapkv_slots(queries, bank.keys.read(bank.held), budget, kernel, pool, self.scale)
-        bank.keys.keep(index, bank.held)
-        if bank.shares:
-            bank.positions, bank.chosen = bank.positions.gather(2, index), None
-        return index
-
-
-def free_own_keys(layers: list[SharedSelectionLayer], step: Step, label: None) -> None:
-    """Free followers' keys of tokens that are distant for the next query. Which those are is read from the device once for all
-    layers, when leads have chosen, and known on the host from then on."""
-    seen, n_r = step.max_length, layers[0].num_recent_tokens
-    banks = [(layer, bank) for layer in layers for bank in layer.banks]
-    unread = [bank for _, bank in banks if bank.chosen is None]
-    if unread:
-        latest = [bank.positions[:, :, -n_r:].amax(0) for bank in unread]
-        numbers = iter(torch.cat([x.flatten() for x in latest]).tolist())
-        for bank, x in zip(unread, latest, strict=True):
-            bank.whole_from, bank.chosen = seen, [list(islice(numbers, x.shape[1])) for _ in bank.leads]
-    recents = {}
-    for layer, bank in banks:
-        whole = min(seen - bank.whole_from, n_r - 1)
-        for head, chosen in zip(bank.leads, bank.chosen or (), strict=True):
-            recents[layer.layer_idx, head] = whole + len(chosen) - bisect_right(chosen, seen - n_r)
+    def _free(self, bank: Bank, step: Step) -> None:
+        """Of followers the keys of tokens that are distant for the next query; which those are, their leads know."""
+        seen, n_r = step.max_length, self.num_recent_tokens
+        for place, head in bank.followed:
+            chosen = bank.chosen[place]
+            near = min(seen - bank.whole_from, n_r - 1) + len(chosen) - bisect_right(chosen, seen - n_r)
+            step.lead.selections[head].near = near
         if bank.followers:
-            most = max(recents[layer.lead[layer.layer_idx][head], head] for head in bank.followers)
+            most = max(step.lead.selections[head].near for head in bank.followers)
             bank.own.free(most, step.past.device)
 
 
@@ -383,14 +360,3 @@ def first_and_last(first: int, last: int, count: int, device: torch.device) -> T
 def head_index(heads: tuple[int, ...], width: int, device: torch.device) -> Tensor:
     """Heads ``[len(heads)·width]`` of KV heads that are ``width`` wide."""
     return torch.tensor([head * width + i for head in heads for i in range(width)], device=device)
-
-
-def shared_cache(
-    config: PodConfig, request: Request, budgets: Budgets, alike: Labels, chunks: FixedChunks | None
-) -> PodCache:
-    """The cache of a ranking, with or without ``pod``; see ``SharedSelectionLayer``."""
-
-    def make_layer(config: PodConfig, layer_idx: int) -> SharedSelectionLayer:
-        return SharedSelectionLayer(config, layer_idx, budgets, alike, request.params, request.codec)
-
-    return GroupedCache(config, make_layer, request.spec, chunks=chunks, after_layers=free_own_keys)

@@ -64,7 +64,7 @@ class SimLayer(SlidingLayer):
             return out
         out = self.tokens.attend_prompt(q, new, step)
         if self.detector == "prefill" and can_change:
-            self.queries.add(q)
+            self.queries.observe(q, step)
         return out
 
     def _judge(self, parts: Iterable[Tensor]) -> None:
@@ -85,9 +85,9 @@ class SimLayer(SlidingLayer):
         if not (step.ends_prompt or step.is_decode):
             return
         if not step.is_decode:
-            queries = self.queries.take()
-            if queries is not None:
-                self._judge(self._prompt_rows(queries))
+            if self.queries.observed is not None:
+                self._judge(self._prompt_rows(self.queries.observed))
+            self.queries = LastQueries(self.num_last_queries)
             self.judges_next = self.detector == "decode"
         self._rest()
 

@@ -5,26 +5,17 @@ tokens: the last ``window`` ones and the best of the rest by the pooled sum of t
 kept. In ``streaming`` prefill every chunk of the prompt counts as its end.
 """
 
-from pod.modeling.methods.base import Method, Request
-from pod.modeling.methods.ranking import check_ranking, ranking_parameters
-from pod.modeling.methods.shared_selection import shared_cache
-from pod.modeling.methods.streaming import PREFILL_PARAMETERS, chunks_of
-from pod.modeling.shipped.cache import PodCache
-from pod.modeling.shipped.config import PodConfig
-
-
-def _build(config: PodConfig, request: Request) -> PodCache:
-    check_ranking(request)
-    budgets = [[request.tokens] * config.num_key_value_heads] * config.num_hidden_layers
-    return shared_cache(config, request, lambda seen: budgets, lambda layer, head: 0, chunks_of(request))
-
+from pod.modeling.methods.base import Method
+from pod.modeling.methods.ranking import ranking_parameters
+from pod.modeling.methods.shared_selection import SharedSelectionLayer
+from pod.modeling.methods.streaming import PREFILL_PARAMETERS, cache_of
 
 METHOD = Method(
     name="snapkv",
     paper="SnapKV (Li et al., 2024)",
     frees="prompt tokens that the end of the prompt does not attend to; decoded tokens stay",
     axis="selection",
-    build=_build,
+    build=cache_of(SharedSelectionLayer),
     parameters=ranking_parameters(window=32, kernel=5, pool="avg") | PREFILL_PARAMETERS,
     takes_budget=True,
 )

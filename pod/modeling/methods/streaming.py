@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from pod.modeling.methods.base import Parameter, Request
 from pod.modeling.shipped.cache import PodCache
@@ -27,14 +28,14 @@ def chunks_of(request: Request) -> FixedChunks | None:
 
 
 def cache_of(
-    make_layer: Callable[..., CacheLayer], takes_any_rows: bool = False, rowwise: bool = False
+    make_layer: Callable[..., CacheLayer], takes_any_rows: bool = False, **grouped: Any
 ) -> Callable[[PodConfig, Request], PodCache]:
     """``Method.build`` of a selection.
 
     Args:
         make_layer: ``(config, layer_idx, request) -> CacheLayer``; raises ``ValueError`` for a request that it cannot serve.
         takes_any_rows: whether its layers see the whole batch, rows of unlike length too; packed stores do not.
-        rowwise: see ``GroupedCache``.
+        grouped: arguments of ``GroupedCache``.
     """
 
     def build(config: PodConfig, request: Request) -> PodCache:
@@ -42,6 +43,6 @@ def cache_of(
         make = partial(make_layer, request=request)
         if takes_any_rows and request.codec is NATIVE:
             return PodCache(config, make, request.spec)
-        return GroupedCache(config, make, request.spec, rowwise, chunks_of(request))
+        return GroupedCache(config, make, request.spec, chunks=chunks_of(request), **grouped)
 
     return build

@@ -54,7 +54,7 @@ class ThinLayer(PodCacheLayer):
         self.lead_keys.append(k, length - step.num_new - self.num_thin)
         self.all_values.append(v, length - step.num_new)
         if not step.is_decode:
-            self.queries.add(q)
+            self.queries.observe(q, step)
         keys = self.lead_keys.read(length - self.num_thin)
         if step.num_new > 1 or takes_gradients(q, k, v):
             if self.num_thin:  # with zeros for what they lack
@@ -74,9 +74,11 @@ class ThinLayer(PodCacheLayer):
         return self.channels.read(1).long().expand(-1, -1, count, -1)
 
     def settle(self, step: Step) -> None:
-        queries, held = self.queries.take() if step.ends_prompt else None, step.max_length - self.num_thin
-        if queries is not None and held > self.recent:
-            self._drop_channels(queries, self.lead_keys.read(held), held - self.recent)
+        queries, held = self.queries.observed, step.max_length - self.num_thin
+        if step.ends_prompt:
+            self.queries = LastQueries(self.num_queries)
+            if queries is not None and held > self.recent:
+                self._drop_channels(queries, self.lead_keys.read(held), held - self.recent)
         if step.ends_prompt or step.is_decode:
             self.thin.settle(self.num_thin)
             self.all_values.settle(step.max_length)

@@ -8,7 +8,7 @@ from pod.modeling.shipped.layout import PodCacheLayer
 
 
 def _layer(config: PodConfig, layer_idx: int, request: Request) -> PodCacheLayer:
-    return PodCacheLayer(with_windows(config, 0, request.tokens), layer_idx, request.codec)
+    return PodCacheLayer(with_windows(config, 0, request.budget), layer_idx, request.codec)
 
 
 METHOD = Method(

@@ -52,7 +52,7 @@ class SinkLayer(PodCacheLayer):
     lag: ClassVar[int]
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
-        self.num_sink_tokens, self.limit = request.params["num_sink_tokens"], request.tokens
+        self.num_sink_tokens, self.limit = request.params["num_sink_tokens"], request.budget
         num_recent_tokens = self.limit - self.num_sink_tokens
         if num_recent_tokens < 1:
             raise ValueError(

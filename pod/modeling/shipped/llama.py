@@ -185,6 +185,7 @@ class PodModel(PodPreTrainedModel):
             part = hidden_states if columns is None else take_columns(hidden_states, columns)
             context = self.context(part, piece.positions)
             context.step, piece.rope, piece.backend = piece, context.rope, context.backend
+            step.rope = context.rope
             part = self.run_layers(part, context)
             cache.end_piece(piece)
             if columns is None:

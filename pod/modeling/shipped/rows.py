@@ -257,7 +257,7 @@ class GroupedCache(PodCache):
             for group in list(self.groups):
                 if group.prompt_done:
                     part = self._next_pass(group, 0, step)
-                    part.ends_prompt = True
+                    part.ends_prompt, part.rope = True, step.rope
                     for layer in group.layers:
                         layer.settle(part)
                     self._end_pass(group, part)

@@ -23,11 +23,13 @@ class Selection:
         positions: ``[B, n]``, ascending.
         scored: when decoding, logits ``[B, G, n]`` and which tokens ``[B, n]`` are proximal.
         kept: slots ``[B, w]`` that the lead chose when the prompt ended; None = all.
+        near: how many of the tokens held, in any row, are recent ones for the next query.
     """
 
     positions: Tensor
     scored: tuple[Tensor, Tensor] | None = None
     kept: Tensor | None = None
+    near: int = 0
 
 
 @dataclass
@@ -169,13 +171,13 @@ class CacheLayer(CacheLayerMixin):
                 store.settle(step.max_length)
 
     def stores(self) -> dict[str, Any]:
-        """Every store that the layer has, by the name of the part that it counts towards."""
+        """Every store that the layer has, by the name of the part that it counts towards, ``part of x`` where there are several."""
         return {}
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor that the layer holds, with the name of the part it counts towards."""
         for name, store in self.stores().items():
-            yield from ((name, tensor) for tensor in store.tensors())
+            yield from ((name.partition(" of ")[0], tensor) for tensor in store.tensors())
 
     def select_rows(self, index: Tensor) -> None:
         """Keep, repeat or reorder rows of the batch."""

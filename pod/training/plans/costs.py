@@ -32,10 +32,10 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from pod.files import atomic_write_bytes
-from pod.modeling.recording import AttentionInputs, record_attention_inputs
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.packed import Packing
 from pod.modeling.shipped.sharing import GROUP_SIZE, RESIDUAL
+from pod.training.plans.recording import AttentionInputs, record_attention_inputs
 
 COSTS_NAME = "plan_costs.safetensors"
 SCHEMA_VERSION = "2"

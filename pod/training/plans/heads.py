@@ -16,10 +16,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pod.modeling.loading import load_model, load_tokenizer
-from pod.modeling.recording import record_attention_inputs
 from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.training.plans.exploration import keep_old, reusable, weights_stamp
 from pod.training.plans.explore_args import ExploreArgs
+from pod.training.plans.recording import record_attention_inputs
 from pod.training.plans.similarity import from_first_rank, model_fingerprint
 
 HEADS_NAME = "retrieval_heads.json"

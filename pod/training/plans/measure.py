@@ -11,7 +11,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pod.modeling.loading import load_tokenizer
-from pod.modeling.recording import record_attention_rows
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.training.plans.costs import (
     COSTS_NAME,
@@ -24,6 +23,7 @@ from pod.training.plans.costs import (
 )
 from pod.training.plans.exploration import MATCHING_SEQUENCES, Exploration, keep_old, reusable, weights_stamp
 from pod.training.plans.heads import fitting_tokens, ordinary_vocabulary, repeated_tokens
+from pod.training.plans.recording import record_attention_rows
 from pod.training.plans.similarity import (
     SIMILARITY_NAME,
     Similarity,

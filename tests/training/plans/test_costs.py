@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import pod
-from pod.modeling.recording import record_attention_inputs
 from pod.modeling.shipped.packed import Packing
 from pod.training.plans.costs import (
     PlanCosts,
@@ -15,6 +14,7 @@ from pod.training.plans.costs import (
     measure_query_head_errors,
     sample_queries,
 )
+from pod.training.plans.recording import record_attention_inputs
 
 SINKS, RECENT, TOKENS = 2, 5, 41
 HEADS = [(6, 2), (3, 3), (4, 1), (9, 3)]  # query heads, KV heads

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import pod
-from pod.modeling.recording import record_attention_inputs
 from pod.modeling.retrieval_heads import RetrievalHeads, plan_of_heads
 from pod.recipe import load_recipe, run
 from pod.training.plans import heads as heads_module
 from pod.training.plans.heads import HEADS_NAME, head_scores, repeated_tokens, search_heads
+from pod.training.plans.recording import record_attention_inputs
 
 LAUNCHER = Path(__file__).parents[3] / "launch" / "explore.py"
 
@@ -185,7 +185,7 @@ def test_launcher_writes_the_heads_and_measures_once(launcher, overrides, tmp_pa
     printed = capsys.readouterr().out
     first = RetrievalHeads.load(path)
     assert first.describe() in printed and str(path) in printed
-    assert (first.num_layers, first.num_attention_heads, first.num_key_value_heads) == (4, 4, 2)
+    assert (len(first.echo), len(first.echo[0]), first.num_key_value_heads) == (4, 4, 2)
     assert first.provenance["num_tokens"] == 12
 
     loaded = []
@@ -249,8 +249,8 @@ def test_files_and_lists_that_do_not_fit_are_refused(tmp_path):
     for wrong, message in [
         (None, "launch/explore.py --heads"),
         (tmp_path / "none.json", "no such file"),
-        ([[0], [1]], "lists 2 layers, the model has 3"),
-        ([[0], [2], []], r"KV heads \[2\], the model has 0 to 1"),
+        ([[0], [1]], "for each of 3 layers"),
+        ([[0], [2], []], "whole numbers from 0 to 1 such as"),
         ([0, 1, 2], "expected a path or"),
         (7, "expected a path or"),
     ]:

@@ -52,10 +52,12 @@ class TauOptions:
     """answer the passkey prompts at every threshold, too"""
 
     def __post_init__(self) -> None:
-        from pod.modeling.methods.layouts import check_tau
+        from pod.modeling.methods import methods
 
         for tau in self.taus:
-            check_tau(tau)
+            reason = methods()["pod"].parameters["tau"].refusal(tau)
+            if reason is not None:
+                raise ValueError(f"tau = {tau!r} {reason}")
         if not self.taus or len(set(self.taus)) < len(self.taus):
             raise ValueError(f"taus must be different numbers from 0 to 1, at least one, got {self.taus}")
         if self.tau not in self.taus:

@@ -1,0 +1,54 @@
+"""Ada-KV (Feng et al., 2024): SnapKV whose KV heads share the budget of their layer by how much of its best they hold.
+
+When a prompt ends, SnapKV's scores of all heads of a layer are ranked together. A head that has ``f`` of the layer's best
+``heads · budget`` tokens keeps its best ``(1 - safeguard) f + safeguard · budget`` (Algorithms 1 and 2; in the authors' code the
+safeguard is ``floor_alpha``). Cumulative sums are rounded, so that all heads together hold what they were given. Heads hold
+different numbers of tokens and nothing else.
+"""
+
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from pod.modeling.methods.base import Method, round_sums
+from pod.modeling.methods.ranking import best_slots, ranking_parameters
+from pod.modeling.methods.shared_selection import SharedSelectionLayer
+from pod.modeling.methods.streaming import PREFILL_PARAMETERS, cache_of
+from pod.modeling.shipped.step import Step
+
+
+class AdaLayer(SharedSelectionLayer):
+    """Sees one row at a time, because what a head gets depends on what it attends to. Every head is a bank of its own."""
+
+    def alike(self, head: int) -> int:
+        return head
+
+    def choose(self, step: Step) -> list[Tensor | None]:
+        held, total = [bank.held for bank in self.banks], self.budget * len(self.banks)
+        if sum(held) <= total:
+            return [None] * len(held)
+        scores = [bank.scores(step) for bank in self.banks]
+        owners = torch.arange(len(held)).repeat_interleave(torch.tensor(held))
+        best = best_slots(torch.cat([x.flatten() for x in scores]), total).cpu()
+        found = owners[best].bincount(minlength=len(held)).tolist()
+        safeguard = Fraction(str(self.params["safeguard"]))
+        sizes = round_sums((1 - safeguard) * own + safeguard * self.budget for own in found)
+        return [best_slots(x, size) for x, size in zip(scores, sizes, strict=True)]
+
+
+METHOD = Method(
+    name="adakv",
+    paper="Ada-KV (Feng et al., 2024), Algorithms 1 and 2, with SnapKV's scores",
+    frees="prompt tokens that the end of the prompt does not attend to, fewer of them in heads that attend to many",
+    axis="selection",
+    build=cache_of(AdaLayer, rowwise=True),
+    parameters=ranking_parameters(window=32, kernel=7, pool="max")
+    | {"safeguard": (0.2, "share of the budget that every head has, whatever the others need", 0, 1)}
+    | PREFILL_PARAMETERS,
+    takes_budget=True,
+    refuses={
+        "pod": "a lead that wins tokens from the heads of its layer would win them in every layer of its block, where none of the "
+        "other heads has lost them"
+    },
+)

@@ -1,0 +1,92 @@
+"""Expected Attention (Devoto et al., 2025): when a prompt ends, keep what queries to come are expected to attend to.
+
+Queries before RoPE are taken for normal, with the mean and the covariance of those of the prompt (its sinks left out), and RoPE
+for its mean over the next ``num_future_positions`` positions. A key's expected weight is then ``exp(k·µ / √d + kᵀ Σ k / 2d)``,
+divided by the sum over the keys that are no sinks; the score is its mean over the query heads of a group, plus ``epsilon``, times
+the norm of the value (kvpress's ``ExpectedAttentionPress``). The first ``num_sink_tokens`` always stay. Else as SnapKV.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pod.modeling.methods.base import Method, Request
+from pod.modeling.methods.ranking import Ranking
+from pod.modeling.methods.shared_selection import SharedSelectionLayer
+from pod.modeling.methods.streaming import PREFILL_PARAMETERS, cache_of
+from pod.modeling.shipped.attend import compute_dtype
+from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.rope import rotate
+from pod.modeling.shipped.step import Step
+
+
+class ExpectedAttention(Ranking):
+    """Moments of the queries of a prompt, in at least fp32.
+
+    Attributes:
+        count: queries; mean: theirs, ``[B, Hq, d]``; spread: sums of products of deviations from it, ``[B, Hq, d, d]``.
+    """
+
+    before_rope = True
+
+    def __init__(self, config: PodConfig, request: Request):
+        names = "num_sink_tokens", "num_future_positions", "epsilon"
+        self.num_sink_tokens, self.num_future_positions, self.epsilon = (request.params[x] for x in names)
+        if request.budget <= self.num_sink_tokens:
+            raise ValueError(
+                f"{request.spec}: budget = {request.budget} must exceed num_sink_tokens = {self.num_sink_tokens}: raise the budget"
+            )
+        self.scale, self.count = config.head_dim**-0.5, 0
+        self.mean: Tensor | None = None
+
+    def observe(self, q: Tensor, step: Step) -> None:
+        assert step.uniform_past is not None
+        q = q[:, :, max(0, self.num_sink_tokens - step.uniform_past) :].to(compute_dtype(q.dtype))
+        new = q.shape[2]
+        if not new:
+            return
+        mean = q.mean(2)
+        deviation = q - mean[:, :, None]
+        spread = deviation.transpose(2, 3) @ deviation
+        if self.mean is not None:  # two sets of queries as one (Chan et al., 1979)
+            shift, share = mean - self.mean, new / (self.count + new)
+            spread += self.spread + self.count * share * shift[..., None] * shift[:, :, None]
+            mean = torch.lerp(self.mean, mean, share)
+        self.mean, self.spread, self.count = mean, spread, self.count + new
+
+    def scores(self, keys: Tensor, values: Tensor, step: Step) -> Tensor:
+        assert self.mean is not None, "more tokens than sinks"
+        groups, first = self.mean.shape[1] // keys.shape[1], self.num_sink_tokens
+        mean = (self.mean * self.scale).unflatten(1, (-1, groups))
+        half = (self.spread * (self.scale**2 / 2 / self.count)).unflatten(1, (-1, groups))
+        positions = step.max_length + torch.arange(self.num_future_positions, device=keys.device)[None]
+        cos, sin = (x.mean(2, keepdim=True) for x in step.rope.tables(positions))
+        keys = rotate(keys[:, :, first:].to(mean.dtype), (cos, -sin))  # in place of queries, by the transpose
+        weights = torch.zeros_like(keys[..., 0])
+        for g in range(groups):
+            logits = ((keys @ half[:, :, g] + mean[:, :, g, None]) * keys).sum(-1)
+            weights += logits.softmax(-1) / groups
+        scores = (weights + self.epsilon) * values[:, :, first:].norm(dim=-1, dtype=mean.dtype)
+        return F.pad(scores, (first, 0), value=math.inf)
+
+
+class ExpectedLayer(SharedSelectionLayer):
+    ranks = ExpectedAttention
+
+
+METHOD = Method(
+    name="expected_attention",
+    paper="Expected Attention (Devoto et al., 2025)",
+    frees="prompt tokens that queries to come are not expected to attend to; decoded tokens stay",
+    axis="selection",
+    build=cache_of(ExpectedLayer),
+    parameters={
+        "num_sink_tokens": (4, "first tokens, always kept and not observed (tokens)", 0),
+        "num_future_positions": (512, "positions behind the prompt over which RoPE is averaged (tokens)", 1),
+        "epsilon": (0.01, "added to the expected weight before it is multiplied by the value's norm", 0),
+    }
+    | PREFILL_PARAMETERS,
+    takes_budget=True,
+)
