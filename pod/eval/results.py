@@ -17,7 +17,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pod.eval.answer.methods import safe_name
 from pod.files import read_json, sha256_file, write_json
 from pod.models import cache_dir
 
@@ -45,8 +44,9 @@ class RunResults:
 
     def __init__(self, path: str | os.PathLike, method: str, header: dict[str, Any], writes: bool = True):
         self.path, self.writes = Path(path), writes
-        old = _read_or_none(self.path)
-        old = old if old and old.get("method") == method else {}
+        old = read_mapping(self.path) or {}
+        if (old.get("schema"), old.get("method")) != (SCHEMA_VERSION, method):
+            old = {}
         same = old.get("row") == header.get("row")
         self.left_out = [] if same else list(old.get("parts", {}))
         self.content = {
@@ -85,21 +85,10 @@ class RunResults:
             write_json(self.path, self.content)
 
 
-def load_results(folder: str | os.PathLike, methods: list[str] | None = None) -> dict[str, dict]:
-    """Results by method name, in the order of `methods` (default: every method file there, by name).
-
-    Raises: ValueError when the folder holds none of them.
-    """
-    files = sorted(Path(folder).glob("*.json"))
-    if methods is not None:
-        files = [Path(folder) / f"{safe_name(name)}.json" for name in methods]
-    found = [_read_or_none(file) for file in files]
-    results = {content["method"]: content for content in found if content and content.get("method")}
-    if methods is not None:
-        results = {name: results[name] for name in methods if name in results}
-    if not results:
-        raise ValueError(f"{folder} holds no evaluation results: run launch/run_eval.py first")
-    return results
+def result_files(folder: str | os.PathLike) -> dict[str, dict]:
+    """The content of every result file of a folder, of any schema, by file name."""
+    found = {file.name: read_mapping(file) for file in sorted(Path(folder).glob("*.json"))}
+    return {name: content for name, content in found.items() if content and content.get("method")}
 
 
 def fingerprint(inputs: Any) -> str:
@@ -226,12 +215,6 @@ def _cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def _read_or_none(path: Path) -> dict | None:
-    """The file's content when it is a result file of this schema."""
-    content = read_mapping(path)
-    return content if content and content.get("schema") == SCHEMA_VERSION else None
 
 
 def read_mapping(path: Path) -> dict | None:

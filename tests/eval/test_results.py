@@ -12,7 +12,7 @@ from pod.eval.results import (
     environment,
     fingerprint,
     identity,
-    load_results,
+    read_mapping,
     one_line,
     with_files,
 )
@@ -44,13 +44,13 @@ def test_failure_keeps_what_finished(tmp_path):
     run.store("perplexity", {})
     run.fail("passkey", KeyError("x"))
     run.fail("niah", ValueError("too\nlong"))
-    content = load_results(tmp_path)["pod"]
+    content = read_mapping(tmp_path / "pod.json")
     assert content["status"] == "failed"
     assert content["failed"] == {"passkey": "KeyError: 'x'", "niah": "too long"}
     assert content["error"] == "passkey: KeyError: 'x'; niah: too long"
     assert list(content["parts"]) == ["perplexity"]
     run.finish()
-    content = load_results(tmp_path)["pod"]
+    content = read_mapping(tmp_path / "pod.json")
     assert (content["status"], content["failed"], content["error"]) == ("finished", {}, None)
 
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pod.eval.answer.methods import METHODS
+from pod.eval.answer.methods import BASE, METHODS
 from pod.eval.judge.verdicts import Against, Payload, compare, estimate_of, judged, prompt_of
-from pod.eval.report.summary import BASE, SPEED_RUN, load_speed
-from pod.eval.results import SCHEMA_VERSION, load_results, read_mapping
+from pod.eval.results import SCHEMA_VERSION, result_files
+from pod.eval.speed.args import NAME as SPEED_RUN
 
 _DENSE = ("dense", "unadapted")
+_MODEL = ("kind", "path", "dtype", "num_sink_tokens", "num_recent_tokens", "asymptotic_saving")
 SUITE = re.compile(r"(pod_(?:longbench_e|longbench|leval|infinitebench(?:_\d+k)?|ruler(?:_\d+k?)?))_(.+)")
 _LONGBENCH = {
     "single_doc_qa": "narrativeqa qasper multifieldqa_en multifieldqa_zh",
@@ -80,7 +81,7 @@ class Entry:
         self.parts |= content["parts"]
         self.sources |= dict.fromkeys(content["parts"], run)
         self.refused |= content.get("refused") or {}
-        self.failed |= failures(content)
+        self.failed |= content.get("failed") or {}
 
 
 @dataclass
@@ -216,7 +217,7 @@ def merge(folders: Iterable[str | os.PathLike]) -> Comparison:
     entries: list[Entry] = []
     for run in runs:
         for method, content in run.results.items():
-            entry = next((other for other in entries if _goes_with(other, run, method, content)), None)
+            entry = next((other for other in entries if _goes_with(other, content)), None)
             if entry is None:
                 entry = Entry(method, method, content, run)
                 entries.append(entry)
@@ -228,28 +229,24 @@ def merge(folders: Iterable[str | os.PathLike]) -> Comparison:
 
 def read_run(folder: str | os.PathLike) -> Run:
     """A run's results from its output folder or its `eval` folder. What is of another dense model than the newest file is left out."""
-    place = Path(folder)
-    place = place / "eval" if _has_results(place / "eval") else place
-    results = load_results(place)
+    places = Path(folder) / "eval", Path(folder)
+    place, files = next(
+        ((place, found) for place in places if (found := result_files(place))), (places[1], {})
+    )
+    left_out = [
+        f"{name} has schema {content.get('schema')}, this report reads {SCHEMA_VERSION}: measure again"
+        for name, content in files.items()
+        if content.get("schema") != SCHEMA_VERSION
+    ]
+    results = {of["method"]: of for of in files.values() if of.get("schema") == SCHEMA_VERSION}
     part = results.pop(SPEED_RUN, {}).get("parts", {}).get(SPEED_RUN, {})
-    speed = load_speed(place)
-    if not results and not speed:
+    if not results and not part.get("lengths"):
         raise ValueError(f"{place} holds no evaluation results: run launch/run_eval.py first")
     newest = max(results.values(), key=lambda content: content["environment"]["date"], default={})
     strange = [name for name, content in results.items() if content.get("dense") != newest.get("dense")]
-    left_out = _left_out(place) + [f"{name} was measured on another dense model" for name in strange]
+    left_out += [f"{name} was measured on another dense model" for name in strange]
     ordered = {name: results[name] for name in sorted(results, key=_rank) if name not in strange}
-    return Run(place.name, place.resolve(), ordered, speed, part, left_out)
-
-
-def failures(content: dict[str, Any]) -> dict[str, str]:
-    """Error lines of a result file by task."""
-    if content.get("failed"):
-        return content["failed"]
-    if not content.get("error"):
-        return {}
-    task, mark, reason = content["error"].partition(": ")
-    return {task: reason} if mark else {"": task}
+    return Run(place.name, place.resolve(), ordered, part.get("lengths", []), part, left_out)
 
 
 def combined(entry: Entry, tasks: Tasks) -> Payload | None:
@@ -324,42 +321,26 @@ def dense_bytes(row: dict[str, Any]) -> float:
 def _known(method: str, row: dict[str, Any]) -> dict[str, Any]:
     """A row without measured bytes, with those of its whole length where the method's are known."""
     known = {BASE: "dense_bytes", "pod": "pod_bytes", "pod-unadapted": "pod_bytes"}.get(method, "")
-    return {**row, "bytes": row.get(known), "held_tokens": row["length"]}
+    size, pods = row.get(known), row.get("pod_bytes")
+    stated = {
+        "bytes": size,
+        "held_tokens": row["length"],
+        "saving": 1 - size / row["dense_bytes"] if size else None,
+    }
+    return {**row, **stated, "bytes_over_pod": size / pods if size and pods else None}
 
 
-def _goes_with(entry: Entry, run: Run, method: str, content: dict[str, Any]) -> bool:
-    """Whether a run's results of a method continue a row of an earlier run: same model, same settings, other tasks."""
-    if entry.method != method or set(entry.parts) & set(content["parts"]):
+def _goes_with(entry: Entry, content: dict[str, Any]) -> bool:
+    """Whether a run's results continue a row of an earlier run: same method, model and settings, other tasks."""
+
+    def settings(of: dict[str, Any]) -> list[Any]:
+        options = (of.get("config") or {}).get("method_options", {})
+        return [of["method"], of.get("spec"), of.get("bytes_of"), options.get(of["method"])]
+
+    models = [of["model"] for of in (entry.content, content) if of.get("model")]
+    if any(model.get(key) != models[0].get(key) for model in models for key in _MODEL):
         return False
-    old, new = entry.content.get("model") or {}, content.get("model") or {}
-    keys = ("kind", "path", "dtype", "num_sink_tokens", "num_recent_tokens", "asymptotic_saving")
-    if old and new and any(old.get(key) != new.get(key) for key in keys):
-        return False
-    if entry.content.get("bytes_of") != content.get("bytes_of"):
-        return False
-    configs = [
-        (result.get("config") or {}).get("method_options", {}).get(method)
-        for result in (entry.content, content)
-    ]
-    return configs[0] == configs[1] and entry.content.get("spec") == content.get("spec")
-
-
-def _has_results(folder: Path) -> bool:
-    return (
-        any((read_mapping(file) or {}).get("method") for file in folder.glob("*.json"))
-        if folder.is_dir()
-        else False
-    )
-
-
-def _left_out(folder: Path) -> list[str]:
-    """One line per result file that has another schema."""
-    found = [(file, (read_mapping(file) or {})) for file in sorted(folder.glob("*.json"))]
-    return [
-        f"{file.name} has schema {content.get('schema')}, this report reads {SCHEMA_VERSION}: measure again"
-        for file, content in found
-        if content.get("method") and content.get("schema") != SCHEMA_VERSION
-    ]
+    return settings(entry.content) == settings(content) and not entry.parts.keys() & content["parts"].keys()
 
 
 def _labels(folders: list[Path]) -> list[str]:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from pod.eval.answer.methods import BASE
 from pod.eval.report.merge import CATEGORIES, Comparison, Entry, base_name
 from pod.eval.report.notes import sentences
 from pod.eval.report.page import Block, Cell, Fold, Notes, Table, cell
-from pod.eval.report.summary import BASE
 from pod.eval.report.tables import bytes_at, median, saving_of, speed_of
 
 COLUMNS = ("paper", "table", "model", "benchmark", "task", "method", "setting", "metric", "value")

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pod.eval.answer.methods import Method, find_method
-from pod.eval.report.summary import BASE, SPEED_RUN
+from pod.eval.answer.methods import BASE, Method, find_method
 from pod.eval.results import RunResults, environment, fingerprint, one_line, with_files
 from pod.eval.speed import efficiency, max_batch, memory
+from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.speed.args import SpeedOptions, speed_options
 
 if TYPE_CHECKING:
