@@ -10,7 +10,8 @@ from synthetic import payload_of, result_file
 
 from pod.eval.answer.methods import safe_name
 from pod.eval.report import paper_tables
-from pod.eval.report.merge import CATEGORIES, merge
+from pod.eval.report.merge import merge
+from pod.eval.report.names import CATEGORIES
 from pod.eval.report.page import Fold
 from pod.eval.report.paper_tables import Published, load, paper_name, relative_drop, same_model
 from pod.eval.report.tables import columns, suite_table

@@ -25,6 +25,7 @@ from pod.eval.report import notes as report_notes
 from pod.eval.report import pictures
 from pod.eval.report import tables as report_tables
 from pod.eval.report.merge import byte_share, combined, held_rows, merge
+from pod.eval.report.names import suite_of
 from pod.eval.report.page import Cell, Fold, Notes, Picture, Report, Section, Table
 from pod.eval.report.speed import speed_table
 from pod.eval.report.write import csv_text, main, task_blocks, write_merged
@@ -265,8 +266,8 @@ def test_suites_and_groups(comparison):
         *["longbench (7 tasks)", "ruler 4k (5 tasks)", "tau_curve"],
     ]
     assert found["longbench (7 tasks)"] == tuple(f"pod_longbench_{task}" for task in LONGBENCH)
-    assert report_tables.suite_of("pod_ruler_16k_niah_single_1") == "pod_ruler_16k"
-    assert report_tables.suite_of("pod_infinitebench_128k_passkey") == "pod_infinitebench_128k"
+    assert suite_of("pod_ruler_16k_niah_single_1") == "pod_ruler_16k"
+    assert suite_of("pod_infinitebench_128k_passkey") == "pod_infinitebench_128k"
     whole = (
         "pod_longbench",
         "pod_longbench_14",
@@ -275,7 +276,7 @@ def test_suites_and_groups(comparison):
         "pod_ruler_4k",
         "niah",
     )
-    assert [report_tables.suite_of(name) for name in whole] == [None] * 6
+    assert [suite_of(name) for name in whole] == [None] * 6
 
 
 def test_a_measured_group_is_a_column_of_its_own(tmp_path):

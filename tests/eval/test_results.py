@@ -12,8 +12,8 @@ from pod.eval.results import (
     environment,
     fingerprint,
     identity,
-    read_mapping,
     one_line,
+    read_mapping,
     with_files,
 )
 

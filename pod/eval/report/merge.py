@@ -9,30 +9,12 @@ from typing import Any
 
 from pod.eval.answer.methods import BASE, METHODS
 from pod.eval.judge.verdicts import Against, Payload, compare, estimate_of, judged, prompt_of
+from pod.eval.report.names import categories_of, suite_of
 from pod.eval.results import SCHEMA_VERSION, result_files
 from pod.eval.speed.args import NAME as SPEED_RUN
 
 _DENSE = ("dense", "unadapted")
 _MODEL = ("kind", "path", "dtype", "num_sink_tokens", "num_recent_tokens", "asymptotic_saving")
-SUITE = re.compile(r"(pod_(?:longbench_e|longbench|leval|infinitebench(?:_\d+k)?|ruler(?:_\d+k?)?))_(.+)")
-_LONGBENCH = {
-    "single_doc_qa": "narrativeqa qasper multifieldqa_en multifieldqa_zh",
-    "multi_doc_qa": "hotpotqa 2wikimqa musique dureader",
-    "summarization": "gov_report qmsum multi_news vcsum",
-    "few_shot": "trec triviaqa samsum lsht",
-    "synthetic": "passage_count passage_retrieval_en passage_retrieval_zh",
-    "code": "lcc repobench-p",
-}
-_LEVAL = {
-    "closed": "coursera gsm100 quality topic_retrieval_longchat tpo codeU sci_fi",
-    "open_qa": "financial_qa legal_contract_qa natural_question multidoc_qa narrative_qa scientific_qa",
-    "open_summarization": "gov_report_summ meeting_summ news_summ paper_assistant patent_summ review_summ tv_show_summ",
-}
-CATEGORIES = {
-    suite: {name: tuple(tasks.split()) for name, tasks in groups.items()}
-    for suite, groups in {"longbench": _LONGBENCH, "leval": _LEVAL}.items()
-}
-"""What papers average before they average again: categories of a suite's tasks."""
 Part = str | int | None
 """A subtask by name, a position bucket by number, or the whole task."""
 Tasks = tuple[Any, ...]
@@ -160,24 +142,6 @@ class Comparison:
             return None
         own, other = payload_of(entry, tasks, part), payload_of(base, tasks, part)
         return None if own is None or other is None else compare(own, other, base.label)
-
-
-def suite_of(task: str) -> str | None:
-    """`pod_ruler_4k_vt` → `pod_ruler_4k`; None for a task of no suite."""
-    found = SUITE.fullmatch(task)
-    whole = found is None or re.fullmatch(r"e|\d+k|\d+(_\w+)?", found.group(2))
-    return None if found is None or whole else found.group(1)
-
-
-def categories_of(tasks: tuple[str, ...]) -> dict[str, tuple[tuple[str, ...], int]]:
-    """(tasks, how many it has in all) of the categories of a suite's tasks; empty where there are not two of them."""
-    suite = suite_of(tasks[0]) or ""
-    found = {}
-    for name, members in CATEGORIES.get(suite.removeprefix("pod_"), {}).items():
-        here = tuple(task for task in tasks if task.removeprefix(f"{suite}_") in members)
-        if here:
-            found[name] = here, len(members)
-    return found if len(found) > 1 else {}
 
 
 def payload_of(entry: Entry, tasks: Tasks, part: Part = None) -> Payload | None:

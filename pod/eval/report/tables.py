@@ -5,18 +5,16 @@ from typing import Any, NamedTuple
 
 from pod.eval.judge.verdicts import Against, Payload
 from pod.eval.report.merge import (
-    SUITE,
     Comparison,
     Entry,
     Part,
     Tasks,
     byte_share,
-    categories_of,
     dense_bytes,
     held_rows,
     payload_of,
-    suite_of,
 )
+from pod.eval.report.names import categories_of, short_name
 from pod.eval.report.page import NONE, Cell, Table, cell, is_share, shade
 
 _TITLES = {
@@ -41,12 +39,6 @@ def columns(comparison: Comparison) -> list[Column]:
         Column(tasks[0] if len(tasks) == 1 else f"{_plain(name)} ({len(tasks)} tasks)", tasks)
         for name, tasks in comparison.suites().items()
     ]
-
-
-def short_name(task: str) -> str:
-    """A task's name inside the table of its suite."""
-    found = SUITE.fullmatch(task)
-    return found.group(2) if found and suite_of(task) else task
 
 
 def title_of(task: str) -> str:

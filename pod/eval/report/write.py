@@ -22,8 +22,8 @@ from pod.eval.report.merge import (
     held_rows,
     merge,
     prompt_conflicts,
-    suite_of,
 )
+from pod.eval.report.names import short_name, suite_of
 from pod.eval.report.page import Block, Fold, Notes, Picture, Report, Section
 from pod.eval.report.speed import speed_blocks
 from pod.files import atomic_write_text
@@ -125,7 +125,7 @@ def suite_blocks(comparison: Comparison, tasks: tuple[str, ...]) -> list[Block]:
     """A suite: its table, its picture over bytes, and its tasks behind a line each."""
     blocks: list[Block] = [tables.suite_table(comparison, tasks)]
     blocks += _over_bytes(_points(comparison, tasks), "mean score of the tasks")
-    return blocks + [Fold(tables.short_name(task), task_blocks(comparison, task)) for task in tasks]
+    return blocks + [Fold(short_name(task), task_blocks(comparison, task)) for task in tasks]
 
 
 def _list(lines: list[str], alarm: bool = False) -> list[Block]:
