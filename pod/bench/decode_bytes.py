@@ -175,6 +175,11 @@ def held_per_row(sizes: Sizes, method: BenchMethod, capacity: int, on_cpu: bool 
     return tokens + (logits if leads else 0)
 
 
+def room(length: int, duels: int, steps: int, repeats: int) -> int:
+    """Tokens that a cache of `length` tokens has at the end of its duels."""
+    return length + duels * (repeats + 1) * steps
+
+
 def stock_per_row(sizes: Sizes, length: int) -> float:
     """Bytes of a transformers DynamicCache, and of the layer that it copies in order to append."""
     return (sizes.pairs + 2 * len(sizes.lead[0])) * 2 * length * sizes.head_dim * sizes.element

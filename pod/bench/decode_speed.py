@@ -13,11 +13,10 @@ returns zeros.
 import gc
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -289,12 +288,16 @@ class Runner(efficiency.Contestant):
     note: str | None = None
     backend: str = "auto"
 
+    def trying(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        """A failure ends the duel; `recorded` keeps it."""
+        return nullcontext()
+
     @torch.no_grad()
     def decode(self, steps: int) -> float:
         """Greedy decoding of ``steps`` tokens per row; returns the seconds that it took."""
         engine = getattr(self.cache, "engine", None)
         if engine is None:
-            return efficiency.decode(self, steps)
+            return super().decode(steps)
         assert self.token is not None
         began = now(self.token.device)
         found = engine.greedy(self.model, self.token, steps)[:, -1:]
@@ -336,18 +339,6 @@ def _warmed(runner: Runner, batch: int) -> Runner:
     return runner
 
 
-def race(runners: list[Runner], steps: int, repeats: int) -> None:
-    """One round to warm up, then ``repeats`` timed ones; the order turns from round to round."""
-    for runner in runners:
-        runner.seconds = []
-    for turn in range(repeats + 1):
-        shift = turn % len(runners)
-        for runner in runners[shift:] + runners[:shift]:
-            seconds = runner.decode(steps)
-            if turn:
-                runner.seconds.append(seconds)
-
-
 def free(device: torch.device) -> None:
     """Give back what nobody holds any more: engines and caches refer to each other."""
     gc.collect()
@@ -371,11 +362,6 @@ def recorded(bench: Bench, name: str, errors: dict[str, str]) -> Iterator[None]:
 
 
 # -- one setting -----------------------------------------------------------------------------------------------------
-
-
-def room(length: int, duels: int, steps: int, repeats: int) -> int:
-    """Tokens that a cache of `length` tokens has at the end of its duels."""
-    return length + duels * (repeats + 1) * steps
 
 
 def fastest_backend(bench: Bench, batch: int, length: int) -> tuple[str, dict[str, Any]]:
@@ -422,7 +408,7 @@ def compare(
         ``full``: the dense cache's backend, what was tried, its bytes by part; ``methods``: by name, figures or an error.
     """
     methods = list(methods)
-    capacity = room(length, len(methods), bench.steps, bench.repeats)
+    capacity = decode_bytes.room(length, len(methods), bench.steps, bench.repeats)
     backend, tried = fastest_backend(bench, batch, length)
     full = start_runner(bench, FULL, batch, length, capacity, backend)
     result: dict[str, Any] = {
@@ -455,7 +441,7 @@ def duel(bench: Bench, full: Runner, method: BenchMethod, batch: int, capacity: 
         runner = start_stock(bench, batch, length)
     else:
         runner = start_runner(bench, method, batch, length, capacity, bench.backend)
-    race([full, runner], bench.steps, bench.repeats)
+    efficiency.race([full, runner], bench.steps, bench.repeats)
     tokens = bench.steps * batch
     pairs = list(zip(full.seconds, runner.seconds, strict=True))
     result: dict[str, Any] = {
@@ -498,14 +484,6 @@ def _against_bytes(bench: Bench, method: BenchMethod, batch: int, length: int, f
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can be allocated: what the device has free, and what PyTorch holds unused."""
-    if device.type != "cuda":
-        return psutil.virtual_memory().available
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def bytes_needed(

@@ -45,8 +45,7 @@ def _estimate_line(sizes: Any, method: BenchMethod, batch: int, length: int, cap
 
 
 def _capacity(args: BenchArgs, length: int) -> int:
-    duels = len(args.contestants()) + args.stock
-    return length + duels * (args.repeats + 1) * args.steps
+    return decode_bytes.room(length, len(args.contestants()) + args.stock, args.steps, args.repeats)
 
 
 def _config(recipe: "Recipe") -> Any:
@@ -204,9 +203,10 @@ def _check_lengths(args: BenchArgs, limit: int) -> None:
 
 def _check_memory(recipe: "Recipe", device: Any) -> dict[tuple[int, int], str]:
     """Why the stock model is left out, by (batch, length). Raises: ValueError for a setting that does not fit."""
-    from pod.bench.decode_speed import STOCK, bytes_needed, free_memory, most_bytes
+    from pod.bench.decode_speed import STOCK, bytes_needed, most_bytes
+    from pod.eval.speed import memory
 
-    args, sizes, there = recipe.bench, _sizes(recipe), free_memory(device)
+    args, sizes, there = recipe.bench, _sizes(recipe), memory.free_memory(device)
     reasons = {}
     for batch in args.batch_sizes:
         for length in args.lengths:

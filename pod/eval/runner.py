@@ -13,7 +13,7 @@ from pod.eval.answer.methods import Method, find_method
 from pod.eval.answer.models import Models
 from pod.eval.answer.ranks import Ranks
 from pod.eval.answer.store import AnswerError, Shelf, Store, Unanswered, key_of
-from pod.eval.results import RunResults, code_identity, environment, fingerprint, one_line, with_files
+from pod.eval.results import RunResults, code_identity, fingerprint, one_line, with_files
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.speed.args import speed_options
 from pod.eval.suites import base, data
@@ -41,8 +41,7 @@ class Evaluation:
         self._bytes = Store(recipe.eval_dir / "answers", self.ranks).shelf("bytes", {"code": code_identity()})
         self._budgets: ByteBudgets | None = None
         self._may_answer = True
-        if SPEED_RUN in self.args.tasks:
-            speed_options(self.args)  # a wrong one is an error now
+        self.speed = speed_options(self.args)
         with data.use(self.args.data_dir, self.tokenizer, self.args.unsafe_code):
             self.tasks = make_tasks(self)
         self._check_lengths()
@@ -56,11 +55,10 @@ class Evaluation:
                 raise ValueError(
                     f"{name} would {reasons[0]}: lower its lengths (eval.text_length, eval.passkey_lengths …)"
                 )
-        if SPEED_RUN in self.args.tasks:
-            longest = max([self.args.longest_speed_run(), *speed_options(self.args).lengths()])
-            reason = next(filter(None, (self.models.too_long(method, longest) for method in methods)), None)
-            if reason:
-                raise ValueError(f"{SPEED_RUN} would {reason}: lower eval.efficiency_lengths")
+        longest = max(self.args.longest_speed_run(), *self.speed.lengths(), 0)
+        reason = next(filter(None, (self.models.too_long(method, longest) for method in methods)), None)
+        if reason and SPEED_RUN in self.args.tasks:
+            raise ValueError(f"{SPEED_RUN} would {reason}: lower eval.efficiency_lengths")
 
     def refuses(self, method: Method, task: base.Task) -> str | None:
         """Why a method is not measured by a task, in one line; None when it is."""
@@ -88,7 +86,7 @@ class Evaluation:
         """Every length at which bytes are compared."""
         lengths = {span.length for task in self.tasks.values() for span in task.spans()}
         if SPEED_RUN in self.args.tasks:
-            lengths |= {*self.args.efficiency_lengths, *speed_options(self.args).lengths()}
+            lengths |= {*self.args.efficiency_lengths, *self.speed.lengths()}
         return lengths
 
     def method(self, name: str) -> Method:
@@ -184,21 +182,6 @@ class Evaluation:
                 compute=lambda left: [self.models.description(kind) for kind in left],
             )
         return self.models.place(method.model) | found[0]
-
-    def speed_fingerprint(self) -> str:
-        """Changes with anything that can change the speeds of all methods."""
-        args = self.args
-        return fingerprint(
-            {
-                "part": SPEED_RUN,
-                "code": code_identity("eval/speed/*.py"),
-                "seed": self.recipe.seed,
-                "reference": self.models.reference_layout(),
-                "run": [args.efficiency_lengths, args.efficiency_tokens, args.efficiency_repeats],
-                "options": asdict(speed_options(args)),
-                "hardware": environment()["hardware"],
-            }
-        )
 
 
 def _check_chunks(chunks: Any, prompt: int) -> None:

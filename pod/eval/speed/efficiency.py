@@ -1,6 +1,6 @@
 """Time to first token and decode speed, side by side: all methods in one process, their repeats interleaved, one step at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -24,12 +24,31 @@ class Contestant:
     """
 
     name: str
-    model: Any
-    cache: Any
+    model: Any = None
+    cache: Any = None
     token: Tensor | None = None
     prompt_seconds: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     failed: Exception | None = None
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """What goes wrong within is kept in `failed`: one method's failure must not lose the others."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - compilers and drivers raise anything
+            self.failed, self.cache = error, None
+
+    @torch.no_grad()
+    def decode(self, steps: int) -> float:
+        """Greedy decoding of `steps` tokens per row; returns the seconds that it took."""
+        token = self.token
+        assert token is not None, "fill() comes first"
+        began = now(token.device)
+        for _ in range(steps):
+            token = next_token(self.model, self.cache, token)
+        self.token = token
+        return now(token.device) - began
 
 
 def _no_attention(call: Call) -> tuple[Tensor, Tensor]:
@@ -63,41 +82,23 @@ def fill(contestant: Contestant, prompt: Tensor) -> None:
     contestant.prompt_seconds.append(now(prompt.device) - began)
 
 
-@torch.no_grad()
-def decode(contestant: Contestant, steps: int) -> float:
-    """Greedy decoding of `steps` tokens per row; returns the seconds that it took."""
-    token = contestant.token
-    assert token is not None, "fill() comes first"
-    began = now(token.device)
-    for _ in range(steps):
-        token = next_token(contestant.model, contestant.cache, token)
-    contestant.token = token
-    return now(token.device) - began
-
-
-def race(contestants: list[Contestant], steps: int, repeats: int) -> None:
+def race(contestants: Sequence[Contestant], steps: int, repeats: int) -> None:
     """One warm-up round, then `repeats` timed rounds; every round lets each contestant decode `steps` tokens, in turns.
 
-    The order moves by one from round to round, so that no one always runs on another's warm or cold caches. Whoever fails is out, with
-    the reason in `failed` and an empty cache, and the others go on.
+    The order moves by one from round to round, so that no one always runs on another's warm or cold caches. Whoever fails is out, and the
+    others go on.
     """
-    for round_number in range(repeats + 1):
-        for contestant in in_turns(contestants, round_number):
-            if contestant.failed is not None:
-                continue
-            try:
-                seconds = decode(contestant, steps)
-            except Exception as error:  # noqa: BLE001  kept in `failed`
-                contestant.failed, contestant.cache = error, None
-                continue
-            if round_number:
-                contestant.seconds.append(seconds)
+    for turn in range(repeats + 1):
+        for one in in_turns(contestants, turn):
+            with one.trying():
+                if one.failed is None:
+                    one.seconds = ([] if turn < 2 else one.seconds) + [one.decode(steps)]
 
 
-def in_turns(items: list[T], round_number: int) -> list[T]:
+def in_turns(items: Sequence[T], turn: int) -> list[T]:
     """The order of a round."""
-    shift = round_number % max(1, len(items))
-    return items[shift:] + items[:shift]
+    shift = turn % max(1, len(items))
+    return [*items[shift:], *items[:shift]]
 
 
 def speeds(
