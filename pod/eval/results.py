@@ -190,21 +190,21 @@ def _version(package: str) -> str | None:
 
 def _commit() -> str | None:
     """Commit of the checkout that this package runs from, `+` when files differ from it; None outside a checkout."""
-    root = _PACKAGE.parent
-    if not (root / ".git").exists():
-        return None
+    asked = [
+        "git",
+        "-C",
+        str(_PACKAGE.parent),
+        "describe",
+        "--always",
+        "--abbrev=40",
+        "--dirty=+",
+        "--exclude=*",
+    ]
     try:
-        name = _git(root, "rev-parse", "HEAD")
-        return name + "+" if _git(root, "status", "--porcelain", "--untracked-files=no") else name
+        done = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _git(root: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=20
-    )
-    return done.stdout.strip()
+    return done.stdout.strip() if (_PACKAGE.parent / ".git").exists() else None
 
 
 def _cpu_name() -> str:

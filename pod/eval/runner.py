@@ -290,7 +290,7 @@ def _score_known(run: Evaluation, method: Method, results: RunResults) -> list[s
         if reason is not None:
             refused[name] = reason
             run.log(f"{method.name}: {name} skipped: {reason}")
-        elif not run.args.reuse or run.shelf(method).is_empty or not _score(run, method, results, name):
+        elif not run.args.reuse or run.shelf(method).is_empty or not _is_known(run, method, results, name):
             pending.append(name)
     results.content["refused"] = refused
     if run.tasks and not pending and "score" in run.args.steps:
@@ -298,22 +298,29 @@ def _score_known(run: Evaluation, method: Method, results: RunResults) -> list[s
     return pending
 
 
-def _score(run: Evaluation, method: Method, results: RunResults, task: str) -> bool:
+def _is_known(run: Evaluation, method: Method, results: RunResults, task: str) -> bool:
     """Whether the answers to a task are all there; if so they are scored."""
     try:
-        part = run.measure(method, run.tasks[task], is_open=False)
-        description = run.description(method, is_open=False)
+        _score(run, method, results, task, is_open=False)
     except Unanswered:
         return False
     except Exception:
         if "answer" not in run.args.steps:
             raise
         return False  # it comes again in answering, where it is recorded and the others go on
+    return True
+
+
+def _score(run: Evaluation, method: Method, results: RunResults, task: str, is_open: bool) -> None:
+    """Score a task; is_open: what is missing is answered."""
+    began = time.perf_counter()
+    part = run.measure(method, run.tasks[task], is_open)
+    description = run.description(method, is_open)
     if "score" in run.args.steps:
         results.content["model"] = description
         results.store(task, part)
-        run.log(f"{method.name}: {task} {run.tasks[task].headline(part)}, answered before")
-    return True
+    how = f" ({time.perf_counter() - began:.0f} s)" if is_open else ", answered before"
+    run.log(f"{method.name}: {task} {run.tasks[task].headline(part)}{how}")
 
 
 def _answer(run: Evaluation, method: Method, results: RunResults, pending: list[str]) -> str | None:
@@ -321,23 +328,14 @@ def _answer(run: Evaluation, method: Method, results: RunResults, pending: list[
     errors = []
     for name in pending:
         run.log(f"{method.name}: {name} …")
-        began = time.perf_counter()
         try:
-            part = run.measure(method, run.tasks[name], is_open=True)
-            description = run.description(method, is_open=True)
+            _score(run, method, results, name, is_open=True)
         except Exception as error:
             if run.ranks.world_size > 1 and not isinstance(error, AnswerError):
                 raise  # the other ranks may wait inside this task: only a restart helps, and the answers stay
             results.fail(name, error)
             errors.append(f"{name}: {one_line(error)}")
             run.log(f"{method.name}: {name} FAILED: {one_line(error)}")
-            continue
-        if "score" in run.args.steps:
-            results.content["model"] = description
-            results.store(name, part)
-        run.log(
-            f"{method.name}: {name} {run.tasks[name].headline(part)} ({time.perf_counter() - began:.0f} s)"
-        )
     if pending and not errors and "score" in run.args.steps:
         results.finish()
     return "; ".join(errors) or None
