@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pod.eval.answer.streaming import nll_behind
+from pod.eval.answer.perplexity import nll_behind
 from pod.modeling.shipped.attend import take_heads
 from pod.modeling.shipped.grouped import attend_slots
 from pod.modeling.shipped.layout import PodCacheLayer
