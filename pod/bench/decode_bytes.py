@@ -16,6 +16,7 @@ the two sums, weights included.
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,15 @@ class Sizes:
     read: int
     num_sink_tokens: int
     num_recent_tokens: int
+
+    @classmethod
+    def of(
+        cls, config: Any, lead: Sequence[Sequence[int | None]], windows: tuple[int, int], element: int
+    ) -> "Sizes":
+        """Of anything with the fields of `PodConfig`; lead, windows (sink, recent tokens): the plan's."""
+        held, read = weight_bytes(config, element)
+        groups = config.num_attention_heads // config.num_key_value_heads
+        return cls(tuple(map(tuple, lead)), groups, config.head_dim, element, held, read, *windows)
 
     @property
     def pairs(self) -> int:

@@ -27,11 +27,11 @@ from pod.bench import decode_bytes
 from pod.bench.args import FULL, BenchMethod
 from pod.bench.decode_bytes import Sizes
 from pod.bench.dense_decode import candidates
+from pod.eval.answer.variants import variant
 from pod.eval.judge.intervals import spread
 from pod.eval.results import one_line
 from pod.eval.speed import efficiency
 from pod.eval.speed.memory import now
-from pod.modeling.loading import from_dense
 from pod.modeling.shipped.layout import PodCacheLayer
 
 _WARM_UP = 2  # tokens; the first compiles and captures
@@ -90,17 +90,8 @@ class Bench:
 
 def sizes_of(config: Any, element: int) -> Sizes:
     """What bytes depend on, of a `PodConfig`; element: bytes per number."""
-    held, read = decode_bytes.weight_bytes(config, element)
-    return Sizes(
-        lead=config.sharing_plan.lead,
-        groups=config.num_key_value_groups,
-        head_dim=config.head_dim,
-        element=element,
-        weights=held,
-        read=read,
-        num_sink_tokens=config.num_sink_tokens,
-        num_recent_tokens=config.num_recent_tokens,
-    )
+    windows = config.num_sink_tokens, config.num_recent_tokens
+    return Sizes.of(config, config.sharing_plan.lead, windows, element)
 
 
 # -- models ----------------------------------------------------------------------------------------------------------
@@ -128,13 +119,7 @@ def random_models(
             dense = pod.PodForCausalLM(pod.PodConfig(**fields)).eval()
     finally:
         torch.set_default_dtype(before)
-    return dense, with_lead(dense, lead)
-
-
-def with_lead(model: Any, lead: list[list[int | None]] | None) -> Any:
-    """The same weights under another plan; None = dense."""
-    config = pod.PodConfig(**(model.config.to_dict() | {"lead": lead}))
-    return from_dense(model, config).eval()
+    return dense, variant(dense, lead=lead)
 
 
 def stock_model(dense: Any) -> Any:
@@ -177,7 +162,7 @@ def load_models(
             f"{path} has layout {model.config.layout!r}: this benchmark compares dense caches with pod, give it a model "
             "of full attention"
         )
-    return with_lead(model, None), with_lead(model, lead)
+    return variant(model, lead=None), variant(model, lead=lead)
 
 
 # -- caches ----------------------------------------------------------------------------------------------------------

@@ -88,19 +88,9 @@ def _lead(recipe: "Recipe", config: Any) -> tuple[list[list[int | None]], str]:
 
 
 def _sizes(recipe: "Recipe") -> decode_bytes.Sizes:
-    config, element = _config(recipe), _ELEMENT[recipe.model.dtype]
-    held, read = decode_bytes.weight_bytes(config, element)
-    lead, _ = _lead(recipe, config)
-    return decode_bytes.Sizes(
-        lead=tuple(map(tuple, lead)),
-        groups=config.num_attention_heads // config.num_key_value_heads,
-        head_dim=config.head_dim,
-        element=element,
-        weights=held,
-        read=read,
-        num_sink_tokens=recipe.model.num_sink_tokens,
-        num_recent_tokens=recipe.model.num_recent_tokens,
-    )
+    config, model = _config(recipe), recipe.model
+    windows = model.num_sink_tokens, model.num_recent_tokens
+    return decode_bytes.Sizes.of(config, _lead(recipe, config)[0], windows, _ELEMENT[model.dtype])
 
 
 def run_bench(recipe: "Recipe") -> dict[str, Any]:
