@@ -30,7 +30,7 @@ def measure_speed(run: "Evaluation") -> dict[str, str]:
     began, errors = time.perf_counter(), dict[str, str]()
     rows = [_race(run, length, errors) for length in run.args.efficiency_lengths]
     lengths = [row for row in rows if row["methods"]]
-    batches = [_largest_batches(run, *pair, errors) for pair in run.speed.max_batch]
+    batches = [_largest_batches(run, prompt, new, errors) for prompt, new in run.speed.max_batch]
     payload = {"lengths": lengths, "max_batch": batches, "options": asdict(run.speed), "failed": errors}
     seconds = time.perf_counter() - began
     payload |= {"raced": _racers(run), "seconds": round(seconds, 3), "environment": environment()}
