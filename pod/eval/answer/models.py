@@ -29,7 +29,7 @@ def dense_config(path: str, gguf_file: str | None = None) -> Any:
     return AutoConfig.from_pretrained(path, **({"gguf_file": gguf_file} if gguf_file else {}))
 
 
-def check_plan(path: str, model_path: str, gguf_file: str | None = None) -> pod.SharingPlan:
+def check_plan(path: str, model_path: str, gguf_file: str | None = None) -> "pod.SharingPlan":
     """The plan of a file for the model of a folder. Raises: ValueError for no plan, and for one of another size."""
     if not Path(path).is_file():
         raise ValueError(f"{path} does not exist: make a plan with launch/explore.py")
