@@ -23,8 +23,8 @@ from gpu_tools import DeviceLost, choose_device, finish, goal_row, header, parse
 from pod.bench import decode_bytes, decode_speed
 from pod.bench.args import FULL, SHAPES, BenchMethod, parse_method
 from pod.bench.decode_bytes import spread_plan
-from pod.eval.speed.max_batch import BatchTries, fractional, largest
-from pod.eval.speed.memory import free_memory
+from pod.measure.max_batch import BatchTries, fractional, largest
+from pod.measure.memory import free_memory
 
 SHARE = 0.7
 GOAL = 0.97

@@ -29,8 +29,8 @@ from pod.bench.args import SHAPES, parse_method
 from pod.bench.decode_bytes import spread_plan
 from pod.bench.dense_decode import dense_peers
 from pod.bench.run import BYTE_MODEL, table
-from pod.eval.speed.memory import free_memory
 from pod.files import read_json, write_json
+from pod.measure.memory import free_memory
 
 SHARE = 0.7
 GOAL = 0.95

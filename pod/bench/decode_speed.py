@@ -30,8 +30,8 @@ from pod.bench.dense_decode import candidates
 from pod.eval.answer.variants import variant
 from pod.eval.judge.intervals import spread
 from pod.eval.results import one_line
-from pod.eval.speed import efficiency
-from pod.eval.speed.memory import now
+from pod.measure import race
+from pod.measure.memory import now
 from pod.modeling.shipped.layout import PodCacheLayer
 
 _WARM_UP = 2  # tokens; the first compiles and captures
@@ -253,7 +253,7 @@ def _read_random_prompt(model: Any, cache: Any, batch: int, length: int) -> None
     """Feed a random prompt with an attention that returns zeros: projections, methods and packing work as they do."""
     generator = torch.Generator().manual_seed(length)
     prompt = torch.randint(model.config.vocab_size, (batch, length), generator=generator)
-    with efficiency.without_attention(model):
+    with race.without_attention(model):
         model(input_ids=prompt.to(model.lm_head.weight.device), past_key_values=cache, logits_to_keep=1)
 
 
@@ -261,7 +261,7 @@ def _read_random_prompt(model: Any, cache: Any, batch: int, length: int) -> None
 
 
 @dataclass
-class Runner(efficiency.Contestant):
+class Runner(race.Contestant):
     """A contestant whose cache may have an engine.
 
     Attributes:
@@ -426,7 +426,7 @@ def duel(bench: Bench, full: Runner, method: BenchMethod, batch: int, capacity: 
         runner = start_stock(bench, batch, length)
     else:
         runner = start_runner(bench, method, batch, length, capacity, bench.backend)
-    efficiency.race([full, runner], bench.steps, bench.repeats)
+    race.race([full, runner], bench.steps, bench.repeats)
     tokens = bench.steps * batch
     pairs = list(zip(full.seconds, runner.seconds, strict=True))
     result: dict[str, Any] = {

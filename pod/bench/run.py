@@ -194,7 +194,7 @@ def _check_lengths(args: BenchArgs, limit: int) -> None:
 def _check_memory(recipe: "Recipe", device: Any) -> dict[tuple[int, int], str]:
     """Why the stock model is left out, by (batch, length). Raises: ValueError for a setting that does not fit."""
     from pod.bench.decode_speed import STOCK, bytes_needed, most_bytes
-    from pod.eval.speed import memory
+    from pod.measure import memory
 
     args, sizes, there = recipe.bench, _sizes(recipe), memory.free_memory(device)
     reasons = {}

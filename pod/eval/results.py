@@ -133,14 +133,13 @@ def with_files(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def code_identity(more: str = "") -> str:
+def code_identity(*more: str) -> str:
     """What decides answers besides the question: versions of the libraries under it, the code of model, kernels, caches and of asking.
 
     Comments, docstrings and layout do not count, nor does what makes prompts (they are in an answer's key), scores or draws.
-    more: a pattern of further sources, below the package.
+    more: patterns of further sources, below the package.
     """
-    patterns = (*_CODE, more) if more else _CODE
-    files = sorted({file for pattern in patterns for file in _PACKAGE.glob(pattern)})
+    files = sorted({file for pattern in (*_CODE, *more) for file in _PACKAGE.glob(pattern)})
     sources = [[file.relative_to(_PACKAGE).as_posix(), _meaning(file)] for file in files]
     return fingerprint({"versions": {name: _version(name) for name in _DECISIVE}, "sources": sources})[:16]
 

@@ -497,7 +497,7 @@ def test_the_stock_model_is_left_out_where_it_does_not_fit(tmp_path, monkeypatch
     assert decode_speed.most_bytes({"weights": 1.0, "full": 2.0, "pod": 3.0, "int4": 4.0}) == 7.0
     sizes = run._sizes(recipe)
     needed = decode_speed.bytes_needed(sizes, recipe.bench.contestants(), 1, 400 + 8, True)
-    monkeypatch.setattr("pod.eval.speed.memory.free_memory", lambda _: decode_speed.most_bytes(needed) + 1)
+    monkeypatch.setattr("pod.measure.memory.free_memory", lambda _: decode_speed.most_bytes(needed) + 1)
     reasons = run._check_memory(recipe, CPU)
     assert list(reasons) == [(1, 400)] and "are free" in reasons[1, 400]
 

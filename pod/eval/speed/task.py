@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from pod.eval.answer.methods import BASE, Method, find_method
+from pod.eval.judge.intervals import spread
 from pod.eval.results import RunResults, code_identity, environment, fingerprint, one_line, with_files
-from pod.eval.speed import efficiency, max_batch, memory
 from pod.eval.speed.args import NAME as SPEED_RUN
+from pod.measure import max_batch, memory, race
 
 if TYPE_CHECKING:
     from pod.eval.runner import Evaluation
@@ -51,7 +52,13 @@ def row_of(run: "Evaluation") -> str:
     args, model = run.args, run.models.reference_layout()
     asked = [args.efficiency_lengths, args.efficiency_tokens, args.efficiency_repeats, asdict(run.speed)]
     return fingerprint(
-        [asked, run.recipe.seed, model, code_identity("eval/speed/*.py"), environment()["hardware"]]
+        [
+            asked,
+            run.recipe.seed,
+            model,
+            code_identity("eval/speed/*.py", "measure/*.py"),
+            environment()["hardware"],
+        ]
     )
 
 
@@ -92,7 +99,7 @@ def _race(run: "Evaluation", length: int, errors: dict[str, str]) -> dict[str, A
     """All methods at one prompt length. Adds the methods that cannot run to `errors`."""
     args = run.args
     rows: dict[str, dict[str, Any]] = {name: {} for name in args.methods}
-    contestants = [efficiency.Contestant(name) for name in args.methods]
+    contestants = [race.Contestant(name) for name in args.methods]
     for one in contestants:
         with one.trying():
             method = find_method(one.name)
@@ -100,36 +107,34 @@ def _race(run: "Evaluation", length: int, errors: dict[str, str]) -> dict[str, A
             if run.speed.memory:  # reads the whole prompt: the model is warm afterwards
                 make, prompt = partial(_cache, run, one.name, length), _prompt(run, one.model, length)
                 rows[one.name]["memory"] = memory.measure(one.model, make, prompt, _MEMORY_STEPS)
-            efficiency.warm_up(one.model, _prompt(run, one.model, length))
+            race.warm_up(one.model, _prompt(run, one.model, length))
     contestants = _still_in(contestants, errors)
     for turn in range(run.speed.prefill_repeats):
-        for one in efficiency.in_turns(contestants, turn):
+        for one in race.in_turns(contestants, turn):
             with one.trying():
                 if one.failed is None:
                     one.cache = None  # frees the one before
                     one.cache = _cache(run, one.name, length)
-                    efficiency.fill(one, _prompt(run, one.model, length))
+                    race.fill(one, _prompt(run, one.model, length))
     contestants = _still_in(contestants, errors)
     for one in contestants:
         held = {part: int(size) for part, size in one.cache.nbytes_by_part().items()}
         budget = run.budget(find_method(one.name), length, 0)
         stated = run.stated_bytes(length, budget, [sum(held.values())])
         rows[one.name] |= {"bytes_by_part": held, "bytes": stated}
-    efficiency.race(contestants, args.efficiency_tokens, args.efficiency_repeats)
+    race.race(contestants, args.efficiency_tokens, args.efficiency_repeats)
     contestants = _still_in(contestants, errors)
     base = next((one for one in contestants if one.name == BASE), None)
     return {
         "length": length,
         "methods": {
-            one.name: rows[one.name] | efficiency.speeds(one, base, args.efficiency_tokens, length)
+            one.name: rows[one.name] | speeds(one, base, args.efficiency_tokens, length)
             for one in contestants
         },
     }
 
 
-def _still_in(
-    contestants: list[efficiency.Contestant], errors: dict[str, str]
-) -> list[efficiency.Contestant]:
+def _still_in(contestants: list[race.Contestant], errors: dict[str, str]) -> list[race.Contestant]:
     """Those that did not fail; the errors of the others go to `errors`."""
     errors |= {one.name: one_line(one.failed) for one in contestants if one.failed is not None}
     return [one for one in contestants if one.failed is None]
@@ -150,7 +155,7 @@ def _largest_batches(
 ) -> dict[str, Any]:
     """The largest batch of every method for a prompt and a number of generated tokens."""
     rows: dict[str, dict[str, Any]] = {}
-    for one in map(efficiency.Contestant, run.args.methods):
+    for one in map(race.Contestant, run.args.methods):
         with one.trying():
             rows[one.name] = _largest_batch(run, find_method(one.name), prompt, generated)
             run.log(f"{one.name}: {rows[one.name]['batch']} rows of {prompt} + {generated} tokens")
@@ -174,3 +179,26 @@ def _largest_batch(run: "Evaluation", method: Method, prompt: int, generated: in
     row = max_batch.search(tries, options.max_batch_rows)
     row["budget_tokens"] = run.budget(method, prompt + fed, fed)
     return row | (tries.throughput(row["batch"]) if options.throughput and row["batch"] else {})
+
+
+def speeds(
+    contestant: race.Contestant, base: race.Contestant | None, steps: int, prompt: int, batch: int = 1
+) -> dict[str, Any]:
+    """Seconds to the first token and tokens per second (median, min, max over the repeats), and the ratios to `base`, taken round by round.
+
+    prompt: tokens per row.
+    """
+    first = spread(contestant.prompt_seconds)
+    result: dict[str, Any] = {
+        "time_to_first_token_seconds": first["median"],
+        "time_to_first_token": first,
+        "prefill_tokens_per_second": prompt * batch / first["median"],
+        "decode_tokens_per_second": spread([steps * batch / seconds for seconds in contestant.seconds]),
+        "seconds_per_repeat": contestant.seconds,
+    }
+    if base is not None:
+        pairs = zip(base.seconds, contestant.seconds, strict=True)
+        result["speed_over_full"] = spread([other / own for other, own in pairs])
+        pairs = zip(base.prompt_seconds, contestant.prompt_seconds, strict=True)
+        result["prefill_speed_over_full"] = spread([other / own for other, own in pairs])
+    return result

@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from pod.eval.judge.intervals import spread
-from pod.eval.speed.memory import next_token, now
+from pod.measure.memory import next_token, now
 from pod.modeling.shipped.attend import IMPLEMENTATIONS, Call, Implementation
 
 _WARM_UP_TOKENS = 16
@@ -99,26 +98,3 @@ def in_turns(items: Sequence[T], turn: int) -> list[T]:
     """The order of a round."""
     shift = turn % max(1, len(items))
     return [*items[shift:], *items[:shift]]
-
-
-def speeds(
-    contestant: Contestant, base: Contestant | None, steps: int, prompt: int, batch: int = 1
-) -> dict[str, Any]:
-    """Seconds to the first token and tokens per second (median, min, max over the repeats), and the ratios to `base`, taken round by round.
-
-    prompt: tokens per row.
-    """
-    first = spread(contestant.prompt_seconds)
-    result: dict[str, Any] = {
-        "time_to_first_token_seconds": first["median"],
-        "time_to_first_token": first,
-        "prefill_tokens_per_second": prompt * batch / first["median"],
-        "decode_tokens_per_second": spread([steps * batch / seconds for seconds in contestant.seconds]),
-        "seconds_per_repeat": contestant.seconds,
-    }
-    if base is not None:
-        pairs = zip(base.seconds, contestant.seconds, strict=True)
-        result["speed_over_full"] = spread([other / own for other, own in pairs])
-        pairs = zip(base.prompt_seconds, contestant.prompt_seconds, strict=True)
-        result["prefill_speed_over_full"] = spread([other / own for other, own in pairs])
-    return result

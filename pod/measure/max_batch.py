@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pod.eval.results import one_line
-from pod.eval.speed.memory import Meter, free_memory, next_token, now, weight_bytes
+from pod.measure.memory import Meter, free_memory, next_token, now, weight_bytes
 
 _KEPT = 200  # characters of an error
 
@@ -40,7 +39,7 @@ class BatchTries(ABC):
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                self.failed[batch] = one_line(error)[:_KEPT]
+                self.failed[batch] = " ".join(f"{type(error).__name__}: {error}".split())[:_KEPT]
             self._free()
         return batch in self.peaks
 

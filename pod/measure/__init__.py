@@ -1,0 +1,1 @@
+"""Time and memory of whole models: who decodes how fast, what a pass takes, how many rows fit. Nothing here knows of evaluations."""
