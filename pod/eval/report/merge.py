@@ -149,25 +149,17 @@ def payload_of(entry: Entry, tasks: Tasks, part: Part = None) -> Payload | None:
     payload = combined(entry, tasks)
     if payload is None or part is None:
         return payload
-    return _subtask(payload, part) if isinstance(part, str) else _bucket(payload, part)
-
-
-def _subtask(payload: Payload, name: str) -> Payload | None:
-    found = (payload.get("subtasks") or {}).get(name)
-    if found is None:
+    subtasks, buckets = payload.get("subtasks") or {}, payload.get("buckets") or []
+    if part not in (subtasks if isinstance(part, str) else range(len(buckets))):
         return None
-    samples = [{**one, "subtask": None} for one in payload["samples"] if one.get("subtask") == name]
-    return {**payload, "value": found["value"], "ci95": found.get("ci95"), "samples": samples}
-
-
-def _bucket(payload: Payload, number: int) -> Payload | None:
-    rows = payload.get("buckets") or []
-    if number >= len(rows):
-        return None
-    row = rows[number]
-    tokens = row["end"] - row["first"]
-    samples = [{**one, "score": one["buckets"][number], "tokens": tokens} for one in payload["samples"]]
-    return {**payload, "value": row["perplexity"], "ci95": row.get("ci95"), "samples": samples}
+    if isinstance(part, str):
+        found = subtasks[part]
+        samples = [{**one, "subtask": None} for one in payload["samples"] if one.get("subtask") == part]
+        return {**payload, "value": found["value"], "ci95": found.get("ci95"), "samples": samples}
+    found = buckets[part]
+    tokens = found["end"] - found["first"]
+    samples = [{**one, "score": one["buckets"][part], "tokens": tokens} for one in payload["samples"]]
+    return {**payload, "value": found["perplexity"], "ci95": found.get("ci95"), "samples": samples}
 
 
 def merge(folders: Iterable[str | os.PathLike]) -> Comparison:
@@ -175,11 +167,10 @@ def merge(folders: Iterable[str | os.PathLike]) -> Comparison:
 
     Raises: ValueError when a folder holds no results.
     """
-    runs = [read_run(folder) for folder in folders]
-    for run, label in zip(runs, _labels([run.folder for run in runs]), strict=True):
-        run.label = label
-    entries: list[Entry] = []
-    for run in runs:
+    runs, entries = [read_run(folder) for folder in folders], list[Entry]()
+    labels = [run.label for run in runs]
+    for number, run in enumerate(runs, start=1):
+        run.label += f" {number}" if labels.count(run.label) > 1 else ""
         for method, content in run.results.items():
             entry = next((other for other in entries if _goes_with(other, content)), None)
             if entry is None:
@@ -187,7 +178,9 @@ def merge(folders: Iterable[str | os.PathLike]) -> Comparison:
                 entries.append(entry)
             entry.take(run, content)
     entries.sort(key=lambda entry: _rank(entry.method))
-    _name_apart(entries)
+    methods = [entry.method for entry in entries]
+    for entry in entries:  # rows of one method carry their run's name
+        entry.label += f" · {entry.run.label}" if methods.count(entry.method) > 1 else ""
     return Comparison(runs, entries, _task_order(entries))
 
 
@@ -210,7 +203,9 @@ def read_run(folder: str | os.PathLike) -> Run:
     strange = [name for name, content in results.items() if content.get("dense") != newest.get("dense")]
     left_out += [f"{name} was measured on another dense model" for name in strange]
     ordered = {name: results[name] for name in sorted(results, key=_rank) if name not in strange}
-    return Run(place.name, place.resolve(), ordered, part.get("lengths", []), part, left_out)
+    path = place.resolve()
+    label = path.parent.name if path.name == "eval" else path.name
+    return Run(label, path, ordered, part.get("lengths", []), part, left_out)
 
 
 def combined(entry: Entry, tasks: Tasks) -> Payload | None:
@@ -263,35 +258,29 @@ def base_name(method: str) -> str:
 
 
 def held_rows(entry: Entry, task: str | None = None) -> list[dict[str, Any]]:
-    """Bytes by length (tokens) of a row, of one task or of all. What is not measured there but known is filled in: a dense cache and PoD's."""
+    """Bytes by length (tokens) of a row, of one task or of all, where they are known: a dense cache's and PoD's are without measuring.
+    `held_tokens`: where they were measured, as answers may end before the length; `dense`: what a dense cache holds there."""
     parts = [entry.parts[task]] if task else list(entry.parts.values())
     rows = [row for part in parts for row in part.get("bytes") or []]
     if task is None:
         rows += [row["bytes"] for row in entry.speed]
-    return [row if row["bytes"] else _known(entry.method, row) for row in rows]
+    known = {BASE: "dense_bytes", "pod": "pod_bytes", "pod-unadapted": "pod_bytes"}.get(entry.method, "")
+    found = []
+    for row in rows:
+        size, pods, length = row["bytes"] or row.get(known), row.get("pod_bytes"), row["length"]
+        if size and not row["bytes"]:
+            saving, over = 1 - size / row["dense_bytes"], size / pods if pods else None
+            row = {**row, "bytes": size, "held_tokens": length, "saving": saving, "bytes_over_pod": over}
+        tokens = row.get("held_tokens", length)
+        if size:
+            found.append({**row, "held_tokens": tokens, "dense": row["dense_bytes"] * tokens / length})
+    return found
 
 
 def byte_share(entry: Entry, task: str) -> float | None:
     """Bytes held as a share of the dense cache's, over all lengths of a task; None when they were not measured."""
-    rows = [row for row in held_rows(entry, task) if row["bytes"] and row.get("dense_bytes")]
-    return sum(row["bytes"] for row in rows) / sum(map(dense_bytes, rows)) if rows else None
-
-
-def dense_bytes(row: dict[str, Any]) -> float:
-    """What a dense cache holds where the row's bytes were measured: answers may end before the row's length (`held_tokens`)."""
-    return row["dense_bytes"] * row.get("held_tokens", row["length"]) / row["length"]
-
-
-def _known(method: str, row: dict[str, Any]) -> dict[str, Any]:
-    """A row without measured bytes, with those of its whole length where the method's are known."""
-    known = {BASE: "dense_bytes", "pod": "pod_bytes", "pod-unadapted": "pod_bytes"}.get(method, "")
-    size, pods = row.get(known), row.get("pod_bytes")
-    stated = {
-        "bytes": size,
-        "held_tokens": row["length"],
-        "saving": 1 - size / row["dense_bytes"] if size else None,
-    }
-    return {**row, **stated, "bytes_over_pod": size / pods if size and pods else None}
+    rows = held_rows(entry, task)
+    return sum(row["bytes"] for row in rows) / sum(row["dense"] for row in rows) if rows else None
 
 
 def _goes_with(entry: Entry, content: dict[str, Any]) -> bool:
@@ -305,20 +294,6 @@ def _goes_with(entry: Entry, content: dict[str, Any]) -> bool:
     if any(model.get(key) != models[0].get(key) for model in models for key in _MODEL):
         return False
     return settings(entry.content) == settings(content) and not entry.parts.keys() & content["parts"].keys()
-
-
-def _labels(folders: list[Path]) -> list[str]:
-    """A short name per run: its output folder's, numbered where two are equal."""
-    names = [folder.parent.name if folder.name == "eval" else folder.name for folder in folders]
-    return [name if names.count(name) == 1 else f"{name} {number + 1}" for number, name in enumerate(names)]
-
-
-def _name_apart(entries: list[Entry]) -> None:
-    """Rows of one method from several runs carry the run's name."""
-    methods = [entry.method for entry in entries]
-    for entry in entries:
-        if methods.count(entry.method) > 1:
-            entry.label = f"{entry.method} · {entry.run.label}"
 
 
 def _rank(method: str) -> tuple[int, str, float, str]:

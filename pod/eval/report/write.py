@@ -222,8 +222,7 @@ def csv_text(comparison: Comparison) -> str:
 
 def _csv_values(comparison: Comparison, entry: Any, task: str) -> dict[str, Any]:
     payload, against = entry.parts[task], comparison.against(entry, (task,))
-    held = [row for row in held_rows(entry, task) if row["bytes"]]
-    longest = max(held, key=lambda row: row["length"], default={})
+    longest = max(held_rows(entry, task), key=lambda row: row["length"], default={})
     low, high = payload.get("ci95") or ("", "")
     values = {key: payload[key] for key in ("metric", "kind", "value")} | {"ci_low": low, "ci_high": high}
     values |= {key: len(payload[key]) for key in ("samples", "skipped")}
