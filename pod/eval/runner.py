@@ -49,15 +49,18 @@ class Evaluation:
     def _check_lengths(self) -> None:
         """ValueError for a task that no method can be fed, and for speeds that some method cannot be measured at."""
         methods = [find_method(name) for name in self.args.methods]
+
+        def reasons(longest: int) -> list[str | None]:
+            return [self.models.too_long(method, longest) for method in methods]
+
         for name, task in self.tasks.items():
-            reasons = [self.models.too_long(method, task.longest()) for method in methods]
-            if all(reasons):
+            if all(found := reasons(task.longest())):
                 raise ValueError(
-                    f"{name} would {reasons[0]}: lower its lengths (eval.text_length, eval.passkey_lengths …)"
+                    f"{name} would {found[0]}: lower its lengths (eval.text_length, eval.passkey_lengths …)"
                 )
-        longest = max(self.args.longest_speed_run(), *self.speed.lengths(), 0)
-        reason = next(filter(None, (self.models.too_long(method, longest) for method in methods)), None)
-        if reason and SPEED_RUN in self.args.tasks:
+        found = reasons(max(self.args.longest_speed_run(), *self.speed.lengths(), 0))
+        if any(found) and SPEED_RUN in self.args.tasks:
+            reason = next(filter(None, found))
             raise ValueError(f"{SPEED_RUN} would {reason}: lower eval.efficiency_lengths")
 
     def refuses(self, method: Method, task: base.Task) -> str | None:
@@ -133,16 +136,15 @@ class Evaluation:
         chunks: dict[int | None, Any] = {}
         for span in task.spans():
             try:
-                budget = self.budget(method, span.length, span.fed)
+                budget, prompt = self.budget(method, span.length, span.fed), span.length - span.fed
                 if budget not in chunks:
                     chunks[budget] = getattr(self.cache(method, span.length, span.fed)[0], "chunks", None)
-                _check_chunks(chunks[budget], span.length - span.fed)
+                # whether a method that compresses chunk by chunk has a chunk left to read everywhere in such a prompt
+                if chunks[budget] is not None and prompt > 0:
+                    chunks[budget].start_prompt(prompt, 0, [SimpleNamespace(held=0)])
             except ValueError as error:
-                at = (
-                    f" at {span.length} tokens, {span.fed} of them after the prompt"
-                    if method.takes_budget
-                    else ""
-                )
+                where = f" at {span.length} tokens, {span.fed} of them after the prompt"
+                at = where if method.takes_budget else ""
                 raise ValueError(f"{method.name} cannot do {task.name}{at}: {one_line(error)}") from error
 
     def stated_bytes(self, length: int, budget: int | None, held: list[int]) -> dict[str, Any]:
@@ -184,15 +186,6 @@ class Evaluation:
         return self.models.place(method.model) | found[0]
 
 
-def _check_chunks(chunks: Any, prompt: int) -> None:
-    """Whether a method that compresses chunk by chunk has a chunk left to read everywhere in a prompt of so many tokens.
-
-    Raises: ValueError, which it would else raise in the middle of the run.
-    """
-    if chunks is not None and prompt > 0:
-        chunks.start_prompt(prompt, 0, [SimpleNamespace(held=0)])
-
-
 def make_tasks(run: Evaluation) -> dict[str, base.Task]:
     """The tasks of a recipe by name, in its order; those of this package first come from `suites/own`, the rest from lm-eval.
 
@@ -229,38 +222,34 @@ def evaluate(recipe: "Recipe", log: Log = _print_now) -> dict[str, dict]:
 
 
 def _evaluate(run: Evaluation) -> dict[str, dict]:
-    from pod.eval.report.write import (
-        write_report,  # these load torch and matplotlib, which counts for --dry-run need not
-    )
+    # these load torch and matplotlib, which counts for --dry-run need not
+    from pod.eval.report.write import write_report
     from pod.eval.speed.task import check, is_known, measure_speed
 
-    recipe, steps = run.recipe, run.args.steps
+    recipe, answers = run.recipe, "answer" in run.args.steps
     methods = {name: run.method(name) for name in recipe.eval.methods}
     results = {name: _method_results(run, method) for name, method in methods.items()}
     pending = {name: _score_known(run, methods[name], result) for name, result in results.items()}
-    errors = {}
-    if "answer" in steps:
+    errors: dict[str, str | None] = {}
+    if answers:
         for name, tasks in pending.items():
             for task in tasks:
                 run.check_caches(methods[name], run.tasks[task])
-        if SPEED_RUN in recipe.eval.tasks and not is_known(run):
+        if SPEED_RUN in run.args.tasks and not is_known(run):
             check(run)
-        for name, tasks in pending.items():
-            error = _answer(run, methods[name], results[name], tasks)
-            if error:
-                errors[name] = error
+        errors = {name: _answer(run, methods[name], results[name], tasks) for name, tasks in pending.items()}
     elif any(pending.values()):
         missing = "; ".join(f"{name}: {', '.join(tasks)}" for name, tasks in pending.items() if tasks)
         run.log(f"not answered yet, the step `answer` does it: {missing}")
     if run.ranks.is_first:
-        if SPEED_RUN in recipe.eval.tasks and "answer" in steps:
+        if SPEED_RUN in run.args.tasks and answers:
             errors |= measure_speed(run)
-        if "report" in steps:
+        if "report" in run.args.steps:
             run.log(f"report: {write_report(recipe)}")
-    if errors:
-        what = "; ".join(f"{name}: {error}" for name, error in errors.items())
+    failed = [f"{name}: {error}" for name, error in errors.items() if error]
+    if failed:
         raise RuntimeError(
-            f"{len(errors)} of {len(results)} methods failed ({what}); the others are in {recipe.eval_dir}"
+            f"{len(failed)} of {len(results)} methods failed ({'; '.join(failed)}); the others are in {recipe.eval_dir}"
         )
     return {name: result.content for name, result in results.items()}
 

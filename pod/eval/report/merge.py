@@ -9,7 +9,7 @@ from typing import Any
 
 from pod.eval.answer.methods import BASE, METHODS
 from pod.eval.judge.verdicts import Against, Payload, compare, estimate_of, judged, prompt_of
-from pod.eval.report.names import categories_of, suite_of
+from pod.eval.report.names import categories_of, plain, suite_of
 from pod.eval.results import SCHEMA_VERSION, result_files
 from pod.eval.speed.args import NAME as SPEED_RUN
 
@@ -109,29 +109,32 @@ class Comparison:
 
     def _overview(self) -> Iterator[tuple[Entry, Tasks, Part]]:
         """Every row on every task, those of a suite as one."""
-        return ((entry, tasks, None) for entry in self.entries for tasks in self.suites().values())
+        return ((entry, tasks, None) for entry in self.entries for tasks in self.columns().values())
 
     def _details(self) -> Iterator[tuple[Entry, Tasks, Part]]:
         """Tasks and categories of suites, subtasks of groups, positions of perplexity."""
-        for groups in filter(None, map(categories_of, self.suites().values())):
+        for groups in filter(None, map(categories_of, self.columns().values())):
             members = tuple(found for found, _ in groups.values())
             yield from ((entry, asked, None) for entry in self.entries for asked in (*members, members))
-        inner = {task for tasks in self.suites().values() if len(tasks) > 1 for task in tasks}
+        inner = {task for tasks in self.columns().values() if len(tasks) > 1 for task in tasks}
         for entry in self.entries:
             yield from ((entry, (task,), None) for task in entry.parts if task in inner)
             for task, payload in entry.parts.items():
                 yield from ((entry, (task,), name) for name in payload.get("subtasks") or {})
                 yield from ((entry, (task,), number) for number in range(len(payload.get("buckets") or ())))
 
-    def suites(self) -> dict[str, tuple[str, ...]]:
-        """Tasks that were measured, those of a suite together under its name, in the order of the recipes."""
+    def columns(self) -> dict[str, tuple[str, ...]]:
+        """What the overview compares, by title: tasks that were measured, those of a suite together, in the order of the recipes."""
         found: dict[str, list[str]] = {}
         for task in self.tasks:
             parts = [entry.parts[task] for entry in self.measured(task)]
             group = any(part.get("subtasks") for part in parts)
             if parts:
                 found.setdefault(task if group else suite_of(task) or task, []).append(task)
-        return {name: tuple(tasks) for name, tasks in found.items()}
+        several = {
+            name: f"{plain(name)} ({len(tasks)} tasks)" for name, tasks in found.items() if len(tasks) > 1
+        }
+        return {several.get(name, tasks[0]): tuple(tasks) for name, tasks in found.items()}
 
     def _against(self, entry: Entry, tasks: Tasks, part: Part) -> Against | None:
         first = tasks[0]

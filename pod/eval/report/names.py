@@ -33,6 +33,11 @@ def short_name(task: str) -> str:
     return found[1] if found else task
 
 
+def plain(name: str) -> str:
+    """A name as text."""
+    return name.removeprefix("pod_").replace("_", " ")
+
+
 def categories_of(tasks: tuple[str, ...]) -> dict[str, tuple[tuple[str, ...], int]]:
     """(tasks, how many it has in all) of the categories of a suite's tasks; empty where there are not two of them."""
     groups = CATEGORIES.get((suite_of(tasks[0]) or "").removeprefix("pod_"), {})

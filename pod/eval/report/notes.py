@@ -9,7 +9,6 @@ from pod.eval.report.page import TEMPLATES
 from pod.eval.report.tables import (
     MOST_COLUMNS,
     bytes_at,
-    columns,
     common_length,
     delta_text,
     saving_of,
@@ -49,11 +48,11 @@ def headline(comparison: Comparison) -> str:
 def _gains_and_losses(comparison: Comparison, shown: Entry) -> dict[str, list[str]]:
     """Every task or suite of the row by its verdict, losses first."""
     found: dict[str, list[str]] = {"worse": [], "better": [], "": [], "alone": []}
-    for column in columns(comparison):
-        payload, against = combined(shown, column.tasks), comparison.against(shown, column.tasks)
+    for title, tasks in comparison.columns().items():
+        payload, against = combined(shown, tasks), comparison.against(shown, tasks)
         if payload is not None and payload["value"] is not None:
             change = "" if against is None else f" ({delta_text(against)})"
-            text = f"{column.title} {value_text(payload, payload['value'])}{change}"
+            text = f"{title} {value_text(payload, payload['value'])}{change}"
             found["alone" if against is None else against.mark].append(text)
     return {mark: lines for mark, lines in found.items() if lines}
 
@@ -83,7 +82,7 @@ def overview_notes(comparison: Comparison) -> list[str]:
         length=length,
         budgets=[f"{e.label} {row['budget_tokens']:,}" for e, row in held if row.get("budget_tokens")],
         unsaved=bool(savings) and max(savings) < 0.005,
-        hidden=[column.title for column in columns(comparison)[MOST_COLUMNS:]],
+        hidden=list(comparison.columns())[MOST_COLUMNS:],
         speeds=[f"{length:,}" for length in speeds],
     )
 

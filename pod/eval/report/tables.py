@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from pod.eval.judge.verdicts import Against, Payload
 from pod.eval.report.merge import (
@@ -14,7 +14,7 @@ from pod.eval.report.merge import (
     held_rows,
     payload_of,
 )
-from pod.eval.report.names import categories_of, short_name
+from pod.eval.report.names import categories_of, plain, short_name
 from pod.eval.report.page import NONE, Cell, Table, cell, is_share, shade
 
 _TITLES = {
@@ -26,28 +26,9 @@ MOST_COLUMNS = 12
 _Row = tuple[str, str, Tasks, Part]  # name, small text, and what it asks for
 
 
-class Column(NamedTuple):
-    """A task, or the tasks of one suite, which are shown as their mean."""
-
-    title: str
-    tasks: tuple[str, ...]
-
-
-def columns(comparison: Comparison) -> list[Column]:
-    """What the overview compares: single tasks, and suites of two or more tasks, in the order of the recipes."""
-    return [
-        Column(tasks[0] if len(tasks) == 1 else f"{_plain(name)} ({len(tasks)} tasks)", tasks)
-        for name, tasks in comparison.suites().items()
-    ]
-
-
 def title_of(task: str) -> str:
     """The head of a task's section."""
-    return _TITLES.get(task, _plain(task))
-
-
-def _plain(name: str) -> str:
-    return name.removeprefix("pod_").replace("_", " ")
+    return _TITLES.get(task, plain(task))
 
 
 def ours(entries: list[Entry]) -> set[int]:
@@ -157,17 +138,17 @@ def result_cell(
 
 def overview(comparison: Comparison) -> Table:
     """Every method: its value on each task or suite with Δ to full, bytes, saving, speed."""
-    shown, entries = columns(comparison)[:MOST_COLUMNS], comparison.entries
+    columns, entries = list(comparison.columns().items())[:MOST_COLUMNS], comparison.entries
     length, timed = common_length(entries), any(run.speed for run in comparison.runs)
     rows = []
     for entry in entries:
-        cells = [result_cell(comparison, entry, column.tasks) for column in shown]
+        cells = [result_cell(comparison, entry, tasks) for _, tasks in columns]
         rows.append([Cell(entry.label), *_byte_cells(entry, length), *cells])
         if timed:
             speed = speed_of(entry) or {}
             rows[-1].append(cell(median(speed.get("decode_tokens_per_second")), "{:.1f}"))
             rows[-1].append(cell(median(speed.get("speed_over_full")), "{:.2f}"))
-    heads = ["method", "KV MB", "saved", *[column.title for column in shown]]
+    heads = ["method", "KV MB", "saved", *[title for title, _ in columns]]
     heads += ["tokens/s", "× full"] if timed else []
     return Table(heads, rows, ours=ours(entries), kind="cards")
 

@@ -95,7 +95,7 @@ def sections(comparison: Comparison) -> list[Section]:
         Section("Read with care", _list(notes.warnings(comparison))),
         Section("Score over bytes", _overall_bytes(comparison)),
     ]
-    for title, tasks in tables.columns(comparison):
+    for title, tasks in comparison.columns().items():
         if len(tasks) == 1:
             found.append(Section(tables.title_of(tasks[0]), task_blocks(comparison, tasks[0])))
         else:
