@@ -34,10 +34,10 @@ from pod.eval.answer.perplexity import nll_behind
 from pod.eval.answer.reading import answer_behind, branch, in_parts, judge_ahead, left_padded, pad_id
 from pod.eval.judge.intervals import wilson
 from pod.eval.judge.verdicts import perplexity_change
-from pod.eval.results import environment
 from pod.eval.suites.buckets import Bucket
 from pod.eval.suites.own import passkey
 from pod.files import read_json, write_json
+from pod.measure.machine import environment
 from pod.modeling.shipped.rows import GroupedCache
 from pod.models import resolve_model
 from pod.recipe import load_recipe

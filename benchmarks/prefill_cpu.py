@@ -188,8 +188,8 @@ def main() -> None:
     if arguments.serve:
         serve(arguments.serve, arguments.folders)
         return
-    from pod.eval.results import environment
     from pod.files import write_json
+    from pod.measure.machine import environment
 
     shape = [LAYERS, HIDDEN, QUERY_HEADS, KV_HEADS, HEAD_DIM]
     names = ["layers", "hidden", "query_heads", "kv_heads", "head_dim"]

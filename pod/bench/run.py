@@ -104,7 +104,7 @@ def run_bench(recipe: "Recipe") -> dict[str, Any]:
 
     from pod.bench.decode_speed import STOCK, Bench, compare, load_models, random_models, stock_model
     from pod.bench.dense_decode import dense_peers
-    from pod.eval.results import environment
+    from pod.measure.machine import environment
 
     args, windows = recipe.bench, (recipe.model.num_sink_tokens, recipe.model.num_recent_tokens)
     device = torch.device(

@@ -6,23 +6,19 @@ bytes): they are made of the answers in `pod.eval.answer.store`, and can be made
 
 import ast
 import contextlib
-import datetime
 import functools
 import hashlib
 import json
 import os
-import platform
-import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from pod.files import read_json, sha256_file, write_json
+from pod.measure.machine import environment, version
 from pod.models import cache_dir
 
 SCHEMA_VERSION = 2
 _LARGE = 64 << 20  # bytes from which a file's digest is remembered
-_PACKAGES = ("pod-kv", "torch", "transformers", "numpy", "lm-eval")
 _DECISIVE = ("torch", "transformers", "lm-eval", "flash-attn")
 _PACKAGE = Path(__file__).resolve().parents[1]
 ANSWERING = ("agreement", "gates", "perplexity", "reading", "store", "streaming", "variants")
@@ -141,7 +137,7 @@ def code_identity(*more: str) -> str:
     """
     files = sorted({file for pattern in (*_CODE, *more) for file in _PACKAGE.glob(pattern)})
     sources = [[file.relative_to(_PACKAGE).as_posix(), _meaning(file)] for file in files]
-    return fingerprint({"versions": {name: _version(name) for name in _DECISIVE}, "sources": sources})[:16]
+    return fingerprint({"versions": {name: version(name) for name in _DECISIVE}, "sources": sources})[:16]
 
 
 def _meaning(file: Path) -> str:
@@ -154,66 +150,12 @@ def _meaning(file: Path) -> str:
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
 
 
-def environment() -> dict[str, Any]:
-    """Date (UTC), versions, commit of this package's checkout, hardware, threads."""
-    import torch
-
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
-        "versions": {name: _version(name) for name in _PACKAGES},
-        "commit": _commit(),
-        "hardware": {
-            "cpu": _cpu_name(),
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        },
-    }
-
-
 def one_line(error: BaseException) -> str:
     """The error as one line: its message, or its class when it has none or is of an unexpected kind."""
     text = " ".join(str(error).split())
     if isinstance(error, (ValueError, OSError)) and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """Commit of the checkout that this package runs from, `+` when files differ from it; None outside a checkout."""
-    asked = [
-        "git",
-        "-C",
-        str(_PACKAGE.parent),
-        "describe",
-        "--always",
-        "--abbrev=40",
-        "--dirty=+",
-        "--exclude=*",
-    ]
-    try:
-        done = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() if (_PACKAGE.parent / ".git").exists() else None
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def read_mapping(path: Path) -> dict | None:

@@ -9,7 +9,6 @@ from html.parser import HTMLParser
 
 import pytest
 
-from pod.eval import results as result_files
 from pod.eval.report.merge import merge
 from pod.eval.report.notes import overview_notes
 from pod.eval.report.pictures import training_curve
@@ -17,6 +16,7 @@ from pod.eval.report.speed import speed_table
 from pod.eval.report.summary import summarise
 from pod.eval.report.tables import bucket_table, overview
 from pod.eval.report.write import write_report
+from pod.measure.machine import environment
 from pod.recipe import Recipe
 
 NAMES = ["full", "pod", "snapkv"]
@@ -89,7 +89,7 @@ def method_file(name, nll, held):
         "seed": 0,
         "config": {},
         "model": {"path": "some/model", "dtype": "float32"},
-        "environment": result_files.environment(),
+        "environment": environment(),
         "parts": {"perplexity": perplexity, "passkey": passkey_part()},
     }
 

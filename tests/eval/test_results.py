@@ -9,13 +9,13 @@ import pytest
 from pod.eval import results as results_module
 from pod.eval.results import (
     RunResults,
-    environment,
     fingerprint,
     identity,
     one_line,
     read_mapping,
     with_files,
 )
+from pod.measure.machine import environment
 
 
 def test_parts_of_the_same_row_stay_whatever_a_later_run_names(tmp_path):
@@ -119,7 +119,7 @@ def test_what_answers_is_part_of_an_answer(tmp_path, monkeypatch):
         (package / name).write_text("x = 2\n")
         assert now() == seen[-1]
     assert results_module.code_identity("eval/report/*.py") != now()
-    monkeypatch.setattr(results_module, "_version", lambda name: "9" if name == "torch" else None)
+    monkeypatch.setattr(results_module, "version", lambda name: "9" if name == "torch" else None)
     seen.append(now())
     assert len(set(seen)) == 7
     results_module.code_identity.cache_clear()

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from tqdm import tqdm
 
 from pod.eval.answer.methods import safe_name
-from pod.eval.results import environment, fingerprint, one_line
+from pod.eval.results import fingerprint, one_line
 from pod.files import write_json
+from pod.measure.machine import environment
 
 if TYPE_CHECKING:
     from pod.eval.answer.ranks import Ranks

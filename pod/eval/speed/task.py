@@ -10,9 +10,10 @@ from torch import Tensor
 
 from pod.eval.answer.methods import BASE, Method, find_method
 from pod.eval.judge.intervals import spread
-from pod.eval.results import RunResults, code_identity, environment, fingerprint, one_line, with_files
+from pod.eval.results import RunResults, code_identity, fingerprint, one_line, with_files
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.measure import max_batch, memory, race
+from pod.measure.machine import environment
 
 if TYPE_CHECKING:
     from pod.eval.runner import Evaluation
