@@ -72,9 +72,8 @@ class Tries(BatchTries):
         self.prompt, self.generated, self.seed = prompt, generated, seed
         self.weights = weight_bytes(model)
 
-    def _passes(self, token: Tensor) -> Iterator[None]:
+    def _passes(self, cache: Any, token: Tensor) -> Iterator[None]:
         """Rows are read into a new cache, then tokens decoded; the last new token is never fed."""
-        cache = self.make_cache()
         for _ in range(self.generated):
             token = next_token(self.model, cache, token)
             yield
@@ -86,15 +85,15 @@ class Tries(BatchTries):
         if room is not None and room < 0:
             raise MemoryError(f"the weights alone take {self.weights:,} bytes")
         with Meter(self.model, room) as meter:
-            passes = self._passes(random_rows(self.model, batch, self.prompt, self.seed))
-            return self.weights + max(meter.restart() for _ in passes)
+            rows = random_rows(self.model, batch, self.prompt, self.seed)
+            return self.weights + max(meter.restart() for _ in self._passes(self.make_cache(), rows))
 
     @torch.no_grad()
     def throughput(self, batch: int) -> dict[str, float]:
         """Generated tokens per second of all rows: of the whole (reading the prompt included, as FlexGen counts), and of decoding alone."""
         rows = random_rows(self.model, batch, self.prompt, self.seed)
+        passes = self._passes(self.make_cache(), rows)
         began = now(rows.device)
-        passes = self._passes(rows)
         next(passes)
         read = now(rows.device)
         collections.deque(passes, maxlen=0)
