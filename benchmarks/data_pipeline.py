@@ -28,8 +28,8 @@ from pod.data.args import DataArgs
 from pod.data.job import Job
 from pod.data.prepare import prepare_job
 from pod.data.workers import cores, run_tasks
-from pod.eval.results import environment
 from pod.files import write_json
+from pod.measure.machine import environment
 from pod.modeling.loading import load_tokenizer
 from pod.models import resolve_model
 

@@ -19,8 +19,8 @@ import torch
 
 from pod.data import PackedDataset, write_packed_rows
 from pod.eval.judge.intervals import spread
-from pod.eval.results import environment
 from pod.files import write_json
+from pod.measure.machine import environment
 from pod.training.args import TrainArgs
 from pod.training.batches import StepBatches
 

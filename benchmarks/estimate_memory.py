@@ -35,8 +35,9 @@ from longest_sequence import LiveBytes, make_plan
 
 import pod
 from pod.data import PackedDataset, write_packed_rows
-from pod.eval.results import environment, one_line
+from pod.eval.results import one_line
 from pod.files import write_json
+from pod.measure.machine import environment
 from pod.training import carry, engine, estimate, memory
 from pod.training.args import TrainArgs
 

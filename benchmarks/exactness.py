@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 import pod  # noqa: F401  (registers the implementations)
-from pod.eval.results import environment
 from pod.files import write_json
+from pod.measure.machine import environment
 from pod.modeling.shipped.attend import Lead, Segments, Tokens, Visibility, attend
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from gpu_tools import RESULTS, choose_device, describe, line_of
 
-from pod.eval.results import environment
 from pod.files import atomic_write_text, read_json, write_json
+from pod.measure.machine import environment
 
 HERE = Path(__file__).parent
 TOTAL_SECONDS = 25 * 60

@@ -33,8 +33,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
 from pod.eval.judge.intervals import spread
-from pod.eval.results import environment
 from pod.files import write_json
+from pod.measure.machine import environment
 from pod.modeling.methods import imdc
 from pod.modeling.methods.imdc_schedule import PromptSchedule, Settings, prompt_schedule, speedup_ceiling
 

@@ -17,9 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
 from pod.eval.judge.intervals import spread
-from pod.eval.results import environment
-from pod.eval.speed.efficiency import Contestant, race, without_attention
 from pod.files import write_json
+from pod.measure.machine import environment
+from pod.measure.race import Contestant, race, without_attention
 
 _ROOM = 256  # decoded tokens, at least (repeats + 1) · steps
 RESULTS = Path(__file__).parent / "results" / "int4_cpu.json"

@@ -17,8 +17,8 @@ from aot import SHARED_LIMIT, AotCase, CompiledCase, fingerprint, multiplies
 from aot_cases import all_cases, compile_many
 from tqdm import tqdm
 
-from pod.eval.results import environment
 from pod.files import atomic_write_text, write_json
+from pod.measure.machine import environment
 
 RESULTS = Path(__file__).parent / "results" / "kernel_resources.json"
 COMMAND = "python benchmarks/kernel_resources.py"

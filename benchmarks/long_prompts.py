@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
-from pod.eval.results import environment
 from pod.files import read_json, write_json
+from pod.measure.machine import environment
 
 RESULTS = Path(__file__).parent / "results" / "long_prompts.json"
 LAYERS, BUDGET = 4, 1024

@@ -31,8 +31,8 @@ from gpu_tools import RESULTS, finish, goal_row, header, parser
 
 import pod
 from pod.eval.results import one_line
-from pod.eval.speed.memory import LiveBytes
 from pod.files import write_json
+from pod.measure.memory import LiveBytes
 from pod.modeling.shipped.attend import IMPLEMENTATIONS, Call, Implementation
 from pod.training import carry
 from pod.training.args import TrainArgs

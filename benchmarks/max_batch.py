@@ -23,7 +23,8 @@ from gpu_tools import DeviceLost, choose_device, finish, goal_row, header, parse
 from pod.bench import decode_bytes, decode_speed
 from pod.bench.args import FULL, SHAPES, BenchMethod, parse_method
 from pod.bench.decode_bytes import spread_plan
-from pod.eval.speed.max_batch import BatchTries, fractional, largest
+from pod.measure.max_batch import BatchTries, fractional, largest
+from pod.measure.memory import free_memory
 
 SHARE = 0.7
 GOAL = 0.97
@@ -131,7 +132,7 @@ def main(arguments: argparse.Namespace) -> int:
         dtype, budget = torch.bfloat16, None
     bench = make_bench(SHAPES[shapes], windows, dtype, device)
     if device.type == "cuda":  # weights are there already
-        limit = decode_speed.free_memory(device) + torch.cuda.memory_allocated(device)
+        limit = free_memory(device) + torch.cuda.memory_allocated(device)
     else:
         limit = float(budget or 0)
     result["setting"] = {

@@ -21,9 +21,9 @@ import torch
 
 import pod
 from pod.eval.judge.intervals import spread
-from pod.eval.results import environment
-from pod.eval.speed.efficiency import Contestant, fill, in_turns, race, warm_up, without_attention
 from pod.files import write_json
+from pod.measure.machine import environment
+from pod.measure.race import Contestant, fill, in_turns, race, warm_up, without_attention
 
 LAYERS, HIDDEN, QUERY_HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4, 128, 8, 2, 128, 512
 LENGTHS, SHARE, ROOM = (8192, 32768), 8, 512

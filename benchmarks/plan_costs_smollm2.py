@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 import pod
-from pod.eval.results import environment
 from pod.files import write_json
+from pod.measure.machine import environment
 from pod.recipe import load_recipe
 from pod.training.plans.choose import Choice, choose, choose_by_similarity
 from pod.training.plans.exploration import Exploration

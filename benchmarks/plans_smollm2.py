@@ -30,14 +30,14 @@ from torch import Tensor
 
 import pod
 from pod.data import long_sequences
-from pod.eval.answer.perplexity import score_behind
+from pod.eval.answer.perplexity import nll_behind
 from pod.eval.answer.reading import answer_behind, branch, in_parts, judge_ahead, left_padded, pad_id
 from pod.eval.judge.intervals import wilson
 from pod.eval.judge.verdicts import perplexity_change
-from pod.eval.results import environment
 from pod.eval.suites.buckets import Bucket
 from pod.eval.suites.own import passkey
 from pod.files import read_json, write_json
+from pod.measure.machine import environment
 from pod.modeling.shipped.rows import GroupedCache
 from pod.models import resolve_model
 from pod.recipe import load_recipe
@@ -200,7 +200,8 @@ class Bench:
             text = self.text[start : start + BATCH]
             for x, cache in self.read(found, text[:, : self.bucket.first - 1], None, LENGTH, SCORED):
                 judge_ahead(self.model(x.row), cache, None, last=text[:, self.bucket.first - 1 :][:, :1])
-                x.nll += score_behind(self.model(x.row), cache, text, self.bucket).mean(1).tolist()
+                nll = nll_behind(self.model(x.row), cache, text, self.bucket.first, self.bucket.end)
+                x.nll += nll.mean(1).tolist()
                 x.held += cache.nbytes
         for length, prompts in self.prompts.items():
             for start in range(0, len(prompts), BATCH):

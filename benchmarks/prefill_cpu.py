@@ -128,7 +128,7 @@ def write_models(folder: Path, longest: int) -> dict[str, str]:
 def compare(name: str, runs: dict[str, Any], repeats: int, warm_up: bool) -> dict[str, Any]:
     """Race two functions that return seconds; the ratio is that of the second to the first."""
     from pod.eval.judge.intervals import spread
-    from pod.eval.speed.efficiency import in_turns
+    from pod.measure.race import in_turns
 
     seconds: dict[str, list[float]] = {key: [] for key in runs}
     for round_number in range(-int(warm_up), repeats):
@@ -188,8 +188,8 @@ def main() -> None:
     if arguments.serve:
         serve(arguments.serve, arguments.folders)
         return
-    from pod.eval.results import environment
     from pod.files import write_json
+    from pod.measure.machine import environment
 
     shape = [LAYERS, HIDDEN, QUERY_HEADS, KV_HEADS, HEAD_DIM]
     names = ["layers", "hidden", "query_heads", "kv_heads", "head_dim"]

@@ -20,8 +20,8 @@ import torch
 
 import pod
 from pod.eval.answer.perplexity import token_nll
-from pod.eval.results import environment
 from pod.files import write_json
+from pod.measure.machine import environment
 from pod.models import resolve_model
 from pod.training.plans.greedy import dissimilarity, greedy_plan
 from pod.training.plans.recording import record_attention_rows

@@ -24,12 +24,13 @@ from typing import Any
 import torch
 from gpu_tools import RESULTS, DeviceLost, choose_device, finish, goal_row, header, parser, start
 
-from pod.bench import decode_speed
+from pod.bench import decode_bytes, decode_speed
 from pod.bench.args import SHAPES, parse_method
 from pod.bench.decode_bytes import spread_plan
 from pod.bench.dense_decode import dense_peers
 from pod.bench.run import BYTE_MODEL, table
 from pod.files import read_json, write_json
+from pod.measure.memory import free_memory
 
 SHARE = 0.7
 GOAL = 0.95
@@ -92,9 +93,9 @@ def measure(
     """One part; one that cannot be had has an error in place of figures."""
     bench.skip = {key.removeprefix(f"{name}: "): why for key, why in bench.skip.items()}
     chosen = [decode_speed.STOCK if text == "transformers" else parse_method(text) for text in methods]
-    room = decode_speed.room(length, len(chosen), bench.steps, bench.repeats)
+    room = decode_bytes.room(length, len(chosen), bench.steps, bench.repeats)
     needed = decode_speed.bytes_needed(bench.sizes, chosen, batch, room, bench.device.type == "cpu")
-    free = decode_speed.free_memory(bench.device) + bench.sizes.weights
+    free = free_memory(bench.device) + bench.sizes.weights
     if decode_speed.most_bytes(needed) > free:
         return {
             "error": f"needs {decode_speed.most_bytes(needed) / 1e9:.1f} GB, {free / 1e9:.1f} GB are there"

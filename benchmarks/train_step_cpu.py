@@ -20,8 +20,8 @@ from gpu_tools import goal_row
 
 import pod
 from pod.eval.judge.intervals import spread
-from pod.eval.results import environment
 from pod.files import write_json
+from pod.measure.machine import environment
 from pod.training.args import TrainArgs
 from pod.training.optim import make_optimizer
 

@@ -34,8 +34,9 @@ ARROWS = {
     "modeling": {"shipped", "kernels", "engine"},
     "data": set(),
     "training": {"shipped", "modeling", "kernels", "data"},
-    "eval": {"shipped", "modeling", "kernels", "data"},
-    "bench": {"eval", "shipped", "modeling", "__init__", "models", "recipe"},
+    "measure": {"shipped"},
+    "eval": {"shipped", "modeling", "kernels", "data", "measure"},
+    "bench": {"eval", "measure", "shipped", "modeling", "__init__", "models", "recipe"},
     "recipe": {"schema", "models", "data", "training", "eval", "bench"},
 }
 # Reading a recipe's model names and the package's public interface is allowed to the two that work on whole models.

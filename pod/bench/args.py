@@ -7,38 +7,26 @@ import yaml
 
 from pod.eval.answer.methods import find_method, unknown
 
-_LLAMA = {"vocab_size": 128256, "num_key_value_heads": 8, "num_attention_heads": 32}
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama3-8b": _LLAMA
-    | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128},
-    "llama-1b": _LLAMA
-    | {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "head_dim": 64,
-        "tie_word_embeddings": True,
-    },
-    # heads of real size, with as little around them as possible: attention is what costs time
-    "cpu": {
-        "vocab_size": 512,
-        "hidden_size": 2048,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-    },
-    "tiny": {
-        "vocab_size": 258,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-    },
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+)
+_ROWS = {
+    "llama3-8b": (128256, 4096, 14336, 32, 32, 8, 128),
+    "llama-1b": (128256, 2048, 8192, 16, 32, 8, 64),
+    "cpu": (
+        512,
+        2048,
+        512,
+        4,
+        16,
+        4,
+        128,
+    ),  # heads of real size and little around them: attention is what costs time
+    "tiny": (258, 64, 128, 4, 4, 2, 16),
 }
+SHAPES: dict[str, dict[str, Any]] = {name: dict(zip(_SIZES, row, strict=True)) for name, row in _ROWS.items()}
+SHAPES["llama-1b"]["tie_word_embeddings"] = True
 """Fields of `PodConfig` by name. The `llama` ones are LLaMA-3-8B and LLaMA-3.2-1B."""
 
 
@@ -175,9 +163,8 @@ class BenchArgs:
         if self.shape_changes and self.shapes is None:
             raise ValueError("shape_changes needs shapes: the sizes of model.path are its own")
         for name, value in self.shape_changes.items():
-            known = SHAPES["llama3-8b"]
-            if name not in known:
-                raise unknown("size in shape_changes", name, known)
+            if name not in _SIZES:
+                raise unknown("size in shape_changes", name, _SIZES)
             if value < 1:
                 raise ValueError(f"shape_changes.{name} is {value}, allowed are 1 and more")
 

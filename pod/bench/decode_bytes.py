@@ -16,6 +16,7 @@ the two sums, weights included.
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,15 @@ class Sizes:
     read: int
     num_sink_tokens: int
     num_recent_tokens: int
+
+    @classmethod
+    def of(
+        cls, config: Any, lead: Sequence[Sequence[int | None]], windows: tuple[int, int], element: int
+    ) -> "Sizes":
+        """Of anything with the fields of `PodConfig`; lead, windows (sink, recent tokens): the plan's."""
+        held, read = weight_bytes(config, element)
+        groups = config.num_attention_heads // config.num_key_value_heads
+        return cls(tuple(map(tuple, lead)), groups, config.head_dim, element, held, read, *windows)
 
     @property
     def pairs(self) -> int:
@@ -173,6 +183,11 @@ def held_per_row(sizes: Sizes, method: BenchMethod, capacity: int, on_cpu: bool 
     tokens += (followers + 2 * windows) * (sizes.num_sink_tokens + sizes.num_recent_tokens) * native
     logits = len(sizes.lead[0]) * sizes.groups * capacity * max(4, sizes.element) * (2 if on_cpu else 1)
     return tokens + (logits if leads else 0)
+
+
+def room(length: int, duels: int, steps: int, repeats: int) -> int:
+    """Tokens that a cache of `length` tokens has at the end of its duels."""
+    return length + duels * (repeats + 1) * steps
 
 
 def stock_per_row(sizes: Sizes, length: int) -> float:

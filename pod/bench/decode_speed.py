@@ -13,11 +13,10 @@ returns zeros.
 import gc
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -28,11 +27,11 @@ from pod.bench import decode_bytes
 from pod.bench.args import FULL, BenchMethod
 from pod.bench.decode_bytes import Sizes
 from pod.bench.dense_decode import candidates
+from pod.eval.answer.variants import variant
 from pod.eval.judge.intervals import spread
 from pod.eval.results import one_line
-from pod.eval.speed import efficiency
-from pod.eval.speed.memory import now
-from pod.modeling.loading import from_dense
+from pod.measure import race
+from pod.measure.memory import now
 from pod.modeling.shipped.layout import PodCacheLayer
 
 _WARM_UP = 2  # tokens; the first compiles and captures
@@ -91,17 +90,8 @@ class Bench:
 
 def sizes_of(config: Any, element: int) -> Sizes:
     """What bytes depend on, of a `PodConfig`; element: bytes per number."""
-    held, read = decode_bytes.weight_bytes(config, element)
-    return Sizes(
-        lead=config.sharing_plan.lead,
-        groups=config.num_key_value_groups,
-        head_dim=config.head_dim,
-        element=element,
-        weights=held,
-        read=read,
-        num_sink_tokens=config.num_sink_tokens,
-        num_recent_tokens=config.num_recent_tokens,
-    )
+    windows = config.num_sink_tokens, config.num_recent_tokens
+    return Sizes.of(config, config.sharing_plan.lead, windows, element)
 
 
 # -- models ----------------------------------------------------------------------------------------------------------
@@ -129,13 +119,7 @@ def random_models(
             dense = pod.PodForCausalLM(pod.PodConfig(**fields)).eval()
     finally:
         torch.set_default_dtype(before)
-    return dense, with_lead(dense, lead)
-
-
-def with_lead(model: Any, lead: list[list[int | None]] | None) -> Any:
-    """The same weights under another plan; None = dense."""
-    config = pod.PodConfig(**(model.config.to_dict() | {"lead": lead}))
-    return from_dense(model, config).eval()
+    return dense, variant(dense, lead=lead)
 
 
 def stock_model(dense: Any) -> Any:
@@ -178,7 +162,7 @@ def load_models(
             f"{path} has layout {model.config.layout!r}: this benchmark compares dense caches with pod, give it a model "
             "of full attention"
         )
-    return with_lead(model, None), with_lead(model, lead)
+    return variant(model, lead=None), variant(model, lead=lead)
 
 
 # -- caches ----------------------------------------------------------------------------------------------------------
@@ -269,7 +253,7 @@ def _read_random_prompt(model: Any, cache: Any, batch: int, length: int) -> None
     """Feed a random prompt with an attention that returns zeros: projections, methods and packing work as they do."""
     generator = torch.Generator().manual_seed(length)
     prompt = torch.randint(model.config.vocab_size, (batch, length), generator=generator)
-    with efficiency.without_attention(model):
+    with race.without_attention(model):
         model(input_ids=prompt.to(model.lm_head.weight.device), past_key_values=cache, logits_to_keep=1)
 
 
@@ -277,7 +261,7 @@ def _read_random_prompt(model: Any, cache: Any, batch: int, length: int) -> None
 
 
 @dataclass
-class Runner(efficiency.Contestant):
+class Runner(race.Contestant):
     """A contestant whose cache may have an engine.
 
     Attributes:
@@ -289,12 +273,16 @@ class Runner(efficiency.Contestant):
     note: str | None = None
     backend: str = "auto"
 
+    def trying(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        """A failure ends the duel; `recorded` keeps it."""
+        return nullcontext()
+
     @torch.no_grad()
     def decode(self, steps: int) -> float:
         """Greedy decoding of ``steps`` tokens per row; returns the seconds that it took."""
         engine = getattr(self.cache, "engine", None)
         if engine is None:
-            return efficiency.decode(self, steps)
+            return super().decode(steps)
         assert self.token is not None
         began = now(self.token.device)
         found = engine.greedy(self.model, self.token, steps)[:, -1:]
@@ -336,18 +324,6 @@ def _warmed(runner: Runner, batch: int) -> Runner:
     return runner
 
 
-def race(runners: list[Runner], steps: int, repeats: int) -> None:
-    """One round to warm up, then ``repeats`` timed ones; the order turns from round to round."""
-    for runner in runners:
-        runner.seconds = []
-    for turn in range(repeats + 1):
-        shift = turn % len(runners)
-        for runner in runners[shift:] + runners[:shift]:
-            seconds = runner.decode(steps)
-            if turn:
-                runner.seconds.append(seconds)
-
-
 def free(device: torch.device) -> None:
     """Give back what nobody holds any more: engines and caches refer to each other."""
     gc.collect()
@@ -371,11 +347,6 @@ def recorded(bench: Bench, name: str, errors: dict[str, str]) -> Iterator[None]:
 
 
 # -- one setting -----------------------------------------------------------------------------------------------------
-
-
-def room(length: int, duels: int, steps: int, repeats: int) -> int:
-    """Tokens that a cache of `length` tokens has at the end of its duels."""
-    return length + duels * (repeats + 1) * steps
 
 
 def fastest_backend(bench: Bench, batch: int, length: int) -> tuple[str, dict[str, Any]]:
@@ -422,7 +393,7 @@ def compare(
         ``full``: the dense cache's backend, what was tried, its bytes by part; ``methods``: by name, figures or an error.
     """
     methods = list(methods)
-    capacity = room(length, len(methods), bench.steps, bench.repeats)
+    capacity = decode_bytes.room(length, len(methods), bench.steps, bench.repeats)
     backend, tried = fastest_backend(bench, batch, length)
     full = start_runner(bench, FULL, batch, length, capacity, backend)
     result: dict[str, Any] = {
@@ -455,7 +426,7 @@ def duel(bench: Bench, full: Runner, method: BenchMethod, batch: int, capacity: 
         runner = start_stock(bench, batch, length)
     else:
         runner = start_runner(bench, method, batch, length, capacity, bench.backend)
-    race([full, runner], bench.steps, bench.repeats)
+    race.race([full, runner], bench.steps, bench.repeats)
     tokens = bench.steps * batch
     pairs = list(zip(full.seconds, runner.seconds, strict=True))
     result: dict[str, Any] = {
@@ -498,14 +469,6 @@ def _against_bytes(bench: Bench, method: BenchMethod, batch: int, length: int, f
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can be allocated: what the device has free, and what PyTorch holds unused."""
-    if device.type != "cuda":
-        return psutil.virtual_memory().available
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def bytes_needed(

@@ -45,8 +45,7 @@ def _estimate_line(sizes: Any, method: BenchMethod, batch: int, length: int, cap
 
 
 def _capacity(args: BenchArgs, length: int) -> int:
-    duels = len(args.contestants()) + args.stock
-    return length + duels * (args.repeats + 1) * args.steps
+    return decode_bytes.room(length, len(args.contestants()) + args.stock, args.steps, args.repeats)
 
 
 def _config(recipe: "Recipe") -> Any:
@@ -89,19 +88,9 @@ def _lead(recipe: "Recipe", config: Any) -> tuple[list[list[int | None]], str]:
 
 
 def _sizes(recipe: "Recipe") -> decode_bytes.Sizes:
-    config, element = _config(recipe), _ELEMENT[recipe.model.dtype]
-    held, read = decode_bytes.weight_bytes(config, element)
-    lead, _ = _lead(recipe, config)
-    return decode_bytes.Sizes(
-        lead=tuple(map(tuple, lead)),
-        groups=config.num_attention_heads // config.num_key_value_heads,
-        head_dim=config.head_dim,
-        element=element,
-        weights=held,
-        read=read,
-        num_sink_tokens=recipe.model.num_sink_tokens,
-        num_recent_tokens=recipe.model.num_recent_tokens,
-    )
+    config, model = _config(recipe), recipe.model
+    windows = model.num_sink_tokens, model.num_recent_tokens
+    return decode_bytes.Sizes.of(config, _lead(recipe, config)[0], windows, _ELEMENT[model.dtype])
 
 
 def run_bench(recipe: "Recipe") -> dict[str, Any]:
@@ -115,7 +104,7 @@ def run_bench(recipe: "Recipe") -> dict[str, Any]:
 
     from pod.bench.decode_speed import STOCK, Bench, compare, load_models, random_models, stock_model
     from pod.bench.dense_decode import dense_peers
-    from pod.eval.results import environment
+    from pod.measure.machine import environment
 
     args, windows = recipe.bench, (recipe.model.num_sink_tokens, recipe.model.num_recent_tokens)
     device = torch.device(
@@ -204,9 +193,10 @@ def _check_lengths(args: BenchArgs, limit: int) -> None:
 
 def _check_memory(recipe: "Recipe", device: Any) -> dict[tuple[int, int], str]:
     """Why the stock model is left out, by (batch, length). Raises: ValueError for a setting that does not fit."""
-    from pod.bench.decode_speed import STOCK, bytes_needed, free_memory, most_bytes
+    from pod.bench.decode_speed import STOCK, bytes_needed, most_bytes
+    from pod.measure import memory
 
-    args, sizes, there = recipe.bench, _sizes(recipe), free_memory(device)
+    args, sizes, there = recipe.bench, _sizes(recipe), memory.free_memory(device)
     reasons = {}
     for batch in args.batch_sizes:
         for length in args.lengths:

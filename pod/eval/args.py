@@ -9,15 +9,15 @@ from pod.eval.presets import with_preset
 TASKS = ("perplexity", "passkey", "efficiency")
 STEPS = ("answer", "score", "report")
 _COUNTS = (
-    "text_length",
-    "text_sequences",
-    "min_context",
-    "scored_tokens",
-    "passkey_samples",
-    "passkey_new_tokens",
-    "batch_size",
-    "efficiency_tokens",
-    "efficiency_repeats",
+    *(
+        "text_length",
+        "text_sequences",
+        "min_context",
+        "scored_tokens",
+        "passkey_samples",
+        "passkey_new_tokens",
+    ),
+    *("batch_size", "efficiency_tokens", "efficiency_repeats", "limit", "max_length"),
 )
 
 
@@ -134,29 +134,40 @@ class EvalArgs:
 
     def __post_init__(self) -> None:
         check_names("method", self.methods, find_method)
-        _check_tasks(self.tasks)
+        # which tasks exist is known where they are made (`pod.eval.runner.make_tasks`), before any computation
+        check_names("task", self.tasks, str)
         if not self.steps or set(self.steps) - set(STEPS):
-            raise ValueError(
-                f"eval.steps are some of {', '.join(STEPS)}, got {', '.join(self.steps) or 'none'}"
-            )
-        if self.limit is not None:
-            _check_positive("limit", self.limit)
-        if self.max_length is not None:
-            _check_positive("max_length", self.max_length)
-        for name in self.task_options:
-            if name not in self.tasks:
-                raise ValueError(
-                    f"eval.task_options names {name!r}, which is not in eval.tasks: {', '.join(self.tasks)}"
-                )
+            given = ", ".join(self.steps) or "none"
+            raise ValueError(f"eval.steps are some of {', '.join(STEPS)}, got {given}")
         for name in self.models:
             if not name.isidentifier() or name in ("dense", "unadapted", "adapted"):
                 raise ValueError(f"eval.models: {name!r} must be a word other than dense, unadapted, adapted")
-        _check_options(self.method_options, self.methods)
+        self._check_options()
         self.method_options = with_preset(self.preset, self.methods, self.method_options)
+        self._check_numbers()
+
+    def _check_options(self) -> None:
+        options = self.method_options
+        if not isinstance(options, dict) or not all(isinstance(values, dict) for values in options.values()):
+            raise ValueError(f"eval.method_options must map methods to parameters, got {options!r}")
+        for kind, known in (("method", self.methods), ("task", self.tasks)):
+            for name in getattr(self, f"{kind}_options"):
+                if name not in known:
+                    raise ValueError(
+                        f"eval.{kind}_options names {name!r}, which is not in eval.{kind}s: {', '.join(known)}"
+                    )
+
+    def _check_numbers(self) -> None:
         for name in _COUNTS:
-            _check_positive(name, getattr(self, name))
+            value = getattr(self, name)
+            if (type(value) is not int or value < 1) and not (
+                value is None and name in ("limit", "max_length")
+            ):
+                raise ValueError(f"eval.{name} must be a whole number of at least 1, got {value!r}")
         for name in ("passkey_lengths", "efficiency_lengths"):
-            _check_lengths(name, getattr(self, name))
+            value = getattr(self, name)
+            if not isinstance(value, list) or not value or any(type(n) is not int or n < 2 for n in value):
+                raise ValueError(f"eval.{name} must be a list of token counts of at least 2, got {value!r}")
         if any(not 0 <= depth <= 1 for depth in self.passkey_depths) or not self.passkey_depths:
             raise ValueError(
                 f"eval.passkey_depths must be numbers from 0 (start) to 1 (end), got {self.passkey_depths}"
@@ -175,35 +186,3 @@ class EvalArgs:
     def longest_speed_run(self) -> int:
         """The longest sequence of the task `efficiency` (tokens)."""
         return max(self.efficiency_lengths) + self.efficiency_tokens * (self.efficiency_repeats + 1)
-
-
-def _check_positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"eval.{name} must be a whole number of at least 1, got {value!r}")
-
-
-def _check_lengths(name: str, value: object) -> None:
-    if (
-        not isinstance(value, list)
-        or not value
-        or any(not isinstance(item, int) or item < 2 for item in value)
-    ):
-        raise ValueError(f"eval.{name} must be a list of token counts of at least 2, got {value!r}")
-
-
-def _check_tasks(names: object) -> None:
-    """The form only: which names exist is known where tasks are made (`pod.eval.runner.make_tasks`), before any computation."""
-    if not isinstance(names, list) or not names or any(not isinstance(name, str) for name in names):
-        raise ValueError(f"eval.tasks must be a list of at least one task, got {names!r}")
-    if len(set(names)) < len(names):
-        raise ValueError(f"eval.tasks names one task twice: {', '.join(names)}")
-
-
-def _check_options(options: object, methods: list[str]) -> None:
-    if not isinstance(options, dict) or not all(isinstance(values, dict) for values in options.values()):
-        raise ValueError(f"eval.method_options must map methods to parameters, got {options!r}")
-    for name in options:
-        if name not in methods:
-            raise ValueError(
-                f"eval.method_options names {name!r}, which is not in eval.methods: {', '.join(methods)}"
-            )

@@ -55,7 +55,8 @@ def token_counts(args: EvalArgs, name: str) -> tuple[int, int]:
     method = find_method(name)
     prompt = steps = 0
     if "perplexity" in args.tasks:
-        prompts, scored = _bucket_counts(args)
+        buckets = position_buckets(args.text_length, args.min_context, args.scored_tokens)
+        prompts, scored = sum(b.first - 1 for b in buckets), sum(b.scored for b in buckets)
         if method.one_shot:
             prompt += args.text_sequences * args.text_length
         else:
@@ -69,12 +70,3 @@ def token_counts(args: EvalArgs, name: str) -> tuple[int, int]:
         prompt += sum(args.efficiency_lengths)
         steps += len(args.efficiency_lengths) * args.efficiency_tokens * (args.efficiency_repeats + 1)
     return prompt, steps
-
-
-def _bucket_counts(args: EvalArgs) -> tuple[int, int]:
-    """(context tokens, scored tokens) of one sequence over all position buckets."""
-    context = scored = 0
-    for bucket in position_buckets(args.text_length, args.min_context, args.scored_tokens):
-        context += bucket.first - 1
-        scored += bucket.scored
-    return context, scored

@@ -37,35 +37,24 @@ def list_tasks() -> str:
     lines = ["Tasks of this package (options: eval.task_options.TASK.OPTION):"]
     for name in base.names():
         task = base.task_class(name)
-        lines += ["", f"  {name}: {task.title}"]
-        lines += _options(base.option_lines(task))
+        lines += ["", f"  {name}: {task.title}", *_wrapped(base.option_lines(task))]
     lines += ["", "  efficiency: decode speed, time to first token, memory, largest batch, side by side"]
-    lines += _options(base.lines_of(SpeedOptions))
+    lines += [*_wrapped(base.lines_of(SpeedOptions)), ""]
     lines += [
-        "",
-        "Suites (groups first; README.md in pod/eval/suites says source, licence, metric, prompt and truncation):",
+        "Suites (groups first; README.md in pod/eval/suites says source, licence, metric, prompt and truncation):"
     ]
     for suite, found in suite_configs().items():
-        lines += ["", f"  {suite}:"]
-        lines += textwrap.wrap(
-            ", ".join(sorted(found)),
-            _WIDTH,
-            initial_indent="    ",
-            subsequent_indent="    ",
-            break_on_hyphens=False,
-        )
+        lines += ["", f"  {suite}:", *_wrapped([", ".join(sorted(found))], "    ")]
     lines += [
         "",
         "Any task, group or tag of lm-eval (mmlu, hellaswag, arc_easy, arc_challenge, gsm8k, truthfulqa_mc1 …; `lm-eval ls tasks`).",
-        "Options of every task of lm-eval and of the suites:",
     ]
-    lines += _options(base.option_lines(LmTask))
+    lines += ["Options of every task of lm-eval and of the suites:", *_wrapped(base.option_lines(LmTask))]
     return "\n".join(lines)
 
 
-def _options(found: list[str]) -> list[str]:
-    return [
-        line
-        for text in found
-        for line in textwrap.wrap(text, _WIDTH, initial_indent="    ", subsequent_indent="      ")
-    ]
+def _wrapped(texts: list[str], indent: str = "      ") -> list[str]:
+    wrap = textwrap.TextWrapper(
+        _WIDTH, initial_indent="    ", subsequent_indent=indent, break_on_hyphens=len(indent) > 4
+    )
+    return [line for text in texts for line in wrap.wrap(text)]

@@ -6,24 +6,19 @@ bytes): they are made of the answers in `pod.eval.answer.store`, and can be made
 
 import ast
 import contextlib
-import datetime
 import functools
 import hashlib
 import json
 import os
-import platform
-import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pod.eval.answer.methods import safe_name
 from pod.files import read_json, sha256_file, write_json
+from pod.measure.machine import environment, version
 from pod.models import cache_dir
 
 SCHEMA_VERSION = 2
 _LARGE = 64 << 20  # bytes from which a file's digest is remembered
-_PACKAGES = ("pod-kv", "torch", "transformers", "numpy", "lm-eval")
 _DECISIVE = ("torch", "transformers", "lm-eval", "flash-attn")
 _PACKAGE = Path(__file__).resolve().parents[1]
 ANSWERING = ("agreement", "gates", "perplexity", "reading", "store", "streaming", "variants")
@@ -45,8 +40,9 @@ class RunResults:
 
     def __init__(self, path: str | os.PathLike, method: str, header: dict[str, Any], writes: bool = True):
         self.path, self.writes = Path(path), writes
-        old = _read_or_none(self.path)
-        old = old if old and old.get("method") == method else {}
+        old = read_mapping(self.path) or {}
+        if (old.get("schema"), old.get("method")) != (SCHEMA_VERSION, method):
+            old = {}
         same = old.get("row") == header.get("row")
         self.left_out = [] if same else list(old.get("parts", {}))
         self.content = {
@@ -85,21 +81,10 @@ class RunResults:
             write_json(self.path, self.content)
 
 
-def load_results(folder: str | os.PathLike, methods: list[str] | None = None) -> dict[str, dict]:
-    """Results by method name, in the order of `methods` (default: every method file there, by name).
-
-    Raises: ValueError when the folder holds none of them.
-    """
-    files = sorted(Path(folder).glob("*.json"))
-    if methods is not None:
-        files = [Path(folder) / f"{safe_name(name)}.json" for name in methods]
-    found = [_read_or_none(file) for file in files]
-    results = {content["method"]: content for content in found if content and content.get("method")}
-    if methods is not None:
-        results = {name: results[name] for name in methods if name in results}
-    if not results:
-        raise ValueError(f"{folder} holds no evaluation results: run launch/run_eval.py first")
-    return results
+def result_files(folder: str | os.PathLike) -> dict[str, dict]:
+    """The content of every result file of a folder, of any schema, by file name."""
+    found = {file.name: read_mapping(file) for file in sorted(Path(folder).glob("*.json"))}
+    return {name: content for name, content in found.items() if content and content.get("method")}
 
 
 def fingerprint(inputs: Any) -> str:
@@ -144,16 +129,15 @@ def with_files(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def code_identity(more: str = "") -> str:
+def code_identity(*more: str) -> str:
     """What decides answers besides the question: versions of the libraries under it, the code of model, kernels, caches and of asking.
 
     Comments, docstrings and layout do not count, nor does what makes prompts (they are in an answer's key), scores or draws.
-    more: a pattern of further sources, below the package.
+    more: patterns of further sources, below the package.
     """
-    patterns = (*_CODE, more) if more else _CODE
-    files = sorted({file for pattern in patterns for file in _PACKAGE.glob(pattern)})
+    files = sorted({file for pattern in (*_CODE, *more) for file in _PACKAGE.glob(pattern)})
     sources = [[file.relative_to(_PACKAGE).as_posix(), _meaning(file)] for file in files]
-    return fingerprint({"versions": {name: _version(name) for name in _DECISIVE}, "sources": sources})[:16]
+    return fingerprint({"versions": {name: version(name) for name in _DECISIVE}, "sources": sources})[:16]
 
 
 def _meaning(file: Path) -> str:
@@ -166,72 +150,12 @@ def _meaning(file: Path) -> str:
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
 
 
-def environment() -> dict[str, Any]:
-    """Date (UTC), versions, commit of this package's checkout, hardware, threads."""
-    import torch
-
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
-        "versions": {name: _version(name) for name in _PACKAGES},
-        "commit": _commit(),
-        "hardware": {
-            "cpu": _cpu_name(),
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        },
-    }
-
-
 def one_line(error: BaseException) -> str:
     """The error as one line: its message, or its class when it has none or is of an unexpected kind."""
     text = " ".join(str(error).split())
     if isinstance(error, (ValueError, OSError)) and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """Commit of the checkout that this package runs from, `+` when files differ from it; None outside a checkout."""
-    root = _PACKAGE.parent
-    if not (root / ".git").exists():
-        return None
-    try:
-        name = _git(root, "rev-parse", "HEAD")
-        return name + "+" if _git(root, "status", "--porcelain", "--untracked-files=no") else name
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _git(root: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=20
-    )
-    return done.stdout.strip()
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def _read_or_none(path: Path) -> dict | None:
-    """The file's content when it is a result file of this schema."""
-    content = read_mapping(path)
-    return content if content and content.get("schema") == SCHEMA_VERSION else None
 
 
 def read_mapping(path: Path) -> dict | None:

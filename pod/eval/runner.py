@@ -13,7 +13,7 @@ from pod.eval.answer.methods import Method, find_method
 from pod.eval.answer.models import Models
 from pod.eval.answer.ranks import Ranks
 from pod.eval.answer.store import AnswerError, Shelf, Store, Unanswered, key_of
-from pod.eval.results import RunResults, code_identity, environment, fingerprint, one_line, with_files
+from pod.eval.results import RunResults, code_identity, fingerprint, one_line, with_files
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.speed.args import speed_options
 from pod.eval.suites import base, data
@@ -41,8 +41,7 @@ class Evaluation:
         self._bytes = Store(recipe.eval_dir / "answers", self.ranks).shelf("bytes", {"code": code_identity()})
         self._budgets: ByteBudgets | None = None
         self._may_answer = True
-        if SPEED_RUN in self.args.tasks:
-            speed_options(self.args)  # a wrong one is an error now
+        self.speed = speed_options(self.args)
         with data.use(self.args.data_dir, self.tokenizer, self.args.unsafe_code):
             self.tasks = make_tasks(self)
         self._check_lengths()
@@ -50,17 +49,19 @@ class Evaluation:
     def _check_lengths(self) -> None:
         """ValueError for a task that no method can be fed, and for speeds that some method cannot be measured at."""
         methods = [find_method(name) for name in self.args.methods]
+
+        def reasons(longest: int) -> list[str | None]:
+            return [self.models.too_long(method, longest) for method in methods]
+
         for name, task in self.tasks.items():
-            reasons = [self.models.too_long(method, task.longest()) for method in methods]
-            if all(reasons):
+            if all(found := reasons(task.longest())):
                 raise ValueError(
-                    f"{name} would {reasons[0]}: lower its lengths (eval.text_length, eval.passkey_lengths …)"
+                    f"{name} would {found[0]}: lower its lengths (eval.text_length, eval.passkey_lengths …)"
                 )
-        if SPEED_RUN in self.args.tasks:
-            longest = max([self.args.longest_speed_run(), *speed_options(self.args).lengths()])
-            reason = next(filter(None, (self.models.too_long(method, longest) for method in methods)), None)
-            if reason:
-                raise ValueError(f"{SPEED_RUN} would {reason}: lower eval.efficiency_lengths")
+        found = reasons(max(self.args.longest_speed_run(), *self.speed.lengths(), 0))
+        if any(found) and SPEED_RUN in self.args.tasks:
+            reason = next(filter(None, found))
+            raise ValueError(f"{SPEED_RUN} would {reason}: lower eval.efficiency_lengths")
 
     def refuses(self, method: Method, task: base.Task) -> str | None:
         """Why a method is not measured by a task, in one line; None when it is."""
@@ -88,7 +89,7 @@ class Evaluation:
         """Every length at which bytes are compared."""
         lengths = {span.length for task in self.tasks.values() for span in task.spans()}
         if SPEED_RUN in self.args.tasks:
-            lengths |= {*self.args.efficiency_lengths, *speed_options(self.args).lengths()}
+            lengths |= {*self.args.efficiency_lengths, *self.speed.lengths()}
         return lengths
 
     def method(self, name: str) -> Method:
@@ -135,16 +136,15 @@ class Evaluation:
         chunks: dict[int | None, Any] = {}
         for span in task.spans():
             try:
-                budget = self.budget(method, span.length, span.fed)
+                budget, prompt = self.budget(method, span.length, span.fed), span.length - span.fed
                 if budget not in chunks:
                     chunks[budget] = getattr(self.cache(method, span.length, span.fed)[0], "chunks", None)
-                _check_chunks(chunks[budget], span.length - span.fed)
+                # whether a method that compresses chunk by chunk has a chunk left to read everywhere in such a prompt
+                if chunks[budget] is not None and prompt > 0:
+                    chunks[budget].start_prompt(prompt, 0, [SimpleNamespace(held=0)])
             except ValueError as error:
-                at = (
-                    f" at {span.length} tokens, {span.fed} of them after the prompt"
-                    if method.takes_budget
-                    else ""
-                )
+                where = f" at {span.length} tokens, {span.fed} of them after the prompt"
+                at = where if method.takes_budget else ""
                 raise ValueError(f"{method.name} cannot do {task.name}{at}: {one_line(error)}") from error
 
     def stated_bytes(self, length: int, budget: int | None, held: list[int]) -> dict[str, Any]:
@@ -185,30 +185,6 @@ class Evaluation:
             )
         return self.models.place(method.model) | found[0]
 
-    def speed_fingerprint(self) -> str:
-        """Changes with anything that can change the speeds of all methods."""
-        args = self.args
-        return fingerprint(
-            {
-                "part": SPEED_RUN,
-                "code": code_identity("eval/speed/*.py"),
-                "seed": self.recipe.seed,
-                "reference": self.models.reference_layout(),
-                "run": [args.efficiency_lengths, args.efficiency_tokens, args.efficiency_repeats],
-                "options": asdict(speed_options(args)),
-                "hardware": environment()["hardware"],
-            }
-        )
-
-
-def _check_chunks(chunks: Any, prompt: int) -> None:
-    """Whether a method that compresses chunk by chunk has a chunk left to read everywhere in a prompt of so many tokens.
-
-    Raises: ValueError, which it would else raise in the middle of the run.
-    """
-    if chunks is not None and prompt > 0:
-        chunks.start_prompt(prompt, 0, [SimpleNamespace(held=0)])
-
 
 def make_tasks(run: Evaluation) -> dict[str, base.Task]:
     """The tasks of a recipe by name, in its order; those of this package first come from `suites/own`, the rest from lm-eval.
@@ -246,38 +222,34 @@ def evaluate(recipe: "Recipe", log: Log = _print_now) -> dict[str, dict]:
 
 
 def _evaluate(run: Evaluation) -> dict[str, dict]:
-    from pod.eval.report.write import (
-        write_report,  # these load torch and matplotlib, which counts for --dry-run need not
-    )
+    # these load torch and matplotlib, which counts for --dry-run need not
+    from pod.eval.report.write import write_report
     from pod.eval.speed.task import check, is_known, measure_speed
 
-    recipe, steps = run.recipe, run.args.steps
+    recipe, answers = run.recipe, "answer" in run.args.steps
     methods = {name: run.method(name) for name in recipe.eval.methods}
     results = {name: _method_results(run, method) for name, method in methods.items()}
     pending = {name: _score_known(run, methods[name], result) for name, result in results.items()}
-    errors = {}
-    if "answer" in steps:
+    errors: dict[str, str | None] = {}
+    if answers:
         for name, tasks in pending.items():
             for task in tasks:
                 run.check_caches(methods[name], run.tasks[task])
-        if SPEED_RUN in recipe.eval.tasks and not is_known(run):
+        if SPEED_RUN in run.args.tasks and not is_known(run):
             check(run)
-        for name, tasks in pending.items():
-            error = _answer(run, methods[name], results[name], tasks)
-            if error:
-                errors[name] = error
+        errors = {name: _answer(run, methods[name], results[name], tasks) for name, tasks in pending.items()}
     elif any(pending.values()):
         missing = "; ".join(f"{name}: {', '.join(tasks)}" for name, tasks in pending.items() if tasks)
         run.log(f"not answered yet, the step `answer` does it: {missing}")
     if run.ranks.is_first:
-        if SPEED_RUN in recipe.eval.tasks and "answer" in steps:
+        if SPEED_RUN in run.args.tasks and answers:
             errors |= measure_speed(run)
-        if "report" in steps:
+        if "report" in run.args.steps:
             run.log(f"report: {write_report(recipe)}")
-    if errors:
-        what = "; ".join(f"{name}: {error}" for name, error in errors.items())
+    failed = [f"{name}: {error}" for name, error in errors.items() if error]
+    if failed:
         raise RuntimeError(
-            f"{len(errors)} of {len(results)} methods failed ({what}); the others are in {recipe.eval_dir}"
+            f"{len(failed)} of {len(results)} methods failed ({'; '.join(failed)}); the others are in {recipe.eval_dir}"
         )
     return {name: result.content for name, result in results.items()}
 
@@ -307,7 +279,7 @@ def _score_known(run: Evaluation, method: Method, results: RunResults) -> list[s
         if reason is not None:
             refused[name] = reason
             run.log(f"{method.name}: {name} skipped: {reason}")
-        elif not run.args.reuse or run.shelf(method).is_empty or not _score(run, method, results, name):
+        elif not run.args.reuse or run.shelf(method).is_empty or not _is_known(run, method, results, name):
             pending.append(name)
     results.content["refused"] = refused
     if run.tasks and not pending and "score" in run.args.steps:
@@ -315,22 +287,29 @@ def _score_known(run: Evaluation, method: Method, results: RunResults) -> list[s
     return pending
 
 
-def _score(run: Evaluation, method: Method, results: RunResults, task: str) -> bool:
+def _is_known(run: Evaluation, method: Method, results: RunResults, task: str) -> bool:
     """Whether the answers to a task are all there; if so they are scored."""
     try:
-        part = run.measure(method, run.tasks[task], is_open=False)
-        description = run.description(method, is_open=False)
+        _score(run, method, results, task, is_open=False)
     except Unanswered:
         return False
     except Exception:
         if "answer" not in run.args.steps:
             raise
         return False  # it comes again in answering, where it is recorded and the others go on
+    return True
+
+
+def _score(run: Evaluation, method: Method, results: RunResults, task: str, is_open: bool) -> None:
+    """Score a task; is_open: what is missing is answered."""
+    began = time.perf_counter()
+    part = run.measure(method, run.tasks[task], is_open)
+    description = run.description(method, is_open)
     if "score" in run.args.steps:
         results.content["model"] = description
         results.store(task, part)
-        run.log(f"{method.name}: {task} {run.tasks[task].headline(part)}, answered before")
-    return True
+    how = f" ({time.perf_counter() - began:.0f} s)" if is_open else ", answered before"
+    run.log(f"{method.name}: {task} {run.tasks[task].headline(part)}{how}")
 
 
 def _answer(run: Evaluation, method: Method, results: RunResults, pending: list[str]) -> str | None:
@@ -338,23 +317,14 @@ def _answer(run: Evaluation, method: Method, results: RunResults, pending: list[
     errors = []
     for name in pending:
         run.log(f"{method.name}: {name} …")
-        began = time.perf_counter()
         try:
-            part = run.measure(method, run.tasks[name], is_open=True)
-            description = run.description(method, is_open=True)
+            _score(run, method, results, name, is_open=True)
         except Exception as error:
             if run.ranks.world_size > 1 and not isinstance(error, AnswerError):
                 raise  # the other ranks may wait inside this task: only a restart helps, and the answers stay
             results.fail(name, error)
             errors.append(f"{name}: {one_line(error)}")
             run.log(f"{method.name}: {name} FAILED: {one_line(error)}")
-            continue
-        if "score" in run.args.steps:
-            results.content["model"] = description
-            results.store(name, part)
-        run.log(
-            f"{method.name}: {name} {run.tasks[name].headline(part)} ({time.perf_counter() - began:.0f} s)"
-        )
     if pending and not errors and "score" in run.args.steps:
         results.finish()
     return "; ".join(errors) or None

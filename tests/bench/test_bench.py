@@ -24,6 +24,7 @@ from pod.bench.decode_bytes import (
 )
 from pod.bench.decode_speed import Bench, fill, make_cache, sizes_of
 from pod.bench.dense_decode import PEERS, dense_peers
+from pod.eval.answer.variants import variant
 from pod.modeling.shipped.decode import DECODERS
 from pod.modeling.shipped.stores import TokenStore
 from pod.recipe import Recipe, field_docs, fields_of, load_recipe
@@ -496,7 +497,7 @@ def test_the_stock_model_is_left_out_where_it_does_not_fit(tmp_path, monkeypatch
     assert decode_speed.most_bytes({"weights": 1.0, "full": 2.0, "pod": 3.0, "int4": 4.0}) == 7.0
     sizes = run._sizes(recipe)
     needed = decode_speed.bytes_needed(sizes, recipe.bench.contestants(), 1, 400 + 8, True)
-    monkeypatch.setattr(decode_speed, "free_memory", lambda _: decode_speed.most_bytes(needed) + 1)
+    monkeypatch.setattr("pod.measure.memory.free_memory", lambda _: decode_speed.most_bytes(needed) + 1)
     reasons = run._check_memory(recipe, CPU)
     assert list(reasons) == [(1, 400)] and "are free" in reasons[1, 400]
 
@@ -568,6 +569,6 @@ def test_all_sizes_agree(models):
     recipe = load_recipe(None, TINY)
     lead = spread_plan(4, 2, 0.7)
     torch.manual_seed(0)
-    planned = decode_speed.with_lead(models[0], lead)
+    planned = variant(models[0], lead=lead)
     assert run._sizes(recipe) == sizes_of(planned.config, 4)
     assert list(itertools.chain(*lead)).count(0) >= 2

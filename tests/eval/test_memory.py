@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import pod
-from pod.eval.speed import memory
-from pod.eval.speed.memory import LiveBytes, Meter, measure, weight_bytes
+from pod.measure import memory
+from pod.measure.memory import LiveBytes, Meter, measure, weight_bytes
 
 TOKENS = torch.randint(96, (1, 256), generator=torch.Generator().manual_seed(1))
 KV_TOKEN = 2 * 4 * 2 * 8 * 8  # K and V, layers, KV heads, head_dim, bytes of float64

@@ -10,10 +10,11 @@ from synthetic import payload_of, result_file
 
 from pod.eval.answer.methods import safe_name
 from pod.eval.report import paper_tables
-from pod.eval.report.merge import CATEGORIES, merge
+from pod.eval.report.merge import merge
+from pod.eval.report.names import CATEGORIES
 from pod.eval.report.page import Fold
 from pod.eval.report.paper_tables import Published, load, paper_name, relative_drop, same_model
-from pod.eval.report.tables import columns, suite_table
+from pod.eval.report.tables import suite_table
 from pod.eval.suites.configs import suite_configs
 from pod.files import read_json, write_json
 
@@ -291,8 +292,8 @@ def test_leval_is_the_mean_of_its_three_categories(tmp_path, published):
         *(("closed", "30.0"), ("open qa", "60.0"), ("open summarization", "0.0"), ("average", "30.0"))
     ]
     comparison = merge([tmp_path])
-    (column,) = columns(comparison)
-    shown = {row[0].text: row[1].text for row in suite_table(comparison, column.tasks).rows[20:]}
+    (tasks,) = comparison.columns().values()
+    shown = {row[0].text: row[1].text for row in suite_table(comparison, tasks).rows[20:]}
     assert shown == {
         **{"closed": "30.0", "open qa": "60.0", "open summarization": "0.0"},
         **{"mean of the categories": "30.0", "mean of the tasks": f"{100 * (7 * 0.3 + 6 * 0.6) / 20:.1f}"},

@@ -9,14 +9,14 @@ from html.parser import HTMLParser
 
 import pytest
 
-from pod.eval import results as result_files
 from pod.eval.report.merge import merge
 from pod.eval.report.notes import overview_notes
 from pod.eval.report.pictures import training_curve
 from pod.eval.report.speed import speed_table
-from pod.eval.report.summary import load_speed, summarise
+from pod.eval.report.summary import summarise
 from pod.eval.report.tables import bucket_table, overview
 from pod.eval.report.write import write_report
+from pod.measure.machine import environment
 from pod.recipe import Recipe
 
 NAMES = ["full", "pod", "snapkv"]
@@ -89,7 +89,7 @@ def method_file(name, nll, held):
         "seed": 0,
         "config": {},
         "model": {"path": "some/model", "dtype": "float32"},
-        "environment": result_files.environment(),
+        "environment": environment(),
         "parts": {"perplexity": perplexity, "passkey": passkey_part()},
     }
 
@@ -177,7 +177,7 @@ def test_other_tables(recipe):
     (table,) = bucket_table(merge([recipe.eval_dir]))
     assert table.columns == ["method", "96–99"]
     assert cells(table)[1] == [["pod"], [f"{math.exp(2.6):.2f}", "(+10.5%", "worse)"]]
-    speed = speed_table(load_speed(recipe.eval_dir))
+    speed = speed_table(merge([recipe.eval_dir]).runs[0].speed)
     assert cells(speed)[1] == [
         ["pod"],
         ["90"],

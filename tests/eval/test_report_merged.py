@@ -25,6 +25,7 @@ from pod.eval.report import notes as report_notes
 from pod.eval.report import pictures
 from pod.eval.report import tables as report_tables
 from pod.eval.report.merge import byte_share, combined, held_rows, merge
+from pod.eval.report.names import suite_of
 from pod.eval.report.page import Cell, Fold, Notes, Picture, Report, Section, Table
 from pod.eval.report.speed import speed_table
 from pod.eval.report.write import csv_text, main, task_blocks, write_merged
@@ -259,14 +260,14 @@ def test_a_merged_row_keeps_its_speed(tmp_path):
 
 
 def test_suites_and_groups(comparison):
-    found = {column.title: column.tasks for column in report_tables.columns(comparison)}
+    found = comparison.columns()
     assert list(found) == [
         *["perplexity", "niah", "mmlu_anatomy", "mmlu"],
         *["longbench (7 tasks)", "ruler 4k (5 tasks)", "tau_curve"],
     ]
     assert found["longbench (7 tasks)"] == tuple(f"pod_longbench_{task}" for task in LONGBENCH)
-    assert report_tables.suite_of("pod_ruler_16k_niah_single_1") == "pod_ruler_16k"
-    assert report_tables.suite_of("pod_infinitebench_128k_passkey") == "pod_infinitebench_128k"
+    assert suite_of("pod_ruler_16k_niah_single_1") == "pod_ruler_16k"
+    assert suite_of("pod_infinitebench_128k_passkey") == "pod_infinitebench_128k"
     whole = (
         "pod_longbench",
         "pod_longbench_14",
@@ -275,14 +276,14 @@ def test_suites_and_groups(comparison):
         "pod_ruler_4k",
         "niah",
     )
-    assert [report_tables.suite_of(name) for name in whole] == [None] * 6
+    assert [suite_of(name) for name in whole] == [None] * 6
 
 
 def test_a_measured_group_is_a_column_of_its_own(tmp_path):
     parts = {name: scores("full", name, 4) for name in ("pod_longbench_qasper", "pod_longbench_trec")}
     parts["pod_longbench_single_doc_qa_en"] = group("full")
-    found = report_tables.columns(merge([write(tmp_path, full=result_file("full", parts))]))
-    assert [column.tasks for column in found] == [
+    found = merge([write(tmp_path, full=result_file("full", parts))]).columns()
+    assert list(found.values()) == [
         ("pod_longbench_qasper", "pod_longbench_trec"),
         ("pod_longbench_single_doc_qa_en",),
     ]
@@ -426,10 +427,10 @@ def test_the_headline_says_what_the_judge_says(comparison, tmp_path):
     for piece in verdicts.partition("dense speed: ")[2].split("; "):
         said[next(words for words in said if piece.startswith(words))] = piece
     assert len(said) == 2
-    for column in report_tables.columns(comparison):
-        mark = comparison.against(pod, column.tasks).mark
+    for title, tasks in comparison.columns().items():
+        mark = comparison.against(pod, tasks).mark
         words = {"worse": "worse than full on", "": "these samples do not decide"}[mark]
-        assert f" {column.title} " in said[words]
+        assert f" {title} " in said[words]
     alone = merge([write(tmp_path, pod=result_file("pod", {"t": payload([0.5, 0.6])}))])
     assert report_notes.headline(alone).startswith("PoD: without full to compare t 55.0. ")
 

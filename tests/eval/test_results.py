@@ -9,13 +9,13 @@ import pytest
 from pod.eval import results as results_module
 from pod.eval.results import (
     RunResults,
-    environment,
     fingerprint,
     identity,
-    load_results,
     one_line,
+    read_mapping,
     with_files,
 )
+from pod.measure.machine import environment
 
 
 def test_parts_of_the_same_row_stay_whatever_a_later_run_names(tmp_path):
@@ -44,13 +44,13 @@ def test_failure_keeps_what_finished(tmp_path):
     run.store("perplexity", {})
     run.fail("passkey", KeyError("x"))
     run.fail("niah", ValueError("too\nlong"))
-    content = load_results(tmp_path)["pod"]
+    content = read_mapping(tmp_path / "pod.json")
     assert content["status"] == "failed"
     assert content["failed"] == {"passkey": "KeyError: 'x'", "niah": "too long"}
     assert content["error"] == "passkey: KeyError: 'x'; niah: too long"
     assert list(content["parts"]) == ["perplexity"]
     run.finish()
-    content = load_results(tmp_path)["pod"]
+    content = read_mapping(tmp_path / "pod.json")
     assert (content["status"], content["failed"], content["error"]) == ("finished", {}, None)
 
 
@@ -119,7 +119,7 @@ def test_what_answers_is_part_of_an_answer(tmp_path, monkeypatch):
         (package / name).write_text("x = 2\n")
         assert now() == seen[-1]
     assert results_module.code_identity("eval/report/*.py") != now()
-    monkeypatch.setattr(results_module, "_version", lambda name: "9" if name == "torch" else None)
+    monkeypatch.setattr(results_module, "version", lambda name: "9" if name == "torch" else None)
     seen.append(now())
     assert len(set(seen)) == 7
     results_module.code_identity.cache_clear()

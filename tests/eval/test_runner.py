@@ -15,6 +15,8 @@ from pod.eval.answer import reading
 from pod.eval.estimate import estimate
 from pod.eval.lists import list_tasks
 from pod.eval.report.summary import summarise
+from pod.eval.speed import task as speed_task
+from pod.eval.speed.task import row_of
 from pod.modeling.methods.streamingllm import StreamingLayer
 from pod.models import resolve_model
 from pod.recipe import load_recipe
@@ -228,12 +230,11 @@ def test_an_error_in_scoring_loses_no_other_method(place, tmp_path, monkeypatch)
 def test_other_code_measures_again(finished, monkeypatch):
     recipe, _ = finished
     run = runner.Evaluation(recipe)
-    before = run.shelf(runner.find_method("snapkv")).folder, run.speed_fingerprint()
-    assert before == (run.shelf(runner.find_method("snapkv")).folder, run.speed_fingerprint())
-    monkeypatch.setattr(runner, "code_identity", lambda more="": f"edited {more}")
-    assert (
-        run.shelf(runner.find_method("snapkv")).folder != before[0] and run.speed_fingerprint() != before[1]
-    )
+    before = run.shelf(runner.find_method("snapkv")).folder, row_of(run)
+    assert before == (run.shelf(runner.find_method("snapkv")).folder, row_of(run))
+    for place in (runner, speed_task):
+        monkeypatch.setattr(place, "code_identity", lambda *more: f"edited {more}")
+    assert run.shelf(runner.find_method("snapkv")).folder != before[0] and row_of(run) != before[1]
 
 
 def test_changed_model_is_measured_again(place, tmp_path):

@@ -9,11 +9,11 @@ from own_runs import make_run, write_place
 
 import pod
 from pod.eval.args import EvalArgs
-from pod.eval.speed import efficiency
 from pod.eval.speed import task as speed
 from pod.eval.speed.args import SpeedOptions, speed_options
-from pod.eval.speed.efficiency import Contestant
-from pod.eval.speed.memory import weight_bytes
+from pod.measure import race
+from pod.measure.memory import weight_bytes
+from pod.measure.race import Contestant
 from pod.modeling.methods.streamingllm import StreamingLayer
 
 METHODS = ["full", "pod-unadapted", "snapkv", "streamingllm"]
@@ -117,7 +117,7 @@ class Clock:
 
     def __init__(self, seconds, monkeypatch):
         self.seconds, self.now = list(seconds), 0.0
-        monkeypatch.setattr(efficiency, "now", lambda device: self.now)
+        monkeypatch.setattr(race, "now", lambda device: self.now)
 
     def __call__(self, **_):
         self.now += self.seconds.pop(0)
@@ -129,10 +129,10 @@ def test_rates_and_ratios_by_hand(monkeypatch):
     clock = Clock([8, 4, 1, 1, 2, 4, 5, 1], monkeypatch)
     pair = [Contestant(name=name, model=clock, cache=None) for name in "ab"]
     for contestant in pair:
-        efficiency.fill(contestant, torch.zeros(1, 40, dtype=torch.long))
-    efficiency.race(pair, steps=1, repeats=2)
+        race.fill(contestant, torch.zeros(1, 40, dtype=torch.long))
+    race.race(pair, steps=1, repeats=2)
     assert (pair[0].seconds, pair[1].seconds) == ([4, 5], [2, 1])
-    found = efficiency.speeds(pair[1], pair[0], steps=1, prompt=40)
+    found = speed.speeds(pair[1], pair[0], steps=1, prompt=40)
     assert found["time_to_first_token_seconds"] == 4 and found["prefill_tokens_per_second"] == 10
     assert found["decode_tokens_per_second"] == {"median": 0.75, "min": 0.5, "max": 1, "repeats": 2}
     assert (found["speed_over_full"]["min"], found["speed_over_full"]["max"]) == (2, 5)

@@ -24,9 +24,6 @@ class Threads(Ranks):
         barrier.wait(20)
         return found
 
-    def barrier(self):
-        self.gather(None)
-
 
 def on_ranks(size, work):
     """[work(ranks)] of every rank; an exception is a rank's result."""

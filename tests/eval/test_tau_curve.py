@@ -5,7 +5,7 @@ import torch
 from own_runs import make_run, measure, write_place
 
 import pod
-from pod.eval.answer.gates import GateCounts, GateProbe, shares
+from pod.eval.answer.gates import COUNTS, GateProbe, counts_of, shares
 from pod.eval.answer.methods import find_method
 from pod.eval.answer.perplexity import score_by_decode, score_by_forward
 from pod.eval.suites.buckets import Bucket
@@ -139,9 +139,8 @@ def test_batch_does_not_change_an_answer(place, payload):
 
 
 def test_counts_by_hand():
-    row = GateCounts()
-    row.add(torch.tensor([[True, False], [True, True]]), length=100, window=20, leads=3, groups=2)
-    assert row.counts == {
+    row = counts_of(torch.tensor([[True, False], [True, True]]), length=100, window=20, leads=3)
+    assert row == {
         "heads": 4,
         "heads_skipped": 3,
         "groups": 2,
@@ -150,8 +149,8 @@ def test_counts_by_hand():
         "saved": 3 * 80,
         "dense": 2 * 5 * 200,
     }
-    assert shares(row.counts)["skipped"] == 0.75
-    assert shares(GateCounts().counts)["skipped"] is None
+    assert shares(row)["skipped"] == 0.75
+    assert shares(dict.fromkeys(COUNTS, 0))["skipped"] is None
 
 
 def test_tokens_without_distant_ones_are_not_counted(pod_model, text):
@@ -159,7 +158,7 @@ def test_tokens_without_distant_ones_are_not_counted(pod_model, text):
     pod_model.model(input_ids=text[:, :10], past_key_values=cache, use_cache=True)
     probe = GateProbe(cache, 0.0)
     pod_model.model(input_ids=text[:, 10:11], past_key_values=cache, use_cache=True)
-    assert probe.rows[0].counts["heads"] == 0
+    assert probe.rows[0]["heads"] == 0
 
 
 @pytest.mark.parametrize(

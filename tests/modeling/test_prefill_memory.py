@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import pod
-from pod.eval.speed.memory import Meter
+from pod.measure.memory import Meter
 
 TILE = 2**22  # elements
 CODEC = {"group_size": 8, "residual": 64}

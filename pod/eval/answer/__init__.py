@@ -8,9 +8,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pod.eval.answer import agreement, budget, gates, perplexity, reading, streaming, variants
+    from pod.eval.answer import agreement, budget, gates, models, perplexity, reading, streaming, variants
 
-__all__ = ["agreement", "budget", "gates", "perplexity", "reading", "streaming", "variants"]
+__all__ = ["agreement", "budget", "gates", "models", "perplexity", "reading", "streaming", "variants"]
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import pod
-from pod.eval.answer.reading import judge_ahead
+from pod.eval.answer.perplexity import hidden_behind, read_context
 
 
 @torch.no_grad()
@@ -20,14 +20,9 @@ def predict_by_forward(model: Any, tokens: Tensor, last: int) -> Tensor:
 def predict_by_decode(model: Any, cache: Any, tokens: Tensor, last: int) -> Tensor:
     """The same through `cache`, a new one: the prompt ends one token before the first prediction, the rest is fed as in generation."""
     prompt = tokens.shape[1] - last - 1
-    model.model(input_ids=tokens[:, :prompt], past_key_values=cache, use_cache=True)
-    judge_ahead(model, cache, None, last=tokens[:, prompt : prompt + 1])
-    found = []
-    for position in range(prompt, tokens.shape[1] - 1):
-        fed = tokens[:, position : position + 1]
-        hidden = model.model(input_ids=fed, past_key_values=cache, use_cache=True).last_hidden_state
-        found.append(model.lm_head(hidden).argmax(dim=-1))
-    return torch.cat(found, dim=1)
+    read_context(model, cache, tokens, prompt)
+    states = hidden_behind(model, cache, tokens, prompt + 1, tokens.shape[1])
+    return torch.cat([model.lm_head(hidden).argmax(dim=-1) for hidden in states], dim=1)
 
 
 @torch.no_grad()

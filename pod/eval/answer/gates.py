@@ -1,14 +1,14 @@
 """How often PoD's gate lets distant tokens be left out, counted while decoding (PoD appendix B.4), and what is predicted then."""
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pod.eval.answer.streaming import nll_behind
+from pod.eval.answer.perplexity import nll_behind
 from pod.modeling.shipped.attend import take_heads
 from pod.modeling.shipped.grouped import attend_slots
 from pod.modeling.shipped.layout import PodCacheLayer
@@ -17,43 +17,35 @@ from pod.modeling.shipped.step import Step
 COUNTS = ("heads", "heads_skipped", "groups", "groups_skipped", "exact", "saved", "dense")
 
 
-@dataclass
-class GateCounts:
-    """Of one row of a batch, over decoded tokens that have distant tokens, and layers.
+def counts_of(skipped: Tensor, length: int, window: int, leads: int) -> Counter[str]:
+    """A layer's decision for one token of a row: skipped [f, G] of its following KV heads; leads: number of leading ones.
 
     heads, groups: query heads of followers, and their KV heads; skipped: whose gate reached tau (of groups: of all their query heads; only
     then the distant values stay unread). exact, saved, dense: multiply-adds of attention in units of head_dim, over all heads: of PoD
     without skipping, of what is left out, and of the dense model.
     """
-
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
-
-    def add(self, skipped: Tensor, length: int, window: int, leads: int, groups: int) -> None:
-        """A layer's decision for one token: skipped [f, G] of its following KV heads; leads: number of leading ones; groups: G."""
-        followers, heads_skipped = skipped.shape[0], int(skipped.sum())
-        found = {
-            "heads": followers * groups,
-            "heads_skipped": heads_skipped,
-            "groups": followers,
-            "groups_skipped": int(skipped.all(-1).sum()),
-            "exact": groups * (leads * 2 * length + followers * (window + length)),
-            "saved": heads_skipped * (length - window),
-            "dense": groups * (leads + followers) * 2 * length,
-        }
-        for name, number in found.items():
-            self.counts[name] += number
+    (followers, groups), heads_skipped = skipped.shape, int(skipped.sum())
+    return Counter(
+        heads=followers * groups,
+        heads_skipped=heads_skipped,
+        groups=followers,
+        groups_skipped=int(skipped.all(-1).sum()),
+        exact=groups * (leads * 2 * length + followers * (window + length)),
+        saved=heads_skipped * (length - window),
+        dense=groups * (leads + followers) * 2 * length,
+    )
 
 
 class GateProbe:
     """Sets `tau` of a PoD cache without an engine, and counts what its gates decide from then on.
 
     cache: of rows without padding; tau: None = the exact attention, nothing is skipped.
-    Attributes: rows: `GateCounts` of every row.
+    Attributes: rows: sums of `counts_of` of every row, over decoded tokens that have distant tokens, and layers.
     """
 
     def __init__(self, cache: Any, tau: float | None):
         self.tau = tau
-        self.rows = [GateCounts() for _ in range(cache.batch_size)]
+        self.rows: list[Counter[str]] = [Counter(dict.fromkeys(COUNTS, 0)) for _ in range(cache.batch_size)]
         for layer in cache.layers:
             assert isinstance(layer, PodCacheLayer) and cache.engine is None, "the ordinary PoD cache"
             layer.tau = tau
@@ -81,7 +73,7 @@ class GateProbe:
             far = step.lead.buffers.distant_lse[:, heads]
             skipped = (torch.sigmoid(near.view(far.shape) - far) >= self.tau).cpu()
         for row, decided in zip(self.rows, skipped, strict=True):
-            row.add(decided, length, window, len(layer.roles.leads), layer.groups)
+            row.update(counts_of(decided, length, window, len(layer.roles.leads)))
 
 
 def shares(counts: dict[str, int]) -> dict[str, float | None]:
@@ -118,7 +110,7 @@ def nll_by_tau(
         own = copy.deepcopy(cache)
         probe = GateProbe(own, tau)
         nll = nll_behind(model, own, tokens, first, tokens.shape[1])
-        found.append((nll.double().sum(1).tolist(), [row.counts for row in probe.rows], own.nbytes))
+        found.append((nll.double().sum(1).tolist(), list(map(dict, probe.rows)), own.nbytes))
     return found
 
 

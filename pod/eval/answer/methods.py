@@ -50,6 +50,8 @@ def _dense(name: str, title: str, takes_budget: bool = True, **more: bool) -> Me
     return Method(name=name, spec=name, model="dense", takes_budget=takes_budget, title=title, **more)
 
 
+BASE = "full"
+"""What every method is held against."""
 METHODS = {
     method.name: method
     for method in (

@@ -12,7 +12,8 @@ from pod.models import resolve_model
 if TYPE_CHECKING:
     from pod.recipe import Recipe
 
-_KINDS = ("dense", "unadapted", "adapted")
+_BASE = ("dense", "unadapted")  # kinds of the dense weights
+_NO_BUDGET = "{}: the byte budget is what PoD holds, and there is neither a PoD export in {} nor a plan; run launch/explore.py or set model.plan"
 
 
 def _dtype(name: str) -> Any:
@@ -21,11 +22,26 @@ def _dtype(name: str) -> Any:
     return getattr(torch, name)
 
 
-def _config_of(path: str | Path, gguf_file: str | None = None) -> dict[str, Any]:
-    """The configuration of a folder or hub id as it stands there."""
-    from transformers import PreTrainedConfig
+def dense_config(path: str, gguf_file: str | None = None) -> Any:
+    """A dense model's configuration, without loading the model."""
+    from transformers import AutoConfig
 
-    return PreTrainedConfig.get_config_dict(path, **({"gguf_file": gguf_file} if gguf_file else {}))[0]
+    return AutoConfig.from_pretrained(path, **({"gguf_file": gguf_file} if gguf_file else {}))
+
+
+def check_plan(path: str, model_path: str, gguf_file: str | None = None) -> "pod.SharingPlan":
+    """The plan of a file for the model of a folder. Raises: ValueError for no plan, and for one of another size."""
+    if not Path(path).is_file():
+        raise ValueError(f"{path} does not exist: make a plan with launch/explore.py")
+    plan, config = pod.SharingPlan.load(path), dense_config(model_path, gguf_file)
+    layers, heads = config.num_hidden_layers, getattr(config, "num_key_value_heads", None)
+    heads = heads or config.num_attention_heads
+    if (plan.num_layers, plan.num_key_value_heads) != (layers, heads):
+        raise ValueError(
+            f"{path} is for {plan.num_layers} layers x {plan.num_key_value_heads} KV heads, the model has {layers} x "
+            f"{heads}: make a plan for this model with launch/explore.py, or correct model.plan"
+        )
+    return plan
 
 
 class Models:
@@ -41,44 +57,37 @@ class Models:
         self._loaded: dict[str, Any] = {}
         chosen = [find_method(name) for name in recipe.eval.methods]
         self.kinds = sorted({method.model for method in chosen})
-        self._check_available()
-        self._check_own()
+        for kind in self.kinds:
+            self._check_available(kind)
         self.dense_path = resolve_model(recipe.model.path)  # which may download or convert it
         self.reference_kind = self._reference_kind()
-        if "unadapted" in (*self.kinds, self.reference_kind):
-            self._check_plan()
+        if self.plan is not None and "unadapted" in (*self.kinds, self.reference_kind):
+            check_plan(str(self.plan), self.dense_path, recipe.model.gguf_file)
         if {"adapted", "unadapted"} <= set(self.kinds):
             self._check_same_plan()
         budgeted = [method.name for method in chosen if method.takes_budget and method.budget is None]
         if self.reference_kind is None and budgeted:
-            raise ValueError(
-                f"{', '.join(budgeted)}: the byte budget is what PoD holds, and there is neither a PoD export in "
-                f"{self.export} nor a plan; run launch/explore.py or set model.plan"
-            )
+            raise ValueError(_NO_BUDGET.format(", ".join(budgeted), self.export))
 
-    def _check_available(self) -> None:
-        if "adapted" in self.kinds and not (self.export / "config.json").is_file():
+    def _check_available(self, kind: str) -> None:
+        own = self.recipe.eval.models
+        if kind == "adapted" and not (self.export / "config.json").is_file():
             raise ValueError(
                 f"method 'pod' needs the adapted model, and {self.export} holds none: run launch/export_hf.py, set "
                 "eval.pod_model, or compare 'pod-unadapted' instead"
             )
-        if "unadapted" in self.kinds and self.plan is None:
+        if kind == "unadapted" and self.plan is None:
             raise ValueError("method 'pod-unadapted' needs a plan: run launch/explore.py or set model.plan")
-
-    def _check_own(self) -> None:
-        for kind in self.kinds:
-            if kind in _KINDS:
-                continue
-            path = self.recipe.eval.models.get(kind)
-            if path is None:
-                known = ", ".join(self.recipe.eval.models) or "none"
-                raise ValueError(
-                    f"method 'model:{kind}' needs eval.models.{kind}, the folder of an export; there is {known}"
-                )
-            if not (Path(path) / "config.json").is_file():
-                raise ValueError(
-                    f"eval.models.{kind} = {path} holds no model: export one there with launch/export_hf.py"
-                )
+        if kind in (*_BASE, "adapted"):
+            return
+        if kind not in own:
+            raise ValueError(
+                f"method 'model:{kind}' needs eval.models.{kind}, the folder of an export; there is {', '.join(own) or 'none'}"
+            )
+        if not (Path(own[kind]) / "config.json").is_file():
+            raise ValueError(
+                f"eval.models.{kind} = {own[kind]} holds no model: export one there with launch/export_hf.py"
+            )
 
     def _reference_kind(self) -> str | None:
         """Which PoD model tells the bytes: one that is compared anyway, else the cheapest to have."""
@@ -96,36 +105,32 @@ class Models:
         return self._loaded[kind]
 
     def _path(self, kind: str) -> str:
-        """Folder of an exported model."""
+        """Folder of a model."""
+        if kind in _BASE:
+            return self.dense_path
         return str(self.export) if kind == "adapted" else self.recipe.eval.models[kind]
 
     def _load(self, kind: str) -> Any:
         args = self.recipe.model
-        options: dict[str, Any] = {
-            "dtype": _dtype(args.dtype),
-            "attention_backend": args.attention_backend,
-            "device": self.device,
-        }
-        if kind not in ("dense", "unadapted"):
-            model = pod.load_model(self._path(kind), **options)
-        else:
-            plan = self.plan if kind == "unadapted" else None
-            model = pod.load_model(
-                self.dense_path,
-                plan=None if plan is None else str(plan),
-                num_sink_tokens=args.num_sink_tokens,
-                num_recent_tokens=args.num_recent_tokens,
-                gguf_file=args.gguf_file,
-                **options,
-            )
-        return model.eval()
+        options: dict[str, Any] = {"dtype": _dtype(args.dtype), "attention_backend": args.attention_backend}
+        if kind in _BASE:
+            options |= {"plan": str(self.plan) if kind == "unadapted" else None, "gguf_file": args.gguf_file}
+            options |= {"num_sink_tokens": args.num_sink_tokens, "num_recent_tokens": args.num_recent_tokens}
+        return pod.load_model(self._path(kind), device=self.device, **options).eval()
+
+    def _config(self, kind: str) -> dict[str, Any]:
+        """The configuration of a kind of model as it stands there, without loading the model."""
+        from transformers import PreTrainedConfig
+
+        gguf_file = self.recipe.model.gguf_file if kind in _BASE else None
+        options = {"gguf_file": gguf_file} if gguf_file else {}
+        return PreTrainedConfig.get_config_dict(self._path(kind), **options)[0]
 
     def packs(self, kind: str) -> bool:
         """Whether the plan of a kind of model holds fewer bits than the model computes in, without loading it."""
-        if kind in ("dense", "unadapted"):
+        if kind in _BASE:
             return kind == "unadapted" and self.plan is not None and pod.SharingPlan.load(self.plan).packs
-        bits = _config_of(self._path(kind)).get("kv_bits")
-        return bool(set(bits or ()) - {16})
+        return bool(set(self._config(kind).get("kv_bits") or ()) - {16})
 
     def too_long(self, method: Method, longest: int) -> str | None:
         """Why a method cannot be fed so many tokens, in one line; None when it can."""
@@ -151,32 +156,12 @@ class Models:
 
     def limit(self, kind: str) -> int | None:
         """Tokens that the model of a kind reads (max_position_embeddings), without loading it; None when it does not say."""
-        where, gguf_file = self.dense_path, self.recipe.model.gguf_file
-        if kind not in ("dense", "unadapted"):
-            where, gguf_file = self._path(kind), None
-        return _config_of(where, gguf_file).get("max_position_embeddings")
-
-    def dense_config(self) -> Any:
-        """The dense model's configuration, without loading the model."""
-        from transformers import AutoConfig
-
-        gguf_file = self.recipe.model.gguf_file
-        return AutoConfig.from_pretrained(self.dense_path, **({"gguf_file": gguf_file} if gguf_file else {}))
+        return self._config(kind).get("max_position_embeddings")
 
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in the dense model, without loading it."""
-        return bytes_per_token(self.dense_config(), _dtype(self.recipe.model.dtype))
-
-    def _check_plan(self) -> None:
-        assert self.plan is not None, "_check_available refuses 'unadapted' without a plan"
-        config = self.dense_config()
-        plan = pod.SharingPlan.load(self.plan)
-        sizes = (config.num_hidden_layers, getattr(config, "num_key_value_heads", None))
-        if sizes != (plan.num_layers, plan.num_key_value_heads):
-            raise ValueError(
-                f"{self.plan} is for {plan.num_layers} layers x {plan.num_key_value_heads} KV heads, the model has "
-                f"{sizes[0]} x {sizes[1]}: make a plan for this model with launch/explore.py or correct model.plan"
-            )
+        config = dense_config(self.dense_path, self.recipe.model.gguf_file)
+        return bytes_per_token(config, _dtype(self.recipe.model.dtype))
 
     def _check_same_plan(self) -> None:
         assert self.plan is not None, "_check_available refuses 'unadapted' without a plan"
@@ -200,16 +185,22 @@ class Models:
         """The dense model's tokenizer, which the export carries too."""
         return pod.load_tokenizer(self.dense_path, gguf_file=self.recipe.model.gguf_file)
 
-    def identity(self, kind: str | None) -> Any:
+    def identity(self, kind: str) -> Any:
         """What a result of this kind of model depends on: files, plan, windows, dtype."""
-        if kind is None:
-            return None
         args = self.recipe.model
         windows = [args.num_sink_tokens, args.num_recent_tokens, args.dtype, args.attention_backend]
-        if kind not in ("dense", "unadapted"):
+        if kind not in _BASE:
             return [identity(self._path(kind)), args.dtype, args.attention_backend]
         plan = identity(self.plan) if kind == "unadapted" and self.plan else None
         return [identity(self.dense_path), args.gguf_file, plan, windows]
+
+    def windows(self, kind: str) -> tuple[int, int]:
+        """(sink, recent) tokens of a kind of model, before it is loaded."""
+        args = self.recipe.model
+        if kind in _BASE:
+            return args.num_sink_tokens, args.num_recent_tokens
+        config = self._config(kind)
+        return config.get("num_sink_tokens", 16), config.get("num_recent_tokens", 4080)
 
     def reference_layout(self) -> Any:
         """What PoD's bytes depend on: plan with its bits, windows, dtype. Training changes none of them."""
@@ -219,13 +210,12 @@ class Models:
         if self.reference_kind == "unadapted" and self.plan is not None:
             plan = pod.SharingPlan.load(self.plan)
             return [plan.lead, plan.bits, args.num_sink_tokens, args.num_recent_tokens, args.dtype]
-        config = _config_of(self.export)
         fields = ("lead", "kv_bits", "num_sink_tokens", "num_recent_tokens")
-        return [*map(config.get, fields), args.dtype]
+        return [*map(self._config("adapted").get, fields), args.dtype]
 
     def place(self, kind: str) -> dict[str, Any]:
         """Where a model of a kind comes from, as the result file says it."""
-        path = self.recipe.model.path if kind in ("dense", "unadapted") else self._path(kind)
+        path = self.recipe.model.path if kind in _BASE else self._path(kind)
         return {"kind": kind, "path": path, "dtype": self.recipe.model.dtype}
 
     def description(self, kind: str) -> dict[str, Any]:

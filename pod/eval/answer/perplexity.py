@@ -6,7 +6,7 @@ already the first scored token is predicted from the compressed cache. (Scoring 
 every token see the whole context.)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -53,20 +53,33 @@ def score_by_decode(model: Any, cache: Any, tokens: Tensor, bucket: Bucket) -> T
         cache: a new cache; on return it has seen `bucket.held_length` tokens of every row.
         tokens: [B, n >= bucket.end].
     """
-    prompt = bucket.first - 1
+    read_context(model, cache, tokens, bucket.first - 1)
+    return nll_behind(model, cache, tokens, bucket.first, bucket.end)
+
+
+def read_context(model: Any, cache: Any, tokens: Tensor, prompt: int) -> None:
+    """The first `prompt` of `tokens` [B, n] are a prompt, after which a method compresses; the next one is held out."""
     model.model(input_ids=tokens[:, :prompt], past_key_values=cache, use_cache=True)
     judge_ahead(model, cache, None, last=tokens[:, prompt : prompt + 1])
-    return score_behind(model, cache, tokens, bucket)
+
+
+def hidden_behind(
+    model: Any, cache: Any, tokens: Tensor, start: int, end: int, chunk: int = 1
+) -> Iterator[Tensor]:
+    """Last hidden states from which `tokens` [B, n] from position `start` to `end` are predicted, through a cache that has seen all before
+    `start - 1`; chunk: tokens fed at once."""
+    for position in range(start - 1, end - 1, chunk):
+        fed = tokens[:, position : min(position + chunk, end - 1)]
+        yield model.model(input_ids=fed, past_key_values=cache, use_cache=True).last_hidden_state
 
 
 @torch.no_grad()
-def score_behind(model: Any, cache: Any, tokens: Tensor, bucket: Bucket) -> Tensor:
-    """The second half of `score_by_decode`: `cache` has compressed the prompt, all of `tokens` [B, n] before `bucket.first - 1`."""
+def nll_behind(model: Any, cache: Any, tokens: Tensor, start: int, end: int, chunk: int = 1) -> Tensor:
+    """NLL (nats) [B, end - start] of these tokens."""
     parts = []
-    for position in range(bucket.first - 1, bucket.end - 1):
-        fed = tokens[:, position : position + 1]
-        hidden = model.model(input_ids=fed, past_key_values=cache, use_cache=True).last_hidden_state
-        parts.append(token_nll(model.lm_head, hidden, tokens[:, position + 1 : position + 2]))
+    for number, hidden in enumerate(hidden_behind(model, cache, tokens, start, end, chunk)):
+        first = start + number * chunk
+        parts.append(token_nll(model.lm_head, hidden, tokens[:, first : first + hidden.shape[1]]))
     return torch.cat(parts, dim=1)
 
 

@@ -19,13 +19,20 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        self.world_size, self.rank, self.local_rank = (
-            _number(name, default) for name, default in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0))
-        )
-        self._check()
-        self._started = False
-        if self.world_size == 1:
-            return
+        self.world_size, self.rank = _number("WORLD_SIZE", 1), _number("RANK", 0)
+        self.local_rank, self._started = _number("LOCAL_RANK", 0), False
+        if self.world_size < 1:
+            raise ValueError("the environment says WORLD_SIZE=0: unset it or start with torchrun")
+        if self.world_size > 1 and "RANK" not in os.environ:
+            raise ValueError(
+                f"the environment says WORLD_SIZE={self.world_size} and no RANK: start with torchrun"
+            )
+        if self.rank >= self.world_size:
+            raise ValueError(f"the environment says RANK={self.rank}, allowed are 0 to {self.world_size - 1}")
+        if self.world_size > 1:
+            self._join()
+
+    def _join(self) -> None:
         import torch
         import torch.distributed as dist
 
@@ -35,16 +42,6 @@ class Ranks:
             # gloo carries objects and small tensors; models are never spread
             dist.init_process_group("gloo", timeout=_TIMEOUT)
             self._started = True
-
-    def _check(self) -> None:
-        if self.world_size < 1:
-            raise ValueError("the environment says WORLD_SIZE=0: unset it or start with torchrun")
-        if self.world_size > 1 and "RANK" not in os.environ:
-            raise ValueError(
-                f"the environment says WORLD_SIZE={self.world_size} and no RANK: start with torchrun"
-            )
-        if self.rank >= self.world_size:
-            raise ValueError(f"the environment says RANK={self.rank}, allowed are 0 to {self.world_size - 1}")
 
     @property
     def is_first(self) -> bool:
@@ -68,13 +65,6 @@ class Ranks:
     def from_first(self, value: Any) -> Any:
         """Rank 0's `value`, on every rank."""
         return self.gather(value)[0]
-
-    def barrier(self) -> None:
-        """Wait for every rank."""
-        if self.world_size > 1:
-            import torch.distributed as dist
-
-            dist.barrier()
 
     def close(self) -> None:
         """Leave together."""

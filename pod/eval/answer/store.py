@@ -13,13 +13,14 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tqdm import tqdm
 
 from pod.eval.answer.methods import safe_name
-from pod.eval.results import environment, fingerprint, one_line
+from pod.eval.results import fingerprint, one_line
 from pod.files import write_json
+from pod.measure.machine import environment
 
 if TYPE_CHECKING:
     from pod.eval.answer.ranks import Ranks
@@ -37,6 +38,14 @@ class Unanswered(RuntimeError):
 
     def __init__(self, missing: int, asked: int):
         super().__init__(f"{missing} of {asked} answers are missing: run the step `answer`")
+
+
+class Answer(NamedTuple):
+    """What was said, the machine that said it, and how long it took (seconds)."""
+
+    record: Record
+    environment: Record
+    seconds: float
 
 
 def key_of(*asked: Any) -> str:
@@ -81,11 +90,9 @@ class Shelf:
     def __init__(self, folder: Path, method: str, identity: Record, ranks: "Ranks", reuse: bool = True):
         self.folder, self.method, self.identity, self.ranks = folder, method, identity, ranks
         self.label, self.is_open, self._reuse = method, True, reuse
-        self._known: dict[str, Record] | None = None
-        self._came: dict[str, tuple[Record | None, float]] = {}
-        self._environment: Record | None = None
+        self._known: dict[str, Answer] | None = None
+        self._environment: Record = {}
         self._asked: set[str] = set()
-        self._fresh: set[str] = set()
 
     @contextlib.contextmanager
     def asked_by(self, task: str, is_open: bool) -> Iterator["Shelf"]:
@@ -120,13 +127,13 @@ class Shelf:
         """
         known, keys = self._load(), [key(item) for item in items]
         unique = dict(zip(keys, items, strict=True))
-        missing = {name for name in unique if name not in known or not (self._reuse or name in self._fresh)}
+        missing = unique.keys() - known.keys()
         if missing and not self.is_open:
             raise Unanswered(len(missing), len(unique))
         self._asked |= set(keys)
         if missing:
             self._answer(_planned(list(unique.values()), key, missing, batches), key, compute)
-        return [known[name] for name in keys]
+        return [known[name].record for name in keys]
 
     def _answer(self, left: list[list[T]], key: Any, compute: Any) -> None:
         mine: list[Record] = []
@@ -139,8 +146,7 @@ class Shelf:
             failure = error
         outcomes = self.ranks.gather((mine, None if failure is None else one_line(failure)))
         for lines, _ in outcomes:
-            for line in lines:
-                self._take(line)
+            self._take(lines)
         failed = [f"rank {rank}: {line}" for rank, (_, line) in enumerate(outcomes) if line is not None]
         if failed:
             self._known = None  # ranks that failed have lines of which the others do not know
@@ -160,7 +166,7 @@ class Shelf:
                 # as the file holds it: an answer that was read back is not another one (tuples, keys that are numbers)
                 found.append(json.loads(write(line)))
                 if self.ranks.world_size == 1:
-                    self._take(found[-1])  # what follows may fail
+                    self._take(found[-1:])  # what follows may fail
                 bar.update(len(batch))
         return found
 
@@ -190,18 +196,15 @@ class Shelf:
 
     # -- reading -------------------------------------------------------------------------------------------
 
-    def _load(self) -> dict[str, Record]:
-        """Every answer by key, read by the first rank once."""
+    def _load(self) -> dict[str, Answer]:
+        """Every answer by key, read by the first rank once; none where all are asked for anew."""
         if self._known is None:
             self._known = {}
-            for run in self.ranks.from_first(self._read_runs() if self.ranks.is_first else None):
-                for line in run:
-                    self._take(line)
-            self._fresh = set()
+            self._take(self.ranks.from_first(self._read() if self.ranks.is_first and self._reuse else []))
         return self._known
 
-    def _read_runs(self) -> list[list[Record]]:
-        """The whole lines of every run of every rank, whatever number of ranks wrote them, by the time at which they began."""
+    def _read(self) -> list[Record]:
+        """The whole lines of every run of every rank, whatever number of ranks wrote them, by the time at which the runs began."""
         runs: list[list[Record]] = []
         for file in sorted(self.folder.glob("*.jsonl")):
             with open(file, encoding="utf-8", errors="replace") as texts:
@@ -209,25 +212,23 @@ class Shelf:
                     if "environment" in line or not runs:
                         runs.append([])
                     runs[-1].append(line)
-        return sorted(runs, key=lambda run: run[0].get("environment", {}).get("date", ""))
+        runs.sort(key=lambda run: run[0].get("environment", {}).get("date", ""))
+        return [line for run in runs for line in run]
 
-    def _take(self, line: Record) -> None:
+    def _take(self, lines: list[Record]) -> None:
         assert self._known is not None
-        if "environment" in line:
-            self._environment = line["environment"]
-            return
-        self._known |= line["answers"]
-        came = self._environment, line["seconds"] / max(len(line["answers"]), 1)
-        self._came |= dict.fromkeys(line["answers"], came)
-        self._fresh |= set(line["answers"])
+        for line in lines:
+            self._environment = line.get("environment", self._environment)
+            answers = line.get("answers", {})
+            for name, record in answers.items():
+                self._known[name] = Answer(record, self._environment, line["seconds"] / len(answers))
 
     def account(self) -> Record:
         """Of the answers that the task asked for: the machine and time of the latest, and the seconds that all took."""
-        came = [self._came[name] for name in self._asked]
-        latest = max(
-            (machine for machine, _ in came if machine), key=lambda found: found["date"], default=None
-        )
-        return {"environment": latest, "seconds": round(sum(seconds for _, seconds in came), 3)}
+        came = [self._load()[name] for name in self._asked]
+        machines = [answer.environment for answer in came if answer.environment]
+        latest = max(machines, key=lambda found: found["date"], default=None)
+        return {"environment": latest, "seconds": round(sum(answer.seconds for answer in came), 3)}
 
 
 def _planned(items: list[T], key: Any, missing: set[str], batches: Any) -> list[list[T]]:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from pod.eval.answer.methods import Method
-from pod.eval.answer.perplexity import token_nll
-from pod.eval.answer.reading import judge_ahead
+from pod.eval.answer.perplexity import nll_behind, read_context
 
 CHUNKED = frozenset({"full", "pod", "streamingllm", "lm_infinite", "wa", None})
 """Specs (None: the layout of the model itself) whose chunks equal single tokens."""
@@ -51,19 +50,6 @@ def make_stream(prompt: int, length: int, every: int, common: int) -> Stream:
 
 
 @torch.no_grad()
-def nll_behind(model: Any, cache: Any, tokens: Tensor, start: int, end: int, chunk: int = 1) -> Tensor:
-    """NLL (nats) [B, end - start] of `tokens` [B, n] from position `start` on, through a cache that has seen all before `start - 1`;
-    chunk: tokens fed at once."""
-    parts = []
-    for position in range(start - 1, end - 1, chunk):
-        stop = min(position + chunk, end - 1)
-        fed = tokens[:, position:stop]
-        hidden = model.model(input_ids=fed, past_key_values=cache, use_cache=True).last_hidden_state
-        parts.append(token_nll(model.lm_head, hidden, tokens[:, position + 1 : stop + 1]))
-    return torch.cat(parts, dim=1)
-
-
-@torch.no_grad()
 def stream_nll(
     model: Any, cache: Any, tokens: Tensor, stream: Stream, chunk: int
 ) -> tuple[list[Tensor], list[int]]:
@@ -74,8 +60,7 @@ def stream_nll(
             so that already the first score is read from the compressed cache.
         chunk: tokens at once behind the prompt, see `chunk_of`.
     """
-    model.model(input_ids=tokens[:, : stream.prompt - 1], past_key_values=cache, use_cache=True)
-    judge_ahead(model, cache, None, last=tokens[:, stream.prompt - 1 : stream.prompt])
+    read_context(model, cache, tokens, stream.prompt - 1)
     sums, held, start = [], [], stream.prompt
     for end in stream.ends:
         sums.append(nll_behind(model, cache, tokens, start, end, chunk).double().sum(dim=1))

@@ -5,6 +5,7 @@ A *payload* is what a task says of a method: ``kind`` (``nll``, ``binary`` or ``
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -101,59 +102,59 @@ def compare(own: Payload, base: Payload, label: str) -> Against | None:
     if not pairs:
         return None
     mine, theirs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    shared = {sample["id"] for sample in own["samples"]} & {sample["id"] for sample in base["samples"]}
-    unpaired = len(own["samples"]) + len(base["samples"]) - 2 * len(shared)
-    found = Against(
-        label, own["kind"] == "nll", Estimate(0.0), own["higher_is_better"], len(pairs), unpaired, left_out
+    gaps = [a - b for a, b in zip(_scores(mine), _scores(theirs), strict=True)]
+    binary, relative = own["kind"] == "binary", own["kind"] == "nll"
+    if relative:
+        estimate = perplexity_change(_scores(mine), _scores(theirs), [sample["tokens"] for sample in mine])
+    else:
+        of = intervals.paired_share if binary else intervals.paired_mean
+        answers = {sample["id"]: sample["score"] for sample in theirs}
+
+        def differ(rows: list[dict]) -> Estimate:
+            return of(_scores(rows), [answers[row["id"]] for row in rows], intervals.clusters_of(rows))
+
+        estimate = _over_strata(own, mine, differ)
+    return Against(
+        base=label,
+        relative=relative,
+        estimate=estimate,
+        higher_is_better=own["higher_is_better"],
+        common=len(pairs),
+        # whatever has no sample of its id on the other side
+        unpaired=len(own["samples"]) + len(base["samples"]) - 2 * (len(pairs) + sum(left_out.values())),
+        left_out=left_out,
+        gained=sum(gap > 0 for gap in gaps) if binary else None,
+        lost=sum(gap < 0 for gap in gaps) if binary else None,
     )
-    if found.relative:
-        counts = [sample["tokens"] for sample in mine]
-        return replace(found, estimate=perplexity_change(_scores(mine), _scores(theirs), counts))
-    of = intervals.paired_share if own["kind"] == "binary" else intervals.paired_mean
-    answers = {sample["id"]: sample["score"] for sample in theirs}
-
-    def differ(rows: list[dict]) -> Estimate:
-        return of(_scores(rows), [answers[row["id"]] for row in rows], intervals.clusters_of(rows))
-
-    found = replace(found, estimate=_over_strata(own, mine, differ))
-    if own["kind"] == "binary":
-        gaps = [a - b for a, b in zip(_scores(mine), _scores(theirs), strict=True)]
-        found = replace(found, gained=sum(gap > 0 for gap in gaps), lost=sum(gap < 0 for gap in gaps))
-    return found
 
 
 def judged(found: dict[Any, Against | None]) -> dict[Any, Against | None]:
     """The comparisons of a page, each with its p value for all of them together."""
-    known = {
-        key: against.estimate.p
+    known = [
+        (key, against, against.estimate.p)
         for key, against in found.items()
         if against is not None and against.estimate.p is not None
-    }
-    adjusted = dict(zip(known, intervals.holm(list(known.values())), strict=True))
-    return {
-        key: None if against is None else replace(against, adjusted=adjusted.get(key))
-        for key, against in found.items()
-    }
+    ]
+    values = intervals.holm([p for _, _, p in known])
+    pairs = zip(known, values, strict=True)
+    return found | {key: replace(against, adjusted=value) for (key, against, _), value in pairs}
 
 
 def paired_samples(own: Payload, base: Payload) -> tuple[list[tuple[dict, dict]], dict[str, int]]:
     """Samples with one id on both sides, and how many of those were left out, by reason."""
     others = {sample["id"]: sample for sample in base["samples"]}
-    pairs, left_out = [], {}
+    pairs, left_out = [], Counter[str]()
     for sample in own["samples"]:
         other = others.get(sample["id"])
         if other is None:
             continue
-        reason = None
         if prompt_of(sample) and prompt_of(other) and prompt_of(sample) != prompt_of(other):
-            reason = "another prompt"
+            left_out["another prompt"] += 1
         elif own["kind"] == "nll" and sample["tokens"] != other["tokens"]:
-            reason = "another number of scored tokens"
-        if reason is None:
-            pairs.append((sample, other))
+            left_out["another number of scored tokens"] += 1
         else:
-            left_out[reason] = left_out.get(reason, 0) + 1
-    return pairs, left_out
+            pairs.append((sample, other))
+    return pairs, dict(left_out)
 
 
 def prompt_of(sample: dict[str, Any]) -> str | None:

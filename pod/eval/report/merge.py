@@ -7,31 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pod.eval.answer.methods import METHODS
+from pod.eval.answer.methods import BASE, METHODS
 from pod.eval.judge.verdicts import Against, Payload, compare, estimate_of, judged, prompt_of
-from pod.eval.report.summary import BASE, SPEED_RUN, load_speed
-from pod.eval.results import SCHEMA_VERSION, load_results, read_mapping
+from pod.eval.report.names import categories_of, plain, suite_of
+from pod.eval.results import SCHEMA_VERSION, result_files
+from pod.eval.speed.args import NAME as SPEED_RUN
 
 _DENSE = ("dense", "unadapted")
-SUITE = re.compile(r"(pod_(?:longbench_e|longbench|leval|infinitebench(?:_\d+k)?|ruler(?:_\d+k?)?))_(.+)")
-_LONGBENCH = {
-    "single_doc_qa": "narrativeqa qasper multifieldqa_en multifieldqa_zh",
-    "multi_doc_qa": "hotpotqa 2wikimqa musique dureader",
-    "summarization": "gov_report qmsum multi_news vcsum",
-    "few_shot": "trec triviaqa samsum lsht",
-    "synthetic": "passage_count passage_retrieval_en passage_retrieval_zh",
-    "code": "lcc repobench-p",
-}
-_LEVAL = {
-    "closed": "coursera gsm100 quality topic_retrieval_longchat tpo codeU sci_fi",
-    "open_qa": "financial_qa legal_contract_qa natural_question multidoc_qa narrative_qa scientific_qa",
-    "open_summarization": "gov_report_summ meeting_summ news_summ paper_assistant patent_summ review_summ tv_show_summ",
-}
-CATEGORIES = {
-    suite: {name: tuple(tasks.split()) for name, tasks in groups.items()}
-    for suite, groups in {"longbench": _LONGBENCH, "leval": _LEVAL}.items()
-}
-"""What papers average before they average again: categories of a suite's tasks."""
+_MODEL = ("kind", "path", "dtype", "num_sink_tokens", "num_recent_tokens", "asymptotic_saving")
 Part = str | int | None
 """A subtask by name, a position bucket by number, or the whole task."""
 Tasks = tuple[Any, ...]
@@ -80,7 +63,7 @@ class Entry:
         self.parts |= content["parts"]
         self.sources |= dict.fromkeys(content["parts"], run)
         self.refused |= content.get("refused") or {}
-        self.failed |= failures(content)
+        self.failed |= content.get("failed") or {}
 
 
 @dataclass
@@ -126,29 +109,32 @@ class Comparison:
 
     def _overview(self) -> Iterator[tuple[Entry, Tasks, Part]]:
         """Every row on every task, those of a suite as one."""
-        return ((entry, tasks, None) for entry in self.entries for tasks in self.suites().values())
+        return ((entry, tasks, None) for entry in self.entries for tasks in self.columns().values())
 
     def _details(self) -> Iterator[tuple[Entry, Tasks, Part]]:
         """Tasks and categories of suites, subtasks of groups, positions of perplexity."""
-        for groups in filter(None, map(categories_of, self.suites().values())):
+        for groups in filter(None, map(categories_of, self.columns().values())):
             members = tuple(found for found, _ in groups.values())
             yield from ((entry, asked, None) for entry in self.entries for asked in (*members, members))
-        inner = {task for tasks in self.suites().values() if len(tasks) > 1 for task in tasks}
+        inner = {task for tasks in self.columns().values() if len(tasks) > 1 for task in tasks}
         for entry in self.entries:
             yield from ((entry, (task,), None) for task in entry.parts if task in inner)
             for task, payload in entry.parts.items():
                 yield from ((entry, (task,), name) for name in payload.get("subtasks") or {})
                 yield from ((entry, (task,), number) for number in range(len(payload.get("buckets") or ())))
 
-    def suites(self) -> dict[str, tuple[str, ...]]:
-        """Tasks that were measured, those of a suite together under its name, in the order of the recipes."""
+    def columns(self) -> dict[str, tuple[str, ...]]:
+        """What the overview compares, by title: tasks that were measured, those of a suite together, in the order of the recipes."""
         found: dict[str, list[str]] = {}
         for task in self.tasks:
             parts = [entry.parts[task] for entry in self.measured(task)]
             group = any(part.get("subtasks") for part in parts)
             if parts:
                 found.setdefault(task if group else suite_of(task) or task, []).append(task)
-        return {name: tuple(tasks) for name, tasks in found.items()}
+        several = {
+            name: f"{plain(name)} ({len(tasks)} tasks)" for name, tasks in found.items() if len(tasks) > 1
+        }
+        return {several.get(name, tasks[0]): tuple(tasks) for name, tasks in found.items()}
 
     def _against(self, entry: Entry, tasks: Tasks, part: Part) -> Against | None:
         first = tasks[0]
@@ -161,48 +147,22 @@ class Comparison:
         return None if own is None or other is None else compare(own, other, base.label)
 
 
-def suite_of(task: str) -> str | None:
-    """`pod_ruler_4k_vt` → `pod_ruler_4k`; None for a task of no suite."""
-    found = SUITE.fullmatch(task)
-    whole = found is None or re.fullmatch(r"e|\d+k|\d+(_\w+)?", found.group(2))
-    return None if found is None or whole else found.group(1)
-
-
-def categories_of(tasks: tuple[str, ...]) -> dict[str, tuple[tuple[str, ...], int]]:
-    """(tasks, how many it has in all) of the categories of a suite's tasks; empty where there are not two of them."""
-    suite = suite_of(tasks[0]) or ""
-    found = {}
-    for name, members in CATEGORIES.get(suite.removeprefix("pod_"), {}).items():
-        here = tuple(task for task in tasks if task.removeprefix(f"{suite}_") in members)
-        if here:
-            found[name] = here, len(members)
-    return found if len(found) > 1 else {}
-
-
 def payload_of(entry: Entry, tasks: Tasks, part: Part = None) -> Payload | None:
     """What a row has on a task, on a part of it (a subtask by name, a position bucket by number), or on the mean of several."""
     payload = combined(entry, tasks)
     if payload is None or part is None:
         return payload
-    return _subtask(payload, part) if isinstance(part, str) else _bucket(payload, part)
-
-
-def _subtask(payload: Payload, name: str) -> Payload | None:
-    found = (payload.get("subtasks") or {}).get(name)
-    if found is None:
+    subtasks, buckets = payload.get("subtasks") or {}, payload.get("buckets") or []
+    if part not in (subtasks if isinstance(part, str) else range(len(buckets))):
         return None
-    samples = [{**one, "subtask": None} for one in payload["samples"] if one.get("subtask") == name]
-    return {**payload, "value": found["value"], "ci95": found.get("ci95"), "samples": samples}
-
-
-def _bucket(payload: Payload, number: int) -> Payload | None:
-    rows = payload.get("buckets") or []
-    if number >= len(rows):
-        return None
-    row = rows[number]
-    tokens = row["end"] - row["first"]
-    samples = [{**one, "score": one["buckets"][number], "tokens": tokens} for one in payload["samples"]]
-    return {**payload, "value": row["perplexity"], "ci95": row.get("ci95"), "samples": samples}
+    if isinstance(part, str):
+        found = subtasks[part]
+        samples = [{**one, "subtask": None} for one in payload["samples"] if one.get("subtask") == part]
+        return {**payload, "value": found["value"], "ci95": found.get("ci95"), "samples": samples}
+    found = buckets[part]
+    tokens = found["end"] - found["first"]
+    samples = [{**one, "score": one["buckets"][part], "tokens": tokens} for one in payload["samples"]]
+    return {**payload, "value": found["perplexity"], "ci95": found.get("ci95"), "samples": samples}
 
 
 def merge(folders: Iterable[str | os.PathLike]) -> Comparison:
@@ -210,46 +170,45 @@ def merge(folders: Iterable[str | os.PathLike]) -> Comparison:
 
     Raises: ValueError when a folder holds no results.
     """
-    runs = [read_run(folder) for folder in folders]
-    for run, label in zip(runs, _labels([run.folder for run in runs]), strict=True):
-        run.label = label
-    entries: list[Entry] = []
-    for run in runs:
+    runs, entries = [read_run(folder) for folder in folders], list[Entry]()
+    labels = [run.label for run in runs]
+    for number, run in enumerate(runs, start=1):
+        run.label += f" {number}" if labels.count(run.label) > 1 else ""
         for method, content in run.results.items():
-            entry = next((other for other in entries if _goes_with(other, run, method, content)), None)
+            entry = next((other for other in entries if _goes_with(other, content)), None)
             if entry is None:
                 entry = Entry(method, method, content, run)
                 entries.append(entry)
             entry.take(run, content)
     entries.sort(key=lambda entry: _rank(entry.method))
-    _name_apart(entries)
+    methods = [entry.method for entry in entries]
+    for entry in entries:  # rows of one method carry their run's name
+        entry.label += f" · {entry.run.label}" if methods.count(entry.method) > 1 else ""
     return Comparison(runs, entries, _task_order(entries))
 
 
 def read_run(folder: str | os.PathLike) -> Run:
     """A run's results from its output folder or its `eval` folder. What is of another dense model than the newest file is left out."""
-    place = Path(folder)
-    place = place / "eval" if _has_results(place / "eval") else place
-    results = load_results(place)
+    places = Path(folder) / "eval", Path(folder)
+    place, files = next(
+        ((place, found) for place in places if (found := result_files(place))), (places[1], {})
+    )
+    left_out = [
+        f"{name} has schema {content.get('schema')}, this report reads {SCHEMA_VERSION}: measure again"
+        for name, content in files.items()
+        if content.get("schema") != SCHEMA_VERSION
+    ]
+    results = {of["method"]: of for of in files.values() if of.get("schema") == SCHEMA_VERSION}
     part = results.pop(SPEED_RUN, {}).get("parts", {}).get(SPEED_RUN, {})
-    speed = load_speed(place)
-    if not results and not speed:
+    if not results and not part.get("lengths"):
         raise ValueError(f"{place} holds no evaluation results: run launch/run_eval.py first")
     newest = max(results.values(), key=lambda content: content["environment"]["date"], default={})
     strange = [name for name, content in results.items() if content.get("dense") != newest.get("dense")]
-    left_out = _left_out(place) + [f"{name} was measured on another dense model" for name in strange]
+    left_out += [f"{name} was measured on another dense model" for name in strange]
     ordered = {name: results[name] for name in sorted(results, key=_rank) if name not in strange}
-    return Run(place.name, place.resolve(), ordered, speed, part, left_out)
-
-
-def failures(content: dict[str, Any]) -> dict[str, str]:
-    """Error lines of a result file by task."""
-    if content.get("failed"):
-        return content["failed"]
-    if not content.get("error"):
-        return {}
-    task, mark, reason = content["error"].partition(": ")
-    return {task: reason} if mark else {"": task}
+    path = place.resolve()
+    label = path.parent.name if path.name == "eval" else path.name
+    return Run(label, path, ordered, part.get("lengths", []), part, left_out)
 
 
 def combined(entry: Entry, tasks: Tasks) -> Payload | None:
@@ -302,78 +261,42 @@ def base_name(method: str) -> str:
 
 
 def held_rows(entry: Entry, task: str | None = None) -> list[dict[str, Any]]:
-    """Bytes by length (tokens) of a row, of one task or of all. What is not measured there but known is filled in: a dense cache and PoD's."""
+    """Bytes by length (tokens) of a row, of one task or of all, where they are known: a dense cache's and PoD's are without measuring.
+    `held_tokens`: where they were measured, as answers may end before the length; `dense`: what a dense cache holds there."""
     parts = [entry.parts[task]] if task else list(entry.parts.values())
     rows = [row for part in parts for row in part.get("bytes") or []]
     if task is None:
         rows += [row["bytes"] for row in entry.speed]
-    return [row if row["bytes"] else _known(entry.method, row) for row in rows]
+    known = {BASE: "dense_bytes", "pod": "pod_bytes", "pod-unadapted": "pod_bytes"}.get(entry.method, "")
+    found = []
+    for row in rows:
+        size, pods, length = row["bytes"] or row.get(known), row.get("pod_bytes"), row["length"]
+        if size and not row["bytes"]:
+            saving, over = 1 - size / row["dense_bytes"], size / pods if pods else None
+            row = {**row, "bytes": size, "held_tokens": length, "saving": saving, "bytes_over_pod": over}
+        tokens = row.get("held_tokens", length)
+        if size:
+            found.append({**row, "held_tokens": tokens, "dense": row["dense_bytes"] * tokens / length})
+    return found
 
 
 def byte_share(entry: Entry, task: str) -> float | None:
     """Bytes held as a share of the dense cache's, over all lengths of a task; None when they were not measured."""
-    rows = [row for row in held_rows(entry, task) if row["bytes"] and row.get("dense_bytes")]
-    return sum(row["bytes"] for row in rows) / sum(map(dense_bytes, rows)) if rows else None
+    rows = held_rows(entry, task)
+    return sum(row["bytes"] for row in rows) / sum(row["dense"] for row in rows) if rows else None
 
 
-def dense_bytes(row: dict[str, Any]) -> float:
-    """What a dense cache holds where the row's bytes were measured: answers may end before the row's length (`held_tokens`)."""
-    return row["dense_bytes"] * row.get("held_tokens", row["length"]) / row["length"]
+def _goes_with(entry: Entry, content: dict[str, Any]) -> bool:
+    """Whether a run's results continue a row of an earlier run: same method, model and settings, other tasks."""
 
+    def settings(of: dict[str, Any]) -> list[Any]:
+        options = (of.get("config") or {}).get("method_options", {})
+        return [of["method"], of.get("spec"), of.get("bytes_of"), options.get(of["method"])]
 
-def _known(method: str, row: dict[str, Any]) -> dict[str, Any]:
-    """A row without measured bytes, with those of its whole length where the method's are known."""
-    known = {BASE: "dense_bytes", "pod": "pod_bytes", "pod-unadapted": "pod_bytes"}.get(method, "")
-    return {**row, "bytes": row.get(known), "held_tokens": row["length"]}
-
-
-def _goes_with(entry: Entry, run: Run, method: str, content: dict[str, Any]) -> bool:
-    """Whether a run's results of a method continue a row of an earlier run: same model, same settings, other tasks."""
-    if entry.method != method or set(entry.parts) & set(content["parts"]):
+    models = [of["model"] for of in (entry.content, content) if of.get("model")]
+    if any(model.get(key) != models[0].get(key) for model in models for key in _MODEL):
         return False
-    old, new = entry.content.get("model") or {}, content.get("model") or {}
-    keys = ("kind", "path", "dtype", "num_sink_tokens", "num_recent_tokens", "asymptotic_saving")
-    if old and new and any(old.get(key) != new.get(key) for key in keys):
-        return False
-    if entry.content.get("bytes_of") != content.get("bytes_of"):
-        return False
-    configs = [
-        (result.get("config") or {}).get("method_options", {}).get(method)
-        for result in (entry.content, content)
-    ]
-    return configs[0] == configs[1] and entry.content.get("spec") == content.get("spec")
-
-
-def _has_results(folder: Path) -> bool:
-    return (
-        any((read_mapping(file) or {}).get("method") for file in folder.glob("*.json"))
-        if folder.is_dir()
-        else False
-    )
-
-
-def _left_out(folder: Path) -> list[str]:
-    """One line per result file that has another schema."""
-    found = [(file, (read_mapping(file) or {})) for file in sorted(folder.glob("*.json"))]
-    return [
-        f"{file.name} has schema {content.get('schema')}, this report reads {SCHEMA_VERSION}: measure again"
-        for file, content in found
-        if content.get("method") and content.get("schema") != SCHEMA_VERSION
-    ]
-
-
-def _labels(folders: list[Path]) -> list[str]:
-    """A short name per run: its output folder's, numbered where two are equal."""
-    names = [folder.parent.name if folder.name == "eval" else folder.name for folder in folders]
-    return [name if names.count(name) == 1 else f"{name} {number + 1}" for number, name in enumerate(names)]
-
-
-def _name_apart(entries: list[Entry]) -> None:
-    """Rows of one method from several runs carry the run's name."""
-    methods = [entry.method for entry in entries]
-    for entry in entries:
-        if methods.count(entry.method) > 1:
-            entry.label = f"{entry.method} · {entry.run.label}"
+    return settings(entry.content) == settings(content) and not entry.parts.keys() & content["parts"].keys()
 
 
 def _rank(method: str) -> tuple[int, str, float, str]:

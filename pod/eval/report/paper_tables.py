@@ -1,15 +1,18 @@
 """Published results (docs/paper_tables/*.csv), and ours next to them where model, benchmark, task and method are the same."""
 
 import csv
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
-from pod.eval.report.merge import CATEGORIES, Comparison, Entry, base_name
+from pod.eval.answer.methods import BASE
+from pod.eval.report.merge import Comparison, Entry, base_name
+from pod.eval.report.names import CATEGORIES, parts_of, suite_of
 from pod.eval.report.notes import sentences
 from pod.eval.report.page import Block, Cell, Fold, Notes, Table, cell
-from pod.eval.report.summary import BASE
 from pod.eval.report.tables import bytes_at, median, saving_of, speed_of
 
 COLUMNS = ("paper", "table", "model", "benchmark", "task", "method", "setting", "metric", "value")
@@ -23,7 +26,6 @@ _MEMBERS = {**CATEGORIES, "longbench_14": _ENGLISH, "ruler": {**_RULER, "qa": ["
 _TRAINED = {"wa_cpt": "wa+cpt", "window": "wa+cpt"}  # names in eval.models that cannot be the paper's
 _HEADS = ["task", "method", "paper's setting", "paper", "paper's Δ", "ours", "ours: value", "ours: Δ"]
 _OPEN_ROWS = 12  # longer tables stand behind a line that opens them
-_OURS = re.compile(r"pod_(longbench|leval|infinitebench_\d+k|ruler_\d+k)_(.+)")
 _LENGTH = re.compile(r"_\d+k$")
 _STANDARD = ("mmlu", "hellaswag", "arc_easy", "arc_challenge", "humaneval")
 
@@ -117,15 +119,14 @@ def blocks(comparison: Comparison, published: list[Published], model: str | None
 
 
 def _rows(entries: list[Entry], published: list[Published]) -> list[list[Cell]]:
-    full: dict[tuple[str, ...], float] = {}
-    for row in published:
-        if row.method == BASE:
-            full[row.benchmark, row.task, row.metric, row.setting] = row.value
-            full.setdefault((row.benchmark, row.task, row.metric), row.value)
+    printed: dict[tuple[str, ...], float] = {}
+    for row in (row for row in published if row.method == BASE):
+        printed[row.benchmark, row.task, row.metric, row.setting] = row.value
+        printed.setdefault((row.benchmark, row.task, row.metric), row.value)
     body = []
     for row in published:
         asked = (row.benchmark, row.task, row.metric)
-        base = None if row.method == BASE else full.get((*asked, row.setting), full.get(asked))
+        base = None if row.method == BASE else printed.get((*asked, row.setting), printed.get(asked))
         for entry in entries:
             ours = _ours(entries, entry, row, published) if paper_name(entry.method) == row.method else None
             if ours is not None:
@@ -146,20 +147,7 @@ def _row(row: Published, base: float | None, entry: Entry, ours: Ours) -> list[C
 
 
 def _ours(entries: list[Entry], entry: Entry, row: Published, published: list[Published]) -> Ours | None:
-    """Our number for a published one, None when we did not measure it."""
-    if row.benchmark == "efficiency":
-        return _efficiency(entries, entry, row)
-    if row.benchmark == "consistency":
-        found = entry.parts.get("consistency", {}).get("metrics", {}).get(row.setting)
-        return None if found is None else Ours(100 * found["value"])
-    value, reference = _with_full(entries, entry, _leaves(row, published) if row.metric == "score" else [])
-    if value is None:
-        return None
-    return Ours(100 * value, None if reference is None else 100 * (value - reference))
-
-
-def _efficiency(entries: list[Entry], entry: Entry, row: Published) -> Ours | None:
-    """Decode speed, bytes saved at the longest length, and what is lost of LongBench and L-Eval (PoD Table 5)."""
+    """Our number for a published one, None when we did not measure it. Of bytes and speeds it is that of the longest length."""
     timed, held = speed_of(entry), bytes_at(entry, None)
     if row.task == "decode" and timed is not None:
         rate, ratio = timed["decode_tokens_per_second"], timed.get("speed_over_full")
@@ -169,7 +157,11 @@ def _efficiency(entries: list[Entry], entry: Entry, row: Published) -> Ours | No
     if row.task == "performance_drop":
         drop = relative_drop([_with_full(entries, entry, groups) for groups in _TABLE_1])
         return None if drop is None else Ours(100 * drop)
-    return None
+    if row.benchmark == "consistency":
+        found = entry.parts.get("consistency", {}).get("metrics", {}).get(row.setting)
+        return None if found is None else Ours(100 * found["value"])
+    value, full = _with_full(entries, entry, _leaves(row, published) if row.metric == "score" else [])
+    return None if value is None else Ours(100 * value, None if full is None else 100 * (value - full))
 
 
 def relative_drop(averages: list[tuple[float | None, float | None]]) -> float | None:
@@ -184,23 +176,27 @@ def relative_drop(averages: list[tuple[float | None, float | None]]) -> float | 
 def _with_full(
     entries: list[Entry], entry: Entry, groups: list[list[str]]
 ) -> tuple[float | None, float | None]:
-    """(mean of a row, mean of full of the same model)."""
+    """Mean (0 to 1) over groups of the means of their tasks, of a row and of full of the same model; None where a task is missing."""
     bases = (other for other in entries if other.method == BASE and other is not entry)
-    same = [other for other in bases if entry.run.dense_path in (None, other.run.dense_path)]
-    return _mean(entry, groups), _mean(same[0], groups) if same else None
+    same = (other for other in bases if entry.run.dense_path in (None, other.run.dense_path))
+    means: list[float | None] = []
+    for values in map(_values, [entry, *itertools.islice(same, 1)]):
+        known = groups and all(name in values for group in groups for name in group)
+        means.append(fmean(fmean(values[name] for name in group) for group in groups) if known else None)
+    return means[0], means[1] if len(means) > 1 else None
 
 
 def _leaves(row: Published, published: list[Published]) -> list[list[str]]:
     """The tasks behind a published number: means of means. An average is over everything else that the table prints for the model."""
-    if row.task == "average" and row.benchmark != "niah":
-        if row.paper == "imdc":
-            return []  # its averages are not the mean of what it prints
-        same = [other for other in published if other.method == row.method and other.task != "average"]
-        same = [other for other in same if other.benchmark.startswith(row.benchmark)]
-        if row.benchmark != "infinitebench":  # its average is over lengths, which are the settings
-            same = [other for other in same if other.setting == row.setting]
-        return [_members(other.benchmark, other.task) for other in same]
-    return [_members(row.benchmark, row.task)]
+    if row.task != "average" or row.benchmark == "niah":
+        return [_members(row.benchmark, row.task)]
+    if row.paper == "imdc":
+        return []  # its averages are not the mean of what it prints
+    same = [other for other in published if other.method == row.method and other.task != "average"]
+    same = [other for other in same if other.benchmark.startswith(row.benchmark)]
+    if row.benchmark != "infinitebench":  # its average is over lengths, which are the settings
+        same = [other for other in same if other.setting == row.setting]
+    return [_members(other.benchmark, other.task) for other in same]
 
 
 def _members(benchmark: str, task: str) -> list[str]:
@@ -217,15 +213,6 @@ _TABLE_1 = [  # the averages of PoD Table 1: means of these categories
 ]
 
 
-def _mean(entry: Entry, names: list[list[str]]) -> float | None:
-    """Mean over groups of the means of their tasks (0 to 1); None when one is missing."""
-    values = _values(entry)
-    if not names or any(name not in values for group in names for name in group):
-        return None
-    groups = [sum(values[name] for name in group) / len(group) for group in names]
-    return sum(groups) / len(groups)
-
-
 def _values(entry: Entry) -> dict[str, float]:
     """Our scores (0 to 1) as `benchmark/task`, parts of groups included."""
     values: dict[str, float] = {}
@@ -233,14 +220,12 @@ def _values(entry: Entry) -> dict[str, float]:
         if part["kind"] == "nll":
             continue
         inner = {name: found["value"] for name, found in (part.get("subtasks") or {}).items()}
-        whole = _OURS.fullmatch(task)
-        prefix = task if whole is None else task.removesuffix(f"_{whole.group(2)}")
         for name, value in {task: part["value"], **inner}.items():
-            found = _OURS.fullmatch(name) or _OURS.fullmatch(f"{prefix}_{name}")
+            found = parts_of(name) or parts_of(f"{suite_of(task) or task}_{name}")
             if value is None:
                 continue
             if found is not None:
-                values[f"{found.group(1)}/{found.group(2)}"] = value
+                values[f"{found[0].removeprefix('pod_')}/{found[1]}"] = value
             plain = name.removeprefix("pod_")
             values.setdefault(f"standard/{plain}" if plain in _STANDARD else f"{plain}/{plain}", value)
         if task == "niah" and part["value"] is not None:

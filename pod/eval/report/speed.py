@@ -1,5 +1,6 @@
 """The speed and memory part of a report. Speeds of one run were measured in one process, in turns: they are compared within a run only."""
 
+from dataclasses import replace
 from typing import Any
 
 from pod.eval.report.merge import Run
@@ -26,24 +27,22 @@ def speed_blocks(runs: list[Run]) -> list[Block]:
 def speed_table(speed: list[dict[str, Any]], title: str = "") -> Table:
     """Decode speed with its spread, time to first token and bytes with their parts, per length and method; bars within a length."""
     heads = ["method", "prompt tokens", "tokens/s", "× full", "first token s", "KV MB", "of PoD's"]
-    parts = list(
-        dict.fromkeys(
-            part for row in speed for own in row["methods"].values() for part in own["bytes_by_part"]
-        )
-    )
+    everyone = [own for row in speed for own in row["methods"].values()]
+    parts = list(dict.fromkeys(part for own in everyone for part in own["bytes_by_part"]))
     rows = []
     for row in speed:
         fastest = max(own["decode_tokens_per_second"]["median"] for own in row["methods"].values())
         largest = max(own["bytes"]["bytes"] for own in row["methods"].values())
         for name, own in row["methods"].items():
             rate, held = own["decode_tokens_per_second"], own["bytes"]
+            spread = f"({rate['min']:.1f}–{rate['max']:.1f})"
             times = [
-                cell(rate["median"], "{:.1f}", f"({rate['min']:.1f}–{rate['max']:.1f})"),
+                replace(cell(rate["median"], "{:.1f}", spread), shade=bar(rate["median"] / fastest)),
                 cell(median(own.get("speed_over_full")), "{:.2f}"),
                 cell(own["time_to_first_token_seconds"], "{:.2f}"),
             ]
-            sizes = [_megabytes(held["bytes"]), cell(held["bytes_over_pod"], "{:.1%}")]
-            times[0].shade, sizes[0].shade = bar(rate["median"] / fastest), bar(held["bytes"] / largest)
+            sizes = [replace(_megabytes(held["bytes"]), shade=bar(held["bytes"] / largest))]
+            sizes += [cell(held["bytes_over_pod"], "{:.1%}")]
             sizes += [_megabytes(own["bytes_by_part"].get(part)) for part in parts]
             rows.append([Cell(name), cell(row["length"], "{:,}"), *times, *sizes])
     ours = {number for number, row in enumerate(rows) if row[0].text == "pod"}

@@ -1,22 +1,20 @@
 """The tables of a report: methods by tasks, one task in detail, tasks of a suite, heat maps, and whatever a payload brings along."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 from pod.eval.judge.verdicts import Against, Payload
 from pod.eval.report.merge import (
-    SUITE,
     Comparison,
     Entry,
     Part,
     Tasks,
     byte_share,
-    categories_of,
-    dense_bytes,
     held_rows,
     payload_of,
-    suite_of,
 )
+from pod.eval.report.names import categories_of, plain, short_name
 from pod.eval.report.page import NONE, Cell, Table, cell, is_share, shade
 
 _TITLES = {
@@ -28,34 +26,9 @@ MOST_COLUMNS = 12
 _Row = tuple[str, str, Tasks, Part]  # name, small text, and what it asks for
 
 
-class Column(NamedTuple):
-    """A task, or the tasks of one suite, which are shown as their mean."""
-
-    title: str
-    tasks: tuple[str, ...]
-
-
-def columns(comparison: Comparison) -> list[Column]:
-    """What the overview compares: single tasks, and suites of two or more tasks, in the order of the recipes."""
-    return [
-        Column(tasks[0] if len(tasks) == 1 else f"{_plain(name)} ({len(tasks)} tasks)", tasks)
-        for name, tasks in comparison.suites().items()
-    ]
-
-
-def short_name(task: str) -> str:
-    """A task's name inside the table of its suite."""
-    found = SUITE.fullmatch(task)
-    return found.group(2) if found and suite_of(task) else task
-
-
 def title_of(task: str) -> str:
     """The head of a task's section."""
-    return _TITLES.get(task, _plain(task))
-
-
-def _plain(name: str) -> str:
-    return name.removeprefix("pod_").replace("_", " ")
+    return _TITLES.get(task, plain(task))
 
 
 def ours(entries: list[Entry]) -> set[int]:
@@ -86,15 +59,11 @@ def delta_text(against: Against, value: float | None = None) -> str:
     return percent(against.delta if value is None else value, "+", "%" if against.relative else "")
 
 
-def change_text(against: Against) -> str:
-    """The change with the verdict, in words."""
-    return f"{delta_text(against)} {against.mark}".rstrip()
-
-
-def interval_text(against: Against) -> str:
-    """The 95 % interval of a change."""
+def change_lines(against: Against) -> list[str]:
+    """The change with the verdict, in words, and its 95 % interval."""
     ends = against.estimate.interval
-    return "" if ends is None else f"[{', '.join(delta_text(against, end) for end in ends)}]"
+    interval = "" if ends is None else f"[{', '.join(delta_text(against, end) for end in ends)}]"
+    return [f"{delta_text(against)} {against.mark}".rstrip(), interval]
 
 
 def p_text(value: float) -> str:
@@ -140,8 +109,9 @@ def change_cell(against: Against | None) -> Cell:
     """Δ to the base with its verdict, its paired interval, and the p value that holds for the page."""
     if against is None:
         return NONE
+    text, interval = change_lines(against)
     p = "" if against.adjusted is None else f"\n{p_text(against.adjusted)}"
-    return Cell(change_text(against), interval_text(against) + p, against.delta, against.mark)
+    return Cell(text, interval + p, against.delta, against.mark)
 
 
 def result_cell(
@@ -153,14 +123,14 @@ def result_cell(
     """
     payload = payload_of(entry, tasks, part)
     if payload is None or payload["value"] is None:
-        if tasks[0] in entry.failed or "" in entry.failed:
+        if tasks[0] in entry.failed:
             return Cell("failed", tone="failed")
         return Cell("not run") if tasks[0] in entry.refused else NONE
     found, against = value_cell(payload), comparison.against(entry, tasks, part)
     if against is None:
-        return Cell(found.text, "" if short else found.small, found.sort)
-    small = f"({change_text(against)})" if short else f"{change_text(against)}\n{interval_text(against)}"
-    return Cell(found.text, small, found.sort, against.mark)
+        return replace(found, small="") if short else found
+    lines = change_lines(against)
+    return replace(found, small=f"({lines[0]})" if short else "\n".join(lines), tone=against.mark)
 
 
 # -- the overview --------------------------------------------------------------------------------------------
@@ -168,21 +138,19 @@ def result_cell(
 
 def overview(comparison: Comparison) -> Table:
     """Every method: its value on each task or suite with Δ to full, bytes, saving, speed."""
-    shown = columns(comparison)[:MOST_COLUMNS]
-    length = common_length(comparison.entries)
-    timed = any(run.speed for run in comparison.runs)
+    columns, entries = list(comparison.columns().items())[:MOST_COLUMNS], comparison.entries
+    length, timed = common_length(entries), any(run.speed for run in comparison.runs)
     rows = []
-    for entry in comparison.entries:
-        cells = [result_cell(comparison, entry, column.tasks) for column in shown]
-        row = [Cell(entry.label), *_byte_cells(entry, length), *cells]
+    for entry in entries:
+        cells = [result_cell(comparison, entry, tasks) for _, tasks in columns]
+        rows.append([Cell(entry.label), *_byte_cells(entry, length), *cells])
         if timed:
             speed = speed_of(entry) or {}
-            row.append(cell(median(speed.get("decode_tokens_per_second")), "{:.1f}"))
-            row.append(cell(median(speed.get("speed_over_full")), "{:.2f}"))
-        rows.append(row)
-    heads = ["method", "KV MB", "saved", *[column.title for column in shown]]
+            rows[-1].append(cell(median(speed.get("decode_tokens_per_second")), "{:.1f}"))
+            rows[-1].append(cell(median(speed.get("speed_over_full")), "{:.2f}"))
+    heads = ["method", "KV MB", "saved", *[title for title, _ in columns]]
     heads += ["tokens/s", "× full"] if timed else []
-    return Table(heads, rows, ours=ours(comparison.entries), kind="cards")
+    return Table(heads, rows, ours=ours(entries), kind="cards")
 
 
 def common_length(entries: list[Entry]) -> int | None:
@@ -193,22 +161,19 @@ def common_length(entries: list[Entry]) -> int | None:
 
 def _whole_rows(entry: Entry) -> list[dict[str, Any]]:
     """Stated bytes of caches that reached their length; where answers ended early, only if there is nothing else."""
-    rows = [row for row in held_rows(entry) if row["bytes"]]
-    return [row for row in rows if row.get("held_tokens", row["length"]) >= row["length"]] or rows
+    rows = held_rows(entry)
+    return [row for row in rows if row["held_tokens"] >= row["length"]] or rows
 
 
 def bytes_at(entry: Entry, length: int | None) -> dict[str, Any] | None:
     """The stated bytes at a length, else at the row's longest; the largest where several tasks state it."""
     rows = _whole_rows(entry)
-    longest = max((row["length"] for row in rows), default=None)
-    there = length if any(row["length"] == length for row in rows) else longest
-    wanted = [row for row in rows if row["length"] == there]
-    return max(wanted, key=lambda row: row["bytes"], default=None)
+    return max(rows, key=lambda row: (row["length"] == length, row["length"], row["bytes"]), default=None)
 
 
 def saving_of(row: dict[str, Any]) -> float:
     """Share of the dense bytes that is saved; what an empty answer or bookkeeping adds counts as nothing saved."""
-    return max(0.0, 1 - row["bytes"] / dense_bytes(row))
+    return max(0.0, 1 - row["bytes"] / row["dense"])
 
 
 def _byte_cells(entry: Entry, length: int | None) -> list[Cell]:

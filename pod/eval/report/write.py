@@ -22,8 +22,8 @@ from pod.eval.report.merge import (
     held_rows,
     merge,
     prompt_conflicts,
-    suite_of,
 )
+from pod.eval.report.names import short_name, suite_of
 from pod.eval.report.page import Block, Fold, Notes, Picture, Report, Section
 from pod.eval.report.speed import speed_blocks
 from pod.files import atomic_write_text
@@ -95,7 +95,7 @@ def sections(comparison: Comparison) -> list[Section]:
         Section("Read with care", _list(notes.warnings(comparison))),
         Section("Score over bytes", _overall_bytes(comparison)),
     ]
-    for title, tasks in tables.columns(comparison):
+    for title, tasks in comparison.columns().items():
         if len(tasks) == 1:
             found.append(Section(tables.title_of(tasks[0]), task_blocks(comparison, tasks[0])))
         else:
@@ -125,7 +125,7 @@ def suite_blocks(comparison: Comparison, tasks: tuple[str, ...]) -> list[Block]:
     """A suite: its table, its picture over bytes, and its tasks behind a line each."""
     blocks: list[Block] = [tables.suite_table(comparison, tasks)]
     blocks += _over_bytes(_points(comparison, tasks), "mean score of the tasks")
-    return blocks + [Fold(tables.short_name(task), task_blocks(comparison, task)) for task in tasks]
+    return blocks + [Fold(short_name(task), task_blocks(comparison, task)) for task in tasks]
 
 
 def _list(lines: list[str], alarm: bool = False) -> list[Block]:
@@ -222,8 +222,7 @@ def csv_text(comparison: Comparison) -> str:
 
 def _csv_values(comparison: Comparison, entry: Any, task: str) -> dict[str, Any]:
     payload, against = entry.parts[task], comparison.against(entry, (task,))
-    held = [row for row in held_rows(entry, task) if row["bytes"]]
-    longest = max(held, key=lambda row: row["length"], default={})
+    longest = max(held_rows(entry, task), key=lambda row: row["length"], default={})
     low, high = payload.get("ci95") or ("", "")
     values = {key: payload[key] for key in ("metric", "kind", "value")} | {"ci_low": low, "ci_high": high}
     values |= {key: len(payload[key]) for key in ("samples", "skipped")}

@@ -3,16 +3,17 @@ that is no method's."""
 
 import time
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from pod.eval.answer.methods import Method, find_method
-from pod.eval.report.summary import BASE, SPEED_RUN
-from pod.eval.results import RunResults, environment, fingerprint, one_line, with_files
-from pod.eval.speed import efficiency, max_batch, memory
-from pod.eval.speed.args import SpeedOptions, speed_options
+from pod.eval.answer.methods import BASE, Method, find_method
+from pod.eval.judge.intervals import spread
+from pod.eval.results import RunResults, code_identity, fingerprint, one_line, with_files
+from pod.eval.speed.args import NAME as SPEED_RUN
+from pod.measure import max_batch, memory, race
+from pod.measure.machine import environment
 
 if TYPE_CHECKING:
     from pod.eval.runner import Evaluation
@@ -28,42 +29,46 @@ def measure_speed(run: "Evaluation") -> dict[str, str]:
         results.finish()
         return {}
     run.log("speed: all methods in turns …")
-    began, options = time.perf_counter(), speed_options(run.args)
-    errors: dict[str, str] = {}
-    rows = [_race(run, options, length, errors) for length in run.args.efficiency_lengths]
+    began, errors = time.perf_counter(), dict[str, str]()
+    rows = [_race(run, length, errors) for length in run.args.efficiency_lengths]
     lengths = [row for row in rows if row["methods"]]
-    batches = [_largest_batches(run, options, pair[0], pair[1], errors) for pair in options.max_batch]
-    payload = {"lengths": lengths, "max_batch": batches, "options": asdict(options), "failed": errors}
-    payload |= {
-        "raced": _racers(run),
-        "seconds": round(time.perf_counter() - began, 3),
-        "environment": environment(),
-    }
+    batches = [_largest_batches(run, prompt, new, errors) for prompt, new in run.speed.max_batch]
+    payload = {"lengths": lengths, "max_batch": batches, "options": asdict(run.speed), "failed": errors}
+    seconds = time.perf_counter() - began
+    payload |= {"raced": _racers(run), "seconds": round(seconds, 3), "environment": environment()}
+    found = "; ".join(f"{name}: {error}" for name, error in errors.items()) or None
+    results.content |= {"status": "failed" if errors else "finished", "error": found}
     results.store(SPEED_RUN, payload)
-    if errors:
-        results.content["status"] = "failed"
-        results.content["error"] = "; ".join(f"{name}: {error}" for name, error in errors.items())
-        results.write()
-    else:
-        results.finish()
-    run.log(f"speed: {_speed_headline(lengths)} ({time.perf_counter() - began:.0f} s)")
+    run.log(f"speed: {_speed_headline(lengths)} ({seconds:.0f} s)")
     return {name: f"{SPEED_RUN}: {error}" for name, error in errors.items()}
 
 
 def _results(run: "Evaluation") -> RunResults:
-    header = {"config": asdict(run.args), "row": run.speed_fingerprint()}
+    header = {"config": asdict(run.args), "row": row_of(run)}
     return RunResults(run.recipe.eval_dir / f"{SPEED_RUN}.json", SPEED_RUN, header)
+
+
+def row_of(run: "Evaluation") -> str:
+    """Changes with anything that can change the speeds of all methods."""
+    args, model = run.args, run.models.reference_layout()
+    asked = [args.efficiency_lengths, args.efficiency_tokens, args.efficiency_repeats, asdict(run.speed)]
+    return fingerprint(
+        [
+            asked,
+            run.recipe.seed,
+            model,
+            code_identity("eval/speed/*.py", "measure/*.py"),
+            environment()["hardware"],
+        ]
+    )
 
 
 def is_known(run: "Evaluation") -> bool:
     """Whether all methods raced before, as they are now and without a failure, maybe among others."""
     part = _results(run).content["parts"].get(SPEED_RUN)
-    return (
-        run.args.reuse
-        and part is not None
-        and not part["failed"]
-        and _racers(run).items() <= part["raced"].items()
-    )
+    if not run.args.reuse or part is None or part["failed"]:
+        return False
+    return _racers(run).items() <= part["raced"].items()
 
 
 def _racers(run: "Evaluation") -> dict[str, str]:
@@ -76,9 +81,8 @@ def _racers(run: "Evaluation") -> dict[str, str]:
 
 def check(run: "Evaluation") -> None:
     """Make every cache that will be used by methods with a budget. Raises: ValueError for a budget below a method's minimum."""
-    options = speed_options(run.args)
     spans = [(length, 0) for length in run.args.efficiency_lengths]
-    spans += [(prompt + generated - 1, generated - 1) for prompt, generated in options.max_batch]
+    spans += [(prompt + generated - 1, generated - 1) for prompt, generated in run.speed.max_batch]
     for method in map(find_method, run.args.methods):
         for length, fed in spans if method.takes_budget else ():
             run.cache(method, length, fed)
@@ -92,118 +96,110 @@ def _speed_headline(lengths: list[dict]) -> str:
     return f"tokens/s at {lengths[-1]['length']}: " + ", ".join(rates)
 
 
-def _race(run: "Evaluation", options: SpeedOptions, length: int, errors: dict[str, str]) -> dict[str, Any]:
+def _race(run: "Evaluation", length: int, errors: dict[str, str]) -> dict[str, Any]:
     """All methods at one prompt length. Adds the methods that cannot run to `errors`."""
     args = run.args
-    rows: dict[str, dict[str, Any]] = {}
-    contestants = [_enter(run, options, find_method(name), length, rows, errors) for name in args.methods]
-    contestants = [contestant for contestant in contestants if contestant is not None]
-    _read_prompts(run, options, contestants, length)
-    for contestant in _still_in(contestants):
-        budget = run.budget(find_method(contestant.name), length, 0)
-        held = {part: int(size) for part, size in contestant.cache.nbytes_by_part().items()}
+    rows: dict[str, dict[str, Any]] = {name: {} for name in args.methods}
+    contestants = [race.Contestant(name) for name in args.methods]
+    for one in contestants:
+        with one.trying():
+            method = find_method(one.name)
+            one.model = run.models.get(method.model)
+            if run.speed.memory:  # reads the whole prompt: the model is warm afterwards
+                make, prompt = partial(_cache, run, one.name, length), _prompt(run, one.model, length)
+                rows[one.name]["memory"] = memory.measure(one.model, make, prompt, _MEMORY_STEPS)
+            race.warm_up(one.model, _prompt(run, one.model, length))
+    contestants = _still_in(contestants, errors)
+    for turn in range(run.speed.prefill_repeats):
+        for one in race.in_turns(contestants, turn):
+            with one.trying():
+                if one.failed is None:
+                    one.cache = None  # frees the one before
+                    one.cache = _cache(run, one.name, length)
+                    race.fill(one, _prompt(run, one.model, length))
+    contestants = _still_in(contestants, errors)
+    for one in contestants:
+        held = {part: int(size) for part, size in one.cache.nbytes_by_part().items()}
+        budget = run.budget(find_method(one.name), length, 0)
         stated = run.stated_bytes(length, budget, [sum(held.values())])
-        rows[contestant.name] |= {"bytes_by_part": held, "bytes": stated}
-    efficiency.race(contestants, args.efficiency_tokens, args.efficiency_repeats)
-    base = next((one for one in _still_in(contestants) if one.name == BASE), None)
-    for contestant in contestants:
-        if contestant.failed is not None:
-            errors[contestant.name] = one_line(contestant.failed)
-            continue
-        rows[contestant.name] |= efficiency.speeds(contestant, base, args.efficiency_tokens, length)
-    finished = {one.name: rows[one.name] for one in _still_in(contestants)}
-    return {"length": length, "methods": finished}
+        rows[one.name] |= {"bytes_by_part": held, "bytes": stated}
+    race.race(contestants, args.efficiency_tokens, args.efficiency_repeats)
+    contestants = _still_in(contestants, errors)
+    base = next((one for one in contestants if one.name == BASE), None)
+    return {
+        "length": length,
+        "methods": {
+            one.name: rows[one.name] | speeds(one, base, args.efficiency_tokens, length)
+            for one in contestants
+        },
+    }
 
 
-def _still_in(contestants: list[efficiency.Contestant]) -> list[efficiency.Contestant]:
-    return [contestant for contestant in contestants if contestant.failed is None]
+def _still_in(contestants: list[race.Contestant], errors: dict[str, str]) -> list[race.Contestant]:
+    """Those that did not fail; the errors of the others go to `errors`."""
+    errors |= {one.name: one_line(one.failed) for one in contestants if one.failed is not None}
+    return [one for one in contestants if one.failed is None]
 
 
-def _enter(
-    run: "Evaluation",
-    options: SpeedOptions,
-    method: Method,
-    length: int,
-    rows: dict[str, dict[str, Any]],
-    errors: dict[str, str],
-) -> efficiency.Contestant | None:
-    """A method with its model warm and its memory measured; None when it cannot run."""
-    try:
-        model, prompt = run.models.get(method.model), _prompt(run, method, length)
-        rows[method.name] = {}
-        if options.memory:  # reads the whole prompt: the model is warm afterwards
-            found = memory.measure(model, lambda: run.cache(method, length, 0)[0], prompt, _MEMORY_STEPS)
-            rows[method.name]["memory"] = found
-        efficiency.warm_up(model, prompt)
-    except Exception as error:  # noqa: BLE001 - one method's failure must not lose the others
-        errors[method.name] = one_line(error)
-        return None
-    return efficiency.Contestant(name=method.name, model=model, cache=None)
+def _cache(run: "Evaluation", name: str, length: int) -> Any:
+    """A method's new cache for a prompt."""
+    return run.cache(find_method(name), length, 0)[0]
 
 
-def _read_prompts(
-    run: "Evaluation", options: SpeedOptions, contestants: list[efficiency.Contestant], length: int
-) -> None:
-    """Every contestant reads the prompt into a new cache, in turns; the last one stays for decoding."""
-    for round_number in range(options.prefill_repeats):
-        for contestant in efficiency.in_turns(contestants, round_number):
-            if contestant.failed is not None:
-                continue
-            method = find_method(contestant.name)
-            try:
-                contestant.cache = None  # frees the one before
-                contestant.cache = run.cache(method, length, 0)[0]
-                efficiency.fill(contestant, _prompt(run, method, length))
-            except Exception as error:  # noqa: BLE001 - one method's failure must not lose the others
-                contestant.failed, contestant.cache = error, None
-
-
-def _prompt(run: "Evaluation", method: Method, length: int) -> Tensor:
+def _prompt(run: "Evaluation", model: Any, length: int) -> Tensor:
     """[1, length] random tokens, the same for every method."""
-    model = run.models.get(method.model)
-    generator = torch.Generator().manual_seed(run.recipe.seed)
-    tokens = torch.randint(model.config.vocab_size, (1, length), generator=generator)
-    return tokens.to(next(model.parameters()).device)
+    return max_batch.random_rows(model, 1, length, run.recipe.seed)
 
 
 def _largest_batches(
-    run: "Evaluation", options: SpeedOptions, prompt: int, generated: int, errors: dict[str, str]
+    run: "Evaluation", prompt: int, generated: int, errors: dict[str, str]
 ) -> dict[str, Any]:
     """The largest batch of every method for a prompt and a number of generated tokens."""
     rows: dict[str, dict[str, Any]] = {}
-    for name in run.args.methods:
-        try:
-            rows[name] = _largest_batch(run, options, find_method(name), prompt, generated)
-        except Exception as error:  # noqa: BLE001 - one method's failure must not lose the others
-            errors[name] = f"max_batch {prompt} + {generated}: {one_line(error)}"
-            continue
-        run.log(f"{name}: {rows[name]['batch']} rows of {prompt} + {generated} tokens")
+    for one in map(race.Contestant, run.args.methods):
+        with one.trying():
+            rows[one.name] = _largest_batch(run, find_method(one.name), prompt, generated)
+            run.log(f"{one.name}: {rows[one.name]['batch']} rows of {prompt} + {generated} tokens")
+        if one.failed is not None:
+            errors[one.name] = f"max_batch {prompt} + {generated}: {one_line(one.failed)}"
     for key in ("batch", "fractional_batch", "tokens_per_second"):
         base = rows.get(BASE, {}).get(key)
         for row in rows.values():
             row[f"{key}_over_full"] = row[key] / base if row.get(key) and base else None
-    return {
-        "prompt": prompt,
-        "generated": generated,
-        "limit_bytes": options.memory_limit,
-        "methods": rows,
-    }
+    asked = {"prompt": prompt, "generated": generated, "limit_bytes": run.speed.memory_limit}
+    return {**asked, "methods": rows}
 
 
-def _largest_batch(
-    run: "Evaluation", options: SpeedOptions, method: Method, prompt: int, generated: int
-) -> dict[str, Any]:
-    length, fed = prompt + generated - 1, generated - 1
-    tries = max_batch.Tries(
-        run.models.get(method.model),
-        lambda: run.cache(method, length, fed)[0],
-        prompt,
-        generated,
-        options.memory_limit,
-        run.recipe.seed,
-    )
+def _largest_batch(run: "Evaluation", method: Method, prompt: int, generated: int) -> dict[str, Any]:
+    model, fed, options = run.models.get(method.model), generated - 1, run.speed
+
+    def make_cache() -> Any:
+        return run.cache(method, prompt + fed, fed)[0]
+
+    tries = max_batch.Tries(model, make_cache, prompt, generated, options.memory_limit, run.recipe.seed)
     row = max_batch.search(tries, options.max_batch_rows)
-    row["budget_tokens"] = run.budget(method, length, fed)
-    if options.throughput and row["batch"]:
-        row |= tries.throughput(row["batch"])
-    return row
+    row["budget_tokens"] = run.budget(method, prompt + fed, fed)
+    return row | (tries.throughput(row["batch"]) if options.throughput and row["batch"] else {})
+
+
+def speeds(
+    contestant: race.Contestant, base: race.Contestant | None, steps: int, prompt: int, batch: int = 1
+) -> dict[str, Any]:
+    """Seconds to the first token and tokens per second (median, min, max over the repeats), and the ratios to `base`, taken round by round.
+
+    prompt: tokens per row.
+    """
+    first = spread(contestant.prompt_seconds)
+    result: dict[str, Any] = {
+        "time_to_first_token_seconds": first["median"],
+        "time_to_first_token": first,
+        "prefill_tokens_per_second": prompt * batch / first["median"],
+        "decode_tokens_per_second": spread([steps * batch / seconds for seconds in contestant.seconds]),
+        "seconds_per_repeat": contestant.seconds,
+    }
+    if base is not None:
+        pairs = zip(base.seconds, contestant.seconds, strict=True)
+        result["speed_over_full"] = spread([other / own for other, own in pairs])
+        pairs = zip(base.prompt_seconds, contestant.prompt_seconds, strict=True)
+        result["prefill_speed_over_full"] = spread([other / own for other, own in pairs])
+    return result

@@ -81,7 +81,7 @@ class Ablation(SettingsTask):
 
         super().__init__(run, options)
         args, where, gguf_file = self.args, run.models.dense_path, run.recipe.model.gguf_file
-        plans = {path: answer.variants.check_plan(path, where, gguf_file) for path in options.plans}
+        plans = {path: answer.models.check_plan(path, where, gguf_file) for path in options.plans}
         self.settings = [Setting(OWN, {}), Setting(DENSE, plan_fields(None))]
         self.settings += [
             Setting(f"window {window}", {"num_recent_tokens": window}) for window in options.windows
@@ -199,7 +199,7 @@ class Ablation(SettingsTask):
             "settings": {
                 **asdict(self.options),
                 "length": self.args.text_length,
-                "own_windows": list(answer.variants.windows_of(self.run, method.model)),
+                "own_windows": list(self.run.models.windows(method.model)),
                 "trained_per_setting": False,
             },
             "passkeys": {row["setting"]: row["answers"] for row in found},

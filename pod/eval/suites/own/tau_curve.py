@@ -92,7 +92,7 @@ class TauCurve(SettingsTask):
     def refuses(self, method: "Method") -> str | None:
         if method.spec != "pod":
             return "tau is the threshold of PoD's gate: measured for pod and pod-unadapted"
-        window = sum(answer.variants.windows_of(self.run, method.model))
+        window = sum(self.run.models.windows(method.model))
         if self.args.text_length <= window:
             return (
                 f"texts of {self.args.text_length} tokens have no distant token beyond a window of {window}: "

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -155,6 +156,14 @@ def weight_bytes(model: Any) -> int:
     """Bytes of parameters and buffers, tied ones once."""
     tensors = [*model.parameters(), *model.buffers()]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can be allocated: what the device has free, and what PyTorch holds unused."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 @torch.no_grad()

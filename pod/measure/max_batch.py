@@ -7,16 +7,16 @@ row and so where to look; bisection does the rest.
 Batches are whole numbers, 41 and 57 rows are 1.39x where bytes allow 1.41x; so the rows that would fit if rows could be cut are told too.
 """
 
+import collections
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pod.eval.results import one_line
-from pod.eval.speed.memory import Meter, next_token, now, weight_bytes
+from pod.measure.memory import Meter, free_memory, next_token, now, weight_bytes
 
 _KEPT = 200  # characters of an error
 
@@ -39,7 +39,7 @@ class BatchTries(ABC):
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                self.failed[batch] = one_line(error)[:_KEPT]
+                self.failed[batch] = " ".join(f"{type(error).__name__}: {error}".split())[:_KEPT]
             self._free()
         return batch in self.peaks
 
@@ -72,11 +72,11 @@ class Tries(BatchTries):
         self.prompt, self.generated, self.seed = prompt, generated, seed
         self.weights = weight_bytes(model)
 
-    def rows(self, batch: int) -> Tensor:
-        """[batch, prompt] random tokens."""
-        generator = torch.Generator().manual_seed(self.seed)
-        tokens = torch.randint(self.model.config.vocab_size, (batch, self.prompt), generator=generator)
-        return tokens.to(next(self.model.parameters()).device)
+    def _passes(self, cache: Any, token: Tensor) -> Iterator[None]:
+        """Rows are read into a new cache, then tokens decoded; the last new token is never fed."""
+        for _ in range(self.generated):
+            token = next_token(self.model, cache, token)
+            yield
 
     @torch.no_grad()
     def _peak(self, batch: int) -> int:
@@ -85,26 +85,19 @@ class Tries(BatchTries):
         if room is not None and room < 0:
             raise MemoryError(f"the weights alone take {self.weights:,} bytes")
         with Meter(self.model, room) as meter:
-            prompt = self.rows(batch)
-            cache, peak = self.make_cache(), 0
-            token = next_token(self.model, cache, prompt)
-            for _ in range(self.generated - 1):  # the last new token is never fed
-                token = next_token(self.model, cache, token)
-                peak = max(peak, meter.restart())
-            return self.weights + max(peak, meter.restart())
+            rows = random_rows(self.model, batch, self.prompt, self.seed)
+            return self.weights + max(meter.restart() for _ in self._passes(self.make_cache(), rows))
 
     @torch.no_grad()
     def throughput(self, batch: int) -> dict[str, float]:
         """Generated tokens per second of all rows: of the whole (reading the prompt included, as FlexGen counts), and of decoding alone."""
-        device, prompt = next(self.model.parameters()).device, self.rows(batch)
-        cache = self.make_cache()
-        began = now(device)
-        token = next_token(self.model, cache, prompt)
-        read = now(device)
-        for _ in range(self.generated - 1):
-            token = next_token(self.model, cache, token)
-        ended = now(device)
-        del cache
+        rows = random_rows(self.model, batch, self.prompt, self.seed)
+        passes = self._passes(self.make_cache(), rows)
+        began = now(rows.device)
+        next(passes)
+        read = now(rows.device)
+        collections.deque(passes, maxlen=0)
+        ended = now(rows.device)
         self._free()
         rates = {"tokens_per_second": batch * self.generated / (ended - began)}
         if self.generated > 1:
@@ -116,6 +109,13 @@ class Tries(BatchTries):
         if next(self.model.parameters()).is_cuda:
             gc.collect()
             torch.cuda.empty_cache()
+
+
+def random_rows(model: Any, batch: int, length: int, seed: int = 0) -> Tensor:
+    """[batch, length] random tokens on the model's device."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(model.config.vocab_size, (batch, length), generator=generator)
+    return tokens.to(next(model.parameters()).device)
 
 
 def search(tries: Tries, most: int) -> dict[str, Any]:
@@ -148,9 +148,7 @@ def memory_limit(tries: Tries) -> int | None:
     device = next(tries.model.parameters()).device
     if tries.limit is not None or device.type != "cuda":
         return tries.limit
-    free, _ = torch.cuda.mem_get_info(device)
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return tries.weights + free + kept
+    return tries.weights + free_memory(device)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

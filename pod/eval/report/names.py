@@ -1,0 +1,46 @@
+"""What the names of tasks say: the suite of one, its place there, and what papers average before they average again."""
+
+import re
+
+from pod.eval.suites.leval.tasks import GROUPS
+from pod.eval.suites.longbench.tasks import CATEGORIES as _LONGBENCH
+
+_SUITE = re.compile(r"(pod_(?:longbench_e|longbench|leval|infinitebench(?:_\d+k)?|ruler(?:_\d+k?)?))_(.+)")
+_WHOLE = re.compile(r"e|\d+k|\d+(_\w+)?")
+_LEVAL = {"closed": "closed", "open_qa": "f1", "open_summarization": "rouge"}
+CATEGORIES = {
+    "longbench": {name: tuple(tasks) for name, tasks in _LONGBENCH.items()},
+    "leval": {name: tuple(GROUPS[f"pod_leval_{group}"]) for name, group in _LEVAL.items()},
+}
+"""Categories of a suite's tasks, which papers average."""
+
+
+def parts_of(task: str) -> tuple[str, str] | None:
+    """`pod_ruler_4k_vt` → (`pod_ruler_4k`, `vt`); None for a task of no suite, and for a whole suite."""
+    found = _SUITE.fullmatch(task)
+    return None if found is None or _WHOLE.fullmatch(found[2]) else (found[1], found[2])
+
+
+def suite_of(task: str) -> str | None:
+    """`pod_ruler_4k_vt` → `pod_ruler_4k`."""
+    found = parts_of(task)
+    return found and found[0]
+
+
+def short_name(task: str) -> str:
+    """A task's name inside the table of its suite."""
+    found = parts_of(task)
+    return found[1] if found else task
+
+
+def plain(name: str) -> str:
+    """A name as text."""
+    return name.removeprefix("pod_").replace("_", " ")
+
+
+def categories_of(tasks: tuple[str, ...]) -> dict[str, tuple[tuple[str, ...], int]]:
+    """(tasks, how many it has in all) of the categories of a suite's tasks; empty where there are not two of them."""
+    groups = CATEGORIES.get((suite_of(tasks[0]) or "").removeprefix("pod_"), {})
+    here = {name: tuple(task for task in tasks if short_name(task) in of) for name, of in groups.items()}
+    found = {name: (tasks, len(groups[name])) for name, tasks in here.items() if tasks}
+    return found if len(found) > 1 else {}

@@ -1,0 +1,59 @@
+"""Where and when something was measured: machine, versions, commit."""
+
+import datetime
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("pod-kv", "torch", "transformers", "numpy", "lm-eval")
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def environment() -> dict[str, Any]:
+    """Date (UTC), versions, commit of this package's checkout, hardware, threads."""
+    import torch
+
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in _PACKAGES},
+        "commit": _commit(),
+        "hardware": {
+            "cpu": _cpu_name(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
+    }
+
+
+def version(package: str) -> str | None:
+    """Of an installed package; None where it is not."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Commit of the checkout that this package runs from, `+` when files differ from it; None outside a checkout."""
+    describe = ("describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*")
+    asked = ["git", "-C", str(_ROOT), *describe]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() if (_ROOT / ".git").exists() else None
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

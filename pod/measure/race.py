@@ -1,0 +1,100 @@
+"""Time to first token and decode speed, side by side: all methods in one process, their repeats interleaved, one step at a time."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from pod.measure.memory import next_token, now
+from pod.modeling.shipped.attend import IMPLEMENTATIONS, Call, Implementation
+
+_WARM_UP_TOKENS = 16
+T = TypeVar("T")
+
+
+@dataclass
+class Contestant:
+    """A model with a filled cache, and the next token to feed.
+
+    prompt_seconds: of every timed reading of the prompt; seconds: of every timed repeat of decoding. failed: why it is out.
+    """
+
+    name: str
+    model: Any = None
+    cache: Any = None
+    token: Tensor | None = None
+    prompt_seconds: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    failed: Exception | None = None
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """What goes wrong within is kept in `failed`: one method's failure must not lose the others."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - compilers and drivers raise anything
+            self.failed, self.cache = error, None
+
+    @torch.no_grad()
+    def decode(self, steps: int) -> float:
+        """Greedy decoding of `steps` tokens per row; returns the seconds that it took."""
+        token = self.token
+        assert token is not None, "fill() comes first"
+        began = now(token.device)
+        for _ in range(steps):
+            token = next_token(self.model, self.cache, token)
+        self.token = token
+        return now(token.device) - began
+
+
+def _no_attention(call: Call) -> tuple[Tensor, Tensor]:
+    lse = torch.zeros(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
+    return torch.zeros_like(call.q), lse
+
+
+@contextmanager
+def without_attention(model: Any) -> Iterator[None]:
+    """Prompts are read with an attention that gives zeros (the backend ``zeros``): projections, methods and packing work as ever."""
+    IMPLEMENTATIONS["zeros"] = Implementation(_no_attention, lambda call: None)
+    before, model.config.attention_backend = model.config.attention_backend, "zeros"
+    try:
+        yield
+    finally:
+        model.config.attention_backend = before
+        del IMPLEMENTATIONS["zeros"]
+
+
+@torch.no_grad()
+def warm_up(model: Any, prompt: Tensor) -> None:
+    """A short pass without a cache."""
+    model(input_ids=prompt[:, :_WARM_UP_TOKENS], logits_to_keep=1)
+
+
+@torch.no_grad()
+def fill(contestant: Contestant, prompt: Tensor) -> None:
+    """Read the prompt [B, n] into the cache, a new one, and time it up to the first token: the method's compression included."""
+    began = now(prompt.device)
+    contestant.token = next_token(contestant.model, contestant.cache, prompt)
+    contestant.prompt_seconds.append(now(prompt.device) - began)
+
+
+def race(contestants: Sequence[Contestant], steps: int, repeats: int) -> None:
+    """One warm-up round, then `repeats` timed rounds; every round lets each contestant decode `steps` tokens, in turns.
+
+    The order moves by one from round to round, so that no one always runs on another's warm or cold caches. Whoever fails is out, and the
+    others go on.
+    """
+    for turn in range(repeats + 1):
+        for one in in_turns(contestants, turn):
+            with one.trying():
+                if one.failed is None:
+                    one.seconds = ([] if turn < 2 else one.seconds) + [one.decode(steps)]
+
+
+def in_turns(items: Sequence[T], turn: int) -> list[T]:
+    """The order of a round."""
+    shift = turn % max(1, len(items))
+    return [*items[shift:], *items[:shift]]
