@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pod.eval.judge.verdicts import estimate_of
 from pod.eval.lm.index import Loaded, Rule
-from pod.eval.suites.base import perplexity_result, scored_payload
+from pod.eval.suites.base import scored_payload
 
 if TYPE_CHECKING:
     from pod.eval.runner import Evaluation
@@ -144,17 +143,17 @@ def leaf_payload(
             samples.append({"id": name, **_sample(leaf, row, asked, metric)})
         else:
             skipped.append({"id": name, "reason": f"the task gives it no {metric}"})
-    more = {
-        "bytes_rows": _bytes_rows(leaf, samples, run),
-        "settings": _settings(leaf, filtered, samples) | settings,
-        "skipped": skipped,
-    }
     higher = leaf.task.higher_is_better().get(metric, True)
-    metrics = _other_metrics(leaf, kept, (metric, filtered))
-    if leaf.kind == "nll":
-        return _nll_payload(metric, samples, more) | {"metrics": metrics}
-    payload = scored_payload(leaf.kind, metric, samples, higher_is_better=bool(higher), **more)
-    return payload | {"metrics": metrics}
+    return scored_payload(
+        leaf.kind,
+        metric,
+        samples,
+        higher_is_better=leaf.kind != "nll" and bool(higher),
+        bytes_rows=_bytes_rows(leaf, samples, run),
+        settings=_settings(leaf, filtered, samples) | settings,
+        skipped=skipped,
+        metrics=_other_metrics(leaf, kept, (metric, filtered)),
+    )
 
 
 def _sample(leaf: Leaf, row: Mapping[str, Any], asked: list[dict[str, Any]], metric: str) -> dict[str, Any]:
@@ -269,18 +268,6 @@ def _other_metrics(
         if isinstance(value, Number):
             found[name if len(filters) == 1 else f"{name} ({filtered})"] = {"value": value, "ci95": None}
     return found
-
-
-def _nll_payload(metric: str, samples: list[dict[str, Any]], more: dict[str, Any]) -> dict[str, Any]:
-    found = estimate_of({"kind": "nll", "samples": samples})
-    value = perplexity_result(None, None) if found is None else perplexity_result(found.value, found.interval)
-    return value | {
-        "metric": metric,
-        "samples": samples,
-        "skipped": more["skipped"],
-        "bytes": more["bytes_rows"],
-        "settings": more["settings"],
-    }
 
 
 def group_payload(loaded: Loaded, payloads: dict[str, dict[str, Any]]) -> dict[str, Any]:
