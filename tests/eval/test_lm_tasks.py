@@ -303,23 +303,35 @@ def test_without_a_sandbox_humaneval_needs_permission_which_holds_until_it_is_sc
     assert part["value"] == 0.0 and [sample["score"] for sample in part["samples"]] == [0.0, 0.0]
 
 
-def test_code_below_inline_groups_and_tags_is_found():
-    from types import SimpleNamespace as Entry
+def test_code_below_inline_groups_and_tags_is_found_before_its_module_is_imported(tmp_path, monkeypatch):
+    from lm_eval.tasks import TaskManager
 
-    def entry(name, cfg=None, tags=(), file="x.yaml"):
-        return Entry(name=name, cfg=cfg, tags=set(tags), yaml_path=file)
-
-    index = {
-        "top": entry("top", {"task": [{"group": "inline", "task": ["safe", {"task": "tag"}]}, "top"]}),
-        "tag": entry("tag", None, ["safe", "code"], None),
-        "safe": entry("safe", {"task": "safe"}),
-        "code": entry("code", {"task": "code", "unsafe_code": True}),
-    }
-    with pytest.raises(ValueError, match="task code executes code"):
-        lm_index._check_safe(Entry(task_index=index), "top")
-    lm_index._check_safe(Entry(task_index=index), "safe")
-    with data.use(None, unsafe_code=True):
-        lm_index._check_safe(Entry(task_index=index), "top")
+    (tmp_path / "harm.py").write_text(
+        "import pathlib\npathlib.Path(__file__).with_name('done').touch()\nto = str\n"
+    )
+    stop = "doc_to_text: !function harm.to\n"
+    for name, text in {
+        "top": "group: top\ntask:\n  - group: inline\n    task:\n      - task: tagged\n",
+        "coded": f"task: coded\ntag: tagged\nunsafe_code: true\n{stop}",
+        "free": f"task: free\n{stop}",
+    }.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    manager = TaskManager(include_path=tmp_path, include_defaults=False)
+    monkeypatch.setattr(lm_index, "task_manager", lambda with_lm_eval: manager)
+    for name in ("top", "tagged", "coded"):
+        with pytest.raises(ValueError, match="task coded executes code"):
+            lm_index.load(name, {})
+    assert not (tmp_path / "done").exists()
+    with (
+        pytest.raises(ValueError),
+        data.use(None, unsafe_code=True),
+    ):  # it has no data set, which is found out later
+        lm_index.load("top", {})
+    assert (tmp_path / "done").exists()
+    (tmp_path / "done").unlink()
+    with pytest.raises(ValueError) as caught:
+        lm_index.load("free", {})
+    assert "executes code" not in str(caught.value)
 
 
 def test_chat_rule_and_a_tokenizer_without_template(tmp_path, monkeypatch):

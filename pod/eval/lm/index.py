@@ -96,9 +96,17 @@ def load(name: str, metadata: dict[str, Any]) -> Loaded:
     """
     from lm_eval.tasks._factory import TaskFactory
 
+    class Careful(TaskFactory):
+        def _load_full_config(self, entry: Any, overrides: Any = None) -> dict[str, Any]:
+            """Refuse before the task's module is imported: some load a metric that executes code on import."""
+            if (entry.cfg or {}).get("unsafe_code") and not data.unsafe_code():
+                raise ValueError(
+                    f"task {entry.name} executes code that the model writes: set eval.unsafe_code to true on a machine where that may do harm"
+                )
+            return super()._load_full_config(entry, overrides)
+
     manager = task_manager(find_config(name) is None)
-    _check_safe(manager, name)
-    manager._factory = TaskFactory(meta=metadata)  # a new index for other metadata takes ten seconds
+    manager._factory = Careful(meta=metadata)  # a new index for other metadata takes ten seconds
     try:
         with quiet(), local_datasets():
             loaded = manager.load([name])
@@ -137,39 +145,6 @@ def _shares(group: Any) -> dict[str, float] | None:
         for leaf in below:
             shares[leaf.task_name] += 1 / len(below) / len(group)
     return dict(shares)
-
-
-def _check_safe(manager: Any, name: str) -> None:
-    """Before the task's module is imported: some load a metric that executes code on import."""
-    if data.unsafe_code():
-        return
-    for entry in _entries(manager, name, set()):
-        if (entry.cfg or {}).get("unsafe_code"):
-            raise ValueError(
-                f"task {entry.name} executes code that the model writes: set eval.unsafe_code to true on a machine where that may do harm"
-            )
-
-
-def _entries(manager: Any, item: str | dict[str, Any] | None, seen: set[str]) -> Iterator[Any]:
-    """The index entries of a task, group or tag and of everything below it; item: a name, or what stands in a group's list."""
-    if isinstance(item, dict):
-        members = item.get("task")
-        if not isinstance(members, list):
-            members = [item.get("group") or members]
-        for member in members:
-            yield from _entries(manager, member, seen)
-        return
-    entry = manager.task_index.get(item) if item else None
-    if item is None or entry is None or item in seen:
-        return
-    seen.add(item)
-    yield entry
-    members = (entry.cfg or {}).get("task")
-    for member in [
-        *(members if isinstance(members, list) else []),
-        *(sorted(entry.tags) if entry.yaml_path is None else []),
-    ]:
-        yield from _entries(manager, member, seen)
 
 
 @functools.cache

@@ -1,18 +1,21 @@
 """LongBench's and LongBench-E's tasks: the table, the rows of a task and the functions that score one answer.
 
-A task's numbers are those of LongBench's config/dataset2maxlen.json, eval.py and pred.py (github.com/THUDM/LongBench, commit 2e00731).
+A task's numbers are those of LongBench's config/dataset2maxlen.json, eval.py and pred.py (github.com/THUDM/LongBench, commit 2e00731);
+its prompts are config/dataset2prompt.json itself (copyright 2023 THU-KEG & Zhipu AI, MIT), where {context} and {input} are a row's fields.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pod.eval.suites import data
 from pod.eval.suites.configs import Config, group_config, task_config
 from pod.eval.suites.longbench import metrics
-from pod.eval.suites.longbench.prompts import PROMPTS
+from pod.files import read_json
 
 HUB = "THUDM/LongBench"
+PROMPTS: dict[str, str] = read_json(Path(__file__).with_name("dataset2prompt.json"))
 TERMS = {
     "source": "github.com/THUDM/LongBench@2e00731",
     "license": "MIT (questions, prompts and scorer; the texts keep the terms of their own sources)",
@@ -48,32 +51,26 @@ def length_group(length: int) -> str:
     return "0_4k" if length < 4000 else "4_8k" if length < 8000 else "8k"
 
 
-def _scorer(name: str, metric: metrics.Metric, *, first_line: bool = False) -> Scorer:
+def _scorer(
+    name: str,
+    metric: Callable[..., float],
+    first_line: bool = False,
+    fields: Iterable[str] = (),
+    **also: metrics.Metric,
+) -> Scorer:
     """lm-eval's `process_results`: the score of one answer as `name` and as `score`, which groups average.
 
-    A row of LongBench-E also counts for its length group. first_line: see `metrics.first_line`.
+    first_line: see `metrics.first_line`; fields: of a row, that the metric takes, too; also: other metrics by what is added to the name.
     """
 
     def score(doc: dict[str, Any], results: list[str]) -> Scores:
         answer = metrics.first_line(results[0]) if first_line else results[0]
-        value = metrics.best(metric, answer, doc["answers"])
-        return {name: value, "score": value}
+        given = [doc[field] for field in fields]
+        value = metrics.best(lambda *pair: metric(*pair, *given), answer, doc["answers"])
+        others = {f"{name}_{end}": metrics.best(other, answer, doc["answers"]) for end, other in also.items()}
+        return {name: value, "score": value, **others}
 
     return score
-
-
-def accuracy_first_line(doc: dict[str, Any], results: list[str]) -> Scores:
-    def metric(prediction: str, reference: str) -> float:
-        return metrics.classification(prediction, reference, doc["all_classes"])
-
-    return _scorer("accuracy", metric, first_line=True)(doc, results)
-
-
-def edit_similarity(doc: dict[str, Any], results: list[str]) -> Scores:
-    """Both readings of edit similarity; the official one is the score."""
-    other = metrics.best(metrics.code_similarity_levenshtein, results[0], doc["answers"])
-    scores = _scorer("edit_similarity", metrics.code_similarity)(doc, results)
-    return {**scores, "edit_similarity_levenshtein": other}
 
 
 def by_length(scorer: Scorer) -> Scorer:
@@ -92,9 +89,14 @@ qa_f1_first_line = _scorer("qa_f1", metrics.qa_f1, first_line=True)
 rouge_l = _scorer("rouge_l", metrics.rouge_l)
 rouge_l_zh = _scorer("rouge_l_zh", metrics.rouge_l_zh)
 rouge_l_first_line = _scorer("rouge_l", metrics.rouge_l, first_line=True)
+accuracy_first_line = _scorer("accuracy", metrics.classification, first_line=True, fields=["all_classes"])
 accuracy_count = _scorer("accuracy", metrics.count)
 accuracy_retrieval = _scorer("accuracy", metrics.retrieval)
 accuracy_retrieval_zh = _scorer("accuracy", metrics.retrieval_zh)
+# both readings of edit similarity; the official one is the score
+edit_similarity = _scorer(
+    "edit_similarity", metrics.code_similarity, levenshtein=metrics.code_similarity_levenshtein
+)
 
 
 @dataclass(frozen=True)
