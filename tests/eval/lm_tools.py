@@ -64,7 +64,7 @@ def _model(kind: str, dtype: str):
 
 
 def around(spec: str = "full", kind: str | None = None, dtype: str = "float64", **options) -> PodLM:
-    """A PodLM of a method; options of PodLM.around, the rest goes to the method."""
+    """A PodLM of a method; options of PodLM, the rest goes to the method."""
     kind = kind or (spec if spec in ("pod", "cla", "window") else "full")
     own = {
         name: options.pop(name) for name in ("one_shot", "batch_size", "encoder", "ranks") if name in options
@@ -73,14 +73,13 @@ def around(spec: str = "full", kind: str | None = None, dtype: str = "float64", 
     params = SMALL.get(spec, {}) | options
     loaded = model(kind, dtype)
     encoder = Encoder(tokenizer(), **({"max_length": loaded.config.max_position_embeddings} | limits))
-    lm = PodLM.around(
+    return PodLM(
         lambda: loaded,
-        tokenizer(),
         lambda length, fed: (pod.make_cache(loaded, spec, **params), params.get("budget")),
-        **({"encoder": encoder, "budget": lambda length, fed: params.get("budget")} | own),
+        own.pop("encoder", encoder),
+        budget=lambda length, fed: params.get("budget"),
+        **own,
     )
-    lm._awake()
-    return lm
 
 
 def instance(kind: str, args: tuple, doc: int, idx: int = 0, task: str = "t") -> Instance:

@@ -285,7 +285,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
 def test_bad_input_is_one_line_before_any_computation(tmp_path, monkeypatch, changes, message):
-    monkeypatch.setattr("pod.eval.lm.model.PodLM.around", lambda *a, **k: pytest.fail("computation began"))
+    monkeypatch.setattr("pod.eval.lm.model.PodLM.__init__", lambda *a, **k: pytest.fail("computation began"))
     changes = dict(changes)
     with pytest.raises(ValueError, match=message) as caught:
         measure(tmp_path, changes.pop("tasks"), changes.pop("methods", ["full"]), **changes)

@@ -17,7 +17,7 @@ def main(argv: Sequence[str]) -> None:
     """
     from lm_eval.__main__ import cli_evaluate
 
-    from pod.eval.lm import model as lm  # registers the model `pod`
+    from pod.eval.lm import command  # registers the model `pod`
     from pod.eval.suites import data
     from pod.eval.suites.configs import known_to_lm_eval
     from pod.eval.suites.local_data import local_datasets
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(2)
     finally:
         sys.stdout = sys.__stdout__
-        lm.close_ranks()
+        command.close_ranks()
 
 
 def arguments(argv: Sequence[str], first: bool = True) -> list[str]:

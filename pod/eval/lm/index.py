@@ -159,19 +159,27 @@ def task_manager(with_lm_eval: bool) -> Any:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """lm-eval without its notes on every task and a progress bar for every list of prompts."""
-    logger = logging.getLogger("lm_eval")
+def quiet_logger(name: str) -> Iterator[None]:
+    """A logger that says nothing but errors."""
+    logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """lm-eval without its notes on every task and a progress bar for every list of prompts."""
     from datasets.utils import logging as bars
 
     shown = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
     try:
-        with mock.patch("lm_eval.api.task.tqdm", lambda items, **_: items):
+        with quiet_logger("lm_eval"), mock.patch("lm_eval.api.task.tqdm", lambda items, **_: items):
             yield
     finally:
-        logger.setLevel(level)
         if shown:
             bars.enable_progress_bar()

@@ -153,14 +153,13 @@ class LmTask(Task):
         from pod.eval.lm.model import PodLM
 
         run = self.run
-        lm = PodLM.around(
+        lm = PodLM(
             lambda: run.models.get(method.model),
-            run.tokenizer,
             lambda length, fed: run.cache(method, length, fed),
+            self.encoder,
             budget=lambda length, fed: run.budget(method, length, fed),
             one_shot=method.one_shot,
             batch_size=self.args.batch_size,
-            encoder=self.encoder,
             ranks=run.ranks,
         )
         payloads = {name: self._measure_leaf(lm, leaf, shelf) for name, leaf in self.leaves.items()}
