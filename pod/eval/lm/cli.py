@@ -20,13 +20,12 @@ def main(argv: Sequence[str]) -> None:
     from pod.eval.lm import command  # registers the model `pod`
     from pod.eval.suites import data
     from pod.eval.suites.configs import known_to_lm_eval
-    from pod.eval.suites.local_data import local_datasets
 
     first = int(os.environ.get("RANK", "0")) == 0
     sys.argv = ["lm-eval", *arguments(argv, first)]
     try:
         allowed = data.use(None, unsafe_code="--confirm_run_unsafe_code" in argv)
-        with local_datasets(), known_to_lm_eval(), allowed:
+        with data.local_datasets(), known_to_lm_eval(), allowed:
             if first:
                 cli_evaluate()
             else:

@@ -136,16 +136,7 @@ class CommandLM(PodLM):
             options: parameters of the method (`run_eval.py --list-methods`).
         Raises: ValueError, before any computation, for whatever does not go together.
         """
-        if not str(batch_size).isdecimal() or int(batch_size) < 1 or max_batch_size is not None:
-            raise ValueError(
-                f"batch_size = {batch_size!r}: a number of sequences is needed (auto and max_batch_size are not supported: what runs "
-                "together would depend on the machine)"
-            )
-        if too_long == "skip":
-            raise ValueError(
-                "too_long=skip: lm-eval's command line would score the prompts that are left out as wrong; take truncate or error, or run "
-                "the tasks by a recipe, which counts them apart (eval.too_long)"
-            )
+        _check(batch_size, max_batch_size, too_long)
         ranks = Ranks()
         _RANKS.append(ranks)
         # for other methods the plan only says how many bytes PoD would hold
@@ -233,3 +224,16 @@ def _reference(model: Any, plan: str | None, budget: int | str | None) -> Any:
     if plan is None:
         raise ValueError("budget=pod needs plan=PLAN.json: it says which bytes PoD would hold")
     return with_plan(model, pod.SharingPlan.load(plan)).to(model.device)
+
+
+def _check(batch_size: int | str, max_batch_size: int | None, too_long: str) -> None:
+    if not str(batch_size).isdecimal() or int(batch_size) < 1 or max_batch_size is not None:
+        raise ValueError(
+            f"batch_size = {batch_size!r}: a number of sequences is needed (auto and max_batch_size are not supported: what runs "
+            "together would depend on the machine)"
+        )
+    if too_long == "skip":
+        raise ValueError(
+            "too_long=skip: lm-eval's command line would score the prompts that are left out as wrong; take truncate or error, or run "
+            "the tasks by a recipe, which counts them apart (eval.too_long)"
+        )

@@ -15,7 +15,6 @@ from pod.eval.results import one_line
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.suites import base, data
 from pod.eval.suites.configs import find_config, known_to_lm_eval, suite_configs
-from pod.eval.suites.local_data import local_datasets
 
 DROPS = ("middle", "start", "end", "document", "none")
 
@@ -26,7 +25,7 @@ class Rule:
 
     chat_template: whether its prompts go into the tokenizer's chat template.
     truncation: the part that is dropped of a prompt that is too long: its middle, start or end, a part of its document
-        (`doc["document"]`, see `pod.eval.lm.documents`), or none; keep: of a document, the end that stays: start or end.
+        (`doc["document"]`, see `pod.eval.lm.prompts`), or none; keep: of a document, the end that stays: start or end.
     max_prompt_tokens: the longest prompt (tokens), whatever the model reads; None = what the model reads.
     metric: the primary one, `name` or `name,filter`; kind: `score`, `binary` or `nll`.
     average: of a group: `samples` (each counts alike), `tasks` (each leaf task counts alike) or `members` (each direct member).
@@ -108,7 +107,7 @@ def load(name: str, metadata: dict[str, Any]) -> Loaded:
     manager = task_manager(find_config(name) is None)
     manager._factory = Careful(meta=metadata)  # a new index for other metadata takes ten seconds
     try:
-        with quiet(), local_datasets():
+        with quiet(), data.local_datasets():
             loaded = manager.load([name])
     except ValueError:
         raise

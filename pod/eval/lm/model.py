@@ -29,6 +29,7 @@ from pod.eval.lm.requests import Encoded, Encoder, Size, request_keys
 from pod.eval.lm.scoring import score_by_decode
 
 _log = logging.getLogger(__name__)
+_Stock: Any = HFLM  # lm-eval's decorator hides its type
 
 
 class PodLM(LM):
@@ -77,10 +78,10 @@ class PodLM(LM):
         return self._load()
 
     @functools.cached_property
-    def _stock(self) -> HFLM:
+    def _stock(self) -> Any:
         """lm-eval's own class around the model."""
         with quiet_logger("lm_eval.models.huggingface"):  # which warns that a loaded model is handed over
-            stock = HFLM(self.model, "causal", tokenizer=self.tokenizer, batch_size=self.batch_size)
+            stock: Any = _Stock(self.model, "causal", tokenizer=self.tokenizer, batch_size=self.batch_size)
         stock._max_length = self.encoder.max_length
         # HFLM takes the softmax in the model's dtype: bfloat16 rounds log-likelihoods to 3 digits
         stock.softmax_dtype = torch.promote_types(self.model.dtype, torch.float32)
@@ -219,7 +220,7 @@ class PodLM(LM):
 
     def _keep(self, item: Encoded, answers: list[tuple[Size, dict[str, Any]]]) -> None:
         """The record of a request; of what its caches held, one for each part of a text in blocks, the largest counts."""
-        held = [
+        held: list[dict[str, Any]] = [
             a | {"budget_tokens": self.budget(size.length, size.fed)}
             for size, a in answers
             if a["bytes"] is not None

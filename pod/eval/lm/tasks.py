@@ -115,23 +115,16 @@ class LmTask(Task):
 
     def _build(self, leaf: Leaf) -> None:
         """Encode the prompts of a leaf and keep what the checks need: sizes and counts; the prompts themselves are made again."""
-        from pod.eval.lm.batches import generation_size, sizes_of, units_of
+        from pod.eval.lm.batches import sizes_of
 
         with lm_index.quiet():
             self._prompts(leaf)
         encoded = self.encoder.requests(leaf.task.instances, leaf.rule)
         for request, item in zip(leaf.task.instances, encoded, strict=True):
-            if item.skipped is not None:
-                continue
-            sizes = (
-                [generation_size(item)]
-                if item.kind == "generate_until"
-                else [u.size for u in units_of([item])]
-            )
-            leaf.lengths[request.doc_id] = max(
-                leaf.lengths.get(request.doc_id, 0), *(size.length for size in sizes)
-            )
-            leaf.longest = max(leaf.longest, _end(item))
+            if item.skipped is None:
+                lengths = [leaf.lengths.get(request.doc_id, 0), *(size.length for size in sizes_of([item]))]
+                leaf.lengths[request.doc_id] = max(lengths)
+                leaf.longest = max(leaf.longest, _end(item))
         answered = [item for item in encoded if item.skipped is None]
         leaf.sizes = sizes_of(answered)
         leaf.count_tokens(answered, self.args.batch_size)
