@@ -108,6 +108,36 @@ def test_built_prompts_fill_their_length(tokenizer, task, length):
     )
 
 
+@pytest.mark.parametrize("task", ["passkey", "number_string"])
+def test_built_prompts_can_lose_their_middle_as_in_the_paper(tokenizer, task):
+    """Of 128K a quarter stays at 32K: both ends, and the keys that stand there. So few are answered: PoD's Table 4 prints 27.1."""
+
+    def read(length, **more):
+        name = {"task": task, "length": length, "seed": 42}
+        with data.use(None, tokenizer):
+            return tasks.rows(infinitebench=name, **more)["test"]
+
+    cut, whole = read(32768, infinitebench_truncation="middle"), read(131072)
+    room, kept = 32768 - TASKS[task].new_tokens, 0
+    for index in range(12):
+        text, full = cut[index]["prompt"], whole[index]["prompt"]
+        tokens = len(tokenizer(text).input_ids)
+        assert room - 2 <= tokens <= room
+        half = room // 2 - 8
+        assert (
+            text[:half] == full[:half] and text[-half:] == full[-half:] and text.endswith(cut[index]["asked"])
+        )
+        assert (cut[index]["answer"], cut[index]["asked"]) == (whole[index]["answer"], whole[index]["asked"])
+        near_an_end = abs(synthetic.depth(index) - 0.5) > 0.5 - 0.5 * 32768 / 131072
+        assert (whole[index]["answer"] in text) == near_an_end
+        kept += near_an_end
+    assert 0 < kept < 6
+    same = read(131072, infinitebench_truncation="middle")
+    assert same[3] == whole[3]
+    with pytest.raises(ValueError, match="infinitebench_truncation is 'end', allowed is middle"):
+        read(32768, infinitebench_truncation="end")
+
+
 @pytest.mark.parametrize("task", BUILT)
 def test_rows_do_not_depend_on_what_was_read_before(tokenizer, task):
     rows, again = tasks.build_rows(task, 1024, tokenizer), tasks.build_rows(task, 1024, tokenizer)

@@ -80,6 +80,7 @@ def test_stock_tasks_run_offline_with_their_metrics(stock):
         parts = stock[method]["parts"]
         assert {name: (part["metric"], part["kind"]) for name, part in parts.items()} == expected
         for part in parts.values():
+            assert part["settings"]["question"] == "seen when the text is compressed", "it is not told apart"
             assert [sample["id"] for sample in part["samples"]] == ["0", "1", "2"] and not part["skipped"]
             scores = [sample["score"] for sample in part["samples"]]
             assert part["value"] == pytest.approx(sum(scores) / 3) and 0 <= min(scores) <= max(scores) <= 1
@@ -372,6 +373,7 @@ def test_corrected_right_answers_change_the_score_and_feed_nothing(tmp_path, mon
         return runner.evaluate(recipe, log=lambda line: None)["full"]["parts"]["pod_longbench_qasper"]
 
     before = value()
+    assert before["settings"]["question"] == "put after the text is compressed"
     monkeypatch.setattr(pod, "load_model", lambda *a, **k: pytest.fail("loaded again"))
     assert value() == before
     for row, sample in zip(rows, before["samples"], strict=False):

@@ -7,7 +7,7 @@ import importlib.util
 import logging
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 from unittest import mock
 
@@ -85,7 +85,6 @@ class Loaded:
     leaves: dict[str, Any]
     share: dict[str, float] | None
     is_group: bool
-    metadata: dict[str, Any] = field(default_factory=dict)
 
 
 def load(name: str, metadata: dict[str, Any]) -> Loaded:
@@ -117,7 +116,7 @@ def load(name: str, metadata: dict[str, Any]) -> Loaded:
     leaves = dict(loaded["tasks"])
     if group is None:
         return Loaded(name, leaves, None if len(leaves) == 1 else _equal(leaves), len(leaves) > 1)
-    return Loaded(name, leaves, _shares(group), True, dict(group.metadata or {}))
+    return Loaded(name, leaves, _shares(group), True)
 
 
 def _equal(names: Any) -> dict[str, float]:

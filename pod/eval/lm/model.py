@@ -97,10 +97,6 @@ class PodLM(LM):
         finally:
             self._rule, self._shelf = before
 
-    def records_of(self, requests: Sequence[Any]) -> list[dict[str, Any]]:
-        """The records of answered requests, in order."""
-        return [self.records[key] for key in request_keys(requests)]
-
     # -- what lm-eval calls ------------------------------------------------------------------------------------
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:

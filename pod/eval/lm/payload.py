@@ -39,7 +39,8 @@ class Leaf:
     """A leaf task of lm-eval with what its prompts came to.
 
     metric: (name, filter or None for the first); kind: of the payload.
-    sizes: of every cache that it needs; lengths: length class by document; longest: tokens read at most.
+    sizes: of every cache that it needs; lengths: length class by document; longest: tokens read at most;
+    question: whether methods see what is asked when they compress, for tables; None where nothing is asked.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Leaf:
     sizes: set[Any] = field(default_factory=set)
     lengths: dict[int, int] = field(default_factory=dict)
     longest: int = 0
+    question: str | None = None
     _tokens: dict[bool, tuple[int, int]] = field(default_factory=dict)
 
     def count_tokens(self, encoded: list[Any], batch_size: int) -> None:
@@ -241,6 +243,7 @@ def _settings(leaf: Leaf, filtered: str | None, samples: list[dict[str, Any]]) -
         "format": "chat template" if leaf.rule.chat_template else "plain text",
         "num_fewshot": config.num_fewshot,
         "truncation": leaf.rule.truncation,
+        "question": leaf.question,
         "truncated_samples": sum(sample["dropped_tokens"] > 0 for sample in samples),
         "filter": filtered,
         "new_tokens": generation.get("max_gen_toks") if leaf.task.OUTPUT_TYPE == "generate_until" else None,

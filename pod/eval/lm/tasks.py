@@ -127,6 +127,9 @@ class LmTask(Task):
                 leaf.longest = max(leaf.longest, _end(item))
         answered = [item for item in encoded if item.skipped is None]
         leaf.sizes = sizes_of(answered)
+        if leaf.task.OUTPUT_TYPE != "loglikelihood_rolling":
+            unseen = any(item.num_asked for item in answered)
+            leaf.question = self.args.asked_when() if unseen else "seen when the text is compressed"
         leaf.count_tokens(answered, self.args.batch_size)
         leaf.task._instances = None  # prompts of 100,000 tokens: only one leaf's are kept at a time
 

@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+from pod.eval.lm.prompts import shorten
 from pod.eval.suites import data
 from pod.eval.suites.configs import Config, group_config, task_config
 from pod.eval.suites.infinitebench import metrics, synthetic
@@ -14,13 +15,22 @@ LENGTHS = ("2k", "8k", "32k", "64k", "128k")
 
 
 def rows(**metadata: Any) -> dict[str, Any]:
-    """The data set of a task; metadata: `infinitebench` of the configuration {task, length, seed}."""
+    """The data set of a task.
+
+    metadata: `infinitebench` of the configuration {task, length, seed}; `infinitebench_truncation` = middle builds what is built at the
+    paper's 128K and drops its middle, keys in it included, down to the length. Raises: ValueError for another truncation.
+    """
     settings = metadata["infinitebench"]
     task = settings["task"]
     if TASKS[task].count is None:
         return {"test": read_rows(task)}
-    tokenizer = data.load_tokenizer(metadata)
-    return {"test": build_rows(task, settings["length"], tokenizer, settings["seed"])}
+    drop, length = metadata.get("infinitebench_truncation"), settings["length"]
+    if drop not in (None, "middle"):
+        raise ValueError(
+            f"infinitebench_truncation is {drop!r}, allowed is middle, or null: built at the length"
+        )
+    whole = NAMES["128k"] if drop and length < NAMES["128k"] else None
+    return {"test": build_rows(task, length, data.load_tokenizer(metadata), settings["seed"], whole)}
 
 
 def read_rows(task: str) -> Rows:
@@ -42,10 +52,11 @@ def read_rows(task: str) -> Rows:
     return Rows(len(found), make, (*FIELDS, "cluster"), keep=False)
 
 
-def build_rows(task: str, length: int, tokenizer: Any, seed: int = 42, count: int | None = None) -> Rows:
+def build_rows(task: str, length: int, tokenizer: Any, seed: int = 42, whole: int | None = None) -> Rows:
     """The rows {id, prompt, answer} of a synthetic task, built when they are read.
 
-    length: tokens of prompt and answer together. Raises: ValueError when no prompt fits.
+    length: tokens of prompt and answer together; whole: those that they have before the prompt's middle is dropped. Raises: ValueError
+    when no prompt fits.
     """
     room = length - TASKS[task].new_tokens
 
@@ -55,7 +66,7 @@ def build_rows(task: str, length: int, tokenizer: Any, seed: int = 42, count: in
     def fitting(index: int, guess: int | None = None, near: float = 1.0) -> int:
         return largest_fit(
             lambda size: count_tokens(tokenizer, prompt(task, at(index, size))),
-            room,
+            (whole or length) - TASKS[task].new_tokens,
             smallest=synthetic.SMALLEST[task],
             guess=guess,
             near=near,
@@ -69,9 +80,11 @@ def build_rows(task: str, length: int, tokenizer: Any, seed: int = 42, count: in
     def make(index: int) -> dict[str, Any]:
         row = at(index, fitting(index, guess=usual, near=0.99))
         text, question = prompt(task, row), asked(task, row)
+        if whole is not None:
+            text = shorten(tokenizer, text, "middle", room, lambda part: count_tokens(tokenizer, part))
         return {"id": index, "prompt": text, "asked": question, "answer": answer(task, row)}
 
-    return Rows(count or TASKS[task].count or 0, make, FIELDS)
+    return Rows(TASKS[task].count or 0, make, FIELDS)
 
 
 def _scored(task: str) -> Any:
