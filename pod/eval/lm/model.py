@@ -236,25 +236,13 @@ class PodLM(LM):
     def _generate(self, items: list[Encoded]) -> list[dict[str, Any]]:
         need = generation_size(items[0])
         cache, _ = self.make_cache(need.length, need.fed)
-        found = generate(
-            self.model,
-            self.tokenizer,
-            cache,
-            items,
-            items[0].new_tokens,
-            items[0].settings,
-            seed=" ".join(item.key for item in items),
-        )
-        held = {"bytes": found.held_bytes, "held_tokens": found.held_tokens}
-        return [{"answer": text, **held} for text in found.texts]
+        return generate(self.model, self.tokenizer, cache, items)
 
     def _decode(self, units: list[Unit]) -> list[dict[str, Any]]:
         cache, _ = self.make_cache(units[0].size.length, units[0].size.fed)
-        contexts, continuations = [unit.context for unit in units], [unit.continuations for unit in units]
-        pad = int(self.tokenizer.pad_token_id or 0)
-        found = score_by_decode(self.model, cache, contexts, continuations, pad, self.batch_size)
-        held = {"bytes": found.held_bytes, "held_tokens": found.held_tokens}
-        return [{"answers": [[s.logprob, s.is_greedy] for s in scores], **held} for scores in found.scores]
+        return score_by_decode(
+            self.model, cache, units, int(self.tokenizer.pad_token_id or 0), self.batch_size
+        )
 
     def _forward(self, units: list[Unit]) -> list[dict[str, Any]]:
         """HFLM's own scoring of one of its batches."""

@@ -14,24 +14,20 @@ from pod.eval.suites.base import scored_payload
 if TYPE_CHECKING:
     from pod.eval.runner import Evaluation
 
-_PREFERRED = (
-    "acc_norm",
-    "acc",
-    "exact_match",
-    "bleu_acc",
-)  # bleu_acc: truthfulqa_gen, whose other metrics are no 0 to 1
+# bleu_acc: truthfulqa_gen, whose other metrics are no 0 to 1
+_PREFERRED = ("acc_norm", "acc", "exact_match", "bleu_acc")
 _PERPLEXITIES = ("word_perplexity", "byte_perplexity")
-_OF_THE_WHOLE = (
-    "f1",
-    "mcc",
-    "brier_score",
-    "bleu",
-    "chrf",
-    "ter",
+_OF_THE_WHOLE = {
     "bits_per_byte",
-    "perplexity",
+    "bleu",
+    "brier_score",
+    "chrf",
+    "f1",
     "likelihood",
-)
+    "mcc",
+    "perplexity",
+    "ter",
+}
 
 
 @dataclass
@@ -159,24 +155,18 @@ def leaf_payload(
 
 
 def _sample(leaf: Leaf, row: Mapping[str, Any], asked: list[dict[str, Any]], metric: str) -> dict[str, Any]:
-    value = row[metric]
-    score = (
-        {"score": float(value)}
-        if leaf.kind != "nll"
-        else {"score": -float(value[0]), "tokens": int(value[1])}
-    )
-    held = [record["bytes"] for record in asked if record["bytes"] is not None]
-    budgets = [record["budget_tokens"] for record in asked if record["budget_tokens"] is not None]
+    value, nll = row[metric], leaf.kind == "nll"
+    score = {"score": -float(value[0]), "tokens": int(value[1])} if nll else {"score": float(value)}
+    largest = {
+        name: max((record[name] for record in asked if record[name] is not None), default=None)
+        for name in ("prompt_tokens", "dropped_tokens", "held_tokens", "budget_tokens", "bytes")
+    }
     return {
         **score,
         **_cluster(leaf, row.get("doc")),
-        "prompt_tokens": max(record["prompt_tokens"] for record in asked),
         "prompt_hash": asked[0]["prompt_hash"],
-        "dropped_tokens": max(record["dropped_tokens"] for record in asked),
         "length": leaf.lengths.get(row["doc_id"]),
-        "held_tokens": max((record.get("held_tokens") or 0 for record in asked), default=0) or None,
-        "budget_tokens": max(budgets, default=None),
-        "bytes": max(held, default=None),
+        **largest,
         **_answer(leaf, row),
         "target": _plain(row["target"]),
     }
@@ -294,14 +284,8 @@ def group_payload(loaded: Loaded, payloads: dict[str, dict[str, Any]]) -> dict[s
         settings=_common([part["settings"] for part in parts]),
         higher_is_better=higher.pop(),
         subtasks={
-            name: {
-                "metric": part["metric"],
-                "value": part["value"],
-                "ci95": part["ci95"],
-                "count": len(part["samples"]),
-                "weight": weights.get(name, 0.0),
-                "metrics": part["metrics"],
-            }
+            name: {key: part[key] for key in ("metric", "value", "ci95", "metrics")}
+            | {"count": len(part["samples"]), "weight": weights.get(name, 0.0)}
             for name, part in payloads.items()
         },
     )

@@ -84,7 +84,7 @@ TASKS = {
     "niah_multikey_2": _niah("needle"),
     "niah_multikey_3": _niah("needle", keys="uuids", values="uuids"),
     "niah_multivalue": _niah("essay", num_values=4),
-    "niah_multiquery": _niah("essay", num_queries=4),
+    "niah_multiquery": _niah("essay", num_keys=4, num_queries=4),
     "vt": RulerTask("vt", {"num_hops": 4}),
     "cwe": RulerTask("cwe"),
     "fwe": RulerTask("fwe"),
