@@ -49,13 +49,9 @@ def arguments(argv: Sequence[str], first: bool = True) -> list[str]:
         return given
     if given[0] != "run":
         given.insert(0, "run")
-    if not _has(given, "--model", "-M"):
+    if not {"--model", "-M"} & {item.split("=")[0] for item in given}:
         given += ["--model", "pod"]
     return given if first else _without_output(given)
-
-
-def _has(given: list[str], *names: str) -> bool:
-    return any(item in names or item.split("=")[0] in names for item in given)
 
 
 def _without_output(given: list[str]) -> list[str]:

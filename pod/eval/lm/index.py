@@ -115,33 +115,27 @@ def load(name: str, metadata: dict[str, Any]) -> Loaded:
     group = loaded.get("groups", {}).get(name)
     leaves = dict(loaded["tasks"])
     if group is None:
-        return Loaded(name, leaves, None if len(leaves) == 1 else _equal(leaves), len(leaves) > 1)
+        share = None if len(leaves) == 1 else {leaf: 1 / len(leaves) for leaf in leaves}
+        return Loaded(name, leaves, share, len(leaves) > 1)
     return Loaded(name, leaves, _shares(group), True)
-
-
-def _equal(names: Any) -> dict[str, float]:
-    return {name: 1 / len(names) for name in names}
 
 
 def _shares(group: Any) -> dict[str, float] | None:
     """How much each leaf counts: as the group's rules say, else as lm-eval does it, else alike."""
-    average = rule_of(group.metadata).average
-    if average is None:
-        listed = group.aggregate_metric_list or []
-        average = "samples" if any(item.weight_by_size for item in listed) else "tasks"
+    by_size = any(item.weight_by_size for item in group.aggregate_metric_list or [])
+    average = rule_of(group.metadata).average or ("samples" if by_size else "tasks")
     if average == "samples":
         return None
-    if average == "tasks":
-        return _equal([task.task_name for task in group.get_all_tasks()])
-    if average != "members":
+    if average not in ("tasks", "members"):
         raise ValueError(
             f"group {group.name}: average is {average!r}, allowed are samples, tasks and members"
         )
     shares: dict[str, float] = defaultdict(float)
-    for member in group:
+    members = list(group) if average == "members" else group.get_all_tasks()
+    for member in members:
         below = member.get_all_tasks() if hasattr(member, "get_all_tasks") else [member]
         for leaf in below:
-            shares[leaf.task_name] += 1 / len(below) / len(group)
+            shares[leaf.task_name] += 1 / len(below) / len(members)
     return dict(shares)
 
 

@@ -35,7 +35,7 @@ class Leaf:
     """A leaf task of lm-eval with what its prompts came to.
 
     metric: (name, filter or None for the first); kind: of the payload.
-    sizes: of every cache that it needs; lengths: length class by document; longest: tokens read at most;
+    sizes: of every cache that it needs; lengths: length class by document; longest: tokens read at most; tokens: see `token_counts`;
     question: whether methods see what is asked when they compress, for tables; None where nothing is asked.
     """
 
@@ -48,28 +48,21 @@ class Leaf:
     lengths: dict[int, int] = field(default_factory=dict)
     longest: int = 0
     question: str | None = None
-    _tokens: dict[bool, tuple[int, int]] = field(default_factory=dict)
-
-    def count_tokens(self, encoded: list[Any], batch_size: int) -> None:
-        """Count what one forward per request and what the decode path read of the encoded requests."""
-        contexts = {(item.unit, item.context): len(item.context) for item in encoded}
-        scored = sum(len(item.context) + len(item.continuation) for item in encoded if not item.new_tokens)
-        prompts = sum(len(item.context) for item in encoded if item.new_tokens)
-        generated = [item.new_tokens for item in encoded if item.new_tokens]
-        choices = [len(item.continuation) for item in encoded if not item.new_tokens]
-        self._tokens = {
-            False: (sum(contexts.values()), _steps(generated, batch_size) + _steps(choices, batch_size)),
-            True: (scored + prompts, _steps(generated, batch_size)),
-        }
-
-    def counts(self, one_shot: bool) -> tuple[int, int]:
-        """(prompt tokens, decode steps of a batch)."""
-        return self._tokens.get(one_shot, (0, 0))
+    tokens: dict[bool, tuple[int, int]] = field(default_factory=dict)
 
 
-def _steps(fed: list[int], batch_size: int) -> int:
-    """Decode steps of batches of like rows, each as long as its longest."""
-    return sum(sorted(fed, reverse=True)[::batch_size])
+def token_counts(encoded: list[Any], batch_size: int) -> dict[bool, tuple[int, int]]:
+    """(prompt tokens, decode steps of a batch) of requests: by one forward for each (True), through the decode path (False)."""
+
+    def steps(fed: list[int]) -> int:
+        """Of batches of like rows, each as long as its longest."""
+        return sum(sorted(fed, reverse=True)[::batch_size])
+
+    contexts = {(item.unit, item.context): len(item.context) for item in encoded}
+    fed = sum(len(item.context) + len(item.continuation) for item in encoded)
+    generated = steps([item.new_tokens for item in encoded if item.new_tokens])
+    scored = steps([len(item.continuation) for item in encoded if not item.new_tokens])
+    return {False: (sum(contexts.values()), generated + scored), True: (fed, generated)}
 
 
 def primary_metric(name: str, task: Any, rule: Rule, asked: str | None) -> tuple[tuple[str, str | None], str]:

@@ -5,15 +5,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from pod.eval.answer.methods import Method
+from pod.eval.answer.store import Shelf
 from pod.eval.lm import index as lm_index
-from pod.eval.lm.payload import Leaf, group_payload, leaf_payload, primary_metric
+from pod.eval.lm.payload import Leaf, group_payload, leaf_payload, primary_metric, token_counts
 from pod.eval.results import one_line
 from pod.eval.suites import base, data
 from pod.eval.suites.base import Span, Task
 
 if TYPE_CHECKING:
-    from pod.eval.answer.methods import Method
-    from pod.eval.answer.store import Shelf
     from pod.eval.runner import Evaluation
 
 _FEWSHOT_SEED = 1234  # lm-eval's own default: the same examples as its command line draws
@@ -130,7 +130,7 @@ class LmTask(Task):
         if leaf.task.OUTPUT_TYPE != "loglikelihood_rolling":
             unseen = any(item.num_asked for item in answered)
             leaf.question = self.args.asked_when() if unseen else "seen when the text is compressed"
-        leaf.count_tokens(answered, self.args.batch_size)
+        leaf.tokens = token_counts(answered, self.args.batch_size)
         leaf.task._instances = None  # prompts of 100,000 tokens: only one leaf's are kept at a time
 
     def spans(self) -> list[Span]:
@@ -140,12 +140,12 @@ class LmTask(Task):
     def longest(self) -> int:
         return max((leaf.longest for leaf in self.leaves.values()), default=0)
 
-    def token_counts(self, method: "Method") -> tuple[int, int]:
+    def token_counts(self, method: Method) -> tuple[int, int]:
         """(prompt tokens, decode steps of a batch) that a method takes at most."""
-        counts = [leaf.counts(method.one_shot) for leaf in self.leaves.values()]
+        counts = [leaf.tokens[method.one_shot] for leaf in self.leaves.values()]
         return sum(prompt for prompt, _ in counts), sum(steps for _, steps in counts)
 
-    def measure(self, method: "Method", shelf: "Shelf") -> dict[str, Any]:
+    def measure(self, method: Method, shelf: Shelf) -> dict[str, Any]:
         from pod.eval.lm.model import PodLM
 
         run = self.run
@@ -163,7 +163,7 @@ class LmTask(Task):
             return next(iter(payloads.values()))
         return group_payload(self.loaded, payloads)
 
-    def _measure_leaf(self, lm: Any, leaf: Leaf, shelf: "Shelf") -> dict[str, Any]:
+    def _measure_leaf(self, lm: Any, leaf: Leaf, shelf: Shelf) -> dict[str, Any]:
         from lm_eval.evaluator import evaluate
 
         use = data.use(self.args.data_dir, self.run.tokenizer, self.args.unsafe_code)
