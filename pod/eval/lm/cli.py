@@ -1,12 +1,11 @@
 """`launch/run_eval.py lm-eval …`: lm-eval's own command line with our model class and our tasks."""
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
 
 from pod.eval.results import one_line
-
-_WRITES = ("--output_path", "-o")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -51,13 +50,7 @@ def arguments(argv: Sequence[str], first: bool = True) -> list[str]:
         given.insert(0, "run")
     if not {"--model", "-M"} & {item.split("=")[0] for item in given}:
         given += ["--model", "pod"]
-    return given if first else _without_output(given)
-
-
-def _without_output(given: list[str]) -> list[str]:
-    kept, skip = [], False
-    for item in given:
-        if not skip and item.split("=")[0] not in (*_WRITES, "--log_samples", "-s"):
-            kept.append(item)
-        skip = item in _WRITES
-    return kept
+    writes = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    writes.add_argument("--output_path", "-o")
+    writes.add_argument("--log_samples", "-s", action="store_true")
+    return given if first else writes.parse_known_args(given)[1]

@@ -71,43 +71,21 @@ def make_rows(task: str, length: int, tokenizer: Any, seed: int = 42, count: int
     Raises: ValueError when data are missing or no prompt fits the length.
     """
     room = length - PROMPTS[TASKS[task].prompt].new_tokens - chat_tokens(tokenizer)
-    try:
-        generator = make_generator(task, tokenizer, length, room)
-        first = _Sizes(generator, task, seed, tokenizer, room)
-        first.row(0)
-    except ValueError as error:
-        raise ValueError(f"ruler {task} at {length} tokens: {error}") from None
-    if isinstance(generator, Documents):
-        count = min(count, len(generator.questions))
-    return Rows(count, first.row, FIELDS)
+    usual: int | None = (
+        None  # the size of row 0, where the search for every other one begins: no row depends on those read before
+    )
 
-
-class _Sizes:
-    """Samples at the size that fits; the size of one sample is where the search for the next one begins."""
-
-    def __init__(self, generator: Generator, task: str, seed: int, tokenizer: Any, room: int):
-        self.generator, self.name, self.tokenizer, self.room = generator, f"{seed}/{task}", tokenizer, room
-        self.guess: int | None = None
-
-    def row(self, index: int) -> dict[str, Any]:
-        if self.guess is None and index != 0:
-            self.row(0)  # so that a row does not depend on the rows read before it
+    def row(index: int) -> dict[str, Any]:
+        nonlocal usual
         made: dict[int, tuple[Any, int]] = {}
 
         def tokens_of(size: int) -> int:
-            sample = self.generator.sample(random.Random(f"{self.name}/{index}"), index, size)
-            made[size] = sample, count_tokens(self.tokenizer, sample.prompt + sample.prefix)
+            sample = generator.sample(random.Random(f"{seed}/{task}/{index}"), index, size)
+            made[size] = sample, count_tokens(tokenizer, sample.prompt + sample.prefix)
             return made[size][1]
 
-        size = largest_fit(
-            tokens_of,
-            self.room,
-            smallest=self.generator.smallest,
-            guess=self.guess,
-            near=_NEAR,
-        )
-        if index == 0:
-            self.guess = size
+        size = largest_fit(tokens_of, room, smallest=generator.smallest, guess=usual, near=_NEAR)
+        usual = size if usual is None else usual
         sample, tokens = made[size]
         return {
             "index": index,
@@ -117,6 +95,15 @@ class _Sizes:
             "answers": sample.answers,
             "length": tokens,
         }
+
+    try:
+        generator = make_generator(task, tokenizer, length, room)
+        row(0)
+    except ValueError as error:
+        raise ValueError(f"ruler {task} at {length} tokens: {error}") from None
+    if isinstance(generator, Documents):
+        count = min(count, len(generator.questions))
+    return Rows(count, row, FIELDS)
 
 
 def clean(prediction: str) -> str:
