@@ -190,8 +190,7 @@ class PodLM(LM):
 
     def _room(self, size: Size) -> int | None:
         """What decides a cache of a size: its budget, and whether that is without limit at its length."""
-        budget = self.budget(size.length, size.fed)
-        return without_limit(budget, size.length)
+        return without_limit(self.budget(size.length, size.fed), size.length)
 
     def _ask(
         self,

@@ -320,14 +320,12 @@ def read_dataset(task: str, path: str, subset: str | None) -> Splits:
     root = folder / path
     places = [root / subset] if subset else [root / "data", root]
     for place in places:
-        if files := _data_files(place):
-            return Splits(task, place, _data_sets(folder, files))
+        if found := _data_sets(place):
+            return Splits(task, place, found)
     if subset and (
-        files := _data_files(root / "all")
-    ):  # MMLU's subset of all subjects, with the subject in every row
-        found = _data_sets(folder, files, subset)
-        if found:
-            return Splits(task, root / "all", found)
+        found := _data_sets(root / "all", subset)
+    ):  # MMLU's: all subjects, with the subject in every row
+        return Splits(task, root / "all", found)
     looked = " or ".join(str(place) for place in places)
     raise ValueError(
         f"data of {task}: no file in {looked}: put a copy of the hub's data set {path} there ([subset/]<split>*.parquet, or .jsonl), or "
@@ -335,17 +333,12 @@ def read_dataset(task: str, path: str, subset: str | None) -> Splits:
     )
 
 
-def _data_files(place: Path) -> list[Path]:
-    return sorted(file for file in place.glob("*") if file.name.endswith(FORMATS)) if place.is_dir() else []
-
-
-def _data_sets(folder: Path, files: list[Path], subject: str | None = None) -> dict[str, Any]:
-    """Data sets by split, the first part of a file's name; subject: only the rows of one."""
+def _data_sets(place: Path, subject: str | None = None) -> dict[str, Any]:
+    """Data sets by split, the first part of a file's name; subject: only the rows of one. Empty where there is no such folder."""
     rows: dict[str, list[dict[str, Any]]] = {}
-    for file in files:
-        split = re.split(r"[-.]", file.name)[0]
-        with use(folder):
-            found = load_rows("", str(file.relative_to(folder)))
-        found = [row for row in found if subject is None or row.get("subject") == subject]
-        rows.setdefault(split, []).extend(found)
+    for file in sorted(place.glob("*")):
+        if file.name.endswith(FORMATS):
+            found = _parse(str(file), file.read_bytes())
+            found = [row for row in found if subject is None or row.get("subject") == subject]
+            rows.setdefault(re.split(r"[-.]", file.name)[0], []).extend(found)
     return {split: dataset(found, split)[split] for split, found in rows.items() if found}

@@ -60,25 +60,25 @@ def build_rows(task: str, length: int, tokenizer: Any, seed: int = 42, whole: in
     """
     room = length - TASKS[task].new_tokens
 
-    def at(index: int, size: int) -> dict[str, Any]:
-        return synthetic.row(task, random.Random(f"{seed}/{task}/{index}"), index, size)
+    def fitting(index: int, guess: int | None = None, near: float = 1.0) -> tuple[int, dict[str, Any]]:
+        """A size that fits, and the row at it."""
+        made: dict[int, dict[str, Any]] = {}
 
-    def fitting(index: int, guess: int | None = None, near: float = 1.0) -> int:
-        return largest_fit(
-            lambda size: count_tokens(tokenizer, prompt(task, at(index, size))),
-            (whole or length) - TASKS[task].new_tokens,
-            smallest=synthetic.SMALLEST[task],
-            guess=guess,
-            near=near,
-        )
+        def tokens_of(size: int) -> int:
+            made[size] = synthetic.row(task, random.Random(f"{seed}/{task}/{index}"), index, size)
+            return count_tokens(tokenizer, prompt(task, made[size]))
+
+        fits, smallest = (whole or length) - TASKS[task].new_tokens, synthetic.SMALLEST[task]
+        size = largest_fit(tokens_of, fits, smallest=smallest, guess=guess, near=near)
+        return size, made[size]
 
     try:
-        usual = fitting(0)
+        usual, _ = fitting(0)
     except ValueError as error:
         raise ValueError(f"infinitebench {task} at {length} tokens: {error}") from None
 
     def make(index: int) -> dict[str, Any]:
-        row = at(index, fitting(index, guess=usual, near=0.99))
+        _, row = fitting(index, guess=usual, near=0.99)
         text, question = prompt(task, row), asked(task, row)
         if whole is not None:
             text = shorten(tokenizer, text, "middle", room, lambda part: count_tokens(tokenizer, part))

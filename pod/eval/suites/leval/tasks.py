@@ -35,18 +35,16 @@ def rows(file: str, **metadata: Any) -> dict[str, Any]:
     task = file.rpartition("/")[2].removesuffix(".jsonl")
     found = []
     for number, row in enumerate(data.load_rows("leval", file, HUB, f"LEval/{file}", FIELDS), start=1):
-        _check(row, f"leval/{file}, row {number}")
+        counts = len(row["instructions"]), len(row["outputs"])
+        if counts[0] != counts[1]:
+            raise ValueError(
+                f"leval/{file}, row {number}: {counts[0]} instructions and {counts[1]} outputs; each question needs one reference"
+            )
         if row["evaluation"] not in BY_METRIC:
             continue
         for instruction, target in zip(row["instructions"], row["outputs"], strict=True):
             found += _samples(task, row["input"], instruction, target)
     return data.dataset(found)
-
-
-def _check(row: dict[str, Any], where: str) -> None:
-    if len(row["instructions"]) != len(row["outputs"]):
-        counts = f"{len(row['instructions'])} instructions and {len(row['outputs'])} outputs"
-        raise ValueError(f"{where}: {counts}; each question needs one reference")
 
 
 def _samples(task: str, document: str, instruction: str, target: str) -> list[dict[str, Any]]:
