@@ -23,6 +23,8 @@ SMALL = {
     "local_window": {"budget": 20},
     "snapkv": {"budget": 20, "window": 6},
     "pyramidkv": {"budget": 20, "window": 4, "kernel": 3},
+    "adakv": {"budget": 20, "window": 6},
+    "expected_attention": {"budget": 20},
     "h2o": {"budget": 20, "num_recent_tokens": 6},
     "roco": {"budget": 20, "num_recent_tokens": 4},
     "d2o": {"budget": 20},
@@ -30,9 +32,11 @@ SMALL = {
     "razor": {"heads": [[0], [], [1], []], "num_recent_tokens": 12},
     "quest": {"budget": 16, "page_size": 4, "num_dense_layers": 1},
     "minicache": {"block": 16},
+    "think": {"ratio": 0.5, "queries": 4, "recent": 4},
     "imdc": {"budget": 24, "chunk_size": 20, "window": 4},
     "im": {"budget": 24, "chunk_size": 20, "window": 4},
     "fm": {"budget": 24, "chunk_size": 20, "window": 4},
+    "kivi": {"group_size": 8, "residual": 8},
     "int4": {"group_size": 8, "residual": 8},
     "int8": {"group_size": 8, "residual": 8},
 }
@@ -64,7 +68,7 @@ def _model(kind: str, dtype: str):
 
 
 def around(spec: str = "full", kind: str | None = None, dtype: str = "float64", **options) -> PodLM:
-    """A PodLM of a method; options of PodLM.around, the rest goes to the method."""
+    """A PodLM of a method; options of PodLM, the rest goes to the method."""
     kind = kind or (spec if spec in ("pod", "cla", "window") else "full")
     own = {
         name: options.pop(name) for name in ("one_shot", "batch_size", "encoder", "ranks") if name in options
@@ -73,14 +77,13 @@ def around(spec: str = "full", kind: str | None = None, dtype: str = "float64", 
     params = SMALL.get(spec, {}) | options
     loaded = model(kind, dtype)
     encoder = Encoder(tokenizer(), **({"max_length": loaded.config.max_position_embeddings} | limits))
-    lm = PodLM.around(
+    return PodLM(
         lambda: loaded,
-        tokenizer(),
         lambda length, fed: (pod.make_cache(loaded, spec, **params), params.get("budget")),
-        **({"encoder": encoder, "budget": lambda length, fed: params.get("budget")} | own),
+        own.pop("encoder", encoder),
+        budget=lambda length, fed: params.get("budget"),
+        **own,
     )
-    lm._awake()
-    return lm
 
 
 def instance(kind: str, args: tuple, doc: int, idx: int = 0, task: str = "t") -> Instance:

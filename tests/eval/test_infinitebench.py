@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from pod.eval.lm import index as lm_index
 from pod.eval.suites import data
-from pod.eval.suites.infinitebench import metrics, samples, synthetic
+from pod.eval.suites.infinitebench import metrics, synthetic, tasks
 from pod.eval.suites.infinitebench.prompts import PAPER_TASKS, TASKS, answer, prompt
 from pod.models import resolve_model
 
@@ -98,7 +98,7 @@ def test_prompts_are_word_for_word_the_official_ones(task):
 @pytest.mark.parametrize("task", BUILT)
 @pytest.mark.parametrize("length", [1024, 2048])
 def test_built_prompts_fill_their_length(tokenizer, task, length):
-    rows = samples.build_rows(task, length, tokenizer)
+    rows = tasks.build_rows(task, length, tokenizer)
     room = length - TASKS[task].new_tokens
     used = [len(tokenizer(rows[index]["prompt"]).input_ids) for index in (0, 1, 2, 17)]
     near = 0.8 if task == "code_run" else 0.93  # up to ten functions come at once, one per level
@@ -108,12 +108,42 @@ def test_built_prompts_fill_their_length(tokenizer, task, length):
     )
 
 
+@pytest.mark.parametrize("task", ["passkey", "number_string"])
+def test_built_prompts_can_lose_their_middle_as_in_the_paper(tokenizer, task):
+    """Of 128K a quarter stays at 32K: both ends, and the keys that stand there. So few are answered: PoD's Table 4 prints 27.1."""
+
+    def read(length, **more):
+        name = {"task": task, "length": length, "seed": 42}
+        with data.use(None, tokenizer):
+            return tasks.rows(infinitebench=name, **more)["test"]
+
+    cut, whole = read(32768, infinitebench_truncation="middle"), read(131072)
+    room, kept = 32768 - TASKS[task].new_tokens, 0
+    for index in range(12):
+        text, full = cut[index]["prompt"], whole[index]["prompt"]
+        tokens = len(tokenizer(text).input_ids)
+        assert room - 2 <= tokens <= room
+        half = room // 2 - 8
+        assert (
+            text[:half] == full[:half] and text[-half:] == full[-half:] and text.endswith(cut[index]["asked"])
+        )
+        assert (cut[index]["answer"], cut[index]["asked"]) == (whole[index]["answer"], whole[index]["asked"])
+        near_an_end = abs(synthetic.depth(index) - 0.5) > 0.5 - 0.5 * 32768 / 131072
+        assert (whole[index]["answer"] in text) == near_an_end
+        kept += near_an_end
+    assert 0 < kept < 6
+    same = read(131072, infinitebench_truncation="middle")
+    assert same[3] == whole[3]
+    with pytest.raises(ValueError, match="infinitebench_truncation is 'end', allowed is middle"):
+        read(32768, infinitebench_truncation="end")
+
+
 @pytest.mark.parametrize("task", BUILT)
 def test_rows_do_not_depend_on_what_was_read_before(tokenizer, task):
-    rows, again = samples.build_rows(task, 1024, tokenizer), samples.build_rows(task, 1024, tokenizer)
+    rows, again = tasks.build_rows(task, 1024, tokenizer), tasks.build_rows(task, 1024, tokenizer)
     assert rows[5] == [again[index] for index in range(6)][5]
     assert rows[5] != rows[6]
-    assert rows[5] != samples.build_rows(task, 1024, tokenizer, seed=43)[5]
+    assert rows[5] != tasks.build_rows(task, 1024, tokenizer, seed=43)[5]
 
 
 @pytest.mark.parametrize("task", ["passkey", "number_string"])
@@ -203,7 +233,7 @@ def test_rows_of_another_format_are_one_line(tmp_path, row, says):
     (tmp_path / "infinitebench").mkdir()
     (tmp_path / "infinitebench/longbook_choice_eng.jsonl").write_text(json.dumps(row))
     with data.use(tmp_path), pytest.raises(ValueError, match=re.escape(says)) as error:
-        samples.read_rows("longbook_choice_eng")
+        tasks.read_rows("longbook_choice_eng")
     assert "\n" not in str(error.value)
 
 
@@ -212,11 +242,11 @@ def test_missing_data_and_too_short_lengths_are_one_line(tmp_path, tokenizer):
         data.use(tmp_path),
         pytest.raises(ValueError, match="longbook_qa_eng.jsonl is missing.*InfiniteBench"),
     ):
-        samples.read_rows("longbook_qa_eng")
+        tasks.read_rows("longbook_qa_eng")
     with pytest.raises(
         ValueError, match="infinitebench passkey at 64 tokens: the shortest prompt has .* greater"
     ):
-        samples.build_rows("passkey", 64, tokenizer)
+        tasks.build_rows("passkey", 64, tokenizer)
 
 
 def test_the_group_of_the_paper_loads_offline_and_a_right_answer_scores_1(tokenizer):

@@ -16,8 +16,8 @@ from lm_eval import evaluator
 from lm_eval.api.model import LM
 
 import pod
-from pod.eval.lm.documents import WORD_STEP, cut_document
 from pod.eval.lm.index import Rule, task_manager
+from pod.eval.lm.prompts import WORD_STEP, cut_document
 from pod.eval.lm.requests import Encoder
 from pod.eval.suites import data
 from pod.eval.suites.leval import metrics, prompts, tasks

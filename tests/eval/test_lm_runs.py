@@ -15,8 +15,8 @@ from lm_eval.api.model import CachingLM
 
 from pod.eval.answer.ranks import Ranks
 from pod.eval.answer.store import Store
-from pod.eval.lm.caches import MethodCaches
 from pod.eval.lm.cli import arguments, main
+from pod.eval.lm.command import CommandLM, MethodCaches
 from pod.eval.lm.index import own_rule
 from pod.eval.lm.model import PodLM
 from pod.eval.lm.requests import Encoder
@@ -90,7 +90,7 @@ def test_records_say_what_was_read_and_held():
     lm = lm_tools.around("snapkv", batch_size=3)
     requests = lm_tools.generations()
     lm.generate_until(requests)
-    records = lm.records_of(requests)
+    records = list(lm.records.values())
     assert [record["prompt_tokens"] for record in records] == [35, 45, 55, 65]
     assert len({record["prompt_hash"] for record in records}) == 4
     assert {record["budget_tokens"] for record in records} == {20}
@@ -101,14 +101,14 @@ def test_records_say_what_was_read_and_held():
         assert record["held_tokens"] <= 65 + 5
     full = lm_tools.around("full", batch_size=1)
     full.generate_until(requests[:1])
-    assert full.records_of(requests[:1])[0]["held_tokens"] == 35 + 5
+    assert next(iter(full.records.values()))["held_tokens"] == 35 + 5
     scored = lm_tools.around("full", one_shot=True)
     scored.loglikelihood(lm_tools.choices())
     assert {record["bytes"] for record in scored.records.values()} == {None}
 
 
 def make(**arguments):
-    return PodLM(str(resolve_model("package:tiny")), dtype="float64", **arguments)
+    return CommandLM(str(resolve_model("package:tiny")), dtype="float64", **arguments)
 
 
 @pytest.fixture(scope="module")
@@ -247,15 +247,13 @@ def test_pod_bytes_are_measured_for_all_lengths_at_once(monkeypatch):
     model, reference = lm_tools.model(), lm_tools.model("pod")
     caches = MethodCaches(model, "h2o", "pod", reference, {"num_recent_tokens": 6})
     encoder = Encoder(lm_tools.tokenizer(), 8192)
-    lm = PodLM.around(
-        lambda: model, lm_tools.tokenizer(), caches, budget=caches.budget, batch_size=3, encoder=encoder
-    )
     prepared = []
     original = MethodCaches.prepare
     monkeypatch.setattr(
         MethodCaches, "prepare", lambda self, lengths: prepared.append(lengths) or original(self, lengths)
     )
+    lm = PodLM(lambda: model, caches, encoder, budget=caches.budget, prepare=caches.prepare, batch_size=3)
     lm.loglikelihood(lm_tools.choices())
-    assert prepared == [[64, 128]]
+    assert prepared == [{64, 128}]
     budgets = {record["budget_tokens"] for record in lm.records.values()}
     assert len(budgets) == 2 and max(budgets) < 128

@@ -80,6 +80,7 @@ def test_stock_tasks_run_offline_with_their_metrics(stock):
         parts = stock[method]["parts"]
         assert {name: (part["metric"], part["kind"]) for name, part in parts.items()} == expected
         for part in parts.values():
+            assert part["settings"]["question"] == "seen when the text is compressed", "it is not told apart"
             assert [sample["id"] for sample in part["samples"]] == ["0", "1", "2"] and not part["skipped"]
             scores = [sample["score"] for sample in part["samples"]]
             assert part["value"] == pytest.approx(sum(scores) / 3) and 0 <= min(scores) <= max(scores) <= 1
@@ -285,7 +286,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
 def test_bad_input_is_one_line_before_any_computation(tmp_path, monkeypatch, changes, message):
-    monkeypatch.setattr("pod.eval.lm.model.PodLM.around", lambda *a, **k: pytest.fail("computation began"))
+    monkeypatch.setattr("pod.eval.lm.model.PodLM.__init__", lambda *a, **k: pytest.fail("computation began"))
     changes = dict(changes)
     with pytest.raises(ValueError, match=message) as caught:
         measure(tmp_path, changes.pop("tasks"), changes.pop("methods", ["full"]), **changes)
@@ -303,23 +304,35 @@ def test_without_a_sandbox_humaneval_needs_permission_which_holds_until_it_is_sc
     assert part["value"] == 0.0 and [sample["score"] for sample in part["samples"]] == [0.0, 0.0]
 
 
-def test_code_below_inline_groups_and_tags_is_found():
-    from types import SimpleNamespace as Entry
+def test_code_below_inline_groups_and_tags_is_found_before_its_module_is_imported(tmp_path, monkeypatch):
+    from lm_eval.tasks import TaskManager
 
-    def entry(name, cfg=None, tags=(), file="x.yaml"):
-        return Entry(name=name, cfg=cfg, tags=set(tags), yaml_path=file)
-
-    index = {
-        "top": entry("top", {"task": [{"group": "inline", "task": ["safe", {"task": "tag"}]}, "top"]}),
-        "tag": entry("tag", None, ["safe", "code"], None),
-        "safe": entry("safe", {"task": "safe"}),
-        "code": entry("code", {"task": "code", "unsafe_code": True}),
-    }
-    with pytest.raises(ValueError, match="task code executes code"):
-        lm_index._check_safe(Entry(task_index=index), "top")
-    lm_index._check_safe(Entry(task_index=index), "safe")
-    with data.use(None, unsafe_code=True):
-        lm_index._check_safe(Entry(task_index=index), "top")
+    (tmp_path / "harm.py").write_text(
+        "import pathlib\npathlib.Path(__file__).with_name('done').touch()\nto = str\n"
+    )
+    stop = "doc_to_text: !function harm.to\n"
+    for name, text in {
+        "top": "group: top\ntask:\n  - group: inline\n    task:\n      - task: tagged\n",
+        "coded": f"task: coded\ntag: tagged\nunsafe_code: true\n{stop}",
+        "free": f"task: free\n{stop}",
+    }.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    manager = TaskManager(include_path=tmp_path, include_defaults=False)
+    monkeypatch.setattr(lm_index, "task_manager", lambda with_lm_eval: manager)
+    for name in ("top", "tagged", "coded"):
+        with pytest.raises(ValueError, match="task coded executes code"):
+            lm_index.load(name, {})
+    assert not (tmp_path / "done").exists()
+    with (
+        pytest.raises(ValueError),
+        data.use(None, unsafe_code=True),
+    ):  # it has no data set, which is found out later
+        lm_index.load("top", {})
+    assert (tmp_path / "done").exists()
+    (tmp_path / "done").unlink()
+    with pytest.raises(ValueError) as caught:
+        lm_index.load("free", {})
+    assert "executes code" not in str(caught.value)
 
 
 def test_chat_rule_and_a_tokenizer_without_template(tmp_path, monkeypatch):
@@ -360,6 +373,7 @@ def test_corrected_right_answers_change_the_score_and_feed_nothing(tmp_path, mon
         return runner.evaluate(recipe, log=lambda line: None)["full"]["parts"]["pod_longbench_qasper"]
 
     before = value()
+    assert before["settings"]["question"] == "put after the text is compressed"
     monkeypatch.setattr(pod, "load_model", lambda *a, **k: pytest.fail("loaded again"))
     assert value() == before
     for row, sample in zip(rows, before["samples"], strict=False):

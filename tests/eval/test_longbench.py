@@ -20,7 +20,7 @@ from pod.eval.lm.index import Rule, task_manager
 from pod.eval.lm.requests import Encoder
 from pod.eval.suites import data
 from pod.eval.suites.longbench import metrics, tasks
-from pod.eval.suites.longbench.prompts import PROMPTS
+from pod.eval.suites.longbench.tasks import PROMPTS
 from pod.models import resolve_model
 
 DATA = Path(__file__).parent / "data"

@@ -132,7 +132,7 @@ def test_what_answers_is_part_of_an_answer(tmp_path, monkeypatch):
         ("answer", {"__init__", "budget", "methods", "models", "ranks"}),
         (
             "lm",
-            {"__init__", "caches", "cli", "documents", "index", "payload", "prompts", "requests", "tasks"},
+            {"__init__", "cli", "command", "index", "payload", "prompts", "requests", "tasks"},
         ),
     ],
 )

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from pod.eval.suites import data
-from pod.eval.suites.local_data import read_dataset
+from pod.eval.suites.data import read_dataset
 
 ROWS = [{"question": "who\u2028now?", "answers": ["Bo", "Bea"]}, {"question": "where?", "answers": ["Ulm"]}]
 LINES = "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n"

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pod.eval.answer.store import in_batches
 from pod.eval.lm.requests import Encoded, Size, size
@@ -31,23 +32,14 @@ class Unit:
 
 def units_of(encoded: Sequence[Encoded]) -> list[Unit]:
     """Scoring requests as units: choices of one document with one context share theirs. Skipped requests are left out."""
-    units, by_name = [], {}
+    found: dict[Any, tuple[tuple[int, ...], list[tuple[int, ...]], list[int]]] = {}
     for number, item in enumerate(encoded):
-        if item.skipped is not None:
-            continue
-        for context, continuation in item.blocks():
-            if item.kind == "loglikelihood":
-                contents = by_name.setdefault((item.unit, context), ([], []))
-                if not contents[0]:
-                    units.append((context, contents))
-                contents[0].append(continuation)
-                contents[1].append(number)
-            else:
-                units.append((context, ([continuation], [number])))
-    return [
-        Unit(context=context, continuations=tuple(choices), owners=tuple(owners))
-        for context, (choices, owners) in units
-    ]
+        for place, (context, continuation) in enumerate(item.blocks() if item.skipped is None else ()):
+            name = (item.unit, context) if item.kind == "loglikelihood" else (number, place)
+            _, continuations, owners = found.setdefault(name, (context, [], []))
+            continuations.append(continuation)
+            owners.append(number)
+    return [Unit(context=c, continuations=tuple(t), owners=tuple(o)) for c, t, o in found.values()]
 
 
 Room = Callable[[Size], int | None]
@@ -56,19 +48,13 @@ Room = Callable[[Size], int | None]
 
 def unit_batches(units: Sequence[Unit], batch_size: int, room: Room) -> list[list[Unit]]:
     """Units of caches of one kind together, at most `batch_size` continuations in a batch unless one unit has more; the longest first."""
-    groups: dict[tuple[int | None, bool], list[Unit]] = {}
+    groups: dict[tuple[int | None, bool], list[list[Unit]]] = {}
     for unit in sorted(units, key=lambda unit: unit.size, reverse=True):
-        groups.setdefault((room(unit.size), unit.holds_out), []).append(unit)
-    batches = []
-    for group in groups.values():
-        batch: list[Unit] = []
-        for unit in group:
-            if batch and sum(len(u.continuations) for u in [*batch, unit]) > batch_size:
-                batches.append(batch)
-                batch = []
-            batch.append(unit)
-        batches.append(batch)
-    return batches
+        batches = groups.setdefault((room(unit.size), unit.holds_out), [[]])
+        if batches[-1] and sum(len(u.continuations) for u in [*batches[-1], unit]) > batch_size:
+            batches.append([])
+        batches[-1].append(unit)
+    return [batch for batches in groups.values() for batch in batches]
 
 
 def generation_size(item: Encoded) -> Size:
@@ -88,13 +74,12 @@ def generation_batches(items: Sequence[Encoded], batch_size: int, room: Room) ->
 
 def forward_units(encoded: Sequence[Encoded]) -> list[Unit]:
     """Scoring requests as units of one continuation, whole texts by their windows. Skipped requests are left out."""
-    pairs = [
-        (number, pair)
+    return [
+        Unit(context=context, continuations=(continuation,), owners=(number,))
         for number, item in enumerate(encoded)
         if item.skipped is None
-        for pair in (item.windows or [(item.context, item.continuation)])
+        for context, continuation in (item.windows or [(item.context, item.continuation)])
     ]
-    return [Unit(context=c, continuations=(t,), owners=(number,)) for number, (c, t) in pairs]
 
 
 def forward_batches(units: Sequence[Unit], batch_size: int, in_order: bool) -> list[list[Unit]]:

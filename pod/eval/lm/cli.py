@@ -1,12 +1,11 @@
 """`launch/run_eval.py lm-eval …`: lm-eval's own command line with our model class and our tasks."""
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
 
 from pod.eval.results import one_line
-
-_WRITES = ("--output_path", "-o")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -17,16 +16,15 @@ def main(argv: Sequence[str]) -> None:
     """
     from lm_eval.__main__ import cli_evaluate
 
-    from pod.eval.lm import model as lm  # registers the model `pod`
+    from pod.eval.lm import command  # registers the model `pod`
     from pod.eval.suites import data
     from pod.eval.suites.configs import known_to_lm_eval
-    from pod.eval.suites.local_data import local_datasets
 
     first = int(os.environ.get("RANK", "0")) == 0
     sys.argv = ["lm-eval", *arguments(argv, first)]
     try:
         allowed = data.use(None, unsafe_code="--confirm_run_unsafe_code" in argv)
-        with local_datasets(), known_to_lm_eval(), allowed:
+        with data.local_datasets(), known_to_lm_eval(), allowed:
             if first:
                 cli_evaluate()
             else:
@@ -40,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(2)
     finally:
         sys.stdout = sys.__stdout__
-        lm.close_ranks()
+        command.close_ranks()
 
 
 def arguments(argv: Sequence[str], first: bool = True) -> list[str]:
@@ -50,19 +48,9 @@ def arguments(argv: Sequence[str], first: bool = True) -> list[str]:
         return given
     if given[0] != "run":
         given.insert(0, "run")
-    if not _has(given, "--model", "-M"):
+    if not {"--model", "-M"} & {item.split("=")[0] for item in given}:
         given += ["--model", "pod"]
-    return given if first else _without_output(given)
-
-
-def _has(given: list[str], *names: str) -> bool:
-    return any(item in names or item.split("=")[0] in names for item in given)
-
-
-def _without_output(given: list[str]) -> list[str]:
-    kept, skip = [], False
-    for item in given:
-        if not skip and item.split("=")[0] not in (*_WRITES, "--log_samples", "-s"):
-            kept.append(item)
-        skip = item in _WRITES
-    return kept
+    writes = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    writes.add_argument("--output_path", "-o")
+    writes.add_argument("--log_samples", "-s", action="store_true")
+    return given if first else writes.parse_known_args(given)[1]

@@ -2,14 +2,14 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from pod.eval.answer.reading import Asked, behind, in_parts, read_prompts
+from pod.eval.answer.reading import behind, in_parts, read_prompts
+from pod.eval.lm.requests import Encoded
 
 _MARGIN = 4  # tokens looked at beyond the longest stop string
 
@@ -45,11 +45,8 @@ class StopStrings(StoppingCriteria):
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str], prompt_columns: int):
-        self.tokenizer, self.stops, self.prompt_columns = (
-            tokenizer,
-            [stop for stop in stops if stop],
-            prompt_columns,
-        )
+        self.tokenizer, self.prompt_columns = tokenizer, prompt_columns
+        self.stops = [stop for stop in stops if stop]
         self.window = max((len(stop.encode()) for stop in self.stops), default=0) + _MARGIN
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
@@ -87,36 +84,21 @@ def _options(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in of_sampling} | {"do_sample": False}
 
 
-@dataclass(frozen=True)
-class Generated:
-    """Answers of a batch, bytes held per row and tokens seen by the longest row at the end."""
-
-    texts: list[str]
-    held_bytes: int
-    held_tokens: int
-
-
 @torch.no_grad()
-def generate(
-    model: Any,
-    tokenizer: Any,
-    cache: Any,
-    prompts: Sequence[Asked],
-    new_tokens: int,
-    settings: dict[str, Any],
-    seed: str = "",
-) -> Generated:
-    """Answers to a batch of prompts (left padding) through `cache`, a new one; a question of its own is put behind the compressed text.
+def generate(model: Any, tokenizer: Any, cache: Any, items: Sequence[Encoded]) -> list[dict[str, Any]]:
+    """The record of every request of a batch (left padding) through `cache`, a new one: its `answer`, `bytes` held per row and
+    `held_tokens` that the longest row has seen at the end.
 
-    settings: of lm-eval's `generation_kwargs`, normalized; `until` holds the stop strings. seed: what sampling depends on, so that a
-    restarted run samples the same answers.
+    A question of its own is put behind the compressed text. New tokens and settings are those of the first request (`until` holds the stop
+    strings); sampling depends on the requests' keys, so that a restarted run samples the same answers.
     """
+    settings, seed = items[0].settings, " ".join(item.key for item in items)
     options = _options(settings)
     until = settings.get("until") or []
     until = [until] if isinstance(until, str) else until
     ends, stops = _ends(model, tokenizer, until, at_once=not options.get("min_new_tokens"))
     pad = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends or [0])[0])
-    before, rows = in_parts(prompts)
+    before, rows = in_parts(items)
     mask = None if before is None else read_prompts(model, cache, before, pad)
     fed = behind(mask, rows, pad, next(model.parameters()).device)
     columns = fed["input_ids"].shape[1]
@@ -126,12 +108,11 @@ def generate(
         out = model.generate(
             **fed,
             past_key_values=cache,
-            max_new_tokens=new_tokens,
+            max_new_tokens=items[0].new_tokens,
             eos_token_id=ends or None,
             pad_token_id=pad,
             stopping_criteria=StoppingCriteriaList([StopStrings(tokenizer, stops, columns)]),
             **options,
         )
-    new = out[:, columns:].tolist()
-    texts = [text_of(tokenizer, row, ends, stops) for row in new]
-    return Generated(texts, cache.nbytes // len(prompts), int(cache.lengths.max()))
+    held = {"bytes": cache.nbytes // len(items), "held_tokens": int(cache.lengths.max())}
+    return [{"answer": text_of(tokenizer, row, ends, stops), **held} for row in out[:, columns:].tolist()]

@@ -7,7 +7,7 @@ import importlib.util
 import logging
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 from unittest import mock
 
@@ -15,7 +15,6 @@ from pod.eval.results import one_line
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.suites import base, data
 from pod.eval.suites.configs import find_config, known_to_lm_eval, suite_configs
-from pod.eval.suites.local_data import local_datasets
 
 DROPS = ("middle", "start", "end", "document", "none")
 
@@ -26,7 +25,7 @@ class Rule:
 
     chat_template: whether its prompts go into the tokenizer's chat template.
     truncation: the part that is dropped of a prompt that is too long: its middle, start or end, a part of its document
-        (`doc["document"]`, see `pod.eval.lm.documents`), or none; keep: of a document, the end that stays: start or end.
+        (`doc["document"]`, see `pod.eval.lm.prompts`), or none; keep: of a document, the end that stays: start or end.
     max_prompt_tokens: the longest prompt (tokens), whatever the model reads; None = what the model reads.
     metric: the primary one, `name` or `name,filter`; kind: `score`, `binary` or `nll`.
     average: of a group: `samples` (each counts alike), `tasks` (each leaf task counts alike) or `members` (each direct member).
@@ -86,7 +85,6 @@ class Loaded:
     leaves: dict[str, Any]
     share: dict[str, float] | None
     is_group: bool
-    metadata: dict[str, Any] = field(default_factory=dict)
 
 
 def load(name: str, metadata: dict[str, Any]) -> Loaded:
@@ -96,11 +94,19 @@ def load(name: str, metadata: dict[str, Any]) -> Loaded:
     """
     from lm_eval.tasks._factory import TaskFactory
 
+    class Careful(TaskFactory):
+        def _load_full_config(self, entry: Any, overrides: Any = None) -> dict[str, Any]:
+            """Refuse before the task's module is imported: some load a metric that executes code on import."""
+            if (entry.cfg or {}).get("unsafe_code") and not data.unsafe_code():
+                raise ValueError(
+                    f"task {entry.name} executes code that the model writes: set eval.unsafe_code to true on a machine where that may do harm"
+                )
+            return super()._load_full_config(entry, overrides)
+
     manager = task_manager(find_config(name) is None)
-    _check_safe(manager, name)
-    manager._factory = TaskFactory(meta=metadata)  # a new index for other metadata takes ten seconds
+    manager._factory = Careful(meta=metadata)  # a new index for other metadata takes ten seconds
     try:
-        with quiet(), local_datasets():
+        with quiet(), data.local_datasets():
             loaded = manager.load([name])
     except ValueError:
         raise
@@ -109,67 +115,28 @@ def load(name: str, metadata: dict[str, Any]) -> Loaded:
     group = loaded.get("groups", {}).get(name)
     leaves = dict(loaded["tasks"])
     if group is None:
-        return Loaded(name, leaves, None if len(leaves) == 1 else _equal(leaves), len(leaves) > 1)
-    return Loaded(name, leaves, _shares(group), True, dict(group.metadata or {}))
-
-
-def _equal(names: Any) -> dict[str, float]:
-    return {name: 1 / len(names) for name in names}
+        share = None if len(leaves) == 1 else {leaf: 1 / len(leaves) for leaf in leaves}
+        return Loaded(name, leaves, share, len(leaves) > 1)
+    return Loaded(name, leaves, _shares(group), True)
 
 
 def _shares(group: Any) -> dict[str, float] | None:
     """How much each leaf counts: as the group's rules say, else as lm-eval does it, else alike."""
-    average = rule_of(group.metadata).average
-    if average is None:
-        listed = group.aggregate_metric_list or []
-        average = "samples" if any(item.weight_by_size for item in listed) else "tasks"
+    by_size = any(item.weight_by_size for item in group.aggregate_metric_list or [])
+    average = rule_of(group.metadata).average or ("samples" if by_size else "tasks")
     if average == "samples":
         return None
-    if average == "tasks":
-        return _equal([task.task_name for task in group.get_all_tasks()])
-    if average != "members":
+    if average not in ("tasks", "members"):
         raise ValueError(
             f"group {group.name}: average is {average!r}, allowed are samples, tasks and members"
         )
     shares: dict[str, float] = defaultdict(float)
-    for member in group:
+    members = list(group) if average == "members" else group.get_all_tasks()
+    for member in members:
         below = member.get_all_tasks() if hasattr(member, "get_all_tasks") else [member]
         for leaf in below:
-            shares[leaf.task_name] += 1 / len(below) / len(group)
+            shares[leaf.task_name] += 1 / len(below) / len(members)
     return dict(shares)
-
-
-def _check_safe(manager: Any, name: str) -> None:
-    """Before the task's module is imported: some load a metric that executes code on import."""
-    if data.unsafe_code():
-        return
-    for entry in _entries(manager, name, set()):
-        if (entry.cfg or {}).get("unsafe_code"):
-            raise ValueError(
-                f"task {entry.name} executes code that the model writes: set eval.unsafe_code to true on a machine where that may do harm"
-            )
-
-
-def _entries(manager: Any, item: str | dict[str, Any] | None, seen: set[str]) -> Iterator[Any]:
-    """The index entries of a task, group or tag and of everything below it; item: a name, or what stands in a group's list."""
-    if isinstance(item, dict):
-        members = item.get("task")
-        if not isinstance(members, list):
-            members = [item.get("group") or members]
-        for member in members:
-            yield from _entries(manager, member, seen)
-        return
-    entry = manager.task_index.get(item) if item else None
-    if item is None or entry is None or item in seen:
-        return
-    seen.add(item)
-    yield entry
-    members = (entry.cfg or {}).get("task")
-    for member in [
-        *(members if isinstance(members, list) else []),
-        *(sorted(entry.tags) if entry.yaml_path is None else []),
-    ]:
-        yield from _entries(manager, member, seen)
 
 
 @functools.cache
@@ -184,19 +151,27 @@ def task_manager(with_lm_eval: bool) -> Any:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """lm-eval without its notes on every task and a progress bar for every list of prompts."""
-    logger = logging.getLogger("lm_eval")
+def quiet_logger(name: str) -> Iterator[None]:
+    """A logger that says nothing but errors."""
+    logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """lm-eval without its notes on every task and a progress bar for every list of prompts."""
     from datasets.utils import logging as bars
 
     shown = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
     try:
-        with mock.patch("lm_eval.api.task.tqdm", lambda items, **_: items):
+        with quiet_logger("lm_eval"), mock.patch("lm_eval.api.task.tqdm", lambda items, **_: items):
             yield
     finally:
-        logger.setLevel(level)
         if shown:
             bars.enable_progress_bar()

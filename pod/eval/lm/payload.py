@@ -8,31 +8,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pod.eval.judge.verdicts import estimate_of
 from pod.eval.lm.index import Loaded, Rule
-from pod.eval.suites.base import perplexity_result, scored_payload
+from pod.eval.suites.base import scored_payload
 
 if TYPE_CHECKING:
     from pod.eval.runner import Evaluation
 
-_PREFERRED = (
-    "acc_norm",
-    "acc",
-    "exact_match",
-    "bleu_acc",
-)  # bleu_acc: truthfulqa_gen, whose other metrics are no 0 to 1
+# bleu_acc: truthfulqa_gen, whose other metrics are no 0 to 1
+_PREFERRED = ("acc_norm", "acc", "exact_match", "bleu_acc")
 _PERPLEXITIES = ("word_perplexity", "byte_perplexity")
-_OF_THE_WHOLE = (
-    "f1",
-    "mcc",
-    "brier_score",
-    "bleu",
-    "chrf",
-    "ter",
+_OF_THE_WHOLE = {
     "bits_per_byte",
-    "perplexity",
+    "bleu",
+    "brier_score",
+    "chrf",
+    "f1",
     "likelihood",
-)
+    "mcc",
+    "perplexity",
+    "ter",
+}
 
 
 @dataclass
@@ -40,7 +35,8 @@ class Leaf:
     """A leaf task of lm-eval with what its prompts came to.
 
     metric: (name, filter or None for the first); kind: of the payload.
-    sizes: of every cache that it needs; lengths: length class by document; longest: tokens read at most.
+    sizes: of every cache that it needs; lengths: length class by document; longest: tokens read at most; tokens: see `token_counts`;
+    question: whether methods see what is asked when they compress, for tables; None where nothing is asked.
     """
 
     name: str
@@ -51,28 +47,22 @@ class Leaf:
     sizes: set[Any] = field(default_factory=set)
     lengths: dict[int, int] = field(default_factory=dict)
     longest: int = 0
-    _tokens: dict[bool, tuple[int, int]] = field(default_factory=dict)
-
-    def count_tokens(self, encoded: list[Any], batch_size: int) -> None:
-        """Count what one forward per request and what the decode path read of the encoded requests."""
-        contexts = {(item.unit, item.context): len(item.context) for item in encoded}
-        scored = sum(len(item.context) + len(item.continuation) for item in encoded if not item.new_tokens)
-        prompts = sum(len(item.context) for item in encoded if item.new_tokens)
-        generated = [item.new_tokens for item in encoded if item.new_tokens]
-        choices = [len(item.continuation) for item in encoded if not item.new_tokens]
-        self._tokens = {
-            False: (sum(contexts.values()), _steps(generated, batch_size) + _steps(choices, batch_size)),
-            True: (scored + prompts, _steps(generated, batch_size)),
-        }
-
-    def counts(self, one_shot: bool) -> tuple[int, int]:
-        """(prompt tokens, decode steps of a batch)."""
-        return self._tokens.get(one_shot, (0, 0))
+    question: str | None = None
+    tokens: dict[bool, tuple[int, int]] = field(default_factory=dict)
 
 
-def _steps(fed: list[int], batch_size: int) -> int:
-    """Decode steps of batches of like rows, each as long as its longest."""
-    return sum(sorted(fed, reverse=True)[::batch_size])
+def token_counts(encoded: list[Any], batch_size: int) -> dict[bool, tuple[int, int]]:
+    """(prompt tokens, decode steps of a batch) of requests: by one forward for each (True), through the decode path (False)."""
+
+    def steps(fed: list[int]) -> int:
+        """Of batches of like rows, each as long as its longest."""
+        return sum(sorted(fed, reverse=True)[::batch_size])
+
+    contexts = {(item.unit, item.context): len(item.context) for item in encoded}
+    fed = sum(len(item.context) + len(item.continuation) for item in encoded)
+    generated = steps([item.new_tokens for item in encoded if item.new_tokens])
+    scored = steps([len(item.continuation) for item in encoded if not item.new_tokens])
+    return {False: (sum(contexts.values()), generated + scored), True: (fed, generated)}
 
 
 def primary_metric(name: str, task: Any, rule: Rule, asked: str | None) -> tuple[tuple[str, str | None], str]:
@@ -144,38 +134,32 @@ def leaf_payload(
             samples.append({"id": name, **_sample(leaf, row, asked, metric)})
         else:
             skipped.append({"id": name, "reason": f"the task gives it no {metric}"})
-    more = {
-        "bytes_rows": _bytes_rows(leaf, samples, run),
-        "settings": _settings(leaf, filtered, samples) | settings,
-        "skipped": skipped,
-    }
     higher = leaf.task.higher_is_better().get(metric, True)
-    metrics = _other_metrics(leaf, kept, (metric, filtered))
-    if leaf.kind == "nll":
-        return _nll_payload(metric, samples, more) | {"metrics": metrics}
-    payload = scored_payload(leaf.kind, metric, samples, higher_is_better=bool(higher), **more)
-    return payload | {"metrics": metrics}
+    return scored_payload(
+        leaf.kind,
+        metric,
+        samples,
+        higher_is_better=leaf.kind != "nll" and bool(higher),
+        bytes_rows=_bytes_rows(leaf, samples, run),
+        settings=_settings(leaf, filtered, samples) | settings,
+        skipped=skipped,
+        metrics=_other_metrics(leaf, kept, (metric, filtered)),
+    )
 
 
 def _sample(leaf: Leaf, row: Mapping[str, Any], asked: list[dict[str, Any]], metric: str) -> dict[str, Any]:
-    value = row[metric]
-    score = (
-        {"score": float(value)}
-        if leaf.kind != "nll"
-        else {"score": -float(value[0]), "tokens": int(value[1])}
-    )
-    held = [record["bytes"] for record in asked if record["bytes"] is not None]
-    budgets = [record["budget_tokens"] for record in asked if record["budget_tokens"] is not None]
+    value, nll = row[metric], leaf.kind == "nll"
+    score = {"score": -float(value[0]), "tokens": int(value[1])} if nll else {"score": float(value)}
+    largest = {
+        name: max((record[name] for record in asked if record[name] is not None), default=None)
+        for name in ("prompt_tokens", "dropped_tokens", "held_tokens", "budget_tokens", "bytes")
+    }
     return {
         **score,
         **_cluster(leaf, row.get("doc")),
-        "prompt_tokens": max(record["prompt_tokens"] for record in asked),
         "prompt_hash": asked[0]["prompt_hash"],
-        "dropped_tokens": max(record["dropped_tokens"] for record in asked),
         "length": leaf.lengths.get(row["doc_id"]),
-        "held_tokens": max((record.get("held_tokens") or 0 for record in asked), default=0) or None,
-        "budget_tokens": max(budgets, default=None),
-        "bytes": max(held, default=None),
+        **largest,
         **_answer(leaf, row),
         "target": _plain(row["target"]),
     }
@@ -242,6 +226,7 @@ def _settings(leaf: Leaf, filtered: str | None, samples: list[dict[str, Any]]) -
         "format": "chat template" if leaf.rule.chat_template else "plain text",
         "num_fewshot": config.num_fewshot,
         "truncation": leaf.rule.truncation,
+        "question": leaf.question,
         "truncated_samples": sum(sample["dropped_tokens"] > 0 for sample in samples),
         "filter": filtered,
         "new_tokens": generation.get("max_gen_toks") if leaf.task.OUTPUT_TYPE == "generate_until" else None,
@@ -271,18 +256,6 @@ def _other_metrics(
     return found
 
 
-def _nll_payload(metric: str, samples: list[dict[str, Any]], more: dict[str, Any]) -> dict[str, Any]:
-    found = estimate_of({"kind": "nll", "samples": samples})
-    value = perplexity_result(None, None) if found is None else perplexity_result(found.value, found.interval)
-    return value | {
-        "metric": metric,
-        "samples": samples,
-        "skipped": more["skipped"],
-        "bytes": more["bytes_rows"],
-        "settings": more["settings"],
-    }
-
-
 def group_payload(loaded: Loaded, payloads: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """One payload for a group: the mean over its leaf tasks, each with its share, and a value per subtask.
 
@@ -304,14 +277,8 @@ def group_payload(loaded: Loaded, payloads: dict[str, dict[str, Any]]) -> dict[s
         settings=_common([part["settings"] for part in parts]),
         higher_is_better=higher.pop(),
         subtasks={
-            name: {
-                "metric": part["metric"],
-                "value": part["value"],
-                "ci95": part["ci95"],
-                "count": len(part["samples"]),
-                "weight": weights.get(name, 0.0),
-                "metrics": part["metrics"],
-            }
+            name: {key: part[key] for key in ("metric", "value", "ci95", "metrics")}
+            | {"count": len(part["samples"]), "weight": weights.get(name, 0.0)}
             for name, part in payloads.items()
         },
     )

@@ -5,6 +5,7 @@ and not by dropping its start: that would lose the beginning-of-sequence token a
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,19 +110,14 @@ def size(context: int, continuation: int, new_tokens: int = 0) -> Size:
     return Size(length=length_class(context + fed), fed=fed)
 
 
-def request_key(request: Any, repeat: int = 0) -> str:
-    """The id of an lm-eval `Instance` within a run: type, task, document, index (choice), repeat."""
-    return f"{request.request_type}/{request.task_name}/{request.doc_id}/{request.idx}/{repeat}"
-
-
 def request_keys(requests: Iterable[Any]) -> list[str]:
-    """Keys of requests in order; lm-eval repeats the same object for `repeats: k`, which are told apart by their occurrence."""
-    seen: dict[str, int] = {}
-    keys = []
+    """The ids of lm-eval's instances within a run, in order: type, task, document, index (choice), repeat; lm-eval repeats the same object
+    for `repeats: k`, which are told apart by their occurrence."""
+    seen, keys = Counter(), []
     for request in requests:
-        base = request_key(request)
-        keys.append(request_key(request, seen.get(base, 0)))
-        seen[base] = seen.get(base, 0) + 1
+        base = f"{request.request_type}/{request.task_name}/{request.doc_id}/{request.idx}"
+        keys.append(f"{base}/{seen[base]}")
+        seen[base] += 1
     return keys
 
 
@@ -167,13 +163,12 @@ class Encoder:
 
     def request(self, request: Any, rule: Rule, key: str | None = None) -> Encoded:
         """One request of lm-eval: `loglikelihood`, `loglikelihood_rolling` or `generate_until`."""
-        key = request_key(request) if key is None else key
         encode = {
             "generate_until": self._generation,
             "loglikelihood_rolling": self._rolling,
             "loglikelihood": self._likelihood,
         }[request.request_type]
-        return encode(request, rule, key)
+        return encode(request, rule, key or request_keys([request])[0])
 
     def _generation(self, request: Any, rule: Rule, key: str) -> Encoded:
         from lm_eval.models.utils import normalize_gen_kwargs

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,75 +9,53 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pod.eval.answer.reading import judge_ahead, left_padded
+from pod.eval.lm.batches import Unit
 
-
-@dataclass(frozen=True)
-class Score:
-    """Log-likelihood of one continuation: sum in nats, and whether greedy decoding would have produced it."""
-
-    logprob: float
-    is_greedy: bool
-
-
-@dataclass(frozen=True)
-class Scored:
-    """Scores per context and continuation; bytes held per row and tokens seen by the longest row at the end."""
-
-    scores: list[list[Score]]
-    held_bytes: int
-    held_tokens: int
+Score = tuple[float, bool]
+"""Log-likelihood of one continuation: sum in nats, and whether greedy decoding would have produced it."""
 
 
 @torch.no_grad()
 def score_by_decode(
-    model: Any,
-    cache: Any,
-    contexts: Sequence[Sequence[int]],
-    continuations: Sequence[Sequence[Sequence[int]]],
-    pad: int,
-    max_rows: int,
-) -> Scored:
-    """Scores of every context's continuations through `cache`, a new one.
+    model: Any, cache: Any, units: Sequence[Unit], pad: int, max_rows: int
+) -> list[dict[str, Any]]:
+    """The record of every unit: the `Score`s of its continuations through `cache`, a new one, as `answers`; `bytes` held per row and
+    `held_tokens` that the longest row has seen at the end.
 
     Every context is fed once, without its last token, and compressed. The cache is then branched: each branch reads the held-out token
     and one continuation, token by token as in generation, so that already the first token is predicted from the compressed cache. A
     context of a single token (BOS) cannot be held out of itself; then all must be of one token.
 
-    Args:
-        contexts, continuations: token ids; continuations[i] are those of contexts[i].
-        pad: id that fills shorter rows.
-        max_rows: branches that run together.
+    pad: id that fills shorter rows; max_rows: branches that run together.
     """
-    alone = len(contexts[0]) == 1
-    assert all((len(row) == 1) == alone for row in contexts), (
-        "contexts of one token have a batch of their own"
+    alone = not units[0].holds_out
+    assert all(unit.holds_out != alone for unit in units), "contexts of one token have a batch of their own"
+    hidden, mask = _prefill(
+        model, cache, [unit.context if alone else unit.context[:-1] for unit in units], pad
     )
-    prompts = [list(row) if alone else list(row[:-1]) for row in contexts]
-    hidden, mask = _prefill(model, cache, prompts, pad)
-    last = None if alone else torch.tensor([row[-1:] for row in contexts], device=mask.device)
+    last = None if alone else torch.tensor([unit.context[-1:] for unit in units], device=mask.device)
     judge_ahead(model, cache, mask, hidden=hidden if alone else None, last=last)
-    jobs = [(row, choice) for row, choices in enumerate(continuations) for choice in range(len(choices))]
-    scores: list[list[Score]] = [[Score(0.0, True)] * len(choices) for choices in continuations]
+    jobs = [(row, choice) for row, unit in enumerate(units) for choice in range(len(unit.continuations))]
+    answers: list[list[Score]] = [[(0.0, True)] * len(unit.continuations) for unit in units]
     held = tokens = 0
     for start in range(0, len(jobs), max_rows):
         part = jobs[start : start + max_rows]
         index = torch.tensor([row for row, _ in part], device=mask.device)
         branch = cache if start + max_rows >= len(jobs) else copy.deepcopy(cache)
         branch.batch_select_indices(index)
-        last = [] if alone else [list(contexts[row][-1:]) for row, _ in part]
-        rows = [list(continuations[row][choice]) for row, choice in part]
+        fed = [] if last is None else last[index].tolist()
+        rows = [list(units[row].continuations[choice]) for row, choice in part]
         first = hidden[index] if alone else None
-        found = _decode_rows(model, branch, last, rows, mask[index], first, pad)
+        found = _decode_rows(model, branch, fed, rows, mask[index], first, pad)
         for (row, choice), score in zip(part, found, strict=True):
-            scores[row][choice] = score
+            answers[row][choice] = score
         held, tokens = max(held, branch.nbytes // len(part)), max(tokens, int(branch.lengths.max()))
-    return Scored(scores, held, tokens)
+    return [{"answers": scores, "bytes": held, "held_tokens": tokens} for scores in answers]
 
 
-def _prefill(model: Any, cache: Any, prompts: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
+def _prefill(model: Any, cache: Any, prompts: list[tuple[int, ...]], pad: int) -> tuple[Tensor, Tensor]:
     """Feed whole prompts (left padding), compressed at their end; the last hidden state [B, 1, D] and the mask [B, longest]."""
-    device = next(model.parameters()).device
-    ids, mask = left_padded([tuple(row) for row in prompts], pad, device)
+    ids, mask = left_padded(prompts, pad, next(model.parameters()).device)
     cache.begin_prompt(ids.shape[1])
     out = model.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
     return out.last_hidden_state[:, -1:], mask
@@ -120,6 +97,6 @@ def _decode_rows(
         greedy.append(logits.argmax(dim=-1) == targets[:, step])
     table, hits = torch.stack(logprobs, dim=1), torch.stack(greedy, dim=1)
     return [
-        Score(float(table[number, : len(row)].sum()), bool(hits[number, : len(row)].all()))
+        (float(table[number, : len(row)].sum()), bool(hits[number, : len(row)].all()))
         for number, row in enumerate(rows)
     ]

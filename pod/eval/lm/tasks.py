@@ -5,15 +5,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from pod.eval.answer.methods import Method
+from pod.eval.answer.store import Shelf
 from pod.eval.lm import index as lm_index
-from pod.eval.lm.payload import Leaf, group_payload, leaf_payload, primary_metric
+from pod.eval.lm.payload import Leaf, group_payload, leaf_payload, primary_metric, token_counts
 from pod.eval.results import one_line
 from pod.eval.suites import base, data
 from pod.eval.suites.base import Span, Task
 
 if TYPE_CHECKING:
-    from pod.eval.answer.methods import Method
-    from pod.eval.answer.store import Shelf
     from pod.eval.runner import Evaluation
 
 _FEWSHOT_SEED = 1234  # lm-eval's own default: the same examples as its command line draws
@@ -115,26 +115,22 @@ class LmTask(Task):
 
     def _build(self, leaf: Leaf) -> None:
         """Encode the prompts of a leaf and keep what the checks need: sizes and counts; the prompts themselves are made again."""
-        from pod.eval.lm.batches import generation_size, sizes_of, units_of
+        from pod.eval.lm.batches import sizes_of
 
         with lm_index.quiet():
             self._prompts(leaf)
         encoded = self.encoder.requests(leaf.task.instances, leaf.rule)
         for request, item in zip(leaf.task.instances, encoded, strict=True):
-            if item.skipped is not None:
-                continue
-            sizes = (
-                [generation_size(item)]
-                if item.kind == "generate_until"
-                else [u.size for u in units_of([item])]
-            )
-            leaf.lengths[request.doc_id] = max(
-                leaf.lengths.get(request.doc_id, 0), *(size.length for size in sizes)
-            )
-            leaf.longest = max(leaf.longest, _end(item))
+            if item.skipped is None:
+                lengths = [leaf.lengths.get(request.doc_id, 0), *(size.length for size in sizes_of([item]))]
+                leaf.lengths[request.doc_id] = max(lengths)
+                leaf.longest = max(leaf.longest, _end(item))
         answered = [item for item in encoded if item.skipped is None]
         leaf.sizes = sizes_of(answered)
-        leaf.count_tokens(answered, self.args.batch_size)
+        if leaf.task.OUTPUT_TYPE != "loglikelihood_rolling":
+            unseen = any(item.num_asked for item in answered)
+            leaf.question = self.args.asked_when() if unseen else "seen when the text is compressed"
+        leaf.tokens = token_counts(answered, self.args.batch_size)
         leaf.task._instances = None  # prompts of 100,000 tokens: only one leaf's are kept at a time
 
     def spans(self) -> list[Span]:
@@ -144,23 +140,22 @@ class LmTask(Task):
     def longest(self) -> int:
         return max((leaf.longest for leaf in self.leaves.values()), default=0)
 
-    def token_counts(self, method: "Method") -> tuple[int, int]:
+    def token_counts(self, method: Method) -> tuple[int, int]:
         """(prompt tokens, decode steps of a batch) that a method takes at most."""
-        counts = [leaf.counts(method.one_shot) for leaf in self.leaves.values()]
+        counts = [leaf.tokens[method.one_shot] for leaf in self.leaves.values()]
         return sum(prompt for prompt, _ in counts), sum(steps for _, steps in counts)
 
-    def measure(self, method: "Method", shelf: "Shelf") -> dict[str, Any]:
+    def measure(self, method: Method, shelf: Shelf) -> dict[str, Any]:
         from pod.eval.lm.model import PodLM
 
         run = self.run
-        lm = PodLM.around(
+        lm = PodLM(
             lambda: run.models.get(method.model),
-            run.tokenizer,
             lambda length, fed: run.cache(method, length, fed),
+            self.encoder,
             budget=lambda length, fed: run.budget(method, length, fed),
             one_shot=method.one_shot,
             batch_size=self.args.batch_size,
-            encoder=self.encoder,
             ranks=run.ranks,
         )
         payloads = {name: self._measure_leaf(lm, leaf, shelf) for name, leaf in self.leaves.items()}
@@ -168,7 +163,7 @@ class LmTask(Task):
             return next(iter(payloads.values()))
         return group_payload(self.loaded, payloads)
 
-    def _measure_leaf(self, lm: Any, leaf: Leaf, shelf: "Shelf") -> dict[str, Any]:
+    def _measure_leaf(self, lm: Any, leaf: Leaf, shelf: Shelf) -> dict[str, Any]:
         from lm_eval.evaluator import evaluate
 
         use = data.use(self.args.data_dir, self.run.tokenizer, self.args.unsafe_code)

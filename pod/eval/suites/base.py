@@ -27,12 +27,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pod.eval.answer.methods import Method
+from pod.eval.answer.store import Shelf
 from pod.eval.judge.verdicts import estimate_of
 from pod.schema import build
 
 if TYPE_CHECKING:
-    from pod.eval.answer.methods import Method
-    from pod.eval.answer.store import Shelf
     from pod.eval.runner import Evaluation
 
 
@@ -76,7 +76,7 @@ class Task(ABC):
         """The sizes of every cache that the task will make."""
 
     @abstractmethod
-    def measure(self, method: "Method", shelf: "Shelf") -> dict[str, Any]:
+    def measure(self, method: Method, shelf: Shelf) -> dict[str, Any]:
         """The payload of one method: a function of the answers on its shelf. What is not there is asked through `shelf.answers`, and
         only that may load a model."""
 
@@ -84,7 +84,7 @@ class Task(ABC):
         """The longest sequence that is fed to a model (tokens), new tokens included."""
         return max((span.length for span in self.spans()), default=0)
 
-    def refuses(self, method: "Method") -> str | None:
+    def refuses(self, method: Method) -> str | None:
         """Why this method cannot be measured by this task, in one line; None when it can. Such a pair is skipped and named in the report."""
         return None
 
@@ -155,18 +155,6 @@ def prompt_hash(prompt: Any) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def perplexity_result(value: float | None, ci95: list[float] | None) -> dict[str, Any]:
-    """The keys that every payload of kind `nll` has in common. Own tasks answer every text."""
-    return {
-        "kind": "nll",
-        "metric": "perplexity",
-        "higher_is_better": False,
-        "value": value,
-        "ci95": ci95,
-        "skipped": [],
-    }
-
-
 def scored_payload(
     kind: str,
     metric: str,
@@ -175,16 +163,15 @@ def scored_payload(
     skipped: list[dict[str, Any]] | None = None,
     bytes_rows: list[dict[str, Any]] | None = None,
     settings: dict[str, Any] | None = None,
-    higher_is_better: bool = True,
+    higher_is_better: bool | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """A payload of kind `binary` or `score` from its samples: mean and interval over independent clusters."""
-    assert kind in ("binary", "score"), kind
+    """A payload from its samples: the number and its interval over independent clusters. Higher is better but for `nll`, unless told."""
     found = estimate_of({"kind": kind, "samples": samples, "subtasks": more.get("subtasks")})
     return {
         "kind": kind,
         "metric": metric,
-        "higher_is_better": higher_is_better,
+        "higher_is_better": kind != "nll" if higher_is_better is None else higher_is_better,
         "value": None if found is None else found.value,
         "ci95": None if found is None else found.interval,
         "samples": samples,

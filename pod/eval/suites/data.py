@@ -3,6 +3,10 @@
 The folder is `eval.data_dir` of a recipe (`use` sets it) or, for lm-eval's own command line, the environment variable POD_EVAL_DATA. It
 holds one folder per suite. With a folder nothing is ever downloaded; without one the files come from the hub (plain files only: no
 script of a data set is ever run).
+
+Tasks of lm-eval itself: a copy of the hub's data set in `<data_dir>/<owner>/<name>` replaces the download. It is what `hf download
+--repo-type dataset OWNER/NAME --local-dir …` writes, `[<subset>/|data/]<split>*.parquet`; files in the other formats with the same stems
+work, too.
 """
 
 import contextlib
@@ -14,14 +18,21 @@ import json
 import os
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from pod.eval.suites.base import prompt_hash
 
 ENVIRONMENT = "POD_EVAL_DATA"
 FORMATS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv", ".tsv")
+_HUGGING_FACE = {
+    "json",
+    "csv",
+    "parquet",
+    "text",
+}  # builders of `datasets` that read files named in dataset_kwargs
 _LIST_KEYS = ("data", "rows", "examples")  # where a .json file that is one object keeps its rows
 
 _folder: contextvars.ContextVar[Path | None] = contextvars.ContextVar("data_dir", default=None)
@@ -246,3 +257,88 @@ def _parquet_rows(name: str, content: bytes) -> list[dict[str, Any]]:
         return pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{name} is no whole parquet file ({error}): copy it again") from None
+
+
+# -- tasks of lm-eval itself ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def local_datasets() -> Iterator[None]:
+    """Inside the block tasks of lm-eval read their data from the local folder, when there is one (see `data.use`)."""
+    from lm_eval.api.task import ConfigurableTask
+
+    original = ConfigurableTask.download
+
+    def download(self: Any, dataset_kwargs: dict[str, Any] | None = None, **more: Any) -> None:
+        path = self.DATASET_PATH
+        if callable(self.config.custom_dataset) or path in _HUGGING_FACE:
+            original(self, dataset_kwargs, **more)
+        elif data_dir() is not None:
+            self.dataset = read_dataset(self.config.task, path, self.DATASET_NAME)
+        else:
+            _download(original, self, dataset_kwargs, more)
+
+    with mock.patch.object(ConfigurableTask, "download", download):
+        yield
+
+
+def _download(
+    original: Callable[..., None], task: Any, options: dict[str, Any] | None, more: dict[str, Any]
+) -> None:
+    try:
+        original(task, options, **more)
+    except Exception as error:
+        subset = f" ({task.DATASET_NAME})" if task.DATASET_NAME else ""
+        reason = " ".join(str(error).split())[:160]
+        raise ValueError(
+            f"data of {task.config.task}: the data set {task.DATASET_PATH}{subset} cannot be loaded from the hub ({type(error).__name__}: "
+            f"{reason}): connect, or set eval.data_dir (or {ENVIRONMENT}) to a folder with a copy in {task.DATASET_PATH}"
+        ) from error
+
+
+class Splits(dict):
+    """Data sets by split; a split that is not there is one line."""
+
+    def __init__(self, task: str, where: Path, found: dict[str, Any]):
+        super().__init__(found)
+        self.task, self.where = task, where
+
+    def __missing__(self, split: str) -> Any:
+        raise ValueError(
+            f"data of {self.task}: no file of the split {split!r} in {self.where} (found: {', '.join(sorted(self)) or 'none'}): put "
+            f"{split}.parquet or {split}.jsonl there, as the hub has it"
+        )
+
+
+def read_dataset(task: str, path: str, subset: str | None) -> Splits:
+    """The splits of a local copy of a hub data set, each a `datasets.Dataset`.
+
+    Raises: ValueError that names the folder where a copy was looked for.
+    """
+    folder = data_dir()
+    assert folder is not None
+    root = folder / path
+    places = [root / subset] if subset else [root / "data", root]
+    for place in places:
+        if found := _data_sets(place):
+            return Splits(task, place, found)
+    if subset and (
+        found := _data_sets(root / "all", subset)
+    ):  # MMLU's: all subjects, with the subject in every row
+        return Splits(task, root / "all", found)
+    looked = " or ".join(str(place) for place in places)
+    raise ValueError(
+        f"data of {task}: no file in {looked}: put a copy of the hub's data set {path} there ([subset/]<split>*.parquet, or .jsonl), or "
+        f"unset eval.data_dir (and {ENVIRONMENT}) and connect to the hub"
+    )
+
+
+def _data_sets(place: Path, subject: str | None = None) -> dict[str, Any]:
+    """Data sets by split, the first part of a file's name; subject: only the rows of one. Empty where there is no such folder."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for file in sorted(place.glob("*")):
+        if file.name.endswith(FORMATS):
+            found = _parse(str(file), file.read_bytes())
+            found = [row for row in found if subject is None or row.get("subject") == subject]
+            rows.setdefault(re.split(r"[-.]", file.name)[0], []).extend(found)
+    return {split: dataset(found, split)[split] for split, found in rows.items() if found}

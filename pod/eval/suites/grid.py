@@ -3,17 +3,16 @@
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from pod.eval import answer
-from pod.eval.answer.store import in_batches
-from pod.eval.suites.base import Span, Task, prompt_hash
-
-if TYPE_CHECKING:
-    from pod.eval.answer.methods import Method
-    from pod.eval.answer.store import Shelf
+from pod.eval.answer.methods import Method
+from pod.eval.answer.store import Shelf, in_batches
+from pod.eval.suites.base import Span, Task, prompt_hash, scored_payload
 
 Record = dict[str, Any]
+Cell = tuple[int, float, int]
+"""A place in a grid: length, depth, number of the sample."""
 
 
 def check_grid(lengths: list[int], depths: list[float] | None = None) -> None:
@@ -40,6 +39,14 @@ class Prompt:
     text: str
     token_ids: tuple[int, ...]
     num_asked: int
+
+    @classmethod
+    def of(
+        cls, cell: Cell, text: str, encode: Callable[[str], Sequence[int]], question: int, *facts: Any
+    ) -> Self:
+        """question: the character where it begins, 0: methods see it before; facts: further fields of a class of prompts."""
+        asked = answer.reading.tokens_from(encode, text, question)
+        return cls(*cell, text, tuple(encode(text)), asked, *facts)
 
     @property
     def id(self) -> str:
@@ -68,15 +75,15 @@ class GridTask(Task):
         """Batches of one asked-for length."""
         return in_batches(items, self.args.batch_size, lambda item: item.length)
 
-    def budgets(self, method: "Method") -> dict[int, int | None]:
+    def budgets(self, method: Method) -> dict[int, int | None]:
         """Budget (tokens) by length."""
         return {n: self.run.budget(method, span.length, span.fed) for n, span in self.span.items()}
 
-    def rooms(self, method: "Method") -> dict[int, int | None]:
+    def rooms(self, method: Method) -> dict[int, int | None]:
         """What caches are made with, by length."""
         return {n: self.run.room(method, span.length, span.fed) for n, span in self.span.items()}
 
-    def cache(self, method: "Method", length: int) -> Any:
+    def cache(self, method: Method, length: int) -> Any:
         """A new one for items of a length."""
         return self.run.cache(method, self.span[length].length, self.span[length].fed)[0]
 
@@ -92,20 +99,45 @@ class GridTask(Task):
 
 
 class PromptTask(GridTask):
-    """A grid of lengths, depths and samples with one answer per prompt."""
+    """A grid of lengths, depths and samples with one answer per prompt; kind, metric: of the payload."""
 
-    prompts: Sequence[Prompt]
+    prompts: Sequence[Any]
+    kind, metric = "binary", "accuracy"
+
+    def plan_prompts(self, new_tokens: int) -> None:
+        """`plan` of the prompts."""
+        self.plan(self.prompts, lambda prompt: len(prompt.token_ids), new_tokens)
 
     @abstractmethod
     def judge(self, prompt: Any, said: str) -> Record:
         """`score`, `target` and what else a record says of an answer."""
 
-    def token_counts(self, method: "Method") -> tuple[int, int]:
+    @abstractmethod
+    def settings(self) -> Record:
+        """What was asked, but for when and how much is answered."""
+
+    def cells(self, records: list[Record]) -> Record:
+        """What the payload says of places in the grid."""
+        return {"cells": cells_of(records)}
+
+    def measure(self, method: Method, shelf: Shelf) -> Record:
+        records = self.records(method, shelf)
+        return scored_payload(
+            self.kind,
+            self.metric,
+            records,
+            bytes_rows=self.bytes_rows(records),
+            settings={**self.settings(), "question": self.args.asked_when(), "new_tokens": self.new_tokens},
+            prompts=len(records),
+            **self.cells(records),
+        )
+
+    def token_counts(self, method: Method) -> tuple[int, int]:
         """(prompt tokens, decode steps of a batch) that a method takes."""
         steps = len(self.batches(list(self.prompts))) * self.new_tokens
         return sum(len(prompt.token_ids) for prompt in self.prompts), steps
 
-    def records(self, method: "Method", shelf: "Shelf") -> list[Record]:
+    def records(self, method: Method, shelf: Shelf) -> list[Record]:
         """The judged answer to every prompt."""
         budgets, rooms = self.budgets(method), self.rooms(method)
 

@@ -3,16 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-NAMES = {
-    "1k": 1024,
-    "2k": 2048,
-    "4k": 4096,
-    "8k": 8192,
-    "16k": 16384,
-    "32k": 32768,
-    "64k": 65536,
-    "128k": 131072,
-}
+NAMES = {f"{thousands}k": 1024 * thousands for thousands in (1, 2, 4, 8, 16, 32, 64, 128)}
 """Lengths in tokens by the names that tasks carry."""
 
 BUILT = {"num_fewshot": 0, "repeats": 1, "fewshot_config": {"samples": []}}

@@ -1,55 +1,72 @@
-"""The text that perplexity is measured on: `eval.text`, or what training never sees."""
+"""Tasks that read texts: `eval.text`, or what training never sees, or sources of their own."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pod.data import long_sequences
-from pod.eval.suites.base import prompt_hash
+from pod.eval.answer.store import Shelf, in_batches, key_of
+from pod.eval.suites.base import Task, prompt_hash
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from pod.recipe import Recipe
+Record = dict[str, Any]
 
 
-def load_text(
-    recipe: "Recipe",
-    tokenizer: Any,
-    text: list[str] | None = None,
-    length: int | None = None,
-    sequences: int | None = None,
-) -> "Tensor":
-    """[N, n] tokens of sequences, each from the start of a document where documents are long enough.
+class TextTask(Task):
+    """Texts, each answered by itself; `text`: their tokens [N, n], each from the start of a document where documents are long enough.
 
     text, length (tokens), sequences: of a task of its own; default: `eval.text`, `eval.text_length`, `eval.text_sequences`.
     Raises: ValueError when the text is too short, with what is there.
     """
-    import torch
 
-    args = recipe.eval
-    text = text or args.text
-    if text is None:
-        source, split = replace(recipe.data, tokenizer=None), "held_out"  # the model reads its own tokens
-    else:
-        source, split = text, "all"
-    try:
-        found = long_sequences(
-            source,
-            tokenizer,
-            sequences or args.text_sequences,
-            length or args.text_length,
-            seed=recipe.seed,
-            split=split,
-            prepared=recipe.data_dir,
+    def __init__(
+        self,
+        run: Any,
+        options: Any,
+        text: list[str] | None = None,
+        length: int | None = None,
+        sequences: int | None = None,
+    ):
+        import torch
+
+        super().__init__(run, options)
+        recipe, text = run.recipe, text or self.args.text
+        # without a text the model reads its own tokens of what was held out
+        held_out = replace(recipe.data, tokenizer=None), "held_out"
+        source, split = held_out if text is None else (text, "all")
+        try:
+            found = long_sequences(
+                source,
+                run.tokenizer,
+                sequences or self.args.text_sequences,
+                length or self.args.text_length,
+                seed=recipe.seed,
+                split=split,
+                prepared=recipe.data_dir,
+            )
+        except ValueError as error:
+            where = "data.sources" if text is None else "eval.text"
+            raise ValueError(f"text for perplexity ({where}): {error}") from None
+        self.text = torch.from_numpy(found)
+
+    def on_device(self, numbers: list[int]) -> Any:
+        """Some of the texts [B, n] on the models' device."""
+        return self.text[numbers].to(self.run.models.device)
+
+    def records(
+        self, shelf: Shelf, asked: list[Any], compute: Callable[[Any], list[Record]], end: int | None = None
+    ) -> list[Record]:
+        """A record per text; asked: what decides it besides the tokens before `end`; compute: the records of texts [B, n]."""
+        return shelf.answers(
+            list(range(len(self.text))),
+            key=lambda row: key_of(*asked, self.text[row][:end].tolist()),
+            batches=lambda left: in_batches(left, self.args.batch_size),
+            compute=lambda rows: compute(self.on_device(rows)),
         )
-    except ValueError as error:
-        raise ValueError(
-            f"text for perplexity ({'data.sources' if text is None else 'eval.text'}): {error}"
-        ) from None
-    return torch.from_numpy(found)
 
-
-def text_sample(number: int, ids: Sequence[int], /, **more: Any) -> dict[str, Any]:
-    """What a sample says of its text, and more; ids: its tokens."""
-    return {"id": str(number), "prompt_tokens": len(ids), "prompt_hash": prompt_hash(ids), **more}
+    def samples(self, rows: Iterable[Record], end: int | None = None) -> list[Record]:
+        """Samples of a payload: what each says of its text before `end`, and more."""
+        texts = zip(self.text[:, :end].tolist(), rows, strict=True)
+        return [
+            {"id": str(number), "prompt_tokens": len(ids), "prompt_hash": prompt_hash(ids), **more}
+            for number, (ids, more) in enumerate(texts)
+        ]

@@ -1,15 +1,21 @@
-"""CoQA's tasks: the rows, one per question asked, and their scores."""
+"""CoQA's tasks: the rows, one per question asked, and their scores by the rules of the official evaluate-v1.0.py (stanfordnlp.github.io/coqa;
+rules of SQuAD 2.0).
+
+lm-eval 0.4.13 takes exact match and F1 from `transformers.data.metrics`, which transformers 5 no longer has: its task `coqa` cannot be
+imported. The code here is our own.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 from pod.eval.suites import data
 from pod.eval.suites.configs import Config, task_config
-from pod.eval.suites.coqa import metrics
+from pod.eval.suites.words import bag_f1, words
 
 FILE = "coqa-dev-v1.0.json"
 HUB, HUB_FILE = "EleutherAI/coqa", "coqa_validation.parquet"
 FIELDS = ("story", "questions", "answers")
+Metric = Callable[[str, str], float]
 
 
 def last_turns(**metadata: Any) -> dict[str, Any]:
@@ -58,9 +64,41 @@ def _sample(row: dict[str, Any], turn: int) -> dict[str, Any]:
     }
 
 
+def exact(reference: str, answer: str) -> float:
+    """1 when both have the same words in the same order."""
+    return float(words(reference.lower()) == words(answer.lower()))
+
+
+def f1(reference: str, answer: str) -> float:
+    """F1 of the words; 1 or 0 when one of them has none."""
+    wanted, given = words(reference.lower()), words(answer.lower())
+    if not wanted or not given:
+        return float(wanted == given)
+    return bag_f1(given, wanted)
+
+
+def over_references(metric: Metric, references: list[str], answer: str) -> float:
+    """The mean, over every reference left out in turn, of the best score against the others; a single reference stands for itself.
+
+    So an answer is measured as each human answer is: against the other humans.
+    """
+    if len(references) == 1:
+        return metric(references[0], answer)
+    scores = [metric(reference, answer) for reference in references]
+    return sum(max(scores[:out] + scores[out + 1 :]) for out in range(len(scores))) / len(scores)
+
+
+def different(references: list[str]) -> list[str]:
+    """The references without repetitions (letter case aside), as lm-eval takes them; officially all count."""
+    found: dict[str, str] = {}
+    for reference in references:
+        found.setdefault(reference.lower(), reference)
+    return list(found.values())
+
+
 def target(doc: dict[str, Any]) -> list[str]:
     """The different references."""
-    return metrics.different(doc["references"])
+    return different(doc["references"])
 
 
 def scores(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
@@ -68,8 +106,8 @@ def scores(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
     answer = results[0].strip().split("\n")[0]
     found = {}
     for name, references in (("", target(doc)), ("_official", doc["references"])):
-        found[f"em{name}"] = metrics.over_references(metrics.exact, references, answer)
-        found[f"f1{name}"] = metrics.over_references(metrics.f1, references, answer)
+        found[f"em{name}"] = over_references(exact, references, answer)
+        found[f"f1{name}"] = over_references(f1, references, answer)
     return found
 
 

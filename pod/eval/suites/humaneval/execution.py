@@ -19,11 +19,7 @@ MEMORY_BYTES = 4 << 30
 _CLOCK_SECONDS = 30.0  # a program that sleeps
 _CHILD = Path(__file__).with_name("child.py")
 _ENDED = 3  # exit code of a judge to which the solution's process does not reply any more (`child`)
-_TIMED_OUT = {
-    sign * number + start
-    for number in (signal.SIGPROF, signal.SIGXCPU)
-    for sign, start in ((-1, 0), (1, 128))
-}
+_TIMED_OUT = {code for number in (signal.SIGPROF, signal.SIGXCPU) for code in (-number, number + 128)}
 
 
 @dataclass(frozen=True)

@@ -17,20 +17,16 @@ _MACHINES = {  # audit number, system calls that only make processes, the one th
     "x86_64": (0xC000003E, (57, 58), 56),
     "aarch64": (0xC00000B7, (), 220),
 }
-_ALLOW, _DENY, _ABSENT = (
-    0x7FFF0000,
-    0x00050001,
-    0x00050026,
-)  # allowed; EPERM; ENOSYS, after which the C library takes the older call
+_ALLOW, _DENY = 0x7FFF0000, 0x00050001  # allowed; EPERM
+_ABSENT = 0x00050026  # ENOSYS, after which the C library takes the older call
 
 
 def _no_processes() -> bytes:
     """A seccomp filter (linux/filter.h) that lets threads begin and processes not. RLIMIT_NPROC does not hold for root."""
     machine, forks, clone = _MACHINES[platform.machine()]
     load, equal, at_least, any_bit, leave = 0x20, 0x15, 0x35, 0x45, 0x06
-    steps: list[
-        tuple[int, int, Any, Any]
-    ] = [  # instruction, operand, where to if so, where to if not; None = on
+    # instruction, operand, where to if so, where to if not; None = on
+    steps: list[tuple[int, int, Any, Any]] = [
         (load, 4, None, None),
         (equal, machine, None, _DENY),
         (load, 0, None, None),

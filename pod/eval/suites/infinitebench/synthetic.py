@@ -14,15 +14,8 @@ _DIGITS = "The sequence of digits is {key}. Remember it. {key} is the sequence o
 _DEPTHS = 59  # official: every 90th of 5,220 lines of noise, both ends included
 _DEPTH_STEP = 37  # coprime to 59 and near 59 × the golden ratio: any first samples are spread over the depths
 _HIGHEST = 99
-_TARGETS = (
-    "largest number",
-    "second largest number",
-    "third largest number",
-    "smallest number",
-    "second smallest number",
-    "third smallest number",
-    "median number",
-)
+_RANKS = ("", "second ", "third ")
+_TARGETS = (*(f"{rank}{end} number" for end in ("largest", "smallest") for rank in _RANKS), "median number")
 _LEVELS = (2, 4, 6, 8, 10)  # calls from the first function to the last one
 _LARGEST_FUNCTION, _PER_SIZE = 1100, 2  # names are func_1 … func_1100 for 550 functions
 _MODULE = "\nHere is the content of functions_module.py:\n\n"

@@ -1,24 +1,90 @@
-"""InfiniteBench's tasks at every length: their rows, their scores, eleven tasks and two groups per length."""
+"""InfiniteBench's tasks at every length: rows read from the official files or built, their scores, eleven tasks and two groups per length."""
 
+import random
 from typing import Any
 
+from pod.eval.lm.prompts import shorten
 from pod.eval.suites import data
 from pod.eval.suites.configs import Config, group_config, task_config
-from pod.eval.suites.infinitebench import metrics, samples
-from pod.eval.suites.infinitebench.prompts import PAPER_TASKS, TASKS
-from pod.eval.suites.lengths import BUILT, NAMES
+from pod.eval.suites.infinitebench import metrics, synthetic
+from pod.eval.suites.infinitebench.prompts import HUB_ID, PAPER_TASKS, TASKS, answer, asked, prompt
+from pod.eval.suites.lengths import BUILT, NAMES, Rows, count_tokens, largest_fit
 
+FIELDS = ("id", "prompt", "asked", "answer")
 LENGTHS = ("2k", "8k", "32k", "64k", "128k")
 
 
 def rows(**metadata: Any) -> dict[str, Any]:
-    """The data set of a task; metadata: `infinitebench` of the configuration {task, length, seed}."""
+    """The data set of a task.
+
+    metadata: `infinitebench` of the configuration {task, length, seed}; `infinitebench_truncation` = middle builds what is built at the
+    paper's 128K and drops its middle, keys in it included, down to the length. Raises: ValueError for another truncation.
+    """
     settings = metadata["infinitebench"]
     task = settings["task"]
     if TASKS[task].count is None:
-        return {"test": samples.read_rows(task)}
-    tokenizer = data.load_tokenizer(metadata)
-    return {"test": samples.build_rows(task, settings["length"], tokenizer, settings["seed"])}
+        return {"test": read_rows(task)}
+    drop, length = metadata.get("infinitebench_truncation"), settings["length"]
+    if drop not in (None, "middle"):
+        raise ValueError(
+            f"infinitebench_truncation is {drop!r}, allowed is middle, or null: built at the length"
+        )
+    whole = NAMES["128k"] if drop and length < NAMES["128k"] else None
+    return {"test": build_rows(task, length, data.load_tokenizer(metadata), settings["seed"], whole)}
+
+
+def read_rows(task: str) -> Rows:
+    """The rows {id, prompt, answer, cluster} of a task with a file. Raises: ValueError when it is missing or in another format."""
+    found = data.load_rows("infinitebench", f"{task}.jsonl", HUB_ID)
+    answers = [answer(task, row) for row in found]
+    prompt(task, found[0])
+
+    def make(index: int) -> dict[str, Any]:
+        row = found[index]
+        return {
+            "id": row.get("id", index),
+            "prompt": prompt(task, row),
+            "asked": asked(task, row),
+            "answer": answers[index],
+            "cluster": data.text_id(row["context"]),
+        }
+
+    return Rows(len(found), make, (*FIELDS, "cluster"), keep=False)
+
+
+def build_rows(task: str, length: int, tokenizer: Any, seed: int = 42, whole: int | None = None) -> Rows:
+    """The rows {id, prompt, answer} of a synthetic task, built when they are read.
+
+    length: tokens of prompt and answer together; whole: those that they have before the prompt's middle is dropped. Raises: ValueError
+    when no prompt fits.
+    """
+    room = length - TASKS[task].new_tokens
+
+    def fitting(index: int, guess: int | None = None, near: float = 1.0) -> tuple[int, dict[str, Any]]:
+        """A size that fits, and the row at it."""
+        made: dict[int, dict[str, Any]] = {}
+
+        def tokens_of(size: int) -> int:
+            made[size] = synthetic.row(task, random.Random(f"{seed}/{task}/{index}"), index, size)
+            return count_tokens(tokenizer, prompt(task, made[size]))
+
+        fits, smallest = (whole or length) - TASKS[task].new_tokens, synthetic.SMALLEST[task]
+        size = largest_fit(tokens_of, fits, smallest=smallest, guess=guess, near=near)
+        return size, made[size]
+
+    try:
+        usual, _ = fitting(0)
+    except ValueError as error:
+        raise ValueError(f"infinitebench {task} at {length} tokens: {error}") from None
+
+    def make(index: int) -> dict[str, Any]:
+        _, row = fitting(index, guess=usual, near=0.99)
+        text, question = prompt(task, row), asked(task, row)
+        if whole is not None:
+            text = shorten(tokenizer, text, "middle", room, lambda part: count_tokens(tokenizer, part))
+        return {"id": index, "prompt": text, "asked": question, "answer": answer(task, row)}
+
+    return Rows(TASKS[task].count or 0, make, FIELDS)
 
 
 def _scored(task: str) -> Any:
@@ -43,21 +109,21 @@ def configs() -> list[Config]:
 
 
 def _task(name: str, task: str, length: int) -> Config:
-    asked = TASKS[task]
-    built = asked.count is not None
+    rules = TASKS[task]
+    built = rules.count is not None
     return task_config(
         name,
         rows,
         _scored(task),
         prompt="prompt",
         target="answer",
-        new_tokens=asked.new_tokens,
-        metrics=(asked.metric, "score"),
+        new_tokens=rules.new_tokens,
+        metrics=(rules.metric, "score"),
         rules={
             "chat_template": False,
             "truncation": "none" if built else "middle",
-            "max_prompt_tokens": None if built else length - asked.new_tokens,
-            "kind": "binary" if asked.binary else "score",
+            "max_prompt_tokens": None if built else length - rules.new_tokens,
+            "kind": "binary" if rules.binary else "score",
             "source": "https://github.com/OpenBMB/InfiniteBench",
             "license": "MIT",
         },

@@ -90,17 +90,9 @@ def number(text: str) -> str:
 def code_text(text: str) -> str:
     """Program output without the differences that do not count: white space, commas, quotes, `.0`."""
     text = re.sub(r"\s+", " ", text)
-    for old, new in (
-        (",", ""),
-        ("'", ""),
-        ("\\", ""),
-        (".0", ""),
-        ("] [", "]["),
-        ("[ [", "[["),
-        ("] ]", "]]"),
-    ):
-        text = text.replace(old, new)
-    return text
+    for sign in (",", "'", "\\", ".0"):
+        text = text.replace(sign, "")
+    return text.replace("] [", "][").replace("[ [", "[[").replace("] ]", "]]")
 
 
 def code_output(answer: str, target: str) -> str:

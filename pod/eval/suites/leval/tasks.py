@@ -35,18 +35,16 @@ def rows(file: str, **metadata: Any) -> dict[str, Any]:
     task = file.rpartition("/")[2].removesuffix(".jsonl")
     found = []
     for number, row in enumerate(data.load_rows("leval", file, HUB, f"LEval/{file}", FIELDS), start=1):
-        _check(row, f"leval/{file}, row {number}")
+        counts = len(row["instructions"]), len(row["outputs"])
+        if counts[0] != counts[1]:
+            raise ValueError(
+                f"leval/{file}, row {number}: {counts[0]} instructions and {counts[1]} outputs; each question needs one reference"
+            )
         if row["evaluation"] not in BY_METRIC:
             continue
         for instruction, target in zip(row["instructions"], row["outputs"], strict=True):
             found += _samples(task, row["input"], instruction, target)
     return data.dataset(found)
-
-
-def _check(row: dict[str, Any], where: str) -> None:
-    if len(row["instructions"]) != len(row["outputs"]):
-        counts = f"{len(row['instructions'])} instructions and {len(row['outputs'])} outputs"
-        raise ValueError(f"{where}: {counts}; each question needs one reference")
 
 
 def _samples(task: str, document: str, instruction: str, target: str) -> list[dict[str, Any]]:
@@ -76,42 +74,27 @@ def _samples(task: str, document: str, instruction: str, target: str) -> list[di
     ]
 
 
-def _closed(value: float) -> Scores:
-    return {"exact_match": value, "score": value}
+def _closed(answer_of: Callable[[str, str], str], target_of: Callable[[str], str]) -> Scorer:
+    """lm-eval's `process_results`: whether what an answer says, which may depend on the reference, is what the reference says."""
+
+    def score(doc: dict[str, Any], results: list[str]) -> Scores:
+        value = metrics.exact_match(answer_of(results[0], doc["target"]), target_of(doc["target"]))
+        return {"exact_match": value, "score": value}
+
+    return score
 
 
-def one_letter(doc: dict[str, Any], results: list[str]) -> Scores:
-    """Multiple choice with one right option (quality, tpo)."""
-    return _closed(metrics.exact_match(metrics.one_letter(results[0]), metrics.target_letters(doc["target"])))
-
-
-def several_letters(doc: dict[str, Any], results: list[str]) -> Scores:
-    """Multiple choice with one or more right options (coursera)."""
-    return _closed(
-        metrics.exact_match(metrics.several_letters(results[0]), metrics.target_letters(doc["target"]))
-    )
-
-
-def number(doc: dict[str, Any], results: list[str]) -> Scores:
-    """Word problems (gsm100)."""
-    return _closed(metrics.exact_match(metrics.number(results[0]), metrics.number(doc["target"])))
-
-
-def code(doc: dict[str, Any], results: list[str]) -> Scores:
-    """Program output (codeU)."""
-    target = doc["target"]
-    return _closed(metrics.exact_match(metrics.code_output(results[0], target), metrics.code_text(target)))
-
-
-def text(doc: dict[str, Any], results: list[str]) -> Scores:
-    """Topic names (topic_retrieval_longchat): the reference within the answer."""
-    return _closed(metrics.exact_match(results[0], doc["target"]))
+one_letter = _closed(lambda answer, _: metrics.one_letter(answer), metrics.target_letters)
+several_letters = _closed(lambda answer, _: metrics.several_letters(answer), metrics.target_letters)
+number = _closed(lambda answer, _: metrics.number(answer), metrics.number)
+code = _closed(metrics.code_output, metrics.code_text)
+text = _closed(lambda answer, _: answer, str)
 
 
 def judgement(doc: dict[str, Any], results: list[str]) -> Scores:
     """True or false (sci_fi); the parts also by themselves. The score is the mean of both parts, as officially."""
     value = metrics.exact_match(metrics.judgement(results[0]), doc["target"])
-    return {**_closed(value), doc["part"]: value}
+    return {"exact_match": value, "score": value, doc["part"]: value}
 
 
 def f1(doc: dict[str, Any], results: list[str]) -> Scores:

@@ -104,8 +104,6 @@ def fuzz_ratio(left: str, right: str) -> int:
     """
     if left == right:
         return 100
-    if not left or not right:
-        return 0
     return round(100 * difflib.SequenceMatcher(None, left, right).ratio())
 
 
@@ -117,10 +115,6 @@ def levenshtein_ratio(left: str, right: str) -> int:
     """
     from rapidfuzz.distance import Indel
 
-    if left == right:
-        return 100
-    if not left or not right:
-        return 0
     return round(100 * Indel.normalized_similarity(left, right))
 
 

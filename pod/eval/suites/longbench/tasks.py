@@ -1,18 +1,21 @@
 """LongBench's and LongBench-E's tasks: the table, the rows of a task and the functions that score one answer.
 
-A task's numbers are those of LongBench's config/dataset2maxlen.json, eval.py and pred.py (github.com/THUDM/LongBench, commit 2e00731).
+A task's numbers are those of LongBench's config/dataset2maxlen.json, eval.py and pred.py (github.com/THUDM/LongBench, commit 2e00731);
+its prompts are config/dataset2prompt.json itself (copyright 2023 THU-KEG & Zhipu AI, MIT), where {context} and {input} are a row's fields.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pod.eval.suites import data
 from pod.eval.suites.configs import Config, group_config, task_config
 from pod.eval.suites.longbench import metrics
-from pod.eval.suites.longbench.prompts import PROMPTS
+from pod.files import read_json
 
 HUB = "THUDM/LongBench"
+PROMPTS: dict[str, str] = read_json(Path(__file__).with_name("dataset2prompt.json"))
 TERMS = {
     "source": "github.com/THUDM/LongBench@2e00731",
     "license": "MIT (questions, prompts and scorer; the texts keep the terms of their own sources)",
@@ -48,32 +51,26 @@ def length_group(length: int) -> str:
     return "0_4k" if length < 4000 else "4_8k" if length < 8000 else "8k"
 
 
-def _scorer(name: str, metric: metrics.Metric, *, first_line: bool = False) -> Scorer:
+def _scorer(
+    name: str,
+    metric: Callable[..., float],
+    first_line: bool = False,
+    fields: Iterable[str] = (),
+    **also: metrics.Metric,
+) -> Scorer:
     """lm-eval's `process_results`: the score of one answer as `name` and as `score`, which groups average.
 
-    A row of LongBench-E also counts for its length group. first_line: see `metrics.first_line`.
+    first_line: see `metrics.first_line`; fields: of a row, that the metric takes, too; also: other metrics by what is added to the name.
     """
 
     def score(doc: dict[str, Any], results: list[str]) -> Scores:
         answer = metrics.first_line(results[0]) if first_line else results[0]
-        value = metrics.best(metric, answer, doc["answers"])
-        return {name: value, "score": value}
+        given = [doc[field] for field in fields]
+        value = metrics.best(lambda *pair: metric(*pair, *given), answer, doc["answers"])
+        others = {f"{name}_{end}": metrics.best(other, answer, doc["answers"]) for end, other in also.items()}
+        return {name: value, "score": value, **others}
 
     return score
-
-
-def accuracy_first_line(doc: dict[str, Any], results: list[str]) -> Scores:
-    def metric(prediction: str, reference: str) -> float:
-        return metrics.classification(prediction, reference, doc["all_classes"])
-
-    return _scorer("accuracy", metric, first_line=True)(doc, results)
-
-
-def edit_similarity(doc: dict[str, Any], results: list[str]) -> Scores:
-    """Both readings of edit similarity; the official one is the score."""
-    other = metrics.best(metrics.code_similarity_levenshtein, results[0], doc["answers"])
-    scores = _scorer("edit_similarity", metrics.code_similarity)(doc, results)
-    return {**scores, "edit_similarity_levenshtein": other}
 
 
 def by_length(scorer: Scorer) -> Scorer:
@@ -92,9 +89,14 @@ qa_f1_first_line = _scorer("qa_f1", metrics.qa_f1, first_line=True)
 rouge_l = _scorer("rouge_l", metrics.rouge_l)
 rouge_l_zh = _scorer("rouge_l_zh", metrics.rouge_l_zh)
 rouge_l_first_line = _scorer("rouge_l", metrics.rouge_l, first_line=True)
+accuracy_first_line = _scorer("accuracy", metrics.classification, first_line=True, fields=["all_classes"])
 accuracy_count = _scorer("accuracy", metrics.count)
 accuracy_retrieval = _scorer("accuracy", metrics.retrieval)
 accuracy_retrieval_zh = _scorer("accuracy", metrics.retrieval_zh)
+# both readings of edit similarity; the official one is the score
+edit_similarity = _scorer(
+    "edit_similarity", metrics.code_similarity, levenshtein=metrics.code_similarity_levenshtein
+)
 
 
 @dataclass(frozen=True)
@@ -145,10 +147,7 @@ CATEGORIES = {
 CHINESE = ["multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh"]
 ENGLISH = [name for name in TASKS if name not in CHINESE]
 RAZOR_15 = [
-    name
-    for name in TASKS
-    if name not in ("dureader", "samsum", "passage_count", "passage_retrieval_en", "passage_retrieval_zh")
-    and name != "repobench-p"
+    name for name in TASKS if name not in ("dureader", "samsum", "repobench-p", *CATEGORIES["synthetic"])
 ]
 SIMLAYERKV_16 = [name for name in ENGLISH if name != "2wikimqa"] + ["dureader"]
 
@@ -185,15 +184,12 @@ def _members(names: Iterable[str]) -> list[str]:
 
 def _categories() -> list[Config]:
     """A group per category of LongBench, its English tasks where it has others, too, and its tasks of LongBench-E."""
-    found = []
+    found = dict(CATEGORIES)
     for category, names in CATEGORIES.items():
-        english = [name for name in names if name in ENGLISH]
-        parts = {"": names, "_e": [f"{name}_e" for name in names if TASKS[name].in_e]}
-        parts |= {"_en": english} if english != names else {}
-        found += [
-            group_config(f"pod_longbench_{category}{end}", _members(part)) for end, part in parts.items()
-        ]
-    return found
+        found[f"{category}_e"] = [f"{name}_e" for name in names if TASKS[name].in_e]
+        if set(names) & set(CHINESE):
+            found[f"{category}_en"] = [name for name in names if name in ENGLISH]
+    return [group_config(f"pod_longbench_{name}", _members(part)) for name, part in found.items()]
 
 
 def _groups() -> list[Config]:
@@ -201,12 +197,15 @@ def _groups() -> list[Config]:
     counts: the 15 of RazorAttention (Table 3), the 16 of D2O (Table 1) and of SimLayerKV (Table 1)."""
     has_others = [name for name, names in CATEGORIES.items() if set(names) & set(CHINESE)]
     english = [f"{name}_en" if name in has_others else name for name in CATEGORIES if name != "synthetic"]
-    by_category = {"": CATEGORIES, "_e": [f"{name}_e" for name in CATEGORIES], "_14": english}
-    by_task = {"_15": RAZOR_15, "_16": ENGLISH, "_16_simlayerkv": SIMLAYERKV_16}
+    groups = {
+        "": (CATEGORIES, "members"),
+        "_e": ([f"{name}_e" for name in CATEGORIES], "members"),
+        "_14": (english, "members"),
+        "_15": (RAZOR_15, None),
+        "_16": (ENGLISH, None),
+        "_16_simlayerkv": (SIMLAYERKV_16, None),
+    }
     return [
-        *(
-            group_config(f"pod_longbench{end}", _members(names), "members")
-            for end, names in by_category.items()
-        ),
-        *(group_config(f"pod_longbench{end}", _members(names)) for end, names in by_task.items()),
+        group_config(f"pod_longbench{end}", _members(names), average)
+        for end, (names, average) in groups.items()
     ]

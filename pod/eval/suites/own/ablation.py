@@ -4,23 +4,19 @@ Nothing is trained here. Of `pod-unadapted` the curves say how much each setting
 carry beyond the setting that they were trained with. The paper trains every setting: compare such exports as methods `model:NAME`.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pod
 from pod.eval import answer
+from pod.eval.answer.methods import Method
 from pod.eval.answer.store import in_batches, key_of
-from pod.eval.suites.base import Span, perplexity_result
+from pod.eval.suites.base import Span
 from pod.eval.suites.buckets import position_buckets
 from pod.eval.suites.own import passkey
-from pod.eval.suites.settings import SettingsTask, curve
-from pod.eval.suites.text import text_sample
-
-if TYPE_CHECKING:
-    from pod.eval.answer.methods import Method
-    from pod.eval.answer.store import Shelf
+from pod.eval.suites.settings import Item, SettingsTask, curve
+from pod.eval.suites.text import Record
 
 OWN, DENSE = "own", "no sharing"
 COLUMNS = {
@@ -75,6 +71,7 @@ class Ablation(SettingsTask):
     name = "ablation"
     title = "windows and savings"
     Options = AblationOptions
+    columns = COLUMNS
 
     def __init__(self, run: Any, options: AblationOptions):
         from pod.modeling.loading import plan_fields
@@ -89,84 +86,68 @@ class Ablation(SettingsTask):
         names = _plan_names(options.plans)
         self.settings += [Setting(f"plan {names[path]}", plan_fields(plan)) for path, plan in plans.items()]
         self.buckets = position_buckets(args.text_length, args.min_context, args.scored_tokens)
+        self._last: tuple[Any, Any] = None, None
+        self.scored = sum(bucket.scored for bucket in self.buckets)
 
     def spans(self) -> list[Span]:
         return [Span(self.args.text_length, 0)]
 
-    def refuses(self, method: "Method") -> str | None:
+    def refuses(self, method: Method) -> str | None:
         if method.spec != "pod":
             return "it varies PoD's windows and plan: measured for pod and pod-unadapted"
         return None
 
-    def token_counts(self, method: "Method") -> tuple[int, int]:
+    def token_counts(self, method: Method) -> tuple[int, int]:
         """(prompt tokens, decode steps) for `--dry-run`."""
         if self.refuses(method):
             return 0, 0
-        prompts = sum(len(prompt.token_ids) for prompt in self.prompts)
         texts = (len(self.text) + 1) * self.args.text_length  # one more, whose bytes are measured
-        steps = len(self._prompt_batches(self.prompts)) * self.args.passkey_new_tokens
-        return len(self.settings) * (texts + prompts), len(self.settings) * steps
+        batches = in_batches(self.prompts, self.args.batch_size, lambda prompt: prompt.length)
+        steps = len(batches) * self.args.passkey_new_tokens
+        return len(self.settings) * (texts + self.prompt_tokens()), len(self.settings) * steps
 
-    def measure(self, method: "Method", shelf: "Shelf") -> dict[str, Any]:
-        texts = [("text", number) for number in range(len(self.text))]
-        prompts = [("passkey", number) for number in range(len(self.prompts))]
-        items = [(setting, *item) for setting in self.settings for item in [*texts, *prompts, ("held", 0)]]
-        models = _Variants(lambda: self.run.models.get(method.model))
-        records = shelf.answers(
-            items,
-            key=self._key,
-            batches=self._batches,
-            compute=lambda batch: self._compute(models, batch),
+    def items(self, settings: int = 1) -> list[Item]:
+        """And of every setting what it holds, once."""
+        found = super().items(len(self.settings))
+        return sorted(
+            [*found, *((number, "held", 0) for number in range(len(self.settings)))], key=lambda i: i[0]
         )
-        rows, records = [], iter(records)
-        for setting in self.settings:
-            scored = [next(records) for _ in texts]
-            said = [_judged(prompt, next(records)) for prompt in self.prompts]
-            rows.append({"setting": setting.name, "answers": said, "texts": scored, **next(records)})
-        return self._payload(method, rows)
 
-    def _key(self, item: tuple[Setting, str, int]) -> str:
+    def key(self, item: Item) -> str:
         setting, kind, number = item
+        changes = self.settings[setting].changes
         if kind == "text":
-            return key_of(kind, setting.changes, self.buckets, self.text[number].tolist())
+            return key_of(kind, changes, self.buckets, self.text[number].tolist())
         if kind == "held":
-            return key_of(kind, setting.changes, self.args.text_length)
-        return key_of(
-            kind,
-            setting.changes,
-            self.args.passkey_new_tokens,
-            self.prompts[number].token_ids,
-            self.prompts[number].num_asked,
-        )
+            return key_of(kind, changes, self.args.text_length)
+        prompt = self.prompts[number]
+        return key_of(kind, changes, self.args.passkey_new_tokens, prompt.token_ids, prompt.num_asked)
 
-    def _batches(self, left: list[tuple[Setting, str, int]]) -> Iterable[list[tuple[Setting, str, int]]]:
-        """Setting by setting, texts first; prompts of one asked-for length together."""
-        size = self.args.batch_size
-        for setting in self.settings:
-            own = [item for item in left if item[0].name == setting.name]
-            yield from in_batches([item for item in own if item[1] == "text"], size)
-            yield from ([item] for item in own if item[1] == "held")
-            numbers = {item[2]: item for item in own if item[1] == "passkey"}
-            for batch in self._prompt_batches([self.prompts[number] for number in numbers]):
-                yield [numbers[self.prompts.index(prompt)] for prompt in batch]
+    def alike(self, item: Item) -> Any:
+        setting, kind, number = item
+        return setting, kind, self.prompts[number].length if kind == "passkey" else None
 
-    def _prompt_batches(self, prompts: list[passkey.Prompt]) -> list[list[passkey.Prompt]]:
-        return in_batches(prompts, self.args.batch_size, lambda prompt: prompt.length)
-
-    def _compute(self, models: "_Variants", batch: list[tuple[Setting, str, int]]) -> list[dict[str, Any]]:
-        model, numbers = models.get(batch[0][0]), [number for _, _, number in batch]
+    def compute(self, method: Method, batch: list[Item]) -> list[Record]:
+        model, numbers = self._variant(method, batch[0][0]), [number for _, _, number in batch]
         if batch[0][1] == "held":
             return [self._held(model)]
         if batch[0][1] == "text":
-            rows = self.text[numbers].to(next(model.parameters()).device)
-            scored = answer.perplexity.score_by_forward(model, rows, self.buckets)
+            scored = answer.perplexity.score_by_forward(model, self.on_device(numbers), self.buckets)
             sums = [nll.double().sum(1).tolist() for nll in scored]
             return [{"nll": sum(of_row)} for of_row in zip(*sums, strict=True)]
         prompts = [self.prompts[number] for number in numbers]
         cache = pod.make_cache(model, model.config.own_method)
         return answer.reading.answers(model, self.run.tokenizer, cache, prompts, self.args.passkey_new_tokens)
 
-    def _held(self, model: Any) -> dict[str, Any]:
+    def _variant(self, method: Method, number: int) -> Any:
+        """The model under a setting; the last one is kept, and weights are shared between all."""
+        own, changes = self.run.models.get(method.model), self.settings[number].changes
+        if self._last[0] != (method.model, number):
+            found = answer.variants.variant(own, **changes) if changes else own
+            self._last = (method.model, number), found
+        return self._last[1]
+
+    def _held(self, model: Any) -> Record:
         """Plan, windows and bytes of a setting: those of one text, really held."""
         plan, length = model.config.sharing_plan, self.args.text_length
         held = sum(answer.budget.measure_bytes(model, model.config.own_method, [length])[length].values())
@@ -179,59 +160,38 @@ class Ablation(SettingsTask):
             "saving": 1 - held / (answer.budget.native_bytes_per_token(model) * length),
         }
 
-    def _payload(self, method: "Method", found: list[dict[str, Any]]) -> dict[str, Any]:
-        base = [record["nll"] for record in found[1]["texts"]]
-        rows = [self._row(row, base) for row in found]
-        tokens = sum(bucket.scored for bucket in self.buckets)
-        return {
-            **perplexity_result(rows[0]["perplexity"], rows[0]["ci95"]),
-            "samples": [
-                text_sample(
-                    number,
-                    self.text[number].tolist(),
-                    score=record["nll"],
-                    tokens=tokens,
-                    by_setting={row["setting"]: row["texts"][number]["nll"] for row in found},
-                )
-                for number, record in enumerate(found[0]["texts"])
-            ],
-            "bytes": [self.run.stated_bytes(self.args.text_length, None, [found[0]["bytes"]])],
-            "settings": {
-                **asdict(self.options),
-                "length": self.args.text_length,
-                "own_windows": list(self.run.models.windows(method.model)),
-                "trained_per_setting": False,
-            },
-            "passkeys": {row["setting"]: row["answers"] for row in found},
-            "columns": self.columns(COLUMNS),
-            "rows": rows,
-            "curves": _curves(rows, bool(self.prompts)),
-        }
-
-    def _row(self, found: dict[str, Any], base: list[float]) -> dict[str, Any]:
-        """One setting: its numbers, perplexity and change against no sharing, passkeys."""
-        sums = [record["nll"] for record in found["texts"]]
-        row = {key: value for key, value in found.items() if key not in ("texts", "answers")}
-        tokens = sum(bucket.scored for bucket in self.buckets)
-        return row | self.row(sums, base, tokens, [record["correct"] for record in found["answers"]])
+    def payload(self, method: Method, records: dict[Item, Record]) -> Record:
+        found = [
+            {
+                kind: [record for (s, k, _), record in records.items() if (s, k) == (number, kind)]
+                for kind in ("text", "passkey", "held")
+            }
+            for number in range(len(self.settings))
+        ]
+        nll = [[record["nll"] for record in of["text"]] for of in found]
+        said = [[_judged(*pair) for pair in zip(self.prompts, of["passkey"], strict=True)] for of in found]
+        names, base = [setting.name for setting in self.settings], nll[1]
+        rows = [
+            {
+                "setting": name,
+                **of["held"][0],
+                **self.row(sums, base, self.scored, [r["correct"] for r in answers]),
+            }
+            for name, of, sums, answers in zip(names, found, nll, said, strict=True)
+        ]
+        by_text = [dict(zip(names, sums, strict=True)) for sums in zip(*nll, strict=True)]
+        windows = list(self.run.models.windows(method.model))
+        return self.table(
+            rows,
+            [{"score": sums[OWN], "tokens": self.scored, "by_setting": sums} for sums in by_text],
+            self.run.stated_bytes(self.args.text_length, None, [rows[0]["bytes"]]),
+            settings={"own_windows": windows, "trained_per_setting": False},
+            passkeys=dict(zip(names, said, strict=True)),
+            curves=_curves(rows, bool(self.prompts)),
+        )
 
 
-class _Variants:
-    """The model of the last setting asked for; weights are shared between all."""
-
-    def __init__(self, own: Callable[[], Any]):
-        self.own, self.name, self.last = own, "", None
-
-    def get(self, setting: Setting) -> Any:
-        if setting.name != self.name:
-            self.last = (
-                answer.variants.variant(self.own(), **setting.changes) if setting.changes else self.own()
-            )
-            self.name = setting.name
-        return self.last
-
-
-def _judged(prompt: passkey.Prompt, record: dict[str, Any]) -> dict[str, Any]:
+def _judged(prompt: passkey.Prompt, record: Record) -> Record:
     """What was said to a prompt, with whether it is right."""
     return {"id": prompt.id, **record, "correct": passkey.is_correct(record["answer"], prompt.key)}
 
@@ -242,7 +202,7 @@ def _plan_names(paths: list[str]) -> dict[str, str]:
     return names if len(set(names.values())) == len(paths) else {path: path for path in paths}
 
 
-def _curves(rows: list[dict[str, Any]], with_passkeys: bool) -> list[dict[str, Any]]:
+def _curves(rows: list[Record], with_passkeys: bool) -> list[Record]:
     """Both halves of Figure 3: by window, the own one included, and by saving, no sharing included."""
     own, dense, *others = rows
     by_window = [own, *(row for row in others if row["setting"].startswith("window "))]

@@ -6,19 +6,14 @@ not say whether the window cuts the text or the attention of every layer; `restr
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pod.eval import answer
-from pod.eval.answer.store import in_batches, key_of
+from pod.eval.answer.methods import Method
+from pod.eval.answer.store import Shelf
 from pod.eval.judge.intervals import score_mean
-from pod.eval.suites.base import Span, Task, at_least_one, scored_payload
-from pod.eval.suites.text import load_text, text_sample
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from pod.eval.answer.methods import Method
-    from pod.eval.answer.store import Shelf
+from pod.eval.suites.base import Span, at_least_one, scored_payload
+from pod.eval.suites.text import Record, TextTask
 
 _WHERE = "eval.task_options.consistency"
 
@@ -57,7 +52,7 @@ class ConsistencyOptions:
             )
 
 
-class Consistency(Task):
+class Consistency(TextTask):
     """Share of identical greedy predictions per text; the reference is the dense model with everything in its context."""
 
     name = "consistency"
@@ -65,13 +60,12 @@ class Consistency(Task):
     Options = ConsistencyOptions
 
     def __init__(self, run: Any, options: ConsistencyOptions):
-        super().__init__(run, options)
         limit = run.models.limit("dense")
         if limit is not None and options.length > limit:
             raise ValueError(
                 f"{_WHERE}.length is {options.length} and the dense model reads {limit}: lower it"
             )
-        self.text = load_text(run.recipe, run.tokenizer, options.text, options.length, options.sequences)
+        super().__init__(run, options, options.text, options.length, options.sequences)
 
     def spans(self) -> list[Span]:
         return [Span(self.options.length - 1, self.options.predictions)]
@@ -79,7 +73,7 @@ class Consistency(Task):
     def longest(self) -> int:
         return self.options.length
 
-    def token_counts(self, method: "Method") -> tuple[int, int]:
+    def token_counts(self, method: Method) -> tuple[int, int]:
         """(prompt tokens, decode steps of a batch) that a method takes, the dense reference included."""
         options = self.options
         prompt = 2 * options.length
@@ -90,68 +84,53 @@ class Consistency(Task):
         batches = -(-options.sequences // self.args.batch_size)
         return options.sequences * prompt, 0 if self._one_shot(method) else batches * options.predictions
 
-    def _one_shot(self, method: "Method") -> bool:
+    def _one_shot(self, method: Method) -> bool:
         """Whether one forward predicts what the decode path does: not with options such as the gate skip `tau`."""
         return method.one_shot and not self.args.method_options.get(method.name)
 
-    def measure(self, method: "Method", shelf: "Shelf") -> dict[str, Any]:
+    def measure(self, method: Method, shelf: Shelf) -> Record:
         options, span = self.options, self.spans()[0]
         budget = self.run.budget(method, span.length, span.fed)
         room, dense = self.run.room(method, span.length, span.fed), self.run.models.identity("dense")
         asked = [options.predictions, self._one_shot(method), room, dense]
         if method.name == "full":
             asked += [options.windows, options.restrict]
-        records = shelf.answers(
-            list(range(len(self.text))),
-            key=lambda row: key_of("same predictions", asked, self.text[row].tolist()),
-            batches=lambda left: in_batches(left, self.args.batch_size),
-            compute=lambda rows: self._compare(method, rows),
+        records = self.records(
+            shelf, ["same predictions", asked], lambda rows: self._compare(method, rows, span)
         )
-        samples = [
-            text_sample(number, self.text[number].tolist(), budget_tokens=budget, **record)
-            | {"prompt_tokens": options.length - options.predictions}
-            for number, record in enumerate(records)
-        ]
-        return self._payload(method, samples)
+        read = {"prompt_tokens": options.length - options.predictions, "budget_tokens": budget}
+        return self._payload(method, self.samples({**read, **record} for record in records), span)
 
-    def _compare(self, method: "Method", numbers: list[int]) -> list[dict[str, Any]]:
-        """A record per text: share of identical predictions, for `full` also by window; bytes."""
-        dense, last = self.run.models.get("dense"), self.options.predictions
-        rows = self.text[numbers].to(next(dense.parameters()).device)
+    def _compare(self, method: Method, rows: Any, span: Span) -> list[Record]:
+        """A record per text of [B, n]: share of identical predictions, for `full` also by window; bytes."""
+        dense, last, models = self.run.models.get("dense"), self.options.predictions, self.run.models
         reference = answer.agreement.predict_by_forward(dense, rows, last)
-        held = None
-        windows: list[list[float]] = [[] for _ in numbers]
+        held, windows = None, [[] for _ in rows]
         if method.name == "full":
-            own = reference
-            windows = self._by_window(dense, rows, reference)
+            own, windows = reference, self._by_window(dense, rows, reference)
         elif self._one_shot(method):
-            own = answer.agreement.predict_by_forward(self.run.models.get(method.model), rows, last)
+            own = answer.agreement.predict_by_forward(models.get(method.model), rows, last)
         else:
-            span = self.spans()[0]
             cache, _ = self.run.cache(method, span.length, span.fed)
-            own = answer.agreement.predict_by_decode(self.run.models.get(method.model), cache, rows, last)
+            own = answer.agreement.predict_by_decode(models.get(method.model), cache, rows, last)
             held = cache.nbytes // len(rows)
         return [
             {"score": score, "windows": by_window, "bytes": held}
             for score, by_window in zip(_same(own, reference), windows, strict=True)
         ]
 
-    def _by_window(self, dense: Any, rows: "Tensor", reference: "Tensor") -> list[list[float]]:
+    def _by_window(self, dense: Any, rows: Any, reference: Any) -> list[list[float]]:
         """Share of identical predictions by window, per text."""
-        options = self.options
-        shares = [
-            _same(
-                answer.agreement.predict_by_window(
-                    dense, rows, options.predictions, window, options.restrict, self.args.batch_size
-                ),
-                reference,
-            )
+        options, at_once, by_window = self.options, self.args.batch_size, answer.agreement.predict_by_window
+        found = [
+            by_window(dense, rows, options.predictions, window, options.restrict, at_once)
             for window in options.windows
         ]
+        shares = [_same(own, reference) for own in found]
         return [[share[row] for share in shares] for row in range(len(rows))]
 
-    def _payload(self, method: "Method", records: list[dict[str, Any]]) -> dict[str, Any]:
-        options, span = self.options, self.spans()[0]
+    def _payload(self, method: Method, records: list[Record], span: Span) -> Record:
+        options = self.options
         held = [record["bytes"] for record in records if record["bytes"] is not None]
         more = self._windows(records) if method.name == "full" else {}
         return scored_payload(
@@ -167,7 +146,7 @@ class Consistency(Task):
             **more,
         )
 
-    def _windows(self, records: list[dict[str, Any]]) -> dict[str, Any]:
+    def _windows(self, records: list[Record]) -> Record:
         """PoD Table 7 as metrics, table and curve."""
         rows = []
         for index, window in enumerate(self.options.windows):
@@ -197,6 +176,6 @@ class Consistency(Task):
         }
 
 
-def _same(left: "Tensor", right: "Tensor") -> list[float]:
+def _same(left: Any, right: Any) -> list[float]:
     """Share of equal predictions per row of [B, n]."""
     return (left == right).double().mean(dim=1).tolist()

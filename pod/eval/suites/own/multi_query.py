@@ -5,19 +5,16 @@ by the prompt's end cannot know what later questions need. Here the prompt ends 
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pod.eval import answer
-from pod.eval.answer.store import key_of
+from pod.eval.answer.methods import Method
+from pod.eval.answer.store import Shelf, key_of
 from pod.eval.judge.intervals import clusters_of, share
 from pod.eval.suites.base import at_least_one, prompt_hash, scored_payload
-from pod.eval.suites.grid import GridTask, cells_of, check_grid
+from pod.eval.suites.grid import GridTask, Record, cells_of, check_grid
 from pod.eval.suites.haystack import ASK, Haystack, load_sentences, make_frame, start_of
 from pod.eval.suites.own.niah import facts, recall
-
-if TYPE_CHECKING:
-    from pod.eval.answer.methods import Method
-    from pod.eval.answer.store import Shelf
 
 PEOPLE = (
     "Mary", "Bob", "Alice", "John", "Emma", "Peter", "Laura", "Frank", "Helen", "Oscar", "Nina", "Victor",
@@ -102,12 +99,12 @@ class MultiQuery(GridTask):
         # a question is a prompt: methods compress again behind it, so that only new tokens come on top
         self.plan(self.documents, lambda d: len(d.prompt) + d.asked, options.new_tokens)
 
-    def token_counts(self, method: "Method") -> tuple[int, int]:
+    def token_counts(self, method: Method) -> tuple[int, int]:
         """(prompt tokens, decode steps of a batch) that a method takes."""
         prompt = sum(len(d.prompt) + sum(map(len, d.questions)) for d in self.documents)
         return prompt, len(self.batches(self.documents)) * self.options.questions * self.new_tokens
 
-    def measure(self, method: "Method", shelf: "Shelf") -> dict[str, Any]:
+    def measure(self, method: Method, shelf: Shelf) -> Record:
         options, budgets, rooms = self.options, self.budgets(method), self.rooms(method)
         records = shelf.answers(
             self.documents,
@@ -138,22 +135,20 @@ class MultiQuery(GridTask):
             cells=cells_of(samples),
         )
 
-    def _answer(self, method: "Method", batch: list[Document]) -> list[dict[str, Any]]:
+    def _answer(self, method: Method, batch: list[Document]) -> list[Record]:
         """A record per text: answers, bytes per text after each."""
         reading, tokenizer = answer.reading, self.run.tokenizer
         model, cache = self.run.models.get(method.model), self.cache(method, batch[0].length)
         mask = reading.read_prompts(model, cache, [d.prompt for d in batch], reading.pad_id(tokenizer))
-        records: list[dict[str, Any]] = [{"answers": [], "bytes": []} for _ in batch]
+        said, held = [], []
         for number in range(self.options.questions):
             copy = reading.branch(cache)
             rows = [document.questions[number] for document in batch]
-            said = reading.answer_behind(model, tokenizer, copy, mask, rows, self.new_tokens)
-            for record, text in zip(records, said, strict=True):
-                record["answers"].append(text)
-                record["bytes"].append(copy.nbytes // len(batch))
-        return records
+            said.append(reading.answer_behind(model, tokenizer, copy, mask, rows, self.new_tokens))
+            held.append(copy.nbytes // len(batch))
+        return [{"answers": list(texts), "bytes": held} for texts in zip(*said, strict=True)]
 
-    def _samples(self, document: Document, record: dict[str, Any]) -> list[dict[str, Any]]:
+    def _samples(self, document: Document, record: Record) -> list[Record]:
         rows = zip(document.values, document.depths, record["answers"], record["bytes"], strict=True)
         return [
             {
@@ -220,7 +215,7 @@ def _plain(tokenizer: Any, text: str) -> tuple[int, ...]:
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _by_turn(samples: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _by_turn(samples: list[Record]) -> dict[str, Record]:
     """Accuracy of the question that stood in the prompt and of the others."""
     found = {
         "first question": [sample for sample in samples if sample["question"] == 0],

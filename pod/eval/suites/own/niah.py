@@ -7,20 +7,16 @@ names (recall). `statement`: the sentence of the original test about San Francis
 as in FranxYao/Long-Context-Data-Engineering, from which PoD, D2O and RazorAttention have their needle tests (there it is printed ×10).
 """
 
+import functools
+import itertools
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from pod.eval import answer
-from pod.eval.suites.base import at_least_one, scored_payload
-from pod.eval.suites.grid import Prompt, PromptTask, cells_of, check_grid
+from pod.eval.suites.base import at_least_one
+from pod.eval.suites.grid import Cell, Prompt, PromptTask, Record, check_grid
 from pod.eval.suites.haystack import Haystack, load_sentences, make_frame, numbers_in, spread_depths, start_of
 from pod.eval.suites.words import rouge_scorer
-
-if TYPE_CHECKING:
-    from pod.eval.answer.methods import Method
-    from pod.eval.answer.store import Shelf
 
 CITIES = (
     "Paris", "London", "Tokyo", "Berlin", "Madrid", "Rome", "Oslo", "Cairo", "Lima", "Delhi", "Seoul",
@@ -43,7 +39,7 @@ class NeedlePrompt(Prompt):
 def make_needle_prompts(
     tokenizer: Any,
     sentences: list[str],
-    cells: list[tuple[int, float, int]],
+    cells: list[Cell],
     needles: int,
     seed: int,
     form: str = "number",
@@ -64,12 +60,10 @@ def make_needle_prompts(
         haystack = Haystack(sentences, start_of(seed, sample, sentences))
         depths = spread_depths(depth, needles)
         text = haystack.fitted(tokenizer, frame, lines or [STATEMENT], depths, length)
-        ids = tuple(frame.encode(tokenizer, text))
-        start = 0 if question_aware else len(text) - len(frame.after)
-        asked = answer.reading.tokens_from(
-            lambda part, frame=frame: frame.encode(tokenizer, part), text, start
-        )
-        prompts.append(NeedlePrompt(length, depth, sample, text, ids, asked, names, values or (STATEMENT,)))
+        question = 0 if question_aware else len(text) - len(frame.after)
+        encode = functools.partial(frame.encode, tokenizer)
+        found = (names, values or (STATEMENT,))
+        prompts.append(NeedlePrompt.of((length, depth, sample), text, encode, question, *found))
     return prompts
 
 
@@ -152,45 +146,35 @@ class Niah(PromptTask):
     name = "niah"
     title = "needle in a haystack"
     Options = NiahOptions
-    prompts: Sequence[NeedlePrompt]
 
     def __init__(self, run: Any, options: NiahOptions):
         super().__init__(run, options)
         sentences = load_sentences(options.haystack, max(options.lengths), "eval.task_options.niah.haystack")
-        cells = [(n, d, s) for n in options.lengths for d in options.depths for s in range(options.samples)]
         self.prompts = make_needle_prompts(
             run.tokenizer,
             sentences,
-            cells,
+            list(itertools.product(options.lengths, options.depths, range(options.samples))),
             options.needles,
             run.recipe.seed,
             options.form,
             options.chat_template,
             run.args.question_aware,
         )
-        default = _TOKENS_PER_NUMBER * options.needles if options.form == "number" else _TOKENS_OF_STATEMENT
-        self.plan(self.prompts, lambda prompt: len(prompt.token_ids), options.new_tokens or default)
+        number = options.form == "number"
+        self.kind = "binary" if number and options.needles == 1 else "score"
+        self.metric = "needle recall" if number else "ROUGE-1"
+        default = _TOKENS_PER_NUMBER * options.needles if number else _TOKENS_OF_STATEMENT
+        self.plan_prompts(options.new_tokens or default)
 
-    def judge(self, prompt: NeedlePrompt, said: str) -> dict[str, Any]:
-        number = self.options.form == "number"
-        score = recall(said, prompt.values) if number else statement_score(said)
+    def judge(self, prompt: NeedlePrompt, said: str) -> Record:
+        score = recall(said, prompt.values) if prompt.names else statement_score(said)
         return {"score": score, "target": list(prompt.values)}
 
-    def measure(self, method: "Method", shelf: "Shelf") -> dict[str, Any]:
-        records, options = self.records(method, shelf), self.options
-        return scored_payload(
-            "binary" if options.form == "number" and options.needles == 1 else "score",
-            "needle recall" if options.form == "number" else "ROUGE-1",
-            records,
-            bytes_rows=self.bytes_rows(records),
-            settings={
-                "format": "chat template" if options.chat_template else "plain text",
-                "form": options.form,
-                "needles": options.needles,
-                "haystack": options.haystack or "Paul Graham's essays",
-                "question": self.args.asked_when(),
-                "new_tokens": self.new_tokens,
-            },
-            prompts=len(records),
-            cells=cells_of(records),
-        )
+    def settings(self) -> Record:
+        options = self.options
+        return {
+            "format": "chat template" if options.chat_template else "plain text",
+            "form": options.form,
+            "needles": options.needles,
+            "haystack": options.haystack or "Paul Graham's essays",
+        }

@@ -3,20 +3,13 @@
 A prompt is correct when the first number in the answer is the key, which is InfiniteBench's rule too.
 """
 
+import bisect
 import random
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pod.eval import answer
 from pod.eval.suites import grid
-from pod.eval.suites.base import scored_payload
-
-if TYPE_CHECKING:
-    from pod.eval.answer.methods import Method
-    from pod.eval.answer.store import Shelf
-    from pod.eval.runner import Evaluation
 
 TASK = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -62,12 +55,16 @@ def make_prompts(
             for sample in range(samples):
                 key = str(random.Random(f"{seed}/{length}/{depth}/{sample}").randrange(10_000, 100_000))
                 text = render(tokenizer, key, lines, depth, chat_template)
-                ids = tuple(encode(tokenizer, text, chat_template))
-                start = 0 if question_aware else text.rindex(QUESTION)
-                asked = answer.reading.tokens_from(
-                    lambda part: encode(tokenizer, part, chat_template), text, start
+                question = 0 if question_aware else text.rindex(QUESTION)
+                prompts.append(
+                    Prompt.of(
+                        (length, depth, sample),
+                        text,
+                        lambda t: encode(tokenizer, t, chat_template),
+                        question,
+                        key,
+                    )
                 )
-                prompts.append(Prompt(length, depth, sample, text, ids, asked, key))
     return prompts
 
 
@@ -109,14 +106,10 @@ def _filler_that_fits(tokenizer: Any, length: int, chat_template: bool) -> int:
         raise ValueError(
             f"a passkey prompt of {length} tokens is too short: the question alone takes {tokens(0)} tokens"
         )
-    low, high = 0, length
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if tokens(middle) <= length else (low, middle)
-    return low
+    return bisect.bisect_right(range(length), length, key=tokens) - 1
 
 
-def prompts_of(run: "Evaluation") -> list[Prompt]:
+def prompts_of(run: Any) -> list[Prompt]:
     """The prompts that the recipe asks for (`eval.passkey_…`)."""
     args = run.args
     return make_prompts(
@@ -135,44 +128,31 @@ class Passkey(grid.PromptTask):
 
     name = "passkey"
     title = "passkey"
-    prompts: Sequence[Prompt]
 
     def __init__(self, run: Any, options: Any):
         super().__init__(run, options)
         self.prompts = prompts_of(run)
-        self.plan(self.prompts, lambda prompt: len(prompt.token_ids), self.args.passkey_new_tokens)
+        self.plan_prompts(self.args.passkey_new_tokens)
 
     def longest(self) -> int:
         return max(self.args.passkey_lengths) + self.new_tokens
 
-    def judge(self, prompt: Prompt, said: str) -> dict[str, Any]:
+    def judge(self, prompt: Prompt, said: str) -> grid.Record:
         correct = is_correct(said, prompt.key)
         return {"score": float(correct), "target": prompt.key, "correct": correct}
 
-    def measure(self, method: "Method", shelf: "Shelf") -> dict[str, Any]:
-        records, args = self.records(method, shelf), self.args
-        return scored_payload(
-            "binary",
-            "accuracy",
-            records,
-            bytes_rows=self.bytes_rows(records),
-            settings={
-                "format": "chat template" if args.passkey_chat_template else "plain text",
-                "question": args.asked_when(),
-                "new_tokens": self.new_tokens,
-            },
-            prompts=len(records),
-            correct=sum(record["correct"] for record in records),
-            cells=_cells(records),
-        )
+    def settings(self) -> grid.Record:
+        return {"format": "chat template" if self.args.passkey_chat_template else "plain text"}
 
-
-def _cells(records: list[dict]) -> list[dict[str, Any]]:
-    """Counts per (length, depth), in the order of the samples."""
-    cells: dict[tuple[int, float], dict[str, Any]] = {}
-    for record in records:
-        key = (record["length"], record["depth"])
-        cell = cells.setdefault(key, {"length": key[0], "depth": key[1], "correct": 0, "prompts": 0})
-        cell["correct"] += record["correct"]
-        cell["prompts"] += 1
-    return list(cells.values())
+    def cells(self, records: list[grid.Record]) -> grid.Record:
+        """Counts instead of shares."""
+        cells = [
+            {
+                "length": c["length"],
+                "depth": c["depth"],
+                "correct": round(c["value"] * c["count"]),
+                "prompts": c["count"],
+            }
+            for c in grid.cells_of(records)
+        ]
+        return {"correct": sum(record["correct"] for record in records), "cells": cells}

@@ -5,20 +5,13 @@ Any long text will do: files of PG-19's test books in `text`, else what perplexi
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pod.eval import answer
-from pod.eval.answer.store import in_batches, key_of
-from pod.eval.judge.verdicts import perplexity_of
-from pod.eval.suites.base import Span, Task, at_least_one, perplexity_result
-from pod.eval.suites.text import load_text, text_sample
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from pod.eval.answer.methods import Method
-    from pod.eval.answer.store import Shelf
-    from pod.eval.answer.streaming import Stream
+from pod.eval.answer.methods import Method
+from pod.eval.answer.store import Shelf
+from pod.eval.suites.base import Span, at_least_one, scored_payload
+from pod.eval.suites.text import Record, TextTask
 
 
 @dataclass(kw_only=True)
@@ -51,7 +44,7 @@ class StreamNllOptions:
             raise ValueError(f"length is {self.length}, it must exceed prompt_tokens = {self.prompt_tokens}")
 
 
-class StreamNll(Task):
+class StreamNll(TextTask):
     """Perplexity over the tokens that every method reads, NLL and bytes by position as curves.
 
     Texts longer than a model's limit: the value covers the part up to the smallest limit of the compared models, the same for all; methods
@@ -63,8 +56,7 @@ class StreamNll(Task):
     Options = StreamNllOptions
 
     def __init__(self, run: Any, options: StreamNllOptions):
-        super().__init__(run, options)
-        self.text = load_text(run.recipe, run.tokenizer, options.text, options.length, options.sequences)
+        super().__init__(run, options, options.text, options.length, options.sequences)
         limits = [limit for kind in run.models.kinds if (limit := run.models.limit(kind)) is not None]
         self.limit = min(limits, default=options.length)
         self.common = min(options.length, self.limit)
@@ -83,14 +75,14 @@ class StreamNll(Task):
     def longest(self) -> int:
         return self.common
 
-    def token_counts(self, method: "Method") -> tuple[int, int]:
+    def token_counts(self, method: Method) -> tuple[int, int]:
         """(prompt tokens, decode steps of a batch) that a method takes."""
         options, end = self.options, self._end(method)
         behind, chunked = end - options.prompt_tokens, self._chunk(method) > 1
         prompt = options.sequences * (end if chunked else options.prompt_tokens)
         return prompt, 0 if chunked else behind * -(-options.sequences // self.args.batch_size)
 
-    def refuses(self, method: "Method") -> str | None:
+    def refuses(self, method: Method) -> str | None:
         if method.takes_budget and method.grows and method.budget is None:
             return (
                 f"{method.name} keeps every token behind its prompt, so it has no constant budget of PoD's bytes while a text streams; "
@@ -98,93 +90,69 @@ class StreamNll(Task):
             )
         return None
 
-    def _end(self, method: "Method") -> int:
+    def _end(self, method: Method) -> int:
         """Where a method stops (tokens)."""
         return self.options.length if method.spec in answer.streaming.UNBOUNDED else self.common
 
-    def _chunk(self, method: "Method") -> int:
+    def _chunk(self, method: Method) -> int:
         """Tokens that a method takes at once."""
         return answer.streaming.chunk_of(
             method, self.options.chunk_size, self.args.method_options.get(method.name, {})
         )
 
-    def measure(self, method: "Method", shelf: "Shelf") -> dict[str, Any]:
+    def measure(self, method: Method, shelf: Shelf) -> Record:
         span, stream = self.spans()[0], self.stream.upto(self._end(method))
-        budget = self.run.budget(method, span.length, span.fed)
-        asked = [stream, self._chunk(method), self.run.room(method, span.length, span.fed)]
-        records = shelf.answers(
-            list(range(len(self.text))),
-            key=lambda row: key_of("stream", *asked, self.text[row][: stream.ends[-1]].tolist()),
-            batches=lambda left: in_batches(left, self.args.batch_size),
-            compute=lambda rows: self._score(method, self.text[rows]),
-        )
-        return self._payload(method, stream, records, budget)
+        asked = ["stream", stream, self._chunk(method), self.run.room(method, span.length, span.fed)]
+        records = self.records(shelf, asked, lambda rows: self._score(method, rows, stream), stream.ends[-1])
+        return self._payload(method, stream, records, self.run.budget(method, span.length, span.fed))
 
-    def _score(self, method: "Method", rows: "Tensor") -> list[dict[str, Any]]:
-        """A record per text: summed NLL (nats) and bytes of every interval."""
-        span = self.spans()[0]
+    def _score(self, method: Method, rows: Any, stream: Any) -> list[Record]:
+        """A record per text of [B, n]: summed NLL (nats) and bytes of every interval."""
+        span, model = self.spans()[0], self.run.models.get(method.model)
         cache, _ = self.run.cache(method, span.length, span.fed)
-        stream = self.stream.upto(self._end(method))
-        model = self.run.models.get(method.model)
-        rows = rows.to(next(model.parameters()).device)
         sums, held = answer.streaming.stream_nll(model, cache, rows, stream, self._chunk(method))
-        return [
-            {
-                "sums": [float(total[row]) for total in sums],
-                "held": [size // len(rows) for size in held],
-            }
-            for row in range(len(rows))
-        ]
+        of_rows = zip(*(total.tolist() for total in sums), strict=True)
+        return [{"sums": list(of_row), "held": [size // len(rows) for size in held]} for of_row in of_rows]
 
-    def _payload(
-        self, method: "Method", stream: "Stream", records: list[dict[str, Any]], budget: int | None
-    ) -> dict[str, Any]:
+    def _payload(self, method: Method, stream: Any, records: list[Record], budget: int | None) -> Record:
         options, shared = self.options, stream.ends.index(self.common) + 1
         tokens = self.common - options.prompt_tokens
-        sums = [sum(record["sums"][:shared]) for record in records]
-        total = perplexity_of(sums, [tokens] * len(sums))
         held = [record["held"][shared - 1] for record in records]
-        stated = self.run.stated_bytes(self.spans()[0].length, budget, held)
+        rows = [
+            {"score": sum(record["sums"][:shared]), "tokens": tokens, "budget_tokens": budget, "bytes": size}
+            for record, size in zip(records, held, strict=True)
+        ]
         chunk = self._chunk(method)
-        return {
-            **perplexity_result(total["perplexity"], total["ci95"]),
-            "samples": [
-                text_sample(
-                    number,
-                    self.text[number][: self.common].tolist(),
-                    score=value,
-                    tokens=tokens,
-                    budget_tokens=budget,
-                    bytes=record["held"][shared - 1],
-                )
-                for number, (record, value) in enumerate(zip(records, sums, strict=True))
-            ],
-            "bytes": [stated],
-            "settings": {
+        return scored_payload(
+            "nll",
+            "perplexity",
+            self.samples(rows, self.common),
+            bytes_rows=[self.run.stated_bytes(self.spans()[0].length, budget, held)],
+            settings={
                 "texts": len(records),
                 "read": stream.ends[-1],
                 "scored": f"{options.prompt_tokens} to {self.common}",
                 "fed": f"{chunk} tokens at once, equal to single ones" if chunk > 1 else "token by token",
                 "stopped": self._stopped(method),
             },
-            "metrics": _beyond(stream, shared, records),
-            "curves": _curves(stream, records),
-        }
+            metrics=_beyond(stream, shared, records),
+            curves=_curves(stream, records),
+        )
 
-    def _stopped(self, method: "Method") -> str | None:
+    def _stopped(self, method: Method) -> str | None:
         """Why a method did not read the whole text."""
         if self._end(method) == self.options.length:
             return None
         return f"at {self.common} of {self.options.length} tokens: the model reads no more, and positions of {method.name} grow with the text"
 
 
-def _intervals(stream: "Stream") -> list[int]:
+def _intervals(stream: Any) -> list[int]:
     """Tokens of every interval."""
     begins = (stream.prompt, *stream.ends)
     return [end - begin for begin, end in zip(begins, stream.ends, strict=False)]
 
 
-def _beyond(stream: "Stream", shared: int, records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _beyond(stream: Any, shared: int, records: list[Record]) -> dict[str, Record]:
     """Perplexity of what only this method read."""
     tokens = sum(_intervals(stream)[shared:])
     if not tokens:
@@ -193,7 +161,7 @@ def _beyond(stream: "Stream", shared: int, records: list[dict[str, Any]]) -> dic
     return {"perplexity beyond the model's limit": {"value": math.exp(mean), "ci95": None, "percent": False}}
 
 
-def _curves(stream: "Stream", records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _curves(stream: Any, records: list[Record]) -> list[Record]:
     """Mean over texts, at the end of every interval: cumulative NLL, NLL within it, bytes per text."""
     within, cumulative, held, total, seen = [], [], [], 0.0, 0
     for index, (end, tokens) in enumerate(zip(stream.ends, _intervals(stream), strict=True)):
@@ -209,5 +177,5 @@ def _curves(stream: "Stream", records: list[dict[str, Any]]) -> list[dict[str, A
     ]
 
 
-def _curve(name: str, y_label: str, points: list[list[float]]) -> dict[str, Any]:
+def _curve(name: str, y_label: str, points: list[list[float]]) -> Record:
     return {"name": name, "x_label": "tokens read", "y_label": y_label, "log_x": False, "points": points}

@@ -4,20 +4,17 @@ A sequence is read once, up to one token before the first scored one. Copies of 
 and one for every tau, so that the curves differ by tau alone. Skipping is an affair of decoding: prompts are read exactly.
 """
 
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import pod
 from pod.eval import answer
-from pod.eval.answer.store import in_batches, key_of
-from pod.eval.suites.base import Span, at_least_one, perplexity_result, prompt_hash
+from pod.eval.answer.methods import Method
+from pod.eval.answer.store import key_of
+from pod.eval.suites.base import Span, at_least_one, prompt_hash
 from pod.eval.suites.own import passkey
-from pod.eval.suites.settings import SettingsTask, curve
-from pod.eval.suites.text import text_sample
-
-if TYPE_CHECKING:
-    from pod.eval.answer.methods import Method
-    from pod.eval.answer.store import Shelf
+from pod.eval.suites.settings import Item, SettingsTask, curve
+from pod.eval.suites.text import Record
 
 EXACT = "exact"
 COLUMNS = {
@@ -77,6 +74,7 @@ class TauCurve(SettingsTask):
     name = "tau_curve"
     title = "τ curve"
     Options = TauOptions
+    columns = COLUMNS
 
     def __init__(self, run: Any, options: TauOptions):
         if options.scored_tokens > run.args.text_length - 2:
@@ -89,7 +87,7 @@ class TauCurve(SettingsTask):
     def spans(self) -> list[Span]:
         return [Span(self.args.text_length - 1, self.options.scored_tokens)]
 
-    def refuses(self, method: "Method") -> str | None:
+    def refuses(self, method: Method) -> str | None:
         if method.spec != "pod":
             return "tau is the threshold of PoD's gate: measured for pod and pod-unadapted"
         window = sum(self.run.models.windows(method.model))
@@ -100,101 +98,86 @@ class TauCurve(SettingsTask):
             )
         return None
 
-    def token_counts(self, method: "Method") -> tuple[int, int]:
+    def token_counts(self, method: Method) -> tuple[int, int]:
         """(prompt tokens, decode steps) for `--dry-run`."""
         if self.refuses(method):
             return 0, 0
-        settings, prompts = len(self.options.settings), sum(len(prompt.token_ids) for prompt in self.prompts)
         batches = -(-len(self.text) // self.args.batch_size)
         steps = batches * self.options.scored_tokens + len(self.prompts) * self.args.passkey_new_tokens
-        return len(self.text) * self.args.text_length + prompts, settings * steps
+        prompt = len(self.text) * self.args.text_length + self.prompt_tokens()
+        return prompt, len(self.options.settings) * steps
 
-    def measure(self, method: "Method", shelf: "Shelf") -> dict[str, Any]:
-        options, new_tokens = self.options, self.args.passkey_new_tokens
-        texts = [("text", row) for row in range(len(self.text))]
-        items = texts + [("passkey", number) for number in range(len(self.prompts))]
+    def key(self, item: Item) -> str:
+        options, (_, kind, number) = self.options, item
+        if kind == "text":
+            ids = self.text[number].tolist()
+            return key_of("nll by tau", options.settings, options.scored_tokens, ids)
+        ids, new_tokens = self.prompts[number].token_ids, self.args.passkey_new_tokens
+        return key_of("greedy by tau", options.settings, new_tokens, ids)
 
-        def batches(left: list[tuple[str, int]]) -> list[list[tuple[str, int]]]:
-            rows = [item for item in left if item[0] == "text"]
-            return in_batches(rows, self.args.batch_size) + [[i] for i in left if i[0] == "passkey"]
+    def alike(self, item: Item) -> Any:
+        return item[1:] if item[1] == "passkey" else item[1]  # prompts run alone
 
-        def compute(batch: list[tuple[str, int]]) -> list[dict[str, Any]]:
-            numbers = [number for _, number in batch]
-            if batch[0][0] == "text":
-                return self._score(method, numbers)
-            return [self._answer(method, number) for number in numbers]
+    def compute(self, method: Method, batch: list[Item]) -> list[Record]:
+        numbers = [number for _, _, number in batch]
+        if batch[0][1] == "text":
+            return self._score(method, numbers)
+        return [self._answer(method, number) for number in numbers]
 
-        def key(item: tuple[str, int]) -> str:
-            if item[0] == "text":
-                return key_of(
-                    "nll by tau", options.settings, options.scored_tokens, self.text[item[1]].tolist()
-                )
-            return key_of("greedy by tau", options.settings, new_tokens, self.prompts[item[1]].token_ids)
-
-        records = shelf.answers(items, key, batches, compute)
-        said = zip(self.prompts, records[len(texts) :], strict=True)
-        return self._payload(records[: len(texts)], [_judged(prompt, record) for prompt, record in said])
-
-    def _cache(self, method: "Method") -> Any:
+    def _cache(self, method: Method) -> Any:
         """A new cache that decodes layer by layer, where gates can be counted."""
         options = self.args.method_options.get(method.name, {})
         kept = {name: value for name, value in options.items() if name not in ("tau", "capacity")}
         return pod.make_cache(self.run.models.get(method.model), method.spec, **kept)
 
-    def _score(self, method: "Method", numbers: list[int]) -> list[dict[str, Any]]:
+    def _score(self, method: Method, numbers: list[int]) -> list[Record]:
         """A record per text: NLL (nats) and gate counts by threshold."""
         model, settings = self.run.models.get(method.model), self.options.settings
-        rows = self.text[numbers].to(next(model.parameters()).device)
-        first = rows.shape[1] - self.options.scored_tokens
+        first = self.args.text_length - self.options.scored_tokens
+        rows, names = self.on_device(numbers), list(map(label, settings))
         found = answer.gates.nll_by_tau(model, self._cache(method), rows, first, settings)
+        sums, counts, held = zip(*found, strict=True)
+        of_rows = zip(zip(*sums, strict=True), zip(*counts, strict=True), strict=True)
         return [
             {
-                "nll": {label(tau): sums[row] for tau, (sums, _, _) in zip(settings, found, strict=True)},
-                "counts": {
-                    label(tau): counts[row] for tau, (_, counts, _) in zip(settings, found, strict=True)
-                },
-                "bytes": found[-1][2] // len(numbers),
+                "nll": dict(zip(names, nll, strict=True)),
+                "counts": dict(zip(names, count, strict=True)),
+                "bytes": held[-1] // len(numbers),
             }
-            for row in range(len(numbers))
+            for nll, count in of_rows
         ]
 
-    def _answer(self, method: "Method", number: int) -> dict[str, Any]:
+    def _answer(self, method: Method, number: int) -> Record:
         """A record of one passkey prompt: the greedy answer by threshold."""
         model, settings = self.run.models.get(method.model), self.options.settings
-        ids = self.text.new_tensor([self.prompts[number].token_ids]).to(next(model.parameters()).device)
+        ids = self.text.new_tensor([self.prompts[number].token_ids]).to(self.run.models.device)
         new_tokens = self.args.passkey_new_tokens
         said = answer.gates.greedy_by_tau(model, self._cache(method), ids, new_tokens, settings)
         texts = [self.run.tokenizer.decode(ids, skip_special_tokens=True) for ids in said]
         return {"answers": dict(zip(map(label, settings), texts, strict=True))}
 
-    def _payload(self, texts: list[dict[str, Any]], answers: list[dict[str, Any]]) -> dict[str, Any]:
-        options, scored = self.options, self.options.scored_tokens
-        rows = [self._row(tau, texts, answers) for tau in options.settings]
-        chosen = rows[options.settings.index(options.tau)]
-        return {
-            **perplexity_result(chosen["perplexity"], chosen["ci95"]),
-            "samples": [
-                text_sample(
-                    number,
-                    self.text[number].tolist(),
-                    score=record["nll"][label(options.tau)],
-                    tokens=scored,
-                    by_tau=record["nll"],
-                    counts=record["counts"],
-                )
-                for number, record in enumerate(texts)
+    def payload(self, method: Method, records: dict[Item, Record]) -> Record:
+        texts = [record for (_, kind, _), record in records.items() if kind == "text"]
+        said = [record for (_, kind, _), record in records.items() if kind == "passkey"]
+        answers = [_judged(*pair) for pair in zip(self.prompts, said, strict=True)]
+        rows, tau = [self._row(tau, texts, answers) for tau in self.options.settings], label(self.options.tau)
+        return self.table(
+            rows,
+            [
+                {
+                    "score": r["nll"][tau],
+                    "tokens": self.options.scored_tokens,
+                    "by_tau": r["nll"],
+                    "counts": r["counts"],
+                }
+                for r in texts
             ],
-            "bytes": [self.run.stated_bytes(self.args.text_length - 1, None, [r["bytes"] for r in texts])],
-            "settings": {**asdict(options), "length": self.args.text_length},
-            "passkeys": answers,
-            "columns": self.columns(COLUMNS),
-            "rows": rows,
-            "curves": _curves(rows),
-        }
+            self.run.stated_bytes(self.args.text_length - 1, None, [record["bytes"] for record in texts]),
+            passkeys=answers,
+            curves=_curves(rows),
+        )
 
-    def _row(
-        self, tau: float | None, texts: list[dict[str, Any]], answers: list[dict[str, Any]]
-    ) -> dict[str, Any]:
+    def _row(self, tau: float | None, texts: list[Record], answers: list[Record]) -> Record:
         """One threshold: perplexity, its change against the exact attention, shares, passkeys."""
         sums, exact = ([record["nll"][key] for record in texts] for key in (label(tau), EXACT))
         correct = [record["correct"][label(tau)] for record in answers]
@@ -204,7 +187,7 @@ class TauCurve(SettingsTask):
         return {"setting": label(tau), "tau": tau, **row, **shares}
 
 
-def _judged(prompt: passkey.Prompt, record: dict[str, Any]) -> dict[str, Any]:
+def _judged(prompt: passkey.Prompt, record: Record) -> Record:
     """What was said to a prompt, with whether it is right."""
     right = {tau: passkey.is_correct(text, prompt.key) for tau, text in record["answers"].items()}
     judged = {"id": prompt.id, "target": prompt.key, "prompt_hash": prompt_hash(prompt.text)}
@@ -216,7 +199,7 @@ def label(tau: float | None) -> str:
     return EXACT if tau is None else str(tau)
 
 
-def _curves(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _curves(rows: list[Record]) -> list[Record]:
     """Both lines of Figure 7, and passkeys."""
     exact, measured = rows[0], rows[1:]
     wanted = [

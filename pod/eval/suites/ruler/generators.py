@@ -34,13 +34,15 @@ class Sample:
 class Generator(Protocol):
     """smallest: the least size that a task has."""
 
-    smallest: int
+    @property
+    def smallest(self) -> int: ...
 
     def sample(self, rng: random.Random, index: int, size: int) -> Sample:
         """The sample `index` at a size. Equal arguments give equal samples."""
         ...
 
 
+@dataclass(frozen=True)
 class Needles:
     """Needle in a haystack: keys with values between lines of noise, sentences of essays, or needles of other keys.
 
@@ -48,19 +50,16 @@ class Needles:
     own; num_values: values of each key; num_queries: keys that are asked for.
     """
 
-    def __init__(
-        self,
-        haystack: str,
-        key_kind: str,
-        value_kind: str,
-        num_keys: int = 1,
-        num_values: int = 1,
-        num_queries: int = 1,
-    ):
-        self.haystack, self.key_kind, self.value_kind = haystack, key_kind, value_kind
-        self.num_keys = max(num_keys, num_queries)
-        self.num_values, self.num_queries = num_values, num_queries
-        self.smallest = 40 if haystack == "essay" else self.num_keys * num_values + 1
+    haystack: str
+    key_kind: str
+    value_kind: str
+    num_keys: int = 1
+    num_values: int = 1
+    num_queries: int = 1
+
+    @property
+    def smallest(self) -> int:
+        return 40 if self.haystack == "essay" else self.num_keys * self.num_values + 1
 
     def sample(self, rng: random.Random, index: int, size: int) -> Sample:
         keys = [_random_text(rng, self.key_kind) for _ in range(self.num_keys)]

@@ -84,21 +84,13 @@ TASKS = {
     "niah_multikey_2": _niah("needle"),
     "niah_multikey_3": _niah("needle", keys="uuids", values="uuids"),
     "niah_multivalue": _niah("essay", num_values=4),
-    "niah_multiquery": _niah("essay", num_queries=4),
+    "niah_multiquery": _niah("essay", num_keys=4, num_queries=4),
     "vt": RulerTask("vt", {"num_hops": 4}),
     "cwe": RulerTask("cwe"),
     "fwe": RulerTask("fwe"),
     "qa_1": RulerTask("qa", {"source": "squad"}, "string_match_part", binary=True),
     "qa_2": RulerTask("qa", {"source": "hotpotqa"}, "string_match_part", binary=True),
 }
-TYPES = {
-    "niah_single": ["niah_single_1", "niah_single_2", "niah_single_3"],
-    "niah_multikey": ["niah_multikey_1", "niah_multikey_2", "niah_multikey_3"],
-    "niah_multivalue": ["niah_multivalue"],
-    "niah_multiquery": ["niah_multiquery"],
-    "cwe": ["cwe"],
-    "fwe": ["fwe"],
-    "qa": ["qa_1", "qa_2"],
-    "vt": ["vt"],
-}
+_KINDS = ("niah_single", "niah_multikey", "niah_multivalue", "niah_multiquery", "cwe", "fwe", "qa", "vt")
+TYPES = {kind: [task for task in TASKS if task.startswith(kind)] for kind in _KINDS}
 """The eight columns of SimLayerKV's Table 3, whose average is the mean of the columns."""

@@ -1,14 +1,30 @@
-"""RULER's tasks at every length: their rows, their scores, thirteen tasks and their groups per length."""
+"""RULER's tasks at every length: rows whose prompts fill it, whatever the tokenizer, the same for one seed everywhere; their scores,
+thirteen tasks and their groups per length.
 
+Source of the scorers' rules: github.com/NVIDIA/RULER (Apache-2.0), scripts/eval/{evaluate.py,synthetic/constants.py}.
+"""
+
+import random
+import re
 from typing import Any
 
 from pod.eval.suites import data
 from pod.eval.suites.configs import Config, group_config, task_config
-from pod.eval.suites.lengths import BUILT, NAMES
-from pod.eval.suites.ruler import metrics, samples
+from pod.eval.suites.lengths import BUILT, NAMES, Rows, chat_tokens, count_tokens, largest_fit
+from pod.eval.suites.ruler.generators import (
+    CommonWords,
+    Documents,
+    FrequentWords,
+    Generator,
+    Needles,
+    VariableTracking,
+)
 from pod.eval.suites.ruler.prompts import PROMPTS, TASKS, TYPES
 
 ANY_LENGTH = 4096  # of the tasks without a length in their name, when `ruler_length` says nothing
+FIELDS = ("index", "input", "asked", "prefix", "answers", "length")
+_NEAR = 0.97  # a prompt that fills this share of its length is not made again
+_CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 def rows(**metadata: Any) -> dict[str, Any]:
@@ -23,21 +39,88 @@ def rows(**metadata: Any) -> dict[str, Any]:
         if isinstance(value, bool) or not isinstance(value, int) or value < (key != "seed"):
             raise ValueError(f"ruler_{key} must be a whole number above 0, not {value!r}")
     tokenizer = data.load_tokenizer(metadata)
-    found = samples.make_rows(
-        settings["task"], chosen["length"], tokenizer, chosen["seed"], chosen["samples"]
+    return {
+        "test": make_rows(settings["task"], chosen["length"], tokenizer, chosen["seed"], chosen["samples"])
+    }
+
+
+def make_generator(task: str, tokenizer: Any, length: int, room: int) -> Generator:
+    """What makes the samples of a task; room: tokens for a prompt."""
+    options = TASKS[task].options
+    match TASKS[task].prompt:
+        case "niah":
+            return Needles(**options)
+        case "vt":
+            return VariableTracking(tokenizer, length, **options)
+        case "cwe":
+            return CommonWords(length)
+        case "fwe":
+            return FrequentWords(room)
+        case _:
+            return Documents(**options)
+
+
+def make_rows(task: str, length: int, tokenizer: Any, seed: int = 42, count: int = 500) -> Rows:
+    """The samples of a task, built when they are read.
+
+    Args:
+        task: key of TASKS; count: number of samples (the official 500; question answering has no more than its questions).
+        length: tokens of prompt, answer and, where the tokenizer has one, chat template together; prompts do not change with the
+            use of the template.
+    Returns: rows {index, input, prefix, answers, length (tokens of input and prefix)}.
+    Raises: ValueError when data are missing or no prompt fits the length.
+    """
+    room = length - PROMPTS[TASKS[task].prompt].new_tokens - chat_tokens(tokenizer)
+    usual: int | None = (
+        None  # the size of row 0, where the search for every other one begins: no row depends on those read before
     )
-    return {"test": found}
+
+    def row(index: int) -> dict[str, Any]:
+        nonlocal usual
+        made: dict[int, tuple[Any, int]] = {}
+
+        def tokens_of(size: int) -> int:
+            sample = generator.sample(random.Random(f"{seed}/{task}/{index}"), index, size)
+            made[size] = sample, count_tokens(tokenizer, sample.prompt + sample.prefix)
+            return made[size][1]
+
+        size = largest_fit(tokens_of, room, smallest=generator.smallest, guess=usual, near=_NEAR)
+        usual = size if usual is None else usual
+        sample, tokens = made[size]
+        return {
+            "index": index,
+            "input": sample.prompt,
+            "asked": sample.prompt[sample.prompt.rindex("\n") :],  # every task's question is its last line
+            "prefix": sample.prefix,
+            "answers": sample.answers,
+            "length": tokens,
+        }
+
+    try:
+        generator = make_generator(task, tokenizer, length, room)
+        row(0)
+    except ValueError as error:
+        raise ValueError(f"ruler {task} at {length} tokens: {error}") from None
+    if isinstance(generator, Documents):
+        count = min(count, len(generator.questions))
+    return Rows(count, row, FIELDS)
+
+
+def clean(prediction: str) -> str:
+    """A prediction without blanks at its ends, control characters as line ends."""
+    return _CONTROL.sub("\n", prediction.strip()).strip()
 
 
 def score_all(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """The share of the answers found."""
-    value = metrics.string_match_all(results[0], doc["answers"])
+    """string_match_all: the share of the answers that stand in the prediction, whatever their case."""
+    text = clean(results[0]).lower()
+    value = sum(answer.lower() in text for answer in doc["answers"]) / len(doc["answers"])
     return {"score": value, "string_match_all": value}
 
 
 def score_part(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Whether any of the answers is found."""
-    value = metrics.string_match_part(results[0], doc["answers"])
+    """string_match_part: whether any of them does."""
+    value = float(score_all(doc, results)["score"] > 0)
     return {"score": value, "string_match_part": value}
 
 

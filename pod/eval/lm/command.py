@@ -1,0 +1,239 @@
+"""The model `pod` of lm-eval's command line: a method and its budget from lm-eval's model arguments.
+
+`--model_args pretrained=…,method=snapkv,budget=25%` are the arguments of `CommandLM`, which importing this module registers.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.api.registry import register_model
+
+import pod
+from pod.eval.answer.budget import ByteBudgets, without_limit
+from pod.eval.answer.methods import Method, find_method
+from pod.eval.answer.ranks import Ranks
+from pod.eval.lm.model import PodLM
+from pod.eval.lm.requests import Encoder
+from pod.eval.results import identity, with_files
+from pod.modeling.loading import with_plan
+
+_RANKS: list[Ranks] = []
+_MARK = "pod-kv: made by"  # in the database of --use_cache
+POD_BYTES = "pod"
+
+
+class MethodCaches:
+    """Makes the caches of one method: `caches(length, fed) -> (cache, budget)`.
+
+    Args:
+        model: a loaded model.
+        method: a spec of `pod.make_cache`, or with its budget as `snapkv@1024`; None: the layout of the model itself.
+        budget: tokens per KV head and layer, a share of the tokens as "25%", or "pod": as many as fill the bytes that PoD holds.
+        reference: for the budget "pod": a model with the sharing plan.
+        options: the method's own parameters.
+    Raises: ValueError for whatever does not go together, by making one cache at once.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        method: str | None = None,
+        budget: int | str | None = None,
+        reference: Any = None,
+        options: dict[str, Any] | None = None,
+    ):
+        self.model, self.options = model, options or {}
+        self.method = _method(method, model, budget)
+        self.of_pod_bytes = self.method.takes_budget and self.method.budget is None
+        if self.of_pod_bytes and reference is None:
+            raise ValueError(
+                f"method {self.method.name!r} needs a budget: budget=1024 (tokens), budget=25% (of the tokens seen), or budget=pod "
+                "with plan=PLAN.json (as many as fill PoD's bytes)"
+            )
+        self._reference = reference
+        self._budgets: ByteBudgets | None = None
+        self._cache(1 << 20 if self.of_pod_bytes else self.method.fixed_budget(1 << 20))
+
+    @property
+    def one_shot(self) -> bool:
+        """Whether one forward equals the decode path: no method that compresses, no plan that packs, no gate skip (tau)."""
+        return self.method.one_shot and not self.options and not self.model.config.sharing_plan.packs
+
+    def prepare(self, lengths: Iterable[int]) -> None:
+        """Measure PoD's bytes at all lengths that will be asked for (one pass over the longest)."""
+        if self.of_pod_bytes and set(lengths):
+            self._budgets = ByteBudgets.of(self._reference, lengths)
+
+    def budget(self, length: int, fed: int) -> int | None:
+        """The budget at `length` tokens, `fed` of them after the prompt."""
+        if not self.of_pod_bytes:
+            return self.method.fixed_budget(length) if self.method.takes_budget else None
+        if self._budgets is None or length not in self._budgets.bytes_by_part:
+            self.prepare([length])
+        assert self._budgets is not None
+        return self._budgets.tokens(self.method, length, fed)
+
+    def __call__(self, length: int, fed: int) -> tuple[Any, int | None]:
+        budget = self.budget(length, fed)
+        return self._cache(without_limit(budget, length) if self.of_pod_bytes else budget), budget
+
+    def _cache(self, budget: int | None) -> Any:
+        return pod.make_cache(self.model, self.method.spec, budget=budget, **self.options)
+
+
+def _method(name: str | None, model: Any, budget: int | str | None) -> Method:
+    own = model.config.own_method
+    if name is None or name == own:
+        if budget is not None:
+            raise ValueError(f"method {own!r} takes no budget; leave out budget={budget}")
+        return Method(name=own, spec=None, model="dense", one_shot=True)
+    found = find_method(name)
+    if budget is None or (budget == POD_BYTES and found.takes_budget):
+        return found
+    if found.budget is not None:
+        raise ValueError(f"method {name!r} has its budget behind the @; leave out budget={budget}")
+    return find_method(f"{name}@{budget}")
+
+
+class CommandLM(PodLM):
+    """A dense model or an export of this project, under a method."""
+
+    def __init__(
+        self,
+        pretrained: str,
+        method: str | None = None,
+        budget: int | str | None = None,
+        plan: str | None = None,
+        num_sink_tokens: int | None = None,
+        num_recent_tokens: int | None = None,
+        gguf_file: str | None = None,
+        dtype: str | None = None,
+        batch_size: int | str = 1,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        max_length: int | None = None,
+        too_long: str = "truncate",
+        question_aware: bool = False,
+        attention_backend: str = "auto",
+        **options: Any,
+    ):
+        """
+        Args:
+            pretrained: folder or hub id: a dense model or an export of this project.
+            method: a spec of `pod.make_cache`, as `snapkv` or `pod+snapkv+int4`; default: the layout of the model itself.
+            budget: tokens per KV head and layer, a share of the tokens as `25%`, or `pod`: as many as fill PoD's bytes.
+            plan: plan.json for the method `pod` on dense weights and for `budget=pod`; an export has its own.
+            num_sink_tokens, num_recent_tokens: PoD's windows (tokens).
+            gguf_file: name of a GGUF file in `pretrained`; dtype: of the weights, default the checkpoint's.
+            batch_size: sequences that run together (a number; `auto` is not supported).
+            device: default a GPU where there is one.
+            max_length: longest sequence (tokens), default what the model reads; too_long: truncate or error (skip: in recipes).
+            question_aware: methods see the question when they compress a prompt (see eval.question_aware).
+            options: parameters of the method (`run_eval.py --list-methods`).
+        Raises: ValueError, before any computation, for whatever does not go together.
+        """
+        _check(batch_size, max_batch_size, too_long)
+        ranks = Ranks()
+        _RANKS.append(ranks)
+        # for other methods the plan only says how many bytes PoD would hold
+        parts = [part.strip() for part in (method or "pod").split("@")[0].split("+")]
+        model = pod.load_model(
+            pretrained,
+            plan=plan if {"pod", "pod-unadapted"} & set(parts) else None,
+            num_sink_tokens=num_sink_tokens,
+            num_recent_tokens=num_recent_tokens,
+            dtype=dtype,
+            gguf_file=gguf_file,
+            attention_backend=attention_backend,
+            device=_device(device, ranks),
+        )
+        caches = MethodCaches(model, method, budget, _reference(model, plan, budget), options)
+        length = int(max_length or model.config.max_position_embeddings)
+        super().__init__(
+            lambda: model,
+            caches,
+            Encoder(pod.load_tokenizer(pretrained, gguf_file), length, too_long, question_aware),
+            budget=caches.budget,
+            prepare=caches.prepare,
+            one_shot=caches.one_shot,
+            batch_size=int(batch_size),
+            ranks=ranks,
+        )
+        self.identity = {
+            "pretrained": identity(pretrained),
+            "method": caches.method.name,
+            "budget": budget,
+            "plan": None if plan is None else json.loads(Path(plan).read_text(encoding="utf-8")),
+            "windows": [model.config.num_sink_tokens, model.config.num_recent_tokens],
+            "model": [gguf_file, str(model.dtype), attention_backend],
+            "limits": [length, too_long, question_aware],
+            "options": with_files(options),
+        }
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval writes into its results; asks no network."""
+        return {
+            "model_num_parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "model_dtype": str(self.model.dtype),
+            "model_revision": None,
+            "model_sha": None,
+            "pod": self.identity,
+        }
+
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        """Refuse a `--use_cache` of another method, budget or model: lm-eval's keys name the prompt only. Raises: ValueError."""
+        database = cache_hook.dbdict
+        if database is None or (self.ranks and self.ranks.world_size > 1):
+            return super().set_cache_hook(cache_hook)
+        mine = hashlib.sha256(json.dumps(self.identity, sort_keys=True, default=str).encode()).hexdigest()
+        if len(database) and database.get(_MARK) != mine:
+            raise ValueError(
+                f"the answers in {database.filename} come from another method, budget or model: take another --use_cache path"
+            )
+        database[_MARK], self.cache_hook = mine, cache_hook
+
+
+register_model("pod")(CommandLM)
+
+
+def close_ranks() -> None:
+    """Leave the process group that a `CommandLM` of this process has joined."""
+    while _RANKS:
+        _RANKS.pop().close()
+
+
+def _device(asked: str | None, ranks: Ranks) -> str:
+    """lm-eval's command line asks for cuda:0 by itself: that means a GPU where there is one, and each rank its own."""
+    if asked is not None and not asked.startswith("cuda"):
+        return asked
+    if not torch.cuda.is_available():
+        return "cpu"
+    return f"cuda:{ranks.local_rank}" if ranks.world_size > 1 else asked or "cuda"
+
+
+def _reference(model: Any, plan: str | None, budget: int | str | None) -> Any:
+    """A model that tells PoD's bytes: the model itself when it has a plan, else the same weights under `plan`."""
+    if budget != POD_BYTES:
+        return None
+    if model.config.own_method == "pod":
+        return model
+    if plan is None:
+        raise ValueError("budget=pod needs plan=PLAN.json: it says which bytes PoD would hold")
+    return with_plan(model, pod.SharingPlan.load(plan)).to(model.device)
+
+
+def _check(batch_size: int | str, max_batch_size: int | None, too_long: str) -> None:
+    if not str(batch_size).isdecimal() or int(batch_size) < 1 or max_batch_size is not None:
+        raise ValueError(
+            f"batch_size = {batch_size!r}: a number of sequences is needed (auto and max_batch_size are not supported: what runs "
+            "together would depend on the machine)"
+        )
+    if too_long == "skip":
+        raise ValueError(
+            "too_long=skip: lm-eval's command line would score the prompts that are left out as wrong; take truncate or error, or run "
+            "the tasks by a recipe, which counts them apart (eval.too_long)"
+        )
