@@ -425,7 +425,7 @@ def test_one_that_fails_does_not_stop_the_others(bench, monkeypatch):
     assert found["pod"]["engine"] and found["pod"]["note"] is None
     assert "the time for this benchmark was up" in found[late.name]["error"]
     text = run.table(decode_speed.compare(bench, [bad, POD], 1, 40))
-    assert "pod tau=7                failed: tau = 7" in text
+    assert "pod tau=7                failed: pod: tau = 7" in text
 
 
 # -- launcher --------------------------------------------------------------------------------------------------------

@@ -116,6 +116,7 @@ CASES = {
 PACKED = [
     "full+int4",
     "pod+int4",
+    "pod+kivi",
     "simlayerkv+int4",
     "razor+int4",
     "d2o+int8",

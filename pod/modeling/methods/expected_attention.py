@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.ranking import Ranking
-from pod.modeling.methods.shared_selection import SharedSelectionLayer
+from pod.modeling.methods.shared_selection import SharedSelectionLayer, free_own_keys
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, cache_of
 from pod.modeling.shipped.attend import compute_dtype
 from pod.modeling.shipped.config import PodConfig
@@ -81,7 +81,7 @@ METHOD = Method(
     paper="Expected Attention (Devoto et al., 2025)",
     frees="prompt tokens that queries to come are not expected to attend to; decoded tokens stay",
     axis="selection",
-    build=cache_of(ExpectedLayer),
+    build=cache_of(ExpectedLayer, after_layers=free_own_keys),
     parameters={
         "num_sink_tokens": (4, "first tokens, always kept and not observed (tokens)", 0),
         "num_future_positions": (512, "positions behind the prompt over which RoPE is averaged (tokens)", 1),

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from pod.modeling.methods.base import Method, round_half_up, round_sums
 from pod.modeling.methods.ranking import ranking_parameters
-from pod.modeling.methods.shared_selection import SharedSelectionLayer
+from pod.modeling.methods.shared_selection import SharedSelectionLayer, free_own_keys
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, cache_of
 from pod.modeling.shipped.sharing import Lead
 
@@ -62,7 +62,7 @@ METHOD = Method(
     paper="PyramidKV (Cai et al., 2024)",
     frees="prompt tokens that the end of the prompt does not attend to, more of them in higher layers",
     axis="selection",
-    build=cache_of(PyramidLayer),
+    build=cache_of(PyramidLayer, after_layers=free_own_keys),
     parameters=ranking_parameters(window=8, kernel=7, pool="max")
     | {"beta": (20, "mean budget over the last layer's", 1)}
     | PREFILL_PARAMETERS,

@@ -7,6 +7,7 @@ tokens that are still proximal and drops them as they age; it holds values for a
 from bisect import bisect_right
 from collections.abc import Callable, Hashable
 from functools import lru_cache
+from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -89,7 +90,7 @@ class Bank:
         held: tokens held by each row and head.
         ranking: by which the leads choose, with what it observed of the unfinished prompt.
         whole_from: position from which every token is held.
-        chosen: of each lead the last positions before that, each the largest of any row, on the host: decoding waits for no device.
+        chosen: of each lead the last positions before that, each the largest of any row; None = still on the device.
     """
 
     def __init__(self, layer: "SharedSelectionLayer", leads: list[int], followers: list[int]):
@@ -102,7 +103,7 @@ class Bank:
         self.held = self.whole_from = 0
         self.places = TokenStore()
         self.places.is_tight = True
-        self.chosen: list[list[int]] = [[] for _ in self.leads]
+        self.chosen: list[list[int]] | None = [[] for _ in self.leads]
 
     def stores(self) -> list[tuple[str, TokenStore, int]]:
         """Name, store and tokens."""
@@ -302,8 +303,6 @@ class SharedSelectionLayer(PodCacheLayer):
         if step.ends_prompt or step.is_decode:
             for _, store, count in self._held(step.max_length):
                 store.settle(count)
-        for bank in self.banks:
-            self._free(bank, step)
 
     def choose(self, step: Step) -> list[Tensor | None]:
         """Of each bank the slots ``[B, leads, budget]`` that its leads keep, ascending; None = all."""
@@ -322,8 +321,7 @@ class SharedSelectionLayer(PodCacheLayer):
                 bank.keys.keep(slots, bank.held)
                 if bank.shares:
                     bank.places.keep(slots, bank.held)
-                    bank.whole_from = step.max_length
-                    bank.chosen = bank.positions[:, :, -self.num_recent_tokens :].amax(0).tolist()
+                    bank.chosen = None
             for place, head in bank.followed:
                 left = step.lead.selections.setdefault(head, Selection(bank.positions[:, place]))
                 left.kept = None if slots is None else slots[:, place]
@@ -337,15 +335,25 @@ class SharedSelectionLayer(PodCacheLayer):
             if bank.followers:
                 bank.own.keep(kept[-1], self.num_recent_tokens - 1)
 
-    def _free(self, bank: Bank, step: Step) -> None:
-        """Of followers the keys of tokens that are distant for the next query; which those are, their leads know."""
-        seen, n_r = step.max_length, self.num_recent_tokens
-        for place, head in bank.followed:
-            chosen = bank.chosen[place]
-            near = min(seen - bank.whole_from, n_r - 1) + len(chosen) - bisect_right(chosen, seen - n_r)
-            step.lead.selections[head].near = near
+
+def free_own_keys(layers: list[SharedSelectionLayer], step: Step, label: None) -> None:
+    """Free followers' keys of tokens that are distant for the next query. Which those are is read from the device once for all
+    layers, when leads have chosen, and known on the host from then on."""
+    seen, n_r = step.max_length, layers[0].num_recent_tokens
+    banks = [(layer, bank) for layer in layers for bank in layer.banks]
+    unread = [bank for _, bank in banks if bank.chosen is None]
+    if unread:
+        latest = [bank.positions[:, :, -n_r:].amax(0) for bank in unread]
+        numbers = iter(torch.cat([x.flatten() for x in latest]).tolist())
+        for bank, x in zip(unread, latest, strict=True):
+            bank.whole_from, bank.chosen = seen, [list(islice(numbers, x.shape[1])) for _ in bank.leads]
+    near = {}
+    for layer, bank in banks:
+        whole = min(seen - bank.whole_from, n_r - 1)
+        for head, chosen in zip(bank.leads, bank.chosen or (), strict=True):
+            near[layer.layer_idx, head] = whole + len(chosen) - bisect_right(chosen, seen - n_r)
         if bank.followers:
-            most = max(step.lead.selections[head].near for head in bank.followers)
+            most = max(near[layer.lead[layer.layer_idx][head], head] for head in bank.followers)
             bank.own.free(most, step.past.device)
 
 

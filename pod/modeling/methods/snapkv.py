@@ -7,7 +7,7 @@ kept. In ``streaming`` prefill every chunk of the prompt counts as its end.
 
 from pod.modeling.methods.base import Method
 from pod.modeling.methods.ranking import ranking_parameters
-from pod.modeling.methods.shared_selection import SharedSelectionLayer
+from pod.modeling.methods.shared_selection import SharedSelectionLayer, free_own_keys
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, cache_of
 
 METHOD = Method(
@@ -15,7 +15,7 @@ METHOD = Method(
     paper="SnapKV (Li et al., 2024)",
     frees="prompt tokens that the end of the prompt does not attend to; decoded tokens stay",
     axis="selection",
-    build=cache_of(SharedSelectionLayer),
+    build=cache_of(SharedSelectionLayer, after_layers=free_own_keys),
     parameters=ranking_parameters(window=32, kernel=5, pool="avg") | PREFILL_PARAMETERS,
     takes_budget=True,
 )

@@ -23,13 +23,11 @@ class Selection:
         positions: ``[B, n]``, ascending.
         scored: when decoding, logits ``[B, G, n]`` and which tokens ``[B, n]`` are proximal.
         kept: slots ``[B, w]`` that the lead chose when the prompt ended; None = all.
-        near: how many of the tokens held, in any row, are recent ones for the next query.
     """
 
     positions: Tensor
     scored: tuple[Tensor, Tensor] | None = None
     kept: Tensor | None = None
-    near: int = 0
 
 
 @dataclass
