@@ -425,7 +425,7 @@ def draw(measured: list[dict[str, Any]]) -> None:
     for x in measured:
         if not x["name"].endswith("dense") and "-" not in x["name"]:  # other ways to train the same plan
             found.setdefault(kind_of(x["name"]), []).append(x)
-    figure = Figure(figsize=(11, 5.2), layout="constrained")
+    figure = Figure(figsize=(11, 6.2), layout="constrained")
     panels = figure.subplots(1, 2)
     order = sorted(found, key=lambda kind: (" " not in kind, "sharing" in kind, kind))
     for number, kind in enumerate(order):
@@ -440,8 +440,8 @@ def draw(measured: list[dict[str, Any]]) -> None:
         panels[1].plot(places, keys, **style)
     panels[0].axhline(1, color="0.4", linewidth=0.8)
     panels[0].set_ylim(0.985, 1.2)
-    panels[0].set_ylabel("perplexity / dense (95 % over texts; above 1.2: in the table)")
-    panels[1].set_ylabel(f"passkeys at {LENGTH} tokens, asked after compression (%)")
+    panels[0].set_ylabel("perplexity / dense (95 % over texts)")
+    panels[1].set_ylabel(f"passkeys at {LENGTH} tokens (%)")
     for axes in panels:
         axes.set_xlabel("bytes held (% of dense)")
         axes.set_xlim(5, 70)
