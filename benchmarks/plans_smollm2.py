@@ -198,7 +198,7 @@ class Bench:
         began, found = time.perf_counter(), [Found(row) for row in rows]
         for start in range(0, TEXTS, BATCH):
             text = self.text[start : start + BATCH]
-            for x, cache in self.read(found, text[:, : self.bucket.first - 1], None, LENGTH, SCORED):
+            for x, cache, _ in self.read(found, text[:, : self.bucket.first - 1], None, LENGTH, SCORED):
                 judge_ahead(self.model(x.row), cache, None, last=text[:, self.bucket.first - 1 :][:, :1])
                 nll = nll_behind(self.model(x.row), cache, text, self.bucket.first, self.bucket.end)
                 x.nll += nll.mean(1).tolist()
@@ -217,7 +217,8 @@ class Bench:
         assert before is not None
         fed = max(prompt.num_asked for prompt in prompts) + NEW_TOKENS
         ids, mask = left_padded(before, pad)
-        for x, cache in self.read(found, ids, mask, prompts[0].length, fed):
+        for x, cache, hidden in self.read(found, ids, mask, prompts[0].length, fed):
+            judge_ahead(model, cache, mask, hidden=hidden)
             said = answer_behind(model, self.tokenizer, cache, mask, asked, NEW_TOKENS)
             right = [passkey.is_correct(text, p.key) for text, p in zip(said, prompts, strict=True)]
             x.passkeys.setdefault(length, []).extend(right)
@@ -225,21 +226,19 @@ class Bench:
     @torch.no_grad()
     def read(
         self, found: list[Found], ids: Tensor, mask: Tensor | None, length: int, fed: int
-    ) -> Iterator[tuple[Found, pod.PodCache]]:
-        """Each row with a cache that has read and compressed the prompts ``ids``; what comes before its last token is read once."""
+    ) -> Iterator[tuple[Found, pod.PodCache, Tensor]]:
+        """Each row with a cache that has read and compressed the prompts ``ids``, and the last hidden states ``[B, 1, D]``; of several
+        rows what comes before the last token is read once."""
         model = self.model(found[0].row)
         common, count = self.cache(found[0].row, length, fed), ids.shape[1]
 
         def feed(cache: pod.PodCache, columns: slice) -> Tensor:
             seen = None if mask is None else mask[:, : columns.stop]
             given = {"input_ids": ids[:, columns], "attention_mask": seen, "past_key_values": cache}
-            return model.model(**given, use_cache=True).last_hidden_state
+            return model.model(**given, use_cache=True).last_hidden_state[:, -1:]
 
         if len(found) == 1:
-            hidden = feed(common, slice(0, count))
-            if mask is not None:
-                judge_ahead(model, common, mask, hidden=hidden[:, -1:])
-            yield found[0], common
+            yield found[0], common, feed(common, slice(0, count))
             return
         common.begin_prompt(count)
         feed(common, slice(0, count - 1))
@@ -247,11 +246,10 @@ class Bench:
             cache = self.cache(x.row, length, fed)
             cache.from_state(branch(common).state())
             assert isinstance(cache, GroupedCache)
-            for layer in (layer for group in cache.groups for layer in group.layers):
-                own = vars(cache.new_layer(layer.layer_idx))
+            for index, layer in ((i, x) for group in cache.groups for i, x in enumerate(group.layers)):
+                own = vars(cache.new_layer(index))
                 vars(layer).update({name: own[name] for name in ("budget", "recents") if name in own})
-            feed(cache, slice(count - 1, count))
-            yield x, cache
+            yield x, cache, feed(cache, slice(count - 1, count))
 
     def _in_parts(self, prompt: passkey.Prompt) -> passkey.Prompt:
         """The prompt with text and question as tokens of their own."""
@@ -297,8 +295,9 @@ def run(part: int, parts: int, only: list[str]) -> None:
         if not kept_at(row).is_file():
             whole = row.share is not None and row.spec in WHOLE_PROMPT
             together.setdefault((row.spec, whole or row.name), []).append(row)
-    bench = Bench()
+    bench = None
     for number, group in list(enumerate(together.values()))[part::parts]:
+        bench = bench or Bench()
         for row, found in measured(bench, group):
             kept_at(row).parent.mkdir(parents=True, exist_ok=True)
             write_json(kept_at(row), found)
