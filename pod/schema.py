@@ -135,8 +135,8 @@ def _convert_sequence(value: Any, wanted: Any, where: str) -> Any:
 
 
 def _split_commas(text: str) -> list[str]:
-    """Split at commas that stand outside parentheses: `pod,imdc(snapkv,4096)` has two parts."""
-    parts = re.findall(r"(?:[^,()]|\([^()]*\))+", text)
+    """Split at commas outside parentheses and brackets: `pod,d2o[merge=average,alpha=2]` has two parts."""
+    parts = re.findall(r"(?:[^,()\[\]]|\([^()]*\)|\[(?:[^\[\]]|\[[^\[\]]*\])*\])+", text)
     return [part.strip() for part in parts if part.strip()]
 
 

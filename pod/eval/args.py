@@ -35,7 +35,8 @@ class EvalArgs:
 
     method_options: dict[str, dict[str, Any]] = field(default_factory=dict)
     """parameters of methods by name, as `{razor: {heads: runs/x/plan/retrieval_heads.json}, h2o: {num_recent_tokens: 64}}`;
-    `run_eval.py --list-methods` shows what each one takes"""
+    `run_eval.py --list-methods` shows what each one takes. Variants of a method in one run have them in their names:
+    `simlayerkv[threshold=0.8]`, `d2o[merge=average,alpha=2]@25%`"""
 
     preset: str | None = None
     """fills method_options as a paper set its methods and baselines: pod, simlayerkv, d2o, razorattention, duoattention or imdc

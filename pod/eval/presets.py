@@ -45,12 +45,21 @@ PRESETS: dict[str, dict[str, Options]] = {
 
 
 def with_preset(preset: str | None, methods: Sequence[str], own: dict[str, Options]) -> dict[str, Options]:
-    """Options by method: a paper's, and before them the recipe's `own`. Raises: ValueError for an unknown preset, with the nearest."""
-    if preset is None:
-        return own
-    if preset not in PRESETS:
+    """Options by method: a paper's, before them the recipe's `own`, before these what stands in a method's name.
+
+    Raises: ValueError for an unknown preset, with the nearest, and for two values of one option.
+    """
+    if preset is not None and preset not in PRESETS:
         raise unknown("preset", preset, PRESETS)
-    found = {name: _options(PRESETS[preset], name) | own.get(name, {}) for name in methods}
+    found = {}
+    for name in methods:
+        said, named = own.get(name, {}), find_method(name).options
+        twice = [key for key in named if said.get(key, named[key]) != named[key]]
+        if twice:
+            raise ValueError(
+                f"eval.method_options says {twice[0]} = {said[twice[0]]!r} of {name}: leave it out there or in the name"
+            )
+        found[name] = _options(PRESETS.get(preset or "", {}), name) | said | named
     return {name: options for name, options in found.items() if options}
 
 

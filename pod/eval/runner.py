@@ -45,6 +45,7 @@ class Evaluation:
         with data.use(self.args.data_dir, self.tokenizer, self.args.unsafe_code):
             self.tasks = make_tasks(self)
         self._check_lengths()
+        self._check_options()
 
     def _check_lengths(self) -> None:
         """ValueError for a task that no method can be fed, and for speeds that some method cannot be measured at."""
@@ -62,6 +63,15 @@ class Evaluation:
         if any(found) and SPEED_RUN in self.args.tasks:
             reason = next(filter(None, found))
             raise ValueError(f"{SPEED_RUN} would {reason}: lower eval.efficiency_lengths")
+
+    def _check_options(self) -> None:
+        """ValueError for an option that a method does not have or take."""
+        specs = {name: spec for name in self.args.method_options if (spec := find_method(name).spec)}
+        if specs:
+            from pod.modeling.methods import check_parameters  # loads torch
+
+            for name, spec in specs.items():
+                check_parameters(spec, self.args.method_options[name])
 
     def refuses(self, method: Method, task: base.Task) -> str | None:
         """Why a method is not measured by a task, in one line; None when it is."""

@@ -1,9 +1,13 @@
 """The methods that an evaluation can compare, and what it must know about each. Standard library only."""
 
+import contextlib
 import difflib
+import hashlib
+import json
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +34,8 @@ class Method:
     title: str = ""
     budget: int | float | None = None
     """fixed instead of PoD's bytes: tokens per KV head and layer, or (float) the share of the tokens seen"""
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    """parameters that stand in its name, as `simlayerkv[threshold=0.8]`"""
 
     @property
     def file_name(self) -> str:
@@ -95,12 +101,17 @@ METHODS = {
 def find_method(name: str) -> Method:
     """The method of a name, of a combination such as `pod+snapkv+int4` or `imdc(streamingllm)`, or of a model of its own, `model:cla`.
 
-    `snapkv@1024` has a budget of 1,024 tokens, `snapkv@25%` one of a quarter of the tokens, at every length.
+    `snapkv@1024` has a budget of 1,024 tokens, `snapkv@25%` one of a quarter of the tokens, at every length. Parameters may stand behind
+    each part: `d2o[merge=average,alpha=2]@25%`, `imdc(snapkv)[function=sqrt]@1024`; their values are those of JSON, a text without
+    quotes, or `0-15` for the list of these whole numbers.
 
-    Raises: ValueError naming the nearest method there is. Whether the parts go together is for `pod.make_cache` to say.
+    Raises: ValueError naming the nearest method there is. Whether the parts go together, and which parameters they have, is for
+    `pod.make_cache` to say.
     """
     if name in METHODS:
         return METHODS[name]
+    if "[" in str(name) or "]" in str(name):
+        return _with_options(str(name))
     if "@" in str(name):
         return _with_budget(str(name))
     if str(name).startswith("model:"):
@@ -125,6 +136,35 @@ def find_method(name: str) -> Method:
     )
 
 
+_OPTIONS = re.compile(r"(?<=[\w)])\[((?:[^\[\]]|\[[^\[\]]*\])*)\]")
+
+
+def _with_options(name: str) -> Method:
+    plain, options = _OPTIONS.sub("", name), dict[str, Any]()
+    texts = [text for body in _OPTIONS.findall(name) for text in re.split(r",(?![^\[]*\])", body)]
+    for text in texts if "@" not in name.partition("[")[0] else ():
+        key, _, value = (part.strip() for part in text.partition("="))
+        if key.isidentifier() and value and key not in options:
+            options[key] = _value(value)
+    if "[" in plain or "]" in plain or len(options) < max(1, len(texts)):
+        raise ValueError(
+            f"method {name!r}: in brackets behind a part, and before any @, stands each parameter once with its value, as "
+            "d2o[merge=average,alpha=2]@25%"
+        )
+    found = find_method(plain)
+    said = ", ".join(f"{key} = {value}" for key, value in options.items())
+    return replace(found, name=name, one_shot=False, title=f"{found.title}; {said}", options=options)
+
+
+def _value(text: str) -> Any:
+    ends = re.fullmatch(r"(\d+)-(\d+)", text)
+    if ends:
+        return list(range(int(ends[1]), int(ends[2]) + 1))
+    with contextlib.suppress(ValueError):
+        return json.loads(text)
+    return text
+
+
 def _with_budget(name: str) -> Method:
     base, _, text = name.rpartition("@")
     found = find_method(base)
@@ -142,8 +182,13 @@ def _with_budget(name: str) -> Method:
 
 
 def safe_name(name: str) -> str:
-    """A method's or task's name as a file name: `imdc(snapkv)@25%` → `imdc_snapkv_@25p`."""
-    return re.sub(r"[^\w.+@-]", "_", name.replace("%", "p"))
+    """A method's name as a file name: `imdc(snapkv)[function=sqrt]@25%` → `imdc_snapkv__function=sqrt_@25p`. Long names, and those with
+    other characters than these, end in digits of their own."""
+    text = name.replace("%", "p")
+    safe = re.sub(r"[^\w.,=+@-]", "_", text)
+    if len(safe) <= 120 and re.fullmatch(r"[\w.,=+@()\[\]:-]*", text):
+        return safe
+    return f"{safe[:120]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> ValueError:
@@ -154,10 +199,10 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> ValueError:
 
 
 def check_names(kind: str, names: object, find: Callable[[str], object]) -> None:
-    """Raise ValueError for what `find` does not know, an empty list and repetitions."""
+    """Raise ValueError for what `find` does not know, an empty list, and repetitions or names whose files would be one."""
     if not isinstance(names, list) or not names:
         raise ValueError(f"eval.{kind}s must be a list of at least one {kind}, got {names!r}")
     for name in names:
         find(name)
-    if len(set(names)) < len(names):
+    if len({safe_name(str(name)).lower() for name in names}) < len(names):
         raise ValueError(f"eval.{kind}s names one {kind} twice: {', '.join(names)}")

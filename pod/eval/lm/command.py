@@ -5,6 +5,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,8 @@ class MethodCaches:
         reference: Any = None,
         options: dict[str, Any] | None = None,
     ):
-        self.model, self.options = model, options or {}
-        self.method = _method(method, model, budget)
+        self.model, self.method = model, _method(method, model, budget)
+        self.options = self.method.options | (options or {})
         self.of_pod_bytes = self.method.takes_budget and self.method.budget is None
         if self.of_pod_bytes and reference is None:
             raise ValueError(
@@ -140,7 +141,7 @@ class CommandLM(PodLM):
         ranks = Ranks()
         _RANKS.append(ranks)
         # for other methods the plan only says how many bytes PoD would hold
-        parts = [part.strip() for part in (method or "pod").split("@")[0].split("+")]
+        parts = [re.split(r"[[@]", part)[0].strip() for part in (method or "pod").split("+")]
         model = pod.load_model(
             pretrained,
             plan=plan if {"pod", "pod-unadapted"} & set(parts) else None,

@@ -303,8 +303,8 @@ def _rank(method: str) -> tuple[int, str, float, str]:
     """Order of the rows: as pod.eval.answer.methods lists them, combinations and models after, growing budgets together."""
     order = list(METHODS)
     name, _, budget = method.partition("@")
-    number = re.search(r"[0-9.]+", budget)
-    place = order.index(name) if name in order else len(order)
+    number, plain = re.search(r"[0-9.]+", budget), name.partition("[")[0]
+    place = order.index(plain) if plain in order else len(order)
     return place, name, float(number.group()) if number else 0.0, method
 
 

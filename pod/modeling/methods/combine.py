@@ -34,7 +34,7 @@ def build_cache(
     builder = selection or layout
     # a selection builds the cache, so what only a layout's own cache can do is not on offer
     offered = [method for method in chosen.values() if selection is None or method is not layout]
-    values = _parameters(spec, offered, params)
+    values = all_parameters(spec, offered, params)
     _check_budget(spec, builder, budget)
     request = Request(spec=spec, params=values, budget=budget or 0, inner=inner)
     if codec is not None:
@@ -111,7 +111,7 @@ def _check_model(spec: str, config: PodConfig, chosen: dict[str, Method]) -> Non
         )
 
 
-def _parameters(spec: str, chosen: list[Method], params: dict[str, Any]) -> dict[str, Any]:
+def all_parameters(spec: str, chosen: list[Method], params: Mapping[str, Any]) -> dict[str, Any]:
     """All parameters of the methods in a spec, defaults filled in."""
     known = {name: parameter for method in chosen for name, parameter in method.parameters.items()}
     for name, value in params.items():
@@ -122,4 +122,4 @@ def _parameters(spec: str, chosen: list[Method], params: dict[str, Any]) -> dict
         reason = known[name].refusal(value)
         if reason is not None:
             raise ValueError(f"{spec}: {name} = {value!r} {reason}")
-    return {name: parameter.default for name, parameter in known.items()} | params
+    return {name: parameter.default for name, parameter in known.items()} | dict(params)
