@@ -12,6 +12,7 @@ RAZOR = {
     "compression": 9.0,
 }
 IMDC = {"budget": 12, "chunk_size": 10, "window": 4, "kernel": 3}
+D2O_APART = {"budget": 13, "num_sink_tokens": 2, "gate": 1.65, "similarity": "both", "merge": "average"}
 STREAM = {"prefill": "streaming", "chunk_size": 7}
 LARGE = {"budget": 512}
 LARGE_STREAM = LARGE | {"chunk_size": 600}
@@ -75,6 +76,7 @@ SELECTIONS = [
     Row("h2o", {"budget": 12} | STREAM, large=LARGE_STREAM, name="h2o-streaming"),
     Row("roco", {"budget": 13, "num_sink_tokens": 2, "num_recent_tokens": 3}),
     Row("d2o", {"budget": 13, "num_sink_tokens": 2, "gate": 1.65}, large=LARGE | {"gate": 30.0}),
+    Row("d2o", D2O_APART, large=LARGE | {"gate": 30.0}, name="d2o-apart"),
     Row(
         "d2o",
         {"budget": 13, "num_sink_tokens": 2, "gate": 1.65} | STREAM,
@@ -148,6 +150,7 @@ TWINS = (  # packed like their neighbours
     "expected_attention-streaming",
     "h2o-streaming",
     "simlayerkv-prefill",
+    "d2o-apart",
 )
 COMPOSED = [
     packed(row, "int8" if row.spec in ("wa", "roco", "im") else "int4")

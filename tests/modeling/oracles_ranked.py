@@ -63,6 +63,10 @@ D2O (budget, num_sink_tokens T = 4, alpha = 3.0, gate g = 100.0, normalize_gate 
       tau, then the decision: prompt's end tau = m; decode tau = beta*m + (1 - beta)*tau, or m if there was no tau.
       An eviction of nothing leaves tau alone. Token i is merged iff u_i >= tau, else dropped. Weights: eq. 11 with
       kept e/(D), evicted exp(u_i)/D, D = e + sum exp(u_i) of those merged into the same kept token; K and V alike.
+    * Switches of section 5.5: recent_share r: M = max(1, floor(r (b_l - T))), N:M = 3:1 is r = 1/4 (Table 7); budget_rule
+      "printed": b_l = min(n, floor(w_l * budget)), section 4.1; merge "average": kept and merged ones count the same
+      (Table 6); similarity "values": cosines of values decide for K and V; "both": K by K and V by V, each with a tau
+      of its own ("independent metrics", Table 5).
 SimLayerKV (num_sink_tokens = 4, num_recent_tokens = w = 1024, threshold, detector, number of last queries)
     * Mass of query i = sum of A[i, j] over j < num_sink_tokens or i - j < w (positions), mean over all Hq heads.
       "prefill": mean over the last min(number, prompt) queries at a prompt's end. "decode": the first decode step
@@ -316,12 +320,18 @@ class D2O(H2O):
         normalize_gate: bool = False,
         beta: float = 0.5,
         chunk_size: int = 0,
+        recent_share: float = 0.25,
+        budget_rule: str = "total",
+        similarity: str = "keys",
+        merge: str = "weighted",
     ) -> None:
         self.budget, self.chunk_size, self.sinks = budget, chunk_size, num_sink_tokens
+        self.recent_share, self.budget_rule = Fraction(str(recent_share)), budget_rule
+        self.compared, self.merge = {"keys": "k", "values": "v", "both": "kv"}[similarity], merge
         self.alpha, self.gate, self.normalize, self.beta = Fraction(alpha), gate, normalize_gate, beta
         self.layer_weights: list[Fraction] | None = None
         self.density: list[list[Tensor]] = [[] for _ in range(self.num_layers)]
-        self.tau: dict[tuple[int, int], float] = {}
+        self.tau: dict[tuple[int, int, str], float] = {}
         self.weight_sums: list[float] = []
 
     def after_prompt(self, layer: int, head: int, weights: Tensor) -> None:
@@ -338,7 +348,10 @@ class D2O(H2O):
         if self.layer_weights is None:
             self.variances = [torch.cat(heads).mean().item() for heads in self.density]
             self.layer_weights = [Fraction(1) if f > self.gate else self.alpha for f in self.variances]
-        budgets = layer_budgets(self.layer_weights, self.budget, self.seen + self.num_new)
+        seen = self.seen + self.num_new
+        budgets = layer_budgets(self.layer_weights, self.budget, seen)
+        if self.budget_rule == "printed":
+            budgets = [min(seen, math.floor(w * self.budget)) for w in self.layer_weights]
         for layer, budget in enumerate(budgets):
             for head in range(self.num_heads):
                 self.evict(layer, head, budget)
@@ -348,7 +361,7 @@ class D2O(H2O):
         n = len(entries)
         if n <= budget:
             return
-        recent = max(1, (budget - self.sinks) // 4)
+        recent = max(1, math.floor((budget - self.sinks) * self.recent_share))
         heavy = best(
             list(range(self.sinks, n - recent)),
             lambda j: entries[j].stats["sum"],
@@ -356,34 +369,40 @@ class D2O(H2O):
         )
         kept = [*range(self.sinks), *heavy, *range(n - recent, n)]
         evicted = [j for j in range(n) if j not in kept]
+        to = {name: self.sources(layer, head, name, kept, evicted) for name in self.compared}
+        of_keys, of_values = to.get("k", to.get("v")), to.get("v", to.get("k"))
+        self.entries[layer][head] = [self.merged(entries, j, of_keys[j], of_values[j]) for j in kept]
+
+    def sources(self, layer, head, name, kept, evicted) -> dict[int, list[tuple[int, float]]]:
+        """Of every kept entry: what merges into it and how alike it is in ``name`` (k or v). Moves tau."""
+        xs = [getattr(entry, name) for entry in self.entries[layer][head]]
         nearest = {}
         for i in evicted:
-            cosines = cosine(entries[i].k, torch.stack([entries[j].k for j in kept])).tolist()
+            cosines = cosine(xs[i], torch.stack([xs[j] for j in kept])).tolist()
             place = max(range(len(kept)), key=lambda c: (cosines[c], -c))
             nearest[i] = kept[place], cosines[place]
         mean = sum(u for _, u in nearest.values()) / len(nearest)
-        old = self.tau.get((layer, head))
+        old = self.tau.get((layer, head, name))
         tau = self.beta * mean + (1 - self.beta) * old if self.is_decode and old is not None else mean
-        self.tau[layer, head] = tau
-        self.entries[layer][head] = [
-            self.merged(entries, j, [(i, u) for i, (to, u) in nearest.items() if to == j and u >= tau])
-            for j in kept
-        ]
+        self.tau[layer, head, name] = tau
+        return {j: [(i, u) for i, (to, u) in nearest.items() if to == j and u >= tau] for j in kept}
 
-    def merged(self, entries: list[Entry], j: int, sources: list[tuple[int, float]]) -> Entry:
+    def merged(self, entries: list[Entry], j: int, of_keys, of_values) -> Entry:
         """Eqs. 10 and 11 for one kept token."""
-        if not sources:
-            return entries[j]
-        total = math.e + sum(math.exp(u) for _, u in sources)
-        shares = [(entries[j], math.e / total)] + [(entries[i], math.exp(u) / total) for i, u in sources]
-        self.weight_sums.append(sum(share for _, share in shares))
-        return Entry(
-            position=entries[j].position,
-            k_raw=entries[j].k_raw,
-            k=sum(share * entry.k for entry, share in shares),
-            v=sum(share * entry.v for entry, share in shares),
-            stats=entries[j].stats,
-        )
+
+        def mean(name: str, sources: list[tuple[int, float]]) -> Tensor:
+            own = getattr(entries[j], name)
+            others = [getattr(entries[i], name) for i, _ in sources]
+            if self.merge == "average":
+                return (own + sum(others)) / (1 + len(others))
+            total = math.e + sum(math.exp(u) for _, u in sources)
+            shares = [math.e / total] + [math.exp(u) / total for _, u in sources]
+            self.weight_sums.append(sum(shares))
+            return sum(share * x for share, x in zip(shares, [own, *others], strict=True))
+
+        k = mean("k", of_keys) if of_keys else entries[j].k
+        v = mean("v", of_values) if of_values else entries[j].v
+        return Entry(entries[j].position, entries[j].k_raw, k, v, stats=entries[j].stats)
 
 
 def cosine(a: Tensor, b: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ def merge_one(keys, values, kept, dropped, threshold):
         for take, slots in ((merging.one_slot, dropped), (take_slots, kept))
     )
     similarity, nearest = merging.nearest_slot(keys, key)
-    share = merging.share_of_one(similarity, threshold)
+    share = merging.share_of_one(similarity, similarity >= threshold)
     parts = (merging.merge_one(x, nearest, y, share) for x, y in ((keys, key), (values, value)))
     return similarity, nearest, *parts
 
@@ -119,10 +119,10 @@ def test_merging_one_equals_merging_many(threshold):
 
 def test_the_first_dropped_token_is_its_own_threshold_and_is_merged():
     similarity = torch.tensor([[[-0.3]], [[0.0]]], dtype=torch.float64)
-    share = merging.share_of_one(similarity, similarity)
+    share = merging.share_of_one(similarity, similarity >= similarity)
     expected = (similarity + 1).exp() / (math.e + (similarity + 1).exp())
     assert (share - expected).abs().max() <= 1e-15
-    assert merging.share_of_one(similarity, similarity + 1e-15).max() == 0
+    assert merging.share_of_one(similarity, similarity >= similarity + 1e-15).max() == 0
 
 
 def test_equally_similar_tokens_go_to_the_lower_slot():
@@ -249,6 +249,8 @@ def test_layer_budgets_by_hand():
     assert layer_budgets([three, one], 7, 10) == [7, 7]
     assert layer_budgets([one] * 3, 100, 10) == layer_budgets([three] * 3, 100, 10) == [10] * 3
     assert layer_budgets([Fraction(5, 2), one, one], 100, 10) == [16, 6, 6]  # S = 30 / 4.5
+    assert layer_budgets([Fraction(5, 2), one, three], 100, 10, is_printed=True) == [25, 10, 30]
+    assert layer_budgets([Fraction(5, 2), one], 12, 10, is_printed=True) == [12, 10]
     assert layer_budgets([Fraction(1.1), one], 10**9, 21) == [22, 19]  # 1.1 is a little more than 11/10
 
 
@@ -301,7 +303,12 @@ def test_dense_layers_get_more(tools):
         model(ids[:, 25:], past_key_values=cache)
         expected = [6 if variance > gate else 19 for variance in variances]  # S = 70 / 11
         assert [layer.held for layer in cache.groups[0].layers] == expected
-        assert all(set(layer.statistics) == {"attention", "threshold"} for layer in cache.groups[0].layers)
+        names = {"attention", "threshold", "variance"}
+        assert all(set(layer.statistics) == names for layer in cache.groups[0].layers)
+        scale = n if "normalize_gate" in options else 1
+        for layer, variance in zip(cache.groups[0].layers, variances, strict=True):
+            assert abs(layer.decisions(0)["variance"] - variance / scale) <= 1e-12
+            assert layer.decisions(0)["tokens"] == layer.held
 
 
 @torch.no_grad()
@@ -428,9 +435,12 @@ def test_requests_that_cannot_work_are_refused(tools):
         ({"budget": 40, "beta": 2.0}, "between 0 and 1"),
         ({"budget": 40, "num_sink_tokens": -1}, "at least 0"),
         ({"budget": 40, "normalize_gate": True}, "gate such as 0.05"),
+        ({"budget": 40, "similarity": "queries"}, "choose keys, values or both"),
+        ({"budget": 4, "budget_rule": "printed"}, "raise the budget to 5 or more"),
     ]:
         with pytest.raises(ValueError, match=message):
             pod.make_cache(dense, "d2o", **options)
     pod.make_cache(dense, "d2o", budget=13)
+    pod.make_cache(dense, "d2o", budget=5, budget_rule="printed")
     with pytest.raises(ValueError, match="merge"):
         pod.make_cache(shared, "pod+d2o", budget=40)

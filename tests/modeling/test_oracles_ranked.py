@@ -59,6 +59,13 @@ RANKED = {
     "d2o": (oracles.D2O, "d2o", D2O | {"gate_share": 0.4}),
     "d2o-normalized": (oracles.D2O, "d2o", D2O | {"gate_share": 0.6, "normalize_gate": True, "beta": 0.7}),
     "d2o-uniform": (oracles.D2O, "d2o", {"budget": 17, "gate": 1000.0}),
+    "d2o-values": (
+        oracles.D2O,
+        "d2o",
+        D2O | {"gate_share": 0.4, "similarity": "values", "budget_rule": "printed", "recent_share": 0.75},
+    ),
+    "d2o-both": (oracles.D2O, "d2o", D2O | {"gate_share": 0.4, "similarity": "both", "merge": "average"}),
+    "d2o-average": (oracles.D2O, "d2o", D2O | {"gate": 1000.0, "merge": "average", "recent_share": 1.0}),
     "simlayerkv": (oracles.SimLayerKV, "simlayerkv", SIMLAYER | {"detector": "decode"}),
     "simlayerkv-prefill": (oracles.SimLayerKV, "simlayerkv", SIMLAYER | {"detector": "prefill"}),
     "simlayerkv-exempt": (

@@ -29,7 +29,7 @@ class AccumulatingLayer(PodCacheLayer):
     Attributes:
         held: tokens held by each row and KV head.
         statistics: name to ``[B, H, held]``; ``keep`` drops what belongs to dropped tokens. ``attention``: the sum over queries,
-            in at least fp32.
+            in at least fp32. What is no token's is ``[B, …, 1]``.
     """
 
     evicts = True
@@ -91,7 +91,10 @@ class AccumulatingLayer(PodCacheLayer):
             places = places_of(kept, self.held)
         for store in (self.lead_keys, self.all_values):
             store.keep_places(places, self.held)
-        for name, x in self.statistics.items():
+        of_tokens = {
+            name: x for name, x in self.statistics.items() if x.shape[2] == self.held
+        }  # of more than one
+        for name, x in of_tokens.items():
             self.statistics[name] = x.flatten().index_select(0, places.flatten()).view(places.shape)
         self.held = places.shape[2]
 

@@ -6,7 +6,7 @@ the tokens with the most accumulated attention (eqs. 5–7); a dropped token is 
 similar key, if it is at least as similar as a moving average of what was dropped before (eqs. 8–11, ``merging.py``).
 
 The first prompt of a row (the first chunk in streaming prefill) decides which of its layers get more, for good. All
-layers together never hold more than their number times ``budget``.
+layers together never hold more than their number times ``budget``, unless ``budget_rule`` is the printed one.
 """
 
 import math
@@ -19,13 +19,18 @@ from torch import Tensor
 from pod.kernels.statistics import attention_column_sums
 from pod.modeling.methods import merging
 from pod.modeling.methods.accumulate import AccumulatingLayer, choose_slots
-from pod.modeling.methods.base import Method, Request
+from pod.modeling.methods.base import Method, Parameter, Request
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, cache_of
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.step import Step
 from pod.modeling.shipped.stores import take_slots
 
-_RECENT_SHARE = 4  # of four tokens that are not sinks one is recent: N:M = 3:1 (section 5.1)
+_MATCHES = {  # what is compared, and what is merged accordingly: 0 = keys, 1 = values
+    "keys": ((0, (0, 1)),),
+    "values": ((1, (0, 1)),),
+    "both": ((0, (0,)), (1, (1,))),
+}
+_THRESHOLDS = "threshold", "value_threshold"
 
 
 class D2OLayer(AccumulatingLayer):
@@ -34,22 +39,26 @@ class D2OLayer(AccumulatingLayer):
     Until the layer budgets are decided, ``statistics`` also has ``column_sums``, ``[B, Hq, held]``.
 
     Attributes:
-        budget: tokens of a KV head, mean over layers; sinks: first tokens, never dropped.
-        beta: weight of the newest similarity in the threshold, of which ``statistics`` has tau - 1, ``[B, H, 1]``, once something was
+        budget: tokens of a KV head, mean over layers (``is_printed``: of a layer of weight 1); sinks: first tokens, never dropped.
+        beta: weight of the newest similarity in the thresholds, of which ``statistics`` has tau - 1, ``[B, H, 1]``, once something was
             dropped.
-        weight: 1 or ``alpha``; None until the first prompt has ended.
+        weight: 1 or ``alpha``; None until the first prompt has ended. ``statistics`` has the ``variance`` ``[B, 1, 1]`` it follows from.
     """
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
+        params, self.budget = request.params, request.budget
         names = "num_sink_tokens", "beta", "gate", "normalize_gate"
-        self.sinks, self.beta, self.gate, self.normalize_gate = (request.params[name] for name in names)
-        self.budget, self.alpha = request.budget, Fraction(request.params["alpha"])
+        self.sinks, self.beta, self.gate, self.normalize_gate = (params[name] for name in names)
+        self.alpha, self.recent_share = Fraction(params["alpha"]), Fraction(str(params["recent_share"]))
+        self.matches, self.weighs = _MATCHES[params["similarity"]], params["merge"] == "weighted"
+        self.is_printed = params["budget_rule"] == "printed"
         if self.normalize_gate and not 0 <= self.gate < 1:
             raise ValueError(
                 f"d2o: gate = {self.gate} is compared with variance / tokens, which lies between 0 and 1, when normalize_gate "
                 "is set: pass a gate such as 0.05"
             )
-        smallest = smallest_budget(config.num_hidden_layers, self.sinks, self.alpha)
+        layers = 1 if self.is_printed else config.num_hidden_layers
+        smallest = smallest_budget(layers, self.sinks, self.alpha)
         if self.budget < smallest:
             raise ValueError(
                 f"d2o: budget = {self.budget} can leave a layer fewer than {self.sinks + 1} tokens (num_sink_tokens + 1) when "
@@ -61,11 +70,10 @@ class D2OLayer(AccumulatingLayer):
         super().clear()
         self.weight: Fraction | None = None
 
-    def keep(self, kept: Tensor | None, dropped: Tensor) -> None:
-        threshold = self.statistics.pop("threshold", None)
-        super().keep(kept, dropped)
-        if threshold is not None:
-            self.statistics["threshold"] = threshold
+    def decisions(self, row: int) -> dict[str, float | None]:
+        """Of a row: the variance that decided about the layer, and the tokens that a KV head holds."""
+        variance = self.statistics.get("variance")
+        return {"variance": None if variance is None else float(variance[row]), "tokens": self.held}
 
     def observe_prompt(self, q: Tensor, step: Step) -> None:
         sums = attention_column_sums(q, self.lead_keys.read(self.held), scale=self.scale)
@@ -80,11 +88,11 @@ class D2OLayer(AccumulatingLayer):
     def evict(self, step: Step) -> None:
         if step.sizes is None:
             weights = [layer.weight for layer in step.layers]
-            step.sizes = layer_budgets(weights, step.max_length, self.budget)
+            step.sizes = layer_budgets(weights, step.max_length, self.budget, self.is_printed)
         budget = step.sizes[self.layer_idx]
         if self.held <= budget:
             return
-        recents = max(1, (budget - self.sinks) // _RECENT_SHARE)
+        recents = max(1, math.floor((budget - self.sinks) * self.recent_share))
         kept, dropped = choose_slots(self.statistics["attention"], budget, self.sinks, recents)
         beta = self.beta if step.is_decode else 1.0
         if kept is None:
@@ -94,38 +102,41 @@ class D2OLayer(AccumulatingLayer):
 
     def _merge_many(self, kept: Tensor, dropped: Tensor, beta: float) -> None:
         """At the end of a prompt, and where a decode step drops several tokens: eqs. 8 to 11."""
-        keys, values = self.lead_keys.read(self.held), self.all_values.read(self.held)
-        similarity, nearest = merging.nearest_kept(keys, kept, dropped)
-        merged = similarity >= self._next_threshold(similarity.mean(-1, keepdim=True), beta)
-        weights = merging.merge_weights(similarity, nearest, merged, kept.shape[2])
-        changed = [
-            take_slots(merging.merge_tokens(x, kept, dropped, nearest, weights), nearest)
-            for x in (keys, values)
-        ]
+        stores, changed = (self.lead_keys, self.all_values), []
+        tokens = [store.read(self.held) for store in stores]
+        for by, parts in self.matches:
+            similarity, nearest = merging.nearest_kept(tokens[by], kept, dropped)
+            merged = similarity >= self._next_threshold(by, similarity.mean(-1, keepdim=True), beta)
+            weights = merging.merge_weights(self._weighed(similarity), nearest, merged, kept.shape[2])
+            for part in parts:
+                x = merging.merge_tokens(tokens[part], kept, dropped, nearest, weights)
+                changed.append((stores[part], nearest, take_slots(x, nearest)))
         self.keep(kept, dropped)
-        self._write(nearest, *changed)
+        for store, slots, x in changed:
+            store.write(slots, x)
 
     def _merge_one(self, dropped: Tensor, beta: float) -> None:
         """As ``_merge_many`` in a fourth of the operations: what a decoded token costs."""
         stores = self.lead_keys, self.all_values
-        key, value = (merging.one_slot(store.read(self.held), dropped) for store in stores)
+        gone = [merging.one_slot(store.read(self.held), dropped) for store in stores]
         self.keep(None, dropped)
-        keys, values = (store.read(self.held) for store in stores)
-        similarity, nearest = merging.nearest_slot(keys, key)
-        share = merging.share_of_one(similarity, self._next_threshold(similarity, beta))
-        self._write(
-            nearest, *(merging.merge_one(x, nearest, y, share) for x, y in ((keys, key), (values, value)))
-        )
+        tokens = [store.read(self.held) for store in stores]
+        for by, parts in self.matches:
+            similarity, nearest = merging.nearest_slot(tokens[by], gone[by])
+            merged = similarity >= self._next_threshold(by, similarity, beta)
+            share = merging.share_of_one(self._weighed(similarity), merged)
+            for part in parts:
+                stores[part].write(nearest, merging.merge_one(tokens[part], nearest, gone[part], share))
 
-    def _next_threshold(self, newest: Tensor, beta: float) -> Tensor:
+    def _next_threshold(self, by: int, newest: Tensor, beta: float) -> Tensor:
         """Moving average ``[B, H, 1]`` of similarities (``merging``: cosines - 1), of which the newest has weight ``beta``."""
-        before = self.statistics.get("threshold")
-        self.statistics["threshold"] = newest if before is None else torch.lerp(before, newest, beta)
-        return self.statistics["threshold"]
+        before = self.statistics.get(_THRESHOLDS[by])
+        self.statistics[_THRESHOLDS[by]] = newest if before is None else torch.lerp(before, newest, beta)
+        return self.statistics[_THRESHOLDS[by]]
 
-    def _write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        self.lead_keys.write(slots, keys)
-        self.all_values.write(slots, values)
+    def _weighed(self, similarity: Tensor) -> Tensor:
+        """What weighs in a merge: a plain average is that of tokens that are all alike."""
+        return similarity if self.weighs else torch.zeros_like(similarity)
 
 
 def attention_variance(column_sums: Tensor) -> Tensor:
@@ -140,32 +151,32 @@ def decide_weights(layers: Sequence[D2OLayer], step: Step) -> list[tuple[Fractio
     """
     if not (step.ends_prompt or step.is_decode) or layers[0].weight is not None:
         return None
-    sums = [layer.statistics.get("column_sums") for layer in layers]
+    sums = [layer.statistics.pop("column_sums", None) for layer in layers]
     alpha, gate = layers[0].alpha, layers[0].gate
     if sums[0] is None:  # rows whose first token is a decoded one
         return [(alpha,) * len(layers)] * step.past.shape[0]
     scale = sums[0].shape[2] if layers[0].normalize_gate else 1
     variances = torch.stack([attention_variance(x) for x in sums], dim=1) / scale  # type: ignore[arg-type]
+    for layer, variance in zip(layers, variances.unbind(1), strict=True):
+        layer.statistics["variance"] = variance[:, None, None]
     return [tuple(Fraction(1) if x > gate else alpha for x in row) for row in variances.tolist()]
 
 
 def set_weights(layers: Sequence[D2OLayer], step: Step, weights: tuple[Fraction, ...] | None) -> None:
     """Let rows for which these ``weights`` were decided know them, and evict."""
     for layer, weight in zip(layers, weights or (), strict=bool(weights)):
-        layer.statistics.pop("column_sums", None)
         layer.weight = weight
     for layer in layers if weights else ():
         layer.settle(step)
 
 
-def layer_budgets(weights: Sequence[Fraction], seen: int, budget: int) -> list[int]:
-    """Tokens per KV head of each layer after ``seen`` tokens.
-
-    The largest ``S`` with ``Σ_l min(seen, w_l·S) <= L·budget`` gives ``min(seen, floor(w_l·S))``; in exact arithmetic.
+def layer_budgets(weights: Sequence[Fraction], seen: int, budget: int, is_printed: bool = False) -> list[int]:
+    """Tokens per KV head of each layer after ``seen`` tokens: ``min(seen, floor(w_l·S))``, in exact arithmetic.
 
     Args:
         weights: 1 or ``alpha >= 1`` per layer.
-        budget: mean over layers.
+        budget: mean over layers: the largest ``S`` with ``Σ_l min(seen, w_l·S) <= L·budget`` is taken.
+        is_printed: ``S`` is the budget, as in section 4.1: all layers together may hold more than their number times it.
     """
     if seen <= budget:
         return [seen] * len(weights)
@@ -175,7 +186,7 @@ def layer_budgets(weights: Sequence[Fraction], seen: int, budget: int) -> list[i
     share = total / (generous * largest + ordinary)
     if largest * share > seen and ordinary:
         share = Fraction(total - generous * seen, ordinary)
-    return [min(seen, math.floor(weight * share)) for weight in weights]
+    return [min(seen, math.floor(weight * (budget if is_printed else share))) for weight in weights]
 
 
 def smallest_budget(num_layers: int, sinks: int, alpha: Fraction) -> int:
@@ -201,6 +212,25 @@ METHOD = Method(
             "compare variance / tokens, between 0 and 1, with the gate: same at any length",
         ),
         "beta": (0.5, "weight of the newest similarity in the merging threshold", 0, 1),
+        "recent_share": (
+            0.25,
+            "recent tokens among those that are no sinks: M / (N + M), so 3:1 is 0.25",
+            0,
+            1,
+        ),
+        "budget_rule": Parameter(
+            "total",
+            "total: all layers together fill the budget; printed: S = budget, and alpha S for dense layers",
+            choices=("total", "printed"),
+        ),
+        "similarity": Parameter(
+            "keys",
+            "what is compared to find the token to merge into; both: keys by keys, values by values, each for itself",
+            choices=tuple(_MATCHES),
+        ),
+        "merge": Parameter(
+            "weighted", "weighted by similarity, or the average of all", choices=("weighted", "average")
+        ),
     }
     | PREFILL_PARAMETERS,
     takes_budget=True,

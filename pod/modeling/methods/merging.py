@@ -90,9 +90,9 @@ def nearest_slot(keys: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     return torch.addcdiv(minus_one, products, torch.addcmul(tiny, *lengths)).max(dim=-1, keepdim=True)
 
 
-def share_of_one(similarity: Tensor, threshold: Tensor) -> Tensor:
+def share_of_one(similarity: Tensor, merged: Tensor) -> Tensor:
     """Eq. 11 for one dropped token: its weight, or 0 if it is gone for good."""
-    return similarity.sigmoid() * (similarity >= threshold)
+    return similarity.sigmoid() * merged
 
 
 def merge_one(x: Tensor, nearest: Tensor, dropped: Tensor, share: Tensor) -> Tensor:
