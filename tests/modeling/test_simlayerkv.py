@@ -2,8 +2,10 @@
 
 import math
 
+import oracles_ranked
 import pytest
 import torch
+from oracle_tools import run_cache
 
 import pod
 from pod.modeling.methods.simlayerkv import lazy_mass
@@ -167,6 +169,51 @@ def test_last_layer_can_be_exempt(tools):
         assert held(cache) == [10] * 4 + [42]
 
 
+@pytest.mark.parametrize("detector", ["decode", "prefill"])
+@pytest.mark.parametrize("lazy_layers", [[], [1, 3], [4]])
+@torch.no_grad()
+def test_given_layers_are_lazy_from_the_prompt_on(tools, lazy_layers, detector):
+    """Logits of a model whose given layers see sinks and window only, behind a prompt that saw all; no detector judges."""
+    model, ids = tools.make_pod("qwen3-g3", plan=False), tools.random_ids(1, 60)
+    turns = [("prompt", 30), ("decode", 12), ("prompt", 9), ("decode", 9)]
+    naive = oracles_ranked.SimLayerKV(model, threshold=2.0, detector=detector, num_recent_tokens=6)
+    naive.lazy = [layer in lazy_layers for layer in range(5)]
+    cache = make(model, detector=detector, threshold=0.0, lazy_layers=lazy_layers)
+    out = run_cache(model, cache, ids, turns, (7,))
+    assert (out[0] - naive.run(ids[0], turns)).abs().max() <= 1e-9
+    assert held(cache) == [10 if layer in lazy_layers else 60 for layer in range(5)]
+    found = [layer.decisions(0) for layer in layers_of(cache)]
+    assert [one["lazy"] for one in found] == naive.lazy and {one["mass"] for one in found} == {None}
+
+
+@torch.no_grad()
+def test_random_layers_are_drawn_by_the_seed_from_those_given(tools):
+    model, ids = tools.make_pod("llama", plan=False), tools.random_ids(1, 40)
+
+    def drawn(**options):
+        cache = make(model, **options)
+        feed(model, cache, ids, 40)
+        assert [layer.judges_next for layer in layers_of(cache)] == [False] * 5
+        return tuple(index for index, is_lazy in enumerate(lazy(cache)) if is_lazy)
+
+    found = {drawn(num_lazy_layers=2, seed=seed) for seed in range(40)}
+    assert len(found) == 10 and all(len(layers) == 2 for layers in found)  # of 10 pairs
+    assert drawn(num_lazy_layers=2, seed=7) == drawn(num_lazy_layers=2, seed=7)
+    assert {drawn(num_lazy_layers=1, lazy_layers=[4, 2], seed=seed) for seed in range(9)} == {(2,), (4,)}
+    assert drawn(num_lazy_layers=0) == () and drawn(num_lazy_layers=5) == (0, 1, 2, 3, 4)
+
+
+@torch.no_grad()
+def test_a_layer_says_what_it_decided_and_why(tools):
+    model, ids = tools.make_pod("llama", plan=False), tools.random_ids(1, 41)
+    probe = make(model, threshold=1.0)
+    feed(model, probe, ids, 40, 1)
+    cache = make(model, threshold=sorted(masses(probe))[2])
+    feed(model, cache, ids, 40, 1)
+    found = [layer.decisions(0) for layer in layers_of(cache)]
+    assert found == [{"lazy": float(mass > sorted(masses(probe))[2]), "mass": mass} for mass in masses(probe)]
+
+
 @pytest.mark.parametrize("spec", ["simlayerkv", "simlayerkv+int4"])
 @pytest.mark.parametrize("detector", ["decode", "prefill"])
 @torch.no_grad()
@@ -251,6 +298,11 @@ def test_requests_that_cannot_work_are_refused(tools):
         (model, {"budget": 100}, "takes no budget"),
         (model, {"prefill": "lazy"}, "choose exact or streaming"),
         (shared, {}, "without a sharing plan"),
+        (model, {"lazy_layers": [5]}, "different layers from 0 to 4"),
+        (model, {"lazy_layers": [1, 1]}, "different layers"),
+        (model, {"lazy_layers": "1-3"}, "must be a list"),
+        (model, {"lazy_layers": [1], "num_lazy_layers": 2}, "at least num_lazy_layers = 2"),
+        (model, {"num_lazy_layers": 1, "exempt_last_layer": True}, "needs a detector"),
     ]:
         with pytest.raises(ValueError, match=message) as error:
             make(target, **options)
@@ -291,3 +343,4 @@ def test_streaming_prefill_needs_the_detector_that_judges_prompts(tools):
     with pytest.raises(ValueError, match="choose detector='prefill'"):
         pod.make_cache(model, "simlayerkv", prefill="streaming")
     pod.make_cache(model, "simlayerkv", prefill="streaming", detector="prefill")
+    pod.make_cache(model, "simlayerkv", prefill="streaming", lazy_layers=[0])

@@ -4,8 +4,10 @@ A layer is *lazy* for a sequence when the share of its attention that goes to th
 ``num_recent_tokens`` tokens, averaged over its query heads, exceeds ``threshold``. Two detectors: ``prefill`` takes the mean over
 the prompt's last queries, each with its own window (eq. 1), ``decode`` the first generated token (eq. 2; the paper's
 experiments). A lazy layer holds ``num_sink_tokens + num_recent_tokens`` tokens from then on, every other layer holds all.
+To compare with, the lazy layers may be given instead, listed or drawn at random (Figures 3 and 6).
 """
 
+import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -26,7 +28,7 @@ class SimLayer(SlidingLayer):
     """Sees one row at a time, because the decision is each sequence's own.
 
     Attributes:
-        exempt: whether the layer is never lazy.
+        is_given: whether it was said beforehand if the layer is lazy; no detector judges it then.
         is_lazy: whether only the first and the last tokens are held. Once lazy, always lazy.
         mass: what the last decision was made from; None before it.
         judges_next: whether the next decoded token is the first of an answer, by which the ``decode`` detector judges.
@@ -36,8 +38,10 @@ class SimLayer(SlidingLayer):
         params = request.params
         self.threshold, self.detector = params["threshold"], params["detector"]
         self.num_last_queries = params["num_last_queries"]
-        self.exempt = params["exempt_last_layer"] and layer_idx == config.num_hidden_layers - 1
-        if params["prefill"] == "streaming" and self.detector == "decode":
+        given = given_layers(request, config.num_hidden_layers)
+        is_exempt = params["exempt_last_layer"] and layer_idx == config.num_hidden_layers - 1
+        self.is_given, self.starts_lazy = given is not None or is_exempt, layer_idx in (given or ())
+        if params["prefill"] == "streaming" and self.detector == "decode" and given is None:
             raise ValueError(
                 f"{request.spec}: prefill = 'streaming' compresses before a token is generated; choose detector='prefill' "
                 "with it"
@@ -46,16 +50,20 @@ class SimLayer(SlidingLayer):
 
     def clear(self) -> None:
         super().clear()
-        self.is_lazy, self.judges_next, self.mass = False, False, None
+        self.is_lazy, self.judges_next, self.mass = self.starts_lazy, False, None
         self.queries = LastQueries(self.num_last_queries)
 
     def stores(self) -> dict[str, Any]:
         return super().stores() | {"bookkeeping": self.queries}
 
+    def decisions(self, row: int) -> dict[str, float | None]:
+        """Of its only row: whether the layer is lazy, and the attention share by which that was judged last."""
+        return {"lazy": float(self.is_lazy), "mass": self.mass}
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         q, k = step.rope.pair(q, k)
         assert q.shape[0] == 1, "one row at a time: its layers are judged by what it attends to"
-        new, can_change = Tokens(k, v), not (self.is_lazy or self.exempt)
+        new, can_change = Tokens(k, v), not (self.is_lazy or self.is_given)
         if step.is_decode:
             out, weights = self.tokens.attend_decode(q, new, self.scale)
             if self.judges_next and can_change:
@@ -88,7 +96,7 @@ class SimLayer(SlidingLayer):
             if self.queries.observed is not None:
                 self._judge(self._prompt_rows(self.queries.observed))
             self.queries = LastQueries(self.num_last_queries)
-            self.judges_next = self.detector == "decode"
+            self.judges_next = self.detector == "decode" and not self.is_given
         self._rest()
 
     def adopt(self, other: "SimLayer") -> None:
@@ -101,8 +109,31 @@ class SimLayer(SlidingLayer):
         if self.is_lazy:
             self.tokens.trim(self.num_recent_tokens)
         # else a token might be packed now and in the window
-        if self.is_lazy or self.exempt or not self.judges_next:
+        if self.is_lazy or not self.judges_next:
             self.tokens.settle()
+
+
+def given_layers(request: Request, num_layers: int) -> set[int] | None:
+    """The layers that are lazy whatever they attend to, None where a detector decides.
+
+    Raises: ValueError for what are no layers of the model, or fewer than are to be drawn from them.
+    """
+    listed, count, seed, exempts = (
+        request.params[name] for name in ("lazy_layers", "num_lazy_layers", "seed", "exempt_last_layer")
+    )
+    if listed is None and count is None:
+        return None
+    layers = list(range(num_layers)) if listed is None else listed
+    known = isinstance(layers, list) and all(
+        type(layer) is int and 0 <= layer < num_layers for layer in layers
+    )
+    if not known or len(set(layers)) < max(len(layers), count or 0) or exempts:
+        raise ValueError(
+            f"{request.spec}: lazy_layers = {listed!r} must be a list of different layers from 0 to {num_layers - 1}, at least "
+            f"num_lazy_layers = {count!r} of them, and exempt_last_layer = {exempts} needs a detector"
+        )
+    draw = random.Random(seed)
+    return set(sorted(sorted(layers), key=lambda layer: draw.random())[:count])
 
 
 def lazy_mass(rows: Tensor, num_sink_tokens: int, num_recent_tokens: int) -> Tensor:
@@ -144,6 +175,12 @@ METHOD = Method(
         ),
         "num_last_queries": (32, "prefill detector: queries at the prompt's end to average over (tokens)", 1),
         "exempt_last_layer": (False, "whether the last layer holds everything (the authors' Qwen setting)"),
+        "lazy_layers": (
+            None,
+            "layers that are lazy in place of those that a detector finds, as [0, 3] (a list)",
+        ),
+        "num_lazy_layers": (None, "so many of lazy_layers, or of all layers, drawn at random (layers)", 0),
+        "seed": (0, "of that draw"),
     }
     | PREFILL_PARAMETERS,
     refuses={"pod": _SHARED, "cla": _SHARED},
