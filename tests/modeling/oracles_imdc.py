@@ -27,6 +27,9 @@ Settled here, steps:
   summed over queries, averaged over the group's query heads, pooled over the slots before the last o only (zero padding, avg divides by
   kernel). Kept: the best m - o of these (ties: lower slot) and the last o; if m <= o: the last m. m = there: everything.
 * Pruner streamingllm (num_sink_tokens = 4): the first min(num_sink_tokens, m) slots of memory + chunk and the last m - that.
+* update = False (appendix B.4, Incremental Fixed Memory): what was memory before a step stays, whatever m_i is; of the chunk alone the pruner keeps
+  m_i - memory slots (all if there are no more, none if the memory has m_i or more): snapkv ranks the chunk's slots by the same pooled scores, and
+  takes the chunk's last slots if no more than o fit; streamingllm takes the chunk's first num_sink_tokens and its last. Not with adaptive.
 * fm ignores the growth function. adaptive (im and imdc; per row): chunks are those of linear, as is m_i for i = 0 and 1, and whenever all ratios are 0. For i >= 2 a layer's ratio is
   ``p = kept slots of step i-1 that were memory before that step / kept slots``, counts summed over its KV heads (eq. 2 for step i-1). Total
   ``T = L·m_i`` (linear, rounded). Real sizes ``x_l = clip(λ·p_l, lo_l, a_l)`` with the λ that makes them sum to T, ``a_l`` = tokens there,
@@ -163,7 +166,9 @@ class Chunked(NaiveDecoder):
         kernel=5,
         pool="avg",
         num_sink_tokens=4,
+        update=True,
     ):
+        self.update = update
         self.budget, self.chunk_size, self.mode, self.growth = budget, chunk_size, mode, growth
         self.pruner, self.window, self.kernel, self.pool = pruner, window, kernel, pool
         self.sinks = num_sink_tokens
@@ -210,6 +215,14 @@ class Chunked(NaiveDecoder):
             return
         entries, m = self.entries[layer][head], self.capacity[layer]
         old = len(entries) - self.num_new
+        if (
+            not self.update
+        ):  # appendix B.4: the memory stays, and of the chunk the pruner keeps what then fits
+            room = max(m - old, 0)
+            self.entries[layer][head] = entries[:old] + [
+                entries[old + slot] for slot in self.of_chunk(weights, old, room)
+            ]
+            return
         if m == len(entries):
             slots = list(range(m))
         elif self.pruner == "streamingllm":
@@ -221,9 +234,30 @@ class Chunked(NaiveDecoder):
         self.kept_old[layer] += sum(slot < old for slot in slots)
         self.entries[layer][head] = [entries[slot] for slot in slots]
 
+    def of_chunk(self, weights, old, room):
+        """Slots of the chunk to keep, counted from its first; neighbours of its first in the memory are pooled with it."""
+        length = weights.shape[2] - old
+        if room >= length:
+            return list(range(length))
+        if self.pruner == "streamingllm":
+            first = min(self.sinks, room)
+            return [*range(first), *range(length - room + first, length)]
+        window = min(self.window, self.num_new)
+        if room <= window:
+            return list(range(length - room, length))
+        votes = weights[:, -window:].sum(1).mean(0)[: old + length - window].tolist()
+
+        def pooled(j):
+            around = votes[max(0, old + j - self.kernel // 2) : old + j + self.kernel // 2 + 1]
+            return sum(around) / self.kernel if self.pool == "avg" else max(around)
+
+        best = sorted(range(length - window), key=lambda j: (-pooled(j), j))[: room - window]
+        return [*sorted(best), *range(length - window, length)]
+
     def after_layers(self):
         if not self.is_decode and self.schedule:
-            self.ratios = [Fraction(a, b) for a, b in zip(self.kept_old, self.kept, strict=True)]
+            if self.update:
+                self.ratios = [Fraction(a, b) for a, b in zip(self.kept_old, self.kept, strict=True)]
             self.log.append((self.num_new, [len(layer[0]) for layer in self.entries]))
             self.step += 1
 

@@ -3,6 +3,7 @@
 import math
 import random
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 import torch
@@ -172,6 +173,33 @@ def test_later_prompts_start_from_the_memory_they_find(tools, growth, options):
     model, ids = tools.make_pod("llama", plan=False), tools.random_ids(1, 50)[0]
     oracle, make = pair(model, "imdc", growth, "snapkv", **(COMMON | options))
     assert_agrees(model, oracle, make, ids, SMALL_FIRST, ((), (4,), (1,)))
+
+
+@pytest.mark.parametrize("turns", [TURNS, SMALL_FIRST], ids=["usual", "small-first"])
+@pytest.mark.parametrize("pruner", ["snapkv", "streamingllm"])
+@pytest.mark.parametrize(("mode", "growth"), [("im", "linear"), ("imdc", "linear"), ("im", "square-sqrt")])
+def test_a_memory_that_is_not_updated(tools, mode, growth, pruner, turns):
+    """Appendix B.4: memories, chunks of which nothing fits, and later prompts that find the memory full."""
+    model, ids = tools.make_pod("llama", plan=False), tools.random_ids(1, 50)[0]
+    oracle, make = pair(model, mode, growth, pruner, **(COMMON | {"update": False}))
+    cache = assert_agrees(model, oracle, make, ids, turns, ((), (7,)))
+    assert [layer.held for layer in cache.groups[0].layers] == [heads[0] for heads in oracle.held()]
+
+
+@torch.no_grad()
+def test_what_is_not_updated_is_never_forgotten(tools):
+    """The first chunk's memory stands first after every later chunk, and the memory grows as planned."""
+    model, ids = tools.make_pod("llama", plan=False), tools.random_ids(1, 60)
+    cache = pod.make_cache(model, "im", budget=20, chunk_size=12, window=2, update=False)
+    cache.begin_prompt(60)
+    memories = []
+    for start in range(0, 60, 12):
+        model(ids[:, start : start + 12], past_key_values=cache)
+        layers = cache.groups[0].layers
+        assert [layer.held for layer in layers] == [4 * (start // 12 + 1)] * 5
+        memories.append([layer.tokens.keys.read(layer.held).clone() for layer in layers])
+    for before, after in pairwise(memories):
+        assert all(torch.equal(a, b[:, :, : a.shape[2]]) for a, b in zip(before, after, strict=True))
 
 
 @pytest.mark.parametrize("family", ["qwen2-yarn", "llama-tied-biased-llama3"])

@@ -1,7 +1,8 @@
 """IMDC (Zeng et al., "Memorize Step by Step"): prompts are read in chunks over a compressed memory, so inputs may be unbounded.
 
 A chunk attends to the memory and to itself; then a pruner compresses both into the next memory. ``fm`` keeps a memory of
-``budget`` tokens throughout, ``im`` lets it grow to that, ``imdc`` shrinks the chunks as it grows (``imdc_schedule``). Keys
+``budget`` tokens throughout, ``im`` lets it grow to that, ``imdc`` shrinks the chunks as it grows (``imdc_schedule``); without
+``update`` the memory itself stays, and what the pruner leaves of each chunk is appended (the fixed memory of appendix B.4). Keys
 are stored before RoPE, and positions count memory, chunk and decoded tokens anew at every step. Decoded tokens are
 appended; the next prompt starts from what is held.
 """
@@ -37,7 +38,7 @@ class MemoryLayer(CacheLayer):
         super().__init__()
         params, ranks = request.params, request.inner == "snapkv"
         self.layer_idx, self.codec = layer_idx, request.codec
-        self.adaptive = params.get("function") == "adaptive"
+        self.adaptive, self.updates = params.get("function") == "adaptive", params.get("update", True)
         self.num_sink_tokens = params["num_sink_tokens"]
         self.observer = lambda: EndAttention(config, request) if ranks else LastQueries(1)
         self.ranks = ranks
@@ -73,13 +74,18 @@ class MemoryLayer(CacheLayer):
             self.rotated = keys if step.ends_prompt else None
         return attend(q, Tokens(keys, values), backend=step.chunk_backend)[0]
 
+    @property
+    def num_fixed(self) -> int:
+        """Slots of the memory that no compression drops."""
+        return 0 if self.updates else self.memory
+
     # -- compression -----------------------------------------------------------------------------------------
 
     def settle(self, step: Step) -> None:
         keys, self.rotated = self.rotated, None
         if step.ends_prompt:
             if step.schedule.memory is not None and self.queries.observed is not None:
-                size = self._next_size(step.schedule, step)
+                size = max(self._next_size(step.schedule, step), self.num_fixed)
                 if size < self.held:
                     assert keys is not None, "a chunk ends with a token"
                     self._keep(self.choose(keys, size, step))
@@ -111,24 +117,32 @@ class MemoryLayer(CacheLayer):
         self.held = index.shape[2]
 
     def choose(self, keys: Tensor, size: int, step: Step) -> Tensor:
-        """The pruner: slots ``[B, H, size]`` to keep, ascending, of keys that are rotated at their slots.
+        """The pruner: slots ``[B, H, size]`` to keep, ascending, of keys that are rotated at their slots: those of a fixed memory, and of
+        the slots behind it the pruner's.
 
-        StreamingLLM keeps the first slots and the last ones, SnapKV ranks with the end of the chunk as observation window; a
-        memory no larger than that is the last slots.
+        StreamingLLM keeps the first slots and the last ones, SnapKV ranks with the end of the chunk as observation window; where
+        no more than that fits, the last slots.
         """
         assert self.queries.observed is not None
-        if self.ranks and size > self.queries.observed.shape[2]:
-            return best_slots(self.queries.scores(keys, keys, step), size)
-        slots = torch.arange(keys.shape[2], device=keys.device)
-        sinks = 0 if self.ranks else min(self.num_sink_tokens, size)
-        kept = torch.cat((slots[:sinks], slots[keys.shape[2] - size + sinks :]))
-        return kept.expand(*keys.shape[:2], -1)
+        fixed, n = self.num_fixed, keys.shape[2]
+        if self.ranks and size - fixed > self.queries.observed.shape[2]:
+            scores = self.queries.scores(keys, keys, step)
+            scores[..., :fixed] = torch.inf
+            return best_slots(scores, size)
+        slots = torch.arange(n, device=keys.device)
+        first = fixed if self.ranks else min(fixed + self.num_sink_tokens, size)
+        return torch.cat((slots[:first], slots[n - size + first :])).expand(*keys.shape[:2], -1)
 
 
 def _build(variant: str, config: PodConfig, request: Request) -> PodCache:
     params = request.params
     MemoryLayer(config, 0, request)  # which checks the request
     function = params.get("function", FUNCTIONS[0])
+    if function == "adaptive" and not params["update"]:
+        raise ValueError(
+            f"{request.spec}: function = 'adaptive' follows what is retained of the memory, which is all of it when update is false: "
+            "choose another function"
+        )
     settings = Settings(variant, function, request.budget, params["chunk_size"], config.num_hidden_layers)
     make_layer, rowwise = partial(MemoryLayer, request=request), function == "adaptive"
     return GroupedCache(config, make_layer, request.spec, rowwise, chunks=settings)
@@ -140,7 +154,11 @@ _PARAMETERS = {
     "num_sink_tokens": (4, "first slots that the streamingllm pruner keeps (tokens)", 0),
 }
 _FUNCTION = {
-    "function": Parameter(FUNCTIONS[0], f"growth of the memory: {', '.join(FUNCTIONS)}", choices=FUNCTIONS)
+    "function": Parameter(FUNCTIONS[0], f"growth of the memory: {', '.join(FUNCTIONS)}", choices=FUNCTIONS),
+    "update": (
+        True,
+        "whether the memory is compressed with each chunk; else only the chunk is, and appended (B.4)",
+    ),
 }
 
 
