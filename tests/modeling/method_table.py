@@ -1,6 +1,6 @@
 """One row per method and composition: what the tests over all methods need to know. A new method is one row."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 SNAP = {"budget": 14, "window": 4, "kernel": 3}
 CODEC = {"group_size": 8, "residual": 8}
@@ -157,6 +157,6 @@ COMPOSED = [
     for row in (*SELECTIONS, *SHARED)
     if row.id not in TWINS
 ]
-# decides over pairs of layers and packs nothing further: refuses codecs and other layouts
-PAIRED = [Row("minicache", {"block": 3}, whole={"share": 1.0}, large={}, saves=0.1)]
+MINICACHE = Row("minicache", {"block": 3}, whole={"share": 1.0}, large={}, saves=0.1)
+PAIRED = [MINICACHE, packed(replace(MINICACHE, saves=0.6), "int4")]
 ROWS = [*LAYOUTS, *SELECTIONS, *PAIRED, *PACKED, *SHARED, *COMPOSED]

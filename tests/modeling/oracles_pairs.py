@@ -27,13 +27,18 @@ Settled here, minicache (METHODS.md §6; MiniCache, Liu et al. 2024):
 * Read: a kept-apart token is its native vector; any other merged token is shared direction × the layer's own norm. Positions as ever
   (keys were rotated before merging).
 * A later prompt attends to the restored old tokens, to native leftovers, and to its own native tokens.
-* Nothing is evicted and there is no budget; share = 1 is full attention, exactly.
+* Nothing is evicted and there is no budget; share = 1 is full attention, exactly. ``retained`` = R in place of share: the groups keep apart R
+  tokens in all, as many of each as are left of R.
+* With a codec (oracles_codecs.py): layers without a pair as dense ones. A pair's directions are one store, the deeper layer's vectors kept apart
+  another (in order of position within each group), both of which settle after each merge; keys per channel. The shallower layer's vectors
+  kept apart are their own direction in the first store, times their norm. Norms and unmerged tokens are native.
 """
 
 import math
 
 import torch
 from oracle_tools import NaiveDecoder
+from oracles_codecs import NaiveStore, Packed
 
 
 class Quest(NaiveDecoder):
@@ -73,8 +78,13 @@ class Quest(NaiveDecoder):
 class MiniCache(NaiveDecoder):
     """Merging overwrites ``entry.k`` and ``entry.v`` with what would be restored; ``stats["merged"]`` says so."""
 
-    def setup(self, block=128, share=0.05, t=0.6):
-        self.block, self.share, self.t = block, share, t
+    def setup(self, block=128, share=0.05, t=0.6, retained=None):
+        self.block, self.share, self.t, self.retained = block, share, t, retained
+
+    def num_apart(self, count, before):
+        if self.retained is None:
+            return math.ceil(self.share * count - 1e-9)
+        return min(count, max(self.retained - before, 0))
 
     def after_layers(self):
         start = self.num_layers // 2
@@ -91,13 +101,56 @@ class MiniCache(NaiveDecoder):
         for name in ("k", "v"):
             angles = [angle(getattr(a, name), getattr(b, name)) for a, b in pairs]
             order = sorted(range(len(pairs)), key=lambda i: (-angles[i], i))
-            apart = order[: math.ceil(self.share * len(pairs) - 1e-9)]
+            before = sum(a.stats.get(f"{name} apart", False) for a in shallow)
+            apart = order[: self.num_apart(len(pairs), before)]
+            for i in apart:
+                pairs[i][0].stats[f"{name} apart"] = True
             for i, (a, b) in enumerate(pairs):
                 if i not in apart:
                     x, y = getattr(a, name), getattr(b, name)
                     shared = slerp(unit(x), unit(y), angles[i], self.t)
                     setattr(a, name, shared * x.norm())
                     setattr(b, name, shared * y.norm())
+        for a, b in pairs:
+            a.stats["merged"] = b.stats["merged"] = True
+
+
+class PackedMiniCache(Packed, MiniCache):
+    """``stats["stores"]`` of the shallower layer's first entry: by part its directions, the deeper layer's vectors, and norms."""
+
+    def after_layers(self):
+        MiniCache.after_layers(self)
+        start = self.num_layers // 2
+        paired = range(start, start + (self.num_layers - start) // 2 * 2)
+        for layer in set(range(self.num_layers)) - set(paired):
+            for head, entries in enumerate(self.entries[layer]):
+                self.pack_keys(layer, head, entries)
+                for entry in self.resting(entries, None):
+                    self.once(entry, "v")
+
+    def merge(self, shallow, deeper):
+        pairs = [(a, b) for a, b in zip(shallow, deeper, strict=True) if not a.stats.get("merged")]
+        if self.is_decode and len(pairs) < self.block:
+            return
+        stores = shallow[0].stats.setdefault("stores", {})
+        for name in ("k", "v"):
+            size = self.bits, self.size, self.residual, name == "k"
+            directions, natives, held = stores.setdefault(name, (NaiveStore(*size), NaiveStore(*size), []))
+            vectors = [(getattr(a, name), getattr(b, name)) for a, b in pairs]
+            angles = [angle(x, y) for x, y in vectors]
+            order = sorted(range(len(pairs)), key=lambda i: (-angles[i], i))
+            apart = order[: self.num_apart(len(pairs), len(natives.tokens))]
+            for i, (x, y) in enumerate(vectors):
+                own = unit(x) if i in apart else slerp(unit(x), unit(y), angles[i], self.t)
+                directions.tokens.append([own, False])
+                natives.tokens += [[y, False]] * (i in apart)
+                held.append((*pairs[i], x.norm(), y.norm(), i in apart))
+            directions.settle()
+            natives.settle()
+            beside = iter([token for token, _ in natives.tokens])
+            for (a, b, norm_a, norm_b, is_apart), direction in zip(held, directions.read(), strict=True):
+                setattr(a, name, direction * norm_a)
+                setattr(b, name, next(beside) if is_apart else direction * norm_b)
         for a, b in pairs:
             a.stats["merged"] = b.stats["merged"] = True
 

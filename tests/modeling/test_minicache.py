@@ -7,7 +7,7 @@ import torch
 
 import pod
 from pod.modeling.methods.base import Request
-from pod.modeling.methods.minicache import PairLayer, interpolate, merge_pair
+from pod.modeling.methods.minicache import PairLayer, interpolate, merge_pair, num_kept_apart
 
 
 def feed(model, cache, ids, widths, mask=None):
@@ -86,7 +86,7 @@ def test_interpolation_of_parallel_opposite_and_zero_vectors():
 def test_distant_tokens_stay_native_and_the_others_keep_their_norm(share, n):
     a, b = random_pair(n)
     pair = make_pair(a, b)
-    merge_pair(*pair, n, share, 0.6)
+    merge_pair(*pair, n, num_kept_apart({"share": share, "retained": None}, n, 0), 0.6)
     read = restored(pair)
     count = math.ceil(share * n - 1e-9)
     for part in range(2):
@@ -111,12 +111,12 @@ def test_distant_tokens_stay_native_and_the_others_keep_their_norm(share, n):
 def test_a_second_group_is_merged_on_its_own():
     first, second = random_pair(30, seed=1), random_pair(21, seed=2)
     both, alone = make_pair(*first), make_pair(*second)
-    merge_pair(*both, 30, 0.1, 0.6)
-    merge_pair(*alone, 21, 0.1, 0.6)
+    merge_pair(*both, 30, 3, 0.6)
+    merge_pair(*alone, 21, 3, 0.6)
     for layer, (keys, values) in zip(both, second, strict=True):
         layer.lead_keys.append(keys, 0)
         layer.all_values.append(values, 0)
-    merge_pair(*both, 21, 0.1, 0.6)
+    merge_pair(*both, 21, 3, 0.6)
     assert both[0].merged_tokens == 51 and both[0].num_apart == 3 + 3
     for got, expected in zip(restored(both), restored(alone), strict=True):
         for x, y in zip(got, expected, strict=True):
@@ -212,9 +212,6 @@ def test_what_cannot_be_is_refused(tools):
     model, dense = tools.make_pod(), tools.make_pod(plan=False)
     with pytest.raises(ValueError, match="both share between layers"):
         pod.make_cache(model, "pod+minicache")
-    for codec in ("kivi", "int4", "int8"):
-        with pytest.raises(ValueError, match="would need scales of their own"):
-            pod.make_cache(dense, f"minicache+{codec}")
     with pytest.raises(ValueError, match="takes no budget"):
         pod.make_cache(dense, "minicache", budget=100)
     for options, message in (

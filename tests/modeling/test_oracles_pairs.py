@@ -6,7 +6,7 @@ import pytest
 import torch
 from oracle_checks import MODELS, assert_agrees
 from oracle_tools import TURNS, NaiveDecoder, run_cache
-from oracles_pairs import MiniCache, Quest, angle, slerp, unit
+from oracles_pairs import MiniCache, PackedMiniCache, Quest, angle, slerp, unit
 
 import pod
 
@@ -79,7 +79,17 @@ def test_minicache(tools, name, block):
     )
 
 
-@pytest.mark.parametrize("options", [{"share": 0.0}, {"share": 0.3, "t": 0.2}, {"block": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"share": 0.0},
+        {"share": 0.3, "t": 0.2},
+        {"block": 1},
+        {"retained": 0},
+        {"retained": 33},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("layers", [4, 5])
 def test_minicache_settings(tools, options, layers):
     """Layers 2 and 3 are a pair; of five layers the last one stays alone."""
@@ -89,6 +99,24 @@ def test_minicache_settings(tools, options, layers):
         model,
         MiniCache(model, **options),
         lambda: pod.make_cache(model, "minicache", **options),
+        ids,
+        TURNS,
+        ((), (7,)),
+    )
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("options", [{"share": 0.3}, {"retained": 12}, {"share": 0.0, "block": 1}], ids=str)
+@pytest.mark.parametrize("layers", [4, 5])
+def test_packed_minicache(tools, options, layers, bits):
+    model, ids = tools.make_pod("llama", plan=False, num_hidden_layers=layers), tools.random_ids(1, 50)[0]
+    options = {"block": 6} | options
+    oracle = PackedMiniCache(model, **options)
+    oracle.bits = bits
+    assert_agrees(
+        model,
+        oracle,
+        lambda: pod.make_cache(model, f"minicache+int{bits}", group_size=4, residual=6, **options),
         ids,
         TURNS,
         ((), (7,)),

@@ -120,6 +120,7 @@ PACKED = [
     "simlayerkv+int4",
     "razor+int4",
     "d2o+int8",
+    "minicache+int4",
     "pod+snapkv+int4",
     "imdc+int4",
     "h2o+int8",

@@ -4,9 +4,13 @@ From the middle of the model on, layers are paired. When a prompt ends, and when
 the native tokens of a pair are merged: one direction per token (spherical interpolation, eq. 3 of the paper) and one norm per
 token and layer. Tokens whose two directions are farthest apart keep both native vectors: the shallower layer's in the
 slot of the shared direction, with a norm of one, the deeper layer's beside it. Nothing is stored twice.
+
+A codec packs what is merged, and the layers without a pair. A direction and its norm stay apart then for these tokens too: vectors of
+other lengths would take the numbers of a group away from the directions.
 """
 
 from math import ceil
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +23,7 @@ from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.grouped import slot_logits, weigh_slots
 from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.step import Step
-from pod.modeling.shipped.stores import TokenStore
+from pod.modeling.shipped.stores import NATIVE, Codec, TokenStore
 
 _PARALLEL = 1e-4  # below this sine two directions are parallel or opposite, and interpolated on a line
 _PARTS = ("keys", "values")
@@ -35,8 +39,9 @@ class Merged:
             these are, ``[B, H, C, 1]``.
     """
 
-    def __init__(self):
-        self.directions, self.norms, self.apart, self.positions = (TokenStore() for _ in range(4))
+    def __init__(self, codec: Codec, part: str):
+        self.directions, self.apart = codec.tokens(part), codec.tokens(part)
+        self.norms, self.positions = TokenStore(), TokenStore()
 
     def read(self, shared: TokenStore, count: int, num_apart: int) -> Tensor:
         """The ``count`` tokens as this layer sees them, ``[B, H, count, d]``."""
@@ -49,20 +54,21 @@ class Merged:
 
 
 class PairLayer(PodCacheLayer):
-    """A layer of a pair: merged tokens, then native ones in the stores of a dense layer; rows are alike.
+    """A layer of a pair: merged tokens, in the form of ``packing``, then native ones in the stores of a dense layer; rows are alike.
 
     Attributes:
         merged_tokens, num_apart: tokens merged so far and, of these, kept apart in each KV head.
     """
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request, is_deeper: bool):
-        self.params, self.is_deeper = request.params, is_deeper
+        self.params, self.is_deeper, self.packing = request.params, is_deeper, request.codec
+        self.packs = request.codec is not NATIVE
         super().__init__(config, layer_idx)
 
     def clear(self) -> None:
         super().clear()
         self.merged_tokens = self.num_apart = 0
-        self.merged = {name: Merged() for name in _PARTS}
+        self.merged = {name: Merged(self.packing, name) for name in _PARTS}
 
     def stores(self) -> dict[str, TokenStore]:
         merged = {f"{part}_{name}": x for part in _PARTS for name, x in vars(self.merged[part]).items()}
@@ -93,6 +99,9 @@ class PairLayer(PodCacheLayer):
             return weigh_slots(weights, values, q.dtype)
         return attend(q, Tokens(keys, values), backend=step.chunk_backend)[0]
 
+    def settle(self, step: Step) -> None:
+        """Native tokens stay so until they are merged, see ``merge_pair``."""
+
     def restored(self, layers: list) -> tuple[Tensor, Tensor]:
         """Merged keys and values as this layer attends to them; ``layers`` are those of the cache."""
         shallower = layers[self.layer_idx - 1] if self.is_deeper else self
@@ -109,9 +118,8 @@ class PairLayer(PodCacheLayer):
         return native
 
 
-def merge_pair(shallower: PairLayer, deeper: PairLayer, count: int, share: float, t: float) -> None:
-    """Merge the ``count`` native tokens of a pair as one group, of which ``share`` is kept apart in every KV head."""
-    num_apart = ceil(share * count - 1e-9)  # 0.05 · 140 is a little more than 7 in floating point
+def merge_pair(shallower: PairLayer, deeper: PairLayer, count: int, num_apart: int, t: float) -> None:
+    """Merge the ``count`` native tokens of a pair as one group, of which ``num_apart`` are kept apart in every KV head."""
     past, past_apart = shallower.merged_tokens, shallower.num_apart
     native = [layer.take_native(count) for layer in (shallower, deeper)]
     for name in _PARTS:
@@ -119,16 +127,29 @@ def merge_pair(shallower: PairLayer, deeper: PairLayer, count: int, share: float
         direction, norm_a, norm_b, angle = interpolate(a, b, t)
         apart = best_slots(angle, num_apart)[..., None]
         index = apart.expand(-1, -1, -1, a.shape[3])
-        direction = direction.to(a.dtype).scatter(2, index, a.gather(2, index))
-        norm_a = norm_a.to(a.dtype).scatter(2, apart, 1.0)
+        if shallower.packs:
+            own = _unit(a.to(norm_a.dtype))[0].to(a.dtype)
+        else:
+            own, norm_a = a, norm_a.scatter(2, apart, 1.0)
+        direction = direction.to(a.dtype).scatter(2, index, own.gather(2, index))
         shallower.merged[name].directions.append(direction, past)
-        shallower.merged[name].norms.append(norm_a, past)
+        shallower.merged[name].norms.append(norm_a.to(a.dtype), past)
         deeper.merged[name].norms.append(norm_b.to(b.dtype), past)
         if num_apart:
             deeper.merged[name].apart.append(b.gather(2, index), past_apart)
             deeper.merged[name].positions.append((apart + past).int(), past_apart)
     for layer in (shallower, deeper):
         layer.merged_tokens, layer.num_apart = past + count, past_apart + num_apart
+        for merged in layer.merged.values():
+            merged.directions.settle(layer.merged_tokens)
+            merged.apart.settle(layer.num_apart)
+
+
+def num_kept_apart(params: dict[str, Any], count: int, before: int) -> int:
+    """How many of ``count`` tokens that are merged now stay native, when ``before`` did."""
+    if params["retained"] is not None:
+        return min(count, max(0, params["retained"] - before))
+    return ceil(params["share"] * count - 1e-9)  # 0.05 · 140 is a little more than 7 in floating point
 
 
 def interpolate(a: Tensor, b: Tensor, t: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -158,7 +179,7 @@ def _layer(config: PodConfig, layer_idx: int, request: Request) -> PodCacheLayer
     """From the middle on layers are paired; one without a second is dense."""
     place = layer_idx - config.num_hidden_layers // 2
     if place < 0 or layer_idx - place % 2 + 1 == config.num_hidden_layers:
-        return PodCacheLayer(config, layer_idx)
+        return PodCacheLayer(config, layer_idx, request.codec)
     return PairLayer(config, layer_idx, request, is_deeper=place % 2 == 1)
 
 
@@ -168,14 +189,11 @@ def merge_pairs(layers: list, step: Step, label: None) -> None:
     for shallower, deeper in zip(pairs[::2], pairs[1::2], strict=True):
         native, rule = step.max_length - shallower.merged_tokens, shallower.params
         if (step.ends_prompt and native) or (step.is_decode and native >= rule["block"]):
-            merge_pair(shallower, deeper, native, rule["share"], rule["t"])
+            num_apart = num_kept_apart(rule, native, shallower.num_apart)
+            merge_pair(shallower, deeper, native, num_apart, rule["t"])
 
 
 _ALREADY_SHARED = "both share between layers: there are no two layers' own keys left to merge"
-_CODEC = (
-    "a shared direction and the native vectors kept apart differ in size by their norms, so they would need scales of their "
-    "own, which are not settled; take one of the two"
-)
 
 METHOD = Method(
     name="minicache",
@@ -187,6 +205,7 @@ METHOD = Method(
     parameters={
         "block": (128, "decoded tokens that are merged at once (tokens)", 1),
         "share": (0.05, "tokens of each merge that stay native, those with the largest angle (share)", 0, 1),
+        "retained": (None, "so many stay native in all, in place of the share (tokens)", 0),
         "t": (
             0.6,
             "where the shared direction lies between the shallower (0) and the deeper layer's (1)",
@@ -194,5 +213,5 @@ METHOD = Method(
             1,
         ),
     },
-    refuses={"pod": _ALREADY_SHARED, "cla": _ALREADY_SHARED, "kivi": _CODEC, "int4": _CODEC, "int8": _CODEC},
+    refuses={"pod": _ALREADY_SHARED, "cla": _ALREADY_SHARED},
 )
