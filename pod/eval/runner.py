@@ -68,10 +68,11 @@ class Evaluation:
         """ValueError for an option that a method does not have or take."""
         specs = {name: spec for name in self.args.method_options if (spec := find_method(name).spec)}
         if specs:
-            from pod.modeling.methods import check_parameters  # loads torch
+            from pod.modeling.methods.combine import all_parameters, parse  # which loads torch
 
             for name, spec in specs.items():
-                check_parameters(spec, self.args.method_options[name])
+                parts = parse(pod.methods(), spec)[0]
+                all_parameters(spec, list(parts.values()), self.args.method_options[name])
 
     def refuses(self, method: Method, task: base.Task) -> str | None:
         """Why a method is not measured by a task, in one line; None when it is."""

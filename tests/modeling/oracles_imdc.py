@@ -29,7 +29,7 @@ Settled here, steps:
 * Pruner streamingllm (num_sink_tokens = 4): the first min(num_sink_tokens, m) slots of memory + chunk and the last m - that.
 * update = False (appendix B.4, Incremental Fixed Memory): what was memory before a step stays, whatever m_i is; of the chunk alone the pruner keeps
   m_i - memory slots (all if there are no more, none if the memory has m_i or more): snapkv ranks the chunk's slots by the same pooled scores, and
-  takes the chunk's last slots if no more than o fit; streamingllm takes the chunk's first num_sink_tokens and its last. Not with adaptive.
+  takes the chunk's last slots if no more than o fit; streamingllm takes the chunk's first num_sink_tokens and its last.
 * fm ignores the growth function. adaptive (im and imdc; per row): chunks are those of linear, as is m_i for i = 0 and 1, and whenever all ratios are 0. For i >= 2 a layer's ratio is
   ``p = kept slots of step i-1 that were memory before that step / kept slots``, counts summed over its KV heads (eq. 2 for step i-1). Total
   ``T = L·m_i`` (linear, rounded). Real sizes ``x_l = clip(λ·p_l, lo_l, a_l)`` with the λ that makes them sum to T, ``a_l`` = tokens there,
@@ -215,13 +215,11 @@ class Chunked(NaiveDecoder):
             return
         entries, m = self.entries[layer][head], self.capacity[layer]
         old = len(entries) - self.num_new
-        if (
-            not self.update
-        ):  # appendix B.4: the memory stays, and of the chunk the pruner keeps what then fits
-            room = max(m - old, 0)
-            self.entries[layer][head] = entries[:old] + [
-                entries[old + slot] for slot in self.of_chunk(weights, old, room)
-            ]
+        if not self.update:  # appendix B.4
+            kept = self.of_chunk(weights, old, max(m - old, 0))
+            self.kept[layer] += old + len(kept)
+            self.kept_old[layer] += old
+            self.entries[layer][head] = entries[:old] + [entries[old + slot] for slot in kept]
             return
         if m == len(entries):
             slots = list(range(m))
@@ -256,8 +254,7 @@ class Chunked(NaiveDecoder):
 
     def after_layers(self):
         if not self.is_decode and self.schedule:
-            if self.update:
-                self.ratios = [Fraction(a, b) for a, b in zip(self.kept_old, self.kept, strict=True)]
+            self.ratios = [Fraction(a, b) for a, b in zip(self.kept_old, self.kept, strict=True)]
             self.log.append((self.num_new, [len(layer[0]) for layer in self.entries]))
             self.step += 1
 

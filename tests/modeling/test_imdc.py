@@ -258,7 +258,6 @@ def test_refusals(tools):
             "num_sink_tokens = -1 must be at least 0",
         ),
         (dense, "imdc(h2o)", {"budget": 64}, r"choose imdc\(snapkv\), imdc\(streamingllm\)"),
-        (dense, "im", {"budget": 64, "function": "adaptive", "update": False}, "choose another function"),
         (dense, "fm", {"budget": 64, "function": "linear"}, "fm has no parameter 'function'"),
         (shared, "pod+imdc", {"budget": 64}, "no common distant keys"),
     ]:

@@ -177,7 +177,7 @@ def test_later_prompts_start_from_the_memory_they_find(tools, growth, options):
 
 @pytest.mark.parametrize("turns", [TURNS, SMALL_FIRST], ids=["usual", "small-first"])
 @pytest.mark.parametrize("pruner", ["snapkv", "streamingllm"])
-@pytest.mark.parametrize(("mode", "growth"), [("im", "linear"), ("imdc", "linear"), ("im", "square-sqrt")])
+@pytest.mark.parametrize(("mode", "growth"), [("im", "linear"), ("imdc", "adaptive"), ("im", "square-sqrt")])
 def test_a_memory_that_is_not_updated(tools, mode, growth, pruner, turns):
     """Appendix B.4: memories, chunks of which nothing fits, and later prompts that find the memory full."""
     model, ids = tools.make_pod("llama", plan=False), tools.random_ids(1, 50)[0]

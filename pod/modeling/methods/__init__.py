@@ -1,8 +1,5 @@
 """Methods by name: a method is a cache that you hand to ``generate()``. One file each; registered here once."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from pod.modeling.methods import (
     adakv,
     codecs,
@@ -25,7 +22,7 @@ from pod.modeling.methods import (
     wa,
 )
 from pod.modeling.methods.base import Method
-from pod.modeling.methods.combine import all_parameters, build_cache, parse
+from pod.modeling.methods.combine import build_cache
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.state import PACKAGES
@@ -44,11 +41,6 @@ _METHODS: dict[str, Method] = {
 def methods() -> dict[str, Method]:
     """All methods by name: axis, paper, parameters with defaults and units, what they free and refuse."""
     return dict(_METHODS)
-
-
-def check_parameters(spec: str, params: Mapping[str, Any]) -> None:
-    """What ``make_cache`` says of unknown methods and wrong parameters, before there is a model. Raises: ValueError."""
-    all_parameters(spec, list(parse(_METHODS, spec)[0].values()), params)
 
 
 def make_cache(

@@ -50,7 +50,10 @@ class D2OLayer(AccumulatingLayer):
         names = "num_sink_tokens", "beta", "gate", "normalize_gate"
         self.sinks, self.beta, self.gate, self.normalize_gate = (params[name] for name in names)
         self.alpha, self.recent_share = Fraction(params["alpha"]), Fraction(str(params["recent_share"]))
-        self.matches, self.weighs = _MATCHES[params["similarity"]], params["merge"] == "weighted"
+        self.matches = _MATCHES[params["similarity"]]
+        self.sharpness = float(
+            params["merge"] == "weighted"
+        )  # tokens that are all alike have a plain average
         self.is_printed = params["budget_rule"] == "printed"
         if self.normalize_gate and not 0 <= self.gate < 1:
             raise ValueError(
@@ -107,7 +110,7 @@ class D2OLayer(AccumulatingLayer):
         for by, parts in self.matches:
             similarity, nearest = merging.nearest_kept(tokens[by], kept, dropped)
             merged = similarity >= self._next_threshold(by, similarity.mean(-1, keepdim=True), beta)
-            weights = merging.merge_weights(self._weighed(similarity), nearest, merged, kept.shape[2])
+            weights = merging.merge_weights(similarity * self.sharpness, nearest, merged, kept.shape[2])
             for part in parts:
                 x = merging.merge_tokens(tokens[part], kept, dropped, nearest, weights)
                 changed.append((stores[part], nearest, take_slots(x, nearest)))
@@ -124,7 +127,7 @@ class D2OLayer(AccumulatingLayer):
         for by, parts in self.matches:
             similarity, nearest = merging.nearest_slot(tokens[by], gone[by])
             merged = similarity >= self._next_threshold(by, similarity, beta)
-            share = merging.share_of_one(self._weighed(similarity), merged)
+            share = merging.share_of_one(similarity * self.sharpness, merged)
             for part in parts:
                 stores[part].write(nearest, merging.merge_one(tokens[part], nearest, gone[part], share))
 
@@ -133,10 +136,6 @@ class D2OLayer(AccumulatingLayer):
         before = self.statistics.get(_THRESHOLDS[by])
         self.statistics[_THRESHOLDS[by]] = newest if before is None else torch.lerp(before, newest, beta)
         return self.statistics[_THRESHOLDS[by]]
-
-    def _weighed(self, similarity: Tensor) -> Tensor:
-        """What weighs in a merge: a plain average is that of tokens that are all alike."""
-        return similarity if self.weighs else torch.zeros_like(similarity)
 
 
 def attention_variance(column_sums: Tensor) -> Tensor:
@@ -225,7 +224,7 @@ METHOD = Method(
         ),
         "similarity": Parameter(
             "keys",
-            "what is compared to find the token to merge into; both: keys by keys, values by values, each for itself",
+            "what must be alike to merge; both: keys by keys, values by values",
             choices=tuple(_MATCHES),
         ),
         "merge": Parameter(

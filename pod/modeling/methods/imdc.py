@@ -138,11 +138,6 @@ def _build(variant: str, config: PodConfig, request: Request) -> PodCache:
     params = request.params
     MemoryLayer(config, 0, request)  # which checks the request
     function = params.get("function", FUNCTIONS[0])
-    if function == "adaptive" and not params["update"]:
-        raise ValueError(
-            f"{request.spec}: function = 'adaptive' follows what is retained of the memory, which is all of it when update is false: "
-            "choose another function"
-        )
     settings = Settings(variant, function, request.budget, params["chunk_size"], config.num_hidden_layers)
     make_layer, rowwise = partial(MemoryLayer, request=request), function == "adaptive"
     return GroupedCache(config, make_layer, request.spec, rowwise, chunks=settings)
