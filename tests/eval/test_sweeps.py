@@ -5,7 +5,9 @@ import json
 import own_runs
 import pytest
 
+import pod
 from pod.eval import runner
+from pod.eval.answer import reading
 from pod.eval.answer.methods import find_method, safe_name
 from pod.eval.args import EvalArgs
 from pod.eval.report.merge import merge
@@ -124,6 +126,43 @@ def test_wrong_options_are_one_line_before_a_model_is_loaded(place, method, mess
     with pytest.raises(ValueError, match=message) as caught:
         own_runs.make_run(place, "passkey", [method], {})
     assert "\n" not in str(caught.value)
+
+
+def test_what_methods_decided_is_in_results_and_report(place, tmp_path):
+    """Means over samples of what each prompt decides alone, per layer; the report says them."""
+    fixed = "simlayerkv[lazy_layers=[1,3],num_sink_tokens=2,num_recent_tokens=20]"
+    judged = "simlayerkv[threshold=0.4,num_sink_tokens=2,num_recent_tokens=20]"
+    methods = [fixed, judged, "d2o[gate=2,num_sink_tokens=2]@100", "snapkv[window=8]@60"]
+    settings = own_runs.SETTINGS | {
+        "output_dir": str(tmp_path),
+        "eval.methods": methods,
+        "eval.tasks": ["passkey"],
+        "eval.passkey_lengths": [400],
+        "eval.passkey_depths": [0.0, 0.5, 1.0],
+        "eval.passkey_samples": 1,
+    }
+    recipe = load_recipe(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
+    results = runner.evaluate(recipe, log=lambda line: None)
+    parts = {name: results[name]["parts"]["passkey"] for name in methods}
+    assert "decisions" not in parts[methods[3]]
+    assert parts[fixed]["decisions"] == {"lazy": [0, 1, 0, 1], "mass": [None] * 4}
+    run = runner.Evaluation(recipe, log=lambda line: None)
+    model, task = run.models.get("dense"), run.tasks["passkey"]
+    for name in methods[1:3]:
+        alone = []
+        for prompt in task.prompts:
+            found = find_method(name)
+            cache = pod.make_cache(model, found.spec, budget=found.budget, **found.options)
+            alone += [one["decisions"] for one in reading.answers(model, run.tokenizer, cache, [prompt], 12)]
+        key = "mass" if name == judged else "variance"
+        means = [sum(one[key][layer] for one in alone) / 3 for layer in range(4)]
+        assert parts[name]["decisions"][key] == pytest.approx(means, abs=1e-9) and len(set(means)) == 4
+    page = (tmp_path / "eval" / "report.md").read_text()
+    assert (
+        "50% of the layers were lazy (layer ratio 2.00); share of samples by layer: 0.00 1.00 0.00 1.00."
+        in page
+    )
+    assert "mean tokens per KV head by layer" in page
 
 
 def test_a_sweep_in_one_run(place, tmp_path):

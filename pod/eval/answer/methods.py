@@ -52,7 +52,7 @@ class Method:
         return tokens
 
 
-def _dense(name: str, title: str, takes_budget: bool = True, **more: bool) -> Method:
+def _dense(name: str, title: str, takes_budget: bool = True, **more: Any) -> Method:
     return Method(name=name, spec=name, model="dense", takes_budget=takes_budget, title=title, **more)
 
 

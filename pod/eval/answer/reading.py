@@ -95,6 +95,18 @@ def _waiting(cache: Any) -> list[Any]:
     return [layer for layer in layers if getattr(layer, "judges_next", False)]
 
 
+def decided(cache: Any, rows: int) -> list[dict[str, Any]]:
+    """What a method decided for each row: `decisions`, by name a number per layer (None: not decided); nothing for a method that says
+    none. SimLayerKV: lazy (0 or 1), mass; D2O: variance, tokens."""
+    found: list[dict[str, Any]] = [{} for _ in range(rows)]
+    for group in getattr(cache, "groups", ()):
+        layers = [layer for layer in group.layers if hasattr(layer, "decisions")]
+        for place, row in enumerate(group.rows if layers else ()):
+            said = [layer.decisions(place) for layer in layers]
+            found[row] = {"decisions": {name: [one[name] for one in said] for name in said[0]}}
+    return found
+
+
 def behind(mask: Tensor | None, rows: Sequence[Sequence[int]], pad: int, device: Any) -> dict[str, Tensor]:
     """`input_ids` and `attention_mask` for `generate`: rows (left padding) behind what a cache has seen, of which ``mask`` [B, n] tells."""
     ids, new = left_padded(rows, pad, device)
@@ -133,12 +145,13 @@ def in_parts(prompts: Sequence[Asked]) -> tuple[list[tuple[int, ...]] | None, li
 def answers(
     model: Any, tokenizer: Any, cache: Any, prompts: Sequence[Asked], new_tokens: int
 ) -> list[dict[str, Any]]:
-    """Greedy answers to a batch of prompts through `cache`, a new one, as records for a shelf: what was said, and the bytes held per row
-    at the end."""
+    """Greedy answers to a batch of prompts through `cache`, a new one, as records for a shelf: what was said, the bytes held per row at the
+    end, and what was `decided`."""
     before, rows = in_parts(prompts)
     mask = None if before is None else read_prompts(model, cache, before, pad_id(tokenizer))
     said = answer_behind(model, tokenizer, cache, mask, rows, new_tokens)
-    return [{"answer": text, "bytes": cache.nbytes // len(prompts)} for text in said]
+    held, more = cache.nbytes // len(prompts), decided(cache, len(prompts))
+    return [{"answer": text, "bytes": held, **one} for text, one in zip(said, more, strict=True)]
 
 
 def key_of_prompt(prompt: Asked, new_tokens: int, room: int | None) -> str:

@@ -224,11 +224,25 @@ class Shelf:
                 self._known[name] = Answer(record, self._environment, line["seconds"] / len(answers))
 
     def account(self) -> Record:
-        """Of the answers that the task asked for: the machine and time of the latest, and the seconds that all took."""
-        came = [self._load()[name] for name in self._asked]
+        """Of the answers that the task asked for: the machine and time of the latest, the seconds that all took, and `decisions` of the
+        method, by name the mean per layer."""
+        came = [self._load()[name] for name in sorted(self._asked)]
         machines = [answer.environment for answer in came if answer.environment]
         latest = max(machines, key=lambda found: found["date"], default=None)
-        return {"environment": latest, "seconds": round(sum(answer.seconds for answer in came), 3)}
+        seconds = round(sum(answer.seconds for answer in came), 3)
+        said = [answer.record["decisions"] for answer in came if "decisions" in answer.record]
+        return {"environment": latest, "seconds": seconds} | ({"decisions": _means(said)} if said else {})
+
+
+def _means(said: list[dict[str, list[float | None]]]) -> dict[str, list[float | None]]:
+    """By name the mean per layer of what is known."""
+    found = {}
+    for name in said[0]:
+        layers = (
+            [x for x in layer if x is not None] for layer in zip(*(one[name] for one in said), strict=True)
+        )
+        found[name] = [sum(known) / len(known) if known else None for known in layers]
+    return found
 
 
 def _planned(items: list[T], key: Any, missing: set[str], batches: Any) -> list[list[T]]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from pod.eval.answer.reading import behind, in_parts, read_prompts
+from pod.eval.answer.reading import behind, decided, in_parts, read_prompts
 from pod.eval.lm.requests import Encoded
 
 _MARGIN = 4  # tokens looked at beyond the longest stop string
@@ -86,8 +86,8 @@ def _options(settings: dict[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def generate(model: Any, tokenizer: Any, cache: Any, items: Sequence[Encoded]) -> list[dict[str, Any]]:
-    """The record of every request of a batch (left padding) through `cache`, a new one: its `answer`, `bytes` held per row and
-    `held_tokens` that the longest row has seen at the end.
+    """The record of every request of a batch (left padding) through `cache`, a new one: its `answer`, `bytes` held per row,
+    `held_tokens` that the longest row has seen at the end, and what was `decided`.
 
     A question of its own is put behind the compressed text. New tokens and settings are those of the first request (`until` holds the stop
     strings); sampling depends on the requests' keys, so that a restarted run samples the same answers.
@@ -115,4 +115,7 @@ def generate(model: Any, tokenizer: Any, cache: Any, items: Sequence[Encoded]) -
             **options,
         )
     held = {"bytes": cache.nbytes // len(items), "held_tokens": int(cache.lengths.max())}
-    return [{"answer": text_of(tokenizer, row, ends, stops), **held} for row in out[:, columns:].tolist()]
+    said = [text_of(tokenizer, row, ends, stops) for row in out[:, columns:].tolist()]
+    return [
+        {"answer": text, **held, **one} for text, one in zip(said, decided(cache, len(items)), strict=True)
+    ]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pod.eval.answer.reading import judge_ahead, left_padded
+from pod.eval.answer.reading import decided, judge_ahead, left_padded
 from pod.eval.lm.batches import Unit
 
 Score = tuple[float, bool]
@@ -19,8 +19,8 @@ Score = tuple[float, bool]
 def score_by_decode(
     model: Any, cache: Any, units: Sequence[Unit], pad: int, max_rows: int
 ) -> list[dict[str, Any]]:
-    """The record of every unit: the `Score`s of its continuations through `cache`, a new one, as `answers`; `bytes` held per row and
-    `held_tokens` that the longest row has seen at the end.
+    """The record of every unit: the `Score`s of its continuations through `cache`, a new one, as `answers`; `bytes` held per row,
+    `held_tokens` that the longest row has seen at the end, and what was `decided` about the context.
 
     Every context is fed once, without its last token, and compressed. The cache is then branched: each branch reads the held-out token
     and one continuation, token by token as in generation, so that already the first token is predicted from the compressed cache. A
@@ -35,6 +35,7 @@ def score_by_decode(
     )
     last = None if alone else torch.tensor([unit.context[-1:] for unit in units], device=mask.device)
     judge_ahead(model, cache, mask, hidden=hidden if alone else None, last=last)
+    more = decided(cache, len(units))
     jobs = [(row, choice) for row, unit in enumerate(units) for choice in range(len(unit.continuations))]
     answers: list[list[Score]] = [[(0.0, True)] * len(unit.continuations) for unit in units]
     held = tokens = 0
@@ -50,7 +51,8 @@ def score_by_decode(
         for (row, choice), score in zip(part, found, strict=True):
             answers[row][choice] = score
         held, tokens = max(held, branch.nbytes // len(part)), max(tokens, int(branch.lengths.max()))
-    return [{"answers": scores, "bytes": held, "held_tokens": tokens} for scores in answers]
+    records = ({"answers": scores, "bytes": held, "held_tokens": tokens} for scores in answers)
+    return [record | one for record, one in zip(records, more, strict=True)]
 
 
 def _prefill(model: Any, cache: Any, prompts: list[tuple[int, ...]], pad: int) -> tuple[Tensor, Tensor]:

@@ -173,6 +173,21 @@ def method_lines(comparison: Comparison) -> list[str]:
         titles={entry.method: title for entry in entries if (title := entry.content.get("title"))},
         scored=[(label, part) for label, part in parts if "scored_by" in part],
         passkeys=any("passkey" in entry.parts for entry in entries),
+        decided=[found for entry in entries for task in entry.parts if (found := _decided(entry, task))],
+    )
+
+
+def _decided(entry: Entry, task: str) -> dict[str, Any]:
+    """What SimLayerKV or D2O decided about the layers in a task, on average."""
+    found = entry.parts[task].get("decisions") or {}
+    lazy, variances = found.get("lazy"), [x for x in found.get("variance", ()) if x is not None]
+    if lazy:
+        full = sum(1 - share for share in lazy)
+        return {"label": entry.label, "task": task, "lazy": lazy, "ratio": len(lazy) / full if full else None}
+    return (
+        {"label": entry.label, "task": task, "tokens": found["tokens"], "variances": variances}
+        if variances
+        else {}
     )
 
 
