@@ -27,6 +27,7 @@ PRESETS: dict[str, dict[str, Options]] = {
     "simlayerkv": {
         "streamingllm": _SINKS_4,  # section 6.1: the first four tokens and w recent ones
         "simlayerkv": {**_SINKS_4, "num_recent_tokens": 1024, "detector": "decode"},  # section 6.1
+        "minicache": {"retained": 1024},  # section 6.1
         "snapkv": {"window": 768},  # Appendix A.3, with Table 6
     },
     "d2o": {"d2o": {"gate": 100.0, "alpha": 3.0, "beta": 0.5}},  # section 5.1: alpha 2 to 4, beta 0.5 to 0.9

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import pod
 from pod.eval import runner
@@ -27,7 +27,7 @@ CASES = [(preset, part) for preset, parts in PRESETS.items() for part in parts]
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """`dense`: package:tiny, said to read 128K; `words`: with words as tokens, since RULER's shortest prompts have 7K bytes; `export`:
-    under a plan; a text."""
+    under a plan; `deep`: with as many layers as Llama-3-8B; a text."""
     folder = tmp_path_factory.mktemp("papers")
     shutil.copytree(resolve_model("package:tiny"), folder / "dense")
     config = json.loads((folder / "dense" / "config.json").read_text())
@@ -38,6 +38,9 @@ def place(tmp_path_factory):
     words = Tokenizer(models.WordLevel({"<unk>": 0}, "<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<unk>").save_pretrained(folder / "words")
+    deep = AutoConfig.from_pretrained(folder / "dense", num_hidden_layers=32)
+    AutoModelForCausalLM.from_config(deep).save_pretrained(folder / "deep")
+    PreTrainedTokenizerFast.from_pretrained(folder / "dense").save_pretrained(folder / "deep")
     (folder / "text.txt").write_text("".join(f"Line {number} of a text. " for number in range(4000)))
     return folder
 
@@ -60,6 +63,8 @@ def read(file, place):
         values["eval.task_options.consistency.sequences"] = 1
     if args.tasks[0].startswith(("pod_ruler", "passkey")):
         values["model.path"] = place / "words"
+    if any("lazy_layers" in name for name in args.methods):
+        values["model.path"] = place / "deep"
     return load_recipe(file, [f"{key}={json.dumps(value, default=str)}" for key, value in values.items()])
 
 
