@@ -50,10 +50,7 @@ class D2OLayer(AccumulatingLayer):
         names = "num_sink_tokens", "beta", "gate", "normalize_gate"
         self.sinks, self.beta, self.gate, self.normalize_gate = (params[name] for name in names)
         self.alpha, self.recent_share = Fraction(params["alpha"]), Fraction(str(params["recent_share"]))
-        self.matches = _MATCHES[params["similarity"]]
-        self.sharpness = float(
-            params["merge"] == "weighted"
-        )  # tokens that are all alike have a plain average
+        self.matches, self.averages = _MATCHES[params["similarity"]], params["merge"] == "average"
         self.is_printed = params["budget_rule"] == "printed"
         if self.normalize_gate and not 0 <= self.gate < 1:
             raise ValueError(
@@ -110,7 +107,8 @@ class D2OLayer(AccumulatingLayer):
         for by, parts in self.matches:
             similarity, nearest = merging.nearest_kept(tokens[by], kept, dropped)
             merged = similarity >= self._next_threshold(by, similarity.mean(-1, keepdim=True), beta)
-            weights = merging.merge_weights(similarity * self.sharpness, nearest, merged, kept.shape[2])
+            similarity = torch.zeros_like(similarity) if self.averages else similarity  # all count the same
+            weights = merging.merge_weights(similarity, nearest, merged, kept.shape[2])
             for part in parts:
                 x = merging.merge_tokens(tokens[part], kept, dropped, nearest, weights)
                 changed.append((stores[part], nearest, take_slots(x, nearest)))
@@ -127,7 +125,8 @@ class D2OLayer(AccumulatingLayer):
         for by, parts in self.matches:
             similarity, nearest = merging.nearest_slot(tokens[by], gone[by])
             merged = similarity >= self._next_threshold(by, similarity, beta)
-            share = merging.share_of_one(similarity * self.sharpness, merged)
+            similarity = torch.zeros_like(similarity) if self.averages else similarity
+            share = merging.share_of_one(similarity, merged)
             for part in parts:
                 stores[part].write(nearest, merging.merge_one(tokens[part], nearest, gone[part], share))
 
