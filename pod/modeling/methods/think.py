@@ -3,7 +3,7 @@
 When the first prompt ends, channel ``j`` of a KV head is worth ``‖Q_j‖² ‖K_j‖²``: over the last queries of the prompt and over all keys
 held, both rotated, as in the authors' code, and mean over the query heads of a group, as in kvpress (theirs prunes a copy of the keys
 for each). Keys of all tokens but the ``recent`` newest are held in the best channels then, and the end of a later prompt thins those
-that came since to the same ones. Values stay whole, and keys of decoded tokens until then. Behind a ranking (§4.2: ThinK with H2O and
+that came since to the same ones. Values stay whole, and keys of decoded tokens until then. Behind a ranking (the paper has ThinK with H2O and
 SnapKV) the prompt's tokens are chosen by whole keys, and those that stay are thinned; when a later prompt ends, by what is held.
 """
 
