@@ -121,7 +121,7 @@ def test_what_a_result_depends_on(place):
     for changes in ({}, {"windows": [16]}, {"restrict": "wa"}, {"predictions": 19}):
         run = make_run(place, "consistency", ["full"], OPTIONS | changes, output_dir=str(place / "depends"))
         with run.shelf(find_method("full")).asked_by("x", True) as shelf:
-            run.tasks["consistency"].measure(find_method("full"), shelf)
+            run.tasks["consistency"].measure(run.subject(find_method("full")), shelf)
             asked.append(frozenset(shelf._asked))
     assert len(set().union(*asked)) == sum(map(len, asked)), "no answer serves two settings"
     assert run.tasks["consistency"].token_counts(find_method("full")) == (3 * (200 + 19 * 260), 0)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from pod.eval.answer.budget import Span
 from pod.eval.answer.methods import BASE, Method, find_method
 from pod.eval.judge.intervals import spread
 from pod.eval.results import RunResults, code_identity, fingerprint, one_line, with_files
@@ -85,7 +86,7 @@ def check(run: "Evaluation") -> None:
     spans += [(prompt + generated - 1, generated - 1) for prompt, generated in run.speed.max_batch]
     for method in map(find_method, run.args.methods):
         for length, fed in spans if method.takes_budget else ():
-            run.cache(method, length, fed)
+            run.subject(method).cache(Span(length, fed))
 
 
 def _speed_headline(lengths: list[dict]) -> str:
@@ -120,8 +121,7 @@ def _race(run: "Evaluation", length: int, errors: dict[str, str]) -> dict[str, A
     contestants = _still_in(contestants, errors)
     for one in contestants:
         held = {part: int(size) for part, size in one.cache.nbytes_by_part().items()}
-        budget = run.budget(find_method(one.name), length, 0)
-        stated = run.stated_bytes(length, budget, [sum(held.values())])
+        stated = run.subject(find_method(one.name)).stated(Span(length, 0), [sum(held.values())])
         rows[one.name] |= {"bytes_by_part": held, "bytes": stated}
     race.race(contestants, args.efficiency_tokens, args.efficiency_repeats)
     contestants = _still_in(contestants, errors)
@@ -143,7 +143,7 @@ def _still_in(contestants: list[race.Contestant], errors: dict[str, str]) -> lis
 
 def _cache(run: "Evaluation", name: str, length: int) -> Any:
     """A method's new cache for a prompt."""
-    return run.cache(find_method(name), length, 0)[0]
+    return run.subject(find_method(name)).cache(Span(length, 0))
 
 
 def _prompt(run: "Evaluation", model: Any, length: int) -> Tensor:
@@ -171,14 +171,11 @@ def _largest_batches(
 
 
 def _largest_batch(run: "Evaluation", method: Method, prompt: int, generated: int) -> dict[str, Any]:
-    model, fed, options = run.models.get(method.model), generated - 1, run.speed
-
-    def make_cache() -> Any:
-        return run.cache(method, prompt + fed, fed)[0]
-
-    tries = max_batch.Tries(model, make_cache, prompt, generated, options.memory_limit, run.recipe.seed)
+    subject, options, span = run.subject(method), run.speed, Span(prompt + generated - 1, generated - 1)
+    limit, make_cache = options.memory_limit, partial(subject.cache, span)
+    tries = max_batch.Tries(subject.model, make_cache, prompt, generated, limit, run.recipe.seed)
     row = max_batch.search(tries, options.max_batch_rows)
-    row["budget_tokens"] = run.budget(method, prompt + fed, fed)
+    row["budget_tokens"] = subject.budget(span)
     return row | (tries.throughput(row["batch"]) if options.throughput and row["batch"] else {})
 
 

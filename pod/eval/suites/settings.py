@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, ClassVar
 
-from pod.eval.answer.methods import Method
+from pod.eval.answer.budget import Subject
 from pod.eval.answer.store import Shelf, in_batches
 from pod.eval.judge.intervals import wilson
 from pod.eval.judge.verdicts import perplexity_change, perplexity_of
@@ -59,20 +59,20 @@ class SettingsTask(TextTask):
         """Equal for items that may run together."""
 
     @abstractmethod
-    def compute(self, method: Method, batch: list[Item]) -> list[Record]: ...
+    def compute(self, subject: Subject, batch: list[Item]) -> list[Record]: ...
 
     @abstractmethod
-    def payload(self, method: Method, records: dict[Item, Record]) -> Record: ...
+    def payload(self, subject: Subject, records: dict[Item, Record]) -> Record: ...
 
-    def measure(self, method: Method, shelf: Shelf) -> Record:
+    def measure(self, subject: Subject, shelf: Shelf) -> Record:
         items = self.items()
         records = shelf.answers(
             items,
             key=self.key,
             batches=lambda left: in_batches(left, self.args.batch_size, self.alike),
-            compute=lambda batch: self.compute(method, batch),
+            compute=lambda batch: self.compute(subject, batch),
         )
-        return self.payload(method, dict(zip(items, records, strict=True)))
+        return self.payload(subject, dict(zip(items, records, strict=True)))
 
     def row(self, sums: list[float], base: list[float], tokens: int, correct: list[bool]) -> Record:
         """A setting's perplexity and its change against another (summed NLL of each text, paired), and the passkeys that it found."""

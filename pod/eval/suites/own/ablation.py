@@ -10,9 +10,9 @@ from typing import Any
 
 import pod
 from pod.eval import answer
+from pod.eval.answer.budget import Span, Subject
 from pod.eval.answer.methods import Method
 from pod.eval.answer.store import in_batches, key_of
-from pod.eval.suites.base import Span
 from pod.eval.suites.buckets import position_buckets
 from pod.eval.suites.own import passkey
 from pod.eval.suites.settings import Item, SettingsTask, curve
@@ -127,8 +127,8 @@ class Ablation(SettingsTask):
         setting, kind, number = item
         return setting, kind, self.prompts[number].length if kind == "passkey" else None
 
-    def compute(self, method: Method, batch: list[Item]) -> list[Record]:
-        model, numbers = self._variant(method, batch[0][0]), [number for _, _, number in batch]
+    def compute(self, subject: Subject, batch: list[Item]) -> list[Record]:
+        model, numbers = self._variant(subject, batch[0][0]), [number for _, _, number in batch]
         if batch[0][1] == "held":
             return [self._held(model)]
         if batch[0][1] == "text":
@@ -139,12 +139,12 @@ class Ablation(SettingsTask):
         cache = pod.make_cache(model, model.config.own_method)
         return answer.reading.answers(model, self.run.tokenizer, cache, prompts, self.args.passkey_new_tokens)
 
-    def _variant(self, method: Method, number: int) -> Any:
+    def _variant(self, subject: Subject, number: int) -> Any:
         """The model under a setting; the last one is kept, and weights are shared between all."""
-        own, changes = self.run.models.get(method.model), self.settings[number].changes
-        if self._last[0] != (method.model, number):
+        own, changes = subject.model, self.settings[number].changes
+        if self._last[0] != (subject.method.model, number):
             found = answer.variants.variant(own, **changes) if changes else own
-            self._last = (method.model, number), found
+            self._last = (subject.method.model, number), found
         return self._last[1]
 
     def _held(self, model: Any) -> Record:
@@ -160,7 +160,7 @@ class Ablation(SettingsTask):
             "saving": 1 - held / (answer.budget.native_bytes_per_token(model) * length),
         }
 
-    def payload(self, method: Method, records: dict[Item, Record]) -> Record:
+    def payload(self, subject: Subject, records: dict[Item, Record]) -> Record:
         found = [
             {
                 kind: [record for (s, k, _), record in records.items() if (s, k) == (number, kind)]
@@ -180,11 +180,11 @@ class Ablation(SettingsTask):
             for name, of, sums, answers in zip(names, found, nll, said, strict=True)
         ]
         by_text = [dict(zip(names, sums, strict=True)) for sums in zip(*nll, strict=True)]
-        windows = list(self.run.models.windows(method.model))
+        windows = list(self.run.models.windows(subject.method.model))
         return self.table(
             rows,
             [{"score": sums[OWN], "tokens": self.scored, "by_setting": sums} for sums in by_text],
-            self.run.stated_bytes(self.args.text_length, None, [rows[0]["bytes"]]),
+            subject.stated(self.spans()[0], [rows[0]["bytes"]]),
             settings={"own_windows": windows, "trained_per_setting": False},
             passkeys=dict(zip(names, said, strict=True)),
             curves=_curves(rows, bool(self.prompts)),

@@ -9,9 +9,10 @@ from typing import Any
 
 import pod
 from pod.eval import answer
+from pod.eval.answer.budget import Span, Subject
 from pod.eval.answer.methods import Method
 from pod.eval.answer.store import key_of
-from pod.eval.suites.base import Span, at_least_one, prompt_hash
+from pod.eval.suites.base import at_least_one, prompt_hash
 from pod.eval.suites.own import passkey
 from pod.eval.suites.settings import Item, SettingsTask, curve
 from pod.eval.suites.text import Record
@@ -118,24 +119,23 @@ class TauCurve(SettingsTask):
     def alike(self, item: Item) -> Any:
         return item[1:] if item[1] == "passkey" else item[1]  # prompts run alone
 
-    def compute(self, method: Method, batch: list[Item]) -> list[Record]:
+    def compute(self, subject: Subject, batch: list[Item]) -> list[Record]:
         numbers = [number for _, _, number in batch]
         if batch[0][1] == "text":
-            return self._score(method, numbers)
-        return [self._answer(method, number) for number in numbers]
+            return self._score(subject, numbers)
+        return [self._answer(subject, number) for number in numbers]
 
-    def _cache(self, method: Method) -> Any:
+    def _cache(self, subject: Subject) -> Any:
         """A new cache that decodes layer by layer, where gates can be counted."""
-        options = self.args.method_options.get(method.name, {})
-        kept = {name: value for name, value in options.items() if name not in ("tau", "capacity")}
-        return pod.make_cache(self.run.models.get(method.model), method.spec, **kept)
+        kept = {key: value for key, value in subject.options.items() if key not in ("tau", "capacity")}
+        return pod.make_cache(subject.model, subject.method.spec, **kept)
 
-    def _score(self, method: Method, numbers: list[int]) -> list[Record]:
+    def _score(self, subject: Subject, numbers: list[int]) -> list[Record]:
         """A record per text: NLL (nats) and gate counts by threshold."""
-        model, settings = self.run.models.get(method.model), self.options.settings
+        model, settings = subject.model, self.options.settings
         first = self.args.text_length - self.options.scored_tokens
         rows, names = self.on_device(numbers), list(map(label, settings))
-        found = answer.gates.nll_by_tau(model, self._cache(method), rows, first, settings)
+        found = answer.gates.nll_by_tau(model, self._cache(subject), rows, first, settings)
         sums, counts, held = zip(*found, strict=True)
         of_rows = zip(zip(*sums, strict=True), zip(*counts, strict=True), strict=True)
         return [
@@ -147,16 +147,16 @@ class TauCurve(SettingsTask):
             for nll, count in of_rows
         ]
 
-    def _answer(self, method: Method, number: int) -> Record:
+    def _answer(self, subject: Subject, number: int) -> Record:
         """A record of one passkey prompt: the greedy answer by threshold."""
-        model, settings = self.run.models.get(method.model), self.options.settings
+        model, settings = subject.model, self.options.settings
         ids = self.text.new_tensor([self.prompts[number].token_ids]).to(self.run.models.device)
         new_tokens = self.args.passkey_new_tokens
-        said = answer.gates.greedy_by_tau(model, self._cache(method), ids, new_tokens, settings)
+        said = answer.gates.greedy_by_tau(model, self._cache(subject), ids, new_tokens, settings)
         texts = [self.run.tokenizer.decode(ids, skip_special_tokens=True) for ids in said]
         return {"answers": dict(zip(map(label, settings), texts, strict=True))}
 
-    def payload(self, method: Method, records: dict[Item, Record]) -> Record:
+    def payload(self, subject: Subject, records: dict[Item, Record]) -> Record:
         texts = [record for (_, kind, _), record in records.items() if kind == "text"]
         said = [record for (_, kind, _), record in records.items() if kind == "passkey"]
         answers = [_judged(*pair) for pair in zip(self.prompts, said, strict=True)]
@@ -172,7 +172,7 @@ class TauCurve(SettingsTask):
                 }
                 for r in texts
             ],
-            self.run.stated_bytes(self.args.text_length - 1, None, [record["bytes"] for record in texts]),
+            subject.stated(self.spans()[0], [record["bytes"] for record in texts]),
             passkeys=answers,
             curves=_curves(rows),
         )
