@@ -199,8 +199,9 @@ def curves(method):
     payload = scores(method, "tau_curve", 10)
     line = {"title": "Score by gate threshold", "x_label": "τ", "y_label": "score"}
     line |= {"x": [0.5, 0.7, 0.9], "y": [40.0 * SKILL[method], 44.0, 45.0], "low": None, "high": None}
-    table = {"title": "skipped", "columns": ["τ", "share"], "rows": [[0.5, 0.41], [0.7, 0.25], [0.9, None]]}
-    return {**payload, "curves": [line | {"reference": 45.0}], "tables": [table]}
+    rows = [{"tau": tau, "share": share} for tau, share in ((0.5, 0.41), (0.7, 0.25), (0.9, None))]
+    heads = {"tau": "τ", "share": "share"}
+    return {**payload, "curves": [line | {"reference": 45.0}], "rows": rows, "columns": heads}
 
 
 def payload_of(values):

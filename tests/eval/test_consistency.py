@@ -78,15 +78,13 @@ def test_windows_are_averaged_over_texts(place):
     payload = measure(run, "full")
     model, text = run.models.get("dense"), run.tasks["consistency"].text
     reference = agreement.predict_by_forward(model, text, 20)
-    for (window, value), row in zip(
-        payload["curves"][0]["points"], payload["tables"][0]["rows"], strict=True
-    ):
+    (curve,) = payload["curves"]
+    for window, value, row in zip(curve["x"], curve["y"], payload["rows"], strict=True):
         found = agreement.predict_by_window(model, text, 20, window, "cut", 7)
         assert value == pytest.approx((found == reference).double().mean().item())
-        assert payload["metrics"][f"window {window}"]["value"] == value == row[1]
-        assert payload["metrics"][f"window {window}"]["ci95"] == row[2:]
-    shares = [value for _, value in payload["curves"][0]["points"]]
-    assert shares[0] < shares[2] < 1
+        assert payload["metrics"][f"window {window}"]["value"] == value == row["identical"]
+        assert payload["metrics"][f"window {window}"]["ci95"] == [row["low"], row["high"]]
+    assert curve["y"][0] < curve["y"][2] < 1
 
 
 def test_batch_of_three_predicts_as_alone(place):

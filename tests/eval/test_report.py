@@ -36,10 +36,8 @@ def passkey_part():
         "skipped": [],
         "bytes": [],
         "settings": {},
-        "correct": 3,
-        "prompts": 4,
     }
-    passkey["cells"] = [{"length": 80, "depth": depth, "correct": 1, "prompts": 2} for depth in (0.0, 1.0)]
+    passkey["cells"] = [{"length": 80, "depth": depth, "value": 0.5, "count": 2} for depth in (0.0, 1.0)]
     return passkey
 
 

@@ -100,10 +100,6 @@ class PromptTask(GridTask):
     def settings(self) -> Record:
         """What was asked, but for when and how much is answered."""
 
-    def cells(self, records: list[Record]) -> Record:
-        """What the payload says of places in the grid."""
-        return {"cells": cells_of(records)}
-
     def measure(self, subject: Subject, shelf: Shelf) -> Record:
         records = self.records(subject, shelf)
         return scored_payload(
@@ -112,8 +108,7 @@ class PromptTask(GridTask):
             records,
             bytes_rows=self.bytes_rows(subject, records),
             settings={**self.settings(), "question": self.args.asked_when(), "new_tokens": self.new_tokens},
-            prompts=len(records),
-            **self.cells(records),
+            cells=cells_of(records),
         )
 
     def token_counts(self, method: Method) -> tuple[int, int]:

@@ -98,17 +98,3 @@ class SettingsTask(TextTask):
             rows=rows,
             **more,
         )
-
-
-def curve(rows: list[Record], x: str, y: str, interval: str | None = None, **more: Any) -> Record:
-    """A curve of a payload: keys of rows; interval: of the band around it, drawn where every row has one; more: titles, reference …"""
-    ends = [row[interval] for row in rows if interval and row[interval]]
-    known = len(ends) == len(rows)
-    return {
-        "x": [row[x] for row in rows],
-        "y": [row[y] for row in rows],
-        "low": [end[0] for end in ends] if known else None,
-        "high": [end[1] for end in ends] if known else None,
-        "labels": None,
-        **more,
-    }

@@ -13,9 +13,10 @@ from pod.eval import answer
 from pod.eval.answer.budget import Span, Subject
 from pod.eval.answer.methods import Method
 from pod.eval.answer.store import in_batches, key_of
+from pod.eval.suites.base import curve
 from pod.eval.suites.buckets import position_buckets
 from pod.eval.suites.own import passkey
-from pod.eval.suites.settings import Item, SettingsTask, curve
+from pod.eval.suites.settings import Item, SettingsTask
 from pod.eval.suites.text import Record
 
 OWN, DENSE = "own", "no sharing"

@@ -13,7 +13,7 @@ from pod.eval.answer.budget import Span, Subject
 from pod.eval.answer.methods import Method
 from pod.eval.answer.store import Shelf
 from pod.eval.judge.intervals import score_mean
-from pod.eval.suites.base import at_least_one, scored_payload
+from pod.eval.suites.base import at_least_one, curve, scored_payload
 from pod.eval.suites.text import Record, TextTask
 
 _WHERE = "eval.task_options.consistency"
@@ -153,28 +153,23 @@ class Consistency(TextTask):
         """PoD Table 7 as metrics, table and curve."""
         rows = []
         for index, window in enumerate(self.options.windows):
-            shares = [record["windows"][index] for record in records]
-            interval = score_mean(shares).interval
-            rows.append((window, sum(shares) / len(shares), interval))
+            found = score_mean([record["windows"][index] for record in records])
+            ends = {"ci95": found.interval, "low": found.low, "high": found.high}
+            rows.append({"window": window, "identical": found.value, **ends})
+        labels = {"x_label": "window (tokens)", "y_label": "share identical", "log_x": True}
         return {
             "metrics": {
-                f"window {window}": {"value": value, "ci95": interval} for window, value, interval in rows
+                f"window {row['window']}": {"value": row["identical"], "ci95": row["ci95"]} for row in rows
             },
-            "tables": [
-                {
-                    "title": "Identical predictions by window (PoD Table 7)",
-                    "columns": ["window (tokens)", "identical", "95 % from", "to"],
-                    "rows": [[w, value, *(interval or (None, None))] for w, value, interval in rows],
-                }
-            ],
+            "columns": {
+                "window": "window (tokens)",
+                "identical": "identical",
+                "low": "95 % from",
+                "high": "to",
+            },
+            "rows": rows,
             "curves": [
-                {
-                    "name": "identical predictions by window",
-                    "x_label": "window (tokens)",
-                    "y_label": "share identical",
-                    "log_x": True,
-                    "points": [[window, value] for window, value, _ in rows],
-                }
+                curve(rows, "window", "identical", "ci95", title="Same predictions by window", **labels)
             ],
         }
 

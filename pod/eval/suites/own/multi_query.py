@@ -14,7 +14,7 @@ from pod.eval.answer.store import Shelf, key_of
 from pod.eval.judge.intervals import clusters_of, share
 from pod.eval.suites.base import at_least_one, prompt_hash, scored_payload
 from pod.eval.suites.grid import GridTask, Record, cells_of, check_grid
-from pod.eval.suites.haystack import ASK, Haystack, load_sentences, make_frame, start_of
+from pod.eval.suites.haystack import ASK, Haystack, load_sentences, question_frame, start_of
 from pod.eval.suites.own.niah import facts, recall
 
 PEOPLE = (
@@ -187,7 +187,7 @@ def make_document(
     names, values = facts(f"{seed}/{length}/{sample}", number, PEOPLE)
     depths = [round((index + 0.5) / number, 4) for index in range(number)]
     frames = [
-        make_frame(
+        question_frame(
             tokenizer,
             f"What is {name}'s favorite number?",
             f"{name}'s favorite number is",

@@ -5,13 +5,14 @@ Any long text will do: files of PG-19's test books in `text`, else what perplexi
 
 import math
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from pod.eval import answer
 from pod.eval.answer.budget import Span, Subject
 from pod.eval.answer.methods import Method
 from pod.eval.answer.store import Shelf
-from pod.eval.suites.base import at_least_one, scored_payload
+from pod.eval.suites.base import at_least_one, curve, scored_payload
 from pod.eval.suites.text import Record, TextTask
 
 
@@ -165,19 +166,16 @@ def _beyond(stream: Any, shared: int, records: list[Record]) -> dict[str, Record
 
 def _curves(stream: Any, records: list[Record]) -> list[Record]:
     """Mean over texts, at the end of every interval: cumulative NLL, NLL within it, bytes per text."""
-    within, cumulative, held, total, seen = [], [], [], 0.0, 0
+    rows, total, seen = [], 0.0, 0
     for index, (end, tokens) in enumerate(zip(stream.ends, _intervals(stream), strict=True)):
-        nats = sum(record["sums"][index] for record in records) / len(records)
+        nats, held = (fmean(record[key][index] for record in records) for key in ("sums", "held"))
         total, seen = total + nats, seen + tokens
-        within.append([end, nats / tokens])
-        cumulative.append([end, total / seen])
-        held.append([end, sum(record["held"][index] for record in records) / len(records)])
+        rows.append({"read": end, "cumulative": total / seen, "within": nats / tokens, "held": held})
     return [
-        _curve("cumulative NLL", "mean NLL so far (nats per token)", cumulative),
-        _curve("NLL by position", "NLL of the last tokens (nats per token)", within),
-        _curve("bytes by position", "KV cache (bytes)", held),
+        curve(rows, "read", key, title=title, x_label="tokens read", y_label=label)
+        for key, title, label in (
+            ("cumulative", "Cumulative NLL", "mean NLL so far (nats per token)"),
+            ("within", "NLL by position", "NLL of the last tokens (nats per token)"),
+            ("held", "Bytes by position", "KV cache (bytes)"),
+        )
     ]
-
-
-def _curve(name: str, y_label: str, points: list[list[float]]) -> Record:
-    return {"name": name, "x_label": "tokens read", "y_label": y_label, "log_x": False, "points": points}

@@ -12,9 +12,9 @@ from pod.eval import answer
 from pod.eval.answer.budget import Span, Subject
 from pod.eval.answer.methods import Method
 from pod.eval.answer.store import key_of
-from pod.eval.suites.base import at_least_one, prompt_hash
+from pod.eval.suites.base import at_least_one, curve, prompt_hash
 from pod.eval.suites.own import passkey
-from pod.eval.suites.settings import Item, SettingsTask, curve
+from pod.eval.suites.settings import Item, SettingsTask
 from pod.eval.suites.text import Record
 
 EXACT = "exact"
