@@ -91,10 +91,11 @@ class Evaluation:
 
     def method(self, name: str) -> Method:
         """A method of the recipe. With options of its own (the gate skip of PoD, say), or a plan that packs, one forward pass may
-        differ from its decode path."""
+        differ from its decode path; the dense weights under a plan are PoD whatever the recipe calls them."""
         found = find_method(name)
-        differs = self.args.method_options.get(name) or (found.one_shot and self.models.packs(found.model))
-        return replace(found, one_shot=False) if differs else found
+        exact = found.one_shot or (found.spec is None and self.models.sources[found.model].plan is not None)
+        differs = self.args.method_options.get(name) or (exact and self.models.packs(found.model))
+        return replace(found, one_shot=exact and not differs)
 
     def subject(self, method: Method) -> Subject:
         """A method with its model and its caches."""

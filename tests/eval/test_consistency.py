@@ -108,7 +108,7 @@ def test_gate_skip_is_predicted_token_by_token(place):
         place, "consistency", ["pod-unadapted"], OPTIONS, eval__method_options=options["method_options"]
     )
     plain = make_run(place, "consistency", ["pod-unadapted"], OPTIONS)
-    assert run.tasks["consistency"].token_counts(find_method("pod-unadapted"))[1] == 20
+    assert run.tasks["consistency"].token_counts(run.method("pod-unadapted"))[1] == 20
     skipped, exact = measure(run, "pod-unadapted"), measure(plain, "pod-unadapted")
     assert skipped["samples"][0]["bytes"] and exact["samples"][0]["bytes"] is None
     assert [s["score"] for s in skipped["samples"]] != [s["score"] for s in exact["samples"]]

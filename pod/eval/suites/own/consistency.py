@@ -83,16 +83,12 @@ class Consistency(TextTask):
             per_window = options.windows if each > 1 else [options.length] * len(options.windows)
             prompt = options.length + each * sum(per_window)
         batches = -(-options.sequences // self.args.batch_size)
-        return options.sequences * prompt, 0 if self._one_shot(method) else batches * options.predictions
-
-    def _one_shot(self, method: Method) -> bool:
-        """Whether one forward predicts what the decode path does: not with options such as the gate skip `tau`."""
-        return method.one_shot and not self.args.method_options.get(method.name)
+        return options.sequences * prompt, 0 if method.one_shot else batches * options.predictions
 
     def measure(self, subject: Subject, shelf: Shelf) -> Record:
         options, method, (span,) = self.options, subject.method, self.spans()
         dense = self.run.models.identity("dense")
-        asked = [options.predictions, self._one_shot(method), subject.room(span), dense]
+        asked = [options.predictions, method.one_shot, subject.room(span), dense]
         if method.name == "full":
             asked += [options.windows, options.restrict]
         records = self.records(
@@ -111,7 +107,7 @@ class Consistency(TextTask):
         held, windows = None, [[] for _ in rows]
         if subject.method.name == "full":
             own, windows = reference, self._by_window(dense, rows, reference)
-        elif self._one_shot(subject.method):
+        elif subject.method.one_shot:
             own = answer.agreement.predict_by_forward(subject.model, rows, last)
         else:
             cache = subject.cache(span)
