@@ -31,7 +31,7 @@ _CODE = (
 
 
 class RunResults:
-    """The result file of one run (a method, or the speeds of all), written after every part.
+    """The result file of a method, written after every part.
 
     path: the JSON file; header: what is the same for all parts (method, config …), its `row` among them; writes: False on ranks that only
     help. Parts of a file with another `row` (another model, plan or option) are `left_out`: they can be scored again where their

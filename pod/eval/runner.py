@@ -206,26 +206,27 @@ def _evaluate(run: Evaluation) -> dict[str, dict]:
     from pod.eval.speed.task import check, is_known, measure_speed
 
     recipe, answers = run.recipe, "answer" in run.args.steps
+    timed = SPEED_RUN in run.args.tasks and answers
     methods = {name: run.method(name) for name in recipe.eval.methods}
     results = {name: _method_results(run, method) for name, method in methods.items()}
     pending = {name: _score_known(run, methods[name], result) for name, result in results.items()}
-    errors: dict[str, str | None] = {}
     if answers:
         for name, tasks in pending.items():
             for task in tasks:
                 run.check_caches(methods[name], run.tasks[task])
-        if SPEED_RUN in run.args.tasks and not is_known(run):
+        if timed and not is_known(run, results):
             check(run)
-        errors = {name: _answer(run, methods[name], results[name], tasks) for name, tasks in pending.items()}
+        for name, tasks in pending.items():
+            _answer(run, methods[name], results[name], tasks)
     elif any(pending.values()):
         missing = "; ".join(f"{name}: {', '.join(tasks)}" for name, tasks in pending.items() if tasks)
         run.log(f"not answered yet, the step `answer` does it: {missing}")
     if run.ranks.is_first:
-        if SPEED_RUN in run.args.tasks and answers:
-            errors |= measure_speed(run)
+        if timed:
+            measure_speed(run, results)
         if "report" in run.args.steps:
             run.log(f"report: {write_report(recipe)}")
-    failed = [f"{name}: {error}" for name, error in errors.items() if error]
+    failed = [f"{name}: {of.content['error']}" for name, of in results.items() if of.content["failed"]]
     if failed:
         raise RuntimeError(
             f"{len(failed)} of {len(results)} methods failed ({'; '.join(failed)}); the others are in {recipe.eval_dir}"
@@ -291,9 +292,8 @@ def _score(run: Evaluation, method: Method, results: RunResults, task: str, is_o
     run.log(f"{method.name}: {task} {run.tasks[task].headline(part)}{how}")
 
 
-def _answer(run: Evaluation, method: Method, results: RunResults, pending: list[str]) -> str | None:
-    """Answer and score what is missing; returns the error lines of the tasks that failed, joined. One task's failure does not lose the others."""
-    errors = []
+def _answer(run: Evaluation, method: Method, results: RunResults, pending: list[str]) -> None:
+    """Answer and score what is missing. One task's failure does not lose the others."""
     for name in pending:
         run.log(f"{method.name}: {name} …")
         try:
@@ -302,8 +302,6 @@ def _answer(run: Evaluation, method: Method, results: RunResults, pending: list[
             if run.ranks.world_size > 1 and not isinstance(error, AnswerError):
                 raise  # the other ranks may wait inside this task: only a restart helps, and the answers stay
             results.fail(name, error)
-            errors.append(f"{name}: {one_line(error)}")
             run.log(f"{method.name}: {name} FAILED: {one_line(error)}")
-    if pending and not errors and "score" in run.args.steps:
+    if pending and not results.content["failed"] and "score" in run.args.steps:
         results.finish()
-    return "; ".join(errors) or None

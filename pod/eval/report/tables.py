@@ -139,7 +139,7 @@ def result_cell(
 def overview(comparison: Comparison) -> Table:
     """Every method: its value on each task or suite with Δ to full, bytes, saving, speed."""
     columns, entries = list(comparison.columns().items())[:MOST_COLUMNS], comparison.entries
-    length, timed = common_length(entries), any(run.speed for run in comparison.runs)
+    length, timed = common_length(entries), any(entry.speed for entry in entries)
     rows = []
     for entry in entries:
         cells = [result_cell(comparison, entry, tasks) for _, tasks in columns]
