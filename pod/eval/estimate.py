@@ -24,7 +24,7 @@ def estimate(recipe: "Recipe") -> str:
     for name in recipe.eval.methods:
         prompt, steps = token_counts(recipe.eval, name)
         for task in tasks:
-            more = task.token_counts(find_method(name))
+            more = task.token_counts(task.run.method(name))
             prompt, steps = prompt + more[0], steps + more[1]
         lines.append(f"  {name:<14} {prompt:>12,} prompt tokens {steps:>8,} decode steps")
     return "\n".join(lines + missing)
