@@ -27,11 +27,11 @@ from pod.bench import decode_bytes
 from pod.bench.args import FULL, BenchMethod
 from pod.bench.decode_bytes import Sizes
 from pod.bench.dense_decode import candidates
-from pod.eval.answer.variants import variant
 from pod.eval.judge.intervals import spread
 from pod.eval.results import one_line
 from pod.measure import race
 from pod.measure.memory import now
+from pod.modeling.loading import with_plan
 from pod.modeling.shipped.layout import PodCacheLayer
 
 _WARM_UP = 2  # tokens; the first compiles and captures
@@ -119,7 +119,7 @@ def random_models(
             dense = pod.PodForCausalLM(pod.PodConfig(**fields)).eval()
     finally:
         torch.set_default_dtype(before)
-    return dense, variant(dense, lead=lead)
+    return dense, with_plan(dense, pod.SharingPlan(lead=tuple(map(tuple, lead))))
 
 
 def stock_model(dense: Any) -> Any:
@@ -162,7 +162,7 @@ def load_models(
             f"{path} has layout {model.config.layout!r}: this benchmark compares dense caches with pod, give it a model "
             "of full attention"
         )
-    return variant(model, lead=None), variant(model, lead=lead)
+    return with_plan(model, None), with_plan(model, pod.SharingPlan(lead=tuple(map(tuple, lead))))
 
 
 # -- caches ----------------------------------------------------------------------------------------------------------

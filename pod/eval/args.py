@@ -50,7 +50,8 @@ class EvalArgs:
     """options of tasks by name, as `{niah: {lengths: [4096, 8192]}}`; `run_eval.py --list-tasks` shows what each one takes"""
 
     models: dict[str, str] = field(default_factory=dict)
-    """more exported models to compare, by a name of yours: `{cla: runs/demo_cla/export}` is the method `model:cla`"""
+    """more models to compare, by a name of yours: `{cla: runs/demo_cla/export}` is the method `model:cla`; a plan.json stands for the dense
+    weights under that plan, and `…@16+240` gives either other windows (sink + recent tokens)"""
 
     data_dir: str | None = None
     """folder with local copies of benchmark data in their official files, one folder per suite (pod/eval/suites/README.md lists them);

@@ -21,12 +21,13 @@ def estimate(recipe: "Recipe") -> str:
     lines = ["Tokens per method (prompt tokens in parallel, decode steps one token per row at a time):"]
     others = [name for name in recipe.eval.tasks if name not in _BY_SETTINGS]
     tasks, missing = _built(recipe, others)
+    width = max(14, *map(len, recipe.eval.methods))
     for name in recipe.eval.methods:
         prompt, steps = token_counts(recipe.eval, name)
         for task in tasks:
-            more = task.token_counts(find_method(name))
+            more = task.token_counts(task.run.method(name))
             prompt, steps = prompt + more[0], steps + more[1]
-        lines.append(f"  {name:<14} {prompt:>12,} prompt tokens {steps:>8,} decode steps")
+        lines.append(f"  {name:<{width}} {prompt:>12,} prompt tokens {steps:>8,} decode steps")
     return "\n".join(lines + missing)
 
 

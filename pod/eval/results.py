@@ -21,7 +21,7 @@ SCHEMA_VERSION = 2
 _LARGE = 64 << 20  # bytes from which a file's digest is remembered
 _DECISIVE = ("torch", "transformers", "lm-eval", "flash-attn")
 _PACKAGE = Path(__file__).resolve().parents[1]
-ANSWERING = ("agreement", "gates", "perplexity", "reading", "store", "streaming", "variants")
+ANSWERING = ("agreement", "gates", "perplexity", "reading", "store", "streaming")
 """Files of `pod.eval.answer` that decide what is said; what the others decide (method, model, budget) stands in an answer's key or shelf."""
 _CODE = (
     *("models.py", "modeling/**/*.py", "kernels/**/*.py", "engine/**/*.py"),
@@ -31,7 +31,7 @@ _CODE = (
 
 
 class RunResults:
-    """The result file of one run (a method, or the speeds of all), written after every part.
+    """The result file of a method, written after every part.
 
     path: the JSON file; header: what is the same for all parts (method, config …), its `row` among them; writes: False on ranks that only
     help. Parts of a file with another `row` (another model, plan or option) are `left_out`: they can be scored again where their

@@ -7,8 +7,7 @@ from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import pod
-from pod.eval.answer.budget import ByteBudgets, measure_bytes, stated, without_limit
+from pod.eval.answer.budget import ByteBudgets, Subject, measure_bytes
 from pod.eval.answer.methods import Method, find_method
 from pod.eval.answer.models import Models
 from pod.eval.answer.ranks import Ranks
@@ -39,7 +38,8 @@ class Evaluation:
         self.tokenizer = self.models.tokenizer()
         self.store = Store(recipe.eval_dir / "answers", self.ranks, self.args.reuse)
         self._bytes = Store(recipe.eval_dir / "answers", self.ranks).shelf("bytes", {"code": code_identity()})
-        self._budgets: ByteBudgets | None = None
+        measure = None if self.models.reference_kind is None else self._pod_bytes
+        self.budgets = ByteBudgets(self.models.bytes_per_token(), measure)
         self._may_answer = True
         self.speed = speed_options(self.args)
         with data.use(self.args.data_dir, self.tokenizer, self.args.unsafe_code):
@@ -68,7 +68,8 @@ class Evaluation:
         """ValueError for an option that a method does not have or take."""
         specs = {name: spec for name in self.args.method_options if (spec := find_method(name).spec)}
         if specs:
-            from pod.modeling.methods.combine import all_parameters, parse  # which loads torch
+            import pod  # which loads torch
+            from pod.modeling.methods.combine import all_parameters, parse
 
             for name, spec in specs.items():
                 parts = parse(pod.methods(), spec)[0]
@@ -79,22 +80,19 @@ class Evaluation:
         too_long = self.models.too_long(method, task.longest())
         return task.refuses(method) or (too_long and f"it would {too_long}")
 
-    @property
-    def budgets(self) -> ByteBudgets | None:
-        """PoD's bytes; None when no PoD model is at hand (and no method needs them)."""
-        kind = self.models.reference_kind
-        if self._budgets is None and kind is not None:
-            layout, lengths = self.models.reference_layout(), sorted(self._lengths())
-            with self._bytes.asked_by("bytes of PoD", self._may_answer) as shelf:
-                found = shelf.answers(
-                    lengths,
-                    key=lambda length: key_of("bytes", layout, length),
-                    batches=lambda left: [left] if left else [],
-                    compute=lambda left: list(measure_bytes(self.models.get(kind), "pod", left).values()),
-                )
-            parts = dict(zip(lengths, found, strict=True))
-            self._budgets = ByteBudgets(parts, self.models.bytes_per_token())
-        return self._budgets
+    def _pod_bytes(self, lengths: list[int]) -> dict[int, dict[str, int]]:
+        """PoD's bytes by part at these and all lengths of the run."""
+        kind, layout = self.models.reference_kind, self.models.reference_layout()
+        assert kind is not None, "without a PoD model nothing asks"
+        lengths = sorted({*lengths, *self._lengths()})
+        with self._bytes.asked_by("bytes of PoD", self._may_answer) as shelf:
+            found = shelf.answers(
+                lengths,
+                key=lambda length: key_of("bytes", layout, length),
+                batches=lambda left: [left],
+                compute=lambda left: list(measure_bytes(self.models.get(kind), "pod", left).values()),
+            )
+        return dict(zip(lengths, found, strict=True))
 
     def _lengths(self) -> set[int]:
         """Every length at which bytes are compared."""
@@ -105,30 +103,15 @@ class Evaluation:
 
     def method(self, name: str) -> Method:
         """A method of the recipe. With options of its own (the gate skip of PoD, say), or a plan that packs, one forward pass may
-        differ from its decode path."""
+        differ from its decode path; the dense weights under a plan are PoD whatever the recipe calls them."""
         found = find_method(name)
-        differs = self.args.method_options.get(name) or (found.one_shot and self.models.packs(found.model))
-        return replace(found, one_shot=False) if differs else found
+        exact = found.one_shot or (found.spec is None and self.models.sources[found.model].plan is not None)
+        differs = self.args.method_options.get(name) or (exact and self.models.packs(found.model))
+        return replace(found, one_shot=exact and not differs)
 
-    def budget(self, method: Method, length: int, fed: int) -> int | None:
-        """The budget (tokens per KV head and layer) of a method whose cache reaches `length` tokens, `fed` of them after the prompt."""
-        if not method.takes_budget:
-            return None
-        if method.budget is not None:
-            return method.fixed_budget(length)
-        assert self.budgets is not None, "Models refuses methods with a budget when there is no reference"
-        return self.budgets.tokens(method, length, fed)
-
-    def cache(self, method: Method, length: int, fed: int) -> tuple[Any, int | None]:
-        """A new cache for a method, and its budget, so that it holds PoD's bytes once it has seen `length` tokens."""
-        budget, room = self.budget(method, length, fed), self.room(method, length, fed)
-        model, options = self.models.get(method.model), self.options(method)
-        return pod.make_cache(model, method.spec, budget=room, **options), budget
-
-    def room(self, method: Method, length: int, fed: int) -> int | None:
-        """The budget that the method's cache is made with: that of `budget`, without limit where PoD has dropped nothing yet."""
-        budget = self.budget(method, length, fed)
-        return budget if method.budget is not None else without_limit(budget, length)
+    def subject(self, method: Method) -> Subject:
+        """A method with its model and its caches."""
+        return Subject(method, lambda: self.models.get(method.model), self.options(method), self.budgets)
 
     def options(self, method: Method) -> dict[str, Any]:
         """Parameters of a method's caches; razor finds the heads that were searched for this recipe."""
@@ -145,11 +128,12 @@ class Evaluation:
         Raises: ValueError that names the method and the task.
         """
         chunks: dict[int | None, Any] = {}
+        subject = self.subject(method)
         for span in task.spans():
             try:
-                budget, prompt = self.budget(method, span.length, span.fed), span.length - span.fed
+                budget, prompt = subject.budget(span), span.length - span.fed
                 if budget not in chunks:
-                    chunks[budget] = getattr(self.cache(method, span.length, span.fed)[0], "chunks", None)
+                    chunks[budget] = getattr(subject.cache(span), "chunks", None)
                 # whether a method that compresses chunk by chunk has a chunk left to read everywhere in such a prompt
                 if chunks[budget] is not None and prompt > 0:
                     chunks[budget].start_prompt(prompt, 0, [SimpleNamespace(held=0)])
@@ -157,10 +141,6 @@ class Evaluation:
                 where = f" at {span.length} tokens, {span.fed} of them after the prompt"
                 at = where if method.takes_budget else ""
                 raise ValueError(f"{method.name} cannot do {task.name}{at}: {one_line(error)}") from error
-
-    def stated_bytes(self, length: int, budget: int | None, held: list[int]) -> dict[str, Any]:
-        """What a result says about its bytes; held: bytes per sequence of every cache that was used."""
-        return stated(self.budgets, self.models.bytes_per_token(), length, budget, held)
 
     def shelf(self, method: Method) -> Shelf:
         """The answers of a method: of this model, these options and this code."""
@@ -181,7 +161,7 @@ class Evaluation:
         self._may_answer = is_open
         try:
             with self.shelf(method).asked_by(task.name, is_open) as shelf:
-                return {**task.measure(method, shelf), **shelf.account()}
+                return {**task.measure(self.subject(method), shelf), **shelf.account()}
         finally:
             self._may_answer = True
 
@@ -238,26 +218,27 @@ def _evaluate(run: Evaluation) -> dict[str, dict]:
     from pod.eval.speed.task import check, is_known, measure_speed
 
     recipe, answers = run.recipe, "answer" in run.args.steps
+    timed = SPEED_RUN in run.args.tasks and answers
     methods = {name: run.method(name) for name in recipe.eval.methods}
     results = {name: _method_results(run, method) for name, method in methods.items()}
     pending = {name: _score_known(run, methods[name], result) for name, result in results.items()}
-    errors: dict[str, str | None] = {}
     if answers:
         for name, tasks in pending.items():
             for task in tasks:
                 run.check_caches(methods[name], run.tasks[task])
-        if SPEED_RUN in run.args.tasks and not is_known(run):
+        if timed and not is_known(run, results):
             check(run)
-        errors = {name: _answer(run, methods[name], results[name], tasks) for name, tasks in pending.items()}
+        for name, tasks in pending.items():
+            _answer(run, methods[name], results[name], tasks)
     elif any(pending.values()):
         missing = "; ".join(f"{name}: {', '.join(tasks)}" for name, tasks in pending.items() if tasks)
         run.log(f"not answered yet, the step `answer` does it: {missing}")
     if run.ranks.is_first:
-        if SPEED_RUN in run.args.tasks and answers:
-            errors |= measure_speed(run)
+        if timed:
+            measure_speed(run, results)
         if "report" in run.args.steps:
             run.log(f"report: {write_report(recipe)}")
-    failed = [f"{name}: {error}" for name, error in errors.items() if error]
+    failed = [f"{name}: {of.content['error']}" for name, of in results.items() if of.content["failed"]]
     if failed:
         raise RuntimeError(
             f"{len(failed)} of {len(results)} methods failed ({'; '.join(failed)}); the others are in {recipe.eval_dir}"
@@ -323,9 +304,8 @@ def _score(run: Evaluation, method: Method, results: RunResults, task: str, is_o
     run.log(f"{method.name}: {task} {run.tasks[task].headline(part)}{how}")
 
 
-def _answer(run: Evaluation, method: Method, results: RunResults, pending: list[str]) -> str | None:
-    """Answer and score what is missing; returns the error lines of the tasks that failed, joined. One task's failure does not lose the others."""
-    errors = []
+def _answer(run: Evaluation, method: Method, results: RunResults, pending: list[str]) -> None:
+    """Answer and score what is missing. One task's failure does not lose the others."""
     for name in pending:
         run.log(f"{method.name}: {name} …")
         try:
@@ -334,8 +314,6 @@ def _answer(run: Evaluation, method: Method, results: RunResults, pending: list[
             if run.ranks.world_size > 1 and not isinstance(error, AnswerError):
                 raise  # the other ranks may wait inside this task: only a restart helps, and the answers stay
             results.fail(name, error)
-            errors.append(f"{name}: {one_line(error)}")
             run.log(f"{method.name}: {name} FAILED: {one_line(error)}")
-    if pending and not errors and "score" in run.args.steps:
+    if pending and not results.content["failed"] and "score" in run.args.steps:
         results.finish()
-    return "; ".join(errors) or None

@@ -6,6 +6,8 @@ import torch
 from lm_eval.api.instance import Instance
 
 import pod
+from pod.eval.answer.budget import ByteBudgets, Subject
+from pod.eval.answer.methods import Method
 from pod.eval.lm.model import PodLM
 from pod.eval.lm.requests import Encoder
 from pod.models import resolve_model
@@ -70,20 +72,16 @@ def _model(kind: str, dtype: str):
 def around(spec: str = "full", kind: str | None = None, dtype: str = "float64", **options) -> PodLM:
     """A PodLM of a method; options of PodLM, the rest goes to the method."""
     kind = kind or (spec if spec in ("pod", "cla", "window") else "full")
-    own = {
-        name: options.pop(name) for name in ("one_shot", "batch_size", "encoder", "ranks") if name in options
-    }
-    limits = {name: options.pop(name) for name in ("max_length", "too_long") if name in options}
-    params = SMALL.get(spec, {}) | options
+    own = {name: options.pop(name) for name in ("batch_size", "shelf") if name in options}
     loaded = model(kind, dtype)
-    encoder = Encoder(tokenizer(), **({"max_length": loaded.config.max_position_embeddings} | limits))
-    return PodLM(
-        lambda: loaded,
-        lambda length, fed: (pod.make_cache(loaded, spec, **params), params.get("budget")),
-        own.pop("encoder", encoder),
-        budget=lambda length, fed: params.get("budget"),
-        **own,
+    encoder = options.pop("encoder", None) or Encoder(tokenizer(), loaded.config.max_position_embeddings)
+    one_shot = options.pop("one_shot", False)
+    params = SMALL.get(spec, {}) | options
+    budget = params.pop("budget", None)
+    method = Method(
+        name=spec, spec=spec, model="dense", takes_budget=budget is not None, budget=budget, one_shot=one_shot
     )
+    return PodLM(Subject(method, lambda: loaded, params, ByteBudgets(0)), encoder, **own)
 
 
 def instance(kind: str, args: tuple, doc: int, idx: int = 0, task: str = "t") -> Instance:

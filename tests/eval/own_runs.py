@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pod
-from pod.eval.answer.methods import find_method
 from pod.eval.runner import Evaluation
 from pod.recipe import load_recipe
 
@@ -52,4 +51,4 @@ def measure(run: Evaluation, name: str) -> dict[str, Any]:
     """The payload of the run's one task for a method, every answer of which is asked anew."""
     run.store.reuse, run.store._shelf = False, None
     task = next(iter(run.tasks.values()))
-    return run.measure(find_method(name), task, is_open=True)
+    return run.measure(run.method(name), task, is_open=True)

@@ -199,8 +199,9 @@ def curves(method):
     payload = scores(method, "tau_curve", 10)
     line = {"title": "Score by gate threshold", "x_label": "τ", "y_label": "score"}
     line |= {"x": [0.5, 0.7, 0.9], "y": [40.0 * SKILL[method], 44.0, 45.0], "low": None, "high": None}
-    table = {"title": "skipped", "columns": ["τ", "share"], "rows": [[0.5, 0.41], [0.7, 0.25], [0.9, None]]}
-    return {**payload, "curves": [line | {"reference": 45.0}], "tables": [table]}
+    rows = [{"tau": tau, "share": share} for tau, share in ((0.5, 0.41), (0.7, 0.25), (0.9, None))]
+    heads = {"tau": "τ", "share": "share"}
+    return {**payload, "curves": [line | {"reference": 45.0}], "rows": rows, "columns": heads}
 
 
 def payload_of(values):
@@ -237,9 +238,9 @@ def result_file(method, parts, path="meta-llama/Meta-Llama-3-8B-Instruct", **mor
     }
 
 
-def speed_file(methods, length=2048):
-    """Decode speed, bytes, memory and largest batches of methods."""
-    rows = {}
+def speed_parts(methods, length=2048):
+    """Decode speed, bytes, memory and largest batches: the part `efficiency` by method."""
+    parts = {}
     for method in methods:
         rate = 12.0 * (1 + 0.4 * (1 - SHARES[method]))
         spread = {"median": rate, "min": 0.95 * rate, "max": 1.04 * rate, "repeats": 5}
@@ -247,7 +248,8 @@ def speed_file(methods, length=2048):
         held["bytes"] = held["bytes"] or (held["dense_bytes"] if method == "full" else held["pod_bytes"])
         held["bytes_over_pod"] = held["bytes"] / held["pod_bytes"]
         memory = {"peak": 9 * 10**9, "kv": held["bytes"], "activations": 4 * 10**8}
-        rows[method] = {
+        row = {
+            "length": length,
             "decode_tokens_per_second": spread,
             "speed_over_full": {key: value / 12.0 for key, value in spread.items() if key != "repeats"},
             "time_to_first_token_seconds": 1.5,
@@ -260,13 +262,10 @@ def speed_file(methods, length=2048):
                 "decode": memory,
             },
         }
-    batches = {
-        method: {"batch": int(10 / SHARES[method]), "batch_over_full": 1 / SHARES[method]}
-        for method in methods
-    }
-    pair = {"prompt": 2048, "generated": 8192, "limit_bytes": 2**34, "methods": batches}
-    part = {"lengths": [{"length": length, "methods": rows}], "failed": {}, "max_batch": [pair]}
-    return {"schema": 2, "method": "efficiency", "status": "finished", "parts": {"efficiency": part}}
+        pair = {"prompt": 2048, "generated": 8192, "limit_bytes": 2**34}
+        pair |= {"batch": int(10 / SHARES[method]), "batch_over_full": 1 / SHARES[method]}
+        parts[method] = {"lengths": [row], "max_batch": [pair], "environment": ENVIRONMENT}
+    return parts
 
 
 def write_runs(folder):
@@ -295,7 +294,8 @@ def write_runs(folder):
         "error": "mmlu: out of memory",
         "failed": {"mmlu": "out of memory"},
     }
-    files["efficiency"] = speed_file(methods)
+    for method, part in speed_parts(methods).items():
+        files[method]["parts"]["efficiency"] = part
     _write(first / "eval", files)
     budgets = {}
     for method in ("full", "snapkv@12.5%", "snapkv@25%", "snapkv@50%"):

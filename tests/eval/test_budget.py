@@ -3,8 +3,14 @@
 import pytest
 import torch
 
-import pod
-from pod.eval.answer.budget import ByteBudgets, length_class, measure_bytes, native_bytes_per_token, stated
+from pod.eval.answer.budget import (
+    ByteBudgets,
+    Span,
+    Subject,
+    length_class,
+    measure_bytes,
+    native_bytes_per_token,
+)
 from pod.eval.answer.methods import METHODS
 
 
@@ -22,13 +28,17 @@ def test_pod_bytes_follow_the_plan(pod_model):
     assert sum(measured[400].values()) < sum(measured[900].values())
 
 
+def budgets_of(model):
+    return ByteBudgets(native_bytes_per_token(model), lambda lengths: measure_bytes(model, "pod", lengths))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["streamingllm", "snapkv"])
 def test_budgets_hold_pods_bytes_at_the_end(name, dense_model, pod_model):
     """Measured on the caches: after a prompt and 12 more tokens the method holds what PoD holds, within 2 %."""
     length, fed, method = 900, 12, METHODS[name]
-    budgets = ByteBudgets.of(pod_model, [length])
-    cache = pod.make_cache(dense_model, name, budget=budgets.tokens(method, length, fed))
+    budgets = budgets_of(pod_model)
+    cache = Subject(method, lambda: dense_model, {}, budgets).cache(Span(length, fed))
     ids = torch.arange(length)[None] % 96
     dense_model(input_ids=ids[:, : length - fed], past_key_values=cache, use_cache=True)
     for position in range(length - fed, length):
@@ -38,20 +48,20 @@ def test_budgets_hold_pods_bytes_at_the_end(name, dense_model, pod_model):
 
 
 def test_methods_without_budget_get_none(pod_model):
-    budgets = ByteBudgets.of(pod_model, [64])
-    assert budgets.tokens(METHODS["full"], 64, 4) is None
-    assert budgets.tokens(METHODS["pod"], 64, 4) is None
+    for name in ("full", "pod"):
+        subject = Subject(METHODS[name], lambda: pod_model, {}, budgets_of(pod_model))
+        assert subject.budget(Span(64, 4)) is None and subject.room(Span(64, 4)) is None
 
 
 def test_more_fed_tokens_than_bytes_is_an_error(pod_model):
     with pytest.raises(ValueError, match="snapkv: PoD's bytes at 64 tokens leave -"):
-        ByteBudgets.of(pod_model, [64]).tokens(METHODS["snapkv"], 64, fed=80)
+        budgets_of(pod_model).tokens(METHODS["snapkv"], Span(64, fed=80))
 
 
 def test_stated_bytes_without_pod_and_without_cache():
-    row = stated(None, 10, 5, None, [])
+    row = ByteBudgets(10).stated(5, None, [])
     assert (row["dense_bytes"], row["bytes"], row["bytes_over_pod"], row["saving"]) == (50, None, None, None)
-    row = stated(None, 10, 5, None, [20, 30])
+    row = ByteBudgets(10).stated(5, None, [20, 30])
     assert (row["bytes"], row["saving"]) == (30, pytest.approx(0.4))
 
 

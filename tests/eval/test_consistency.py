@@ -78,15 +78,13 @@ def test_windows_are_averaged_over_texts(place):
     payload = measure(run, "full")
     model, text = run.models.get("dense"), run.tasks["consistency"].text
     reference = agreement.predict_by_forward(model, text, 20)
-    for (window, value), row in zip(
-        payload["curves"][0]["points"], payload["tables"][0]["rows"], strict=True
-    ):
+    (curve,) = payload["curves"]
+    for window, value, row in zip(curve["x"], curve["y"], payload["rows"], strict=True):
         found = agreement.predict_by_window(model, text, 20, window, "cut", 7)
         assert value == pytest.approx((found == reference).double().mean().item())
-        assert payload["metrics"][f"window {window}"]["value"] == value == row[1]
-        assert payload["metrics"][f"window {window}"]["ci95"] == row[2:]
-    shares = [value for _, value in payload["curves"][0]["points"]]
-    assert shares[0] < shares[2] < 1
+        assert payload["metrics"][f"window {window}"]["value"] == value == row["identical"]
+        assert payload["metrics"][f"window {window}"]["ci95"] == [row["low"], row["high"]]
+    assert curve["y"][0] < curve["y"][2] < 1
 
 
 def test_batch_of_three_predicts_as_alone(place):
@@ -110,7 +108,7 @@ def test_gate_skip_is_predicted_token_by_token(place):
         place, "consistency", ["pod-unadapted"], OPTIONS, eval__method_options=options["method_options"]
     )
     plain = make_run(place, "consistency", ["pod-unadapted"], OPTIONS)
-    assert run.tasks["consistency"].token_counts(find_method("pod-unadapted"))[1] == 20
+    assert run.tasks["consistency"].token_counts(run.method("pod-unadapted"))[1] == 20
     skipped, exact = measure(run, "pod-unadapted"), measure(plain, "pod-unadapted")
     assert skipped["samples"][0]["bytes"] and exact["samples"][0]["bytes"] is None
     assert [s["score"] for s in skipped["samples"]] != [s["score"] for s in exact["samples"]]
@@ -121,7 +119,7 @@ def test_what_a_result_depends_on(place):
     for changes in ({}, {"windows": [16]}, {"restrict": "wa"}, {"predictions": 19}):
         run = make_run(place, "consistency", ["full"], OPTIONS | changes, output_dir=str(place / "depends"))
         with run.shelf(find_method("full")).asked_by("x", True) as shelf:
-            run.tasks["consistency"].measure(find_method("full"), shelf)
+            run.tasks["consistency"].measure(run.subject(find_method("full")), shelf)
             asked.append(frozenset(shelf._asked))
     assert len(set().union(*asked)) == sum(map(len, asked)), "no answer serves two settings"
     assert run.tasks["consistency"].token_counts(find_method("full")) == (3 * (200 + 19 * 260), 0)

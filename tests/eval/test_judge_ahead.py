@@ -1,4 +1,17 @@
-"""SimLayerKV's decode detector under evaluation: it judges by what the model would generate, before anything is scored or asked."""
+"""SimLayerKV's decode detector under evaluation: it judges by what the model would generate, before anything is scored or asked.
+
+Changes of one token, each of which a test here sees (16 of 16, each was tried):
+
+| place | changes |
+|---|---|
+| judge_ahead: copies | the cache itself for its copy; its layers for those of the copy; tokens fed to it; `copied.adopt(layer)` |
+| judge_ahead: tokens | `mask is not None`; `new_zeros`; `last - 1`; `argmin` |
+| judge_ahead: who | `if waiting`; `judges_next = True` before the last token; `= False` behind it |
+| _waiting | `True` for layers that say nothing |
+| read_prompts | the first hidden state for the last |
+| perplexity.read_context | the token before the last |
+| lm/scoring.score_by_decode | the hidden state where the last token is held out; no mask |
+"""
 
 import lm_tools
 import pytest
@@ -6,8 +19,10 @@ import torch
 
 import pod
 from pod.eval.answer import reading
-from pod.eval.answer.perplexity import score_by_decode
+from pod.eval.answer.perplexity import read_context, score_by_decode
+from pod.eval.lm.batches import Unit
 from pod.eval.lm.index import Rule
+from pod.eval.lm.scoring import score_by_decode as score_units
 from pod.eval.suites.buckets import Bucket
 
 SMALL = {"num_recent_tokens": 8, "num_sink_tokens": 2}
@@ -79,6 +94,28 @@ def test_perplexity_is_scored_from_the_compressed_cache():
     dense = score_by_decode(model, pod.make_cache(model, "full"), tokens, bucket)
     assert torch.allclose(by_decode, by_prompt, atol=1e-9)
     assert (by_decode - dense)[:, 0].abs().min() > 1e-4, "already the first score"
+
+
+def decisions(found):
+    """What every layer decided, and by which attention to 9 digits."""
+    return [(layer.is_lazy, round(layer.mass, 9)) for layer in layers(found)]
+
+
+def test_who_holds_the_last_token_out_judges_by_what_follows_it():
+    """Perplexity, and choices after contexts of several lengths: as where the whole context is read."""
+    model, draw = lm_tools.model(), torch.Generator().manual_seed(0)
+    rows = [torch.randint(1, 250, (60 - 7 * row,), generator=draw).tolist() for row in range(3)]
+    for contexts in (rows[:1], rows):
+        whole, scored = cache(threshold=0.2), cache(threshold=0.2)
+        reading.read_prompts(model, whole, contexts, 0)
+        units = [Unit(context=tuple(ids), continuations=((7, 8),), owners=(0,)) for ids in contexts]
+        score_units(model, scored, units, 0, 9)
+        assert decisions(scored) == decisions(whole)
+    alone, read = cache(threshold=0.2), cache(threshold=0.2)
+    reading.read_prompts(model, alone, rows[:1], 0)
+    with torch.no_grad():
+        read_context(model, read, torch.tensor(rows[:1]), 59)
+    assert decisions(read) == decisions(alone)
 
 
 def test_other_methods_are_left_alone(monkeypatch):

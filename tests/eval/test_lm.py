@@ -64,7 +64,7 @@ def test_one_forward_sees_the_very_batches_of_hflm(monkeypatch):
 def test_padding_is_part_of_the_batches():
     """Rows of different lengths do meet in one batch, or the comparison of batches would say nothing about padding."""
     encoded = lm_tools.around("snapkv").encoder.requests(lm_tools.ragged(), Rule())
-    batches = unit_batches(units_of(encoded), 3, lambda size: None)
+    batches = unit_batches(units_of(encoded), 3, lambda span: None)
     assert max(len({len(unit.context) for unit in batch}) for batch in batches) >= 2
 
 

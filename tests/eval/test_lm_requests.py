@@ -8,16 +8,17 @@ from lm_eval.models.huggingface import HFLM
 from lm_tools import instance
 from tokenizers.processors import TemplateProcessing
 
+from pod.eval.answer.budget import Span
 from pod.eval.lm.batches import (
     forward_batches,
     forward_units,
     generation_batches,
-    sizes_of,
+    spans_of,
     unit_batches,
     units_of,
 )
 from pod.eval.lm.index import Rule
-from pod.eval.lm.requests import Encoder, Size, request_keys, size
+from pod.eval.lm.requests import Encoder, request_keys, span_of
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</{{ m.role }}>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 NO_SYSTEM = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}{{ m.content }}|{% endfor %}"
@@ -179,22 +180,26 @@ def test_errors_are_one_line(build, message):
 
 def test_sizes():
     """Scoring n context and m answer tokens ends with n + m - 1 in the cache, m of them after the prompt."""
-    assert size(63, 2) == Size(length=64, fed=2)
-    assert size(64, 2) == Size(length=128, fed=2)
-    assert size(60, 5) == Size(length=64, fed=8)
-    assert size(60, 0, 5) == Size(length=64, fed=4)
-    assert size(60, 0, 1) == Size(length=64, fed=0)
-    assert size(60, 0, 1200) == Size(length=1280, fed=1199)  # InfiniteBench's summaries: not 2048 slots less
+    assert span_of(63, 2) == Span(length=64, fed=2)
+    assert span_of(64, 2) == Span(length=128, fed=2)
+    assert span_of(60, 5) == Span(length=64, fed=8)
+    assert span_of(60, 0, 5) == Span(length=64, fed=4)
+    assert span_of(60, 0, 1) == Span(length=64, fed=0)
+    assert span_of(60, 0, 1200) == Span(
+        length=1280, fed=1199
+    )  # InfiniteBench's summaries: not 2048 slots less
     encoder = Encoder(lm_tools.tokenizer(), 4096)
     requests = lm_tools.choices() + lm_tools.generations()
     encoded = encoder.requests(requests, Rule())
-    asked = {batch[0].size for batch in unit_batches(units_of(encoded[:-4]), 3, by_length)}
-    asked |= {size(len(batch[0].context), 0, 6) for batch in generation_batches(encoded[-4:], 3, by_length)}
-    assert sizes_of(encoded) == asked
+    asked = {batch[0].span for batch in unit_batches(units_of(encoded[:-4]), 3, by_length)}
+    asked |= {
+        span_of(len(batch[0].context), 0, 6) for batch in generation_batches(encoded[-4:], 3, by_length)
+    }
+    assert spans_of(encoded) == asked
 
 
-def by_length(size):
-    return size.length
+def by_length(span):
+    return span.length
 
 
 @pytest.mark.parametrize("kind", ["generate", "score"])
@@ -215,7 +220,7 @@ def test_batches_are_full_where_caches_are_alike(kind):
             return generation_batches(encoded, 8, room)
         return unit_batches(units_of(encoded), 8, room)
 
-    alike, unlike = batches(lambda size: 1024), batches(by_length)
+    alike, unlike = batches(lambda span: 1024), batches(by_length)
     assert len(encoded) / len(alike) >= 6 and len(encoded) / len(unlike) < 2
     firsts = [len(batch[0].context) for batch in alike]
     assert firsts == sorted(firsts, reverse=True)
@@ -229,7 +234,7 @@ def test_choices_of_a_document_share_a_unit_and_batches_hold_them_together():
     batches = unit_batches(units, 4, by_length)
     assert sorted(n for batch in batches for unit in batch for n in unit.owners) == list(range(13))
     for batch in batches:
-        assert len({unit.size for unit in batch}) == 1
+        assert len({unit.span for unit in batch}) == 1
         assert len(batch) == 1 or sum(len(unit.owners) for unit in batch) <= 4
     alone = forward_units(encoded)
     rows = [[unit.owners[0] for unit in batch] for batch in forward_batches(alone, 2, in_order=False)]

@@ -13,10 +13,9 @@ import torch
 import worker_lm
 from lm_eval.api.model import CachingLM
 
-from pod.eval.answer.ranks import Ranks
-from pod.eval.answer.store import Store
+from pod.eval.answer.budget import Span, measure_bytes
 from pod.eval.lm.cli import arguments, main
-from pod.eval.lm.command import CommandLM, MethodCaches
+from pod.eval.lm.command import CommandLM, make_subject
 from pod.eval.lm.index import own_rule
 from pod.eval.lm.model import PodLM
 from pod.eval.lm.requests import Encoder
@@ -74,15 +73,15 @@ def test_a_shelf_gives_the_answers_back_and_computes_nothing_twice(spec, tmp_pat
         for name in names:
             patch.setattr(PodLM, name, count(name, stop_at=2))
         with pytest.raises(KeyboardInterrupt):
-            worker_lm.answer(spec, shelf=Store(tmp_path, Ranks()).shelf(spec, {}))
+            worker_lm.answer(spec, tmp_path)
     assert len(computed) == 2
     with monkeypatch.context() as patch:
         for name in names:
             patch.setattr(PodLM, name, count(name))
-        found = worker_lm.answer(spec, shelf=Store(tmp_path, Ranks()).shelf(spec, {}))
+        found = worker_lm.answer(spec, tmp_path)
     assert found == wanted
     total = len(computed)
-    again = worker_lm.answer(spec, shelf=Store(tmp_path, Ranks()).shelf(spec, {}))
+    again = worker_lm.answer(spec, tmp_path)
     assert again == wanted and len(computed) == total
 
 
@@ -125,7 +124,7 @@ def test_model_arguments_make_the_method(plan):
     assert make().loglikelihood(lm_tools.choices()) == lm_tools.around(one_shot=True).loglikelihood(
         lm_tools.choices()
     )
-    assert make(method="snapkv", budget="25%", window=4).make_cache(64, 2)[1] == 16
+    assert make(method="snapkv", budget="25%", window=4).subject.budget(Span(64, 2)) == 16
     windows = {"plan": plan, "num_sink_tokens": 4, "num_recent_tokens": 12}
     pod_lm = make(method="pod", **windows)
     assert pod_lm.one_shot and pod_lm.model.config.own_method == "pod"
@@ -135,7 +134,7 @@ def test_model_arguments_make_the_method(plan):
     # 4 of 8 (layer, head) pairs do not lead: they hold 16 of 128 keys, so PoD holds 128 - 112 * 4 / 16 = 100 tokens' bytes, and bookkeeping
     equal = make(method="streamingllm", budget="pod", **windows)
     assert not equal.one_shot and equal.model.config.own_method == "full"
-    assert equal.make_cache(128, 4)[1] == 101
+    assert equal.subject.budget(Span(128, 4)) == 101
     assert not make(method="pod", tau=0.7, **windows).one_shot  # the gate skip is no part of one forward
 
 
@@ -172,20 +171,16 @@ def test_wrong_model_arguments_are_one_line(arguments, message):
     assert "\n" not in str(error.value)
 
 
-def test_use_cache_is_never_shared(tmp_path):
-    """lm-eval's keys name the prompt only: a second method must not read the first one's answers."""
-    path = str(tmp_path / "answers.db")
-    requests = lm_tools.choices()[:2]
-    first = CachingLM(make(method="snapkv", budget=20, window=6), path)
-    answers = first.loglikelihood(requests)
-    again = CachingLM(make(method="snapkv", budget=20, window=6), path)
-    again.lm._score = None  # nothing is computed
-    assert again.loglikelihood(requests) == answers
-    for other in ({"method": "snapkv", "budget": 30, "window": 6}, {}):
-        with pytest.raises(ValueError, match="come from another method, budget or model"):
-            CachingLM(make(**other), path)
-    with pytest.raises(ValueError, match="leave it out"):
-        CachingLM(lm_tools.around(), str(tmp_path / "other.db"))
+def test_answers_of_the_command_line_are_kept_by_what_answers(tmp_path, monkeypatch):
+    """lm-eval's own keys (--use_cache) name the prompt only, and are refused: a second method would read the first one's answers."""
+    requests, place = lm_tools.choices()[:2], str(tmp_path / "answers")
+    answers = make(method="snapkv", budget=20, window=6, store=place).loglikelihood(requests)
+    other = make(method="snapkv", budget=30, window=6, store=place).loglikelihood(requests)
+    assert other != answers and other == make(method="snapkv", budget=30, window=6).loglikelihood(requests)
+    monkeypatch.setattr(PodLM, "_decode", lambda *_: pytest.fail("answered again"))
+    assert make(method="snapkv", budget=20, window=6, store=place).loglikelihood(requests) == answers
+    with pytest.raises(ValueError, match="store=FOLDER"):
+        CachingLM(make(), str(tmp_path / "answers.db"))
 
 
 def test_arguments_of_the_command_line():
@@ -244,16 +239,16 @@ def test_command_line_ends_with_one_line(monkeypatch, capsys):
 
 
 def test_pod_bytes_are_measured_for_all_lengths_at_once(monkeypatch):
-    model, reference = lm_tools.model(), lm_tools.model("pod")
-    caches = MethodCaches(model, "h2o", "pod", reference, {"num_recent_tokens": 6})
-    encoder = Encoder(lm_tools.tokenizer(), 8192)
     prepared = []
-    original = MethodCaches.prepare
-    monkeypatch.setattr(
-        MethodCaches, "prepare", lambda self, lengths: prepared.append(lengths) or original(self, lengths)
-    )
-    lm = PodLM(lambda: model, caches, encoder, budget=caches.budget, prepare=caches.prepare, batch_size=3)
+
+    def measure(model, spec, lengths):
+        prepared.append(lengths)
+        return measure_bytes(model, spec, lengths)
+
+    monkeypatch.setattr("pod.eval.lm.command.measure_bytes", measure)
+    subject = make_subject(lm_tools.model(), "h2o", "pod", lm_tools.model("pod"), {"num_recent_tokens": 6})
+    lm = PodLM(subject, Encoder(lm_tools.tokenizer(), 8192), batch_size=3)
     lm.loglikelihood(lm_tools.choices())
-    assert prepared == [{64, 128}]
+    assert prepared == [[64, 128]]
     budgets = {record["budget_tokens"] for record in lm.records.values()}
     assert len(budgets) == 2 and max(budgets) < 128

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pod.eval.answer import reading
+from pod.eval.suites.haystack import make_frame
 from pod.eval.suites.own import passkey
 from pod.models import byte_tokenizer
 
@@ -85,8 +86,11 @@ def test_bos_is_added_without_template_only():
             calls.append(add_special_tokens)
             return {"input_ids": [1]}
 
-    passkey.encode(Tokenizer(), "x")
-    passkey.encode(Tokenizer(), "x", chat_template=True)
+        def apply_chat_template(self, messages, **options):
+            return f"<{messages[0]['content']}>"
+
+    for chat in (False, True):
+        make_frame(Tokenizer(), "a", "b", "c", chat, "x").encode(Tokenizer(), "t")
     assert calls == [True, False]
 
 

@@ -36,10 +36,8 @@ def passkey_part():
         "skipped": [],
         "bytes": [],
         "settings": {},
-        "correct": 3,
-        "prompts": 4,
     }
-    passkey["cells"] = [{"length": 80, "depth": depth, "correct": 1, "prompts": 2} for depth in (0.0, 1.0)]
+    passkey["cells"] = [{"length": 80, "depth": depth, "value": 0.5, "count": 2} for depth in (0.0, 1.0)]
     return passkey
 
 
@@ -94,11 +92,13 @@ def method_file(name, nll, held):
     }
 
 
-def speed_file():
-    rows = {}
+def speed_parts():
+    """The part `efficiency` of every method."""
+    parts = {}
     for name, rate in zip(NAMES, (10.0, 12.5, 9.0), strict=True):
         spread = {"median": rate, "min": rate - 1, "max": rate + 1, "repeats": 3}
-        rows[name] = {
+        row = {
+            "length": 90,
             "decode_tokens_per_second": spread,
             "speed_over_full": {**spread, "median": rate / 10},
             "time_to_first_token_seconds": 0.5,
@@ -112,8 +112,8 @@ def speed_file():
             },
             "bytes_by_part": {"keys": 400, "values": 599, "bookkeeping": 1},
         }
-    part = {"lengths": [{"length": 90, "methods": rows}], "failed": {}}
-    return {"schema": 2, "method": "efficiency", "status": "finished", "parts": {"efficiency": part}}
+        parts[name] = {"lengths": [row], "max_batch": [], "environment": environment() | {"date": "now"}}
+    return parts
 
 
 @pytest.fixture
@@ -126,7 +126,9 @@ def recipe(tmp_path):
         "pod": method_file("pod", 2.1, 1200),
         "snapkv": method_file("snapkv", 3.0, 1190),
     }
-    for name, content in {**contents, "efficiency": speed_file()}.items():
+    for name, part in speed_parts().items():
+        content = contents[name]
+        content["parts"]["efficiency"] = part
         (recipe.eval_dir / f"{name}.json").write_text(json.dumps(content))
     return recipe
 
@@ -265,7 +267,10 @@ def test_a_missing_part_leaves_dashes(recipe):
     content = copy.deepcopy(method_file("pod", 2.1, 1200))
     del content["parts"]["passkey"]
     (recipe.eval_dir / "pod.json").write_text(json.dumps(content))
-    (recipe.eval_dir / "efficiency.json").unlink()
+    for name in ("full", "snapkv"):
+        other = json.loads((recipe.eval_dir / f"{name}.json").read_text())
+        del other["parts"]["efficiency"]
+        (recipe.eval_dir / f"{name}.json").write_text(json.dumps(other))
     table = overview(merge([recipe.eval_dir]))
     assert table.columns[-1] == "passkey" and table.rows[1][-1].text == "–"
     assert write_report(recipe).is_file()

@@ -15,7 +15,7 @@ from synthetic import (
     perplexity,
     result_file,
     scores,
-    speed_file,
+    speed_parts,
     write_runs,
 )
 from test_report import Page
@@ -245,8 +245,8 @@ def test_bytes_that_are_known_are_filled_in(comparison):
 def test_a_merged_row_keeps_its_speed(tmp_path):
     """`full` of a run of tasks and of a run that only timed methods is one row, with the second run's tokens/s."""
     first = write(tmp_path / "a", full=result_file("full", {"niah": needles("full")}))
-    timed = {"full": result_file("full", {}) | {"model": None}, "efficiency": speed_file(["full"], 3000)}
-    comparison = merge([first, write(tmp_path / "b", **timed)])
+    timed = result_file("full", {"efficiency": speed_parts(["full"], 3000)["full"]})
+    comparison = merge([first, write(tmp_path / "b", full=timed)])
     (row,) = report_tables.overview(comparison).rows
     assert [cell.text for cell in row[-2:]] == ["12.0", "1.00"]
     assert 3000 in {row["length"] for row in held_rows(comparison.entries[0])}
@@ -436,8 +436,7 @@ def test_the_headline_says_what_the_judge_says(comparison, tmp_path):
 
 
 def test_bars_are_shares_of_the_largest():
-    lengths = speed_file(["full", "h2o"])["parts"]["efficiency"]["lengths"]
-    rows = speed_table(lengths).rows
+    rows = speed_table(speed_parts(["full", "h2o"])).rows
     bars = [[cell.shade.split()[2] for cell in row if cell.shade] for row in rows]
     assert bars == [["88.7%,", "100.0%,"], ["100.0%,", "68.0%,"]]
 

@@ -86,7 +86,7 @@ def test_every_method_has_a_finished_file(finished):
     for name in METHODS:
         content = read(recipe, name)
         assert (content["schema"], content["method"], content["status"]) == (2, name, "finished")
-        assert set(content["parts"]) == {"perplexity", "passkey"}
+        assert set(content["parts"]) == {"perplexity", "passkey", "efficiency"}
         assert content["environment"]["versions"]["torch"] == torch.__version__
         assert len(content["parts"]["perplexity"]["samples"]) == 3 * 1
         for part in ("perplexity", "passkey"):
@@ -104,7 +104,7 @@ def test_dropping_methods_hold_what_pod_holds(finished):
         assert stated["bytes_over_pod"] == pytest.approx(1, abs=0.02)
         assert stated["bytes"] < 0.83 * stated["dense_bytes"]
         assert results[name]["parts"]["passkey"]["bytes"][0]["bytes_over_pod"] == pytest.approx(1, abs=0.03)
-    speed = read(recipe, "efficiency")["parts"]["efficiency"]["lengths"][0]["methods"]
+    speed = {name: read(recipe, name)["parts"]["efficiency"]["lengths"][0] for name in METHODS}
     assert speed["pod"]["bytes"]["bytes_over_pod"] == pytest.approx(1, abs=0.01)
     assert speed["snapkv"]["bytes"]["bytes_over_pod"] == pytest.approx(1, abs=0.02)
     assert sum(speed["pod"]["bytes_by_part"].values()) == speed["pod"]["bytes"]["bytes"]
@@ -184,7 +184,7 @@ def test_more_samples_are_answered_and_the_old_ones_are_not(place, finished, tmp
     results = runner.evaluate(recipe, log=lambda line: None)
     assert fed == [1] * len(METHODS), "one new prompt for every method"
     assert len(results["pod"]["parts"]["passkey"]["samples"]) == 3
-    assert set(results["pod"]["parts"]) == {"perplexity", "passkey"}
+    assert set(results["pod"]["parts"]) == {"perplexity", "passkey", "efficiency"}
 
 
 def test_steps_can_run_one_by_one(place, tmp_path, monkeypatch):
@@ -293,17 +293,14 @@ def test_failed_method_is_recorded_and_the_others_go_on(place, tmp_path, monkeyp
     with pytest.raises(RuntimeError, match=r"1 of 2 methods failed .*streamingllm.*out of sinks"):
         runner.evaluate(recipe, log=lambda line: None)
     failed, fine = read(recipe, "streamingllm"), read(recipe, "full")
-    assert failed["status"] == "failed" and list(failed["failed"]) == ["perplexity", "passkey"]
-    assert failed["error"] == "perplexity: RuntimeError: out of sinks; passkey: RuntimeError: out of sinks"
-    assert fine["status"] == "finished" and "passkey" in fine["parts"]
-    assert read(recipe, "efficiency")["status"] == "failed"
+    assert failed["status"] == "failed" and list(failed["failed"]) == ["perplexity", "passkey", "efficiency"]
+    assert failed["error"] == "; ".join(f"{name}: RuntimeError: out of sinks" for name in failed["failed"])
+    assert fine["status"] == "finished" and {"passkey", "efficiency"} <= fine["parts"].keys()
     report = (recipe.eval_dir / "report.html").read_text()
     assert "out of sinks" in report and "failed" in report
     monkeypatch.undo()
     results = runner.evaluate(recipe, log=lambda line: None)
-    assert (
-        results["streamingllm"]["status"] == "finished" and read(recipe, "efficiency")["status"] == "finished"
-    )
+    assert all(result["status"] == "finished" and len(result["parts"]) == 3 for result in results.values())
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 from own_runs import make_run, write_place
 
 import pod
+from pod.eval import runner
 from pod.eval.args import EvalArgs
 from pod.eval.speed import task as speed
 from pod.eval.speed.args import SpeedOptions, speed_options
@@ -29,24 +30,28 @@ def place(tmp_path_factory):
 
 
 def measured(run):
-    errors = speed.measure_speed(run)
-    content = json.loads((run.recipe.eval_dir / "efficiency.json").read_text())
-    return errors, content
+    """The files of all methods."""
+    results = {name: runner._method_results(run, run.method(name)) for name in run.args.methods}
+    speed.measure_speed(run, results)
+    return {name: json.loads(result.path.read_text()) for name, result in results.items()}
 
 
 @pytest.fixture(scope="module")
 def finished(place):
     run = make_run(place, "efficiency", METHODS, OPTIONS, **CHANGES)
-    return run, *measured(run)
+    return run, measured(run)
 
 
 def test_every_method_has_speeds_bytes_and_memory(finished):
-    run, errors, content = finished
-    part = content["parts"]["efficiency"]
-    assert errors == {} and content["status"] == "finished" and part["options"]["prefill_repeats"] == 2
-    (row,) = part["lengths"]
-    assert row["length"] == 300 and list(row["methods"]) == METHODS
-    for name, own in row["methods"].items():
+    run, contents = finished
+    rows = {}
+    for name, content in contents.items():
+        part = content["parts"]["efficiency"]
+        assert content["status"] == "finished" and part["options"]["prefill_repeats"] == 2
+        assert content["model"]["num_sink_tokens"] == 4, "so that a row of another run knows its model"
+        (rows[name],) = part["lengths"]
+    for name, own in rows.items():
+        assert own["length"] == 300
         assert own["time_to_first_token"]["repeats"] == own["decode_tokens_per_second"]["repeats"] == 2
         assert own["time_to_first_token_seconds"] == own["time_to_first_token"]["median"] > 0
         assert sum(own["bytes_by_part"].values()) == own["bytes"]["bytes"]
@@ -58,18 +63,18 @@ def test_every_method_has_speeds_bytes_and_memory(finished):
             assert parts["peak"] == memory["weights"] + parts["kv"] + parts["activations"]
         # the four tokens decoded for memory add less than 3 % to what the cache holds after the prompt
         assert memory["decode"]["kv"] == pytest.approx(own["bytes"]["bytes"], rel=0.03)
-    assert row["methods"]["snapkv"]["bytes"]["bytes_over_pod"] == pytest.approx(1, abs=0.02)
-    assert row["methods"]["full"]["speed_over_full"]["median"] == 1
+    assert rows["snapkv"]["bytes"]["bytes_over_pod"] == pytest.approx(1, abs=0.02)
+    assert rows["full"]["speed_over_full"]["median"] == 1
 
 
 def test_largest_batches(finished):
-    _, _, content = finished
-    (found,) = content["parts"]["efficiency"]["max_batch"]
-    assert (found["prompt"], found["generated"], found["limit_bytes"]) == (48, 2, int(0.004 * 2**30))
-    full = found["methods"]["full"]
-    for name, row in found["methods"].items():
+    _, contents = finished
+    rows = {name: content["parts"]["efficiency"]["max_batch"][0] for name, content in contents.items()}
+    full = rows["full"]
+    for name, row in rows.items():
+        assert (row["prompt"], row["generated"], row["limit_bytes"]) == (48, 2, int(0.004 * 2**30))
         assert 1 < row["batch"] < 64 and row["tokens_per_second"] > 0
-        assert row["peak_bytes"][str(row["batch"])] <= found["limit_bytes"]
+        assert row["peak_bytes"][str(row["batch"])] <= row["limit_bytes"]
         assert str(row["batch"] + 1) in row["failed"]
         for key in ("batch", "fractional_batch", "tokens_per_second"):
             assert row[f"{key}_over_full"] == row[key] / full[key]
@@ -77,9 +82,26 @@ def test_largest_batches(finished):
 
 
 def test_finished_speeds_are_kept(finished, monkeypatch):
-    run, _, content = finished
+    run, contents = finished
     monkeypatch.setattr(pod, "make_cache", lambda *a, **k: pytest.fail("measured again"))
-    assert measured(run)[1]["parts"] == content["parts"]
+    again = measured(run)
+    assert {name: content["parts"] for name, content in again.items()} == {
+        name: content["parts"] for name, content in contents.items()
+    }
+
+
+def test_speeds_of_two_races_are_not_kept_together(finished):
+    """Rates are held against full in one process: a method that raced at another time races again with all."""
+    run, _ = finished
+    results = {name: runner._method_results(run, run.method(name)) for name in METHODS}
+    assert speed.is_known(run, results)
+    part = results["snapkv"].content["parts"]["efficiency"]
+    part["environment"] = {**part["environment"], "date": "2020-01-01T00:00:00+00:00"}
+    assert not speed.is_known(run, results)
+    del results["snapkv"].content["parts"]["efficiency"]
+    assert not speed.is_known(run, results)
+    del results["snapkv"]
+    assert speed.is_known(run, results), "fewer methods than raced"
 
 
 def test_a_method_that_fails_does_not_lose_the_others(place, tmp_path, monkeypatch):
@@ -105,11 +127,13 @@ def test_a_method_that_fails_does_not_lose_the_others(place, tmp_path, monkeypat
             **CHANGES,
         )
         calls.clear()
-        errors, content = measured(run)
-        assert errors == {"streamingllm": f"efficiency: RuntimeError: out of sinks at the {when}"}
-        assert content["status"] == "failed" and calls[-1] == (when == "decoding")
-        methods = content["parts"]["efficiency"]["lengths"][0]["methods"]
-        assert list(methods) == METHODS[:3] and "memory" not in methods["full"]
+        contents = measured(run)
+        failed = contents.pop("streamingllm")
+        assert failed["failed"] == {"efficiency": f"RuntimeError: out of sinks at the {when}"}
+        assert (failed["status"], failed["parts"]) == ("failed", {}) and calls[-1] == (when == "decoding")
+        for content in contents.values():
+            assert content["status"] == "finished"
+            assert "memory" not in content["parts"]["efficiency"]["lengths"][0]
 
 
 class Clock:

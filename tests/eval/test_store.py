@@ -1,4 +1,19 @@
-"""The store of answers: nothing is answered twice, whoever asks; torn lines are answered again; every rank gets the same; it only grows."""
+"""The store of answers: nothing is answered twice, whoever asks; torn lines are answered again; every rank gets the same; it only grows.
+
+Changes of one token in pod/eval/answer/store.py, each of which a test here sees (26 of 26, each was tried):
+
+| place | changes |
+|---|---|
+| key_of, in_batches | `sort_keys=False`; `group[start : size]` |
+| Store.shelf, Shelf | `self._shelf.name == name`; `store.reuse or`; `bool(self._load())` in is_empty; is_open stays `False` after a task |
+| answers | `missing and self.is_open`; `_asked =` for `|=`; `unique & known` |
+| _answer | `world_size != 1` before raise; `_known = {}` after a failure; all batches on every rank |
+| _compute | lines are kept as they were written; `world_size != 1` before _take |
+| _file | `O_TRUNC`; `== b"\\n"` |
+| _load, _read | `is_first or self._reuse`; `and not runs`; runs sorted by nothing; `or text.endswith`; `whole and` an environment |
+| _take, account | seconds `*` answers; `min` of machines; `self._known` for `_asked` |
+| _planned | `len(left) != len(batch)`; `batches(items)` for the rest |
+"""
 
 import json
 import threading
@@ -6,7 +21,7 @@ import threading
 import pytest
 
 from pod.eval.answer.ranks import Ranks
-from pod.eval.answer.store import AnswerError, Store, Unanswered, key_of
+from pod.eval.answer.store import AnswerError, Store, Unanswered, in_batches, key_of
 
 
 class Threads(Ranks):
@@ -171,11 +186,90 @@ def test_a_failure_of_one_rank_is_raised_on_all_and_the_other_answers_stay(tmp_p
     assert sorted(seen) == [[2, 3], [6]], "rank 0 had answered its two batches; rank 1 stopped at its first"
 
 
+def test_a_key_is_what_is_asked_whatever_the_order_of_its_settings():
+    assert key_of({"a": 1, "b": 2}) == key_of({"b": 2, "a": 1}) != key_of({"a": 2, "b": 1})
+
+
+def test_batches_hold_all_items_of_a_kind_in_order():
+    assert in_batches("abAcBdC", 2, str.isupper) == [["a", "b"], ["c", "d"], ["A", "B"], ["C"]]
+
+
+def test_a_method_has_one_shelf_as_long_as_nothing_else_is_asked(tmp_path):
+    store = Store(tmp_path, Ranks())
+    first = store.shelf("full", {})
+    assert store.shelf("full", {}) is first and first.is_empty
+    assert store.shelf("full", {"model": 1}) is not first
+    with first.asked_by("a", False):
+        assert first.label == "full: a" and not first.is_open
+    assert first.label == "full" and first.is_open
+    first.answers([1], key=key_of, batches=pairs, compute=lambda batch: [{}])
+    assert not first.is_empty
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_was_answered_before_a_failure_is_known_at_once(tmp_path, size):
+    """The same shelf, asked again in the same process: also what another rank had answered."""
+    seen, broken = [], [True]
+
+    def work(ranks):
+        shelf = Store(tmp_path, ranks).shelf("full", {})
+
+        def compute(batch):
+            if 4 in batch and broken:
+                raise RuntimeError("broken")
+            seen.append(list(batch))
+            return [{"square": item * item} for item in batch]
+
+        with pytest.raises((RuntimeError, AnswerError)):
+            shelf.answers(ITEMS, key=key_of, batches=pairs, compute=compute)
+        broken.clear()  # all ranks have failed together
+        return squares(shelf.answers(ITEMS, key=key_of, batches=pairs, compute=compute))
+
+    found = on_ranks(size, work)
+    assert found == [[item * item for item in ITEMS]] * size
+    assert sorted(seen) == pairs(ITEMS), "nothing twice"
+
+
+def test_of_two_ranks_answers_those_of_the_later_run_count(tmp_path):
+    """Whatever the order of their files, and whatever runs a file holds."""
+    ask(tmp_path, Ranks(), items=[0])
+    file = next(tmp_path.glob("**/0.jsonl"))
+
+    def run(day, square):
+        lines = {"environment": {"date": day}}, {"answers": {key_of(0): {"square": square}}, "seconds": 1.0}
+        return "".join(json.dumps(line) + "\n" for line in lines)
+
+    file.write_text(run("2026-01-01", 11) + run("2026-03-01", 13))
+    file.with_name("1.jsonl").write_text(run("2026-02-01", 12))
+    assert squares(ask(tmp_path, Ranks(), items=[0])) == [13]
+    file.with_name("1.jsonl").write_text(run("2026-04-01", 14))
+    file.with_name("2.jsonl").write_text(run("2025-04-01", 15))
+    assert squares(ask(tmp_path, Ranks(), items=[0])) == [14]
+
+
 def test_the_account_is_of_what_a_task_asked_for(tmp_path):
     shelf = Store(tmp_path, Ranks()).shelf("full", {})
     for task, items in (("a", [0, 1]), ("b", [1, 2])):
         with shelf.asked_by(task, True):
-            shelf.answers(items, key=key_of, batches=pairs, compute=lambda batch: [{}] * len(batch))
+            for some in ([items[0]], [items[1]]):  # in two questions
+                shelf.answers(some, key=key_of, batches=pairs, compute=lambda batch: [{}] * len(batch))
             account = shelf.account()
             assert account["environment"]["versions"]["torch"] and account["seconds"] >= 0
-    assert len(shelf._asked) == 2
+            assert len(shelf._asked) == 2
+
+
+def test_the_account_adds_seconds_and_names_the_latest_machine(tmp_path):
+    lines = [
+        *(
+            {"environment": {"date": "2026-01-01"}},
+            {"answers": {key_of(0): {}, key_of(1): {}}, "seconds": 3.0},
+        ),
+        *({"environment": {"date": "2026-02-01"}}, {"answers": {key_of(2): {}}, "seconds": 5.0}),
+        {"answers": {key_of(3): {}}, "seconds": 50.0},
+    ]
+    shelf = Store(tmp_path, Ranks()).shelf("full", {})
+    shelf.folder.mkdir()
+    (shelf.folder / "0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with shelf.asked_by("a", False):
+        shelf.answers([0, 2], key=key_of, batches=pairs, compute=lambda batch: [])
+        assert shelf.account() == {"environment": {"date": "2026-02-01"}, "seconds": 6.5}

@@ -88,18 +88,20 @@ def test_unbounded_methods_do_not_depend_on_far_positions(spec, dense_model):
     assert held[-1] - held[-2] == pytest.approx(8 * 4, abs=8), "only the list of ids grows"
 
 
+def points_of(curve):
+    return dict(zip(curve["x"], curve["y"], strict=True))
+
+
 def test_value_and_curves_add_up(place):
     run = make_run(place, "stream_nll", ["full", "streamingllm", "h2o"], OPTIONS)
     found = {name: measure(run, name) for name in ("full", "streamingllm", "h2o")}
     for payload in found.values():
         total = sum(sample["score"] for sample in payload["samples"])
         assert payload["value"] == pytest.approx(math.exp(total / (3 * 260)))
-        curves = {curve["name"]: curve["points"] for curve in payload["curves"]}
-        assert [x for x, _ in curves["cumulative NLL"]] == [104, 168, 232, 296, 300]
-        assert curves["cumulative NLL"][-1][1] == pytest.approx(total / (3 * 260))
-        weighted = sum(
-            y * n for (_, y), n in zip(curves["NLL by position"], (64, 64, 64, 64, 4), strict=True)
-        )
+        cumulative, within, _ = map(points_of, payload["curves"])
+        assert list(cumulative) == [104, 168, 232, 296, 300]
+        assert cumulative[300] == pytest.approx(total / (3 * 260))
+        weighted = sum(y * n for y, n in zip(within.values(), (64, 64, 64, 64, 4), strict=True))
         assert weighted == pytest.approx(total / 3)
         assert payload["settings"]["stopped"] is None and payload["metrics"] == {}
     assert found["full"]["settings"]["fed"] == "50 tokens at once, equal to single ones"
@@ -138,10 +140,10 @@ def test_texts_beyond_the_limit(place, tmp_path):
     assert {s["tokens"] for s in full["samples"] + other["samples"]} == {160}
     for payload in (full, other):
         mean = sum(s["score"] for s in payload["samples"]) / (3 * 160)
-        assert mean == pytest.approx(dict(map(tuple, payload["curves"][0]["points"]))[200])
-    points = dict(map(tuple, measure(long, "full")["curves"][0]["points"]))
-    assert dict(map(tuple, full["curves"][0]["points"]))[168] == pytest.approx(points[168])
-    nll = dict(map(tuple, other["curves"][1]["points"]))
+        assert mean == pytest.approx(points_of(payload["curves"][0])[200])
+    points = points_of(measure(long, "full")["curves"][0])
+    assert points_of(full["curves"][0])[168] == pytest.approx(points[168])
+    nll = points_of(other["curves"][1])
     assert list(nll) == [104, 168, 200, 232, 296, 300]
     beyond = (nll[232] * 32 + nll[296] * 64 + nll[300] * 4) / 100
     assert other["metrics"]["perplexity beyond the model's limit"]["value"] == pytest.approx(math.exp(beyond))

@@ -7,12 +7,14 @@ from pathlib import Path
 import lm_tools
 
 from pod.eval.answer.ranks import Ranks
+from pod.eval.answer.store import Store
 from pod.eval.lm.index import Rule
 
 
-def answer(spec: str, ranks: Ranks | None = None, shelf=None) -> dict:
-    lm = lm_tools.around(spec, dtype="float32", batch_size=3, ranks=ranks, one_shot=spec == "full")
-    with lm.rules(Rule(), shelf):
+def answer(spec: str, folder: Path | None = None, ranks: Ranks | None = None) -> dict:
+    shelf = Store(folder, ranks or Ranks()).shelf(spec, {})
+    lm = lm_tools.around(spec, dtype="float32", batch_size=3, shelf=shelf, one_shot=spec == "full")
+    with lm.rules(Rule()):
         found = {
             "loglikelihood": lm.loglikelihood(lm_tools.choices()),
             "rolling": lm.loglikelihood_rolling(lm_tools.texts()),
@@ -23,6 +25,6 @@ def answer(spec: str, ranks: Ranks | None = None, shelf=None) -> dict:
 
 if __name__ == "__main__":
     ranks = Ranks()
-    found = answer(sys.argv[2], ranks)
+    found = answer(sys.argv[2], ranks=ranks)
     Path(f"{sys.argv[1]}.{ranks.rank}").write_text(json.dumps(found), encoding="utf-8")
     ranks.close()

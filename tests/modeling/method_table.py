@@ -98,6 +98,9 @@ SELECTIONS = [
     ),
     Row("quest", {"budget": 12, "page_size": 4}, large=LARGE | {"page_size": 16}, saves=-0.07),
     Row("think", {"ratio": 0.5, "queries": 5, "recent": 4}, whole={"ratio": 0.0}, large={}, saves=0.18),
+    Row(
+        "snapkv+think", SNAP | {"ratio": 0.5, "queries": 5, "recent": 4}, whole={"budget": ALL, "ratio": 0.0}
+    ),
     Row("razor", RAZOR, whole={"num_recent_tokens": ALL}, large={"num_recent_tokens": 256}, saves=0.5),
     Row("imdc", IMDC, whole={"budget": ALL, "chunk_size": ALL}, large=LARGE | {"chunk_size": 512}),
     Row(

@@ -52,3 +52,20 @@ class PackedThinK(Packed, ThinK):
 
     def pack_keys(self, layer, head, entries):
         super().pack_keys(layer, head, [entry for entry in entries if "thin" in entry.stats])
+
+
+def behind(ranking):
+    """ThinK of what a ranking leaves: tokens are chosen by the keys held, then these lose channels."""
+
+    class Behind(ranking, ThinK):
+        def setup(self, ratio, queries, recent, **options):
+            ranking.setup(self, **options)
+            ThinK.setup(self, ratio, queries, recent)
+
+        def after_prompt(self, layer, head, weights):
+            ranking.after_prompt(self, layer, head, weights)
+            if head == self.num_heads - 1:
+                for each in range(self.num_heads):
+                    ThinK.after_prompt(self, layer, each, weights)
+
+    return Behind

@@ -22,6 +22,8 @@ PROMISED = [
     "d2o+int4",
     "pod+snapkv+int4",
     "imdc(snapkv)",
+    "snapkv+think",
+    "adakv+think+int4",
 ]
 
 
@@ -60,9 +62,14 @@ def test_order_and_spaces_do_not_matter():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("snapkv+h2o", "snapkv and h2o both choose the tokens that stay; take one of them"),
-        ("int4+int8", "int4 and int8 both say how keys and values are packed"),
+        ("snapkv+h2o", "snapkv and h2o both say which tokens stay; take one of them"),
+        ("int4+int8", "int4 and int8 both say in which form they are held"),
         ("full+pod", "full and pod both say which layers hold keys and values"),
+        (
+            "h2o+think",
+            "think thins what a ranking of the prompt leaves: snapkv, pyramidkv, adakv, expected_attention",
+        ),
+        ("pod+snapkv+think", "heads of this layout"),
         ("snapkw", "did you mean 'snapkv'"),
         ("", "unknown method ''"),
         ("pod+", "unknown method ''"),

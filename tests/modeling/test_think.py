@@ -4,7 +4,8 @@ import pytest
 import torch
 from oracle_checks import MODELS, assert_agrees
 from oracle_tools import TURNS, run_cache
-from oracles_channels import PackedThinK, ThinK
+from oracles_channels import PackedThinK, ThinK, behind
+from oracles_ranked import AdaKV, PyramidKV, SnapKV
 
 import pod
 
@@ -53,7 +54,7 @@ def test_of_equal_channels_the_lower_stays(tools):
     cache = pod.make_cache(model, "think", ratio=0.5, queries=1, recent=0)
     run_cache(model, cache, tools.random_ids(1, 1), [("prompt", 1)])
     for layer in cache.groups[0].layers:
-        assert layer.channels.read(1).tolist() == [[[[0, 1, 2, 3]]] * 2]
+        assert layer.banks[0].keys.channels.tolist() == [[[[0, 1, 2, 3]]] * 2]
 
 
 @torch.no_grad()
@@ -69,14 +70,24 @@ def test_bytes_are_those_of_the_channels_held(tools, spec, number):
     model = tools.make_pod("qwen3", torch.bfloat16, plan=False, **sizes)
     cache = pod.make_cache(model, spec)
     run_cache(model, cache, tools.random_ids(1, 2008), [("prompt", 2000), ("decode", 8)], (1500, 500))
-    parts = cache.nbytes_by_part()
-    heads = 2 * model.config.num_hidden_layers
+    parts, heads = cache.nbytes_by_part(), 2 * model.config.num_hidden_layers
     ring = 160 if "+" in spec else 0  # tokens that stay native, with room for a group
     packed = 1824 if "+" in spec else 1968  # whole groups beyond the newest 128
-    assert parts["thin"] == pytest.approx(heads * 20 * (packed * number + ring * 2), rel=0.01)
-    assert parts["keys"] == pytest.approx(heads * 32 * 2 * 40, rel=0.03)
-    assert parts["channels"] <= 2 * heads * 20 * 2
+    thin, whole, channels = 20 * (packed * number + ring * 2), 32 * 2 * 40, 20 * 8
+    keys = sum(nbytes for name, nbytes in parts.items() if name.startswith("keys"))
+    assert keys == pytest.approx(heads * (thin + whole + channels), rel=0.01)
     assert sum(parts.values()) - parts["bookkeeping"] == pytest.approx(cache.predicted_nbytes(), rel=0.01)
+
+
+@pytest.mark.parametrize("ranking", [SnapKV, PyramidKV, AdaKV])
+def test_agrees_with_the_oracle_behind_a_ranking(tools, ranking):
+    """The end of a second prompt ranks what is held, thin keys with zeros."""
+    model, ids = tools.make_pod("qwen3", plan=False), tools.random_ids(1, 50)[0]
+    options = OPTIONS | {"ratio": 0.5, "budget": 14, "window": 4, "kernel": 3, "pool": "avg"}
+    spec = f"{ranking.__name__.lower()}+think"
+    oracle, plain = behind(ranking)(model, **options), {x: y for x, y in options.items() if x not in OPTIONS}
+    full = ranking(model, **plain).run(ids, TURNS)
+    assert_agrees(model, oracle, lambda: pod.make_cache(model, spec, **options), ids, TURNS, full=full)
 
 
 def test_refusals(tools):

@@ -8,9 +8,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pod.eval.answer import agreement, budget, gates, models, perplexity, reading, streaming, variants
+    from pod.eval.answer import agreement, gates, perplexity, reading, streaming
 
-__all__ = ["agreement", "budget", "gates", "models", "perplexity", "reading", "streaming", "variants"]
+__all__ = ["agreement", "gates", "perplexity", "reading", "streaming"]
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -1,6 +1,7 @@
-"""Equal bytes: what PoD really holds at a length, and the token budget that gives a token-dropping method as much."""
+"""Equal bytes: what PoD really holds at a length, the token budget that gives a token-dropping method as much, and caches made with it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pod
@@ -20,53 +21,118 @@ def length_class(length: int) -> int:
     return -(-length // LENGTH_CLASS) * LENGTH_CLASS
 
 
-_NO_LIMIT = (
-    1 << 20
-)  # tokens; a budget under which nothing is dropped, also by methods that give some layers less than others
+_NO_LIMIT = 1 << 20
+"""Tokens; a budget under which nothing is dropped, also by methods that give some layers less than others."""
 
 
-def without_limit(budget: int | None, length: int) -> int | None:
-    """The budget to make a cache with when it fills PoD's bytes at `length` tokens: no limit where PoD has dropped nothing yet."""
-    return _NO_LIMIT if budget is not None and budget >= length else budget
+@dataclass(frozen=True, order=True)
+class Span:
+    """A cache that will be used: the length it reaches (tokens), and how many of them are fed after the prompt."""
+
+    length: int
+    fed: int
 
 
 class ByteBudgets:
     """Bytes that the PoD cache holds at each length, and the budgets that follow from them.
 
-    bytes_by_part: by length (tokens), of one sequence (`measure_bytes`); bytes_per_token: of the dense model.
+    bytes_per_token: of the dense model; measure: bytes by part of one sequence at each of some lengths (`measure_bytes`), asked when
+    they are needed; None without a PoD model.
     """
 
-    def __init__(self, bytes_by_part: dict[int, dict[str, int]], bytes_per_token: int):
-        self.bytes_by_part, self.bytes_per_token = bytes_by_part, bytes_per_token
+    def __init__(
+        self,
+        bytes_per_token: int,
+        measure: Callable[[list[int]], dict[int, dict[str, int]]] | None = None,
+    ):
+        self.bytes_per_token, self._measure = bytes_per_token, measure
+        self._known: dict[int, dict[str, int]] = {}
 
-    @classmethod
-    def of(cls, reference: Any, lengths: Iterable[int]) -> "ByteBudgets":
-        """Measured on a model with the sharing plan, adapted or not: the bytes depend on plan, windows and dtype only."""
-        return cls(measure_bytes(reference, "pod", lengths), native_bytes_per_token(reference))
+    def prepare(self, lengths: Iterable[int]) -> None:
+        """Measure what is not known of these lengths, in one pass over the longest."""
+        new = sorted(set(lengths) - self._known.keys())
+        if new and self._measure is not None:
+            self._known |= self._measure(new)
 
-    def pod_bytes(self, length: int) -> int:
-        """Bytes that PoD holds for one sequence of `length` tokens."""
-        return sum(self.bytes_by_part[length].values())
+    def pod_bytes(self, length: int) -> int | None:
+        """Bytes that PoD holds for one sequence of `length` tokens; None without a PoD model."""
+        self.prepare([length])
+        return None if self._measure is None else sum(self._known[length].values())
 
-    def tokens(self, method: Method, length: int, fed: int) -> int | None:
-        """Budget of a method (tokens per KV head and layer) that fills PoD's bytes when the sequence has reached `length`.
+    def tokens(self, method: Method, span: Span) -> int:
+        """Budget of a method (tokens per KV head and layer) that fills PoD's bytes when the sequence has reached the span's length.
 
-        fed: tokens fed after the prompt; a method that keeps every one of them gets so many slots less for its prompt, so
-        that the *largest* number of bytes it ever holds is PoD's. `length` where PoD holds every key and value: nothing is
-        dropped then. None for a method that takes no budget.
+        A method that keeps every token fed after the prompt gets so many slots less for its prompt, so that the *largest* number of
+        bytes it ever holds is PoD's. The length where PoD holds every key and value: nothing is dropped then.
         """
-        if not method.takes_budget:
-            return None
-        slots = self.pod_bytes(length) // self.bytes_per_token
-        if slots >= length:
-            return length  # PoD has dropped nothing yet, and neither need the others
-        budget = slots - (fed if method.grows else 0)
+        held = self.pod_bytes(span.length)
+        assert held is not None, "methods that follow PoD's bytes are refused where there is no PoD model"
+        slots = held // self.bytes_per_token
+        if slots >= span.length:
+            return span.length  # PoD has dropped nothing yet, and neither need the others
+        budget = slots - (span.fed if method.grows else 0)
         if budget < 1:
             raise ValueError(
-                f"{method.name}: PoD's bytes at {length} tokens leave {budget} tokens for the prompt; score or generate fewer "
+                f"{method.name}: PoD's bytes at {span.length} tokens leave {budget} tokens for the prompt; score or generate fewer "
                 f"tokens than {slots} after it"
             )
         return budget
+
+    def stated(self, length: int, budget: int | None, held: Sequence[int]) -> dict[str, Any]:
+        """What a result says about its bytes per sequence of `length` tokens.
+
+        budget: tokens that a token-dropping method got; held: bytes of the caches that were used (the largest counts), empty when none was.
+        """
+        own, dense, reference = max(held, default=0), self.bytes_per_token * length, self.pod_bytes(length)
+        return {
+            "length": length,
+            "budget_tokens": budget,
+            "pod_bytes": reference,
+            "dense_bytes": dense,
+            "bytes": own or None,
+            "bytes_over_pod": own / reference if own and reference else None,
+            "saving": 1 - own / dense if own else None,
+        }
+
+
+class Subject:
+    """A method under test: its model, and its caches of every size.
+
+    load: gives the model; options: parameters of its caches; budgets: what a budget follows that is not the method's own.
+    """
+
+    def __init__(
+        self, method: Method, load: Callable[[], Any], options: dict[str, Any], budgets: ByteBudgets
+    ):
+        self.method, self.options, self.budgets, self._load = method, options, budgets, load
+
+    @property
+    def model(self) -> Any:
+        """Its model, loaded when first needed."""
+        return self._load()
+
+    def budget(self, span: Span) -> int | None:
+        """Tokens per KV head and layer; None for a method that takes no budget."""
+        method = self.method
+        if not method.takes_budget:
+            return None
+        return (
+            self.budgets.tokens(method, span) if method.budget is None else method.fixed_budget(span.length)
+        )
+
+    def room(self, span: Span) -> int | None:
+        """The budget that a cache is made with: no limit where it follows PoD's bytes and PoD has dropped nothing yet."""
+        budget = self.budget(span)
+        unlimited = self.method.budget is None and budget is not None and budget >= span.length
+        return _NO_LIMIT if unlimited else budget
+
+    def cache(self, span: Span) -> Any:
+        """A new cache."""
+        return pod.make_cache(self.model, self.method.spec, budget=self.room(span), **self.options)
+
+    def stated(self, span: Span, held: Sequence[int]) -> dict[str, Any]:
+        """What a result says about the bytes per sequence of caches that were used."""
+        return self.budgets.stated(span.length, self.budget(span), held)
 
 
 def native_bytes_per_token(model: Any) -> int:
@@ -99,24 +165,3 @@ def measure_bytes(
             model.model(input_ids=chunk, past_key_values=cache, use_cache=True)
         measured[length], seen = dict(cache.nbytes_by_part()), length
     return measured
-
-
-def stated(
-    budgets: ByteBudgets | None, bytes_per_token: int, length: int, budget: int | None, held: Sequence[int]
-) -> dict[str, Any]:
-    """What a result says about its bytes per sequence of `length` tokens.
-
-    budgets: PoD's bytes, None without a PoD model; bytes_per_token: of the dense model; budget: tokens that a token-dropping
-    method got; held: bytes of the caches that were used (the largest counts), empty when none was.
-    """
-    own = max(held) if held else None
-    reference = None if budgets is None else budgets.pod_bytes(length)
-    return {
-        "length": length,
-        "budget_tokens": budget,
-        "pod_bytes": reference,
-        "dense_bytes": bytes_per_token * length,
-        "bytes": own,
-        "bytes_over_pod": own / reference if own and reference else None,
-        "saving": 1 - own / (bytes_per_token * length) if own else None,
-    }

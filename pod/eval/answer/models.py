@@ -1,5 +1,7 @@
 """The models that an evaluation compares: dense, dense weights under the plan, adapted export. Each is loaded once, when first needed."""
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,6 @@ from pod.models import resolve_model
 if TYPE_CHECKING:
     from pod.recipe import Recipe
 
-_BASE = ("dense", "unadapted")  # kinds of the dense weights
 _NO_BUDGET = "{}: the byte budget is what PoD holds, and there is neither a PoD export in {} nor a plan; run launch/explore.py or set model.plan"
 
 
@@ -44,50 +45,77 @@ def check_plan(path: str, model_path: str, gguf_file: str | None = None) -> "pod
     return plan
 
 
+@dataclass(frozen=True)
+class Source:
+    """What a model is made of: the folder of an export (None: the dense weights), and the plan (a file) and windows (sink and recent
+    tokens) that it gets instead of its own."""
+
+    path: str | None = None
+    plan: Path | None = None
+    windows: tuple[int, int] | None = None
+
+
 class Models:
-    """Loads models by kind: `dense`, `unadapted`, `adapted` (see `pod.eval.answer.methods.Method`).
+    """Loads models by kind: `dense`, `unadapted`, `adapted` (see `pod.eval.answer.methods.Method`), or a name in `eval.models`.
 
     Raises: ValueError at once when a kind that the methods of the recipe need cannot be had.
     """
 
     def __init__(self, recipe: "Recipe"):
-        self.recipe = recipe
+        self.recipe, args = recipe, recipe.model
         self.export = Path(recipe.eval.pod_model or recipe.export.path or recipe.export_dir)
-        self.plan = recipe.plan_path()
+        self.plan, windows = recipe.plan_path(), (args.num_sink_tokens, args.num_recent_tokens)
         self._loaded: dict[str, Any] = {}
         chosen = [find_method(name) for name in recipe.eval.methods]
         self.kinds = sorted({method.model for method in chosen})
-        for kind in self.kinds:
-            self._check_available(kind)
-        self.dense_path = resolve_model(recipe.model.path)  # which may download or convert it
+        self.sources = {
+            "dense": Source(windows=windows),
+            "unadapted": Source(plan=self.plan, windows=windows),
+            "adapted": Source(str(self.export)),
+        }
+        self.sources |= {kind: self._own(kind, windows) for kind in self.kinds if kind not in self.sources}
+        self._check_available()
+        self.dense_path = resolve_model(args.path)  # which may download or convert it
         self.reference_kind = self._reference_kind()
-        if self.plan is not None and "unadapted" in (*self.kinds, self.reference_kind):
-            check_plan(str(self.plan), self.dense_path, recipe.model.gguf_file)
+        plans = {self.sources[kind].plan for kind in [*self.kinds, self.reference_kind or "dense"]}
+        for plan in filter(None, plans):
+            check_plan(str(plan), self.dense_path, args.gguf_file)
         if {"adapted", "unadapted"} <= set(self.kinds):
             self._check_same_plan()
         budgeted = [method.name for method in chosen if method.takes_budget and method.budget is None]
         if self.reference_kind is None and budgeted:
             raise ValueError(_NO_BUDGET.format(", ".join(budgeted), self.export))
 
-    def _check_available(self, kind: str) -> None:
+    def _own(self, kind: str, windows: tuple[int, int]) -> Source:
+        """An entry of `eval.models`: the folder of an export, or a plan.json for the dense weights, with windows as `…@16+240`."""
         own = self.recipe.eval.models
-        if kind == "adapted" and not (self.export / "config.json").is_file():
+        if kind not in own:
+            raise ValueError(
+                f"method 'model:{kind}' needs eval.models.{kind}, the folder of an export or a plan.json; there is {', '.join(own) or 'none'}"
+            )
+        parts = re.fullmatch(r"(.+?)(?:@(\d+)\+(\d+))?", str(own[kind] or ""))
+        if parts is None:
+            raise ValueError(
+                f"eval.models.{kind} is {own[kind]!r}; it must be the folder of an export or a plan.json"
+            )
+        place, sinks, recent = parts.groups()
+        given = None if recent is None else (int(sinks), int(recent))
+        if place.endswith(".json"):
+            return Source(plan=Path(place), windows=given or windows)
+        if not (Path(place) / "config.json").is_file():
+            raise ValueError(
+                f"eval.models.{kind} = {own[kind]} holds no model: export one there with launch/export_hf.py"
+            )
+        return Source(place, windows=given)
+
+    def _check_available(self) -> None:
+        if "adapted" in self.kinds and not (self.export / "config.json").is_file():
             raise ValueError(
                 f"method 'pod' needs the adapted model, and {self.export} holds none: run launch/export_hf.py, set "
                 "eval.pod_model, or compare 'pod-unadapted' instead"
             )
-        if kind == "unadapted" and self.plan is None:
+        if "unadapted" in self.kinds and self.plan is None:
             raise ValueError("method 'pod-unadapted' needs a plan: run launch/explore.py or set model.plan")
-        if kind in (*_BASE, "adapted"):
-            return
-        if kind not in own:
-            raise ValueError(
-                f"method 'model:{kind}' needs eval.models.{kind}, the folder of an export; there is {', '.join(own) or 'none'}"
-            )
-        if not (Path(own[kind]) / "config.json").is_file():
-            raise ValueError(
-                f"eval.models.{kind} = {own[kind]} holds no model: export one there with launch/export_hf.py"
-            )
 
     def _reference_kind(self) -> str | None:
         """Which PoD model tells the bytes: one that is compared anyway, else the cheapest to have."""
@@ -101,35 +129,32 @@ class Models:
     def get(self, kind: str) -> Any:
         """The model of a kind, in evaluation mode on the chosen device."""
         if kind not in self._loaded:
-            self._loaded[kind] = self._load(kind)
+            self._loaded[kind] = self._load(self.sources[kind])
         return self._loaded[kind]
 
-    def _path(self, kind: str) -> str:
-        """Folder of a model."""
-        if kind in _BASE:
-            return self.dense_path
-        return str(self.export) if kind == "adapted" else self.recipe.eval.models[kind]
+    def _load(self, source: Source) -> Any:
+        args, (sinks, recent) = self.recipe.model, source.windows or (None, None)
+        options = {"dtype": _dtype(args.dtype), "attention_backend": args.attention_backend}
+        windows = {"num_sink_tokens": sinks, "num_recent_tokens": recent}
+        path, file = self._place(source)
+        return pod.load_model(path, source.plan, device=self.device, **options, **windows, **file).eval()
 
-    def _load(self, kind: str) -> Any:
-        args = self.recipe.model
-        options: dict[str, Any] = {"dtype": _dtype(args.dtype), "attention_backend": args.attention_backend}
-        if kind in _BASE:
-            options |= {"plan": str(self.plan) if kind == "unadapted" else None, "gguf_file": args.gguf_file}
-            options |= {"num_sink_tokens": args.num_sink_tokens, "num_recent_tokens": args.num_recent_tokens}
-        return pod.load_model(self._path(kind), device=self.device, **options).eval()
+    def _place(self, source: Source) -> tuple[str, dict[str, Any]]:
+        """Folder of a model's weights, and the name of the file in it where the dense ones are in GGUF, as an argument."""
+        file = self.recipe.model.gguf_file if source.path is None else None
+        return source.path or self.dense_path, {"gguf_file": file} if file else {}
 
     def _config(self, kind: str) -> dict[str, Any]:
         """The configuration of a kind of model as it stands there, without loading the model."""
         from transformers import PreTrainedConfig
 
-        gguf_file = self.recipe.model.gguf_file if kind in _BASE else None
-        options = {"gguf_file": gguf_file} if gguf_file else {}
-        return PreTrainedConfig.get_config_dict(self._path(kind), **options)[0]
+        path, file = self._place(self.sources[kind])
+        return PreTrainedConfig.get_config_dict(path, **file)[0]
 
     def packs(self, kind: str) -> bool:
         """Whether the plan of a kind of model holds fewer bits than the model computes in, without loading it."""
-        if kind in _BASE:
-            return kind == "unadapted" and self.plan is not None and pod.SharingPlan.load(self.plan).packs
+        if (plan := self.sources[kind].plan) is not None:
+            return pod.SharingPlan.load(plan).packs
         return bool(set(self._config(kind).get("kv_bits") or ()) - {16})
 
     def too_long(self, method: Method, longest: int) -> str | None:
@@ -187,35 +212,33 @@ class Models:
 
     def identity(self, kind: str) -> Any:
         """What a result of this kind of model depends on: files, plan, windows, dtype."""
-        args = self.recipe.model
-        windows = [args.num_sink_tokens, args.num_recent_tokens, args.dtype, args.attention_backend]
-        if kind not in _BASE:
-            return [identity(self._path(kind)), args.dtype, args.attention_backend]
-        plan = identity(self.plan) if kind == "unadapted" and self.plan else None
-        return [identity(self.dense_path), args.gguf_file, plan, windows]
+        args, source = self.recipe.model, self.sources[kind]
+        path, file = self._place(source)
+        plan = None if source.plan is None else identity(source.plan)
+        return [identity(path), file, plan, source.windows, args.dtype, args.attention_backend]
 
     def windows(self, kind: str) -> tuple[int, int]:
         """(sink, recent) tokens of a kind of model, before it is loaded."""
-        args = self.recipe.model
-        if kind in _BASE:
-            return args.num_sink_tokens, args.num_recent_tokens
+        if (windows := self.sources[kind].windows) is not None:
+            return windows
         config = self._config(kind)
         return config.get("num_sink_tokens", 16), config.get("num_recent_tokens", 4080)
 
     def reference_layout(self) -> Any:
         """What PoD's bytes depend on: plan with its bits, windows, dtype. Training changes none of them."""
-        if self.reference_kind is None:
+        kind = self.reference_kind
+        if kind is None:
             return None
-        args = self.recipe.model
-        if self.reference_kind == "unadapted" and self.plan is not None:
-            plan = pod.SharingPlan.load(self.plan)
-            return [plan.lead, plan.bits, args.num_sink_tokens, args.num_recent_tokens, args.dtype]
-        fields = ("lead", "kv_bits", "num_sink_tokens", "num_recent_tokens")
-        return [*map(self._config("adapted").get, fields), args.dtype]
+        if (file := self.sources[kind].plan) is not None:
+            plan = pod.SharingPlan.load(file)
+            layout = [plan.lead, plan.bits]
+        else:
+            layout = [self._config(kind).get(field) for field in ("lead", "kv_bits")]
+        return [*layout, *self.windows(kind), self.recipe.model.dtype]
 
     def place(self, kind: str) -> dict[str, Any]:
         """Where a model of a kind comes from, as the result file says it."""
-        path = self.recipe.model.path if kind in _BASE else self._path(kind)
+        path = self.sources[kind].path or self.recipe.model.path
         return {"kind": kind, "path": path, "dtype": self.recipe.model.dtype}
 
     def description(self, kind: str) -> dict[str, Any]:

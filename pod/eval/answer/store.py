@@ -65,19 +65,17 @@ def in_batches(
 
 
 class Store:
-    """The shelves below a folder. reuse: False answers everything again (later answers count)."""
+    """The shelves below a folder; None: nothing is kept beyond this process. reuse: False answers everything again (later answers count)."""
 
-    def __init__(self, folder: Path, ranks: "Ranks", reuse: bool = True):
+    def __init__(self, folder: Path | None, ranks: "Ranks", reuse: bool = True):
         self.folder, self.ranks, self.reuse = folder, ranks, reuse
         self._shelf: Shelf | None = None
 
     def shelf(self, method: str, identity: Record) -> "Shelf":
         """The shelf of a method; identity: JSON that changes with whatever can change an answer besides what is asked."""
-        folder = self.folder / f"{safe_name(method)}.{fingerprint(identity)[:12]}"
-        if (
-            self._shelf is None or self._shelf.folder != folder
-        ):  # answers of one method are in memory at a time
-            self._shelf = Shelf(folder, method, identity, self.ranks, self.reuse)
+        name = f"{safe_name(method)}.{fingerprint(identity)[:12]}"
+        if self._shelf is None or self._shelf.name != name:  # answers of one method are in memory at a time
+            self._shelf = Shelf(name, method, identity, self)
         return self._shelf
 
 
@@ -87,9 +85,10 @@ class Shelf:
     label: what is being asked, for the progress bar; is_open: False refuses to compute.
     """
 
-    def __init__(self, folder: Path, method: str, identity: Record, ranks: "Ranks", reuse: bool = True):
-        self.folder, self.method, self.identity, self.ranks = folder, method, identity, ranks
-        self.label, self.is_open, self._reuse = method, True, reuse
+    def __init__(self, name: str, method: str, identity: Record, store: Store):
+        self.name, self.method, self.identity, self.ranks = name, method, identity, store.ranks
+        self.folder = None if store.folder is None else store.folder / name
+        self.label, self.is_open, self._reuse = method, True, store.reuse and self.folder is not None
         self._known: dict[str, Answer] | None = None
         self._environment: Record = {}
         self._asked: set[str] = set()
@@ -173,6 +172,9 @@ class Shelf:
     @contextlib.contextmanager
     def _file(self) -> Iterator[Callable[[Record], str]]:
         """This rank's file, to which lines are appended whole; it begins with the machine that writes."""
+        if self.folder is None:
+            yield json.dumps
+            return
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.ranks.is_first and not (self.folder / "shelf.json").is_file():
             write_json(self.folder / "shelf.json", {"method": self.method, **self.identity})
@@ -206,7 +208,7 @@ class Shelf:
     def _read(self) -> list[Record]:
         """The whole lines of every run of every rank, whatever number of ranks wrote them, by the time at which the runs began."""
         runs: list[list[Record]] = []
-        for file in sorted(self.folder.glob("*.jsonl")):
+        for file in sorted(self.folder.glob("*.jsonl")) if self.folder is not None else ():
             with open(file, encoding="utf-8", errors="replace") as texts:
                 for line in filter(None, map(_read, texts)):
                     if "environment" in line or not runs:

@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pod.eval.answer.budget import Span
 from pod.eval.answer.store import in_batches
-from pod.eval.lm.requests import Encoded, Size, size
+from pod.eval.lm.requests import Encoded, span_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +22,9 @@ class Unit:
     owners: tuple[int, ...]
 
     @property
-    def size(self) -> Size:
-        return size(len(self.context), max(len(ids) for ids in self.continuations))
+    def span(self) -> Span:
+        """The cache that it needs."""
+        return span_of(len(self.context), max(len(ids) for ids in self.continuations))
 
     @property
     def holds_out(self) -> bool:
@@ -42,24 +44,24 @@ def units_of(encoded: Sequence[Encoded]) -> list[Unit]:
     return [Unit(context=c, continuations=tuple(t), owners=tuple(o)) for c, t, o in found.values()]
 
 
-Room = Callable[[Size], int | None]
-"""What decides a cache of a size: its budget, None where there is none."""
+Room = Callable[[Span], int | None]
+"""What decides a cache: its budget, None where there is none."""
 
 
 def unit_batches(units: Sequence[Unit], batch_size: int, room: Room) -> list[list[Unit]]:
     """Units of caches of one kind together, at most `batch_size` continuations in a batch unless one unit has more; the longest first."""
     groups: dict[tuple[int | None, bool], list[list[Unit]]] = {}
-    for unit in sorted(units, key=lambda unit: unit.size, reverse=True):
-        batches = groups.setdefault((room(unit.size), unit.holds_out), [[]])
+    for unit in sorted(units, key=lambda unit: unit.span, reverse=True):
+        batches = groups.setdefault((room(unit.span), unit.holds_out), [[]])
         if batches[-1] and sum(len(u.continuations) for u in [*batches[-1], unit]) > batch_size:
             batches.append([])
         batches[-1].append(unit)
     return [batch for batches in groups.values() for batch in batches]
 
 
-def generation_size(item: Encoded) -> Size:
+def generation_span(item: Encoded) -> Span:
     """The cache for a generation."""
-    return size(len(item.context), 0, item.new_tokens)
+    return span_of(len(item.context), 0, item.new_tokens)
 
 
 def generation_batches(items: Sequence[Encoded], batch_size: int, room: Room) -> list[list[Encoded]]:
@@ -67,9 +69,9 @@ def generation_batches(items: Sequence[Encoded], batch_size: int, room: Room) ->
 
     def kind(item: Encoded) -> tuple[int | None, bool, int, str]:
         settings = json.dumps(item.settings, sort_keys=True, default=str)
-        return room(generation_size(item)), bool(item.num_asked), item.new_tokens, settings
+        return room(generation_span(item)), bool(item.num_asked), item.new_tokens, settings
 
-    return in_batches(sorted(items, key=generation_size, reverse=True), batch_size, kind)
+    return in_batches(sorted(items, key=generation_span, reverse=True), batch_size, kind)
 
 
 def forward_units(encoded: Sequence[Encoded]) -> list[Unit]:
@@ -103,8 +105,8 @@ def forward_batches(units: Sequence[Unit], batch_size: int, in_order: bool) -> l
     return [[unit for row in chunk for unit in row] for chunk in chunks]
 
 
-def sizes_of(encoded: Sequence[Encoded]) -> set[Size]:
-    """Every size of cache that a model class will ask for to answer these requests, none of which is skipped."""
-    generated = {generation_size(item) for item in encoded if item.kind == "generate_until"}
+def spans_of(encoded: Sequence[Encoded]) -> set[Span]:
+    """Every cache that a model class will ask for to answer these requests, none of which is skipped."""
+    generated = {generation_span(item) for item in encoded if item.kind == "generate_until"}
     scored = units_of([item for item in encoded if item.kind != "generate_until"])
-    return generated | {unit.size for unit in scored}
+    return generated | {unit.span for unit in scored}

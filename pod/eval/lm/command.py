@@ -3,10 +3,10 @@
 `--model_args pretrained=…,method=snapkv,budget=25%` are the arguments of `CommandLM`, which importing this module registers.
 """
 
-import hashlib
+import functools
 import json
 import re
-from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,76 +14,50 @@ import torch
 from lm_eval.api.registry import register_model
 
 import pod
-from pod.eval.answer.budget import ByteBudgets, without_limit
+from pod.eval.answer.budget import ByteBudgets, Subject, measure_bytes, native_bytes_per_token
 from pod.eval.answer.methods import Method, find_method
 from pod.eval.answer.ranks import Ranks
+from pod.eval.answer.store import Store
 from pod.eval.lm.model import PodLM
 from pod.eval.lm.requests import Encoder
-from pod.eval.results import identity, with_files
+from pod.eval.results import code_identity, identity, with_files
 from pod.modeling.loading import with_plan
 
 _RANKS: list[Ranks] = []
-_MARK = "pod-kv: made by"  # in the database of --use_cache
 POD_BYTES = "pod"
+_LARGE = 1 << 20  # tokens
 
 
-class MethodCaches:
-    """Makes the caches of one method: `caches(length, fed) -> (cache, budget)`.
+def make_subject(
+    model: Any,
+    method: str | None = None,
+    budget: int | str | None = None,
+    reference: Any = None,
+    options: dict[str, Any] | None = None,
+) -> Subject:
+    """A method on a loaded model.
 
     Args:
-        model: a loaded model.
         method: a spec of `pod.make_cache`, or with its budget as `snapkv@1024`; None: the layout of the model itself.
         budget: tokens per KV head and layer, a share of the tokens as "25%", or "pod": as many as fill the bytes that PoD holds.
         reference: for the budget "pod": a model with the sharing plan.
         options: the method's own parameters.
     Raises: ValueError for whatever does not go together, by making one cache at once.
     """
-
-    def __init__(
-        self,
-        model: Any,
-        method: str | None = None,
-        budget: int | str | None = None,
-        reference: Any = None,
-        options: dict[str, Any] | None = None,
-    ):
-        self.model, self.method = model, _method(method, model, budget)
-        self.options = self.method.options | (options or {})
-        self.of_pod_bytes = self.method.takes_budget and self.method.budget is None
-        if self.of_pod_bytes and reference is None:
-            raise ValueError(
-                f"method {self.method.name!r} needs a budget: budget=1024 (tokens), budget=25% (of the tokens seen), or budget=pod "
-                "with plan=PLAN.json (as many as fill PoD's bytes)"
-            )
-        self._reference = reference
-        self._budgets: ByteBudgets | None = None
-        self._cache(1 << 20 if self.of_pod_bytes else self.method.fixed_budget(1 << 20))
-
-    @property
-    def one_shot(self) -> bool:
-        """Whether one forward equals the decode path: no method that compresses, no plan that packs, no gate skip (tau)."""
-        return self.method.one_shot and not self.options and not self.model.config.sharing_plan.packs
-
-    def prepare(self, lengths: Iterable[int]) -> None:
-        """Measure PoD's bytes at all lengths that will be asked for (one pass over the longest)."""
-        if self.of_pod_bytes and set(lengths):
-            self._budgets = ByteBudgets.of(self._reference, lengths)
-
-    def budget(self, length: int, fed: int) -> int | None:
-        """The budget at `length` tokens, `fed` of them after the prompt."""
-        if not self.of_pod_bytes:
-            return self.method.fixed_budget(length) if self.method.takes_budget else None
-        if self._budgets is None or length not in self._budgets.bytes_by_part:
-            self.prepare([length])
-        assert self._budgets is not None
-        return self._budgets.tokens(self.method, length, fed)
-
-    def __call__(self, length: int, fed: int) -> tuple[Any, int | None]:
-        budget = self.budget(length, fed)
-        return self._cache(without_limit(budget, length) if self.of_pod_bytes else budget), budget
-
-    def _cache(self, budget: int | None) -> Any:
-        return pod.make_cache(self.model, self.method.spec, budget=budget, **self.options)
+    found = _method(method, model, budget)
+    options = found.options | (options or {})
+    follows = found.takes_budget and found.budget is None
+    if follows and reference is None:
+        raise ValueError(
+            f"method {found.name!r} needs a budget: budget=1024 (tokens), budget=25% (of the tokens seen), or budget=pod "
+            "with plan=PLAN.json (as many as fill PoD's bytes)"
+        )
+    # one forward equals the decode path: no gate skip (tau), no plan that packs
+    one_shot = found.one_shot and not options and not model.config.sharing_plan.packs
+    measure = None if reference is None else functools.partial(measure_bytes, reference, "pod")
+    budgets = ByteBudgets(native_bytes_per_token(model), measure)
+    pod.make_cache(model, found.spec, budget=_LARGE if follows else found.fixed_budget(_LARGE), **options)
+    return Subject(replace(found, one_shot=one_shot), lambda: model, options, budgets)
 
 
 def _method(name: str | None, model: Any, budget: int | str | None) -> Method:
@@ -120,6 +94,7 @@ class CommandLM(PodLM):
         too_long: str = "truncate",
         question_aware: bool = False,
         attention_backend: str = "auto",
+        store: str | None = None,
         **options: Any,
     ):
         """
@@ -134,6 +109,7 @@ class CommandLM(PodLM):
             device: default a GPU where there is one.
             max_length: longest sequence (tokens), default what the model reads; too_long: truncate or error (skip: in recipes).
             question_aware: methods see the question when they compress a prompt (see eval.question_aware).
+            store: folder that keeps answers by model, method, budget and prompt: a run that was killed goes on, nothing is asked twice.
             options: parameters of the method (`run_eval.py --list-methods`).
         Raises: ValueError, before any computation, for whatever does not go together.
         """
@@ -152,21 +128,12 @@ class CommandLM(PodLM):
             attention_backend=attention_backend,
             device=_device(device, ranks),
         )
-        caches = MethodCaches(model, method, budget, _reference(model, plan, budget), options)
+        subject = make_subject(model, method, budget, _reference(model, plan, budget), options)
         length = int(max_length or model.config.max_position_embeddings)
-        super().__init__(
-            lambda: model,
-            caches,
-            Encoder(pod.load_tokenizer(pretrained, gguf_file), length, too_long, question_aware),
-            budget=caches.budget,
-            prepare=caches.prepare,
-            one_shot=caches.one_shot,
-            batch_size=int(batch_size),
-            ranks=ranks,
-        )
+        encoder = Encoder(pod.load_tokenizer(pretrained, gguf_file), length, too_long, question_aware)
         self.identity = {
             "pretrained": identity(pretrained),
-            "method": caches.method.name,
+            "method": subject.method.name,
             "budget": budget,
             "plan": None if plan is None else json.loads(Path(plan).read_text(encoding="utf-8")),
             "windows": [model.config.num_sink_tokens, model.config.num_recent_tokens],
@@ -174,6 +141,9 @@ class CommandLM(PodLM):
             "limits": [length, too_long, question_aware],
             "options": with_files(options),
         }
+        kept = Store(None if store is None else Path(store), ranks)
+        shelf = kept.shelf(subject.method.name, {**self.identity, "code": code_identity()})
+        super().__init__(subject, encoder, int(batch_size), shelf)
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes into its results; asks no network."""
@@ -184,18 +154,6 @@ class CommandLM(PodLM):
             "model_sha": None,
             "pod": self.identity,
         }
-
-    def set_cache_hook(self, cache_hook: Any) -> None:
-        """Refuse a `--use_cache` of another method, budget or model: lm-eval's keys name the prompt only. Raises: ValueError."""
-        database = cache_hook.dbdict
-        if database is None or (self.ranks and self.ranks.world_size > 1):
-            return super().set_cache_hook(cache_hook)
-        mine = hashlib.sha256(json.dumps(self.identity, sort_keys=True, default=str).encode()).hexdigest()
-        if len(database) and database.get(_MARK) != mine:
-            raise ValueError(
-                f"the answers in {database.filename} come from another method, budget or model: take another --use_cache path"
-            )
-        database[_MARK], self.cache_hook = mine, cache_hook
 
 
 register_model("pod")(CommandLM)

@@ -3,7 +3,7 @@
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,21 +11,21 @@ import torch
 from lm_eval.api.model import LM, TemplateLM
 from lm_eval.models.huggingface import HFLM
 
-from pod.eval.answer.budget import without_limit
+from pod.eval.answer.budget import Span, Subject
 from pod.eval.answer.ranks import Ranks
-from pod.eval.answer.store import Shelf, key_of
+from pod.eval.answer.store import Shelf, Store, key_of
 from pod.eval.lm.batches import (
     Unit,
     forward_batches,
     forward_units,
     generation_batches,
-    generation_size,
+    generation_span,
     unit_batches,
     units_of,
 )
 from pod.eval.lm.generate import generate
 from pod.eval.lm.index import Rule, own_rule, quiet_logger
-from pod.eval.lm.requests import Encoded, Encoder, Size, request_keys
+from pod.eval.lm.requests import Encoded, Encoder, request_keys
 from pod.eval.lm.scoring import score_by_decode
 
 _log = logging.getLogger(__name__)
@@ -39,43 +39,32 @@ class PodLM(LM):
     the same on any number of ranks.
 
     Args:
-        load: gives the model.
-        make_cache: `(length, fed) -> (a new cache, its budget)`, both in tokens: those at the end, and of them those fed after the
-            prompt; budget: what such a cache is made with, a part of what is asked; prepare: told all lengths before.
+        subject: the method; scored by one forward without a cache where that equals its decode path (`Method.one_shot`).
         encoder: text to token ids; the one that rendered this run's chat templates.
-        one_shot: score by one forward without a cache, only for methods whose decode path equals it
-            (`pod.eval.answer.methods.Method.one_shot`).
-        batch_size: sequences that run together; ranks: who shares the requests; None = this process alone.
+        batch_size: sequences that run together; shelf: what keeps the answers; default: this process's memory.
 
     Attributes:
         records: by request key: prompt_tokens, prompt_hash, dropped_tokens, skipped, budget_tokens, bytes (held at the end per
             sequence) and held_tokens (that the cache had seen then); None where one forward without a cache scores.
     """
 
-    def __init__(
-        self,
-        load: Callable[[], Any],
-        make_cache: Callable[[int, int], tuple[Any, int | None]],
-        encoder: Encoder,
-        *,
-        budget: Callable[[int, int], int | None] = lambda length, fed: None,
-        prepare: Callable[[Iterable[int]], None] = lambda lengths: None,
-        one_shot: bool = False,
-        batch_size: int = 1,
-        ranks: Ranks | None = None,
-    ):
+    def __init__(self, subject: Subject, encoder: Encoder, batch_size: int = 1, shelf: Shelf | None = None):
         super().__init__()
-        self._load, self.make_cache, self.encoder = load, make_cache, encoder
-        self.budget, self.prepare, self.one_shot = budget, prepare, one_shot
-        self.batch_size, self.ranks, self.tokenizer = batch_size, ranks, encoder.tokenizer
+        self.subject, self.encoder, self.tokenizer = subject, encoder, encoder.tokenizer
+        self.batch_size = batch_size
+        self._shelf = shelf or Store(None, Ranks()).shelf(subject.method.name, {})
         self._rule: Rule | None = None
-        self._shelf: Shelf | None = None
         self.records: dict[str, dict[str, Any]] = {}
 
-    @functools.cached_property
+    @property
     def model(self) -> Any:
         """The model itself."""
-        return self._load()
+        return self.subject.model
+
+    @property
+    def one_shot(self) -> bool:
+        """Whether one forward without a cache scores."""
+        return self.subject.method.one_shot
 
     @functools.cached_property
     def _stock(self) -> Any:
@@ -88,14 +77,13 @@ class PodLM(LM):
         return stock
 
     @contextmanager
-    def rules(self, rule: Rule, shelf: Shelf | None = None) -> Iterator[None]:
-        """Requests within belong to one task: its truncation and chat rule, and the shelf that keeps its answers."""
-        before = self._rule, self._shelf
-        self._rule, self._shelf, self.records = rule, shelf, {}
+    def rules(self, rule: Rule) -> Iterator[None]:
+        """Requests within belong to one task, which has this truncation and chat rule."""
+        before, self._rule, self.records = self._rule, rule, {}
         try:
             yield
         finally:
-            self._rule, self._shelf = before
+            self._rule = before
 
     # -- what lm-eval calls ------------------------------------------------------------------------------------
 
@@ -108,16 +96,16 @@ class PodLM(LM):
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         encoded = self._encode(requests)
         items = [item for item in encoded if item.skipped is None]
-        self.prepare({generation_size(item).length for item in items})
-        found = self._ask(
+        self.subject.budgets.prepare({generation_span(item).length for item in items})
+        found = self._shelf.answers(
             items,
             self._generation_key,
-            lambda left: generation_batches(left, self.batch_size, self._room),
+            lambda left: generation_batches(left, self.batch_size, self.subject.room),
             self._generate,
         )
         said = {item.key: record for item, record in zip(items, found, strict=True)}
         for item in encoded:
-            self._keep(item, [(generation_size(item), said[item.key])] if item.key in said else [])
+            self._keep(item, [(generation_span(item), said[item.key])] if item.key in said else [])
         return [said[item.key]["answer"] if item.key in said else "" for item in encoded]
 
     def apply_chat_template(
@@ -135,7 +123,7 @@ class PodLM(LM):
         """Raises: ValueError for a `--use_cache`, whose keys name the prompt only."""
         if cache_hook.dbdict is not None:
             raise ValueError(
-                "--use_cache is for one process with --model pod: here answers are kept by pod.eval.answer.store; leave it out"
+                "--use_cache would mix methods and budgets up: give the model argument store=FOLDER, which keeps answers by these, too"
             )
         super().set_cache_hook(cache_hook)
 
@@ -160,65 +148,37 @@ class PodLM(LM):
             units, compute = forward_units(encoded), self._forward
         else:
             units, compute = units_of(encoded), self._decode
-            self.prepare({unit.size.length for unit in units})
+            self.subject.budgets.prepare({unit.span.length for unit in units})
 
         def batches(left: list[Unit]) -> list[list[Unit]]:
             if self.one_shot:
                 return forward_batches(left, self.batch_size, in_order=whole_texts)
-            return unit_batches(left, self.batch_size, self._room)
+            return unit_batches(left, self.batch_size, self.subject.room)
 
-        found = self._ask(units, self._unit_key, batches, compute)
-        held: list[list[tuple[Size, dict[str, Any]]]] = [[] for _ in encoded]
+        found = self._shelf.answers(units, self._unit_key, batches, compute)
+        held: list[list[tuple[Span, dict[str, Any]]]] = [[] for _ in encoded]
         for unit, record in zip(units, found, strict=True):
             for number, (total, greedy) in zip(unit.owners, record["answers"], strict=True):
                 totals[number] = (totals[number][0] + total, totals[number][1] and greedy)
-                held[number].append((unit.size, record))
+                held[number].append((unit.span, record))
         for item, answers in zip(encoded, held, strict=True):
             self._keep(item, answers)
         return totals
 
     def _generation_key(self, item: Encoded) -> str:
         sampled = item.key if item.settings.get("do_sample") else None  # its repeats are to differ
-        need = generation_size(item)
         asked = [item.context, item.num_asked, item.new_tokens, item.settings, sampled]
-        return key_of("generate", *asked, self._room(need))
+        return key_of("generate", *asked, self.subject.room(generation_span(item)))
 
     def _unit_key(self, unit: Unit) -> str:
         if self.one_shot:
             return key_of("forward", unit.context, unit.continuations)
-        return key_of("decode", unit.context, unit.continuations, self._room(unit.size))
+        return key_of("decode", unit.context, unit.continuations, self.subject.room(unit.span))
 
-    def _room(self, size: Size) -> int | None:
-        """What decides a cache of a size: its budget, and whether that is without limit at its length."""
-        return without_limit(self.budget(size.length, size.fed), size.length)
-
-    def _ask(
-        self,
-        items: list[Any],
-        key: Callable[[Any], str],
-        batches: Callable[[list[Any]], list[list[Any]]],
-        compute: Callable[[list[Any]], list[dict[str, Any]]],
-    ) -> list[dict[str, Any]]:
-        """A record per item, shared over ranks; those that are on the task's shelf are not computed."""
-        if self._shelf is not None:
-            return self._shelf.answers(items, key, batches, compute)
-        places = {id(item): place for place, item in enumerate(items)}
-        planned = batches(items)
-        mine = self.ranks.share(planned) if self.ranks else planned
-        done = [
-            (places[id(item)], record)
-            for batch in mine
-            for item, record in zip(batch, compute(batch), strict=True)
-        ]
-        parts = self.ranks.gather(done) if self.ranks else [done]
-        return [record for _, record in sorted((pair for part in parts for pair in part), key=lambda p: p[0])]
-
-    def _keep(self, item: Encoded, answers: list[tuple[Size, dict[str, Any]]]) -> None:
+    def _keep(self, item: Encoded, answers: list[tuple[Span, dict[str, Any]]]) -> None:
         """The record of a request; of what its caches held, one for each part of a text in blocks, the largest counts."""
         held: list[dict[str, Any]] = [
-            a | {"budget_tokens": self.budget(size.length, size.fed)}
-            for size, a in answers
-            if a["bytes"] is not None
+            a | {"budget_tokens": self.subject.budget(span)} for span, a in answers if a["bytes"] is not None
         ]
         largest = {
             name: max((a[name] for a in held if a[name] is not None), default=None)
@@ -233,15 +193,11 @@ class PodLM(LM):
         }
 
     def _generate(self, items: list[Encoded]) -> list[dict[str, Any]]:
-        need = generation_size(items[0])
-        cache, _ = self.make_cache(need.length, need.fed)
-        return generate(self.model, self.tokenizer, cache, items)
+        return generate(self.model, self.tokenizer, self.subject.cache(generation_span(items[0])), items)
 
     def _decode(self, units: list[Unit]) -> list[dict[str, Any]]:
-        cache, _ = self.make_cache(units[0].size.length, units[0].size.fed)
-        return score_by_decode(
-            self.model, cache, units, int(self.tokenizer.pad_token_id or 0), self.batch_size
-        )
+        cache, pad = self.subject.cache(units[0].span), int(self.tokenizer.pad_token_id or 0)
+        return score_by_decode(self.model, cache, units, pad, self.batch_size)
 
     def _forward(self, units: list[Unit]) -> list[dict[str, Any]]:
         """HFLM's own scoring of one of its batches."""

@@ -4,15 +4,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Number
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from pod.eval.answer.budget import ByteBudgets, Span
 from pod.eval.lm.index import Loaded, Rule
 from pod.eval.suites.base import scored_payload
-
-if TYPE_CHECKING:
-    from pod.eval.runner import Evaluation
 
 # bleu_acc: truthfulqa_gen, whose other metrics are no 0 to 1
 _PREFERRED = ("acc_norm", "acc", "exact_match", "bleu_acc")
@@ -35,7 +33,7 @@ class Leaf:
     """A leaf task of lm-eval with what its prompts came to.
 
     metric: (name, filter or None for the first); kind: of the payload.
-    sizes: of every cache that it needs; lengths: length class by document; longest: tokens read at most; tokens: see `token_counts`;
+    spans: of every cache that it needs; lengths: length class by document; longest: tokens read at most; tokens: see `token_counts`;
     question: whether methods see what is asked when they compress, for tables; None where nothing is asked.
     """
 
@@ -44,7 +42,7 @@ class Leaf:
     rule: Rule
     metric: tuple[str, str | None]
     kind: str
-    sizes: set[Any] = field(default_factory=set)
+    spans: set[Span] = field(default_factory=set)
     lengths: dict[int, int] = field(default_factory=dict)
     longest: int = 0
     question: str | None = None
@@ -105,7 +103,7 @@ def leaf_payload(
     logged: Sequence[Mapping[str, Any]],
     records: Mapping[str, dict[str, Any]],
     *,
-    run: "Evaluation",
+    budgets: ByteBudgets,
     prefix: str,
     settings: dict[str, Any],
 ) -> dict[str, Any]:
@@ -140,7 +138,7 @@ def leaf_payload(
         metric,
         samples,
         higher_is_better=leaf.kind != "nll" and bool(higher),
-        bytes_rows=_bytes_rows(leaf, samples, run),
+        bytes_rows=_bytes_rows(leaf, samples, budgets),
         settings=_settings(leaf, filtered, samples) | settings,
         skipped=skipped,
         metrics=_other_metrics(leaf, kept, (metric, filtered)),
@@ -193,14 +191,14 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
 
 
-def _bytes_rows(leaf: Leaf, samples: list[dict[str, Any]], run: "Evaluation") -> list[dict[str, Any]]:
+def _bytes_rows(leaf: Leaf, samples: list[dict[str, Any]], budgets: ByteBudgets) -> list[dict[str, Any]]:
     """What was held, by length class."""
     rows = []
     for length in sorted({sample["length"] for sample in samples if sample["length"]}):
         same = [sample for sample in samples if sample["length"] == length]
         held = [sample["bytes"] for sample in same if sample["bytes"] is not None]
-        budgets = [sample["budget_tokens"] for sample in same if sample["budget_tokens"] is not None]
-        stated = run.stated_bytes(length, max(budgets, default=None), held)
+        own = [sample["budget_tokens"] for sample in same if sample["budget_tokens"] is not None]
+        stated = budgets.stated(length, max(own, default=None), held)
         _correct_early_ends(stated, max((sample["held_tokens"] or length for sample in same), default=length))
         rows.append({"task": leaf.name, "samples": len(same), **stated})
     return rows

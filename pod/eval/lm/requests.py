@@ -12,7 +12,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from pod.eval.answer.budget import length_class
+from pod.eval.answer.budget import Span, length_class
 from pod.eval.answer.reading import tokens_from
 from pod.eval.lm.index import Rule
 from pod.eval.lm.prompts import shorten
@@ -85,29 +85,16 @@ class Encoded:
         return found
 
 
-@dataclass(frozen=True, kw_only=True, order=True)
-class Size:
-    """A cache that requests need: `length` tokens at the end (a length class), `fed` of them after the prompt (of scored ones a power of
-    two).
-
-    Both come from the request alone, so that its budget does not depend on what else is in its batch.
-    """
-
-    length: int
-    fed: int
-
-
-def size(context: int, continuation: int, new_tokens: int = 0) -> Size:
-    """The size for a context and its longest continuation or its new tokens (all in tokens).
+def span_of(context: int, continuation: int, new_tokens: int = 0) -> Span:
+    """The cache for a context and its longest continuation or its new tokens (all in tokens), from the request alone, so that its
+    budget does not depend on what else is in its batch: the length is a length class, of scored tokens a power of two.
 
     Scoring holds the last context token out of the prompt and never feeds the last scored token; generation never feeds its last.
     """
     if continuation:  # many lengths: rounded up, so that few sizes exist
-        return Size(length=length_class(context + continuation - 1), fed=1 << (continuation - 1).bit_length())
-    fed = (
-        new_tokens - 1
-    )  # the same for a whole task: a rounded one would take bytes from methods that keep every new token
-    return Size(length=length_class(context + fed), fed=fed)
+        return Span(length_class(context + continuation - 1), 1 << (continuation - 1).bit_length())
+    # the same for a whole task: rounded up it would take bytes from methods that keep every new token
+    return Span(length_class(context + new_tokens - 1), new_tokens - 1)
 
 
 def request_keys(requests: Iterable[Any]) -> list[str]:

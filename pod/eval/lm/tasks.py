@@ -5,13 +5,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from pod.eval.answer.budget import Span, Subject
 from pod.eval.answer.methods import Method
 from pod.eval.answer.store import Shelf
 from pod.eval.lm import index as lm_index
 from pod.eval.lm.payload import Leaf, group_payload, leaf_payload, primary_metric, token_counts
 from pod.eval.results import one_line
 from pod.eval.suites import base, data
-from pod.eval.suites.base import Span, Task
+from pod.eval.suites.base import Task
 
 if TYPE_CHECKING:
     from pod.eval.runner import Evaluation
@@ -115,18 +116,18 @@ class LmTask(Task):
 
     def _build(self, leaf: Leaf) -> None:
         """Encode the prompts of a leaf and keep what the checks need: sizes and counts; the prompts themselves are made again."""
-        from pod.eval.lm.batches import sizes_of
+        from pod.eval.lm.batches import spans_of
 
         with lm_index.quiet():
             self._prompts(leaf)
         encoded = self.encoder.requests(leaf.task.instances, leaf.rule)
         for request, item in zip(leaf.task.instances, encoded, strict=True):
             if item.skipped is None:
-                lengths = [leaf.lengths.get(request.doc_id, 0), *(size.length for size in sizes_of([item]))]
+                lengths = [leaf.lengths.get(request.doc_id, 0), *(span.length for span in spans_of([item]))]
                 leaf.lengths[request.doc_id] = max(lengths)
                 leaf.longest = max(leaf.longest, _end(item))
         answered = [item for item in encoded if item.skipped is None]
-        leaf.sizes = sizes_of(answered)
+        leaf.spans = spans_of(answered)
         if leaf.task.OUTPUT_TYPE != "loglikelihood_rolling":
             unseen = any(item.num_asked for item in answered)
             leaf.question = self.args.asked_when() if unseen else "seen when the text is compressed"
@@ -134,8 +135,7 @@ class LmTask(Task):
         leaf.task._instances = None  # prompts of 100,000 tokens: only one leaf's are kept at a time
 
     def spans(self) -> list[Span]:
-        sizes = {(size.length, size.fed) for leaf in self.leaves.values() for size in leaf.sizes}
-        return [Span(length, fed) for length, fed in sorted(sizes)]
+        return sorted({span for leaf in self.leaves.values() for span in leaf.spans})
 
     def longest(self) -> int:
         return max((leaf.longest for leaf in self.leaves.values()), default=0)
@@ -145,29 +145,20 @@ class LmTask(Task):
         counts = [leaf.tokens[method.one_shot] for leaf in self.leaves.values()]
         return sum(prompt for prompt, _ in counts), sum(steps for _, steps in counts)
 
-    def measure(self, method: Method, shelf: Shelf) -> dict[str, Any]:
+    def measure(self, subject: Subject, shelf: Shelf) -> dict[str, Any]:
         from pod.eval.lm.model import PodLM
 
-        run = self.run
-        lm = PodLM(
-            lambda: run.models.get(method.model),
-            lambda length, fed: run.cache(method, length, fed),
-            self.encoder,
-            budget=lambda length, fed: run.budget(method, length, fed),
-            one_shot=method.one_shot,
-            batch_size=self.args.batch_size,
-            ranks=run.ranks,
-        )
-        payloads = {name: self._measure_leaf(lm, leaf, shelf) for name, leaf in self.leaves.items()}
+        lm = PodLM(subject, self.encoder, self.args.batch_size, shelf)
+        payloads = {name: self._measure_leaf(lm, leaf) for name, leaf in self.leaves.items()}
         if not self.loaded.is_group:
             return next(iter(payloads.values()))
         return group_payload(self.loaded, payloads)
 
-    def _measure_leaf(self, lm: Any, leaf: Leaf, shelf: Shelf) -> dict[str, Any]:
+    def _measure_leaf(self, lm: Any, leaf: Leaf) -> dict[str, Any]:
         from lm_eval.evaluator import evaluate
 
         use = data.use(self.args.data_dir, self.run.tokenizer, self.args.unsafe_code)
-        with lm_index.quiet(), lm.rules(leaf.rule, shelf), use:
+        with lm_index.quiet(), lm.rules(leaf.rule), use:
             leaf.task.set_fewshot_seed(seed=_FEWSHOT_SEED)
             results = evaluate(
                 lm=lm,
@@ -186,7 +177,7 @@ class LmTask(Task):
             leaf,
             results["samples"][leaf.name],
             records,
-            run=self.run,
+            budgets=lm.subject.budgets,
             prefix=f"{leaf.name}/" if self.loaded.is_group else "",
             settings={"limit": self.limit, "too_long": self.args.too_long},
         )

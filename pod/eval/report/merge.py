@@ -30,9 +30,16 @@ class Run:
     label: str
     folder: Path
     results: dict[str, dict]
-    speed: list[dict[str, Any]]
-    speed_part: dict[str, Any]
     left_out: list[str]
+
+    @property
+    def speed(self) -> dict[str, dict[str, Any]]:
+        """By method, what the latest race of several measured."""
+        parts = {
+            name: of["parts"][SPEED_RUN] for name, of in self.results.items() if SPEED_RUN in of["parts"]
+        }
+        latest = max((part["environment"]["date"] for part in parts.values()), default=None)
+        return {name: part for name, part in parts.items() if part["environment"]["date"] == latest}
 
     @property
     def dense_path(self) -> str | None:
@@ -60,8 +67,10 @@ class Entry:
 
     def take(self, run: Run, content: dict[str, Any]) -> None:
         """Add what a run measured for this method."""
-        self.parts |= content["parts"]
-        self.sources |= dict.fromkeys(content["parts"], run)
+        parts = tasks_of(content)
+        self.parts |= parts
+        self.sources |= dict.fromkeys(parts, run)
+        self.speed += run.speed.get(self.method, {}).get("lengths", [])
         self.refused |= content.get("refused") or {}
         self.failed |= content.get("failed") or {}
 
@@ -74,17 +83,6 @@ class Comparison:
     entries: list[Entry]
     tasks: list[str]
     _judged: dict[Question, Against | None] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Speeds go to the row that their run's answers went to; a run that only timed a method went to its first row."""
-        for run in self.runs:
-            for lengths in run.speed:
-                for method in lengths["methods"].keys() & run.results.keys():
-                    rows = [entry for entry in self.entries if entry.method == method]
-                    rows.sort(
-                        key=lambda entry: all(of is not run for of in (entry.run, *entry.sources.values()))
-                    )
-                    rows[0].speed.append({"length": lengths["length"], **lengths["methods"][method]})
 
     def measured(self, task: str) -> list[Entry]:
         """The rows that have this task."""
@@ -199,8 +197,11 @@ def read_run(folder: str | os.PathLike) -> Run:
         if content.get("schema") != SCHEMA_VERSION
     ]
     results = {of["method"]: of for of in files.values() if of.get("schema") == SCHEMA_VERSION}
-    part = results.pop(SPEED_RUN, {}).get("parts", {}).get(SPEED_RUN, {})
-    if not results and not part.get("lengths"):
+    if results.pop(SPEED_RUN, None) is not None:
+        left_out.append(
+            f"{SPEED_RUN}.json is of an older form, speeds stand with their methods now: measure again"
+        )
+    if not results:
         raise ValueError(f"{place} holds no evaluation results: run launch/run_eval.py first")
     newest = max(results.values(), key=lambda content: content["environment"]["date"], default={})
     strange = [name for name, content in results.items() if content.get("dense") != newest.get("dense")]
@@ -208,7 +209,12 @@ def read_run(folder: str | os.PathLike) -> Run:
     ordered = {name: results[name] for name in sorted(results, key=_rank) if name not in strange}
     path = place.resolve()
     label = path.parent.name if path.name == "eval" else path.name
-    return Run(label, path, ordered, part.get("lengths", []), part, left_out)
+    return Run(label, path, ordered, left_out)
+
+
+def tasks_of(content: dict[str, Any]) -> dict[str, Payload]:
+    """The payloads of a result file, by task; speeds are none."""
+    return {task: part for task, part in content["parts"].items() if task != SPEED_RUN}
 
 
 def combined(entry: Entry, tasks: Tasks) -> Payload | None:
@@ -296,7 +302,7 @@ def _goes_with(entry: Entry, content: dict[str, Any]) -> bool:
     models = [of["model"] for of in (entry.content, content) if of.get("model")]
     if any(model.get(key) != models[0].get(key) for model in models for key in _MODEL):
         return False
-    return settings(entry.content) == settings(content) and not entry.parts.keys() & content["parts"].keys()
+    return settings(entry.content) == settings(content) and not entry.parts.keys() & tasks_of(content).keys()
 
 
 def _rank(method: str) -> tuple[int, str, float, str]:

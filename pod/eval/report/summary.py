@@ -47,10 +47,11 @@ def summarise(folder: str | os.PathLike, methods: list[str]) -> list[dict[str, A
 
 def _scores(entry: Entry) -> dict[str, Any]:
     passkey, perplexity = (entry.parts.get(task, {}) for task in ("passkey", "perplexity"))
-    total = perplexity.get("total", {})
+    total, found = perplexity.get("total", {}), passkey.get("samples")
     return {
         **{"perplexity": total.get("perplexity"), "perplexity_ci95": total.get("ci95")},
         **{"sequences": total.get("sequences"), "passkey": passkey.get("value")},
-        **{"passkey_correct": passkey.get("correct"), "passkey_prompts": passkey.get("prompts")},
+        "passkey_correct": found and int(sum(sample["score"] for sample in found)),
+        "passkey_prompts": found and len(found),
         "passkey_ci95": passkey.get("ci95"),
     }

@@ -139,7 +139,7 @@ def result_cell(
 def overview(comparison: Comparison) -> Table:
     """Every method: its value on each task or suite with Δ to full, bytes, saving, speed."""
     columns, entries = list(comparison.columns().items())[:MOST_COLUMNS], comparison.entries
-    length, timed = common_length(entries), any(run.speed for run in comparison.runs)
+    length, timed = common_length(entries), any(entry.speed for entry in entries)
     rows = []
     for entry in entries:
         cells = [result_cell(comparison, entry, tasks) for _, tasks in columns]
@@ -288,36 +288,25 @@ def heat_maps(comparison: Comparison, task: str) -> list[Table]:
     heads = ["depth", *[f"{n:,}" if n < 10_000 else f"{n / 1024:.4g}K" for n in lengths]]
     tables = []
     for label, cells in maps.items():
-        found = {(one["length"], one["depth"]): _heat_cell(one) for one in cells}
-        missing = Cell("", shade=shade(None))
-        rows = [[Cell(f"{d:.0%}"), *[found.get((n, d), missing) for n in lengths]] for d in depths]
+        values = {(one["length"], one["depth"]): one["value"] for one in cells}
+        rows = [[Cell(f"{d:.0%}"), *[_heat_cell(values.get((n, d))) for n in lengths]] for d in depths]
         tables.append(Table(heads, rows, label, kind="map"))
     return tables
 
 
-def _heat_cell(found: dict[str, Any]) -> Cell:
-    if "correct" in found:
-        share, text = found["correct"] / found["prompts"], f"{found['correct']}/{found['prompts']}"
-    else:
-        share = found.get("value")
-        text = "–" if share is None else f"{100 * share:.0f}"
-    return Cell(text, sort=share, shade=shade(share))
+def _heat_cell(share: float | None) -> Cell:
+    return replace(cell(share and 100 * share, "{:.0f}"), sort=share, shade=shade(share))
 
 
 def extra_tables(entry: Entry, task: str) -> list[Table]:
-    """Tables that a payload brings: `tables` (title, columns, rows) and `rows` (dicts) with `columns` (key → head)."""
-    payload = entry.parts[task]
-    found = [(of["columns"], of["rows"], of.get("title")) for of in payload.get("tables") or []]
-    rows, heads = payload.get("rows"), payload.get("columns")
-    if rows and isinstance(heads, dict):
-        found.append((list(heads.values()), [[row.get(key) for key in heads] for row in rows], None))
-    tables = []
-    for columns, rows, title in found:
-        heads = list(map(str, columns))
-        tables.append(
-            Table(heads, _plain_rows(heads, rows), f"{entry.label}: {title}" if title else entry.label)
-        )
-    return tables
+    """The table that a payload brings, if any: `rows` (dicts) with `columns` (key → head)."""
+    rows, heads = entry.parts[task].get("rows"), entry.parts[task].get("columns")
+    if not rows or not heads:
+        return []
+    columns = list(heads.values())
+    return [
+        Table(columns, _plain_rows(columns, [[row.get(key) for key in heads] for row in rows]), entry.label)
+    ]
 
 
 def _plain_rows(heads: list[str], rows: list[list[Any]]) -> list[list[Cell]]:

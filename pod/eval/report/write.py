@@ -176,12 +176,8 @@ def _curves(comparison: Comparison, task: str) -> list[Block]:
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for entry in comparison.measured(task):
         for line in entry.parts[task].get("curves") or []:
-            title = str(line.get("title") or line.get("name") or "")
-            points = line.get("points")
-            xs, ys = zip(*points, strict=True) if points else (line.get("x") or [], line.get("y") or [])
-            if len(xs):
-                found.setdefault(title, {})[entry.label] = {**line, "x": list(xs), "y": list(ys)}
-    return [Picture(pictures.curve(lines), title or task, title=title) for title, lines in found.items()]
+            found.setdefault(line["title"], {})[entry.label] = line
+    return [Picture(pictures.curve(lines), title, title=title) for title, lines in found.items()]
 
 
 def _run_pictures(recipe: "Recipe") -> list[Section]:

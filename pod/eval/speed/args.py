@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from pod.eval.args import EvalArgs
 
 NAME = "efficiency"
-"""The task, and the one result file that is not a method's: speeds are only comparable within one process."""
+"""The task: a part of every method's result file that only compares within one race, in one process."""
 
 
 @dataclass(kw_only=True)

@@ -1,5 +1,5 @@
-"""Speeds, bytes, peak memory and largest batches of all methods side by side, in one process: `efficiency.json`, the one result file
-that is no method's."""
+"""Speeds, bytes, peak memory and largest batches of all methods side by side, in one process: the part `efficiency` of their result
+files."""
 
 import time
 from dataclasses import asdict
@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from pod.eval.answer.budget import Span
 from pod.eval.answer.methods import BASE, Method, find_method
 from pod.eval.judge.intervals import spread
-from pod.eval.results import RunResults, code_identity, fingerprint, one_line, with_files
+from pod.eval.results import RunResults, code_identity, fingerprint, one_line
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.measure import max_batch, memory, race
 from pod.measure.machine import environment
@@ -21,62 +22,49 @@ if TYPE_CHECKING:
 _MEMORY_STEPS = 4  # decoded tokens whose peak memory is measured
 
 
-def measure_speed(run: "Evaluation") -> dict[str, str]:
-    """Speeds of all methods side by side into efficiency.json; returns the error lines of methods that failed."""
-    results = _results(run)
-    if is_known(run):
-        run.log(f"speed: kept from {results.content['parts'][SPEED_RUN]['environment']['date']}")
-        results.finish()
-        return {}
+def measure_speed(run: "Evaluation", results: dict[str, RunResults]) -> None:
+    """Speeds of all methods side by side, as a part of each one's results; errors of methods that failed stand there, too."""
+    if is_known(run, results):
+        date = {result.content["parts"][SPEED_RUN]["environment"]["date"] for result in results.values()}
+        run.log(f"speed: kept from {', '.join(date)}")
+        return
     run.log("speed: all methods in turns …")
-    began, errors = time.perf_counter(), dict[str, str]()
-    rows = [_race(run, length, errors) for length in run.args.efficiency_lengths]
-    lengths = [row for row in rows if row["methods"]]
+    began, errors = time.perf_counter(), dict[str, Exception]()
+    lengths = [_race(run, length, errors) for length in run.args.efficiency_lengths]
     batches = [_largest_batches(run, prompt, new, errors) for prompt, new in run.speed.max_batch]
-    payload = {"lengths": lengths, "max_batch": batches, "options": asdict(run.speed), "failed": errors}
     seconds = time.perf_counter() - began
-    payload |= {"raced": _racers(run), "seconds": round(seconds, 3), "environment": environment()}
-    found = "; ".join(f"{name}: {error}" for name, error in errors.items()) or None
-    results.content |= {"status": "failed" if errors else "finished", "error": found}
-    results.store(SPEED_RUN, payload)
+    race_of_all = {"asked": row_of(run), "options": asdict(run.speed), "environment": environment()}
+    for name, result in results.items():
+        part = {"lengths": _own(lengths, name), "max_batch": _own(batches, name)}
+        if name in errors:
+            result.fail(SPEED_RUN, errors[name])
+            run.log(f"{name}: {SPEED_RUN} FAILED: {one_line(errors[name])}")
+            continue
+        result.content["model"] = run.description(run.method(name), True)
+        result.store(SPEED_RUN, part | race_of_all | {"seconds": round(seconds, 3)})
+        if not result.content["failed"]:
+            result.finish()
     run.log(f"speed: {_speed_headline(lengths)} ({seconds:.0f} s)")
-    return {name: f"{SPEED_RUN}: {error}" for name, error in errors.items()}
 
 
-def _results(run: "Evaluation") -> RunResults:
-    header = {"config": asdict(run.args), "row": row_of(run)}
-    return RunResults(run.recipe.eval_dir / f"{SPEED_RUN}.json", SPEED_RUN, header)
+def _own(rows: list[dict[str, dict]], name: str) -> list[dict]:
+    """A method's rows."""
+    return [row[name] for row in rows if name in row]
 
 
 def row_of(run: "Evaluation") -> str:
     """Changes with anything that can change the speeds of all methods."""
     args, model = run.args, run.models.reference_layout()
     asked = [args.efficiency_lengths, args.efficiency_tokens, args.efficiency_repeats, asdict(run.speed)]
-    return fingerprint(
-        [
-            asked,
-            run.recipe.seed,
-            model,
-            code_identity("eval/speed/*.py", "measure/*.py"),
-            environment()["hardware"],
-        ]
-    )
+    code, hardware = code_identity("eval/speed/*.py", "measure/*.py"), environment()["hardware"]
+    return fingerprint([asked, run.recipe.seed, model, code, hardware])
 
 
-def is_known(run: "Evaluation") -> bool:
-    """Whether all methods raced before, as they are now and without a failure, maybe among others."""
-    part = _results(run).content["parts"].get(SPEED_RUN)
-    if not run.args.reuse or part is None or part["failed"]:
-        return False
-    return _racers(run).items() <= part["raced"].items()
-
-
-def _racers(run: "Evaluation") -> dict[str, str]:
-    """What each method runs on and with, as a digest."""
-    methods = map(find_method, run.args.methods)
-    return {
-        m.name: fingerprint([run.models.identity(m.model), with_files(run.options(m))])[:16] for m in methods
-    }
+def is_known(run: "Evaluation", results: dict[str, RunResults]) -> bool:
+    """Whether all methods raced before, in one race, as they are now."""
+    parts = [result.content["parts"].get(SPEED_RUN) for result in results.values()]
+    races = {part and (part["asked"], part["environment"]["date"]) for part in parts}
+    return run.args.reuse and len(races) == 1 and all(races) and next(iter(races))[0] == row_of(run)
 
 
 def check(run: "Evaluation") -> None:
@@ -85,21 +73,21 @@ def check(run: "Evaluation") -> None:
     spans += [(prompt + generated - 1, generated - 1) for prompt, generated in run.speed.max_batch]
     for method in map(find_method, run.args.methods):
         for length, fed in spans if method.takes_budget else ():
-            run.cache(method, length, fed)
+            run.subject(method).cache(Span(length, fed))
 
 
-def _speed_headline(lengths: list[dict]) -> str:
-    if not lengths:
-        return "no method could be timed"
-    rows = lengths[-1]["methods"]
-    rates = (f"{name} {row['decode_tokens_per_second']['median']:.1f}" for name, row in rows.items())
-    return f"tokens/s at {lengths[-1]['length']}: " + ", ".join(rates)
+def _speed_headline(lengths: list[dict[str, dict]]) -> str:
+    rates = [
+        f"{name} {row['decode_tokens_per_second']['median']:.1f} at {row['length']}"
+        for name, row in lengths[-1].items()
+    ]
+    return f"tokens/s: {', '.join(rates)}" if rates else "no method could be timed"
 
 
-def _race(run: "Evaluation", length: int, errors: dict[str, str]) -> dict[str, Any]:
-    """All methods at one prompt length. Adds the methods that cannot run to `errors`."""
+def _race(run: "Evaluation", length: int, errors: dict[str, Exception]) -> dict[str, dict[str, Any]]:
+    """A row per method at one prompt length. Adds the methods that cannot run to `errors`."""
     args = run.args
-    rows: dict[str, dict[str, Any]] = {name: {} for name in args.methods}
+    rows: dict[str, dict[str, Any]] = {name: {"length": length} for name in args.methods}
     contestants = [race.Contestant(name) for name in args.methods]
     for one in contestants:
         with one.trying():
@@ -120,30 +108,24 @@ def _race(run: "Evaluation", length: int, errors: dict[str, str]) -> dict[str, A
     contestants = _still_in(contestants, errors)
     for one in contestants:
         held = {part: int(size) for part, size in one.cache.nbytes_by_part().items()}
-        budget = run.budget(find_method(one.name), length, 0)
-        stated = run.stated_bytes(length, budget, [sum(held.values())])
+        stated = run.subject(find_method(one.name)).stated(Span(length, 0), [sum(held.values())])
         rows[one.name] |= {"bytes_by_part": held, "bytes": stated}
     race.race(contestants, args.efficiency_tokens, args.efficiency_repeats)
     contestants = _still_in(contestants, errors)
     base = next((one for one in contestants if one.name == BASE), None)
-    return {
-        "length": length,
-        "methods": {
-            one.name: rows[one.name] | speeds(one, base, args.efficiency_tokens, length)
-            for one in contestants
-        },
-    }
+    steps = args.efficiency_tokens
+    return {one.name: rows[one.name] | speeds(one, base, steps, length) for one in contestants}
 
 
-def _still_in(contestants: list[race.Contestant], errors: dict[str, str]) -> list[race.Contestant]:
+def _still_in(contestants: list[race.Contestant], errors: dict[str, Exception]) -> list[race.Contestant]:
     """Those that did not fail; the errors of the others go to `errors`."""
-    errors |= {one.name: one_line(one.failed) for one in contestants if one.failed is not None}
+    errors |= {one.name: one.failed for one in contestants if one.failed is not None}
     return [one for one in contestants if one.failed is None]
 
 
 def _cache(run: "Evaluation", name: str, length: int) -> Any:
     """A method's new cache for a prompt."""
-    return run.cache(find_method(name), length, 0)[0]
+    return run.subject(find_method(name)).cache(Span(length, 0))
 
 
 def _prompt(run: "Evaluation", model: Any, length: int) -> Tensor:
@@ -152,33 +134,30 @@ def _prompt(run: "Evaluation", model: Any, length: int) -> Tensor:
 
 
 def _largest_batches(
-    run: "Evaluation", prompt: int, generated: int, errors: dict[str, str]
-) -> dict[str, Any]:
+    run: "Evaluation", prompt: int, generated: int, errors: dict[str, Exception]
+) -> dict[str, dict[str, Any]]:
     """The largest batch of every method for a prompt and a number of generated tokens."""
+    asked = {"prompt": prompt, "generated": generated, "limit_bytes": run.speed.memory_limit}
     rows: dict[str, dict[str, Any]] = {}
     for one in map(race.Contestant, run.args.methods):
         with one.trying():
-            rows[one.name] = _largest_batch(run, find_method(one.name), prompt, generated)
+            rows[one.name] = asked | _largest_batch(run, find_method(one.name), prompt, generated)
             run.log(f"{one.name}: {rows[one.name]['batch']} rows of {prompt} + {generated} tokens")
         if one.failed is not None:
-            errors[one.name] = f"max_batch {prompt} + {generated}: {one_line(one.failed)}"
+            errors[one.name] = ValueError(f"max_batch {prompt} + {generated}: {one_line(one.failed)}")
     for key in ("batch", "fractional_batch", "tokens_per_second"):
         base = rows.get(BASE, {}).get(key)
         for row in rows.values():
             row[f"{key}_over_full"] = row[key] / base if row.get(key) and base else None
-    asked = {"prompt": prompt, "generated": generated, "limit_bytes": run.speed.memory_limit}
-    return {**asked, "methods": rows}
+    return rows
 
 
 def _largest_batch(run: "Evaluation", method: Method, prompt: int, generated: int) -> dict[str, Any]:
-    model, fed, options = run.models.get(method.model), generated - 1, run.speed
-
-    def make_cache() -> Any:
-        return run.cache(method, prompt + fed, fed)[0]
-
-    tries = max_batch.Tries(model, make_cache, prompt, generated, options.memory_limit, run.recipe.seed)
+    subject, options, span = run.subject(method), run.speed, Span(prompt + generated - 1, generated - 1)
+    limit, make_cache = options.memory_limit, partial(subject.cache, span)
+    tries = max_batch.Tries(subject.model, make_cache, prompt, generated, limit, run.recipe.seed)
     row = max_batch.search(tries, options.max_batch_rows)
-    row["budget_tokens"] = run.budget(method, prompt + fed, fed)
+    row["budget_tokens"] = subject.budget(span)
     return row | (tries.throughput(row["batch"]) if options.throughput and row["batch"] else {})
 
 

@@ -11,7 +11,7 @@ keys are the same for every task, so that tables, intervals and comparisons are 
                       task has of answer, target, budget_tokens, bytes; cluster (optional): what several samples share, as
                       a text that all of them ask about: intervals draw clusters, not samples
     skipped           one per sample that was not answered: id, reason
-    bytes             rows of `pod.eval.answer.budget.stated`, one per length
+    bytes             rows of `ByteBudgets.stated`, one per length
     settings          what the task did: prompt format, truncation, lengths …
     metrics           optional: other numbers by name, {value, ci95}
 """
@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pod.eval.answer.budget import Span, Subject
 from pod.eval.answer.methods import Method
 from pod.eval.answer.store import Shelf
 from pod.eval.judge.verdicts import estimate_of
@@ -34,14 +35,6 @@ from pod.schema import build
 
 if TYPE_CHECKING:
     from pod.eval.runner import Evaluation
-
-
-@dataclass(frozen=True)
-class Span:
-    """A cache that a task will use: the length it reaches (tokens), and how many of them are fed after the prompt."""
-
-    length: int
-    fed: int
 
 
 @dataclass(kw_only=True)
@@ -76,7 +69,7 @@ class Task(ABC):
         """The sizes of every cache that the task will make."""
 
     @abstractmethod
-    def measure(self, method: Method, shelf: Shelf) -> dict[str, Any]:
+    def measure(self, subject: Subject, shelf: Shelf) -> dict[str, Any]:
         """The payload of one method: a function of the answers on its shelf. What is not there is asked through `shelf.answers`, and
         only that may load a model."""
 
@@ -178,5 +171,21 @@ def scored_payload(
         "skipped": skipped or [],
         "bytes": bytes_rows or [],
         "settings": settings or {},
+        **more,
+    }
+
+
+def curve(
+    rows: list[dict[str, Any]], x: str, y: str, interval: str | None = None, **more: Any
+) -> dict[str, Any]:
+    """A curve of a payload: keys of rows; interval: of the band around it, drawn where every row has one; more: title, x_label, y_label,
+    reference (a line), labels of the points, log_x."""
+    ends = [row[interval] for row in rows if interval and row[interval]]
+    known = len(ends) == len(rows)
+    return {
+        "x": [row[x] for row in rows],
+        "y": [row[y] for row in rows],
+        "low": [end[0] for end in ends] if known else None,
+        "high": [end[1] for end in ends] if known else None,
         **more,
     }

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from pod.eval import answer
+from pod.eval.answer.budget import Span, Subject
 from pod.eval.answer.methods import Method
 from pod.eval.answer.store import Shelf, in_batches
-from pod.eval.suites.base import Span, Task, prompt_hash, scored_payload
+from pod.eval.suites.base import Task, prompt_hash, scored_payload
 
 Record = dict[str, Any]
 Cell = tuple[int, float, int]
@@ -75,27 +76,10 @@ class GridTask(Task):
         """Batches of one asked-for length."""
         return in_batches(items, self.args.batch_size, lambda item: item.length)
 
-    def budgets(self, method: Method) -> dict[int, int | None]:
-        """Budget (tokens) by length."""
-        return {n: self.run.budget(method, span.length, span.fed) for n, span in self.span.items()}
-
-    def rooms(self, method: Method) -> dict[int, int | None]:
-        """What caches are made with, by length."""
-        return {n: self.run.room(method, span.length, span.fed) for n, span in self.span.items()}
-
-    def cache(self, method: Method, length: int) -> Any:
-        """A new one for items of a length."""
-        return self.run.cache(method, self.span[length].length, self.span[length].fed)[0]
-
-    def bytes_rows(self, records: list[Record]) -> list[Record]:
+    def bytes_rows(self, subject: Subject, records: list[Record]) -> list[Record]:
         """What was held, by length."""
-        rows = []
-        for length, span in self.span.items():
-            found = [record for record in records if record["length"] == length]
-            held = [record["bytes"] for record in found]
-            stated = self.run.stated_bytes(span.length, found[0]["budget_tokens"], held)
-            rows.append({"prompt_length": length, **stated})
-        return rows
+        held = {n: [record["bytes"] for record in records if record["length"] == n] for n in self.span}
+        return [{"prompt_length": n, **subject.stated(span, held[n])} for n, span in self.span.items()]
 
 
 class PromptTask(GridTask):
@@ -116,20 +100,15 @@ class PromptTask(GridTask):
     def settings(self) -> Record:
         """What was asked, but for when and how much is answered."""
 
-    def cells(self, records: list[Record]) -> Record:
-        """What the payload says of places in the grid."""
-        return {"cells": cells_of(records)}
-
-    def measure(self, method: Method, shelf: Shelf) -> Record:
-        records = self.records(method, shelf)
+    def measure(self, subject: Subject, shelf: Shelf) -> Record:
+        records = self.records(subject, shelf)
         return scored_payload(
             self.kind,
             self.metric,
             records,
-            bytes_rows=self.bytes_rows(records),
+            bytes_rows=self.bytes_rows(subject, records),
             settings={**self.settings(), "question": self.args.asked_when(), "new_tokens": self.new_tokens},
-            prompts=len(records),
-            **self.cells(records),
+            cells=cells_of(records),
         )
 
     def token_counts(self, method: Method) -> tuple[int, int]:
@@ -137,17 +116,17 @@ class PromptTask(GridTask):
         steps = len(self.batches(list(self.prompts))) * self.new_tokens
         return sum(len(prompt.token_ids) for prompt in self.prompts), steps
 
-    def records(self, method: Method, shelf: Shelf) -> list[Record]:
+    def records(self, subject: Subject, shelf: Shelf) -> list[Record]:
         """The judged answer to every prompt."""
-        budgets, rooms = self.budgets(method), self.rooms(method)
+        reading, tokenizer, new_tokens = answer.reading, self.run.tokenizer, self.new_tokens
 
         def compute(batch: list[Prompt]) -> list[Record]:
-            model, cache = self.run.models.get(method.model), self.cache(method, batch[0].length)
-            return answer.reading.answers(model, self.run.tokenizer, cache, batch, self.new_tokens)
+            cache = subject.cache(self.span[batch[0].length])
+            return reading.answers(subject.model, tokenizer, cache, batch, new_tokens)
 
         found = shelf.answers(
             self.prompts,
-            key=lambda prompt: answer.reading.key_of_prompt(prompt, self.new_tokens, rooms[prompt.length]),
+            key=lambda p: reading.key_of_prompt(p, new_tokens, subject.room(self.span[p.length])),
             batches=self.batches,
             compute=compute,
         )
@@ -159,7 +138,7 @@ class PromptTask(GridTask):
                 "sample": prompt.sample,
                 "prompt_tokens": len(prompt.token_ids),
                 "prompt_hash": prompt_hash(prompt.text),
-                "budget_tokens": budgets[prompt.length],
+                "budget_tokens": subject.budget(self.span[prompt.length]),
                 **self.judge(prompt, said["answer"]),
                 **said,
             }

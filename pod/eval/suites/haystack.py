@@ -37,20 +37,34 @@ class Frame:
         return list(tokenizer(text, add_special_tokens=self.add_special_tokens)["input_ids"])
 
 
-def make_frame(tokenizer: Any, question: str, answer: str, chat_template: bool, where: str) -> Frame:
-    """The text around a haystack: `question` behind it, `answer` as the beginning of the answer.
+def make_frame(
+    tokenizer: Any,
+    before: str,
+    after: str,
+    answer: str,
+    chat_template: bool,
+    where: str,
+    to_answer: str = "\n",
+) -> Frame:
+    """What stands before and after a text, and `answer`, the beginning of the answer; to_answer: what leads to it in plain text.
 
-    chat_template: haystack and question are one user message of the tokenizer's template; `where`: the option's name, for messages.
+    chat_template: all but the answer is one user message of the tokenizer's template; `where`: the option's name, for messages.
     Raises: ValueError when there is no template.
     """
     if not chat_template:
-        return Frame(BEFORE, f"{CLOSE}{ASK}{question}\nAnswer: {answer}".rstrip(), True)
+        return Frame(before, f"{after}{to_answer}{answer}".rstrip(), True)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(f"{where} is true and the tokenizer has no chat template: set it to false")
     messages = [{"role": "user", "content": _CONTENT}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     head, _, tail = text.partition(_CONTENT)
-    return Frame(f"{head}{BEFORE}", f"{CLOSE}{ASK}{question}{tail}{answer}".rstrip(), False)
+    return Frame(f"{head}{before}", f"{after}{tail}{answer}".rstrip(), False)
+
+
+def question_frame(tokenizer: Any, question: str, answer: str, chat_template: bool, where: str) -> Frame:
+    """The text around a haystack: `question` behind it, `answer` as the beginning of the answer (see `make_frame`)."""
+    after = f"{CLOSE}{ASK}{question}"
+    return make_frame(tokenizer, BEFORE, after, answer, chat_template, where, "\nAnswer: ")
 
 
 def load_sentences(sources: Sequence[str] | None, longest: int, where: str) -> list[str]:

@@ -90,6 +90,8 @@ class Method:
         axis: what the method decides.
         build: ``(config, request)`` to a ``PodCache``; of a codec to a ``Codec``.
         parameters: by name, given as ``Parameter`` or as a tuple of its fields.
+        wraps: of the channels axis: ``(config, request)`` to a codec around the request's.
+        behind: of the channels axis: selections that it can be combined with.
         takes_budget: whether ``budget`` means something; then it is required.
         inner: methods that may stand in brackets behind the name; the first one is the default.
         trained: whether the model's weights were trained with this layout, so that no selection fits it.
@@ -99,8 +101,10 @@ class Method:
     name: str
     paper: str
     frees: str
-    axis: Literal["layout", "selection", "codec"]
+    axis: Literal["layout", "selection", "channels", "codec"]
     build: Callable[[PodConfig, Request], Any]
+    wraps: Callable[[PodConfig, Request], Codec] | None = None
+    behind: tuple[str, ...] = ()
     parameters: Mapping[str, Any] = field(default_factory=dict)
     takes_budget: bool = False
     inner: tuple[str, ...] = ()

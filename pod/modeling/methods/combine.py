@@ -11,10 +11,11 @@ from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import LAYOUTS, PodConfig
 from pod.modeling.shipped.generation import planned_codec
 
-_WHAT = {
-    "layout": "say which layers hold keys and values",
-    "selection": "choose the tokens that stay",
-    "codec": "say how keys and values are packed",
+AXES = {
+    "layout": "which layers hold keys and values",
+    "selection": "which tokens stay",
+    "channels": "which channels of keys stay",
+    "codec": "in which form they are held",
 }
 
 
@@ -26,14 +27,13 @@ def build_cache(
         raise ValueError(f"spec = {spec!r} must be a string, such as 'snapkv' or 'pod+int4'")
     chosen, inner = parse(registry, spec)
     layout = chosen.get("layout") or registry["full"]
-    selection, codec = chosen.get("selection"), chosen.get("codec")
-    reason = refusal(layout, selection, codec)
-    if reason is not None:
+    selection, channels, codec = map(chosen.get, ("selection", "channels", "codec"))
+    if (reason := refusal(layout, *chosen.values())) is not None:
         raise ValueError(f"{spec!r} is not possible: {reason}")
     _check_model(spec, config, chosen)
-    builder = selection or layout
-    # a selection builds the cache, so what only a layout's own cache can do is not on offer
-    offered = [method for method in chosen.values() if selection is None or method is not layout]
+    builder = selection or channels or layout
+    # where a selection builds the cache, what only a layout's own cache can do is not on offer
+    offered = [method for method in chosen.values() if builder is layout or method is not layout]
     values = all_parameters(spec, offered, params)
     _check_budget(spec, builder, budget)
     request = Request(spec=spec, params=values, budget=budget or 0, inner=inner)
@@ -41,6 +41,8 @@ def build_cache(
         request = replace(request, codec=codec.build(config, request))
     elif layout.name == "pod":
         request = replace(request, codec=planned_codec(config))
+    if channels is not None and channels.wraps is not None:
+        request = replace(request, codec=channels.wraps(config, request))
     return builder.build(config, request)
 
 
@@ -69,7 +71,7 @@ def parse(registry: Mapping[str, Method], spec: str) -> tuple[dict[str, Method],
         method = registry[match[1]]
         if method.axis in chosen:
             raise ValueError(
-                f"{spec!r}: {chosen[method.axis].name} and {method.name} both {_WHAT[method.axis]}; take one of them"
+                f"{spec!r}: {chosen[method.axis].name} and {method.name} both say {AXES[method.axis]}; take one of them"
             )
         if match[2] is not None and match[2] not in method.inner:
             allowed = ", ".join(f"{method.name}({name})" for name in method.inner) or f"{method.name} alone"
@@ -80,13 +82,15 @@ def parse(registry: Mapping[str, Method], spec: str) -> tuple[dict[str, Method],
     return chosen, inner
 
 
-def refusal(layout: Method, selection: Method | None, codec: Method | None) -> str | None:
+def refusal(layout: Method, *others: Method) -> str | None:
     """Why methods of different axes cannot be combined; None when they can."""
-    parts = [method for method in (selection, layout, codec) if method is not None]
-    if selection is not None and layout.trained:
+    parts = layout, *others
+    if layout.trained and any(method.axis in ("selection", "channels") for method in others):
         return f"models with layout {layout.name} were trained to hold just what they hold"
     for method in parts:
         for other in parts:
+            if method.axis == "channels" and other.axis == "selection" and other.name not in method.behind:
+                return f"{method.name} thins what a ranking of the prompt leaves: {', '.join(method.behind)}"
             if other.name in method.refuses:
                 return method.refuses[other.name]
     return None

@@ -4,13 +4,7 @@ import textwrap
 from collections.abc import Mapping
 
 from pod.modeling.methods.base import Method
-from pod.modeling.methods.combine import refusal
-
-_AXES = {
-    "layout": "Layouts: which layers hold keys and values",
-    "selection": "Selections: which tokens stay",
-    "codec": "Codecs: in which form they are held",
-}
+from pod.modeling.methods.combine import AXES, refusal
 
 
 def combinations(registry: Mapping[str, Method], name: str) -> dict[str, str | None]:
@@ -21,16 +15,16 @@ def combinations(registry: Mapping[str, Method], name: str) -> dict[str, str | N
             continue
         chosen = {method.axis: method, other.axis: other}
         layout = chosen.get("layout") or registry["full"]
-        spec = "+".join(chosen[axis].name for axis in _AXES if axis in chosen)
-        found[spec] = refusal(layout, chosen.get("selection"), chosen.get("codec"))
+        spec = "+".join(chosen[axis].name for axis in AXES if axis in chosen)
+        found[spec] = refusal(layout, *chosen.values())
     return found
 
 
 def describe(registry: Mapping[str, Method], width: int = 110) -> str:
     """Every method: source, what it frees, parameters with defaults and units, combinations and refusals."""
     lines = []
-    for axis, title in _AXES.items():
-        lines += [title, ""]
+    for axis, what in AXES.items():
+        lines += [f"{axis.capitalize()}: {what}", ""]
         for method in registry.values():
             if method.axis == axis:
                 lines += [*_describe(registry, method, width), ""]

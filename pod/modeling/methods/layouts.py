@@ -12,12 +12,7 @@ _CAPACITY = {
     "capacity": (None, "tokens per row to reserve room for; the decode engine (pod.engine) then decodes")
 }
 _OF_POD = {
-    "tau": (
-        None,
-        "gate, 0 to 1, from which a follower's query head skips distant tokens; None = never",
-        0.0,
-        1.0,
-    ),
+    "tau": (None, "gate from which a follower's query head skips distant tokens; None = never", 0.0, 1.0),
     "extra_slots": (
         0,
         "tokens that followers hold behind their windows, so that as many can be taken back: crop, assisted decoding",

@@ -10,6 +10,7 @@ from pod.kernels.statistics import attention_column_sums
 from pod.modeling.methods.base import Parameter, Request
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.step import Step
+from pod.modeling.shipped.stores import take_rows_of
 
 _POOLS = {"avg": F.avg_pool1d, "max": F.max_pool1d}
 
@@ -47,9 +48,7 @@ class Ranking:
         return [x for x in vars(self).values() if isinstance(x, Tensor)]
 
     def select_rows(self, index: Tensor) -> None:
-        for name, x in vars(self).items():
-            if isinstance(x, Tensor):
-                setattr(self, name, x.index_select(0, index.to(x.device)))
+        take_rows_of(self, index)
 
 
 class LastQueries(Ranking):

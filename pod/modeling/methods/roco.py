@@ -14,6 +14,7 @@ from torch import Tensor
 from pod.kernels.statistics import attention_column_sums
 from pod.modeling.methods.accumulate import AccumulatingLayer, choose_slots
 from pod.modeling.methods.base import Method, Request, round_half_up
+from pod.modeling.methods.ranking import best_slots
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, cache_of
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.step import Step
@@ -81,8 +82,7 @@ def mean_and_variance(sums: Tensor, squares: Tensor, counts: Tensor) -> tuple[Te
 def protect_largest(scores: Tensor, variance: Tensor, count: int) -> None:
     """Set the scores ``[B, H, n]`` of the ``count`` slots with the largest variance to infinity; the lower slot wins ties."""
     if count:
-        largest = variance.argsort(dim=-1, descending=True, stable=True)[..., :count]
-        scores.scatter_(2, largest, float("inf"))
+        scores.scatter_(2, best_slots(variance, count), float("inf"))
 
 
 METHOD = Method(

@@ -4,6 +4,7 @@ What is proximal or distant is judged by original positions. A head that follows
 tokens that are still proximal and drops them as they age; it holds values for all kept tokens (paper §4, PoD+SnapKV).
 """
 
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Hashable
 from functools import lru_cache
@@ -97,8 +98,8 @@ class Bank:
         self.leads, self.followers, self.shares = leads, followers, layer.shares
         self.followed = [(i, head) for i, head in enumerate(leads) if head in layer.roles.followed]
         self.ranking = layer.make_ranking()
-        self.values: TokenStore = layer.codec.tokens("values", evicts=True)
-        self.keys: TokenStore = layer.codec.tokens("keys", evicts=True)
+        self.values: TokenStore = layer.codec.tokens("values", layer.evicts)
+        self.keys: TokenStore = layer.codec.tokens("keys", layer.evicts)
         self.own = OwnKeys(layer.codec, layer.num_sink_tokens)
         self.held = self.whole_from = 0
         self.places = TokenStore()
@@ -138,13 +139,14 @@ class SharedSelectionLayer(PodCacheLayer):
 
     Attributes:
         ranks: ``(config, request)`` to a new ranking; raises ``ValueError`` for a request that it cannot serve.
-        budget: tokens of a KV head, mean over layers and heads.
+        budget: tokens of a KV head, mean over layers and heads; of methods that take none, all.
     """
 
+    evicts = True
     ranks: ClassVar[Callable[[PodConfig, Request], Ranking]] = EndAttention
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
-        self.budget, self.params = request.budget, request.params
+        self.budget, self.params = request.budget or sys.maxsize, request.params
         make_ranking = type(self).ranks
         self.make_ranking = lambda: make_ranking(config, request)
         self.make_ranking()  # which checks the request, where no head of the layer leads too
@@ -196,6 +198,7 @@ class SharedSelectionLayer(PodCacheLayer):
             if bank.leads:
                 own = take_heads(plain if bank.ranking.before_rope else q, bank.leads, self.groups)
                 bank.ranking.observe(own, step)
+                bank.keys.observe(take_heads(q, bank.leads, self.groups), step)
         for bank, own_q, own_k, own_v in zip(self.banks, *map(self._by_bank, (q, k, v)), strict=True):
             bank.append(own_k[0], own_v[2], step)
             self._publish(bank, own_q[0], step, is_single)

@@ -1,98 +1,126 @@
 """ThinK (Xu et al., 2024, arXiv:2407.21018): keys of the prompt lose the channels that its last queries have least use for.
 
-When the first prompt ends, channel ``j`` of a KV head is worth ``‖Q_j‖² ‖K_j‖²``: over the last queries of the prompt and over all of its
-keys, both rotated, as in the authors' code, and mean over the query heads of a group, as in kvpress (theirs prunes a copy of the keys
+When the first prompt ends, channel ``j`` of a KV head is worth ``‖Q_j‖² ‖K_j‖²``: over the last queries of the prompt and over all keys
+held, both rotated, as in the authors' code, and mean over the query heads of a group, as in kvpress (theirs prunes a copy of the keys
 for each). Keys of all tokens but the ``recent`` newest are held in the best channels then, and the end of a later prompt thins those
-that came since to the same ones. Values stay whole, and keys of decoded tokens until then.
+that came since to the same ones. Values stay whole, and keys of decoded tokens until then. Behind a ranking (the paper has ThinK with H2O and
+SnapKV) the prompt's tokens are chosen by whole keys, and those that stay are thinned; when a later prompt ends, by what is held.
 """
 
-import torch
+from typing import Any
+
 from torch import Tensor
+from torch.nn import functional as F
 
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.ranking import LastQueries, best_slots
+from pod.modeling.methods.shared_selection import SharedSelectionLayer
 from pod.modeling.methods.streaming import cache_of
-from pod.modeling.shipped.attend import Tokens, attend, compute_dtype, takes_gradients
+from pod.modeling.shipped.attend import compute_dtype
 from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.grouped import slot_logits, weigh_slots
-from pod.modeling.shipped.layout import PodCacheLayer
+from pod.modeling.shipped.grouped import write_scores
 from pod.modeling.shipped.step import Step
-from pod.modeling.shipped.stores import TokenStore, numbers
+from pod.modeling.shipped.stores import Codec, TokenStore
 
 
-class ThinLayer(PodCacheLayer):
-    """A dense layer whose older keys have ``num_channels`` channels, for rows that are alike.
+class ThinCodec(Codec):
+    """Another codec, and keys that lose channels; packed ones fill whole bytes."""
+
+    def __init__(self, config: PodConfig, request: Request):
+        kept = config.head_dim - int(config.head_dim * request.params["ratio"])
+        parts = 8 // getattr(request.codec, "bits", 8)  # numbers of a token in a byte
+        self.inner, self.num_channels = request.codec, -(-kept // parts) * parts
+        self.num_queries, self.recent = request.params["queries"], request.params["recent"]
+        self.window = self.inner.window
+
+    def tokens(self, part: str, evicts: bool = False) -> TokenStore:
+        return ThinKeys(self) if part == "keys" else self.inner.tokens(part, evicts)
+
+
+class ThinKeys(TokenStore):
+    """Keys of rows that are alike, the older ones in fewer channels. Whole keys, its ``data``, are native under any codec.
 
     Attributes:
-        thin, num_thin: keys ``[B, H, num_thin, c]`` of the first tokens; whole keys of the others are native under any codec.
-        channels: int16 ``[B, H, 1, c]``, which these are, ascending.
+        thin, num_thin: keys ``[B, h, num_thin, c]`` of the first tokens.
+        channels: int64 ``[B, h, 1, c]``, which these are, ascending; None before any was thinned.
         queries: last queries of the prompt that runs.
     """
 
-    def __init__(self, config: PodConfig, layer_idx: int, request: Request):
-        kept = config.head_dim - int(config.head_dim * request.params["ratio"])
-        parts = 8 // getattr(request.codec, "bits", 8)  # numbers of a token in a byte
-        self.num_channels = -(-kept // parts) * parts
-        self.recent, self.num_queries = request.params["recent"], request.params["queries"]
-        super().__init__(config, layer_idx, request.codec)
+    def __init__(self, rule: ThinCodec):
+        super().__init__()
+        self.rule, self.queries = rule, LastQueries(rule.num_queries)
+        self.channels: Any = None
+        self.thin, self.num_thin = rule.inner.tokens("keys"), 0
 
-    def clear(self) -> None:
-        super().clear()
-        self.lead_keys, self.channels, self.thin = TokenStore(), TokenStore(), self.codec.tokens("keys")
-        self.queries, self.num_thin = LastQueries(self.num_queries), 0
+    @property
+    def shape(self) -> tuple[int, ...]:
+        batch, heads, slots, head_dim = self.data.shape
+        return batch, heads, self.num_thin + slots, head_dim
 
-    def stores(self) -> dict:
-        return super().stores() | {"thin": self.thin, "channels": self.channels, "bookkeeping": self.queries}
+    @property
+    def stored(self) -> Any:
+        return self if self.num_thin else self.data
 
-    def predicted_nbytes(self, length: int) -> int:
-        counts = {"keys": length - self.num_thin, "thin": self.num_thin, "channels": 1, "values": length}
-        held = [(store, counts[name]) for name, store in self.stores().items() if name in counts]
-        return sum(store.predicted_nbytes(count) for store, count in held if not store.is_empty)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        (q, k), length = step.rope.pair(q, k), step.max_length
-        self.lead_keys.append(k, length - step.num_new - self.num_thin)
-        self.all_values.append(v, length - step.num_new)
-        if not step.is_decode:
-            self.queries.observe(q, step)
-        keys = self.lead_keys.read(length - self.num_thin)
-        if step.num_new > 1 or takes_gradients(q, k, v):
-            if self.num_thin:  # with zeros for what they lack
-                thin = k.new_zeros(*k.shape[:2], self.num_thin, k.shape[3])
-                thin.scatter_(3, self._index(self.num_thin), self.thin.read(self.num_thin))
-                keys = torch.cat((thin, keys), dim=2)
-            return attend(q, Tokens(keys, self.all_values.view(length)), backend=step.chunk_backend)[0]
-        logits = slot_logits(q, keys, keys.shape[2], self.scale)
-        if self.num_thin:
-            own = q.gather(3, self._index(1).repeat_interleave(self.groups, dim=1))
-            thin = slot_logits(own, self.thin.stored, self.num_thin, self.scale)
-            logits = torch.cat((thin, logits), dim=3)
-        return weigh_slots(logits.softmax(-1), self.all_values.stored, q.dtype)
+    def scores(self, q: Tensor, out: Tensor) -> None:
+        """See ``Packed.scores``."""
+        write_scores(q.gather(3, self._index(q.shape[2])), self.thin.stored, out[..., : self.num_thin])
+        write_scores(q, self.data, out[..., self.num_thin :])
 
     def _index(self, count: int) -> Tensor:
-        """The channels held, ``[B, H, count, c]``."""
-        return self.channels.read(1).long().expand(-1, -1, count, -1)
+        return self.channels.expand(-1, -1, count, -1)
 
-    def settle(self, step: Step) -> None:
-        queries, held = self.queries.observed, step.max_length - self.num_thin
-        if step.ends_prompt:
-            self.queries = LastQueries(self.num_queries)
-            if queries is not None and held > self.recent:
-                self._drop_channels(queries, self.lead_keys.read(held), held - self.recent)
-        if step.ends_prompt or step.is_decode:
+    def tensors(self) -> list[Tensor]:
+        channels = [] if self.channels is None else [self.channels]
+        return [*super().tensors(), *self.thin.tensors(), *channels, *self.queries.tensors()]
+
+    def predicted_nbytes(self, length: int) -> int:
+        whole = super().predicted_nbytes(length - self.num_thin)
+        return whole + (self.thin.predicted_nbytes(self.num_thin) if self.num_thin else 0)
+
+    def observe(self, q: Tensor, step: Step) -> None:
+        self.queries.observe(q, step)
+
+    def append(self, x: Tensor, past: int) -> None:
+        super().append(x, past - self.num_thin)
+
+    def read(self, length: int) -> Tensor:
+        """See ``TokenStore.read``; with zeros for what thin keys lack."""
+        keys = super().read(length - self.num_thin)
+        if self.num_thin:
+            keys = F.pad(keys, (0, 0, self.num_thin, 0))
+            keys.scatter_(3, self._index(self.num_thin), self.thin.read(self.num_thin))
+        return keys
+
+    def keep(self, index: Tensor, length: int) -> None:
+        """See ``TokenStore.keep``. Heads keep unequally many thin keys: they have zeros until ``settle``."""
+        self.data = self.read(length)
+        self.thin, self.num_thin = self.rule.inner.tokens("keys"), 0
+        super().keep(index, length)
+
+    def settle(self, length: int) -> None:
+        """See ``TokenStore.settle``: when a prompt has ended, thin all but the newest."""
+        queries, keys = self.queries.observed, super().read(length - self.num_thin)
+        count = keys.shape[2] - self.rule.recent
+        self.queries = LastQueries(self.rule.num_queries)
+        if queries is not None and count > 0:
+            if self.channels is None:
+                norms = (x.to(compute_dtype(x.dtype)).square().sum(2) for x in (queries, keys))
+                of_queries, of_keys = (x.unflatten(1, (keys.shape[1], -1)).mean(2) for x in norms)
+                self.channels = best_slots(of_queries * of_keys, self.rule.num_channels)[:, :, None]
+            self.thin.append(keys[:, :, :count].gather(3, self._index(count)), self.num_thin)
+            self.data, self.num_thin = keys[:, :, count:].clone(), self.num_thin + count
+        if self.num_thin:
             self.thin.settle(self.num_thin)
-            self.all_values.settle(step.max_length)
 
-    def _drop_channels(self, queries: Tensor, keys: Tensor, count: int) -> None:
-        """Of the first ``count`` of whole keys ``[B, H, n, d]``."""
-        if self.channels.is_empty:
-            norms = (x.to(compute_dtype(x.dtype)).square().sum(2) for x in (queries, keys))
-            of_queries, of_keys = (x.unflatten(1, (keys.shape[1], -1)).mean(2) for x in norms)
-            self.channels.append(best_slots(of_queries * of_keys, self.num_channels)[:, :, None].short(), 0)
-        self.thin.append(keys[:, :, :count].gather(3, self._index(count)), self.num_thin)
-        later = numbers(keys.shape[2], keys.device)[count:].expand(*keys.shape[:2], -1)
-        self.lead_keys.keep(later, keys.shape[2])
-        self.num_thin += count
+
+class WholeLayer(SharedSelectionLayer):
+    """Keeps every token."""
+
+    evicts = False
+
+    @staticmethod
+    def ranks(config: PodConfig, request: Request) -> LastQueries:
+        return LastQueries(0)
 
 
 _HEADS = "heads of this layout do not all hold every key of their own, which is what loses channels"
@@ -100,17 +128,14 @@ METHOD = Method(
     name="think",
     paper="ThinK (Xu et al., 2024)",
     frees="the share ratio of the channels of the prompt's keys (a fifth of the bytes at 0.4); no token is dropped",
-    axis="selection",
-    build=cache_of(ThinLayer),
+    axis="channels",
+    build=cache_of(WholeLayer),
+    wraps=ThinCodec,
     parameters={
-        "ratio": (
-            0.4,
-            "share of key channels that are dropped, rounded to whole bytes with a codec (share)",
-            0,
-            0.99,
-        ),
+        "ratio": (0.4, "share of key channels dropped; with a codec in whole bytes (share)", 0, 0.99),
         "queries": (32, "last queries of the prompt that choose the channels (tokens)", 1),
         "recent": (32, "tokens at the end of a prompt whose keys stay whole (tokens)", 0),
     },
+    behind=("snapkv", "pyramidkv", "adakv", "expected_attention"),
     refuses=dict.fromkeys(("pod", "cla", "window"), _HEADS),
 )

@@ -52,7 +52,7 @@ def _alike(lengths: Sequence[int]) -> list[tuple[slice, int]]:
 def _attend_all(q: Tensor, keys: Stored | None, values: Stored | None, n: int) -> Tensor:
     """``[b, h, G, d]`` of heads that see the first ``n`` of their tokens ``[b, h, C, d]``, in whatever order."""
     logits = q.new_empty(*q.shape[:3], n)
-    _scores(q, keys, logits)
+    write_scores(q, keys, logits)
     return _weighted(logits.softmax(-1), values, 0, n)
 
 
@@ -105,7 +105,7 @@ def _lead(call: DecodeCall, q: Tensor, length: int, proximal: Tensor) -> None:
     n_s, oldest_recent, buffers = call.num_sink_tokens, length - call.num_recent_tokens, call.buffers
     heads, at = _chosen(call.roles.leads), _chosen(call.roles.leads, call.roles.held)
     logits = buffers.logits[:, heads, :, :length]
-    _scores(q[:, at], call.keys, logits)
+    write_scores(q[:, at], call.keys, logits)
     proximal[:, at, :, :n_s] = logits[..., :n_s]
     proximal[:, at, :, n_s:] = logits[..., oldest_recent:]
     distant = logits[..., n_s:oldest_recent]
@@ -129,7 +129,7 @@ def _window_scores(call: DecodeCall, q: Tensor, length: int, proximal: Tensor) -
         _chosen(call.roles.followers, call.roles.held),
     )
     own = proximal.new_empty(q.shape[0], len(call.roles.followers), *proximal.shape[2:])
-    _scores(q[:, at], call.window_keys, own)
+    write_scores(q[:, at], call.window_keys, own)
     wrap = (length - n_s) % n_r  # ring slots before this one hold the newest tokens
     proximal[:, at, :, :n_s] = own[..., :n_s]
     proximal[:, at, :, n_s : n_s + n_r - wrap] = own[..., n_s + wrap :]
@@ -199,7 +199,7 @@ def slot_logits(q: Tensor, keys: Any, length: int, scale: float) -> Tensor:
     if isinstance(keys, Tensor) and keys.dtype == grouped.dtype:
         return _logits(grouped, keys[:, :, :length])
     logits = grouped.new_empty(*grouped.shape[:3], length)
-    _scores(grouped, keys, logits)
+    write_scores(grouped, keys, logits)
     return logits
 
 
@@ -243,10 +243,10 @@ def _blocks(x: Tensor, start: int, stop: int, dtype: torch.dtype) -> Iterator[tu
     return ((first, min(first + block, stop)) for first in range(start, max(stop, start + 1), block))
 
 
-def _scores(q: Tensor, keys: Stored | None, out: Tensor) -> None:
+def write_scores(q: Tensor, keys: Stored | None, out: Tensor) -> None:
     """Write ``q · k`` of ``q`` ``[b, h, G, d]`` and the first tokens of keys ``[b, h, C, d]`` to ``out`` ``[b, h, G, n]``."""
     assert keys is not None, "heads without keys"
-    if isinstance(keys, Packed):
+    if not isinstance(keys, Tensor):
         keys.scores(q, out)
         return
     for start, stop in _blocks(keys, 0, out.shape[3], q.dtype):

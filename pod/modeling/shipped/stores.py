@@ -183,6 +183,9 @@ class TokenStore:
         """The same for ``attend``, which reads what it needs: as the tokens are now, whatever is stored or packed later."""
         return self.read(length)
 
+    def observe(self, q: Tensor, step: Any) -> None:
+        """Rotated queries ``[B, Hq, m, d]`` of a prompt's chunk, for forms that go by them."""
+
     def settle(self, length: int) -> None:
         """The prompt has ended, or a token was decoded: bring the store into the form in which it rests."""
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pod.eval import answer
+from pod.eval.answer.budget import Span, Subject
 from pod.eval.answer.methods import Method
 from pod.eval.answer.store import Shelf
 from pod.eval.judge.intervals import score_mean
-from pod.eval.suites.base import Span, at_least_one, scored_payload
+from pod.eval.suites.base import at_least_one, curve, scored_payload
 from pod.eval.suites.text import Record, TextTask
 
 _WHERE = "eval.task_options.consistency"
@@ -82,37 +83,35 @@ class Consistency(TextTask):
             per_window = options.windows if each > 1 else [options.length] * len(options.windows)
             prompt = options.length + each * sum(per_window)
         batches = -(-options.sequences // self.args.batch_size)
-        return options.sequences * prompt, 0 if self._one_shot(method) else batches * options.predictions
+        return options.sequences * prompt, 0 if method.one_shot else batches * options.predictions
 
-    def _one_shot(self, method: Method) -> bool:
-        """Whether one forward predicts what the decode path does: not with options such as the gate skip `tau`."""
-        return method.one_shot and not self.args.method_options.get(method.name)
-
-    def measure(self, method: Method, shelf: Shelf) -> Record:
-        options, span = self.options, self.spans()[0]
-        budget = self.run.budget(method, span.length, span.fed)
-        room, dense = self.run.room(method, span.length, span.fed), self.run.models.identity("dense")
-        asked = [options.predictions, self._one_shot(method), room, dense]
+    def measure(self, subject: Subject, shelf: Shelf) -> Record:
+        options, method, (span,) = self.options, subject.method, self.spans()
+        dense = self.run.models.identity("dense")
+        asked = [options.predictions, method.one_shot, subject.room(span), dense]
         if method.name == "full":
             asked += [options.windows, options.restrict]
         records = self.records(
-            shelf, ["same predictions", asked], lambda rows: self._compare(method, rows, span)
+            shelf, ["same predictions", asked], lambda rows: self._compare(subject, rows, span)
         )
-        read = {"prompt_tokens": options.length - options.predictions, "budget_tokens": budget}
-        return self._payload(method, self.samples({**read, **record} for record in records), span)
+        read = {
+            "prompt_tokens": options.length - options.predictions,
+            "budget_tokens": subject.budget(span),
+        }
+        return self._payload(subject, self.samples({**read, **record} for record in records), span)
 
-    def _compare(self, method: Method, rows: Any, span: Span) -> list[Record]:
+    def _compare(self, subject: Subject, rows: Any, span: Span) -> list[Record]:
         """A record per text of [B, n]: share of identical predictions, for `full` also by window; bytes."""
-        dense, last, models = self.run.models.get("dense"), self.options.predictions, self.run.models
+        dense, last = self.run.models.get("dense"), self.options.predictions
         reference = answer.agreement.predict_by_forward(dense, rows, last)
         held, windows = None, [[] for _ in rows]
-        if method.name == "full":
+        if subject.method.name == "full":
             own, windows = reference, self._by_window(dense, rows, reference)
-        elif self._one_shot(method):
-            own = answer.agreement.predict_by_forward(models.get(method.model), rows, last)
+        elif subject.method.one_shot:
+            own = answer.agreement.predict_by_forward(subject.model, rows, last)
         else:
-            cache, _ = self.run.cache(method, span.length, span.fed)
-            own = answer.agreement.predict_by_decode(models.get(method.model), cache, rows, last)
+            cache = subject.cache(span)
+            own = answer.agreement.predict_by_decode(subject.model, cache, rows, last)
             held = cache.nbytes // len(rows)
         return [
             {"score": score, "windows": by_window, "bytes": held}
@@ -129,19 +128,19 @@ class Consistency(TextTask):
         shares = [_same(own, reference) for own in found]
         return [[share[row] for share in shares] for row in range(len(rows))]
 
-    def _payload(self, method: Method, records: list[Record], span: Span) -> Record:
-        options = self.options
+    def _payload(self, subject: Subject, records: list[Record], span: Span) -> Record:
+        options, is_full = self.options, subject.method.name == "full"
         held = [record["bytes"] for record in records if record["bytes"] is not None]
-        more = self._windows(records) if method.name == "full" else {}
+        more = self._windows(records) if is_full else {}
         return scored_payload(
             "score",
             "identical predictions",
             [{key: value for key, value in record.items() if key != "windows"} for record in records],
-            bytes_rows=[self.run.stated_bytes(span.length, records[0]["budget_tokens"], held)],
+            bytes_rows=[subject.stated(span, held)],
             settings={
                 "length": options.length,
                 "predictions": options.predictions,
-                "restrict": options.restrict if method.name == "full" else "the method's own rule",
+                "restrict": options.restrict if is_full else "the method's own rule",
             },
             **more,
         )
@@ -150,28 +149,23 @@ class Consistency(TextTask):
         """PoD Table 7 as metrics, table and curve."""
         rows = []
         for index, window in enumerate(self.options.windows):
-            shares = [record["windows"][index] for record in records]
-            interval = score_mean(shares).interval
-            rows.append((window, sum(shares) / len(shares), interval))
+            found = score_mean([record["windows"][index] for record in records])
+            ends = {"ci95": found.interval, "low": found.low, "high": found.high}
+            rows.append({"window": window, "identical": found.value, **ends})
+        labels = {"x_label": "window (tokens)", "y_label": "share identical", "log_x": True}
         return {
             "metrics": {
-                f"window {window}": {"value": value, "ci95": interval} for window, value, interval in rows
+                f"window {row['window']}": {"value": row["identical"], "ci95": row["ci95"]} for row in rows
             },
-            "tables": [
-                {
-                    "title": "Identical predictions by window (PoD Table 7)",
-                    "columns": ["window (tokens)", "identical", "95 % from", "to"],
-                    "rows": [[w, value, *(interval or (None, None))] for w, value, interval in rows],
-                }
-            ],
+            "columns": {
+                "window": "window (tokens)",
+                "identical": "identical",
+                "low": "95 % from",
+                "high": "to",
+            },
+            "rows": rows,
             "curves": [
-                {
-                    "name": "identical predictions by window",
-                    "x_label": "window (tokens)",
-                    "y_label": "share identical",
-                    "log_x": True,
-                    "points": [[window, value] for window, value, _ in rows],
-                }
+                curve(rows, "window", "identical", "ci95", title="Same predictions by window", **labels)
             ],
         }
 

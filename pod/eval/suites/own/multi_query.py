@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pod.eval import answer
+from pod.eval.answer.budget import Subject
 from pod.eval.answer.methods import Method
 from pod.eval.answer.store import Shelf, key_of
 from pod.eval.judge.intervals import clusters_of, share
 from pod.eval.suites.base import at_least_one, prompt_hash, scored_payload
 from pod.eval.suites.grid import GridTask, Record, cells_of, check_grid
-from pod.eval.suites.haystack import ASK, Haystack, load_sentences, make_frame, start_of
+from pod.eval.suites.haystack import ASK, Haystack, load_sentences, question_frame, start_of
 from pod.eval.suites.own.niah import facts, recall
 
 PEOPLE = (
@@ -104,16 +105,16 @@ class MultiQuery(GridTask):
         prompt = sum(len(d.prompt) + sum(map(len, d.questions)) for d in self.documents)
         return prompt, len(self.batches(self.documents)) * self.options.questions * self.new_tokens
 
-    def measure(self, method: Method, shelf: Shelf) -> Record:
-        options, budgets, rooms = self.options, self.budgets(method), self.rooms(method)
+    def measure(self, subject: Subject, shelf: Shelf) -> Record:
+        options, rooms = self.options, {n: subject.room(span) for n, span in self.span.items()}
         records = shelf.answers(
             self.documents,
             key=lambda d: key_of("questions", d.prompt, d.questions, self.new_tokens, rooms[d.length]),
             batches=self.batches,
-            compute=lambda batch: self._answer(method, batch),
+            compute=lambda batch: self._answer(subject, batch),
         )
         samples = [
-            sample | {"budget_tokens": budgets[document.length]}
+            sample | {"budget_tokens": subject.budget(self.span[document.length])}
             for document, record in zip(self.documents, records, strict=True)
             for sample in self._samples(document, record)
         ]
@@ -121,7 +122,7 @@ class MultiQuery(GridTask):
             "binary",
             "accuracy",
             samples,
-            bytes_rows=self.bytes_rows(samples),
+            bytes_rows=self.bytes_rows(subject, samples),
             settings={
                 "format": "chat template" if options.chat_template else "plain text",
                 "questions": options.questions,
@@ -135,10 +136,10 @@ class MultiQuery(GridTask):
             cells=cells_of(samples),
         )
 
-    def _answer(self, method: Method, batch: list[Document]) -> list[Record]:
+    def _answer(self, subject: Subject, batch: list[Document]) -> list[Record]:
         """A record per text: answers, bytes per text after each."""
         reading, tokenizer = answer.reading, self.run.tokenizer
-        model, cache = self.run.models.get(method.model), self.cache(method, batch[0].length)
+        model, cache = subject.model, subject.cache(self.span[batch[0].length])
         mask = reading.read_prompts(model, cache, [d.prompt for d in batch], reading.pad_id(tokenizer))
         said, held = [], []
         for number in range(self.options.questions):
@@ -186,7 +187,7 @@ def make_document(
     names, values = facts(f"{seed}/{length}/{sample}", number, PEOPLE)
     depths = [round((index + 0.5) / number, 4) for index in range(number)]
     frames = [
-        make_frame(
+        question_frame(
             tokenizer,
             f"What is {name}'s favorite number?",
             f"{name}'s favorite number is",

@@ -15,7 +15,14 @@ from typing import Any, Literal
 
 from pod.eval.suites.base import at_least_one
 from pod.eval.suites.grid import Cell, Prompt, PromptTask, Record, check_grid
-from pod.eval.suites.haystack import Haystack, load_sentences, make_frame, numbers_in, spread_depths, start_of
+from pod.eval.suites.haystack import (
+    Haystack,
+    load_sentences,
+    numbers_in,
+    question_frame,
+    spread_depths,
+    start_of,
+)
 from pod.eval.suites.words import rouge_scorer
 
 CITIES = (
@@ -54,7 +61,7 @@ def make_needle_prompts(
     for length, depth, sample in cells:
         names, values = facts(f"{seed}/{length}/{depth}/{sample}", needles) if form == "number" else ((), ())
         lines = [f"The special magic {n} number is: {v}." for n, v in zip(names, values, strict=True)]
-        frame = make_frame(
+        frame = question_frame(
             tokenizer, *_question(names), chat_template, "eval.task_options.niah.chat_template"
         )
         haystack = Haystack(sentences, start_of(seed, sample, sentences))

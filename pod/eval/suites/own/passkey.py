@@ -4,12 +4,16 @@ A prompt is correct when the first number in the answer is the key, which is Inf
 """
 
 import bisect
+import functools
+import itertools
 import random
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from pod.eval.suites import grid
+from pod.eval.suites.haystack import Frame, make_frame
 
 TASK = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -44,31 +48,21 @@ def make_prompts(
     The keys depend on (seed, length, depth, sample) only.
     Raises: ValueError when a length cannot hold the question, or when the tokenizer has no chat template to use.
     """
-    if chat_template and not getattr(tokenizer, "chat_template", None):
-        raise ValueError(
-            "eval.passkey_chat_template is true and the tokenizer has no chat template: set it to false"
-        )
+    where = "eval.passkey_chat_template"
+    frame = make_frame(tokenizer, f"{TASK}\n\n", f"\n\n{QUESTION}", ANSWER, chat_template, where)
+    encode = functools.partial(frame.encode, tokenizer)
     prompts = []
     for length in lengths:
-        lines = _filler_that_fits(tokenizer, length, chat_template)
-        for depth in depths:
-            for sample in range(samples):
-                key = str(random.Random(f"{seed}/{length}/{depth}/{sample}").randrange(10_000, 100_000))
-                text = render(tokenizer, key, lines, depth, chat_template)
-                question = 0 if question_aware else text.rindex(QUESTION)
-                prompts.append(
-                    Prompt.of(
-                        (length, depth, sample),
-                        text,
-                        lambda t: encode(tokenizer, t, chat_template),
-                        question,
-                        key,
-                    )
-                )
+        lines = _filler_that_fits(frame, encode, length)
+        for depth, sample in itertools.product(depths, range(samples)):
+            key = str(random.Random(f"{seed}/{length}/{depth}/{sample}").randrange(10_000, 100_000))
+            text = render(frame, key, lines, depth)
+            question = 0 if question_aware else text.rindex(QUESTION)
+            prompts.append(Prompt.of((length, depth, sample), text, encode, question, key))
     return prompts
 
 
-def render(tokenizer: Any, key: str, lines: int, depth: float, chat_template: bool = False) -> str:
+def render(frame: Frame, key: str, lines: int, depth: float) -> str:
     """The prompt with `lines` lines of filler and the key's line after `depth` of them, ending in the beginning of the answer.
 
     Without a chat template it is the paper's text. The key and the answer's beginning stand on lines of their own: in
@@ -76,17 +70,7 @@ def render(tokenizer: Any, key: str, lines: int, depth: float, chat_template: bo
     """
     filler = [FILLER] * lines
     filler.insert(round(depth * lines), NEEDLE.format(key=key))
-    text = "\n".join(filler)
-    question = f"{TASK}\n\n{text}\n\n{QUESTION}"
-    if not chat_template:
-        return f"{question}\n{ANSWER}"
-    messages = [{"role": "user", "content": question}]
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + ANSWER
-
-
-def encode(tokenizer: Any, text: str, chat_template: bool = False) -> list[int]:
-    """Token ids; special tokens are added only where no chat template has written them already."""
-    return list(tokenizer(text, add_special_tokens=not chat_template)["input_ids"])
+    return frame.before + "\n".join(filler) + frame.after
 
 
 def is_correct(said: str, key: str) -> bool:
@@ -95,12 +79,11 @@ def is_correct(said: str, key: str) -> bool:
     return number is not None and number.group() == key
 
 
-def _filler_that_fits(tokenizer: Any, length: int, chat_template: bool) -> int:
+def _filler_that_fits(frame: Frame, encode: Callable[[str], list[int]], length: int) -> int:
     """The largest number of lines of filler with which a prompt has at most `length` tokens, by bisection."""
 
     def tokens(lines: int) -> int:
-        text = render(tokenizer, "55555", lines, 0.5, chat_template)
-        return len(encode(tokenizer, text, chat_template))
+        return len(encode(render(frame, "55555", lines, 0.5)))
 
     if tokens(0) > length:
         raise ValueError(
@@ -138,21 +121,7 @@ class Passkey(grid.PromptTask):
         return max(self.args.passkey_lengths) + self.new_tokens
 
     def judge(self, prompt: Prompt, said: str) -> grid.Record:
-        correct = is_correct(said, prompt.key)
-        return {"score": float(correct), "target": prompt.key, "correct": correct}
+        return {"score": float(is_correct(said, prompt.key)), "target": prompt.key}
 
     def settings(self) -> grid.Record:
         return {"format": "chat template" if self.args.passkey_chat_template else "plain text"}
-
-    def cells(self, records: list[grid.Record]) -> grid.Record:
-        """Counts instead of shares."""
-        cells = [
-            {
-                "length": c["length"],
-                "depth": c["depth"],
-                "correct": round(c["value"] * c["count"]),
-                "prompts": c["count"],
-            }
-            for c in grid.cells_of(records)
-        ]
-        return {"correct": sum(record["correct"] for record in records), "cells": cells}

@@ -4,10 +4,10 @@ from dataclasses import asdict
 from typing import Any
 
 from pod.eval import answer
-from pod.eval.answer.methods import Method
+from pod.eval.answer.budget import Span, Subject
 from pod.eval.answer.store import Shelf, key_of
 from pod.eval.judge.verdicts import perplexity_of
-from pod.eval.suites.base import Span, scored_payload
+from pod.eval.suites.base import scored_payload
 from pod.eval.suites.buckets import position_buckets
 from pod.eval.suites.text import Record, TextTask
 
@@ -32,38 +32,37 @@ class Perplexity(TextTask):
     def longest(self) -> int:
         return self.args.text_length
 
-    def measure(self, method: Method, shelf: Shelf) -> Record:
-        budgets = [self.run.budget(method, span.length, span.fed) for span in self.spans()]
-        asked = [[b.first, b.end, self.run.room(method, b.held_length, b.scored)] for b in self.buckets]
-        records = self.records(shelf, ["perplexity", asked], lambda rows: self._score(method, rows))
+    def measure(self, subject: Subject, shelf: Shelf) -> Record:
+        spans, one_shot = zip(self.buckets, self.spans(), strict=True), subject.method.one_shot
+        asked = [[bucket.first, bucket.end, subject.room(span)] for bucket, span in spans]
+        records = self.records(shelf, ["perplexity", asked], lambda rows: self._score(subject, rows))
         return {
-            "scored_by": "one forward pass" if method.one_shot else "decode path, token by token",
-            "decode_path_check": self._check_decode_path(method, shelf) if method.one_shot else None,
-            **self._payload(records, budgets),
+            "scored_by": "one forward pass" if one_shot else "decode path, token by token",
+            "decode_path_check": self._check_decode_path(subject, shelf) if one_shot else None,
+            **self._payload(subject, records),
         }
 
-    def _score(self, method: Method, rows: Any) -> list[Record]:
+    def _score(self, subject: Subject, rows: Any) -> list[Record]:
         """A record per sequence of [B, n]: summed NLL (nats) and bytes of each bucket."""
-        model, held = self.run.models.get(method.model), [None] * len(self.buckets)
-        if method.one_shot:
+        model, held = subject.model, [None] * len(self.buckets)
+        if subject.method.one_shot:
             scored = answer.perplexity.score_by_forward(model, rows, self.buckets)
         else:
             scored, held = [], []
-            for bucket in self.buckets:
-                cache, _ = self.run.cache(method, bucket.held_length, bucket.scored)
+            for bucket, span in zip(self.buckets, self.spans(), strict=True):
+                cache = subject.cache(span)
                 scored.append(answer.perplexity.score_by_decode(model, cache, rows, bucket))
                 held.append(cache.nbytes // len(rows))
         sums = zip(*(nll.double().sum(dim=1).tolist() for nll in scored), strict=True)
         return [{"sums": list(of_row), "held": held} for of_row in sums]
 
-    def _payload(self, records: list[Record], budgets: list[int | None]) -> Record:
+    def _payload(self, subject: Subject, records: list[Record]) -> Record:
         rows = []
-        for index, bucket in enumerate(self.buckets):
+        for index, (bucket, span) in enumerate(zip(self.buckets, self.spans(), strict=True)):
             sums = [record["sums"][index] for record in records]
             held = [record["held"][index] for record in records if record["held"][index] is not None]
-            stated = self.run.stated_bytes(bucket.held_length, budgets[index], held)
             summary = perplexity_of(sums, [bucket.scored] * len(sums))
-            rows.append({**asdict(bucket), **summary, "bytes": stated})
+            rows.append({**asdict(bucket), **summary, "bytes": subject.stated(span, held)})
         tokens = sum(bucket.scored for bucket in self.buckets)
         sums = [sum(record["sums"]) for record in records]
         scored = zip(sums, records, strict=True)
@@ -77,20 +76,20 @@ class Perplexity(TextTask):
             total=perplexity_of(sums, [tokens] * len(sums)),
         )
 
-    def _check_decode_path(self, method: Method, shelf: Shelf) -> Record:
+    def _check_decode_path(self, subject: Subject, shelf: Shelf) -> Record:
         """The proof on this very model that one pass equals the decode path: the end of the shortest bucket with distant tokens."""
         return shelf.answers(
             [0],
             key=lambda row: key_of("decode path", _CHECKED_TOKENS, self.buckets, self.text[row].tolist()),
             batches=lambda left: [left],
-            compute=lambda rows: [self._forward_error(method, self.on_device(rows))],
+            compute=lambda rows: [self._forward_error(subject, self.on_device(rows))],
         )[0]
 
-    def _forward_error(self, method: Method, row: Any) -> Record:
-        model = self.run.models.get(method.model)
+    def _forward_error(self, subject: Subject, row: Any) -> Record:
+        model = subject.model
         window = model.config.num_sink_tokens + model.config.num_recent_tokens
         bucket = next((bucket for bucket in self.buckets if bucket.end > 1.5 * window), self.buckets[-1])
-        cache, _ = self.run.cache(method, bucket.held_length, bucket.scored)
+        cache = subject.cache(Span(bucket.held_length, bucket.scored))
         error = answer.perplexity.forward_error(model, cache, row, bucket, _CHECKED_TOKENS)
         tokens = min(_CHECKED_TOKENS, bucket.scored)
         return {"tokens": tokens, "length": bucket.end, "max_abs_difference_nats": error}

@@ -5,12 +5,14 @@ Any long text will do: files of PG-19's test books in `text`, else what perplexi
 
 import math
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from pod.eval import answer
+from pod.eval.answer.budget import Span, Subject
 from pod.eval.answer.methods import Method
 from pod.eval.answer.store import Shelf
-from pod.eval.suites.base import Span, at_least_one, scored_payload
+from pod.eval.suites.base import at_least_one, curve, scored_payload
 from pod.eval.suites.text import Record, TextTask
 
 
@@ -100,40 +102,41 @@ class StreamNll(TextTask):
             method, self.options.chunk_size, self.args.method_options.get(method.name, {})
         )
 
-    def measure(self, method: Method, shelf: Shelf) -> Record:
-        span, stream = self.spans()[0], self.stream.upto(self._end(method))
-        asked = ["stream", stream, self._chunk(method), self.run.room(method, span.length, span.fed)]
-        records = self.records(shelf, asked, lambda rows: self._score(method, rows, stream), stream.ends[-1])
-        return self._payload(method, stream, records, self.run.budget(method, span.length, span.fed))
+    def measure(self, subject: Subject, shelf: Shelf) -> Record:
+        method, (span,) = subject.method, self.spans()
+        stream = self.stream.upto(self._end(method))
+        asked = ["stream", stream, self._chunk(method), subject.room(span)]
+        records = self.records(shelf, asked, lambda rows: self._score(subject, rows, stream), stream.ends[-1])
+        return self._payload(subject, stream, records)
 
-    def _score(self, method: Method, rows: Any, stream: Any) -> list[Record]:
+    def _score(self, subject: Subject, rows: Any, stream: Any) -> list[Record]:
         """A record per text of [B, n]: summed NLL (nats) and bytes of every interval."""
-        span, model = self.spans()[0], self.run.models.get(method.model)
-        cache, _ = self.run.cache(method, span.length, span.fed)
-        sums, held = answer.streaming.stream_nll(model, cache, rows, stream, self._chunk(method))
+        model, cache = subject.model, subject.cache(self.spans()[0])
+        sums, held = answer.streaming.stream_nll(model, cache, rows, stream, self._chunk(subject.method))
         of_rows = zip(*(total.tolist() for total in sums), strict=True)
         return [{"sums": list(of_row), "held": [size // len(rows) for size in held]} for of_row in of_rows]
 
-    def _payload(self, method: Method, stream: Any, records: list[Record], budget: int | None) -> Record:
-        options, shared = self.options, stream.ends.index(self.common) + 1
+    def _payload(self, subject: Subject, stream: Any, records: list[Record]) -> Record:
+        options, shared, (span,) = self.options, stream.ends.index(self.common) + 1, self.spans()
         tokens = self.common - options.prompt_tokens
         held = [record["held"][shared - 1] for record in records]
+        shared_by_all = {"tokens": tokens, "budget_tokens": subject.budget(span)}
         rows = [
-            {"score": sum(record["sums"][:shared]), "tokens": tokens, "budget_tokens": budget, "bytes": size}
+            {"score": sum(record["sums"][:shared]), **shared_by_all, "bytes": size}
             for record, size in zip(records, held, strict=True)
         ]
-        chunk = self._chunk(method)
+        chunk = self._chunk(subject.method)
         return scored_payload(
             "nll",
             "perplexity",
             self.samples(rows, self.common),
-            bytes_rows=[self.run.stated_bytes(self.spans()[0].length, budget, held)],
+            bytes_rows=[subject.stated(span, held)],
             settings={
                 "texts": len(records),
                 "read": stream.ends[-1],
                 "scored": f"{options.prompt_tokens} to {self.common}",
                 "fed": f"{chunk} tokens at once, equal to single ones" if chunk > 1 else "token by token",
-                "stopped": self._stopped(method),
+                "stopped": self._stopped(subject.method),
             },
             metrics=_beyond(stream, shared, records),
             curves=_curves(stream, records),
@@ -163,19 +166,16 @@ def _beyond(stream: Any, shared: int, records: list[Record]) -> dict[str, Record
 
 def _curves(stream: Any, records: list[Record]) -> list[Record]:
     """Mean over texts, at the end of every interval: cumulative NLL, NLL within it, bytes per text."""
-    within, cumulative, held, total, seen = [], [], [], 0.0, 0
+    rows, total, seen = [], 0.0, 0
     for index, (end, tokens) in enumerate(zip(stream.ends, _intervals(stream), strict=True)):
-        nats = sum(record["sums"][index] for record in records) / len(records)
+        nats, held = (fmean(record[key][index] for record in records) for key in ("sums", "held"))
         total, seen = total + nats, seen + tokens
-        within.append([end, nats / tokens])
-        cumulative.append([end, total / seen])
-        held.append([end, sum(record["held"][index] for record in records) / len(records)])
+        rows.append({"read": end, "cumulative": total / seen, "within": nats / tokens, "held": held})
     return [
-        _curve("cumulative NLL", "mean NLL so far (nats per token)", cumulative),
-        _curve("NLL by position", "NLL of the last tokens (nats per token)", within),
-        _curve("bytes by position", "KV cache (bytes)", held),
+        curve(rows, "read", key, title=title, x_label="tokens read", y_label=label)
+        for key, title, label in (
+            ("cumulative", "Cumulative NLL", "mean NLL so far (nats per token)"),
+            ("within", "NLL by position", "NLL of the last tokens (nats per token)"),
+            ("held", "Bytes by position", "KV cache (bytes)"),
+        )
     ]
-
-
-def _curve(name: str, y_label: str, points: list[list[float]]) -> Record:
-    return {"name": name, "x_label": "tokens read", "y_label": y_label, "log_x": False, "points": points}

@@ -4,17 +4,19 @@ A sequence is read once, up to one token before the first scored one. Copies of 
 and one for every tau, so that the curves differ by tau alone. Skipping is an affair of decoding: prompts are read exactly.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import pod
 from pod.eval import answer
+from pod.eval.answer.budget import Span, Subject
 from pod.eval.answer.methods import Method
-from pod.eval.answer.store import key_of
-from pod.eval.suites.base import Span, at_least_one, prompt_hash
+from pod.eval.answer.store import Shelf, in_batches, key_of
+from pod.eval.judge.intervals import share
+from pod.eval.judge.verdicts import perplexity_change, perplexity_of
+from pod.eval.suites.base import at_least_one, curve, prompt_hash, scored_payload
 from pod.eval.suites.own import passkey
-from pod.eval.suites.settings import Item, SettingsTask, curve
-from pod.eval.suites.text import Record
+from pod.eval.suites.text import Record, TextTask
 
 EXACT = "exact"
 COLUMNS = {
@@ -68,24 +70,42 @@ class TauOptions:
         return [None, *self.taus]
 
 
-class TauCurve(SettingsTask):
-    """Perplexity, and on request passkeys, by tau, with the share of query heads that skip and of the attention that is saved."""
+Item = tuple[str, int]
+"""What is asked: `text` or `passkey`, and its number."""
+
+
+class TauCurve(TextTask):
+    """Perplexity, and on request passkeys, by tau, with the share of query heads that skip and of the attention that is saved.
+
+    Texts are the first `options.sequences` of the task perplexity, prompts those of passkey.
+    """
 
     name = "tau_curve"
     title = "τ curve"
     Options = TauOptions
-    columns = COLUMNS
 
     def __init__(self, run: Any, options: TauOptions):
-        if options.scored_tokens > run.args.text_length - 2:
+        args, most = run.args, run.args.text_sequences
+        wanted = most if options.sequences is None else options.sequences
+        if options.scored_tokens > args.text_length - 2:
             raise ValueError(
                 f"eval.task_options.tau_curve.scored_tokens = {options.scored_tokens} leaves no context in "
-                f"eval.text_length = {run.args.text_length}: score fewer tokens"
+                f"eval.text_length = {args.text_length}: score fewer tokens"
+            )
+        if not 1 <= wanted <= most:
+            raise ValueError(
+                f"eval.task_options.tau_curve.sequences = {wanted} must be from 1 to eval.text_sequences = {most}"
             )
         super().__init__(run, options)
+        self.text = self.text[:wanted]
+        self.prompts = passkey.prompts_of(run) if options.passkeys else []
 
     def spans(self) -> list[Span]:
         return [Span(self.args.text_length - 1, self.options.scored_tokens)]
+
+    def longest(self) -> int:
+        prompts = (len(prompt.token_ids) + self.args.passkey_new_tokens for prompt in self.prompts)
+        return max(self.args.text_length, *prompts, 0)
 
     def refuses(self, method: Method) -> str | None:
         if method.spec != "pod":
@@ -104,38 +124,47 @@ class TauCurve(SettingsTask):
             return 0, 0
         batches = -(-len(self.text) // self.args.batch_size)
         steps = batches * self.options.scored_tokens + len(self.prompts) * self.args.passkey_new_tokens
-        prompt = len(self.text) * self.args.text_length + self.prompt_tokens()
+        prompt = len(self.text) * self.args.text_length + sum(len(p.token_ids) for p in self.prompts)
         return prompt, len(self.options.settings) * steps
 
-    def key(self, item: Item) -> str:
-        options, (_, kind, number) = self.options, item
+    def measure(self, subject: Subject, shelf: Shelf) -> Record:
+        items: list[Item] = [("text", number) for number in range(len(self.text))]
+        items += [("passkey", number) for number in range(len(self.prompts))]
+        records = shelf.answers(
+            items,
+            key=self._key,
+            # prompts run alone
+            batches=lambda left: in_batches(
+                left, self.args.batch_size, lambda i: i if i[0] == "passkey" else None
+            ),
+            compute=lambda batch: self._compute(subject, batch),
+        )
+        return self._payload(subject, records[: len(self.text)], records[len(self.text) :])
+
+    def _key(self, item: Item) -> str:
+        options, (kind, number) = self.options, item
         if kind == "text":
             ids = self.text[number].tolist()
             return key_of("nll by tau", options.settings, options.scored_tokens, ids)
         ids, new_tokens = self.prompts[number].token_ids, self.args.passkey_new_tokens
         return key_of("greedy by tau", options.settings, new_tokens, ids)
 
-    def alike(self, item: Item) -> Any:
-        return item[1:] if item[1] == "passkey" else item[1]  # prompts run alone
+    def _compute(self, subject: Subject, batch: list[Item]) -> list[Record]:
+        numbers = [number for _, number in batch]
+        if batch[0][0] == "text":
+            return self._score(subject, numbers)
+        return [self._answer(subject, number) for number in numbers]
 
-    def compute(self, method: Method, batch: list[Item]) -> list[Record]:
-        numbers = [number for _, _, number in batch]
-        if batch[0][1] == "text":
-            return self._score(method, numbers)
-        return [self._answer(method, number) for number in numbers]
-
-    def _cache(self, method: Method) -> Any:
+    def _cache(self, subject: Subject) -> Any:
         """A new cache that decodes layer by layer, where gates can be counted."""
-        options = self.args.method_options.get(method.name, {})
-        kept = {name: value for name, value in options.items() if name not in ("tau", "capacity")}
-        return pod.make_cache(self.run.models.get(method.model), method.spec, **kept)
+        kept = {key: value for key, value in subject.options.items() if key not in ("tau", "capacity")}
+        return pod.make_cache(subject.model, subject.method.spec, **kept)
 
-    def _score(self, method: Method, numbers: list[int]) -> list[Record]:
+    def _score(self, subject: Subject, numbers: list[int]) -> list[Record]:
         """A record per text: NLL (nats) and gate counts by threshold."""
-        model, settings = self.run.models.get(method.model), self.options.settings
-        first = self.args.text_length - self.options.scored_tokens
+        settings, first = self.options.settings, self.args.text_length - self.options.scored_tokens
         rows, names = self.on_device(numbers), list(map(label, settings))
-        found = answer.gates.nll_by_tau(model, self._cache(method), rows, first, settings)
+        found = answer.gates.nll_by_tau(subject.model, self._cache(subject), rows, first, settings)
         sums, counts, held = zip(*found, strict=True)
         of_rows = zip(zip(*sums, strict=True), zip(*counts, strict=True), strict=True)
         return [
@@ -147,44 +176,52 @@ class TauCurve(SettingsTask):
             for nll, count in of_rows
         ]
 
-    def _answer(self, method: Method, number: int) -> Record:
+    def _answer(self, subject: Subject, number: int) -> Record:
         """A record of one passkey prompt: the greedy answer by threshold."""
-        model, settings = self.run.models.get(method.model), self.options.settings
+        settings, new_tokens = self.options.settings, self.args.passkey_new_tokens
         ids = self.text.new_tensor([self.prompts[number].token_ids]).to(self.run.models.device)
-        new_tokens = self.args.passkey_new_tokens
-        said = answer.gates.greedy_by_tau(model, self._cache(method), ids, new_tokens, settings)
+        said = answer.gates.greedy_by_tau(subject.model, self._cache(subject), ids, new_tokens, settings)
         texts = [self.run.tokenizer.decode(ids, skip_special_tokens=True) for ids in said]
         return {"answers": dict(zip(map(label, settings), texts, strict=True))}
 
-    def payload(self, method: Method, records: dict[Item, Record]) -> Record:
-        texts = [record for (_, kind, _), record in records.items() if kind == "text"]
-        said = [record for (_, kind, _), record in records.items() if kind == "passkey"]
+    def _payload(self, subject: Subject, texts: list[Record], said: list[Record]) -> Record:
+        """The table of all thresholds; samples are those of one, by text."""
+        options, tau = self.options, label(self.options.tau)
         answers = [_judged(*pair) for pair in zip(self.prompts, said, strict=True)]
-        rows, tau = [self._row(tau, texts, answers) for tau in self.options.settings], label(self.options.tau)
-        return self.table(
-            rows,
-            [
-                {
-                    "score": r["nll"][tau],
-                    "tokens": self.options.scored_tokens,
-                    "by_tau": r["nll"],
-                    "counts": r["counts"],
-                }
-                for r in texts
-            ],
-            self.run.stated_bytes(self.args.text_length - 1, None, [record["bytes"] for record in texts]),
+        rows = [self._row(tau, texts, answers) for tau in options.settings]
+        samples = (
+            {
+                "score": record["nll"][tau],
+                "tokens": options.scored_tokens,
+                "by_tau": record["nll"],
+                "counts": record["counts"],
+            }
+            for record in texts
+        )
+        return scored_payload(
+            "nll",
+            "perplexity",
+            self.samples(samples),
+            bytes_rows=[subject.stated(self.spans()[0], [record["bytes"] for record in texts])],
+            settings={**asdict(options), "length": self.args.text_length},
+            columns={key: head for key, head in COLUMNS.items() if self.prompts or key != "passkey"},
+            rows=rows,
             passkeys=answers,
             curves=_curves(rows),
         )
 
     def _row(self, tau: float | None, texts: list[Record], answers: list[Record]) -> Record:
-        """One threshold: perplexity, its change against the exact attention, shares, passkeys."""
+        """One threshold: perplexity, its change against the exact attention (paired), shares, passkeys that were found."""
         sums, exact = ([record["nll"][key] for record in texts] for key in (label(tau), EXACT))
-        correct = [record["correct"][label(tau)] for record in answers]
-        gates = answer.gates
-        shares = gates.shares(gates.total([record["counts"][label(tau)] for record in texts]))
-        row = self.row(sums, exact, self.options.scored_tokens, correct)
-        return {"setting": label(tau), "tau": tau, **row, **shares}
+        counts, gates = [self.options.scored_tokens] * len(sums), answer.gates
+        own, change = perplexity_of(sums, counts), perplexity_change(sums, exact, counts)
+        row = {"setting": label(tau), "tau": tau, "perplexity": own["perplexity"], "ci95": own["ci95"]}
+        row |= {"change": change.value, "change_ci95": change.interval}
+        if answers:
+            right = [float(record["correct"][label(tau)]) for record in answers]
+            found = share(right)
+            row |= {"passkey": found.value, "passkey_ci95": found.interval}
+        return row | gates.shares(gates.total([record["counts"][label(tau)] for record in texts]))
 
 
 def _judged(prompt: passkey.Prompt, record: Record) -> Record:
