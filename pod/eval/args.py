@@ -51,7 +51,8 @@ class EvalArgs:
 
     models: dict[str, str] = field(default_factory=dict)
     """more models to compare, by a name of yours: `{cla: runs/demo_cla/export}` is the method `model:cla`; a plan.json stands for the dense
-    weights under that plan, and `…@16+240` gives either other windows (sink + recent tokens)"""
+    weights under that plan, and `…@16+240` gives either other windows (sink + recent tokens). `dense_trained` is the dense model trained
+    on the tokens of PoD's adaptation: the report holds `pod` against it"""
 
     data_dir: str | None = None
     """folder with local copies of benchmark data in their official files, one folder per suite (pod/eval/suites/README.md lists them);

@@ -218,6 +218,26 @@ def test_the_base_is_of_the_same_run_where_there_is_one(tmp_path):
     assert comparison.against(comparison.entries[0], ("niah",)) is None  # full has no Δ to itself
 
 
+def test_adapted_weights_are_held_against_dense_trained_on_the_same_tokens(tmp_path):
+    files = {m: result_file(m, {"niah": needles(m)}) for m in ("full", "snapkv", "pod")}
+    files["trained"] = result_file("model:dense_trained", {"niah": needles("full")})
+    comparison = merge([write(tmp_path / "a", **files)])
+    bases = {row.label: comparison.base_of(row, "niah").label for row in comparison.entries}
+    assert bases == {
+        "full": "full",
+        "snapkv": "full",
+        "pod": "model:dense_trained",
+        "model:dense_trained": "full",
+    }
+    assert "the same tokens" in report_notes.headline(comparison)
+    assert any(
+        line.startswith("pod: the change is against model:dense_trained")
+        for line in report_notes.overview_notes(comparison)
+    )
+    del files["trained"]
+    assert "the same tokens" not in report_notes.headline(merge([write(tmp_path / "b", **files)]))
+
+
 def test_answers_that_end_early_are_held_against_a_dense_cache_of_their_length(tmp_path):
     part = choices("snapkv")
     row = {"length": 1024, "bytes": 50, "dense_bytes": 200, "pod_bytes": 120, "budget_tokens": 9}

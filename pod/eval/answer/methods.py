@@ -58,6 +58,8 @@ def _dense(name: str, title: str, takes_budget: bool = True, **more: Any) -> Met
 
 BASE = "full"
 """What every method is held against."""
+TRAINED = "model:dense_trained"
+"""The dense model trained on the tokens of PoD's adaptation: where it is a row, PoD's adapted weights are held against it."""
 METHODS = {
     method.name: method
     for method in (

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pod.eval.answer.methods import BASE, METHODS
+from pod.eval.answer.methods import BASE, METHODS, TRAINED
 from pod.eval.judge.verdicts import Against, Payload, compare, estimate_of, judged, prompt_of
 from pod.eval.report.names import categories_of, plain, suite_of
 from pod.eval.results import SCHEMA_VERSION, result_files
@@ -89,8 +89,12 @@ class Comparison:
         return [entry for entry in self.entries if task in entry.parts]
 
     def base_of(self, entry: Entry, task: str) -> Entry | None:
-        """The `full` that a row is held against: of its own run, else of the same dense model, else the only one there is."""
-        bases = [other for other in self.measured(task) if other.method == BASE]
+        """The `full` that a row is held against: of its own run, else of the same dense model, else the only one there is. For PoD's
+        adapted weights it is the dense model that saw the same tokens, where that was measured."""
+        rows = self.measured(task)
+        adapted = (entry.content.get("model") or {}).get("kind") == "adapted"
+        wanted = TRAINED if adapted and any(other.method == TRAINED for other in rows) else BASE
+        bases = [other for other in rows if other.method == wanted]
         run = entry.sources.get(task, entry.run)
         own = [base for base in bases if base.sources[task] is run]
         same = [base for base in bases if run.dense_path in (base.run.dense_path, None)]

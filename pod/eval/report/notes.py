@@ -1,9 +1,10 @@
 """The sentences of a report: which there are and the facts behind them. How they read stands in `notes.jinja`."""
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
-from pod.eval.answer.methods import BASE
+from pod.eval.answer.methods import BASE, TRAINED
 from pod.eval.report.merge import Comparison, Entry, combined, prompt_conflicts
 from pod.eval.report.page import TEMPLATES
 from pod.eval.report.tables import (
@@ -37,6 +38,7 @@ def headline(comparison: Comparison) -> str:
         held=held,
         speed=shown and (speed_of(shown) or {}).get("speed_over_full"),
         verdicts=_gains_and_losses(comparison, shown) if shown else {},
+        trained=bool(shown) and any(_trained_base(comparison, shown)),
         methods=len({entry.method for entry in entries}),
         tasks=len(comparison.tasks),
         failed=sum(len(entry.failed) for entry in entries),
@@ -55,6 +57,12 @@ def _gains_and_losses(comparison: Comparison, shown: Entry) -> dict[str, list[st
             text = f"{title} {value_text(payload, payload['value'])}{change}"
             found["alone" if against is None else against.mark].append(text)
     return {mark: lines for mark, lines in found.items() if lines}
+
+
+def _trained_base(comparison: Comparison, entry: Entry) -> Iterator[bool]:
+    """By task of a row, whether its base is the dense model trained on the same tokens."""
+    bases = (comparison.base_of(entry, task) for task in entry.parts)
+    return (base.method == TRAINED for base in bases if base is not None)
 
 
 def origin(comparison: Comparison) -> list[str]:
@@ -84,6 +92,7 @@ def overview_notes(comparison: Comparison) -> list[str]:
         unsaved=bool(savings) and max(savings) < 0.005,
         hidden=list(comparison.columns())[MOST_COLUMNS:],
         speeds=[f"{length:,}" for length in speeds],
+        trained=[e.label for e in comparison.entries if any(_trained_base(comparison, e))],
     )
 
 
