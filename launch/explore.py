@@ -9,7 +9,7 @@ The paper's plans come from the similarity of attention rows: --cost similarity 
 --threshold for its Algorithm 1 (similarity.safetensors instead of costs).
 
 With --heads it searches for the retrieval heads of RazorAttention instead, on random tokens, and writes
-<output_dir>/plan/retrieval_heads.json, the file that the cache method `razor` asks for.
+<output_dir>/plan/retrieval_heads.json, the file that the cache method `razor` asks for, with a picture of all scores beside it.
 """
 
 import argparse
@@ -38,10 +38,11 @@ def main(recipe: Recipe) -> None:
 
 
 def write_heads(recipe: Recipe) -> None:
-    """retrieval_heads.json, and what it protects and saves on the screen."""
+    """retrieval_heads.json and a picture of the scores, and what the heads protect and save on the screen."""
     from pod.models import resolve_model
     from pod.training.plans.exploration import process_group
     from pod.training.plans.heads import HEADS_NAME, find_heads
+    from pod.training.plans.pictures import head_score_maps, save_picture
 
     args = recipe.model
     model = {"path": args.path, "gguf_file": args.gguf_file, "dtype": args.dtype}
@@ -49,7 +50,10 @@ def write_heads(recipe: Recipe) -> None:
         heads = find_heads(recipe.plan_dir, model, resolve_model(args.path), recipe.explore, recipe.seed)
         if rank == 0:
             print(heads.describe())
-            print(f"written: {recipe.plan_dir / HEADS_NAME}")
+            picture = save_picture(
+                head_score_maps(heads, args.path), (recipe.plan_dir / HEADS_NAME).with_suffix(".png")
+            )
+            print(f"written: {recipe.plan_dir / HEADS_NAME}, {picture.name}")
 
 
 def write_plan(recipe: Recipe, choice: Any) -> None:

@@ -32,11 +32,6 @@ if TYPE_CHECKING:
     from pod.recipe import Recipe
 
 _TITLE = "Proximal over distant: evaluation"
-_PLAN_TITLES = {  # by a word of the file's name, the first that fits
-    "adjacent": "Similarity of neighbouring layers",
-    "head": "Similarity of all layer pairs, per KV head",
-    "block": "Which layers share keys, per KV head",
-}
 _CSV_COLUMNS: list[str] = [
     *("row", "method", "runs", "model", "suite", "task", "metric", "kind", "value", "ci_low", "ci_high"),
     *("samples", "skipped", "base", "delta", "delta_kind", "delta_low", "delta_high", "paired", "gained"),
@@ -182,12 +177,8 @@ def _curves(comparison: Comparison, task: str) -> list[Block]:
 
 def _run_pictures(recipe: "Recipe") -> list[Section]:
     """Pictures that other steps of the run left behind: similarity and plan, training loss."""
-    plans: list[Block] = []
-    for path in sorted(recipe.plan_dir.glob("*.png")):
-        words = path.stem.lower()
-        fitting = [text for key, text in _PLAN_TITLES.items() if key in words]
-        title = next(iter(fitting), path.stem.replace("_", " "))
-        plans.append(Picture(path.read_bytes(), title, title=title))
+    files = sorted(recipe.plan_dir.glob("*.png"))  # which say themselves what they show
+    plans: list[Block] = [Picture(file.read_bytes(), file.stem.replace("_", " ")) for file in files]
     metrics = recipe.train_dir / "metrics.jsonl"
     curve = pictures.training_curve(metrics) if metrics.is_file() else None
     training: list[Block] = [Picture(curve, "training loss")] if curve else []

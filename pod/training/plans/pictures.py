@@ -18,6 +18,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike, NDArray
 
 from pod.files import atomic_write_bytes
+from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.modeling.shipped.sharing import SharingPlan
 
 MAX_LABELLED_HEADS = 16  # curves that a legend can still tell apart
@@ -160,6 +161,23 @@ def _follow_maps(
         dots = [(lead, layer) for layer, lead in pairs if lead not in (None, layer)]
         maps.append((f"follow, KV head {head}", np.ma.masked_where(~lower, follow[:, :, head].T), dots))
     return maps
+
+
+def head_score_maps(heads: RetrievalHeads, subject: str) -> Figure:
+    """Induction and echo scores, layer × query head (RazorAttention §3.3); dots: heads chosen for either, whose KV heads keep all."""
+    maps = {"what followed (induction)": heads.induction, "earlier copies (echo)": heads.echo}
+    width = 2.4 + 0.22 * len(heads.echo[0])
+    figure = Figure(figsize=(2 * width, 2 + 0.17 * len(heads.echo)), layout="constrained")
+    grid: NDArray[Any] = figure.subplots(1, len(maps), squeeze=False, sharex=True, sharey=True)
+    dots = [(head, layer) for layer, chosen in enumerate(heads.query_heads) for head in chosen]
+    image = None
+    for axes, (name, scores) in zip(grid.flat, maps.items(), strict=True):
+        image = axes.imshow(scores, vmin=0, vmax=1, origin="lower", cmap="viridis", aspect="auto")
+        axes.plot(*np.array(dots).reshape(-1, 2).T, linestyle="", marker="o", color="crimson", markersize=3)
+        axes.set_title(name, fontsize=9)
+    _finish_maps(figure, grid, image, "mean attention, 0 to 1", "query head")
+    figure.suptitle(f"Heads that look far back; dots: those chosen\n{subject}", fontsize=12)
+    return figure
 
 
 def pareto_picture(curve: dict[str, Any], subject: str) -> Figure:

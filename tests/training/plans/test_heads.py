@@ -185,6 +185,7 @@ def test_launcher_writes_the_heads_and_measures_once(launcher, overrides, tmp_pa
     printed = capsys.readouterr().out
     first = RetrievalHeads.load(path)
     assert first.describe() in printed and str(path) in printed
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG") and "retrieval_heads.png" in printed
     assert (len(first.echo), len(first.echo[0]), first.num_key_value_heads) == (4, 4, 2)
     assert first.provenance["num_tokens"] == 12
 

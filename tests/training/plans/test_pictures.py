@@ -1,10 +1,13 @@
 """What the pictures of a plan show: one mark per lead, one cell per (layer, KV head), the measured numbers."""
 
+from dataclasses import replace
+
 import matplotlib.image
 import numpy as np
 import pytest
 from matplotlib.patches import Rectangle
 
+from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.plans.pictures import (
     SINGLE_COLOUR,
@@ -12,6 +15,7 @@ from pod.training.plans.pictures import (
     block_picture,
     cost_maps,
     head_maps,
+    head_score_maps,
     pareto_picture,
     save_picture,
     save_similarity_pictures,
@@ -87,6 +91,26 @@ def test_cost_maps_show_layers_over_leads_and_dot_what_the_plan_does():
     assert dots[2] == {(1, 2)}
     dense = cost_maps(None, np.zeros((4, 2)), SharingPlan.dense(4, 2), "m")
     assert len(dense.axes) == 2 and not dense.axes[0].lines
+
+
+def test_score_maps_show_both_scores_of_every_query_head_and_dot_those_chosen():
+    induction, echo = np.random.default_rng(2).random((2, 3, 4))
+    heads = RetrievalHeads(
+        echo=tuple(map(tuple, echo)),
+        induction=tuple(map(tuple, induction)),
+        num_key_value_heads=2,
+        induction_share=0.25,
+        echo_share=0.25,
+    )
+    for axes, scores in zip(head_score_maps(heads, "m").axes, (induction, echo), strict=False):
+        np.testing.assert_array_equal(axes.images[0].get_array(), scores)
+        dots = {(layer, head) for head, layer in zip(*axes.lines[0].get_data(), strict=True)}
+        best = {
+            np.unravel_index(place, (3, 4)) for s in (induction, echo) for place in np.argsort(s.flat)[-3:]
+        }
+        assert dots == best
+    none = replace(heads, induction_share=0.0, echo_share=0.0)
+    assert not head_score_maps(none, "m").axes[0].lines[0].get_xdata().size
 
 
 def curve():
