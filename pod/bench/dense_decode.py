@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pod.modeling.shipped.decode import DECODERS, DecodeCall, Decoder
+from pod.modeling.shipped.attend import Implementation
+from pod.modeling.shipped.decode import DECODERS, DecodeCall
 
 
 def _reason(call: DecodeCall) -> str | None:
@@ -63,7 +64,10 @@ def _flash_attn_unsupported(call: DecodeCall) -> str | None:
     return _reason(call)
 
 
-PEERS = {"sdpa": Decoder(sdpa, _reason), "flash_attn": Decoder(flash_attn, _flash_attn_unsupported)}
+PEERS = {
+    "sdpa": Implementation(sdpa, _reason),
+    "flash_attn": Implementation(flash_attn, _flash_attn_unsupported),
+}
 """Backends for dense caches by name."""
 
 

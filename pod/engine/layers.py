@@ -107,13 +107,11 @@ class StaticLayer:
         self, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms | None, step: StaticStep
     ) -> Tensor:
         """Norm, rotate, store and attend for the new token of each row: ``[B, Hq, d]`` to the same."""
-        target = self._target(step.past)
+        held = {name: self.stores[name].target if name in self.stores else None for name in _STORED}
+        sinks = self.layer.num_sink_tokens
+        target = NewToken(past=step.past, **held, num_sink_tokens=sinks, near=self._near())
         q = self.operations.rotate_and_store(q, k, v, step.tables, norms, self.roles, target)
         return decode.pod_decode(**self._call(q, step.lengths), backend=self.backend)
-
-    def _target(self, past: Tensor) -> NewToken:
-        held = {name: self.stores[name].target if name in self.stores else None for name in _STORED}
-        return NewToken(past=past, **held, num_sink_tokens=self.layer.num_sink_tokens, near=self._near())
 
     def settle(self, length: int) -> None:
         """Let packed stores pack, outside of any graph; nothing to do in most steps."""

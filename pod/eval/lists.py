@@ -17,13 +17,16 @@ _WIDTH = 130
 
 def list_methods() -> str:
     """The text: every method of `pod.make_cache` with its parameters. Making it loads torch, so it is kept under a digest of the code."""
-    sources = sorted((Path(__file__).parents[1] / "modeling").rglob("*.py"))
+    sources = [
+        Path(__file__).with_name("catalogue.py"),
+        *sorted((Path(__file__).parents[1] / "modeling").rglob("*.py")),
+    ]
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()[:16]
     kept = cache_dir() / f"methods.{digest}.txt"
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return kept.read_text(encoding="utf-8")
     import pod
-    from pod.modeling.methods.describe import describe
+    from pod.eval.catalogue import describe
 
     text = describe(pod.methods())
     with contextlib.suppress(OSError):  # a cache that cannot be written is not one

@@ -7,7 +7,8 @@ import importlib
 from typing import Any
 
 from pod.kernels.statistics import attention_column_sums, attention_rows
-from pod.modeling.shipped.decode import DECODERS, DecodeCall, Decoder
+from pod.modeling.shipped.attend import Implementation
+from pod.modeling.shipped.decode import DECODERS, DecodeCall
 
 __all__ = ["attention_column_sums", "attention_rows"]
 
@@ -24,4 +25,4 @@ def _unsupported(call: DecodeCall) -> str | None:
 
 
 # Decoding with split keys by Triton, which is imported when first asked for: not every installation has it.
-DECODERS["triton"] = Decoder(lambda call: _triton().decode(call), _unsupported)
+DECODERS["triton"] = Implementation(lambda call: _triton().decode(call), _unsupported)

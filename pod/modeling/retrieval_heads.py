@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from operator import index
 from typing import Any
 
@@ -131,14 +131,9 @@ class RetrievalHeads:
         try:
             if not isinstance(content, dict) or content.get("schema") != SCHEMA:
                 raise ValueError(f"its schema is not {SCHEMA!r}")
-            found = cls(
-                echo=_rows(content["echo"], float),
-                induction=_rows(content["induction"], float),
-                num_key_value_heads=int(content["num_key_value_heads"]),
-                induction_share=float(content["induction_share"]),
-                echo_share=float(content["echo_share"]),
-                provenance=dict(content["provenance"]),
-            )
+            made: dict[str, Any] = {one.name: content[one.name] for one in fields(cls)}
+            made |= {name: _rows(content[name], float) for name in ("echo", "induction")}
+            found = cls(**made | {"provenance": dict(content["provenance"])})
             if _rows(content["key_value_heads"], int) != found.key_value_heads:
                 raise ValueError("key_value_heads do not follow from the scores: it was edited by hand")
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:

@@ -61,14 +61,14 @@ def test_a_wrong_backend_gets_no_time(attention, monkeypatch, wrong):
 
     def attended(call):
         if call.lead is None:
-            return reference.attend(call)
+            return reference.run(call)
         if wrong.startswith("lead"):
             call = call._replace(lead=Lead(call.lead.queries, Wrong.apply(call.lead.keys)))
-        out, lse = reference.attend(call)
+        out, lse = reference.run(call)
         return out * {"output": 1.01, "nan": float("nan")}.get(wrong, 1.0), lse
 
     reference = IMPLEMENTATIONS["reference"]
-    monkeypatch.setitem(IMPLEMENTATIONS, "wrong", reference._replace(attend=attended))
+    monkeypatch.setitem(IMPLEMENTATIONS, "wrong", reference._replace(run=attended))
     setting = argparse.Namespace(windows=(4, 28), checked_rows=16, dtype=torch.float32)
     with pytest.raises(ValueError, match="wrong results"):
         attention.correct("wrong", setting, torch.device("cpu"))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pod.modeling.shipped import decode
+from pod.modeling.shipped.attend import Implementation
 
 CPU = torch.device("cpu")
 
@@ -50,11 +51,11 @@ def test_the_floors_of_the_issue(row):
 @pytest.mark.parametrize("wrong", ["scaled", "nan"])
 def test_a_wrong_backend_gets_no_time(row, monkeypatch, wrong):
     def decoded(call: decode.DecodeCall) -> None:
-        decode.DECODERS["reference"].decode(call)
+        decode.DECODERS["reference"].run(call)
         if call.roles.followers:  # dense layers stay right
             call.out.mul_(1.01 if wrong == "scaled" else float("nan"))
 
-    entry = decode.Decoder(decoded, lambda call: None)
+    entry = Implementation(decoded, lambda call: None)
     monkeypatch.setitem(decode.DECODERS, "wrong", entry)
     setting = row.argparse.Namespace(windows=(4, 28), checked_rows=20, dtype=torch.float32)
     with pytest.raises(ValueError, match="wrong results"):

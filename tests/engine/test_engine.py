@@ -12,7 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import pod
 from pod import engine
 from pod.engine.engine import StaticEngine
-from pod.modeling.shipped.decode import DECODE_ORDER, DECODERS, Decoder
+from pod.modeling.shipped.attend import Implementation
+from pod.modeling.shipped.decode import DECODE_ORDER, DECODERS
 
 TOLERANCE = 1e-11
 
@@ -195,7 +196,7 @@ def test_the_step_is_static(tools, monkeypatch, kind):
     for one in (cache, reference):
         feed(model, one, ids[:, :12])
     cache.engine.backend = "masked"
-    monkeypatch.setitem(DECODERS, "masked", Decoder(masked, lambda call: None))
+    monkeypatch.setitem(DECODERS, "masked", Implementation(masked, lambda call: None))
     recorded = []
 
     def prepare(self, run, restart=lambda: None):
@@ -529,7 +530,7 @@ def test_only_steps_that_ask_the_device_nothing_are_recorded(tools, spec, monkey
     _, cache, _ = used(tools, spec, **({"group_size": 4, "residual": 1} if "+" in spec else {}))
     layers = cache.engine._bound.step.layers
     assert not any(layer.can_be_recorded() for layer in layers)
-    monkeypatch.setitem(DECODERS, "triton", Decoder(masked, lambda call: None))
+    monkeypatch.setitem(DECODERS, "triton", Implementation(masked, lambda call: None))
     monkeypatch.setitem(DECODE_ORDER, "cpu", ["triton", "grouped"])
     assert all(layer.can_be_recorded() for layer in layers)
     assert not cache.engine._bound.can_be_recorded(), "no CUDA here"

@@ -8,7 +8,7 @@ import torch
 
 from pod.modeling.shipped import varlen
 from pod.modeling.shipped.attend import IMPLEMENTATIONS, Implementation
-from pod.modeling.shipped.varlen import Ops, attend_on_cuda
+from pod.modeling.shipped.varlen import attend_on_cuda
 
 
 def check(q, k, v, call):
@@ -69,10 +69,13 @@ def backward(grad, q, k, v, out, lse, call):
     return tuple(grads)
 
 
-OPS = Ops(forward, backward)
-
-
-def install(monkeypatch, ops=OPS):
+def install(monkeypatch):
     """Let ``attend(…, backend="emulated")`` run what ``flash`` runs on CUDA, with these ops."""
-    monkeypatch.setattr(varlen, "OPS", ops)
+    replace_ops(monkeypatch, forward, backward)
     monkeypatch.setitem(IMPLEMENTATIONS, "emulated", Implementation(attend_on_cuda, lambda call: None))
+
+
+def replace_ops(monkeypatch, forward, backward):
+    """Let ``varlen`` run these in place of PyTorch's."""
+    monkeypatch.setattr(varlen, "op_forward", forward)
+    monkeypatch.setattr(varlen, "op_backward", backward)

@@ -190,8 +190,8 @@ def test_dispatch_names_what_is_wrong(monkeypatch):
     seen = []
     for name in AUTO_ORDER:
         entry = IMPLEMENTATIONS[name]
-        run = lambda call, name=name, entry=entry: seen.append(name) or entry.attend(call)  # noqa: E731
-        monkeypatch.setitem(IMPLEMENTATIONS, name, entry._replace(attend=run))
+        run = lambda call, name=name, entry=entry: seen.append(name) or entry.run(call)  # noqa: E731
+        monkeypatch.setitem(IMPLEMENTATIONS, name, entry._replace(run=run))
     api.causal_attention(q, k, v)
     attend(q[:, :, -1:], Tokens(k, v))
     assert seen == ["flash", "grouped"]
@@ -234,10 +234,10 @@ def test_each_kind_of_head_is_a_call(monkeypatch):
     def noted(call):
         led = call.lead and call.lead.queries.shape[1]
         seen.append((led, call.q.shape[1], call.visibility[:2], call.segments.all, call.scale))
-        return entry.attend(call)
+        return entry.run(call)
 
     entry = IMPLEMENTATIONS["flash"]
-    monkeypatch.setitem(IMPLEMENTATIONS, "flash", entry._replace(attend=noted))
+    monkeypatch.setitem(IMPLEMENTATIONS, "flash", entry._replace(run=noted))
     q, k, v, q_lead, k_lead = tensors(1, 3, 2, 8, 4)
     api.mixed_attention(q, k, v, q_lead[:, :2], k_lead[:, :1], [1], 1, 2, scale=0.5)
     whole = Segments.whole(1, 8, 8).all

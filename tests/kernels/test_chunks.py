@@ -10,7 +10,7 @@ import torch
 from attention_inputs import with_lse
 
 import pod  # noqa: F401  (registers the implementations)
-from pod.modeling.shipped import flash, varlen
+from pod.modeling.shipped import flash
 from pod.modeling.shipped.attend import (
     EVERYTHING,
     Lead,
@@ -280,7 +280,7 @@ def test_no_call_of_the_cuda_path_grows_with_rows_times_tokens(monkeypatch):
         seen.append((call.longest, call.causal, call.window))
         return flash_emulation.forward(q, k, v, call)
 
-    monkeypatch.setattr(varlen, "OPS", varlen.Ops(watching, flash_emulation.backward))
+    flash_emulation.replace_ops(monkeypatch, watching, flash_emulation.backward)
     rows, see = ([300], [40]), SEES["lead"]
     found_by("emulated", rows, see, *made(rows), 0.4)
     assert seen == [((40, 48), True, 9), ((40, 3), False, None), ((40, 328), True, None)]

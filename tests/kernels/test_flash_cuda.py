@@ -19,7 +19,7 @@ from pod.modeling.shipped.attend import (
     Visibility,
 )
 
-TORCH_OPS = varlen.OPS
+TORCH_OPS = varlen.op_forward, varlen.op_backward
 reference, emulated = operations("reference"), operations("emulated")
 
 
@@ -87,7 +87,7 @@ def test_one_row_is_sliced_and_never_copied(monkeypatch):
         seen.extend((q, k, v))
         return flash_emulation.forward(q, k, v, call)
 
-    monkeypatch.setattr(varlen, "OPS", varlen.Ops(watching, flash_emulation.backward))
+    flash_emulation.replace_ops(monkeypatch, watching, flash_emulation.backward)
     inputs = tensors(1, 2, 2, 50, 8)
     emulated.pod_attention(*inputs, 3, 7)
     storages = {x.untyped_storage().data_ptr() for x in inputs}
@@ -211,7 +211,7 @@ def test_torch_ops_accept_what_they_are_given(monkeypatch, batch, with_lead):
         inputs[3:] = inputs[3:] if with_lead else (None, None)
         segments, see = Segments.whole(batch, 300, 300).all, Visibility(4, 60)
         plan = varlen.make_plan(segments, (300, 300), see, with_lead, 0.1, inputs[0].device)
-        monkeypatch.setattr(varlen, "OPS", TORCH_OPS)
+        flash_emulation.replace_ops(monkeypatch, *TORCH_OPS)
         out, lse = varlen.forward(inputs, plan)
         assert out.shape == query and out.dtype == torch.bfloat16 and out.device.type == "cuda"
         assert lse.shape == query[:3] and lse.dtype == torch.float32 and lse.device.type == "cuda"
@@ -250,7 +250,7 @@ def test_torch_ops_equal_the_reference(monkeypatch, layout):
     forward, backward = as_torch_op(saw)
     aten = SimpleNamespace(_flash_attention_forward=forward, _flash_attention_backward=backward)
     monkeypatch.setattr(varlen, "_aten", aten)
-    monkeypatch.setattr(varlen, "OPS", TORCH_OPS)
+    flash_emulation.replace_ops(monkeypatch, *TORCH_OPS)
     for n, batch in ((70, 2), (70, 1), (21, 2)):  # of 21 tokens 4 are sinks and 4 have distant ones: a square
         inputs = tensors(batch, 2, 2, n, 8)
         docs = layouts(n)[layout]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import pod
+from pod.eval.catalogue import combinations, describe
 from pod.modeling.methods.combine import parse
-from pod.modeling.methods.describe import combinations, describe
 
 PROMISED = [
     "pod+snapkv",

@@ -127,16 +127,14 @@ def memory_curve(growth: str, m_max: int, num_chunks: int, first: Fraction | Non
     return tuple(sizes)
 
 
-def mean_memory(memory: Sequence[int | Fraction]) -> Fraction:
-    """``m̂``: mean of ``m_0 … m_{n-2}``, the memory that chunks find (eq. 4); 0 for a single chunk, which finds none."""
-    found = memory[:-1]
-    return Fraction(sum(found), len(found)) if found else Fraction(0)
-
-
 def decremental_chunks(chunk_size: int | Fraction, memory: Sequence[int | Fraction]) -> list[Fraction]:
-    """``c_0 = c`` and ``c_i = c + m̂ - m_{i-1}`` (eq. 7) in tokens; they add up to ``n·c`` (eq. 5)."""
-    mean = mean_memory(memory)
-    return [Fraction(chunk_size), *(chunk_size + mean - before for before in memory[:-1])]
+    """``c_0 = c`` and ``c_i = c + m̂ - m_{i-1}`` (eq. 7) in tokens, with the mean ``m̂`` of ``m_0 … m_{n-2}``, the memory that chunks
+    find (eq. 4); they add up to ``n·c`` (eq. 5)."""
+    found = memory[:-1]
+    return [
+        Fraction(chunk_size),
+        *(chunk_size + Fraction(sum(found), len(found)) - before for before in found),
+    ]
 
 
 def share_by_retention(

@@ -20,7 +20,7 @@ from pod.modeling.methods.ranking import best_slots
 from pod.modeling.methods.streaming import cache_of
 from pod.modeling.shipped.attend import Tokens, attend, compute_dtype, takes_gradients
 from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.grouped import slot_logits, weigh_slots
+from pod.modeling.shipped.grouped import attend_slots
 from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.step import Step
 from pod.modeling.shipped.stores import NATIVE, Codec, TokenStore
@@ -74,14 +74,10 @@ class PairLayer(PodCacheLayer):
         merged = {f"{part}_{name}": x for part in _PARTS for name, x in vars(self.merged[part]).items()}
         return super().stores() | merged
 
-    def predicted_nbytes(self, length: int) -> int:
-        native, merged, apart = length - self.merged_tokens, self.merged_tokens, self.num_apart
+    def held_in(self, name: str, length: int) -> int:
+        merged, apart = self.merged_tokens, self.num_apart
         counts = {"directions": merged, "norms": merged, "apart": apart, "positions": apart}
-        return sum(
-            store.predicted_nbytes(counts.get(name.rpartition("_")[2], native))
-            for name, store in self.stores().items()
-            if not store.is_empty
-        )
+        return counts.get(name.rpartition("_")[2], length - merged)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         (q, k), past = step.rope.pair(q, k), step.uniform_past
@@ -95,8 +91,7 @@ class PairLayer(PodCacheLayer):
             tokens.append(torch.cat((merged, store.read(native + step.num_new)), dim=2))
         keys, values = tokens
         if step.num_new == 1 and not takes_gradients(q, k, v):
-            weights = slot_logits(q, keys, keys.shape[2], self.scale).softmax(-1)
-            return weigh_slots(weights, values, q.dtype)
+            return attend_slots(q, keys, values, self.scale)[0]
         return attend(q, Tokens(keys, values), backend=step.chunk_backend)[0]
 
     def settle(self, step: Step) -> None:

@@ -15,7 +15,7 @@ from pod.modeling.methods.ranking import best_slots
 from pod.modeling.methods.streaming import cache_of
 from pod.modeling.shipped.attend import compute_dtype
 from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.grouped import slot_logits, weigh_slots
+from pod.modeling.shipped.grouped import attend_slots
 from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.step import Step
 from pod.modeling.shipped.stores import TokenStore, numbers, take_slots
@@ -43,10 +43,8 @@ class QuestLayer(PodCacheLayer):
     def stores(self) -> dict[str, TokenStore]:
         return super().stores() | {"pages": self.pages}
 
-    def predicted_nbytes(self, length: int) -> int:
-        counts = {"pages": ceil(length / self.page_size)}
-        held = ((counts.get(name, length), store) for name, store in self.stores().items())
-        return sum(store.predicted_nbytes(count) for count, store in held if not store.is_empty)
+    def held_in(self, name: str, length: int) -> int:
+        return ceil(length / self.page_size) if name == "pages" else length
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         (q, k), past = step.rope.pair(q, k), step.uniform_past
@@ -92,8 +90,7 @@ class QuestLayer(PodCacheLayer):
             take_slots(store.read(length), tokens.flatten(2)).unflatten(2, (groups, count)).flatten(1, 2)
             for store in (self.lead_keys, self.all_values)
         )
-        logits = slot_logits(q.flatten(1, 2)[:, :, None], keys, count, self.scale)
-        return weigh_slots(logits.softmax(-1), values, q.dtype)
+        return attend_slots(q.flatten(1, 2)[:, :, None], keys, values, self.scale)[0]
 
 
 METHOD = Method(

@@ -23,7 +23,7 @@ from pod.modeling.shipped.attend import (
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.grouped import attend_slots
 from pod.modeling.shipped.step import CacheLayer, Step
-from pod.modeling.shipped.stores import Codec, Recent, TokenStore
+from pod.modeling.shipped.stores import Codec, Recent, TokenStore, take_rows_of
 
 Biased = tuple[Tokens[Tensor], float]
 """Tokens, and what is added to their logits."""
@@ -76,7 +76,7 @@ class CompensationToken:
 
     def __init__(self, is_on: bool = True):
         self.is_on, self.count = is_on, 0
-        self.mean: Tokens[Tensor] | None = None  # [b, h, 1, d]
+        self.mean: tuple[Tensor, ...] | None = None  # of keys and of values, [b, h, 1, d]
 
     def add(self, tokens: Tokens[Tensor]) -> None:
         """Take in tokens ``[b, h, c, d]`` that leave: ``k̂ += (k - k̂) c / N_d``."""
@@ -89,7 +89,7 @@ class CompensationToken:
             means = [old.lerp(x, new / self.count) for old, x in zip(self.mean, means, strict=True)]
         elif new == 1:
             means = [x.clone() for x in means]
-        self.mean = Tokens(*means)
+        self.mean = tuple(means)
 
     def seen(self, dtype: torch.dtype) -> list[Biased]:
         """What a query sees: nothing while no token has left."""
@@ -101,8 +101,7 @@ class CompensationToken:
         return [] if self.mean is None else list(self.mean)
 
     def select_rows(self, index: Tensor) -> None:
-        if self.mean is not None:
-            self.mean = Tokens(*(x.index_select(0, index.to(x.device)) for x in self.mean))
+        take_rows_of(self, index)
 
 
 class SlidingTokens:
@@ -137,11 +136,7 @@ class SlidingTokens:
     @property
     def held(self) -> int:
         """Tokens held per row and head."""
-        return self.num_in_window + self.num_beside
-
-    @property
-    def num_in_window(self) -> int:
-        return min(self.entered, self.num_sink_tokens + self.num_recent)
+        return min(self.entered, self.num_sink_tokens + self.num_recent) + self.num_beside
 
     # -- what comes and goes ---------------------------------------------------------------------------------
 

@@ -21,12 +21,6 @@ PREFILL_PARAMETERS = {
 }
 
 
-def chunks_of(request: Request) -> FixedChunks | None:
-    """The chunks that a request asks for; None = exact prefill."""
-    is_streaming = request.params.get("prefill") == "streaming"
-    return FixedChunks(request.params["chunk_size"]) if is_streaming else None
-
-
 def cache_of(
     make_layer: Callable[..., CacheLayer], takes_any_rows: bool = False, **grouped: Any
 ) -> Callable[[PodConfig, Request], PodCache]:
@@ -43,6 +37,8 @@ def cache_of(
         make = partial(make_layer, request=request)
         if takes_any_rows and request.codec is NATIVE:
             return PodCache(config, make, request.spec)
-        return GroupedCache(config, make, request.spec, chunks=chunks_of(request), **grouped)
+        is_streaming = request.params.get("prefill") == "streaming"
+        chunks = FixedChunks(request.params["chunk_size"]) if is_streaming else None
+        return GroupedCache(config, make, request.spec, chunks=chunks, **grouped)
 
     return build

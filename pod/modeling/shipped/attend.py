@@ -194,15 +194,15 @@ class Call(NamedTuple):
 
 
 class Implementation(NamedTuple):
-    """How attention runs.
+    """How attention runs, or decoding (``decode.DecodeCall``).
 
     Attributes:
-        attend: a ``Call`` to the output ``[B, Hq, m, d]`` and the log-sum-exp ``[B, Hq, m]``, at least fp32.
+        run: a ``Call`` to the output ``[B, Hq, m, d]`` and the log-sum-exp ``[B, Hq, m]``, at least fp32; a ``DecodeCall`` is written to.
         unsupported: why it cannot run a call; None = it can.
     """
 
-    attend: Callable[[Call], tuple[Tensor, Tensor]]
-    unsupported: Callable[[Call], str | None]
+    run: Callable[[Any], Any]
+    unsupported: Callable[[Any], str | None]
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {}
@@ -278,8 +278,7 @@ def attend(
     order = AUTO_ORDER if q.shape[2] == 1 else AUTO_ORDER[1:]  # "grouped" takes one query per row
     calls = [(None, call)] if roles is None else list(_by_role(call, roles))
     parts = [
-        (heads, *choose("attention", IMPLEMENTATIONS, order, one, backend).attend(one))
-        for heads, one in calls
+        (heads, *choose("attention", IMPLEMENTATIONS, order, one, backend).run(one)) for heads, one in calls
     ]
     if len(parts) == 1:
         return parts[0][1:]

@@ -4,7 +4,7 @@ A lead writes the logits of its distant tokens once; the later layers of its blo
 head and token) instead of any distant key. Types, validation and dispatch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .attend import Tokens, choose, compute_dtype
+from .attend import Implementation, Tokens, choose, compute_dtype
 from .packed import Packed, Stored
 from .sharing import Roles
 
@@ -151,20 +151,13 @@ class DecodeCall(NamedTuple):
         return 0 if self.values is None else self.values.shape[2]
 
 
-class Decoder(NamedTuple):
-    """An implementation of ``pod_decode``: its operation, and why it cannot run a call (None = it can)."""
-
-    decode: Callable[[DecodeCall], None]
-    unsupported: Callable[[DecodeCall], str | None]
-
-
-DECODERS: dict[str, Decoder] = {}
+DECODERS: dict[str, Implementation] = {}
 """``grouped`` and ``reference`` of this folder, and what ``pod.kernels`` adds."""
 DECODE_ORDER: dict[str, list[str]] = {"cuda": ["triton", "grouped"]}
 """What ``auto`` tries on a device type, fastest first; devices not named use ``grouped``."""
 
 
-def choose_decoder(call: DecodeCall, backend: str = "auto") -> Decoder:
+def choose_decoder(call: DecodeCall, backend: str = "auto") -> Implementation:
     """The implementation that will run; ``ValueError`` when the asked one cannot."""
     order = DECODE_ORDER.get(call.q.device.type, ["grouped"])
     return choose("decode", DECODERS, order, call, backend)
@@ -189,7 +182,7 @@ def pod_decode(*arguments: Any, backend: str = "auto", **options: Any) -> Tensor
         out=torch.empty_like(q) if call.out is None else call.out,
         scale=float(q.shape[-1] ** -0.5) if call.scale is None else call.scale,
     )
-    choose_decoder(call, backend).decode(call)
+    choose_decoder(call, backend).run(call)
     return call.out
 
 

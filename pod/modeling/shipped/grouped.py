@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .attend import Call, Implementation, Span, Tokens, compute_dtype, span, take_heads, take_rows
-from .decode import DecodeCall, Decoder
+from .decode import DecodeCall
 from .packed import Packed, Stored
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 19}
@@ -295,5 +295,5 @@ def _exponentials(logits: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor, T
     return out, peak.squeeze(-1) + sums.log(), sums
 
 
-DECODE_GROUPED = Decoder(decode, lambda call: None)
+DECODE_GROUPED = Implementation(decode, lambda call: None)
 ATTEND_GROUPED = Implementation(_attend_one, _unsupported_one)

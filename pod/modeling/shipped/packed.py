@@ -172,10 +172,6 @@ class Packed(NamedTuple):
         bits = 8 * self.codes.shape[3] // self.tail.shape[3]
         return Packing(bits=bits, group_size=self.group_size, per_channel=self.per_channel)
 
-    def span(self, start: int, stop: int) -> Tensor:
-        """Tokens ``[B, h, stop - start, d]`` in the model's dtype, a copy."""
-        return self.read(start, stop, self.dtype)
-
     def rows(self, rows: slice) -> "Packed":
         """These rows of the batch, as views."""
         names = "codes", "zero", "scale", "tail", "packed_lengths"
@@ -189,10 +185,11 @@ class Packed(NamedTuple):
         lengths = self.packed_lengths[:, heads] if self.packed_lengths.ndim == 2 else self.packed_lengths
         return self._replace(**parts, packed_lengths=lengths)
 
-    def read(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Tokens ``[B, h, stop - start, d]``, a copy; slots without a token are garbage. Computed in at least fp32."""
+    def span(self, start: int, stop: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Tokens ``[B, h, stop - start, d]``, by default in the model's dtype, a copy; slots without a token are garbage. Computed in
+        at least fp32."""
         lowest, highest = self.bounds
-        out = self.tail.new_empty(*self.shape[:2], stop - start, self.shape[3], dtype=dtype)
+        out = self.tail.new_empty(*self.shape[:2], stop - start, self.shape[3], dtype=dtype or self.dtype)
         packed, native = min(max(highest, start), stop), min(max(lowest, start), stop)
         if packed > start:
             self._unpack(start, packed, out[:, :, : packed - start])
@@ -241,7 +238,7 @@ class Packed(NamedTuple):
         """Tokens ``[B, h, last - first, d]`` of ``[start, stop)`` in pieces, each with its ``first`` and ``last``."""
         native, room = min(max(self.bounds[1], start), stop), self.tail.shape[2]
         for first, last in tiles(self, start, native):
-            yield self.read(first, last, dtype), first, last
+            yield self.span(first, last, dtype), first, last
         while native < stop:
             slot = (native - self.tail_start) % room
             last = min(stop, native + room - slot)

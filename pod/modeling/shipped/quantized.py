@@ -300,7 +300,7 @@ class PackedTokens(_PackedStore):
     def read(self, length: int) -> Tensor:
         """``[b, h, length, d]``: a view while nothing is packed, else a copy."""
         stored = self.stored
-        return stored.read(0, length, self.dtype) if isinstance(stored, Packed) else stored[:, :, :length]
+        return stored.span(0, length) if isinstance(stored, Packed) else stored[:, :, :length]
 
     def _is_native(self, first: int, stop: int) -> Tensor | None:
         """``[b, h, stop - first]``: whether these slots are native; None where heads do not differ."""

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .attend import Call, Implementation, Segment, Source, Span, compute_dtype, span, take_rows
-from .decode import DecodeCall, Decoder
+from .decode import DecodeCall
 from .packed import Packed, Stored
 
 _BLOCK_ELEMENTS = 1 << 24
@@ -121,9 +121,9 @@ def _decode_head(call: DecodeCall, row: int, head: int, length: int) -> None:
 def _tokens(x: Stored, row: int, head: int, length: int, dtype: torch.dtype) -> Tensor:
     """``[length, d]`` of one row and head."""
     if isinstance(x, Packed):
-        return x.rows(slice(row, row + 1)).heads(slice(head, head + 1)).read(0, length, dtype)[0, 0]
+        return x.rows(slice(row, row + 1)).heads(slice(head, head + 1)).span(0, length, dtype)[0, 0]
     return x[row, head, :length].to(dtype)
 
 
 ATTEND_REFERENCE = Implementation(attend, lambda call: None)
-DECODE_REFERENCE = Decoder(decode, lambda call: None)
+DECODE_REFERENCE = Implementation(decode, lambda call: None)

@@ -226,7 +226,12 @@ class CacheLayer(CacheLayerMixin):
 
     def predicted_nbytes(self, length: int) -> int:
         """Bytes that the method's rule needs for rows of ``length`` tokens, without growth slack."""
-        return sum(store.predicted_nbytes(length) for store in self.stores().values() if not store.is_empty)
+        stores = {name: store for name, store in self.stores().items() if not store.is_empty}
+        return sum(store.predicted_nbytes(self.held_in(name, length)) for name, store in stores.items())
+
+    def held_in(self, name: str, length: int) -> int:
+        """What a store holds of rows of ``length`` tokens: all of them, or as many as the method says."""
+        return length
 
     def clear(self) -> None:
         """Forget everything."""

@@ -45,20 +45,6 @@ class PackedCall(NamedTuple):
     scale: float
 
 
-class Ops(NamedTuple):
-    """A library's flash attention on packed sequences; every sequence has queries and keys.
-
-    Attributes:
-        forward: ``(q [R, Hq, d], k [C, H, d], v [C, H, d], call)`` to the output ``[R, Hq, d]`` and the fp32 log-sum-exp
-            ``[Hq, R]``, natural.
-        backward: ``(grad, q, k, v, out, lse, call)`` to the gradients of q, k and v. The output and log-sum-exp may be those of a
-            softmax over more keys than these.
-    """
-
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-
-
 class Part(NamedTuple):
     """One flash call: these rows of the (own or lead) queries on these columns of keys and values.
 
@@ -218,7 +204,7 @@ def forward(inputs: Inputs, plan: Plan) -> tuple[Tensor, Tensor]:
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.full(q.shape[:2], float("-inf"), dtype=compute_dtype(q.dtype), device=q.device)
     for parts in plan:
-        results = _merged([OPS.forward(*_arguments(part, packed), part.call) for part in parts])
+        results = _merged([op_forward(*_arguments(part, packed), part.call) for part in parts])
         for x, values in zip((out, lse), results, strict=True):
             _put(x, parts[0].rows, values)
     return _unpacked(out, inputs[0]), lse.unflatten(0, (inputs[0].shape[0], -1)).transpose(1, 2)
@@ -232,9 +218,9 @@ def backward(inputs: Inputs, grad_out: Tensor, out: Tensor, lse: Tensor, plan: P
     grads = [None if x is None else torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in packed]
     for parts in plan:
         rows = parts[0].rows
-        grad, *saved = _take(grad_rows, rows), _take(out_rows, rows), _take(lse, rows).t().contiguous()
+        grad, saved = _take(grad_rows, rows), (_take(out_rows, rows), _take(lse, rows).t().contiguous())
         for part in parts:
-            found = OPS.backward(grad, *_arguments(part, packed), *saved, part.call)
+            found = op_backward(grad, *_arguments(part, packed), *saved, part.call)
             _add(grads[3 if part.lead else 0], rows, found[0])
             part.add_to_columns(grads[4 if part.lead else 1], found[1])
             part.add_to_columns(grads[2], found[2])
@@ -253,10 +239,10 @@ def _unpacked(x: Tensor, like: Any) -> Tensor:
     return x.unflatten(0, (like.shape[0], like.shape[2])).transpose(1, 2)
 
 
-def _arguments(part: Part, packed: Inputs) -> list[Tensor]:
+def _arguments(part: Part, packed: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, q_lead, k_lead = packed
     queries, keys = (q_lead, k_lead) if part.lead else (q, k)
-    return [_take(queries, part.rows), _take(keys, part.columns), _take(v, part.columns)]
+    return _take(queries, part.rows), _take(keys, part.columns), _take(v, part.columns)
 
 
 def _merged(results: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -271,24 +257,24 @@ def _merged(results: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         return outs[0], total
     weights = (lses - total).exp_().unsqueeze(-1)
     size = max(1, _MERGE_ELEMENTS // math.prod(outs[0].shape[1:]))
-    for shares, first, *others in zip(
-        weights.split(size, dim=1), *(x.split(size) for x in outs), strict=True
-    ):
-        share, *other_shares = shares.unbind()
-        sum_ = share * first
-        for share, other in zip(other_shares, others, strict=True):
-            sum_.addcmul_(share, other)
-        first.copy_(sum_)
+    for shares, *parts in zip(weights.split(size, dim=1), *(x.split(size) for x in outs), strict=True):
+        pairs = zip(shares.unbind(), parts, strict=True)
+        sum_ = torch.mul(*next(pairs))
+        for share, part in pairs:
+            sum_.addcmul_(share, part)
+        parts[0].copy_(sum_)
     return outs[0], total
 
 
-def _op_forward(q: Tensor, k: Tensor, v: Tensor, call: PackedCall) -> tuple[Tensor, Tensor]:
+def op_forward(q: Tensor, k: Tensor, v: Tensor, call: PackedCall) -> tuple[Tensor, Tensor]:
+    """``[R, Hq, d]``, ``[C, H, d]`` twice, every sequence with queries and keys, to the output and its fp32 log-sum-exp ``[Hq, R]``."""
     arguments, options = _op_arguments(call)
     out, lse, *_ = _aten._flash_attention_forward(q, k, v, *arguments, False, **options)
     return out, lse
 
 
-def _op_backward(grad, q, k, v, out, lse, call: PackedCall) -> tuple[Tensor, Tensor, Tensor]:
+def op_backward(grad, q, k, v, out, lse, call: PackedCall) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v. The output and log-sum-exp may be those of a softmax over more keys than these."""
     arguments, options = _op_arguments(call)
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
     unused = torch.empty(0, dtype=torch.uint64, device=q.device)
@@ -301,6 +287,3 @@ def _op_arguments(call: PackedCall) -> tuple[tuple, dict]:
     if call.window is not None:
         options |= {"window_size_left": call.window - 1, "window_size_right": 0}
     return (*call.bounds, *call.longest, 0.0, call.causal and call.window is None), options
-
-
-OPS = Ops(_op_forward, _op_backward)
