@@ -24,8 +24,8 @@ from pod.eval.lm.batches import (
     units_of,
 )
 from pod.eval.lm.generate import generate
-from pod.eval.lm.index import Rule, own_rule, quiet_logger
-from pod.eval.lm.requests import Encoded, Encoder, request_keys
+from pod.eval.lm.index import Rule, quiet_logger
+from pod.eval.lm.requests import Encoded, Encoder
 from pod.eval.lm.scoring import score_by_decode
 
 _log = logging.getLogger(__name__)
@@ -131,11 +131,7 @@ class PodLM(LM):
 
     def _encode(self, requests: Sequence[Any]) -> list[Encoded]:
         """The requests as token ids, by the rule of their task: the one that is set, else the one in its YAML."""
-        keys = request_keys(requests)
-        encoded = [
-            self.encoder.request(request, self._rule or own_rule(str(request.task_name)), key)
-            for request, key in zip(requests, keys, strict=True)
-        ]
+        encoded = self.encoder.requests(requests, self._rule)
         skipped = Counter(item.skipped for item in encoded if item.skipped)
         for reason, number in skipped.items():
             _log.warning("%d of %d requests skipped: %s", number, len(encoded), reason)
