@@ -9,13 +9,26 @@ from typing import Any
 from unittest import mock
 
 Config = dict[str, Any]
+Row = dict[str, Any]
+Scorer = Callable[[Row, list[str]], dict[str, float]]
+"""lm-eval's `process_results`: a row and what was answered, in a list, to numbers by name."""
 FOLDER = Path(__file__).parent
+
+
+def scorer(metric: str, value: Callable[[str, Row], float]) -> Scorer:
+    """Scores an answer to a row by the metric's name, and as `score`, which groups average."""
+
+    def score(doc: Row, results: list[str]) -> dict[str, float]:
+        found = value(results[0], doc)
+        return {metric: found, "score": found}
+
+    return score
 
 
 def task_config(
     name: str,
     rows: Callable[..., dict[str, Any]],
-    score: Callable[[dict[str, Any], list[str]], dict[str, float]],
+    score: Scorer,
     *,
     prompt: str,
     target: str | Callable[[dict[str, Any]], Any],
