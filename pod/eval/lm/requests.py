@@ -66,6 +66,11 @@ class Encoded:
             return prompt_hash([token for window in self.windows for part in window for token in (*part, -1)])
         return prompt_hash(self.context)
 
+    @property
+    def span(self) -> Span:
+        """The cache for a generation."""
+        return span_of(len(self.context), 0, self.new_tokens)
+
     def blocks(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Context and continuation pairs that a compressed cache scores.
 

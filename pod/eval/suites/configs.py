@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -71,11 +71,12 @@ def task_config(
     }
 
 
-def group_config(name: str, members: Sequence[str], average: str | None = None) -> Config:
-    """A group of tasks or groups by their means of `score`; average: `members` where each direct member counts alike, else each task."""
+def group_config(prefix: str, end: str, members: Iterable[str], average: str | None = None) -> Config:
+    """The group `prefix + end` of the tasks or groups `prefix_member` by their means of `score`; average: `members` where each direct
+    member counts alike, else each task."""
     return {
-        "group": name,
-        "task": list(members),
+        "group": prefix + end,
+        "task": [f"{prefix}_{member}" for member in members],
         "aggregate_metric_list": [{"metric": "score", "aggregation": "mean", "weight_by_size": False}],
         "metadata": {"version": 1.0, **({"pod": {"average": average}} if average else {})},
     }

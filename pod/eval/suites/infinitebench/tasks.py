@@ -97,8 +97,8 @@ def configs() -> list[Config]:
     for length in LENGTHS:
         prefix = f"pod_infinitebench_{length}"
         found += [_task(f"{prefix}_{task}", task, NAMES[length]) for task in TASKS]
-        found.append(group_config(prefix, [f"{prefix}_{task}" for task in PAPER_TASKS]))
-        found.append(group_config(f"{prefix}_all", [f"{prefix}_{task}" for task in TASKS]))
+        found.append(group_config(prefix, "", PAPER_TASKS))
+        found.append(group_config(prefix, "_all", TASKS))
     return found
 
 

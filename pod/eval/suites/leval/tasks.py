@@ -149,9 +149,8 @@ GROUPS = {
 
 def configs() -> list[Config]:
     """Tasks and groups; in these each task counts alike, as in the official averages."""
-    groups = [
-        group_config(name, [f"pod_leval_{task}" for task in members]) for name, members in GROUPS.items()
-    ]
+    prefix = "pod_leval"
+    groups = [group_config(prefix, name.removeprefix(prefix), members) for name, members in GROUPS.items()]
     return [*(_task(name, task) for name, task in TASKS.items()), *groups]
 
 

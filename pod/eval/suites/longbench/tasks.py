@@ -4,7 +4,7 @@ A task's numbers are those of LongBench's config/dataset2maxlen.json, eval.py an
 its prompts are config/dataset2prompt.json itself (copyright 2023 THU-KEG & Zhipu AI, MIT), where {context} and {input} are a row's fields.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,10 +168,6 @@ def _task(name: str, task: LongBenchTask, in_e: bool = False) -> Config:
     )
 
 
-def _members(names: Iterable[str]) -> list[str]:
-    return [f"pod_longbench_{name}" for name in names]
-
-
 def _categories() -> list[Config]:
     """A group per category of LongBench, its English tasks where it has others, too, and its tasks of LongBench-E."""
     found = dict(CATEGORIES)
@@ -179,7 +175,7 @@ def _categories() -> list[Config]:
         found[f"{category}_e"] = [f"{name}_e" for name in names if TASKS[name].in_e]
         if set(names) & set(CHINESE):
             found[f"{category}_en"] = [name for name in names if name in ENGLISH]
-    return [group_config(f"pod_longbench_{name}", _members(part)) for name, part in found.items()]
+    return [group_config("pod_longbench", f"_{name}", part) for name, part in found.items()]
 
 
 def _groups() -> list[Config]:
@@ -188,14 +184,11 @@ def _groups() -> list[Config]:
     has_others = [name for name, names in CATEGORIES.items() if set(names) & set(CHINESE)]
     english = [f"{name}_en" if name in has_others else name for name in CATEGORIES if name != "synthetic"]
     groups = {
-        "": (CATEGORIES, "members"),
+        "": (list(CATEGORIES), "members"),
         "_e": ([f"{name}_e" for name in CATEGORIES], "members"),
         "_14": (english, "members"),
         "_15": (RAZOR_15, None),
         "_16": (ENGLISH, None),
         "_16_simlayerkv": (SIMLAYERKV_16, None),
     }
-    return [
-        group_config(f"pod_longbench{end}", _members(names), average)
-        for end, (names, average) in groups.items()
-    ]
+    return [group_config("pod_longbench", end, *group) for end, group in groups.items()]

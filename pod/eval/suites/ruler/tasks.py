@@ -129,7 +129,7 @@ def configs() -> list[Config]:
         *((f"pod_ruler_{name}", n) for name, n in NAMES.items()),
     ]:
         found += [_task(f"{prefix}_{task}", task, length) for task in TASKS]
-        found.append(group_config(prefix, [f"{prefix}_{task}" for task in TASKS]))
+        found.append(group_config(prefix, "", TASKS))
         found += _by_type(prefix) if prefix != "pod_ruler" else []
     return found
 
@@ -161,6 +161,6 @@ def _by_type(prefix: str) -> list[Config]:
     """Groups of the kinds that have several tasks, and one of all kinds: the mean over eight kinds instead of thirteen tasks, as in
     SimLayerKV's Table 3."""
     several = {kind: tasks for kind, tasks in TYPES.items() if len(tasks) > 1}
-    kinds = [f"{prefix}_{kind if kind in several else tasks[0]}" for kind, tasks in TYPES.items()]
-    groups = [group_config(f"{prefix}_{k}", [f"{prefix}_{task}" for task in t]) for k, t in several.items()]
-    return [*groups, group_config(f"{prefix}_by_type", kinds, "members")]
+    kinds = [kind if kind in several else tasks[0] for kind, tasks in TYPES.items()]
+    groups = [group_config(prefix, f"_{kind}", tasks) for kind, tasks in several.items()]
+    return [*groups, group_config(prefix, "_by_type", kinds, "members")]
