@@ -24,9 +24,9 @@ def function_name(suite, function):
     if named:
         return named[0]
     made_of = inspect.getclosurevars(function).nonlocals
-    return (
-        f"{function_name(suite, made_of['scorer'])}_e" if "scorer" in made_of else f"score_{made_of['task']}"
-    )
+    if "scorer" in made_of:
+        return f"{function_name(suite, made_of['scorer'])}_e"
+    return function_name(suite, made_of["value"]) if "value" in made_of else f"score_{made_of['task']}"
 
 
 def plain(suite, value):

@@ -62,7 +62,7 @@ def test_an_archive_may_be_unpacked(tmp_path):
     place.mkdir(parents=True)
     (place / "b.jsonl").write_text(LINES, encoding="utf-8")
     with data.use(tmp_path):
-        assert data.load_rows("suite", "b.jsonl", "some/set", "data.zip!data/b.jsonl") == ROWS
+        assert data.load_rows("suite", "b.jsonl", "some/set", "data.zip/data/b.jsonl") == ROWS
 
 
 def test_environment_names_the_folder_and_the_recipe_wins(folder, tmp_path, monkeypatch):
@@ -110,7 +110,7 @@ def test_hub_files_and_members_are_read(folder, monkeypatch):
     monkeypatch.delenv(data.ENVIRONMENT, raising=False)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda **a: str(folder / "suite" / a["filename"]))
     assert data.load_rows("suite", "a.parquet", "some/set") == ROWS
-    assert data.load_rows("suite", "zipped.jsonl", "some/set", "data.zip!data/zipped.jsonl") == ROWS
+    assert data.load_rows("suite", "zipped.jsonl", "some/set", "data.zip/data/zipped.jsonl") == ROWS
 
 
 @pytest.mark.parametrize(

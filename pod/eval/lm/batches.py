@@ -59,19 +59,14 @@ def unit_batches(units: Sequence[Unit], batch_size: int, room: Room) -> list[lis
     return [batch for batches in groups.values() for batch in batches]
 
 
-def generation_span(item: Encoded) -> Span:
-    """The cache for a generation."""
-    return span_of(len(item.context), 0, item.new_tokens)
-
-
 def generation_batches(items: Sequence[Encoded], batch_size: int, room: Room) -> list[list[Encoded]]:
     """Generation requests with caches of one kind and the same settings; the longest first."""
 
     def kind(item: Encoded) -> tuple[int | None, bool, int, str]:
         settings = json.dumps(item.settings, sort_keys=True, default=str)
-        return room(generation_span(item)), bool(item.num_asked), item.new_tokens, settings
+        return room(item.span), bool(item.num_asked), item.new_tokens, settings
 
-    return in_batches(sorted(items, key=generation_span, reverse=True), batch_size, kind)
+    return in_batches(sorted(items, key=lambda item: item.span, reverse=True), batch_size, kind)
 
 
 def forward_units(encoded: Sequence[Encoded]) -> list[Unit]:
@@ -107,6 +102,6 @@ def forward_batches(units: Sequence[Unit], batch_size: int, in_order: bool) -> l
 
 def spans_of(encoded: Sequence[Encoded]) -> set[Span]:
     """Every cache that a model class will ask for to answer these requests, none of which is skipped."""
-    generated = {generation_span(item) for item in encoded if item.kind == "generate_until"}
+    generated = {item.span for item in encoded if item.kind == "generate_until"}
     scored = units_of([item for item in encoded if item.kind != "generate_until"])
     return generated | {unit.span for unit in scored}

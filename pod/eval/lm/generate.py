@@ -1,6 +1,7 @@
 """Answers generated through a cache: greedy or sampled, ended by every EOS of the model and by stop strings."""
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,15 +27,10 @@ def end_ids(model: Any, tokenizer: Any, stops: Sequence[str]) -> list[int]:
 
 def text_of(tokenizer: Any, ids: Sequence[int], ends: Sequence[int], stops: Sequence[str]) -> str:
     """The answer: up to the first end id and the first stop string, neither included."""
-    kept = list(ids)
-    for place, token in enumerate(kept):
-        if token in ends:
-            kept = kept[:place]
-            break
-    text = tokenizer.decode(kept, skip_special_tokens=True)
-    for stop in stops:
-        if stop:
-            text = text.split(stop)[0]
+    kept = itertools.takewhile(lambda token: token not in ends, ids)
+    text = tokenizer.decode(list(kept), skip_special_tokens=True)
+    for stop in filter(None, stops):
+        text = text.split(stop)[0]
     return text
 
 
@@ -76,12 +72,11 @@ def _ends(model: Any, tokenizer: Any, until: Sequence[str], at_once: bool) -> tu
 
 def _options(settings: dict[str, Any]) -> dict[str, Any]:
     """Arguments of generate(); greedy unless sampling is asked for."""
-    own = ("until", "max_length")  # of lm-eval
-    options = {name: value for name, value in settings.items() if name not in own}
-    if options.get("do_sample"):
-        return options
-    of_sampling = ("temperature", "top_p", "top_k", "do_sample")
-    return {name: value for name, value in options.items() if name not in of_sampling} | {"do_sample": False}
+    sampled = bool(settings.get("do_sample"))
+    left_out = (
+        ("until", "max_length") if sampled else ("until", "max_length", "temperature", "top_p", "top_k")
+    )
+    return {name: value for name, value in settings.items() if name not in left_out} | {"do_sample": sampled}
 
 
 @torch.no_grad()

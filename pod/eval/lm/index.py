@@ -105,13 +105,8 @@ def load(name: str, metadata: dict[str, Any]) -> Loaded:
 
     manager = task_manager(find_config(name) is None)
     manager._factory = Careful(meta=metadata)  # a new index for other metadata takes ten seconds
-    try:
-        with quiet(), data.local_datasets():
-            loaded = manager.load([name])
-    except ValueError:
-        raise
-    except Exception as error:
-        raise ValueError(f"task {name} cannot be loaded: {one_line(error)}") from error
+    with quiet(), data.local_datasets(), in_one_line(f"task {name} cannot be loaded"):
+        loaded = manager.load([name])
     group = loaded.get("groups", {}).get(name)
     leaves = dict(loaded["tasks"])
     if group is None:
@@ -148,6 +143,17 @@ def task_manager(with_lm_eval: bool) -> Any:
 
     with quiet(), known_to_lm_eval():
         return TaskManager(include_defaults=with_lm_eval)
+
+
+@contextlib.contextmanager
+def in_one_line(what: str) -> Iterator[None]:
+    """Errors of a task's own code or data as ValueErrors of one line that begins with `what`; ValueErrors as they are."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{what}: {one_line(error)}") from error
 
 
 @contextlib.contextmanager

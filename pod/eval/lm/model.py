@@ -3,7 +3,7 @@
 import functools
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,13 +19,13 @@ from pod.eval.lm.batches import (
     forward_batches,
     forward_units,
     generation_batches,
-    generation_span,
     unit_batches,
     units_of,
 )
 from pod.eval.lm.generate import generate
-from pod.eval.lm.index import Rule, own_rule, quiet_logger
-from pod.eval.lm.requests import Encoded, Encoder, request_keys
+from pod.eval.lm.index import Rule, quiet_logger
+from pod.eval.lm.payload import largest
+from pod.eval.lm.requests import Encoded, Encoder
 from pod.eval.lm.scoring import score_by_decode
 
 _log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class PodLM(LM):
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         encoded = self._encode(requests)
         items = [item for item in encoded if item.skipped is None]
-        self.subject.budgets.prepare({generation_span(item).length for item in items})
+        self.subject.budgets.prepare({item.span.length for item in items})
         found = self._shelf.answers(
             items,
             self._generation_key,
@@ -105,7 +105,7 @@ class PodLM(LM):
         )
         said = {item.key: record for item, record in zip(items, found, strict=True)}
         for item in encoded:
-            self._keep(item, [(generation_span(item), said[item.key])] if item.key in said else [])
+            self._keep(item, [(item.span, said[item.key])] if item.key in said else [])
         return [said[item.key]["answer"] if item.key in said else "" for item in encoded]
 
     def apply_chat_template(
@@ -131,11 +131,7 @@ class PodLM(LM):
 
     def _encode(self, requests: Sequence[Any]) -> list[Encoded]:
         """The requests as token ids, by the rule of their task: the one that is set, else the one in its YAML."""
-        keys = request_keys(requests)
-        encoded = [
-            self.encoder.request(request, self._rule or own_rule(str(request.task_name)), key)
-            for request, key in zip(requests, keys, strict=True)
-        ]
+        encoded = self.encoder.requests(requests, self._rule)
         skipped = Counter(item.skipped for item in encoded if item.skipped)
         for reason, number in skipped.items():
             _log.warning("%d of %d requests skipped: %s", number, len(encoded), reason)
@@ -144,17 +140,14 @@ class PodLM(LM):
     def _score(self, encoded: list[Encoded], whole_texts: bool) -> list[tuple[float, bool]]:
         """Sum in nats and whether it is greedy, per request; of a text in blocks the sums add up. Skipped: (-inf, False)."""
         totals = [(-float("inf"), False) if item.skipped else (0.0, True) for item in encoded]
+        batches: Callable[[list[Unit]], list[list[Unit]]]
         if self.one_shot:
             units, compute = forward_units(encoded), self._forward
+            batches = functools.partial(forward_batches, batch_size=self.batch_size, in_order=whole_texts)
         else:
             units, compute = units_of(encoded), self._decode
+            batches = functools.partial(unit_batches, batch_size=self.batch_size, room=self.subject.room)
             self.subject.budgets.prepare({unit.span.length for unit in units})
-
-        def batches(left: list[Unit]) -> list[list[Unit]]:
-            if self.one_shot:
-                return forward_batches(left, self.batch_size, in_order=whole_texts)
-            return unit_batches(left, self.batch_size, self.subject.room)
-
         found = self._shelf.answers(units, self._unit_key, batches, compute)
         held: list[list[tuple[Span, dict[str, Any]]]] = [[] for _ in encoded]
         for unit, record in zip(units, found, strict=True):
@@ -168,7 +161,7 @@ class PodLM(LM):
     def _generation_key(self, item: Encoded) -> str:
         sampled = item.key if item.settings.get("do_sample") else None  # its repeats are to differ
         asked = [item.context, item.num_asked, item.new_tokens, item.settings, sampled]
-        return key_of("generate", *asked, self.subject.room(generation_span(item)))
+        return key_of("generate", *asked, self.subject.room(item.span))
 
     def _unit_key(self, unit: Unit) -> str:
         if self.one_shot:
@@ -180,20 +173,16 @@ class PodLM(LM):
         held: list[dict[str, Any]] = [
             a | {"budget_tokens": self.subject.budget(span)} for span, a in answers if a["bytes"] is not None
         ]
-        largest = {
-            name: max((a[name] for a in held if a[name] is not None), default=None)
-            for name in ("budget_tokens", "bytes", "held_tokens")
-        }
         self.records[item.key] = {
             "prompt_tokens": item.prompt_tokens,
             "prompt_hash": item.prompt_hash,
             "dropped_tokens": item.dropped,
             "skipped": item.skipped,
-            **largest,
+            **largest(held, "budget_tokens", "bytes", "held_tokens"),
         }
 
     def _generate(self, items: list[Encoded]) -> list[dict[str, Any]]:
-        return generate(self.model, self.tokenizer, self.subject.cache(generation_span(items[0])), items)
+        return generate(self.model, self.tokenizer, self.subject.cache(items[0].span), items)
 
     def _decode(self, units: list[Unit]) -> list[dict[str, Any]]:
         cache, pad = self.subject.cache(units[0].span), int(self.tokenizer.pad_token_id or 0)

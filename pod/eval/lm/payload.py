@@ -1,7 +1,8 @@
 """From what lm-eval logs about its samples to the payload that every task has (`pod.eval.suites.base`)."""
 
+import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Number
 from typing import Any
@@ -15,17 +16,7 @@ from pod.eval.suites.base import scored_payload
 # bleu_acc: truthfulqa_gen, whose other metrics are no 0 to 1
 _PREFERRED = ("acc_norm", "acc", "exact_match", "bleu_acc")
 _PERPLEXITIES = ("word_perplexity", "byte_perplexity")
-_OF_THE_WHOLE = {
-    "bits_per_byte",
-    "bleu",
-    "brier_score",
-    "chrf",
-    "f1",
-    "likelihood",
-    "mcc",
-    "perplexity",
-    "ter",
-}
+_OF_ALL = {"bits_per_byte", "bleu", "brier_score", "chrf", "f1", "likelihood", "mcc", "perplexity", "ter"}
 
 
 @dataclass
@@ -70,9 +61,8 @@ def primary_metric(name: str, task: Any, rule: Rule, asked: str | None) -> tuple
     """
     wanted, has = asked or rule.metric, list(task.aggregation())
     if wanted is None:
-        per_sample = [metric for metric in has if metric not in _OF_THE_WHOLE]
-        wanted = next((metric for metric in (*_PREFERRED, *_PERPLEXITIES) if metric in has), None)
-        wanted = wanted or (per_sample[0] if per_sample else None)
+        per_sample = [metric for metric in has if metric not in _OF_ALL]
+        wanted = next((m for m in (*_PREFERRED, *_PERPLEXITIES, *per_sample) if m in has), None)
     if wanted is None:
         raise ValueError(
             f"task {name} has only metrics over all samples at once ({', '.join(has)}), which have no paired interval: it cannot be compared here"
@@ -82,7 +72,7 @@ def primary_metric(name: str, task: Any, rule: Rule, asked: str | None) -> tuple
     if metric not in has or (filtered and filtered not in filters):
         known = f"{', '.join(has)}; filters: {', '.join(filters)}"
         raise ValueError(f"task {name} has no metric {wanted!r}: it has {known}")
-    if metric in _OF_THE_WHOLE:
+    if metric in _OF_ALL:
         raise ValueError(
             f"task {name}: {metric} is one number over all samples, which has no paired interval: take another metric"
         )
@@ -145,19 +135,21 @@ def leaf_payload(
     )
 
 
+def largest(rows: Iterable[dict[str, Any]], *names: str) -> dict[str, Any]:
+    """The largest number of every name, None where no row has one."""
+    known = {name: [row[name] for row in rows if row[name] is not None] for name in names}
+    return {name: max(found, default=None) for name, found in known.items()}
+
+
 def _sample(leaf: Leaf, row: Mapping[str, Any], asked: list[dict[str, Any]], metric: str) -> dict[str, Any]:
     value, nll = row[metric], leaf.kind == "nll"
     score = {"score": -float(value[0]), "tokens": int(value[1])} if nll else {"score": float(value)}
-    largest = {
-        name: max((record[name] for record in asked if record[name] is not None), default=None)
-        for name in ("prompt_tokens", "dropped_tokens", "held_tokens", "budget_tokens", "bytes")
-    }
     return {
         **score,
         **_cluster(leaf, row.get("doc")),
         "prompt_hash": asked[0]["prompt_hash"],
         "length": leaf.lengths.get(row["doc_id"]),
-        **largest,
+        **largest(asked, "prompt_tokens", "dropped_tokens", "held_tokens", "budget_tokens", "bytes"),
         **_answer(leaf, row),
         "target": _plain(row["target"]),
     }
@@ -182,13 +174,10 @@ def _answer(leaf: Leaf, row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """A value as JSON holds it."""
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, np.generic):
-        return value.item()
-    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
+    text = json.dumps(
+        value, default=lambda other: other.item() if isinstance(other, np.generic) else str(other)
+    )
+    return json.loads(text)
 
 
 def _bytes_rows(leaf: Leaf, samples: list[dict[str, Any]], budgets: ByteBudgets) -> list[dict[str, Any]]:
@@ -292,11 +281,8 @@ def _weights(loaded: Loaded, payloads: dict[str, dict[str, Any]]) -> dict[str, f
 
 def _common(settings: list[dict[str, Any]]) -> dict[str, Any]:
     """What all members share; what differs is `by task`. Counts add up."""
-    found = {}
-    for key in settings[0]:
-        values = [row[key] for row in settings]
-        if key == "truncated_samples":
-            found[key] = sum(values)
-        else:
-            found[key] = values[0] if all(value == values[0] for value in values) else "by task"
-    return found
+    values = {key: [row[key] for row in settings] for key in settings[0]}
+    alike = {
+        key: same[0] if all(one == same[0] for one in same) else "by task" for key, same in values.items()
+    }
+    return alike | {"truncated_samples": sum(values["truncated_samples"])}

@@ -5,13 +5,18 @@ one end, down to as many words as there are tokens of room, then 250 fewer until
 document alone is measured; here the whole prompt is, so that it never exceeds what the model reads.
 """
 
-from collections.abc import Callable, Iterator
+import bisect
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 WORD_STEP = 250
 _SMALL_ROOM = 8 * WORD_STEP  # below, steps of 250 words would drop most of the document
 
 _ROUNDS = 8  # pieces of text that are joined anew may encode to a few tokens more than they had
+
+
+class Unanswerable(ValueError):
+    """Why a prompt is not asked, in one line."""
 
 
 def shorten(
@@ -32,16 +37,16 @@ def shorten(
     count: tokens of a text as the model reads it, special tokens included.
     span: the characters of the user's message in a rendered chat: only it is cut. None: the whole text may be.
     document: the document within the text; keep: which end of it stays.
-    Raises: ValueError, in one line, when what may not be dropped exceeds the room.
+    Raises: Unanswerable when what may not be dropped exceeds the room.
     """
     if drop == "document":
         if not document:
-            raise ValueError("too long, and the document that may be cut is not known")
-        return cut_document(text, document, keep, room, count)[0]
+            raise Unanswerable("too long, and the document that may be cut is not known")
+        return cut_document(text, document, keep, room, count)
     start, end = span or (0, len(text))
     head, body, tail = text[:start], text[start:end], text[end:]
     pieces = _Pieces(tokenizer, body)
-    kept = room - (count(text) - len(pieces))
+    kept = room - (count(text) - len(pieces.ids))
     for _ in range(_ROUNDS):
         if kept < 1:
             break
@@ -50,37 +55,27 @@ def shorten(
         if excess <= 0:
             return shorter
         kept -= excess
-    raise ValueError("too long, even without what may be dropped")
+    raise Unanswerable("too long, even without what may be dropped")
 
 
 class _Pieces:
     """A text's tokens as pieces of the text. Offsets keep characters whole that decoding a part of their bytes would break."""
 
     def __init__(self, tokenizer: Any, text: str):
-        self.tokenizer, self.text = tokenizer, text
-        self.offsets: list[tuple[int, int]] | None = None
-        if getattr(tokenizer, "is_fast", False):
-            found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-            self.ids, self.offsets = found["input_ids"], found["offset_mapping"]
-        else:
-            self.ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def __len__(self) -> int:
-        return len(self.ids)
+        has_offsets = bool(getattr(tokenizer, "is_fast", False))
+        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=has_offsets)
+        self.tokenizer, self.text, self.ids = tokenizer, text, found["input_ids"]
+        self.offsets = found["offset_mapping"] if has_offsets else None
 
     def first(self, tokens: int) -> str:
-        if tokens < 1:
-            return ""
         if self.offsets is None:
             return self.tokenizer.decode(self.ids[:tokens])
-        return self.text[: self.offsets[tokens - 1][1]]
+        return self.text[: self.offsets[tokens - 1][1]] if tokens else ""
 
     def last(self, tokens: int) -> str:
-        if tokens < 1:
-            return ""
         if self.offsets is None:
-            return self.tokenizer.decode(self.ids[-tokens:])
-        return self.text[self.offsets[-tokens][0] :]
+            return self.tokenizer.decode(self.ids[len(self.ids) - tokens :])
+        return self.text[self.offsets[-tokens][0] :] if tokens else ""
 
     def without(self, drop: str, kept: int) -> str:
         """What stays when `kept` tokens stay; an odd token of a dropped middle goes, too."""
@@ -91,51 +86,40 @@ class _Pieces:
 
 def cut_document(
     prompt: str, document: str, keep: Literal["start", "end"], room: int, count: Callable[[str], int]
-) -> tuple[str, int]:
-    """The prompt with as much of its document as fits, and how many words (between single blanks) were dropped.
+) -> str:
+    """The prompt with as many words (between single blanks) of its document as fit, of a text with hardly a blank characters.
 
     Args:
         prompt: the final text, chat template included; document: as it stands in the prompt (outer white space may be missing there).
         keep: the end of the document that stays.
         room: tokens that the prompt may have; count: the number of tokens of a text, special tokens included.
-    Raises: ValueError, in one line, when the document is not in the prompt or the prompt is too long even without it.
+    Raises: Unanswerable when the document is not in the prompt or the prompt is too long even without it.
     """
     if count(prompt) <= room:
-        return prompt, 0
+        return prompt
     if document not in prompt:
         document = document.strip()
     if not document or document not in prompt:
-        raise ValueError(
+        raise Unanswerable(
             "the prompt is too long and does not hold its document as it is, so nothing can be cut"
         )
     before, _, after = prompt.partition(document)
     rest = count(before + after)
     if rest >= room:
-        raise ValueError(
+        raise Unanswerable(
             f"the prompt has {rest} tokens without its document, and only {room} tokens may be read"
         )
+
+    def cut(parts: Sequence[str], number: int, glue: str) -> str:
+        return before + glue.join(parts[:number] if keep == "start" else parts[len(parts) - number :]) + after
+
     words = document.split(" ")
-    for number in _word_counts(min(room - rest, len(words))):
-        kept = words[:number] if keep == "start" else words[-number:]
-        shorter = before + " ".join(kept) + after
-        if count(shorter) <= room:
-            return shorter, len(words) - number
-    return _cut_characters(before, document, after, keep, room, count)
-
-
-def _word_counts(most: int) -> Iterator[int]:
-    step = WORD_STEP if most >= _SMALL_ROOM else max(1, most // 8)
-    yield from range(most, 0, -step)
-
-
-def _cut_characters(
-    before: str, document: str, after: str, keep: str, room: int, count: Callable[[str], int]
-) -> tuple[str, int]:
-    """For text with hardly a blank: the longest piece of it that bisection finds."""
-    low, high = 0, len(document)
-    while high - low > 1:
-        middle = (low + high) // 2
-        piece = document[:middle] if keep == "start" else document[-middle:]
-        low, high = (middle, high) if count(before + piece + after) <= room else (low, middle)
-    piece = document[:low] if keep == "start" else document[len(document) - low :]
-    return before + piece + after, len(document.split(" ")) - len(piece.split(" "))
+    most = min(room - rest, len(words))
+    for number in range(most, 0, -(WORD_STEP if most >= _SMALL_ROOM else max(1, most // 8))):
+        if count(shorter := cut(words, number, " ")) <= room:
+            return shorter
+    sizes = range(len(document) - 1, -1, -1)
+    place = bisect.bisect_left(
+        sizes, True, hi=len(sizes) - 1, key=lambda size: count(cut(document, size, "")) <= room
+    )
+    return cut(document, sizes[place], "")

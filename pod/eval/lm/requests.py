@@ -4,7 +4,6 @@ Encoding equals `lm_eval.models.huggingface.HFLM` (lm-eval 0.4.13, MIT) for what
 and not by dropping its start: that would lose the beginning-of-sequence token and, in a chat template, the system message.
 """
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +13,8 @@ from jinja2.exceptions import TemplateError
 
 from pod.eval.answer.budget import Span, length_class
 from pod.eval.answer.reading import tokens_from
-from pod.eval.lm.index import Rule
-from pod.eval.lm.prompts import shorten
+from pod.eval.lm.index import Rule, own_rule
+from pod.eval.lm.prompts import Unanswerable, shorten
 from pod.eval.suites.base import prompt_hash
 
 TOO_LONG = ("truncate", "skip", "error")
@@ -66,6 +65,11 @@ class Encoded:
         if self.kind == "loglikelihood_rolling":  # what stands before a token depends on the windows
             return prompt_hash([token for window in self.windows for part in window for token in (*part, -1)])
         return prompt_hash(self.context)
+
+    @property
+    def span(self) -> Span:
+        """The cache for a generation."""
+        return span_of(len(self.context), 0, self.new_tokens)
 
     def blocks(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Context and continuation pairs that a compressed cache scores.
@@ -141,21 +145,26 @@ class Encoder:
         """Token ids; special tokens as the tokenizer adds them, unless the text begins with BOS already."""
         if special and text.startswith(self.tokenizer.decode(self.prefix_token_id)):
             special = False
-        return list(self.tokenizer.encode(text, **({} if special else {"add_special_tokens": False})))
+        return list(self.tokenizer.encode(text, add_special_tokens=special))
 
-    def requests(self, requests: Sequence[Any], rule: Rule) -> list[Encoded]:
-        """Every request, in order. Raises: ValueError for a prompt that is too long where that is an error."""
+    def requests(self, requests: Sequence[Any], rule: Rule | None = None) -> list[Encoded]:
+        """Every request, in order; rule: of their task, None: of each the one in its configuration. Raises: ValueError for a prompt that
+        is too long where that is an error."""
         keys = request_keys(requests)
         return [self.request(request, rule, key) for request, key in zip(requests, keys, strict=True)]
 
-    def request(self, request: Any, rule: Rule, key: str | None = None) -> Encoded:
+    def request(self, request: Any, rule: Rule | None = None, key: str | None = None) -> Encoded:
         """One request of lm-eval: `loglikelihood`, `loglikelihood_rolling` or `generate_until`."""
         encode = {
             "generate_until": self._generation,
             "loglikelihood_rolling": self._rolling,
             "loglikelihood": self._likelihood,
         }[request.request_type]
-        return encode(request, rule, key or request_keys([request])[0])
+        key = key or request_keys([request])[0]
+        try:
+            return encode(request, rule or own_rule(str(request.task_name)), key)
+        except Unanswerable as reason:
+            return Encoded(key=key, kind=request.request_type, unit=key, skipped=str(reason))
 
     def _generation(self, request: Any, rule: Rule, key: str) -> Encoded:
         from lm_eval.models.utils import normalize_gen_kwargs
@@ -164,41 +173,43 @@ class Encoder:
         settings: dict[str, Any] = dict(normalize_gen_kwargs(given, DEFAULT_NEW_TOKENS))
         new_tokens = int(settings.pop("max_gen_toks"))
         _check_generation(request.task_name, settings, new_tokens, self.max_length)
-        blank = Encoded(key=key, kind="generate_until", unit=key, new_tokens=new_tokens, settings=settings)
-        fitted = self._fit(request, text, rule, self.max_length - new_tokens)
-        if fitted.skipped:
-            return dataclasses.replace(blank, skipped=fitted.skipped)
-        ids, asked = fitted.ids or [self.prefix_token_id], self._num_asked(request, fitted.text)
-        return dataclasses.replace(blank, context=tuple(ids), num_asked=asked, dropped=fitted.dropped)
+        ids = self.encode(text)
+        text, dropped = self._fit(request, text, len(ids), rule, self.max_length - new_tokens)
+        ids = self.encode(text) if dropped else ids
+        return Encoded(
+            key=key,
+            kind="generate_until",
+            unit=key,
+            context=tuple(ids or [self.prefix_token_id]),
+            new_tokens=new_tokens,
+            settings=settings,
+            num_asked=self._num_asked(request, text),
+            dropped=dropped,
+        )
 
     def _num_asked(self, request: Any, text: str) -> int:
         """Tokens of the question at the end of a prompt; 0 where none is named or methods may see it."""
-        question = str((getattr(request, "doc", None) or {}).get("asked") or "").strip()
+        question = str((request.doc or {}).get("asked") or "").strip()
         if self.question_aware or not question:
             return 0
         return tokens_from(self.encode, text, text.rfind(question))
 
     def _likelihood(self, request: Any, rule: Rule, key: str) -> Encoded:
         text, continuation = request.args
-        blank = Encoded(key=key, kind="loglikelihood", unit="")
-        context_ids, ids = self.pair(text, continuation)
+        context, ids = self.pair(text, continuation)
         if not ids:
-            return dataclasses.replace(blank, skipped="the continuation is no token")
-        room = self.max_length + 1 - len(ids)
-        dropped = 0
+            raise Unanswerable("the continuation is no token")
+        room, dropped = self.max_length + 1 - len(ids), 0
         if text:
-            fitted = self._fit(request, text, rule, room, len(context_ids))
-            if fitted.skipped:
-                return dataclasses.replace(blank, skipped=fitted.skipped)
-            if fitted.dropped:
-                dropped = fitted.dropped
-                context_ids, ids = self.pair(fitted.text, continuation)
+            text, dropped = self._fit(request, text, len(context), rule, room)
+            context, ids = self.pair(text, continuation) if dropped else (context, ids)
         elif room < 1:
-            return dataclasses.replace(blank, skipped=self._too_long(request, len(ids), self.max_length))
-        return dataclasses.replace(
-            blank,
-            unit=f"{request.task_name}/{request.doc_id}/{prompt_hash(context_ids)}",
-            context=tuple(context_ids),
+            raise self._too_long(request, len(ids), self.max_length)
+        return Encoded(
+            key=key,
+            kind="loglikelihood",
+            unit=f"{request.task_name}/{request.doc_id}/{prompt_hash(context)}",
+            context=tuple(context),
             continuation=tuple(ids),
             dropped=dropped,
         )
@@ -228,40 +239,35 @@ class Encoder:
         whole = self.encode(context + continuation)
         return ids, whole[len(ids) :] if context else whole
 
-    def _fit(self, request: Any, text: str, rule: Rule, room: int, tokens: int | None = None) -> "Fitted":
-        """The prompt within `room` tokens and the rule's own limit, or why it is skipped."""
+    def _fit(self, request: Any, text: str, tokens: int, rule: Rule, room: int) -> tuple[str, int]:
+        """A prompt of `tokens` within `room` and the rule's own limit, and the tokens that it lost. Raises: Unanswerable."""
         if rule.max_prompt_tokens is not None:
             room = min(room, rule.max_prompt_tokens)
-        ids = self.encode(text) if tokens is None else []
-        tokens = len(ids) if tokens is None else tokens
         if tokens <= room:
-            return Fitted(text, ids, 0)
+            return text, 0
         if self.too_long != "truncate" or rule.truncation == "none" or room < 1:
-            return Fitted(text, ids, 0, self._too_long(request, tokens, room))
-        try:
-            text = shorten(
-                self.tokenizer,
-                text,
-                rule.truncation,
-                room,
-                lambda shorter: len(self.encode(shorter)),
-                span=self._user_part.get(text),
-                document=(getattr(request, "doc", None) or {}).get("document"),
-                keep=rule.keep,
-            )
-        except ValueError as error:
-            return Fitted(text, ids, 0, str(error))
-        ids = self.encode(text)
-        return Fitted(text, ids, tokens - len(ids))
+            raise self._too_long(request, tokens, room)
+        shorter = shorten(
+            self.tokenizer,
+            text,
+            rule.truncation,
+            room,
+            lambda part: len(self.encode(part)),
+            span=self._user_part.get(text),
+            document=(request.doc or {}).get("document"),
+            keep=rule.keep,
+        )
+        return shorter, tokens - len(self.encode(shorter))
 
-    def _too_long(self, request: Any, tokens: int, room: int) -> str:
-        reason = f"a prompt of {tokens} tokens exceeds the {max(room, 0)} that there is room for"
+    def _too_long(self, request: Any, tokens: int, room: int) -> Unanswerable:
         if self.too_long == "error":
             raise ValueError(
-                f"{request.task_name}, document {request.doc_id}: {reason}; too_long = truncate or skip goes on, or lower the task's length"
+                f"{request.task_name}, document {request.doc_id}: a prompt of {tokens} tokens exceeds the {max(room, 0)} that there is "
+                "room for; too_long = truncate or skip goes on, or lower the task's length"
             )
         # equal causes are counted by their reason: no numbers in it
-        return "too long for the model" if self.too_long == "skip" else "too long, and may not be shortened"
+        skip = self.too_long == "skip"
+        return Unanswerable("too long for the model" if skip else "too long, and may not be shortened")
 
     def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The messages in the tokenizer's chat template; a last message of the assistant is left open when no generation prompt is added.
@@ -287,16 +293,6 @@ class Encoder:
         if longest and start >= 0:
             self._user_part[text] = (start, start + len(longest))
         return text
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """A prompt that fits: its text and ids, the tokens that it lost; or the reason why it is skipped."""
-
-    text: str
-    ids: list[int]
-    dropped: int
-    skipped: str | None = None
 
 
 def _check_generation(task: str, settings: dict[str, Any], new_tokens: int, max_length: int) -> None:

@@ -1,7 +1,5 @@
 """Tasks of lm-eval, those in `pod/eval/suites` included, as tasks of an evaluation."""
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +8,6 @@ from pod.eval.answer.methods import Method
 from pod.eval.answer.store import Shelf
 from pod.eval.lm import index as lm_index
 from pod.eval.lm.payload import Leaf, group_payload, leaf_payload, primary_metric, token_counts
-from pod.eval.results import one_line
 from pod.eval.suites import base, data
 from pod.eval.suites.base import Task
 
@@ -76,7 +73,7 @@ class LmTask(Task):
         self.limit = options.limit or run.args.limit
         self.leaves = {name: self._leaf(name, task) for name, task in loaded.leaves.items()}
         for leaf in self.leaves.values():
-            with _errors_name(leaf.name):
+            with lm_index.in_one_line(f"task {leaf.name}: its prompts cannot be built"):
                 self._build(leaf)
 
     def _leaf(self, name: str, task: Any) -> Leaf:
@@ -188,14 +185,3 @@ def _end(item: Any) -> int:
     if item.kind == "generate_until":
         return len(item.context) + item.new_tokens - 1
     return max(len(context) + len(continuation) - 1 for context, continuation in item.blocks())
-
-
-@contextlib.contextmanager
-def _errors_name(task: str) -> Iterator[None]:
-    """Errors of a task's own code on its data, in one line that names the task."""
-    try:
-        yield
-    except ValueError:
-        raise
-    except Exception as error:
-        raise ValueError(f"task {task}: its prompts cannot be built: {one_line(error)}") from error

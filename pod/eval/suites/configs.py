@@ -3,19 +3,32 @@
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 Config = dict[str, Any]
+Row = dict[str, Any]
+Scorer = Callable[[Row, list[str]], dict[str, float]]
+"""lm-eval's `process_results`: a row and what was answered, in a list, to numbers by name."""
 FOLDER = Path(__file__).parent
+
+
+def scorer(metric: str, value: Callable[[str, Row], float]) -> Scorer:
+    """Scores an answer to a row by the metric's name, and as `score`, which groups average."""
+
+    def score(doc: Row, results: list[str]) -> dict[str, float]:
+        found = value(results[0], doc)
+        return {metric: found, "score": found}
+
+    return score
 
 
 def task_config(
     name: str,
     rows: Callable[..., dict[str, Any]],
-    score: Callable[[dict[str, Any], list[str]], dict[str, float]],
+    score: Scorer,
     *,
     prompt: str,
     target: str | Callable[[dict[str, Any]], Any],
@@ -58,11 +71,12 @@ def task_config(
     }
 
 
-def group_config(name: str, members: Sequence[str], average: str | None = None) -> Config:
-    """A group of tasks or groups by their means of `score`; average: `members` where each direct member counts alike, else each task."""
+def group_config(prefix: str, end: str, members: Iterable[str], average: str | None = None) -> Config:
+    """The group `prefix + end` of the tasks or groups `prefix_member` by their means of `score`; average: `members` where each direct
+    member counts alike, else each task."""
     return {
-        "group": name,
-        "task": list(members),
+        "group": prefix + end,
+        "task": [f"{prefix}_{member}" for member in members],
         "aggregate_metric_list": [{"metric": "score", "aggregation": "mean", "weight_by_size": False}],
         "metadata": {"version": 1.0, **({"pod": {"average": average}} if average else {})},
     }

@@ -5,11 +5,11 @@ lm-eval 0.4.13 takes exact match and F1 from `transformers.data.metrics`, which 
 imported. The code here is our own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pod.eval.suites import data
-from pod.eval.suites.configs import Config, task_config
+from pod.eval.suites.configs import Config, Row, task_config
 from pod.eval.suites.words import bag_f1, words
 
 FILE = "coqa-dev-v1.0.json"
@@ -20,24 +20,24 @@ Metric = Callable[[str, str], float]
 
 def last_turns(**metadata: Any) -> dict[str, Any]:
     """The last question of each story after the whole conversation: the 500 samples of lm-eval's `coqa`."""
-    return data.dataset([_sample(row, len(_texts(row["questions"])) - 1) for row in _stories()])
+    return data.dataset([turns[-1] for turns in _conversations()])
 
 
 def all_turns(**metadata: Any) -> dict[str, Any]:
     """Every question of each story after the conversation before it: the 7,983 samples of the official evaluation."""
-    return data.dataset(
-        [_sample(row, turn) for row in _stories() for turn in range(len(_texts(row["questions"])))]
-    )
+    return data.dataset([sample for turns in _conversations() for sample in turns])
 
 
-def _stories() -> list[dict[str, Any]]:
-    """Raises: ValueError, in one line, when the file is missing or is not in CoQA's format."""
+def _conversations() -> Iterator[list[Row]]:
+    """A sample per question, by story. Raises: ValueError, in one line, when the file is missing or is not in CoQA's format."""
     rows = data.load_rows("coqa", FILE, HUB, HUB_FILE, FIELDS, filled=True, name="story")
     for number, row in enumerate(rows, start=1):
-        counts = {len(_texts(turns)) for turns in (row["questions"], row["answers"], *_additional(row))}
-        if len(counts) > 1:
+        additional = (row.get("additional_answers") or {}).values()
+        answers = [_texts(turns) for turns in (row["answers"], *filter(None, additional))]
+        questions = _texts(row["questions"])
+        if any(len(texts) != len(questions) for texts in answers):
             raise ValueError(f"coqa/{FILE}, story {number}: not every question has one answer per reference")
-    return rows
+        yield list(_samples(row["story"], questions, answers))
 
 
 def _texts(turns: Any) -> list[str]:
@@ -45,23 +45,17 @@ def _texts(turns: Any) -> list[str]:
     return list(turns["input_text"]) if isinstance(turns, dict) else [turn["input_text"] for turn in turns]
 
 
-def _additional(row: dict[str, Any]) -> list[Any]:
-    return [turns for turns in (row.get("additional_answers") or {}).values() if turns]
-
-
-def _sample(row: dict[str, Any], turn: int) -> dict[str, Any]:
-    questions, answers = _texts(row["questions"]), _texts(row["answers"])
-    references = [answers[turn], *(_texts(turns)[turn] for turns in _additional(row))]
-    prompt = f"{row['story']}\n\n"
-    for question, answer in zip(questions[:turn], answers[:turn], strict=True):
-        prompt += f"Q: {question}\n\nA: {answer}\n\n"
-    asked = f"Q: {questions[turn]}\n\nA:"
-    return {
-        "prompt": prompt + asked,
-        "asked": asked,
-        "references": references,
-        "cluster": data.text_id(row["story"]),
-    }
+def _samples(story: str, questions: list[str], answers: list[list[str]]) -> Iterator[Row]:
+    before = f"{story}\n\n"
+    for question, *references in zip(questions, *answers, strict=True):
+        asked = f"Q: {question}\n\nA:"
+        yield {
+            "prompt": before + asked,
+            "asked": asked,
+            "references": references,
+            "cluster": data.text_id(story),
+        }
+        before += f"{asked} {references[0]}\n\n"
 
 
 def exact(reference: str, answer: str) -> float:
@@ -88,20 +82,15 @@ def over_references(metric: Metric, references: list[str], answer: str) -> float
     return sum(max(scores[:out] + scores[out + 1 :]) for out in range(len(scores))) / len(scores)
 
 
-def different(references: list[str]) -> list[str]:
+def target(doc: Row) -> list[str]:
     """The references without repetitions (letter case aside), as lm-eval takes them; officially all count."""
     found: dict[str, str] = {}
-    for reference in references:
+    for reference in doc["references"]:
         found.setdefault(reference.lower(), reference)
     return list(found.values())
 
 
-def target(doc: dict[str, Any]) -> list[str]:
-    """The different references."""
-    return different(doc["references"])
-
-
-def scores(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
+def scores(doc: Row, results: list[str]) -> dict[str, float]:
     """em and f1 as lm-eval's `coqa` (different references), em_official and f1_official as the official script (all references)."""
     answer = results[0].strip().split("\n")[0]
     found = {}

@@ -1,6 +1,7 @@
 """Does a function that a model wrote pass its tests? It runs in a sandbox, apart from the tests (see `child`)."""
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -85,16 +86,13 @@ def run_solution(
 
 def _start(role: str, limits: list[str], folder: str, heard: int, said: int) -> subprocess.Popen[Any]:
     command = [sys.executable, "-I", "-B", str(_CHILD), role, *limits]
-    options: dict[str, Any] = {
-        "stdin": heard,
-        "stdout": said,
-        "stderr": subprocess.PIPE if role == "judge" else subprocess.DEVNULL,
-        "cwd": folder,
-        "env": {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HOME": folder, "PATH": os.defpath},
-        "start_new_session": True,
-    }
-    return (
-        sandbox.start(command, _CHILD, **options)
-        if sandbox.available()
-        else subprocess.Popen(command, **options)
+    start = functools.partial(sandbox.start, seen=_CHILD) if sandbox.available() else subprocess.Popen
+    return start(
+        command,
+        stdin=heard,
+        stdout=said,
+        stderr=subprocess.PIPE if role == "judge" else subprocess.DEVNULL,
+        cwd=folder,
+        env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HOME": folder, "PATH": os.defpath},
+        start_new_session=True,
     )

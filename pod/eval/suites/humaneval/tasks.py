@@ -17,10 +17,7 @@ def rows(**metadata: Any) -> dict[str, Any]:
     Raises: ValueError, in one line, when the file is missing or is not in the official format, or solutions may not be run here.
     """
     check_permission()
-    folder = data.data_dir()
-    packed = folder is not None and (folder / "humaneval" / f"{FILE}.gz").is_file()
-    file = f"{FILE}.gz" if packed else FILE
-    return data.dataset(data.load_rows("humaneval", file, HUB, HUB_FILE, FIELDS, filled=True))
+    return data.dataset(data.load_rows("humaneval", FILE, HUB, HUB_FILE, FIELDS, filled=True))
 
 
 def pass_at_1(doc: dict[str, Any], results: list[str]) -> dict[str, float]:

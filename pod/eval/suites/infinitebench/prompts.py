@@ -6,77 +6,38 @@ of every open model in the official table; they were given without a chat templa
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from pod.files import read_json
+
+TEMPLATES: dict[str, str] = read_json(Path(__file__).with_name("prompts.json"))
 HUB_ID = "xinrongzhang2022/InfiniteBench"
 
 
 @dataclass(frozen=True)
 class BenchTask:
-    """template: the prompt; new_tokens: generated, official; metric: the score's name; binary: 0 or 1; count: rows of a task that is
+    """new_tokens: generated, official; metric: the score's name; binary: 0 or 1; count: rows of a task that is
     built at a length, None for one that is read from `<name>.jsonl`."""
 
-    template: str
     new_tokens: int
     metric: str = "accuracy"
     binary: bool = True
     count: int | None = None
 
 
-_OPTIONS = "A. {OPTION_A}\nB. {OPTION_B}\nC. {OPTION_C}\nD. {OPTION_D}"
-_HIDDEN = "There is an important info hidden inside a lot of irrelevant text."
-_QUIZ = "I will quiz you about the important information"
-
 TASKS = {
-    "passkey": BenchTask(
-        f"{_HIDDEN} Find it and memorize it. {_QUIZ}.\n\n{{context}}\n\n{{input}}\n\nThe pass key is",
-        6,
-        count=590,
-    ),
-    "number_string": BenchTask(
-        f"{_HIDDEN} Find it. {_QUIZ} there.\n\n{{context}}\n\n{{input}}\n\nThe sequence of digits is",
-        12,
-        count=590,
-    ),
-    "kv_retrieval": BenchTask(
-        "Extract the value corresponding to the specified key in the JSON object below.\n\n{context}\n\n{input}",
-        50,
-        count=500,
-    ),
-    "longbook_sum_eng": BenchTask(
-        "Summarize the book below.\n\n{context}\n\nSummary:", 1200, "rougeLsum", binary=False
-    ),
-    "longbook_choice_eng": BenchTask(
-        f"Read the book and answer the question.\n\n{{context}}\n\nQuestion: {{question}}\n{_OPTIONS}\n\n"
-        "The letter of the correct answer is",
-        40,
-    ),
-    "longbook_qa_eng": BenchTask(
-        "Read the book and answer the question. Be very concise in your answer.\n\n{context}\n\nQuestion: {question}\nAnswer:",
-        40,
-        "qa_f1",
-        binary=False,
-    ),
-    "longbook_qa_chn": BenchTask(
-        "阅读以下书籍然后回答问题。\n\n{context}\n\n问题：{question}\n答案：", 40, "qa_f1_zh", binary=False
-    ),
-    "math_find": BenchTask("{prefix}\n\n{context}\n\n{input}", 3, count=350),
-    "code_run": BenchTask(
-        "There is a function called {func} in the following Python code.\n\n{context}\n\nPlease compute the exact value of "
-        "{func_call}. The value of {func_call} is",
-        5,
-        count=400,
-    ),
-    "code_debug": BenchTask(
-        "Following is a Python code where exactly one of the functions/methods has a deliberate error that makes it crash.\n\n"
-        f"{{context}}\n\nOptions:\n{_OPTIONS}\n\nThe correct option is:",
-        5,
-    ),
-    "longdialogue_qa_eng": BenchTask(
-        'Below is a dialogue script where one random occurrence of a character name is replaced with "$$MASK$$", and you should try '
-        "to guess who that character is.\n\n{context}\n\nThe name that has been replaced with $$MASK$$ is likely",
-        40,
-    ),
+    "passkey": BenchTask(6, count=590),
+    "number_string": BenchTask(12, count=590),
+    "kv_retrieval": BenchTask(50, count=500),
+    "longbook_sum_eng": BenchTask(1200, "rougeLsum", binary=False),
+    "longbook_choice_eng": BenchTask(40),
+    "longbook_qa_eng": BenchTask(40, "qa_f1", binary=False),
+    "longbook_qa_chn": BenchTask(40, "qa_f1_zh", binary=False),
+    "math_find": BenchTask(3, count=350),
+    "code_run": BenchTask(5, count=400),
+    "code_debug": BenchTask(5),
+    "longdialogue_qa_eng": BenchTask(40),
 }
 """All but Math.Calc, whose answer is as long as its prompt (30,000 new tokens) and which no model of the official table solves."""
 
@@ -87,14 +48,14 @@ PAPER_TASKS = ["longbook_sum_eng", "longbook_qa_eng", "longbook_choice_eng", "pa
 def prompt(task: str, row: dict[str, Any]) -> str:
     """The prompt of a row in the official format {context or content, input, answer, options}. Raises: ValueError for another format."""
     try:
-        return TASKS[task].template.format(**_fields(task, row))
+        return TEMPLATES[task].format(**_fields(task, row))
     except (KeyError, IndexError, TypeError) as error:
         raise ValueError(_wrong_row(task, row, f"lacks {error}")) from None
 
 
 def asked(task: str, row: dict[str, Any]) -> str:
     """What stands behind the text in the prompt of a row."""
-    return TASKS[task].template.partition("{context}")[2].format(**_fields(task, row))
+    return TEMPLATES[task].partition("{context}")[2].format(**_fields(task, row))
 
 
 def answer(task: str, row: dict[str, Any]) -> Any:

@@ -5,6 +5,7 @@ the model's tokenizer instead of by fixed counts, seeded. A size counts lines of
 """
 
 import random
+import statistics
 import uuid
 from typing import Any
 
@@ -78,8 +79,7 @@ def _math_find(rng: random.Random, index: int, size: int) -> dict[str, Any]:
 def _found(target: str, numbers: list[int]) -> int | float:
     """What is asked of a list; ranks count different numbers."""
     if "median" in target:
-        ordered, middle = sorted(numbers), len(numbers) // 2
-        return ordered[middle] if len(numbers) % 2 else (ordered[middle] + ordered[middle - 1]) / 2
+        return statistics.median(numbers)
     place = 1 if "second" in target else 2 if "third" in target else 0
     different = sorted(set(numbers), reverse="largest" in target)
     return different[min(place, len(different) - 1)]

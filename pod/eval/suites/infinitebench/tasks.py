@@ -5,7 +5,7 @@ from typing import Any
 
 from pod.eval.lm.prompts import shorten
 from pod.eval.suites import data
-from pod.eval.suites.configs import Config, group_config, task_config
+from pod.eval.suites.configs import Config, Scorer, group_config, scorer, task_config
 from pod.eval.suites.infinitebench import metrics, synthetic
 from pod.eval.suites.infinitebench.prompts import HUB_ID, PAPER_TASKS, TASKS, answer, asked, prompt
 from pod.eval.suites.lengths import BUILT, NAMES, Rows, count_tokens, largest_fit
@@ -87,14 +87,8 @@ def build_rows(task: str, length: int, tokenizer: Any, seed: int = 42, whole: in
     return Rows(TASKS[task].count or 0, make, FIELDS)
 
 
-def _scored(task: str) -> Any:
-    """lm-eval's `process_results` of a task."""
-
-    def process_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-        value = metrics.SCORERS[task](results[0], doc["answer"])
-        return {"score": value, TASKS[task].metric: value}
-
-    return process_results
+def _scorer(task: str) -> Scorer:
+    return scorer(TASKS[task].metric, lambda answer, row: metrics.SCORERS[task](answer, row["answer"]))
 
 
 def configs() -> list[Config]:
@@ -103,8 +97,8 @@ def configs() -> list[Config]:
     for length in LENGTHS:
         prefix = f"pod_infinitebench_{length}"
         found += [_task(f"{prefix}_{task}", task, NAMES[length]) for task in TASKS]
-        found.append(group_config(prefix, [f"{prefix}_{task}" for task in PAPER_TASKS]))
-        found.append(group_config(f"{prefix}_all", [f"{prefix}_{task}" for task in TASKS]))
+        found.append(group_config(prefix, "", PAPER_TASKS))
+        found.append(group_config(prefix, "_all", TASKS))
     return found
 
 
@@ -114,7 +108,7 @@ def _task(name: str, task: str, length: int) -> Config:
     return task_config(
         name,
         rows,
-        _scored(task),
+        _scorer(task),
         prompt="prompt",
         target="answer",
         new_tokens=rules.new_tokens,

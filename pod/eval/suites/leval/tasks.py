@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pod.eval.suites import data
-from pod.eval.suites.configs import Config, group_config, task_config
+from pod.eval.suites.configs import Config, Row, Scorer, group_config, scorer, task_config
 from pod.eval.suites.leval import metrics, prompts
 
 HUB = "L4NLP/LEval"
@@ -20,8 +20,6 @@ TERMS = {
 FIELDS = ("input", "instructions", "outputs", "evaluation")
 BY_METRIC = ("exam", "f1", "rouge")  # the other rows are for human or model judges
 EXAMPLES = ("gsm100",)  # its document is always the same worked examples, no text that is asked about
-Scores = dict[str, float]
-Scorer = Callable[[dict[str, Any], list[str]], Scores]
 
 
 def rows(file: str, **metadata: Any) -> dict[str, Any]:
@@ -75,13 +73,12 @@ def _samples(task: str, document: str, instruction: str, target: str) -> list[di
 
 
 def _closed(answer_of: Callable[[str, str], str], target_of: Callable[[str], str]) -> Scorer:
-    """lm-eval's `process_results`: whether what an answer says, which may depend on the reference, is what the reference says."""
+    """Whether what an answer says, which may depend on the reference, is what the reference says."""
 
-    def score(doc: dict[str, Any], results: list[str]) -> Scores:
-        value = metrics.exact_match(answer_of(results[0], doc["target"]), target_of(doc["target"]))
-        return {"exact_match": value, "score": value}
+    def value(answer: str, row: Row) -> float:
+        return metrics.exact_match(answer_of(answer, row["target"]), target_of(row["target"]))
 
-    return score
+    return scorer("exact_match", value)
 
 
 one_letter = _closed(lambda answer, _: metrics.one_letter(answer), metrics.target_letters)
@@ -89,21 +86,16 @@ several_letters = _closed(lambda answer, _: metrics.several_letters(answer), met
 number = _closed(lambda answer, _: metrics.number(answer), metrics.number)
 code = _closed(metrics.code_output, metrics.code_text)
 text = _closed(lambda answer, _: answer, str)
+f1 = scorer("qa_f1", lambda answer, row: metrics.f1(answer, row["target"]))
 
 
-def judgement(doc: dict[str, Any], results: list[str]) -> Scores:
+def judgement(doc: Row, results: list[str]) -> dict[str, float]:
     """True or false (sci_fi); the parts also by themselves. The score is the mean of both parts, as officially."""
     value = metrics.exact_match(metrics.judgement(results[0]), doc["target"])
     return {"exact_match": value, "score": value, doc["part"]: value}
 
 
-def f1(doc: dict[str, Any], results: list[str]) -> Scores:
-    """Open-ended questions."""
-    value = metrics.f1(results[0], doc["target"])
-    return {"qa_f1": value, "score": value}
-
-
-def rouge(doc: dict[str, Any], results: list[str]) -> Scores:
+def rouge(doc: Row, results: list[str]) -> dict[str, float]:
     """Open-ended summaries; the score is rougeL."""
     values = metrics.rouge(results[0], doc["target"])
     return {**values, "score": values["rougeL"]}
@@ -157,9 +149,8 @@ GROUPS = {
 
 def configs() -> list[Config]:
     """Tasks and groups; in these each task counts alike, as in the official averages."""
-    groups = [
-        group_config(name, [f"pod_leval_{task}" for task in members]) for name, members in GROUPS.items()
-    ]
+    prefix = "pod_leval"
+    groups = [group_config(prefix, name.removeprefix(prefix), members) for name, members in GROUPS.items()]
     return [*(_task(name, task) for name, task in TASKS.items()), *groups]
 
 

@@ -4,13 +4,13 @@ A task's numbers are those of LongBench's config/dataset2maxlen.json, eval.py an
 its prompts are config/dataset2prompt.json itself (copyright 2023 THU-KEG & Zhipu AI, MIT), where {context} and {input} are a row's fields.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pod.eval.suites import data
-from pod.eval.suites.configs import Config, group_config, task_config
+from pod.eval.suites.configs import Config, Row, Scorer, group_config, scorer, task_config
 from pod.eval.suites.longbench import metrics
 from pod.files import read_json
 
@@ -22,8 +22,6 @@ TERMS = {
 }
 LENGTH_GROUPS = ("score_0_4k", "score_4_8k", "score_8k")
 FIELDS = ("input", "context", "answers", "length", "all_classes", "_id")
-Scores = dict[str, float]
-Scorer = Callable[[dict[str, Any], list[str]], Scores]
 
 
 def rows(file: str, **metadata: Any) -> dict[str, Any]:
@@ -51,32 +49,21 @@ def length_group(length: int) -> str:
     return "0_4k" if length < 4000 else "4_8k" if length < 8000 else "8k"
 
 
-def _scorer(
-    name: str,
-    metric: Callable[..., float],
-    first_line: bool = False,
-    fields: Iterable[str] = (),
-    **also: metrics.Metric,
-) -> Scorer:
-    """lm-eval's `process_results`: the score of one answer as `name` and as `score`, which groups average.
+def _scorer(name: str, metric: Callable[..., float], first_line: bool = False, *fields: str) -> Scorer:
+    """first_line: see `metrics.first_line`; fields: of a row, that the metric takes, too."""
 
-    first_line: see `metrics.first_line`; fields: of a row, that the metric takes, too; also: other metrics by what is added to the name.
-    """
+    def value(answer: str, row: Row) -> float:
+        answer = metrics.first_line(answer) if first_line else answer
+        given = [row[field] for field in fields]
+        return metrics.best(lambda *pair: metric(*pair, *given), answer, row["answers"])
 
-    def score(doc: dict[str, Any], results: list[str]) -> Scores:
-        answer = metrics.first_line(results[0]) if first_line else results[0]
-        given = [doc[field] for field in fields]
-        value = metrics.best(lambda *pair: metric(*pair, *given), answer, doc["answers"])
-        others = {f"{name}_{end}": metrics.best(other, answer, doc["answers"]) for end, other in also.items()}
-        return {name: value, "score": value, **others}
-
-    return score
+    return scorer(name, value)
 
 
 def by_length(scorer: Scorer) -> Scorer:
     """The same scorer for LongBench-E, where each sample also counts for its length group."""
 
-    def score(doc: dict[str, Any], results: list[str]) -> Scores:
+    def score(doc: Row, results: list[str]) -> dict[str, float]:
         scores = scorer(doc, results)
         return {**scores, f"score_{length_group(doc['length'])}": scores["score"]}
 
@@ -85,18 +72,21 @@ def by_length(scorer: Scorer) -> Scorer:
 
 qa_f1 = _scorer("qa_f1", metrics.qa_f1)
 qa_f1_zh = _scorer("qa_f1_zh", metrics.qa_f1_zh)
-qa_f1_first_line = _scorer("qa_f1", metrics.qa_f1, first_line=True)
+qa_f1_first_line = _scorer("qa_f1", metrics.qa_f1, True)
 rouge_l = _scorer("rouge_l", metrics.rouge_l)
 rouge_l_zh = _scorer("rouge_l_zh", metrics.rouge_l_zh)
-rouge_l_first_line = _scorer("rouge_l", metrics.rouge_l, first_line=True)
-accuracy_first_line = _scorer("accuracy", metrics.classification, first_line=True, fields=["all_classes"])
+rouge_l_first_line = _scorer("rouge_l", metrics.rouge_l, True)
+accuracy_first_line = _scorer("accuracy", metrics.classification, True, "all_classes")
 accuracy_count = _scorer("accuracy", metrics.count)
 accuracy_retrieval = _scorer("accuracy", metrics.retrieval)
 accuracy_retrieval_zh = _scorer("accuracy", metrics.retrieval_zh)
-# both readings of edit similarity; the official one is the score
-edit_similarity = _scorer(
-    "edit_similarity", metrics.code_similarity, levenshtein=metrics.code_similarity_levenshtein
-)
+
+
+def edit_similarity(doc: Row, results: list[str]) -> dict[str, float]:
+    """Both readings of edit similarity; the official one is the score."""
+    readings = (metrics.code_similarity, metrics.code_similarity_levenshtein)
+    value, other = (metrics.best(reading, results[0], doc["answers"]) for reading in readings)
+    return {"edit_similarity": value, "score": value, "edit_similarity_levenshtein": other}
 
 
 @dataclass(frozen=True)
@@ -178,10 +168,6 @@ def _task(name: str, task: LongBenchTask, in_e: bool = False) -> Config:
     )
 
 
-def _members(names: Iterable[str]) -> list[str]:
-    return [f"pod_longbench_{name}" for name in names]
-
-
 def _categories() -> list[Config]:
     """A group per category of LongBench, its English tasks where it has others, too, and its tasks of LongBench-E."""
     found = dict(CATEGORIES)
@@ -189,7 +175,7 @@ def _categories() -> list[Config]:
         found[f"{category}_e"] = [f"{name}_e" for name in names if TASKS[name].in_e]
         if set(names) & set(CHINESE):
             found[f"{category}_en"] = [name for name in names if name in ENGLISH]
-    return [group_config(f"pod_longbench_{name}", _members(part)) for name, part in found.items()]
+    return [group_config("pod_longbench", f"_{name}", part) for name, part in found.items()]
 
 
 def _groups() -> list[Config]:
@@ -198,14 +184,11 @@ def _groups() -> list[Config]:
     has_others = [name for name, names in CATEGORIES.items() if set(names) & set(CHINESE)]
     english = [f"{name}_en" if name in has_others else name for name in CATEGORIES if name != "synthetic"]
     groups = {
-        "": (CATEGORIES, "members"),
+        "": (list(CATEGORIES), "members"),
         "_e": ([f"{name}_e" for name in CATEGORIES], "members"),
         "_14": (english, "members"),
         "_15": (RAZOR_15, None),
         "_16": (ENGLISH, None),
         "_16_simlayerkv": (SIMLAYERKV_16, None),
     }
-    return [
-        group_config(f"pod_longbench{end}", _members(names), average)
-        for end, (names, average) in groups.items()
-    ]
+    return [group_config("pod_longbench", end, *group) for end, group in groups.items()]

@@ -6,13 +6,14 @@ word lists are those of the package wonderwords (MIT). Nothing is downloaded.
 
 import functools
 import importlib.util
-import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pod.eval.suites import data
+from pod.files import read_json
 
 _PACKAGE, _FOLDER = "long_context_eval", "data/synthetic/json"
 
@@ -72,50 +73,44 @@ def _file(name: str) -> Path:
 
 @functools.cache
 def _essay_words(path: Path) -> list[str]:
-    return re.sub(r"\s+", " ", _json(path)["text"]).strip().split(" ")
+    return re.sub(r"\s+", " ", read_json(path)["text"]).strip().split(" ")
+
+
+Together = tuple[list[str], list[tuple[str, list[str], list[str]]]]
+"""Texts that a data set gives together, and what it asks about them: the question, its answers, the texts that hold them."""
 
 
 @functools.cache
 def _questions(source: str, path: Path) -> tuple[list[Question], list[str]]:
-    content = _json(path)
-    return _squad(content) if source == "squad" else _hotpotqa(content)
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: no JSON ({error})") from None
-
-
-def _squad(content: dict[str, Any]) -> tuple[list[Question], list[str]]:
-    paragraphs = [[part["context"] for part in article["paragraphs"]] for article in content["data"]]
-    documents = sorted({text for article in paragraphs for text in article})
+    together = list((_squad if source == "squad" else _hotpotqa)(read_json(path)))
+    documents = sorted({text for texts, _ in together for text in texts})
     number = {text: index for index, text in enumerate(documents)}
     found = []
-    for article in content["data"]:
-        siblings = list(dict.fromkeys(number[part["context"]] for part in article["paragraphs"]))
-        for part in article["paragraphs"]:
-            own = number[part["context"]]
-            related = [index for index in siblings if index != own]
-            found += [
-                Question(item["question"], [answer["text"] for answer in item["answers"]], [own], related)
-                for item in part["qas"]
-                if not item["is_impossible"]
-            ]
+    for texts, asked in together:
+        given = dict.fromkeys(number[text] for text in texts)
+        for question, answers, holding in asked:
+            own = [number[text] for text in holding]
+            found.append(Question(question, answers, own, [index for index in given if index not in own]))
     return found, documents
 
 
-def _hotpotqa(content: list[dict[str, Any]]) -> tuple[list[Question], list[str]]:
-    def text(title: str, sentences: list[str]) -> str:
-        return f"{title}\n{''.join(sentences)}"
+def _squad(content: dict[str, Any]) -> Iterator[Together]:
+    for parts in (article["paragraphs"] for article in content["data"]):
+        asked = [
+            (part["context"], item) for part in parts for item in part["qas"] if not item["is_impossible"]
+        ]
+        yield (
+            [part["context"] for part in parts],
+            [
+                (item["question"], [answer["text"] for answer in item["answers"]], [text])
+                for text, item in asked
+            ],
+        )
 
-    documents = sorted({text(*part) for item in content for part in item["context"]})
-    number = {document: index for index, document in enumerate(documents)}
-    found = []
+
+def _hotpotqa(content: list[dict[str, Any]]) -> Iterator[Together]:
     for item in content:
         needed = {title for title, _ in item["supporting_facts"]}
-        gold = [number[text(*part)] for part in item["context"] if part[0] in needed]
-        rest = [number[text(*part)] for part in item["context"] if part[0] not in needed]
-        found.append(Question(item["question"], [item["answer"]], gold, rest))
-    return found, documents
+        texts = {title: f"{title}\n{''.join(sentences)}" for title, sentences in item["context"]}
+        holding = [text for title, text in texts.items() if title in needed]
+        yield list(texts.values()), [(item["question"], [item["answer"]], holding)]

@@ -11,7 +11,7 @@ import re
 import string
 import uuid
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from pod.eval.suites.lengths import count_tokens, largest_fit
 from pod.eval.suites.ruler import corpora
@@ -29,17 +29,6 @@ class Sample:
     prompt: str
     prefix: str
     answers: list[str]
-
-
-class Generator(Protocol):
-    """smallest: the least size that a task has."""
-
-    @property
-    def smallest(self) -> int: ...
-
-    def sample(self, rng: random.Random, index: int, size: int) -> Sample:
-        """The sample `index` at a size. Equal arguments give equal samples."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -219,11 +208,10 @@ class Documents:
     def sample(self, rng: random.Random, index: int, size: int) -> Sample:
         question = self.questions[index]
         size = max(size, len(question.documents))
-        chosen = question.documents + _some(rng, question.related, size - len(question.documents))
-        if size > len(chosen):
-            known = set(chosen)
-            others = [number for number in range(len(self.documents)) if number not in known]
-            chosen += _some(rng, others, size - len(chosen))
+        chosen = [*question.documents, *_some(rng, question.related, size - len(question.documents))]
+        known = set(chosen)
+        others = [number for number in range(len(self.documents)) if number not in known]
+        chosen += _some(rng, others, size - len(chosen))
         texts = [self.documents[number] for number in chosen]
         while len(texts) < size:
             texts += self.documents[: size - len(texts)]
@@ -233,6 +221,10 @@ class Documents:
         return Sample(
             prompt.text.format(context=context, query=question.text), prompt.prefix, question.answers
         )
+
+
+Generator = Needles | VariableTracking | CommonWords | FrequentWords | Documents
+"""Each has `smallest`, the least size that a task has, and `sample`: equal arguments give equal samples."""
 
 
 def _some(rng: random.Random, items: list[int], count: int) -> list[int]:

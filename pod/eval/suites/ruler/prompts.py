@@ -5,7 +5,10 @@ prefix stands behind the prompt, or begins the assistant's turn of a chat.
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from pod.files import read_json
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -34,41 +37,7 @@ class RulerTask:
     binary: bool = False
 
 
-PROMPTS = {
-    "niah": Prompt(
-        "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you about the {kind} "
-        "afterwards.\n{context}\nWhat are all the special magic {kind} for {query} mentioned in the provided text?",
-        " The special magic {kind} for {query} mentioned in the provided text are",
-        128,
-    ),
-    "vt": Prompt(
-        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: Find all "
-        "variables that are assigned the value {query} in the text above.",
-        " Answer: According to the chain(s) of variable assignment in the text above, {number} variables are assigned the value "
-        "{query}, they are: ",
-        30,
-    ),
-    "cwe": Prompt(
-        "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that appear most "
-        "often.\n{context}\nQuestion: What are the 10 most common words in the above list?",
-        " Answer: The top 10 words that appear most often in the list are:",
-        120,
-    ),
-    "fwe": Prompt(
-        "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared coded "
-        "words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most "
-        "frequently appeared words in the above coded text?",
-        " Answer: According to the coded text above, the three most frequently appeared words are:",
-        50,
-    ),
-    "qa": Prompt(
-        "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\nThe "
-        "following are given documents.\n\n{context}\n\nAnswer the question based on the given documents. Only give me the answer "
-        "and do not output any other words.\n\nQuestion: {query}",
-        " Answer:",
-        32,
-    ),
-}
+PROMPTS = {name: Prompt(**row) for name, row in read_json(Path(__file__).with_name("prompts.json")).items()}
 
 
 def _niah(haystack: str, keys: str = "words", values: str = "numbers", **counts: int) -> RulerTask:

@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from pod.eval.suites import data
-from pod.eval.suites.configs import Config, group_config, task_config
+from pod.eval.suites.configs import Config, Row, group_config, scorer, task_config
 from pod.eval.suites.lengths import BUILT, NAMES, Rows, chat_tokens, count_tokens, largest_fit
 from pod.eval.suites.ruler.generators import (
     CommonWords,
@@ -111,17 +111,14 @@ def clean(prediction: str) -> str:
     return _CONTROL.sub("\n", prediction.strip()).strip()
 
 
-def score_all(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """string_match_all: the share of the answers that stand in the prediction, whatever their case."""
-    text = clean(results[0]).lower()
-    value = sum(answer.lower() in text for answer in doc["answers"]) / len(doc["answers"])
-    return {"score": value, "string_match_all": value}
+def found(prediction: str, row: Row) -> float:
+    """The share of the answers that stand in the prediction, whatever their case."""
+    text = clean(prediction).lower()
+    return sum(answer.lower() in text for answer in row["answers"]) / len(row["answers"])
 
 
-def score_part(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """string_match_part: whether any of them does."""
-    value = float(score_all(doc, results)["score"] > 0)
-    return {"score": value, "string_match_part": value}
+score_all = scorer("string_match_all", found)
+score_part = scorer("string_match_part", lambda prediction, row: float(found(prediction, row) > 0))
 
 
 def configs() -> list[Config]:
@@ -132,7 +129,7 @@ def configs() -> list[Config]:
         *((f"pod_ruler_{name}", n) for name, n in NAMES.items()),
     ]:
         found += [_task(f"{prefix}_{task}", task, length) for task in TASKS]
-        found.append(group_config(prefix, [f"{prefix}_{task}" for task in TASKS]))
+        found.append(group_config(prefix, "", TASKS))
         found += _by_type(prefix) if prefix != "pod_ruler" else []
     return found
 
@@ -164,6 +161,6 @@ def _by_type(prefix: str) -> list[Config]:
     """Groups of the kinds that have several tasks, and one of all kinds: the mean over eight kinds instead of thirteen tasks, as in
     SimLayerKV's Table 3."""
     several = {kind: tasks for kind, tasks in TYPES.items() if len(tasks) > 1}
-    kinds = [f"{prefix}_{kind if kind in several else tasks[0]}" for kind, tasks in TYPES.items()]
-    groups = [group_config(f"{prefix}_{k}", [f"{prefix}_{task}" for task in t]) for k, t in several.items()]
-    return [*groups, group_config(f"{prefix}_by_type", kinds, "members")]
+    kinds = [kind if kind in several else tasks[0] for kind, tasks in TYPES.items()]
+    groups = [group_config(prefix, f"_{kind}", tasks) for kind, tasks in several.items()]
+    return [*groups, group_config(prefix, "_by_type", kinds, "members")]
