@@ -12,7 +12,7 @@ from pod.eval.answer.methods import safe_name
 from pod.eval.report import paper_tables
 from pod.eval.report.merge import merge
 from pod.eval.report.names import CATEGORIES
-from pod.eval.report.page import Fold
+from pod.eval.report.page import Section
 from pod.eval.report.paper_tables import Published, load, paper_name, relative_drop, same_model
 from pod.eval.report.tables import suite_table
 from pod.eval.suites.configs import suite_configs
@@ -196,7 +196,7 @@ def table_of(folder, published, model=None):
 
 def tables_of(comparison, published, model=None):
     found = paper_tables.blocks(comparison, published, model)[:-1]
-    tables = {block.title: block.blocks[0] if isinstance(block, Fold) else block for block in found}
+    tables = {block.title: block.blocks[0] if isinstance(block, Section) else block for block in found}
     return {title: [[cell.text for cell in row] for row in table.rows] for title, table in tables.items()}
 
 

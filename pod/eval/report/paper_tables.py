@@ -12,7 +12,7 @@ from pod.eval.answer.methods import BASE
 from pod.eval.report.merge import Comparison, Entry, base_name
 from pod.eval.report.names import CATEGORIES, parts_of, suite_of
 from pod.eval.report.notes import sentences
-from pod.eval.report.page import Block, Cell, Fold, Notes, Table, cell
+from pod.eval.report.page import Block, Cell, Notes, Section, Table, cell
 from pod.eval.report.tables import bytes_at, median, saving_of, speed_of
 
 COLUMNS = ("paper", "table", "model", "benchmark", "task", "method", "setting", "metric", "value")
@@ -114,7 +114,7 @@ def blocks(comparison: Comparison, published: list[Published], model: str | None
             body = _rows(own, rows)
             if body:
                 long = len(body) > _OPEN_ROWS
-                found.append(Fold(title, [Table(_HEADS, body)]) if long else Table(_HEADS, body, title))
+                found.append(Section(title, [Table(_HEADS, body)]) if long else Table(_HEADS, body, title))
     return [*found, Notes(sentences("papers"))] if found else []
 
 
@@ -149,7 +149,7 @@ def _row(row: Published, base: float | None, entry: Entry, ours: Ours) -> list[C
 def _ours(entries: list[Entry], entry: Entry, row: Published, published: list[Published]) -> Ours | None:
     """Our number for a published one, None when we did not measure it. Of bytes and speeds it is that of the longest length."""
     timed, held = speed_of(entry), bytes_at(entry, None)
-    if row.task == "decode" and timed is not None:
+    if row.task == "decode" and timed:
         rate, ratio = timed["decode_tokens_per_second"], timed.get("speed_over_full")
         return Ours(median(rate), median(ratio), f"at {timed['length']:,} tokens")
     if row.task == "kv_saving" and held is not None:
