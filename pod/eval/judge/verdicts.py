@@ -148,18 +148,13 @@ def paired_samples(own: Payload, base: Payload) -> tuple[list[tuple[dict, dict]]
         other = others.get(sample["id"])
         if other is None:
             continue
-        if prompt_of(sample) and prompt_of(other) and prompt_of(sample) != prompt_of(other):
+        if len({sample.get("prompt_hash"), other.get("prompt_hash")} - {None}) > 1:
             left_out["another prompt"] += 1
         elif own["kind"] == "nll" and sample["tokens"] != other["tokens"]:
             left_out["another number of scored tokens"] += 1
         else:
             pairs.append((sample, other))
     return pairs, dict(left_out)
-
-
-def prompt_of(sample: dict[str, Any]) -> str | None:
-    """Hash of a sample's prompt."""
-    return sample.get("prompt_hash")
 
 
 def _over_strata(payload: Payload, samples: list[dict], of: Any) -> Estimate:

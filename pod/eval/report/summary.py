@@ -3,55 +3,36 @@
 import os
 from typing import Any
 
-from pod.eval.answer.methods import BASE
-from pod.eval.report.merge import Entry, merge
-from pod.eval.report.tables import bytes_at, common_length, speed_of
-
-_BYTES = ("length", "bytes", "dense_bytes", "saving", "bytes_over_pod", "budget_tokens")
-_KEYS = (
-    *("method", "title", "status", "error", "model"),
-    *("perplexity", "perplexity_ci95", "sequences", "change", "change_ci95"),
-    *("passkey", "passkey_correct", "passkey_prompts", "passkey_ci95", *_BYTES),
-    *("tokens_per_second", "speed_over_full", "first_token_seconds", "speed_length"),
-)
+from pod.eval.report.merge import merge
+from pod.eval.report.tables import bytes_at, common_length, saving_of, speed_of
 
 
 def summarise(folder: str | os.PathLike, methods: list[str]) -> list[dict[str, Any]]:
     """Rows in the order of `methods`; a value that was not measured is None.
 
-    Keys: method, title, status, error, model; perplexity, perplexity_ci95, sequences, change, change_ci95 (relative to `full`,
-    paired over sequences); passkey, passkey_correct, passkey_prompts, passkey_ci95; length, bytes, dense_bytes, saving,
-    bytes_over_pod, budget_tokens (one sequence, at the longest length that was measured for all); tokens_per_second,
-    speed_over_full, first_token_seconds, speed_length.
+    Keys: method, title, status, error, model; perplexity and passkey, both with …_ci95 and …_samples; change, change_ci95 (of
+    perplexity, relative to `full`, paired over sequences); length, bytes, dense_bytes, budget_tokens, saving (one sequence, at the
+    longest length that was measured for all); tokens_per_second, speed_over_full, first_token_seconds, speed_length.
     """
     comparison = merge([folder])
     entries = {entry.method: entry for entry in comparison.entries}
-    shown = [entries[name] for name in methods if name in entries]
-    length, rows = common_length(shown), []
+    shown, rows = [entries[name] for name in methods if name in entries], []
     for entry in shown:
-        found = {key: entry.content.get(key) for key in _KEYS[:5]} | _scores(entry)
-        against = comparison.against(entry, ("perplexity",)) if "perplexity" in entry.parts else None
-        if entry is entries.get(BASE) and "perplexity" in entry.parts:
-            found |= {"change": 0.0, "change_ci95": [0.0, 0.0]}
-        elif against is not None and not against.unpaired and not against.left_out:
-            found |= {"change": against.delta, "change_ci95": against.estimate.interval}
-        if held := bytes_at(entry, length):
-            found |= {key: held[key] for key in _BYTES}
-        if timed := speed_of(entry):
-            found |= {"tokens_per_second": timed["decode_tokens_per_second"], "speed_length": timed["length"]}
-            found |= {"speed_over_full": timed.get("speed_over_full")}
-            found |= {"first_token_seconds": timed["time_to_first_token_seconds"]}
-        rows.append(dict.fromkeys(_KEYS) | found)
+        row = {key: entry.content.get(key) for key in ("method", "title", "status", "error", "model")}
+        for task in ("perplexity", "passkey"):
+            part = entry.parts.get(task) or {"samples": []}
+            row |= {task: part.get("value"), f"{task}_ci95": part.get("ci95")}
+            row[f"{task}_samples"] = len(part["samples"])
+        against = comparison.against(entry, ("perplexity",))
+        whole = against is not None and not against.unpaired and not against.left_out
+        row |= {"change": against.delta if whole else None}
+        row |= {"change_ci95": against.estimate.interval if whole else None}
+        held, timed = bytes_at(entry, common_length(shown)), speed_of(entry)
+        row |= {key: held and held[key] for key in ("length", "bytes", "dense_bytes", "budget_tokens")}
+        row |= {"saving": held and saving_of(held), "speed_over_full": timed.get("speed_over_full")}
+        row |= {
+            "tokens_per_second": timed.get("decode_tokens_per_second"),
+            "speed_length": timed.get("length"),
+        }
+        rows.append(row | {"first_token_seconds": timed.get("time_to_first_token_seconds")})
     return rows
-
-
-def _scores(entry: Entry) -> dict[str, Any]:
-    passkey, perplexity = (entry.parts.get(task, {}) for task in ("passkey", "perplexity"))
-    total, found = perplexity.get("total", {}), passkey.get("samples")
-    return {
-        **{"perplexity": total.get("perplexity"), "perplexity_ci95": total.get("ci95")},
-        **{"sequences": total.get("sequences"), "passkey": passkey.get("value")},
-        "passkey_correct": found and int(sum(sample["score"] for sample in found)),
-        "passkey_prompts": found and len(found),
-        "passkey_ci95": passkey.get("ci95"),
-    }
