@@ -10,11 +10,11 @@ from torch import Tensor
 
 from pod.eval.answer.budget import Span
 from pod.eval.answer.methods import BASE, Method, find_method
-from pod.eval.judge.intervals import spread
 from pod.eval.results import RunResults, code_identity, fingerprint, one_line
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.measure import max_batch, memory, race
 from pod.measure.machine import environment
+from pod.measure.race import spread
 
 if TYPE_CHECKING:
     from pod.eval.runner import Evaluation
