@@ -3,7 +3,6 @@
 import csv
 import itertools
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -15,7 +14,6 @@ from pod.eval.report.notes import sentences
 from pod.eval.report.page import Block, Cell, Notes, Section, Table, cell
 from pod.eval.report.tables import bytes_at, median, saving_of, speed_of
 
-COLUMNS = ("paper", "table", "model", "benchmark", "task", "method", "setting", "metric", "value")
 TITLES = {name.lower(): name for name in ("PoD", "SimLayerKV", "D2O", "RazorAttention", "IMDC")}
 _CHINESE = {"multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh"}
 _RULER = {f"niah_{kind}": [f"niah_{kind}_{n}" for n in (1, 2, 3)] for kind in ("single", "multikey")}
@@ -30,8 +28,7 @@ _LENGTH = re.compile(r"_\d+k$")
 _STANDARD = ("mmlu", "hellaswag", "arc_easy", "arc_challenge", "humaneval")
 
 
-@dataclass(frozen=True)
-class Published:
+class Published(NamedTuple):
     """One printed number. value: as printed; metric `score` is 0 to 100, anything else names its unit."""
 
     paper: str
@@ -43,6 +40,9 @@ class Published:
     setting: str
     metric: str
     value: float
+
+
+COLUMNS = Published._fields
 
 
 def load(folder: str | Path | None = None) -> list[Published]:

@@ -113,8 +113,7 @@ def _race(run: "Evaluation", length: int, errors: dict[str, Exception]) -> dict[
     race.race(contestants, args.efficiency_tokens, args.efficiency_repeats)
     contestants = _still_in(contestants, errors)
     base = next((one for one in contestants if one.name == BASE), None)
-    steps = args.efficiency_tokens
-    return {one.name: rows[one.name] | speeds(one, base, steps, length) for one in contestants}
+    return {one.name: rows[one.name] | speeds(one, base, args.efficiency_tokens) for one in contestants}
 
 
 def _still_in(contestants: list[race.Contestant], errors: dict[str, Exception]) -> list[race.Contestant]:
@@ -161,24 +160,14 @@ def _largest_batch(run: "Evaluation", method: Method, prompt: int, generated: in
     return row | (tries.throughput(row["batch"]) if options.throughput and row["batch"] else {})
 
 
-def speeds(
-    contestant: race.Contestant, base: race.Contestant | None, steps: int, prompt: int, batch: int = 1
-) -> dict[str, Any]:
-    """Seconds to the first token and tokens per second (median, min, max over the repeats), and the ratios to `base`, taken round by round.
-
-    prompt: tokens per row.
-    """
+def speeds(contestant: race.Contestant, base: race.Contestant | None, steps: int) -> dict[str, Any]:
+    """Seconds to the first token and tokens per second (median, min, max over the repeats), and the ratios to `base`, taken round by round."""
     first = spread(contestant.prompt_seconds)
-    result: dict[str, Any] = {
-        "time_to_first_token_seconds": first["median"],
-        "time_to_first_token": first,
-        "prefill_tokens_per_second": prompt * batch / first["median"],
-        "decode_tokens_per_second": spread([steps * batch / seconds for seconds in contestant.seconds]),
-        "seconds_per_repeat": contestant.seconds,
-    }
+    rates = spread([steps / seconds for seconds in contestant.seconds])
+    found: dict[str, Any] = {"time_to_first_token_seconds": first["median"], "time_to_first_token": first}
+    found["decode_tokens_per_second"] = rates
     if base is not None:
-        pairs = zip(base.seconds, contestant.seconds, strict=True)
-        result["speed_over_full"] = spread([other / own for other, own in pairs])
-        pairs = zip(base.prompt_seconds, contestant.prompt_seconds, strict=True)
-        result["prefill_speed_over_full"] = spread([other / own for other, own in pairs])
-    return result
+        for name, of in (("speed_over_full", "seconds"), ("prefill_speed_over_full", "prompt_seconds")):
+            pairs = zip(getattr(base, of), getattr(contestant, of), strict=True)
+            found[name] = spread([other / own for other, own in pairs])
+    return found
