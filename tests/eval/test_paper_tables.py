@@ -367,7 +367,7 @@ def test_wrong_files_are_one_line(tmp_path):
     with pytest.raises(ValueError, match=r"x.csv must have the columns paper, .* it has paper, value"):
         load(tmp_path)
     file.write_text(",".join(paper_tables.COLUMNS) + "\npod,1,m,b,t,full,,score,4x\n")
-    with pytest.raises(ValueError, match=r"x.csv, line 2: '4x' is no number"):
+    with pytest.raises(ValueError, match=r"x.csv, line 2: could not convert string to float: '4x'"):
         load(tmp_path)
     file.write_text(",".join(paper_tables.COLUMNS) + "\npod,1,m,b,t,full,,score,4\n")
     assert load(tmp_path) == [Published("pod", "1", "m", "b", "t", "full", "", "score", 4.0)]

@@ -57,15 +57,13 @@ def perplexity_of(sums: Sequence[float], counts: Sequence[int]) -> dict[str, Any
     """Perplexity of sequences from their summed NLL (nats) and scored tokens.
 
     Returns:
-        tokens, sequences, mean_nll, standard_error (of the mean NLL), perplexity, ci95 (None for one sequence).
+        tokens, sequences, mean_nll, perplexity, ci95 (None for one sequence).
     """
     found = intervals.mean(sums, counts)
-    error = None if found.high is None else (found.high - found.value) / intervals.critical(found.freedom)
     return {
         "tokens": int(sum(counts)),
         "sequences": len(sums),
         "mean_nll": found.value,
-        "standard_error": error,
         "perplexity": math.exp(found.value),
         "ci95": found.mapped(math.exp).interval,
     }

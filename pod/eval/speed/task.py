@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from pod.eval.answer.budget import Span
-from pod.eval.answer.methods import BASE, Method, find_method
+from pod.eval.answer.methods import BASE, find_method
 from pod.eval.results import RunResults, code_identity, fingerprint, one_line
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.measure import max_batch, memory, race
@@ -136,12 +136,19 @@ def _largest_batches(
     run: "Evaluation", prompt: int, generated: int, errors: dict[str, Exception]
 ) -> dict[str, dict[str, Any]]:
     """The largest batch of every method for a prompt and a number of generated tokens."""
-    asked = {"prompt": prompt, "generated": generated, "limit_bytes": run.speed.memory_limit}
+    limit, span = run.speed.memory_limit, Span(prompt + generated - 1, generated - 1)
     rows: dict[str, dict[str, Any]] = {}
     for one in map(race.Contestant, run.args.methods):
         with one.trying():
-            rows[one.name] = asked | _largest_batch(run, find_method(one.name), prompt, generated)
-            run.log(f"{one.name}: {rows[one.name]['batch']} rows of {prompt} + {generated} tokens")
+            subject = run.subject(find_method(one.name))
+            make_cache = partial(subject.cache, span)
+            tries = max_batch.Tries(subject.model, make_cache, prompt, generated, limit, run.recipe.seed)
+            row = {"prompt": prompt, "generated": generated, "limit_bytes": limit}
+            row |= max_batch.search(tries, run.speed.max_batch_rows) | {"budget_tokens": subject.budget(span)}
+            if run.speed.throughput and row["batch"]:
+                row |= tries.throughput(row["batch"])
+            rows[one.name] = row
+            run.log(f"{one.name}: {row['batch']} rows of {prompt} + {generated} tokens")
         if one.failed is not None:
             errors[one.name] = ValueError(f"max_batch {prompt} + {generated}: {one_line(one.failed)}")
     for key in ("batch", "fractional_batch", "tokens_per_second"):
@@ -149,15 +156,6 @@ def _largest_batches(
         for row in rows.values():
             row[f"{key}_over_full"] = row[key] / base if row.get(key) and base else None
     return rows
-
-
-def _largest_batch(run: "Evaluation", method: Method, prompt: int, generated: int) -> dict[str, Any]:
-    subject, options, span = run.subject(method), run.speed, Span(prompt + generated - 1, generated - 1)
-    limit, make_cache = options.memory_limit, partial(subject.cache, span)
-    tries = max_batch.Tries(subject.model, make_cache, prompt, generated, limit, run.recipe.seed)
-    row = max_batch.search(tries, options.max_batch_rows)
-    row["budget_tokens"] = subject.budget(span)
-    return row | (tries.throughput(row["batch"]) if options.throughput and row["batch"] else {})
 
 
 def speeds(contestant: race.Contestant, base: race.Contestant | None, steps: int) -> dict[str, Any]:
