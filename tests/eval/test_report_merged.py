@@ -382,7 +382,7 @@ def test_files_of_another_schema_are_named(tmp_path):
     old = result_file("h2o", {"niah": needles("h2o")}) | {"schema": 1}
     folder = write(tmp_path, full=result_file("full", {"niah": needles("full")}), h2o=old)
     lines = report_notes.warnings(merge([folder]))
-    assert lines == [f"{tmp_path.name}: h2o.json has schema 1, this report reads 2: measure again"]
+    assert lines == [f"{tmp_path.name}: h2o.json is of an older form (schema 1): measure again"]
 
 
 def test_tones_and_csv_follow_the_verdicts_of_the_page(comparison):

@@ -80,6 +80,10 @@ class Table:
         """Numbers of the rows that stand out."""
         return {number for number, row in enumerate(self.rows) if row[0].text.partition(" · ")[0] in _OURS}
 
+    def texts(self) -> list[dict[str, str]]:
+        """What stands in every row, by head."""
+        return [dict(zip(self.columns, map(_oneline, row), strict=True)) for row in self.rows]
+
 
 @dataclass
 class Notes:
