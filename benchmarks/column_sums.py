@@ -35,10 +35,10 @@ from gpu_tools import (
 )
 from torch.profiler import ProfilerActivity, profile
 
-from pod.eval.judge.intervals import spread
 from pod.files import write_json
 from pod.kernels.statistics import attention_column_sums, attention_rows
 from pod.measure.machine import environment
+from pod.measure.race import spread
 
 RESULTS = Path(__file__).parent / "results" / "column_sums.json"
 SHAPES = ((1, 1, 64, 1 << 30), (8, 2, 128, 4096))

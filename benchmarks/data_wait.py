@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from pod.data import PackedDataset, write_packed_rows
-from pod.eval.judge.intervals import spread
 from pod.files import write_json
 from pod.measure.machine import environment
+from pod.measure.race import spread
 from pod.training.args import TrainArgs
 from pod.training.batches import StepBatches
 

@@ -25,10 +25,9 @@ import pod
 from pod.bench.args import FULL, parse_method
 from pod.bench.decode_bytes import ceiling, spread_plan
 from pod.bench.decode_speed import sizes_of
-from pod.eval.judge.intervals import spread
 from pod.files import read_json, write_json
 from pod.measure.machine import environment
-from pod.measure.race import Contestant, race, without_attention
+from pod.measure.race import Contestant, race, spread, without_attention
 from pod.modeling.shipped import decode
 from pod.modeling.shipped.attend import Tokens
 from pod.modeling.shipped.sharing import roles_of

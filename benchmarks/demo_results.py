@@ -6,11 +6,11 @@ python benchmarks/demo_results.py [runs/demo]
 import sys
 from pathlib import Path
 
-from pod.eval.report.summary import summarise
+from pod.eval.report.merge import merge
+from pod.eval.report.tables import overview
 from pod.files import read_json, write_json
 from pod.modeling.shipped.sharing import SharingPlan
 
-METHODS = ["full", "pod", "pod-unadapted", "int4", "razor", "snapkv"]
 RESULTS = Path(__file__).parent / "results" / "demo_smollm2.json"
 
 
@@ -30,7 +30,7 @@ def main(folder: Path) -> None:
         "steps": {
             name: {key: step[key] for key in ("seconds", "peak_bytes")} for name, step in steps.items()
         },
-        "methods": summarise(folder / "eval", METHODS),
+        "methods": overview(merge([folder])).texts(),
     }
     write_json(RESULTS, content)
     print(f"wrote {RESULTS}")

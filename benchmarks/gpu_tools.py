@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from pod.eval.judge.intervals import spread
 from pod.eval.results import one_line
 from pod.files import write_json
 from pod.measure.machine import environment
+from pod.measure.race import spread
 
 Contestant = Callable[[Callable[[], None]], Any]
 RESULTS = Path(__file__).parent / "results" / "gpu"

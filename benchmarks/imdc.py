@@ -32,9 +32,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
-from pod.eval.judge.intervals import spread
 from pod.files import write_json
 from pod.measure.machine import environment
+from pod.measure.race import spread
 from pod.modeling.methods import imdc
 from pod.modeling.methods.imdc_schedule import PromptSchedule, Settings, prompt_schedule
 

@@ -16,10 +16,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
-from pod.eval.judge.intervals import spread
 from pod.files import write_json
 from pod.measure.machine import environment
-from pod.measure.race import Contestant, race, without_attention
+from pod.measure.race import Contestant, race, spread, without_attention
 
 _ROOM = 256  # decoded tokens, at least (repeats + 1) · steps
 RESULTS = Path(__file__).parent / "results" / "int4_cpu.json"

@@ -20,10 +20,9 @@ from typing import Any
 import torch
 
 import pod
-from pod.eval.judge.intervals import spread
 from pod.files import write_json
 from pod.measure.machine import environment
-from pod.measure.race import Contestant, fill, in_turns, race, warm_up, without_attention
+from pod.measure.race import Contestant, fill, in_turns, race, spread, warm_up, without_attention
 
 LAYERS, HIDDEN, QUERY_HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4, 128, 8, 2, 128, 512
 LENGTHS, SHARE, ROOM = (8192, 32768), 8, 512

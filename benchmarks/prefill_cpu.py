@@ -127,8 +127,7 @@ def write_models(folder: Path, longest: int) -> dict[str, str]:
 
 def compare(name: str, runs: dict[str, Any], repeats: int, warm_up: bool) -> dict[str, Any]:
     """Race two functions that return seconds; the ratio is that of the second to the first."""
-    from pod.eval.judge.intervals import spread
-    from pod.measure.race import in_turns
+    from pod.measure.race import in_turns, spread
 
     seconds: dict[str, list[float]] = {key: [] for key in runs}
     for round_number in range(-int(warm_up), repeats):

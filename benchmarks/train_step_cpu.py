@@ -19,9 +19,9 @@ import torch
 from gpu_tools import goal_row
 
 import pod
-from pod.eval.judge.intervals import spread
 from pod.files import write_json
 from pod.measure.machine import environment
+from pod.measure.race import spread
 from pod.training.args import TrainArgs
 from pod.training.optim import make_optimizer
 

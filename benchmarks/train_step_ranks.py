@@ -30,9 +30,9 @@ from train_step_cpu import GOAL, SIZES, make_plan, ratios
 
 import pod
 from pod.data import PackedDataset, write_packed_rows
-from pod.eval.judge.intervals import spread
 from pod.files import read_json, write_json
 from pod.measure.machine import environment
+from pod.measure.race import spread
 from pod.training.args import TrainArgs
 from pod.training.estimate import carried_heads
 

@@ -405,8 +405,7 @@ def check_export(recipe: Recipe) -> None:
 
 
 def summary(recipe: Recipe, state: dict[str, Any], seconds: float) -> list[str]:
-    """Ten lines: what was made and measured, and where the report is."""
-    rows = _evaluated(recipe)
+    """What was made and measured, in a line each, and where the report is."""
     peak = max(step["peak_bytes"] for step in state.values())
     spent = sum(step["seconds"] for step in state.values())
     return [
@@ -415,34 +414,20 @@ def summary(recipe: Recipe, state: dict[str, Any], seconds: float) -> list[str]:
         _data_line(recipe),
         _training_line(recipe),
         _export_line(recipe),
-        "perplexity  " + _per_method(rows, "perplexity", "{:.2f}".format),
-        "passkey     " + _per_method(rows, "passkey", "{:.0%}".format),
-        "bytes       "
-        + _per_method(rows, "bytes", lambda size: f"{size / 1e6:.2f} MB")
-        + _length(rows, "length"),
-        "tokens/s    " + _per_method(rows, "tokens_per_second", _median) + _length(rows, "speed_length"),
+        *_evaluated(recipe),
         f"report      {recipe.eval_dir / 'report.html'}  ({seconds:.0f} s now, {spent:.0f} s without caches, peak {peak / 1e9:.1f} GB)",
     ]
 
 
-def _evaluated(recipe: Recipe) -> list[dict[str, Any]]:
-    from pod.eval.report.summary import summarise
+def _evaluated(recipe: Recipe) -> list[str]:
+    """The report's first table, a line per column."""
+    from pod.eval.report.merge import merge
+    from pod.eval.report.tables import overview
 
-    return summarise(recipe.eval_dir, recipe.eval.methods)
-
-
-def _per_method(rows: list[dict[str, Any]], key: str, shown: Callable[[Any], str]) -> str:
-    values = [f"{row['method']} {shown(row[key])}" for row in rows if row.get(key) is not None]
-    return ", ".join(values) or "not measured"
-
-
-def _median(value: Any) -> str:
-    return f"{value['median'] if isinstance(value, dict) else value:.1f}"
-
-
-def _length(rows: list[dict[str, Any]], key: str) -> str:
-    lengths = {row[key] for row in rows if row.get(key) is not None}
-    return f"  (at {max(lengths)} tokens)" if lengths else ""
+    table = overview(merge([recipe.eval_dir]))
+    rows = {row[0].text: [cell.text for cell in row[1:]] for row in table.rows}
+    columns = enumerate(table.columns[1:])
+    return [f"{head:<11} {', '.join(f'{m} {row[n]}' for m, row in rows.items())}" for n, head in columns]
 
 
 def _plan_line(recipe: Recipe) -> str:

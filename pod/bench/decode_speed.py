@@ -27,10 +27,10 @@ from pod.bench import decode_bytes
 from pod.bench.args import FULL, BenchMethod
 from pod.bench.decode_bytes import Sizes
 from pod.bench.dense_decode import candidates
-from pod.eval.judge.intervals import spread
 from pod.eval.results import one_line
 from pod.measure import race
 from pod.measure.memory import now
+from pod.measure.race import spread
 from pod.modeling.loading import with_plan
 from pod.modeling.shipped.layout import PodCacheLayer
 

@@ -1,6 +1,6 @@
 """What an evaluation measures: the `eval` section of the recipe. Standard library only."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from pod.eval.answer.methods import check_names, find_method
@@ -8,17 +8,6 @@ from pod.eval.presets import with_preset
 
 TASKS = ("perplexity", "passkey", "efficiency")
 STEPS = ("answer", "score", "report")
-_COUNTS = (
-    *(
-        "text_length",
-        "text_sequences",
-        "min_context",
-        "scored_tokens",
-        "passkey_samples",
-        "passkey_new_tokens",
-    ),
-    *("batch_size", "efficiency_tokens", "efficiency_repeats", "limit", "max_length"),
-)
 
 
 @dataclass(kw_only=True)
@@ -161,11 +150,10 @@ class EvalArgs:
                     )
 
     def _check_numbers(self) -> None:
-        for name in _COUNTS:
-            value = getattr(self, name)
-            if (type(value) is not int or value < 1) and not (
-                value is None and name in ("limit", "max_length")
-            ):
+        for item in fields(self):
+            name, value = item.name, getattr(self, item.name)
+            whole = type(value) is int and value >= 1
+            if item.type in (int, int | None) and not whole and (value is not None or item.type is int):
                 raise ValueError(f"eval.{name} must be a whole number of at least 1, got {value!r}")
         for name in ("passkey_lengths", "efficiency_lengths"):
             value = getattr(self, name)

@@ -45,10 +45,9 @@ def _built(recipe: "Recipe", names: list[str]) -> tuple[list[Any], list[str]]:
     except (ValueError, OSError) as error:
         text = " ".join(str(error).split())
         return [], [f"Not counted: {', '.join(names)}. As things are, the evaluation would end with: {text}"]
-    tasks = [run.tasks[name] for name in names]
-    uncounted = [task.name for task in tasks if not hasattr(task, "token_counts")]
-    lines = [f"Not counted: {', '.join(uncounted)}"] if uncounted else []
-    return [task for task in tasks if hasattr(task, "token_counts")], lines
+    counted = [name for name in names if hasattr(run.tasks[name], "token_counts")]
+    others = ", ".join(name for name in names if name not in counted)
+    return [run.tasks[name] for name in counted], [f"Not counted: {others}"] if others else []
 
 
 def token_counts(args: EvalArgs, name: str) -> tuple[int, int]:

@@ -49,20 +49,15 @@ class Evaluation:
 
     def _check_lengths(self) -> None:
         """ValueError for a task that no method can be fed, and for speeds that some method cannot be measured at."""
-        methods = [find_method(name) for name in self.args.methods]
-
-        def reasons(longest: int) -> list[str | None]:
-            return [self.models.too_long(method, longest) for method in methods]
-
-        for name, task in self.tasks.items():
-            if all(found := reasons(task.longest())):
-                raise ValueError(
-                    f"{name} would {found[0]}: lower its lengths (eval.text_length, eval.passkey_lengths …)"
-                )
-        found = reasons(max(self.args.longest_speed_run(), *self.speed.lengths(), 0))
-        if any(found) and SPEED_RUN in self.args.tasks:
-            reason = next(filter(None, found))
-            raise ValueError(f"{SPEED_RUN} would {reason}: lower eval.efficiency_lengths")
+        lengths = "its lengths (eval.text_length, eval.passkey_lengths …)"
+        asked = [(name, task.longest(), all, lengths) for name, task in self.tasks.items()]
+        if SPEED_RUN in self.args.tasks:
+            longest = max(self.args.longest_speed_run(), *self.speed.lengths(), 0)
+            asked.append((SPEED_RUN, longest, any, "eval.efficiency_lengths"))
+        for name, longest, refused, settings in asked:
+            found = [self.models.too_long(find_method(method), longest) for method in self.args.methods]
+            if refused(found):
+                raise ValueError(f"{name} would {next(filter(None, found))}: lower {settings}")
 
     def _check_options(self) -> None:
         """ValueError for an option that a method does not have or take."""

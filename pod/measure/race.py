@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -98,3 +99,8 @@ def in_turns(items: Sequence[T], turn: int) -> list[T]:
     """The order of a round."""
     shift = turn % max(1, len(items))
     return [*items[shift:], *items[:shift]]
+
+
+def spread(values: Sequence[float]) -> dict[str, float | int]:
+    """Median, minimum, maximum and count of repeated measurements."""
+    return {"median": median(values), "min": min(values), "max": max(values), "repeats": len(values)}

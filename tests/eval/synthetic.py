@@ -228,6 +228,7 @@ def result_file(method, parts, path="meta-llama/Meta-Llama-3-8B-Instruct", **mor
         "failed": {},
         "title": f"what {method} is",
         "spec": method,
+        "row": f"{method} of {path}",
         "seed": 0,
         "config": {"tasks": list(parts), "method_options": {}},
         "model": model,

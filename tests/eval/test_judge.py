@@ -8,6 +8,7 @@ from scipy import optimize
 
 from pod.eval.judge import intervals, verdicts
 
+T1 = 12.706204736  # two-sided 95 % of Student's t with 1 degree of freedom
 T3 = 3.182446305  # two-sided 95 % of Student's t with 3 degrees of freedom
 TEXTS = ["a", "a", "b", "b", "c", "c", "d", "d"]  # four texts, two questions each
 
@@ -28,12 +29,13 @@ def test_perplexity_is_weighted_by_tokens():
     assert found["mean_nll"] == pytest.approx(11 / 5) and found["perplexity"] == pytest.approx(math.exp(2.2))
     assert (found["tokens"], found["sequences"]) == (5, 2)
     residual = 2.0 - 2.2 * 2  # and its opposite
-    assert found["standard_error"] == pytest.approx(math.sqrt(2 * 2 * residual**2) / 5)
+    half = T1 * math.sqrt(2 * 2 * residual**2) / 5
+    assert found["ci95"] == pytest.approx([math.exp(2.2 - half), math.exp(2.2 + half)])
 
 
 def test_a_single_sequence_has_no_interval():
     found = verdicts.perplexity_of([2.0], [2])
-    assert found["ci95"] is None and found["standard_error"] is None
+    assert found["ci95"] is None
 
 
 def test_change_of_perplexity_ignores_differences_between_sequences():

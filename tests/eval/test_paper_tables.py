@@ -12,7 +12,7 @@ from pod.eval.answer.methods import safe_name
 from pod.eval.report import paper_tables
 from pod.eval.report.merge import merge
 from pod.eval.report.names import CATEGORIES
-from pod.eval.report.page import Fold
+from pod.eval.report.page import Section
 from pod.eval.report.paper_tables import Published, load, paper_name, relative_drop, same_model
 from pod.eval.report.tables import suite_table
 from pod.eval.suites.configs import suite_configs
@@ -196,7 +196,7 @@ def table_of(folder, published, model=None):
 
 def tables_of(comparison, published, model=None):
     found = paper_tables.blocks(comparison, published, model)[:-1]
-    tables = {block.title: block.blocks[0] if isinstance(block, Fold) else block for block in found}
+    tables = {block.title: block.blocks[0] if isinstance(block, Section) else block for block in found}
     return {title: [[cell.text for cell in row] for row in table.rows] for title, table in tables.items()}
 
 
@@ -367,7 +367,7 @@ def test_wrong_files_are_one_line(tmp_path):
     with pytest.raises(ValueError, match=r"x.csv must have the columns paper, .* it has paper, value"):
         load(tmp_path)
     file.write_text(",".join(paper_tables.COLUMNS) + "\npod,1,m,b,t,full,,score,4x\n")
-    with pytest.raises(ValueError, match=r"x.csv, line 2: '4x' is no number"):
+    with pytest.raises(ValueError, match=r"x.csv, line 2: could not convert string to float: '4x'"):
         load(tmp_path)
     file.write_text(",".join(paper_tables.COLUMNS) + "\npod,1,m,b,t,full,,score,4\n")
     assert load(tmp_path) == [Published("pod", "1", "m", "b", "t", "full", "", "score", 4.0)]

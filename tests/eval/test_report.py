@@ -13,7 +13,6 @@ from pod.eval.report.merge import merge
 from pod.eval.report.notes import overview_notes
 from pod.eval.report.pictures import training_curve
 from pod.eval.report.speed import speed_table
-from pod.eval.report.summary import summarise
 from pod.eval.report.tables import bucket_table, overview
 from pod.eval.report.write import write_report
 from pod.measure.machine import environment
@@ -158,27 +157,20 @@ def test_overview_cells(recipe):
     assert [row[3].tone for row in table.rows] == ["", "worse", "worse"]
 
 
-def test_summary_rows_for_the_demo(recipe):
-    full, ours, snap = summarise(recipe.eval_dir, NAMES)
-    assert ours["change"] == pytest.approx(math.expm1(0.1)) and ours["change_ci95"] == pytest.approx(
-        [math.expm1(0.1)] * 2
-    )
-    assert (ours["passkey"], ours["passkey_correct"], ours["passkey_prompts"]) == (0.75, 3, 4)
-    assert (snap["budget_tokens"], snap["length"], full["bytes"]) == (60, 99, 2000)
-    assert ours["speed_over_full"]["median"] == 1.25 and ours["tokens_per_second"]["median"] == 12.5
-
-
-def test_summary_compares_the_same_prompts_only(recipe):
-    content = json.loads((recipe.eval_dir / "pod.json").read_text())
-    content["parts"]["perplexity"]["samples"][0]["prompt_hash"] = "another text"
-    (recipe.eval_dir / "pod.json").write_text(json.dumps(content))
-    assert summarise(recipe.eval_dir, NAMES)[1]["change"] is None
+def test_rows_as_texts_for_the_demo(recipe):
+    rows = overview(merge([recipe.eval_dir])).texts()
+    assert [row["method"] for row in rows] == NAMES and rows[2]["KV MB"] == "0.0 60 tokens"
+    assert rows[1]["perplexity"] == f"{math.exp(2.6):.2f} +10.5% worse [+10.5%, +10.5%]"
+    assert (rows[1]["saved"], rows[1]["tokens/s"], rows[1]["× full"]) == ("40%", "12.5", "1.25")
 
 
 def test_other_tables(recipe):
     (table,) = bucket_table(merge([recipe.eval_dir]))
     assert table.columns == ["method", "96–99"]
-    assert cells(table)[1] == [["pod"], [f"{math.exp(2.6):.2f}", "(+10.5%", "worse)"]]
+    assert cells(table)[1] == [
+        ["pod"],
+        [f"{math.exp(2.6):.2f}", "+10.5%", "worse", "[+10.5%,", "+10.5%]"],
+    ]
     speed = speed_table(merge([recipe.eval_dir]).runs[0].speed)
     assert cells(speed)[1] == [
         ["pod"],
@@ -237,9 +229,7 @@ def test_page_is_whole_and_self_contained(recipe):
     text = write_report(recipe).read_text()
     page = Page(text)
     assert not page.open
-    assert page.titles[0] == "Methods side by side" and {"Adaptation", "Passkey retrieval"} <= set(
-        page.titles
-    )
+    assert page.titles[0] == "Methods side by side" and {"Adaptation", "passkey"} <= set(page.titles)
     assert page.sources and all(source.startswith("data:image/") for source in page.sources)
     assert any(base64.b64decode(source.split(",")[1]) == b"\x89PNG picture" for source in page.sources)
     assert set(page.anchors) <= set(page.ids) and len(page.anchors) > 3

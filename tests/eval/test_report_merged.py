@@ -26,7 +26,7 @@ from pod.eval.report import pictures
 from pod.eval.report import tables as report_tables
 from pod.eval.report.merge import byte_share, combined, held_rows, merge
 from pod.eval.report.names import suite_of
-from pod.eval.report.page import Cell, Fold, Notes, Picture, Report, Section, Table
+from pod.eval.report.page import Cell, Notes, Picture, Report, Section, Table
 from pod.eval.report.speed import speed_table
 from pod.eval.report.write import csv_text, main, task_blocks, write_merged
 
@@ -170,17 +170,13 @@ def test_tasks_of_one_method_from_two_runs_become_one_row(tmp_path):
     assert [row.sources[task].label for task in row.parts] == ["a", "b"]
 
 
-@pytest.mark.parametrize("change", ["task", "model", "options", "plan"])
+@pytest.mark.parametrize("change", ["task", "row", "nothing is known"])
 def test_what_does_not_go_together_stays_apart(tmp_path, change):
     second = result_file("full", {"mmlu": choices("full")})
     if change == "task":
         second = result_file("full", {"niah": needles("full")})
-    elif change == "model":
-        second["model"]["path"] = "another/model"
-    elif change == "plan":
-        second["bytes_of"] = "another plan's bytes"
-    else:
-        second["config"]["method_options"] = {"full": {"x": 1}}
+    else:  # another model, plan or option; files of an older version
+        second["row"] = None if change == "nothing is known" else "another row"
     first = write(tmp_path / "a", full=result_file("full", {"niah": needles("full")}))
     rows = merge([first, write(tmp_path / "b", full=second)]).entries
     assert [row.label for row in rows] == ["full · a", "full · b"]
@@ -371,10 +367,12 @@ def test_more_tasks_than_the_overview_shows_are_named(tmp_path):
 
 
 def test_skipped_refused_and_failed_are_counted(comparison):
-    skipped = report_notes.skipped_lines(comparison)
+    skipped = report_notes.sentences("skipped", entries=comparison.entries)
     assert "pod, pod_longbench_gov_report: 3 samples of 30 skipped: longer than the model reads" in skipped
     assert "razor, tau_curve: not run: razor has no gate: only PoD methods skip distant tokens" in skipped
-    assert report_notes.failed_lines(comparison) == ["streamingllm: mmlu: out of memory"]
+    assert report_notes.sentences("failed", entries=comparison.entries) == [
+        "streamingllm: mmlu: out of memory"
+    ]
     assert "9 methods on 17 tasks" in report_notes.headline(comparison)
     rows = {row[0].text: row for row in report_tables.overview(comparison).rows}
     at = report_tables.overview(comparison).columns.index
@@ -382,11 +380,29 @@ def test_skipped_refused_and_failed_are_counted(comparison):
     assert rows["razor"][at("tau_curve")].text == "not run"
 
 
+def test_what_methods_decided_is_said(tmp_path):
+    """SimLayerKV's lazy layers (Figure 2) and D2O's variances (Figure 4), means over the samples of a task."""
+    said = {
+        "simlayerkv": {"lazy": [0.0, 1.0, 0.5, 0.5]},
+        "d2o": {"tokens": [1500.0, 20.0], "variance": [None, 0.001234]},
+        "full": {},
+    }
+    files = {name: result_file(name, {"t": payload([0.5]) | {"decisions": of}}) for name, of in said.items()}
+    files["h2o"] = result_file("h2o", {"t": payload([0.5]) | {"decisions": {"lazy": [1.0, 1.0]}}})
+    entries = merge([write(tmp_path, **files)]).entries
+    lines = [line for line in report_notes.sentences("scoring", entries=entries) if ", t: " in line]
+    assert lines == [
+        "h2o, t: 100% of the layers were lazy; share of samples by layer: 1.00 1.00.",
+        "d2o, t: mean tokens per KV head by layer: 1,500 20; variances that decided: 0.00123.",
+        "simlayerkv, t: 50% of the layers were lazy (layer ratio 2.00); share of samples by layer: 0.00 1.00 0.50 0.50.",
+    ]
+
+
 def test_files_of_another_schema_are_named(tmp_path):
     old = result_file("h2o", {"niah": needles("h2o")}) | {"schema": 1}
     folder = write(tmp_path, full=result_file("full", {"niah": needles("full")}), h2o=old)
     lines = report_notes.warnings(merge([folder]))
-    assert lines == [f"{tmp_path.name}: h2o.json has schema 1, this report reads 2: measure again"]
+    assert lines == [f"{tmp_path.name}: h2o.json is of an older form (schema 1): measure again"]
 
 
 def test_tones_and_csv_follow_the_verdicts_of_the_page(comparison):
@@ -428,7 +444,14 @@ def test_a_column_has_one_unit(comparison):
 
 def test_metrics_of_all_rows_share_a_unit(tmp_path):
     parts = [
-        payload([0.5]) | {"metrics": {"m": value, "share": share, "raw": {"value": share, "percent": False}}}
+        payload([0.5])
+        | {
+            "metrics": {
+                "m": {"value": value},
+                "share": {"value": share},
+                "raw": {"value": share, "percent": False},
+            }
+        }
         for value, share in ((0.5, 0.25), (2.0, 7e-6))
     ]
     files = {name: result_file(name, {"t": part}) for name, part in zip(("full", "h2o"), parts, strict=True)}
@@ -572,7 +595,7 @@ def test_page_escapes_and_sorts():
 
 def test_markdown_line_by_line():
     table = Table(["m", "v"], [[Cell("x|y"), Cell("1", "+1 worse\n[0, 2]")]], "T")
-    fold = Fold("F", [Table(["d"], [[Cell("z")]])])
+    fold = Section("F", [Table(["d"], [[Cell("z")]])])
     blocks = [table, Notes(["n & m", "o"]), Picture("<svg>", "p"), fold]
     assert Report("t", "<lead>", ["o1", "o2"], [Section("s", blocks), Section("r", [table])]).markdown() == (
         "# t\n\n<lead>\n\no1\n\no2\n\n## s\n\n### T\n\n| m | v |\n|---|---|\n| x\\|y | 1 +1 worse [0, 2] |\n"

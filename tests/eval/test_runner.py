@@ -14,7 +14,8 @@ from pod.eval import runner
 from pod.eval.answer import reading
 from pod.eval.estimate import estimate
 from pod.eval.lists import list_tasks
-from pod.eval.report.summary import summarise
+from pod.eval.report.merge import merge
+from pod.eval.report.tables import common_length, overview, percent
 from pod.eval.speed import task as speed_task
 from pod.eval.speed.task import row_of
 from pod.modeling.methods.streamingllm import StreamingLayer
@@ -455,15 +456,17 @@ def test_a_method_with_options_is_scored_through_its_cache(place, tmp_path):
     assert abs(exact["total"]["mean_nll"] - skips["total"]["mean_nll"]) > 1e-4
 
 
-def test_summary_rows(finished):
+def test_the_overview_of_a_whole_run(finished):
     recipe, results = finished
-    rows = {row["method"]: row for row in summarise(recipe.eval_dir, METHODS)}
+    comparison = merge([recipe.eval_dir])
+    rows = {row["method"]: row for row in overview(comparison).texts()}
     assert list(rows) == METHODS
-    full, ours = rows["full"], rows["pod"]
-    assert full["change"] == 0 and full["saving"] == pytest.approx(0, abs=0.01)
-    assert ours["change"] == pytest.approx(ours["perplexity"] / full["perplexity"] - 1)
-    assert ours["length"] == max(s["length"] for s in results["pod"]["parts"]["passkey"]["bytes"])
-    assert ours["speed_over_full"]["repeats"] == 2 and full["speed_over_full"]["median"] == 1
+    value = {name: results[name]["parts"]["perplexity"]["value"] for name in METHODS}
+    change = percent(value["pod"] / value["full"] - 1, "+")
+    assert rows["pod"]["perplexity"].startswith(f"{value['pod']:.2f} {change}")
+    assert (rows["full"]["saved"], rows["full"]["× full"]) == ("0%", "1.00")
+    held = results["pod"]["parts"]["passkey"]["bytes"]
+    assert common_length(comparison.entries) == max(row["length"] for row in held)
 
 
 def test_command_line(place, tmp_path):

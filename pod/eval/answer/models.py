@@ -30,21 +30,6 @@ def dense_config(path: str, gguf_file: str | None = None) -> Any:
     return AutoConfig.from_pretrained(path, **({"gguf_file": gguf_file} if gguf_file else {}))
 
 
-def check_plan(path: str, model_path: str, gguf_file: str | None = None) -> "pod.SharingPlan":
-    """The plan of a file for the model of a folder. Raises: ValueError for no plan, and for one of another size."""
-    if not Path(path).is_file():
-        raise ValueError(f"{path} does not exist: make a plan with launch/explore.py")
-    plan, config = pod.SharingPlan.load(path), dense_config(model_path, gguf_file)
-    layers, heads = config.num_hidden_layers, getattr(config, "num_key_value_heads", None)
-    heads = heads or config.num_attention_heads
-    if (plan.num_layers, plan.num_key_value_heads) != (layers, heads):
-        raise ValueError(
-            f"{path} is for {plan.num_layers} layers x {plan.num_key_value_heads} KV heads, the model has {layers} x "
-            f"{heads}: make a plan for this model with launch/explore.py, or correct model.plan"
-        )
-    return plan
-
-
 @dataclass(frozen=True)
 class Source:
     """What a model is made of: the folder of an export (None: the dense weights), and the plan (a file) and windows (sink and recent
@@ -79,7 +64,7 @@ class Models:
         self.reference_kind = self._reference_kind()
         plans = {self.sources[kind].plan for kind in [*self.kinds, self.reference_kind or "dense"]}
         for plan in filter(None, plans):
-            check_plan(str(plan), self.dense_path, args.gguf_file)
+            self._check_fits(plan)
         if {"adapted", "unadapted"} <= set(self.kinds):
             self._check_same_plan()
         budgeted = [method.name for method in chosen if method.takes_budget and method.budget is None]
@@ -187,6 +172,18 @@ class Models:
         """Bytes of one token's keys and values in the dense model, without loading it."""
         config = dense_config(self.dense_path, self.recipe.model.gguf_file)
         return bytes_per_token(config, _dtype(self.recipe.model.dtype))
+
+    def _check_fits(self, file: Path) -> None:
+        if not file.is_file():
+            raise ValueError(f"{file} does not exist: make a plan with launch/explore.py")
+        plan, config = pod.SharingPlan.load(file), dense_config(self.dense_path, self.recipe.model.gguf_file)
+        layers, heads = config.num_hidden_layers, getattr(config, "num_key_value_heads", None)
+        heads = heads or config.num_attention_heads
+        if (plan.num_layers, plan.num_key_value_heads) != (layers, heads):
+            raise ValueError(
+                f"{file} is for {plan.num_layers} layers x {plan.num_key_value_heads} KV heads, the model has {layers} x "
+                f"{heads}: make a plan for this model with launch/explore.py, or correct model.plan"
+            )
 
     def _check_same_plan(self) -> None:
         assert self.plan is not None, "_check_available refuses 'unadapted' without a plan"

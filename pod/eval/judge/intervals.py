@@ -52,7 +52,7 @@ def critical(freedom: float = math.inf) -> float:
     return float(special.stdtrit(freedom, _TAIL) if math.isfinite(freedom) else special.ndtri(_TAIL))
 
 
-def _p_of(ratio: float, freedom: float) -> float:
+def _p_of(ratio: float, freedom: float = math.inf) -> float:
     tail = special.stdtr(freedom, -ratio) if math.isfinite(freedom) else special.ndtr(-ratio)
     return min(1.0, 2 * float(tail))
 
@@ -145,7 +145,7 @@ def paired_share(
     if worth == trials and clusters is None:
         p = mcnemar(round(gained), round(lost))
     else:
-        p = _p_of(abs(gained - lost) / math.sqrt(gained + lost), math.inf) if gained + lost else 1.0
+        p = _p_of(abs(gained - lost) / math.sqrt(gained + lost)) if gained + lost else 1.0
     return Estimate(value, low, high, p)
 
 
@@ -164,10 +164,7 @@ def _tango_high(gained: float, lost: float, trials: float) -> float:
         only_lost = (root - linear) / (4 * trials)  # likeliest share that only the base gets right
         variance = trials * (2 * only_lost + middle * (1 - middle))
         apart = trials * middle - (gained - lost)
-        if apart**2 < critical() ** 2 * variance:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if apart**2 < critical() ** 2 * variance else (low, middle)
     return high
 
 
@@ -216,12 +213,10 @@ def _joined(halves: list[tuple[float, float, float]]) -> tuple[float, float]:
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """p values that hold for all comparisons together (Holm, 1979): the chance of one false mark on a page stays below the level."""
-    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
-    adjusted, largest = [1.0] * len(p_values), 0.0
-    for rank, index in enumerate(order):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        adjusted[index] = largest
-    return adjusted
+    order, adjusted = np.argsort(p_values), np.empty(len(p_values))
+    steps = np.arange(len(order), 0, -1) * np.asarray(p_values)[order]
+    adjusted[order] = np.minimum(1.0, np.maximum.accumulate(steps))
+    return adjusted.tolist()
 
 
 def clusters_of(samples: Sequence[Mapping[str, Any]]) -> list[Hashable] | None:
@@ -247,13 +242,3 @@ def by_cluster(
     places = {name: place for place, name in enumerate(dict.fromkeys(clusters))}
     rows = np.asarray([places[name] for name in clusters], dtype=np.int64)
     return np.bincount(rows, weights=values), np.bincount(rows, weights=sizes)
-
-
-def spread(values: Sequence[float]) -> dict[str, float | int]:
-    """Median, minimum, maximum and count of repeated measurements."""
-    return {
-        "median": float(np.median(values)),
-        "min": float(np.min(values)),
-        "max": float(np.max(values)),
-        "repeats": len(values),
-    }

@@ -57,15 +57,13 @@ def perplexity_of(sums: Sequence[float], counts: Sequence[int]) -> dict[str, Any
     """Perplexity of sequences from their summed NLL (nats) and scored tokens.
 
     Returns:
-        tokens, sequences, mean_nll, standard_error (of the mean NLL), perplexity, ci95 (None for one sequence).
+        tokens, sequences, mean_nll, perplexity, ci95 (None for one sequence).
     """
     found = intervals.mean(sums, counts)
-    error = None if found.high is None else (found.high - found.value) / intervals.critical(found.freedom)
     return {
         "tokens": int(sum(counts)),
         "sequences": len(sums),
         "mean_nll": found.value,
-        "standard_error": error,
         "perplexity": math.exp(found.value),
         "ci95": found.mapped(math.exp).interval,
     }
@@ -148,18 +146,13 @@ def paired_samples(own: Payload, base: Payload) -> tuple[list[tuple[dict, dict]]
         other = others.get(sample["id"])
         if other is None:
             continue
-        if prompt_of(sample) and prompt_of(other) and prompt_of(sample) != prompt_of(other):
+        if len({sample.get("prompt_hash"), other.get("prompt_hash")} - {None}) > 1:
             left_out["another prompt"] += 1
         elif own["kind"] == "nll" and sample["tokens"] != other["tokens"]:
             left_out["another number of scored tokens"] += 1
         else:
             pairs.append((sample, other))
     return pairs, dict(left_out)
-
-
-def prompt_of(sample: dict[str, Any]) -> str | None:
-    """Hash of a sample's prompt."""
-    return sample.get("prompt_hash")
 
 
 def _over_strata(payload: Payload, samples: list[dict], of: Any) -> Estimate:

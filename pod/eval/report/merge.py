@@ -5,16 +5,17 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from pod.eval.answer.methods import BASE, METHODS, TRAINED
-from pod.eval.judge.verdicts import Against, Payload, compare, estimate_of, judged, prompt_of
+from pod.eval.judge.verdicts import Against, Payload, compare, judged
 from pod.eval.report.names import categories_of, plain, suite_of
 from pod.eval.results import SCHEMA_VERSION, result_files
 from pod.eval.speed.args import NAME as SPEED_RUN
+from pod.eval.suites.base import scored_payload
 
 _DENSE = ("dense", "unadapted")
-_MODEL = ("kind", "path", "dtype", "num_sink_tokens", "num_recent_tokens", "asymptotic_saving")
 Part = str | int | None
 """A subtask by name, a position bucket by number, or the whole task."""
 Tasks = tuple[Any, ...]
@@ -191,23 +192,17 @@ def merge(folders: Iterable[str | os.PathLike]) -> Comparison:
 
 def read_run(folder: str | os.PathLike) -> Run:
     """A run's results from its output folder or its `eval` folder. What is of another dense model than the newest file is left out."""
-    places = Path(folder) / "eval", Path(folder)
-    place, files = next(
-        ((place, found) for place in places if (found := result_files(place))), (places[1], {})
-    )
-    left_out = [
-        f"{name} has schema {content.get('schema')}, this report reads {SCHEMA_VERSION}: measure again"
-        for name, content in files.items()
-        if content.get("schema") != SCHEMA_VERSION
-    ]
-    results = {of["method"]: of for of in files.values() if of.get("schema") == SCHEMA_VERSION}
-    if results.pop(SPEED_RUN, None) is not None:
-        left_out.append(
-            f"{SPEED_RUN}.json is of an older form, speeds stand with their methods now: measure again"
-        )
+    place = Path(folder) / "eval"
+    place = place if any(place.glob("*.json")) else Path(folder)
+    files, results, left_out = result_files(place), dict[str, dict](), list[str]()
+    for name, content in files.items():
+        if content.get("schema") == SCHEMA_VERSION and content["method"] != SPEED_RUN:
+            results[content["method"]] = content
+        else:  # speeds had a file of their own
+            left_out.append(f"{name} is of an older form (schema {content.get('schema')}): measure again")
     if not results:
         raise ValueError(f"{place} holds no evaluation results: run launch/run_eval.py first")
-    newest = max(results.values(), key=lambda content: content["environment"]["date"], default={})
+    newest = max(results.values(), key=lambda content: content["environment"]["date"])
     strange = [name for name, content in results.items() if content.get("dense") != newest.get("dense")]
     left_out += [f"{name} was measured on another dense model" for name in strange]
     ordered = {name: results[name] for name in sorted(results, key=_rank) if name not in strange}
@@ -241,19 +236,15 @@ def combined(entry: Entry, tasks: Tasks) -> Payload | None:
         for sample in part["samples"]:
             name = f"{task}/{sample.get('subtask', '')}"
             samples.append({**sample, "id": f"{task}/{sample['id']}", "subtask": name})
-    mean = {
-        "kind": "score",
-        "metric": "mean",
-        "higher_is_better": True,
-        "value": sum(part["value"] for part in parts) / len(parts),
-        "samples": samples,
-        "skipped": [skip for part in parts for skip in part["skipped"]],
-        "bytes": [row for part in parts for row in part.get("bytes") or []],
-        "settings": {},
-        "subtasks": subtasks,
-    }
-    found = estimate_of(mean)
-    return {**mean, "ci95": None if found is None else found.interval}
+    return scored_payload(
+        "score",
+        "mean",
+        samples,
+        skipped=[skip for part in parts for skip in part["skipped"]],
+        bytes_rows=[row for part in parts for row in part.get("bytes") or []],
+        subtasks=subtasks,
+        value=fmean(part["value"] for part in parts),
+    )
 
 
 def prompt_conflicts(comparison: Comparison, task: str) -> tuple[int, int]:
@@ -261,7 +252,7 @@ def prompt_conflicts(comparison: Comparison, task: str) -> tuple[int, int]:
     hashes: dict[str, set[str]] = {}
     for entry in comparison.measured(task):
         for sample in entry.parts[task]["samples"]:
-            hashes.setdefault(sample["id"], set()).update(filter(None, [prompt_of(sample)]))
+            hashes.setdefault(sample["id"], set()).update(filter(None, [sample.get("prompt_hash")]))
     return sum(len(found) > 1 for found in hashes.values()), len(hashes)
 
 
@@ -280,13 +271,10 @@ def held_rows(entry: Entry, task: str | None = None) -> list[dict[str, Any]]:
     known = {BASE: "dense_bytes", "pod": "pod_bytes", "pod-unadapted": "pod_bytes"}.get(entry.method, "")
     found = []
     for row in rows:
-        size, pods, length = row["bytes"] or row.get(known), row.get("pod_bytes"), row["length"]
-        if size and not row["bytes"]:
-            saving, over = 1 - size / row["dense_bytes"], size / pods if pods else None
-            row = {**row, "bytes": size, "held_tokens": length, "saving": saving, "bytes_over_pod": over}
-        tokens = row.get("held_tokens", length)
-        if size:
-            found.append({**row, "held_tokens": tokens, "dense": row["dense_bytes"] * tokens / length})
+        tokens = row.get("held_tokens", row["length"]) if row["bytes"] else row["length"]
+        dense = row["dense_bytes"] * tokens / row["length"]
+        if size := row["bytes"] or row.get(known):
+            found.append({**row, "bytes": size, "held_tokens": tokens, "dense": dense})
     return found
 
 
@@ -297,16 +285,9 @@ def byte_share(entry: Entry, task: str) -> float | None:
 
 
 def _goes_with(entry: Entry, content: dict[str, Any]) -> bool:
-    """Whether a run's results continue a row of an earlier run: same method, model and settings, other tasks."""
-
-    def settings(of: dict[str, Any]) -> list[Any]:
-        options = (of.get("config") or {}).get("method_options", {})
-        return [of["method"], of.get("spec"), of.get("bytes_of"), options.get(of["method"])]
-
-    models = [of["model"] for of in (entry.content, content) if of.get("model")]
-    if any(model.get(key) != models[0].get(key) for model in models for key in _MODEL):
-        return False
-    return settings(entry.content) == settings(content) and not entry.parts.keys() & tasks_of(content).keys()
+    """Whether a run's results continue a row of an earlier run: same method, model, plan and options (`row`), other tasks."""
+    same = all(entry.content.get(key) == content.get(key) is not None for key in ("method", "row"))
+    return same and not entry.parts.keys() & tasks_of(content).keys()
 
 
 def _rank(method: str) -> tuple[int, str, float, str]:
@@ -324,7 +305,5 @@ def _task_order(entries: list[Entry]) -> list[str]:
     for entry in entries:
         asked = (entry.content.get("config") or {}).get("tasks", [])
         seen = {**entry.parts, **entry.refused, **entry.failed}
-        tasks |= dict.fromkeys(name for name in [*asked, *seen] if name in seen and name)
-    for entry in entries:
-        tasks |= dict.fromkeys(entry.parts)
+        tasks |= dict.fromkeys(name for name in [*asked, *seen] if name in seen)
     return [task for task in tasks if task != SPEED_RUN]

@@ -1,6 +1,5 @@
 """The sentences of a report: which there are and the facts behind them. How they read stands in `notes.jinja`."""
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,34 +16,26 @@ from pod.eval.report.tables import (
     value_text,
 )
 
+TEMPLATES.globals |= {"saving_of": saving_of, "speed_of": speed_of}
+
 
 def sentences(name: str, **facts: Any) -> list[str]:
     """The sentences of a macro of `notes.jinja`."""
-    return str(getattr(TEMPLATES.get_template("notes.jinja").module, name)(**facts)).splitlines()
+    text = str(getattr(TEMPLATES.get_template("notes.jinja").module, name)(**facts))
+    return [line for line in text.splitlines() if line]
 
 
 def headline(comparison: Comparison) -> str:
     """PoD's result if there is one, what it gains and loses over all tasks, and how much was measured."""
-    entries = comparison.entries
-    rows = {entry.method: entry for entry in reversed(entries) if entry.parts}
+    rows = {entry.method: entry for entry in reversed(comparison.entries) if entry.parts}
     shown = rows.get("pod") or rows.get("pod-unadapted")
-    parts = [part for entry in entries for part in entry.parts.values()]
-    held = shown and bytes_at(shown, common_length(entries))
+    parts = [part for entry in comparison.entries for part in entry.parts.values()]
     counts = {key: sum(len(part[key]) for part in parts) for key in ("samples", "skipped")}
-    lines = sentences(
-        "headline",
-        shown=shown,
-        saving=held and saving_of(held),
-        held=held,
-        speed=shown and (speed_of(shown) or {}).get("speed_over_full"),
-        verdicts=_gains_and_losses(comparison, shown) if shown else {},
-        trained=bool(shown) and any(_trained_base(comparison, shown)),
-        methods=len({entry.method for entry in entries}),
-        tasks=len(comparison.tasks),
-        failed=sum(len(entry.failed) for entry in entries),
-        **counts,
-    )
-    return " ".join(lines)
+    held = shown and bytes_at(shown, common_length(comparison.entries))
+    verdicts = _gains_and_losses(comparison, shown) if shown else {}
+    facts = {"comparison": comparison, "shown": shown, "held": held, "verdicts": verdicts, **counts}
+    facts["trained"] = shown is not None and any(_trained_base(comparison, shown))
+    return " ".join(sentences("headline", **facts))
 
 
 def _gains_and_losses(comparison: Comparison, shown: Entry) -> dict[str, list[str]]:
@@ -156,50 +147,3 @@ def _commit_text(environment: dict[str, Any]) -> str:
     """Ten digits, with `+` where files differed from the commit."""
     name = environment["commit"] or "unknown"
     return name[:10] + ("+" if name.endswith("+") else "")
-
-
-def skipped_lines(comparison: Comparison) -> list[str]:
-    """Every skipped sample, counted by reason; tasks that a method cannot run."""
-    reasons = {
-        (entry.label, task): Counter(skip["reason"] for skip in part["skipped"]).most_common()
-        for entry in comparison.entries
-        for task, part in entry.parts.items()
-    }
-    return sentences("skipped", entries=comparison.entries, reasons=reasons)
-
-
-def failed_lines(comparison: Comparison) -> list[str]:
-    """Errors by method and task."""
-    return sentences("failed", entries=comparison.entries)
-
-
-def method_lines(comparison: Comparison) -> list[str]:
-    """How every number came about."""
-    entries = comparison.entries
-    parts = [(entry.label, entry.parts.get("perplexity", {})) for entry in entries]
-    return sentences(
-        "scoring",
-        titles={entry.method: title for entry in entries if (title := entry.content.get("title"))},
-        scored=[(label, part) for label, part in parts if "scored_by" in part],
-        passkeys=any("passkey" in entry.parts for entry in entries),
-        decided=[found for entry in entries for task in entry.parts if (found := _decided(entry, task))],
-    )
-
-
-def _decided(entry: Entry, task: str) -> dict[str, Any]:
-    """What SimLayerKV or D2O decided about the layers in a task, on average."""
-    found = entry.parts[task].get("decisions") or {}
-    lazy, variances = found.get("lazy"), [x for x in found.get("variance", ()) if x is not None]
-    if lazy:
-        full = sum(1 - share for share in lazy)
-        return {"label": entry.label, "task": task, "lazy": lazy, "ratio": len(lazy) / full if full else None}
-    return (
-        {"label": entry.label, "task": task, "tokens": found["tokens"], "variances": variances}
-        if variances
-        else {}
-    )
-
-
-def settings_line(entry: Entry, task: str) -> str:
-    """What a task did, in one line."""
-    return "".join(sentences("settings", found=entry.parts[task].get("settings") or {}))

@@ -3,8 +3,8 @@
 import base64
 import itertools
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -14,7 +14,8 @@ from markupsafe import Markup, escape
 # 0 to 1; dark text stays readable on all
 _SCALE = ["#f2b8b0", "#f6cdb6", "#fae3bd", "#e2e4c0", "#c5dfbf", "#a9d9bd"]
 
-_RAW = re.compile(r"nats|nll|bits|loss|second|MB")  # names of numbers that are no share, however small
+_RAW = re.compile(r"nats|nll|bits|loss|second|MB|×|/s")  # names of numbers that are no share, however small
+_OURS = {"pod", "mean of the tasks"}  # rows that stand out: PoD as it is meant to be used
 
 
 @dataclass
@@ -35,9 +36,18 @@ class Cell:
 NONE = Cell("–")
 
 
-def cell(value: Any, form: str = "{}", small: str = "") -> Cell:
-    """A number as `form` prints it, sorted by its value; a dash for None."""
-    return NONE if value is None else Cell(form.format(value), small, value)
+def cell(
+    value: Any,
+    form: str | Callable[[Any], str] = "{}",
+    small: str = "",
+    *,
+    ends: Sequence[float] | None = None,
+    shade: str = "",
+) -> Cell:
+    """A number as a pattern or a function prints it, sorted by its value, over its interval if it has one; a dash for None."""
+    text = form.format if isinstance(form, str) else form
+    interval = f"[{', '.join(map(text, ends))}]" if ends else small
+    return NONE if value is None else Cell(text(value), interval, float(value), shade=shade)
 
 
 def is_share(name: str, values: Iterable[float]) -> bool:
@@ -57,14 +67,22 @@ def bar(share: float) -> str:
 
 @dataclass
 class Table:
-    """columns: heads; ours: numbers of the rows that stand out; kind: `cards` (few rows, many facts) makes a card of every row on a
-    phone, in a `matrix` the first column stays while the rest scrolls, a `map` has shaded cells and stands beside others."""
+    """columns: heads; kind: `cards` (few rows, many facts) makes a card of every row on a phone, in a `matrix` the first column stays
+    while the rest scrolls, a `map` has shaded cells and stands beside others."""
 
     columns: list[str]
     rows: list[list[Cell]]
     title: str = ""
-    ours: set[int] = field(default_factory=set)
     kind: Literal["matrix", "cards", "map"] = "matrix"
+
+    @property
+    def ours(self) -> set[int]:
+        """Numbers of the rows that stand out."""
+        return {number for number, row in enumerate(self.rows) if row[0].text.partition(" · ")[0] in _OURS}
+
+    def texts(self) -> list[dict[str, str]]:
+        """What stands in every row, by head."""
+        return [dict(zip(self.columns, map(_oneline, row), strict=True)) for row in self.rows]
 
 
 @dataclass
@@ -74,6 +92,11 @@ class Notes:
     lines: list[str]
     alarm: bool = False
     kind: ClassVar = "notes"
+
+
+def listed(lines: list[str], alarm: bool = False) -> "list[Block]":
+    """Sentences as a list, if there are any."""
+    return [Notes(lines, alarm)] if lines else []
 
 
 @dataclass
@@ -93,23 +116,15 @@ class Picture:
 
 
 @dataclass
-class Fold:
-    """Blocks behind a line that opens them; open on paper."""
+class Section:
+    """A headed part of the report; inside another a line that opens its blocks, which are open on paper. Left out without blocks."""
 
     title: str
     blocks: "list[Block]"
     kind: ClassVar = "fold"
 
 
-Block = Table | Notes | Picture | Fold
-
-
-@dataclass
-class Section:
-    """A headed part of the report; left out when it has no blocks."""
-
-    title: str
-    blocks: list[Block]
+Block = Table | Notes | Picture | Section
 
 
 @dataclass

@@ -3,19 +3,17 @@
 import csv
 import itertools
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pod.eval.answer.methods import BASE
 from pod.eval.report.merge import Comparison, Entry, base_name
 from pod.eval.report.names import CATEGORIES, parts_of, suite_of
 from pod.eval.report.notes import sentences
-from pod.eval.report.page import Block, Cell, Fold, Notes, Table, cell
+from pod.eval.report.page import Block, Cell, Notes, Section, Table, cell
 from pod.eval.report.tables import bytes_at, median, saving_of, speed_of
 
-COLUMNS = ("paper", "table", "model", "benchmark", "task", "method", "setting", "metric", "value")
 TITLES = {name.lower(): name for name in ("PoD", "SimLayerKV", "D2O", "RazorAttention", "IMDC")}
 _CHINESE = {"multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh"}
 _RULER = {f"niah_{kind}": [f"niah_{kind}_{n}" for n in (1, 2, 3)] for kind in ("single", "multikey")}
@@ -30,8 +28,7 @@ _LENGTH = re.compile(r"_\d+k$")
 _STANDARD = ("mmlu", "hellaswag", "arc_easy", "arc_challenge", "humaneval")
 
 
-@dataclass(frozen=True)
-class Published:
+class Published(NamedTuple):
     """One printed number. value: as printed; metric `score` is 0 to 100, anything else names its unit."""
 
     paper: str
@@ -43,6 +40,9 @@ class Published:
     setting: str
     metric: str
     value: float
+
+
+COLUMNS = Published._fields
 
 
 def load(folder: str | Path | None = None) -> list[Published]:
@@ -63,14 +63,10 @@ def _read(file: Path) -> list[Published]:
         if tuple(reader.fieldnames or ()) != COLUMNS:
             has = ", ".join(reader.fieldnames or ["none"])
             raise ValueError(f"{file} must have the columns {', '.join(COLUMNS)}, it has {has}")
-        rows = []
-        for record in reader:
-            try:
-                rows.append(Published(**{**record, "value": float(record["value"])}))
-            except (TypeError, ValueError):
-                wrong = f"{file}, line {reader.line_num}: {record.get('value')!r} is no number"
-                raise ValueError(wrong) from None
-    return rows
+        try:
+            return [Published(**{**record, "value": float(record["value"])}) for record in reader]
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{file}, line {reader.line_num}: {error}") from None
 
 
 def same_model(ours: str, published: str) -> bool:
@@ -92,14 +88,6 @@ def paper_name(method: str) -> str:
     return _TRAINED.get(name, name) if method.startswith("model:") else name
 
 
-class Ours(NamedTuple):
-    """Our number beside a published one, its change against full, and what it belongs to."""
-
-    value: float
-    change: float | None = None
-    note: str = ""
-
-
 def blocks(comparison: Comparison, published: list[Published], model: str | None = None) -> list[Block]:
     """A table per published table of a model that was measured. model: the paper's name, for every run."""
     found: list[Block] = []
@@ -114,7 +102,7 @@ def blocks(comparison: Comparison, published: list[Published], model: str | None
             body = _rows(own, rows)
             if body:
                 long = len(body) > _OPEN_ROWS
-                found.append(Fold(title, [Table(_HEADS, body)]) if long else Table(_HEADS, body, title))
+                found.append(Section(title, [Table(_HEADS, body)]) if long else Table(_HEADS, body, title))
     return [*found, Notes(sentences("papers"))] if found else []
 
 
@@ -127,41 +115,44 @@ def _rows(entries: list[Entry], published: list[Published]) -> list[list[Cell]]:
     for row in published:
         asked = (row.benchmark, row.task, row.metric)
         base = None if row.method == BASE else printed.get((*asked, row.setting), printed.get(asked))
-        for entry in entries:
-            ours = _ours(entries, entry, row, published) if paper_name(entry.method) == row.method else None
-            if ours is not None:
-                body.append(_row(row, base, entry, ours))
+        for entry in (entry for entry in entries if paper_name(entry.method) == row.method):
+            if (ours := _ours(entries, entry, row, published))[0] is not None:
+                body.append(_row(row, base, entry, *ours))
     return body
 
 
-def _row(row: Published, base: float | None, entry: Entry, ours: Ours) -> list[Cell]:
+def _row(row: Published, base: float | None, entry: Entry, value: Any, change: Any, note: str) -> list[Cell]:
     score, name = row.metric == "score", row.task.replace("_", " ")
     theirs = None if base is None else row.value - base if score else row.value / base
     form = "{:+.1f}" if score else "× {:.2f}"
-    task = Cell(
-        name if score else f"{name} ({row.metric})", row.benchmark if _LENGTH.search(row.benchmark) else ""
-    )
+    where = row.benchmark if _LENGTH.search(row.benchmark) else ""
+    task = Cell(name if score else f"{name} ({row.metric})", where)
     printed = [cell(row.value, "{:g}"), cell(theirs, form)]
-    mine = [cell(ours.value, "{:.1f}", ours.note), cell(ours.change, form)]
+    mine = [cell(value, "{:.1f}", note), cell(change, form)]
     return [task, Cell(row.method), Cell(row.setting or "–"), *printed, Cell(entry.label), *mine]
 
 
-def _ours(entries: list[Entry], entry: Entry, row: Published, published: list[Published]) -> Ours | None:
-    """Our number for a published one, None when we did not measure it. Of bytes and speeds it is that of the longest length."""
+def _ours(
+    entries: list[Entry], entry: Entry, row: Published, published: list[Published]
+) -> tuple[float | None, float | None, str]:
+    """Our number for a published one (None when we did not measure it), its change against full, and a note. Of bytes and speeds it is
+    that of the longest length."""
     timed, held = speed_of(entry), bytes_at(entry, None)
-    if row.task == "decode" and timed is not None:
+    if row.task == "decode" and timed:
         rate, ratio = timed["decode_tokens_per_second"], timed.get("speed_over_full")
-        return Ours(median(rate), median(ratio), f"at {timed['length']:,} tokens")
+        return median(rate), median(ratio), f"at {timed['length']:,} tokens"
     if row.task == "kv_saving" and held is not None:
-        return Ours(100 * saving_of(held), note=f"at {held['length']:,} tokens")
+        return 100 * saving_of(held), None, f"at {held['length']:,} tokens"
+    full = None
     if row.task == "performance_drop":
-        drop = relative_drop([_with_full(entries, entry, groups) for groups in _TABLE_1])
-        return None if drop is None else Ours(100 * drop)
-    if row.benchmark == "consistency":
-        found = entry.parts.get("consistency", {}).get("metrics", {}).get(row.setting)
-        return None if found is None else Ours(100 * found["value"])
-    value, full = _with_full(entries, entry, _leaves(row, published) if row.metric == "score" else [])
-    return None if value is None else Ours(100 * value, None if full is None else 100 * (value - full))
+        value = relative_drop([_with_full(entries, entry, groups) for groups in _TABLE_1])
+    elif row.benchmark == "consistency":
+        found = entry.parts.get("consistency", {}).get("metrics", {}).get(row.setting, {})
+        value = found.get("value")
+    else:
+        value, full = _with_full(entries, entry, _leaves(row, published) if row.metric == "score" else [])
+    change = None if value is None or full is None else 100 * (value - full)
+    return None if value is None else 100 * value, change, ""
 
 
 def relative_drop(averages: list[tuple[float | None, float | None]]) -> float | None:

@@ -1,5 +1,6 @@
 """The report's pictures as SVG text. Small canvases with large type, because a phone shows them 360 pixels wide."""
 
+import contextlib
 import io
 import itertools
 import json
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, PercentFormatter, StrMethodFormatter
@@ -60,13 +62,9 @@ def color(method: str) -> str:
     return COLORS.get(name) or _SPARE_COLORS[sum(map(ord, name)) % len(_SPARE_COLORS)]
 
 
-def _errors(values: list[float], intervals: list[list[float] | None]) -> list[list[float]] | None:
+def _errors(values: list[float], intervals: list[list[float] | None]) -> Any:
     """Lengths of error bars below and above; None unless every value has an interval."""
-    known = [ends for ends in intervals if ends is not None]
-    if len(known) < len(values):
-        return None
-    below = [max(0.0, value - ends[0]) for value, ends in zip(values, known, strict=True)]
-    return [below, [max(0.0, ends[1] - value) for value, ends in zip(values, known, strict=True)]]
+    return None if None in intervals else np.abs(np.transpose(np.array(intervals)) - values)
 
 
 def _log_if_wide(axes: Axes, values: list[float]) -> None:
@@ -198,24 +196,16 @@ def curve(curves: dict[str, dict[str, Any]]) -> str:
 
 def training_curve(metrics: Path) -> str | None:
     """Loss over steps from metrics.jsonl (`step`, `loss`), raw and as a running mean; None when there is too little."""
-    points = _read_points(metrics)
+    points = []
+    for line in metrics.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(
+            ValueError, KeyError
+        ):  # the last line of a run that was killed, steps without a loss
+            record = json.loads(line)
+            points.append((record["step"], record["loss"]))
     if len(points) < 2:
         return None
     steps, losses = zip(*points, strict=True)
-    smooth = list(itertools.accumulate(losses, lambda mean, loss: mean + 0.1 * (loss - mean)))
-    names = {"x_label": "training step", "y_label": "loss (nats per token)"}
-    return curve(
-        {"each step": {"x": steps, "y": losses, **names}, "running mean": {"x": steps, "y": smooth, **names}}
-    )
-
-
-def _read_points(metrics: Path) -> list[tuple[float, float]]:
-    points = []
-    for line in metrics.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # the last line of a run that was killed
-        if isinstance(record, dict) and isinstance(record.get("loss"), (int, float)) and "step" in record:
-            points.append((record["step"], record["loss"]))
-    return points
+    smooth = itertools.accumulate(losses, lambda mean, loss: mean + 0.1 * (loss - mean))
+    common = {"x": steps, "x_label": "training step", "y_label": "loss (nats per token)"}
+    return curve({"each step": {"y": losses, **common}, "running mean": {"y": [*smooth], **common}})

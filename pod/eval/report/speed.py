@@ -1,11 +1,10 @@
 """The speed and memory part of a report. Speeds of one run were measured in one process, in turns: they are compared within a run only."""
 
-from dataclasses import replace
 from typing import Any
 
 from pod.eval.report.merge import Run
-from pod.eval.report.page import Block, Cell, Notes, Table, bar, cell
-from pod.eval.report.tables import median
+from pod.eval.report.page import Block, Cell, Table, bar, cell, listed
+from pod.eval.report.tables import median, plain_table
 
 Parts = dict[str, dict[str, Any]]
 """The part `efficiency` of every method of a race."""
@@ -14,11 +13,10 @@ Parts = dict[str, dict[str, Any]]
 def speed_blocks(runs: list[Run]) -> list[Block]:
     """Tables of speed and memory, and largest batches, per run."""
     blocks: list[Block] = []
-    for run in runs:
-        if parts := run.speed:
-            name = f" ({run.label})" if len(runs) > 1 else ""
-            blocks.append(speed_table(parts, f"Speed{name}"))
-            blocks += memory_tables(parts, name) + batch_tables(parts, name)
+    for run in (run for run in runs if run.speed):
+        name = f" ({run.label})" if len(runs) > 1 else ""
+        blocks += [speed_table(run.speed, f"Speed{name}"), *memory_tables(run.speed, name)]
+        blocks.append(batch_table(run.speed, name))
     return blocks
 
 
@@ -40,49 +38,46 @@ def speed_table(parts: Parts, title: str = "") -> Table:
         for name, own in of_length:
             rate, held = own["decode_tokens_per_second"], own["bytes"]
             spread = f"({rate['min']:.1f}–{rate['max']:.1f})"
-            times = [
-                replace(cell(rate["median"], "{:.1f}", spread), shade=bar(rate["median"] / fastest)),
-                cell(median(own.get("speed_over_full")), "{:.2f}"),
-                cell(own["time_to_first_token_seconds"], "{:.2f}"),
-            ]
-            sizes = [replace(_megabytes(held["bytes"]), shade=bar(held["bytes"] / largest))]
-            sizes += [cell(held["bytes_over_pod"], "{:.1%}")]
-            sizes += [_megabytes(own["bytes_by_part"].get(part)) for part in held_parts]
-            rows.append([Cell(name), cell(own["length"], "{:,}"), *times, *sizes])
-    ours = {number for number, row in enumerate(rows) if row[0].text == "pod"}
-    return Table([*heads, *[f"{part} MB" for part in held_parts]], rows, title, ours, kind="cards")
+            rows.append([Cell(name), cell(own["length"], "{:,}")])
+            rows[-1].append(cell(rate["median"], "{:.1f}", spread, shade=bar(rate["median"] / fastest)))
+            rows[-1].append(cell(median(own.get("speed_over_full")), "{:.2f}"))
+            rows[-1].append(cell(own["time_to_first_token_seconds"], "{:.2f}"))
+            rows[-1].append(cell(_mb(held["bytes"]), "{:,.1f}", shade=bar(held["bytes"] / largest)))
+            rows[-1].append(cell(held["bytes_over_pod"], "{:.1%}"))
+            rows[-1] += [cell(_mb(own["bytes_by_part"].get(part)), "{:,.1f}") for part in held_parts]
+    return Table([*heads, *[f"{part} MB" for part in held_parts]], rows, title, "cards")
 
 
 def memory_tables(parts: Parts, name: str) -> list[Block]:
     """Peak memory of reading the prompt and of decoding, with its parts, where it was measured."""
-    heads = ["method", "prompt tokens", "weights MB", "phase", "peak MB", "activations MB", "KV MB"]
-    rows, counted = [], set()
+    heads = {"method": "method", "length": "prompt tokens", "weights": "weights MB", "phase": "phase"}
+    heads |= {part: f"{part} MB" for part in ("peak", "activations")} | {"kv": "KV MB"}
+    rows, ways = [], set()
     for method, own in (pair for of_length in _by_length(parts) for pair in of_length):
         memory = own.get("memory") or {}
-        counted.add(memory.get("counted_by"))
         for phase in filter(memory.get, ("prefill", "decode")):
-            sizes = [_megabytes(memory[phase].get(part)) for part in ("peak", "activations", "kv")]
-            where = [Cell(method), cell(own["length"], "{:,}"), _megabytes(memory.get("weights"))]
-            rows.append([*where, Cell(phase), *sizes])
-    if not rows:
-        return []
-    notes = [f"Memory is counted by {way}." for way in sorted(filter(None, counted))]
-    return [Table(heads, rows, f"Peak memory{name}"), *([Notes(notes)] if notes else [])]
+            sizes = {"weights": memory.get("weights"), **memory[phase]}
+            row = {"method": method, "length": own["length"], "phase": phase}
+            rows.append(row | {part: _mb(size) for part, size in sizes.items() if part in heads})
+            ways.add(memory.get("counted_by"))
+    notes = [f"Memory is counted by {way}." for way in sorted(filter(None, ways))]
+    return [plain_table(rows, heads, f"Peak memory{name}"), *listed(notes)]
 
 
-def batch_tables(parts: Parts, name: str) -> list[Block]:
+def batch_table(parts: Parts, name: str) -> Table:
     """The largest batch of every method for each (prompt, generated) pair, where it was measured."""
-    heads = ["method", "prompt + new", "limit", "largest batch", "× full", "tokens/s", "× full's tokens/s"]
+    heads = {"method": "method", "asked": "prompt + new", "limit": "limit", "batch": "largest batch"}
+    heads |= {"batch_over_full": "× full", "tokens_per_second": "tokens/s"}
+    heads |= {"tokens_per_second_over_full": "× full's tokens/s"}
     rows = []
     for method, own in ((method, own) for method, part in parts.items() for own in part["max_batch"]):
         limit = "the GPU" if own.get("limit_bytes") is None else f"{own['limit_bytes'] / 2**30:.3g} GiB"
-        keys = {"batch": "{:,}", "batch_over_full": "{:.2f}"}
-        keys |= {"tokens_per_second": "{:.1f}", "tokens_per_second_over_full": "{:.2f}"}
-        asked = [Cell(f"{own['prompt']:,} + {own['generated']:,}"), Cell(limit)]
-        rows.append([Cell(method), *asked, *[cell(median(own.get(key)), form) for key, form in keys.items()]])
-    return [Table(heads, rows, f"Largest batch{name}")] if rows else []
+        asked = f"{own['prompt']:,} + {own['generated']:,}"
+        row = {"method": method, "asked": asked, "limit": limit}
+        rows.append({key: median(own.get(key)) for key in heads} | row)
+    return plain_table(rows, heads, f"Largest batch{name}")
 
 
-def _megabytes(size: int | None) -> Cell:
-    """Bytes in MB, sorted by the same."""
-    return cell(None if size is None else size / 1e6, "{:,.1f}")
+def _mb(size: int | None) -> float | None:
+    """Bytes in MB."""
+    return None if size is None else size / 1e6

@@ -1,7 +1,8 @@
 """The tables of a report: methods by tasks, one task in detail, tasks of a suite, heat maps, and whatever a payload brings along."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pod.eval.judge.verdicts import Against, Payload
@@ -14,43 +15,33 @@ from pod.eval.report.merge import (
     held_rows,
     payload_of,
 )
-from pod.eval.report.names import categories_of, plain, short_name
+from pod.eval.report.names import categories_of, short_name
 from pod.eval.report.page import NONE, Cell, Table, cell, is_share, shade
 
-_TITLES = {
-    "perplexity": "Perplexity by position",
-    "passkey": "Passkey retrieval",
-    "niah": "Needle in a haystack",
-}
 MOST_COLUMNS = 12
 _Row = tuple[str, str, Tasks, Part]  # name, small text, and what it asks for
-
-
-def title_of(task: str) -> str:
-    """The head of a task's section."""
-    return _TITLES.get(task, plain(task))
-
-
-def ours(entries: list[Entry]) -> set[int]:
-    """Numbers of the rows that stand out: PoD as it is meant to be used."""
-    return {number for number, entry in enumerate(entries) if entry.method == "pod"}
 
 
 # -- numbers as text -----------------------------------------------------------------------------------------
 
 
+def number(value: float, digits: int, sign: str = "", unit: str = "") -> str:
+    """So many decimals, or `<0.01` for what would round to nothing. sign: "+" to print it."""
+    least = 10.0**-digits
+    if 0 < abs(value) < least / 2:
+        return f"{'-' if value < 0 else sign}<{least:.{digits}f}{unit}"
+    return f"{value + 0.0:{sign},.{digits}f}{unit}"
+
+
 def percent(value: float, sign: str = "", unit: str = "%") -> str:
-    """A share times 100 with one decimal, with two below 0.1, and `<0.01` for what would round to nothing. sign: "+" to print it."""
-    size = abs(100 * value)
-    if 0 < size < 0.005:
-        return f"{'-' if value < 0 else sign}<0.01{unit}"
-    return f"{100 * value + 0.0:{sign}.{2 if 0 < size < 0.1 else 1}f}{unit}"
+    """A share times 100 with one decimal, with two below 0.1."""
+    return number(100 * value, 2 if 0 < abs(value) < 0.001 else 1, sign, unit)
 
 
 def value_text(payload: Payload, value: float) -> str:
     """Scores as 0 to 100, perplexity with two decimals."""
     if payload["kind"] != "nll":
-        return f"{100 * value:.1f}"
+        return percent(value, unit="")
     return f"{value:.2f}" if payload["metric"] == "perplexity" else f"{value:.4g}"
 
 
@@ -72,37 +63,19 @@ def p_text(value: float) -> str:
 
 
 def column_form(values: Sequence[float], share: bool) -> Callable[[float], str]:
-    """How all numbers of a column are printed: one unit, as many decimals for all; `<` where a number would read as 0.
-
-    share: they are 0 to 1 (changes: -1 to 1) and printed in percent.
-    """
+    """How all numbers of a column are printed: one unit, as many decimals for all. share: they are shares or changes, in percent."""
     if share:
         return percent
     largest = max(map(abs, values), default=0.0)
-    digits = 0 if largest >= 1000 else 1 if largest >= 100 else 2 if largest >= 1 else 4
-    least = 10.0**-digits
-
-    def form(value: float) -> str:
-        if 0 < abs(value) < least / 2:
-            return f"{'-' if value < 0 else ''}<{least:.{digits}f}"
-        return f"{value:,.{digits}f}"
-
-    return form
+    return partial(number, digits=0 if largest >= 1000 else 1 if largest >= 100 else 2 if largest >= 1 else 4)
 
 
 # -- cells ---------------------------------------------------------------------------------------------------
 
 
-def number_cell(value: Any, ends: Sequence[float] | None, form: Callable[[Any], str]) -> Cell:
-    """A number over its interval, if it has one."""
-    if value is None:
-        return NONE
-    return Cell(form(value), f"[{', '.join(map(form, ends))}]" if ends else "", float(value))
-
-
 def value_cell(payload: Payload) -> Cell:
     """The number of a payload with its interval."""
-    return number_cell(payload["value"], payload.get("ci95"), lambda value: value_text(payload, value))
+    return cell(payload["value"], partial(value_text, payload), ends=payload.get("ci95"))
 
 
 def change_cell(against: Against | None) -> Cell:
@@ -114,13 +87,8 @@ def change_cell(against: Against | None) -> Cell:
     return Cell(text, interval + p, against.delta, against.mark)
 
 
-def result_cell(
-    comparison: Comparison, entry: Entry, tasks: Tasks, part: Part = None, short: bool = False
-) -> Cell:
-    """A row's number on a task, on a part of it or on the mean of several, over its change; else why there is none.
-
-    short: without intervals.
-    """
+def result_cell(comparison: Comparison, entry: Entry, tasks: Tasks, part: Part = None) -> Cell:
+    """A row's number on a task, on a part of it or on the mean of several, over its change; else why there is none."""
     payload = payload_of(entry, tasks, part)
     if payload is None or payload["value"] is None:
         if tasks[0] in entry.failed:
@@ -128,9 +96,8 @@ def result_cell(
         return Cell("not run") if tasks[0] in entry.refused else NONE
     found, against = value_cell(payload), comparison.against(entry, tasks, part)
     if against is None:
-        return replace(found, small="") if short else found
-    lines = change_lines(against)
-    return replace(found, small=f"({lines[0]})" if short else "\n".join(lines), tone=against.mark)
+        return found
+    return replace(found, small="\n".join(change_lines(against)), tone=against.mark)
 
 
 # -- the overview --------------------------------------------------------------------------------------------
@@ -145,12 +112,11 @@ def overview(comparison: Comparison) -> Table:
         cells = [result_cell(comparison, entry, tasks) for _, tasks in columns]
         rows.append([Cell(entry.label), *_byte_cells(entry, length), *cells])
         if timed:
-            speed = speed_of(entry) or {}
-            rows[-1].append(cell(median(speed.get("decode_tokens_per_second")), "{:.1f}"))
-            rows[-1].append(cell(median(speed.get("speed_over_full")), "{:.2f}"))
+            rows[-1].append(cell(median(speed_of(entry).get("decode_tokens_per_second")), "{:.1f}"))
+            rows[-1].append(cell(median(speed_of(entry).get("speed_over_full")), "{:.2f}"))
     heads = ["method", "KV MB", "saved", *[title for title, _ in columns]]
     heads += ["tokens/s", "× full"] if timed else []
-    return Table(heads, rows, ours=ours(entries), kind="cards")
+    return Table(heads, rows, kind="cards")
 
 
 def common_length(entries: list[Entry]) -> int | None:
@@ -186,9 +152,9 @@ def _byte_cells(entry: Entry, length: int | None) -> list[Cell]:
     return [Cell(f"{row['bytes'] / 1e6:.1f}", budget, row["bytes"]), cell(saving_of(row), "{:.0%}")]
 
 
-def speed_of(entry: Entry) -> dict[str, Any] | None:
-    """Speeds of a row at the longest length of its runs' speed measurements."""
-    return max(entry.speed, key=lambda row: row["length"], default=None)
+def speed_of(entry: Entry) -> dict[str, Any]:
+    """Speeds of a row at the longest length of its runs' speed measurements; empty without any."""
+    return max(entry.speed, key=lambda row: row["length"], default={})
 
 
 def median(value: Any) -> Any:
@@ -208,11 +174,12 @@ def task_table(comparison: Comparison, task: str) -> Table:
     heads = ["method", payloads[0]["metric"].replace("_", " "), "Δ to full"]
     heads += ["gained / lost"] if binary else []
     heads += ["samples", "skipped", "of dense bytes", *extra]
-    rows = [_task_row(comparison, entry, task, binary) for entry in entries]
-    for name in extra:
-        for row, found in zip(rows, _metric_cells(payloads, name), strict=True):
-            row.append(found)
-    return Table(heads, rows, ours=ours(entries))
+    more = [_metric_cells(payloads, name) for name in extra]
+    rows = [
+        [*_task_row(comparison, entry, task, binary), *(column[row] for column in more)]
+        for row, entry in enumerate(entries)
+    ]
+    return Table(heads, rows)
 
 
 def _task_row(comparison: Comparison, entry: Entry, task: str, binary: bool) -> list[Cell]:
@@ -229,14 +196,13 @@ def _task_row(comparison: Comparison, entry: Entry, task: str, binary: bool) -> 
 
 def _metric_cells(payloads: list[Payload], name: str) -> list[Cell]:
     """A further metric of all rows, in one unit: 0 to 100 where it is a share in every row."""
-    found = [(payload.get("metrics") or {}).get(name) for payload in payloads]
-    found = [one if isinstance(one, dict) else {"value": one} for one in found]
+    found = [(payload.get("metrics") or {}).get(name, {}) for payload in payloads]
     values = [value for one in found if (value := one.get("value")) is not None]
     raw = any(payload["kind"] == "nll" for payload in payloads)
     raw = raw or any(one.get("percent") is False for one in found)
     share = not raw and all(0 <= value <= 1 for value in values)
-    form = (lambda value: percent(value, unit="")) if share else column_form(values, False)
-    return [number_cell(one.get("value"), one.get("ci95"), form) for one in found]
+    form = partial(percent, unit="") if share else column_form(values, False)
+    return [cell(one.get("value"), form, ends=one.get("ci95")) for one in found]
 
 
 def suite_table(comparison: Comparison, tasks: tuple[str, ...]) -> Table:
@@ -251,7 +217,7 @@ def suite_table(comparison: Comparison, tasks: tuple[str, ...]) -> Table:
         members = tuple(members for members, _ in categories.values())
         rows.append(("mean of the categories", "", members, None))
     rows.append(("mean of the tasks", "", tasks, None))
-    return _by_method(comparison, "task", entries, rows, {len(rows) - 1})
+    return _by_method(comparison, "task", entries, rows)
 
 
 def subtask_table(comparison: Comparison, task: str) -> list[Table]:
@@ -264,15 +230,13 @@ def subtask_table(comparison: Comparison, task: str) -> list[Table]:
     return [_by_method(comparison, "part", entries, rows)] if rows else []
 
 
-def _by_method(
-    comparison: Comparison, head: str, entries: list[Entry], rows: list[_Row], ours: Iterable[int] = ()
-) -> Table:
+def _by_method(comparison: Comparison, head: str, entries: list[Entry], rows: list[_Row]) -> Table:
     """Methods as columns."""
     body = [
         [Cell(name, small.replace("_", " ")), *[result_cell(comparison, e, tasks, part) for e in entries]]
         for name, small, tasks, part in rows
     ]
-    return Table([head, *[entry.label for entry in entries]], body, ours=set(ours))
+    return Table([head, *[entry.label for entry in entries]], body)
 
 
 # -- what payloads bring along -------------------------------------------------------------------------------
@@ -280,11 +244,9 @@ def _by_method(
 
 def heat_maps(comparison: Comparison, task: str) -> list[Table]:
     """Depth × length of every method whose payload has cells."""
-    entries = [entry for entry in comparison.measured(task) if entry.parts[task].get("cells")]
-    maps = {entry.label: entry.parts[task]["cells"] for entry in entries}
+    maps = {e.label: cells for e in comparison.measured(task) if (cells := e.parts[task].get("cells"))}
     everywhere = [found for cells in maps.values() for found in cells]
-    lengths = sorted({found["length"] for found in everywhere})
-    depths = sorted({found["depth"] for found in everywhere})
+    lengths, depths = (sorted({found[key] for found in everywhere}) for key in ("length", "depth"))
     heads = ["depth", *[f"{n:,}" if n < 10_000 else f"{n / 1024:.4g}K" for n in lengths]]
     tables = []
     for label, cells in maps.items():
@@ -301,28 +263,24 @@ def _heat_cell(share: float | None) -> Cell:
 def extra_tables(entry: Entry, task: str) -> list[Table]:
     """The table that a payload brings, if any: `rows` (dicts) with `columns` (key → head)."""
     rows, heads = entry.parts[task].get("rows"), entry.parts[task].get("columns")
-    if not rows or not heads:
-        return []
-    columns = list(heads.values())
-    return [
-        Table(columns, _plain_rows(columns, [[row.get(key) for key in heads] for row in rows]), entry.label)
-    ]
+    return [plain_table(rows, heads, entry.label)] if rows and heads else []
 
 
-def _plain_rows(heads: list[str], rows: list[list[Any]]) -> list[list[Cell]]:
-    """Values of any task, a column in one unit: shares and changes in percent, but for the first column, which names the rows."""
-    forms: list[Callable[[Any], str]] = []
-    for head, column in zip(heads, zip(*rows, strict=True), strict=True):
-        numbers = [value for value in column if _is_number(value)]
+def plain_table(rows: list[dict[str, Any]], heads: dict[str, str], title: str) -> Table:
+    """Values of any kind by key, a column in one unit: shares and changes in percent, but for the first column, which names the rows."""
+    forms: dict[str, str | Callable[[float], str]] = {}
+    for key, head in heads.items():
+        numbers = [row[key] for row in rows if _is_number(row.get(key))]
         whole = not forms or all(isinstance(value, int) for value in numbers)
-        forms.append("{:,}".format if whole else column_form(numbers, is_share(head, numbers)))
-    return [
+        forms[key] = "{:,}" if whole else column_form(numbers, is_share(head, numbers))
+    body = [
         [
-            number_cell(x, None, form) if x is None or _is_number(x) else Cell(str(x))
-            for x, form in zip(row, forms, strict=True)
+            cell(x, f) if _is_number(x := row.get(key)) or x is None else Cell(str(x))
+            for key, f in forms.items()
         ]
         for row in rows
     ]
+    return Table([*heads.values()], body, title)
 
 
 def _is_number(value: Any) -> bool:
@@ -339,8 +297,8 @@ def bucket_table(comparison: Comparison, task: str = "perplexity") -> list[Table
     if not spans or any(span != spans[0] for span in spans):
         return []
     rows = [
-        [Cell(e.label), *[result_cell(comparison, e, (task,), n, short=True) for n in range(len(spans[0]))]]
+        [Cell(e.label), *[result_cell(comparison, e, (task,), n) for n in range(len(spans[0]))]]
         for e in entries
     ]
     heads = ["method", *[f"{first:,}–{end - 1:,}" for first, end in spans[0]]]
-    return [Table(heads, rows, ours=ours(entries))]
+    return [Table(heads, rows)]

@@ -8,14 +8,17 @@ One self-contained page: readable on a phone and on paper, sortable by a few lin
 import argparse
 import csv
 import io
+import itertools
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from pod.eval.report import notes, paper_tables, pictures, tables
 from pod.eval.report.merge import (
     Comparison,
+    Entry,
     base_name,
     byte_share,
     combined,
@@ -23,8 +26,8 @@ from pod.eval.report.merge import (
     merge,
     prompt_conflicts,
 )
-from pod.eval.report.names import short_name, suite_of
-from pod.eval.report.page import Block, Fold, Notes, Picture, Report, Section
+from pod.eval.report.names import plain, short_name, suite_of
+from pod.eval.report.page import Block, Notes, Picture, Report, Section, listed
 from pod.eval.report.speed import speed_blocks
 from pod.files import atomic_write_text
 
@@ -32,45 +35,30 @@ if TYPE_CHECKING:
     from pod.recipe import Recipe
 
 _TITLE = "Proximal over distant: evaluation"
-_CSV_COLUMNS: list[str] = [
-    *("row", "method", "runs", "model", "suite", "task", "metric", "kind", "value", "ci_low", "ci_high"),
-    *("samples", "skipped", "base", "delta", "delta_kind", "delta_low", "delta_high", "paired", "gained"),
-    *("lost", "p", "p_page", "mark", "byte_share", "longest_length", "bytes", "dense_bytes"),
-    *("budget_tokens", "status", "reason"),
-]
 
 
 def write_report(recipe: "Recipe") -> Path:
     """Write report.html, report.md and report.csv into the eval folder of one run, from the files of all methods there; returns the HTML path."""
-    comparison = merge([recipe.eval_dir])
-    return _write(comparison, recipe.eval_dir, _run_pictures(recipe), None)
+    return write_merged([recipe.eval_dir], recipe.eval_dir, more=_run_pictures(recipe))
 
 
 def write_merged(
     folders: Iterable[str | Path],
     out: str | Path,
-    paper_folder: str | Path | None = None,
+    papers: str | Path | None = None,
     model: str | None = None,
+    more: Sequence[Section] = (),
 ) -> Path:
     """One report of several runs into the folder `out`; returns the HTML path.
 
-    paper_folder: CSV files as in docs/paper_tables; model: the papers' name of the model, where its path does not tell.
+    papers: folder of CSV files as in docs/paper_tables; model: the papers' name of the model, where its path does not tell.
     Raises: ValueError when a folder holds no results.
     """
-    return _write(merge(folders), Path(out), [], model, paper_folder)
-
-
-def _write(
-    comparison: Comparison,
-    folder: Path,
-    run_sections: list[Section],
-    model: str | None,
-    papers: str | Path | None = None,
-) -> Path:
+    comparison, folder = merge(folders), Path(out)
     theirs = paper_tables.blocks(comparison, paper_tables.load(papers), model)
-    found = [*sections(comparison), *run_sections, Section("Ours next to the papers'", theirs)]
-    found.append(Section("Skipped and not run", _list(notes.skipped_lines(comparison))))
-    found.append(Section("How it was measured", _list(notes.method_lines(comparison))))
+    found = [*sections(comparison), *more, Section("Ours next to the papers'", theirs)]
+    for title, name in (("Skipped and not run", "skipped"), ("How it was measured", "scoring")):
+        found.append(Section(title, listed(notes.sentences(name, entries=comparison.entries))))
     report = Report(_TITLE, notes.headline(comparison), notes.origin(comparison), found)
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in (("md", report.markdown()), ("csv", csv_text(comparison)), ("html", report.html())):
@@ -86,13 +74,13 @@ def sections(comparison: Comparison) -> list[Section]:
     summary: list[Block] = [tables.overview(comparison), Notes(notes.overview_notes(comparison))]
     found = [
         Section("Methods side by side", summary),
-        Section("Failed", _list(notes.failed_lines(comparison), alarm=True)),
-        Section("Read with care", _list(notes.warnings(comparison))),
+        Section("Failed", listed(notes.sentences("failed", entries=comparison.entries), True)),
+        Section("Read with care", listed(notes.warnings(comparison))),
         Section("Score over bytes", _overall_bytes(comparison)),
     ]
     for title, tasks in comparison.columns().items():
         if len(tasks) == 1:
-            found.append(Section(tables.title_of(tasks[0]), task_blocks(comparison, tasks[0])))
+            found.append(Section(plain(title), task_blocks(comparison, tasks[0])))
         else:
             found.append(Section(title, suite_blocks(comparison, tasks)))
     return [*found, Section("Bytes held and decode speed", speed_blocks(comparison.runs))]
@@ -111,20 +99,20 @@ def task_blocks(comparison: Comparison, task: str) -> list[Block]:
     blocks += _over_bytes(_points(comparison, (task,)), metric)
     blocks += tables.bucket_table(comparison, task)
     extra = [table for entry in entries for table in tables.extra_tables(entry, task)]
-    blocks += extra if len(extra) <= 4 else [Fold(f"{len(extra)} tables of the methods", list(extra))]
-    settings = dict.fromkeys(notes.settings_line(entry, task) for entry in entries)
-    return blocks + _list([line for line in settings if line][:4])  # once, or per run where they differ
+    blocks += extra if len(extra) <= 4 else [Section(f"{len(extra)} tables of the methods", list(extra))]
+    settings = (
+        notes.sentences("settings", found=entry.parts[task].get("settings") or {}) for entry in entries
+    )
+    return blocks + listed(
+        [*dict.fromkeys(itertools.chain(*settings))][:4]
+    )  # once, or per run where they differ
 
 
 def suite_blocks(comparison: Comparison, tasks: tuple[str, ...]) -> list[Block]:
     """A suite: its table, its picture over bytes, and its tasks behind a line each."""
     blocks: list[Block] = [tables.suite_table(comparison, tasks)]
     blocks += _over_bytes(_points(comparison, tasks), "mean score of the tasks")
-    return blocks + [Fold(short_name(task), task_blocks(comparison, task)) for task in tasks]
-
-
-def _list(lines: list[str], alarm: bool = False) -> list[Block]:
-    return [Notes(lines, alarm)] if lines else []
+    return blocks + [Section(short_name(task), task_blocks(comparison, task)) for task in tasks]
 
 
 def _overall_bytes(comparison: Comparison) -> list[Block]:
@@ -145,16 +133,16 @@ def _points(comparison: Comparison, tasks: tuple[str, ...]) -> list[dict[str, An
     points = []
     for entry in comparison.entries:
         payload = combined(entry, tasks)
-        shares = [byte_share(entry, task) for task in tasks if task in entry.parts]
-        known = [share for share in shares if share is not None]
-        if payload is None or payload["value"] is None or len(known) < len(tasks):
+        if payload is None or payload["value"] is None:
             continue
-        scale = 1 if payload["kind"] == "nll" else 100
-        ends = payload.get("ci95")
-        point = {"family": base_name(entry.method) + entry.label.removeprefix(entry.method)}
-        point |= {"label": entry.label, "share": sum(known) / len(known), "value": scale * payload["value"]}
-        point |= {"ci95": ends and [scale * end for end in ends]}
-        points.append(point | {"higher_is_better": payload["higher_is_better"]})
+        shares, ends = [byte_share(entry, task) for task in tasks], payload.get("ci95")
+        known = [share for share in shares if share is not None]
+        if len(known) == len(tasks):
+            scale = 1 if payload["kind"] == "nll" else 100
+            point = {"family": base_name(entry.method) + entry.label.removeprefix(entry.method)}
+            point |= {"label": entry.label, "share": fmean(known), "value": scale * payload["value"]}
+            point |= {"ci95": ends and [scale * end for end in ends]}
+            points.append(point | {"higher_is_better": payload["higher_is_better"]})
     return points
 
 
@@ -191,38 +179,38 @@ def _run_pictures(recipe: "Recipe") -> list[Section]:
 def csv_text(comparison: Comparison) -> str:
     """One line per method and task, everything that the page says about it."""
     out = io.StringIO()
-    writer = csv.DictWriter(out, _CSV_COLUMNS, lineterminator="\n", restval="")
+    asked = ((entry, task) for entry in comparison.entries for task in comparison.tasks)
+    rows = [_csv_row(comparison, e, t) for e, t in asked if t in {*e.parts, *e.refused, *e.failed}]
+    writer = csv.DictWriter(out, rows[0] if rows else ["row"], lineterminator="\n")
     writer.writeheader()
-    for entry in comparison.entries:
-        model = (entry.content.get("model") or {}).get("path", "")
-        reasons = {**entry.refused, **entry.failed}
-        for task in comparison.tasks:
-            row = {"row": entry.label, "method": entry.method, "model": model}
-            row |= {"task": task, "suite": suite_of(task)}
-            if task in entry.parts:
-                writer.writerow(row | _csv_values(comparison, entry, task))
-            elif task in reasons:
-                status = "failed" if task in entry.failed else "not run"
-                writer.writerow(row | {"runs": entry.run.label, "status": status, "reason": reasons[task]})
+    writer.writerows(rows)
     return out.getvalue()
 
 
-def _csv_values(comparison: Comparison, entry: Any, task: str) -> dict[str, Any]:
-    payload, against = entry.parts[task], comparison.against(entry, (task,))
-    longest = max(held_rows(entry, task), key=lambda row: row["length"], default={})
-    low, high = payload.get("ci95") or ("", "")
-    values = {key: payload[key] for key in ("metric", "kind", "value")} | {"ci_low": low, "ci_high": high}
-    values |= {key: len(payload[key]) for key in ("samples", "skipped")}
+def _csv_row(comparison: Comparison, entry: Entry, task: str) -> dict[str, Any]:
+    """Whatever there is of a task, in the order of the columns; None for the rest."""
+    part: dict[str, Any] = entry.parts.get(task) or {}
+    against = comparison.against(entry, (task,)) if part else None
+    longest = max(held_rows(entry, task), key=lambda row: row["length"], default={}) if part else {}
+    values = {"row": entry.label, "method": entry.method, "runs": entry.sources.get(task, entry.run).label}
+    values |= {"model": (entry.content.get("model") or {}).get("path"), "suite": suite_of(task), "task": task}
+    values |= {key: part.get(key) for key in ("metric", "kind", "value")} | _ends("ci", part.get("ci95"))
+    values |= {key: len(part[key]) if part else None for key in ("samples", "skipped")}
+    values |= {key: getattr(against, key, None) for key in ("base", "delta")}
+    values["delta_kind"] = against and ("relative" if against.relative else "difference")
+    values |= _ends("delta", against and against.estimate.interval) | {"paired": against and against.common}
+    values |= {key: getattr(against, key, None) for key in ("gained", "lost")}
+    values |= {"p": against and against.estimate.p, "p_page": against and against.adjusted}
+    values |= {"mark": against and against.mark, "byte_share": byte_share(entry, task) if part else None}
+    values |= {"longest_length": longest.get("length")}
     values |= {key: longest.get(key) for key in ("bytes", "dense_bytes", "budget_tokens")}
-    values |= {"longest_length": longest.get("length"), "byte_share": byte_share(entry, task)}
-    values |= {"runs": entry.sources[task].label, "status": "measured"}
-    if against is not None:
-        low, high = against.estimate.interval or ("", "")
-        values |= {key: getattr(against, key) for key in ("base", "delta", "gained", "lost", "mark")}
-        values |= {"delta_kind": "relative" if against.relative else "difference", "paired": against.common}
-        values |= {"delta_low": low, "delta_high": high}
-        values |= {"p": against.estimate.p, "p_page": against.adjusted}
-    return values
+    status = "measured" if part else "failed" if task in entry.failed else "not run"
+    return values | {"status": status, "reason": None if part else (entry.refused | entry.failed)[task]}
+
+
+def _ends(name: str, interval: list[float] | None) -> dict[str, float | None]:
+    low, high = interval or (None, None)
+    return {f"{name}_low": low, f"{name}_high": high}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from pod.eval.answer.budget import Span
-from pod.eval.answer.methods import BASE, Method, find_method
-from pod.eval.judge.intervals import spread
+from pod.eval.answer.methods import BASE, find_method
 from pod.eval.results import RunResults, code_identity, fingerprint, one_line
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.measure import max_batch, memory, race
 from pod.measure.machine import environment
+from pod.measure.race import spread
 
 if TYPE_CHECKING:
     from pod.eval.runner import Evaluation
@@ -113,8 +113,7 @@ def _race(run: "Evaluation", length: int, errors: dict[str, Exception]) -> dict[
     race.race(contestants, args.efficiency_tokens, args.efficiency_repeats)
     contestants = _still_in(contestants, errors)
     base = next((one for one in contestants if one.name == BASE), None)
-    steps = args.efficiency_tokens
-    return {one.name: rows[one.name] | speeds(one, base, steps, length) for one in contestants}
+    return {one.name: rows[one.name] | speeds(one, base, args.efficiency_tokens) for one in contestants}
 
 
 def _still_in(contestants: list[race.Contestant], errors: dict[str, Exception]) -> list[race.Contestant]:
@@ -137,12 +136,19 @@ def _largest_batches(
     run: "Evaluation", prompt: int, generated: int, errors: dict[str, Exception]
 ) -> dict[str, dict[str, Any]]:
     """The largest batch of every method for a prompt and a number of generated tokens."""
-    asked = {"prompt": prompt, "generated": generated, "limit_bytes": run.speed.memory_limit}
+    limit, span = run.speed.memory_limit, Span(prompt + generated - 1, generated - 1)
     rows: dict[str, dict[str, Any]] = {}
     for one in map(race.Contestant, run.args.methods):
         with one.trying():
-            rows[one.name] = asked | _largest_batch(run, find_method(one.name), prompt, generated)
-            run.log(f"{one.name}: {rows[one.name]['batch']} rows of {prompt} + {generated} tokens")
+            subject = run.subject(find_method(one.name))
+            make_cache = partial(subject.cache, span)
+            tries = max_batch.Tries(subject.model, make_cache, prompt, generated, limit, run.recipe.seed)
+            row = {"prompt": prompt, "generated": generated, "limit_bytes": limit}
+            row |= max_batch.search(tries, run.speed.max_batch_rows) | {"budget_tokens": subject.budget(span)}
+            if run.speed.throughput and row["batch"]:
+                row |= tries.throughput(row["batch"])
+            rows[one.name] = row
+            run.log(f"{one.name}: {row['batch']} rows of {prompt} + {generated} tokens")
         if one.failed is not None:
             errors[one.name] = ValueError(f"max_batch {prompt} + {generated}: {one_line(one.failed)}")
     for key in ("batch", "fractional_batch", "tokens_per_second"):
@@ -152,33 +158,14 @@ def _largest_batches(
     return rows
 
 
-def _largest_batch(run: "Evaluation", method: Method, prompt: int, generated: int) -> dict[str, Any]:
-    subject, options, span = run.subject(method), run.speed, Span(prompt + generated - 1, generated - 1)
-    limit, make_cache = options.memory_limit, partial(subject.cache, span)
-    tries = max_batch.Tries(subject.model, make_cache, prompt, generated, limit, run.recipe.seed)
-    row = max_batch.search(tries, options.max_batch_rows)
-    row["budget_tokens"] = subject.budget(span)
-    return row | (tries.throughput(row["batch"]) if options.throughput and row["batch"] else {})
-
-
-def speeds(
-    contestant: race.Contestant, base: race.Contestant | None, steps: int, prompt: int, batch: int = 1
-) -> dict[str, Any]:
-    """Seconds to the first token and tokens per second (median, min, max over the repeats), and the ratios to `base`, taken round by round.
-
-    prompt: tokens per row.
-    """
+def speeds(contestant: race.Contestant, base: race.Contestant | None, steps: int) -> dict[str, Any]:
+    """Seconds to the first token and tokens per second (median, min, max over the repeats), and the ratios to `base`, taken round by round."""
     first = spread(contestant.prompt_seconds)
-    result: dict[str, Any] = {
-        "time_to_first_token_seconds": first["median"],
-        "time_to_first_token": first,
-        "prefill_tokens_per_second": prompt * batch / first["median"],
-        "decode_tokens_per_second": spread([steps * batch / seconds for seconds in contestant.seconds]),
-        "seconds_per_repeat": contestant.seconds,
-    }
+    rates = spread([steps / seconds for seconds in contestant.seconds])
+    found: dict[str, Any] = {"time_to_first_token_seconds": first["median"], "time_to_first_token": first}
+    found["decode_tokens_per_second"] = rates
     if base is not None:
-        pairs = zip(base.seconds, contestant.seconds, strict=True)
-        result["speed_over_full"] = spread([other / own for other, own in pairs])
-        pairs = zip(base.prompt_seconds, contestant.prompt_seconds, strict=True)
-        result["prefill_speed_over_full"] = spread([other / own for other, own in pairs])
-    return result
+        for name, of in (("speed_over_full", "seconds"), ("prefill_speed_over_full", "prompt_seconds")):
+            pairs = zip(getattr(base, of), getattr(contestant, of), strict=True)
+            found[name] = spread([other / own for other, own in pairs])
+    return found
