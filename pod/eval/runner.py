@@ -161,7 +161,9 @@ class Evaluation:
         self._may_answer = is_open
         try:
             with self.shelf(method).asked_by(task.name, is_open) as shelf:
-                return {**task.measure(self.subject(method), shelf), **shelf.account()}
+                payload = task.measure(self.subject(method), shelf) | shelf.account()
+                skips = base.gate_metrics(payload.get("decisions", {}))
+                return payload | ({"metrics": (payload.get("metrics") or {}) | skips} if skips else {})
         finally:
             self._may_answer = True
 

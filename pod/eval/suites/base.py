@@ -175,6 +175,21 @@ def scored_payload(
     }
 
 
+def gate_metrics(counts: dict[str, list[Any]]) -> dict[str, Any]:
+    """Means of `answer.gates.skipped` as metrics: shares of the followers' query heads and KV heads, of the attention of PoD without
+    skipping, and of the dense model's, what PoD saves anyway included. Nothing where no decoded token had distant ones."""
+    if not any(counts.get("heads", ())):
+        return {}
+    heads, heads_skipped, groups, groups_skipped, exact, saved, dense = map(sum, counts.values())
+    found = {
+        "query heads that skip": heads_skipped / heads,
+        "KV heads unread": groups_skipped / groups,
+        "attention saved": saved / exact,
+        "saved over dense": 1 - (exact - saved) / dense,
+    }
+    return {name: {"value": value, "ci95": None} for name, value in found.items()}
+
+
 def curve(
     rows: list[dict[str, Any]], x: str, y: str, interval: str | None = None, **more: Any
 ) -> dict[str, Any]:
