@@ -131,7 +131,7 @@ class Evaluation:
         subject = self.subject(method)
         for span in task.spans():
             try:
-                budget, prompt = subject.budget(span), span.length - span.fed
+                budget, prompt = subject.budget(span), task.prompt_of(method, span)
                 if budget not in chunks:
                     chunks[budget] = getattr(subject.cache(span), "chunks", None)
                 # whether a method that compresses chunk by chunk has a chunk left to read everywhere in such a prompt

@@ -73,6 +73,10 @@ class Task(ABC):
         """The payload of one method: a function of the answers on its shelf. What is not there is asked through `shelf.answers`, and
         only that may load a model."""
 
+    def prompt_of(self, method: Method, span: Span) -> int:
+        """Tokens of the prompt of one of these caches."""
+        return span.length - span.fed
+
     def longest(self) -> int:
         """The longest sequence that is fed to a model (tokens), new tokens included."""
         return max((span.length for span in self.spans()), default=0)
