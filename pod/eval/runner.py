@@ -126,7 +126,7 @@ class Evaluation:
         subject = self.subject(method)
         for span in task.spans():
             try:
-                budget, prompt = subject.budget(span), span.length - span.fed
+                budget, prompt = subject.budget(span), task.prompt_of(method, span)
                 if budget not in chunks:
                     chunks[budget] = getattr(subject.cache(span), "chunks", None)
                 # whether a method that compresses chunk by chunk has a chunk left to read everywhere in such a prompt
@@ -156,7 +156,9 @@ class Evaluation:
         self._may_answer = is_open
         try:
             with self.shelf(method).asked_by(task.name, is_open) as shelf:
-                return {**task.measure(self.subject(method), shelf), **shelf.account()}
+                payload = task.measure(self.subject(method), shelf) | shelf.account()
+                skips = base.gate_metrics(payload.get("decisions", {}))
+                return payload | ({"metrics": (payload.get("metrics") or {}) | skips} if skips else {})
         finally:
             self._may_answer = True
 

@@ -37,7 +37,7 @@ def test_decode_path_predicts_as_one_forward(spec, plan, dense_model, pod_model,
 @pytest.mark.parametrize("window", [1, 7, 30])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_cut_sees_the_window_and_nothing_else(dense_model, text, window, rows):
-    found = agreement.predict_by_window(dense_model, text, 6, window, "cut", rows)
+    found = agreement.predict_by_window(dense_model, text, 6, window, rows)
     for row in range(3):
         for column, position in enumerate(range(58, 64)):
             logits = dense_model(input_ids=text[row : row + 1, position - window : position]).logits
@@ -45,16 +45,17 @@ def test_cut_sees_the_window_and_nothing_else(dense_model, text, window, rows):
 
 
 def test_window_of_everything_changes_nothing(dense_model, text):
-    full = agreement.predict_by_forward(dense_model, text, 6)
-    assert torch.equal(agreement.predict_by_window(dense_model, text, 6, 64, "wa", 2), full)
-    assert torch.equal(agreement.predict_by_window(dense_model, text, 1, 63, "cut", 2), full[:, -1:])
+    full = agreement.predict_by_forward(dense_model, text, 1)
+    assert torch.equal(agreement.predict_by_window(dense_model, text, 1, 63, 2), full)
 
 
-@pytest.mark.parametrize("restrict", ["wa", "streamingllm"])
-def test_window_of_attention_equals_that_cache_token_by_token(dense_model, text, restrict):
-    found = agreement.predict_by_window(dense_model, text, 20, 12, restrict, 2)
-    cache = pod.make_cache(dense_model, restrict, budget=12)
-    assert torch.equal(found, agreement.predict_by_decode(dense_model, cache, text, 20))
+@pytest.mark.parametrize("spec", ["wa", "streamingllm"])
+def test_window_of_attention_is_a_method(dense_model, text, spec):
+    hidden = dense_model.model(
+        input_ids=text[:, :-1], past_key_values=pod.make_cache(dense_model, spec, budget=12), use_cache=True
+    ).last_hidden_state
+    found = agreement.predict_by_decode(dense_model, pod.make_cache(dense_model, spec, budget=12), text, 20)
+    assert torch.equal(found, dense_model.lm_head(hidden[:, -20:]).argmax(-1))
     assert not torch.equal(found, agreement.predict_by_forward(dense_model, text, 20))
 
 
@@ -80,7 +81,7 @@ def test_windows_are_averaged_over_texts(place):
     reference = agreement.predict_by_forward(model, text, 20)
     (curve,) = payload["curves"]
     for window, value, row in zip(curve["x"], curve["y"], payload["rows"], strict=True):
-        found = agreement.predict_by_window(model, text, 20, window, "cut", 7)
+        found = agreement.predict_by_window(model, text, 20, window, 7)
         assert value == pytest.approx((found == reference).double().mean().item())
         assert payload["metrics"][f"window {window}"]["value"] == value == row["identical"]
         assert payload["metrics"][f"window {window}"]["ci95"] == [row["low"], row["high"]]
@@ -116,7 +117,7 @@ def test_gate_skip_is_predicted_token_by_token(place):
 
 def test_what_a_result_depends_on(place):
     asked = []
-    for changes in ({}, {"windows": [16]}, {"restrict": "wa"}, {"predictions": 19}):
+    for changes in ({}, {"windows": [16]}, {"predictions": 19}):
         run = make_run(place, "consistency", ["full"], OPTIONS | changes, output_dir=str(place / "depends"))
         with run.shelf(find_method("full")).asked_by("x", True) as shelf:
             run.tasks["consistency"].measure(run.subject(find_method("full")), shelf)
@@ -136,7 +137,6 @@ def test_what_a_result_depends_on(place):
         ({"windows": [16, 16]}, "different sizes"),
         ({"length": 21}, "length is 21, it must exceed predictions = 20 by 2"),
         ({"length": 9000}, "consistency.length is 9000 and the dense model reads 8192: lower it"),
-        ({"restrict": "mask"}, "allowed: cut, wa, streamingllm"),
         ({"predictions": 0}, "predictions is 0"),
     ],
 )

@@ -6,6 +6,8 @@ import shutil
 
 import pytest
 import torch
+import torch.nn.functional as F
+from oracles_imdc import Chunked
 from own_runs import make_run, measure, write_place
 
 import pod
@@ -88,6 +90,47 @@ def test_unbounded_methods_do_not_depend_on_far_positions(spec, dense_model):
     assert held[-1] - held[-2] == pytest.approx(8 * 4, abs=8), "only the list of ids grows"
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("chunk", [7, 64])
+@pytest.mark.parametrize("pruner", ["snapkv", "streamingllm"])
+@pytest.mark.parametrize(
+    "mode, update", [("fm", True), *((m, u) for m in ("im", "imdc") for u in (True, False))]
+)
+def test_a_text_is_scored_while_it_is_read(mode, pruner, update, chunk, dense_model, text):
+    """IMDC §4.4: every token given the memory so far and its own chunk, twice as far as the model reads, whatever is fed at once."""
+    config = pod.PodConfig(**dense_model.config.to_dict() | {"max_position_embeddings": 32})
+    model = pod.PodForCausalLM(config).double().eval()
+    model.load_state_dict(dense_model.state_dict())
+    options = {"chunk_size": 10, "num_sink_tokens": 2}
+    options |= {"window": 4, "kernel": 3} if pruner == "snapkv" else {}
+    options |= {} if mode == "fm" else {"update": update}
+    name = f"{mode}({pruner})"
+    sums, held = stream_nll(
+        model, pod.make_cache(model, name, budget=12, **options), text[:2], STREAM, chunk, True
+    )
+    for row in range(2):
+        oracle = Chunked(model, mode=mode, pruner=pruner, budget=12, **options)
+        logits = oracle.run(text[row, :63], [("prompt", 63)])
+        nll = F.cross_entropy(logits, text[row, 1:], reduction="none")
+        wanted = torch.stack([nll[a - 1 : b - 1].sum() for a, b in ((12, 32), (32, 52), (52, 64))])
+        torch.testing.assert_close(torch.stack(sums)[:, row], wanted, rtol=0, atol=1e-9)
+        assert oracle.peak < 32 < 63
+    full, most = scored(dense_model, text[:2], 64, "full")
+    assert (torch.stack(sums) - full).abs().min() > 1e-3 and held[-1] < most[-1] / 2
+
+
+def test_what_reads_on():
+    for name, options, found in [
+        *((name, {}, True) for name in ("im@9", "imdc(snapkv)@9", "fm(streamingllm)+int4@9")),
+        ("h2o", {"prefill": "streaming"}, True),
+        *((name, {}, False) for name in ("h2o", "streamingllm", "model:imdc", "full")),
+    ]:
+        assert streaming.reads_on(find_method(name), options) is found
+        assert streaming.chunk_of(find_method(name), 16, options) == (
+            1 if name == "h2o" and not options else 16
+        )
+
+
 def points_of(curve):
     return dict(zip(curve["x"], curve["y"], strict=True))
 
@@ -112,9 +155,10 @@ def test_value_and_curves_add_up(place):
 
 
 def test_batch_of_three_scores_as_alone(place):
-    one = make_run(place, "stream_nll", ["h2o", "d2o"], OPTIONS | {"length": 120}, eval__batch_size=1)
-    three = make_run(place, "stream_nll", ["h2o", "d2o"], OPTIONS | {"length": 120})
-    for name in ("h2o", "d2o"):
+    names = ["h2o", "d2o", "imdc(snapkv)[chunk_size=30,window=6,function=adaptive]@40"]
+    one = make_run(place, "stream_nll", names, OPTIONS | {"length": 120}, eval__batch_size=1)
+    three = make_run(place, "stream_nll", names, OPTIONS | {"length": 120})
+    for name in names:
         left, right = measure(one, name), measure(three, name)
         assert [s["score"] for s in left["samples"]] == pytest.approx(
             [s["score"] for s in right["samples"]], rel=1e-12
@@ -147,6 +191,36 @@ def test_texts_beyond_the_limit(place, tmp_path):
     assert list(nll) == [104, 168, 200, 232, 296, 300]
     beyond = (nll[232] * 32 + nll[296] * 64 + nll[300] * 4) / 100
     assert other["metrics"]["perplexity beyond the model's limit"]["value"] == pytest.approx(math.exp(beyond))
+
+
+def test_methods_without_a_limit_are_compared_over_the_whole_text(place, tmp_path):
+    folder = tmp_path / "short"
+    shutil.copytree(resolve_model("package:tiny"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 200}))
+    named = "[chunk_size=50]@60"
+    methods = [f"{name}(streamingllm){named}" for name in ("fm", "im", "imdc")] + ["streamingllm@60"]
+    changes = {"model__path": str(folder), "model__plan": None, "output_dir": str(tmp_path)}
+    run = make_run(place, "stream_nll", methods, OPTIONS, **changes)
+    task = run.tasks["stream_nll"]
+    found = [measure(run, name) for name in methods]
+    assert len({payload["value"] for payload in found}) == 4
+    for name, payload in zip(methods, found, strict=True):
+        assert payload["metrics"] == {} and {sample["tokens"] for sample in payload["samples"]} == {260}
+        assert payload["settings"]["fed"].startswith(
+            "50 tokens" if name == methods[3] else "one prompt, compre"
+        )
+        assert task.token_counts(run.method(name)) == (900, 0)
+        run.check_caches(run.method(name), task)
+    limited = make_run(place, "stream_nll", [*methods, "full"], OPTIONS, **changes)
+    payload = measure(limited, methods[2])
+    assert {sample["tokens"] for sample in payload["samples"]} == {160}
+    total = sum(sample["score"] for sample in payload["samples"])
+    beyond = 300 * math.log(payload["metrics"]["perplexity beyond the model's limit"]["value"])
+    assert (total + beyond) / 780 == pytest.approx(math.log(found[2]["value"]))
+    greedy = make_run(place, "stream_nll", ["imdc(streamingllm)[chunk_size=20]@60"], OPTIONS, **changes)
+    with pytest.raises(ValueError, match="cannot do stream_nll.*chunk"):
+        greedy.check_caches(greedy.method(greedy.args.methods[0]), greedy.tasks["stream_nll"])
 
 
 def test_growing_methods_need_a_budget_of_their_own(place):

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import pod
 from pod.eval.answer.perplexity import hidden_behind, read_context
 
 
@@ -26,20 +25,8 @@ def predict_by_decode(model: Any, cache: Any, tokens: Tensor, last: int) -> Tens
 
 
 @torch.no_grad()
-def predict_by_window(
-    model: Any, tokens: Tensor, last: int, window: int, restrict: str, rows_at_once: int
-) -> Tensor:
-    """The same from the nearest `window` tokens only.
-
-    restrict: `cut`: nothing but the last `window` tokens is fed for each prediction; a method such as `wa` or `streamingllm`: every layer
-    attends to that many tokens, through which layer by layer older ones still have an influence.
-    """
-    if restrict != "cut":
-        cache = pod.make_cache(model, restrict, budget=window)
-        hidden = model.model(
-            input_ids=tokens[:, :-1], past_key_values=cache, use_cache=True
-        ).last_hidden_state
-        return model.lm_head(hidden[:, -last:]).argmax(dim=-1)
+def predict_by_window(model: Any, tokens: Tensor, last: int, window: int, rows_at_once: int) -> Tensor:
+    """The same from the nearest `window` tokens only: nothing else is fed for each prediction."""
     end = tokens.shape[1]
     pieces = torch.stack([tokens[:, p - window : p] for p in range(end - last, end)], dim=1)
     found = [

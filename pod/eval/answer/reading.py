@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pod.eval.answer import gates
 from pod.eval.answer.store import key_of
 
 
@@ -95,15 +96,22 @@ def _waiting(cache: Any) -> list[Any]:
     return [layer for layer in layers if getattr(layer, "judges_next", False)]
 
 
-def decided(cache: Any, rows: int) -> list[dict[str, Any]]:
+def decided(cache: Any, new: Tensor | None = None, pad: int = 0) -> list[dict[str, Any]]:
     """What a method decided for each row: `decisions`, by name a number per layer (None: not decided); nothing for a method that says
-    none. SimLayerKV: lazy (0 or 1), mass; D2O: variance, tokens."""
-    found: list[dict[str, Any]] = [{} for _ in range(rows)]
-    for group in getattr(cache, "groups", ()):
-        layers = [layer for layer in group.layers if hasattr(layer, "decisions")]
-        for place, row in enumerate(group.rows if layers else ()):
-            said = [layer.decisions(place) for layer in layers]
-            found[row] = {"decisions": {name: [one[name] for one in said] for name in said[0]}}
+    none. SimLayerKV: lazy (0 or 1), mass; D2O: variance, tokens; PoD with a tau: what `gates.skipped` counts.
+
+    new: the rows' answers [B, m] that were generated last; behind one that ended before others stands `pad`, which counts for nothing.
+    """
+    ends = cache.lengths if new is None else cache.lengths - (new == pad).long().cummax(dim=1).values.sum(1)
+    found: list[dict[str, Any]] = [{} for _ in ends]
+    parts = [(group.rows, group.layers) for group in getattr(cache, "groups", ())]
+    for rows, layers in parts or [(range(len(ends)), cache.layers)]:
+        asked = [layer for layer in layers if hasattr(layer, "decisions")]
+        for place, row in enumerate(rows):
+            said = [layer.decisions(place) for layer in asked]
+            by_name = {name: [one[name] for one in said] for name in (said[0] if said else ())}
+            by_name = by_name or gates.skipped(layers, place, int(ends[row]))
+            found[row] = {"decisions": by_name} if by_name else {}
     return found
 
 
@@ -114,6 +122,18 @@ def behind(mask: Tensor | None, rows: Sequence[Sequence[int]], pad: int, device:
 
 
 @torch.no_grad()
+def tokens_behind(
+    model: Any, cache: Any, mask: Tensor | None, rows: Sequence[Sequence[int]], new_tokens: int, pad: int
+) -> Tensor:
+    """Greedy answers [B, m] to questions (token ids, at least one each) behind the prompts that `cache` holds; it is used up.
+
+    mask: [B, n] of what the cache has seen, None for a new one. The questions are one prompt more for the method, as in a conversation.
+    """
+    fed = behind(mask, rows, pad, next(model.parameters()).device)
+    options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": pad}
+    return model.generate(**fed, past_key_values=cache, **options)[:, fed["input_ids"].shape[1] :]
+
+
 def answer_behind(
     model: Any,
     tokenizer: Any,
@@ -122,16 +142,9 @@ def answer_behind(
     rows: Sequence[Sequence[int]],
     new_tokens: int,
 ) -> list[str]:
-    """Greedy answers to questions (token ids, at least one each) behind the prompts that `cache` holds; it is used up.
-
-    mask: [B, n] of what the cache has seen, None for a new one. The questions are one prompt more for the method, as in a conversation.
-    """
-    pad = pad_id(tokenizer)
-    fed = behind(mask, rows, pad, next(model.parameters()).device)
-    out = model.generate(
-        **fed, past_key_values=cache, max_new_tokens=new_tokens, do_sample=False, pad_token_id=pad
-    )
-    return [tokenizer.decode(row[fed["input_ids"].shape[1] :], skip_special_tokens=True) for row in out]
+    """`tokens_behind` as texts."""
+    new = tokens_behind(model, cache, mask, rows, new_tokens, pad_id(tokenizer))
+    return [tokenizer.decode(row, skip_special_tokens=True) for row in new]
 
 
 def in_parts(prompts: Sequence[Asked]) -> tuple[list[tuple[int, ...]] | None, list[tuple[int, ...]]]:
@@ -147,10 +160,15 @@ def answers(
 ) -> list[dict[str, Any]]:
     """Greedy answers to a batch of prompts through `cache`, a new one, as records for a shelf: what was said, the bytes held per row at the
     end, and what was `decided`."""
-    before, rows = in_parts(prompts)
-    mask = None if before is None else read_prompts(model, cache, before, pad_id(tokenizer))
-    said = answer_behind(model, tokenizer, cache, mask, rows, new_tokens)
-    held, more = cache.nbytes // len(prompts), decided(cache, len(prompts))
+    gates.watch(cache)
+    pad, (before, rows) = pad_id(tokenizer), in_parts(prompts)
+    mask = None if before is None else read_prompts(model, cache, before, pad)
+    new = tokens_behind(model, cache, mask, rows, new_tokens, pad)
+    said, held = (
+        [tokenizer.decode(row, skip_special_tokens=True) for row in new],
+        cache.nbytes // len(prompts),
+    )
+    more = decided(cache, new, pad)
     return [{"answer": text, "bytes": held, **one} for text, one in zip(said, more, strict=True)]
 
 

@@ -233,10 +233,10 @@ class Shelf:
         latest = max(machines, key=lambda found: found["date"], default=None)
         seconds = round(sum(answer.seconds for answer in came), 3)
         said = [answer.record["decisions"] for answer in came if "decisions" in answer.record]
-        return {"environment": latest, "seconds": seconds} | ({"decisions": _means(said)} if said else {})
+        return {"environment": latest, "seconds": seconds} | ({"decisions": means(said)} if said else {})
 
 
-def _means(said: list[dict[str, list[float | None]]]) -> dict[str, list[float | None]]:
+def means(said: list[dict[str, list[float | None]]]) -> dict[str, list[float | None]]:
     """By name the mean per layer of what is known."""
     found = {}
     for name in said[0]:

@@ -1,10 +1,13 @@
-"""Negative log-likelihood of a long text that is streamed through the decode path.
+"""Negative log-likelihood of a long text that is streamed through a method's cache.
 
 The text's first tokens are one prompt, after which a method compresses; every token behind it is scored from the cache. Methods whose mask
-is the same for a chunk and for single tokens take chunks (`CHUNKED`: equal to the decode path by test); all others take one token at a
-time, as in generation.
+is the same for a chunk and for single tokens take chunks (`CHUNKED`: equal to the decode path by test). For methods that compress while
+they read (im, imdc, fm; `prefill=streaming`) the whole text is one prompt: a token is scored given the memory so far and what
+stands before it in its own chunk, the first of a chunk given the chunk before, which is compressed behind it (IMDC §4.4, Figure 5). All
+others take one token at a time, as in generation.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,17 +20,22 @@ from pod.eval.answer.perplexity import nll_behind, read_context
 CHUNKED = frozenset({"full", "pod", "streamingllm", "lm_infinite", "wa", None})
 """Specs (None: the layout of the model itself) whose chunks equal single tokens."""
 
-UNBOUNDED = frozenset({"streamingllm", "lm_infinite"})
-"""Specs in which no distance grows with the input, so that it may be longer than what the model was trained on."""
+
+def reads_on(method: Method, options: dict[str, Any]) -> bool:
+    """Whether a method with these options (`eval.method_options`) compresses while it reads a prompt."""
+    return (
+        re.split(r"[(+]", method.spec or "")[0] in ("im", "imdc", "fm")
+        or options.get("prefill") == "streaming"
+    )
 
 
 def chunk_of(method: Method, chunk_size: int, options: dict[str, Any]) -> int:
-    """Tokens that a method with these options (`eval.method_options`) may take at once behind the prompt.
+    """Tokens that a method with these options may take at once behind the prompt.
 
     PoD's gate skip (`tau`) is decided when a single token is decoded, so that a layout with options takes single tokens.
     """
     exact = method.spec in CHUNKED and not (options and method.spec in ("pod", None))
-    return chunk_size if exact else 1
+    return chunk_size if exact or reads_on(method, options) else 1
 
 
 @dataclass(frozen=True)
@@ -51,15 +59,17 @@ def make_stream(prompt: int, length: int, every: int, common: int) -> Stream:
 
 @torch.no_grad()
 def stream_nll(
-    model: Any, cache: Any, tokens: Tensor, stream: Stream, chunk: int
+    model: Any, cache: Any, tokens: Tensor, stream: Stream, chunk: int, reads_on: bool = False
 ) -> tuple[list[Tensor], list[int]]:
     """Summed NLL (nats, fp64 [B]) of every interval between `stream.ends`, and the cache's bytes at its end.
 
     Args:
         cache: a new one; the first `stream.prompt - 1` tokens of `tokens` [B, n] are its prompt: one token of the context is held out,
             so that already the first score is read from the compressed cache.
-        chunk: tokens at once behind the prompt, see `chunk_of`.
+        chunk: tokens at once behind the prompt, see `chunk_of`; reads_on: the whole text is one prompt.
     """
+    if reads_on:
+        cache.begin_prompt(stream.ends[-1] - 1)
     read_context(model, cache, tokens, stream.prompt - 1)
     sums, held, start = [], [], stream.prompt
     for end in stream.ends:

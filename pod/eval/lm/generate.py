@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from pod.eval.answer import gates
 from pod.eval.answer.reading import behind, decided, in_parts, read_prompts
 from pod.eval.lm.requests import Encoded
 
@@ -93,6 +94,7 @@ def generate(model: Any, tokenizer: Any, cache: Any, items: Sequence[Encoded]) -
     until = [until] if isinstance(until, str) else until
     ends, stops = _ends(model, tokenizer, until, at_once=not options.get("min_new_tokens"))
     pad = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends or [0])[0])
+    gates.watch(cache)
     before, rows = in_parts(items)
     mask = None if before is None else read_prompts(model, cache, before, pad)
     fed = behind(mask, rows, pad, next(model.parameters()).device)
@@ -110,7 +112,7 @@ def generate(model: Any, tokenizer: Any, cache: Any, items: Sequence[Encoded]) -
             **options,
         )
     held = {"bytes": cache.nbytes // len(items), "held_tokens": int(cache.lengths.max())}
-    said = [text_of(tokenizer, row, ends, stops) for row in out[:, columns:].tolist()]
-    return [
-        {"answer": text, **held, **one} for text, one in zip(said, decided(cache, len(items)), strict=True)
-    ]
+    new = out[:, columns:]
+    said = [text_of(tokenizer, row, ends, stops) for row in new.tolist()]
+    more = decided(cache, new, pad)
+    return [{"answer": text, **held, **one} for text, one in zip(said, more, strict=True)]

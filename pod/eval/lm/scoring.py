@@ -35,7 +35,7 @@ def score_by_decode(
     )
     last = None if alone else torch.tensor([unit.context[-1:] for unit in units], device=mask.device)
     judge_ahead(model, cache, mask, hidden=hidden if alone else None, last=last)
-    more = decided(cache, len(units))
+    more = decided(cache)
     jobs = [(row, choice) for row, unit in enumerate(units) for choice in range(len(unit.continuations))]
     answers: list[list[Score]] = [[(0.0, True)] * len(unit.continuations) for unit in units]
     held = tokens = 0

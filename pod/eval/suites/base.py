@@ -73,6 +73,10 @@ class Task(ABC):
         """The payload of one method: a function of the answers on its shelf. What is not there is asked through `shelf.answers`, and
         only that may load a model."""
 
+    def prompt_of(self, method: Method, span: Span) -> int:
+        """Tokens of the prompt of one of these caches."""
+        return span.length - span.fed
+
     def longest(self) -> int:
         """The longest sequence that is fed to a model (tokens), new tokens included."""
         return max((span.length for span in self.spans()), default=0)
@@ -173,6 +177,21 @@ def scored_payload(
         "settings": settings or {},
         **more,
     }
+
+
+def gate_metrics(counts: dict[str, list[Any]]) -> dict[str, Any]:
+    """Means of `answer.gates.skipped` as metrics: shares of the followers' query heads and KV heads, of the attention of PoD without
+    skipping, and of the dense model's, what PoD saves anyway included. Nothing where no decoded token had distant ones."""
+    if not any(counts.get("heads", ())):
+        return {}
+    heads, heads_skipped, groups, groups_skipped, exact, saved, dense = map(sum, counts.values())
+    found = {
+        "query heads that skip": heads_skipped / heads,
+        "KV heads unread": groups_skipped / groups,
+        "attention saved": saved / exact,
+        "saved over dense": 1 - (exact - saved) / dense,
+    }
+    return {name: {"value": value, "ci95": None} for name, value in found.items()}
 
 
 def curve(

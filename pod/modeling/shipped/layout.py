@@ -8,6 +8,7 @@ from torch import Tensor
 from .attend import CAUSAL, Tokens, Visibility, attend, merge_heads, take_heads, takes_gradients
 from .config import PodConfig
 from .decode import make_buffers, pod_decode
+from .grouped import attend_slots
 from .sharing import roles_of
 from .step import CacheLayer, Step
 from .stores import NATIVE, Codec, Recent, TokenStore, take_slots
@@ -24,12 +25,15 @@ class PodCacheLayer(CacheLayer):
         extra_slots: see ``CacheLayer``; for the rings of followers and windows.
         tau: gate above which a follower's query head leaves out its distant tokens when decoding; None = never.
         capacity: tokens that stores have room for from the start, and come to rest in at once; 0 = they grow as tokens come.
+        skips: None, or a list to note skips in (by row, for each token decoded here: tokens seen, query heads and KV heads of followers
+            whose gates reached ``tau``; no matter where no token is distant). Reads window keys twice; an engine notes nothing.
     """
 
     is_croppable = True
     evicts = False
     tau: float | None = None
     capacity = 0
+    skips: list[list[tuple[int, ...]]] | None = None
 
     def __init__(self, config: PodConfig, layer_idx: int, codec: Codec = NATIVE, extra_slots: int = 0):
         super().__init__()
@@ -49,6 +53,7 @@ class PodCacheLayer(CacheLayer):
         windows = self.num_sink_tokens, self.num_recent_tokens + self.extra_slots
         self.window_keys, self.near_keys = (self.codec.window("keys", *windows) for _ in range(2))
         self.near_values = self.codec.window("values", *windows)
+        self.skips = self.skips and []
         self.reserve(self.capacity)
 
     def reserve(self, capacity: int) -> None:
@@ -153,7 +158,26 @@ class PodCacheLayer(CacheLayer):
         shared = step.lengths, roles, step.lead.buffers, self.num_sink_tokens, self.num_recent_tokens
         rows = [sum(row) for row in step.rows]
         options = {"scale": self.scale, "tau": self.tau, "rows": rows, "near": near}
-        return pod_decode(q[:, :, 0], keys, window_keys, values, *shared, **options).unsqueeze(2)
+        out = pod_decode(q[:, :, 0], keys, window_keys, values, *shared, **options).unsqueeze(2)
+        if self.skips is not None and self.tau is not None and window_keys is not None:
+            self.skips = self.skips or [[] for _ in rows]
+            skipped = self._gates(q, window_keys, step) >= self.tau
+            heads, groups = skipped.sum((1, 2)).tolist(), skipped.all(2).sum(1).tolist()
+            for row, *found in zip(self.skips, rows, heads, groups, strict=True):
+                row.append(tuple(found))
+        return out
+
+    def _gates(self, q: Tensor, window_keys: Tensor, step: Step) -> Tensor:
+        """``[B, followers, G]``."""
+        heads, buffers = self.roles.followers, step.lead.buffers
+        assert buffers is not None, "made in this pass"
+        own = take_heads(q, heads, self.groups)
+        near = attend_slots(own, window_keys, window_keys, self.scale)[1].squeeze(2)
+        return torch.sigmoid(near.unflatten(1, (len(heads), -1)) - buffers.distant_lse[:, heads])
+
+    def select_rows(self, index: Tensor) -> None:
+        super().select_rows(index)
+        self.skips = self.skips and [list(self.skips[row]) for row in index.tolist()]
 
     def _window(self, store: TokenStore, step: Step) -> Tensor:
         """A window ``[B, h, n_s + n_r, d]`` as decoding reads it: of a larger ring, a copy."""

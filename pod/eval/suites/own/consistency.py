@@ -1,12 +1,12 @@
 """Prediction consistency: how often is the next token predicted as the dense model predicts it from the full context?
 
 For `full` by window size (PoD Table 7 and Figure 1c): the share of the last 100 tokens of long texts, fed as they are, whose prediction stays
-the same when the model uses only its nearest tokens. For every other method the same share for the method at its bytes. The paper does
-not say whether the window cuts the text or the attention of every layer; `restrict` offers both.
+the same when the model is fed only its nearest tokens. For every other method the same share for the method at its bytes. The paper does
+not say whether the window cuts the text or the attention of every layer, which `wa@N` does.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from pod.eval import answer
 from pod.eval.answer.budget import Span, Subject
@@ -37,9 +37,6 @@ class ConsistencyOptions:
 
     windows: list[int] = field(default_factory=lambda: [256, 512, 1024])
     """window sizes for the method `full` (tokens; paper: 256 to 4096)"""
-
-    restrict: Literal["cut", "wa", "streamingllm"] = "cut"
-    """cut: the model is fed nothing but the window; wa, streamingllm: every layer attends to a window (without, with sinks in it)"""
 
     def __post_init__(self) -> None:
         at_least_one(self, "sequences", "predictions")
@@ -79,9 +76,7 @@ class Consistency(TextTask):
         options = self.options
         prompt = 2 * options.length
         if method.name == "full":
-            each = options.predictions if options.restrict == "cut" else 1
-            per_window = options.windows if each > 1 else [options.length] * len(options.windows)
-            prompt = options.length + each * sum(per_window)
+            prompt = options.length + options.predictions * sum(options.windows)
         batches = -(-options.sequences // self.args.batch_size)
         return options.sequences * prompt, 0 if method.one_shot else batches * options.predictions
 
@@ -90,7 +85,7 @@ class Consistency(TextTask):
         dense = self.run.models.identity("dense")
         asked = [options.predictions, method.one_shot, subject.room(span), dense]
         if method.name == "full":
-            asked += [options.windows, options.restrict]
+            asked.append(options.windows)
         records = self.records(
             shelf, ["same predictions", asked], lambda rows: self._compare(subject, rows, span)
         )
@@ -120,12 +115,11 @@ class Consistency(TextTask):
 
     def _by_window(self, dense: Any, rows: Any, reference: Any) -> list[list[float]]:
         """Share of identical predictions by window, per text."""
-        options, at_once, by_window = self.options, self.args.batch_size, answer.agreement.predict_by_window
-        found = [
-            by_window(dense, rows, options.predictions, window, options.restrict, at_once)
-            for window in options.windows
+        last, by_window = self.options.predictions, answer.agreement.predict_by_window
+        shares = [
+            _same(by_window(dense, rows, last, window, self.args.batch_size), reference)
+            for window in self.options.windows
         ]
-        shares = [_same(own, reference) for own in found]
         return [[share[row] for share in shares] for row in range(len(rows))]
 
     def _payload(self, subject: Subject, records: list[Record], span: Span) -> Record:
@@ -137,11 +131,7 @@ class Consistency(TextTask):
             "identical predictions",
             [{key: value for key, value in record.items() if key != "windows"} for record in records],
             bytes_rows=[subject.stated(span, held)],
-            settings={
-                "length": options.length,
-                "predictions": options.predictions,
-                "restrict": options.restrict if is_full else "the method's own rule",
-            },
+            settings={"length": options.length, "predictions": options.predictions},
             **more,
         )
 

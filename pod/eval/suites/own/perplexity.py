@@ -5,7 +5,7 @@ from typing import Any
 
 from pod.eval import answer
 from pod.eval.answer.budget import Span, Subject
-from pod.eval.answer.store import Shelf, key_of
+from pod.eval.answer.store import Shelf, key_of, means
 from pod.eval.judge.verdicts import perplexity_of
 from pod.eval.suites.base import scored_payload
 from pod.eval.suites.buckets import position_buckets
@@ -43,18 +43,23 @@ class Perplexity(TextTask):
         }
 
     def _score(self, subject: Subject, rows: Any) -> list[Record]:
-        """A record per sequence of [B, n]: summed NLL (nats) and bytes of each bucket."""
-        model, held = subject.model, [None] * len(self.buckets)
+        """A record per sequence of [B, n]: summed NLL (nats) and bytes of each bucket, and the mean over buckets of what was decided."""
+        model, held, decided = subject.model, [None] * len(self.buckets), [[] for _ in rows]
         if subject.method.one_shot:
             scored = answer.perplexity.score_by_forward(model, rows, self.buckets)
         else:
             scored, held = [], []
             for bucket, span in zip(self.buckets, self.spans(), strict=True):
-                cache = subject.cache(span)
+                cache = answer.gates.watch(subject.cache(span))
                 scored.append(answer.perplexity.score_by_decode(model, cache, rows, bucket))
                 held.append(cache.nbytes // len(rows))
+                for row, one in zip(decided, answer.reading.decided(cache), strict=True):
+                    row += one.values()
         sums = zip(*(nll.double().sum(dim=1).tolist() for nll in scored), strict=True)
-        return [{"sums": list(of_row), "held": held} for of_row in sums]
+        return [
+            {"sums": list(of_row), "held": held, **({"decisions": means(said)} if said else {})}
+            for of_row, said in zip(sums, decided, strict=True)
+        ]
 
     def _payload(self, subject: Subject, records: list[Record]) -> Record:
         rows = []

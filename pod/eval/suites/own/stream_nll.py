@@ -1,4 +1,5 @@
-"""Cumulative NLL of long texts streamed through the decode path (D2O Figure 6, on PG-19 there): does a method stay stable for ever?
+"""Cumulative NLL of long texts streamed through a cache (D2O Figure 6, on PG-19 there; IMDC Figures 5 and 8, Table 4): does a method stay
+stable for ever?
 
 Any long text will do: files of PG-19's test books in `text`, else what perplexity is measured on. `pod.eval.answer.streaming` says how it is scored.
 """
@@ -10,7 +11,7 @@ from typing import Any
 
 from pod.eval import answer
 from pod.eval.answer.budget import Span, Subject
-from pod.eval.answer.methods import Method
+from pod.eval.answer.methods import Method, find_method
 from pod.eval.answer.store import Shelf
 from pod.eval.suites.base import at_least_one, curve, scored_payload
 from pod.eval.suites.text import Record, TextTask
@@ -24,19 +25,20 @@ class StreamNllOptions:
     """files, folders or other sources; default: eval.text, else the held-out part of data.sources"""
 
     length: int = 4096
-    """tokens of each text; beyond what a model reads only methods go on whose distances do not grow (streamingllm, lm_infinite)"""
+    """tokens of each text; beyond what a model reads only methods go on whose distances do not grow (streamingllm, lm_infinite, im, imdc, fm)"""
 
     sequences: int = 2
     """texts; the confidence intervals are over these"""
 
     prompt_tokens: int = 256
-    """tokens at the start that are one prompt and not scored; methods that compress a prompt do so behind them"""
+    """tokens at the start that are not scored; methods that compress behind a prompt do so behind them"""
 
     every: int = 256
     """tokens between two points of the curve"""
 
     chunk_size: int = 512
-    """tokens at once for methods whose chunks equal single tokens; the others take one at a time"""
+    """tokens fed at once to methods whose chunks equal single tokens, and to those that compress while they read, by chunks of their own;
+    the others take one at a time"""
 
     def __post_init__(self) -> None:
         at_least_one(self, "sequences", "every", "chunk_size")
@@ -49,8 +51,8 @@ class StreamNllOptions:
 class StreamNll(TextTask):
     """Perplexity over the tokens that every method reads, NLL and bytes by position as curves.
 
-    Texts longer than a model's limit: the value covers the part up to the smallest limit of the compared models, the same for all; methods
-    that allow it go on, and their curve and a metric of its own show the rest.
+    Texts longer than a model's limit: the value covers the part up to the smallest limit of the compared methods (and of the PoD model that
+    tells the bytes), the same for all; methods that allow it go on, and their curve and a metric of its own show the rest.
     """
 
     name = "stream_nll"
@@ -59,7 +61,9 @@ class StreamNll(TextTask):
 
     def __init__(self, run: Any, options: StreamNllOptions):
         super().__init__(run, options, options.text, options.length, options.sequences)
-        limits = [limit for kind in run.models.kinds if (limit := run.models.limit(kind)) is not None]
+        bounded = [method.model for name in run.args.methods if not (method := find_method(name)).unbounded]
+        kinds = {*bounded, run.models.reference_kind} - {None}
+        limits = [limit for kind in kinds if (limit := run.models.limit(kind)) is not None]
         self.limit = min(limits, default=options.length)
         self.common = min(options.length, self.limit)
         if self.common <= options.prompt_tokens:
@@ -80,39 +84,42 @@ class StreamNll(TextTask):
     def token_counts(self, method: Method) -> tuple[int, int]:
         """(prompt tokens, decode steps of a batch) that a method takes."""
         options, end = self.options, self._end(method)
-        behind, chunked = end - options.prompt_tokens, self._chunk(method) > 1
+        behind, chunked = end - options.prompt_tokens, self._fed(method)[0] > 1
         prompt = options.sequences * (end if chunked else options.prompt_tokens)
         return prompt, 0 if chunked else behind * -(-options.sequences // self.args.batch_size)
 
     def refuses(self, method: Method) -> str | None:
         if method.takes_budget and method.grows and method.budget is None:
             return (
-                f"{method.name} keeps every token behind its prompt, so it has no constant budget of PoD's bytes while a text streams; "
-                f"give it a budget of its own, as {method.name}@1024"
+                f"{method.name} has no constant budget of PoD's bytes while a text streams, for it keeps every token behind its prompt or "
+                f"compresses on the way; give it a budget of its own, as {method.name}@1024"
             )
         return None
 
     def _end(self, method: Method) -> int:
         """Where a method stops (tokens)."""
-        return self.options.length if method.spec in answer.streaming.UNBOUNDED else self.common
+        return self.options.length if method.unbounded else self.common
 
-    def _chunk(self, method: Method) -> int:
-        """Tokens that a method takes at once."""
-        return answer.streaming.chunk_of(
-            method, self.options.chunk_size, self.args.method_options.get(method.name, {})
-        )
+    def _fed(self, method: Method) -> tuple[int, bool]:
+        """Tokens that a method takes at once, and whether the whole text is one prompt to it."""
+        options = self.args.method_options.get(method.name, {})
+        chunk = answer.streaming.chunk_of(method, self.options.chunk_size, options)
+        return chunk, answer.streaming.reads_on(method, options)
+
+    def prompt_of(self, method: Method, span: Span) -> int:
+        return self._end(method) - 1 if self._fed(method)[1] else super().prompt_of(method, span)
 
     def measure(self, subject: Subject, shelf: Shelf) -> Record:
         method, (span,) = subject.method, self.spans()
         stream = self.stream.upto(self._end(method))
-        asked = ["stream", stream, self._chunk(method), subject.room(span)]
+        asked = ["stream", stream, *self._fed(method), subject.room(span)]
         records = self.records(shelf, asked, lambda rows: self._score(subject, rows, stream), stream.ends[-1])
         return self._payload(subject, stream, records)
 
     def _score(self, subject: Subject, rows: Any, stream: Any) -> list[Record]:
         """A record per text of [B, n]: summed NLL (nats) and bytes of every interval."""
         model, cache = subject.model, subject.cache(self.spans()[0])
-        sums, held = answer.streaming.stream_nll(model, cache, rows, stream, self._chunk(subject.method))
+        sums, held = answer.streaming.stream_nll(model, cache, rows, stream, *self._fed(subject.method))
         of_rows = zip(*(total.tolist() for total in sums), strict=True)
         return [{"sums": list(of_row), "held": [size // len(rows) for size in held]} for of_row in of_rows]
 
@@ -125,7 +132,8 @@ class StreamNll(TextTask):
             {"score": sum(record["sums"][:shared]), **shared_by_all, "bytes": size}
             for record, size in zip(records, held, strict=True)
         ]
-        chunk = self._chunk(subject.method)
+        chunk, reads_on = self._fed(subject.method)
+        fed = f"{chunk} tokens at once, equal to single ones" if chunk > 1 else "token by token"
         return scored_payload(
             "nll",
             "perplexity",
@@ -135,7 +143,7 @@ class StreamNll(TextTask):
                 "texts": len(records),
                 "read": stream.ends[-1],
                 "scored": f"{options.prompt_tokens} to {self.common}",
-                "fed": f"{chunk} tokens at once, equal to single ones" if chunk > 1 else "token by token",
+                "fed": "one prompt, compressed while it is read" if reads_on else fed,
                 "stopped": self._stopped(subject.method),
             },
             metrics=_beyond(stream, shared, records),
