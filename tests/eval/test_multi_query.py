@@ -126,7 +126,7 @@ def test_payload_of_right_and_wrong_answers(place, monkeypatch):
 
     def answer(model, tokenizer, cache, mask, asked, new_tokens):
         length, number = [(n, q) for n in OPTIONS["lengths"] for q in range(3)][next(turn)]
-        documents = [document for document in task.documents if document.length == length]
+        documents = [document for document in task.items if document.length == length]
         assert [document.questions[number] for document in documents] == asked
         return [document.values[0] for document in documents]
 

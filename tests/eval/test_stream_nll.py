@@ -14,11 +14,11 @@ import pod
 from pod.eval.answer import streaming
 from pod.eval.answer.methods import find_method
 from pod.eval.answer.perplexity import token_nll
-from pod.eval.answer.streaming import make_stream, stream_nll
+from pod.eval.answer.streaming import ends_of, stream_nll
 from pod.models import resolve_model
 
 OPTIONS = {"length": 300, "sequences": 3, "prompt_tokens": 40, "every": 64, "chunk_size": 50}
-STREAM = make_stream(12, 64, 20, 64)
+STREAM = 12, ends_of(12, 64, 20, 64)
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +29,14 @@ def place(tmp_path_factory):
 
 
 def scored(model, text, chunk, spec, stream=STREAM, **options):
-    sums, held = stream_nll(model, pod.make_cache(model, spec, **options), text, stream, chunk)
+    sums, held = stream_nll(model, pod.make_cache(model, spec, **options), text, *stream, chunk)
     return torch.stack(sums), held
 
 
 def test_ends_and_parts():
-    assert make_stream(10, 100, 30, 75).ends == (40, 70, 75, 100)
-    assert make_stream(10, 100, 30, 70).upto(70).ends == (40, 70)
-    assert make_stream(10, 20, 30, 20).ends == (20,)
+    assert ends_of(10, 100, 30, 75) == (40, 70, 75, 100)
+    assert ends_of(10, 70, 30, 70) == (40, 70)
+    assert ends_of(10, 20, 30, 20) == (20,)
 
 
 def test_full_equals_one_forward(dense_model, text):
@@ -84,7 +84,7 @@ def test_unbounded_methods_do_not_depend_on_far_positions(spec, dense_model):
     draw = torch.Generator().manual_seed(3)
     period = torch.randint(96, (1, 8), generator=draw)
     text = period.repeat(1, 101)[:, :804]
-    stream = make_stream(4, 804, 8, 804)
+    stream = 4, ends_of(4, 804, 8, 804)
     sums, held = scored(dense_model, text, 64, spec, stream, budget=24, num_sink_tokens=4)
     assert (sums[-1] - sums[-10]).abs().max() < 1e-9
     assert held[-1] - held[-2] == pytest.approx(8 * 4, abs=8), "only the list of ids grows"
@@ -106,7 +106,7 @@ def test_a_text_is_scored_while_it_is_read(mode, pruner, update, chunk, dense_mo
     options |= {} if mode == "fm" else {"update": update}
     name = f"{mode}({pruner})"
     sums, held = stream_nll(
-        model, pod.make_cache(model, name, budget=12, **options), text[:2], STREAM, chunk, True
+        model, pod.make_cache(model, name, budget=12, **options), text[:2], *STREAM, chunk, True
     )
     for row in range(2):
         oracle = Chunked(model, mode=mode, pruner=pruner, budget=12, **options)

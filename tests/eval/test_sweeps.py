@@ -150,7 +150,7 @@ def test_what_methods_decided_is_in_results_and_report(place, tmp_path):
     model, task = run.models.get("dense"), run.tasks["passkey"]
     for name in methods[1:3]:
         alone = []
-        for prompt in task.prompts:
+        for prompt in task.items:
             found = find_method(name)
             cache = pod.make_cache(model, found.spec, budget=found.budget, **found.options)
             alone += [one["decisions"] for one in reading.answers(model, run.tokenizer, cache, [prompt], 12)]

@@ -8,7 +8,8 @@ others take one token at a time, as in generation.
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -38,42 +39,34 @@ def chunk_of(method: Method, chunk_size: int, options: dict[str, Any]) -> int:
     return chunk_size if exact or reads_on(method, options) else 1
 
 
-@dataclass(frozen=True)
-class Stream:
-    """What of a text is scored, in positions: the prompt ends before `prompt`, sums are kept at every one of `ends`."""
-
-    prompt: int
-    ends: tuple[int, ...]
-
-    def upto(self, end: int) -> "Stream":
-        """The part before `end`, which is one of `ends`."""
-        assert end in self.ends, (end, self.ends)
-        return Stream(self.prompt, tuple(e for e in self.ends if e <= end))
-
-
-def make_stream(prompt: int, length: int, every: int, common: int) -> Stream:
-    """Sums every `every` tokens behind the prompt, at `common` (where some methods stop) and at `length`."""
+def ends_of(prompt: int, length: int, every: int, common: int) -> tuple[int, ...]:
+    """Positions at which sums are kept: every `every` tokens behind the prompt, `common` (where some methods stop) and `length`."""
     ends = {*range(prompt + every, length, every), common, length}
-    return Stream(prompt, tuple(sorted(end for end in ends if prompt < end <= length)))
+    return tuple(sorted(end for end in ends if prompt < end <= length))
 
 
 @torch.no_grad()
 def stream_nll(
-    model: Any, cache: Any, tokens: Tensor, stream: Stream, chunk: int, reads_on: bool = False
+    model: Any,
+    cache: Any,
+    tokens: Tensor,
+    prompt: int,
+    ends: Sequence[int],
+    chunk: int,
+    reads_on: bool = False,
 ) -> tuple[list[Tensor], list[int]]:
-    """Summed NLL (nats, fp64 [B]) of every interval between `stream.ends`, and the cache's bytes at its end.
+    """Summed NLL (nats, fp64 [B]) of every interval from position `prompt` on between `ends`, and the cache's bytes at its end.
 
     Args:
-        cache: a new one; the first `stream.prompt - 1` tokens of `tokens` [B, n] are its prompt: one token of the context is held out,
-            so that already the first score is read from the compressed cache.
+        cache: a new one; the first `prompt - 1` tokens of `tokens` [B, n] are its prompt: one token of the context is held out, so
+            that already the first score is read from the compressed cache.
         chunk: tokens at once behind the prompt, see `chunk_of`; reads_on: the whole text is one prompt.
     """
     if reads_on:
-        cache.begin_prompt(stream.ends[-1] - 1)
-    read_context(model, cache, tokens, stream.prompt - 1)
-    sums, held, start = [], [], stream.prompt
-    for end in stream.ends:
+        cache.begin_prompt(ends[-1] - 1)
+    read_context(model, cache, tokens, prompt - 1)
+    sums, held = [], []
+    for start, end in pairwise((prompt, *ends)):
         sums.append(nll_behind(model, cache, tokens, start, end, chunk).double().sum(dim=1))
-        start = end
         held.append(cache.nbytes)
     return sums, held

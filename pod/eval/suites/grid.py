@@ -1,4 +1,4 @@
-"""Tasks over several lengths: greedy answers through the method's cache, records and bytes by length."""
+"""Tasks over several lengths: greedy answers through the method's cache, samples and bytes by length."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -56,18 +56,42 @@ class Prompt:
 
 
 class GridTask(Task):
-    """A task whose items have an asked-for `length`. Budgets and batches follow from it alone, so that an answer depends on its item only.
+    """A grid of lengths and depths: greedy answers through the method's cache. Budgets and batches follow from an item's asked-for `length`
+    alone, so that an answer depends on its item only.
 
-    The constructor ends in `plan`.
+    kind, metric: of the payload. The constructor ends in `plan`.
     """
 
+    kind, metric = "binary", "accuracy"
+
     def plan(self, items: Sequence[Any], tokens: Callable[[Any], int], new_tokens: int) -> None:
-        """items: in the order of their lengths; tokens: of an item's longest prompt; new_tokens: generated behind it."""
-        self.new_tokens, longest = new_tokens, dict[int, int]()
+        """items: what is asked in one go, in the order of their lengths; tokens: of an item's longest prompt; new_tokens: generated behind
+        it."""
+        self.items, self.new_tokens, longest = items, new_tokens, dict[int, int]()
         for item in items:
             longest[item.length] = max(longest.get(item.length, 0), tokens(item))
         # the last new token is never fed
         self.span = {n: Span(held + new_tokens - 1, new_tokens) for n, held in longest.items()}
+
+    @abstractmethod
+    def key(self, item: Any, room: int | None) -> str:
+        """What an item asks of a cache with this budget."""
+
+    @abstractmethod
+    def ask(self, subject: Subject, cache: Any, batch: list[Any]) -> list[Record]:
+        """The records of items of one length through a new cache."""
+
+    @abstractmethod
+    def samples(self, item: Any, record: Record) -> list[Record]:
+        """The judged samples of an item."""
+
+    @abstractmethod
+    def settings(self) -> Record:
+        """What was asked, but for how much is answered."""
+
+    def metrics(self, samples: list[Record]) -> Record:
+        """Further metrics of the payload."""
+        return {}
 
     def spans(self) -> list[Span]:
         return list(self.span.values())
@@ -76,73 +100,64 @@ class GridTask(Task):
         """Batches of one asked-for length."""
         return in_batches(items, self.args.batch_size, lambda item: item.length)
 
-    def bytes_rows(self, subject: Subject, records: list[Record]) -> list[Record]:
-        """What was held, by length."""
-        held = {n: [record["bytes"] for record in records if record["length"] == n] for n in self.span}
-        return [{"prompt_length": n, **subject.stated(span, held[n])} for n, span in self.span.items()]
-
-
-class PromptTask(GridTask):
-    """A grid of lengths, depths and samples with one answer per prompt; kind, metric: of the payload."""
-
-    prompts: Sequence[Any]
-    kind, metric = "binary", "accuracy"
-
-    def plan_prompts(self, new_tokens: int) -> None:
-        """`plan` of the prompts."""
-        self.plan(self.prompts, lambda prompt: len(prompt.token_ids), new_tokens)
-
-    @abstractmethod
-    def judge(self, prompt: Any, said: str) -> Record:
-        """`score`, `target` and what else a record says of an answer."""
-
-    @abstractmethod
-    def settings(self) -> Record:
-        """What was asked, but for when and how much is answered."""
-
     def measure(self, subject: Subject, shelf: Shelf) -> Record:
-        records = self.records(subject, shelf)
+        records = shelf.answers(
+            self.items,
+            key=lambda item: self.key(item, subject.room(self.span[item.length])),
+            batches=self.batches,
+            compute=lambda batch: self.ask(subject, subject.cache(self.span[batch[0].length]), batch),
+        )
+        samples = [
+            sample | {"budget_tokens": subject.budget(self.span[item.length])}
+            for item, record in zip(self.items, records, strict=True)
+            for sample in self.samples(item, record)
+        ]
+        held = {n: [one["bytes"] for one in samples if one["length"] == n] for n in self.span}
         return scored_payload(
             self.kind,
             self.metric,
-            records,
-            bytes_rows=self.bytes_rows(subject, records),
-            settings={**self.settings(), "question": self.args.asked_when(), "new_tokens": self.new_tokens},
-            cells=cells_of(records),
+            samples,
+            bytes_rows=[{"prompt_length": n, **subject.stated(s, held[n])} for n, s in self.span.items()],
+            settings={**self.settings(), "new_tokens": self.new_tokens},
+            metrics=self.metrics(samples),
+            cells=cells_of(samples),
         )
+
+
+class PromptTask(GridTask):
+    """A sample per prompt of a grid of lengths, depths and samples."""
+
+    def plan_prompts(self, prompts: Sequence[Prompt], new_tokens: int) -> None:
+        """`plan` of the prompts."""
+        self.plan(prompts, lambda prompt: len(prompt.token_ids), new_tokens)
+
+    @abstractmethod
+    def judge(self, prompt: Any, said: str) -> Record:
+        """`score`, `target` and what else a sample says of an answer."""
 
     def token_counts(self, method: Method) -> tuple[int, int]:
         """(prompt tokens, decode steps of a batch) that a method takes."""
-        steps = len(self.batches(list(self.prompts))) * self.new_tokens
-        return sum(len(prompt.token_ids) for prompt in self.prompts), steps
+        steps = len(self.batches(list(self.items))) * self.new_tokens
+        return sum(len(prompt.token_ids) for prompt in self.items), steps
 
-    def records(self, subject: Subject, shelf: Shelf) -> list[Record]:
-        """The judged answer to every prompt."""
-        reading, tokenizer, new_tokens = answer.reading, self.run.tokenizer, self.new_tokens
+    def key(self, item: Prompt, room: int | None) -> str:
+        return answer.reading.key_of_prompt(item, self.new_tokens, room)
 
-        def compute(batch: list[Prompt]) -> list[Record]:
-            cache = subject.cache(self.span[batch[0].length])
-            return reading.answers(subject.model, tokenizer, cache, batch, new_tokens)
+    def ask(self, subject: Subject, cache: Any, batch: list[Prompt]) -> list[Record]:
+        return answer.reading.answers(subject.model, self.run.tokenizer, cache, batch, self.new_tokens)
 
-        found = shelf.answers(
-            self.prompts,
-            key=lambda p: reading.key_of_prompt(p, new_tokens, subject.room(self.span[p.length])),
-            batches=self.batches,
-            compute=compute,
-        )
+    def samples(self, item: Prompt, record: Record) -> list[Record]:
         return [
             {
-                "id": prompt.id,
-                "length": prompt.length,
-                "depth": prompt.depth,
-                "sample": prompt.sample,
-                "prompt_tokens": len(prompt.token_ids),
-                "prompt_hash": prompt_hash(prompt.text),
-                "budget_tokens": subject.budget(self.span[prompt.length]),
-                **self.judge(prompt, said["answer"]),
-                **said,
+                "id": item.id,
+                "length": item.length,
+                "depth": item.depth,
+                "sample": item.sample,
+                "prompt_tokens": len(item.token_ids),
+                "prompt_hash": prompt_hash(item.text),
+                **self.judge(item, record["answer"]),
+                **record,
             }
-            for prompt, said in zip(self.prompts, found, strict=True)
         ]
 
 

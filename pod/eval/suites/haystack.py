@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pod.data import load_documents
+from pod.eval.suites.lengths import largest_fit
 
 ESSAYS = "package:long_context_eval/data/synthetic/json/PaulGrahamEssays.json"
 BEFORE = "This is a very long story book: <book> "
@@ -21,6 +22,7 @@ ASK = " Based on the content of the book, Question: "
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[a-z][.!?])(?=[A-Z])")
 _CHARACTERS_PER_TOKEN = 8  # more than any tokenizer of English needs, so that a haystack is long enough
+_NEAR = 0.999  # of the length is long enough
 _CONTENT = "\x02content\x03"  # stands for the user message while a chat template is filled
 
 
@@ -106,57 +108,33 @@ class Haystack:
     def fitted(
         self, tokenizer: Any, frame: Frame, needles: list[str], depths: list[float], length: int
     ) -> str:
-        """The longest prompt of at most `length` tokens: frame, text, and the needles at their depths in the text (0 to 1).
+        """A prompt of at most `length` tokens, and hardly less: frame, text of whole words, and the needles at their depths in it (0 to 1).
 
         Raises: ValueError when the frame and the needles alone are longer.
         """
-        bare = len(frame.encode(tokenizer, frame.before + place([], needles, depths) + frame.after))
-        if bare > length:
+
+        def text(words: int) -> str:
+            return frame.before + place(self._first(words), needles, depths) + frame.after
+
+        def tokens(words: int) -> int:
+            return len(frame.encode(tokenizer, text(words)))
+
+        if (bare := tokens(0)) > length:
             raise ValueError(
                 f"a needle prompt of {length} tokens is too short: question and needles alone take {bare} tokens"
             )
-        sentences = self._head(tokenizer, length - bare)
-        while True:
-            text = frame.before + place(sentences, needles, depths) + frame.after
-            excess = len(frame.encode(tokenizer, text)) - length
-            if excess <= 0:
-                return text
-            sentences = _without_last_words(sentences, max(1, excess // 4))
+        return text(largest_fit(tokens, length, smallest=0, guess=(length - bare) // 2, near=_NEAR))
 
-    def _head(self, tokenizer: Any, tokens: int) -> list[str]:
-        """Whole sentences of about `tokens` tokens, and the first words of the next one."""
-        found, characters = [], 0
+    def _first(self, words: int) -> list[str]:
+        """The first sentences, of so many words."""
+        kept = []
         for sentence in itertools.islice(itertools.cycle(self.sentences), self.start, None):
-            if characters > _CHARACTERS_PER_TOKEN * tokens:
-                break
-            found.append(sentence)
-            characters += len(sentence) + 1
-        ids = tokenizer(" ".join(found), add_special_tokens=False)["input_ids"]
-        kept = tokenizer.decode(ids[:tokens], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return _cut(found, len(kept) if len(ids) > tokens else characters)
-
-
-def _cut(sentences: list[str], characters: int) -> list[str]:
-    """The sentences within the first `characters` of their joined text; of the last one whole words only."""
-    kept = []
-    for sentence in sentences:
-        if characters < len(sentence):
-            words = sentence[: max(characters, 0)].rpartition(" ")[0]
-            return [*kept, words] if words else kept
-        kept.append(sentence)
-        characters -= len(sentence) + 1
-    return kept
-
-
-def _without_last_words(sentences: list[str], words: int) -> list[str]:
-    """All but the last `words` words."""
-    kept = list(sentences)
-    while words and kept:
-        last = kept.pop().split(" ")
-        if len(last) > words:
-            return [*kept, " ".join(last[:-words])]
-        words -= len(last)
-    return kept
+            parts = sentence.split(" ")
+            if len(parts) >= words:
+                return [*kept, " ".join(parts[:words])] if words else kept
+            kept.append(sentence)
+            words -= len(parts)
+        raise AssertionError("sentences never end")
 
 
 def place(sentences: list[str], needles: list[str], depths: list[float]) -> str:

@@ -136,27 +136,17 @@ class Consistency(TextTask):
         )
 
     def _windows(self, records: list[Record]) -> Record:
-        """PoD Table 7 as metrics, table and curve."""
+        """PoD Table 7 as metrics and a curve."""
         rows = []
         for index, window in enumerate(self.options.windows):
             found = score_mean([record["windows"][index] for record in records])
-            ends = {"ci95": found.interval, "low": found.low, "high": found.high}
-            rows.append({"window": window, "identical": found.value, **ends})
+            rows.append({"window": window, "value": found.value, "ci95": found.interval})
         labels = {"x_label": "window (tokens)", "y_label": "share identical", "log_x": True}
         return {
             "metrics": {
-                f"window {row['window']}": {"value": row["identical"], "ci95": row["ci95"]} for row in rows
+                f"window {row['window']}": {key: row[key] for key in ("value", "ci95")} for row in rows
             },
-            "columns": {
-                "window": "window (tokens)",
-                "identical": "identical",
-                "low": "95 % from",
-                "high": "to",
-            },
-            "rows": rows,
-            "curves": [
-                curve(rows, "window", "identical", "ci95", title="Same predictions by window", **labels)
-            ],
+            "curves": [curve(rows, "window", "value", "ci95", title="Same predictions by window", **labels)],
         }
 
 

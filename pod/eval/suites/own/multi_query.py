@@ -10,10 +10,10 @@ from typing import Any
 from pod.eval import answer
 from pod.eval.answer.budget import Subject
 from pod.eval.answer.methods import Method
-from pod.eval.answer.store import Shelf, key_of
+from pod.eval.answer.store import key_of
 from pod.eval.judge.intervals import clusters_of, share
-from pod.eval.suites.base import at_least_one, prompt_hash, scored_payload
-from pod.eval.suites.grid import GridTask, Record, cells_of, check_grid
+from pod.eval.suites.base import at_least_one, prompt_hash
+from pod.eval.suites.grid import GridTask, Record, check_grid
 from pod.eval.suites.haystack import ASK, Haystack, load_sentences, question_frame, start_of
 from pod.eval.suites.own.niah import facts, recall
 
@@ -92,54 +92,34 @@ class MultiQuery(GridTask):
     def __init__(self, run: Any, options: MultiQueryOptions):
         super().__init__(run, options)
         sentences = load_sentences(options.haystack, max(options.lengths), f"{_WHERE}.haystack")
-        self.documents = [
+        documents = [
             make_document(run.tokenizer, sentences, length, sample, run.recipe.seed, options)
             for length in options.lengths
             for sample in range(options.samples)
         ]
         # a question is a prompt: methods compress again behind it, so that only new tokens come on top
-        self.plan(self.documents, lambda d: len(d.prompt) + d.asked, options.new_tokens)
+        self.plan(documents, lambda d: len(d.prompt) + d.asked, options.new_tokens)
 
     def token_counts(self, method: Method) -> tuple[int, int]:
         """(prompt tokens, decode steps of a batch) that a method takes."""
-        prompt = sum(len(d.prompt) + sum(map(len, d.questions)) for d in self.documents)
-        return prompt, len(self.batches(self.documents)) * self.options.questions * self.new_tokens
+        prompt = sum(len(d.prompt) + sum(map(len, d.questions)) for d in self.items)
+        return prompt, len(self.batches(self.items)) * self.options.questions * self.new_tokens
 
-    def measure(self, subject: Subject, shelf: Shelf) -> Record:
-        options, rooms = self.options, {n: subject.room(span) for n, span in self.span.items()}
-        records = shelf.answers(
-            self.documents,
-            key=lambda d: key_of("questions", d.prompt, d.questions, self.new_tokens, rooms[d.length]),
-            batches=self.batches,
-            compute=lambda batch: self._answer(subject, batch),
-        )
-        samples = [
-            sample | {"budget_tokens": subject.budget(self.span[document.length])}
-            for document, record in zip(self.documents, records, strict=True)
-            for sample in self._samples(document, record)
-        ]
-        return scored_payload(
-            "binary",
-            "accuracy",
-            samples,
-            bytes_rows=self.bytes_rows(subject, samples),
-            settings={
-                "format": "chat template" if options.chat_template else "plain text",
-                "questions": options.questions,
-                "compressed": "with the first question"
-                if options.question_in_prompt
-                else "before any question",
-                "haystack": options.haystack or "Paul Graham's essays",
-                "new_tokens": self.new_tokens,
-            },
-            metrics=_by_turn(samples) if options.question_in_prompt else {},
-            cells=cells_of(samples),
-        )
+    def settings(self) -> Record:
+        options = self.options
+        return {
+            "format": "chat template" if options.chat_template else "plain text",
+            "questions": options.questions,
+            "compressed": "with the first question" if options.question_in_prompt else "before any question",
+            "haystack": options.haystack or "Paul Graham's essays",
+        }
 
-    def _answer(self, subject: Subject, batch: list[Document]) -> list[Record]:
+    def key(self, item: Document, room: int | None) -> str:
+        return key_of("questions", item.prompt, item.questions, self.new_tokens, room)
+
+    def ask(self, subject: Subject, cache: Any, batch: list[Document]) -> list[Record]:
         """A record per text: answers, bytes per text after each."""
-        reading, tokenizer = answer.reading, self.run.tokenizer
-        model, cache = subject.model, subject.cache(self.span[batch[0].length])
+        reading, tokenizer, model = answer.reading, self.run.tokenizer, subject.model
         mask = reading.read_prompts(model, cache, [d.prompt for d in batch], reading.pad_id(tokenizer))
         said, held = [], []
         for number in range(self.options.questions):
@@ -149,19 +129,19 @@ class MultiQuery(GridTask):
             held.append(copy.nbytes // len(batch))
         return [{"answers": list(texts), "bytes": held} for texts in zip(*said, strict=True)]
 
-    def _samples(self, document: Document, record: Record) -> list[Record]:
-        rows = zip(document.values, document.depths, record["answers"], record["bytes"], strict=True)
+    def samples(self, item: Document, record: Record) -> list[Record]:
+        rows = zip(item.values, item.depths, record["answers"], record["bytes"], strict=True)
         return [
             {
-                "id": f"{document.length}/{document.sample}/{number}",
-                "cluster": f"{document.length}/{document.sample}",
+                "id": f"{item.length}/{item.sample}/{number}",
+                "cluster": f"{item.length}/{item.sample}",
                 "score": recall(said, (value,)),
-                "length": document.length,
+                "length": item.length,
                 "depth": depth,
-                "sample": document.sample,
+                "sample": item.sample,
                 "question": number,
-                "prompt_tokens": len(document.prompt) + len(document.questions[number]),
-                "prompt_hash": prompt_hash([*document.prompt, *document.questions[number]]),
+                "prompt_tokens": len(item.prompt) + len(item.questions[number]),
+                "prompt_hash": prompt_hash([*item.prompt, *item.questions[number]]),
                 "target": value,
                 "answer": said,
                 "bytes": held,
@@ -169,14 +149,19 @@ class MultiQuery(GridTask):
             for number, (value, depth, said, held) in enumerate(rows)
         ]
 
+    def metrics(self, samples: list[Record]) -> Record:
+        """Accuracy of the question that stood in the prompt and of the others."""
+        found = {}
+        for name, first in (("first question", True), ("later questions", False)):
+            rows = [sample for sample in samples if (sample["question"] == 0) == first]
+            if rows and self.options.question_in_prompt:
+                mean = share([row["score"] for row in rows], clusters_of(rows))
+                found[name] = {"value": mean.value, "ci95": mean.interval}
+        return found
+
 
 def make_document(
-    tokenizer: Any,
-    sentences: list[str],
-    length: int,
-    sample: int,
-    seed: int,
-    options: MultiQueryOptions,
+    tokenizer: Any, sentences: list[str], length: int, sample: int, seed: int, options: MultiQueryOptions
 ) -> Document:
     """A text with `options.questions` facts in the middle of equal parts, cut so that it and its longest question have at most `length`
     tokens (one more where a token would span both).
@@ -214,16 +199,3 @@ def make_document(
 
 def _plain(tokenizer: Any, text: str) -> tuple[int, ...]:
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _by_turn(samples: list[Record]) -> dict[str, Record]:
-    """Accuracy of the question that stood in the prompt and of the others."""
-    found = {
-        "first question": [sample for sample in samples if sample["question"] == 0],
-        "later questions": [sample for sample in samples if sample["question"] > 0],
-    }
-    scores = {name: [sample["score"] for sample in rows] for name, rows in found.items() if rows}
-    return {
-        name: {"value": sum(s) / len(s), "ci95": share(s, clusters_of(found[name])).interval}
-        for name, s in scores.items()
-    }

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pod.eval.suites.base import at_least_one
-from pod.eval.suites.grid import Cell, Prompt, PromptTask, Record, check_grid
+from pod.eval.suites.grid import Prompt, PromptTask, Record, check_grid
 from pod.eval.suites.haystack import (
     Haystack,
     load_sentences,
@@ -44,33 +44,25 @@ class NeedlePrompt(Prompt):
 
 
 def make_needle_prompts(
-    tokenizer: Any,
-    sentences: list[str],
-    cells: list[Cell],
-    needles: int,
-    seed: int,
-    form: str = "number",
-    chat_template: bool = False,
-    question_aware: bool = False,
+    tokenizer: Any, sentences: list[str], options: "NiahOptions", seed: int, question_aware: bool = False
 ) -> list[NeedlePrompt]:
-    """A prompt per (length, depth, sample) of `cells`, in that order, as long as whole words allow.
+    """A prompt per length, depth and sample, in that order, as long as whole words allow.
 
     Names and numbers depend on (seed, length, depth, sample) only. Raises: ValueError for a length that cannot hold the needles.
     """
-    prompts = []
-    for length, depth, sample in cells:
-        names, values = facts(f"{seed}/{length}/{depth}/{sample}", needles) if form == "number" else ((), ())
+    prompts, number = [], options.needles if options.form == "number" else 0
+    for cell in itertools.product(options.lengths, options.depths, range(options.samples)):
+        length, depth, sample = cell
+        names, values = facts("/".join(map(str, (seed, *cell))), number)
         lines = [f"The special magic {n} number is: {v}." for n, v in zip(names, values, strict=True)]
-        frame = question_frame(
-            tokenizer, *_question(names), chat_template, "eval.task_options.niah.chat_template"
-        )
+        where = "eval.task_options.niah.chat_template"
+        frame = question_frame(tokenizer, *_question(names), options.chat_template, where)
         haystack = Haystack(sentences, start_of(seed, sample, sentences))
-        depths = spread_depths(depth, needles)
+        depths = spread_depths(depth, options.needles)
         text = haystack.fitted(tokenizer, frame, lines or [STATEMENT], depths, length)
         question = 0 if question_aware else len(text) - len(frame.after)
-        encode = functools.partial(frame.encode, tokenizer)
-        found = (names, values or (STATEMENT,))
-        prompts.append(NeedlePrompt.of((length, depth, sample), text, encode, question, *found))
+        encode, found = functools.partial(frame.encode, tokenizer), (names, values or (STATEMENT,))
+        prompts.append(NeedlePrompt.of(cell, text, encode, question, *found))
     return prompts
 
 
@@ -157,21 +149,12 @@ class Niah(PromptTask):
     def __init__(self, run: Any, options: NiahOptions):
         super().__init__(run, options)
         sentences = load_sentences(options.haystack, max(options.lengths), "eval.task_options.niah.haystack")
-        self.prompts = make_needle_prompts(
-            run.tokenizer,
-            sentences,
-            list(itertools.product(options.lengths, options.depths, range(options.samples))),
-            options.needles,
-            run.recipe.seed,
-            options.form,
-            options.chat_template,
-            run.args.question_aware,
-        )
-        number = options.form == "number"
+        number, aware = options.form == "number", run.args.question_aware
         self.kind = "binary" if number and options.needles == 1 else "score"
         self.metric = "needle recall" if number else "ROUGE-1"
+        prompts = make_needle_prompts(run.tokenizer, sentences, options, run.recipe.seed, aware)
         default = _TOKENS_PER_NUMBER * options.needles if number else _TOKENS_OF_STATEMENT
-        self.plan_prompts(options.new_tokens or default)
+        self.plan_prompts(prompts, options.new_tokens or default)
 
     def judge(self, prompt: NeedlePrompt, said: str) -> Record:
         score = recall(said, prompt.values) if prompt.names else statement_score(said)
@@ -184,4 +167,5 @@ class Niah(PromptTask):
             "form": options.form,
             "needles": options.needles,
             "haystack": options.haystack or "Paul Graham's essays",
+            "question": self.args.asked_when(),
         }

@@ -92,20 +92,6 @@ def _filler_that_fits(frame: Frame, encode: Callable[[str], list[int]], length: 
     return bisect.bisect_right(range(length), length, key=tokens) - 1
 
 
-def prompts_of(run: Any) -> list[Prompt]:
-    """The prompts that the recipe asks for (`eval.passkey_…`)."""
-    args = run.args
-    return make_prompts(
-        run.tokenizer,
-        args.passkey_lengths,
-        args.passkey_depths,
-        args.passkey_samples,
-        run.recipe.seed,
-        args.passkey_chat_template,
-        args.question_aware,
-    )
-
-
 class Passkey(grid.PromptTask):
     """Every length × depth × sample, greedy answers, bytes held at the end of generation."""
 
@@ -114,8 +100,10 @@ class Passkey(grid.PromptTask):
 
     def __init__(self, run: Any, options: Any):
         super().__init__(run, options)
-        self.prompts = prompts_of(run)
-        self.plan_prompts(self.args.passkey_new_tokens)
+        args = self.args
+        grid_of = args.passkey_lengths, args.passkey_depths, args.passkey_samples
+        asked = run.recipe.seed, args.passkey_chat_template, args.question_aware
+        self.plan_prompts(make_prompts(run.tokenizer, *grid_of, *asked), args.passkey_new_tokens)
 
     def longest(self) -> int:
         return max(self.args.passkey_lengths) + self.new_tokens
@@ -124,4 +112,7 @@ class Passkey(grid.PromptTask):
         return {"score": float(is_correct(said, prompt.key)), "target": prompt.key}
 
     def settings(self) -> grid.Record:
-        return {"format": "chat template" if self.args.passkey_chat_template else "plain text"}
+        return {
+            "format": "chat template" if self.args.passkey_chat_template else "plain text",
+            "question": self.args.asked_when(),
+        }

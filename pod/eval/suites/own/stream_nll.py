@@ -6,6 +6,7 @@ Any long text will do: files of PG-19's test books in `text`, else what perplexi
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -71,9 +72,8 @@ class StreamNll(TextTask):
                 f"eval.task_options.stream_nll.prompt_tokens is {options.prompt_tokens} and the model reads {self.limit} tokens: "
                 "lower it"
             )
-        self.stream = answer.streaming.make_stream(
-            options.prompt_tokens, options.length, options.every, self.common
-        )
+        ends_of = answer.streaming.ends_of
+        self.ends = ends_of(options.prompt_tokens, options.length, options.every, self.common)
 
     def spans(self) -> list[Span]:
         return [Span(self.common - 1, self.common - self.options.prompt_tokens)]
@@ -110,21 +110,21 @@ class StreamNll(TextTask):
         return self._end(method) - 1 if self._fed(method)[1] else super().prompt_of(method, span)
 
     def measure(self, subject: Subject, shelf: Shelf) -> Record:
-        method, (span,) = subject.method, self.spans()
-        stream = self.stream.upto(self._end(method))
-        asked = ["stream", stream, *self._fed(method), subject.room(span)]
-        records = self.records(shelf, asked, lambda rows: self._score(subject, rows, stream), stream.ends[-1])
-        return self._payload(subject, stream, records)
+        (span,), last = self.spans(), self._end(subject.method)
+        ends = tuple(end for end in self.ends if end <= last)
+        asked = ["stream", self.options.prompt_tokens, ends, *self._fed(subject.method), subject.room(span)]
+        records = self.records(shelf, asked, lambda rows: self._score(subject, rows, ends), last)
+        return self._payload(subject, ends, records)
 
-    def _score(self, subject: Subject, rows: Any, stream: Any) -> list[Record]:
+    def _score(self, subject: Subject, rows: Any, ends: tuple[int, ...]) -> list[Record]:
         """A record per text of [B, n]: summed NLL (nats) and bytes of every interval."""
-        model, cache = subject.model, subject.cache(self.spans()[0])
-        sums, held = answer.streaming.stream_nll(model, cache, rows, stream, *self._fed(subject.method))
+        where = rows, self.options.prompt_tokens, ends, *self._fed(subject.method)
+        sums, held = answer.streaming.stream_nll(subject.model, subject.cache(self.spans()[0]), *where)
         of_rows = zip(*(total.tolist() for total in sums), strict=True)
         return [{"sums": list(of_row), "held": [size // len(rows) for size in held]} for of_row in of_rows]
 
-    def _payload(self, subject: Subject, stream: Any, records: list[Record]) -> Record:
-        options, shared, (span,) = self.options, stream.ends.index(self.common) + 1, self.spans()
+    def _payload(self, subject: Subject, ends: tuple[int, ...], records: list[Record]) -> Record:
+        options, shared, (span,) = self.options, ends.index(self.common) + 1, self.spans()
         tokens = self.common - options.prompt_tokens
         held = [record["held"][shared - 1] for record in records]
         shared_by_all = {"tokens": tokens, "budget_tokens": subject.budget(span)}
@@ -141,13 +141,15 @@ class StreamNll(TextTask):
             bytes_rows=[subject.stated(span, held)],
             settings={
                 "texts": len(records),
-                "read": stream.ends[-1],
+                "read": ends[-1],
                 "scored": f"{options.prompt_tokens} to {self.common}",
                 "fed": "one prompt, compressed while it is read" if reads_on else fed,
                 "stopped": self._stopped(subject.method),
             },
-            metrics=_beyond(stream, shared, records),
-            curves=_curves(stream, records),
+            metrics=self._beyond(
+                ends[-1] - self.common, [sum(record["sums"][shared:]) for record in records]
+            ),
+            curves=self._curves(ends, records),
         )
 
     def _stopped(self, method: Method) -> str | None:
@@ -156,34 +158,26 @@ class StreamNll(TextTask):
             return None
         return f"at {self.common} of {self.options.length} tokens: the model reads no more, and positions of {method.name} grow with the text"
 
+    def _beyond(self, tokens: int, sums: list[float]) -> dict[str, Record]:
+        """Perplexity of what only this method read: so many tokens of each text, with these sums."""
+        if not tokens:
+            return {}
+        found = {"value": math.exp(fmean(sums) / tokens), "ci95": None, "percent": False}
+        return {"perplexity beyond the model's limit": found}
 
-def _intervals(stream: Any) -> list[int]:
-    """Tokens of every interval."""
-    begins = (stream.prompt, *stream.ends)
-    return [end - begin for begin, end in zip(begins, stream.ends, strict=False)]
-
-
-def _beyond(stream: Any, shared: int, records: list[Record]) -> dict[str, Record]:
-    """Perplexity of what only this method read."""
-    tokens = sum(_intervals(stream)[shared:])
-    if not tokens:
-        return {}
-    mean = sum(sum(record["sums"][shared:]) for record in records) / (tokens * len(records))
-    return {"perplexity beyond the model's limit": {"value": math.exp(mean), "ci95": None, "percent": False}}
-
-
-def _curves(stream: Any, records: list[Record]) -> list[Record]:
-    """Mean over texts, at the end of every interval: cumulative NLL, NLL within it, bytes per text."""
-    rows, total, seen = [], 0.0, 0
-    for index, (end, tokens) in enumerate(zip(stream.ends, _intervals(stream), strict=True)):
-        nats, held = (fmean(record[key][index] for record in records) for key in ("sums", "held"))
-        total, seen = total + nats, seen + tokens
-        rows.append({"read": end, "cumulative": total / seen, "within": nats / tokens, "held": held})
-    return [
-        curve(rows, "read", key, title=title, x_label="tokens read", y_label=label)
-        for key, title, label in (
-            ("cumulative", "Cumulative NLL", "mean NLL so far (nats per token)"),
-            ("within", "NLL by position", "NLL of the last tokens (nats per token)"),
-            ("held", "Bytes by position", "KV cache (bytes)"),
-        )
-    ]
+    def _curves(self, ends: tuple[int, ...], records: list[Record]) -> list[Record]:
+        """Mean over texts, at the end of every interval: cumulative NLL, NLL within it, bytes per text."""
+        rows, total, first = [], 0.0, self.options.prompt_tokens
+        for index, (start, end) in enumerate(pairwise((first, *ends))):
+            nats, held = (fmean(record[key][index] for record in records) for key in ("sums", "held"))
+            total += nats
+            within = nats / (end - start)
+            rows.append({"read": end, "cumulative": total / (end - first), "within": within, "held": held})
+        return [
+            curve(rows, "read", key, title=title, x_label="tokens read", y_label=label)
+            for key, title, label in (
+                ("cumulative", "Cumulative NLL", "mean NLL so far (nats per token)"),
+                ("within", "NLL by position", "NLL of the last tokens (nats per token)"),
+                ("held", "Bytes by position", "KV cache (bytes)"),
+            )
+        ]
