@@ -59,8 +59,8 @@ def test_depths_of_one_and_of_several_needles():
 
 
 def test_haystack_goes_round_and_samples_begin_elsewhere():
-    tokenizer, frame = byte_tokenizer(), haystack.Frame("", "", True)
-    text = haystack.Haystack(SENTENCES[:3], 2).fitted(tokenizer, frame, [], [], 200)
+    frame = haystack.Frame(byte_tokenizer(), "", "", True)
+    text = haystack.Haystack(SENTENCES[:3], 2).fitted(frame, [], [], 200)
     assert text.startswith(f"{SENTENCES[2]} {SENTENCES[0]} {SENTENCES[1]} {SENTENCES[2]} {SENTENCES[0]}")
     assert 190 < len(text) <= 200
     starts = [haystack.start_of(3, sample, SENTENCES) for sample in range(5)]
@@ -78,10 +78,10 @@ class Joining:
 
 
 def test_whole_prompt_is_counted():
-    frame = haystack.Frame("before ", " after", True)
+    frame = haystack.Frame(Joining(), "before ", " after", True)
     for length in range(300, 500):
-        text = haystack.Haystack(SENTENCES, 0).fitted(Joining(), frame, ["needle."], [0.5], length)
-        assert length - 12 < len(frame.encode(Joining(), text)) <= length
+        text = haystack.Haystack(SENTENCES, 0).fitted(frame, ["needle."], [0.5], length)
+        assert length - 12 < len(frame.encode(text)) <= length
         assert text.startswith("before Sentence a") and text.endswith(" after") and "\nneedle.\n" in text
 
 

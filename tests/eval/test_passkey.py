@@ -90,7 +90,7 @@ def test_bos_is_added_without_template_only():
             return f"<{messages[0]['content']}>"
 
     for chat in (False, True):
-        make_frame(Tokenizer(), "a", "b", "c", chat, "x").encode(Tokenizer(), "t")
+        make_frame(Tokenizer(), "a", "b", "c", chat, "x").encode("t")
     assert calls == [True, False]
 
 

@@ -96,7 +96,7 @@ class GridTask(Task):
     def spans(self) -> list[Span]:
         return list(self.span.values())
 
-    def batches(self, items: list[Any]) -> list[list[Any]]:
+    def batches(self, items: Sequence[Any]) -> list[list[Any]]:
         """Batches of one asked-for length."""
         return in_batches(items, self.args.batch_size, lambda item: item.length)
 
@@ -107,7 +107,7 @@ class GridTask(Task):
             batches=self.batches,
             compute=lambda batch: self.ask(subject, subject.cache(self.span[batch[0].length]), batch),
         )
-        samples = [
+        samples: list[Record] = [
             sample | {"budget_tokens": subject.budget(self.span[item.length])}
             for item, record in zip(self.items, records, strict=True)
             for sample in self.samples(item, record)
@@ -137,7 +137,7 @@ class PromptTask(GridTask):
 
     def token_counts(self, method: Method) -> tuple[int, int]:
         """(prompt tokens, decode steps of a batch) that a method takes."""
-        steps = len(self.batches(list(self.items))) * self.new_tokens
+        steps = len(self.batches(self.items)) * self.new_tokens
         return sum(len(prompt.token_ids) for prompt in self.items), steps
 
     def key(self, item: Prompt, room: int | None) -> str:

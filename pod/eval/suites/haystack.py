@@ -30,13 +30,14 @@ _CONTENT = "\x02content\x03"  # stands for the user message while a chat templat
 class Frame:
     """What stands before and after the haystack, and how the whole is tokenized."""
 
+    tokenizer: Any
     before: str
     after: str
     add_special_tokens: bool
 
-    def encode(self, tokenizer: Any, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """Token ids of a whole prompt."""
-        return list(tokenizer(text, add_special_tokens=self.add_special_tokens)["input_ids"])
+        return list(self.tokenizer(text, add_special_tokens=self.add_special_tokens)["input_ids"])
 
 
 def make_frame(
@@ -54,13 +55,13 @@ def make_frame(
     Raises: ValueError when there is no template.
     """
     if not chat_template:
-        return Frame(before, f"{after}{to_answer}{answer}".rstrip(), True)
+        return Frame(tokenizer, before, f"{after}{to_answer}{answer}".rstrip(), True)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(f"{where} is true and the tokenizer has no chat template: set it to false")
     messages = [{"role": "user", "content": _CONTENT}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     head, _, tail = text.partition(_CONTENT)
-    return Frame(f"{head}{before}", f"{after}{tail}{answer}".rstrip(), False)
+    return Frame(tokenizer, f"{head}{before}", f"{after}{tail}{answer}".rstrip(), False)
 
 
 def question_frame(tokenizer: Any, question: str, answer: str, chat_template: bool, where: str) -> Frame:
@@ -105,9 +106,7 @@ class Haystack:
     def __init__(self, sentences: list[str], start: int):
         self.sentences, self.start = sentences, start
 
-    def fitted(
-        self, tokenizer: Any, frame: Frame, needles: list[str], depths: list[float], length: int
-    ) -> str:
+    def fitted(self, frame: Frame, needles: list[str], depths: list[float], length: int) -> str:
         """A prompt of at most `length` tokens, and hardly less: frame, text of whole words, and the needles at their depths in it (0 to 1).
 
         Raises: ValueError when the frame and the needles alone are longer.
@@ -117,7 +116,7 @@ class Haystack:
             return frame.before + place(self._first(words), needles, depths) + frame.after
 
         def tokens(words: int) -> int:
-            return len(frame.encode(tokenizer, text(words)))
+            return len(frame.encode(text(words)))
 
         if (bare := tokens(0)) > length:
             raise ValueError(

@@ -14,22 +14,15 @@ Record = dict[str, Any]
 class TextTask(Task):
     """Texts, each answered by itself; `text`: their tokens [N, n], each from the start of a document where documents are long enough.
 
-    text, length (tokens), sequences: of a task of its own; default: `eval.text`, `eval.text_length`, `eval.text_sequences`.
+    Options may say `text`, `length` (tokens) and `sequences`; default: `eval.text`, `eval.text_length`, `eval.text_sequences`.
     Raises: ValueError when the text is too short, with what is there.
     """
 
-    def __init__(
-        self,
-        run: Any,
-        options: Any,
-        text: list[str] | None = None,
-        length: int | None = None,
-        sequences: int | None = None,
-    ):
+    def __init__(self, run: Any, options: Any):
         import torch
 
         super().__init__(run, options)
-        recipe, text = run.recipe, text or self.args.text
+        recipe, text = run.recipe, getattr(options, "text", None) or self.args.text
         # without a text the model reads its own tokens of what was held out
         held_out = replace(recipe.data, tokenizer=None), "held_out"
         source, split = held_out if text is None else (text, "all")
@@ -37,8 +30,8 @@ class TextTask(Task):
             found = long_sequences(
                 source,
                 run.tokenizer,
-                sequences or self.args.text_sequences,
-                length or self.args.text_length,
+                getattr(options, "sequences", self.args.text_sequences),
+                getattr(options, "length", self.args.text_length),
                 seed=recipe.seed,
                 split=split,
                 prepared=recipe.data_dir,

@@ -63,7 +63,7 @@ class Consistency(TextTask):
             raise ValueError(
                 f"{_WHERE}.length is {options.length} and the dense model reads {limit}: lower it"
             )
-        super().__init__(run, options, options.text, options.length, options.sequences)
+        super().__init__(run, options)
 
     def spans(self) -> list[Span]:
         return [Span(self.options.length - 1, self.options.predictions)]
@@ -82,58 +82,52 @@ class Consistency(TextTask):
 
     def measure(self, subject: Subject, shelf: Shelf) -> Record:
         options, method, (span,) = self.options, subject.method, self.spans()
-        dense = self.run.models.identity("dense")
-        asked = [options.predictions, method.one_shot, subject.room(span), dense]
-        if method.name == "full":
-            asked.append(options.windows)
-        records = self.records(
-            shelf, ["same predictions", asked], lambda rows: self._compare(subject, rows, span)
-        )
-        read = {
+        windows = options.windows if method.name == "full" else []
+        asked = [
+            options.predictions,
+            method.one_shot,
+            subject.room(span),
+            self.run.models.identity("dense"),
+            windows,
+        ]
+
+        def compute(rows: Any) -> list[Record]:
+            return self._compare(subject, rows, span, windows)
+
+        records = self.records(shelf, ["same predictions", *asked], compute)
+        said = {
             "prompt_tokens": options.length - options.predictions,
             "budget_tokens": subject.budget(span),
         }
-        return self._payload(subject, self.samples({**read, **record} for record in records), span)
-
-    def _compare(self, subject: Subject, rows: Any, span: Span) -> list[Record]:
-        """A record per text of [B, n]: share of identical predictions, for `full` also by window; bytes."""
-        dense, last = self.run.models.get("dense"), self.options.predictions
-        reference = answer.agreement.predict_by_forward(dense, rows, last)
-        held, windows = None, [[] for _ in rows]
-        if subject.method.name == "full":
-            own, windows = reference, self._by_window(dense, rows, reference)
-        elif subject.method.one_shot:
-            own = answer.agreement.predict_by_forward(subject.model, rows, last)
-        else:
-            cache = subject.cache(span)
-            own = answer.agreement.predict_by_decode(subject.model, cache, rows, last)
-            held = cache.nbytes // len(rows)
-        return [
-            {"score": score, "windows": by_window, "bytes": held}
-            for score, by_window in zip(_same(own, reference), windows, strict=True)
-        ]
-
-    def _by_window(self, dense: Any, rows: Any, reference: Any) -> list[list[float]]:
-        """Share of identical predictions by window, per text."""
-        last, by_window = self.options.predictions, answer.agreement.predict_by_window
-        shares = [
-            _same(by_window(dense, rows, last, window, self.args.batch_size), reference)
-            for window in self.options.windows
-        ]
-        return [[share[row] for share in shares] for row in range(len(rows))]
-
-    def _payload(self, subject: Subject, records: list[Record], span: Span) -> Record:
-        options, is_full = self.options, subject.method.name == "full"
         held = [record["bytes"] for record in records if record["bytes"] is not None]
-        more = self._windows(records) if is_full else {}
         return scored_payload(
             "score",
             "identical predictions",
-            [{key: value for key, value in record.items() if key != "windows"} for record in records],
+            self.samples({**said, **record} for record in records),
             bytes_rows=[subject.stated(span, held)],
             settings={"length": options.length, "predictions": options.predictions},
-            **more,
+            **(self._windows(records) if windows else {}),
         )
+
+    def _compare(self, subject: Subject, rows: Any, span: Span, windows: list[int]) -> list[Record]:
+        """A record per text of [B, n]: share of identical predictions, of the method and by window; bytes."""
+        dense, last, agreement = self.run.models.get("dense"), self.options.predictions, answer.agreement
+        reference, held = agreement.predict_by_forward(dense, rows, last), None
+        if subject.method.name == "full":
+            own = reference
+        elif subject.method.one_shot:
+            own = agreement.predict_by_forward(subject.model, rows, last)
+        else:
+            cache = subject.cache(span)
+            own = agreement.predict_by_decode(subject.model, cache, rows, last)
+            held = cache.nbytes // len(rows)
+        at_once = self.args.batch_size
+        found = [
+            own,
+            *(agreement.predict_by_window(dense, rows, last, window, at_once) for window in windows),
+        ]
+        shares = zip(*((one == reference).double().mean(dim=1).tolist() for one in found), strict=True)
+        return [{"score": score, "windows": by_window, "bytes": held} for score, *by_window in shares]
 
     def _windows(self, records: list[Record]) -> Record:
         """PoD Table 7 as metrics and a curve."""
@@ -148,8 +142,3 @@ class Consistency(TextTask):
             },
             "curves": [curve(rows, "window", "value", "ci95", title="Same predictions by window", **labels)],
         }
-
-
-def _same(left: Any, right: Any) -> list[float]:
-    """Share of equal predictions per row of [B, n]."""
-    return (left == right).double().mean(dim=1).tolist()

@@ -185,8 +185,8 @@ def make_document(
     longest = max(range(number), key=lambda index: len(_plain(tokenizer, asked[index])))
     lines = [f"{name}'s favorite number is {value}." for name, value in zip(names, values, strict=True)]
     haystack = Haystack(sentences, start_of(seed, sample, sentences))
-    text = haystack.fitted(tokenizer, frames[longest], lines, depths, length).removesuffix(asked[longest])
-    prompt = tuple(frames[0].encode(tokenizer, text))
+    text = haystack.fitted(frames[longest], lines, depths, length).removesuffix(asked[longest])
+    prompt = tuple(frames[0].encode(text))
     questions = [_plain(tokenizer, question) for question in asked]
     if options.question_in_prompt:
         whole = prompt + questions[0]

@@ -7,7 +7,6 @@ names (recall). `statement`: the sentence of the original test about San Francis
 as in FranxYao/Long-Context-Data-Engineering, from which PoD, D2O and RazorAttention have their needle tests (there it is printed ×10).
 """
 
-import functools
 import itertools
 import random
 from dataclasses import dataclass, field
@@ -59,10 +58,10 @@ def make_needle_prompts(
         frame = question_frame(tokenizer, *_question(names), options.chat_template, where)
         haystack = Haystack(sentences, start_of(seed, sample, sentences))
         depths = spread_depths(depth, options.needles)
-        text = haystack.fitted(tokenizer, frame, lines or [STATEMENT], depths, length)
+        text = haystack.fitted(frame, lines or [STATEMENT], depths, length)
         question = 0 if question_aware else len(text) - len(frame.after)
-        encode, found = functools.partial(frame.encode, tokenizer), (names, values or (STATEMENT,))
-        prompts.append(NeedlePrompt.of(cell, text, encode, question, *found))
+        found = names, values or (STATEMENT,)
+        prompts.append(NeedlePrompt.of(cell, text, frame.encode, question, *found))
     return prompts
 
 

@@ -4,11 +4,9 @@ A prompt is correct when the first number in the answer is the key, which is Inf
 """
 
 import bisect
-import functools
 import itertools
 import random
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,15 +48,14 @@ def make_prompts(
     """
     where = "eval.passkey_chat_template"
     frame = make_frame(tokenizer, f"{TASK}\n\n", f"\n\n{QUESTION}", ANSWER, chat_template, where)
-    encode = functools.partial(frame.encode, tokenizer)
     prompts = []
     for length in lengths:
-        lines = _filler_that_fits(frame, encode, length)
+        lines = _filler_that_fits(frame, length)
         for depth, sample in itertools.product(depths, range(samples)):
             key = str(random.Random(f"{seed}/{length}/{depth}/{sample}").randrange(10_000, 100_000))
             text = render(frame, key, lines, depth)
             question = 0 if question_aware else text.rindex(QUESTION)
-            prompts.append(Prompt.of((length, depth, sample), text, encode, question, key))
+            prompts.append(Prompt.of((length, depth, sample), text, frame.encode, question, key))
     return prompts
 
 
@@ -79,11 +76,11 @@ def is_correct(said: str, key: str) -> bool:
     return number is not None and number.group() == key
 
 
-def _filler_that_fits(frame: Frame, encode: Callable[[str], list[int]], length: int) -> int:
+def _filler_that_fits(frame: Frame, length: int) -> int:
     """The largest number of lines of filler with which a prompt has at most `length` tokens, by bisection."""
 
     def tokens(lines: int) -> int:
-        return len(encode(render(frame, "55555", lines, 0.5)))
+        return len(frame.encode(render(frame, "55555", lines, 0.5)))
 
     if tokens(0) > length:
         raise ValueError(

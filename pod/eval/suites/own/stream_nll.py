@@ -61,7 +61,7 @@ class StreamNll(TextTask):
     Options = StreamNllOptions
 
     def __init__(self, run: Any, options: StreamNllOptions):
-        super().__init__(run, options, options.text, options.length, options.sequences)
+        super().__init__(run, options)
         bounded = [method.model for name in run.args.methods if not (method := find_method(name)).unbounded]
         kinds = {*bounded, run.models.reference_kind} - {None}
         limits = [limit for kind in kinds if (limit := run.models.limit(kind)) is not None]
