@@ -30,8 +30,8 @@ from torch import Tensor
 
 import pod
 from pod.data import long_sequences
-from pod.eval.answer.perplexity import nll_behind
 from pod.eval.answer.reading import answer_behind, branch, in_parts, judge_ahead, left_padded, pad_id
+from pod.eval.answer.texts import nll_behind
 from pod.eval.judge.intervals import wilson
 from pod.eval.judge.verdicts import perplexity_change
 from pod.eval.suites.buckets import Bucket

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import pod
-from pod.eval.answer.perplexity import token_nll
+from pod.eval.answer.texts import token_nll
 from pod.files import write_json
 from pod.measure.machine import environment
 from pod.models import resolve_model

@@ -21,7 +21,7 @@ SCHEMA_VERSION = 2
 _LARGE = 64 << 20  # bytes from which a file's digest is remembered
 _DECISIVE = ("torch", "transformers", "lm-eval", "flash-attn")
 _PACKAGE = Path(__file__).resolve().parents[1]
-ANSWERING = ("agreement", "gates", "perplexity", "reading", "store", "streaming")
+ANSWERING = ("gates", "reading", "store", "texts")
 """Files of `pod.eval.answer` that decide what is said; what the others decide (method, model, budget) stands in an answer's key or shelf."""
 _CODE = (
     *("models.py", "modeling/**/*.py", "kernels/**/*.py", "engine/**/*.py"),

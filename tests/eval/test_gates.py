@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import pod
 from pod.eval import runner
 from pod.eval.answer import gates, reading
-from pod.eval.answer.perplexity import score_by_decode
+from pod.eval.answer.texts import score_by_decode
 from pod.eval.suites.base import gate_metrics
 from pod.eval.suites.buckets import Bucket
 from pod.modeling.shipped import grouped

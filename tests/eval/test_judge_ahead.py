@@ -19,7 +19,7 @@ import torch
 
 import pod
 from pod.eval.answer import reading
-from pod.eval.answer.perplexity import read_context, score_by_decode
+from pod.eval.answer.texts import read_context, score_by_decode
 from pod.eval.lm.batches import Unit
 from pod.eval.lm.index import Rule
 from pod.eval.lm.scoring import score_by_decode as score_units

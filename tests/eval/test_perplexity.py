@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import pod
 from pod.eval.answer.methods import METHODS
-from pod.eval.answer.perplexity import forward_error, score_by_decode, score_by_forward, token_nll
+from pod.eval.answer.texts import forward_error, score_by_decode, score_by_forward, token_nll
 from pod.eval.suites.buckets import Bucket, position_buckets
 
 BUCKETS = position_buckets(64, 16, 6)

@@ -388,7 +388,7 @@ def test_methods_with_budget_need_a_plan(place, tmp_path):
 
 def test_budget_below_a_methods_minimum_is_refused_before_any_computation(place, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "pod.eval.answer.perplexity.score_by_decode", lambda *a, **k: pytest.fail("computation began")
+        "pod.eval.answer.texts.score_by_decode", lambda *a, **k: pytest.fail("computation began")
     )
     changes = {"eval.tasks": ["perplexity"], "eval.methods": ["full", "snapkv@20"]}
     recipe = recipe_of(place, output_dir=str(tmp_path), **changes)
@@ -418,7 +418,7 @@ def test_nothing_is_dropped_where_pod_drops_nothing(place, tmp_path):
 
 def test_a_method_that_cannot_run_the_model_is_refused_before_any_computation(place, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "pod.eval.answer.perplexity.score_by_forward", lambda *a, **k: pytest.fail("computation began")
+        "pod.eval.answer.texts.score_by_forward", lambda *a, **k: pytest.fail("computation began")
     )
     changes = {"eval.tasks": ["perplexity"], "eval.methods": ["full", "razor"]}
     recipe = recipe_of(place, output_dir=str(tmp_path), **changes)
@@ -430,7 +430,7 @@ def test_a_method_that_cannot_run_the_model_is_refused_before_any_computation(pl
 def test_chunks_that_do_not_fit_a_prompt_are_refused_before_any_computation(place, tmp_path, monkeypatch):
     """IMDC knows only with the prompt's length whether its chunks shrink to nothing."""
     monkeypatch.setattr(
-        "pod.eval.answer.perplexity.score_by_forward", lambda *a, **k: pytest.fail("computation began")
+        "pod.eval.answer.texts.score_by_forward", lambda *a, **k: pytest.fail("computation began")
     )
     changes = {"eval.tasks": ["perplexity"], "eval.methods": ["full", "imdc"]}
     changes["eval.method_options"] = {"imdc": {"chunk_size": 20, "window": 4}}

@@ -11,10 +11,9 @@ from oracles_imdc import Chunked
 from own_runs import make_run, measure, write_place
 
 import pod
-from pod.eval.answer import streaming
+from pod.eval.answer import texts
 from pod.eval.answer.methods import find_method
-from pod.eval.answer.perplexity import token_nll
-from pod.eval.answer.streaming import ends_of, stream_nll
+from pod.eval.answer.texts import ends_of, stream_nll, token_nll
 from pod.models import resolve_model
 
 OPTIONS = {"length": 300, "sequences": 3, "prompt_tokens": 40, "every": 64, "chunk_size": 50}
@@ -48,9 +47,7 @@ def test_full_equals_one_forward(dense_model, text):
     assert held == sorted(held) and len(set(held)) == 3
 
 
-@pytest.mark.parametrize(
-    "spec", [*sorted(name for name in streaming.CHUNKED if name), "own pod", "own window"]
-)
+@pytest.mark.parametrize("spec", [*sorted(name for name in texts.CHUNKED if name), "own pod", "own window"])
 def test_chunks_equal_single_tokens(spec, dense_model, pod_model, text):
     model = pod_model if "pod" in spec else dense_model
     if spec == "own window":
@@ -73,9 +70,9 @@ def test_methods_that_compress_by_prompt_take_single_tokens(spec, dense_model, t
     chunked, _ = scored(dense_model, text, 16, spec, budget=20)
     single, _ = scored(dense_model, text, 1, spec, budget=20)
     assert (chunked - single).abs().max() > 1e-3
-    assert streaming.chunk_of(find_method(spec), 16, {}) == 1
-    assert streaming.chunk_of(find_method("wa"), 16, {"window": 3}) == 16
-    assert [streaming.chunk_of(find_method("pod"), 16, options) for options in ({}, {"tau": 0.7})] == [16, 1]
+    assert texts.chunk_of(find_method(spec), 16, {}) == 1
+    assert texts.chunk_of(find_method("wa"), 16, {"window": 3}) == 16
+    assert [texts.chunk_of(find_method("pod"), 16, options) for options in ({}, {"tau": 0.7})] == [16, 1]
 
 
 @pytest.mark.parametrize("spec", ["streamingllm", "lm_infinite"])
@@ -125,10 +122,8 @@ def test_what_reads_on():
         ("h2o", {"prefill": "streaming"}, True),
         *((name, {}, False) for name in ("h2o", "streamingllm", "model:imdc", "full")),
     ]:
-        assert streaming.reads_on(find_method(name), options) is found
-        assert streaming.chunk_of(find_method(name), 16, options) == (
-            1 if name == "h2o" and not options else 16
-        )
+        assert texts.reads_on(find_method(name), options) is found
+        assert texts.chunk_of(find_method(name), 16, options) == (1 if name == "h2o" and not options else 16)
 
 
 def points_of(curve):

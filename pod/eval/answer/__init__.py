@@ -8,9 +8,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pod.eval.answer import agreement, gates, perplexity, reading, streaming
+    from pod.eval.answer import gates, reading, texts
 
-__all__ = ["agreement", "gates", "perplexity", "reading", "streaming"]
+__all__ = ["gates", "reading", "texts"]
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -111,20 +111,20 @@ class Consistency(TextTask):
 
     def _compare(self, subject: Subject, rows: Any, span: Span, windows: list[int]) -> list[Record]:
         """A record per text of [B, n]: share of identical predictions, of the method and by window; bytes."""
-        dense, last, agreement = self.run.models.get("dense"), self.options.predictions, answer.agreement
-        reference, held = agreement.predict_by_forward(dense, rows, last), None
+        dense, last, texts = self.run.models.get("dense"), self.options.predictions, answer.texts
+        reference, held = texts.predict_by_forward(dense, rows, last), None
         if subject.method.name == "full":
             own = reference
         elif subject.method.one_shot:
-            own = agreement.predict_by_forward(subject.model, rows, last)
+            own = texts.predict_by_forward(subject.model, rows, last)
         else:
             cache = subject.cache(span)
-            own = agreement.predict_by_decode(subject.model, cache, rows, last)
+            own = texts.predict_by_decode(subject.model, cache, rows, last)
             held = cache.nbytes // len(rows)
         at_once = self.args.batch_size
         found = [
             own,
-            *(agreement.predict_by_window(dense, rows, last, window, at_once) for window in windows),
+            *(texts.predict_by_window(dense, rows, last, window, at_once) for window in windows),
         ]
         shares = zip(*((one == reference).double().mean(dim=1).tolist() for one in found), strict=True)
         return [{"score": score, "windows": by_window, "bytes": held} for score, *by_window in shares]

@@ -1,4 +1,4 @@
-"""Perplexity by position, of text that training never saw (`pod.eval.answer.perplexity` says how it is scored)."""
+"""Perplexity by position, of text that training never saw (`pod.eval.answer.texts` says how it is scored)."""
 
 from dataclasses import asdict
 from typing import Any
@@ -46,12 +46,12 @@ class Perplexity(TextTask):
         """A record per sequence of [B, n]: summed NLL (nats) and bytes of each bucket, and the mean over buckets of what was decided."""
         model, held, decided = subject.model, [None] * len(self.buckets), [[] for _ in rows]
         if subject.method.one_shot:
-            scored = answer.perplexity.score_by_forward(model, rows, self.buckets)
+            scored = answer.texts.score_by_forward(model, rows, self.buckets)
         else:
             scored, held = [], []
             for bucket, span in zip(self.buckets, self.spans(), strict=True):
                 cache = answer.gates.watch(subject.cache(span))
-                scored.append(answer.perplexity.score_by_decode(model, cache, rows, bucket))
+                scored.append(answer.texts.score_by_decode(model, cache, rows, bucket))
                 held.append(cache.nbytes // len(rows))
                 for row, one in zip(decided, answer.reading.decided(cache), strict=True):
                     row += one.values()
@@ -95,6 +95,6 @@ class Perplexity(TextTask):
         window = model.config.num_sink_tokens + model.config.num_recent_tokens
         bucket = next((bucket for bucket in self.buckets if bucket.end > 1.5 * window), self.buckets[-1])
         cache = subject.cache(Span(bucket.held_length, bucket.scored))
-        error = answer.perplexity.forward_error(model, cache, row, bucket, _CHECKED_TOKENS)
+        error = answer.texts.forward_error(model, cache, row, bucket, _CHECKED_TOKENS)
         tokens = min(_CHECKED_TOKENS, bucket.scored)
         return {"tokens": tokens, "length": bucket.end, "max_abs_difference_nats": error}

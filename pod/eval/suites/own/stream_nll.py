@@ -1,7 +1,7 @@
 """Cumulative NLL of long texts streamed through a cache (D2O Figure 6, on PG-19 there; IMDC Figures 5 and 8, Table 4): does a method stay
 stable for ever?
 
-Any long text will do: files of PG-19's test books in `text`, else what perplexity is measured on. `pod.eval.answer.streaming` says how it is scored.
+Any long text will do: files of PG-19's test books in `text`, else what perplexity is measured on. `pod.eval.answer.texts` says how it is scored.
 """
 
 import math
@@ -72,7 +72,7 @@ class StreamNll(TextTask):
                 f"eval.task_options.stream_nll.prompt_tokens is {options.prompt_tokens} and the model reads {self.limit} tokens: "
                 "lower it"
             )
-        ends_of = answer.streaming.ends_of
+        ends_of = answer.texts.ends_of
         self.ends = ends_of(options.prompt_tokens, options.length, options.every, self.common)
 
     def spans(self) -> list[Span]:
@@ -103,8 +103,8 @@ class StreamNll(TextTask):
     def _fed(self, method: Method) -> tuple[int, bool]:
         """Tokens that a method takes at once, and whether the whole text is one prompt to it."""
         options = self.args.method_options.get(method.name, {})
-        chunk = answer.streaming.chunk_of(method, self.options.chunk_size, options)
-        return chunk, answer.streaming.reads_on(method, options)
+        chunk = answer.texts.chunk_of(method, self.options.chunk_size, options)
+        return chunk, answer.texts.reads_on(method, options)
 
     def prompt_of(self, method: Method, span: Span) -> int:
         return self._end(method) - 1 if self._fed(method)[1] else super().prompt_of(method, span)
@@ -119,7 +119,7 @@ class StreamNll(TextTask):
     def _score(self, subject: Subject, rows: Any, ends: tuple[int, ...]) -> list[Record]:
         """A record per text of [B, n]: summed NLL (nats) and bytes of every interval."""
         where = rows, self.options.prompt_tokens, ends, *self._fed(subject.method)
-        sums, held = answer.streaming.stream_nll(subject.model, subject.cache(self.spans()[0]), *where)
+        sums, held = answer.texts.stream_nll(subject.model, subject.cache(self.spans()[0]), *where)
         of_rows = zip(*(total.tolist() for total in sums), strict=True)
         return [{"sums": list(of_row), "held": [size // len(rows) for size in held]} for of_row in of_rows]
 
