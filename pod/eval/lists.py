@@ -11,6 +11,7 @@ from pod.eval.suites import base
 from pod.eval.suites.configs import suite_configs
 from pod.files import atomic_write_text
 from pod.models import cache_dir
+from pod.schema import explain
 
 _WIDTH = 130
 
@@ -40,24 +41,18 @@ def list_tasks() -> str:
     lines = ["Tasks of this package (options: eval.task_options.TASK.OPTION):"]
     for name in base.names():
         task = base.task_class(name)
-        lines += ["", f"  {name}: {task.title}", *_wrapped(base.option_lines(task))]
-    lines += ["", "  efficiency: decode speed, time to first token, memory, largest batch, side by side"]
-    lines += [*_wrapped(base.lines_of(SpeedOptions)), ""]
+        lines += ["", f"{name}: {task.title}", *explain(task.Options, "")]
+    lines += ["", "efficiency: decode speed, time to first token, memory, largest batch, side by side"]
+    lines += [*explain(SpeedOptions, ""), ""]
     lines += [
         "Suites (groups first; README.md in pod/eval/suites says source, licence, metric, prompt and truncation):"
     ]
     for suite, found in suite_configs().items():
-        lines += ["", f"  {suite}:", *_wrapped([", ".join(sorted(found))], "    ")]
+        names = textwrap.fill(", ".join(sorted(found)), _WIDTH, break_on_hyphens=False)
+        lines += ["", f"  {suite}:", textwrap.indent(names, "    ")]
     lines += [
         "",
         "Any task, group or tag of lm-eval (mmlu, hellaswag, arc_easy, arc_challenge, gsm8k, truthfulqa_mc1 …; `lm-eval ls tasks`).",
     ]
-    lines += ["Options of every task of lm-eval and of the suites:", *_wrapped(base.option_lines(LmTask))]
+    lines += ["Options of every task of lm-eval and of the suites:", *explain(LmTask.Options, "")]
     return "\n".join(lines)
-
-
-def _wrapped(texts: list[str], indent: str = "      ") -> list[str]:
-    wrap = textwrap.TextWrapper(
-        _WIDTH, initial_indent="    ", subsequent_indent=indent, break_on_hyphens=len(indent) > 4
-    )
-    return [line for text in texts for line in wrap.wrap(text)]

@@ -503,8 +503,7 @@ def test_an_estimate_says_what_stands_in_the_way(place, tmp_path):
 
 def test_list_of_tasks_names_options_suites_and_defaults():
     text = list_tasks()
-    assert (
-        "  niah: needle in a haystack" in text and "    samples (int, default 1): prompts per length" in text
-    )
-    assert "pod_longbench_14" in text and "    num_fewshot (int or null, default null)" in text
-    assert "  efficiency: " in text and "max_batch (list of " in text
+    assert "\nniah: needle in a haystack" in text
+    assert "  samples  (int, default 1)\n      prompts per length and depth" in text
+    assert "pod_longbench_14" in text and "  num_fewshot  (int or null, default None)" in text
+    assert "\nefficiency: " in text and "max_batch  (list of " in text

@@ -16,12 +16,9 @@ keys are the same for every task, so that tables, intervals and comparisons are 
     metrics           optional: other numbers by name, {value, ci95}
 """
 
-import dataclasses
 import hashlib
 import importlib
-import json
 import pkgutil
-import typing
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,31 +116,6 @@ def make_options(task: type[Task], values: dict[str, Any], name: str | None = No
     Raises: ValueError for an unknown key, naming the nearest, and for a wrong value.
     """
     return build(task.Options, values, f"eval.task_options.{name or task.name}")
-
-
-def option_lines(task: type[Task]) -> list[str]:
-    """Name, default and meaning of every option of a task, for `--list-tasks`."""
-    return lines_of(task.Options)
-
-
-def lines_of(options: type) -> list[str]:
-    """`option_lines` of a dataclass of options."""
-    from pod.schema import field_docs, type_name
-
-    docs = field_docs(options)
-    hints = typing.get_type_hints(options)
-    return [
-        f"{field.name} ({type_name(hints[field.name])}, {_default_of(field)}): {docs[field.name]}"
-        for field in dataclasses.fields(options)
-    ]
-
-
-def _default_of(field: dataclasses.Field) -> str:
-    if field.default is not dataclasses.MISSING:
-        return f"default {json.dumps(field.default)}"
-    if field.default_factory is not dataclasses.MISSING:
-        return f"default {json.dumps(field.default_factory())}"
-    return "needed"
 
 
 def prompt_hash(prompt: Any) -> str:
