@@ -26,7 +26,7 @@ from pod.eval.report import pictures
 from pod.eval.report import tables as report_tables
 from pod.eval.report.merge import byte_share, combined, held_rows, merge
 from pod.eval.report.names import suite_of
-from pod.eval.report.page import Cell, Notes, Picture, Report, Section, Table
+from pod.eval.report.page import Cell, Notes, Picture, Section, Table, render
 from pod.eval.report.speed import speed_table
 from pod.eval.report.write import csv_text, main, task_blocks, write_merged
 
@@ -489,10 +489,9 @@ def test_verdicts_are_words_and_arrows_are_none(comparison):
     table = report_tables.task_table(comparison, "perplexity")
     worse = next(row[2] for row in table.rows if row[2].tone == "worse")
     assert worse.text.startswith("+") and worse.text.endswith("% worse")
-    page = Report("t", "l", [], [Section("s", [table])])
-    assert (
-        f'<span class="worse">{worse.text}</span>' in page.html() and f"| {worse.text} [" in page.markdown()
-    )
+    page = ("t", "l", [], [Section("s", [table])])
+    assert f'<span class="worse">{worse.text}</span>' in render("html", *page)
+    assert f"| {worse.text} [" in render("md", *page)
 
 
 def test_heat_map_cells(comparison):
@@ -581,8 +580,8 @@ def test_page_escapes_and_sorts():
     table = Table(
         ["a_b", "n"], [[Cell("<i>"), Cell("1", sort=1.0)], [Cell("x|y"), Cell("–")], [Cell("z"), Cell("2")]]
     )
-    report = Report("t", "<lead>", ["o"], [Section("s", [table, Notes(["n & m"])]), Section("empty", [])])
-    text, markdown = report.html(), report.markdown()
+    page = ("t", "<lead>", ["o"], [Section("s", [table, Notes(["n & m"])]), Section("empty", [])])
+    text, markdown = render("html", *page), render("md", *page)
     assert (
         "&lt;i&gt;" in text
         and "&lt;lead&gt;" in text
@@ -597,7 +596,7 @@ def test_markdown_line_by_line():
     table = Table(["m", "v"], [[Cell("x|y"), Cell("1", "+1 worse\n[0, 2]")]], "T")
     fold = Section("F", [Table(["d"], [[Cell("z")]])])
     blocks = [table, Notes(["n & m", "o"]), Picture("<svg>", "p"), fold]
-    assert Report("t", "<lead>", ["o1", "o2"], [Section("s", blocks), Section("r", [table])]).markdown() == (
+    assert render("md", "t", "<lead>", ["o1", "o2"], [Section("s", blocks), Section("r", [table])]) == (
         "# t\n\n<lead>\n\no1\n\no2\n\n## s\n\n### T\n\n| m | v |\n|---|---|\n| x\\|y | 1 +1 worse [0, 2] |\n"
         "\n* n & m\n* o\n\n### F\n\n| d |\n|---|\n| z |\n\n## r\n\n### T\n\n| m | v |\n|---|---|\n| x\\|y | 1 +1 worse [0, 2] |\n"
     )

@@ -128,14 +128,10 @@ def compare(own: Payload, base: Payload, label: str) -> Against | None:
 
 def judged(found: dict[Any, Against | None]) -> dict[Any, Against | None]:
     """The comparisons of a page, each with its p value for all of them together."""
-    known = [
-        (key, against, against.estimate.p)
-        for key, against in found.items()
-        if against is not None and against.estimate.p is not None
-    ]
-    values = intervals.holm([p for _, _, p in known])
-    pairs = zip(known, values, strict=True)
-    return found | {key: replace(against, adjusted=value) for (key, against, _), value in pairs}
+    known = {key: one for key, one in found.items() if one is not None and one.estimate.p is not None}
+    values = intervals.holm([one.estimate.p or 0.0 for one in known.values()])
+    pairs = zip(known.items(), values, strict=True)
+    return found | {key: replace(against, adjusted=value) for (key, against), value in pairs}
 
 
 def paired_samples(own: Payload, base: Payload) -> tuple[list[tuple[dict, dict]], dict[str, int]]:
