@@ -247,9 +247,9 @@ def _method_results(run: Evaluation, method: Method) -> RunResults:
     header = {"title": method.title, "spec": method.spec, "seed": run.recipe.seed, "config": asdict(run.args)}
     follows = (method.takes_budget and method.budget is None) or method.spec == "pod"
     # plan and windows behind the budget: results under another plan are no more of the same row
-    header["bytes_of"] = fingerprint(run.models.reference_layout())[:16] if follows else None
+    bytes_of = fingerprint(run.models.reference_layout())[:16] if follows else None
     model, options = run.models.identity(method.model), with_files(run.options(method))
-    header["row"] = fingerprint([method.spec, options, model, header["bytes_of"]])[:16]
+    header["row"] = fingerprint([method.spec, options, model, bytes_of])[:16]
     header["dense"] = fingerprint(run.models.identity("dense"))[:16]
     results = RunResults(run.recipe.eval_dir / method.file_name, method.name, header, run.ranks.is_first)
     if results.left_out:

@@ -42,7 +42,10 @@ def test_scores_equal_both_rules_on_recorded_predictions():
 def test_lm_eval_counts_equal_references_once_which_halves_the_usual_answer():
     """The reason for two rules: of yes, yes, yes, no the answer yes is fully right officially."""
     assert tasks.over_references(tasks.exact, ["yes", "yes", "yes", "no"], "yes") == 1.0
-    assert tasks.over_references(tasks.exact, tasks.target({"references": ["yes", "Yes", "yes", "no"]}), "yes") == 0.5
+    assert (
+        tasks.over_references(tasks.exact, tasks.target({"references": ["yes", "Yes", "yes", "no"]}), "yes")
+        == 0.5
+    )
 
 
 def test_the_answer_is_its_first_line():

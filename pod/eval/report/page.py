@@ -101,11 +101,10 @@ def listed(lines: list[str], alarm: bool = False) -> "list[Block]":
 
 @dataclass
 class Picture:
-    """data: SVG text or the bytes of a PNG. title: printed above, if any; label: what it shows."""
+    """data: SVG text or the bytes of a PNG. title: what it shows, printed above."""
 
     data: str | bytes
-    label: str
-    title: str = ""
+    title: str
     kind: ClassVar = "picture"
 
     @property
