@@ -109,6 +109,8 @@ def test_only_samples_of_the_same_prompt_are_paired():
     assert [mine["id"] for mine, _ in pairs] == ["1", "2"] and left_out == {"another prompt": 1}
     found = compare(own, base, "full")
     assert found.delta == pytest.approx(-0.5) and (found.common, found.unpaired) == (2, 1)
+    base["samples"][1]["prompt_hash"] = None  # not said
+    assert compare(own, base, "full").common == 2
 
 
 def test_perplexity_needs_the_same_scored_tokens():
@@ -170,16 +172,31 @@ def test_tasks_of_one_method_from_two_runs_become_one_row(tmp_path):
     assert [row.sources[task].label for task in row.parts] == ["a", "b"]
 
 
-@pytest.mark.parametrize("change", ["task", "row", "nothing is known"])
+@pytest.mark.parametrize("change", ["task", "row", "old files"])
 def test_what_does_not_go_together_stays_apart(tmp_path, change):
-    second = result_file("full", {"mmlu": choices("full")})
+    first, second = (
+        result_file("full", {"niah": needles("full")}),
+        result_file("full", {"mmlu": choices("full")}),
+    )
     if change == "task":
         second = result_file("full", {"niah": needles("full")})
-    else:  # another model, plan or option; files of an older version
-        second["row"] = None if change == "nothing is known" else "another row"
-    first = write(tmp_path / "a", full=result_file("full", {"niah": needles("full")}))
-    rows = merge([first, write(tmp_path / "b", full=second)]).entries
-    assert [row.label for row in rows] == ["full · a", "full · b"]
+    elif change == "row":  # another model, plan or option
+        second["row"] = "another row"
+    else:
+        first["row"] = second["row"] = None
+    runs = [write(tmp_path / "a", full=first), write(tmp_path / "b", full=second)]
+    assert [row.label for row in merge(runs).entries] == ["full · a", "full · b"]
+
+
+def test_options_in_a_name_are_another_method(tmp_path):
+    """`h2o[window=64]` may be the same row as `h2o` with that option, under another name."""
+    names = ["h2o", "h2o[window=64]"]
+    files = [
+        result_file(name, {task: payload([0.5])}) | {"row": "r"}
+        for name, task in zip(names, "ab", strict=True)
+    ]
+    runs = [write(tmp_path / name, x=file) for name, file in zip(names, files, strict=True)]
+    assert [row.label for row in merge(runs).entries] == names
 
 
 def test_each_model_has_its_own_base(tmp_path):
@@ -400,9 +417,13 @@ def test_what_methods_decided_is_said(tmp_path):
 
 def test_files_of_another_schema_are_named(tmp_path):
     old = result_file("h2o", {"niah": needles("h2o")}) | {"schema": 1}
-    folder = write(tmp_path, full=result_file("full", {"niah": needles("full")}), h2o=old)
+    speeds = result_file("efficiency", {"efficiency": {"methods": {}}})
+    folder = write(tmp_path, full=result_file("full", {"niah": needles("full")}), h2o=old, efficiency=speeds)
     lines = report_notes.warnings(merge([folder]))
-    assert lines == [f"{tmp_path.name}: h2o.json is of an older form (schema 1): measure again"]
+    assert lines == [
+        f"{tmp_path.name}: {name}.json is of an older form (schema {schema}): measure again"
+        for name, schema in (("efficiency", 2), ("h2o", 1))
+    ]
 
 
 def test_tones_and_csv_follow_the_verdicts_of_the_page(comparison):
@@ -492,6 +513,16 @@ def test_verdicts_are_words_and_arrows_are_none(comparison):
     page = ("t", "l", [], [Section("s", [table])])
     assert f'<span class="worse">{worse.text}</span>' in render("html", *page)
     assert f"| {worse.text} [" in render("md", *page)
+
+
+def test_positions_are_rows_where_all_methods_have_the_same(tmp_path):
+    files = {name: result_file(name, {"perplexity": perplexity(name)}) for name in ("full", "h2o")}
+    table, *_ = report_tables.part_table(merge([write(tmp_path / "a", **files)]), "perplexity")
+    assert [row[0].text for row in table.rows] == ["384–511", "896–1,023", "1,920–2,047"]
+    bucket = files["h2o"]["parts"]["perplexity"]["buckets"][1]
+    assert table.rows[1][2].text == f"{bucket['perplexity']:.2f}"
+    bucket["first"] -= 1
+    assert not report_tables.part_table(merge([write(tmp_path / "b", **files)]), "perplexity")
 
 
 def test_heat_map_cells(comparison):
