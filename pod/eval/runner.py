@@ -235,11 +235,13 @@ def _evaluate(run: Evaluation) -> dict[str, dict]:
             measure_speed(run, results)
         if "report" in run.args.steps:
             run.log(f"report: {write_report(recipe)}")
-    failed = [f"{name}: {of.content['error']}" for name, of in results.items() if of.content["failed"]]
+    failed = {name: result.content["failed"] for name, result in results.items() if result.content["failed"]}
     if failed:
-        raise RuntimeError(
-            f"{len(failed)} of {len(results)} methods failed ({'; '.join(failed)}); the others are in {recipe.eval_dir}"
+        errors = "; ".join(
+            f"{name}: {task}: {text}" for name, of in failed.items() for task, text in of.items()
         )
+        said = f"{len(failed)} of {len(results)} methods failed ({errors})"
+        raise RuntimeError(f"{said}; the others are in {recipe.eval_dir}")
     return {name: result.content for name, result in results.items()}
 
 

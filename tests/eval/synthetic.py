@@ -245,7 +245,6 @@ def result_file(method, parts, path="meta-llama/Meta-Llama-3-8B-Instruct", **mor
         "schema": 2,
         "method": method,
         "status": "finished",
-        "error": None,
         "failed": {},
         "title": f"what {method} is",
         "spec": method,
@@ -313,7 +312,6 @@ def write_runs(folder):
     del files["streamingllm"]["parts"]["mmlu"]
     files["streamingllm"] |= {
         "status": "failed",
-        "error": "mmlu: out of memory",
         "failed": {"mmlu": "out of memory"},
     }
     for method, part in speed_parts(methods).items():

@@ -82,7 +82,6 @@ def method_file(name, nll, held):
         "method": name,
         "title": f"what {name} is",
         "status": "finished",
-        "error": None,
         "seed": 0,
         "config": {},
         "model": {"path": "some/model", "dtype": "float32"},
@@ -242,7 +241,7 @@ def test_page_is_whole_and_self_contained(recipe):
 
 def test_failed_method_is_shown_and_escaped(recipe):
     failed = method_file("snapkv", 1.0, 1)
-    failed |= {"status": "failed", "error": "perplexity: <b> & 'x'", "parts": {}}
+    failed |= {"status": "failed", "parts": {}}
     failed["failed"] = {"perplexity": "<b> & 'x'"}
     (recipe.eval_dir / "snapkv.json").write_text(json.dumps(failed))
     text = write_report(recipe).read_text()

@@ -162,9 +162,7 @@ def _curves(comparison: Comparison, task: str) -> list[Block]:
 def _run_pictures(recipe: "Recipe") -> list[Section]:
     """Pictures that other steps of the run left behind: similarity and plan, training loss."""
     files = sorted(recipe.plan_dir.glob("*.png"))  # which say themselves what they show
-    plans: list[Block] = [
-        Picture(file.read_bytes(), file.stem.replace("_", " ")) for file in files
-    ]
+    plans: list[Block] = [Picture(file.read_bytes(), file.stem.replace("_", " ")) for file in files]
     metrics = recipe.train_dir / "metrics.jsonl"
     curve = pictures.training_curve(metrics) if metrics.is_file() else None
     training: list[Block] = [Picture(curve, "training loss")] if curve else []
