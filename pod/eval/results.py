@@ -49,7 +49,6 @@ class RunResults:
             "schema": SCHEMA_VERSION,
             "method": method,
             "status": "running",
-            "error": None,
             "failed": {},
             **header,
             "model": old.get("model") if same else None,
@@ -65,14 +64,13 @@ class RunResults:
 
     def finish(self) -> None:
         """Mark the run finished."""
-        self.content |= {"status": "finished", "error": None, "failed": {}}
+        self.content |= {"status": "finished", "failed": {}}
         self.write()
 
     def fail(self, part: str, error: Exception) -> None:
-        """Record the error of a part in one line (`failed`, by part; `error` has all of them). Parts that finished stay."""
+        """Record the error of a part in one line. Parts that finished stay."""
         self.content["failed"][part] = one_line(error)
         self.content["status"] = "failed"
-        self.content["error"] = "; ".join(f"{name}: {text}" for name, text in self.content["failed"].items())
         self.write()
 
     def write(self) -> None:

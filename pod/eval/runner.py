@@ -235,11 +235,13 @@ def _evaluate(run: Evaluation) -> dict[str, dict]:
             measure_speed(run, results)
         if "report" in run.args.steps:
             run.log(f"report: {write_report(recipe)}")
-    failed = [f"{name}: {of.content['error']}" for name, of in results.items() if of.content["failed"]]
+    failed = {name: result.content["failed"] for name, result in results.items() if result.content["failed"]}
     if failed:
-        raise RuntimeError(
-            f"{len(failed)} of {len(results)} methods failed ({'; '.join(failed)}); the others are in {recipe.eval_dir}"
+        errors = "; ".join(
+            f"{name}: {task}: {text}" for name, of in failed.items() for task, text in of.items()
         )
+        said = f"{len(failed)} of {len(results)} methods failed ({errors})"
+        raise RuntimeError(f"{said}; the others are in {recipe.eval_dir}")
     return {name: result.content for name, result in results.items()}
 
 
@@ -247,9 +249,9 @@ def _method_results(run: Evaluation, method: Method) -> RunResults:
     header = {"title": method.title, "spec": method.spec, "seed": run.recipe.seed, "config": asdict(run.args)}
     follows = (method.takes_budget and method.budget is None) or method.spec == "pod"
     # plan and windows behind the budget: results under another plan are no more of the same row
-    header["bytes_of"] = fingerprint(run.models.reference_layout())[:16] if follows else None
+    bytes_of = fingerprint(run.models.reference_layout())[:16] if follows else None
     model, options = run.models.identity(method.model), with_files(run.options(method))
-    header["row"] = fingerprint([method.spec, options, model, header["bytes_of"]])[:16]
+    header["row"] = fingerprint([method.spec, options, model, bytes_of])[:16]
     header["dense"] = fingerprint(run.models.identity("dense"))[:16]
     results = RunResults(run.recipe.eval_dir / method.file_name, method.name, header, run.ranks.is_first)
     if results.left_out:

@@ -13,7 +13,7 @@ from pod.eval.report.merge import merge
 from pod.eval.report.notes import overview_notes
 from pod.eval.report.pictures import training_curve
 from pod.eval.report.speed import speed_table
-from pod.eval.report.tables import bucket_table, overview
+from pod.eval.report.tables import overview, part_table
 from pod.eval.report.write import write_report
 from pod.measure.machine import environment
 from pod.recipe import Recipe
@@ -82,7 +82,6 @@ def method_file(name, nll, held):
         "method": name,
         "title": f"what {name} is",
         "status": "finished",
-        "error": None,
         "seed": 0,
         "config": {},
         "model": {"path": "some/model", "dtype": "float32"},
@@ -165,12 +164,9 @@ def test_rows_as_texts_for_the_demo(recipe):
 
 
 def test_other_tables(recipe):
-    (table,) = bucket_table(merge([recipe.eval_dir]))
-    assert table.columns == ["method", "96–99"]
-    assert cells(table)[1] == [
-        ["pod"],
-        [f"{math.exp(2.6):.2f}", "+10.5%", "worse", "[+10.5%,", "+10.5%]"],
-    ]
+    (table,) = part_table(merge([recipe.eval_dir]), "perplexity")
+    assert table.columns == ["part", *NAMES] and cells(table)[0][0] == ["96–99"]
+    assert cells(table)[0][2] == [f"{math.exp(2.6):.2f}", "+10.5%", "worse", "[+10.5%,", "+10.5%]"]
     speed = speed_table(merge([recipe.eval_dir]).runs[0].speed)
     assert cells(speed)[1] == [
         ["pod"],
@@ -245,7 +241,7 @@ def test_page_is_whole_and_self_contained(recipe):
 
 def test_failed_method_is_shown_and_escaped(recipe):
     failed = method_file("snapkv", 1.0, 1)
-    failed |= {"status": "failed", "error": "perplexity: <b> & 'x'", "parts": {}}
+    failed |= {"status": "failed", "parts": {}}
     failed["failed"] = {"perplexity": "<b> & 'x'"}
     (recipe.eval_dir / "snapkv.json").write_text(json.dumps(failed))
     text = write_report(recipe).read_text()

@@ -1,55 +1,32 @@
-"""Several runs as one report: rows, paired comparisons, warnings, files. Result files are made up (tests/eval/synthetic.py)."""
+"""Several runs as one report: tables, sentences, files. Result files are made up (tests/eval/synthetic.py)."""
 
 import copy
 import csv
 import io
-import json
 
 import pytest
 from synthetic import (
-    ENVIRONMENT,
     LONGBENCH,
-    choices,
     group,
     needles,
+    payload,
     perplexity,
     result_file,
     scores,
     speed_parts,
+    write,
     write_runs,
 )
 from test_report import Page
 
-from pod.eval.judge.verdicts import compare, paired_samples
 from pod.eval.report import notes as report_notes
 from pod.eval.report import pictures
 from pod.eval.report import tables as report_tables
-from pod.eval.report.merge import byte_share, combined, held_rows, merge
+from pod.eval.report.merge import combined, merge
 from pod.eval.report.names import suite_of
-from pod.eval.report.page import Cell, Notes, Picture, Report, Section, Table
+from pod.eval.report.page import Cell, Notes, Picture, Section, Table, render
 from pod.eval.report.speed import speed_table
 from pod.eval.report.write import csv_text, main, task_blocks, write_merged
-
-
-def write(folder, **files):
-    """A run's folder from method files."""
-    (folder / "eval").mkdir(parents=True)
-    for name, content in files.items():
-        (folder / "eval" / f"{name}.json").write_text(json.dumps(content))
-    return folder
-
-
-def payload(values, kind="score", **more):
-    """Samples 0, 1, … with these scores."""
-    samples = [{"id": str(i), "score": value, "prompt_hash": f"p{i}"} for i, value in enumerate(values)]
-    part = {
-        "kind": kind,
-        "metric": "m",
-        "higher_is_better": True,
-        "value": sum(values) / len(values),
-        "ci95": None,
-    }
-    return part | {"samples": samples, "skipped": [], "bytes": [], "settings": {}} | more
 
 
 @pytest.fixture(scope="module")
@@ -60,216 +37,6 @@ def two_runs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def comparison(two_runs):
     return merge(two_runs)
-
-
-# -- pairs ---------------------------------------------------------------------------------------------------
-
-
-def test_mcnemar_counts_and_difference():
-    own, base = payload([1, 1, 0, 0, 1, 0], "binary"), payload([1, 0, 1, 1, 1, 1], "binary")
-    found = compare(own, base, "full")
-    assert (found.gained, found.lost, found.common, found.relative) == (1, 3, 6, False)
-    assert found.delta == pytest.approx(-2 / 6) and found.estimate.p == pytest.approx(2 * (1 + 4) / 16)
-
-
-def test_commits_are_those_of_the_measurements(tmp_path):
-    """A later run that kept every part writes its own commit into the file; the parts say when they were measured."""
-    old = {**ENVIRONMENT, "commit": "oldoldoldold", "date": "2026-11-01T00:00:00+00:00"}
-    files = {
-        name: result_file(name, {"a": {**payload([1.0, 0.0]), "environment": old}})
-        for name in ("full", "snapkv")
-    }
-    comparison = merge([write(tmp_path / "same", **files)])
-    assert "oldoldoldo" in report_notes.origin(comparison)[0]
-    assert not any("versions of commit" in line for line in report_notes.warnings(comparison))
-    new = {**ENVIRONMENT, "commit": "newnewnewnew+"}  # with files that no commit has
-    files["snapkv"]["parts"]["a"]["environment"] = new
-    comparison = merge([write(tmp_path / "mixed", **files)])
-    assert "newnewnewn+" in report_notes.origin(comparison)[0]
-    assert any("versions of commit: newnewnewn+, oldoldoldo" in x for x in report_notes.warnings(comparison))
-
-
-def test_questions_about_one_text_count_as_what_their_texts_are_worth():
-    own, base = payload([1, 1, 0, 0, 1, 1], "binary"), payload([1, 1, 1, 1, 1, 1], "binary")
-    for part in (own, base):
-        for number, sample in enumerate(part["samples"]):
-            sample["cluster"] = f"text {number // 2}"
-    found = compare(own, base, "full")
-    assert (found.gained, found.lost) == (0, 2) and found.delta == pytest.approx(-1 / 3)
-    for sample in own["samples"]:
-        del sample["cluster"]
-    apart = compare(own, base, "full").estimate
-    assert found.estimate.low < apart.low and found.estimate.high > apart.high and found.estimate.p > 0.1
-
-
-def test_only_samples_of_the_same_prompt_are_paired():
-    own, base = payload([1.0, 0.5, 0.0, 0.2]), payload([0.0, 0.5, 1.0])
-    own["samples"][0]["prompt_hash"] = "templated"
-    pairs, left_out = paired_samples(own, base)
-    assert [mine["id"] for mine, _ in pairs] == ["1", "2"] and left_out == {"another prompt": 1}
-    found = compare(own, base, "full")
-    assert found.delta == pytest.approx(-0.5) and (found.common, found.unpaired) == (2, 1)
-
-
-def test_perplexity_needs_the_same_scored_tokens():
-    own, base = perplexity("pod", 3), perplexity("full", 3)
-    whole = compare(own, base, "full")
-    assert whole.relative and whole.common == 3 and whole.estimate.low <= whole.delta <= whole.estimate.high
-    own["samples"][1]["tokens"] = 383
-    part = compare(own, base, "full")
-    assert part.common == 2 and part.left_out == {"another number of scored tokens": 1}
-
-
-def test_groups_are_compared_as_the_mean_of_their_parts():
-    own, base = group("pod-unadapted"), group("full")
-    found = compare(own, base, "full")
-    assert found.delta == pytest.approx(
-        own["value"] - base["value"]
-    )  # 12 and 18 samples: the plain mean would differ
-    for part in (own, base):
-        part["subtasks"]["history"]["weight"], part["subtasks"]["physics"]["weight"] = 0.4, 0.6
-        part["value"] = sum(sample["score"] for sample in part["samples"]) / 30
-    assert compare(own, base, "full").delta == pytest.approx(own["value"] - base["value"])
-
-
-def test_nothing_in_common_is_no_comparison():
-    other = payload([1.0])
-    other["samples"][0]["id"] = "x"
-    assert compare(payload([1.0]), other, "full") is None
-    assert compare(payload([1.0]), payload([1.0], "binary"), "full") is None
-
-
-# -- rows ----------------------------------------------------------------------------------------------------
-
-
-def test_other_metrics_and_filters_are_not_compared():
-    """gsm8k by strict-match in one run, by flexible-extract in the other: the same prompts, another number."""
-    strict, flexible = (payload([1, 0], settings={"filter": name}) for name in ("strict", "flexible"))
-    assert compare(strict, strict, "full") is not None
-    assert compare(strict, flexible, "full") is None
-    assert compare(payload([1, 0]), payload([1, 0], metric="n"), "full") is None
-
-
-def test_rows_of_two_runs(comparison):
-    labels = [entry.label for entry in comparison.entries]
-    assert labels == [
-        *["full", "pod", "pod-unadapted", "streamingllm"],
-        *["snapkv", "snapkv@12.5%", "snapkv@25%", "snapkv@50%", "razor"],
-    ]
-    budget = comparison.entries[5]
-    base = comparison.base_of(budget, "niah")
-    assert base.label == "full" and base.run is not budget.run  # the same dense model, from the other run
-    assert comparison.against(budget, ("niah",)).common == 60
-
-
-def test_tasks_of_one_method_from_two_runs_become_one_row(tmp_path):
-    first = write(tmp_path / "a", full=result_file("full", {"niah": needles("full")}))
-    second = write(tmp_path / "b", full=result_file("full", {"mmlu": choices("full")}))
-    (row,) = merge([first, second]).entries
-    assert row.label == "full" and list(row.parts) == ["niah", "mmlu"]
-    assert [row.sources[task].label for task in row.parts] == ["a", "b"]
-
-
-@pytest.mark.parametrize("change", ["task", "row", "nothing is known"])
-def test_what_does_not_go_together_stays_apart(tmp_path, change):
-    second = result_file("full", {"mmlu": choices("full")})
-    if change == "task":
-        second = result_file("full", {"niah": needles("full")})
-    else:  # another model, plan or option; files of an older version
-        second["row"] = None if change == "nothing is known" else "another row"
-    first = write(tmp_path / "a", full=result_file("full", {"niah": needles("full")}))
-    rows = merge([first, write(tmp_path / "b", full=second)]).entries
-    assert [row.label for row in rows] == ["full · a", "full · b"]
-
-
-def test_each_model_has_its_own_base(tmp_path):
-    files = []
-    for name, path in (("a", "some/model"), ("b", "another/model")):
-        contents = {m: result_file(m, {"niah": needles(m)}, path) for m in ("full", "snapkv")}
-        files.append(write(tmp_path / name, **contents))
-    comparison = merge(files)
-    bases = {row.label: comparison.base_of(row, "niah").label for row in comparison.entries}
-    assert bases == {
-        "full · a": "full · a",
-        "full · b": "full · b",
-        "snapkv · a": "full · a",
-        "snapkv · b": "full · b",
-    }
-    alone = merge(
-        [
-            write(tmp_path / "c", snapkv=result_file("snapkv", {"niah": needles("snapkv")}, "third/model")),
-            *files,
-        ]
-    )
-    stranger = next(row for row in alone.entries if row.run.label == "c")
-    assert alone.base_of(stranger, "niah") is None
-    assert "niah: snapkv · c have no run of full with the same model: no Δ." in report_notes.warnings(alone)
-
-
-def test_the_base_is_of_the_same_run_where_there_is_one(tmp_path):
-    contents = {m: result_file(m, {"niah": needles(m)}) for m in ("full", "snapkv")}
-    comparison = merge([write(tmp_path / name, **contents) for name in ("a", "b")])
-    bases = {row.label: comparison.base_of(row, "niah").label for row in comparison.entries}
-    assert bases["snapkv · a"] == "full · a" and bases["snapkv · b"] == "full · b"
-    assert comparison.against(comparison.entries[0], ("niah",)) is None  # full has no Δ to itself
-
-
-def test_adapted_weights_are_held_against_dense_trained_on_the_same_tokens(tmp_path):
-    files = {m: result_file(m, {"niah": needles(m)}) for m in ("full", "snapkv", "pod")}
-    files["trained"] = result_file("model:dense_trained", {"niah": needles("full")})
-    comparison = merge([write(tmp_path / "a", **files)])
-    bases = {row.label: comparison.base_of(row, "niah").label for row in comparison.entries}
-    assert bases == {
-        "full": "full",
-        "snapkv": "full",
-        "pod": "model:dense_trained",
-        "model:dense_trained": "full",
-    }
-    assert "the same tokens" in report_notes.headline(comparison)
-    assert any(
-        line.startswith("pod: the change is against model:dense_trained")
-        for line in report_notes.overview_notes(comparison)
-    )
-    del files["trained"]
-    assert "the same tokens" not in report_notes.headline(merge([write(tmp_path / "b", **files)]))
-
-
-def test_answers_that_end_early_are_held_against_a_dense_cache_of_their_length(tmp_path):
-    part = choices("snapkv")
-    row = {"length": 1024, "bytes": 50, "dense_bytes": 200, "pod_bytes": 120, "budget_tokens": 9}
-    part["bytes"] = [
-        row | {"held_tokens": 512},
-        row | {"length": 512, "bytes": 30, "dense_bytes": 100, "held_tokens": 512},
-    ]
-    comparison = merge([write(tmp_path, snapkv=result_file("snapkv", {"t": part}))])
-    (entry,) = comparison.entries
-    assert byte_share(entry, "t") == pytest.approx((50 + 30) / (100 + 100))
-    assert report_tables.common_length([entry]) == 512  # only there it reached the length
-    assert report_tables.saving_of(report_tables.bytes_at(entry, 512)) == pytest.approx(0.7)
-
-
-def test_bytes_that_are_known_are_filled_in(comparison):
-    rows = {entry.label: entry for entry in comparison.entries}
-    assert byte_share(rows["full"], "perplexity") == 1.0
-    assert byte_share(rows["pod"], "perplexity") == pytest.approx(0.68, abs=1e-6)
-    assert byte_share(rows["snapkv@25%"], "niah") == pytest.approx(0.26, abs=1e-6)
-    unknown = copy.deepcopy(rows["snapkv"])
-    unknown.parts["mmlu"]["bytes"] = [{"length": 512, "bytes": None, "dense_bytes": 99, "pod_bytes": 60}]
-    assert byte_share(unknown, "mmlu") is None
-
-
-def test_a_merged_row_keeps_its_speed(tmp_path):
-    """`full` of a run of tasks and of a run that only timed methods is one row, with the second run's tokens/s."""
-    first = write(tmp_path / "a", full=result_file("full", {"niah": needles("full")}))
-    timed = result_file("full", {"efficiency": speed_parts(["full"], 3000)["full"]})
-    comparison = merge([first, write(tmp_path / "b", full=timed)])
-    (row,) = report_tables.overview(comparison).rows
-    assert [cell.text for cell in row[-2:]] == ["12.0", "1.00"]
-    assert 3000 in {row["length"] for row in held_rows(comparison.entries[0])}
-    again = merge(
-        [first, tmp_path / "b", write(tmp_path / "c", full=result_file("full", {"niah": needles("full")}))]
-    )
-    assert [len(entry.speed) for entry in again.entries] == [1, 0]  # those of another run are not its own
 
 
 # -- tables and notes ----------------------------------------------------------------------------------------
@@ -400,9 +167,13 @@ def test_what_methods_decided_is_said(tmp_path):
 
 def test_files_of_another_schema_are_named(tmp_path):
     old = result_file("h2o", {"niah": needles("h2o")}) | {"schema": 1}
-    folder = write(tmp_path, full=result_file("full", {"niah": needles("full")}), h2o=old)
+    speeds = result_file("efficiency", {"efficiency": {"methods": {}}})
+    folder = write(tmp_path, full=result_file("full", {"niah": needles("full")}), h2o=old, efficiency=speeds)
     lines = report_notes.warnings(merge([folder]))
-    assert lines == [f"{tmp_path.name}: h2o.json is of an older form (schema 1): measure again"]
+    assert lines == [
+        f"{tmp_path.name}: {name}.json is of an older form (schema {schema}): measure again"
+        for name, schema in (("efficiency", 2), ("h2o", 1))
+    ]
 
 
 def test_tones_and_csv_follow_the_verdicts_of_the_page(comparison):
@@ -489,10 +260,19 @@ def test_verdicts_are_words_and_arrows_are_none(comparison):
     table = report_tables.task_table(comparison, "perplexity")
     worse = next(row[2] for row in table.rows if row[2].tone == "worse")
     assert worse.text.startswith("+") and worse.text.endswith("% worse")
-    page = Report("t", "l", [], [Section("s", [table])])
-    assert (
-        f'<span class="worse">{worse.text}</span>' in page.html() and f"| {worse.text} [" in page.markdown()
-    )
+    page = ("t", "l", [], [Section("s", [table])])
+    assert f'<span class="worse">{worse.text}</span>' in render("html", *page)
+    assert f"| {worse.text} [" in render("md", *page)
+
+
+def test_positions_are_rows_where_all_methods_have_the_same(tmp_path):
+    files = {name: result_file(name, {"perplexity": perplexity(name)}) for name in ("full", "h2o")}
+    table, *_ = report_tables.part_table(merge([write(tmp_path / "a", **files)]), "perplexity")
+    assert [row[0].text for row in table.rows] == ["384–511", "896–1,023", "1,920–2,047"]
+    bucket = files["h2o"]["parts"]["perplexity"]["buckets"][1]
+    assert table.rows[1][2].text == f"{bucket['perplexity']:.2f}"
+    bucket["first"] -= 1
+    assert not report_tables.part_table(merge([write(tmp_path / "b", **files)]), "perplexity")
 
 
 def test_heat_map_cells(comparison):
@@ -581,8 +361,8 @@ def test_page_escapes_and_sorts():
     table = Table(
         ["a_b", "n"], [[Cell("<i>"), Cell("1", sort=1.0)], [Cell("x|y"), Cell("–")], [Cell("z"), Cell("2")]]
     )
-    report = Report("t", "<lead>", ["o"], [Section("s", [table, Notes(["n & m"])]), Section("empty", [])])
-    text, markdown = report.html(), report.markdown()
+    page = ("t", "<lead>", ["o"], [Section("s", [table, Notes(["n & m"])]), Section("empty", [])])
+    text, markdown = render("html", *page), render("md", *page)
     assert (
         "&lt;i&gt;" in text
         and "&lt;lead&gt;" in text
@@ -597,7 +377,7 @@ def test_markdown_line_by_line():
     table = Table(["m", "v"], [[Cell("x|y"), Cell("1", "+1 worse\n[0, 2]")]], "T")
     fold = Section("F", [Table(["d"], [[Cell("z")]])])
     blocks = [table, Notes(["n & m", "o"]), Picture("<svg>", "p"), fold]
-    assert Report("t", "<lead>", ["o1", "o2"], [Section("s", blocks), Section("r", [table])]).markdown() == (
+    assert render("md", "t", "<lead>", ["o1", "o2"], [Section("s", blocks), Section("r", [table])]) == (
         "# t\n\n<lead>\n\no1\n\no2\n\n## s\n\n### T\n\n| m | v |\n|---|---|\n| x\\|y | 1 +1 worse [0, 2] |\n"
         "\n* n & m\n* o\n\n### F\n\n| d |\n|---|\n| z |\n\n## r\n\n### T\n\n| m | v |\n|---|---|\n| x\\|y | 1 +1 worse [0, 2] |\n"
     )

@@ -47,11 +47,10 @@ def test_failure_keeps_what_finished(tmp_path):
     content = read_mapping(tmp_path / "pod.json")
     assert content["status"] == "failed"
     assert content["failed"] == {"passkey": "KeyError: 'x'", "niah": "too long"}
-    assert content["error"] == "passkey: KeyError: 'x'; niah: too long"
     assert list(content["parts"]) == ["perplexity"]
     run.finish()
     content = read_mapping(tmp_path / "pod.json")
-    assert (content["status"], content["failed"], content["error"]) == ("finished", {}, None)
+    assert (content["status"], content["failed"]) == ("finished", {})
 
 
 def test_ranks_that_only_help_write_nothing(tmp_path):

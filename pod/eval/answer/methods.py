@@ -53,7 +53,9 @@ class Method:
 
 
 def _dense(name: str, title: str, takes_budget: bool = True, **more: Any) -> Method:
-    return Method(name=name, spec=name, model="dense", takes_budget=takes_budget, title=title, **more)
+    """On the dense model, unless told."""
+    known = {"name": name, "spec": name, "model": "dense", "takes_budget": takes_budget, "title": title}
+    return Method(**known | more)
 
 
 BASE = "full"
@@ -63,16 +65,10 @@ TRAINED = "model:dense_trained"
 METHODS = {
     method.name: method
     for method in (
-        Method(
-            name="full", spec="full", model="dense", one_shot=True, title="dense model, every key and value"
-        ),
-        Method(name="pod", spec="pod", model="adapted", one_shot=True, title="PoD, adapted weights"),
-        Method(
-            name="pod-unadapted",
-            spec="pod",
-            model="unadapted",
-            one_shot=True,
-            title="PoD, dense weights + plan",
+        _dense("full", "dense model, every key and value", False, one_shot=True),
+        _dense("pod", "PoD, adapted weights", False, one_shot=True, model="adapted"),
+        _dense(
+            "pod-unadapted", "PoD, dense weights + plan", False, one_shot=True, model="unadapted", spec="pod"
         ),
         _dense("streamingllm", "sinks + recent", grows=False, unbounded=True),
         _dense("lm_infinite", "sinks + recent, distances capped", grows=False, unbounded=True),

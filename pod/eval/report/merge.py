@@ -236,15 +236,8 @@ def combined(entry: Entry, tasks: Tasks) -> Payload | None:
         for sample in part["samples"]:
             name = f"{task}/{sample.get('subtask', '')}"
             samples.append({**sample, "id": f"{task}/{sample['id']}", "subtask": name})
-    return scored_payload(
-        "score",
-        "mean",
-        samples,
-        skipped=[skip for part in parts for skip in part["skipped"]],
-        bytes_rows=[row for part in parts for row in part.get("bytes") or []],
-        subtasks=subtasks,
-        value=fmean(part["value"] for part in parts),
-    )
+    value = fmean(part["value"] for part in parts)
+    return scored_payload("score", "mean", samples, subtasks=subtasks, value=value)
 
 
 def prompt_conflicts(comparison: Comparison, task: str) -> tuple[int, int]:

@@ -101,11 +101,10 @@ def listed(lines: list[str], alarm: bool = False) -> "list[Block]":
 
 @dataclass
 class Picture:
-    """data: SVG text or the bytes of a PNG. title: printed above, if any; label: what it shows."""
+    """data: SVG text or the bytes of a PNG. title: what it shows, printed above."""
 
     data: str | bytes
-    label: str
-    title: str = ""
+    title: str
     kind: ClassVar = "picture"
 
     @property
@@ -127,26 +126,15 @@ class Section:
 Block = Table | Notes | Picture | Section
 
 
-@dataclass
-class Report:
-    """A whole report. lead: the result in a sentence or two; origin: models, machine, versions."""
+def render(form: str, title: str, lead: str, origin: list[str], sections: list[Section]) -> str:
+    """A report as `html`, one page without any other file, or `md`, the same without pictures.
 
-    title: str
-    lead: str
-    origin: list[str]
-    sections: list[Section]
-
-    def html(self) -> str:
-        """One page without any other file."""
-        return self._render("page.html.jinja")
-
-    def markdown(self) -> str:
-        """The same without pictures."""
-        return self._render("page.md.jinja")
-
-    def _render(self, name: str) -> str:
-        shown = [section for section in self.sections if section.blocks]
-        return TEMPLATES.get_template(name).render(report=self, sections=shown)
+    lead: the result in a sentence or two; origin: models, machine, versions; sections without blocks are left out.
+    """
+    shown = [section for section in sections if section.blocks]
+    return TEMPLATES.get_template(f"page.{form}.jinja").render(
+        title=title, lead=lead, origin=origin, sections=shown
+    )
 
 
 def _groups(blocks: list[Block]) -> list[tuple[str, list[Block]]]:

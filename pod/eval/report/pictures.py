@@ -36,8 +36,10 @@ def _canvas(height: float) -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
-def _finished(figure: Figure, axes: Axes) -> str:
+def _finished(figure: Figure, axes: Axes, x_label: str, y_label: str) -> str:
     """SVG text. Names of lines stand above, the canvas grows by them; as many columns as the longest leaves room for."""
+    axes.set(xlabel=x_label, ylabel=y_label)
+    axes.grid(alpha=0.25)
     handles, names = axes.get_legend_handles_labels()
     if names:
         names = [textwrap.fill(str(name), 46) for name in names]
@@ -92,10 +94,7 @@ def perplexity_by_position(curves: dict[str, list[dict]]) -> str:
         heights += values + [end for ends_of in intervals for end in ends_of or ()]
     _log_if_wide(axes, heights)
     axes.set_xticks(range(len(ends)), [f"{end:,}" for end in ends])
-    axes.set_xlabel("end of the scored span (tokens)")
-    axes.set_ylabel("perplexity")
-    axes.grid(axis="y", alpha=0.25)
-    return _finished(figure, axes)
+    return _finished(figure, axes, "end of the scored span (tokens)", "perplexity")
 
 
 @_styled
@@ -115,23 +114,18 @@ def score_over_bytes(points: list[dict[str, Any]], y_label: str, higher_is_bette
         places.setdefault((100 * point["share"], point["value"]), []).append(point)
         markers.setdefault(point["family"], _MARKERS[len(markers) % len(_MARKERS)])
     for family in markers:
-        members = [
-            place for place, found in places.items() if any(point["family"] == family for point in found)
-        ]
+        members = [place for place, of in places.items() if family in {point["family"] for point in of}]
         axes.plot(*zip(*members, strict=True), color=color(family), linewidth=1.4, zorder=2)
     for (share, value), found in places.items():
         shade = color(found[0]["family"])
         bar = _errors([value], [found[0]["ci95"]])
         axes.errorbar([share], [value], yerr=bar, fmt="none", color=shade, alpha=0.35, linewidth=1.2)
         axes.plot([share], [value], color=shade, marker=markers[found[0]["family"]], zorder=3)
-    axes.set_xlabel("KV bytes held (% of the dense cache)")
-    axes.set_ylabel(y_label)
-    axes.grid(alpha=0.25)
     if not higher_is_better:
         _log_if_wide(axes, [point["value"] for point in points])
     names = {place: ", ".join(point["label"] for point in found) for place, found in places.items()}
     _names_at_the_right(figure, axes, names)
-    return _finished(figure, axes)
+    return _finished(figure, axes, "KV bytes held (% of the dense cache)", y_label)
 
 
 def _names_at_the_right(figure: Figure, axes: Axes, names: dict[tuple[float, float], str]) -> None:
@@ -169,17 +163,12 @@ def curve(curves: dict[str, dict[str, Any]]) -> str:
     figure, axes = _canvas(3.4)
     first = next(iter(curves.values()))
     for number, (label, line) in enumerate(curves.items()):
-        kept = [index for index, value in enumerate(line["y"]) if value is not None]
-        xs, ys = [line["x"][index] for index in kept], [line["y"][index] for index in kept]
-        style: Any = {
-            "color": color(label),
-            "marker": _MARKERS[number % len(_MARKERS)] if len(xs) < 30 else None,
-        }
-        axes.plot(xs, ys, linewidth=1.6, label=label, **style)
-        low, high = line.get("low"), line.get("high")
-        if low and high and all(low[index] is not None and high[index] is not None for index in kept):
-            band = [low[index] for index in kept], [high[index] for index in kept]
-            axes.fill_between(xs, *band, color=color(label), alpha=0.12, linewidth=0)
+        unknown = [None] * len(line["x"])
+        xs, ys, low, high = (np.array(line.get(k) or unknown, dtype=float) for k in ("x", "y", "low", "high"))
+        kept = ~np.isnan(ys)
+        marker: Any = _MARKERS[number % len(_MARKERS)] if kept.sum() < 30 else None
+        axes.plot(xs[kept], ys[kept], linewidth=1.6, label=label, color=color(label), marker=marker)
+        axes.fill_between(xs[kept], low[kept], high[kept], color=color(label), alpha=0.12, linewidth=0)
         if line.get("reference") is not None:
             axes.axhline(line["reference"], color=color(label), linestyle="--", linewidth=1)
     drawn = [value for line in curves.values() for value in line["y"] if value is not None]
@@ -188,10 +177,7 @@ def curve(curves: dict[str, dict[str, Any]]) -> str:
     if first.get("log_x"):
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axes.set_xlabel(first["x_label"])
-    axes.set_ylabel(first["y_label"])
-    axes.grid(alpha=0.25)
-    return _finished(figure, axes)
+    return _finished(figure, axes, first["x_label"], first["y_label"])
 
 
 def training_curve(metrics: Path) -> str | None:

@@ -220,14 +220,18 @@ def suite_table(comparison: Comparison, tasks: tuple[str, ...]) -> Table:
     return _by_method(comparison, "task", entries, rows)
 
 
-def subtask_table(comparison: Comparison, task: str) -> list[Table]:
-    """Subtasks of a group, if it is one, as rows, methods as columns, each with Δ to full on the same samples."""
-    entries = [entry for entry in comparison.measured(task) if entry.parts[task].get("subtasks")]
-    parts = {name: part for e in reversed(entries) for name, part in e.parts[task]["subtasks"].items()}
+def part_table(comparison: Comparison, task: str) -> list[Table]:
+    """Subtasks of a group, and positions of perplexity where all methods have the same, as rows, methods as columns, each with Δ to full
+    on the same samples."""
+    parts = {entry.label: entry.parts[task] for entry in reversed(comparison.measured(task))}
+    inner = {name: one for part in parts.values() for name, one in (part.get("subtasks") or {}).items()}
+    spans = [[(row["first"], row["end"]) for row in part.get("buckets") or ()] for part in parts.values()]
     rows: list[_Row] = [
-        (short_name(name), part.get("metric", ""), (task,), name) for name, part in parts.items()
+        (short_name(name), one.get("metric", ""), (task,), name) for name, one in inner.items()
     ]
-    return [_by_method(comparison, "part", entries, rows)] if rows else []
+    if all(span == spans[0] for span in spans):
+        rows += [(f"{first:,}–{end - 1:,}", "", (task,), n) for n, (first, end) in enumerate(spans[0])]
+    return [_by_method(comparison, "part", comparison.measured(task), rows)] if rows else []
 
 
 def _by_method(comparison: Comparison, head: str, entries: list[Entry], rows: list[_Row]) -> Table:
@@ -285,20 +289,3 @@ def plain_table(rows: list[dict[str, Any]], heads: dict[str, str], title: str) -
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-# -- perplexity by position ----------------------------------------------------------------------------------
-
-
-def bucket_table(comparison: Comparison, task: str = "perplexity") -> list[Table]:
-    """Perplexity of every position bucket with its change, methods as rows; none without buckets or where the buckets differ."""
-    entries = [entry for entry in comparison.measured(task) if entry.parts[task].get("buckets")]
-    spans = [[(row["first"], row["end"]) for row in entry.parts[task]["buckets"]] for entry in entries]
-    if not spans or any(span != spans[0] for span in spans):
-        return []
-    rows = [
-        [Cell(e.label), *[result_cell(comparison, e, (task,), n) for n in range(len(spans[0]))]]
-        for e in entries
-    ]
-    heads = ["method", *[f"{first:,}–{end - 1:,}" for first, end in spans[0]]]
-    return [Table(heads, rows)]

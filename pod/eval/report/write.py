@@ -8,7 +8,6 @@ One self-contained page: readable on a phone and on paper, sortable by a few lin
 import argparse
 import csv
 import io
-import itertools
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from pod.eval.report.merge import (
     prompt_conflicts,
 )
 from pod.eval.report.names import plain, short_name, suite_of
-from pod.eval.report.page import Block, Notes, Picture, Report, Section, listed
+from pod.eval.report.page import Block, Notes, Picture, Section, listed, render
 from pod.eval.report.speed import speed_blocks
 from pod.files import atomic_write_text
 
@@ -59,10 +58,11 @@ def write_merged(
     found = [*sections(comparison), *more, Section("Ours next to the papers'", theirs)]
     for title, name in (("Skipped and not run", "skipped"), ("How it was measured", "scoring")):
         found.append(Section(title, listed(notes.sentences(name, entries=comparison.entries))))
-    report = Report(_TITLE, notes.headline(comparison), notes.origin(comparison), found)
+    page = (_TITLE, notes.headline(comparison), notes.origin(comparison), found)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in (("md", report.markdown()), ("csv", csv_text(comparison)), ("html", report.html())):
-        atomic_write_text(folder / f"report.{name}", text)
+    for form in ("md", "html"):
+        atomic_write_text(folder / f"report.{form}", render(form, *page))
+    atomic_write_text(folder / "report.csv", csv_text(comparison))
     return folder / "report.html"
 
 
@@ -89,7 +89,7 @@ def sections(comparison: Comparison) -> list[Section]:
 def task_blocks(comparison: Comparison, task: str) -> list[Block]:
     """Everything about one task."""
     entries = comparison.measured(task)
-    blocks: list[Block] = [tables.task_table(comparison, task), *tables.subtask_table(comparison, task)]
+    blocks: list[Block] = [tables.task_table(comparison, task), *tables.part_table(comparison, task)]
     by_position = {row.label: row.parts[task]["buckets"] for row in entries if row.parts[task].get("buckets")}
     if by_position:
         blocks.append(Picture(pictures.perplexity_by_position(by_position), "perplexity by position"))
@@ -97,15 +97,11 @@ def task_blocks(comparison: Comparison, task: str) -> list[Block]:
     blocks += _curves(comparison, task)
     metric = entries[0].parts[task]["metric"].replace("_", " ")
     blocks += _over_bytes(_points(comparison, (task,)), metric)
-    blocks += tables.bucket_table(comparison, task)
     extra = [table for entry in entries for table in tables.extra_tables(entry, task)]
     blocks += extra if len(extra) <= 4 else [Section(f"{len(extra)} tables of the methods", list(extra))]
-    settings = (
-        notes.sentences("settings", found=entry.parts[task].get("settings") or {}) for entry in entries
-    )
-    return blocks + listed(
-        [*dict.fromkeys(itertools.chain(*settings))][:4]
-    )  # once, or per run where they differ
+    settings = [entry.parts[task].get("settings") or {} for entry in entries]
+    lines = dict.fromkeys(line for found in settings for line in notes.sentences("settings", found=found))
+    return blocks + listed([*lines][:4])  # once, or per run where they differ
 
 
 def suite_blocks(comparison: Comparison, tasks: tuple[str, ...]) -> list[Block]:
@@ -160,7 +156,7 @@ def _curves(comparison: Comparison, task: str) -> list[Block]:
     for entry in comparison.measured(task):
         for line in entry.parts[task].get("curves") or []:
             found.setdefault(line["title"], {})[entry.label] = line
-    return [Picture(pictures.curve(lines), title, title=title) for title, lines in found.items()]
+    return [Picture(pictures.curve(lines), title) for title, lines in found.items()]
 
 
 def _run_pictures(recipe: "Recipe") -> list[Section]:
