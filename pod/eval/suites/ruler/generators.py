@@ -4,18 +4,20 @@ Source of the rules: github.com/NVIDIA/RULER (Apache-2.0), scripts/data/syntheti
 fills the prompt: words of essays, lines of noise, distinct words, coded words, documents.
 """
 
+import functools
 import itertools
 import math
 import random
 import re
 import string
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from pod.eval.suites.lengths import count_tokens, largest_fit
 from pod.eval.suites.ruler import corpora
-from pod.eval.suites.ruler.prompts import NEEDLE, NOISE, PROMPTS
+from pod.eval.suites.ruler.prompts import NEEDLE, NOISE, PROMPTS, RulerTask
 
 _DEPTHS = [round(100 * place / 39) for place in range(40)]  # percent, official: 40 depths from 0 to 100
 _SMALL_LENGTH = 4096  # below it the official generators count words less often
@@ -225,6 +227,18 @@ class Documents:
 
 Generator = Needles | VariableTracking | CommonWords | FrequentWords | Documents
 """Each has `smallest`, the least size that a task has, and `sample`: equal arguments give equal samples."""
+
+
+def make_generator(task: RulerTask, tokenizer: Any, length: int, room: int) -> Generator:
+    """What makes the samples of a task; length: tokens of prompt and answer, room: those for the prompt."""
+    make: dict[str, Callable[..., Generator]] = {
+        "niah": Needles,
+        "vt": functools.partial(VariableTracking, tokenizer, length),
+        "cwe": functools.partial(CommonWords, length),
+        "fwe": functools.partial(FrequentWords, room),
+        "qa": Documents,
+    }
+    return make[task.prompt](**task.options)
 
 
 def _some(rng: random.Random, items: list[int], count: int) -> list[int]:
