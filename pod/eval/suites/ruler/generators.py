@@ -63,27 +63,15 @@ class Needles:
             self._essay(rng, size, needles) if self.haystack == "essay" else self._lines(rng, size, needles)
         )
         asked = rng.sample(range(self.num_keys), self.num_queries)
-        text, prefix = self._templates()
         query = _enumerate([keys[place] for place in asked])
-        kind = self.value_kind[:-1] if self._single() else self.value_kind
+        kind, prompt = self.value_kind, PROMPTS["niah"]
+        if self.num_queries * self.num_values == 1:
+            kind, prompt = kind[:-1], PROMPTS["niah_one"]
         return Sample(
-            text.format(kind=kind, context=context, query=query),
-            prefix.format(kind=kind, query=query),
+            prompt.text.format(kind=kind, context=context, query=query),
+            prompt.prefix.format(kind=kind, query=query),
             [value for place in asked for value in values[place]],
         )
-
-    def _single(self) -> bool:
-        return self.num_queries * self.num_values == 1
-
-    def _templates(self) -> tuple[str, str]:
-        prompt = PROMPTS["niah"]
-        if not self._single():
-            return prompt.text, prompt.prefix
-        changes = (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer"))
-        text, prefix = prompt.text, prompt.prefix
-        for old, new in changes:
-            text, prefix = text.replace(old, new), prefix.replace(old, new)
-        return text, prefix
 
     def _needle(self, key: str, value: str) -> str:
         return NEEDLE.format(kind=self.value_kind, key=key, value=value)
