@@ -64,8 +64,8 @@ def docs():
 )  # fmt: skip
 def test_what_becomes_of_a_program(run, program, reason):
     outcome = run(program)
-    assert re.match(reason, outcome.reason), outcome
-    assert outcome.passed == (reason == "passed")
+    assert re.match(reason, outcome), outcome
+    assert (outcome == "passed") == (reason == "passed")
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_what_becomes_of_a_program(run, program, reason):
 def test_plain_answers_come_back_as_they_are(run, answer):
     test = f"def check(candidate):\n    assert repr(candidate({answer})) == repr({answer})"
     outcome = run("", "def f(x): return x", test)
-    assert outcome.passed, outcome
+    assert outcome == "passed"
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_plain_answers_come_back_as_they_are(run, answer):
 )  # fmt: skip
 def test_wrong_answers_fail(run, function, reason):
     outcome = run("", function)
-    assert re.match(reason, outcome.reason) and not outcome.passed, outcome
+    assert re.match(reason, outcome) and outcome != "passed", outcome
 
 
 FORGERIES = (
@@ -112,7 +112,7 @@ FORGERIES = (
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_a_wrong_function_forges_no_pass(forgery):
     outcome = run_solution("", f"{forgery}\ndef f(): return 2", TEST, "f", CPU)
-    assert not outcome.passed and not outcome.reason.startswith("timed out"), outcome
+    assert outcome != "passed" and not outcome.startswith("timed out"), outcome
 
 
 @shut_in
@@ -130,7 +130,7 @@ def f():
     return 1 - any('se' + 'cret' in item or '\\0ju' + 'dge\\0' in item for item in seen)
 """
     test = "def check(candidate):\n    'secret'\n    assert candidate() == 1"
-    assert run_solution("", looks, test, "f", CPU).reason == "passed"
+    assert run_solution("", looks, test, "f", CPU) == "passed"
 
 
 @shut_in
@@ -174,19 +174,19 @@ def test_nothing_outside_is_seen_written_or_reached(tmp_path):
             ),
         ):
             outcome = run_solution("", f"{line}\ndef f(): return 1", TEST, "f", CPU)
-            assert re.match(happens, outcome.reason), (line, outcome)
+            assert re.match(happens, outcome), (line, outcome)
             assert kept.read_text() == "kept" and list(tmp_path.iterdir()) == [kept], line
             assert Path(execution.__file__).read_text() == source, line
 
 
 def test_a_sleeping_program_ends_by_the_clock(run, monkeypatch):
     monkeypatch.setattr(execution, "_CLOCK_SECONDS", 2)
-    assert run("import time; time.sleep(600)").reason == "timed out"
+    assert run("import time; time.sleep(600)") == "timed out"
 
 
 def test_the_secrets_of_this_process_do_not_reach_the_program(run, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
-    assert run("import os; assert 'HF_TOKEN' not in os.environ").passed
+    assert run("import os; assert 'HF_TOKEN' not in os.environ") == "passed"
 
 
 def test_no_sandbox_and_no_permission_is_one_line_before_anything_runs(monkeypatch, docs):

@@ -117,7 +117,7 @@ class CommandLM(PodLM):
         ranks = Ranks()
         _RANKS.append(ranks)
         # for other methods the plan only says how many bytes PoD would hold
-        parts = [re.split(r"[[@]", part)[0].strip() for part in (method or "pod").split("+")]
+        parts = [re.split(r"[\[@]", part)[0].strip() for part in (method or "pod").split("+")]
         model = pod.load_model(
             pretrained,
             plan=plan if {"pod", "pod-unadapted"} & set(parts) else None,

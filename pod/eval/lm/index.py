@@ -64,11 +64,8 @@ def own_rule(name: str) -> Rule:
 def check_known(names: list[str]) -> None:
     """ValueError for the first name that neither this package nor lm-eval has, with the nearest there is."""
     ours = {*base.names(), SPEED_RUN, *(name for found in suite_configs().values() for name in found)}
-    others = [name for name in names if name not in ours]
-    if not others:
-        return
-    known = ours | set(task_manager(True).all_tasks)
-    for name in others:
+    known = ours if ours.issuperset(names) else ours | set(task_manager(True).all_tasks)
+    for name in names:
         if name in known:
             continue
         near = difflib.get_close_matches(name.lower(), sorted(ours), n=1, cutoff=0.5)

@@ -1,7 +1,7 @@
 """Log-likelihoods through a compressed cache: prefill → compress → score, one prefill for all continuations of a context."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -79,20 +79,20 @@ def _decode_rows(
     longest = max(len(row) for row in rows)
     targets = torch.tensor([row + [pad] * (longest - len(row)) for row in rows], device=mask.device)
     fed = targets[:, :-1] if hidden is not None else torch.cat([targets.new_tensor(last), targets[:, :-1]], 1)
-    logprobs, greedy = [], []
-    for step in range(longest):
-        if hidden is None or step:
+
+    def states(mask: Tensor) -> Iterator[Tensor]:
+        if hidden is not None:
+            yield hidden
+        for token in fed.unbind(1):
             # Rows that ended are fed padding as if it were text: nobody reads what follows.
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
-            column = step if hidden is None else step - 1
-            state = model.model(
-                input_ids=fed[:, column : column + 1],
-                attention_mask=mask,
-                past_key_values=cache,
-                use_cache=True,
-            ).last_hidden_state
-        else:
-            state = hidden
+            out = model.model(
+                input_ids=token[:, None], attention_mask=mask, past_key_values=cache, use_cache=True
+            )
+            yield out.last_hidden_state
+
+    logprobs, greedy = [], []
+    for step, state in enumerate(states(mask)):
         logits = model.lm_head(state[:, -1])
         logits = F.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         logprobs.append(logits.gather(1, targets[:, step : step + 1])[:, 0])

@@ -1,16 +1,21 @@
-"""What several scorers share: the words of a text by SQuAD's rule, the F1 of two bags of words, ROUGE."""
+"""What several scorers share: the best over references, the words of a text by SQuAD's rule, the F1 of two bags of words, ROUGE."""
 
 import functools
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _CHINESE = "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
 _BOTH_PUNCTUATIONS = str.maketrans("", "", string.punctuation + _CHINESE)
+
+
+def best(metric: Callable[[str, str], float], prediction: str, references: Iterable[str]) -> float:
+    """The score of a prediction: the best over its references, 0 when there are none."""
+    return max((float(metric(prediction, reference)) for reference in references), default=0.0)
 
 
 def words(text: str) -> list[str]:
@@ -30,6 +35,11 @@ def bag_f1(found: Sequence[str], wanted: Sequence[str]) -> float:
         return 0.0
     precision, recall = common / len(found), common / len(wanted)
     return 2 * precision * recall / (precision + recall)
+
+
+def qa_f1(prediction: str, reference: str) -> float:
+    """F1 over the bags of words, without case, punctuation and articles (SQuAD's rule)."""
+    return bag_f1(words(prediction.lower()), words(reference.lower()))
 
 
 @functools.cache

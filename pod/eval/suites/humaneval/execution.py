@@ -8,27 +8,19 @@ import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pod.eval.suites import data
 from pod.eval.suites.humaneval import sandbox
 
+PASSED = "passed"
 CPU_SECONDS = 3.0  # the official time limit; theirs is of the clock, ours of the CPU, so that a busy machine fails no program
 MEMORY_BYTES = 4 << 30
 _CLOCK_SECONDS = 30.0  # a program that sleeps
 _CHILD = Path(__file__).with_name("child.py")
 _ENDED = 3  # exit code of a judge to which the solution's process does not reply any more (`child`)
 _TIMED_OUT = {code for number in (signal.SIGPROF, signal.SIGXCPU) for code in (-number, number + 128)}
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Whether a function passed its tests; reason: `passed`, `timed out`, `failed: …` or `died: …`."""
-
-    passed: bool
-    reason: str
 
 
 def check_permission() -> None:
@@ -47,9 +39,12 @@ def run_solution(
     name: str,
     cpu_seconds: float = CPU_SECONDS,
     memory_bytes: int = MEMORY_BYTES,
-) -> Outcome:
-    """Run the official `test` on the function `name` of `prompt` + `completion`, each in a process of its own with no more than the CPU
-    time and address space given. Without bubblewrap these limits are all there is. Raises: see `check_permission`."""
+) -> str:
+    """What becomes of the official `test` on the function `name` of `prompt` + `completion`: `passed`, `timed out`, `failed: …` or `died: …`.
+
+    Each runs in a process of its own with no more than the CPU time and address space given. Without bubblewrap these limits are all there
+    is. Raises: see `check_permission`.
+    """
     check_permission()
     limits = [str(cpu_seconds), str(memory_bytes)]
     (calls_out, calls_in), (replies_out, replies_in) = os.pipe(), os.pipe()
@@ -69,19 +64,19 @@ def run_solution(
             if judge.returncode == _ENDED:
                 solver.wait(cpu_seconds)
         except subprocess.TimeoutExpired:
-            return Outcome(False, "timed out")
+            return "timed out"
         finally:
             for child in (judge, solver):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
                 child.communicate()
     if judge.returncode == 0:
-        return Outcome(True, "passed")
+        return PASSED
     if {judge.returncode, solver.returncode} & _TIMED_OUT:
-        return Outcome(False, "timed out")
+        return "timed out"
     if judge.returncode != _ENDED:
-        return Outcome(False, f"failed: {said.decode(errors='replace').strip().rpartition(chr(10))[2]}")
-    return Outcome(False, f"died: exit code {solver.returncode}")
+        return f"failed: {said.decode(errors='replace').strip().rpartition(chr(10))[2]}"
+    return f"died: exit code {solver.returncode}"
 
 
 def _start(role: str, limits: list[str], folder: str, heard: int, said: int) -> subprocess.Popen[Any]:

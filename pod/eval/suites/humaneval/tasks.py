@@ -4,7 +4,7 @@ from typing import Any
 
 from pod.eval.suites import data
 from pod.eval.suites.configs import Config, task_config
-from pod.eval.suites.humaneval.execution import check_permission, run_solution
+from pod.eval.suites.humaneval.execution import PASSED, check_permission, run_solution
 
 FILE = "HumanEval.jsonl"
 HUB, HUB_FILE = "openai/openai_humaneval", "openai_humaneval/test-00000-of-00001.parquet"
@@ -22,7 +22,8 @@ def rows(**metadata: Any) -> dict[str, Any]:
 
 def pass_at_1(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
     """1 when the completed function passes its tests."""
-    return {"pass@1": float(run_solution(doc["prompt"], results[0], doc["test"], doc["entry_point"]).passed)}
+    found = run_solution(doc["prompt"], results[0], doc["test"], doc["entry_point"])
+    return {"pass@1": float(found == PASSED)}
 
 
 def pass_at_1_instruct(doc: dict[str, Any], results: list[str]) -> dict[str, float]:

@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pod.eval.suites.words import bag_f1, letters_zh, rouge_scorer, words
+from pod.eval.suites import words
+from pod.eval.suites.words import bag_f1, best, letters_zh, rouge_scorer
 
 _CHOICE_PREFIXES = ("answer is:", "answer:", "answer is", "option is")
 _DEBUG_PREFIXES = ("answer is:", "is:", "answer:", "correct option is:")
@@ -82,16 +83,14 @@ def math_find(prediction: str, label: Any) -> float:
     return float(found is not None and float(found.group()) == _first(label))
 
 
-def qa_f1(prediction: str, labels: Sequence[str]) -> float:
+def qa_f1(prediction: str, labels: Any) -> float:
     """En.QA: F1 of the bags of words without case, punctuation and articles; the best of the answers."""
-    said = words(prediction.lower())
-    return max((bag_f1(said, words(label.lower())) for label in _listed(labels)), default=0.0)
+    return best(words.qa_f1, prediction, _listed(labels))
 
 
-def qa_f1_zh(prediction: str, labels: Sequence[str]) -> float:
+def qa_f1_zh(prediction: str, labels: Any) -> float:
     """Zh.QA: F1 of the bags of characters without punctuation and blanks; the best of the answers."""
-    said = letters_zh(prediction)
-    return max((bag_f1(said, letters_zh(label)) for label in _listed(labels)), default=0.0)
+    return best(lambda *texts: bag_f1(*map(letters_zh, texts)), prediction, _listed(labels))
 
 
 def rouge_lsum(prediction: str, labels: Sequence[str]) -> float:

@@ -5,7 +5,7 @@ from typing import Any
 
 from pod.eval.lm.prompts import shorten
 from pod.eval.suites import data
-from pod.eval.suites.configs import Config, Scorer, group_config, scorer, task_config
+from pod.eval.suites.configs import Config, group_config, scorer, task_config
 from pod.eval.suites.infinitebench import metrics, synthetic
 from pod.eval.suites.infinitebench.prompts import HUB_ID, PAPER_TASKS, TASKS, answer, asked, prompt
 from pod.eval.suites.lengths import BUILT, NAMES, Rows, count_tokens, largest_fit
@@ -87,10 +87,6 @@ def build_rows(task: str, length: int, tokenizer: Any, seed: int = 42, whole: in
     return Rows(TASKS[task].count or 0, make, FIELDS)
 
 
-def _scorer(task: str) -> Scorer:
-    return scorer(TASKS[task].metric, lambda answer, row: metrics.SCORERS[task](answer, row["answer"]))
-
-
 def configs() -> list[Config]:
     """Of every length: the tasks, the group of the paper's and that of all."""
     found = []
@@ -108,7 +104,7 @@ def _task(name: str, task: str, length: int) -> Config:
     return task_config(
         name,
         rows,
-        _scorer(task),
+        scorer(rules.metric, lambda answer, row: metrics.SCORERS[task](answer, row["answer"])),
         prompt="prompt",
         target="answer",
         new_tokens=rules.new_tokens,

@@ -5,7 +5,7 @@ The rules are the official ones with their corners; the code is our own (theirs 
 
 import re
 
-from pod.eval.suites.words import bag_f1, rouge_scorer, words
+from pod.eval.suites.words import rouge_scorer, words
 
 LETTERS = "ABCD"
 SUBSET_CREDIT = 0.25
@@ -119,11 +119,6 @@ def judgement_target(target: str, part: str) -> str:
     """The reference of one part of a `True [fact: False]` pair: `loyalty` to the document, or `fact` of the real world."""
     loyalty, _, fact = target.lower().partition(FACT_MARK)
     return loyalty.strip() if part == "loyalty" else fact[:-1].strip()
-
-
-def f1(answer: str, target: str) -> float:
-    """F1 of the words of two normalized, lower-case texts."""
-    return bag_f1(words(answer.lower()), words(target.lower()))
 
 
 def rouge(answer: str, target: str) -> dict[str, float]:

@@ -10,6 +10,7 @@ from typing import Any
 from pod.eval.suites import data
 from pod.eval.suites.configs import Config, Row, Scorer, group_config, scorer, task_config
 from pod.eval.suites.leval import metrics, prompts
+from pod.eval.suites.words import qa_f1
 
 HUB = "L4NLP/LEval"
 NEW_TOKENS = 512
@@ -86,7 +87,7 @@ several_letters = _closed(lambda answer, _: metrics.several_letters(answer), met
 number = _closed(lambda answer, _: metrics.number(answer), metrics.number)
 code = _closed(metrics.code_output, metrics.code_text)
 text = _closed(lambda answer, _: answer, str)
-f1 = scorer("qa_f1", lambda answer, row: metrics.f1(answer, row["target"]))
+f1 = scorer("qa_f1", lambda answer, row: qa_f1(answer, row["target"]))
 
 
 def judgement(doc: Row, results: list[str]) -> dict[str, float]:

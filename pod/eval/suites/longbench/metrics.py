@@ -5,23 +5,17 @@ official scorer that its published numbers depend on, and is said where it is.
 """
 
 import difflib
-import functools
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
-from pod.eval.suites.words import bag_f1, letters_zh, words
+from pod.eval.suites.words import bag_f1, letters_zh
 
 # The package walks back through an alignment by recursion: from more than this many words on, LongBench's eval.py runs out of stack,
 # swallows the error and scores 0 (measured with Python 3.11, whose limit is 1,000 frames; Chinese texts stand one frame deeper)
 RECURSION_STEPS = 990
 
 Metric = Callable[[str, str], float]
-
-
-def best(metric: Metric, prediction: str, references: Iterable[str]) -> float:
-    """The score of a prediction: the best over its references, 0 when there are none."""
-    return max((float(metric(prediction, reference)) for reference in references), default=0.0)
 
 
 def first_line(prediction: str) -> str:
@@ -32,28 +26,35 @@ def first_line(prediction: str) -> str:
     return prediction.lstrip("\n").split("\n")[0]
 
 
-def qa_f1(prediction: str, reference: str) -> float:
-    """F1 over the bags of words, without case, punctuation and articles (SQuAD's rule)."""
-    return bag_f1(words(prediction.lower()), words(reference.lower()))
-
-
 def qa_f1_zh(prediction: str, reference: str) -> float:
     """F1 over the bags of jieba's words, without case, punctuation and white space."""
     said, wanted = ([*filter(None, map(letters_zh, _cut(text)))] for text in (prediction, reference))
     return bag_f1(said, wanted)
 
 
-def rouge_l(prediction: str, reference: str) -> float:
+def rouge_l(prediction: str, reference: str, longest_walk: int = RECURSION_STEPS) -> float:
     """ROUGE-L F1 of the package rouge 1.0.1: summary level, over sets of words, sentences split at every full stop.
 
     Words are compared as they are (no stemming, case and punctuation count). An empty text scores 0.
     """
-    return _rouge_l(prediction, reference, RECURSION_STEPS)
+    said, wanted = _sentences(prediction), _sentences(reference)
+    if not said or not wanted:
+        return 0.0
+    found: set[str] = set()
+    for sentence in wanted:
+        for candidate in said:
+            common, walk = _common_subsequence(sentence, candidate)
+            if walk > longest_walk:
+                return 0.0
+            found.update(common)
+    precision = len(found) / len({word for sentence in said for word in sentence})
+    recall = len(found) / len({word for sentence in wanted for word in sentence})
+    return 2.0 * precision * recall / (precision + recall + 1e-8)
 
 
 def rouge_l_zh(prediction: str, reference: str) -> float:
     """`rouge_l` over jieba's words. A Chinese full stop ends no sentence here, so that most texts are one sentence."""
-    return _rouge_l(" ".join(_cut(prediction)), " ".join(_cut(reference)), RECURSION_STEPS - 1)
+    return rouge_l(" ".join(_cut(prediction)), " ".join(_cut(reference)), RECURSION_STEPS - 1)
 
 
 def code_similarity(prediction: str, reference: str) -> float:
@@ -73,13 +74,8 @@ def count(prediction: str, reference: str) -> float:
 
 
 def retrieval(prediction: str, reference: str) -> float:
-    """`count` with the number of a reference `Paragraph 7`."""
-    return count(prediction, re.findall(r"Paragraph (\d+)", reference)[0])
-
-
-def retrieval_zh(prediction: str, reference: str) -> float:
-    """`count` with the number of a reference `段落7`."""
-    return count(prediction, re.findall(r"段落(\d+)", reference)[0])
+    """`count` with the number of a reference `Paragraph 7` or `段落7`."""
+    return count(prediction, re.findall(r"(?:Paragraph |段落)(\d+)", reference)[0])
 
 
 def classification(prediction: str, reference: str, classes: Sequence[str]) -> float:
@@ -124,31 +120,10 @@ def _first_code_line(text: str) -> str:
 
 
 def _cut(text: str) -> list[str]:
-    return list(_jieba().cut(text, cut_all=False))
-
-
-@functools.cache
-def _jieba():
     import jieba
 
     jieba.setLogLevel(logging.WARNING)  # it announces its dictionary on stderr
-    return jieba
-
-
-def _rouge_l(prediction: str, reference: str, longest_walk: int) -> float:
-    said, wanted = _sentences(prediction), _sentences(reference)
-    if not said or not wanted:
-        return 0.0
-    found: set[str] = set()
-    for sentence in wanted:
-        for candidate in said:
-            common, walk = _common_subsequence(sentence, candidate)
-            if walk > longest_walk:
-                return 0.0
-            found.update(common)
-    precision = len(found) / len({word for sentence in said for word in sentence})
-    recall = len(found) / len({word for sentence in wanted for word in sentence})
-    return 2.0 * precision * recall / (precision + recall + 1e-8)
+    return jieba.lcut(text)
 
 
 def _sentences(text: str) -> list[list[str]]:

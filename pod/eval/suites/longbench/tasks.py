@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pod.eval.suites import data
+from pod.eval.suites import data, words
 from pod.eval.suites.configs import Config, Row, Scorer, group_config, scorer, task_config
 from pod.eval.suites.longbench import metrics
 from pod.files import read_json
@@ -55,7 +55,7 @@ def _scorer(name: str, metric: Callable[..., float], first_line: bool = False, *
     def value(answer: str, row: Row) -> float:
         answer = metrics.first_line(answer) if first_line else answer
         given = [row[field] for field in fields]
-        return metrics.best(lambda *pair: metric(*pair, *given), answer, row["answers"])
+        return words.best(lambda *pair: metric(*pair, *given), answer, row["answers"])
 
     return scorer(name, value)
 
@@ -70,22 +70,22 @@ def by_length(scorer: Scorer) -> Scorer:
     return score
 
 
-qa_f1 = _scorer("qa_f1", metrics.qa_f1)
+qa_f1 = _scorer("qa_f1", words.qa_f1)
 qa_f1_zh = _scorer("qa_f1_zh", metrics.qa_f1_zh)
-qa_f1_first_line = _scorer("qa_f1", metrics.qa_f1, True)
+qa_f1_first_line = _scorer("qa_f1", words.qa_f1, True)
 rouge_l = _scorer("rouge_l", metrics.rouge_l)
 rouge_l_zh = _scorer("rouge_l_zh", metrics.rouge_l_zh)
 rouge_l_first_line = _scorer("rouge_l", metrics.rouge_l, True)
 accuracy_first_line = _scorer("accuracy", metrics.classification, True, "all_classes")
 accuracy_count = _scorer("accuracy", metrics.count)
 accuracy_retrieval = _scorer("accuracy", metrics.retrieval)
-accuracy_retrieval_zh = _scorer("accuracy", metrics.retrieval_zh)
+accuracy_retrieval_zh = _scorer("accuracy", metrics.retrieval)
 
 
 def edit_similarity(doc: Row, results: list[str]) -> dict[str, float]:
     """Both readings of edit similarity; the official one is the score."""
     readings = (metrics.code_similarity, metrics.code_similarity_levenshtein)
-    value, other = (metrics.best(reading, results[0], doc["answers"]) for reading in readings)
+    value, other = (words.best(reading, results[0], doc["answers"]) for reading in readings)
     return {"edit_similarity": value, "score": value, "edit_similarity_levenshtein": other}
 
 

@@ -4,18 +4,20 @@ Source of the rules: github.com/NVIDIA/RULER (Apache-2.0), scripts/data/syntheti
 fills the prompt: words of essays, lines of noise, distinct words, coded words, documents.
 """
 
+import functools
 import itertools
 import math
 import random
 import re
 import string
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from pod.eval.suites.lengths import count_tokens, largest_fit
 from pod.eval.suites.ruler import corpora
-from pod.eval.suites.ruler.prompts import NEEDLE, NOISE, PROMPTS
+from pod.eval.suites.ruler.prompts import NEEDLE, NOISE, PROMPTS, RulerTask
 
 _DEPTHS = [round(100 * place / 39) for place in range(40)]  # percent, official: 40 depths from 0 to 100
 _SMALL_LENGTH = 4096  # below it the official generators count words less often
@@ -61,27 +63,15 @@ class Needles:
             self._essay(rng, size, needles) if self.haystack == "essay" else self._lines(rng, size, needles)
         )
         asked = rng.sample(range(self.num_keys), self.num_queries)
-        text, prefix = self._templates()
         query = _enumerate([keys[place] for place in asked])
-        kind = self.value_kind[:-1] if self._single() else self.value_kind
+        kind, prompt = self.value_kind, PROMPTS["niah"]
+        if self.num_queries * self.num_values == 1:
+            kind, prompt = kind[:-1], PROMPTS["niah_one"]
         return Sample(
-            text.format(kind=kind, context=context, query=query),
-            prefix.format(kind=kind, query=query),
+            prompt.text.format(kind=kind, context=context, query=query),
+            prompt.prefix.format(kind=kind, query=query),
             [value for place in asked for value in values[place]],
         )
-
-    def _single(self) -> bool:
-        return self.num_queries * self.num_values == 1
-
-    def _templates(self) -> tuple[str, str]:
-        prompt = PROMPTS["niah"]
-        if not self._single():
-            return prompt.text, prompt.prefix
-        changes = (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer"))
-        text, prefix = prompt.text, prompt.prefix
-        for old, new in changes:
-            text, prefix = text.replace(old, new), prefix.replace(old, new)
-        return text, prefix
 
     def _needle(self, key: str, value: str) -> str:
         return NEEDLE.format(kind=self.value_kind, key=key, value=value)
@@ -225,6 +215,18 @@ class Documents:
 
 Generator = Needles | VariableTracking | CommonWords | FrequentWords | Documents
 """Each has `smallest`, the least size that a task has, and `sample`: equal arguments give equal samples."""
+
+
+def make_generator(task: RulerTask, tokenizer: Any, length: int, room: int) -> Generator:
+    """What makes the samples of a task; length: tokens of prompt and answer, room: those for the prompt."""
+    make: dict[str, Callable[..., Generator]] = {
+        "niah": Needles,
+        "vt": functools.partial(VariableTracking, tokenizer, length),
+        "cwe": functools.partial(CommonWords, length),
+        "fwe": functools.partial(FrequentWords, room),
+        "qa": Documents,
+    }
+    return make[task.prompt](**task.options)
 
 
 def _some(rng: random.Random, items: list[int], count: int) -> list[int]:

@@ -11,14 +11,7 @@ from typing import Any
 from pod.eval.suites import data
 from pod.eval.suites.configs import Config, Row, group_config, scorer, task_config
 from pod.eval.suites.lengths import BUILT, NAMES, Rows, chat_tokens, count_tokens, largest_fit
-from pod.eval.suites.ruler.generators import (
-    CommonWords,
-    Documents,
-    FrequentWords,
-    Generator,
-    Needles,
-    VariableTracking,
-)
+from pod.eval.suites.ruler.generators import Documents, make_generator
 from pod.eval.suites.ruler.prompts import PROMPTS, TASKS, TYPES
 
 ANY_LENGTH = 4096  # of the tasks without a length in their name, when `ruler_length` says nothing
@@ -44,22 +37,6 @@ def rows(**metadata: Any) -> dict[str, Any]:
     }
 
 
-def make_generator(task: str, tokenizer: Any, length: int, room: int) -> Generator:
-    """What makes the samples of a task; room: tokens for a prompt."""
-    options = TASKS[task].options
-    match TASKS[task].prompt:
-        case "niah":
-            return Needles(**options)
-        case "vt":
-            return VariableTracking(tokenizer, length, **options)
-        case "cwe":
-            return CommonWords(length)
-        case "fwe":
-            return FrequentWords(room)
-        case _:
-            return Documents(**options)
-
-
 def make_rows(task: str, length: int, tokenizer: Any, seed: int = 42, count: int = 500) -> Rows:
     """The samples of a task, built when they are read.
 
@@ -71,9 +48,8 @@ def make_rows(task: str, length: int, tokenizer: Any, seed: int = 42, count: int
     Raises: ValueError when data are missing or no prompt fits the length.
     """
     room = length - PROMPTS[TASKS[task].prompt].new_tokens - chat_tokens(tokenizer)
-    usual: int | None = (
-        None  # the size of row 0, where the search for every other one begins: no row depends on those read before
-    )
+    # the size of row 0, where the search for every other one begins: no row depends on those read before
+    usual: int | None = None
 
     def row(index: int) -> dict[str, Any]:
         nonlocal usual
@@ -97,7 +73,7 @@ def make_rows(task: str, length: int, tokenizer: Any, seed: int = 42, count: int
         }
 
     try:
-        generator = make_generator(task, tokenizer, length, room)
+        generator = make_generator(TASKS[task], tokenizer, length, room)
         row(0)
     except ValueError as error:
         raise ValueError(f"ruler {task} at {length} tokens: {error}") from None
@@ -106,14 +82,9 @@ def make_rows(task: str, length: int, tokenizer: Any, seed: int = 42, count: int
     return Rows(count, row, FIELDS)
 
 
-def clean(prediction: str) -> str:
-    """A prediction without blanks at its ends, control characters as line ends."""
-    return _CONTROL.sub("\n", prediction.strip()).strip()
-
-
 def found(prediction: str, row: Row) -> float:
-    """The share of the answers that stand in the prediction, whatever their case."""
-    text = clean(prediction).lower()
+    """The share of the answers that stand in the prediction, whatever their case; control characters are line ends."""
+    text = _CONTROL.sub("\n", prediction.strip()).strip().lower()
     return sum(answer.lower() in text for answer in row["answers"]) / len(row["answers"])
 
 
