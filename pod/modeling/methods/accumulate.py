@@ -91,11 +91,9 @@ class AccumulatingLayer(PodCacheLayer):
             places = places_of(kept, self.held)
         for store in (self.lead_keys, self.all_values):
             store.keep_places(places, self.held)
-        of_tokens = {
-            name: x for name, x in self.statistics.items() if x.shape[2] == self.held
-        }  # of more than one
-        for name, x in of_tokens.items():
-            self.statistics[name] = x.flatten().index_select(0, places.flatten()).view(places.shape)
+        for name, x in self.statistics.items():
+            if x.shape[2] == self.held:  # of tokens, of which there is more than one
+                self.statistics[name] = x.flatten().index_select(0, places.flatten()).view(places.shape)
         self.held = places.shape[2]
 
     def observe_prompt(self, q: Tensor, step: Step) -> None:

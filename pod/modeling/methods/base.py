@@ -55,9 +55,8 @@ def round_half_up(value: Fraction) -> int:
 
 def round_sums(sizes: Iterable[Fraction]) -> list[int]:
     """Integers in place of ``sizes``, whose sums, from the first on, are those of ``sizes`` rounded; halves go up."""
-    return [
-        stop - start for start, stop in pairwise(map(round_half_up, accumulate(sizes, initial=Fraction(0))))
-    ]
+    totals = map(round_half_up, accumulate(sizes, initial=Fraction(0)))
+    return [stop - start for start, stop in pairwise(totals)]
 
 
 @dataclass(frozen=True, kw_only=True)

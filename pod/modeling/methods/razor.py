@@ -78,7 +78,7 @@ def _build(config: PodConfig, request: Request) -> PodCache:
 
 
 _SHARED = (
-    "heads that follow a lead have no keys of their own far back, so there is nothing to keep or to average"
+    "heads that follow a lead have no keys of their own far back: there is nothing to keep or to average"
 )
 METHOD = Method(
     name="razor",

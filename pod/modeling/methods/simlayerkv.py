@@ -118,15 +118,13 @@ def given_layers(request: Request, num_layers: int) -> set[int] | None:
 
     Raises: ValueError for what are no layers of the model, or fewer than are to be drawn from them.
     """
-    listed, count, seed, exempts = (
-        request.params[name] for name in ("lazy_layers", "num_lazy_layers", "seed", "exempt_last_layer")
-    )
+    names = "lazy_layers", "num_lazy_layers", "seed", "exempt_last_layer"
+    listed, count, seed, exempts = (request.params[name] for name in names)
     if listed is None and count is None:
         return None
     layers = list(range(num_layers)) if listed is None else listed
-    known = isinstance(layers, list) and all(
-        type(layer) is int and 0 <= layer < num_layers for layer in layers
-    )
+    are_whole = isinstance(layers, list) and {type(layer) for layer in layers} <= {int}
+    known = are_whole and set(layers) <= set(range(num_layers))
     if not known or len(set(layers)) < max(len(layers), count or 0) or exempts:
         raise ValueError(
             f"{request.spec}: lazy_layers = {listed!r} must be a list of different layers from 0 to {num_layers - 1}, at least "

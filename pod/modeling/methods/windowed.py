@@ -116,9 +116,8 @@ class SinkLayer(PodCacheLayer):
         ]
         self._append_near(k, v, step)
         if far.all:
-            sinks = [
-                store.read(step.max_length)[:, :, : self.num_sink_tokens] for store in self.stores().values()
-            ]
+            held = (store.read(step.max_length) for store in self.stores().values())
+            sinks = [x[:, :, : self.num_sink_tokens] for x in held]
             sinks[0] = step.rope.turn(sinks[0], self.far_places)
             q = step.rope.turn(q, range(self.limit, self.limit + 1))
             parts.append(attend(q, Tokens(*sinks), None, EVERYTHING, far, backend=backend))

@@ -292,9 +292,7 @@ class PodCache(Cache):
     def _check_bookkeeping(self) -> None:
         mask, ids, columns = self._seen_mask, self._seen_ids, self._columns
         if self._lengths is None:
-            assert not columns and mask is None and not ids, (
-                f"an empty cache has {columns} columns, mask or ids"
-            )
+            assert not (columns or ids) and mask is None, f"empty, with {columns} columns, mask or ids"
             return
         lengths = self._lengths.tolist()
         shape, counted = (len(lengths), columns), [columns] * len(lengths)
