@@ -152,7 +152,7 @@ _FUNCTION = {
     "function": Parameter(FUNCTIONS[0], f"growth of the memory: {', '.join(FUNCTIONS)}", choices=FUNCTIONS),
     "update": (
         True,
-        "whether the memory is compressed with each chunk; else only the chunk is, and appended (B.4)",
+        "whether memory and chunk are compressed together; else the chunk is, and appended (B.4)",
     ),
 }
 

@@ -173,10 +173,7 @@ METHOD = Method(
         ),
         "num_last_queries": (32, "prefill detector: queries at the prompt's end to average over (tokens)", 1),
         "exempt_last_layer": (False, "whether the last layer holds everything (the authors' Qwen setting)"),
-        "lazy_layers": (
-            None,
-            "layers that are lazy in place of those that a detector finds, as [0, 3] (a list)",
-        ),
+        "lazy_layers": (None, "lazy layers in place of those that a detector finds, as [0, 3] (a list)"),
         "num_lazy_layers": (None, "so many of lazy_layers, or of all layers, drawn at random (layers)", 0),
         "seed": (0, "of that draw"),
     }
