@@ -17,7 +17,7 @@ from pod.eval.lists import list_tasks
 from pod.eval.report.summary import summarise
 from pod.eval.speed import task as speed_task
 from pod.eval.speed.task import row_of
-from pod.modeling.methods.streamingllm import StreamingLayer
+from pod.modeling.methods.windowed import StreamingLayer
 from pod.models import resolve_model
 from pod.recipe import load_recipe
 

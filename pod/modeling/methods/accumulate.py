@@ -19,6 +19,11 @@ from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.step import Step
 from pod.modeling.shipped.stores import numbers, places_of
 
+REFUSES_POD = {
+    "pod": "it drops a token per decoded token in each layer by that layer's own statistics, while followers of a PoD block use "
+    "the lead's keys and logits slot by slot"
+}
+
 
 class AccumulatingLayer(PodCacheLayer):
     """A dense layer that holds some of the tokens seen, for rows that are alike (``rows.GroupedCache``).

@@ -77,6 +77,14 @@ class Request:
     codec: Codec = NATIVE
     inner: str | None = None
 
+    def below_budget(self, name: str) -> int:
+        """A parameter in tokens; ``ValueError`` unless the budget exceeds it."""
+        value = self.params[name]
+        if self.budget <= value:
+            what = f"budget = {self.budget} must exceed {name} = {value}"
+            raise ValueError(f"{self.spec}: {what}: raise the budget")
+        return value
+
 
 @dataclass(frozen=True, kw_only=True)
 class Method:

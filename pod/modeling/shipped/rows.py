@@ -295,14 +295,14 @@ class GroupedCache(PodCache):
 
     # -- rows ------------------------------------------------------------------------------------------------
 
-    def _select_rows(self, index: Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         if self.groups:
-            wanted, groups, self.groups = index.tolist(), self.groups, []
+            wanted, groups, self.groups = indices.tolist(), self.groups, []
             for group in groups:
                 rows = [new for new, old in enumerate(wanted) if old in group.rows]
                 for part in [[row] for row in rows] if self.rowwise else [rows] * bool(rows):
                     self.groups.append(group.take([group.rows.index(wanted[row]) for row in part], part))
-        super()._select_rows(index)
+        super().batch_select_indices(indices)
 
     @property
     def is_croppable(self) -> bool:
