@@ -36,7 +36,8 @@ from pod.files import write_json
 from pod.measure.machine import environment
 from pod.measure.race import spread
 from pod.modeling.methods import imdc
-from pod.modeling.methods.imdc_schedule import PromptSchedule, Settings, prompt_schedule
+from pod.modeling.methods.imdc_schedule import Settings, prompt_schedule
+from pod.modeling.shipped.rows import Schedule
 
 RESULTS = Path(__file__).parent / "results" / "imdc.json"
 LAYERS, CHUNK, WINDOW = 4, 512, 32
@@ -91,7 +92,7 @@ def slice_of_a_model(layers: int = LAYERS) -> pod.PodForCausalLM:
     return pod.load_model(LlamaForCausalLM(config).eval())
 
 
-def schedule(variant: str, m_max: int, length: int, chunk: int = CHUNK) -> PromptSchedule:
+def schedule(variant: str, m_max: int, length: int, chunk: int = CHUNK) -> Schedule:
     """The schedule that a cache of this variant follows; it is the same for any number of layers."""
     return prompt_schedule(Settings(variant, "linear", m_max, chunk, LAYERS), length)
 
@@ -177,7 +178,7 @@ def speedup_ceiling(attention_share: float, m_max: float, m_hat: float) -> float
     return attention_share * ((m_max + CHUNK) / (m_hat + CHUNK) - 1) + 1
 
 
-def mean_found(plan: PromptSchedule) -> float:
+def mean_found(plan: Schedule) -> float:
     """``m̂``: mean memory that the chunks after the first find (tokens)."""
     assert plan.memory is not None
     return float(np.mean(plan.memory[0][:-1]))

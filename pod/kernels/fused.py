@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pod.modeling.shipped import attend
-from pod.modeling.shipped.attend import Tokens, compute_dtype
+from pod.modeling.shipped.attend import Tokens, rms_norm
 from pod.modeling.shipped.sharing import Roles
 
 
@@ -58,12 +58,7 @@ class Operations(NamedTuple):
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``x + delta`` (None = 0) and its root-mean-square norm times ``weight`` ``[size]``; all ``[…, size]``."""
     total = x if delta is None else x + delta
-    return total, _norm(total, weight, eps)
-
-
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.to(compute_dtype(x.dtype))
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return total, rms_norm(total, weight, eps)
 
 
 def rotate_and_store(
@@ -84,7 +79,7 @@ def rotate_and_store(
         ``[B, Hq, d]``, the rotated queries.
     """
     if norms is not None:
-        q, k = _norm(q, norms.q_weight, norms.eps), _norm(k, norms.k_weight, norms.eps)
+        q, k = rms_norm(q, norms.q_weight, norms.eps), rms_norm(k, norms.k_weight, norms.eps)
     q, k = _rotate(q, *tables), _rotate(k, *tables)
     near_keys, near_values = token.near or (None, None)
     for target, x, heads, ring in (

@@ -132,8 +132,9 @@ class RetrievalHeads:
             if not isinstance(content, dict) or content.get("schema") != SCHEMA:
                 raise ValueError(f"its schema is not {SCHEMA!r}")
             made: dict[str, Any] = {one.name: content[one.name] for one in fields(cls)}
-            made |= {name: _rows(content[name], float) for name in ("echo", "induction")}
-            found = cls(**made | {"provenance": dict(content["provenance"])})
+            echo, induction = (_rows(made[name], float) for name in ("echo", "induction"))
+            made |= {"echo": echo, "induction": induction, "provenance": dict(made["provenance"])}
+            found = cls(**made)
             if _rows(content["key_value_heads"], int) != found.key_value_heads:
                 raise ValueError("key_value_heads do not follow from the scores: it was edited by hand")
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:

@@ -18,7 +18,7 @@ from pod.eval.report.merge import merge
 from pod.eval.report.tables import common_length, overview, percent
 from pod.eval.speed import task as speed_task
 from pod.eval.speed.task import row_of
-from pod.modeling.methods.streamingllm import StreamingLayer
+from pod.modeling.methods.windowed import StreamingLayer
 from pod.models import resolve_model
 from pod.recipe import load_recipe
 

@@ -15,7 +15,7 @@ from pod.eval.speed.args import SpeedOptions, speed_options
 from pod.measure import race
 from pod.measure.memory import weight_bytes
 from pod.measure.race import Contestant
-from pod.modeling.methods.streamingllm import StreamingLayer
+from pod.modeling.methods.windowed import StreamingLayer
 
 METHODS = ["full", "pod-unadapted", "snapkv", "streamingllm"]
 OPTIONS = {"prefill_repeats": 2, "max_batch": [[48, 2]], "memory_limit_gib": 0.004, "max_batch_rows": 64}

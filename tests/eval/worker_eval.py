@@ -45,7 +45,7 @@ def counting(original, kill_after):
 
 def break_on(rank):
     """StreamingLLM fails on one rank."""
-    from pod.modeling.methods.streamingllm import StreamingLayer
+    from pod.modeling.methods.windowed import StreamingLayer
 
     def attend(*_):
         raise RuntimeError("out of\nsinks")

@@ -8,7 +8,6 @@ from pod.modeling.methods import (
     h2o,
     imdc,
     layouts,
-    lm_infinite,
     local_window,
     minicache,
     pyramidkv,
@@ -17,9 +16,8 @@ from pod.modeling.methods import (
     roco,
     simlayerkv,
     snapkv,
-    streamingllm,
     think,
-    wa,
+    windowed,
 )
 from pod.modeling.methods.base import Method
 from pod.modeling.methods.combine import build_cache
@@ -29,10 +27,10 @@ from pod.modeling.shipped.state import PACKAGES
 
 PACKAGES.add(__name__)
 
-_WINDOWS = streamingllm, lm_infinite, wa, local_window
 _RANKINGS = snapkv, pyramidkv, adakv, expected_attention, h2o, roco, d2o
 _OTHERS = simlayerkv, razor, quest, minicache, think
-_SELECTIONS = *(module.METHOD for module in (*_WINDOWS, *_RANKINGS, *_OTHERS)), *imdc.METHODS
+_ALONE = (module.METHOD for module in (local_window, *_RANKINGS, *_OTHERS))
+_SELECTIONS = *windowed.METHODS, *_ALONE, *imdc.METHODS
 _METHODS: dict[str, Method] = {
     method.name: method for method in (*layouts.METHODS, *_SELECTIONS, *codecs.METHODS)
 }

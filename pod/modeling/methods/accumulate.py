@@ -19,6 +19,11 @@ from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.step import Step
 from pod.modeling.shipped.stores import numbers, places_of
 
+REFUSES_POD = {
+    "pod": "it drops a token per decoded token in each layer by that layer's own statistics, while followers of a PoD block use "
+    "the lead's keys and logits slot by slot"
+}
+
 
 class AccumulatingLayer(PodCacheLayer):
     """A dense layer that holds some of the tokens seen, for rows that are alike (``rows.GroupedCache``).
@@ -91,11 +96,9 @@ class AccumulatingLayer(PodCacheLayer):
             places = places_of(kept, self.held)
         for store in (self.lead_keys, self.all_values):
             store.keep_places(places, self.held)
-        of_tokens = {
-            name: x for name, x in self.statistics.items() if x.shape[2] == self.held
-        }  # of more than one
-        for name, x in of_tokens.items():
-            self.statistics[name] = x.flatten().index_select(0, places.flatten()).view(places.shape)
+        for name, x in self.statistics.items():
+            if x.shape[2] == self.held:  # of tokens, of which there is more than one
+                self.statistics[name] = x.flatten().index_select(0, places.flatten()).view(places.shape)
         self.held = places.shape[2]
 
     def observe_prompt(self, q: Tensor, step: Step) -> None:

@@ -55,9 +55,8 @@ def round_half_up(value: Fraction) -> int:
 
 def round_sums(sizes: Iterable[Fraction]) -> list[int]:
     """Integers in place of ``sizes``, whose sums, from the first on, are those of ``sizes`` rounded; halves go up."""
-    return [
-        stop - start for start, stop in pairwise(map(round_half_up, accumulate(sizes, initial=Fraction(0))))
-    ]
+    totals = map(round_half_up, accumulate(sizes, initial=Fraction(0)))
+    return [stop - start for start, stop in pairwise(totals)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +76,14 @@ class Request:
     budget: int = 0
     codec: Codec = NATIVE
     inner: str | None = None
+
+    def below_budget(self, name: str) -> int:
+        """A parameter in tokens; ``ValueError`` unless the budget exceeds it."""
+        value = self.params[name]
+        if self.budget <= value:
+            what = f"budget = {self.budget} must exceed {name} = {value}"
+            raise ValueError(f"{self.spec}: {what}: raise the budget")
+        return value
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -201,21 +201,10 @@ METHOD = Method(
     parameters={
         "num_sink_tokens": (4, "first tokens, always kept (tokens)", 0),
         "alpha": (3.0, "budget of a layer with dense attention over that of the others", 1, 1000),
-        "gate": (
-            100.0,
-            "variance of accumulated attention above which a layer is not dense; grows with the prompt",
-        ),
-        "normalize_gate": (
-            False,
-            "compare variance / tokens, between 0 and 1, with the gate: same at any length",
-        ),
+        "gate": (100.0, "variance of attention sums above which a layer is not dense; grows with the prompt"),
+        "normalize_gate": (False, "the gate is for variance / tokens, from 0 to 1: alike at any length"),
         "beta": (0.5, "weight of the newest similarity in the merging threshold", 0, 1),
-        "recent_share": (
-            0.25,
-            "recent tokens among those that are no sinks: M / (N + M), so 3:1 is 0.25",
-            0,
-            1,
-        ),
+        "recent_share": (0.25, "recent tokens among all but the sinks: M / (N + M), so 3:1 is 0.25", 0, 1),
         "budget_rule": Parameter(
             "total",
             "total: all layers together fill the budget; printed: S = budget, and alpha S for dense layers",
@@ -226,9 +215,7 @@ METHOD = Method(
             "what must be alike to merge; both: keys by keys, values by values",
             choices=tuple(_MATCHES),
         ),
-        "merge": Parameter(
-            "weighted", "weighted by similarity, or the average of all", choices=("weighted", "average")
-        ),
+        "merge": Parameter("weighted", "by similarity, or their average", choices=("weighted", "average")),
     }
     | PREFILL_PARAMETERS,
     takes_budget=True,

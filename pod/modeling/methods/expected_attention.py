@@ -32,12 +32,11 @@ class ExpectedAttention(Ranking):
     before_rope = True
 
     def __init__(self, config: PodConfig, request: Request):
-        names = "num_sink_tokens", "num_future_positions", "epsilon"
-        self.num_sink_tokens, self.num_future_positions, self.epsilon = (request.params[x] for x in names)
-        if request.budget <= self.num_sink_tokens:
-            raise ValueError(
-                f"{request.spec}: budget = {request.budget} must exceed num_sink_tokens = {self.num_sink_tokens}: raise the budget"
-            )
+        self.num_sink_tokens = request.below_budget("num_sink_tokens")
+        self.num_future_positions, self.epsilon = (
+            request.params["num_future_positions"],
+            request.params["epsilon"],
+        )
         self.scale, self.count = config.head_dim**-0.5, 0
         self.mean: Tensor | None = None
 

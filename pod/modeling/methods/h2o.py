@@ -5,7 +5,7 @@ When a prompt ends, and after each decoded token, every KV head drops the tokens
 over decoding, mean over the query heads of a group; rows of a batch never mix. Keys keep their positions.
 """
 
-from pod.modeling.methods.accumulate import AccumulatingLayer, choose_slots
+from pod.modeling.methods.accumulate import REFUSES_POD, AccumulatingLayer, choose_slots
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, cache_of
 from pod.modeling.shipped.config import PodConfig
@@ -41,8 +41,5 @@ METHOD = Method(
     }
     | PREFILL_PARAMETERS,
     takes_budget=True,
-    refuses={
-        "pod": "h2o drops a token per decoded token in each layer by that layer's own sums, while followers of a PoD "
-        "block use the lead's keys and logits slot by slot"
-    },
+    refuses=REFUSES_POD,
 )

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from pod.modeling.methods.base import Method, Parameter, Request
-from pod.modeling.methods.imdc_schedule import FUNCTIONS, PromptSchedule, Settings, share_by_retention
+from pod.modeling.methods.imdc_schedule import FUNCTIONS, Settings, share_by_retention
 from pod.modeling.methods.ranking import EndAttention, LastQueries, best_slots, ranking_parameters
 from pod.modeling.methods.sliding import Pair
 from pod.modeling.shipped.attend import Tokens, attend
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.rows import GroupedCache
+from pod.modeling.shipped.rows import GroupedCache, Schedule
 from pod.modeling.shipped.step import CacheLayer, Step
 
 
@@ -95,7 +95,7 @@ class MemoryLayer(CacheLayer):
         if step.ends_prompt or step.is_decode:
             self.tokens.settle(self.held)
 
-    def _next_size(self, schedule: PromptSchedule, step: Step) -> int:
+    def _next_size(self, schedule: Schedule, step: Step) -> int:
         """Tokens to keep after this chunk: as planned, or this layer's share of what all layers planned (eq. 3)."""
         assert schedule.memory is not None
         planned = schedule.memory[self.layer_idx][step.chunk_index]
@@ -152,7 +152,7 @@ _FUNCTION = {
     "function": Parameter(FUNCTIONS[0], f"growth of the memory: {', '.join(FUNCTIONS)}", choices=FUNCTIONS),
     "update": (
         True,
-        "whether the memory is compressed with each chunk; else only the chunk is, and appended (B.4)",
+        "whether memory and chunk are compressed together; else the chunk is, and appended (B.4)",
     ),
 }
 

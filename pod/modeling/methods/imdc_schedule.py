@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from pod.modeling.methods.base import round_half_up
+from pod.modeling.shipped.rows import Schedule
 
 FUNCTIONS = ("linear", "sqrt", "square", "square-sqrt", "adaptive")
 """How a memory may grow. ``adaptive`` plans as ``linear`` and then shares the total among the layers (eq. 3)."""
@@ -42,35 +43,13 @@ class Settings:
     chunk_size: int
     num_layers: int
 
-    def start_prompt(self, length: int, past: int, layers: list) -> "PromptSchedule":
+    def start_prompt(self, length: int, past: int, layers: list) -> "Schedule":
         """The schedule of a prompt from what the layers hold when it starts, see ``Chunks``."""
         return prompt_schedule(self, length, sum(layer.held for layer in layers) // len(layers))
 
 
-@dataclass(frozen=True)
-class PromptSchedule:
-    """Chunks and planned memories of one prompt.
-
-    Attributes:
-        boundaries: tokens of the prompt, counted from its first, at which chunks end; the last is the prompt's length.
-        memory: per layer, the planned ``m_0 … m_{n-1}``; None when nothing is compressed.
-    """
-
-    boundaries: tuple[int, ...]
-    memory: tuple[tuple[int, ...], ...] | None
-
-    @property
-    def chunk_sizes(self) -> list[int]:
-        """``c_i``, in tokens."""
-        return [end - start for start, end in pairwise((0, *self.boundaries))]
-
-    def next_boundary(self, done: int) -> int:
-        """Where the chunk ends that the token after ``done`` tokens belongs to."""
-        return next(end for end in self.boundaries if end > done)
-
-
 @lru_cache(maxsize=64)
-def prompt_schedule(settings: Settings, length: int, held: int = 0) -> PromptSchedule:
+def prompt_schedule(settings: Settings, length: int, held: int = 0) -> Schedule:
     """The schedule of a prompt of ``length`` tokens when ``held`` tokens are held before it.
 
     ``n = ceil(length / chunk_size)`` chunks of mean size ``length / n``. The memory starts at ``m_max / n``, or at what
@@ -80,7 +59,7 @@ def prompt_schedule(settings: Settings, length: int, held: int = 0) -> PromptSch
         ValueError: a decremental chunk would have less than one token.
     """
     if held + length <= settings.m_max:
-        return PromptSchedule((length,), None)
+        return Schedule((length,), None)
     num_chunks = -(-length // settings.chunk_size)
     mean_chunk = Fraction(length, num_chunks)
     first = max(Fraction(settings.m_max, num_chunks), Fraction(min(held, settings.m_max)))
@@ -95,7 +74,7 @@ def prompt_schedule(settings: Settings, length: int, held: int = 0) -> PromptSch
         _check_chunks(settings, chunks)
     boundaries = tuple(round_half_up(total) for total in accumulate(chunks))
     assert boundaries[-1] == length, "chunks add up to the prompt"
-    return PromptSchedule(boundaries, memory)
+    return Schedule(boundaries, memory)
 
 
 def growth_of_layer(settings: Settings, layer_idx: int) -> str:

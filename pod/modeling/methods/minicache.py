@@ -201,12 +201,7 @@ METHOD = Method(
         "block": (128, "decoded tokens that are merged at once (tokens)", 1),
         "share": (0.05, "tokens of each merge that stay native, those with the largest angle (share)", 0, 1),
         "retained": (None, "so many stay native in all, in place of the share (tokens)", 0),
-        "t": (
-            0.6,
-            "where the shared direction lies between the shallower (0) and the deeper layer's (1)",
-            0,
-            1,
-        ),
+        "t": (0.6, "where the shared direction lies, from the shallower (0) to the deeper layer's (1)", 0, 1),
     },
     refuses={"pod": _ALREADY_SHARED, "cla": _ALREADY_SHARED},
 )

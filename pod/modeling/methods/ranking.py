@@ -68,14 +68,10 @@ class EndAttention(LastQueries):
     queries, averaged over the query heads of a group, pooled over neighbours."""
 
     def __init__(self, config: PodConfig, request: Request):
-        window, self.kernel, self.pool = (request.params[name] for name in ("window", "kernel", "pool"))
+        self.kernel, self.pool = request.params["kernel"], request.params["pool"]
         if self.kernel % 2 == 0:
             raise ValueError(f"{request.spec}: kernel = {self.kernel} must be odd")
-        if request.budget <= window:
-            raise ValueError(
-                f"{request.spec}: budget = {request.budget} must exceed window = {window}: raise the budget"
-            )
-        super().__init__(window)
+        super().__init__(request.below_budget("window"))
         self.scale = config.head_dim**-0.5
 
     def scores(self, keys: Tensor, values: Tensor, step: Step) -> Tensor:

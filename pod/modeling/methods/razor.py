@@ -78,7 +78,7 @@ def _build(config: PodConfig, request: Request) -> PodCache:
 
 
 _SHARED = (
-    "heads that follow a lead have no keys of their own far back, so there is nothing to keep or to average"
+    "heads that follow a lead have no keys of their own far back: there is nothing to keep or to average"
 )
 METHOD = Method(
     name="razor",
@@ -91,17 +91,12 @@ METHOD = Method(
             None,
             "file of launch/explore.py --heads or DuoAttention's gates (.tsv), a plan, or per layer the KV heads that hold everything",
         ),
-        "share": (
-            None,
-            "share of KV heads that hold everything, best scores first; None = the file's own choice",
-            0.0,
-            1.0,
-        ),
+        "share": (None, "share of KV heads that hold all, best first; None = the file's choice", 0.0, 1.0),
         "num_sink_tokens": (4, "first tokens that the other heads hold (tokens)", 0),
         "num_recent_tokens": (4000, "recent tokens that the other heads hold at least (tokens)", 1),
         "compression": (
             5.0,
-            "the other heads hold at least 1/compression of tokens seen at a prompt's end",
+            "the others hold at least 1/compression of the tokens seen at a prompt's end",
             1,
         ),
         "compensation": (True, "whether dropped tokens live on in one mean token"),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pod.kernels.statistics import attention_column_sums
-from pod.modeling.methods.accumulate import AccumulatingLayer, choose_slots
+from pod.modeling.methods.accumulate import REFUSES_POD, AccumulatingLayer, choose_slots
 from pod.modeling.methods.base import Method, Request, round_half_up
 from pod.modeling.methods.ranking import best_slots
 from pod.modeling.methods.streaming import PREFILL_PARAMETERS, cache_of
@@ -99,8 +99,5 @@ METHOD = Method(
     }
     | PREFILL_PARAMETERS,
     takes_budget=True,
-    refuses={
-        "pod": "roco drops a token per decoded token in each layer by that layer's own statistics, while followers of a "
-        "PoD block use the lead's keys and logits slot by slot"
-    },
+    refuses=REFUSES_POD,
 )

@@ -118,15 +118,13 @@ def given_layers(request: Request, num_layers: int) -> set[int] | None:
 
     Raises: ValueError for what are no layers of the model, or fewer than are to be drawn from them.
     """
-    listed, count, seed, exempts = (
-        request.params[name] for name in ("lazy_layers", "num_lazy_layers", "seed", "exempt_last_layer")
-    )
+    names = "lazy_layers", "num_lazy_layers", "seed", "exempt_last_layer"
+    listed, count, seed, exempts = (request.params[name] for name in names)
     if listed is None and count is None:
         return None
     layers = list(range(num_layers)) if listed is None else listed
-    known = isinstance(layers, list) and all(
-        type(layer) is int and 0 <= layer < num_layers for layer in layers
-    )
+    are_whole = isinstance(layers, list) and {type(layer) for layer in layers} <= {int}
+    known = are_whole and set(layers) <= set(range(num_layers))
     if not known or len(set(layers)) < max(len(layers), count or 0) or exempts:
         raise ValueError(
             f"{request.spec}: lazy_layers = {listed!r} must be a list of different layers from 0 to {num_layers - 1}, at least "
@@ -175,10 +173,7 @@ METHOD = Method(
         ),
         "num_last_queries": (32, "prefill detector: queries at the prompt's end to average over (tokens)", 1),
         "exempt_last_layer": (False, "whether the last layer holds everything (the authors' Qwen setting)"),
-        "lazy_layers": (
-            None,
-            "layers that are lazy in place of those that a detector finds, as [0, 3] (a list)",
-        ),
+        "lazy_layers": (None, "lazy layers in place of those that a detector finds, as [0, 3] (a list)"),
         "num_lazy_layers": (None, "so many of lazy_layers, or of all layers, drawn at random (layers)", 0),
         "seed": (0, "of that draw"),
     }

@@ -1,8 +1,8 @@
-"""What methods with a fixed window share: the first tokens, a ring of recent ones, and attention over just those.
+"""Window attention, StreamingLLM and LM-Infinite: the first tokens, a ring of recent ones, and attention over just those.
 
 The mask is the same while a prompt is read and when tokens are decoded, so a result does not depend on chunks or turns. Up
 to ``n_s + n_r`` tokens it hides nothing. Keys are stored before RoPE and rotated at places counted from the start of the ring,
-so that no angle grows with what was seen before a pass.
+so that no angle grows with what was seen before a pass: with sinks the input may be unbounded.
 """
 
 from typing import Any, ClassVar
@@ -52,13 +52,8 @@ class SinkLayer(PodCacheLayer):
     lag: ClassVar[int]
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
-        self.num_sink_tokens, self.limit = request.params["num_sink_tokens"], request.budget
-        num_recent_tokens = self.limit - self.num_sink_tokens
-        if num_recent_tokens < 1:
-            raise ValueError(
-                f"{request.spec}: budget = {self.limit} must exceed num_sink_tokens = {self.num_sink_tokens}: raise the budget"
-            )
-        windows = self.num_sink_tokens, num_recent_tokens
+        self.num_sink_tokens, self.limit = request.below_budget("num_sink_tokens"), request.budget
+        windows = self.num_sink_tokens, self.limit - self.num_sink_tokens
         super().__init__(with_windows(config, *windows), layer_idx, request.codec)
 
     @property
@@ -116,9 +111,8 @@ class SinkLayer(PodCacheLayer):
         ]
         self._append_near(k, v, step)
         if far.all:
-            sinks = [
-                store.read(step.max_length)[:, :, : self.num_sink_tokens] for store in self.stores().values()
-            ]
+            held = (store.read(step.max_length) for store in self.stores().values())
+            sinks = [x[:, :, : self.num_sink_tokens] for x in held]
             sinks[0] = step.rope.turn(sinks[0], self.far_places)
             q = step.rope.turn(q, range(self.limit, self.limit + 1))
             parts.append(attend(q, Tokens(*sinks), None, EVERYTHING, far, backend=backend))
@@ -170,15 +164,42 @@ def _once(positions: Tensor, step: Step) -> Tensor:
     return positions if step.uniform_past is None else positions[:1]
 
 
-def sinks_method(name: str, paper: str, layer_class: type[SinkLayer]) -> Method:
-    """A method that sees the first and the most recent of ``budget`` tokens."""
-    return Method(
+class StreamingLayer(SinkLayer):
+    """Keys are rotated at their index *in the cache*: behind a full window every query has its last index towards the sinks."""
+
+    lag = 0
+
+
+class LambdaLayer(SinkLayer):
+    """A sink is at its own distance while that is at most ``n_s + n_r``, and at this limit ever after."""
+
+    lag = 1
+
+
+def _window_layer(config: PodConfig, layer_idx: int, request: Request) -> PodCacheLayer:
+    return PodCacheLayer(with_windows(config, 0, request.budget), layer_idx, request.codec)
+
+
+_SINKS = {"num_sink_tokens": (4, "first tokens that are always kept (tokens)", 0)}
+METHODS = tuple(
+    Method(
         name=name,
         paper=paper,
-        frees="keys and values of all tokens but the first and the recent ones",
+        frees=f"keys and values of all tokens but the {'first and the ' * bool(parameters)}recent ones",
         axis="selection",
-        build=cache_of(layer_class, takes_any_rows=True),
-        parameters={"num_sink_tokens": (4, "first tokens that are always kept (tokens)", 0)},
+        build=cache_of(make_layer, takes_any_rows=True),
+        parameters=parameters,
         takes_budget=True,
         refuses=WINDOW_REFUSES_POD,
     )
+    for name, paper, make_layer, parameters in (
+        ("streamingllm", "StreamingLLM (Xiao et al., 2024)", StreamingLayer, _SINKS),
+        ("lm_infinite", "LM-Infinite (Han et al., 2024)", LambdaLayer, _SINKS),
+        (
+            "wa",
+            "Window attention (Beltagy et al., 2020), the baseline WA of the PoD paper",
+            _window_layer,
+            {},
+        ),
+    )
+)

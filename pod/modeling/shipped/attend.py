@@ -344,6 +344,12 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x²) + eps) · weight`` over the last dimension; fp64 stays exact."""
+    wide = x.to(compute_dtype(x.dtype))
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
 def takes_gradients(*tensors: Any) -> bool:
     """Whether a gradient will be taken through one of these."""
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .attend import CAUSAL, Lead, Linear, Segments, Tokens, Visibility, attend, compute_dtype
+from .attend import CAUSAL, Lead, Linear, Segments, Tokens, Visibility, attend, rms_norm
 from .config import PodConfig
 from .rope import Rope
 from .sharing import Lead as PlanLead
@@ -23,7 +23,7 @@ Carry = tuple[Tensor | None, ...]
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension: ``x / sqrt(mean(x²) + eps) · weight``; fp64 stays exact."""
+    """Root-mean-square norm."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -31,9 +31,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(compute_dtype(x.dtype))
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class SequenceParallel(Protocol):

@@ -292,9 +292,7 @@ class PodCache(Cache):
     def _check_bookkeeping(self) -> None:
         mask, ids, columns = self._seen_mask, self._seen_ids, self._columns
         if self._lengths is None:
-            assert not columns and mask is None and not ids, (
-                f"an empty cache has {columns} columns, mask or ids"
-            )
+            assert not (columns or ids) and mask is None, f"empty, with {columns} columns, mask or ids"
             return
         lengths = self._lengths.tolist()
         shape, counted = (len(lengths), columns), [columns] * len(lengths)
@@ -371,12 +369,12 @@ class PodCache(Cache):
             layer.clear()
         self._forget()
 
-    def _select_rows(self, index: Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         if self._lengths is None:
             return
         for layer in self.layers:
-            layer.select_rows(index)
-        index = index.to(self._lengths.device)
+            layer.select_rows(indices)
+        index = indices.to(self._lengths.device)
         self._lengths = self._lengths[index]
         self._longest = None if self._longest is None else self._longest[index]
         if self._seen_mask is not None:
@@ -387,14 +385,11 @@ class PodCache(Cache):
             self._seen_ids = [torch.cat(self._seen_ids, dim=1)[index]]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._select_rows(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._select_rows(indices)
+        self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self._lengths is not None:
-            self._select_rows(torch.arange(self.batch_size).repeat_interleave(repeats))
+            self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     # -- taking tokens back ----------------------------------------------------------------------------------
 

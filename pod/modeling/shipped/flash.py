@@ -153,10 +153,8 @@ def _forward(call: Call) -> tuple[Tensor, Tensor]:
     if len(calls) == 1 == len(calls[0]) and segments[0][:2] == all_rows:
         return _run(call, segments[0], calls[0][0])  # nothing to merge: no second output
     # fp64 while parts are merged, as every rounding of it is one of all weights in backward
-    lse, compute = (
-        torch.full(call.q.shape[:3], float("-inf"), dtype=torch.float64),
-        compute_dtype(call.q.dtype),
-    )
+    lse = torch.full(call.q.shape[:3], float("-inf"), dtype=torch.float64)
+    compute = compute_dtype(call.q.dtype)
     # where parts are merged: one rounding, however many they are
     dtype = compute if any(map(_overlap, calls)) else call.q.dtype
     out = torch.zeros(call.q.shape, dtype=dtype)

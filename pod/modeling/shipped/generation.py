@@ -53,13 +53,12 @@ class PodGenerationMixin(GenerationMixin):
             raise ValueError(
                 f"assisted decoding over a filled cache takes the whole conversation: pass all {columns} columns as input_ids"
             )
-        generator = super()._get_candidate_generator(  # type: ignore[misc]
-            *args,
-            generation_config=generation_config,
-            input_ids=input_ids,
-            model_kwargs=model_kwargs,
-            **kwargs,
-        )
+        kwargs |= {
+            "generation_config": generation_config,
+            "input_ids": input_ids,
+            "model_kwargs": model_kwargs,
+        }
+        generator = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]
         if generator.requires_model_outputs:
             raise ValueError(
                 f"a {type(generator).__name__} is not supported: it reads hidden states; use an assistant_model or "

@@ -123,11 +123,8 @@ def _lead(call: DecodeCall, q: Tensor, length: int, proximal: Tensor) -> None:
 
 def _window_scores(call: DecodeCall, q: Tensor, length: int, proximal: Tensor) -> None:
     """Logits of a full window, put in the order of positions."""
-    n_s, n_r, at = (
-        call.num_sink_tokens,
-        call.num_recent_tokens,
-        _chosen(call.roles.followers, call.roles.held),
-    )
+    n_s, n_r = call.num_sink_tokens, call.num_recent_tokens
+    at = _chosen(call.roles.followers, call.roles.held)
     own = proximal.new_empty(q.shape[0], len(call.roles.followers), *proximal.shape[2:])
     write_scores(q[:, at], call.window_keys, own)
     wrap = (length - n_s) % n_r  # ring slots before this one hold the newest tokens
@@ -280,9 +277,8 @@ def _product(weights: Tensor, values: Tensor) -> Tensor:
     whole, cut = heads - heads % cores, tokens - tokens % cores
     out = [weights[:, :whole] @ values[:, :whole]]
     for left, right in zip(weights[0, whole:], values[0, whole:], strict=True):
-        parts = left[:, :cut].unflatten(1, (cores, -1)).transpose(0, 1) @ right[:cut].unflatten(
-            0, (cores, -1)
-        )
+        weights_of, values_of = left[:, :cut].unflatten(1, (cores, -1)), right[:cut].unflatten(0, (cores, -1))
+        parts = weights_of.transpose(0, 1) @ values_of
         out.append((parts.sum(0) + left[:, cut:] @ right[cut:])[None, None])
     return torch.cat(out, 1)
 

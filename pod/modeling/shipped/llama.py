@@ -230,9 +230,8 @@ class PodModel(PodPreTrainedModel):
         # Set by training: where the carry waits for its backward.
         memory = getattr(self, "carry_memory", None)
         saving = nullcontext() if memory is None else memory.saving(layer, hidden_states, context, carry)
-        function = getattr(self, "_gradient_checkpointing_func", None) or partial(
-            checkpoint, use_reentrant=False
-        )
+        stock = partial(checkpoint, use_reentrant=False)
+        function = getattr(self, "_gradient_checkpointing_func", None) or stock
         with saving:
             return function(layer.__call__, hidden_states, context, *carry)
 
@@ -275,15 +274,8 @@ class PodForCausalLM(PodPreTrainedModel, PodGenerationMixin):
         """
         if not return_dict:
             raise ValueError("return_dict=False is not supported: read the fields of the returned object")
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            doc_ids=doc_ids,
-            position_ids=position_ids,
-        )
+        inputs = input_ids, attention_mask, past_key_values, inputs_embeds, use_cache, doc_ids, position_ids
+        outputs = self.model(*inputs)
         hidden_states = outputs.last_hidden_state[:, -logits_to_keep if logits_to_keep else None :]
         logits = self.lm_head(hidden_states)
         loss = None

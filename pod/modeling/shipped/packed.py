@@ -66,10 +66,9 @@ class Packing:
 
     def allocate(self, like: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor]:
         """Zeros as ``pack`` would return for ``slots`` tokens, whole groups, of ``[b, h, …, d]``."""
-        (batch, heads, _, head_dim), group = like.shape, self.group_size
-        entries = (
-            (slots // group, head_dim) if self.per_channel else (slots, head_dim // min(group, head_dim))
-        )
+        batch, heads, _, head_dim = like.shape
+        channels = 1 if self.per_channel else min(self.group_size, head_dim)
+        entries = slots // self.shared, head_dim // channels
         codes = like.new_zeros(batch, heads, slots, head_dim * self.bits // 8, dtype=torch.uint8)
         zero, scale = (like.new_zeros(batch, heads, *entries, dtype=torch.float16) for _ in range(2))
         return codes, zero, scale
@@ -98,9 +97,8 @@ class Packing:
         compute = compute_dtype(out.dtype)
         for start, stop in tiles(out, 0, out.shape[2], self.group_size):
             codes = packed[0][:, :, start:stop]
-            zero, scale = (
-                x[:, :, start // self.shared : stop // self.shared].to(compute) for x in packed[1:]
-            )
+            entries = slice(start // self.shared, stop // self.shared)
+            zero, scale = (x[:, :, entries].to(compute) for x in packed[1:])
             codes = torch.cat([codes >> shift & 2**self.bits - 1 for shift in range(0, 8, self.bits)], dim=3)
             groups, dim = self._group(codes.to(compute))
             groups.mul_(scale.unsqueeze(dim)).add_(zero.unsqueeze(dim))
@@ -308,9 +306,7 @@ class Packed(NamedTuple):
         middle, scale = self._middle_and_scale(0, out.shape[3], q.dtype)
         torch.matmul(q.unflatten(3, (middle.shape[2], -1)).sum(4), middle, out=out)
         scale = self._units(scale)
-        q = q.unflatten(3, (scale.shape[1], scale.shape[0], -1)).permute(
-            4, 3, 0, 1, 2, 5
-        )  # [U, P, B, h, G, c]
+        q = q.unflatten(3, (scale.shape[1], len(scale), -1)).permute(4, 3, 0, 1, 2, 5)  # [U, P, B, h, G, c]
         room = self._room(q, out.shape[3])
         for first, last in tiles(self, 0, out.shape[3], self.group_size):
             numbers = self._numbers(first, last, room).unflatten(4, (len(scale), -1))
@@ -328,14 +324,12 @@ class Packed(NamedTuple):
         room = self._room(weights, stop - start)
         for first, last in tiles(self, start, stop, self.group_size):
             numbers = self._numbers(first, last, room).flatten(0, 2)
-            for unit, (total, left) in enumerate(
-                zip(sums, units[..., first - start : last - start], strict=True)
-            ):
+            tile = units[..., first - start : last - start]
+            for unit, (total, left) in enumerate(zip(sums, tile, strict=True)):
                 right = numbers[..., unit * width : (unit + 1) * width]
                 torch.baddbmm(total, left, right, beta=float(first > start), out=total)
-        out = (
-            sums.view(*scaled.shape[:5], width).permute(2, 3, 4, 1, 0, 5).flatten(3)[:, :, : weights.shape[2]]
-        )
+        out = sums.view(*scaled.shape[:5], width).permute(2, 3, 4, 1, 0, 5).flatten(3)
+        out = out[:, :, : weights.shape[2]]
         out.unflatten(3, (middle.shape[2], -1)).add_((weights @ middle.transpose(2, 3)).unsqueeze(4))
         return out
 

@@ -364,18 +364,12 @@ class PackedTokens(_PackedStore):
 
     def check_integrity(self) -> None:
         """See ``TokenStore.check_integrity``."""
-        first, stop = self.newest.first, self.newest.stop
-        assert first <= self.packed_stop <= max(stop, first), (
-            f"{first}, {self.packed_stop}, {stop} are packed, tokens"
-        )
+        first, stop, most, room = self.newest.first, self.newest.stop, self.packed_stop, self.codes.slots
+        assert first <= most <= max(stop, first), f"{first}, {most}, {stop} are packed, tokens"
         if self.packed_lengths is not None:
             bounds = tuple(int(x) for x in self.packed_lengths.aminmax())
-            assert bounds == (first, self.packed_stop), (
-                f"{bounds} tokens are packed, not {first, self.packed_stop}"
-            )
-            assert self.codes.slots >= self.packed_stop, (
-                f"room for {self.codes.slots} of {self.packed_stop} packed"
-            )
+            assert bounds == (first, most), f"{bounds} tokens are packed, not {first, most}"
+            assert room >= most, f"room for {room} of {most} packed"
         if self.newest.tensors():
             slots = self.newest.data.shape[2]
             assert slots >= stop - first, f"{slots} slots hold {stop - first} native tokens"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,19 +21,36 @@ from .step import CacheLayer, Step
 
 
 @dataclass(frozen=True)
+class Schedule:
+    """The chunks of one prompt.
+
+    Attributes:
+        boundaries: tokens of the prompt, counted from its first, at which chunks end; the last is the prompt's length.
+        memory: IMDC's, per layer, the planned ``m_0 … m_{n-1}``; None when nothing is compressed.
+    """
+
+    boundaries: tuple[int, ...]
+    memory: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def chunk_sizes(self) -> list[int]:
+        """``c_i``, in tokens."""
+        return [end - start for start, end in pairwise((0, *self.boundaries))]
+
+    def next_boundary(self, done: int) -> int:
+        """Where the chunk ends that the token after ``done`` tokens belongs to."""
+        return next(end for end in self.boundaries if end > done)
+
+
+@dataclass(frozen=True)
 class FixedChunks:
     """Every ``size`` tokens of a prompt: the ``streaming`` variant of methods that rank by attention."""
 
     size: int
-    length: int = 0
 
-    def start_prompt(self, length: int, past: int, layers: list) -> "FixedChunks":
+    def start_prompt(self, length: int, past: int, layers: list) -> Schedule:
         """The schedule of a prompt of ``length`` tokens behind ``past`` tokens seen, for these child layers."""
-        return replace(self, length=length)
-
-    def next_boundary(self, done: int) -> int:
-        """Tokens of the prompt, counted from its first, at which the chunk ends that follows after ``done`` tokens."""
-        return min(self.length, (done // self.size + 1) * self.size)
+        return Schedule((*range(self.size, length, self.size), length))
 
 
 @dataclass
@@ -277,14 +295,14 @@ class GroupedCache(PodCache):
 
     # -- rows ------------------------------------------------------------------------------------------------
 
-    def _select_rows(self, index: Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         if self.groups:
-            wanted, groups, self.groups = index.tolist(), self.groups, []
+            wanted, groups, self.groups = indices.tolist(), self.groups, []
             for group in groups:
                 rows = [new for new, old in enumerate(wanted) if old in group.rows]
                 for part in [[row] for row in rows] if self.rowwise else [rows] * bool(rows):
                     self.groups.append(group.take([group.rows.index(wanted[row]) for row in part], part))
-        super()._select_rows(index)
+        super().batch_select_indices(indices)
 
     @property
     def is_croppable(self) -> bool:

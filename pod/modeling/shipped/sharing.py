@@ -309,9 +309,8 @@ def check_head_order(order: Sequence[Sequence[int]], num_layers: int, num_key_va
     groups = width // num_key_value_heads
     ok = len(order) == num_layers and width and not width % num_key_value_heads
     for row in order if ok else ():
-        together = all(
-            len({head // groups for head in row[i : i + groups]}) == 1 for i in range(0, width, groups)
-        )
+        parts = (row[i : i + groups] for i in range(0, width, groups))
+        together = all(len({head // groups for head in part}) == 1 for part in parts)
         ok = ok and together and sorted(row) == list(range(width))
     if not ok:
         raise ValueError(
