@@ -60,7 +60,7 @@ def test_depths_of_one_and_of_several_needles():
 
 def test_haystack_goes_round_and_samples_begin_elsewhere():
     frame = haystack.Frame(byte_tokenizer(), "", "", True)
-    text = haystack.Haystack(SENTENCES[:3], 2).fitted(frame, [], [], 200)
+    text = haystack.fitted(frame, SENTENCES[:3], 2, [], [], 200)
     assert text.startswith(f"{SENTENCES[2]} {SENTENCES[0]} {SENTENCES[1]} {SENTENCES[2]} {SENTENCES[0]}")
     assert 190 < len(text) <= 200
     starts = [haystack.start_of(3, sample, SENTENCES) for sample in range(5)]
@@ -80,7 +80,7 @@ class Joining:
 def test_whole_prompt_is_counted():
     frame = haystack.Frame(Joining(), "before ", " after", True)
     for length in range(300, 500):
-        text = haystack.Haystack(SENTENCES, 0).fitted(frame, ["needle."], [0.5], length)
+        text = haystack.fitted(frame, SENTENCES, 0, ["needle."], [0.5], length)
         assert length - 12 < len(frame.encode(text)) <= length
         assert text.startswith("before Sentence a") and text.endswith(" after") and "\nneedle.\n" in text
 

@@ -8,7 +8,7 @@ FranxYao/Long-Context-Data-Engineering (eval/needle), and the placing of several
 import itertools
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,43 +97,37 @@ def load_sentences(sources: Sequence[str] | None, longest: int, where: str) -> l
     return sentences
 
 
-class Haystack:
-    """Sentences cut to a prompt's length, with places for needles.
+def fitted(
+    frame: Frame, sentences: list[str], start: int, needles: list[str], depths: list[float], length: int
+) -> str:
+    """A prompt of at most `length` tokens, and hardly less: frame, text of whole words, and the needles at their depths in it (0 to 1).
 
     sentences: of the whole text; start: the first one that is used; after the last one it goes on with the first.
+    Raises: ValueError when the frame and the needles alone are longer.
     """
 
-    def __init__(self, sentences: list[str], start: int):
-        self.sentences, self.start = sentences, start
+    def text(words: int) -> str:
+        found = itertools.islice(itertools.cycle(sentences), start, None)
+        return frame.before + place(_first(words, found), needles, depths) + frame.after
 
-    def fitted(self, frame: Frame, needles: list[str], depths: list[float], length: int) -> str:
-        """A prompt of at most `length` tokens, and hardly less: frame, text of whole words, and the needles at their depths in it (0 to 1).
+    def tokens(words: int) -> int:
+        return len(frame.encode(text(words)))
 
-        Raises: ValueError when the frame and the needles alone are longer.
-        """
+    if (bare := tokens(0)) > length:
+        raise ValueError(
+            f"a needle prompt of {length} tokens is too short: question and needles alone take {bare} tokens"
+        )
+    return text(largest_fit(tokens, length, smallest=0, guess=(length - bare) // 2, near=_NEAR))
 
-        def text(words: int) -> str:
-            return frame.before + place(self._first(words), needles, depths) + frame.after
 
-        def tokens(words: int) -> int:
-            return len(frame.encode(text(words)))
-
-        if (bare := tokens(0)) > length:
-            raise ValueError(
-                f"a needle prompt of {length} tokens is too short: question and needles alone take {bare} tokens"
-            )
-        return text(largest_fit(tokens, length, smallest=0, guess=(length - bare) // 2, near=_NEAR))
-
-    def _first(self, words: int) -> list[str]:
-        """The first sentences, of so many words."""
-        kept = []
-        for sentence in itertools.islice(itertools.cycle(self.sentences), self.start, None):
-            parts = sentence.split(" ")
-            if len(parts) >= words:
-                return [*kept, " ".join(parts[:words])] if words else kept
-            kept.append(sentence)
-            words -= len(parts)
-        raise AssertionError("sentences never end")
+def _first(words: int, sentences: Iterator[str]) -> list[str]:
+    """The first of endless sentences, of so many words."""
+    kept = []
+    while words > 0:
+        parts = next(sentences).split(" ")
+        kept.append(" ".join(parts[:words]))
+        words -= len(parts)
+    return kept
 
 
 def place(sentences: list[str], needles: list[str], depths: list[float]) -> str:

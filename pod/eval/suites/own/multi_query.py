@@ -14,7 +14,7 @@ from pod.eval.answer.store import key_of
 from pod.eval.judge.intervals import clusters_of, share
 from pod.eval.suites.base import at_least_one, prompt_hash
 from pod.eval.suites.grid import GridTask, Record, check_grid
-from pod.eval.suites.haystack import ASK, Haystack, load_sentences, question_frame, start_of
+from pod.eval.suites.haystack import ASK, fitted, load_sentences, question_frame, start_of
 from pod.eval.suites.own.niah import facts, recall
 
 PEOPLE = (
@@ -184,8 +184,8 @@ def make_document(
     asked = [ASK + frame.after.partition(ASK)[2] for frame in frames]
     longest = max(range(number), key=lambda index: len(_plain(tokenizer, asked[index])))
     lines = [f"{name}'s favorite number is {value}." for name, value in zip(names, values, strict=True)]
-    haystack = Haystack(sentences, start_of(seed, sample, sentences))
-    text = haystack.fitted(frames[longest], lines, depths, length).removesuffix(asked[longest])
+    start = start_of(seed, sample, sentences)
+    text = fitted(frames[longest], sentences, start, lines, depths, length).removesuffix(asked[longest])
     prompt = tuple(frames[0].encode(text))
     questions = [_plain(tokenizer, question) for question in asked]
     if options.question_in_prompt:

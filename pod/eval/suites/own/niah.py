@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pod.eval.suites.base import at_least_one
 from pod.eval.suites.grid import Prompt, PromptTask, Record, check_grid
 from pod.eval.suites.haystack import (
-    Haystack,
+    fitted,
     load_sentences,
     numbers_in,
     question_frame,
@@ -56,9 +56,8 @@ def make_needle_prompts(
         lines = [f"The special magic {n} number is: {v}." for n, v in zip(names, values, strict=True)]
         where = "eval.task_options.niah.chat_template"
         frame = question_frame(tokenizer, *_question(names), options.chat_template, where)
-        haystack = Haystack(sentences, start_of(seed, sample, sentences))
-        depths = spread_depths(depth, options.needles)
-        text = haystack.fitted(frame, lines or [STATEMENT], depths, length)
+        start, depths = start_of(seed, sample, sentences), spread_depths(depth, options.needles)
+        text = fitted(frame, sentences, start, lines or [STATEMENT], depths, length)
         question = 0 if question_aware else len(text) - len(frame.after)
         found = names, values or (STATEMENT,)
         prompts.append(NeedlePrompt.of(cell, text, frame.encode, question, *found))
