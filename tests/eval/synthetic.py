@@ -195,13 +195,11 @@ def group(method):
 
 
 def curves(method):
-    """A task whose payload brings a curve and a table."""
+    """A task whose payload brings a curve."""
     payload = scores(method, "tau_curve", 10)
     line = {"title": "Score by gate threshold", "x_label": "τ", "y_label": "score"}
     line |= {"x": [0.5, 0.7, 0.9], "y": [40.0 * SKILL[method], 44.0, 45.0], "low": None, "high": None}
-    rows = [{"tau": tau, "share": share} for tau, share in ((0.5, 0.41), (0.7, 0.25), (0.9, None))]
-    heads = {"tau": "τ", "share": "share"}
-    return {**payload, "curves": [line | {"reference": 45.0}], "rows": rows, "columns": heads}
+    return {**payload, "curves": [line]}
 
 
 def payload_of(values):

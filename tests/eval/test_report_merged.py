@@ -1,6 +1,5 @@
 """Several runs as one report: tables, sentences, files. Result files are made up (tests/eval/synthetic.py)."""
 
-import copy
 import csv
 import io
 
@@ -199,14 +198,12 @@ def test_small_numbers_are_said_to_be_small():
     assert [report_tables.p_text(x) for x in (7.6e-05, 0.0123, 1)] == ["p < 0.001", "p = 0.012", "p = 1"]
 
 
-def test_a_column_has_one_unit(comparison):
-    entry = copy.copy(comparison.entries[0])
+def test_a_column_has_one_unit():
     rows = [
         {"tau": 0.5, "nats": 0.5, "nll": 21.5, "change": 7.6e-05, "saved": 0.413, "n": 12, "low": -12.0},
         {"tau": 0.9, "nats": 0.25, "nll": 0.25, "change": -0.031, "saved": 0.0, "n": 3000, "low": 7.6e-05},
     ]
-    entry.parts = {"t": {"rows": rows, "columns": {key: key for key in rows[0]}}}
-    (table,) = report_tables.extra_tables(entry, "t")
+    table = report_tables.plain_table(rows, {key: key for key in rows[0]}, "t")
     assert [[cell.text for cell in row] for row in table.rows] == [
         ["0.5", "0.5000", "21.50", "0.01%", "41.3%", "12", "-12.00"],
         ["0.9", "0.2500", "0.25", "-3.1%", "0.0%", "3,000", "<0.01"],
@@ -311,12 +308,10 @@ def test_the_best_measured_values_by_growing_bytes():
     assert [point["label"] for point in pictures.best_so_far(points, False)] == ["d"]
 
 
-def test_payloads_may_bring_curves_and_tables(comparison):
+def test_payloads_may_bring_curves(comparison):
     titles = [block.title for block in task_blocks(comparison, "tau_curve") if getattr(block, "title", "")]
-    assert "Score by gate threshold" in titles and "5 tables of the methods" in titles
-    entry = copy.copy(comparison.entries[0])
-    entry.parts = {"t": {"rows": [{"a": 1, "b": None}], "columns": {"a": "batch", "b": "share"}}}
-    (table,) = report_tables.extra_tables(entry, "t")
+    assert "Score by gate threshold" in titles
+    table = report_tables.plain_table([{"a": 1, "b": None}], {"a": "batch", "b": "share"}, "t")
     assert table.columns == ["batch", "share"] and [cell.text for cell in table.rows[0]] == ["1", "–"]
 
 

@@ -159,7 +159,7 @@ def best_so_far(points: list[dict[str, Any]], higher_is_better: bool) -> list[di
 
 @_styled
 def curve(curves: dict[str, dict[str, Any]]) -> str:
-    """One line per method. curves: {label: {x, y, low, high, x_label, y_label, log_x, reference}}; what is None in y is left out."""
+    """One line per method. curves: {label: {x, y, low, high, x_label, y_label, log_x}}; what is None in y is left out."""
     figure, axes = _canvas(3.4)
     first = next(iter(curves.values()))
     for number, (label, line) in enumerate(curves.items()):
@@ -169,8 +169,6 @@ def curve(curves: dict[str, dict[str, Any]]) -> str:
         marker: Any = _MARKERS[number % len(_MARKERS)] if kept.sum() < 30 else None
         axes.plot(xs[kept], ys[kept], linewidth=1.6, label=label, color=color(label), marker=marker)
         axes.fill_between(xs[kept], low[kept], high[kept], color=color(label), alpha=0.12, linewidth=0)
-        if line.get("reference") is not None:
-            axes.axhline(line["reference"], color=color(label), linestyle="--", linewidth=1)
     drawn = [value for line in curves.values() for value in line["y"] if value is not None]
     if is_share(first["y_label"], drawn):
         axes.yaxis.set_major_formatter(PercentFormatter(1))

@@ -264,12 +264,6 @@ def _heat_cell(share: float | None) -> Cell:
     return replace(cell(share and 100 * share, "{:.0f}"), sort=share, shade=shade(share))
 
 
-def extra_tables(entry: Entry, task: str) -> list[Table]:
-    """The table that a payload brings, if any: `rows` (dicts) with `columns` (key → head)."""
-    rows, heads = entry.parts[task].get("rows"), entry.parts[task].get("columns")
-    return [plain_table(rows, heads, entry.label)] if rows and heads else []
-
-
 def plain_table(rows: list[dict[str, Any]], heads: dict[str, str], title: str) -> Table:
     """Values of any kind by key, a column in one unit: shares and changes in percent, but for the first column, which names the rows."""
     forms: dict[str, str | Callable[[float], str]] = {}

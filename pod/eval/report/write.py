@@ -97,8 +97,6 @@ def task_blocks(comparison: Comparison, task: str) -> list[Block]:
     blocks += _curves(comparison, task)
     metric = entries[0].parts[task]["metric"].replace("_", " ")
     blocks += _over_bytes(_points(comparison, (task,)), metric)
-    extra = [table for entry in entries for table in tables.extra_tables(entry, task)]
-    blocks += extra if len(extra) <= 4 else [Section(f"{len(extra)} tables of the methods", list(extra))]
     settings = [entry.parts[task].get("settings") or {} for entry in entries]
     lines = dict.fromkeys(line for found in settings for line in notes.sentences("settings", found=found))
     return blocks + listed([*lines][:4])  # once, or per run where they differ

@@ -170,7 +170,7 @@ def curve(
     rows: list[dict[str, Any]], x: str, y: str, interval: str | None = None, **more: Any
 ) -> dict[str, Any]:
     """A curve of a payload: keys of rows; interval: of the band around it, drawn where every row has one; more: title, x_label, y_label,
-    reference (a line), labels of the points, log_x."""
+    log_x."""
     ends = [row[interval] for row in rows if interval and row[interval]]
     known = len(ends) == len(rows)
     return {
