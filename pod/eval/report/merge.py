@@ -285,7 +285,7 @@ def _goes_with(entry: Entry, content: dict[str, Any]) -> bool:
 
 def _rank(method: str) -> tuple[int, str, float, str]:
     """Order of the rows: as pod.eval.answer.methods lists them, combinations and models after, growing budgets together."""
-    order = list(METHODS)
+    order = [BASE, TRAINED, *METHODS]
     name, _, budget = method.partition("@")
     number, plain = re.search(r"[0-9.]+", budget), name.partition("[")[0]
     place = order.index(plain) if plain in order else len(order)
