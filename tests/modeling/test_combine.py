@@ -76,7 +76,7 @@ def test_order_and_spaces_do_not_matter():
         ("snapkv(h2o)", r"'snapkv\(h2o\)' is not possible; choose snapkv alone"),
         ("imdc(h2o)", r"choose imdc\(snapkv\), imdc\(streamingllm\)"),
         ("imdc(snapkv", "unknown method 'imdc"),
-        ("pod+h2o", "'pod\\+h2o' is not possible: h2o drops a token"),
+        ("pod+h2o", "'pod\\+h2o' is not possible: it drops a token"),
         ("pod+streamingllm", "'pod\\+streamingllm' is not possible: "),
         ("pod+imdc(snapkv)", "is not possible: "),
     ],

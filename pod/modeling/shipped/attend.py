@@ -122,6 +122,7 @@ class Slice(NamedTuple):
     Attributes:
         lead: whether with the lead's queries and keys.
         causal: aligned at the bottom right; with a ``window`` of w tokens only the w newest visible ones count.
+        mask: additive ``[rows, columns]``, where an implementation puts one in place of a window.
     """
 
     rows: Span
@@ -129,6 +130,7 @@ class Slice(NamedTuple):
     lead: bool = False
     causal: bool = True
     window: int | None = None
+    mask: Tensor | None = None
 
 
 class Segments:

@@ -11,7 +11,6 @@ merged output and log-sum-exp, which makes the gradient of the merge free.
 
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,16 +35,6 @@ _TILE_ELEMENTS = 1 << 22  # of a strip's mask
 _TILE_TOKENS = 4096  # packed tokens that are unpacked at a time
 _op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _op_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-class FlashCall(NamedTuple):
-    """One flash call: ``rows`` of the (own or lead) queries on ``columns`` of keys and values."""
-
-    lead: bool
-    rows: Span
-    columns: Span
-    causal: bool = False
-    mask: Tensor | None = None
 
 
 def unsupported(call: Call) -> str | None:
@@ -85,29 +74,29 @@ def _with(call: Call, q, keys, values, q_lead, k_lead) -> Call:
 # -- which calls -------------------------------------------------------------------------------------------------
 
 
-def parts(call: Call, segment: Segment) -> Iterator[FlashCall]:
-    """The calls for one segment; parts that share rows have the same softmax."""
+def parts(call: Call, segment: Segment) -> Iterator[Slice]:
+    """The calls of the op for one segment, causal ones square; parts that share rows have the same softmax."""
     for piece in segment.slices(call.visibility, call.lead is not None):
         first, last = piece.columns
         if piece.window is not None:
             yield from _strips(call, piece)
         elif piece.causal:
             square = last - (piece.rows[1] - piece.rows[0])
-            yield FlashCall(piece.lead, piece.rows, (square, last), causal=True)
+            yield piece._replace(columns=(square, last))
             yield from _unmasked(call, piece, (first, square))
         else:
             yield from _unmasked(call, piece, piece.columns)
 
 
-def _unmasked(call: Call, piece: Slice, columns: Span) -> Iterator[FlashCall]:
+def _unmasked(call: Call, piece: Slice, columns: Span) -> Iterator[Slice]:
     """All rows on all of these columns; what has to be unpacked comes in tiles."""
     is_packed = not all(x is None or isinstance(x, Tensor) for x in _tensors(call))
     width = _TILE_TOKENS if is_packed else columns[1] - columns[0]
     for start in range(*columns, max(width, 1)):
-        yield FlashCall(piece.lead, piece.rows, (start, min(start + width, columns[1])))
+        yield piece._replace(columns=(start, min(start + width, columns[1])), causal=False)
 
 
-def _strips(call: Call, piece: Slice) -> Iterator[FlashCall]:
+def _strips(call: Call, piece: Slice) -> Iterator[Slice]:
     (first, last), window = piece.rows, piece.window
     assert window is not None
     past = piece.columns[1] - last
@@ -117,7 +106,8 @@ def _strips(call: Call, piece: Slice) -> Iterator[FlashCall]:
     for start in range(first, last, rows):
         end = min(start + rows, last)
         columns = past + start - window + 1, past + end
-        yield FlashCall(False, (start, end), columns, mask=mask[: end - start, : columns[1] - columns[0]])
+        own_mask = mask[: end - start, : columns[1] - columns[0]]
+        yield Slice((start, end), columns, causal=False, mask=own_mask)
 
 
 def _strip_mask(rows: int, window: int, like: Tensor) -> Tensor:
@@ -130,11 +120,11 @@ def _strip_mask(rows: int, window: int, like: Tensor) -> Tensor:
 # -- forward and backward ----------------------------------------------------------------------------------------
 
 
-def _rows(segment: Segment, part: FlashCall) -> tuple[slice, slice, slice]:
+def _rows(segment: Segment, part: Slice) -> tuple[slice, slice, slice]:
     return slice(*segment.rows), slice(None), slice(*part.rows)
 
 
-def _inputs(call: Call, segment: Segment, part: FlashCall) -> tuple[Tensor, Tensor, Tensor]:
+def _inputs(call: Call, segment: Segment, part: Slice) -> tuple[Tensor, Tensor, Tensor]:
     queries, keys = call.q, call.tokens.keys
     if part.lead:
         assert call.lead is not None
@@ -143,7 +133,7 @@ def _inputs(call: Call, segment: Segment, part: FlashCall) -> tuple[Tensor, Tens
     return queries[_rows(segment, part)], *columns  # type: ignore[return-value]
 
 
-def _run(call: Call, segment: Segment, part: FlashCall) -> tuple[Tensor, Tensor]:
+def _run(call: Call, segment: Segment, part: Slice) -> tuple[Tensor, Tensor]:
     return _op(*_inputs(call, segment, part), 0.0, part.causal, attn_mask=part.mask, scale=call.scale)
 
 
@@ -170,7 +160,7 @@ def _forward(call: Call) -> tuple[Tensor, Tensor]:
     return out.to(call.q.dtype), lse.to(compute)
 
 
-def _overlap(calls: list[FlashCall]) -> bool:
+def _overlap(calls: list[Slice]) -> bool:
     ends = accumulate((part.rows[1] for part in calls), max, initial=0)
     return any(part.rows[0] < end for part, end in zip(calls, ends, strict=False))
 
