@@ -4,9 +4,7 @@ from pod.engine import attach
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.layout import LAYOUT_LAYERS
-from pod.modeling.shipped.rows import GroupedCache
-from pod.modeling.shipped.step import CacheLayer
+from pod.modeling.shipped.generation import own_cache
 
 _CAPACITY = {
     "capacity": (None, "tokens per row to reserve room for; the decode engine (pod.engine) then decodes")
@@ -23,21 +21,14 @@ _OF_POD = {
 
 def _build(config: PodConfig, request: Request) -> PodCache:
     """The model's own layout and plan say which layers hold what."""
-    tau, capacity = request.params.get("tau"), request.params.get("capacity")
-    extra_slots = request.params.get("extra_slots", 0)
+    capacity, extra_slots = request.params.get("capacity"), request.params.get("extra_slots")
     if extra_slots and capacity is not None:
         raise ValueError(
             f"{request.spec}: extra_slots = {extra_slots} must be 0 with a capacity: the engine serves windows without them"
         )
     codec = request.codec if capacity is None else request.codec.in_place(capacity)
-    options = {"extra_slots": extra_slots} if extra_slots else {}
-
-    def make_layer(config: PodConfig, layer_idx: int) -> CacheLayer:
-        layer = LAYOUT_LAYERS[config.layout](config, layer_idx, codec, **options)
-        layer.tau = tau
-        return layer
-
-    cache = (PodCache if codec.is_in_place else GroupedCache)(config, make_layer, request.spec)
+    options = {name: request.params[name] for name in _OF_POD if name in request.params}
+    cache = own_cache(config, codec, request.spec, **options)
     if capacity is not None:
         attach(cache, capacity)
     return cache

@@ -19,7 +19,9 @@ from .rows import GroupedCache
 from .sharing import GROUP_SIZE, RESIDUAL
 from .stores import NATIVE, Codec
 
-_EXTRA_SLOTS = 32  # of a cache that generate() makes for assisted decoding; 20 candidates are usual
+_ASSISTED: dict[str, Any] = {
+    "extra_slots": 32
+}  # of a cache that generate() makes then; 20 candidates are usual
 
 SUPPORTED = ">=5.17,<6"
 """Versions of transformers."""
@@ -86,7 +88,7 @@ class PodGenerationMixin(GenerationMixin):
             cache._is_user_defined = True
         elif generation_config.use_cache is not False:
             assisted = generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION
-            extra = {"extra_slots": _EXTRA_SLOTS} if assisted and self.config.layout == "pod" else {}
+            extra = _ASSISTED if assisted and self.config.layout == "pod" else {}
             model_kwargs["past_key_values"] = cache = own_cache(self.config, **extra)
             cache.made_by_generate = True
 
@@ -165,8 +167,10 @@ def planned_codec(config: PodConfig) -> Codec:
     return LayerCodecs([made.get(one, NATIVE) for one in bits]) if made else NATIVE
 
 
-def own_cache(config: PodConfig, **options: int) -> PodCache:
-    """An empty cache that holds what the model's layout, plan and bits say. ``options``: see ``PodCacheLayer``."""
-    codec = planned_codec(config)
+def own_cache(
+    config: PodConfig, codec: Codec | None = None, spec: str | None = None, **options: Any
+) -> PodCache:
+    """An empty cache that holds what the model's layout, plan and bits (or a codec) say. ``options``: see ``PodCacheLayer``."""
+    codec = planned_codec(config) if codec is None else codec
     make_layer = partial(LAYOUT_LAYERS[config.layout], codec=codec, **options)
-    return (PodCache if codec.is_in_place else GroupedCache)(config, make_layer, config.own_method)
+    return (PodCache if codec.is_in_place else GroupedCache)(config, make_layer, spec or config.own_method)

@@ -31,13 +31,19 @@ class PodCacheLayer(CacheLayer):
 
     is_croppable = True
     evicts = False
-    tau: float | None = None
     capacity = 0
     skips: list[list[tuple[int, ...]]] | None = None
 
-    def __init__(self, config: PodConfig, layer_idx: int, codec: Codec = NATIVE, extra_slots: int = 0):
+    def __init__(
+        self,
+        config: PodConfig,
+        layer_idx: int,
+        codec: Codec = NATIVE,
+        extra_slots: int = 0,
+        tau: float | None = None,
+    ):
         super().__init__()
-        self.codec, self.extra_slots = codec.of_layer(layer_idx), extra_slots
+        self.codec, self.extra_slots, self.tau = codec.of_layer(layer_idx), extra_slots, tau
         self.layer_idx = layer_idx
         self.lead = config.sharing_plan.lead
         self.roles = roles_of(self.lead, layer_idx)
