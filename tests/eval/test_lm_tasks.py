@@ -293,6 +293,19 @@ def test_bad_input_is_one_line_before_any_computation(tmp_path, monkeypatch, cha
     assert "\n" not in str(caught.value) and not (tmp_path / "eval").exists()
 
 
+def test_names_that_stand_in_lm_evals_files_are_known_without_its_index(monkeypatch):
+    """The index takes seconds: `--dry-run` of a recipe with its tasks needs none. Names within a group's file are none of a task."""
+    calls = []
+    monkeypatch.setattr(
+        lm_index, "task_manager", lambda with_lm_eval: calls.append(1) or pytest.fail("indexed")
+    )
+    lm_index.check_known(["pod_coqa", "gsm8k", "mmlu", "arc_easy", "truthfulqa_gen", "ai2_arc", "passkey"])
+    for name in ("gsm8", "gsm8k|mmlu", "anli_r1_flan"):
+        with pytest.raises(pytest.fail.Exception, match="indexed"):
+            lm_index.check_known(["gsm8k", name])
+    assert len(calls) == 3
+
+
 def test_without_a_sandbox_humaneval_needs_permission_which_holds_until_it_is_scored(tmp_path, monkeypatch):
     monkeypatch.setattr("pod.eval.suites.humaneval.sandbox.available", lambda: False)
     with pytest.raises(ValueError, match=r"bubblewrap .* is missing .* eval.unsafe_code"):
