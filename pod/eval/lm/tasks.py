@@ -118,7 +118,8 @@ class LmTask(Task):
             if item.skipped is None:
                 lengths = [leaf.lengths.get(request.doc_id, 0), *(span.length for span in spans_of([item]))]
                 leaf.lengths[request.doc_id] = max(lengths)
-                leaf.longest = max(leaf.longest, _end(item))
+                read = max(len(context) + len(scored) for context, scored in item.blocks())
+                leaf.longest = max(leaf.longest, read + item.new_tokens - 1)  # the last token is never fed
         answered = [item for item in encoded if item.skipped is None]
         leaf.spans = spans_of(answered)
         if leaf.task.OUTPUT_TYPE != "loglikelihood_rolling":
@@ -174,10 +175,3 @@ class LmTask(Task):
             prefix=f"{leaf.name}/" if self.loaded.is_group else "",
             settings={"limit": self.limit, "too_long": self.args.too_long},
         )
-
-
-def _end(item: Any) -> int:
-    """Tokens that a model reads for a request at most."""
-    if item.kind == "generate_until":
-        return len(item.context) + item.new_tokens - 1
-    return max(len(context) + len(continuation) - 1 for context, continuation in item.blocks())
