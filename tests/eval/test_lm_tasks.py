@@ -100,7 +100,11 @@ def test_methods_get_the_same_prompts_and_compression_changes_scores(stock):
 
 
 def test_bytes_are_those_of_the_compressed_cache(stock):
-    row = stock["snapkv@40"]["parts"]["truthfulqa_mc1"]["bytes"][0]
+    part = stock["snapkv@40"]["parts"]["truthfulqa_mc1"]
+    row = part["bytes"][0]
+    held = [sample["held_tokens"] for sample in part["samples"] if sample["length"] == row["length"]]
+    assert row["held_tokens"] == max(held) < row["length"], "as many as were there, not a full length class"
+    assert row["saving"] == 1 - row["bytes"] / (row["dense_bytes"] / row["length"] * max(held))
     assert row["length"] == 704 and row["samples"] == 3 and row["budget_tokens"] == 40
     assert row["bytes"] < 0.2 * row["dense_bytes"]
     assert stock["full"]["parts"]["truthfulqa_mc1"]["bytes"][0]["bytes"] is None, (

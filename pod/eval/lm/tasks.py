@@ -98,21 +98,25 @@ class LmTask(Task):
             )
         return {"on": True, "off": False}.get(self.args.chat_template, rule.chat_template and has)
 
+    def _prompts(self, leaf: Leaf) -> None:
+        """Build the requests of a leaf; the same ones every time: few-shot examples are drawn by a seed."""
+        leaf.task.set_fewshot_seed(seed=_FEWSHOT_SEED)
+        leaf.task.build_all_requests(
+            limit=self.limit,
+            rank=0,
+            world_size=1,
+            apply_chat_template=leaf.rule.chat_template,
+            fewshot_as_multiturn=leaf.rule.chat_template,
+            chat_template=self.encoder.apply_chat_template if leaf.rule.chat_template else None,
+            tokenizer_name=str(self.run.recipe.model.path),
+        )
+
     def _build(self, leaf: Leaf) -> None:
         """Encode the prompts of a leaf and keep what the checks need: sizes and counts; the prompts themselves are made again."""
         from pod.eval.lm.batches import spans_of
 
         with lm_index.quiet():
-            leaf.task.set_fewshot_seed(seed=_FEWSHOT_SEED)  # the same prompts every time
-            leaf.task.build_all_requests(
-                limit=self.limit,
-                rank=0,
-                world_size=1,
-                apply_chat_template=leaf.rule.chat_template,
-                fewshot_as_multiturn=leaf.rule.chat_template,
-                chat_template=self.encoder.apply_chat_template if leaf.rule.chat_template else None,
-                tokenizer_name=str(self.run.recipe.model.path),
-            )
+            self._prompts(leaf)
         encoded = self.encoder.requests(leaf.task.instances, leaf.rule)
         for request, item in zip(leaf.task.instances, encoded, strict=True):
             if item.skipped is None:
