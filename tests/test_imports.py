@@ -53,12 +53,15 @@ def test_public_names():
         ["--list-tasks"],
         ["--list-methods"],
         ["--dry-run", "--config", "configs/eval_smollm2.yaml", "--set", "eval.pod_model=/nowhere"],
+        ["--dry-run", "--config", "configs/paper/d2o_2.yaml", "--tasks", "niah,gsm8k,mmlu"],
     ],
-    ids=lambda arguments: arguments[0],
+    ids=["tasks", "methods", "no export", "no model"],
 )
 def test_lists_and_a_dry_run_without_a_model_need_no_torch(arguments, tmp_path, monkeypatch):
     """The list of methods is made with torch once, and kept while the code stays as it is."""
     monkeypatch.setenv("POD_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     if arguments == ["--list-methods"]:
         from pod.eval.lists import list_methods
 
@@ -66,6 +69,6 @@ def test_lists_and_a_dry_run_without_a_model_need_no_torch(arguments, tmp_path, 
     code = (
         "import runpy, sys\nsys.argv[0] = 'launch/run_eval.py'\n"
         "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\nexcept SystemExit as end:\n    assert not end.code\n"
-        "assert not {'torch', 'transformers'} & set(sys.modules)"
+        "assert not {'torch', 'transformers', 'lm_eval'} & set(sys.modules)"
     )
     assert "snapkv" in run(code, *arguments) or "niah" in run(code, *arguments)

@@ -11,7 +11,6 @@ from tokenizers.processors import TemplateProcessing
 from pod.eval.answer.budget import Span
 from pod.eval.lm.batches import (
     forward_batches,
-    forward_units,
     generation_batches,
     spans_of,
     unit_batches,
@@ -236,7 +235,7 @@ def test_choices_of_a_document_share_a_unit_and_batches_hold_them_together():
     for batch in batches:
         assert len({unit.span for unit in batch}) == 1
         assert len(batch) == 1 or sum(len(unit.owners) for unit in batch) <= 4
-    alone = forward_units(encoded)
+    alone = units_of(encoded, one_shot=True)
     rows = [[unit.owners[0] for unit in batch] for batch in forward_batches(alone, 2, in_order=False)]
     assert sorted(n for batch in rows for n in batch) == list(range(13))
     assert [8, 9, 10, 11] in rows  # A, B, C after one context are one row of two

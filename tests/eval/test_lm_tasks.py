@@ -100,7 +100,11 @@ def test_methods_get_the_same_prompts_and_compression_changes_scores(stock):
 
 
 def test_bytes_are_those_of_the_compressed_cache(stock):
-    row = stock["snapkv@40"]["parts"]["truthfulqa_mc1"]["bytes"][0]
+    part = stock["snapkv@40"]["parts"]["truthfulqa_mc1"]
+    row = part["bytes"][0]
+    held = [sample["held_tokens"] for sample in part["samples"] if sample["length"] == row["length"]]
+    assert row["held_tokens"] == max(held) < row["length"], "as many as were there, not a full length class"
+    assert row["saving"] == 1 - row["bytes"] / (row["dense_bytes"] / row["length"] * max(held))
     assert row["length"] == 704 and row["samples"] == 3 and row["budget_tokens"] == 40
     assert row["bytes"] < 0.2 * row["dense_bytes"]
     assert stock["full"]["parts"]["truthfulqa_mc1"]["bytes"][0]["bytes"] is None, (
@@ -291,6 +295,19 @@ def test_bad_input_is_one_line_before_any_computation(tmp_path, monkeypatch, cha
     with pytest.raises(ValueError, match=message) as caught:
         measure(tmp_path, changes.pop("tasks"), changes.pop("methods", ["full"]), **changes)
     assert "\n" not in str(caught.value) and not (tmp_path / "eval").exists()
+
+
+def test_names_that_stand_in_lm_evals_files_are_known_without_its_index(monkeypatch):
+    """The index takes seconds: `--dry-run` of a recipe with its tasks needs none. Names within a group's file are none of a task."""
+    calls = []
+    monkeypatch.setattr(
+        lm_index, "task_manager", lambda with_lm_eval: calls.append(1) or pytest.fail("indexed")
+    )
+    lm_index.check_known(["pod_coqa", "gsm8k", "mmlu", "arc_easy", "truthfulqa_gen", "ai2_arc", "passkey"])
+    for name in ("gsm8", "gsm8k|mmlu", "anli_r1_flan"):
+        with pytest.raises(pytest.fail.Exception, match="indexed"):
+            lm_index.check_known(["gsm8k", name])
+    assert len(calls) == 3
 
 
 def test_without_a_sandbox_humaneval_needs_permission_which_holds_until_it_is_scored(tmp_path, monkeypatch):

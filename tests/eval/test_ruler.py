@@ -175,6 +175,7 @@ def test_documents_hold_the_answer(task, count, facts):
         assert numbers == list(range(1, len(numbers) + 1))
         assert row["input"].endswith(f"\n\nQuestion: {known[index].text}") and row["prefix"] == " Answer:"
         assert len(known[index].documents) == facts
+        assert known[index].related and not {*known[index].documents} & {*known[index].related}
         assert all(f"\n{texts[number]}" in row["input"] for number in known[index].documents)
         assert row["answers"] == known[index].answers
     assert all("drained" not in question.text for question in known)  # SQuAD's impossible questions stay out

@@ -32,12 +32,18 @@ class Unit:
         return len(self.context) > 1
 
 
-def units_of(encoded: Sequence[Encoded]) -> list[Unit]:
-    """Scoring requests as units: choices of one document with one context share theirs. Skipped requests are left out."""
+def units_of(encoded: Sequence[Encoded], one_shot: bool = False) -> list[Unit]:
+    """Scoring requests as units: choices of one document with one context share theirs, whole texts are cut into blocks.
+
+    one_shot: for a forward pass without a cache: every continuation has a unit of its own, whole texts are cut into windows. Skipped
+    requests are left out.
+    """
     found: dict[Any, tuple[tuple[int, ...], list[tuple[int, ...]], list[int]]] = {}
     for number, item in enumerate(encoded):
-        for place, (context, continuation) in enumerate(item.blocks() if item.skipped is None else ()):
-            name = (item.unit, context) if item.kind == "loglikelihood" else (number, place)
+        parts = item.windows if one_shot and item.windows else item.blocks()
+        for place, (context, continuation) in enumerate(parts if item.skipped is None else ()):
+            shared = item.kind == "loglikelihood" and not one_shot
+            name = (item.unit, context) if shared else (number, place)
             _, continuations, owners = found.setdefault(name, (context, [], []))
             continuations.append(continuation)
             owners.append(number)
@@ -67,16 +73,6 @@ def generation_batches(items: Sequence[Encoded], batch_size: int, room: Room) ->
         return room(item.span), bool(item.num_asked), item.new_tokens, settings
 
     return in_batches(sorted(items, key=lambda item: item.span, reverse=True), batch_size, kind)
-
-
-def forward_units(encoded: Sequence[Encoded]) -> list[Unit]:
-    """Scoring requests as units of one continuation, whole texts by their windows. Skipped requests are left out."""
-    return [
-        Unit(context=context, continuations=(continuation,), owners=(number,))
-        for number, item in enumerate(encoded)
-        if item.skipped is None
-        for context, continuation in (item.windows or [(item.context, item.continuation)])
-    ]
 
 
 def forward_batches(units: Sequence[Unit], batch_size: int, in_order: bool) -> list[list[Unit]]:

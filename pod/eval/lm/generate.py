@@ -73,11 +73,9 @@ def _ends(model: Any, tokenizer: Any, until: Sequence[str], at_once: bool) -> tu
 
 def _options(settings: dict[str, Any]) -> dict[str, Any]:
     """Arguments of generate(); greedy unless sampling is asked for."""
-    sampled = bool(settings.get("do_sample"))
-    left_out = (
-        ("until", "max_length") if sampled else ("until", "max_length", "temperature", "top_p", "top_k")
-    )
-    return {name: value for name, value in settings.items() if name not in left_out} | {"do_sample": sampled}
+    of_sampling = () if settings["do_sample"] else ("temperature", "top_p", "top_k")
+    left_out = ("until", "max_length", *of_sampling)
+    return {name: value for name, value in settings.items() if name not in left_out}
 
 
 @torch.no_grad()
@@ -90,9 +88,7 @@ def generate(model: Any, tokenizer: Any, cache: Any, items: Sequence[Encoded]) -
     """
     settings, seed = items[0].settings, " ".join(item.key for item in items)
     options = _options(settings)
-    until = settings.get("until") or []
-    until = [until] if isinstance(until, str) else until
-    ends, stops = _ends(model, tokenizer, until, at_once=not options.get("min_new_tokens"))
+    ends, stops = _ends(model, tokenizer, settings["until"], at_once=not options.get("min_new_tokens"))
     pad = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends or [0])[0])
     gates.watch(cache)
     before, rows = in_parts(items)

@@ -14,14 +14,7 @@ from lm_eval.models.huggingface import HFLM
 from pod.eval.answer.budget import Span, Subject
 from pod.eval.answer.ranks import Ranks
 from pod.eval.answer.store import Shelf, Store, key_of
-from pod.eval.lm.batches import (
-    Unit,
-    forward_batches,
-    forward_units,
-    generation_batches,
-    unit_batches,
-    units_of,
-)
+from pod.eval.lm.batches import Unit, forward_batches, generation_batches, unit_batches, units_of
 from pod.eval.lm.generate import generate
 from pod.eval.lm.index import Rule, quiet_logger
 from pod.eval.lm.payload import largest
@@ -141,11 +134,12 @@ class PodLM(LM):
         """Sum in nats and whether it is greedy, per request; of a text in blocks the sums add up. Skipped: (-inf, False)."""
         totals = [(-float("inf"), False) if item.skipped else (0.0, True) for item in encoded]
         batches: Callable[[list[Unit]], list[list[Unit]]]
+        units = units_of(encoded, self.one_shot)
         if self.one_shot:
-            units, compute = forward_units(encoded), self._forward
+            compute = self._forward
             batches = functools.partial(forward_batches, batch_size=self.batch_size, in_order=whole_texts)
         else:
-            units, compute = units_of(encoded), self._decode
+            compute = self._decode
             batches = functools.partial(unit_batches, batch_size=self.batch_size, room=self.subject.room)
             self.subject.budgets.prepare({unit.span.length for unit in units})
         found = self._shelf.answers(units, self._unit_key, batches, compute)

@@ -116,12 +116,10 @@ def leaf_payload(
         if row["filter"] != filtered:
             continue
         name = f"{prefix}{row['doc_id']}"
-        if reason is not None:
-            skipped.append({"id": name, "reason": reason})
-        elif metric in row:
+        if reason is None and metric in row:
             samples.append({"id": name, **_sample(leaf, row, asked, metric)})
         else:
-            skipped.append({"id": name, "reason": f"the task gives it no {metric}"})
+            skipped.append({"id": name, "reason": reason or f"the task gives it no {metric}"})
     higher = leaf.task.higher_is_better().get(metric, True)
     return scored_payload(
         leaf.kind,
@@ -186,9 +184,9 @@ def _bytes_rows(leaf: Leaf, samples: list[dict[str, Any]], budgets: ByteBudgets)
     for length in sorted({sample["length"] for sample in samples if sample["length"]}):
         same = [sample for sample in samples if sample["length"] == length]
         held = [sample["bytes"] for sample in same if sample["bytes"] is not None]
-        own = [sample["budget_tokens"] for sample in same if sample["budget_tokens"] is not None]
-        stated = budgets.stated(length, max(own, default=None), held)
-        _correct_early_ends(stated, max((sample["held_tokens"] or length for sample in same), default=length))
+        most = largest(same, "budget_tokens", "held_tokens")
+        stated = budgets.stated(length, most["budget_tokens"], held)
+        _correct_early_ends(stated, most["held_tokens"] or length)
         rows.append({"task": leaf.name, "samples": len(same), **stated})
     return rows
 

@@ -98,27 +98,32 @@ class LmTask(Task):
             )
         return {"on": True, "off": False}.get(self.args.chat_template, rule.chat_template and has)
 
+    def _prompts(self, leaf: Leaf) -> None:
+        """Build the requests of a leaf; the same ones every time: few-shot examples are drawn by a seed."""
+        leaf.task.set_fewshot_seed(seed=_FEWSHOT_SEED)
+        leaf.task.build_all_requests(
+            limit=self.limit,
+            rank=0,
+            world_size=1,
+            apply_chat_template=leaf.rule.chat_template,
+            fewshot_as_multiturn=leaf.rule.chat_template,
+            chat_template=self.encoder.apply_chat_template if leaf.rule.chat_template else None,
+            tokenizer_name=str(self.run.recipe.model.path),
+        )
+
     def _build(self, leaf: Leaf) -> None:
         """Encode the prompts of a leaf and keep what the checks need: sizes and counts; the prompts themselves are made again."""
         from pod.eval.lm.batches import spans_of
 
         with lm_index.quiet():
-            leaf.task.set_fewshot_seed(seed=_FEWSHOT_SEED)  # the same prompts every time
-            leaf.task.build_all_requests(
-                limit=self.limit,
-                rank=0,
-                world_size=1,
-                apply_chat_template=leaf.rule.chat_template,
-                fewshot_as_multiturn=leaf.rule.chat_template,
-                chat_template=self.encoder.apply_chat_template if leaf.rule.chat_template else None,
-                tokenizer_name=str(self.run.recipe.model.path),
-            )
+            self._prompts(leaf)
         encoded = self.encoder.requests(leaf.task.instances, leaf.rule)
         for request, item in zip(leaf.task.instances, encoded, strict=True):
             if item.skipped is None:
                 lengths = [leaf.lengths.get(request.doc_id, 0), *(span.length for span in spans_of([item]))]
                 leaf.lengths[request.doc_id] = max(lengths)
-                leaf.longest = max(leaf.longest, _end(item))
+                read = max(len(context) + len(scored) for context, scored in item.blocks())
+                leaf.longest = max(leaf.longest, read + item.new_tokens - 1)  # the last token is never fed
         answered = [item for item in encoded if item.skipped is None]
         leaf.spans = spans_of(answered)
         if leaf.task.OUTPUT_TYPE != "loglikelihood_rolling":
@@ -174,10 +179,3 @@ class LmTask(Task):
             prefix=f"{leaf.name}/" if self.loaded.is_group else "",
             settings={"limit": self.limit, "too_long": self.args.too_long},
         )
-
-
-def _end(item: Any) -> int:
-    """Tokens that a model reads for a request at most."""
-    if item.kind == "generate_until":
-        return len(item.context) + item.new_tokens - 1
-    return max(len(context) + len(continuation) - 1 for context, continuation in item.blocks())

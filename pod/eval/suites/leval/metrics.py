@@ -11,10 +11,7 @@ LETTERS = "ABCD"
 SUBSET_CREDIT = 0.25
 FACT_MARK = "[fact:"
 _OPTION = re.compile(r"\s*[A-Z](?=[\s.)])")
-_CODE_PHRASES = (
-    *("will be", "of the code", "is", "would be"),
-    *("the value of", "the result of", "printed"),
-)
+_CODE_PHRASES = ("will be", "of the code", "is", "would be", "the value of", "the result of", "printed")
 
 
 def exact_match(answer: str, target: str) -> float:

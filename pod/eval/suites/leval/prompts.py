@@ -13,7 +13,6 @@ SYSTEM: dict[str, str] = read_json(Path(__file__).with_name("prompts.json"))
 PLAIN = ("gsm100", "codeU", "topic_retrieval_longchat")
 """tasks whose prompt is the document and the question, with nothing around them"""
 
-ANSWER_PREFIX = "\nAnswer:"
 _IN_DOCUMENT = "based on the world described in the document."
 _IN_WORLD = "based on the real-world knowledge and facts up until your last training"
 
@@ -37,7 +36,7 @@ def user_prompt(task: str, document: str, instruction: str, words: int) -> str:
 
 def answer_prefix(task: str) -> str:
     """How the answer begins."""
-    return ANSWER_PREFIX if task in SYSTEM and task not in PLAIN else ""
+    return "\nAnswer:" if task in SYSTEM and task not in PLAIN else ""
 
 
 def fact_prompt(instruction: str) -> str:

@@ -44,11 +44,6 @@ def asked(task: str, question: str) -> str:
     return PROMPTS[task].partition("{context}")[2].replace("{input}", question)
 
 
-def length_group(length: int) -> str:
-    """LongBench-E's group of a sample by its official length (words; characters in Chinese)."""
-    return "0_4k" if length < 4000 else "4_8k" if length < 8000 else "8k"
-
-
 def _scorer(name: str, metric: Callable[..., float], first_line: bool = False, *fields: str) -> Scorer:
     """first_line: see `metrics.first_line`; fields: of a row, that the metric takes, too."""
 
@@ -61,11 +56,12 @@ def _scorer(name: str, metric: Callable[..., float], first_line: bool = False, *
 
 
 def by_length(scorer: Scorer) -> Scorer:
-    """The same scorer for LongBench-E, where each sample also counts for its length group."""
+    """The same scorer for LongBench-E, where each sample also counts for its group by its official length (words; characters in Chinese)."""
 
     def score(doc: Row, results: list[str]) -> dict[str, float]:
         scores = scorer(doc, results)
-        return {**scores, f"score_{length_group(doc['length'])}": scores["score"]}
+        group = LENGTH_GROUPS[(doc["length"] >= 4000) + (doc["length"] >= 8000)]
+        return {**scores, group: scores["score"]}
 
     return score
 

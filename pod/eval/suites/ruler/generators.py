@@ -121,7 +121,7 @@ class VariableTracking:
         return f"{prompt}{prefix} {' '.join(names)}\n"
 
     def _question(self, rng: random.Random, size: int, letters: int) -> tuple[str, str, list[str]]:
-        names = _distinct(rng, self.num_hops + 1, string.ascii_uppercase, letters)
+        names = _distinct(self.num_hops + 1, lambda: "".join(rng.choices(string.ascii_uppercase, k=letters)))
         value = str(rng.randint(10000, 99999))
         chain = [f"VAR {names[0]} = {value}"]
         chain += [f"VAR {new} = VAR {old} " for old, new in itertools.pairwise(names)]
@@ -155,10 +155,7 @@ class CommonWords:
         if size <= len(words):
             chosen = rng.sample(words, size)
         else:  # more words than the list has: the rest are pairs, so that every one stays readable
-            pairs: dict[str, None] = {}
-            while len(pairs) < size - len(words):
-                pairs[_pair(rng)] = None
-            chosen = [*words, *pairs]
+            chosen = [*words, *_distinct(size - len(words), lambda: _pair(rng))]
             rng.shuffle(chosen)
         common, others = chosen[: self.num_common], chosen[self.num_common :]
         shuffled = common * often + others * seldom
@@ -175,7 +172,9 @@ class FrequentWords:
         self.num_words = max(8, room // 50)
 
     def sample(self, rng: random.Random, index: int, size: int) -> Sample:
-        words = _distinct(rng, self.num_words, string.ascii_lowercase, self.letters)
+        words = _distinct(
+            self.num_words, lambda: "".join(rng.choices(string.ascii_lowercase, k=self.letters))
+        )
         words[0] = "..."
         norm = math.pi**2 / 6  # zeta(2)
         text = [word for rank, word in enumerate(words, start=1) for _ in range(int(size / rank**2 / norm))]
@@ -247,10 +246,10 @@ def _pair(rng: random.Random) -> str:
     return f"{rng.choice(corpora.words('adjectives'))}-{rng.choice(corpora.words('nouns'))}"
 
 
-def _distinct(rng: random.Random, count: int, letters: str, length: int) -> list[str]:
+def _distinct(count: int, make: Callable[[], str]) -> list[str]:
     found: dict[str, None] = {}
     while len(found) < count:
-        found["".join(rng.choices(letters, k=length))] = None
+        found[make()] = None
     return list(found)
 
 
