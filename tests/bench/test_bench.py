@@ -380,7 +380,7 @@ def test_the_dense_cache_takes_its_fastest_backend(bench, monkeypatch):
         raise RuntimeError("no such\nkernel")
 
     with dense_peers():
-        monkeypatch.setitem(DECODERS, "broken", DECODERS["grouped"]._replace(decode=broken))
+        monkeypatch.setitem(DECODERS, "broken", DECODERS["grouped"]._replace(run=broken))
         monkeypatch.setitem(DECODERS, "slow", DECODERS["grouped"])
         bench.skip = {"full slow": "left out"}
         name, tried = decode_speed.fastest_backend(bench, 1, 40)

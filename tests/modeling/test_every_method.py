@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from method_table import CODEC, LAYOUTS, PAIRED, ROWS, SELECTIONS, UNPACKED, Row
+from method_table import CODEC, LAYOUTS, MINICACHE, ROWS, SELECTIONS, UNPACKED, Row
 from oracle_tools import run_cache
 
 import pod
@@ -206,7 +206,7 @@ def test_every_combination_is_exact_or_refused_with_its_reason(tools, model_of, 
     """All selections and codecs over a layout, with nothing dropped or packed: the model itself, or a sentence."""
     model, ids, works = model_of(layout.model), tools.random_ids(2, 12), []
     expected = model(ids).logits
-    for row in (Row("", whole={}), *SELECTIONS, *PAIRED):
+    for row in (Row("", whole={}), *SELECTIONS, MINICACHE):
         for codec in ("", "int4"):
             spec = "+".join(part for part in (layout.spec, row.spec, codec) if part)
             options = row.options | row.whole | (CODEC | UNPACKED if codec else {})
@@ -220,7 +220,7 @@ def test_every_combination_is_exact_or_refused_with_its_reason(tools, model_of, 
             works.append(spec)
     assert {layout.spec, f"{layout.spec}+int4"} <= set(works)
     if layout.spec == "full":
-        assert len(works) == 2 * (len(SELECTIONS) + 1) + len(PAIRED)
+        assert len(works) == 2 * (len(SELECTIONS) + 2)
 
 
 @each
