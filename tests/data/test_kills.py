@@ -71,7 +71,13 @@ def moments(output, generator, duration):
     """When one preparation is killed: twice by what it has finished, twice by the clock. Each is asked until it says yes."""
 
     def finished(pattern, count):
-        return lambda seconds: len(list(output.parent.glob(pattern))) >= count
+        def is_reached(seconds):
+            try:
+                return len(list(output.parent.glob(pattern))) >= count
+            except FileNotFoundError:  # the run is done and clears up while its files are counted
+                return False
+
+        return is_reached
 
     def passed(limit):
         return lambda seconds: seconds >= limit
