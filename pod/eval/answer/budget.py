@@ -21,7 +21,7 @@ def length_class(length: int) -> int:
     return -(-length // LENGTH_CLASS) * LENGTH_CLASS
 
 
-_NO_LIMIT = 1 << 20
+NO_LIMIT = 1 << 20
 """Tokens; a budget under which nothing is dropped, also by methods that give some layers less than others."""
 
 
@@ -124,7 +124,7 @@ class Subject:
         """The budget that a cache is made with: no limit where it follows PoD's bytes and PoD has dropped nothing yet."""
         budget = self.budget(span)
         unlimited = self.method.budget is None and budget is not None and budget >= span.length
-        return _NO_LIMIT if unlimited else budget
+        return NO_LIMIT if unlimited else budget
 
     def cache(self, span: Span) -> Any:
         """A new cache."""

@@ -143,7 +143,10 @@ def answer_behind(
     new_tokens: int,
 ) -> list[str]:
     """`tokens_behind` as texts."""
-    new = tokens_behind(model, cache, mask, rows, new_tokens, pad_id(tokenizer))
+    return _texts(tokenizer, tokens_behind(model, cache, mask, rows, new_tokens, pad_id(tokenizer)))
+
+
+def _texts(tokenizer: Any, new: Tensor) -> list[str]:
     return [tokenizer.decode(row, skip_special_tokens=True) for row in new]
 
 
@@ -164,12 +167,10 @@ def answers(
     pad, (before, rows) = pad_id(tokenizer), in_parts(prompts)
     mask = None if before is None else read_prompts(model, cache, before, pad)
     new = tokens_behind(model, cache, mask, rows, new_tokens, pad)
-    said, held = (
-        [tokenizer.decode(row, skip_special_tokens=True) for row in new],
-        cache.nbytes // len(prompts),
-    )
-    more = decided(cache, new, pad)
-    return [{"answer": text, "bytes": held, **one} for text, one in zip(said, more, strict=True)]
+    held, more = cache.nbytes // len(prompts), decided(cache, new, pad)
+    return [
+        {"answer": text, "bytes": held, **one} for text, one in zip(_texts(tokenizer, new), more, strict=True)
+    ]
 
 
 def key_of_prompt(prompt: Asked, new_tokens: int, room: int | None) -> str:

@@ -14,7 +14,7 @@ import torch
 from lm_eval.api.registry import register_model
 
 import pod
-from pod.eval.answer.budget import ByteBudgets, Subject, measure_bytes, native_bytes_per_token
+from pod.eval.answer.budget import NO_LIMIT, ByteBudgets, Subject, measure_bytes, native_bytes_per_token
 from pod.eval.answer.methods import Method, find_method
 from pod.eval.answer.ranks import Ranks
 from pod.eval.answer.store import Store
@@ -25,7 +25,6 @@ from pod.modeling.loading import with_plan
 
 _RANKS: list[Ranks] = []
 POD_BYTES = "pod"
-_LARGE = 1 << 20  # tokens
 
 
 def make_subject(
@@ -56,7 +55,7 @@ def make_subject(
     one_shot = found.one_shot and not options and not model.config.sharing_plan.packs
     measure = None if reference is None else functools.partial(measure_bytes, reference, "pod")
     budgets = ByteBudgets(native_bytes_per_token(model), measure)
-    pod.make_cache(model, found.spec, budget=_LARGE if follows else found.fixed_budget(_LARGE), **options)
+    pod.make_cache(model, found.spec, budget=NO_LIMIT if follows else found.fixed_budget(NO_LIMIT), **options)
     return Subject(replace(found, one_shot=one_shot), lambda: model, options, budgets)
 
 

@@ -1,6 +1,5 @@
 """The sentences of a report: which there are and the facts behind them. How they read stands in `notes.jinja`."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from pod.eval.answer.methods import BASE, TRAINED
@@ -34,7 +33,7 @@ def headline(comparison: Comparison) -> str:
     held = shown and bytes_at(shown, common_length(comparison.entries))
     verdicts = _gains_and_losses(comparison, shown) if shown else {}
     facts = {"comparison": comparison, "shown": shown, "held": held, "verdicts": verdicts, **counts}
-    facts["trained"] = shown is not None and any(_trained_base(comparison, shown))
+    facts["trained"] = shown is not None and _is_against_trained(comparison, shown)
     return " ".join(sentences("headline", **facts))
 
 
@@ -50,10 +49,10 @@ def _gains_and_losses(comparison: Comparison, shown: Entry) -> dict[str, list[st
     return {mark: lines for mark, lines in found.items() if lines}
 
 
-def _trained_base(comparison: Comparison, entry: Entry) -> Iterator[bool]:
-    """By task of a row, whether its base is the dense model trained on the same tokens."""
+def _is_against_trained(comparison: Comparison, entry: Entry) -> bool:
+    """Whether a row is held against the dense model trained on the same tokens, in any of its tasks."""
     bases = (comparison.base_of(entry, task) for task in entry.parts)
-    return (base.method == TRAINED for base in bases if base is not None)
+    return any(base is not None and base.method == TRAINED for base in bases)
 
 
 def origin(comparison: Comparison) -> list[str]:
@@ -83,7 +82,7 @@ def overview_notes(comparison: Comparison) -> list[str]:
         unsaved=bool(savings) and max(savings) < 0.005,
         hidden=list(comparison.columns())[MOST_COLUMNS:],
         speeds=[f"{length:,}" for length in speeds],
-        trained=[e.label for e in comparison.entries if any(_trained_base(comparison, e))],
+        trained=[e.label for e in comparison.entries if _is_against_trained(comparison, e)],
     )
 
 

@@ -156,12 +156,12 @@ def gate_metrics(counts: dict[str, list[Any]]) -> dict[str, Any]:
     skipping, and of the dense model's, what PoD saves anyway included. Nothing where no decoded token had distant ones."""
     if not any(counts.get("heads", ())):
         return {}
-    heads, heads_skipped, groups, groups_skipped, exact, saved, dense = map(sum, counts.values())
+    of = {name: sum(layers) for name, layers in counts.items()}
     found = {
-        "query heads that skip": heads_skipped / heads,
-        "KV heads unread": groups_skipped / groups,
-        "attention saved": saved / exact,
-        "saved over dense": 1 - (exact - saved) / dense,
+        "query heads that skip": of["heads_skipped"] / of["heads"],
+        "KV heads unread": of["groups_skipped"] / of["groups"],
+        "attention saved": of["saved"] / of["exact"],
+        "saved over dense": 1 - (of["exact"] - of["saved"]) / of["dense"],
     }
     return {name: {"value": value, "ci95": None} for name, value in found.items()}
 

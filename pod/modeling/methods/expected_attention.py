@@ -33,10 +33,8 @@ class ExpectedAttention(Ranking):
 
     def __init__(self, config: PodConfig, request: Request):
         self.num_sink_tokens = request.below_budget("num_sink_tokens")
-        self.num_future_positions, self.epsilon = (
-            request.params["num_future_positions"],
-            request.params["epsilon"],
-        )
+        self.num_future_positions = request.params["num_future_positions"]
+        self.epsilon = request.params["epsilon"]
         self.scale, self.count = config.head_dim**-0.5, 0
         self.mean: Tensor | None = None
 
