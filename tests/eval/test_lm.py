@@ -64,7 +64,7 @@ def test_one_forward_sees_the_very_batches_of_hflm(monkeypatch):
 def test_padding_is_part_of_the_batches():
     """Rows of different lengths do meet in one batch, or the comparison of batches would say nothing about padding."""
     encoded = lm_tools.around("snapkv").encoder.requests(lm_tools.ragged(), Rule())
-    batches = unit_batches(units_of(encoded), 3, lambda span: None)
+    batches = unit_batches(units_of(encoded), 3)
     assert max(len({len(unit.context) for unit in batch}) for batch in batches) >= 2
 
 
@@ -112,6 +112,21 @@ def test_every_method_is_tested():
 
 
 BUDGETED = [name for name in EVERY if "budget" in lm_tools.SMALL[name]]
+
+
+@pytest.mark.parametrize("spec", BUDGETED)
+def test_prompts_with_budgets_of_their_own_share_a_batch(spec):
+    """A share of the tokens: two length classes, so two budgets; scores, answers and what is held are those of each prompt alone."""
+    alone, together = (lm_tools.around(spec, budget=0.4, batch_size=size) for size in (1, 5))
+    assert differences(answers(alone), answers(together)) <= 1e-9
+    requests = lm_tools.generations()
+    assert alone.generate_until(requests) == together.generate_until(requests)
+    records = list(zip(alone.records.values(), together.records.values(), strict=True))
+    assert len({one["budget_tokens"] for one, _ in records}) == 2
+    for one, other in records:
+        assert one["budget_tokens"] == other["budget_tokens"]
+        if one["held_tokens"] == other["held_tokens"]:  # a row that ends before others is fed on
+            assert abs(one["bytes"] - other["bytes"]) <= 0.02 * one["bytes"]  # bookkeeping
 
 
 @pytest.mark.parametrize("spec", BUDGETED)

@@ -190,21 +190,15 @@ def test_sizes():
     encoder = Encoder(lm_tools.tokenizer(), 4096)
     requests = lm_tools.choices() + lm_tools.generations()
     encoded = encoder.requests(requests, Rule())
-    asked = {batch[0].span for batch in unit_batches(units_of(encoded[:-4]), 3, by_length)}
-    asked |= {
-        span_of(len(batch[0].context), 0, 6) for batch in generation_batches(encoded[-4:], 3, by_length)
-    }
+    asked = {unit.span for batch in unit_batches(units_of(encoded[:-4]), 3) for unit in batch}
+    generated = [item for batch in generation_batches(encoded[-4:], 3) for item in batch]
+    asked |= {span_of(len(item.context), 0, 6) for item in generated}
     assert spans_of(encoded) == asked
 
 
-def by_length(span):
-    return span.length
-
-
 @pytest.mark.parametrize("kind", ["generate", "score"])
-def test_batches_are_full_where_caches_are_alike(kind):
-    """60 prompts of 100 to 3,000 tokens, batches of 8: a method without a budget, or with a fixed one, mixes lengths; neighbours stand
-    together."""
+def test_batches_are_full_whatever_the_budgets(kind):
+    """60 prompts of 100 to 3,000 tokens, batches of 8; neighbours in length stand together."""
     lengths = [100 + 49 * i * i % 2900 for i in range(60)]
     requests = [
         instance("generate_until", ("x" * n, {"until": [], "max_gen_toks": 8}), i)
@@ -213,27 +207,21 @@ def test_batches_are_full_where_caches_are_alike(kind):
         for i, n in enumerate(lengths)
     ]
     encoded = Encoder(lm_tools.tokenizer(), 4096).requests(requests, Rule())
-
-    def batches(room):
-        if kind == "generate":
-            return generation_batches(encoded, 8, room)
-        return unit_batches(units_of(encoded), 8, room)
-
-    alike, unlike = batches(lambda span: 1024), batches(by_length)
-    assert len(encoded) / len(alike) >= 6 and len(encoded) / len(unlike) < 2
-    firsts = [len(batch[0].context) for batch in alike]
-    assert firsts == sorted(firsts, reverse=True)
-    assert sorted(len(item.context) for batch in alike for item in batch) == sorted(lengths)
+    batches = generation_batches(encoded, 8) if kind == "generate" else unit_batches(units_of(encoded), 8)
+    assert len(encoded) / len(batches) >= 6
+    asked = [item for batch in batches for item in batch]
+    assert [item.span for item in asked] == sorted((item.span for item in asked), reverse=True)
+    assert sorted(len(item.context) for item in asked) == sorted(lengths)
 
 
 def test_choices_of_a_document_share_a_unit_and_batches_hold_them_together():
     encoded = Encoder(lm_tools.tokenizer(), 4096).requests(lm_tools.choices(), Rule())
     units = units_of(encoded)
     assert [unit.owners for unit in units] == [(0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11), (12,)]
-    batches = unit_batches(units, 4, by_length)
+    batches = unit_batches(units, 4)
     assert sorted(n for batch in batches for unit in batch for n in unit.owners) == list(range(13))
     for batch in batches:
-        assert len({unit.span for unit in batch}) == 1
+        assert len({unit.holds_out for unit in batch}) == 1
         assert len(batch) == 1 or sum(len(unit.owners) for unit in batch) <= 4
     alone = units_of(encoded, one_shot=True)
     rows = [[unit.owners[0] for unit in batch] for batch in forward_batches(alone, 2, in_order=False)]

@@ -1,5 +1,6 @@
 """What every method and composition must do, over the rows of ``method_table``."""
 
+import copy
 import functools
 import re
 
@@ -11,6 +12,7 @@ from oracle_tools import run_cache
 import pod
 
 each = pytest.mark.parametrize("row", ROWS, ids=[row.id for row in ROWS])
+BUDGETED = [row for row in ROWS if "budget" in row.options]
 TURNS = [("prompt", 27), ("decode", 3), ("prompt", 8), ("decode", 3)]
 
 
@@ -62,9 +64,9 @@ def generate(model, cache, ids, mask, tokens, **arguments):
     return ids, torch.stack(logits[-tokens:], 1)
 
 
-def two_turns(model, row, ids, mask, second, second_mask, **arguments):
+def two_turns(model, row, ids, mask, second, second_mask, cache=None, **arguments):
     """Two rounds of ``generate()`` over one cache: logits of both, all tokens."""
-    cache = make(model, row)
+    cache = cache or make(model, row)
     ids, first = generate(model, cache, ids, mask, 4, **arguments)
     mask = torch.cat((mask, torch.ones_like(ids[:, -4:]), second_mask), 1)
     ids, last = generate(model, cache, torch.cat((ids, second), 1), mask, 4, **arguments)
@@ -86,6 +88,55 @@ def test_padded_rows_equal_rows_alone_in_two_rounds_of_generate(tools, model_of,
         logits, _, cache = two_turns(model, row, ids, mask, second, second_mask, prefill_chunk_size=chunk)
         assert (logits - torch.cat(alone)).abs().max() <= 1e-9
         assert cache.lengths.tolist() == [34 + 7 + 7, 21 + 6 + 7, 3 + 2 + 7]
+
+
+def held_by(cache, row):
+    """Bytes by tensor that the group of a row alone holds."""
+    (layers,) = [group.layers for group in cache.groups if group.rows == [row]]
+    return [(name, tensor.untyped_storage().nbytes()) for layer in layers for name, tensor in layer.parts()]
+
+
+@pytest.mark.parametrize("row", BUDGETED, ids=[row.id for row in BUDGETED])
+@torch.no_grad()
+def test_rows_of_unlike_budgets_equal_rows_alone(tools, model_of, row):
+    """Rows of 34, 21, 30 and 3 tokens, the first and the last of one budget; each holds the bytes that it holds alone."""
+    model, least = model_of(row.model), row.options["budget"]
+    budgets = [least, least + 9, least + 2, least]
+    ids, second = tools.random_ids(4, 34), tools.random_ids(4, 7, seed=1)
+    mask, second_mask = ragged(ids, [34, 21, 30, 3]), ragged(second, [7, 6, 7, 2])
+    mixed = make(model, row, budget=budgets)
+    logits, _, _ = two_turns(model, row, ids, mask, second, second_mask, mixed)
+    mixed.check_integrity()
+    for i, budget in enumerate(budgets):
+        own, more = ids[i][mask[i].bool()][None], second[i][second_mask[i].bool()][None]
+        ones, cache = (torch.ones_like(own), torch.ones_like(more)), make(model, row, budget=budget)
+        alone, _, _ = two_turns(model, row, own, ones[0], more, ones[1], cache)
+        assert (logits[i] - alone[0]).abs().max() <= 1e-9
+        if hasattr(cache, "groups"):
+            assert held_by(mixed, i) == held_by(cache, 0)
+            assert abs(mixed.nbytes_by_row()[i] - cache.nbytes) < 2000  # of bookkeeping
+    again = make(model, row, budget=budgets)
+    again.from_state(copy.deepcopy(mixed.state()))
+    mixed.reorder_cache(torch.tensor([1, 0]))
+    again.batch_select_indices(torch.tensor([1, 0]))
+    fed, said = tools.random_ids(2, 1, seed=3), torch.ones_like(mask[:, :4])
+    grown = torch.cat((mask, said, second_mask, said), 1)
+    outputs = [model(fed, attention_mask=grown[[1, 0]], past_key_values=c).logits for c in (mixed, again)]
+    assert (outputs[0] - outputs[1]).abs().max() <= 1e-12
+
+
+def test_budgets_of_rows_are_checked(tools, model_of):
+    model = model_of("dense")
+    cache = pod.make_cache(model, "h2o", budget=[8, 12])
+    with pytest.raises(ValueError, match="budgets of 2 rows, the batch has 3: give each row its budget"):
+        model(tools.random_ids(3, 20), past_key_values=cache)
+    model(tools.random_ids(2, 20), past_key_values=cache)  # nothing was fed
+    assert [layer.held for group in cache.groups for layer in group.layers[:1]] == [8, 12]
+    for budget in ([], [8, 0], [8, 2.5], (8, 9), "88"):
+        with pytest.raises(ValueError, match="needs budget=…"):
+            pod.make_cache(model, "h2o", budget=budget)
+    with pytest.raises(ValueError, match="takes no budget"):
+        pod.make_cache(model, "full", budget=[8, 9])
 
 
 @each

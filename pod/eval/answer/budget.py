@@ -16,7 +16,7 @@ LENGTH_CLASS = 64  # tokens
 def length_class(length: int) -> int:
     """A sample's length rounded up to a multiple of 64 tokens, the length that its budget is taken at.
 
-    So samples of one class get one budget and may share a batch, and few cache sizes exist, however ragged the lengths are.
+    So few budgets and cache sizes exist, however ragged the lengths are.
     """
     return -(-length // LENGTH_CLASS) * LENGTH_CLASS
 
@@ -126,9 +126,11 @@ class Subject:
         unlimited = self.method.budget is None and budget is not None and budget >= span.length
         return NO_LIMIT if unlimited else budget
 
-    def cache(self, span: Span) -> Any:
-        """A new cache."""
-        return pod.make_cache(self.model, self.method.spec, budget=self.room(span), **self.options)
+    def cache(self, *spans: Span) -> Any:
+        """A new cache; of several spans, for a batch whose rows are of these."""
+        rooms = [room for span in spans if (room := self.room(span)) is not None]
+        budget = rooms if len(set(rooms)) > 1 else next(iter(rooms), None)
+        return pod.make_cache(self.model, self.method.spec, budget=budget, **self.options)
 
     def stated(self, span: Span, held: Sequence[int]) -> dict[str, Any]:
         """What a result says about the bytes per sequence of caches that were used."""

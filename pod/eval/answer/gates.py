@@ -7,8 +7,8 @@ Counts = dict[str, list[float | None]]
 
 def watch(cache: Any) -> Any:
     """Let the layers of a new cache note what gates skip, where it has a `tau`; for `skipped`. Returns the cache."""
-    if (make := getattr(cache, "make_child", None)) is not None:  # whose layers are made when rows come
-        cache.make_child = lambda *arguments: _watched(make(*arguments))
+    for kind in getattr(cache, "kinds", ()):  # whose layers are made when rows come
+        kind.make_child = lambda *arguments, make=kind.make_child: _watched(make(*arguments))
     for layer in cache.layers:
         _watched(layer)
     return cache

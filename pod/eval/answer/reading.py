@@ -115,6 +115,14 @@ def decided(cache: Any, new: Tensor | None = None, pad: int = 0) -> list[dict[st
     return found
 
 
+def held(cache: Any) -> list[dict[str, int]]:
+    """What is held for each row: `bytes`, and `held_tokens`, those seen by the longest of the rows that share its tensors."""
+    lengths = cache.lengths.tolist()
+    shared = [group.rows for group in getattr(cache, "groups", ())] or [range(len(lengths))]
+    tokens = {row: max(lengths[other] for other in rows) for rows in shared for row in rows}
+    return [{"bytes": size, "held_tokens": tokens[row]} for row, size in enumerate(cache.nbytes_by_row())]
+
+
 def behind(mask: Tensor | None, rows: Sequence[Sequence[int]], pad: int, device: Any) -> dict[str, Tensor]:
     """`input_ids` and `attention_mask` for `generate`: rows (left padding) behind what a cache has seen, of which ``mask`` [B, n] tells."""
     ids, new = left_padded(rows, pad, device)

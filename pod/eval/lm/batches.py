@@ -1,7 +1,7 @@
 """Batches of encoded requests, fixed from all requests before any is answered: an answer is the same on any number of ranks."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,27 +50,23 @@ def units_of(encoded: Sequence[Encoded], one_shot: bool = False) -> list[Unit]:
     return [Unit(context=c, continuations=tuple(t), owners=tuple(o)) for c, t, o in found.values()]
 
 
-Room = Callable[[Span], int | None]
-"""What decides a cache: its budget, None where there is none."""
-
-
-def unit_batches(units: Sequence[Unit], batch_size: int, room: Room) -> list[list[Unit]]:
-    """Units of caches of one kind together, at most `batch_size` continuations in a batch unless one unit has more; the longest first."""
-    groups: dict[tuple[int | None, bool], list[list[Unit]]] = {}
+def unit_batches(units: Sequence[Unit], batch_size: int) -> list[list[Unit]]:
+    """At most `batch_size` continuations in a batch unless one unit has more; the longest first. Every row's cache has its own budget."""
+    groups: dict[bool, list[list[Unit]]] = {}
     for unit in sorted(units, key=lambda unit: unit.span, reverse=True):
-        batches = groups.setdefault((room(unit.span), unit.holds_out), [[]])
+        batches = groups.setdefault(unit.holds_out, [[]])
         if batches[-1] and sum(len(u.continuations) for u in [*batches[-1], unit]) > batch_size:
             batches.append([])
         batches[-1].append(unit)
     return [batch for batches in groups.values() for batch in batches]
 
 
-def generation_batches(items: Sequence[Encoded], batch_size: int, room: Room) -> list[list[Encoded]]:
-    """Generation requests with caches of one kind and the same settings; the longest first."""
+def generation_batches(items: Sequence[Encoded], batch_size: int) -> list[list[Encoded]]:
+    """Generation requests with the same settings; the longest first."""
 
-    def kind(item: Encoded) -> tuple[int | None, bool, int, str]:
+    def kind(item: Encoded) -> tuple[bool, int, str]:
         settings = json.dumps(item.settings, sort_keys=True, default=str)
-        return room(item.span), bool(item.num_asked), item.new_tokens, settings
+        return bool(item.num_asked), item.new_tokens, settings
 
     return in_batches(sorted(items, key=lambda item: item.span, reverse=True), batch_size, kind)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from pod.eval.answer import gates
-from pod.eval.answer.reading import behind, decided, in_parts, read_prompts
+from pod.eval.answer.reading import behind, decided, held, in_parts, read_prompts
 from pod.eval.lm.requests import Encoded
 
 _MARGIN = 4  # tokens looked at beyond the longest stop string
@@ -80,8 +80,8 @@ def _options(settings: dict[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def generate(model: Any, tokenizer: Any, cache: Any, items: Sequence[Encoded]) -> list[dict[str, Any]]:
-    """The record of every request of a batch (left padding) through `cache`, a new one: its `answer`, `bytes` held per row,
-    `held_tokens` that the longest row has seen at the end, and what was `decided`.
+    """The record of every request of a batch (left padding) through `cache`, a new one: its `answer`, what was `held` at the end, and what
+    was `decided`.
 
     A question of its own is put behind the compressed text. New tokens and settings are those of the first request (`until` holds the stop
     strings); sampling depends on the requests' keys, so that a restarted run samples the same answers.
@@ -107,8 +107,8 @@ def generate(model: Any, tokenizer: Any, cache: Any, items: Sequence[Encoded]) -
             stopping_criteria=StoppingCriteriaList([StopStrings(tokenizer, stops, columns)]),
             **options,
         )
-    held = {"bytes": cache.nbytes // len(items), "held_tokens": int(cache.lengths.max())}
     new = out[:, columns:]
     said = [text_of(tokenizer, row, ends, stops) for row in new.tolist()]
     more = decided(cache, new, pad)
-    return [{"answer": text, **held, **one} for text, one in zip(said, more, strict=True)]
+    records = zip(said, held(cache), more, strict=True)
+    return [{"answer": text, **size, **one} for text, size, one in records]

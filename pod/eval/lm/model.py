@@ -93,7 +93,7 @@ class PodLM(LM):
         found = self._shelf.answers(
             items,
             self._generation_key,
-            lambda left: generation_batches(left, self.batch_size, self.subject.room),
+            lambda left: generation_batches(left, self.batch_size),
             self._generate,
         )
         said = {item.key: record for item, record in zip(items, found, strict=True)}
@@ -140,7 +140,7 @@ class PodLM(LM):
             batches = functools.partial(forward_batches, batch_size=self.batch_size, in_order=whole_texts)
         else:
             compute = self._decode
-            batches = functools.partial(unit_batches, batch_size=self.batch_size, room=self.subject.room)
+            batches = functools.partial(unit_batches, batch_size=self.batch_size)
             self.subject.budgets.prepare({unit.span.length for unit in units})
         found = self._shelf.answers(units, self._unit_key, batches, compute)
         held: list[list[tuple[Span, dict[str, Any]]]] = [[] for _ in encoded]
@@ -176,10 +176,12 @@ class PodLM(LM):
         }
 
     def _generate(self, items: list[Encoded]) -> list[dict[str, Any]]:
-        return generate(self.model, self.tokenizer, self.subject.cache(items[0].span), items)
+        cache = self.subject.cache(*(item.span for item in items))
+        return generate(self.model, self.tokenizer, cache, items)
 
     def _decode(self, units: list[Unit]) -> list[dict[str, Any]]:
-        cache, pad = self.subject.cache(units[0].span), int(self.tokenizer.pad_token_id or 0)
+        cache = self.subject.cache(*(unit.span for unit in units))
+        pad = int(self.tokenizer.pad_token_id or 0)
         return score_by_decode(self.model, cache, units, pad, self.batch_size)
 
     def _forward(self, units: list[Unit]) -> list[dict[str, Any]]:

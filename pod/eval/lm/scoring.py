@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pod.eval.answer.reading import decided, judge_ahead, left_padded
+from pod.eval.answer.reading import decided, held, judge_ahead, left_padded
 from pod.eval.lm.batches import Unit
 
 Score = tuple[float, bool]
@@ -19,8 +19,8 @@ Score = tuple[float, bool]
 def score_by_decode(
     model: Any, cache: Any, units: Sequence[Unit], pad: int, max_rows: int
 ) -> list[dict[str, Any]]:
-    """The record of every unit: the `Score`s of its continuations through `cache`, a new one, as `answers`; `bytes` held per row,
-    `held_tokens` that the longest row has seen at the end, and what was `decided` about the context.
+    """The record of every unit: the `Score`s of its continuations through `cache`, a new one, as `answers`, what was `held` at the end of
+    the longest, and what was `decided` about the context.
 
     Every context is fed once, without its last token, and compressed. The cache is then branched: each branch reads the held-out token
     and one continuation, token by token as in generation, so that already the first token is predicted from the compressed cache. A
@@ -38,7 +38,7 @@ def score_by_decode(
     more = decided(cache)
     jobs = [(row, choice) for row, unit in enumerate(units) for choice in range(len(unit.continuations))]
     answers: list[list[Score]] = [[(0.0, True)] * len(unit.continuations) for unit in units]
-    held = tokens = 0
+    most = [{"bytes": 0, "held_tokens": 0} for _ in units]
     for start in range(0, len(jobs), max_rows):
         part = jobs[start : start + max_rows]
         index = torch.tensor([row for row, _ in part], device=mask.device)
@@ -48,11 +48,11 @@ def score_by_decode(
         rows = [list(units[row].continuations[choice]) for row, choice in part]
         first = hidden[index] if alone else None
         found = _decode_rows(model, branch, fed, rows, mask[index], first, pad)
-        for (row, choice), score in zip(part, found, strict=True):
+        for (row, choice), score, size in zip(part, found, held(branch), strict=True):
             answers[row][choice] = score
-        held, tokens = max(held, branch.nbytes // len(part)), max(tokens, int(branch.lengths.max()))
-    records = ({"answers": scores, "bytes": held, "held_tokens": tokens} for scores in answers)
-    return [record | one for record, one in zip(records, more, strict=True)]
+            most[row] = {name: max(most[row][name], number) for name, number in size.items()}
+    records = zip(answers, most, more, strict=True)
+    return [{"answers": scores, **size, **one} for scores, size, one in records]
 
 
 def _prefill(model: Any, cache: Any, prompts: list[tuple[int, ...]], pad: int) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,7 @@
 """Methods by name: a method is a cache that you hand to ``generate()``. One file each; registered here once."""
 
+from functools import partial
+
 from pod.modeling.methods import (
     adakv,
     codecs,
@@ -23,6 +25,7 @@ from pod.modeling.methods.base import Method
 from pod.modeling.methods.combine import build_cache
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.llama import PodForCausalLM
+from pod.modeling.shipped.rows import GroupedCache
 from pod.modeling.shipped.state import PACKAGES
 
 PACKAGES.add(__name__)
@@ -42,14 +45,15 @@ def methods() -> dict[str, Method]:
 
 
 def make_cache(
-    model: PodForCausalLM, spec: str | None = None, budget: int | None = None, **params
+    model: PodForCausalLM, spec: str | None = None, budget: int | list[int] | None = None, **params
 ) -> PodCache:
     """A new, empty cache for ``model``.
 
     Args:
         spec: a method, or methods of different axes joined by ``+``, as ``pod+snapkv+int4``; None = the model's own
             layout: ``full``, ``pod`` with a sharing plan, ``cla`` or ``window``.
-        budget: tokens per KV head and layer, sinks and windows included; for methods that drop tokens.
+        budget: tokens per KV head and layer, sinks and windows included; for methods that drop tokens. A list gives each row of
+            the batch its own.
         params: parameters of the methods in the spec, see ``methods()``.
 
     Raises:
@@ -57,6 +61,11 @@ def make_cache(
             small, a method that does not fit the model.
     """
     name = model.config.own_method if spec is None else spec
-    cache = build_cache(_METHODS, model.config, name, budget, params)
+    build = partial(build_cache, _METHODS, model.config, name, params=params)
+    if isinstance(budget, list):
+        sizes = list(dict.fromkeys(budget)) or [0]  # which is refused
+        cache = GroupedCache.of_kinds([build(size) for size in sizes], [sizes.index(size) for size in budget])
+    else:
+        cache = build(budget)
     cache.made_with = budget, params
     return cache

@@ -27,7 +27,8 @@ class PodCache(Cache):
         spec: name shown in reports and errors.
 
     Attributes:
-        made_with: the budget and the parameters given to ``pod.make_cache``.
+        made_with: the budget, or that of every row, and the parameters given to ``pod.make_cache``.
+        make_layer: as given.
         engine: what decodes one token per row in place of the layer-by-layer pass, a ``pod.engine.StaticEngine``; None = nothing.
         made_by_generate: whether ``generate()`` made it because it was given none.
         attach_engine: ``(cache, prompt columns, most columns)`` may give an engine to such a cache; the package sets it.
@@ -35,16 +36,16 @@ class PodCache(Cache):
 
     engine: Any = None
     made_by_generate = False
-    made_with: tuple[int | None, dict[str, Any]] = (None, {})
-    configuration = frozenset({"config", "spec", "made_with", "engine"})
+    made_with: tuple[int | list[int] | None, dict[str, Any]] = (None, {})
+    configuration = frozenset({"config", "spec", "made_with", "engine", "make_layer"})
     """Attributes that come with a new cache of the same spec, and with its device."""
     attach_engine: ClassVar[Callable[["PodCache", int, int], None] | None] = None
 
     def __init__(
         self, config: PodConfig, make_layer: Callable[..., CacheLayer] | None = None, spec: str | None = None
     ):
-        make_layer = make_layer or LAYOUT_LAYERS[config.layout]
-        layers = [make_layer(config, i) for i in range(config.num_hidden_layers)]
+        self.make_layer = make_layer or LAYOUT_LAYERS[config.layout]
+        layers = [self.make_layer(config, i) for i in range(config.num_hidden_layers)]
         super().__init__(layers=list(layers))
         self.layers: list[CacheLayer] = layers  # type: ignore[assignment]
         self.config = config
@@ -278,7 +279,7 @@ class PodCache(Cache):
         self._check_bookkeeping()
         writer, _ = self._written()
         check_objects(writer.met, writer.tensors)
-        parts = {tensor.untyped_storage().data_ptr() for _, tensor in self._all_parts()}
+        parts = {tensor.untyped_storage().data_ptr() for _, tensor, _ in self._all_parts()}
         for path, tensor in writer.tensors.items():
             place = tensor.untyped_storage().data_ptr()
             assert place in parts or path.endswith(".table"), f"{path} is not in nbytes"
@@ -312,24 +313,39 @@ class PodCache(Cache):
 
     # -- bytes -----------------------------------------------------------------------------------------------
 
-    def _all_parts(self) -> Iterator[tuple[str, Tensor]]:
-        for layer, _ in self._holders():
-            yield from layer.parts()
+    def _all_parts(self) -> Iterator[tuple[str, Tensor, list[int]]]:
+        """Name of the part, tensor, and the rows of the batch that it is for."""
+        for layer, rows in self._holders():
+            yield from ((name, tensor, rows) for name, tensor in layer.parts())
+        everyone = list(range(max(self.batch_size, 0)))
         if self.engine is not None:
-            yield from (("decode_buffers", tensor) for tensor in self.engine.tensors())
+            yield from (("decode_buffers", tensor, everyone) for tensor in self.engine.tensors())
         bookkeeping = [self._lengths, self._longest, self._seen_mask, *(self._seen_ids or ())]
-        yield from (("bookkeeping", tensor) for tensor in bookkeeping if tensor is not None)
+        yield from (("bookkeeping", tensor, everyone) for tensor in bookkeeping if tensor is not None)
 
-    def nbytes_by_part(self) -> dict[str, int]:
-        """Bytes held, by part; every storage counts once, whole, whatever view of it is in use."""
+    def _storages(self) -> Iterator[tuple[str, int, list[int]]]:
+        """Every storage once, whole, whatever view of it is in use: name of its part, bytes, rows."""
         seen: set[int] = set()
-        totals: dict[str, int] = {}
-        for name, tensor in self._all_parts():
+        for name, tensor, rows in self._all_parts():
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
-                totals[name] = totals.get(name, 0) + storage.nbytes()
+                yield name, storage.nbytes(), rows
+
+    def nbytes_by_part(self) -> dict[str, int]:
+        """Bytes held, by part; every storage counts once."""
+        totals: dict[str, int] = {}
+        for name, size, _ in self._storages():
+            totals[name] = totals.get(name, 0) + size
         return totals
+
+    def nbytes_by_row(self) -> list[int]:
+        """Bytes held for each row; tensors of several rows count in equal parts, as long as the longest of them."""
+        totals = [0.0] * max(self.batch_size, 0)
+        for _, size, rows in self._storages():
+            for row in rows:
+                totals[row] += size / len(rows)
+        return [round(total) for total in totals]
 
     @property
     def nbytes(self) -> int:

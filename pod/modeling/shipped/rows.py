@@ -63,6 +63,7 @@ class RowGroup:
         seen: tokens seen by each of them.
         prompt_length: tokens of the running prompt, None when unknown or none runs; ``prompt_done`` fed of them.
         schedule, chunk_index: the running prompt's chunks.
+        kind: which of the cache's kinds made the layers.
     """
 
     rows: list[int]
@@ -72,6 +73,7 @@ class RowGroup:
     prompt_done: int = 0
     schedule: Any = None
     chunk_index: int = 0
+    kind: int = 0
 
     def parts(self, labels: Sequence[Any]) -> dict[Any, "RowGroup"]:
         """The group, cut where its rows have unlike labels: a group for each label."""
@@ -125,6 +127,10 @@ class GroupedCache(PodCache):
         decide: ``(children, step)``, called per group when all layers have seen a piece: a label for each row, by what it
             holds, or None. Rows with different labels part.
         after_layers: ``(children, step, label)``, called then.
+
+    Attributes:
+        kinds: caches of the same method, each of its own budget, whose layers and chunks the rows have; kind_of_row: of which of them
+            each row of a new batch has its own, None = all of the first.
     """
 
     def __init__(
@@ -138,11 +144,22 @@ class GroupedCache(PodCache):
         after_layers: Callable[[list, Step, Any], None] | None = None,
     ):
         self.make_child, self.rowwise, self.chunks = make_layer, rowwise, chunks
+        self.kinds = [self]
+        self.kind_of_row: list[int] | None = None
         self.decide, self.after_layers = decide, after_layers
         self.groups: list[RowGroup] = []
         super().__init__(config, partial(_GroupedLayer, self), spec)
 
-    configuration = PodCache.configuration | {"layers", "chunks", "rowwise", "decide", "after_layers"}
+    configuration = PodCache.configuration | {
+        *("layers", "chunks", "rowwise", "decide", "after_layers", "kinds", "kind_of_row")
+    }
+
+    @classmethod
+    def of_kinds(cls, caches: list[PodCache], kind_of_row: list[int]) -> "GroupedCache":
+        """An empty cache for rows of unlike budgets, from empty caches of these budgets."""
+        kinds = [x if isinstance(x, cls) else cls(x.config, x.make_layer, x.spec) for x in caches]
+        kinds[0].kinds, kinds[0].kind_of_row = kinds, kind_of_row
+        return kinds[0]
 
     def new_layer(self, layer_idx: int) -> CacheLayer:
         return self.make_child(self.config, layer_idx)
@@ -172,15 +189,26 @@ class GroupedCache(PodCache):
 
     def _split(self, counts: list[int], step: Step) -> None:
         """Regroup so that the rows of a group feed equally many tokens of equally long prompts."""
-        rows = [[row] for row in range(len(counts))] if self.rowwise else [list(range(len(counts)))]
-        groups = self.groups or [RowGroup(part, []) for part in rows]
+        groups = self.groups or self._new_groups(len(counts))
         self.groups = []
         for group in groups:
             labels = [(counts[row], self._prompt_length(group, counts[row], step)) for row in group.rows]
             for (_, length), part in group.parts(labels).items():
                 part.prompt_length = length
-                part.layers = part.layers or [self.new_layer(i) for i in range(self.config.num_hidden_layers)]
+                make = self.kinds[part.kind].new_layer
+                part.layers = part.layers or [make(i) for i in range(self.config.num_hidden_layers)]
                 self.groups.append(part)
+
+    def _new_groups(self, count: int) -> list[RowGroup]:
+        kinds = self.kind_of_row or [0] * count
+        if len(kinds) != count:
+            raise ValueError(
+                f"the cache was made with budgets of {len(kinds)} rows, the batch has {count}: give each row its budget, or "
+                "one for all"
+            )
+        labels = range(count) if self.rowwise else kinds
+        parts = RowGroup(list(range(count)), []).parts(labels).values()
+        return [replace(part, kind=kinds[part.rows[0]]) for part in parts]
 
     def _prompt_length(self, group: RowGroup, count: int, step: Step) -> int | None:
         """Real tokens of the prompt of a row that feeds ``count``; None without one.
@@ -195,11 +223,10 @@ class GroupedCache(PodCache):
 
     def _plan_chunks(self, step: Step, counts: list[int]) -> None:
         """Start schedules of prompts: from a row's prompt length, which padding behind the row's last token belies."""
-        if self.chunks is None:
-            return
         for group in self.groups:
+            chunks = self.kinds[group.kind].chunks
             length, fed = group.prompt_length, group.prompt_done + counts[group.rows[0]]
-            if length is None or (step.is_decode and group.seen):
+            if chunks is None or length is None or (step.is_decode and group.seen):
                 continue
             if step.ends_prompt and fed != length:
                 raise ValueError(
@@ -207,7 +234,7 @@ class GroupedCache(PodCache):
                     f"{group.rows[0]} has {fed} tokens where {length} were announced"
                 )
             if group.schedule is None:
-                group.schedule = self.chunks.start_prompt(length, group.seen, group.layers)
+                group.schedule = chunks.start_prompt(length, group.seen, group.layers)
 
     def _forget_pass(self) -> None:
         """Nothing of a refused pass was fed: the cache can be used as if it had not been tried."""
