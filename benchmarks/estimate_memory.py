@@ -1,4 +1,4 @@
-"""The memory estimate of pod.training.estimate against what training steps really hold, on CPU.
+"""The memory estimate of pod.training.predict.estimate against what training steps really hold, on CPU.
 
     python benchmarks/estimate_memory.py                       # all configurations; writes benchmarks/results/estimate_memory.json
     python benchmarks/estimate_memory.py --only pod_keep       # some of them, by name
@@ -38,8 +38,9 @@ from pod.data import PackedDataset, write_packed_rows
 from pod.eval.results import one_line
 from pod.files import write_json
 from pod.measure.machine import environment
-from pod.training import carry, engine, estimate, memory
 from pod.training.args import TrainArgs
+from pod.training.predict import estimate, memory
+from pod.training.run import carry, engine
 
 BUCKET_ELEMENTS = 200_000
 SIZE = {
@@ -200,8 +201,8 @@ def measure_rank(case: Case, rank: int, port: int, folder: Path, largest: int, p
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case.ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    from pod.training.mesh import start_processes, stop_processes
-    from pod.training.trainer import Trainer
+    from pod.training.run.mesh import start_processes, stop_processes
+    from pod.training.run.trainer import Trainer
 
     small_buckets()
     args = train_args(case)
@@ -330,7 +331,7 @@ def main() -> None:
     import deepspeed  # noqa: F401  imported once, before ranks are forked
     import peft  # noqa: F401
 
-    import pod.training.trainer  # noqa: F401
+    import pod.training.run.trainer  # noqa: F401
 
     known = read_rows(options.out)
     for case in CASES:

@@ -34,9 +34,9 @@ from pod.eval.results import one_line
 from pod.files import write_json
 from pod.measure.memory import LiveBytes
 from pod.modeling.shipped.attend import IMPLEMENTATIONS, Call, Implementation
-from pod.training import carry
 from pod.training.args import TrainArgs
-from pod.training.estimate import carried_heads, mlp_tiles
+from pod.training.predict.estimate import carried_heads, mlp_tiles
+from pod.training.run import carry
 
 CONTESTANTS = ("dense", "keep", "offload", "recompute")
 GOAL = 0.9
@@ -117,10 +117,10 @@ def make_step(
     """(forward and backward of a random row of that many tokens, update, decoder). Random weights."""
     import deepspeed
 
-    from pod.training.engine import deepspeed_config, drop_carry_hooks, save_activations
-    from pod.training.loss import LanguageModelLoss
-    from pod.training.mesh import start_processes
-    from pod.training.optim import make_optimizer
+    from pod.training.run.engine import deepspeed_config, drop_carry_hooks, save_activations
+    from pod.training.run.loss import LanguageModelLoss
+    from pod.training.run.mesh import start_processes
+    from pod.training.run.optim import make_optimizer
 
     mesh, args = start_processes(1), train_args(contestant, tiny)
     torch.manual_seed(0)
@@ -305,7 +305,7 @@ def predicted_peak(contestant: str, tokens: int) -> int:
     """Peak bytes of forward and backward at the true shapes without arithmetic: weights, loss and optimizer left out."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from pod.training.engine import save_activations
+    from pod.training.run.engine import save_activations
 
     IMPLEMENTATIONS["counted"] = Implementation(counted_attention, lambda call: None)
     torch.set_default_dtype(torch.bfloat16)

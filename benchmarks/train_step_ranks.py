@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/train_step_ranks.py        # about an hour; writes benchmarks/results/train_step_ranks.json
 
 The model of train_step_cpu.py (ten layers at the widths of SmolLM2-135M, 70 % of the (layer, KV head) pairs follow) through
-`pod.training.trainer`: Ulysses over both ranks, ZeRO-3, activation checkpointing, fp32, one thread per rank. Contestants take
+`pod.training.run.trainer`: Ulysses over both ranks, ZeRO-3, activation checkpointing, fp32, one thread per rank. Contestants take
 turns in the same two processes; a step's time is the wall clock of the slower rank, from barrier to barrier, beside the processor
 time of both. What is kept for backward is counted in the first step, when its forward pass has ended: bytes of all storages that
 autograd holds. Peak memory is the highest resident set of fresh processes while they make two steps, above what they held
@@ -34,7 +34,7 @@ from pod.files import read_json, write_json
 from pod.measure.machine import environment
 from pod.measure.race import spread
 from pod.training.args import TrainArgs
-from pod.training.estimate import carried_heads
+from pod.training.predict.estimate import carried_heads
 
 RESULTS = Path(__file__).parent / "results" / "train_step_ranks.json"
 RANKS = 2
@@ -49,7 +49,7 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
 
 def make_trainer(name: str, data: Path, folder: Path, mesh: Any) -> Any:
     """The trainer of a contestant; dense = the same model in which every head leads."""
-    from pod.training.trainer import Trainer
+    from pod.training.run.trainer import Trainer
 
     settings = dict(CONTESTANTS[name])
     windows = settings.pop("windows", None)
@@ -158,7 +158,7 @@ def rank_main(rank: int, port: int, task: str, folder: Path, *arguments: Any) ->
     }
     os.environ.update({name: str(value) for name, value in addresses.items()})
     torch.set_num_threads(1)
-    from pod.training.mesh import start_processes, stop_processes
+    from pod.training.run.mesh import start_processes, stop_processes
 
     mesh = start_processes(RANKS)
     result = {"race": race, "peak": peak}[task](folder / "data", folder / task, mesh, *arguments)

@@ -312,7 +312,7 @@ def _free_port() -> int:
 
 
 def _trained_steps(recipe: Recipe) -> int:
-    from pod.training.checkpoint import latest_checkpoint, read_state
+    from pod.training.checkpoint.files import latest_checkpoint, read_state
 
     newest = latest_checkpoint(recipe.train_dir)
     return read_state(newest).step if newest else 0

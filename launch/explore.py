@@ -162,7 +162,7 @@ def estimate(recipe: Recipe) -> str:
     from pod.training.plans.choose import check_windows
     from pod.training.plans.exploration import check_model, describe_cost, windows_of
     from pod.training.plans.heads import describe_heads_cost
-    from pod.training.start_model import model_config, source_config
+    from pod.training.run.start_model import model_config, source_config
 
     try:
         source_config(recipe.model)

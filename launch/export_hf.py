@@ -15,8 +15,8 @@ from pod.recipe import Recipe, run
 def main(recipe: Recipe) -> None:
     import pod
     from pod.models import resolve_model
-    from pod.training.export import check_plan, checkpoint_to_export, export, export_adapter
-    from pod.training.start_model import load_start_model
+    from pod.training.checkpoint.export import check_plan, checkpoint_to_export, export, export_adapter
+    from pod.training.run.start_model import load_start_model
 
     checkpoint = checkpoint_to_export(Path(recipe.output_dir) / "train", recipe.export.checkpoint)
     if recipe.model.plan is not None:

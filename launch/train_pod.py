@@ -17,7 +17,7 @@ from pod.recipe import Recipe, run
 
 
 def main(recipe: Recipe) -> None:
-    from pod.training.start import train
+    from pod.training.run.start import train
 
     train(
         recipe.model, recipe.train, recipe.output_dir, recipe.seed, asdict(recipe), probes=make_probes(recipe)
@@ -32,7 +32,7 @@ def make_probes(recipe: Recipe) -> Any:
     import pod
     from pod.eval.suites.own.passkey import make_prompts
     from pod.models import resolve_model
-    from pod.training.probes import make_probes
+    from pod.training.observe.probes import make_probes
 
     tokenizer = pod.load_tokenizer(resolve_model(recipe.model.path), gguf_file=recipe.model.gguf_file)
     count = args.eval_passkeys
@@ -43,7 +43,7 @@ def make_probes(recipe: Recipe) -> Any:
 
 
 def estimate(recipe: Recipe) -> str:
-    from pod.training.start import estimate
+    from pod.training.run.start import estimate
 
     saving = recipe.explore.target_saving
     return estimate(recipe.model, recipe.train, recipe.output_dir, recipe.data.context_length, saving)

@@ -144,8 +144,8 @@ def test_demo_variants_train_on_the_demos_tokens():
 @pytest.mark.parametrize("name", TRAINED)
 def test_no_recipe_is_refused_before_its_data_is_there(name, tmp_path, monkeypatch):
     """What preflight asks of model, plan, layout and rows, for the number of GPUs that the recipe is for."""
-    from pod.training import preflight
-    from pod.training.start_model import model_config
+    from pod.training.predict import preflight
+    from pod.training.run.start_model import model_config
 
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     recipe = read(name)

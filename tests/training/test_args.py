@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from pod.training.args import TrainArgs
-from pod.training.estimate import Shapes, carried_heads, training_bytes
-from pod.training.lora import add_lora, lora_settings
-from pod.training.loss import LossHead
-from pod.training.mesh import check_world_size
-from pod.training.optim import learning_rate, make_optimizer
-from pod.training.ulysses import kv_head_repeats, offsets, split_evenly
+from pod.training.predict.estimate import Shapes, carried_heads, training_bytes
+from pod.training.run.lora import add_lora, lora_settings
+from pod.training.run.loss import LossHead
+from pod.training.run.mesh import check_world_size
+from pod.training.run.optim import learning_rate, make_optimizer
+from pod.training.run.ulysses import kv_head_repeats, offsets, split_evenly
 
 SMOLLM2 = Shapes(
     hidden=576, layers=30, query_heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152, tied=True

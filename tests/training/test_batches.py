@@ -8,7 +8,7 @@ import torch
 
 from pod.data import PackedDataset, write_packed_rows
 from pod.training.args import TrainArgs
-from pod.training.batches import StepBatches
+from pod.training.run.batches import StepBatches
 
 ROWS, CONTEXT = 11, 12
 

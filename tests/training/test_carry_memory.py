@@ -6,11 +6,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import pod
 from pod.modeling.shipped import attention
-from pod.training import carry as carry_memory
 from pod.training.args import TrainArgs
-from pod.training.carry import OffloadedCarry, RecomputedCarry, leads_that_end, set_carry
-from pod.training.estimate import Shapes, describe, host_bytes, training_bytes
-from pod.training.shapes import (
+from pod.training.predict.estimate import Shapes, describe, host_bytes, training_bytes
+from pod.training.predict.shapes import (
     carried_heads,
     carried_spans,
     carried_until,
@@ -19,6 +17,8 @@ from pod.training.shapes import (
     followers,
     open_heads,
 )
+from pod.training.run import carry as carry_memory
+from pod.training.run.carry import OffloadedCarry, RecomputedCarry, leads_that_end, set_carry
 
 LEAD = [[0, 0, 0], [0, 0, 1], [0, 2, 1], [3, 2, 1], [3, 4, 4]]
 ROLES = [[0, 0, None], [None, 0, 1], [0, None, None], [None, None, None], [0, 4, 1]]

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pod.training import checkpoint as checkpoint_module
-from pod.training import snapshot
-from pod.training.checkpoint import Checkpointer, TrainState, check_layout, same_shards
-from pod.training.snapshot import FileWriter, to_host
+from pod.training.checkpoint import files as checkpoint_module
+from pod.training.checkpoint import snapshot
+from pod.training.checkpoint.files import Checkpointer, TrainState, check_layout, same_shards
+from pod.training.checkpoint.snapshot import FileWriter, to_host
 
 pytestmark = pytest.mark.multiprocess
 CHAINS = ("full", "lora", "half")

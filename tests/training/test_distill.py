@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 import pod
 from pod.training.args import TrainArgs
-from pod.training.distill import AttentionError, linear_distillation, make_distillation, needs_teacher
-from pod.training.engine import save_activations
-from pod.training.lora import add_lora, lora_settings
-from pod.training.loss import LanguageModelLoss, causal_model
+from pod.training.run.distill import AttentionError, linear_distillation, make_distillation, needs_teacher
+from pod.training.run.engine import save_activations
+from pod.training.run.lora import add_lora, lora_settings
+from pod.training.run.loss import LanguageModelLoss, causal_model
 
 VOCAB, HIDDEN = 53, 12
 LEAD = [[0, None], [None, 1], [0, None], [3, 1]]

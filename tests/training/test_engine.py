@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pod.training.args import TrainArgs
-from pod.training.engine import deepspeed_config, size_offload_buffers
+from pod.training.run.engine import deepspeed_config, size_offload_buffers
 
 pytestmark = pytest.mark.multiprocess
 STAGES = (1, 2, 3)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import pod
-from pod.training import devices, memory
 from pod.training.args import TrainArgs
-from pod.training.communication import (
+from pod.training.predict import devices, memory
+from pod.training.predict.communication import (
     World,
     all_to_all_bytes,
     communication,
@@ -20,9 +20,8 @@ from pod.training.communication import (
     gradient_bytes,
     weight_bytes,
 )
-from pod.training.devices import get_device, peak_tflops
-from pod.training.distill import linear_distillation
-from pod.training.estimate import (
+from pod.training.predict.devices import get_device, peak_tflops
+from pod.training.predict.estimate import (
     Shapes,
     checkpoint_disk_bytes,
     describe,
@@ -31,8 +30,9 @@ from pod.training.estimate import (
     nvme_bytes,
     training_bytes,
 )
-from pod.training.memory import resting_bytes
-from pod.training.step_time import attention_flops, rank_flops, step_time
+from pod.training.predict.memory import resting_bytes
+from pod.training.predict.step_time import attention_flops, rank_flops, step_time
+from pod.training.run.distill import linear_distillation
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -239,7 +239,7 @@ def test_cla_followers_send_their_queries_only():
 def test_cla_weights_are_those_of_the_model(factor):
     """Followers have no projections for keys and values, and no adapters on them."""
     import pod
-    from pod.training.lora import add_lora, lora_settings
+    from pod.training.run.lora import add_lora, lora_settings
 
     plan = pod.SharingPlan.cla(5, 2, factor)
     sizes = {

@@ -3,7 +3,7 @@
 import pytest
 
 import pod
-from pod.training.export import check_plan
+from pod.training.checkpoint.export import check_plan
 
 
 def test_export_under_a_plan_that_was_not_trained_is_refused(tmp_path):

@@ -7,9 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pod
 from pod.modeling.shipped.attend import Segments
 from pod.modeling.shipped.step import document_positions
-from pod.training.gate_pictures import gate_picture, save_gate_picture
-from pod.training.gates import check_gates, proximal_share
-from pod.training.trackers import append_records
+from pod.training.observe.gate_pictures import gate_picture, save_gate_picture
+from pod.training.observe.gates import check_gates, proximal_share
+from pod.training.observe.trackers import append_records
 
 LAYOUTS = ["alone", "sp4", "sp2_dp2", "sp2_offload"]
 

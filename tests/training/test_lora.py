@@ -5,11 +5,11 @@ import torch
 
 import pod
 from pod.modeling.loading import with_plan
-from pod.training import export as export_module
 from pod.training.args import TrainArgs
-from pod.training.checkpoint import TrainState, start_identity_of
-from pod.training.export import export_adapter, restore_model
-from pod.training.lora import add_lora, load_adapter, lora_settings
+from pod.training.checkpoint import export as export_module
+from pod.training.checkpoint.export import export_adapter, restore_model
+from pod.training.checkpoint.files import TrainState, start_identity_of
+from pod.training.run.lora import add_lora, load_adapter, lora_settings
 
 LEAD = [[0, 0], [0, 1], [2, 1]]
 ORDER = [[2, 3, 0, 1], [0, 1, 3, 2], [3, 2, 1, 0]]

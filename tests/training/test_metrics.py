@@ -10,16 +10,16 @@ import torch
 
 import pod
 from pod.training.args import TrainArgs
-from pod.training.metrics import Monitor
-from pod.training.shapes import causal_pairs, proximal_pairs
-from pod.training.throughput import (
+from pod.training.observe.metrics import Monitor
+from pod.training.observe.throughput import (
     Throughput,
     attention_flops,
     device_peak,
     projection_weights,
     training_flops,
 )
-from pod.training.trackers import JsonLines, Wandb, append_records, check_tracker, read_records
+from pod.training.observe.trackers import JsonLines, Wandb, append_records, check_tracker, read_records
+from pod.training.predict.shapes import causal_pairs, proximal_pairs
 
 
 def test_missing_tracker_is_named(monkeypatch):

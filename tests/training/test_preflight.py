@@ -8,9 +8,9 @@ import torch
 
 import pod
 from pod.modeling.shipped.sharing import SharingPlan
-from pod.training import preflight
 from pod.training.args import TrainArgs
-from pod.training.preflight import agree, check, kept_checkpoints
+from pod.training.predict import preflight
+from pod.training.predict.preflight import agree, check, kept_checkpoints
 
 GIB = 2**30
 CLA = {"layout": "cla", "lead": [[0, 0], [0, 0], [2, 2], [2, 2]]}

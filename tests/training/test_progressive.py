@@ -9,11 +9,11 @@ import torch
 import pod
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.args import TrainArgs
-from pod.training.engine import save_activations
 from pod.training.plans.costs import PlanCosts
 from pod.training.plans.similarity import Similarity
 from pod.training.plans.solve import solve, sum_of_costs, units_of
-from pod.training.progressive import PlanSchedule, apply_plan, growing_plans, part_of, read_costs
+from pod.training.run.engine import save_activations
+from pod.training.run.progressive import PlanSchedule, apply_plan, growing_plans, part_of, read_costs
 
 LAYERS, HEADS, GROUPS = 6, 2, 3
 

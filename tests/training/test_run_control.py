@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from pod.training.args import TrainArgs
-from pod.training.run_control import RunControl
-from pod.training.watchdog import Watchdog, where_ranks_are
+from pod.training.observe.watchdog import Watchdog, where_ranks_are
+from pod.training.run.run_control import RunControl
 
 
 class Clock:
@@ -110,7 +110,7 @@ def test_no_thread_without_a_timeout(tmp_path):
 
 
 def make_control(folder, monkeypatch, age: float = 0.0, **settings) -> tuple[RunControl, Clock]:
-    monkeypatch.setattr("pod.training.run_control.dist.all_reduce", lambda *arguments, **options: None)
+    monkeypatch.setattr("pod.training.run.run_control.dist.all_reduce", lambda *arguments, **options: None)
     clock, mesh = Clock(), SimpleNamespace(rank=0, world_size=1, device="cpu")
     return RunControl(TrainArgs(**settings), mesh, folder, clock=clock, age=age), clock
 

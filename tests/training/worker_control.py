@@ -18,7 +18,7 @@ TIMEOUT = 1.0  # seconds; nothing here passes because it was fast enough
 def join(out: Path, settings: dict, age: float = 0.0, clock=time.monotonic):
     """A RunControl on this rank of a gloo group."""
     from pod.training.args import TrainArgs
-    from pod.training.run_control import RunControl
+    from pod.training.run.run_control import RunControl
 
     dist.init_process_group("gloo", timeout=timedelta(minutes=3))
     mesh = SimpleNamespace(rank=dist.get_rank(), world_size=dist.get_world_size(), device=torch.device("cpu"))
@@ -121,7 +121,7 @@ def signals(out: Path) -> None:
 
 
 def main(out: Path) -> None:
-    import pod.training.run_control  # noqa: F401  imported once, before the ranks are forked
+    import pod.training.run.run_control  # noqa: F401  imported once, before the ranks are forked
 
     for function in (hang, hours, signals):
         tiny.run_ranks(2, function, out)

@@ -24,9 +24,9 @@ def read(out: Path, data: Path, phase: int) -> None:
     """One phase of a training that does nothing but read: resume from the saved cursor, read, save it."""
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.batches import StepBatches
-    from pod.training.mesh import start_processes, stop_processes
-    from pod.training.ulysses import Ulysses
+    from pod.training.run.batches import StepBatches
+    from pod.training.run.mesh import start_processes, stop_processes
+    from pod.training.run.ulysses import Ulysses
 
     ranks, sp_size, steps, ahead = PHASES[phase]
     args = TrainArgs(

@@ -23,7 +23,7 @@ REWIND = {**TWO, **SPIKE, "dtype": "float32", "bad_step": "rewind", "save_every_
 def make_trainer(folder, data, settings):
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.trainer import Trainer
+    from pod.training.run.trainer import Trainer
 
     args = TrainArgs(**settings)
     mesh = worker_parallel.mesh_of(args.sequence_parallel_size)
@@ -158,8 +158,8 @@ def changing_plan(name, out, data, stop=False) -> None:
     from pod.data import PackedDataset
     from pod.modeling.shipped.sharing import SharingPlan
     from pod.training.args import TrainArgs
-    from pod.training.progressive import PlanSchedule
-    from pod.training.trainer import Trainer
+    from pod.training.run.progressive import PlanSchedule
+    from pod.training.run.trainer import Trainer
 
     model = tiny.make_model()
     schedule = PlanSchedule([(0, SharingPlan.dense(4, 3)), (2, model.config.sharing_plan)])

@@ -15,8 +15,8 @@ SETTINGS = {"dtype": "float32", "loss_chunk_mib": 1, "max_steps": 1, "save_every
 
 def disagree(out: Path) -> None:
     """Two ranks whose recipes differ in one section."""
-    from pod.training.mesh import start_processes, stop_processes
-    from pod.training.preflight import agree
+    from pod.training.predict.preflight import agree
+    from pod.training.run.mesh import start_processes, stop_processes
 
     mesh = start_processes(1)
     recipe = {"seed": 0, "train": {"max_steps": 3 + mesh.rank}}
@@ -34,10 +34,10 @@ def one_step(out: Path, data: Path, name: str, settings: dict) -> None:
     """Bytes that the first rank handed to all-to-alls in a step, and the estimate's; size of a checkpoint on disk."""
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.communication import all_to_all_bytes, exchanged_bytes
-    from pod.training.estimate import Shapes, checkpoint_disk_bytes
-    from pod.training.mesh import start_processes, stop_processes
-    from pod.training.trainer import Trainer
+    from pod.training.predict.communication import all_to_all_bytes, exchanged_bytes
+    from pod.training.predict.estimate import Shapes, checkpoint_disk_bytes
+    from pod.training.run.mesh import start_processes, stop_processes
+    from pod.training.run.trainer import Trainer
 
     args = TrainArgs(**SETTINGS | settings)
     mesh = start_processes(args.sequence_parallel_size)
@@ -67,7 +67,7 @@ def main(out: Path) -> None:
     import estimate_memory
     import peft  # noqa: F401
 
-    import pod.training.trainer  # noqa: F401
+    import pod.training.run.trainer  # noqa: F401
 
     for case in estimate_memory.CASES:
         if case.name in MEASURED:

@@ -54,8 +54,8 @@ def around(function, phase: str, rank: int, after: str):
 
 
 def train(out, folder, data, mode) -> None:
-    from pod.training import checkpoint as module
-    from pod.training.mesh import stop_processes
+    from pod.training.checkpoint import files as module
+    from pod.training.run.mesh import stop_processes
 
     rank = int(os.environ["RANK"])
     load = module.Checkpointer.load
@@ -78,7 +78,7 @@ def train(out, folder, data, mode) -> None:
 
 def convert(out, folder, data) -> None:
     """Three ranks convert and load the checkpoint of two, then wait to be killed."""
-    from pod.training import universal
+    from pod.training.checkpoint import universal
 
     rank = int(os.environ["RANK"])
     if rank == 0:

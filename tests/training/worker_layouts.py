@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import pod
-from pod.training.ulysses import Ulysses
+from pod.training.run.ulysses import Ulysses
 
 N = 29
 ROLES = [[0, None, 0], [None, 1, None], [2, None, 0], [None, 1, 3], [None, 4, None]]

@@ -21,7 +21,7 @@ STEP_SETTINGS = {"dtype": "float32", "loss_chunk_mib": 1, "save_every_steps": 0}
 
 def add_lora(model, settings):
     """Adapters whose second matrix is not zero as it is at the start, so that the first has a gradient too."""
-    from pod.training import lora
+    from pod.training.run import lora
 
     wrapped, generator = lora.add_lora(model, settings), torch.Generator().manual_seed(3)
     for name, parameter in sorted(wrapped.named_parameters()):
@@ -32,7 +32,7 @@ def add_lora(model, settings):
 
 def reference(args, model, batch) -> tuple[float, dict]:
     """Loss and gradients of plain PyTorch: no ZeRO, no exchange, no checkpointing, whole logits."""
-    from pod.training.lora import lora_settings
+    from pod.training.run.lora import lora_settings
 
     trained = add_lora(model, lora_settings(args)) if args.method == "lora" else model
     loss = mean_loss(model, batch)
@@ -50,7 +50,7 @@ def mean_loss(model, batch):
 @functools.cache
 def mesh_of(sp_size):
     """The mesh of these ranks, which is made once."""
-    from pod.training.mesh import start_processes
+    from pod.training.run.mesh import start_processes
 
     return start_processes(sp_size)
 
@@ -59,7 +59,7 @@ def one_step(args, model, dataset, folder):
     """One Trainer step; returns loss, raw gradients before clipping by the model's names, and the trainer."""
     from deepspeed.utils import safe_get_full_grad
 
-    from pod.training import trainer as module
+    from pod.training.run import trainer as module
 
     module.add_lora = add_lora
     trainer = module.Trainer(args, model, dataset, mesh_of(args.sequence_parallel_size), folder)
@@ -81,8 +81,8 @@ def one_step(args, model, dataset, folder):
 def compare(name, out, settings, data, heads=(6, 3), tied=True, plan=True, split=False) -> None:
     """One step of a layout, in ranks that may have done others before; split: as if sending keys and values were free."""
     from pod.data import PackedDataset
-    from pod.training import ulysses
     from pod.training.args import TrainArgs
+    from pod.training.run import ulysses
 
     dataset = PackedDataset(data)
     args = TrainArgs(max_grad_norm=1e-3, learning_rate=1e-3, **STEP_SETTINGS, **settings)
@@ -107,7 +107,7 @@ def compare(name, out, settings, data, heads=(6, 3), tied=True, plan=True, split
 
 def together(function, *calls) -> None:
     """In one set of ranks: function(*call) for every call."""
-    from pod.training.mesh import stop_processes
+    from pod.training.run.mesh import stop_processes
 
     for call in calls:
         function(*call)
@@ -120,8 +120,8 @@ def many_steps(name, out, settings, data) -> None:
 
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.optim import learning_rate, make_optimizer
-    from pod.training.trainer import Trainer
+    from pod.training.run.optim import learning_rate, make_optimizer
+    from pod.training.run.trainer import Trainer
 
     schedule = {"max_steps": STEPS, "learning_rate": 1e-3, "warmup_steps": 3, "weight_decay": 0.1}
     args = TrainArgs(**schedule, **STEP_SETTINGS, **settings)

@@ -32,7 +32,7 @@ def layout(ranks: int, zero: int, sp: int, accumulate: int, settings: dict) -> t
 
 def train_until(name, out, folder, data, settings, stop=None) -> None:
     """Train, with SIGTERM in step `stop`; writes fingerprints of the state that was loaded and of the last one."""
-    from pod.training.mesh import stop_processes
+    from pod.training.run.mesh import stop_processes
 
     trainer = make_trainer(folder, data, settings)
     loaded = optimizer_hash(trainer) if trainer.state.step else None
@@ -74,7 +74,7 @@ def compare(out, name: str, parts: list[str], whole: str) -> None:
 
 def convert_here() -> None:
     """Convert in a fork instead of a new interpreter, which pays for its imports again."""
-    from pod.training import universal
+    from pod.training.checkpoint import universal
 
     class Forked:
         def __init__(self, checkpoint, target):
@@ -103,7 +103,7 @@ def convert_here() -> None:
 
 def relayouts(out, data) -> None:
     """2 ranks, then 3, then 1, against 2 ranks all the way."""
-    from pod.training import universal
+    from pod.training.checkpoint import universal
 
     real = universal._Conversion
     chains = {
@@ -126,7 +126,7 @@ def relayouts(out, data) -> None:
 
 def rewinds(out, data) -> None:
     """Load into an engine that has trained on: the state is the saved one, and the way from there the same."""
-    from pod.training.mesh import stop_processes
+    from pod.training.run.mesh import stop_processes
 
     result = {}
     for name, settings in {
@@ -171,7 +171,7 @@ def _save_with_other_decay(trainer) -> None:
 
 def asynchronous(out, data) -> None:
     """Training goes on while a checkpoint is written; nothing is published before all of it is there."""
-    from pod.training.mesh import stop_processes
+    from pod.training.run.mesh import stop_processes
 
     folder = out / "async"
     settings = {**BASE, "save_mode": "async", "sequence_parallel_size": 2, "max_steps": 12}
@@ -238,7 +238,7 @@ def _failing_write(trainer, folder) -> dict:
 
 def rotation(out, data) -> None:
     """Five checkpoints, the last two and every second step kept, one of another branch left alone."""
-    from pod.training.mesh import stop_processes
+    from pod.training.run.mesh import stop_processes
 
     folder = out / "rotation"
     (folder / "step-00000099").mkdir(parents=True)
@@ -252,8 +252,8 @@ def conversion(out, data) -> None:
     """The real child process: it fails in one line, is refused for space, and ends with its parent."""
     import shutil
 
-    from pod.training import universal
-    from pod.training.mesh import stop_processes
+    from pod.training.checkpoint import universal
+    from pod.training.run.mesh import stop_processes
 
     result = {}
     folder = out / "broken"
@@ -275,7 +275,7 @@ def conversion(out, data) -> None:
 
 def _orphan(folder) -> list[bool]:
     """Whether a conversion's process lives, before and after its parent is killed; it must not finish the copy."""
-    from pod.training import universal
+    from pod.training.checkpoint import universal
 
     source = folder.parent / "full"
     checkpoint = source / (source / "latest").read_text().strip()

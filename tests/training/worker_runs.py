@@ -27,8 +27,8 @@ PROMPT = torch.arange(40).reshape(1, 40) % tiny.VOCAB
 def make_trainer(folder, data, settings, model=None, seed=0):
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.mesh import start_processes
-    from pod.training.trainer import Trainer
+    from pod.training.run.mesh import start_processes
+    from pod.training.run.trainer import Trainer
 
     args = TrainArgs(**{"save_every_steps": 0, "loss_chunk_mib": 1, **settings})
     mesh = start_processes(args.sequence_parallel_size)
@@ -68,7 +68,7 @@ def optimizer_hash(trainer) -> str:
 
 def run(name, out, folder, data, settings, stop_after=None, start_dtype=torch.float32) -> None:
     """Train; optionally rank 1 (alone) gets SIGTERM during step `stop_after`. Writes what the run ended with."""
-    from pod.training.mesh import stop_processes
+    from pod.training.run.mesh import stop_processes
 
     before = {k: v.clone() for k, v in tiny.make_model().named_parameters()}
     trainer = make_trainer(folder, data, settings, tiny.make_model().to(start_dtype))
@@ -111,7 +111,7 @@ def signal_in_step(trainer, step):
 
 def nan_policy(out, data) -> None:
     """A NaN in step 2 is skipped; then every step is NaN until the run stops."""
-    from pod.training.mesh import stop_processes
+    from pod.training.run.mesh import stop_processes
 
     trainer = make_trainer(out / "nan", data, {**FULL, "max_steps": 50, "max_skipped_steps": 3})
     poisoned = {1, *range(4, 50)}  # steps counted from 0
@@ -139,7 +139,7 @@ def nan_policy(out, data) -> None:
 def refusals(out, data, other_data, folder) -> None:
     """Every way in which the checkpoint in `folder` does not belong to a run."""
     from pod.modeling.shipped.sharing import SharingPlan
-    from pod.training.mesh import stop_processes
+    from pod.training.run.mesh import stop_processes
 
     replanned = tiny.make_model()
     replanned.config.lead = [list(row) for row in SharingPlan.dense(4, 3).lead]
@@ -173,7 +173,7 @@ def disk_full(out, data) -> None:
     """One rank cannot write more than 20 kB; then the free space is too small from the start."""
     import shutil
 
-    from pod.training.mesh import stop_processes
+    from pod.training.run.mesh import stop_processes
 
     folder = out / "full_disk"
     trainer = make_trainer(folder, data, FULL)
@@ -210,8 +210,8 @@ def exported(name, out, folder, dtype) -> None:
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
-    from pod.training.export import checkpoint_to_export, export
-    from pod.training.lora import add_lora
+    from pod.training.checkpoint.export import checkpoint_to_export, export
+    from pod.training.run.lora import add_lora
 
     export(
         checkpoint_to_export(folder, None),

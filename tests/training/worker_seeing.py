@@ -44,7 +44,7 @@ def add_held_out(folder: Path, seed: int = 5) -> Path:
 
 def make_probes(model):
     """Passkeys of which the untrained model says the first and the third, not the second; texts; one end token."""
-    from pod.training.probes import Passkey, Probes
+    from pod.training.observe.probes import Passkey, Probes
 
     said = [plain_continuation(model, prompt, 3) for prompt in PROMPTS]
     wrong = (said[1][0], (said[1][1] + 1) % tiny.VOCAB, said[1][2])
@@ -118,7 +118,7 @@ def naive_losses(model, rows) -> list[list[float]]:
 def plain(out, data) -> None:
     """The same numbers from plain PyTorch in fp64."""
     from pod.data import PackedDataset
-    from pod.training.held_out import held_out_rows
+    from pod.training.observe.held_out import held_out_rows
 
     dataset, model = PackedDataset(data), tiny.make_model(dtype=torch.float64)
     rows = held_out_rows(dataset, 3)
@@ -140,7 +140,7 @@ def plain(out, data) -> None:
 
 def plain_norms(dataset, step_rows: int) -> dict[str, float]:
     """Gradient norms by group of one step over the first rows, without ranks, checkpoints or parts."""
-    from pod.training.gradients import group_of
+    from pod.training.observe.gradients import group_of
 
     model = tiny.make_model(dtype=torch.float64)
     batch = dataset.rows(dataset.cursor(0).peek(step_rows))
@@ -156,12 +156,12 @@ def observed(name, out, settings, data, heads=(6, 3)) -> None:
     """All observers of an untrained model, then one step."""
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.gates import measure_gates
-    from pod.training.held_out import held_out_rows
-    from pod.training.mesh import start_processes, stop_processes
-    from pod.training.metrics import Monitor
-    from pod.training.observers import make_observers
-    from pod.training.trainer import Trainer
+    from pod.training.observe.gates import measure_gates
+    from pod.training.observe.held_out import held_out_rows
+    from pod.training.observe.make import make_observers
+    from pod.training.observe.metrics import Monitor
+    from pod.training.run.mesh import start_processes, stop_processes
+    from pod.training.run.trainer import Trainer
 
     args = TrainArgs(**SETTINGS | settings)
     dataset, mesh, model = (
@@ -200,9 +200,9 @@ def trained(name, out, settings, data) -> None:
     """A whole run; its weights and moments at the end."""
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.mesh import start_processes, stop_processes
-    from pod.training.observers import make_observers
-    from pod.training.trainer import Trainer
+    from pod.training.observe.make import make_observers
+    from pod.training.run.mesh import start_processes, stop_processes
+    from pod.training.run.trainer import Trainer
 
     args = TrainArgs(**SETTINGS | settings)
     dataset, mesh, model = (

@@ -55,7 +55,7 @@ def model_args(out: Path, name: str):
 
 
 def start_model(out: Path, name: str):
-    from pod.training.start_model import load_start_model
+    from pod.training.run.start_model import load_start_model
 
     plan = out / "start" / "plan.json" if name == "pod" else None
     return load_start_model(model_args(out, name), plan)
@@ -67,8 +67,8 @@ def train(out: Path, sp_size: int) -> None:
 
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.mesh import start_processes, stop_processes
-    from pod.training.trainer import Trainer
+    from pod.training.run.mesh import start_processes, stop_processes
+    from pod.training.run.trainer import Trainer
 
     mesh, results = start_processes(sp_size), {}
     runs = [(name, {}) for name in VARIANTS]
@@ -117,15 +117,15 @@ def exports(out: Path) -> None:
 
     from transformers import AutoModelForCausalLM
 
-    from pod.training.export import checkpoint_to_export, export
-    from pod.training.lora import add_lora, lora_settings
+    from pod.training.checkpoint.export import checkpoint_to_export, export
+    from pod.training.run.lora import add_lora, lora_settings
 
     results = {}
     for label in [*VARIANTS, "cla_lora", "window_lora"]:
         name, folder, path = label.removesuffix("_lora"), out / f"{label}-2", out / f"{label}-export"
 
         def from_plan(plan, name):
-            from pod.training.start_model import load_start_model
+            from pod.training.run.start_model import load_start_model
 
             return load_start_model(model_args(out, name), plan)
 

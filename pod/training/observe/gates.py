@@ -25,10 +25,10 @@ from pod.modeling.shipped.attend import (
 from pod.modeling.shipped.sharing import Lead as PlanLead
 from pod.modeling.shipped.sharing import roles_of
 from pod.training.args import TrainArgs
-from pod.training.held_out import Rows, lengthened
-from pod.training.observers import Periodic
-from pod.training.reading import read, reading, row_length_for
-from pod.training.trackers import append_records
+from pod.training.observe.held_out import Rows, lengthened
+from pod.training.observe.observers import Periodic
+from pod.training.observe.trackers import append_records
+from pod.training.run.reading import read, reading, row_length_for
 
 FILE_NAME, PICTURE_NAME = "gates.jsonl", "gates.png"
 _NAME = "noting gates"  # of an implementation of attention, while a row is measured
@@ -58,7 +58,7 @@ class Gates(Periodic):
             if gate is not None and lead[layer][head] not in (layer, None)
         ]
         if trainer.mesh.rank == 0:
-            from pod.training.gate_pictures import save_gate_picture
+            from pod.training.observe.gate_pictures import save_gate_picture
 
             record = {"gate": gates, "lead": [list(row) for row in lead]}
             append_records(self.folder / FILE_NAME, step, [record])

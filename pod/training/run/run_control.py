@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pod.training.args import TrainArgs
-from pod.training.watchdog import Watchdog
+from pod.training.observe.watchdog import Watchdog
 
 _GO_ON, _HOURS, _SIGNAL = 0, 1, 2
 _RESERVE = 1.1  # of the longest step and checkpoint so far

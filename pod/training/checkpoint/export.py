@@ -16,8 +16,8 @@ from pod.files import atomic_dir, write_json
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan
-from pod.training.checkpoint import TrainState, check_start_model, latest_checkpoint, read_state
-from pod.training.lora import CONFIG_NAME, add_lora, lora_config
+from pod.training.checkpoint.files import TrainState, check_start_model, latest_checkpoint, read_state
+from pod.training.run.lora import CONFIG_NAME, add_lora, lora_config
 
 WRAPPER = "model."  # LanguageModelLoss holds the model under this name
 
@@ -170,7 +170,7 @@ def export_adapter(checkpoint: Path, path: Path, base: str, dtype: str = "auto")
 _ADAPTER_README = """# LoRA adapter for {base} under a sharing plan
 
 ```python
-from pod.training.lora import load_adapter
+from pod.training.run.lora import load_adapter
 
 model = load_adapter("this folder", "{base}")  # base model, plan, windows, RoPE and adapter
 model = model.merge_and_unload()  # optional: a plain model

@@ -1,6 +1,6 @@
 """What a training run will need, before it is started: memory per rank, host memory, disk, communication, time.
 
-    python -m pod.training.estimate --config configs/llama3_8b_32k_pod.yaml --nodes 4 --gpus-per-node 8 --device h100
+    python -m pod.training.predict.estimate --config configs/llama3_8b_32k_pod.yaml --nodes 4 --gpus-per-node 8 --device h100
 
 All figures are computed from shapes; nothing is allocated and no network is needed.
 """
@@ -13,10 +13,9 @@ from dataclasses import replace
 from torch import nn
 
 from pod.training.args import TrainArgs
-from pod.training.communication import Traffic, World, communication
-from pod.training.devices import DEVICES, Device, get_device
-from pod.training.loss import MEBIBYTE
-from pod.training.memory import (
+from pod.training.predict.communication import Traffic, World, communication
+from pod.training.predict.devices import DEVICES, Device, get_device
+from pod.training.predict.memory import (
     BYTES,
     PREFETCH_ELEMENTS,
     REDUCE_BUCKET_ELEMENTS,
@@ -27,9 +26,10 @@ from pod.training.memory import (
     rank_tokens,
     training_bytes,
 )
-from pod.training.mesh import check_world_size
-from pod.training.shapes import Lead, Shapes, carried_heads, heads_by_role, open_heads
-from pod.training.step_time import EFFICIENCY, LINK_EFFICIENCY, StepTime, attention_flops, step_time
+from pod.training.predict.shapes import Lead, Shapes, carried_heads, heads_by_role, open_heads
+from pod.training.predict.step_time import EFFICIENCY, LINK_EFFICIENCY, StepTime, attention_flops, step_time
+from pod.training.run.loss import MEBIBYTE
+from pod.training.run.mesh import check_world_size
 
 __all__ = [
     "BYTES",
@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line: the estimate of a recipe on machines that need not be at hand."""
     options = _parser().parse_args(argv)
     from pod.recipe import load_recipe
-    from pod.training.start_model import model_config, source_config
+    from pod.training.run.start_model import model_config, source_config
 
     try:
         recipe = load_recipe(options.config, options.set)

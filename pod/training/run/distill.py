@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from pod.training.args import TrainArgs
-from pod.training.loss import IGNORED_LABEL, LossHead, causal_model
-from pod.training.shapes import teacher_plans
+from pod.training.predict.shapes import teacher_plans
+from pod.training.run.loss import IGNORED_LABEL, LossHead, causal_model
 
 MOST_NEED = 5.0
 """Nats of distant context that a token counts at most: a few tokens shall not be the whole divergence."""

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from pod.files import check_can_write
 from pod.training.args import TrainArgs
-from pod.training.estimate import Shapes, checkpoint_disk_bytes, host_bytes
-from pod.training.mesh import check_world_size, local_world_size
-from pod.training.ulysses import kv_head_repeats
+from pod.training.predict.estimate import Shapes, checkpoint_disk_bytes, host_bytes
+from pod.training.run.mesh import check_world_size, local_world_size
+from pod.training.run.ulysses import kv_head_repeats
 
 GIB = 2**30
 VERSIONED = ("torch", "deepspeed", "transformers", "peft", "pod-kv")

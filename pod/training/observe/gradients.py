@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pod.training.observers import Observer
+from pod.training.observe.observers import Observer
 
 GROUPS = ("embedding", "attention", "mlp", "norms", "lora")
 

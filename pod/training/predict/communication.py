@@ -8,9 +8,9 @@ sequence-parallel group (Ulysses). Sharing keys and queries between layers adds 
 from dataclasses import dataclass
 
 from pod.training.args import TrainArgs
-from pod.training.carry import leads_that_end
-from pod.training.memory import BYTES, head_shares, rank_tokens
-from pod.training.shapes import Lead, Shapes
+from pod.training.predict.memory import BYTES, head_shares, rank_tokens
+from pod.training.predict.shapes import Lead, Shapes
+from pod.training.run.carry import leads_that_end
 
 
 @dataclass(frozen=True)

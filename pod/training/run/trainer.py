@@ -14,35 +14,35 @@ import torch
 
 from pod.files import write_json
 from pod.modeling.shipped.sharing import SharingPlan
-from pod.training import progressive
 from pod.training.args import TrainArgs
-from pod.training.batches import StepBatches
-from pod.training.checkpoint import (
+from pod.training.checkpoint.files import (
     Checkpointer,
     TrainState,
     checkpoint_to_resume,
     identity_of,
     layout_of,
 )
-from pod.training.distill import make_distillation
-from pod.training.engine import (
+from pod.training.observe.metrics import Monitor
+from pod.training.observe.observers import Observer
+from pod.training.predict.estimate import checkpoint_bytes
+from pod.training.run import progressive
+from pod.training.run.batches import StepBatches
+from pod.training.run.distill import make_distillation
+from pod.training.run.engine import (
     deepspeed_config,
     drop_carry_hooks,
     gradient_scale,
     save_activations,
     start_engine,
 )
-from pod.training.estimate import checkpoint_bytes
-from pod.training.guard import Guard
-from pod.training.lora import add_lora, lora_settings
-from pod.training.loss import IGNORED_LABEL, LanguageModelLoss
-from pod.training.mesh import Mesh
-from pod.training.metrics import Monitor
-from pod.training.observers import Observer
-from pod.training.optim import learning_rate, make_optimizer
-from pod.training.progressive import PlanSchedule
-from pod.training.run_control import RunControl
-from pod.training.ulysses import Ulysses
+from pod.training.run.guard import Guard
+from pod.training.run.lora import add_lora, lora_settings
+from pod.training.run.loss import IGNORED_LABEL, LanguageModelLoss
+from pod.training.run.mesh import Mesh
+from pod.training.run.optim import learning_rate, make_optimizer
+from pod.training.run.progressive import PlanSchedule
+from pod.training.run.run_control import RunControl
+from pod.training.run.ulysses import Ulysses
 
 
 class Trainer:

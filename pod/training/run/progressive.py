@@ -14,12 +14,12 @@ from numpy.typing import ArrayLike
 
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.args import TrainArgs
-from pod.training.carry import set_carry
 from pod.training.plans.align import placed_costs
 from pod.training.plans.costs import COSTS_NAME, PlanCosts
 from pod.training.plans.greedy import dissimilarity
 from pod.training.plans.similarity import SIMILARITY_NAME, Similarity
 from pod.training.plans.solve import Floats, solve, units_of
+from pod.training.run.carry import set_carry
 
 
 class PlanSchedule:

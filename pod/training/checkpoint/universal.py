@@ -102,7 +102,7 @@ class _Conversion:
         command = [
             sys.executable,
             "-m",
-            "pod.training.universal",
+            "pod.training.checkpoint.universal",
             str(checkpoint),
             str(target),
             str(os.getpid()),

@@ -8,10 +8,10 @@ gradients travelling entirely behind the arithmetic, and one after the other. Al
 from dataclasses import dataclass
 
 from pod.training.args import TrainArgs
-from pod.training.communication import Traffic, World, communication
-from pod.training.devices import Device
-from pod.training.memory import BYTES, head_shares, host_bytes, mlp_tiles, rank_tokens
-from pod.training.shapes import Lead, Shapes, teacher_plans
+from pod.training.predict.communication import Traffic, World, communication
+from pod.training.predict.devices import Device
+from pod.training.predict.memory import BYTES, head_shares, host_bytes, mlp_tiles, rank_tokens
+from pod.training.predict.shapes import Lead, Shapes, teacher_plans
 
 EFFICIENCY = 0.5
 LINK_EFFICIENCY = 0.7

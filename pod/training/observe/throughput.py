@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pod.training.args import TrainArgs
-from pod.training.shapes import Lead, Shapes, causal_pairs, proximal_pairs, teacher_plans
+from pod.training.predict.shapes import Lead, Shapes, causal_pairs, proximal_pairs, teacher_plans
 
 _SAMPLED_ROWS = 256
 
@@ -101,7 +101,7 @@ def device_peak(args: TrainArgs, device: torch.device) -> float | None:
         return args.peak_tflops * 1e12
     if device.type != "cuda":
         return None
-    from pod.training.devices import peak_tflops
+    from pod.training.predict.devices import peak_tflops
 
     known = peak_tflops(torch.cuda.get_device_name(device), args.dtype)
     return None if known is None else known * 1e12

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pod.modeling.shipped.sharing import Lead as PlanLead
 from pod.modeling.shipped.sharing import is_followed
-from pod.training.shapes import Lead, visible_pairs
+from pod.training.predict.shapes import Lead, visible_pairs
 
 SENT_PAIRS = 1000
 """(query, key) pairs of one query head that take as long as sending a token's key and value: at 500 TFLOP/s and 300 GB/s."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from pod.training.args import TrainArgs
-from pod.training.throughput import Throughput
-from pod.training.trackers import Tracker, make_trackers
+from pod.training.observe.throughput import Throughput
+from pod.training.observe.trackers import Tracker, make_trackers
 
 _REDRAW_S = 1.0  # on a terminal
 _REDRAW_LOG_S = 30.0  # where every drawing is one more line of a log file

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pod.training.loss import IGNORED_LABEL
+from pod.training.run.loss import IGNORED_LABEL
 
 Reader = Callable[[Tensor, Tensor, Tensor], Tensor]
 """hidden states of this rank [B, n_local, hidden], output projection [V, hidden], labels [B, n_local] -> any tensor."""

@@ -12,8 +12,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from pod.training.observe.trackers import read_records
 from pod.training.plans.pictures import save_picture
-from pod.training.trackers import read_records
 
 
 def save_gate_picture(records: str | os.PathLike[str], picture: str | os.PathLike[str]) -> Path:

@@ -2,13 +2,9 @@
 
 import resource
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-
-from pod.training.args import TrainArgs
-from pod.training.probes import Probes
 
 
 class Observer:
@@ -63,39 +59,3 @@ def peak_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def make_observers(
-    args: TrainArgs, dataset: Any, folder: Path, config: Any, probes: Probes | None = None
-) -> list[Observer]:
-    """What a recipe asks for: gradient norms and memory always, gates, evaluation and samples by their settings.
-
-    Args:
-        folder: <output_dir>/train.
-        config: the model's.
-        probes: passkeys and texts, for `eval_passkeys` and `sample_prompts`.
-
-    Raises:
-        ValueError: no held-out text, a layout without gates, prompts longer than a row.
-    """
-    from pod.training.gates import Gates, check_gates
-    from pod.training.gradients import GradientNorms
-    from pod.training.held_out import held_out_rows
-    from pod.training.samples import Samples, check_samples
-    from pod.training.validation import Evaluation
-
-    observers: list[Observer] = [GradientNorms(), PeakMemory()]
-    if args.gate_every_steps:
-        check_gates(config)
-    if not (args.gate_every_steps or args.eval_every_steps):
-        return observers
-    rows = held_out_rows(dataset, args.eval_rows if args.eval_every_steps else 1)
-    if args.gate_every_steps:
-        observers.append(Gates(args, folder, rows))
-    if args.eval_every_steps:
-        passkeys = () if probes is None else probes.passkeys
-        observers.append(Evaluation(args, folder, rows, passkeys))
-        if probes is not None and probes.prompts:
-            check_samples(args, probes, dataset.context_length)
-            observers.append(Samples(args, folder, probes))
-    return observers

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from pod.training.args import TrainArgs
-from pod.training.carry import set_carry
-from pod.training.estimate import PREFETCH_ELEMENTS, REDUCE_BUCKET_ELEMENTS, mlp_tiles
+from pod.training.predict.estimate import PREFETCH_ELEMENTS, REDUCE_BUCKET_ELEMENTS, mlp_tiles
+from pod.training.run.carry import set_carry
 
 
 def gradient_scale(args: TrainArgs, mesh: Any) -> float:

@@ -9,12 +9,18 @@ from pod.data import PackedDataset
 from pod.data.loader import read_manifest
 from pod.data.tokenizers import tokenizer_sha256
 from pod.models import ModelArgs, resolve_model
-from pod.training import preflight
 from pod.training.args import TrainArgs
-from pod.training.estimate import Shapes, describe
-from pod.training.mesh import check_world_size, planned_world_size, start_processes, stop_processes
-from pod.training.start_model import load_start_model, load_teacher, model_config, plan_path, source_config
-from pod.training.trackers import check_tracker
+from pod.training.observe.trackers import check_tracker
+from pod.training.predict import preflight
+from pod.training.predict.estimate import Shapes, describe
+from pod.training.run.mesh import check_world_size, planned_world_size, start_processes, stop_processes
+from pod.training.run.start_model import (
+    load_start_model,
+    load_teacher,
+    model_config,
+    plan_path,
+    source_config,
+)
 
 __all__ = [
     "check_recipe",
@@ -62,13 +68,13 @@ def train(
 
     Args:
         config: the resolved recipe, the same on all ranks; stored in checkpoints.
-        probes: passkeys and texts for evaluation during training (`pod.training.probes.Probes`).
+        probes: passkeys and texts for evaluation during training (`pod.training.observe.probes.Probes`).
 
     Raises:
         ValueError, OSError, RuntimeError: in one line that says what to do; nothing has been trained for a ValueError.
     """
-    from pod.training.observers import make_observers
-    from pod.training.progressive import PlanSchedule
+    from pod.training.observe.make import make_observers
+    from pod.training.run.progressive import PlanSchedule
 
     check_recipe(args)
     planned, plan = model_config(model_args, output_dir)
@@ -106,8 +112,8 @@ def _check_row_length(config: dict[str, Any], dataset: PackedDataset, output_dir
 def _make_trainer(
     model_args, args, dataset, mesh, folder, seed, config, schedule, observers, plan_file
 ) -> Any:
-    from pod.training.distill import needs_teacher
-    from pod.training.trainer import Trainer
+    from pod.training.run.distill import needs_teacher
+    from pod.training.run.trainer import Trainer
 
     model = load_start_model(model_args, plan_file, args.dtype)
     teacher = load_teacher(model_args, args.dtype) if needs_teacher(args, model.config.layout) else None

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from pod.modeling.shipped.step import document_positions
 from pod.training.args import TrainArgs
-from pod.training.held_out import Rows, lengthened, padded_row
-from pod.training.loss import IGNORED_LABEL
-from pod.training.observers import Periodic
-from pod.training.probes import Passkey
-from pod.training.reading import read, reading, row_length_for, token_scores
-from pod.training.trackers import append_records
+from pod.training.observe.held_out import Rows, lengthened, padded_row
+from pod.training.observe.observers import Periodic
+from pod.training.observe.probes import Passkey
+from pod.training.observe.trackers import append_records
+from pod.training.run.loss import IGNORED_LABEL
+from pod.training.run.reading import read, reading, row_length_for, token_scores
 
 FILE_NAME = "eval.jsonl"
 _MOST_BUCKETS = 8

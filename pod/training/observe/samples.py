@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from pod.training.args import TrainArgs
-from pod.training.loss import IGNORED_LABEL
-from pod.training.observers import Periodic
-from pod.training.probes import Probes
-from pod.training.reading import read, reading, row_length_for, wide_logits
-from pod.training.trackers import append_records
+from pod.training.observe.observers import Periodic
+from pod.training.observe.probes import Probes
+from pod.training.observe.trackers import append_records
+from pod.training.run.loss import IGNORED_LABEL
+from pod.training.run.reading import read, reading, row_length_for, wide_logits
 
 FILE_NAME = "samples.jsonl"
 _GROWTH = 64  # tokens by which rows grow, so that most passes have the shape of the one before

@@ -10,9 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pod.training.args import TrainArgs
-from pod.training.distill import needs_teacher
-from pod.training.loss import MEBIBYTE
-from pod.training.shapes import (
+from pod.training.predict.shapes import (
     Lead,
     Shapes,
     carried_heads,
@@ -22,7 +20,9 @@ from pod.training.shapes import (
     followers,
     heads_by_role,
 )
-from pod.training.ulysses import Shares, share_heads
+from pod.training.run.distill import needs_teacher
+from pod.training.run.loss import MEBIBYTE
+from pod.training.run.ulysses import Shares, share_heads
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 REDUCE_BUCKET_ELEMENTS = 50_000_000

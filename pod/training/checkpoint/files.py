@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save_file
 from pod.files import atomic_write_text, explain_disk_full, read_json, write_json
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.args import TrainArgs
-from pod.training.snapshot import FileWriter, sync_to_disk
-from pod.training.universal import convert_on_rank_0, load_universal, remove_universal
+from pod.training.checkpoint.snapshot import FileWriter, sync_to_disk
+from pod.training.checkpoint.universal import convert_on_rank_0, load_universal, remove_universal
 
 SCHEMA_VERSION = 2
 STATE_NAME = "checkpoint.json"
