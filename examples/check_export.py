@@ -1,0 +1,52 @@
+"""Load an export with plain transformers and its own remote code, and compare logits and text with `pod.load_model`.
+
+    python examples/check_export.py runs/demo/export 512 runs/demo/export_check.json
+
+512: tokens of the prompt; more than the windows hold, so that the shared part is at work. Writes the difference, and beside it the prompt
+with its last logits, for examples/load_export.py. Ends with code 1 when the logits differ by more than 2e-5 of their scale.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import pod
+
+ALLOWED = 2e-5
+
+
+@torch.no_grad()
+def main(folder: str, length: int, out: Path) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    text = " ".join(Path(pod.__file__).with_name("recipe.py").read_text(encoding="utf-8").split())
+    prompt = torch.tensor([tokenizer(text)["input_ids"][:length]])
+    stock = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+    theirs, their_tokens = answer(stock, prompt)
+    ours, our_tokens = answer(pod.load_model(folder, dtype=torch.float32), prompt)
+    error = float((theirs - ours).abs().max() / ours.abs().max())
+    if error > ALLOWED or their_tokens != our_tokens:
+        sys.exit(
+            f"error: {folder} reloads wrongly: logits differ by {error:.1e} of their scale (allowed {ALLOWED:.0e})"
+        )
+    said = tokenizer.decode(their_tokens)
+    print(f"logits equal to {error:.1e} of their scale over {prompt.shape[1]} tokens; generated {said!r}")
+    save_file({"input_ids": prompt, "logits": ours[0, -1].contiguous()}, out.with_suffix(".safetensors"))
+    found = {"relative_logit_error": error, "tokens": prompt.shape[1], "generated": said}
+    out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def answer(model: Any, prompt: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    """Logits of a prompt, and the 16 tokens that follow it."""
+    generated = model.generate(prompt, max_new_tokens=16, do_sample=False)
+    return model(prompt).logits, generated[0, prompt.shape[1] :].tolist()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit("usage: python examples/check_export.py EXPORT_FOLDER TOKENS RESULT.json")
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
