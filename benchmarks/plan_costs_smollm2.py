@@ -28,7 +28,7 @@ from pod.training.plans.exploration import Exploration
 from pod.training.plans.explore_args import ExploreArgs
 from pod.training.plans.greedy import greedy_plan
 from pod.training.plans.measure import find_costs, find_similarity
-from pod.training.plans.refine import PlanLoss
+from pod.training.plans.plan_loss import plan_loss
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "plan_costs_smollm2.json"
@@ -83,7 +83,7 @@ class Losses:
                 replace(dense, head_order=plan.head_order)
             )
             self.order = plan.head_order
-        return math.exp(PlanLoss(self.model, self.tokens)(plan))
+        return math.exp(plan_loss(self.model, plan, self.tokens))
 
 
 def row_of(kind: str, percent: int, plan: pod.SharingPlan) -> dict[str, Any]:

@@ -103,7 +103,6 @@ def about(recipe: Recipe, plan: Any) -> str:
         how = f"dp by {explore.cost}, target {explore.target_saving:.1%} " + (
             f"at {length:,} tokens" if length else "in the limit"
         )
-    how += ", refined" if "refined" in found else ""
     name = found["model"].rstrip("/").split("/")[-1].removeprefix("package:")
     text = f"{found['num_sequences']} x {found['sequence_length']:,} tokens, {found['num_queries']} queries"
     return f"{name}, {text}; {how}"
@@ -128,12 +127,6 @@ def summary(recipe: Recipe, choice: Any) -> str:
         )
     if "plan_cost" in found:
         lines.append(f"least cost at this saving: {found['plan_cost']:.4g}" + _without(found))
-    if "refined" in found:
-        refined = found["refined"]
-        lines.append(
-            f"refined: loss {refined['loss_before']:.4f} -> {refined['loss_after']:.4f} nats per token on the texts of the "
-            f"search, {refined['evaluations']} plans measured"
-        )
     for kind, what in (("text", "text"), ("repeated", "repeated random tokens")):
         dense, own = (found.get("losses", {}).get(name, {}).get(kind) for name in ("dense", "plan"))
         if dense is not None and own is not None:

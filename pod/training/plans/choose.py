@@ -17,16 +17,14 @@ from pod.training.plans.exploration import (
     frontier_of,
     packed_costs,
     target_units,
-    weights_stamp,
 )
 from pod.training.plans.explore_args import ExploreArgs
 from pod.training.plans.greedy import dissimilarity, greedy_plan
 from pod.training.plans.measure import find_costs, find_similarity, quiet, repeated_sequences
-from pod.training.plans.refine import LossLog, PlanLoss, Refinement, plan_key
-from pod.training.plans.similarity import Similarity, sequence_fingerprint
+from pod.training.plans.plan_loss import plan_loss
+from pod.training.plans.similarity import Similarity
 from pod.training.plans.solve import Floats, Frontier
 
-LOSS_NAME = "plan_losses.jsonl"
 Order = tuple[tuple[int, ...], ...]
 
 
@@ -69,11 +67,10 @@ class Choice:
 def check_windows(explore: ExploreArgs, windows: dict[str, int]) -> None:
     """Refuse, before anything is measured, sequences that the windows cover whole.
 
-    Raises: ValueError when a cost, or refinement, would find no distant token.
+    Raises: ValueError when a cost would find no distant token.
     """
-    if explore.cost == "projected" or explore.refine_evaluations:
-        queries = explore.num_queries if explore.cost == "projected" else 1
-        sample_queries(explore.sequence_length, queries, **windows)
+    if explore.cost == "projected":
+        sample_queries(explore.sequence_length, explore.num_queries, **windows)
 
 
 def find_plan(exploration: Exploration, say: Callable[[str], None] = print) -> Choice:
@@ -88,8 +85,8 @@ def find_plan(exploration: Exploration, say: Callable[[str], None] = print) -> C
         choice = choose_by_similarity(find_similarity(exploration, say), explore, exploration.windows)
     else:
         choice = choose(find_costs(exploration, say), explore, exploration.windows)
-    if explore.refine_evaluations or (explore.cost == "projected" and explore.loss_sequences):
-        choice = replace(choice, plan=_with_losses(exploration, choice, say))
+    if explore.cost == "projected" and explore.loss_sequences:
+        choice = replace(choice, plan=_with_losses(exploration, choice))
     return choice
 
 
@@ -196,40 +193,20 @@ def _provenance(explore: ExploreArgs, measured: dict[str, Any], solved: Solved) 
     }
 
 
-def _with_losses(exploration: Exploration, choice: Choice, say: Callable[[str], None]) -> SharingPlan:
-    """The plan, refined when asked for, with its loss and that of the dense model in its provenance."""
-    explore, plan = exploration.explore, choice.plan
-    dense = SharingPlan.dense(plan.num_layers, plan.num_key_value_heads)
-    model = exploration.load_model(replace(dense, head_order=plan.head_order))
-    text = list(exploration.read(say)[0][: explore.loss_sequences])
-    repeated = repeated_sequences(exploration, model.config) if explore.cost == "projected" else []
-    fingerprint = {
-        **exploration.windows,
-        "dtype": exploration.settings["dtype"],
-        "weights": weights_stamp(exploration.model_folder),
-        "weights_sha256": plan.provenance["weights_sha256"],
-        "tokens_sha256": sequence_fingerprint([*text, *repeated]),
+def _with_losses(exploration: Exploration, choice: Choice) -> SharingPlan:
+    """The plan with its loss and that of the dense model in its provenance."""
+    plan = choice.plan
+    dense = replace(SharingPlan.dense(plan.num_layers, plan.num_key_value_heads), head_order=plan.head_order)
+    model = exploration.load_model(dense)
+    text = exploration.read(quiet)[0][: exploration.explore.loss_sequences]
+    repeated = repeated_sequences(exploration, model.config)
+    losses: dict[str, Any] = {
+        name: {
+            kind: plan_loss(model, one, sequences)
+            for kind, sequences in (("text", text), ("repeated", repeated))
+            if sequences
+        }
+        for name, one in (("dense", dense), ("plan", plan))
     }
-    log = LossLog(exploration.folder / LOSS_NAME, fingerprint)
-    if explore.refine_evaluations:
-        loss = PlanLoss(model, [*text, *repeated])
-        search = Refinement(
-            plan,
-            choice.follow,
-            choice.window,
-            loss,
-            explore.refine_evaluations,
-            explore.refine_proposals,
-            log,
-            say,
-        )
-        plan = search.run()
-    measured: dict[str, dict[str, float]] = {"dense": {}, "plan": {}}
-    for kind, sequences in (("text", text), ("repeated", repeated)):
-        for name, one in (("dense", dense), ("plan", plan)) if sequences else ():
-            key = f"{kind} {plan_key(one)}"
-            if key not in log.losses:
-                log.add(key, PlanLoss(model, sequences)(one))
-            measured[name][kind] = log.losses[key]
-    counts = {"sequences": len(text), "repeated_sequences": len(repeated)}
-    return replace(plan, provenance=plan.provenance | {"losses": measured | counts})
+    losses |= {"sequences": len(text), "repeated_sequences": len(repeated)}
+    return replace(plan, provenance=plan.provenance | {"losses": losses})

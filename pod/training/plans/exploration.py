@@ -269,10 +269,4 @@ def describe_cost(config: Any, explore: ExploreArgs) -> str:
     count = min(explore.loss_sequences, explore.num_sequences)
     if explore.cost != "similarity" and count:
         lines.append(f"loss of the dense model and of the plan: two forward passes over {count} x {n} tokens")
-    if explore.refine_evaluations:
-        states = 4 * layers * n * config.hidden_size * count  # bytes, fp32
-        lines.append(
-            f"refinement: up to {explore.refine_evaluations} forward passes over {count} x {n} tokens, {states / 1e6:.0f} MB of "
-            "hidden states (half in bfloat16), divided among the ranks"
-        )
     return "\n".join(lines)

@@ -48,15 +48,8 @@ class ExploreArgs:
     """Projected only: weight of the cost on repeated tokens; that on text has weight 1. Both are in the same units."""
 
     loss_sequences: int = 4
-    """Projected or refined: how many of the num_sequences sequences the loss of whole plans is measured on, beside those of
-    repeated tokens: the dense model and the chosen plan, and refinement. 0 = the chosen plan is not measured."""
-
-    refine_evaluations: int = 0
-    """Plans whose loss is measured in a local search that starts from the plan of least cost and keeps its saving; 0 = none.
-    One measurement reads loss_sequences sequences; 50 to 150 are usual."""
-
-    refine_proposals: int = 12
-    """Refinement only: moves of each kind whose loss is measured in each round."""
+    """Projected only: on how many of the num_sequences sequences, beside those of repeated tokens, the loss of the dense model and
+    of the chosen plan is measured; 0 = it is not."""
 
     sources: list[str] = field(default_factory=list)
     """Where the long texts come from, as in data.sources; empty = the recipe's data.sources. Texts are taken from
@@ -116,28 +109,12 @@ class ExploreArgs:
                 f"cost is {self.cost!r}, but algorithm=greedy groups by similarity only: set cost=similarity and roles=follow, or "
                 "algorithm=dp"
             )
-        ones = ("num_sequences", "sequence_length", "num_queries", "save_every", "refine_proposals")
-        zeros = (
-            "budget_length",
-            "retrieval_sequences",
-            "retrieval_weight",
-            "loss_sequences",
-            "refine_evaluations",
-        )
+        ones = ("num_sequences", "sequence_length", "num_queries", "save_every")
+        zeros = ("budget_length", "retrieval_sequences", "retrieval_weight", "loss_sequences")
         least = dict.fromkeys(ones, 1) | dict.fromkeys(zeros, 0) | {"head_tokens": 2, "head_repeats": 2}
         for name, allowed in least.items():
             if (getattr(self, name) or 0) < allowed:
                 raise ValueError(f"{name} is {getattr(self, name)}, allowed are {allowed} and more")
-        if self.refine_evaluations and not self.loss_sequences:
-            raise ValueError(
-                f"refine_evaluations is {self.refine_evaluations} with loss_sequences=0: refinement measures losses, set it to 1 "
-                "and more"
-            )
-        if self.refine_evaluations and 4 in self.bits:
-            raise ValueError(
-                f"refine_evaluations is {self.refine_evaluations} with bits={self.bits}: refinement turns roles at equal bytes, which "
-                "differ between packed layers; set it to 0, or bits=[16]"
-            )
         if self.num_queries > self.sequence_length:
             raise ValueError(
                 f"num_queries is {self.num_queries}, more than sequence_length ({self.sequence_length}): "

@@ -1,4 +1,4 @@
-"""launch/explore.py with measured costs and refinement: what decides, what is measured again, ranks, interruptions."""
+"""launch/explore.py with measured costs: what decides, what is measured again, ranks, interruptions."""
 
 import json
 import os
@@ -20,15 +20,14 @@ from pod.training.plans import measure as measure_module
 from pod.training.plans.choose import choose, head_order
 from pod.training.plans.costs import PlanCosts, cost_shapes
 from pod.training.plans.exploration import Exploration
-from pod.training.plans.refine import PlanLoss
+from pod.training.plans.plan_loss import plan_loss
 from pod.training.plans.report import pareto
 from pod.training.plans.solve import solve, sum_of_costs, units_of
 
 LAUNCHER = Path(__file__).parents[3] / "launch" / "explore.py"
-REFINED = ["explore.refine_evaluations=14", "explore.loss_sequences=2", "explore.refine_proposals=2"]
 WINDOWS = {"num_sink_tokens": 2, "num_recent_tokens": 5}
 WRITTEN = {
-    "plan.json", "plan_costs.safetensors", "plan_losses.jsonl", "pareto.json", "summary.txt",
+    "plan.json", "plan_costs.safetensors", "pareto.json", "summary.txt",
     "blocks.png", "costs.png", "pareto.png",
 }  # fmt: skip
 
@@ -316,7 +315,7 @@ def test_the_measured_loss_of_a_packed_plan_is_that_of_decoding_through_its_cach
             losses.append(torch.nn.functional.cross_entropy(torch.stack(steps), row[1:]).item())
         found = plan.provenance["losses"]["plan"][kind]
         assert found == pytest.approx(sum(losses) / len(losses), rel=1e-9)
-        alone = PlanLoss(model, sequences)(replace(plan, bits=None))
+        alone = plan_loss(model, replace(plan, bits=None), sequences)
         assert abs(found - alone) > 1e-7
     assert "when every layer keeps 16 bits" in capsys.readouterr().out
     curve = json.loads((tmp_path / "run" / "plan" / "pareto.json").read_text())
@@ -387,45 +386,13 @@ def test_an_interrupted_measurement_continues(explore_launcher, overrides, tmp_p
     assert all((cut[1].values[name] == whole[1].values[name]).all() for name in whole[1].values)
 
 
-def test_refinement_continues_where_it_was(explore_launcher, overrides, tmp_path, monkeypatch, capsys):
-    explore_launcher.main(load_recipe(None, overrides))
-    start = plan_and_costs(tmp_path)[0]
-    (tmp_path / "run" / "plan" / "plan_losses.jsonl").unlink()
-    measured, losses = [], PlanLoss.losses
-
-    def interrupted(self, plan):
-        if len(measured) == 6:
-            raise KeyboardInterrupt
-        measured.append(plan.lead)
-        return losses(self, plan)
-
-    monkeypatch.setattr(PlanLoss, "losses", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        explore_launcher.main(load_recipe(None, [*overrides, *REFINED]))
-    again = []
-
-    def counted(self, plan):
-        if self.num_sequences == 4:  # of the search; text and repeated tokens are measured apart
-            again.append(plan.lead)
-        return losses(self, plan)
-
-    monkeypatch.setattr(PlanLoss, "losses", counted)
-    explore_launcher.main(load_recipe(None, [*overrides, *REFINED]))
-    assert len(measured) == 6 and not set(measured) & set(again)
-    plan = plan_and_costs(tmp_path)[0]
-    refined = plan.provenance["refined"]
-    assert units_of(plan) == units_of(start) and plan.head_order == start.head_order
-    assert refined["loss_after"] <= refined["loss_before"] and refined["evaluations"] <= 14
-    assert f"{refined['loss_before']:.4f} -> {refined['loss_after']:.4f}" in capsys.readouterr().out
-
-
 def test_two_ranks_make_the_plan_of_one(explore_launcher, overrides, tmp_path):
-    explore_launcher.main(load_recipe(None, [*overrides, *REFINED]))
+    explore_launcher.main(load_recipe(None, [*overrides, "explore.loss_sequences=2"]))
     alone = (tmp_path / "run" / "plan" / "plan.json").read_text()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    ranks = [*overrides, *REFINED, f"output_dir={tmp_path / 'ranks'}"]
+    ranks = [*overrides, "explore.loss_sequences=2", f"output_dir={tmp_path / 'ranks'}"]
     command = [sys.executable, str(LAUNCHER), *(part for item in ranks for part in ("--set", item))]
     outer = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     processes = [
@@ -441,8 +408,6 @@ def test_two_ranks_make_the_plan_of_one(explore_launcher, overrides, tmp_path):
     alone = json.loads(alone)
     assert together["lead"] == alone["lead"] and together.get("head_order") == alone.get("head_order")
     assert together["provenance"]["losses"] == alone["provenance"]["losses"]
-    for key in ("evaluations", "loss_before", "loss_after"):
-        assert together["provenance"]["refined"][key] == alone["provenance"]["refined"][key]
 
 
 @pytest.mark.parametrize(
@@ -454,7 +419,6 @@ def test_two_ranks_make_the_plan_of_one(explore_launcher, overrides, tmp_path):
             ["explore.roles=follow", "explore.target_saving=0.6"],
             "saves below 0.5; lower it, or allow windows",
         ),
-        (["explore.bits=[16,4]", "explore.refine_evaluations=9"], "turns roles at equal bytes"),
         (
             ["explore.bits=[16,4]", "explore.target_saving=0.99"],
             "0.99, but the allowed roles save 0.000 to 0.854",
@@ -467,8 +431,8 @@ def test_bad_settings_are_one_line(explore_refused, overrides, change, words):
     explore_refused([*overrides, *change], words)
 
 
-def test_dry_run_names_the_cost_and_the_refinement(explore_launcher, overrides, capsys):
-    argv = [part for override in [*overrides, *REFINED] for part in ("--set", override)]
+def test_dry_run_names_the_cost(explore_launcher, overrides, capsys):
+    argv = [part for override in overrides for part in ("--set", override)]
     run(
         explore_launcher.main,
         sections=("model", "explore"),
@@ -479,4 +443,3 @@ def test_dry_run_names_the_cost_and_the_refinement(explore_launcher, overrides, 
     printed = capsys.readouterr().out
     assert "roles: [window]" in printed
     assert "costs of roles: one forward pass over 3 x 48 = 144 tokens and 2 x 48 repeated ones" in printed
-    assert "up to 14 forward passes over 2 x 48 tokens" in printed

@@ -242,7 +242,6 @@ def test_fingerprints_see_what_changed():
         ({"algorithm": "greedy"}, "groups by similarity only: set cost=similarity and roles=follow"),
         ({"budget_length": -1}, "budget_length is -1"),
         ({"retrieval_weight": -0.5}, "retrieval_weight is -0.5"),
-        ({"refine_evaluations": 3, "loss_sequences": 0}, "set it to 1"),
         ({"num_sequences": 0}, "num_sequences is 0"),
         ({"num_queries": 9, "sequence_length": 8}, "more than sequence_length"),
     ],
