@@ -16,6 +16,7 @@ from pod.files import atomic_dir, write_json
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan
+from pod.training import deepspeed_bridge as bridge
 from pod.training.checkpoint.files import TrainState, check_start_model, latest_checkpoint, read_state
 from pod.training.run.lora import CONFIG_NAME, add_lora, lora_config
 
@@ -53,12 +54,8 @@ def trained_weights(checkpoint: Path, state: TrainState) -> dict[str, torch.Tens
     Raises:
         ValueError: files are missing or damaged.
     """
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
     try:
-        weights: Any = get_fp32_state_dict_from_zero_checkpoint(
-            str(checkpoint.parent), tag=checkpoint.name, exclude_frozen_parameters=True
-        )
+        weights = bridge.trained_weights(checkpoint)
     except (OSError, RuntimeError, KeyError, EOFError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"checkpoint {checkpoint} cannot be read ({first}): export an older one") from error

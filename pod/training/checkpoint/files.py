@@ -23,9 +23,10 @@ from safetensors.torch import load_file, save_file
 
 from pod.files import atomic_write_text, explain_disk_full, read_json, write_json
 from pod.modeling.shipped.sharing import SharingPlan
+from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
 from pod.training.checkpoint.snapshot import FileWriter, sync_to_disk
-from pod.training.checkpoint.universal import convert_on_rank_0, load_universal, remove_universal
+from pod.training.checkpoint.universal import convert_on_rank_0, remove_universal
 
 SCHEMA_VERSION = 2
 STATE_NAME = "checkpoint.json"
@@ -249,10 +250,8 @@ class Checkpointer:
         self.latest: Path | None = None
         self._pending: Path | None = None
         self._began = 0.0
-        self.writer = FileWriter(engine.checkpoint_engine, self._file_written)
-        engine.checkpoint_engine = self.writer
-        engine._copy_recovery_script = lambda path: None  # launch/export_hf.py is the way out
-        self._hyperparameters = [_without_params(group) for group in engine.optimizer.optimizer.param_groups]
+        self.writer = bridge.write_through(engine, lambda own: FileWriter(own, self._file_written))
+        self._hyperparameters = bridge.hyperparameters(engine)
         if mesh.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             for abandoned in folder.glob(".step-*.tmp"):
@@ -274,7 +273,7 @@ class Checkpointer:
         temporary = _temporary(final)
         self._agree(self._space_error(final), final)
         self.writer.begin(deferred=self.args.save_mode == "async")
-        self._save_engine(temporary)
+        bridge.save_engine(self.engine, temporary)
         own_error = self._write_own(temporary, replace(state, layout=self.layout))
         self.writer.error = self.writer.error or own_error
         self._pending = final
@@ -324,24 +323,17 @@ class Checkpointer:
         universal = None if own else convert_on_rank_0(checkpoint, self.mesh, self.alive)
         try:
             if universal is None:
-                path, _ = self.engine.load_checkpoint(
-                    str(checkpoint.parent), tag=checkpoint.name, load_module_strict=False
-                )
-                if path is None:
-                    raise OSError("files are missing")
+                bridge.load_engine(self.engine, checkpoint)
             else:
-                load_universal(self.engine, universal)
+                bridge.load_universal(self.engine, universal)
         except (OSError, RuntimeError, EOFError) as error:
             broken = checkpoint if universal is None else universal
             raise ValueError(
                 f"checkpoint {broken} cannot be read ({_first_line(error)}): remove it"
             ) from error
-        for group, values in zip(
-            self.engine.optimizer.optimizer.param_groups, self._hyperparameters, strict=True
-        ):
-            group.update(values)
+        bridge.set_hyperparameters(self.engine, self._hyperparameters)
+        bridge.set_step(self.engine, state.step)
         self._set_random_states(state, random_states)
-        self.engine.global_steps = state.step
         self.latest = checkpoint
         return replace(state, layout=self.layout)
 
@@ -396,16 +388,6 @@ class Checkpointer:
         except Exception as error:  # noqa: BLE001  safetensors' own error class derives from Exception; raised by _agree
             return error
         return None
-
-    def _save_engine(self, temporary: Path) -> None:
-        """DeepSpeed's files. Frozen weights are the start model's and left out: LoRA's base, a teacher."""
-        mpu, self.engine.mpu = self.engine.mpu, None  # else the file takes sequence for tensor parallelism
-        try:
-            self.engine.save_checkpoint(
-                str(self.folder), tag=temporary.name, save_latest=False, exclude_frozen_parameters=True
-            )
-        finally:
-            self.engine.mpu = mpu
 
     def _publish(self) -> None:
         """Rename what all ranks have written, point `latest` at it, remove what is no longer needed."""
@@ -474,10 +456,6 @@ def _remove(checkpoint: Path) -> None:
         shutil.rmtree(going, ignore_errors=True)
         checkpoint.rename(going)
         shutil.rmtree(going, ignore_errors=True)
-
-
-def _without_params(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _first_line(error: Exception) -> str:

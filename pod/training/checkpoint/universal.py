@@ -3,13 +3,8 @@
 `universal-00000100/zero/<weight>/{fp32,exp_avg,exp_avg_sq,step}.pt` holds every trained weight and its two moments whole,
 so that any number of ranks, sequence-parallel size and ZeRO stage can take its part. It lies beside `step-00000100/` and
 is removed as soon as a checkpoint of the new layout is published.
-
-What DeepSpeed 0.19.8 leaves out, and is put right here: from stage 3 it writes plain tensors and no step per weight, where
-stage 1 wants dictionaries, a step and a version; stage 3 loads one step tensor for all sub-groups, which then counts once
-per sub-group; and it would give all parameter groups the weight decay of the first.
 """
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -18,14 +13,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from pod.files import atomic_dir
+from pod.training import deepspeed_bridge as bridge
 
 PREFIX = "universal-"
 WORKERS = 4
@@ -134,98 +128,10 @@ class _Conversion:
 
 def convert(checkpoint: Path, target: Path) -> None:
     """Write the universal copy of one of our checkpoints; `target` appears when it is complete."""
-    from deepspeed.checkpoint import ds_to_universal
-
-    # Processes of a pool would outlive a killed parent; reading, copying and writing tensors leaves Python's lock alone.
-    ds_to_universal.ProcessPoolExecutor = ThreadPoolExecutor
-    ds_to_universal.merge_zero3_slices = _merge_zero3_slices
     source = checkpoint.resolve()
     with atomic_dir(target.resolve(), replace=False) as folder:
-        os.chdir(folder)  # short names: DeepSpeed takes paths for patterns, and [ ] + mean something there
         workers = min(WORKERS, len(list(source.glob("*_optim_states.pt"))))
-        ds_to_universal.main(
-            argparse.Namespace(
-                input_folder=os.path.relpath(source),
-                output_folder="converted",
-                num_extract_workers=workers,
-                num_merge_workers=workers,
-                keep_temp_folder=False,
-                strict=True,
-                inject_missing_state=True,
-            )
-        )
-        os.rename("converted/zero", "zero")
-        shutil.rmtree("converted")
-        Path("latest_universal").unlink(missing_ok=True)
-        _complete(Path("zero"))
-        os.chdir(source)
-
-
-def _merge_zero3_slices(dp_degree: int, merged: str, fragments: str, name: str) -> None:
-    """DeepSpeed's, but with the dictionaries that stages 1 and 2 read; stage 3 reads either."""
-    from deepspeed.checkpoint import ds_to_universal
-
-    for state in ("fp32", "exp_avg", "exp_avg_sq"):
-        (whole,) = ds_to_universal._merge_zero_shards(os.path.join(fragments, name), state, 1)
-        ds_to_universal._save_checkpoint(os.path.join(merged, name, f"{state}.pt"), {"param": whole})
-
-
-def _complete(zero: Path) -> None:
-    """Add what either stage misses in the other's files; drop rank 0's shard and all hyperparameters from the common part."""
-    from deepspeed import __version__
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-
-    with torch.serialization.safe_globals([LossScaler, ZeroStageEnum]):
-        common = torch.load(zero / "optimizer_state.pt", weights_only=True)
-    moments = sorted(zero.glob("*/exp_avg.pt"))
-    if "optimizer_state_dict" in common:  # stage 3
-        step = common["optimizer_state_dict"]["state"][0]["step"]
-        for file in moments:
-            torch.save(step, file.with_name("step.pt"))
-    else:
-        step = torch.load(moments[0].with_name("step.pt"), weights_only=True)
-    groups: list[dict] = [
-        {} for _ in common["param_groups"]
-    ]  # their number counts, the recipe says what is in them
-    slim = {"overflow": False, "ds_version": __version__, "param_groups": groups}
-    slim["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": groups}
-    torch.save(slim, zero / "optimizer_state.pt")
-
-
-class _NoTensorParallel:
-    """What DeepSpeed asks a model-parallel unit for."""
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        return 0
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        return 1
-
-
-def load_universal(engine: Any, folder: Path) -> None:
-    """Weights and moments of a universal copy into the engine's own shards; called by all ranks.
-
-    Hyperparameters stay as they are.
-    """
-    optimizer = engine.optimizer
-    mpu = getattr(optimizer, "mpu", None)
-    optimizer.mpu = _NoTensorParallel()  # else sequence parallelism is taken for it
-    if hasattr(optimizer, "checkpoint_event_prologue"):
-        optimizer.checkpoint_event_prologue()
-    try:
-        optimizer.load_state_dict(
-            state_dict_list=None, load_optimizer_states=True, checkpoint_folder=str(folder)
-        )
-    finally:
-        optimizer.mpu = mpu
-    for state in optimizer.optimizer.state.values():
-        if isinstance(state.get("step"), torch.Tensor):
-            state["step"] = state["step"].clone()  # one tensor for all of them would count once for each
-    if hasattr(optimizer, "checkpoint_event_epilogue"):
-        optimizer.checkpoint_event_epilogue()
-    if engine.zero_optimization_stage() < 3:
-        optimizer.update_lp_params()
+        bridge.convert_to_universal(source, folder, workers)
 
 
 def _end_with(parent: int) -> None:

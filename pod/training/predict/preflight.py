@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from pod.files import check_can_write
+from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
 from pod.training.predict.estimate import Shapes, checkpoint_disk_bytes, host_bytes
 from pod.training.run.mesh import check_world_size, local_world_size
@@ -198,9 +199,7 @@ def missing_for_aio() -> str | None:
         return "a C++ compiler to build DeepSpeed's aio (apt install g++, or set CXX)"
     if not shutil.which("ninja"):
         return "ninja to build DeepSpeed's aio (pip install ninja)"
-    from deepspeed.ops.op_builder import AsyncIOBuilder  # type: ignore[attr-defined]
-
-    if not AsyncIOBuilder().is_compatible(verbose=False):
+    if not bridge.file_access_works():
         return "libaio with its headers to build DeepSpeed's aio (apt install libaio-dev)"
     return None
 

@@ -1,11 +1,10 @@
 """The DeepSpeed engine of a run: its settings, and what a model keeps for its backward."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
 from pod.training.predict.estimate import PREFETCH_ELEMENTS, REDUCE_BUCKET_ELEMENTS, mlp_tiles
 from pod.training.run.carry import set_carry
@@ -58,12 +57,8 @@ def deepspeed_config(args: TrainArgs) -> dict[str, Any]:
 
 def start_engine(module: Any, optimizer: torch.optim.Optimizer, settings: dict[str, Any], mesh: Any) -> Any:
     """The DeepSpeed engine that trains `module` on all ranks of a mesh."""
-    import deepspeed
-
     size_offload_buffers(settings, module, mesh.world_size)
-    with zero_optimizer_in_every_stage():
-        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings, mpu=mesh.mpu)
-    return engine
+    return bridge.start_engine(module, optimizer, settings, mesh.mpu)
 
 
 def size_offload_buffers(settings: dict[str, Any], module: Any, world_size: int) -> None:
@@ -75,23 +70,6 @@ def size_offload_buffers(settings: dict[str, Any], module: Any, world_size: int)
         offload["buffer_count"] = 5
 
 
-@contextlib.contextmanager
-def zero_optimizer_in_every_stage() -> Iterator[None]:
-    """Around the start of an engine: no `BF16_Optimizer`.
-
-    DeepSpeed takes it for bfloat16 with float32 accumulation in stage 1. It keeps the float32 gradients of all weights on
-    every rank and needs a model-parallel group, which there is none of with sequence parallelism.
-    """
-    from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
-
-    original = DeepSpeedEngine._do_optimizer_sanity_check
-    DeepSpeedEngine._do_optimizer_sanity_check = lambda self, basic_optimizer: ZERO_OPTIMIZATION
-    try:
-        yield
-    finally:
-        DeepSpeedEngine._do_optimizer_sanity_check = original
-
-
 def drop_carry_hooks(model: Any) -> None:
     """Take ZeRO-3's hooks off the modules that hand on the carry and own no weight: decoder layers and attention.
 
@@ -101,9 +79,7 @@ def drop_carry_hooks(model: Any) -> None:
     """
     for layer in model.model.layers:
         for module in (layer, layer.self_attn):
-            assert not list(module.parameters(recurse=False)), "this module's weights need ZeRO-3's hooks"
-            module._forward_pre_hooks.clear()
-            module._forward_hooks.clear()
+            bridge.drop_hooks(module)
 
 
 def save_activations(model: Any, args: TrainArgs, row_length: int) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from pod.training import deepspeed_bridge as bridge
+
 MEBIBYTE = 2**20
 IGNORED_LABEL = -100
 """Label of a token that counts in no loss."""
@@ -33,12 +35,8 @@ class LossHead(nn.Module):
 
     def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """hidden [B, n, hidden], labels [B, n] (already shifted, -100 = no label) -> fp32 scalar sum."""
-        from deepspeed.sequence.linear_cross_entropy import vocab_parallel_linear_cross_entropy
-
         rows = max(1, min(labels.numel(), self.chunk_bytes // (4 * self.vocab_size)))
-        return vocab_parallel_linear_cross_entropy(
-            hidden, self.weight, labels, ignore_index=IGNORED_LABEL, reduction="sum", chunk_size=rows
-        )
+        return bridge.linear_cross_entropy(hidden, self.weight, labels, IGNORED_LABEL, rows)
 
 
 def causal_model(model: Any) -> Any:

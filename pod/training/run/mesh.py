@@ -1,15 +1,13 @@
 """Process groups: world = data parallel x sequence parallel, sequence-parallel groups of contiguous ranks."""
 
-import logging
 import os
 import socket
-import warnings
-from datetime import timedelta
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from pod.training import deepspeed_bridge as bridge
 
 
 class Mesh:
@@ -20,7 +18,7 @@ class Mesh:
         sp_size, sp_rank: ranks that share a row, and which slice of it this rank holds.
         dp_size, dp_rank: groups that read different rows, and this rank's group.
         sp_group: process group of the sequence-parallel group, None when sp_size is 1.
-        mpu: what `deepspeed.initialize` takes so that it knows the groups, None when sp_size is 1.
+        mpu: what the engine takes so that it knows the groups, None when sp_size is 1.
         device: device of this rank.
     """
 
@@ -29,13 +27,10 @@ class Mesh:
         self.sp_size, self.dp_size = sp_size, self.world_size // sp_size
         self.dp_rank, self.sp_rank = divmod(self.rank, sp_size)
         self.device = torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
-        self.mpu: ModuleType | None = None
+        self.mpu: Any = None
         self.sp_group: Any = None
         if sp_size > 1:
-            from deepspeed.runtime.sequence_parallel import parallel_state_sp
-
-            parallel_state_sp.initialize_sequence_parallel(sp_size)
-            self.mpu, self.sp_group = parallel_state_sp, parallel_state_sp.get_sequence_parallel_group()
+            self.mpu, self.sp_group = bridge.sequence_groups(sp_size)
 
     def sum(self, values: list[float]) -> list[float]:
         """Sums over all ranks, in fp64."""
@@ -76,7 +71,7 @@ def start_processes(sp_size: int, timeout_s: float | None = None) -> Mesh:
         timeout_s: seconds after which an operation that waits for other ranks fails; None = PyTorch's 30 minutes.
 
     Raises:
-        ValueError: see `check_world_size`.
+        ValueError: see `check_world_size`; a DeepSpeed that is not the one that was tested, and lacks something.
     """
     check_world_size(planned_world_size(), sp_size)
     if not torch.cuda.is_available():
@@ -92,19 +87,7 @@ def start_processes(sp_size: int, timeout_s: float | None = None) -> Mesh:
         os.environ.update({name: str(value) for name, value in alone.items()})
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank())
-    import deepspeed
-    from deepspeed.utils import logger
-
-    logger.setLevel(logging.WARNING)  # its information would break the progress bar
-    warnings.filterwarnings(
-        "ignore", message="`torch.distributed", category=FutureWarning
-    )  # DeepSpeed's own calls
-    from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
-
-    # The shared-memory op serves DeepSpeed's inference all-reduce only, and compiling it takes 75 s and a compiler.
-    deepspeed.ops.__compatible_ops__[ShareMemCommBuilder.NAME] = False
-    limit: dict[str, Any] = {} if timeout_s is None else {"timeout": timedelta(seconds=timeout_s)}
-    deepspeed.init_distributed(verbose=False, **limit)
+    bridge.join_ranks(timeout_s)
     return Mesh(sp_size)
 
 

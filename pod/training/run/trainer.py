@@ -14,6 +14,7 @@ import torch
 
 from pod.files import write_json
 from pod.modeling.shipped.sharing import SharingPlan
+from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
 from pod.training.checkpoint.files import (
     Checkpointer,
@@ -244,10 +245,9 @@ class Trainer:
         batches = self.batches.next()
         num_labels, data_wait = self._agree_on_data(batches)
         rate = learning_rate(self.state.step, self.args)
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = rate
+        bridge.set_learning_rate(self.engine, rate)
         means, spike = self._accumulate(batches, max(num_labels, 1.0))
-        skipped = bool(getattr(self.engine.optimizer, "overflow", False))
+        skipped = bridge.was_skipped(self.engine)
         self.state.step += 1
         self.state.cursor = self.cursor.state_dict()
         values = {name: mean for name, mean in means.items() if math.isfinite(mean)}
