@@ -212,7 +212,7 @@ def test_every_recipe_passes_a_dry_run(config, started):
     code, output, error = started("demo.py", "--config", config, "--dry-run")
     assert code == 0, error
     assert "output_dir: runs/" in output
-    assert "1. explore" in output
+    assert "explore: costs of roles" in output
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda f: f.name)
