@@ -180,6 +180,10 @@ def make_tasks(run: Evaluation) -> dict[str, base.Task]:
     Raises: ValueError for an unknown task, naming the nearest, and for whatever a task lacks (data, a chat template …).
     """
     ours, tasks = base.names(), {}
+    if unasked := sorted(set(run.args.task_options) - set(run.args.tasks)):
+        from pod.eval.lm.index import check_known
+
+        check_known(unasked)
     for name in run.args.tasks:
         if name in ours:
             found = base.task_class(name)

@@ -1,12 +1,18 @@
 """The eval section: bad input is one line that says what is allowed."""
 
+from pathlib import Path
+
 import pytest
 
 import pod
 from pod.eval.answer.methods import METHODS, find_method
 from pod.eval.args import EvalArgs
 from pod.eval.estimate import token_counts
+from pod.eval.runner import Evaluation
 from pod.eval.suites.buckets import position_buckets
+from pod.recipe import load_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +65,7 @@ def test_combinations_are_methods_too():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"snapkw": {}}, "names 'snapkw', which is not in eval.methods: full, snapkv"),
+        ({"snapkw": {}}, "unknown method 'snapkw'; did you mean 'snapkv'"),
         ({"snapkv": 3}, "must map methods to parameters"),
         ([1], "must map methods to parameters"),
     ],
@@ -67,6 +73,18 @@ def test_combinations_are_methods_too():
 def test_wrong_method_options(options, message):
     with pytest.raises(ValueError, match=message):
         EvalArgs(methods=["full", "snapkv"], method_options=options)
+
+
+def test_a_run_may_ask_less_than_its_recipe_has_options_for(tmp_path):
+    """`--methods full --tasks perplexity` on a recipe with options for razor and for a task of its own."""
+    asked = ["eval.methods=full,pod-unadapted", "eval.tasks=perplexity", f"output_dir={tmp_path}"]
+    for name in ("demo", "eval_efficiency"):
+        recipe = load_recipe(ROOT / "configs" / f"{name}.yaml", asked)
+        assert recipe.eval.method_options or recipe.eval.task_options
+    options = ["model.path=package:tiny", "eval.task_options={perplexety: {}}"]
+    recipe = load_recipe(ROOT / "configs" / "demo_tiny.yaml", [*asked, *options])
+    with pytest.raises(ValueError, match="unknown task 'perplexety'; did you mean 'perplexity'"):
+        Evaluation(recipe, log=lambda line: None)
 
 
 def test_longest_speed_run_counts_the_warm_up_round():
