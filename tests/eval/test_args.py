@@ -80,7 +80,7 @@ def test_a_run_may_ask_less_than_its_recipe_has_options_for(tmp_path):
     asked = ["eval.methods=full,pod-unadapted", "eval.tasks=perplexity", f"output_dir={tmp_path}"]
     for name in ("demo", "eval_efficiency"):
         assert load_recipe(ROOT / "configs" / f"{name}.yaml", asked).eval.tasks == ["perplexity"]
-    options = ["model.path=package:tiny", "eval.task_options={perplexety: {}}"]
+    options = ["eval.methods=full", "eval.task_options={perplexety: {}}"]
     recipe = load_recipe(ROOT / "configs" / "demo_tiny.yaml", [*asked, *options])
     with pytest.raises(ValueError, match="unknown task 'perplexety'; did you mean 'perplexity'"):
         Evaluation(recipe, log=lambda line: None)
