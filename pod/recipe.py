@@ -151,8 +151,9 @@ def run(
     try:
         recipe = load_recipe(arguments.config, overrides)
         if arguments.dry_run:
-            print(to_yaml(recipe), end="")
-            print("---\n" + (estimate(recipe) if estimate else "No resource estimate for this step."))
+            if _rank() == 0:
+                print(to_yaml(recipe, {"output_dir", "seed", *sections}), end="")
+                print("---\n" + (estimate(recipe) if estimate else "No resource estimate for this step."))
         else:
             elsewhere = recipe.export.path if "export" in sections else None
             check_can_write(elsewhere or recipe.output_dir, "export.path" if elsewhere else "output_dir")
@@ -269,8 +270,21 @@ def _exit_with(error: Exception) -> typing.NoReturn:
         isinstance(error, RuntimeError) and "\n" in str(error).strip()
     ):
         traceback.print_exc()
-    rank = int(os.environ.get("RANK", "0") or 0)
     hint = " (POD_TRACEBACK=1 shows where)" if isinstance(error, RuntimeError) else ""
-    prefix = "error" if rank == 0 else f"error (rank {rank})"
-    print(f"{prefix}: {one_line(error) or type(error).__name__}{hint}", file=sys.stderr, flush=True)
+    prefix = "error" if _rank() == 0 else f"error (rank {_rank()})"
+    if not (_rank() and said_by_all(error)):
+        print(f"{prefix}: {one_line(error) or type(error).__name__}{hint}", file=sys.stderr, flush=True)
     sys.exit(2)
+
+
+def said_by_all(error: Exception) -> bool:
+    """Whether every rank raises this, so that rank 0 may speak for all: what is wrong with a recipe is found before ranks talk, and the
+    first rank of a machine says what is wrong with that."""
+    ranks: Any = sys.modules.get("torch.distributed")
+    alone = ranks is None or not ranks.is_initialized()
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    return getattr(error, "of_all_ranks", False) or (isinstance(error, ValueError) and alone and not is_first)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0") or 0)

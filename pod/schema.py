@@ -10,18 +10,18 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 
 
-def to_yaml(recipe: Any) -> str:
-    """A recipe (or a section) as the YAML that builds it again."""
-    return yaml.dump(
-        plain(dataclasses.asdict(recipe)), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100
-    )
+def to_yaml(recipe: Any, fields: Collection[str] | None = None) -> str:
+    """A recipe (or a section) as the YAML that builds it again; of some fields only, if they are given."""
+    content = plain(dataclasses.asdict(recipe))
+    shown = {name: value for name, value in content.items() if fields is None or name in fields}
+    return yaml.dump(shown, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def build(cls: type, content: Any, where: str = "") -> Any:

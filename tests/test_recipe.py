@@ -299,3 +299,30 @@ def test_help_explains_the_sections_asked_for_and_no_others(capsys):
     assert "train.max_steps" not in text
     with pytest.raises(ValueError, match="did you mean 'model'"):
         recipes.help_text(["modle"])
+
+
+@pytest.mark.parametrize(
+    ("rank", "local", "printed"), [("0", "0", True), ("3", "3", False), ("8", "0", True)]
+)
+def test_what_all_ranks_find_is_said_once_a_machine(rank, local, printed, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("LOCAL_RANK", local)
+    with pytest.raises(SystemExit) as ended:
+        run(lambda recipe: None, sections=("train",), argv=["--set", "train.max_step=3"])
+    assert ended.value.code == 2
+    assert ("unknown key 'max_step'" in capsys.readouterr().err) == printed
+
+    def fails(recipe):
+        raise RuntimeError("this rank's own")
+
+    with pytest.raises(SystemExit):
+        run(fails, sections=("train",), argv=[])
+    assert "this rank's own" in capsys.readouterr().err
+    run(lambda recipe: None, sections=("train",), argv=["--dry-run"])
+    assert bool(capsys.readouterr().out) == (rank == "0")
+
+
+def test_a_dry_run_shows_what_concerns_the_launcher(capsys):
+    run(lambda recipe: None, sections=("model", "train"), argv=["--dry-run"])
+    shown = capsys.readouterr().out
+    assert "\nmodel:" in shown and "\ntrain:" in shown and "output_dir:" in shown and "eval:" not in shown

@@ -142,7 +142,9 @@ class EvalArgs:
         options = self.method_options
         if not isinstance(options, dict) or not all(isinstance(values, dict) for values in options.values()):
             raise ValueError(f"eval.method_options must map methods to parameters, got {options!r}")
-        for name in options:  # of methods that are not asked for now, too: a run may be narrower than its recipe
+        for (
+            name
+        ) in options:  # of methods that are not asked for now, too: a run may be narrower than its recipe
             find_method(name)
 
     def _check_numbers(self) -> None:
