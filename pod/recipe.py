@@ -11,11 +11,12 @@ import sys
 import traceback
 import typing
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
+from pydantic import Field
 
 from pod.bench.args import BenchArgs
 from pod.data.args import DataArgs
@@ -32,20 +33,21 @@ from pod.schema import (
     hints_of,
     nearest,
     one_line,
+    section,
     to_yaml,
 )
 from pod.training.args import ExportArgs, TrainArgs
 from pod.training.plans.explore_args import ExploreArgs
 
 
-@dataclass(kw_only=True)
+@section
 class Recipe:
     """Everything one run needs; each launcher reads the sections that concern it."""
 
     output_dir: str = "runs/run"
     """Folder of everything the run writes: plan/, data/, train/, export/, eval/. Relative to the current folder."""
 
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of every random choice (sampling of documents, order of rows, LoRA initialisation)."""
 
     model: ModelArgs = field(default_factory=ModelArgs)
@@ -72,8 +74,6 @@ class Recipe:
     def __post_init__(self) -> None:
         if not self.output_dir:
             raise ValueError("output_dir is empty: name the folder that the run may write to, e.g. runs/demo")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed is {self.seed}, allowed are 0 to {2**32 - 1}")
 
     @property
     def plan_dir(self) -> Path:
@@ -254,13 +254,11 @@ def help_text(sections: Sequence[str]) -> str:
     """Every field of the given sections: name, type, default, meaning."""
     lines = ["fields of the recipe (in --config or with --set):"]
     lines += explain(Recipe, "", skip_sections=True)
-    for section in sections:
-        if section not in fields_of(Recipe):
-            raise ValueError(
-                f"section {section!r} is not in the recipe{nearest(section, list(fields_of(Recipe)))}"
-            )
-        lines += ["", f"[{section}] {field_docs(Recipe).get(section, '')}"]
-        lines += explain(hints_of(Recipe)[section], section)
+    for name in sections:
+        if name not in fields_of(Recipe):
+            raise ValueError(f"section {name!r} is not in the recipe{nearest(name, list(fields_of(Recipe)))}")
+        lines += ["", f"[{name}] {field_docs(Recipe).get(name, '')}"]
+        lines += explain(hints_of(Recipe)[name], name)
     return "\n".join(lines)
 
 

@@ -1,4 +1,7 @@
-"""A dataclass of dataclasses from YAML and back, with every key and type checked, and its fields' documentation for `--help`."""
+"""A dataclass of dataclasses from YAML and back, with every key, type and range checked, and its fields' documentation for `--help`.
+
+pydantic converts and checks; what it finds is told in one line: which field, what came, what is allowed.
+"""
 
 import ast
 import dataclasses
@@ -12,9 +15,37 @@ import types
 import typing
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+_Section = TypeVar("_Section")
+Share = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+AtLeast2 = Annotated[int, Field(ge=2)]
+
+
+@typing.dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))
+def section(cls: type[_Section]) -> type[_Section]:
+    """A dataclass for recipes: keyword arguments only, converted and checked wherever one is made.
+
+    A `ValueError` of its `__post_init__`, which begins with a field's name where it is about one, says what types and ranges cannot.
+    """
+    settings = ConfigDict(coerce_numbers_to_str=True, extra="forbid")
+    made: Any = checked_dataclass(kw_only=True, config=settings)(cls)
+    init = made.__init__
+
+    @functools.wraps(init)
+    def checked(self: Any, **values: Any) -> None:
+        try:
+            init(self, **values)
+        except ValidationError as error:
+            raise ValueError(_told(error, made)) from None
+
+    made.__init__ = checked
+    return made
 
 
 def to_yaml(recipe: Any, fields: Collection[str] | None = None) -> str:
@@ -25,113 +56,108 @@ def to_yaml(recipe: Any, fields: Collection[str] | None = None) -> str:
 
 
 def build(cls: type, content: Any, where: str = "") -> Any:
-    """An instance of the dataclass `cls` from a mapping, recursively, with every key and type checked.
+    """An instance of the section `cls` from a mapping as YAML gave it.
 
     where: dotted name of this place in the recipe, for messages. Raises: ValueError.
     """
-    if content is None:
-        content = {}
-    if not isinstance(content, dict):
-        raise ValueError(
-            f"{where or 'the recipe'} is {content!r}, expected a mapping of {', '.join(fields_of(cls))}"
-        )
-    hints = hints_of(cls)
-    values = {}
-    for key, value in content.items():
-        check_key(cls, key, where)
-        values[key] = convert(value, hints[key], join(where, key))
-    for name, item in fields_of(cls).items():
-        if name not in values and _is_required(item):
-            raise ValueError(
-                f"{join(where, name)} is missing: set it in the config or with --set {join(where, name)}=…"
-            )
     try:
-        return cls(**values)
+        return cls(**_prepared(content, cls, where))
     except ValueError as error:
         raise ValueError(_located(str(error), cls, where)) from None
 
 
 def _located(message: str, cls: type, where: str) -> str:
-    """The message of a `__post_init__` with its place: `num_sink_tokens is -1` → `model.num_sink_tokens is -1`."""
-    if not where or message.startswith(where):
+    """A message with its place: `num_sink_tokens is -1` → `model.num_sink_tokens is -1`."""
+    if not where or message.startswith((where, "unknown key")):
         return message
     begins_with_field = re.split(r"\W", message, maxsplit=1)[0] in fields_of(cls)
     return f"{where}.{message}" if begins_with_field else f"{where}: {message}"
 
 
-def convert(value: Any, wanted: Any, where: str) -> Any:
-    """`value`, as YAML gave it, in the annotated type `wanted`. Raises ValueError: what came, what is allowed."""
-    origin = get_origin(wanted)
-    if wanted is Any:
-        return value
-    if origin in (Union, types.UnionType):
-        return _convert_union(value, wanted, where)
-    if origin is Literal:
-        if value in get_args(wanted) and type(value) in {type(choice) for choice in get_args(wanted)}:
-            return value
-        raise ValueError(
-            f"{where} is {value!r}, allowed: {', '.join(map(str, get_args(wanted)))}{nearest(value, get_args(wanted))}"
-        )
-    if origin in (list, tuple):
-        return _convert_sequence(value, wanted, where)
-    if origin is dict and isinstance(value, dict):
-        key_type, value_type = get_args(wanted)
-        return {convert(k, key_type, where): convert(v, value_type, f"{where}.{k}") for k, v in value.items()}
-    if dataclasses.is_dataclass(wanted):
-        return build(typing.cast(type, wanted), value, where)
-    return _convert_scalar(value, wanted, where)
-
-
-def _convert_scalar(value: Any, wanted: Any, where: str) -> Any:
-    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if wanted is int and isinstance(value, float) and value.is_integer():
-        return int(value)  # 5e9 tokens
-    if wanted is str and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(value)
-    if wanted is Path and isinstance(value, str):
-        return Path(value)
-    accepted = isinstance(value, wanted) if isinstance(wanted, type) else False
-    if not accepted or (isinstance(value, bool) and wanted is not bool):
+def _prepared(value: Any, wanted: Any, where: str) -> Any:
+    """What pydantic shall convert: keys are known, comma-separated texts are lists, and truth values are no numbers."""
+    if dataclasses.is_dataclass(wanted) and not dataclasses.is_dataclass(value):
+        return _prepared_section({} if value is None else value, typing.cast(type, wanted), where)
+    if get_origin(wanted) in (list, tuple):
+        items = get_args(wanted)
+        if isinstance(value, str):
+            parts = _split_commas(value)
+            value = parts if items[0] is str else [yaml.load(part, Loader=Loader) for part in parts]
+        if isinstance(value, (list, tuple)):
+            return [_prepared(item, items[0], f"{where}[{number}]") for number, item in enumerate(value)]
+    is_number = {int, float} & set(get_args(wanted) or (wanted,))
+    if is_number and isinstance(value, bool):
         raise ValueError(f"{where} is {value!r}, expected {type_name(wanted)}")
     return value
 
 
-def _convert_union(value: Any, wanted: Any, where: str) -> Any:
-    choices = get_args(wanted)
-    if value is None and type(None) in choices:
-        return None
-    rest = [choice for choice in choices if choice is not type(None)]
-    exact = [choice for choice in rest if isinstance(choice, type) and type(value) is choice]
-    for choice in [*exact, *rest[:-1]]:
-        try:
-            return convert(value, choice, where)
-        except ValueError:
-            continue
-    try:
-        return convert(value, rest[-1], where)
-    except ValueError as error:
-        if len(rest) == 1:
-            raise
-        raise ValueError(f"{where} is {value!r}, expected {type_name(wanted)}") from error
-
-
-def _convert_sequence(value: Any, wanted: Any, where: str) -> Any:
-    """Lists and tuples; a plain string is a comma-separated list, so that `--set eval.methods=full,pod` works."""
-    origin, items = get_origin(wanted), get_args(wanted)
-    if isinstance(value, str):
-        parts = _split_commas(value)
-        value = parts if items[0] is str else [yaml.load(part, Loader=Loader) for part in parts]
-    if not isinstance(value, (list, tuple)):
-        raise ValueError(f"{where} is {value!r}, expected {type_name(wanted)}")
-    if origin is tuple and items[-1] is not Ellipsis:
-        if len(value) != len(items):
-            raise ValueError(f"{where} has {len(value)} entries, expected {len(items)}")
-        return tuple(
-            convert(v, item, f"{where}[{i}]") for i, (v, item) in enumerate(zip(value, items, strict=True))
+def _prepared_section(value: Any, cls: type, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"{where or 'the recipe'} is {value!r}, expected a mapping of {', '.join(fields_of(cls))}"
         )
-    converted = [convert(v, items[0], f"{where}[{i}]") for i, v in enumerate(value)]
-    return tuple(converted) if origin is tuple else converted
+    for key in value:
+        check_key(cls, key, where)
+    return {key: _prepared(item, hints_of(cls)[key], join(where, key)) for key, item in value.items()}
+
+
+def _told(error: ValidationError, cls: type) -> str:
+    """The first of pydantic's findings in one line, without the place of `cls`."""
+    found: Any = error.errors()[0]
+    where, hint, bounds = _place(found["loc"], cls)
+    value, kind = found["input"], found["type"]
+    if kind == "value_error":
+        return _located(str(found["ctx"]["error"]), hint, where)
+    if kind == "missing" and get_origin(hint) is not tuple:
+        return f"{where} is missing: set it in the config or with --set {where}=…"
+    if kind == "literal_error":
+        literals = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
+        choices = [choice for part in literals for choice in get_args(part)]
+        return f"{where} is {value!r}, allowed: {', '.join(map(str, choices))}{nearest(value, choices)}"
+    if kind.startswith(("greater_than", "less_than")):
+        return f"{where} is {value!r}, allowed are {_range(bounds, float in (hint, *get_args(hint)))}"
+    return f"{where} is {value!r}, expected {type_name(hint)}"
+
+
+def _place(path: tuple[str | int, ...], cls: Any) -> tuple[str, Any, dict[str, float]]:
+    """Where a finding is: the dotted name, the type and the bounds there; what a branch of a union found belongs to the union."""
+    where, hint, bounds = "", cls, dict[str, float]()
+    for part in path:
+        if dataclasses.is_dataclass(hint) and part in fields_of(hint):  # type: ignore[arg-type]
+            bounds = bounds_of(hint)[part]  # type: ignore[arg-type, index]
+            where, hint = join(where, part), hints_of(hint)[part]  # type: ignore[arg-type, index]
+        elif get_origin(hint) is list or (get_origin(hint) is tuple and part in range(len(get_args(hint)))):
+            where, hint = f"{where}[{part}]", get_args(hint)[0]
+        elif get_origin(hint) is dict:
+            where, hint = f"{where}.{part}", get_args(hint)[1]
+        else:
+            break
+    return where, hint, bounds
+
+
+def _range(bounds: dict[str, float], fractions: bool) -> str:
+    """Allowed numbers in words: `1 and more`, `0 to 1`, `0 to below 1`, `numbers above 0`."""
+    if fractions and "gt" in bounds:
+        return f"numbers above {bounds['gt']:g}"
+    low = bounds["ge"] if "ge" in bounds else bounds["gt"] + 1
+    if "le" in bounds or "lt" in bounds:
+        return f"{low:g} to {bounds['le']:g}" if "le" in bounds else f"{low:g} to below {bounds['lt']:g}"
+    return f"{low:g} and more"
+
+
+@functools.cache
+def bounds_of(cls: type) -> dict[str, dict[str, float]]:
+    """Field → its bounds: `ge`, `gt`, `le`, `lt`."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {name: dict(_bounds(hint)) for name, hint in hints.items()}
+
+
+def _bounds(hint: Any) -> typing.Iterator[tuple[str, float]]:
+    for item in getattr(hint, "__metadata__", ()):
+        for one in getattr(item, "metadata", None) or [item]:
+            yield from ((name, getattr(one, name)) for name in ("ge", "gt", "le", "lt") if hasattr(one, name))
+    for part in get_args(hint):
+        yield from _bounds(part)
 
 
 def _split_commas(text: str) -> list[str]:

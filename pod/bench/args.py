@@ -1,11 +1,13 @@
-"""What `launch/bench.py` measures: the `bench` section of the recipe. Standard library and YAML only."""
+"""What `launch/bench.py` measures: the `bench` section of the recipe."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
+from pydantic import PositiveInt
 
 from pod.eval.answer.methods import find_method, unknown
+from pod.schema import BelowOne, Share, section
 
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -89,7 +91,7 @@ def parse_method(text: str) -> BenchMethod:
     return BenchMethod(name=" ".join(words), spec=words[0], options=options, skip_share=float(share))
 
 
-@dataclass(kw_only=True)
+@section
 class BenchArgs:
     """The `bench` section: decode speed of methods beside the dense cache. Lengths are in tokens, sizes in bytes."""
 
@@ -97,20 +99,20 @@ class BenchArgs:
     """random weights of this shape in place of model.path: llama3-8b, llama-1b, cpu (four layers with heads of 128) or
     tiny; null = the model of model.path"""
 
-    shape_changes: dict[str, int] = field(default_factory=dict)
+    shape_changes: dict[str, PositiveInt] = field(default_factory=dict)
     """sizes of `shapes` to change, as `{num_hidden_layers: 8}`"""
 
-    share_followers: float = 0.7
+    share_followers: BelowOne = 0.7
     """share of the (layer, KV head) pairs that follow in the plan that is made up when there is neither model.plan nor a
     plan in <output_dir>/plan; the speed of PoD depends on this share, not on which pairs follow"""
 
-    share_windows: float = 0.0
+    share_windows: Share = 0.0
     """share of the pairs that keep their window only in that plan; the others lead"""
 
-    lengths: list[int] = field(default_factory=lambda: [8192, 32768])
+    lengths: list[PositiveInt] = field(default_factory=lambda: [8192, 32768])
     """tokens in the cache when decoding starts"""
 
-    batch_sizes: list[int] = field(default_factory=lambda: [1])
+    batch_sizes: list[PositiveInt] = field(default_factory=lambda: [1])
     """rows decoded together"""
 
     methods: list[str] = field(default_factory=lambda: ["pod", "pod tau=0.7", "pod+int4"])
@@ -118,10 +120,10 @@ class BenchArgs:
     then its parameters, as `pod tau=0.7` or `snapkv budget=4096`. Keys and values are random; `skip_share=0.5` behind a
     method with tau makes half of the following heads pass the gate, which random keys alone hardly ever do."""
 
-    steps: int = 16
+    steps: PositiveInt = 16
     """tokens decoded per row and timed round"""
 
-    repeats: int = 5
+    repeats: PositiveInt = 5
     """timed rounds per method; in each round the method and the dense cache take turns"""
 
     backend: str = "auto"
@@ -143,15 +145,11 @@ class BenchArgs:
         self._check_changes()
         for name in ("lengths", "batch_sizes"):
             values = getattr(self, name)
-            if not values or len(set(values)) < len(values) or any(value < 1 for value in values):
-                raise ValueError(f"{name} is {values}, allowed are different whole numbers of at least 1")
-        for name in ("steps", "repeats"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, allowed are 1 and more")
-        shares = self.share_followers, self.share_windows
-        if min(shares) < 0 or sum(shares) > 1 or self.share_followers == 1:
+            if not values or len(set(values)) < len(values):
+                raise ValueError(f"{name} is {values}, allowed are different numbers, at least one")
+        if self.share_followers + self.share_windows > 1:
             raise ValueError(
-                f"share_followers is {shares[0]} and share_windows {shares[1]}, allowed are 0 to below 1, together at most 1"
+                f"share_followers is {self.share_followers} and share_windows {self.share_windows}, together more than 1"
             )
         names = [parse_method(text).name for text in self.methods]
         if not self.contestants() or len(set(names)) < len(names):
@@ -162,11 +160,9 @@ class BenchArgs:
     def _check_changes(self) -> None:
         if self.shape_changes and self.shapes is None:
             raise ValueError("shape_changes needs shapes: the sizes of model.path are its own")
-        for name, value in self.shape_changes.items():
+        for name in self.shape_changes:
             if name not in _SIZES:
                 raise unknown("size in shape_changes", name, _SIZES)
-            if value < 1:
-                raise ValueError(f"shape_changes.{name} is {value}, allowed are 1 and more")
 
     def contestants(self) -> list[BenchMethod]:
         """What races the dense cache."""

@@ -1,14 +1,16 @@
 """Settings of data preparation: the `data` section of a recipe."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
+
+from pydantic import PositiveInt
+
+from pod.schema import AtLeast2, BelowOne, section
 
 ESSAYS = "package:long_context_eval/data/synthetic/json/PaulGrahamEssays.json"
 
 
-@dataclass(kw_only=True)
+@section
 class DataArgs:
     """Which documents, how many tokens of each length interval, and how they are packed into rows."""
 
@@ -36,10 +38,10 @@ class DataArgs:
     """What cannot be read: `error` stops and names it; `skip` leaves out a bad record (not JSON, not UTF-8, without the field,
     too long) or the rest of a damaged file, counts it and lists the first ones in the manifest. The few deliberately broken
     files of `stdlib:` are always skipped."""
-    max_record_bytes: int = 16 * 2**20
+    max_record_bytes: PositiveInt = 16 * 2**20
     """Longest record (line, text file) in bytes of UTF-8; longer ones are unreadable. Tokenising needs about a hundred times
     this in memory for each worker."""
-    max_documents: int | None = None
+    max_documents: PositiveInt | None = None
     """Documents to read from each source, in its own order; null = all. Hub data sets can be larger than the disk: set it
     there, training and held-out text both come from what is read."""
     deduplicate: bool = True
@@ -48,7 +50,7 @@ class DataArgs:
     """Also keep only one of documents that are nearly alike (MinHash; needs the extra `datatrove`, reads the sources twice)."""
     min_characters: int = 0
     """Documents with fewer characters are left out."""
-    min_tokens: int = 2
+    min_tokens: PositiveInt = 2
     """Pieces with fewer tokens are left out; a single token has no next one to predict."""
     keep_pattern: str | None = None
     """Regular expression: documents in which it is not found are left out."""
@@ -59,11 +61,11 @@ class DataArgs:
     document_filter: str | None = None
     """`module:function` of your own: called with each `pod.data.Document`, keeps those for which it returns True."""
 
-    context_length: int = 2048
+    context_length: AtLeast2 = 2048
     """Tokens per row, and the longest document."""
     target_tokens: int | None = None
     """Training tokens to draw, divided equally over the length intervals. None = all that `exhausted` allows."""
-    shortest_interval: int = 1024
+    shortest_interval: AtLeast2 = 1024
     """Tokens at which the first length interval starts; the next ones start at 2x, 4x, … up to the context."""
     intervals: list[int] = field(default_factory=list)
     """Tokens at which the length intervals start, ascending, instead of powers of two; empty = by `shortest_interval`."""
@@ -80,13 +82,13 @@ class DataArgs:
 
     packing: Literal["best_fit", "one_per_row"] = "best_fit"
     """`best_fit`: whole documents packed by best-fit decreasing; `one_per_row`: one document per row, padded."""
-    packing_window: int = 4096
+    packing_window: AtLeast2 = 4096
     """Documents that best-fit packing sees at a time. Larger = less padding, rows less random."""
-    held_out_fraction: float = 0.05
+    held_out_fraction: BelowOne = 0.05
     """Share of the documents (chosen by a hash of their opening words, independent of the seed) that never enters training
     rows and serves similarity search and perplexity. A large corpus needs little: 0.0005 of 10B tokens are 5M."""
 
-    workers: int | None = None
+    workers: PositiveInt | None = None
     """Processes that read, tokenise and write; null = one per core. The result does not depend on it."""
     work_dir: str | None = None
     """Folder for what must be kept while preparing, 2 or 4 bytes per token of all sources; null = `data.work` beside the
@@ -96,13 +98,13 @@ class DataArgs:
     executor: Literal["processes", "datatrove", "slurm", "ray"] = "processes"
     """What runs the passes: processes of this machine, or datatrove (extra `datatrove`) on this machine, on Slurm or on Ray.
     The result is the same."""
-    tasks: int = 64
+    tasks: PositiveInt = 64
     """Tasks that datatrove splits a pass into."""
     slurm_partition: str | None = None
     """Partition of `executor: slurm`."""
     slurm_time: str = "24:00:00"
     """Time limit of each Slurm job."""
-    slurm_memory_gb: int = 8
+    slurm_memory_gb: PositiveInt = 8
     """Memory of each Slurm task in GB."""
     slurm_options: dict[str, str] = field(default_factory=dict)
     """Further `#SBATCH` lines, such as `account: lab`."""
@@ -112,9 +114,6 @@ class DataArgs:
             raise ValueError(
                 "sources is empty: name at least one file, folder, hub id, stdlib: or package: source"
             )
-        for name in ("context_length", "shortest_interval", "packing_window"):
-            if getattr(self, name) < 2:
-                raise ValueError(f"{name} must be at least 2, got {getattr(self, name)}")
         if self.shortest_interval > self.context_length:
             raise ValueError(
                 f"shortest_interval {self.shortest_interval} is longer than context_length {self.context_length}: "
@@ -127,19 +126,10 @@ class DataArgs:
         if self.target_tokens is None and self.exhausted == "repeat":
             raise ValueError("exhausted='repeat' never ends without target_tokens: set target_tokens")
         self._check_lists()
-        for name in ("max_record_bytes", "min_tokens", "tasks", "slurm_memory_gb"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.workers is not None and self.workers < 1:
-            raise ValueError(f"workers must be at least 1 or null (one per core), got {self.workers}")
         if self.token_bounds_field is not None and self.token_field is None:
             raise ValueError(
                 "token_bounds_field cuts token ids, but token_field is not set: name the field of ids"
             )
-        if self.max_documents is not None and self.max_documents < 1:
-            raise ValueError(f"max_documents must be at least 1 or null (all), got {self.max_documents}")
-        if not 0 <= self.held_out_fraction < 1:
-            raise ValueError(f"held_out_fraction must be in [0, 1), got {self.held_out_fraction}")
 
     def _check_lists(self) -> None:
         if self.weights and len(self.weights) != len(self.sources):

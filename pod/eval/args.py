@@ -1,16 +1,19 @@
-"""What an evaluation measures: the `eval` section of the recipe. Standard library only."""
+"""What an evaluation measures: the `eval` section of the recipe."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import field
 from typing import Any, Literal
+
+from pydantic import PositiveInt
 
 from pod.eval.answer.methods import check_names, find_method
 from pod.eval.presets import with_preset
+from pod.schema import AtLeast2, Share, section
 
 TASKS = ("perplexity", "passkey", "efficiency")
 STEPS = ("answer", "score", "report")
 
 
-@dataclass(kw_only=True)
+@section
 class EvalArgs:
     """The `eval` section: which methods, on which tasks, at which lengths. Lengths are in tokens."""
 
@@ -47,7 +50,7 @@ class EvalArgs:
     """folder with local copies of benchmark data in their official files, one folder per suite (pod/eval/suites/README.md lists them);
     without it they are read from the hub"""
 
-    limit: int | None = None
+    limit: PositiveInt | None = None
     """samples per lm-eval task, the first ones; null = all"""
 
     chat_template: Literal["auto", "on", "off"] = "auto"
@@ -57,7 +60,7 @@ class EvalArgs:
     """lm-eval prompts that exceed what the model reads: shorten as the task says (its middle, where the task does not say), skip them
     (counted and named in the report), or stop before anything is computed"""
 
-    max_length: int | None = None
+    max_length: PositiveInt | None = None
     """the longest sequence of lm-eval tasks (tokens), as 131072 for papers' prompts cut to 128K; default: what every compared model reads.
     Methods whose model reads less are not run, those that take input without end are (streamingllm, lm_infinite, fm, im, imdc)"""
 
@@ -75,43 +78,43 @@ class EvalArgs:
     text: list[str] | None = None
     """files or folders to measure perplexity on; default: the held-out part of data.sources"""
 
-    text_length: int = 2048
+    text_length: PositiveInt = 2048
     """length of each perplexity sequence (tokens)"""
 
-    text_sequences: int = 8
+    text_sequences: PositiveInt = 8
     """number of perplexity sequences; the confidence intervals are over these"""
 
-    min_context: int = 256
+    min_context: AtLeast2 = 256
     """shortest context before the first scored token (tokens): position buckets start here and double up to text_length"""
 
-    scored_tokens: int = 128
+    scored_tokens: PositiveInt = 128
     """tokens scored at the end of every position bucket, at most; the rest of the bucket is context"""
 
-    passkey_lengths: list[int] = field(default_factory=lambda: [1024, 2048])
+    passkey_lengths: list[AtLeast2] = field(default_factory=lambda: [1024, 2048])
     """lengths of the passkey prompts (tokens, a chat template included)"""
 
-    passkey_depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
+    passkey_depths: list[Share] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
     """where the key stands in the prompt: 0 = start, 1 = end"""
 
-    passkey_samples: int = 2
+    passkey_samples: PositiveInt = 2
     """prompts per length and depth"""
 
-    passkey_new_tokens: int = 12
+    passkey_new_tokens: PositiveInt = 12
     """tokens generated per passkey prompt"""
 
     passkey_chat_template: bool = False
     """put the passkey question into the tokenizer's chat template instead of asking it as plain text (the paper's format)"""
 
-    batch_size: int = 4
+    batch_size: PositiveInt = 4
     """sequences or prompts run together"""
 
-    efficiency_lengths: list[int] = field(default_factory=lambda: [2048])
+    efficiency_lengths: list[AtLeast2] = field(default_factory=lambda: [2048])
     """prompt lengths at which decode speed, time to first token and bytes are measured (tokens)"""
 
-    efficiency_tokens: int = 16
+    efficiency_tokens: PositiveInt = 16
     """tokens decoded per repeat"""
 
-    efficiency_repeats: int = 5
+    efficiency_repeats: PositiveInt = 5
     """timed repeats per method, interleaved between the methods"""
 
     reuse: bool = True
@@ -134,36 +137,17 @@ class EvalArgs:
         for name in self.models:
             if not name.isidentifier() or name in ("dense", "unadapted", "adapted"):
                 raise ValueError(f"eval.models: {name!r} must be a word other than dense, unadapted, adapted")
-        self._check_options()
-        self.method_options = with_preset(self.preset, self.methods, self.method_options)
-        self._check_numbers()
-
-    def _check_options(self) -> None:
-        options = self.method_options
-        if not isinstance(options, dict) or not all(isinstance(values, dict) for values in options.values()):
-            raise ValueError(f"eval.method_options must map methods to parameters, got {options!r}")
         for (
             name
-        ) in options:  # of methods that are not asked for now, too: a run may be narrower than its recipe
+        ) in self.method_options:  # of methods not asked for now, too: a run may be narrower than its recipe
             find_method(name)
-
-    def _check_numbers(self) -> None:
-        for item in fields(self):
-            name, value = item.name, getattr(self, item.name)
-            whole = type(value) is int and value >= 1
-            if item.type in (int, int | None) and not whole and (value is not None or item.type is int):
-                raise ValueError(f"eval.{name} must be a whole number of at least 1, got {value!r}")
-        for name in ("passkey_lengths", "efficiency_lengths"):
-            value = getattr(self, name)
-            if not isinstance(value, list) or not value or any(type(n) is not int or n < 2 for n in value):
-                raise ValueError(f"eval.{name} must be a list of token counts of at least 2, got {value!r}")
-        if any(not 0 <= depth <= 1 for depth in self.passkey_depths) or not self.passkey_depths:
+        self.method_options = with_preset(self.preset, self.methods, self.method_options)
+        for name in ("passkey_lengths", "passkey_depths", "efficiency_lengths"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty, expected at least one")
+        if self.text_length <= self.min_context:
             raise ValueError(
-                f"eval.passkey_depths must be numbers from 0 (start) to 1 (end), got {self.passkey_depths}"
-            )
-        if self.min_context < 2 or self.text_length <= self.min_context:
-            raise ValueError(
-                f"eval.min_context = {self.min_context} must be at least 2 and less than eval.text_length = {self.text_length}"
+                f"min_context is {self.min_context}, it must be less than text_length = {self.text_length}"
             )
 
     def asked_when(self) -> str:

@@ -29,10 +29,10 @@ def test_unknown_method_names_the_nearest(name, nearest):
     [
         ({"methods": []}, "at least one method"),
         ({"methods": ["full", "full"]}, "twice"),
-        ({"text_sequences": 0}, "text_sequences must be a whole number of at least 1, got 0"),
-        ({"passkey_lengths": []}, "passkey_lengths must be a list"),
-        ({"passkey_depths": [1.5]}, "from 0 .start. to 1 .end., got .1.5."),
-        ({"text_length": 256, "min_context": 256}, "less than eval.text_length = 256"),
+        ({"text_sequences": 0}, "text_sequences is 0, allowed are 1 and more"),
+        ({"passkey_lengths": []}, "passkey_lengths is empty"),
+        ({"passkey_depths": [1.5]}, "passkey_depths\\[0\\] is 1.5, allowed are 0 to 1"),
+        ({"text_length": 256, "min_context": 256}, "less than text_length = 256"),
     ],
 )
 def test_wrong_values(values, message):
@@ -66,8 +66,8 @@ def test_combinations_are_methods_too():
     ("options", "message"),
     [
         ({"snapkw": {}}, "unknown method 'snapkw'; did you mean 'snapkv'"),
-        ({"snapkv": 3}, "must map methods to parameters"),
-        ([1], "must map methods to parameters"),
+        ({"snapkv": 3}, "method_options.snapkv is 3, expected mapping"),
+        ([1], "method_options is .1., expected mapping"),
     ],
 )
 def test_wrong_method_options(options, message):

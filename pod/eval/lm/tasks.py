@@ -1,7 +1,9 @@
 """Tasks of lm-eval, those in `pod/eval/suites` included, as tasks of an evaluation."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
+
+from pydantic import NonNegativeInt, PositiveInt
 
 from pod.eval.answer.budget import Span, Subject
 from pod.eval.answer.methods import Method
@@ -10,6 +12,7 @@ from pod.eval.lm import index as lm_index
 from pod.eval.lm.payload import Leaf, group_payload, leaf_payload, primary_metric, token_counts
 from pod.eval.suites import base, data
 from pod.eval.suites.base import Task
+from pod.schema import section
 
 if TYPE_CHECKING:
     from pod.eval.runner import Evaluation
@@ -17,14 +20,14 @@ if TYPE_CHECKING:
 _FEWSHOT_SEED = 1234  # lm-eval's own default: the same examples as its command line draws
 
 
-@dataclass(kw_only=True)
+@section
 class LmOptions:
     """Options of any task of lm-eval."""
 
-    num_fewshot: int | None = None
+    num_fewshot: NonNegativeInt | None = None
     """examples before the question; null = the task's own number"""
 
-    limit: int | None = None
+    limit: PositiveInt | None = None
     """samples per leaf task, the first ones; null = eval.limit"""
 
     metric: str | None = None
@@ -32,11 +35,6 @@ class LmOptions:
 
     metadata: dict[str, Any] = field(default_factory=dict)
     """values for tasks that make their own prompts, as {max_seq_lengths: [4096]} for lm-eval's ruler"""
-
-    def __post_init__(self) -> None:
-        if self.num_fewshot is not None and self.num_fewshot < 0:
-            raise ValueError(f"num_fewshot is {self.num_fewshot}, allowed are 0 and more")
-        base.at_least_one(self, "limit")
 
 
 def make_lm_tasks(run: "Evaluation", names: list[str]) -> dict[str, Task]:

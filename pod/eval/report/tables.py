@@ -200,7 +200,7 @@ def _metric_cells(payloads: list[Payload], name: str) -> list[Cell]:
     values = [value for one in found if (value := one.get("value")) is not None]
     raw = any(payload["kind"] == "nll" for payload in payloads)
     raw = raw or any(one.get("percent") is False for one in found)
-    share = not raw and all(0 <= value <= 1 for value in values)
+    share = all(one.get("percent") for one in found if one) or (not raw and all(0 <= x <= 1 for x in values))
     form = partial(percent, unit="") if share else column_form(values, False)
     return [cell(one.get("value"), form, ends=one.get("ci95")) for one in found]
 

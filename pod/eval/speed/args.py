@@ -1,9 +1,11 @@
-"""Options of the task `efficiency`: `eval.task_options.efficiency`. Standard library only."""
+"""Options of the task `efficiency`: `eval.task_options.efficiency`."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
-from pod.schema import build
+from pydantic import PositiveFloat, PositiveInt
+
+from pod.schema import build, section
 
 if TYPE_CHECKING:
     from pod.eval.args import EvalArgs
@@ -12,42 +14,28 @@ NAME = "efficiency"
 """The task: a part of every method's result file that only compares within one race, in one process."""
 
 
-@dataclass(kw_only=True)
+@section
 class SpeedOptions:
     """What `efficiency` measures besides decode speed, and how."""
 
-    prefill_repeats: int = 1
+    prefill_repeats: PositiveInt = 1
     """timed readings of the prompt, interleaved between the methods: time to first token is their median"""
 
     memory: bool = True
     """peak memory of reading the prompt and of decoding, split into weights, keys and values by part, and activations; one more
     reading of the prompt per method"""
 
-    max_batch: list[list[int]] = field(default_factory=list)
+    max_batch: list[tuple[PositiveInt, PositiveInt]] = field(default_factory=list)
     """pairs [prompt tokens, generated tokens] for which the largest batch that fits is searched (PoD Table 3, D2O Table 3)"""
 
-    memory_limit_gib: float | None = None
+    memory_limit_gib: PositiveFloat | None = None
     """what weights, cache and activations may take in that search (GiB); null = until the GPU is full. Needed without a GPU"""
 
-    max_batch_rows: int = 256
+    max_batch_rows: PositiveInt = 256
     """the search stops at so many rows"""
 
     throughput: bool = True
     """generated tokens per second at the largest batch, in one more run of it"""
-
-    def __post_init__(self) -> None:
-        for name in ("prefill_repeats", "max_batch_rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, allowed are 1 and more")
-        if self.memory_limit_gib is not None and self.memory_limit_gib <= 0:
-            raise ValueError(
-                f"memory_limit_gib is {self.memory_limit_gib}, allowed are more than 0, and null"
-            )
-        for pair in self.max_batch:
-            if len(pair) != 2 or min(pair) < 1:
-                raise ValueError(
-                    f"max_batch holds {pair}, expected pairs [prompt tokens, generated tokens], as [[2048, 128]]"
-                )
 
     @property
     def memory_limit(self) -> int | None:

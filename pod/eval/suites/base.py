@@ -20,7 +20,6 @@ import hashlib
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -28,23 +27,15 @@ from pod.eval.answer.budget import Span, Subject
 from pod.eval.answer.methods import Method
 from pod.eval.answer.store import Shelf
 from pod.eval.judge.verdicts import estimate_of
-from pod.schema import build
+from pod.schema import build, section
 
 if TYPE_CHECKING:
     from pod.eval.runner import Evaluation
 
 
-@dataclass(kw_only=True)
+@section
 class NoOptions:
     """For tasks that read everything from the `eval` section."""
-
-
-def at_least_one(options: Any, *names: str) -> None:
-    """ValueError for the first of these numbers that is below 1; null is allowed where an option may be null."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}, allowed are 1 and more")
 
 
 class Task(ABC):
@@ -163,7 +154,7 @@ def gate_metrics(counts: dict[str, list[Any]]) -> dict[str, Any]:
         "attention saved": of["saved"] / of["exact"],
         "saved over dense": 1 - (of["exact"] - of["saved"]) / of["dense"],
     }
-    return {name: {"value": value, "ci95": None} for name, value in found.items()}
+    return {name: {"value": value, "ci95": None, "percent": True} for name, value in found.items()}
 
 
 def curve(

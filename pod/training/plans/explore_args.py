@@ -1,10 +1,14 @@
-"""Section `explore` of a recipe. Standard library only, so that `--help` needs no torch."""
+"""Section `explore` of a recipe."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
-@dataclass(kw_only=True)
+from pod.schema import AtLeast2, BelowOne, Share, section
+
+
+@section
 class ExploreArgs:
     """Section `explore` of a recipe: `launch/explore.py`."""
 
@@ -12,14 +16,14 @@ class ExploreArgs:
     """How roles are chosen: `dp` finds the plan of least cost at `target_saving`, `greedy` is the paper's Algorithm 1 at `threshold`
     (with cost=similarity and roles=follow)."""
 
-    threshold: float = 0.5
+    threshold: Share = 0.5
     """Greedy only: similarity from which two layers may share, 0 to 1 (paper: 0.5)."""
 
-    target_saving: float = 0.35
+    target_saving: BelowOne = 0.35
     """Dp only: share of the KV cache bytes to save at `budget_length` tokens, 0 to below 1; from 0.5 on with windows only, as
     followers keep their values."""
 
-    budget_length: int | None = None
+    budget_length: NonNegativeInt | None = None
     """Dp only: tokens at which `target_saving` is meant, more than the windows hold; 0 = in the limit of long sequences (as in the
     paper), empty = `sequence_length`."""
 
@@ -40,14 +44,14 @@ class ExploreArgs:
     """Projected and follow only: re-order the KV heads of every layer, and the query heads of a KV head, so that heads that fit each
     other share (the model computes the same). The plan records the order."""
 
-    retrieval_sequences: int = 2
+    retrieval_sequences: NonNegativeInt = 2
     """Projected only: sequences of random tokens, repeated four times, that are measured beside the text (RazorAttention's search
     for retrieval heads uses such), since ordinary text seldom needs heads that find earlier copies; 0 = text alone."""
 
-    retrieval_weight: float = 1.0
+    retrieval_weight: NonNegativeFloat = 1.0
     """Projected only: weight of the cost on repeated tokens; that on text has weight 1. Both are in the same units."""
 
-    loss_sequences: int = 4
+    loss_sequences: NonNegativeInt = 4
     """Projected only: on how many of the num_sequences sequences, beside those of repeated tokens, the loss of the dense model and
     of the chosen plan is measured; 0 = it is not."""
 
@@ -55,40 +59,35 @@ class ExploreArgs:
     """Where the long texts come from, as in data.sources; empty = the recipe's data.sources. Texts are taken from
     the part of the sources that is held out of training where that is possible."""
 
-    num_sequences: int = 64
+    num_sequences: PositiveInt = 64
     """Sequences N to average over (paper: 1000)."""
 
-    sequence_length: int = 8192
+    sequence_length: PositiveInt = 8192
     """Tokens n per sequence, more than the windows hold (paper: 32768)."""
 
-    num_queries: int = 16
+    num_queries: PositiveInt = 16
     """Last query positions q per sequence whose attention rows are compared (paper: 16)."""
 
-    save_every: int = 8
+    save_every: PositiveInt = 8
     """Sequences per process between two saves of the partial sums, from which an interrupted run continues."""
 
     heads: bool = False
     """Search for retrieval heads (RazorAttention) instead of making a plan; short: `--heads`. Needs no text."""
 
-    head_tokens: int = 2500
+    head_tokens: AtLeast2 = 2500
     """Heads only: distinct random tokens K (paper: 2500), at most the model's context over `head_repeats`."""
 
-    head_repeats: int = 4
+    head_repeats: AtLeast2 = 4
     """Heads only: how often the K tokens are repeated (paper: 4)."""
 
-    induction_share: float = 0.14
+    induction_share: Share = 0.14
     """Heads only: share of the query heads protected for their attention to what followed earlier copies of a token
     (paper: 0.14)."""
 
-    echo_share: float = 0.01
+    echo_share: Share = 0.01
     """Heads only: share of the query heads protected for their attention to earlier copies of a token (paper: 0.01)."""
 
     def __post_init__(self) -> None:
-        for name in ("threshold", "induction_share", "echo_share"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"{name} is {getattr(self, name)}, allowed are 0 to 1")
-        if not 0.0 <= self.target_saving < 1.0:
-            raise ValueError(f"target_saving is {self.target_saving}, allowed are 0 to below 1")
         if not self.roles or len(set(self.roles)) < len(self.roles):
             raise ValueError(f"roles is {self.roles}, allowed are follow, window, or both")
         if self.target_saving >= 0.5 and "window" not in self.roles and 4 not in self.bits:
@@ -109,18 +108,11 @@ class ExploreArgs:
                 f"cost is {self.cost!r}, but algorithm=greedy groups by similarity only: set cost=similarity and roles=follow, or "
                 "algorithm=dp"
             )
-        ones = ("num_sequences", "sequence_length", "num_queries", "save_every")
-        zeros = ("budget_length", "retrieval_sequences", "retrieval_weight", "loss_sequences")
-        least = dict.fromkeys(ones, 1) | dict.fromkeys(zeros, 0) | {"head_tokens": 2, "head_repeats": 2}
-        for name, allowed in least.items():
-            if (getattr(self, name) or 0) < allowed:
-                raise ValueError(f"{name} is {getattr(self, name)}, allowed are {allowed} and more")
         if self.num_queries > self.sequence_length:
             raise ValueError(
                 f"num_queries is {self.num_queries}, more than sequence_length ({self.sequence_length}): "
                 "ask for at most as many query positions as a sequence has"
             )
-
         if self.budget_length is None:
             self.budget_length = self.sequence_length
 

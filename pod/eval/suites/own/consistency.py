@@ -5,21 +5,24 @@ the same when the model is fed only its nearest tokens. For every other method t
 not say whether the window cuts the text or the attention of every layer, which `wa@N` does.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
+
+from pydantic import PositiveInt
 
 from pod.eval import answer
 from pod.eval.answer.budget import Span, Subject
 from pod.eval.answer.methods import Method
 from pod.eval.answer.store import Shelf
 from pod.eval.judge.intervals import score_mean
-from pod.eval.suites.base import at_least_one, curve, scored_payload
+from pod.eval.suites.base import curve, scored_payload
 from pod.eval.suites.text import Record, TextTask
+from pod.schema import section
 
 _WHERE = "eval.task_options.consistency"
 
 
-@dataclass(kw_only=True)
+@section
 class ConsistencyOptions:
     """`eval.task_options.consistency`."""
 
@@ -29,21 +32,20 @@ class ConsistencyOptions:
     length: int = 2048
     """tokens of each text (paper: 32K)"""
 
-    sequences: int = 8
+    sequences: PositiveInt = 8
     """texts (paper: 1000)"""
 
-    predictions: int = 100
+    predictions: PositiveInt = 100
     """last tokens of each text whose predictions are compared (paper: 100)"""
 
-    windows: list[int] = field(default_factory=lambda: [256, 512, 1024])
+    windows: list[PositiveInt] = field(default_factory=lambda: [256, 512, 1024])
     """window sizes for the method `full` (tokens; paper: 256 to 4096)"""
 
     def __post_init__(self) -> None:
-        at_least_one(self, "sequences", "predictions")
         if self.length < self.predictions + 2:
             raise ValueError(f"length is {self.length}, it must exceed predictions = {self.predictions} by 2")
-        if any(window < 1 for window in self.windows) or len(set(self.windows)) < len(self.windows):
-            raise ValueError(f"windows is {self.windows}, allowed are different sizes of at least 1 token")
+        if len(set(self.windows)) < len(self.windows):
+            raise ValueError(f"windows is {self.windows}, allowed are different sizes")
         if self.windows and max(self.windows) > self.length - self.predictions:
             raise ValueError(
                 f"windows is {self.windows}: a window above length - predictions = {self.length - self.predictions} is no restriction"

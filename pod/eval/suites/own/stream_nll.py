@@ -5,20 +5,22 @@ Any long text will do: files of PG-19's test books in `text`, else what perplexi
 """
 
 import math
-from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
+
+from pydantic import PositiveInt
 
 from pod.eval import answer
 from pod.eval.answer.budget import Span, Subject
 from pod.eval.answer.methods import Method, find_method
 from pod.eval.answer.store import Shelf
-from pod.eval.suites.base import at_least_one, curve, scored_payload
+from pod.eval.suites.base import curve, scored_payload
 from pod.eval.suites.text import Record, TextTask
+from pod.schema import AtLeast2, section
 
 
-@dataclass(kw_only=True)
+@section
 class StreamNllOptions:
     """`eval.task_options.stream_nll`."""
 
@@ -28,23 +30,20 @@ class StreamNllOptions:
     length: int = 4096
     """tokens of each text; beyond what a model reads only methods go on whose distances do not grow (streamingllm, lm_infinite, im, imdc, fm)"""
 
-    sequences: int = 2
+    sequences: PositiveInt = 2
     """texts; the confidence intervals are over these"""
 
-    prompt_tokens: int = 256
+    prompt_tokens: AtLeast2 = 256
     """tokens at the start that are not scored; methods that compress behind a prompt do so behind them"""
 
-    every: int = 256
+    every: PositiveInt = 256
     """tokens between two points of the curve"""
 
-    chunk_size: int = 512
+    chunk_size: PositiveInt = 512
     """tokens fed at once to methods whose chunks equal single tokens, and to those that compress while they read, by chunks of their own;
     the others take one at a time"""
 
     def __post_init__(self) -> None:
-        at_least_one(self, "sequences", "every", "chunk_size")
-        if self.prompt_tokens < 2:
-            raise ValueError(f"prompt_tokens is {self.prompt_tokens}, allowed are 2 and more")
         if self.length <= self.prompt_tokens:
             raise ValueError(f"length is {self.length}, it must exceed prompt_tokens = {self.prompt_tokens}")
 
