@@ -50,7 +50,7 @@ def config(tmp_path_factory, environment) -> Path:
 output_dir: {folder}
 model: {{path: "package:tiny", num_sink_tokens: 2, num_recent_tokens: 8}}
 data: {{context_length: 64, shortest_interval: 32}}
-train: {{max_steps: 1000000, sequence_parallel_size: 2, dtype: float32, save_every_steps: 0, gradient_checkpointing: false}}
+train: {{max_steps: 1000000, sequence_parallel_size: 2, dtype: float32, save_every_steps: 0, gradient_checkpointing: none}}
 """
     (folder / "recipe.yaml").write_text(recipe, encoding="utf-8")
     return folder / "recipe.yaml"
