@@ -85,7 +85,7 @@ def get_device(text: str) -> Device:
     if name not in DEVICES:
         raise ValueError(f"device {name!r} is unknown, known are {', '.join(DEVICES)}")
     numbers = {field.name for field in dataclasses.fields(Device)} - {"name", "source"}
-    changes = dict(figure.partition("=")[::2] for figure in figures)
+    changes = {key: value for key, _, value in (figure.partition("=") for figure in figures)}
     for figure, value in changes.items():
         if figure not in numbers or not value.replace(".", "", 1).isdigit() or float(value) <= 0:
             raise ValueError(

@@ -253,10 +253,9 @@ def simplicity(args: TrainArgs) -> tuple[Any, ...]:
 
 
 def _resolved(recipe: TrainRecipe, context_length: int, derived: dict[str, Any]) -> TrainArgs:
-    given: dict[str, Any] = {
-        field.name: getattr(recipe, field.name) for field in dataclasses.fields(TrainRecipe)
-    }
-    return TrainArgs(**given | derived | {"max_steps": recipe.steps(context_length)})
+    given = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(TrainRecipe)}
+    settings: dict[str, Any] = given | derived | {"max_steps": recipe.steps(context_length)}
+    return TrainArgs(**settings)
 
 
 def _divisors(number: int) -> list[int]:

@@ -56,12 +56,12 @@ def check(
     plan = model_config.sharing_plan if plan is None else plan
     check_model(model_config, recipe, plan)
     check_data(model_config, manifest, tokenizer_sha256)
+    check_tools(recipe, machine.world.size)
     context = int(manifest["context_length"])
     fit = planner.plan(recipe, Shapes.from_config(model_config), plan.lead, context, machine)
     planner.check_fits(fit)
     check_epochs(fit.job, int(manifest["num_rows"]))
     check_can_write(folder, "output_dir")
-    check_tools(fit.job.args, machine.world.size)
     if recipe.offload_folder and recipe.offloads_to_nvme:
         check_can_write(recipe.offload_folder, "train.offload_folder")
     check_disk(fit.job, Path(folder))
@@ -151,7 +151,7 @@ def check_epochs(job: Job, rows: int) -> None:
         )
 
 
-def check_tools(args: TrainArgs, world_size: int) -> None:
+def check_tools(args: TrainRecipe, world_size: int) -> None:
     """Libraries and compilers that the settings need on this machine.
 
     Raises:

@@ -39,7 +39,7 @@ def table(fit: Fit, data_tokens: int | None) -> str:
 def _what(fit: Fit) -> str:
     job, args = fit.job, fit.job.args
     tokens = job.rows_per_step * job.context_length
-    asked = f"max_steps{' (total_tokens is not used)' if args.total_tokens else ''}"
+    asked = "max_steps" + ("; total_tokens is not used" if args.total_tokens else "")
     if args.total_tokens and args.max_steps == args.total_tokens // tokens:
         asked = f"total_tokens {args.total_tokens:,}"
     return (
