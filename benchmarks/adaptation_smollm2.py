@@ -34,10 +34,10 @@ TRAIN: dict[str, Any] = {
     "max_steps": STEPS,
     "gradient_accumulation_steps": ROWS,
     "dtype": "bfloat16",
-    "gradient_checkpointing": False,
+    "gradient_checkpointing": "none",
     "method": "lora",
     "learning_rate": 1e-3,
-    "warmup_steps": 4,
+    "warmup_ratio": 4 / STEPS,
     "save_every_steps": 0,
     "keep_last": 1,
 }

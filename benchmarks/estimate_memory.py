@@ -1,4 +1,4 @@
-"""The memory estimate of pod.training.predict.estimate against what training steps really hold, on CPU.
+"""The memory estimate of pod.training.predict.memory against what training steps really hold, on CPU.
 
     python benchmarks/estimate_memory.py                       # all configurations; writes benchmarks/results/estimate_memory.json
     python benchmarks/estimate_memory.py --only pod_keep       # some of them, by name
@@ -39,12 +39,13 @@ from pod.eval.results import one_line
 from pod.files import write_json
 from pod.measure.machine import environment
 from pod.training.args import TrainArgs
-from pod.training.predict import estimate, memory
+from pod.training.predict.job import Job, World
+from pod.training.predict.memory import host_bytes, training_bytes
+from pod.training.predict.shapes import Shapes
 from pod.training.run import carry, engine
 
 BUCKET_ELEMENTS = 200_000
 SIZE = {
-    "vocab_size": 4096,
     "hidden_size": 256,
     "intermediate_size": 704,
     "num_hidden_layers": 6,
@@ -77,6 +78,7 @@ class Case:
     context: int = 2048
     train: dict[str, Any] = field(default_factory=dict)
     tied: bool = False
+    vocab: int = 4096
 
 
 CASES = [
@@ -84,12 +86,12 @@ CASES = [
     Case("dense_keep", layout="dense"),
     Case("cla_keep", layout="cla"),
     Case("window_keep", layout="window"),
-    Case("pod_no_checkpoints", context=1024, train={"gradient_checkpointing": False}),
+    Case("pod_no_checkpoints", context=1024, train={"gradient_checkpointing": "none"}),
     Case("pod_offload_carry", context=4096, train={"carry": "offload"}),
     Case("pod_recompute_carry", context=4096, train={"carry": "recompute"}),
     Case("pod_tiles", context=4096, train={"mlp_tile_tokens": 512}),
     Case("pod_lora", train={"method": "lora"}),
-    Case("pod_lora_no_checkpoints", context=1024, train={"method": "lora", "gradient_checkpointing": False}),
+    Case("pod_lora_no_checkpoints", context=1024, train={"method": "lora", "gradient_checkpointing": "none"}),
     Case("pod_zero1", train={"zero_stage": 1}),
     Case("pod_zero1_2ranks", ranks=2, train={"zero_stage": 1}),
     Case("pod_zero2_2ranks", ranks=2, train={"zero_stage": 2}),
@@ -111,12 +113,20 @@ CASES = [
         context=1024,
         tied=True,
     ),
+    Case("pod_bfloat16_zero1_2ranks", ranks=2, train={"dtype": "bfloat16", "zero_stage": 1}),
+    Case("pod_bfloat16_zero2_2ranks", ranks=2, train={"dtype": "bfloat16", "zero_stage": 2}),
+    Case("pod_bfloat16_wide_head", ranks=2, train={"dtype": "bfloat16"}, context=512, vocab=65_536),
+    Case(
+        "pod_zero1_accumulation",
+        ranks=2,
+        train={"dtype": "bfloat16", "zero_stage": 1, "gradient_accumulation_steps": 2},
+    ),
     Case("pod_optimizer_on_host", ranks=2, train={"offload_optimizer": "cpu"}),
     Case("pod_checkpoints_on_host", context=4096, train={"offload_checkpoints": True}),
     Case("roles_keep", layout="roles"),
     Case("roles_offload_carry", layout="roles", context=4096, train={"carry": "offload"}),
     Case("roles_recompute_carry", layout="roles", context=4096, train={"carry": "recompute"}),
-    Case("roles_no_checkpoints", layout="roles", context=1024, train={"gradient_checkpointing": False}),
+    Case("roles_no_checkpoints", layout="roles", context=1024, train={"gradient_checkpointing": "none"}),
     Case("roles_sp2", ranks=2, layout="roles", context=4096, train={"sequence_parallel_size": 2}),
     Case("pod_distill", context=1024, train={"distill_logits": 0.5}),
     Case("pod_distill_lora", train={"distill_logits": 0.5, "method": "lora"}),
@@ -125,7 +135,12 @@ CASES = [
 
 def model_config(case: Case) -> pod.PodConfig:
     """The configuration of a case."""
-    options: dict[str, Any] = {**SIZE, "tie_word_embeddings": case.tied, "max_position_embeddings": 2**16}
+    options: dict[str, Any] = {
+        **SIZE,
+        "vocab_size": case.vocab,
+        "tie_word_embeddings": case.tied,
+        "max_position_embeddings": 2**16,
+    }
     if case.layout == "pod":
         options["lead"] = make_plan(SIZE["num_hidden_layers"], SIZE["num_key_value_heads"], SHARE_NON_LEAD)
     elif case.layout == "roles":
@@ -143,12 +158,12 @@ def train_args(case: Case) -> TrainArgs:
     return TrainArgs(**settings | case.train)  # type: ignore[arg-type]
 
 
-def make_data(folder: Path, context: int) -> Path:
+def make_data(folder: Path, case: Case) -> Path:
     """Packed rows of one document each."""
     draw = np.random.default_rng(0)
-    rows = [[draw.integers(0, SIZE["vocab_size"], context).astype(np.int32)] for _ in range(32)]
+    rows = [[draw.integers(0, case.vocab, case.context).astype(np.int32)] for _ in range(32)]
     write_packed_rows(
-        folder, rows, context_length=context, vocab_size=SIZE["vocab_size"], tokenizer_sha256="random"
+        folder, rows, context_length=case.context, vocab_size=case.vocab, tokenizer_sha256="random"
     )
     return folder
 
@@ -191,9 +206,8 @@ class Counted(LiveBytes):
 
 
 def small_buckets() -> None:
-    """DeepSpeed's buckets as small as the model, for the engine and for the estimate."""
+    """DeepSpeed's buckets as small as the model; the estimate reads the engine's."""
     engine.REDUCE_BUCKET_ELEMENTS = engine.PREFETCH_ELEMENTS = BUCKET_ELEMENTS
-    memory.REDUCE_BUCKET_ELEMENTS = memory.PREFETCH_ELEMENTS = BUCKET_ELEMENTS
 
 
 def measure_rank(case: Case, rank: int, port: int, folder: Path, largest: int, pipe: Any) -> None:
@@ -253,7 +267,7 @@ def measure(case: Case, largest: int = 0) -> dict[str, Any]:
         port = probe.getsockname()[1]
         probe.close()
         folder = Path(name)
-        make_data(folder / "data", case.context)
+        make_data(folder / "data", case)
         pipes, children = [], []
         for rank in range(case.ranks):
             mine, theirs = context.Pipe(duplex=False)
@@ -282,12 +296,11 @@ def estimated(case: Case) -> dict[str, int]:
     """The estimate of a case, by part. An optimizer in host memory cannot be told from the device's on a CPU: it counts too."""
     small_buckets()
     config, args = model_config(case), train_args(case)
-    shapes, lead = estimate.Shapes.from_config(config), config.sharing_plan.lead
-    parts = estimate.training_bytes(shapes, lead, args, case.context, case.ranks)
+    world = World(case.ranks, case.ranks)
+    job = Job(Shapes.from_config(config), config.sharing_plan.lead, args, case.context, world)
+    parts = training_bytes(job)
     if args.offload_optimizer == "cpu":
-        parts["host optimizer"] = estimate.host_bytes(shapes, lead, args, case.context, case.ranks)[
-            "optimizer"
-        ]
+        parts["host optimizer"] = host_bytes(job)["optimizer"]
     return parts
 
 
@@ -353,7 +366,7 @@ def against(case: Case, row: dict[str, Any]) -> dict[str, Any]:
     """A recorded measurement with the estimate of today."""
     parts = estimated(case)
     total = sum(parts.values())
-    return row | {"estimated_bytes": total, "parts": parts, "ratio": total / row["measured_bytes"]}
+    return row | {"train": case.train, "estimated_bytes": total, "parts": parts, "ratio": total / row["measured_bytes"]}
 
 
 def read_rows(path: Path) -> dict[str, dict[str, Any]]:

@@ -35,7 +35,7 @@ from pod.files import write_json
 from pod.measure.memory import LiveBytes
 from pod.modeling.shipped.attend import IMPLEMENTATIONS, Call, Implementation
 from pod.training.args import TrainArgs
-from pod.training.predict.estimate import carried_heads, mlp_tiles
+from pod.training.predict.shapes import carried_heads
 from pod.training.run import carry
 
 CONTESTANTS = ("dense", "keep", "offload", "recompute")
@@ -136,7 +136,7 @@ def make_step(
 
     def run(tokens: int) -> None:
         for layer in model.model.layers:
-            layer.mlp.train_tiles = mlp_tiles(args, tokens)
+            layer.mlp.train_tiles = args.mlp_tiles(tokens)
         ids = torch.randint(model.vocab_size, (1, tokens), device=mesh.device)
         loss = engine(input_ids=ids, labels=ids.roll(-1, 1), doc_ids=torch.zeros_like(ids))
         engine.backward(loss / tokens)

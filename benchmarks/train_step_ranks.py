@@ -34,7 +34,7 @@ from pod.files import read_json, write_json
 from pod.measure.machine import environment
 from pod.measure.race import spread
 from pod.training.args import TrainArgs
-from pod.training.predict.estimate import carried_heads
+from pod.training.predict.shapes import carried_heads
 
 RESULTS = Path(__file__).parent / "results" / "train_step_ranks.json"
 RANKS = 2

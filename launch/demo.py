@@ -26,7 +26,7 @@ from pod.schema import to_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
-RANKS = 2  # the least that shows ZeRO-3 and Ulysses at work
+RANKS = 2  # the least that shows ZeRO and Ulysses at work
 STATE = "demo.json"
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore::FutureWarning"}
 
@@ -57,7 +57,7 @@ def steps_of(recipe: Recipe, config: Path, ranks: int = RANKS) -> list[Step]:
     check = Path(recipe.output_dir) / "export_check.json"
     windows = recipe.model.num_sink_tokens + recipe.model.num_recent_tokens  # a prompt is to exceed them
     tokens = str(min(2 * windows, recipe.data.context_length))
-    last = f"step-{recipe.train.max_steps:08d}"  # of which there is none where training was stopped before
+    last = f"step-{recipe.train.steps(recipe.data.context_length):08d}"  # of which there is none where training was stopped before
     deepspeed = [str(BIN / "deepspeed"), "--num_gpus", str(ranks), "--master_port", str(_free_port())]
     reload = [sys.executable, str(ROOT / "examples" / "check_export.py"), str(export), tokens, str(check)]
     steps = [
@@ -67,7 +67,7 @@ def steps_of(recipe: Recipe, config: Path, ranks: int = RANKS) -> list[Step]:
              ("model", "explore"), recipe.plan_dir / "retrieval_heads.json"),
         Step("prepare", "texts → tokens → length-balanced, packed rows", launch("prepare_data.py"),
              ("data", "model"), recipe.data_dir / "manifest.json"),
-        Step("train", f"adaptation to the plan, {ranks} ranks, ZeRO-3", [*deepspeed, *launch("train_pod.py")[1:]],
+        Step("train", f"adaptation to the plan, {ranks} ranks", [*deepspeed, *launch("train_pod.py")[1:]],
              ("model", "data", "train"), recipe.train_dir / last / "checkpoint.json", recipe.train_dir),
         Step("export", "Hugging Face checkpoint with its own modeling code", launch("export_hf.py"),
              ("model", "export"), export / "config.json"),
@@ -82,8 +82,6 @@ def steps_of(recipe: Recipe, config: Path, ranks: int = RANKS) -> list[Step]:
 def main(recipe: Recipe) -> None:
     """Run the chain and print the summary."""
     began, ranks = time.perf_counter(), 1 if _gpus() == 1 else RANKS
-    if ranks == 1:  # which cannot share a row
-        recipe.train.sequence_parallel_size = 1
     folder = Path(recipe.output_dir)
     atomic_write_text(folder / "recipe.yaml", to_yaml(recipe))
     state = read_json(folder / STATE) if (folder / STATE).is_file() else {}

@@ -36,7 +36,7 @@ from pod.schema import (
     section,
     to_yaml,
 )
-from pod.training.args import ExportArgs, TrainArgs
+from pod.training.args import ExportArgs, TrainRecipe
 from pod.training.plans.explore_args import ExploreArgs
 
 
@@ -59,7 +59,7 @@ class Recipe:
     data: DataArgs = field(default_factory=DataArgs)
     """Where text comes from and how it is balanced and packed."""
 
-    train: TrainArgs = field(default_factory=TrainArgs)
+    train: TrainRecipe = field(default_factory=TrainRecipe)
     """How the model is adapted to the plan."""
 
     export: ExportArgs = field(default_factory=ExportArgs)

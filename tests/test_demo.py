@@ -96,7 +96,7 @@ def test_training_runs_through_the_real_launcher_to_its_last_step(demo, tmp_path
     assert Path(step.command[0]).name == "deepspeed"
     assert step.command[1:3] == ["--num_gpus", "2"]
     assert "--master_port" in step.command
-    assert step.output.parent.name == f"step-{recipe.train.max_steps:08d}"
+    assert step.output.parent.name == f"step-{recipe.train.steps(recipe.data.context_length):08d}"
 
 
 def test_heads_are_searched_where_razor_is_asked(demo, tmp_path):

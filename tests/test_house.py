@@ -179,16 +179,9 @@ def test_the_paper_recipe_is_the_papers():
     assert (explore.num_sequences, explore.sequence_length, explore.num_queries) == (1000, 32768, 16)
     assert recipe.data.target_tokens == 5_000_000_000
     assert recipe.train.learning_rate == 1e-5
-    gpus = 8
-    rows = (
-        recipe.train.micro_batch_size
-        * recipe.train.gradient_accumulation_steps
-        * gpus
-        // recipe.train.sequence_parallel_size
-    )
-    tokens_per_step = rows * recipe.data.context_length
-    assert tokens_per_step == 4 * 2**20
-    assert abs(recipe.train.max_steps * tokens_per_step / 5e9 - 1) < 1e-3
+    assert recipe.train.tokens_per_step == 4 * 2**20
+    assert recipe.train.total_tokens == 5_000_000_000
+    assert recipe.train.steps(recipe.data.context_length) == 1192
 
 
 @pytest.fixture

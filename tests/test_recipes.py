@@ -13,17 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted(file.name for file in (ROOT / "configs").glob("*.yaml"))
 TRAINED = [name for name in CONFIGS if not name.startswith(("bench_", "data_"))]
 PIPELINE = ("explore.py", "prepare_data.py", "train_pod.py", "export_hf.py", "run_eval.py")
-GPUS = {
-    "llama31_8b_128k_pod.yaml": 8,
-    "llama31_8b_128k_pod_4x8.yaml": 32,
-    "llama31_8b_32k_pod_lora_1gpu.yaml": 1,
-    "llama31_8b_32k_pod_offload_1gpu.yaml": 1,
-    "llama3_8b_32k_cla.yaml": 8,
-    "llama3_8b_32k_dense.yaml": 8,
-    "llama3_8b_32k_pod.yaml": 8,
-    "llama3_8b_32k_window.yaml": 8,
-}
-PAPERS = [name for name in GPUS if "1gpu" not in name]
+LARGE = [name for name in TRAINED if name.startswith("llama3")]
+PAPERS = [name for name in LARGE if not name.startswith("llama31_8b_32k")]
 
 
 def launchers_of(name: str) -> tuple[str, ...]:
@@ -87,20 +78,22 @@ def test_a_dry_run_names_rows_that_are_too_long(dry_run):
     assert "rows of 32768 tokens are longer than the model's positions (16384)" in text
 
 
-@pytest.mark.parametrize("name", GPUS)
-def test_steps_and_ranks_make_the_tokens_that_the_data_section_asks_for(name):
-    recipe, gpus = read(name), GPUS[name]
-    args = recipe.train
-    assert gpus % args.sequence_parallel_size == 0
-    groups = gpus // args.sequence_parallel_size
-    tokens = args.micro_batch_size * args.gradient_accumulation_steps * groups * recipe.data.context_length
-    assert abs(tokens * args.max_steps / recipe.data.target_tokens - 1) < 1e-3
+@pytest.mark.parametrize("name", LARGE)
+def test_a_run_reads_its_data_once(name):
+    recipe = read(name)
+    args, context = recipe.train, recipe.data.context_length
+    tokens = args.steps(context) * args.rows_per_step(context) * context
+    assert 0.999 < tokens / recipe.data.target_tokens <= 1
     if name in PAPERS:
-        assert (
-            tokens == 4 * 2**20 and recipe.data.target_tokens == 5_000_000_000 and args.learning_rate == 1e-5
-        )
-    said = (ROOT / "configs" / name).read_text()
-    assert f"{gpus} GPU" in said
+        assert (args.tokens_per_step, args.total_tokens) == (4 * 2**20, 5_000_000_000)
+        assert args.learning_rate == 1e-5
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_recipes_leave_the_how_to_the_planner(name):
+    from pod.training.predict.planner import DERIVED
+
+    assert [field for field in DERIVED if getattr(read(name).train, field) is not None] == []
 
 
 def test_the_papers_chain_starts_from_one_dense_model_on_the_same_tokens():
@@ -115,13 +108,7 @@ def test_the_papers_chain_starts_from_one_dense_model_on_the_same_tokens():
         assert recipe.model.layout == layout
         assert recipe.model.path == str(dense.export_dir)
         assert recipe.data == dense.data
-        budget = (
-            "max_steps",
-            "gradient_accumulation_steps",
-            "sequence_parallel_size",
-            "learning_rate",
-            "warmup_steps",
-        )
+        budget = "total_tokens", "tokens_per_step", "learning_rate", "warmup_ratio", "min_lr_ratio"
         assert all(getattr(recipe.train, field) == getattr(dense.train, field) for field in budget)
     pod, window = read("llama3_8b_32k_pod.yaml").model, read("llama3_8b_32k_window.yaml").model
     assert pod.num_sink_tokens + pod.num_recent_tokens == window.num_recent_tokens == 4096
@@ -133,7 +120,7 @@ def test_demo_variants_train_on_the_demos_tokens():
     for layout in ("dense", "window", "cla", "lora"):
         recipe = read(f"demo_{layout}.yaml")
         assert recipe.data == demo.data and recipe.seed == demo.seed
-        assert recipe.train.max_steps == demo.train.max_steps
+        assert recipe.train.total_tokens == demo.train.total_tokens == 24 * recipe.train.tokens_per_step
         assert recipe.model.layout == (layout if layout != "lora" else "pod")
     assert (
         read("demo_window.yaml").model.num_recent_tokens
@@ -143,20 +130,23 @@ def test_demo_variants_train_on_the_demos_tokens():
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_no_recipe_is_refused_before_its_data_is_there(name, tmp_path, monkeypatch):
-    """What preflight asks of model, plan, layout and rows, for the number of GPUs that the recipe is for."""
-    from pod.training.predict import preflight
+    """What preflight asks of model, plan, layout and rows, on 1, 8 and 32 GPUs: the same rows per step on all of them."""
+    from pod.training.predict import planner, preflight
+    from pod.training.predict.devices import get_device
+    from pod.training.predict.shapes import Shapes
     from pod.training.run.start_model import model_config
 
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     recipe = read(name)
     config, plan = model_config(recipe.model, tmp_path, 0.35)
     context = recipe.data.context_length
-    manifest = {
-        "context_length": context,
-        "num_rows": recipe.data.target_tokens // context,
-        "vocab_size": config.vocab_size,
-        "tokenizer_sha256": "",
-    }
+    manifest = {"context_length": context, "vocab_size": config.vocab_size, "tokenizer_sha256": ""}
     preflight.check_model(config, recipe.train, plan)
     preflight.check_data(config, manifest, None)
-    preflight.check_layout(recipe.train, manifest, GPUS.get(name, recipe.train.sequence_parallel_size))
+    for ranks in (1, 8, 32) if name in LARGE else (1, 2):
+        machine = planner.this_machine(ranks, 8, get_device("h100"))
+        fit = planner.plan(recipe.train, Shapes.from_config(config), plan.lead, context, machine)
+        assert fit.job.rows_per_step == recipe.train.rows_per_step(context)
+        preflight.check_epochs(fit.job, recipe.data.target_tokens // context)
+        if ranks > 1 or "lora" in name or name not in LARGE:
+            planner.check_fits(fit)

@@ -5,20 +5,60 @@ from typing import Literal
 
 
 @dataclass(kw_only=True)
-class TrainArgs:
-    """Section `train` of a recipe: `deepspeed launch/train_pod.py --config …`."""
+class TrainRecipe:
+    """Section `train` of a recipe: `deepspeed launch/train_pod.py --config …`. What is trained, and whatever of the how is pinned: a
+    field that is null by default is derived from ranks and device (`pod.training.predict.planner`)."""
 
-    max_steps: int = 100
-    """Optimizer steps of the whole run."""
+    total_tokens: int | None = None
+    """Tokens of the whole run, padding included: the run takes total_tokens / tokens_per_step steps, rounded down."""
 
-    micro_batch_size: int = 1
+    max_steps: int | None = None
+    """Optimizer steps of the whole run. Where it is set total_tokens is not used; without both a run takes 100 steps."""
+
+    tokens_per_step: int | None = None
+    """Tokens of one optimizer step over all ranks, padding included: a multiple of data.context_length; null = one row."""
+
+    allow_repeats: bool = False
+    """Let the run read the data more than once; otherwise more tokens than the data has are refused."""
+
+    sequence_parallel_size: int | None = None
+    """Ranks that share one row (Ulysses); contiguous ranks form a group. Allowed: 1 to the number of query heads."""
+
+    micro_batch_size: int | None = None
     """Packed rows that a sequence-parallel group takes through one forward and backward."""
 
-    gradient_accumulation_steps: int = 1
-    """Micro-batches per optimizer step. Rows per step = this x micro_batch_size x (ranks / sequence_parallel_size)."""
+    gradient_accumulation_steps: int | None = None
+    """Micro-batches per optimizer step: rows per step / micro_batch_size / (ranks / sequence_parallel_size)."""
 
-    sequence_parallel_size: int = 1
-    """Ranks that share one row (Ulysses); contiguous ranks form a group. Allowed: 1 to the number of query heads."""
+    zero_stage: Literal[1, 2, 3] | None = None
+    """What DeepSpeed divides among all ranks: 1 optimizer states, 2 gradients too, 3 weights too."""
+
+    gradient_checkpointing: Literal["full", "none"] | None = None
+    """`full`: keep one hidden state (and the carry) per layer and recompute the rest in backward; `none`: keep everything."""
+
+    carry: Literal["keep", "offload", "recompute"] | None = None
+    """Where the queries and keys that lead layers hand to their followers wait for backward under gradient_checkpointing:
+    `keep` on the device, `offload` in host memory (one copy each way per step and tensor), `recompute` nowhere: they are
+    projected again from the lead's hidden state (1 to 3 % more arithmetic). Loss and gradients are the same."""
+
+    mlp_tile_tokens: int | None = None
+    """Tokens per rank that a feed-forward layer works on at a time. Longer inputs go through in equal tiles, each of which is
+    computed once more in backward, so that no [tokens, intermediate_size] is ever held whole; 0 = no tiles."""
+
+    offload_checkpoints: bool | None = None
+    """Let the hidden states that gradient_checkpointing keeps wait in host memory: one copy each way per layer and micro-batch."""
+
+    offload_optimizer: Literal["none", "cpu", "nvme"] | None = None
+    """Hold master weights, Adam's moments and reduced gradients (16 bytes per trained weight over all ranks) in host memory or in
+    files below offload_folder, and update on the CPU. Slower steps; for models whose optimizer does not fit."""
+
+    offload_parameters: Literal["none", "cpu", "nvme"] | None = None
+    """Hold each rank's share of the weights in host memory or in files and bring a layer to the device when it is used. Needs
+    zero_stage 3."""
+
+    offload_folder: str | None = None
+    """Folder on a local NVMe disk for offload_optimizer=nvme and offload_parameters=nvme, which are never derived; each rank writes
+    its own files there."""
 
     prefetch_steps: int = 2
     """Steps whose rows are read ahead, in a thread, while the present step computes; 0 = read when they are needed. Metrics
@@ -31,10 +71,10 @@ class TrainArgs:
     """Peak learning rate (paper: 1e-5)."""
 
     min_lr_ratio: float = 0.1
-    """Learning rate at the last step as a share of the peak; the cosine ends there."""
+    """Learning rate at the last step as a share of the peak; the cosine ends there (PoD names the cosine, no final rate; 0 = to zero)."""
 
-    warmup_steps: int = 0
-    """Steps in which the learning rate rises linearly from 0 to the peak."""
+    warmup_ratio: float = 0.0
+    """Share of the steps in which the learning rate rises linearly from 0 to the peak (PoD names none)."""
 
     weight_decay: float = 0.0
     """Decoupled weight decay of AdamW on matrices; norms and biases have none."""
@@ -51,37 +91,8 @@ class TrainArgs:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global 2-norm; 0 = no clipping."""
 
-    zero_stage: Literal[1, 2, 3] = 3
-    """What DeepSpeed divides among all ranks: 1 optimizer states, 2 gradients too, 3 weights too."""
-
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are summed over ranks and micro-batches; bfloat16 halves the traffic and rounds every sum."""
-
-    gradient_checkpointing: bool = True
-    """Keep one hidden state (and the carry) per layer and recompute the rest in backward."""
-
-    carry: Literal["keep", "offload", "recompute"] = "keep"
-    """Where the queries and keys that lead layers hand to their followers wait for backward under gradient_checkpointing:
-    `keep` on the device, `offload` in host memory (one copy each way per step and tensor), `recompute` nowhere: they are
-    projected again from the lead's hidden state (1 to 3 % more arithmetic). Loss and gradients are the same."""
-
-    mlp_tile_tokens: int = 16_384
-    """Tokens per rank that a feed-forward layer works on at a time. Longer inputs go through in equal tiles, each of which is
-    computed once more in backward, so that no [tokens, intermediate_size] is ever held whole; 0 = no tiles."""
-
-    offload_checkpoints: bool = False
-    """Let the hidden states that gradient_checkpointing keeps wait in host memory: one copy each way per layer and micro-batch."""
-
-    offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
-    """Hold master weights, Adam's moments and reduced gradients (16 bytes per trained weight over all ranks) in host memory or in
-    files below offload_folder, and update on the CPU. Slower steps; for models whose optimizer does not fit."""
-
-    offload_parameters: Literal["none", "cpu", "nvme"] = "none"
-    """Hold each rank's share of the weights in host memory or in files and bring a layer to the device when it is used. Needs
-    zero_stage 3."""
-
-    offload_folder: str | None = None
-    """Folder on a local NVMe disk for offload_optimizer=nvme and offload_parameters=nvme; each rank writes its own files there."""
 
     loss_chunk_mib: int = 256
     """MiB of float32 logits that the loss holds at a time."""
@@ -202,11 +213,11 @@ class TrainArgs:
     """`offline` writes a wandb run folder and contacts no server."""
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "micro_batch_size", "gradient_accumulation_steps", "sequence_parallel_size",
-                     "loss_chunk_mib", "max_skipped_steps", "lora_rank", "keep_last", "log_every_steps",
-                     "progressive_stages", "eval_rows", "sample_tokens", "spike_window"):  # fmt: skip
+        for name in ("max_steps", "total_tokens", "tokens_per_step", "micro_batch_size", "gradient_accumulation_steps",
+                     "sequence_parallel_size", "loss_chunk_mib", "max_skipped_steps", "lora_rank", "keep_last",
+                     "log_every_steps", "progressive_stages", "eval_rows", "sample_tokens", "spike_window"):  # fmt: skip
             _at_least(name, getattr(self, name), 1)
-        for name in ("warmup_steps", "weight_decay", "max_grad_norm", "save_every_steps", "mlp_tile_tokens",
+        for name in ("weight_decay", "max_grad_norm", "save_every_steps", "mlp_tile_tokens",
                      "prefetch_steps", "max_rewinds", "max_hours", "hang_timeout_s", "keep_every_steps", "peak_tflops",
                      "gate_every_steps", "eval_every_steps", "eval_passkeys", "progressive_steps",
                      "distill_attention", "distill_context"):  # fmt: skip
@@ -214,38 +225,24 @@ class TrainArgs:
         for name in ("learning_rate", "adam_epsilon", "lora_alpha", "distill_temperature"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, allowed are numbers above 0")
-        for name in ("adam_beta1", "adam_beta2", "lora_dropout"):
+        for name in ("adam_beta1", "adam_beta2", "lora_dropout", "warmup_ratio"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, allowed are 0 <= {name} < 1")
-        if not 0 <= self.min_lr_ratio <= 1:
-            raise ValueError(f"min_lr_ratio is {self.min_lr_ratio}, allowed are 0 to 1")
-        if self.warmup_steps > self.max_steps:
-            raise ValueError(
-                f"warmup_steps is {self.warmup_steps}, allowed are 0 to max_steps ({self.max_steps})"
-            )
-        if self.carry != "keep" and not self.gradient_checkpointing:
-            raise ValueError(
-                f"carry is {self.carry}, which moves what activation checkpoints hold: set gradient_checkpointing=true, "
-                "or carry=keep"
-            )
-        if self.carry == "recompute" and self.method == "lora" and self.lora_dropout:
-            raise ValueError(
-                f"carry is recompute with lora_dropout {self.lora_dropout}: the dropout would be drawn anew; set "
-                "carry=offload, or lora_dropout=0"
-            )
+        for name in ("min_lr_ratio", "distill_logits"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed are 0 to 1")
         self._check_combinations()
+        self._check_memory_settings()
 
     def _check_combinations(self) -> None:
         if self.spike_factor != 0 and not self.spike_factor > 1:
             raise ValueError(f"spike_factor is {self.spike_factor}, allowed are 0 (off) and numbers above 1")
-        if not 0 <= self.distill_logits <= 1:
-            raise ValueError(f"distill_logits is {self.distill_logits}, allowed are 0 to 1")
         if self.distill_context and not self.distill_logits:
             raise ValueError(
                 f"distill_context is {self.distill_context} and distill_logits is 0, so that there is no divergence to weight: "
                 "set distill_logits"
             )
-        if self.progressive_steps > self.max_steps:
+        if self.max_steps is not None and self.progressive_steps > self.max_steps:
             raise ValueError(
                 f"progressive_steps is {self.progressive_steps}, allowed are 0 to max_steps ({self.max_steps})"
             )
@@ -254,33 +251,104 @@ class TrainArgs:
                 raise ValueError(
                     f"{name} is set and eval_every_steps is 0, so that nothing would be asked: set eval_every_steps"
                 )
-        if self.offload_checkpoints and not self.gradient_checkpointing:
+        if not self.lora_target_modules:
+            raise ValueError("lora_target_modules is empty: name linear layers, for example q_proj, k_proj")
+
+    def _check_memory_settings(self) -> None:
+        """Settings of which one moves what another keeps."""
+        if self.gradient_checkpointing == "none" and (
+            self.offload_checkpoints or self.carry not in (None, "keep")
+        ):
             raise ValueError(
-                "offload_checkpoints moves what gradient_checkpointing keeps: set gradient_checkpointing=true"
+                f"carry is {self.carry} and offload_checkpoints {self.offload_checkpoints}: they move what activation checkpoints "
+                "hold; set gradient_checkpointing=full, or carry=keep and offload_checkpoints=false"
             )
-        if self.offload_parameters != "none" and self.zero_stage != 3:
+        if self.carry == "recompute" and self.method == "lora" and self.lora_dropout:
+            raise ValueError(
+                f"carry is recompute with lora_dropout {self.lora_dropout}: the dropout would be drawn anew; set "
+                "carry=offload, or lora_dropout=0"
+            )
+        if self.offload_parameters not in (None, "none") and self.zero_stage in (1, 2):
             raise ValueError(
                 f"offload_parameters is {self.offload_parameters} with zero_stage {self.zero_stage}: only stage 3 divides "
                 "weights; set zero_stage=3"
             )
-        if self.offload_optimizer == "nvme" and self.zero_stage != 3:
+        if self.offload_optimizer == "nvme" and self.zero_stage in (1, 2):
             raise ValueError(
                 f"offload_optimizer is nvme with zero_stage {self.zero_stage}: only stage 3 updates from files; set "
                 "zero_stage=3, or offload_optimizer=cpu"
             )
-        if "nvme" in (self.offload_optimizer, self.offload_parameters) and not self.offload_folder:
+        if self.offloads_to_nvme and not self.offload_folder:
             raise ValueError("offload to nvme needs offload_folder: name a folder on a local NVMe disk")
-        if not self.lora_target_modules:
-            raise ValueError("lora_target_modules is empty: name linear layers, for example q_proj, k_proj")
+
+    @property
+    def offloads_to_nvme(self) -> bool:
+        return "nvme" in (self.offload_optimizer, self.offload_parameters)
 
     @property
     def teacher_passes(self) -> int:
         """Forward passes of a teacher over every micro-batch: none, the dense one, and that of windows for distill_context."""
         return int(self.distill_logits > 0 or self.distill_attention > 0) + int(self.distill_context > 0)
 
+    def rows_per_step(self, context_length: int) -> int:
+        """Rows of `context_length` tokens of one optimizer step over all ranks.
 
-def _at_least(name: str, value: float, least: int) -> None:
-    if value < least:
+        Raises:
+            ValueError: tokens_per_step that are no whole rows.
+        """
+        tokens = self.tokens_per_step or context_length
+        if tokens % context_length:
+            below = tokens - tokens % context_length
+            near = ", ".join(f"{one:,}" for one in (below, below + context_length) if one)
+            raise ValueError(
+                f"train.tokens_per_step is {tokens:,}, which are no whole rows of {context_length:,} tokens: nearest are {near}"
+            )
+        return tokens // context_length
+
+    def steps(self, context_length: int) -> int:
+        """Optimizer steps of the run: max_steps, else what total_tokens make, else 100."""
+        if self.max_steps is not None or self.total_tokens is None:
+            return self.max_steps or 100
+        each = self.rows_per_step(context_length) * context_length
+        if self.total_tokens < each:
+            raise ValueError(
+                f"train.total_tokens is {self.total_tokens:,}, allowed are {each:,} (one step) and more"
+            )
+        return self.total_tokens // each
+
+
+@dataclass(kw_only=True)
+class TrainArgs(TrainRecipe):
+    """Section `train` with nothing left to derive: what trainer, engine and estimates work with."""
+
+    max_steps: int = 100
+    sequence_parallel_size: int = 1
+    micro_batch_size: int = 1
+    gradient_accumulation_steps: int = 1
+    zero_stage: Literal[1, 2, 3] = 3
+    gradient_checkpointing: Literal["full", "none"] = "full"
+    carry: Literal["keep", "offload", "recompute"] = "keep"
+    mlp_tile_tokens: int = 16_384
+    offload_checkpoints: bool = False
+    offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
+    offload_parameters: Literal["none", "cpu", "nvme"] = "none"
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps in which the learning rate rises."""
+        return round(self.warmup_ratio * self.max_steps)
+
+    def rank_tokens(self, context_length: int) -> int:
+        """Tokens of one micro-batch on the rank that holds most; rows have `context_length`."""
+        return -(-context_length // self.sequence_parallel_size) * self.micro_batch_size
+
+    def mlp_tiles(self, context_length: int) -> int:
+        """Parts in which a feed-forward layer takes its tokens, the same on every rank."""
+        return -(-self.rank_tokens(context_length) // self.mlp_tile_tokens) if self.mlp_tile_tokens else 1
+
+
+def _at_least(name: str, value: float | None, least: int) -> None:
+    if value is not None and value < least:
         raise ValueError(f"{name} is {value}, allowed are {least} and more")
 
 

@@ -60,7 +60,7 @@ def settings_of(case: dict) -> dict:
         "sequence_parallel_size": case["sp"],
         "gradient_accumulation_steps": case["accumulation"],
         "zero_stage": case["zero"],
-        "gradient_checkpointing": case["checkpointing"],
+        "gradient_checkpointing": "full" if case["checkpointing"] else "none",
         "method": case["method"],
         "lora_rank": 8,
     }

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from pod.training.args import TrainArgs
-from pod.training.predict.estimate import Shapes, carried_heads, training_bytes
+from pod.training.predict.job import Job, World
+from pod.training.predict.memory import training_bytes
+from pod.training.predict.shapes import Shapes, carried_heads
 from pod.training.run.lora import add_lora, lora_settings
 from pod.training.run.loss import LossHead
 from pod.training.run.mesh import check_world_size
@@ -39,7 +41,7 @@ def test_bad_values_are_refused_by_name(field, value):
 
 
 def test_schedule_warms_up_then_follows_a_cosine_to_the_ratio():
-    args = TrainArgs(max_steps=11, warmup_steps=2, learning_rate=1.0, min_lr_ratio=0.1)
+    args = TrainArgs(max_steps=11, warmup_ratio=0.2, learning_rate=1.0, min_lr_ratio=0.1)
     rates = [learning_rate(step, args) for step in range(11)]
     assert rates[:3] == [0.5, 1.0, 1.0]
     assert rates[6] == pytest.approx(0.55)  # halfway down
@@ -109,16 +111,17 @@ def test_parameters_of_the_embedded_model_are_counted_exactly():
 def test_estimate_scales_as_it_must():
     dense = [[layer] * 3 for layer in range(30)]
     blocks = [[layer - layer % 3] * 3 for layer in range(30)]
-    one = training_bytes(SMOLLM2, blocks, TrainArgs(), 2048, 1)
-    two = training_bytes(SMOLLM2, blocks, TrainArgs(sequence_parallel_size=2), 2048, 2)
+
+    def parts(lead, args, ranks=1):
+        return training_bytes(Job(SMOLLM2, lead, args, 2048, World(ranks, ranks)))
+
+    one, two = parts(blocks, TrainArgs()), parts(blocks, TrainArgs(sequence_parallel_size=2), 2)
     assert carried_heads(blocks) == 30  # 10 leads x 3 heads
     assert one["carry"] == 30 * (3 + 1) * 64 * 2048 * 2
     assert two["carry"] * 3 == pytest.approx(one["carry"] * 2, rel=1e-5)  # the rank with 2 of the 3 KV heads
     assert two["optimizer"] * 2 == one["optimizer"] == 134_515_008 * 8
-    assert training_bytes(SMOLLM2, dense, TrainArgs(), 2048, 1)["carry"] == 0
-    assert (
-        training_bytes(SMOLLM2, dense, TrainArgs(method="lora"), 2048, 1)["optimizer"] < one["optimizer"] / 50
-    )
+    assert parts(dense, TrainArgs())["carry"] == 0
+    assert parts(dense, TrainArgs(method="lora"))["optimizer"] < one["optimizer"] / 50
 
 
 def test_vectors_do_not_decay():

@@ -7,8 +7,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import pod
 from pod.modeling.shipped import attention
 from pod.training.args import TrainArgs
-from pod.training.predict.estimate import Shapes, describe, host_bytes, training_bytes
+from pod.training.predict.job import Job, World
+from pod.training.predict.memory import host_bytes, training_bytes
 from pod.training.predict.shapes import (
+    Shapes,
     carried_heads,
     carried_spans,
     carried_until,
@@ -330,7 +332,7 @@ def test_recompute_refuses_a_backward_that_starts_within_a_block():
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"carry": "offload", "gradient_checkpointing": False}, "set gradient_checkpointing=true"),
+        ({"carry": "offload", "gradient_checkpointing": "none"}, "set gradient_checkpointing=full"),
         (
             {"carry": "recompute", "method": "lora", "lora_dropout": 0.1},
             "set carry=offload, or lora_dropout=0",
@@ -361,21 +363,21 @@ def test_estimate_knows_where_the_carry_is_and_how_large_a_tile():
     shapes = Shapes(
         hidden=48, layers=5, query_heads=6, kv_heads=3, head_dim=8, intermediate=400, vocab=61, tied=True
     )
+
+    def job(args, ranks=1):
+        return Job(shapes, LEAD, args, 1000, World(ranks, ranks))
+
     each = (GROUPS + 1) * HEAD_DIM * 1000 * 2
-    parts = {
-        mode: training_bytes(shapes, LEAD, TrainArgs(carry=mode), 1000, 1)
-        for mode in ("keep", "offload", "recompute")
-    }
+    parts = {mode: training_bytes(job(TrainArgs(carry=mode))) for mode in ("keep", "offload", "recompute")}
     assert (carried_heads(LEAD), open_heads(LEAD)) == (5, 2)
     assert parts["keep"]["carry"] == carried_heads(LEAD) * each
     assert parts["offload"]["carry"] == parts["recompute"]["carry"] <= open_heads(LEAD) * each
     offloaded = TrainArgs(carry="offload", offload_optimizer="cpu")
     everything = {"carry": carried_heads(LEAD) * each, "optimizer": shapes.parameters * 16 // 2}
-    assert host_bytes(shapes, LEAD, offloaded, 1000, 2) == everything
-    assert training_bytes(shapes, LEAD, offloaded, 1000, 2)["optimizer"] == 0
-    assert "host memory per rank" in describe(shapes, LEAD, TrainArgs(carry="offload"), 1000, 1)
-    assert "host memory" not in describe(shapes, LEAD, TrainArgs(), 1000, 1)
-    tiled = training_bytes(shapes, LEAD, TrainArgs(mlp_tile_tokens=300), 1000, 1)
+    assert host_bytes(job(offloaded, 2)) == everything
+    assert training_bytes(job(offloaded, 2))["optimizer"] == 0
+    assert host_bytes(job(TrainArgs())) == {}
+    tiled = training_bytes(job(TrainArgs(mlp_tile_tokens=300)))
     # the backward of a feed-forward layer holds six [tokens, intermediate_size]
     assert (
         parts["keep"]["activations"]

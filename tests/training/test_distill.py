@@ -230,7 +230,7 @@ CARRIES = [(False, "keep"), (True, "keep"), (True, "offload"), (True, "recompute
 )
 def test_objective_and_gradients_equal_a_naive_pass(method, checkpointing, carry, logits, attention, context):
     args = TrainArgs(
-        method=method, carry=carry, gradient_checkpointing=checkpointing, distill_logits=logits,
+        method=method, carry=carry, gradient_checkpointing="full" if checkpointing else "none", distill_logits=logits,
         distill_attention=attention, distill_context=context, distill_temperature=2.0, lora_rank=3,
     )  # fmt: skip
     batch, models = packed(), []
@@ -276,7 +276,8 @@ def test_the_teacher_leaves_one_hidden_state_per_layer_until_backward(checkpoint
         start(self, outputs, labelled)
 
     monkeypatch.setattr(AttentionError, "__init__", record)
-    args = TrainArgs(method="lora", distill_attention=1.0, lora_rank=3, gradient_checkpointing=checkpointing)
+    mode = "full" if checkpointing else "none"
+    args = TrainArgs(method="lora", distill_attention=1.0, lora_rank=3, gradient_checkpointing=mode)
     adapted = add_lora(make_model(), lora_settings(args))
     save_activations(causal_model(adapted), args, 24)
     module = LanguageModelLoss(adapted, 1, make_distillation(args, "pod")).train()

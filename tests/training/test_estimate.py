@@ -13,7 +13,6 @@ import pod
 from pod.training.args import TrainArgs
 from pod.training.predict import devices, memory
 from pod.training.predict.communication import (
-    World,
     all_to_all_bytes,
     communication,
     exchanged_bytes,
@@ -21,16 +20,15 @@ from pod.training.predict.communication import (
     weight_bytes,
 )
 from pod.training.predict.devices import get_device, peak_tflops
-from pod.training.predict.estimate import (
-    Shapes,
+from pod.training.predict.job import Job, World
+from pod.training.predict.memory import (
     checkpoint_disk_bytes,
-    describe,
     host_bytes,
-    main,
     nvme_bytes,
+    resting_bytes,
     training_bytes,
 )
-from pod.training.predict.memory import resting_bytes
+from pod.training.predict.shapes import Shapes
 from pod.training.predict.step_time import attention_flops, rank_flops, step_time
 from pod.training.run.distill import linear_distillation
 
@@ -51,8 +49,12 @@ SHARED = [[layer - layer % 4] * 8 for layer in range(32)]
 PAPER = {"sequence_parallel_size": 4, "gradient_accumulation_steps": 64, "max_steps": 1192}
 
 
-def total(args, lead=SHARED, shapes=LLAMA3_8B, context=32_768, world=8) -> int:
-    return sum(training_bytes(shapes, lead, args, context, world).values())
+def job(args, lead=SHARED, shapes=LLAMA3_8B, context=32_768, ranks=8, local=None) -> Job:
+    return Job(shapes, lead, args, context, World(ranks, local or ranks))
+
+
+def total(args, **options) -> int:
+    return sum(training_bytes(job(args, **options)).values())
 
 
 def test_parameters_of_llama3_8b():
@@ -110,14 +112,11 @@ def test_a_checkpoint_needs_the_disk_that_is_estimated(estimate_results, name):
 
 def test_sharing_sends_nothing_and_carries_what_the_plan_says():
     args = TrainArgs(**PAPER)
-    world = World(8, 8)
-    assert communication(LLAMA3_8B, DENSE, args, 32_768, world) == communication(
-        LLAMA3_8B, SHARED, args, 32_768, world
-    )
+    assert communication(job(args, DENSE)) == communication(job(args))
     each = 5 * 128 * 8192 * 2  # 4 queries and a key per token and KV head
-    parts = training_bytes(LLAMA3_8B, SHARED, args, 32_768, 8)
+    parts = training_bytes(job(args))
     assert parts["carry"] == 8 * 8 * each
-    assert training_bytes(LLAMA3_8B, DENSE, args, 32_768, 8)["carry"] == 0
+    assert training_bytes(job(args, DENSE))["carry"] == 0
 
 
 @pytest.mark.parametrize(
@@ -140,7 +139,7 @@ def test_settings_that_save_memory_save_it(settings, less, context):
 
 def test_rest_is_divided_as_the_stages_say():
     def rest(stage, world, **settings):
-        return resting_bytes(LLAMA3_8B, TrainArgs(zero_stage=stage, **settings), world)
+        return resting_bytes(job(TrainArgs(zero_stage=stage, **settings), ranks=world))
 
     count = LLAMA3_8B.parameters
     assert rest(1, 8)["parameters"] == count * 2 == 8 * (rest(3, 8)["parameters"] - _persistent())
@@ -154,17 +153,16 @@ def test_rest_is_divided_as_the_stages_say():
 def test_need_of_context_costs_one_more_pass_of_the_teacher():
     def costs(**settings):
         args = TrainArgs(method="lora", sequence_parallel_size=4, distill_temperature=2.0, **settings)
-        at_loss = next(memory.moments(LLAMA3_8B, SHARED, args, 32_768, 8))
-        sent = all_to_all_bytes(LLAMA3_8B, SHARED, args, 32_768)
-        flops = rank_flops(LLAMA3_8B, SHARED, args, 32_768)
-        return weight_bytes(LLAMA3_8B, args), sent, flops, at_loss["distillation"], at_loss["logits"]
+        one = job(args)
+        at_loss, sent, flops = next(memory.moments(one)), all_to_all_bytes(one), rank_flops(one)
+        return weight_bytes(one), sent, flops, at_loss["distillation"], at_loss["logits"]
 
     share = {"distill_logits": 0.5}
     plain, once, twice = (costs(**one) for one in ({}, share, share | {"distill_context": 1.0}))
     gathered, sent, flops, held, logits = (b - a for a, b in zip(once, twice, strict=True))
     args = TrainArgs(sequence_parallel_size=4)
     assert (gathered, sent) == (once[0] - plain[0], once[1] - plain[1])
-    windows, dense = (attention_flops(LLAMA3_8B, plan, args, 32_768) for plan in ([[None] * 8] * 32, DENSE))
+    windows, dense = (attention_flops(job(args, plan)) for plan in ([[None] * 8] * 32, DENSE))
     products = 2 * 8192 * LLAMA3_8B.embedding_parameters
     assert flops == pytest.approx(once[2] - plain[2] - dense + windows + products, rel=1e-12)
     assert (held, logits) == (8192 * 4096 * 2, 0)
@@ -183,7 +181,7 @@ def test_products_with_the_vocabulary_are_those_that_are_made(full, context):
         linear_distillation(*given)[0].backward()
     args = TrainArgs(method="full" if full else "lora", distill_logits=0.5, distill_context=context)
     shapes = [Shapes(**vars(LLAMA3_8B) | {"hidden": 16, "vocab": vocab}) for vocab in (101, 0)]
-    with_head, without = (rank_flops(one, DENSE, args, 40) for one in shapes)
+    with_head, without = (rank_flops(job(args, DENSE, one, 40, 1)) for one in shapes)
     assert counter.get_total_flops() == with_head - without
 
 
@@ -196,41 +194,42 @@ def test_what_is_offloaded_lies_elsewhere():
         offload_optimizer="cpu", offload_parameters="nvme", offload_folder="x", save_mode="async"
     )
     count = LLAMA3_8B.parameters
-    assert host_bytes(LLAMA3_8B, DENSE, args, 8192, 8) == {
+    assert host_bytes(job(args, DENSE, context=8192)) == {
         "optimizer": count * 16 // 8,
-        "checkpoint": checkpoint_disk_bytes(LLAMA3_8B, args) // 8,
+        "checkpoint": checkpoint_disk_bytes(count, args) // 8,
     }
-    assert nvme_bytes(LLAMA3_8B, args, 8) == {"parameters": count * 2 // 8}
-    assert host_bytes(LLAMA3_8B, DENSE, TrainArgs(offload_checkpoints=True), 1000, 1) == {
+    assert nvme_bytes(job(args)) == {"parameters": count * 2 // 8}
+    assert host_bytes(job(TrainArgs(offload_checkpoints=True), DENSE, context=1000, ranks=1)) == {
         "checkpoints of activations": 32 * 1000 * 4096 * 2
     }
 
 
 def test_rings_and_exchanges_inside_and_between_machines():
     args = TrainArgs(**PAPER)
-    one, four = (communication(LLAMA3_8B, DENSE, args, 32_768, World(size, 8)) for size in (8, 32))
+    one, four = (communication(job(args, DENSE, ranks=size, local=8)) for size in (8, 32))
     assert all(kind.between == 0 for kind in one)
     gather, scatter, heads = four
-    assert gather.bytes == weight_bytes(LLAMA3_8B, args) * 31 // 32
-    assert gather.between == weight_bytes(LLAMA3_8B, args) * 3 // 4 // 8
-    assert scatter.bytes == gradient_bytes(LLAMA3_8B, args) * 31 // 32
+    assert gather.bytes == weight_bytes(job(args)) * 31 // 32
+    assert gather.between == weight_bytes(job(args)) * 3 // 4 // 8
+    assert scatter.bytes == gradient_bytes(job(args)) * 31 // 32
     assert heads.between == 0, "groups of 4 contiguous ranks lie within machines of 8"
     wide = TrainArgs(sequence_parallel_size=16)
-    (*_, heads) = communication(LLAMA3_8B, DENSE, wide, 32_768, World(32, 8))
+    (*_, heads) = communication(job(wide, DENSE, ranks=32, local=8))
     assert heads.between * 7 == pytest.approx(
         heads.inside * 8, rel=1e-6
     )  # 7 peers here, 8 on the other machine
-    assert weight_bytes(LLAMA3_8B, TrainArgs(zero_stage=1)) == LLAMA3_8B.parameters * 2
-    assert gradient_bytes(
-        LLAMA3_8B, TrainArgs(zero_stage=1, gradient_accumulation_steps=5)
-    ) * 5 == gradient_bytes(LLAMA3_8B, TrainArgs(zero_stage=2, gradient_accumulation_steps=5))
+    assert weight_bytes(job(TrainArgs(zero_stage=1))) == LLAMA3_8B.parameters * 2
+    one, two = (job(TrainArgs(zero_stage=stage, gradient_accumulation_steps=5)) for stage in (1, 2))
+    assert gradient_bytes(one) * 5 == gradient_bytes(two)
 
 
 def test_cla_followers_send_their_queries_only():
     cla = Shapes(**vars(LLAMA3_8B) | {"layout": "cla"})
     pairs = [[layer - layer % 2] * 8 for layer in range(32)]
     args = TrainArgs(sequence_parallel_size=4)
-    sent = [exchanged_bytes(shapes, lead, args, 8192) for shapes, lead in ((LLAMA3_8B, DENSE), (cla, pairs))]
+    sent = [
+        exchanged_bytes(job(args, lead, shapes, 8192)) for shapes, lead in ((LLAMA3_8B, DENSE), (cla, pairs))
+    ]
     assert sent[0]["to_heads"] - sent[1]["to_heads"] == 16 * 2 * 8 * 128 * 2048 * 2
     assert sent[0]["to_sequence"] == sent[1]["to_sequence"]
 
@@ -264,12 +263,12 @@ def test_cla_weights_are_those_of_the_model(factor):
 
 def test_operations_are_six_per_weight_and_token_plus_attention():
     """Without recomputation: 2 forward and 4 backward per weight, but for the loss, which computes its logits twice."""
-    args = TrainArgs(gradient_checkpointing=False, mlp_tile_tokens=0)
+    args = TrainArgs(gradient_checkpointing="none", mlp_tile_tokens=0)
     tokens, head = 4096, LLAMA3_8B.embedding_parameters
     linear = 32 * (LLAMA3_8B.layer_parameters - 2 * 4096)
     expected = 6.0 * tokens * linear + 8.0 * tokens * head
-    attention = attention_flops(LLAMA3_8B, SHARED, args, tokens)
-    assert rank_flops(LLAMA3_8B, SHARED, args, tokens) == pytest.approx(expected + 3.5 * attention, rel=1e-12)
+    attention = attention_flops(job(args, context=tokens))
+    assert rank_flops(job(args, context=tokens)) == pytest.approx(expected + 3.5 * attention, rel=1e-12)
     assert attention == 32 * 4 * 128 * 32 * tokens * (tokens + 1) / 2
 
 
@@ -277,43 +276,33 @@ def test_a_window_multiplies_with_its_tokens_only():
     args, near = TrainArgs(), 1024 * 1025 / 2 + 3072 * 1024
     window = Shapes(**vars(LLAMA3_8B) | {"windows": (0, 1024)})
     windows, half = [[None] * 8] * 32, [[layer, None] * 4 for layer in range(32)]
-    assert attention_flops(window, windows, args, 4096) == 32 * 4 * 128 * 32 * near
+    assert attention_flops(job(args, windows, window, 4096)) == 32 * 4 * 128 * 32 * near
     every = 4096 * 4097 / 2
-    assert attention_flops(window, half, args, 4096) == 32 * 4 * 128 * 16 * (near + every)
+    assert attention_flops(job(args, half, window, 4096)) == 32 * 4 * 128 * 16 * (near + every)
     # four ranks compute two heads each, of which one sees everything; eight two halves of heads, sixteen two query heads
     for size, waited in ((4, 4 * (near + every)), (8, 2 * (near + every)), (16, near + every)):
         ranks = TrainArgs(sequence_parallel_size=size)
-        assert attention_flops(window, half, ranks, 4096) == 32 * 4 * 128 * waited
-
-
-def test_text_says_what_a_plan_does_and_how_evenly():
-    window = Shapes(**vars(LLAMA3_8B) | {"windows": (16, 4080), "query_heads": 8})
-    half = [[layer, None] * 4 for layer in range(32)]
-    shared = [[0] * 8, [0] * 8, *half[2:]]
-    shares = {}
-    for size in (1, 4, 8):
-        text = describe(window, shared, TrainArgs(sequence_parallel_size=size), 32_768, 8)
-        assert "128 (layer, KV head) pairs lead, 8 follow, 120 keep their window" in text
-        if size > 1:
-            shares[size] = float(text.split("has most to do: ")[1].split(" x ")[0])
-    assert shares[4] == 1.0
-    every, near = 32_768 * 32_769 / 2, 32_768 * 32_769 / 2 - 28_672 * 28_673 / 2
-    assert shares[8] == pytest.approx(32 * 8 * every / (136 * every + 120 * near), abs=0.005)
-    assert "even share" not in describe(LLAMA3_8B, DENSE, TrainArgs(), 32_768, 8)
+        assert attention_flops(job(ranks, half, window, 4096)) == 32 * 4 * 128 * waited
 
 
 def test_time_follows_figures():
     args, device = TrainArgs(**PAPER), get_device("h100")
-    one = step_time(LLAMA3_8B, SHARED, args, 32_768, World(8, 8), device)
-    fast = step_time(LLAMA3_8B, SHARED, args, 32_768, World(8, 8), device, efficiency=1.0)
+    one, fast = (step_time(job(args), get_device(name)) for name in ("h100", "h100,efficiency=1"))
     assert fast.parts["arithmetic"] * 2 == pytest.approx(one.parts["arithmetic"])
     assert one.parts["arithmetic"] < one.overlapped < one.sequential == pytest.approx(sum(one.parts.values()))
-    slow = step_time(LLAMA3_8B, SHARED, args, 32_768, World(32, 1), device)
+    assert one.overlapped < one.expected < one.sequential
+    slow = step_time(job(args, ranks=32, local=1), device)
     assert slow.parts["all-gather of weights"] > one.parts["all-gather of weights"]
-    host = TrainArgs(**PAPER, offload_optimizer="cpu", offload_checkpoints=True)
-    offloaded = step_time(LLAMA3_8B, SHARED, host, 32_768, World(8, 8), device)
+    offloaded = step_time(job(TrainArgs(**PAPER, offload_optimizer="cpu", offload_checkpoints=True)), device)
     assert offloaded.parts["update"] > one.parts["update"]
     assert "copies to and from the host" in offloaded.parts
+
+
+def test_projecting_the_carry_again_takes_its_products():
+    kept, again = (rank_flops(job(TrainArgs(carry=carry))) for carry in ("keep", "recompute"))
+    assert again - kept == pytest.approx(
+        2 * 32_768 * 4096 * 5 * 128 * 64, rel=1e-9
+    )  # 64 leads have followers
 
 
 def test_devices_are_found_by_the_names_that_cuda_gives():
@@ -324,35 +313,8 @@ def test_devices_are_found_by_the_names_that_cuda_gives():
     assert all(device.source for device in devices.DEVICES.values())
     with pytest.raises(ValueError, match="device 'h101' is unknown, known are h200, h100"):
         get_device("h101")
-
-
-def test_text_for_thousands_of_gpus():
-    text = describe(LLAMA3_8B, SHARED, TrainArgs(**PAPER), 131_072, 4096, 8, get_device("h200"))
-    assert "4096 ranks on 512 machines = 1024 data parallel x 4 sequence parallel" in text
-    for part in ("from other machines", "per device at best", "fits", "disk per checkpoint"):
-        assert part in text
-    with pytest.raises(ValueError, match="12 ranks cannot lie on machines of 8"):
-        describe(LLAMA3_8B, SHARED, TrainArgs(**PAPER), 32_768, 12, 8)
-    with pytest.raises(ValueError, match="6 ranks cannot form groups of sequence_parallel_size 4"):
-        describe(LLAMA3_8B, SHARED, TrainArgs(**PAPER), 32_768, 6, 6)
-
-
-def test_command_line(capsys):
-    main(
-        [
-            "--config",
-            str(ROOT / "configs" / "demo_tiny.yaml"),
-            "--nodes",
-            "2",
-            "--gpus-per-node",
-            "4",
-            "--device",
-            "a100",
-        ]
-    )
-    text = capsys.readouterr().out
-    assert "8 ranks on 2 machines" in text
-    assert "312 TFLOP/s" in text or "19.5 TFLOP/s" in text
-    with pytest.raises(SystemExit):
-        main(["--config", str(ROOT / "configs" / "demo_tiny.yaml"), "--device", "abacus"])
-    assert "error: device 'abacus' is unknown" in capsys.readouterr().err
+    assert get_device("h100,memory_gib=64,network_gbps=12.5").memory_gib == 64
+    with pytest.raises(
+        ValueError, match="memory_gb=64 is no figure above 0 of a device; figures are bf16_tflops"
+    ):
+        get_device("h100,memory_gb=64")

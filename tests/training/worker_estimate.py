@@ -35,28 +35,30 @@ def one_step(out: Path, data: Path, name: str, settings: dict) -> None:
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
     from pod.training.predict.communication import all_to_all_bytes, exchanged_bytes
-    from pod.training.predict.estimate import Shapes, checkpoint_disk_bytes
+    from pod.training.predict.job import Job, World
+    from pod.training.predict.memory import checkpoint_disk_bytes
+    from pod.training.predict.shapes import Shapes
     from pod.training.run.mesh import start_processes, stop_processes
     from pod.training.run.trainer import Trainer
 
     args = TrainArgs(**SETTINGS | settings)
     mesh = start_processes(args.sequence_parallel_size)
     model = tiny.make_model(tied=False)
-    shapes, lead = Shapes.from_config(model.config), model.config.sharing_plan.lead
+    shapes = Shapes.from_config(model.config)
+    job = Job(shapes, model.config.sharing_plan.lead, args, 41, World(mesh.world_size, mesh.world_size))
     trainer = Trainer(args, model, PackedDataset(data), mesh, out / name)
     trainer.train()
     if mesh.rank == 0:
         files = [file for file in (out / name).glob("step-*/**/*") if file.is_file()]
-        once = exchanged_bytes(shapes, lead, args, 41)
         tiny.write_result(
             out,
             name,
             {
                 "sent": trainer.ulysses.sent_bytes,
-                "once": once,
-                "all": all_to_all_bytes(shapes, lead, args, 41),
+                "once": exchanged_bytes(job),
+                "all": all_to_all_bytes(job),
                 "disk": sum(file.stat().st_size for file in files),
-                "disk_estimate": checkpoint_disk_bytes(shapes, args),
+                "disk_estimate": checkpoint_disk_bytes(shapes.parameters, args),
             },
         )
     stop_processes()
@@ -75,7 +77,7 @@ def main(out: Path) -> None:
     tiny.run_ranks(2, disagree, out)
     data = tiny.make_data(out / "data")
     tiny.run_ranks(2, one_step, out, data, "sp2", {"sequence_parallel_size": 2})
-    plain = {"sequence_parallel_size": 2, "gradient_checkpointing": False, "zero_stage": 1}
+    plain = {"sequence_parallel_size": 2, "gradient_checkpointing": "none", "zero_stage": 1}
     tiny.run_ranks(2, one_step, out, data, "sp2_zero1", plain | {"gradient_accumulation_steps": 2})
 
 

@@ -123,7 +123,7 @@ def many_steps(name, out, settings, data) -> None:
     from pod.training.run.optim import learning_rate, make_optimizer
     from pod.training.run.trainer import Trainer
 
-    schedule = {"max_steps": STEPS, "learning_rate": 1e-3, "warmup_steps": 3, "weight_decay": 0.1}
+    schedule = {"max_steps": STEPS, "learning_rate": 1e-3, "warmup_ratio": 3 / STEPS, "weight_decay": 0.1}
     args = TrainArgs(**schedule, **STEP_SETTINGS, **settings)
     dataset, model = PackedDataset(data), tiny.make_model()
     plain = copy.deepcopy(model)
@@ -184,7 +184,7 @@ def main(out: Path) -> None:
         ("sp2", out, two, data["packed"], (6, 3), True),
         ("sp2_dense", out, two, data["packed"], (6, 3), True, False),
         ("sp2_split", out, two, data["packed"], (6, 3), True, True, True),
-        ("sp2_odd_heads", out, {**two, "gradient_checkpointing": False}, data["packed"], (9, 3), False),
+        ("sp2_odd_heads", out, {**two, "gradient_checkpointing": "none"}, data["packed"], (9, 3), False),
     ]
     groups[2, 1] += [(f"sp2_{name}", out, two, data["packed"], heads) for name, heads in GROUPED.items()]
     three = {"sequence_parallel_size": 3}

@@ -16,7 +16,7 @@ BASE = {
     "max_steps": STEPS,
     "dtype": "float32",
     "learning_rate": 1e-2,
-    "warmup_steps": 1,
+    "warmup_ratio": 1 / STEPS,
     "weight_decay": 0.3,  # a wrong one on norms, which have none, shows
     "max_grad_norm": 0.5,  # below the norms that come: clipping counts
 }

@@ -18,7 +18,7 @@ FULL = {
     "sequence_parallel_size": 2,
     "dtype": "float32",
     "learning_rate": 1e-2,
-    "warmup_steps": 1,
+    "warmup_ratio": 1 / STEPS,
 }
 LORA = {**FULL, "method": "lora", "lora_rank": 2, "lora_dropout": 0.2, "weight_decay": 0.1}
 PROMPT = torch.arange(40).reshape(1, 40) % tiny.VOCAB

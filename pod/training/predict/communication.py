@@ -7,38 +7,9 @@ sequence-parallel group (Ulysses). Sharing keys and queries between layers adds 
 
 from dataclasses import dataclass
 
-from pod.training.args import TrainArgs
-from pod.training.predict.memory import BYTES, head_shares, rank_tokens
-from pod.training.predict.shapes import Lead, Shapes
+from pod.training.predict.job import Job, World
+from pod.training.predict.memory import BYTES
 from pod.training.run.carry import leads_that_end
-
-
-@dataclass(frozen=True)
-class World:
-    """Where ranks are.
-
-    Attributes:
-        size: all ranks.
-        local_size: ranks of one machine.
-    """
-
-    size: int
-    local_size: int
-
-    def __post_init__(self) -> None:
-        if (
-            self.size < 1
-            or self.local_size < 1
-            or (self.size > self.local_size and self.size % self.local_size)
-        ):
-            raise ValueError(
-                f"{self.size} ranks cannot lie on machines of {self.local_size}: use a multiple of {self.local_size}, or fewer"
-            )
-
-    @property
-    def nodes(self) -> int:
-        """Machines."""
-        return max(1, self.size // self.local_size)
 
 
 @dataclass(frozen=True)
@@ -55,30 +26,23 @@ class Traffic:
         return self.inside + self.between
 
 
-def communication(
-    shapes: Shapes, lead: Lead, args: TrainArgs, context_length: int, world: World
-) -> list[Traffic]:
-    """Traffic of one optimizer step, by kind; kinds without any are left out.
-
-    Args:
-        lead: the plan, lead[layer][kv_head].
-        context_length: tokens of a packed row over all ranks of a sequence-parallel group.
-    """
-    gathered, reduced = weight_bytes(shapes, args), gradient_bytes(shapes, args)
+def communication(job: Job) -> list[Traffic]:
+    """Traffic of one optimizer step, by kind; kinds without any are left out."""
     kinds = [
-        _ring("all-gather of weights", gathered, world),
-        _ring("reduce-scatter of gradients", reduced, world),
-        _exchange("all-to-all of heads", all_to_all_bytes(shapes, lead, args, context_length), args, world),
+        _ring("all-gather of weights", weight_bytes(job), job.world),
+        _ring("reduce-scatter of gradients", gradient_bytes(job), job.world),
+        _exchange(job),
     ]
     return [kind for kind in kinds if kind.bytes]
 
 
-def weight_bytes(shapes: Shapes, args: TrainArgs) -> int:
+def weight_bytes(job: Job) -> int:
     """Bytes of weights that are brought together in a step, every rank's own share included.
 
     Stage 3 gathers all weights in the forward and in the backward of every micro-batch (recomputing uses those of the backward),
     and once for each pass of a teacher; stages 1 and 2 gather the trained weights after the update.
     """
+    shapes, args = job.shapes, job.args
     size = BYTES[args.dtype]
     if args.zero_stage < 3:
         return shapes.trained_parameters(args) * size
@@ -86,35 +50,36 @@ def weight_bytes(shapes: Shapes, args: TrainArgs) -> int:
     return (2 + args.teacher_passes) * held * size * args.gradient_accumulation_steps
 
 
-def gradient_bytes(shapes: Shapes, args: TrainArgs) -> int:
+def gradient_bytes(job: Job) -> int:
     """Bytes of gradients that are summed over ranks in a step: of every micro-batch, in stage 1 of the last one only."""
+    args = job.args
     times = 1 if args.zero_stage == 1 else args.gradient_accumulation_steps
-    return times * shapes.trained_parameters(args) * BYTES[args.reduce_dtype]
+    return times * job.shapes.trained_parameters(args) * BYTES[args.reduce_dtype]
 
 
-def all_to_all_bytes(shapes: Shapes, lead: Lead, args: TrainArgs, context_length: int) -> int:
+def all_to_all_bytes(job: Job) -> int:
     """Bytes that a rank hands to the all-to-alls of a step, its own part included: forward, backward and what is recomputed."""
+    args, lead = job.args, job.lead
     if args.sequence_parallel_size == 1:
         return 0
-    passes = 1 + (1 if args.gradient_checkpointing else 0) + args.teacher_passes
-    once = exchanged_bytes(shapes, lead, args, context_length)
+    passes = 1 + (args.gradient_checkpointing == "full") + args.teacher_passes
+    once = exchanged_bytes(job)
     total = passes * (once["to_heads"] + once["to_sequence"])
     total += once["to_heads_backward"] + once["to_sequence_backward"]
     if args.carry == "recompute":
         projected = sum(len(leads_that_end(lead, layer)) for layer in range(len(lead)))
-        total += projected * once["to_heads"] // shapes.layers
+        total += projected * once["to_heads"] // len(lead)
     return total * args.gradient_accumulation_steps
 
 
-def exchanged_bytes(shapes: Shapes, lead: Lead, args: TrainArgs, context_length: int) -> dict[str, int]:
+def exchanged_bytes(job: Job) -> dict[str, int]:
     """The same for one forward and one backward of a micro-batch; what `Ulysses.sent_bytes` counts on the first rank."""
-    tokens, size = rank_tokens(args, context_length), BYTES[args.dtype]
-    heads = shapes.kv_heads * head_shares(shapes, lead, args, context_length).repeats
+    shapes, lead, args, size = job.shapes, job.lead, job.args, BYTES[job.args.dtype]
+    heads = shapes.kv_heads * job.shares.repeats
     groups = shapes.query_heads // heads
     silent = sum(row[0] != layer for layer, row in enumerate(lead)) if shapes.layout == "cla" else 0
-    most = -(-heads // args.sequence_parallel_size)  # KV heads, replicas included, of the first rank
-    slice_of_all = tokens * shapes.head_dim * size * heads
-    row_of_own = args.micro_batch_size * context_length * shapes.head_dim * size * most
+    slice_of_all = job.tokens * shapes.head_dim * size * heads
+    row_of_own = args.micro_batch_size * job.context_length * shapes.head_dim * size * job.heads_per_rank
     per_head = shapes.layers * groups + 2 * (shapes.layers - silent)
     return {
         "to_heads": slice_of_all * per_head,
@@ -129,7 +94,7 @@ def _ring(kind: str, total: int, world: World) -> Traffic:
     return Traffic(kind, total * (world.size - 1) // world.size - between, between)
 
 
-def _exchange(kind: str, total: int, args: TrainArgs, world: World) -> Traffic:
-    size = args.sequence_parallel_size
-    near = min(size, world.local_size)
-    return Traffic(kind, total * (near - 1) // size, total * (size - near) // size)
+def _exchange(job: Job) -> Traffic:
+    total, size = all_to_all_bytes(job), job.args.sequence_parallel_size
+    near = min(size, job.world.local_size)
+    return Traffic("all-to-all of heads", total * (near - 1) // size, total * (size - near) // size)

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pod.training.args import TrainArgs
+from pod.training.predict.job import Job
 from pod.training.predict.shapes import (
-    Lead,
-    Shapes,
     carried_heads,
     carried_until,
     continued_heads,
@@ -20,34 +19,15 @@ from pod.training.predict.shapes import (
     followers,
     heads_by_role,
 )
+from pod.training.run import engine
 from pod.training.run.distill import needs_teacher
 from pod.training.run.loss import MEBIBYTE
-from pod.training.run.ulysses import Shares, share_heads
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-REDUCE_BUCKET_ELEMENTS = 50_000_000
-PREFETCH_ELEMENTS = 50_000_000
 PERSISTENT_ELEMENTS = 100_000  # DeepSpeed's stage3_param_persistence_threshold
 REUSE_ELEMENTS = 1_000_000_000  # its stage3_max_reuse_distance: what is used again sooner stays gathered
 
 Parts = dict[str, int]
-
-
-def rank_tokens(args: TrainArgs, context_length: int) -> int:
-    """Tokens of one micro-batch on the rank that holds most."""
-    return -(-context_length // args.sequence_parallel_size) * args.micro_batch_size
-
-
-def mlp_tiles(args: TrainArgs, context_length: int) -> int:
-    """Parts in which a feed-forward layer takes its tokens, the same on every rank."""
-    tokens = rank_tokens(args, context_length)
-    return -(-tokens // args.mlp_tile_tokens) if args.mlp_tile_tokens else 1
-
-
-def head_shares(shapes: Shapes, lead: Lead, args: TrainArgs, context_length: int) -> Shares:
-    """Which heads the ranks of a sequence-parallel group compute."""
-    heads = shapes.query_heads, shapes.kv_heads
-    return share_heads(lead, *heads, args.sequence_parallel_size, context_length, shapes.windows)
 
 
 @dataclass(frozen=True)
@@ -69,14 +49,12 @@ class _Widths:
     is_wide: bool
 
 
-def _widths(shapes: Shapes, lead: Lead, args: TrainArgs, context_length: int) -> _Widths:
-    tokens, size = rank_tokens(args, context_length), BYTES[args.dtype]
-    heads = shapes.kv_heads * head_shares(shapes, lead, args, context_length).repeats
-    most = -(-heads // args.sequence_parallel_size)  # KV heads, replicas included, of the rank that has most
-    row = tokens * args.sequence_parallel_size * shapes.head_dim
-    key = row * most
-    query = key * (shapes.query_heads // heads)
-    carried = row * most * (2 if shapes.layout == "cla" else shapes.query_heads // heads + 1)
+def _widths(job: Job) -> _Widths:
+    shapes, tokens, size = job.shapes, job.tokens, BYTES[job.args.dtype]
+    groups = shapes.query_heads // (shapes.kv_heads * job.shares.repeats)
+    key = tokens * job.args.sequence_parallel_size * shapes.head_dim * job.heads_per_rank
+    query = key * groups
+    carried = key * (2 if shapes.layout == "cla" else groups + 1)
     return _Widths(
         hidden=tokens * shapes.hidden * size,
         query=query * size,
@@ -117,7 +95,8 @@ def _saves_input(name: str, args: TrainArgs) -> bool:
     return args.method == "full" or args.zero_stage == 3 or name in args.lora_target_modules
 
 
-def _layer(shapes: Shapes, lead: Lead, index: int, args: TrainArgs, width: _Widths) -> _Layer:
+def _layer(job: Job, index: int, width: _Widths) -> _Layer:
+    shapes, lead, args = job.shapes, job.lead, job.args
     own_key = shapes.layout != "cla" or lead[index][0] == index
     key = 2 * width.key if own_key else 0
     attention = 2 * width.query + key
@@ -143,184 +122,187 @@ def _copied_share(roles: Sequence[Sequence[int]]) -> float:
     return sum(map(len, apart)) / sum(map(len, parts)) if len(apart) < len(parts) else 0.0
 
 
-def training_bytes(
-    shapes: Shapes, lead: Lead, args: TrainArgs, context_length: int, world_size: int
-) -> Parts:
+def training_bytes(job: Job) -> Parts:
     """Bytes that one rank holds at its peak, by part.
-
-    Args:
-        lead: the plan, lead[layer][kv_head].
-        context_length: tokens of a packed row over all ranks of a sequence-parallel group.
 
     Raises:
         ValueError: a sequence-parallel size that cannot work.
     """
-    return max(moments(shapes, lead, args, context_length, world_size), key=lambda parts: sum(parts.values()))
+    return max(moments(job), key=lambda parts: sum(parts.values()))
 
 
-def moments(
-    shapes: Shapes, lead: Lead, args: TrainArgs, context_length: int, world_size: int
-) -> Iterator[Parts]:
-    """The parts at every moment that can be the peak: the loss, the backward of each layer, the update."""
-    width = _widths(shapes, lead, args, context_length)
-    rest = resting_bytes(shapes, args, world_size)
-    layers = [_layer(shapes, lead, index, args, width) for index in range(shapes.layers)]
-    yield _merge(rest, _at_loss(shapes, lead, args, context_length, world_size, width, layers))
-    for index in range(shapes.layers):
-        for active in _in_backward(shapes, lead, args, context_length, index, width, layers):
-            yield _merge(rest, active, _weights_of_layer(shapes, args, world_size, index))
-    yield _merge(rest, _at_update(shapes, args, world_size))
+def moments(job: Job) -> Iterator[Parts]:
+    """The parts at every moment that can be the peak: the loss, the reduction of the output projection's gradient, the backward of
+    each layer, the update."""
+    rest, step = resting_bytes(job), _Step(job)
+    yield _merge(rest, step.at_loss())
+    yield _merge(rest, step.at_reduction())
+    for index in range(job.shapes.layers):
+        weights = _weights_of_layer(job, index)
+        for active in step.in_backward(index):
+            yield _merge(rest, active, weights)
+    yield _merge(rest, _at_update(job))
 
 
-def resting_bytes(shapes: Shapes, args: TrainArgs, world_size: int) -> Parts:
+def resting_bytes(job: Job) -> Parts:
     """What lives between steps: weights, optimizer, summed gradients, buckets."""
+    shapes, args, ranks = job.shapes, job.args, job.world.size
     size, reduce = BYTES[args.dtype], BYTES[args.reduce_dtype]
     trained = shapes.trained_parameters(args)
     held = shapes.parameters + (trained if args.method == "lora" else 0)
-    share = trained // world_size
+    share = trained // ranks
     on_device = args.offload_optimizer == "none"
     if args.zero_stage == 3:
-        weights = 0 if args.offload_parameters != "none" else held // world_size * size
-        if world_size > 1:
+        weights = 0 if args.offload_parameters != "none" else held // ranks * size
+        if ranks > 1:
             weights += shapes.persistent_parameters(PERSISTENT_ELEMENTS) * size
-        gradients, buckets = share * reduce, REDUCE_BUCKET_ELEMENTS * reduce
+        gradients = share * reduce
     else:
         weights = held * size
-        # both stages hold the sum of every trained weight's gradients on every rank
-        gradients, buckets = trained * reduce, REDUCE_BUCKET_ELEMENTS * reduce
+        gradients = (
+            trained * reduce
+        )  # both stages hold the sum of every trained weight's gradients on every rank
     teacher = 0
     if needs_teacher(args, shapes.layout):
-        teacher = shapes.dense_parameters * size // (world_size if args.zero_stage == 3 else 1)
+        teacher = shapes.dense_parameters * size // (ranks if args.zero_stage == 3 else 1)
     return {
         "parameters": weights,
         "teacher": teacher,
         "master weights": share * 4 if on_device else 0,
         "optimizer": share * 8 if on_device else 0,
-        "gradients": gradients if on_device else 0,
-        "buffers": buckets,
+        "gradients": gradients if on_device or args.zero_stage < 3 else 0,
+        "buffers": engine.REDUCE_BUCKET_ELEMENTS * reduce,
     }
 
 
-def _kept(shapes: Shapes, args: TrainArgs, layers: list[_Layer], width: _Widths, last: int) -> int:
-    """Activations that wait for the backward of the layers up to `last`, without the carry."""
-    if not args.gradient_checkpointing:
-        saved = [one.first_norm + one.attention + one.second_norm for one in layers[: last + 1]]
-        tiled = [0 if args.mlp_tile_tokens and _tiled(width, args, shapes) else one.mlp for one in layers]
-        return sum(saved) + sum(tiled[: last + 1]) + (last + 1) * width.hidden
-    return width.hidden * (1 if args.offload_checkpoints else last + 1)
+class _Step:
+    """What one step of a job keeps and makes, in bytes."""
+
+    def __init__(self, job: Job):
+        self.job, self.width = job, _widths(job)
+        self.layers = [_layer(job, index, self.width) for index in range(job.shapes.layers)]
+        self.recomputes = job.args.gradient_checkpointing == "full"
+
+    def kept(self, last: int) -> int:
+        """Activations that wait for the backward of the layers up to `last`, without the carry."""
+        if self.recomputes:
+            return self.width.hidden * (1 if self.job.args.offload_checkpoints else last + 1)
+        layers = self.layers[: last + 1]
+        saved = sum(one.first_norm + one.attention + one.second_norm for one in layers)
+        mlp = sum(one.mlp for one in layers) if self.job.tiles == 1 else 0
+        return saved + mlp + len(layers) * self.width.hidden
+
+    def carry(self, last: int) -> int:
+        """Carried tensors on the device in the backward of layer `last`; without checkpointing only their copies in the layers."""
+        lead = self.job.lead
+        if not self.recomputes:
+            return carried_until(lead, last) * self.width.carried if self.job.shapes.layout == "cla" else 0
+        heads = carried_until if self.job.args.carry == "keep" else fetched_heads
+        return heads(lead, last) * self.width.carried
+
+    def resting_carry(self, last: int) -> int:
+        """Carried tensors on the device where nothing has been fetched or made again yet."""
+        return self.carry(last) if self.job.args.carry == "keep" else 0
+
+    def at_reduction(self) -> Parts:
+        """The gradient of the output projection and its copy in `reduce_dtype`: behind the loss, or last of all where the embedding
+        is tied to it."""
+        shapes, args = self.job.shapes, self.job.args
+        last, weight = 0 if shapes.tied else shapes.layers - 1, shapes.embedding_parameters
+        tables = (
+            2 if 2 * shapes.parameters <= REUSE_ELEMENTS and not shapes.tied else 1
+        )  # a small model's embedding stays
+        whole = args.method == "full" and weight > engine.REDUCE_BUCKET_ELEMENTS
+        return {
+            "activations": self.kept(last) + self.width.hidden + self.width.fp32,
+            "carry": self.resting_carry(last),
+            "gradients": weight * (BYTES[args.dtype] + _copied_bytes(args)) if whole else 0,
+            "gathered": _gathered(self.job, tables * weight, last, False),
+        }
+
+    def at_loss(self) -> Parts:
+        """All kept activations and blocks of logits."""
+        shapes, args, width = self.job.shapes, self.job.args, self.width
+        last, full, weight = shapes.layers - 1, args.method == "full", shapes.embedding_parameters
+        block = min(args.loss_chunk_mib * MEBIBYTE, 4 * shapes.vocab * self.job.tokens)
+        final = width.hidden + (0 if width.is_wide else width.fp32) + width.hidden * (1 + full)
+        distilled = 0
+        if args.distill_logits:
+            block = block * (2 if args.distill_temperature != 1 else 3) // 2
+            distilled = width.hidden * args.teacher_passes + (4 * weight if full else 0)
+        if args.distill_attention:
+            distilled += shapes.layers * width.hidden
+        return {
+            "activations": self.kept(last) + final + width.fp32,
+            "carry": self.resting_carry(last),
+            "logits": 2 * block,
+            "distillation": distilled,
+            "gradients": weight * BYTES[args.dtype] if full else 0,
+            "gathered": _gathered(self.job, weight, last, False),
+        }
+
+    def in_backward(self, index: int) -> Iterator[Parts]:
+        """The two widest moments of a layer's backward: in its feed-forward part, and in attention."""
+        layer, kept, width, tiles = self.layers[index], self.kept(index), self.width, self.job.tiles
+        arriving = continued_heads(self.job.lead, index) * width.carried
+        common = {"carry": self.carry(index), "carry gradients": arriving}
+        recomputed = layer.first_norm + layer.attention + layer.second_norm if self.recomputes else 0
+        inner = (6 * width.inner) // tiles
+        if not self.recomputes and tiles == 1:
+            inner -= layer.mlp
+        extra = width.hidden * (1 if tiles == 1 else 3)
+        yield {**common, "activations": kept + recomputed + inner + extra}
+        follow = 0 if self.job.shapes.layout == "cla" else len(followers(self.job.lead, index))
+        sums = width.wide_query + 2 * width.wide_key + follow * width.wide_carried
+        part = width.query + 2 * width.key
+        recomputed = layer.first_norm + layer.attention - width.query if self.recomputes else 0
+        if not self.recomputes:
+            kept -= layer.second_norm + layer.mlp + width.query if tiles == 1 else layer.second_norm
+        yield {**common, "activations": kept + recomputed + 2 * width.hidden + width.query + sums + part}
 
 
-def _tiled(width: _Widths, args: TrainArgs, shapes: Shapes) -> bool:
-    return width.inner > args.mlp_tile_tokens * shapes.intermediate * BYTES[args.dtype]
-
-
-def _carry(shapes: Shapes, lead: Lead, args: TrainArgs, width: _Widths, last: int) -> int:
-    """Carried tensors on the device in the backward of layer `last`; without checkpointing only their copies in the layers."""
-    if not args.gradient_checkpointing:
-        return carried_until(lead, last) * width.carried if shapes.layout == "cla" else 0
-    if args.carry == "keep":
-        return carried_until(lead, last) * width.carried
-    return fetched_heads(lead, last) * width.carried
-
-
-def _at_loss(
-    shapes: Shapes,
-    lead: Lead,
-    args: TrainArgs,
-    context_length: int,
-    world_size: int,
-    width: _Widths,
-    layers: list[_Layer],
-) -> Parts:
-    tokens, size, last = rank_tokens(args, context_length), BYTES[args.dtype], shapes.layers - 1
-    full = args.method == "full"
-    block = min(args.loss_chunk_mib * MEBIBYTE, 4 * shapes.vocab * tokens)
-    final = width.hidden + (0 if width.is_wide else width.fp32) + width.hidden * (1 + full)
-    weight = shapes.embedding_parameters
-    distilled = 0
-    if args.distill_logits:
-        block = block * (2 if args.distill_temperature != 1 else 3) // 2
-        distilled = width.hidden * args.teacher_passes + (4 * weight if full else 0)
-    if args.distill_attention:
-        distilled += shapes.layers * width.hidden
-    carry = _carry(shapes, lead, args, width, last)
-    if args.carry != "keep":
-        carry = 0
-    return {
-        "activations": _kept(shapes, args, layers, width, last) + final + width.fp32,
-        "carry": carry,
-        "logits": 2 * block,
-        "distillation": distilled,
-        "gradients": (weight * size if full else 0),
-        "gathered": _gathered(shapes, args, world_size, shapes.embedding_parameters, last, False),
-    }
-
-
-def _in_backward(
-    shapes: Shapes,
-    lead: Lead,
-    args: TrainArgs,
-    context_length: int,
-    index: int,
-    width: _Widths,
-    layers: list[_Layer],
-) -> Iterator[Parts]:
-    """The two widest moments of a layer's backward: in its feed-forward part, and in attention."""
-    layer, kept = layers[index], _kept(shapes, args, layers, width, index)
-    tiles = mlp_tiles(args, context_length)
-    carry = _carry(shapes, lead, args, width, index)
-    arriving = continued_heads(lead, index) * width.carried
-    again = args.gradient_checkpointing
-    common = {"carry": carry, "carry gradients": arriving}
-    recomputed = layer.first_norm + layer.attention + layer.second_norm if again else 0
-    inner = (6 * width.inner) // tiles
-    if not again and tiles == 1:
-        inner -= layer.mlp
-    extra = width.hidden * (1 if tiles == 1 else 3)
-    yield {**common, "activations": kept + recomputed + inner + extra}
-    follow = 0 if shapes.layout == "cla" else len(followers(lead, index))
-    sums = width.wide_query + 2 * width.wide_key + follow * width.wide_carried
-    part = width.query + 2 * width.key
-    recomputed = layer.first_norm + layer.attention - width.query if again else 0
-    if not again:
-        kept -= layer.second_norm + layer.mlp + width.query if tiles == 1 else layer.second_norm
-    yield {**common, "activations": kept + recomputed + 2 * width.hidden + width.query + sums + part}
-
-
-def _weights_of_layer(shapes: Shapes, args: TrainArgs, world_size: int, index: int) -> Parts:
+def _weights_of_layer(job: Job, index: int) -> Parts:
     """Gathered weights and the gradient of the largest one in a layer's backward."""
+    shapes, args = job.shapes, job.args
     size = BYTES[args.dtype]
     waiting = max(rows * columns for rows, columns in shapes.linear_sizes.values())
+    copied = _copied_bytes(args) * max(waiting, engine.REDUCE_BUCKET_ELEMENTS)
     if args.zero_stage < 3:  # gradients of the layers above wait for the end of the backward
         waiting += shapes.embedding_parameters + (shapes.layers - 1 - index) * shapes.layer_parameters
     return {
-        "gradients": waiting * size if args.method == "full" else 0,
-        "gathered": _gathered(shapes, args, world_size, shapes.layer_parameters, index, True),
+        "gradients": waiting * size + copied if args.method == "full" else 0,
+        "gathered": _gathered(job, shapes.layer_parameters, index, True),
     }
 
 
-def _gathered(shapes: Shapes, args: TrainArgs, world_size: int, now: int, layer: int, in_layer: bool) -> int:
+def _copied_bytes(args: TrainArgs) -> int:
+    """Bytes per weight of the copy in `reduce_dtype` that stage 3 makes of a gradient before ranks add it up."""
+    return BYTES[args.reduce_dtype] if args.zero_stage == 3 and args.reduce_dtype != args.dtype else 0
+
+
+def _gathered(job: Job, now: int, layer: int, in_layer: bool) -> int:
     """Bytes of weights that stage 3 has brought together: those in use, those used again soon, and the next ones.
 
     DeepSpeed keeps what will be used again within `REUSE_ELEMENTS`: after the forward of the last layers their backward follows.
     """
-    if args.zero_stage != 3 or (world_size == 1 and args.offload_parameters == "none"):
+    shapes, args = job.shapes, job.args
+    if args.zero_stage != 3 or (job.world.size == 1 and args.offload_parameters == "none"):
         return 0
     each, head, last = shapes.layer_parameters, shapes.embedding_parameters, shapes.layers - 1
-    passes = 3 if args.gradient_checkpointing else 2
+    passes = 3 if args.gradient_checkpointing == "full" else 2
     room = REUSE_ELEMENTS - 2 * head
     kept = 0 if room <= 0 else min(shapes.layers, 1 + room // (passes * each))
     waiting = max(0, kept - (last - layer))
     elements = now + (max(0, waiting - 1) if in_layer else waiting) * each
-    elements += min(PREFETCH_ELEMENTS, max(0, layer - waiting) * each)
+    elements += min(engine.PREFETCH_ELEMENTS, max(0, layer - waiting) * each)
     return min(elements, shapes.parameters) * BYTES[args.dtype]
 
 
-def _at_update(shapes: Shapes, args: TrainArgs, world_size: int) -> Parts:
+def _at_update(job: Job) -> Parts:
     """Gradients of the share that is updated, once more in float32."""
-    if args.offload_optimizer != "none":
+    if job.args.offload_optimizer != "none":
         return {}
-    return {"gradients": shapes.trained_parameters(args) // world_size * 4}
+    return {"gradients": job.shapes.trained_parameters(job.args) // job.world.size * 4}
 
 
 def _merge(*several: Parts) -> Parts:
@@ -331,35 +313,40 @@ def _merge(*several: Parts) -> Parts:
     return merged
 
 
-def host_bytes(shapes: Shapes, lead: Lead, args: TrainArgs, context_length: int, world_size: int) -> Parts:
+def host_bytes(job: Job) -> Parts:
     """Bytes of host memory that one rank's offloading holds, by part; pinned allocations round up on their own."""
-    width = _widths(shapes, lead, args, context_length)
+    shapes, args, ranks, width = job.shapes, job.args, job.world.size, _widths(job)
     trained, size = shapes.trained_parameters(args), BYTES[args.dtype]
     parts: Parts = {}
     if args.carry == "offload":
-        parts["carry"] = carried_heads(lead) * width.carried
+        parts["carry"] = carried_heads(job.lead) * width.carried
     if args.offload_checkpoints:
         parts["checkpoints of activations"] = shapes.layers * width.hidden
     if args.offload_optimizer == "cpu":
-        parts["optimizer"] = trained * 16 // world_size
+        parts["optimizer"] = trained * 16 // ranks
     if args.offload_parameters == "cpu":
-        parts["parameters"] = shapes.parameters * size // world_size
+        parts["parameters"] = shapes.parameters * size // ranks
     if args.save_mode == "async":
-        parts["checkpoint"] = checkpoint_disk_bytes(shapes, args) // world_size
+        parts["checkpoint"] = checkpoint_disk_bytes(trained, args) // ranks
     return parts
 
 
-def nvme_bytes(shapes: Shapes, args: TrainArgs, world_size: int) -> Parts:
+def nvme_bytes(job: Job) -> Parts:
     """Bytes of one rank's files below `offload_folder`, by part."""
+    shapes, args, ranks = job.shapes, job.args, job.world.size
     parts: Parts = {}
     if args.offload_optimizer == "nvme":
-        parts["optimizer"] = shapes.trained_parameters(args) * 12 // world_size
+        parts["optimizer"] = shapes.trained_parameters(args) * 12 // ranks
     if args.offload_parameters == "nvme":
-        parts["parameters"] = shapes.parameters * BYTES[args.dtype] // world_size
+        parts["parameters"] = shapes.parameters * BYTES[args.dtype] // ranks
     return parts
 
 
-def checkpoint_disk_bytes(shapes: Shapes, args: TrainArgs) -> int:
-    """Disk bytes of one checkpoint of all ranks: master weights and two moments in fp32, below stage 3 the weights too."""
+def checkpoint_disk_bytes(trained: int, args: TrainArgs) -> int:
+    """Disk bytes of one checkpoint of all ranks: master weights and two moments in fp32, below stage 3 the weights too, plus 1 MiB.
+
+    Args:
+        trained: weights that are trained.
+    """
     weights = BYTES[args.dtype] if args.zero_stage < 3 else 0
-    return (12 + weights) * shapes.trained_parameters(args) + MEBIBYTE
+    return (12 + weights) * trained + MEBIBYTE

@@ -19,34 +19,34 @@ import torch.distributed as dist
 
 from pod.files import check_can_write
 from pod.training import deepspeed_bridge as bridge
-from pod.training.args import TrainArgs
-from pod.training.predict.estimate import Shapes, checkpoint_disk_bytes, host_bytes
-from pod.training.run.mesh import check_world_size, local_world_size
-from pod.training.run.ulysses import kv_head_repeats
+from pod.training.args import TrainArgs, TrainRecipe
+from pod.training.predict import planner
+from pod.training.predict.job import Job
+from pod.training.predict.memory import checkpoint_disk_bytes
+from pod.training.predict.planner import GIB, Fit, Machine
+from pod.training.predict.shapes import Shapes
+from pod.training.run.mesh import local_world_size
 
-GIB = 2**30
 VERSIONED = ("torch", "deepspeed", "transformers", "peft", "pod-kv")
 _SHARED = "output_dir"
-_HOST_SHARE = 0.9  # of the machine's memory that offloading may take; the rest is for processes, pinning and the page cache
 
 
 def check(
     model_config: Any,
-    args: TrainArgs,
+    recipe: TrainRecipe,
     manifest: dict[str, Any],
     folder: Path | str,
-    world_size: int,
+    machine: Machine,
     *,
     plan: Any = None,
     tokenizer_sha256: str | None = None,
-) -> None:
-    """Refuse a run that cannot end well; about a second.
+) -> Fit:
+    """Refuse a run that cannot end well, and say how it will be trained; about a second.
 
     Args:
         model_config: the PodConfig that will be trained.
         manifest: the prepared data's manifest (`read_manifest`).
         folder: <output_dir>/train; need not exist yet.
-        world_size: ranks of the run.
         plan: the SharingPlan, the configuration's own when None.
         tokenizer_sha256: of the model's tokenizer; None = not compared.
 
@@ -54,25 +54,25 @@ def check(
         ValueError: in one line, the first thing that is wrong.
     """
     plan = model_config.sharing_plan if plan is None else plan
-    check_model(model_config, args, plan)
+    check_model(model_config, recipe, plan)
     check_data(model_config, manifest, tokenizer_sha256)
-    check_layout(args, manifest, world_size)
-    check_can_write(folder, "output_dir")
-    check_tools(args, world_size)
-    if args.offload_folder and "nvme" in (args.offload_optimizer, args.offload_parameters):
-        check_can_write(args.offload_folder, "train.offload_folder")
-    shapes = Shapes.from_config(model_config)
-    check_disk(shapes, args, Path(folder), world_size)
+    check_tools(recipe, machine.world.size)
     context = int(manifest["context_length"])
-    check_host_memory(shapes, plan.lead, args, context, world_size)
+    fit = planner.plan(recipe, Shapes.from_config(model_config), plan.lead, context, machine)
+    planner.check_fits(fit)
+    check_epochs(fit.job, int(manifest["num_rows"]))
+    check_can_write(folder, "output_dir")
+    if recipe.offload_folder and recipe.offloads_to_nvme:
+        check_can_write(recipe.offload_folder, "train.offload_folder")
+    check_disk(fit.job, Path(folder))
+    return fit
 
 
-def check_model(config: Any, args: TrainArgs, plan: Any) -> None:
-    """Plan, layout and heads against the configuration.
+def check_model(config: Any, args: TrainRecipe, plan: Any) -> None:
+    """Plan and layout against the configuration.
 
     Raises:
-        ValueError: a plan of other sizes, a layout without a plan that could grow, a sequence-parallel size without enough
-            heads, a teacher that is the student.
+        ValueError: a plan of other sizes, a layout without a plan that could grow, a teacher that is the student.
     """
     try:
         plan.check_fits(config.num_hidden_layers, config.num_key_value_heads)
@@ -86,7 +86,6 @@ def check_model(config: Any, args: TrainArgs, plan: Any) -> None:
             f"train.progressive_steps lets a plan grow, and model.layout {layout} shares by its weights or not at all: set "
             "progressive_steps=0, or layout=pod"
         )
-    kv_head_repeats(config.num_attention_heads, config.num_key_value_heads, args.sequence_parallel_size)
     if args.distill_logits and plan.num_leads == plan.num_pairs and layout == "pod":
         raise ValueError(
             "train.distill_logits has nothing to teach: every head of the plan leads, so that the model is its own teacher; "
@@ -133,30 +132,26 @@ def rope_reach(rope: dict[str, Any]) -> int | None:
     return int(original * rope["factor"])
 
 
-def check_layout(args: TrainArgs, manifest: dict[str, Any], world_size: int) -> None:
-    """Ranks, rows and tokens that must divide.
+def check_epochs(job: Job, rows: int) -> None:
+    """Rows of the data against those of a step and of the run.
 
     Raises:
-        ValueError: ranks that form no groups, more rows per step than the data has, fewer tokens than ranks.
+        ValueError: more rows in a step than the data has; a run that reads rows again without `allow_repeats`.
     """
-    check_world_size(world_size, args.sequence_parallel_size)
-    context, rows = int(manifest["context_length"]), int(manifest["num_rows"])
-    if context < args.sequence_parallel_size:
+    args, each = job.args, job.rows_per_step
+    if each > rows:
         raise ValueError(
-            f"rows of {context} tokens cannot be split over sequence_parallel_size {args.sequence_parallel_size}: use at "
-            f"most {context}"
+            f"a step takes {each} rows of {job.context_length} tokens (train.tokens_per_step), the data has {rows}: lower "
+            "it, or prepare more data"
         )
-    groups = world_size // args.sequence_parallel_size
-    needed = args.micro_batch_size * args.gradient_accumulation_steps * groups
-    if needed > rows:
+    if each * args.max_steps > rows and not args.allow_repeats:
         raise ValueError(
-            f"a step takes {needed} rows (micro_batch_size {args.micro_batch_size} x gradient_accumulation_steps "
-            f"{args.gradient_accumulation_steps} x {groups} data-parallel groups), the data has {rows}: lower one of "
-            "them, or prepare more data"
+            f"{args.max_steps} steps of {each} rows read the data's {rows} rows {each * args.max_steps / rows:.2f} times: prepare "
+            f"more data, lower train.total_tokens or max_steps (to {rows // each}), or set train.allow_repeats=true"
         )
 
 
-def check_tools(args: TrainArgs, world_size: int) -> None:
+def check_tools(args: TrainRecipe, world_size: int) -> None:
     """Libraries and compilers that the settings need on this machine.
 
     Raises:
@@ -181,7 +176,7 @@ def check_tools(args: TrainArgs, world_size: int) -> None:
         raise ValueError(
             "this PyTorch has no gloo, which several ranks without GPUs need: install another build of torch"
         )
-    if "nvme" in (args.offload_optimizer, args.offload_parameters):
+    if args.offloads_to_nvme:
         missing = missing_for_aio()
         if missing:
             raise ValueError(
@@ -204,7 +199,7 @@ def missing_for_aio() -> str | None:
     return None
 
 
-def check_disk(shapes: Shapes, args: TrainArgs, folder: Path, world_size: int) -> None:
+def check_disk(job: Job, folder: Path) -> None:
     """Free bytes at `folder` against the checkpoints that will lie there at the same time.
 
     What checkpoints of this run already hold there counts as available: they rotate.
@@ -212,7 +207,8 @@ def check_disk(shapes: Shapes, args: TrainArgs, folder: Path, world_size: int) -
     Raises:
         ValueError: how much is needed, and what for.
     """
-    each = checkpoint_disk_bytes(shapes, args)
+    args = job.args
+    each = checkpoint_disk_bytes(job.shapes.trained_parameters(args), args)
     saves = kept_checkpoints(args)
     held = _bytes_below(folder) if folder.is_dir() else 0
     free = shutil.disk_usage(_nearest(folder)).free
@@ -232,33 +228,6 @@ def kept_checkpoints(args: TrainArgs) -> int:
     if args.keep_every_steps and every:
         forever = sum(step % args.keep_every_steps == 0 for step in range(every, args.max_steps + 1, every))
     return min(made, args.keep_last + 1 + forever)
-
-
-def check_host_memory(shapes: Shapes, lead: Any, args: TrainArgs, context: int, world_size: int) -> None:
-    """This machine's memory against what its ranks offload.
-
-    Raises:
-        ValueError: how much is needed, and for which parts.
-    """
-    parts = host_bytes(shapes, lead, args, context, world_size)
-    local = min(world_size, local_world_size())
-    needed, available = local * sum(parts.values()), int(_HOST_SHARE * host_memory_bytes())
-    if needed > available:
-        what = ", ".join(f"{name} {_gib(local * value)}" for name, value in parts.items())
-        raise ValueError(
-            f"offloading needs {_gib(needed)} of this machine's memory for {local} ranks ({what}), usable are "
-            f"{_gib(available)}: use more machines, offload to nvme, or offload less"
-        )
-
-
-def host_memory_bytes() -> int:
-    """Memory of this machine, or of the control group that this process lives in when that is less."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        file = Path("/sys/fs/cgroup") / name
-        if file.is_file() and (text := file.read_text(encoding="utf-8").strip()).isdigit():
-            total = min(total, int(text))
-    return total
 
 
 def agree(mesh: Any, config: dict[str, Any], folder: Path | str, facts: dict[str, str] | None = None) -> None:

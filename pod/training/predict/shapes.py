@@ -1,5 +1,6 @@
 """The sizes of a model and of its plan that memory, communication and time depend on."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -161,6 +162,11 @@ def followers(lead: Lead, layer: int) -> list[int]:
 
 def carried_spans(lead: Lead) -> dict[tuple[int, int], tuple[int, int]]:
     """Leads (layer, KV head) that are followed: the first and the last layer that follow. Windows may stand before and between."""
+    return _carried_spans(tuple(map(tuple, lead)))
+
+
+@functools.lru_cache(maxsize=64)
+def _carried_spans(lead: tuple[tuple[int | None, ...], ...]) -> dict[tuple[int, int], tuple[int, int]]:
     spans: dict[tuple[int, int], tuple[int, int]] = {}
     for layer in range(len(lead)):
         for head in followers(lead, layer):

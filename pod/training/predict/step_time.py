@@ -5,15 +5,14 @@ attention reach `efficiency` of the peak, links `link_efficiency` of theirs. The
 gradients travelling entirely behind the arithmetic, and one after the other. All-to-alls always wait.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pod.training.args import TrainArgs
-from pod.training.predict.communication import Traffic, World, communication
+from pod.training.predict.communication import Traffic, communication
 from pod.training.predict.devices import Device
-from pod.training.predict.memory import BYTES, head_shares, host_bytes, mlp_tiles, rank_tokens
-from pod.training.predict.shapes import Lead, Shapes, teacher_plans
+from pod.training.predict.job import Job
+from pod.training.predict.memory import BYTES, host_bytes
+from pod.training.predict.shapes import carried_heads, teacher_plans
 
-EFFICIENCY = 0.5
 LINK_EFFICIENCY = 0.7
 HOST_UPDATE_BYTES_PER_S = 20e9  # of a CPU that updates AdamW, per rank
 
@@ -33,74 +32,72 @@ class StepTime:
     sequential: float
     flops: float
 
+    @property
+    def expected(self) -> float:
+        """Seconds with half of the traffic behind arithmetic: what layouts are compared by."""
+        return (self.overlapped + self.sequential) / 2
 
-def step_time(
-    shapes: Shapes,
-    lead: Lead,
-    args: TrainArgs,
-    context_length: int,
-    world: World,
-    device: Device,
-    efficiency: float = EFFICIENCY,
-    link_efficiency: float = LINK_EFFICIENCY,
-) -> StepTime:
-    """Seconds of an optimizer step on `world`."""
-    flops = rank_flops(shapes, lead, args, context_length) * args.gradient_accumulation_steps
-    traffic = {kind.kind: kind for kind in communication(shapes, lead, args, context_length, world)}
-    parts = {"arithmetic": flops / (device.tflops(args.dtype) * 1e12 * efficiency)}
-    for name, kind in traffic.items():
-        parts[name] = _seconds(kind, device, link_efficiency)
-    parts["update"] = _update_seconds(shapes, args, world, device)
-    moved = host_bytes(shapes, lead, args, context_length, world.size)
-    copies = 2 * sum(moved.get(name, 0) for name in ("carry", "checkpoints of activations"))
-    copies += moved.get("parameters", 0) * 2
+
+def step_time(job: Job, device: Device) -> StepTime:
+    """Seconds of an optimizer step."""
+    args = job.args
+    flops = rank_flops(job) * args.gradient_accumulation_steps
+    parts = {"arithmetic": flops / (device.tflops(args.dtype) * 1e12 * device.efficiency)}
+    parts |= {kind.kind: _seconds(kind, device) for kind in communication(job)}
+    parts["update"] = _update_seconds(job, device)
+    moved = host_bytes(job)
+    copies = 2 * sum(moved.get(name, 0) for name in ("carry", "checkpoints of activations", "parameters"))
     if copies:
         copied = copies * args.gradient_accumulation_steps
-        parts["copies to and from the host"] = copied / (device.host_gbps * 1e9 * link_efficiency)
+        parts["copies to and from the host"] = copied / (device.host_gbps * 1e9 * LINK_EFFICIENCY)
     waiting = parts.get("all-to-all of heads", 0.0) + parts["update"]
     sequential = sum(parts.values())
     behind = sequential - waiting - parts["arithmetic"]
     return StepTime(parts, waiting + max(parts["arithmetic"], behind), sequential, flops)
 
 
-def rank_flops(shapes: Shapes, lead: Lead, args: TrainArgs, context_length: int) -> float:
+def rank_flops(job: Job) -> float:
     """Floating-point operations of one rank for one micro-batch: forward, recomputation and backward.
 
     Attention is that of the rank which a layer waits for.
     """
-    tokens = rank_tokens(args, context_length)
+    shapes, lead, args, tokens = job.shapes, job.lead, job.args, job.tokens
     feed_forward = 2.0 * tokens * 3 * shapes.hidden * shapes.intermediate
     linear = sum(rows * columns for rows, columns in shapes.linear_sizes.values())
     projections = 2.0 * tokens * linear - feed_forward
-    attention = attention_flops(shapes, lead, args, context_length)
-    again = 1 if args.gradient_checkpointing else 0
+    attention = attention_flops(job)
+    again = args.gradient_checkpointing == "full"
     backward = 1 if args.method == "lora" else 2
-    tiled = 1 if mlp_tiles(args, context_length) > 1 else 0
+    tiled = job.tiles > 1
     layer = (projections + feed_forward) * (1 + again + backward + args.teacher_passes) + feed_forward * tiled
     head = 2.0 * tokens * shapes.vocab * shapes.hidden * (2 + backward + (args.distill_context > 0))
-    taught = sum(attention_flops(shapes, plan, args, context_length) for plan in teacher_plans(lead, args))
-    return shapes.layers * layer + head + attention * (1 + again + 2.5) + taught
+    taught = sum(attention_flops(replace(job, lead=plan)) for plan in teacher_plans(lead, args))
+    carried = 0.0
+    if args.carry == "recompute":
+        carried = 2.0 * tokens * shapes.hidden * shapes.carried_width * carried_heads(lead)
+    return shapes.layers * layer + head + attention * (1 + again + 2.5) + taught + carried
 
 
-def attention_flops(shapes: Shapes, lead: Lead, args: TrainArgs, context_length: int) -> float:
+def attention_flops(job: Job) -> float:
     """Of all layers' forward: 4·d per visible pair and query head, of the rank of a sequence-parallel group that has most in a layer.
 
     A follower multiplies as many pairs as a lead, a window only those of sinks and recent tokens.
     """
-    shares = head_shares(shapes, lead, args, context_length)
-    return 4.0 * shapes.head_dim * shares.waited * args.micro_batch_size
+    return 4.0 * job.shapes.head_dim * job.shares.waited * job.args.micro_batch_size
 
 
-def _seconds(traffic: Traffic, device: Device, link_efficiency: float) -> float:
-    inside = traffic.inside / (device.node_gbps * 1e9 * link_efficiency)
-    between = traffic.between / (device.network_gbps * 1e9 * link_efficiency)
+def _seconds(traffic: Traffic, device: Device) -> float:
+    inside = traffic.inside / (device.node_gbps * 1e9 * LINK_EFFICIENCY)
+    between = traffic.between / (device.network_gbps * 1e9 * LINK_EFFICIENCY)
     return max(inside, between) if traffic.kind != "all-to-all of heads" else inside + between
 
 
-def _update_seconds(shapes: Shapes, args: TrainArgs, world: World, device: Device) -> float:
+def _update_seconds(job: Job, device: Device) -> float:
     """AdamW reads and writes master weight and moments, reads a gradient and writes a weight."""
-    touched = shapes.trained_parameters(args) / world.size * (28 + BYTES[args.dtype])
+    args = job.args
+    share = job.shapes.trained_parameters(args) / job.world.size
+    touched = share * (28 + BYTES[args.dtype])
     if args.offload_optimizer == "none":
         return touched / (device.memory_gbps * 1e9 * LINK_EFFICIENCY)
-    moved = shapes.trained_parameters(args) / world.size * (4 + BYTES[args.dtype])
+    moved = share * (4 + BYTES[args.dtype])
     return touched / HOST_UPDATE_BYTES_PER_S + moved / (device.host_gbps * 1e9 * LINK_EFFICIENCY)

@@ -6,8 +6,10 @@ import torch
 
 from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
-from pod.training.predict.estimate import PREFETCH_ELEMENTS, REDUCE_BUCKET_ELEMENTS, mlp_tiles
 from pod.training.run.carry import set_carry
+
+REDUCE_BUCKET_ELEMENTS = 50_000_000
+PREFETCH_ELEMENTS = 50_000_000
 
 
 def gradient_scale(args: TrainArgs, mesh: Any) -> float:
@@ -88,7 +90,7 @@ def save_activations(model: Any, args: TrainArgs, row_length: int) -> None:
     Args:
         row_length: tokens of the longest row over all ranks of a sequence-parallel group.
     """
-    if args.gradient_checkpointing:
+    if args.gradient_checkpointing == "full":
         # The first name is transformers' newer one; both checkpoint without re-entering autograd.
         enable = (
             getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -96,4 +98,4 @@ def save_activations(model: Any, args: TrainArgs, row_length: int) -> None:
         enable()
     set_carry(model, args.carry, args.offload_checkpoints)
     for layer in model.model.layers:
-        layer.mlp.train_tiles = mlp_tiles(args, row_length)
+        layer.mlp.train_tiles = args.mlp_tiles(row_length)

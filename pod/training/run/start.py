@@ -6,14 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from pod.data import PackedDataset
+from pod.data.args import DataArgs
 from pod.data.loader import read_manifest
 from pod.data.tokenizers import tokenizer_sha256
 from pod.models import ModelArgs, resolve_model
-from pod.training.args import TrainArgs
+from pod.training.args import TrainRecipe
 from pod.training.observe.trackers import check_tracker
 from pod.training.predict import preflight
-from pod.training.predict.estimate import Shapes, describe
-from pod.training.run.mesh import check_world_size, planned_world_size, start_processes, stop_processes
+from pod.training.predict.planner import Machine, this_machine
+from pod.training.predict.planner import plan as plan_run
+from pod.training.predict.shapes import Shapes
+from pod.training.predict.table import details, layout_line, table
+from pod.training.run.mesh import start_processes, stop_processes
 from pod.training.run.start_model import (
     load_start_model,
     load_teacher,
@@ -23,7 +27,6 @@ from pod.training.run.start_model import (
 )
 
 __all__ = [
-    "check_recipe",
     "estimate",
     "load_start_model",
     "load_teacher",
@@ -50,15 +53,9 @@ def open_data(model_args: ModelArgs, output_dir: Path, config: Any) -> PackedDat
     )
 
 
-def check_recipe(args: TrainArgs) -> None:
-    """What can be refused before anything is read."""
-    check_tracker(args.tracker)
-    check_world_size(planned_world_size(), args.sequence_parallel_size)
-
-
 def train(
     model_args: ModelArgs,
-    args: TrainArgs,
+    recipe: TrainRecipe,
     output_dir: str,
     seed: int,
     config: dict[str, Any],
@@ -76,12 +73,13 @@ def train(
     from pod.training.observe.make import make_observers
     from pod.training.run.progressive import PlanSchedule
 
-    check_recipe(args)
+    check_tracker(recipe.tracker)
     planned, plan = model_config(model_args, output_dir)
     dataset = open_data(model_args, Path(output_dir), planned)
     _check_row_length(config, dataset, output_dir)
     folder = Path(output_dir) / "train"
-    preflight.check(planned, args, dataset.manifest, folder, planned_world_size(), plan=plan)
+    fit = preflight.check(planned, recipe, dataset.manifest, folder, this_machine(), plan=plan)
+    args = fit.job.args
     plan_file = plan_path(model_args, Path(output_dir))
     schedule = PlanSchedule.from_args(args, plan, plan_file)
     observers = make_observers(args, dataset, folder, planned, probes)
@@ -89,8 +87,14 @@ def train(
     mesh = start_processes(
         args.sequence_parallel_size, timeout_s=max(GROUP_TIMEOUT_S, 4 * args.hang_timeout_s)
     )
-    facts = {"the plan": _digest(plan.lead), "the data": _digest(dataset.manifest)}
+    facts = {
+        "the plan": _digest(plan.lead),
+        "the data": _digest(dataset.manifest),
+        "the layout": layout_line(fit),
+    }
     preflight.agree(mesh, config, folder, facts)
+    if mesh.rank == 0:
+        print(table(fit, len(dataset) * dataset.context_length), flush=True)
     trainer = _make_trainer(
         model_args, args, dataset, mesh, folder, seed, config, schedule, observers, plan_file
     )
@@ -136,27 +140,34 @@ def _digest(content: Any) -> str:
 
 
 def estimate(
-    model_args: ModelArgs, args: TrainArgs, output_dir: str, context_length: int, target_saving: float = 0.35
+    model_args: ModelArgs,
+    recipe: TrainRecipe,
+    data_args: DataArgs,
+    output_dir: str,
+    machine: Machine,
+    target_saving: float = 0.35,
 ) -> str:
     """Text for `--dry-run`: needs the model's configuration, not its weights; prepared data and plan when they exist.
-
-    The number of ranks is the launcher's, or the sequence-parallel size without one.
 
     Args:
         target_saving: of the plan that is still to be made, for layout=pod.
 
     Raises:
-        ValueError: a model, plan, layout or RoPE that do not go together.
+        ValueError: a model, plan, layout, RoPE, ranks or pinned fields that do not go together.
     """
     try:
         _, note = source_config(model_args)
     except ValueError as error:
         return f"No estimate: {error}"
     config, plan = model_config(model_args, output_dir, target_saving)
+    context_length, data_tokens = data_args.context_length, data_args.target_tokens
     if (Path(output_dir) / "data" / "manifest.json").is_file():
-        context_length = read_manifest(Path(output_dir) / "data")["context_length"]
-    world_size = max(planned_world_size(), args.sequence_parallel_size)
-    text = describe(Shapes.from_config(config), plan.lead, args, context_length, world_size)
+        manifest = read_manifest(Path(output_dir) / "data")
+        context_length, data_tokens = (
+            manifest["context_length"],
+            manifest["num_rows"] * manifest["context_length"],
+        )
+    fit = plan_run(recipe, Shapes.from_config(config), plan.lead, context_length, machine)
     notes = [note] if note else []
     if plan.provenance.get("stand_in"):
         notes.append(
@@ -168,4 +179,4 @@ def estimate(
             f"rows of {context_length} tokens are longer than the model's positions ({config.max_position_embeddings}): "
             "training will refuse them"
         )
-    return "\n".join([*(f"note: {line}" for line in notes), text])
+    return "\n".join([*(f"note: {line}" for line in notes), table(fit, data_tokens), details(fit)])

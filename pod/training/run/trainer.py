@@ -25,7 +25,7 @@ from pod.training.checkpoint.files import (
 )
 from pod.training.observe.metrics import Monitor
 from pod.training.observe.observers import Observer
-from pod.training.predict.estimate import checkpoint_bytes
+from pod.training.predict.memory import checkpoint_disk_bytes
 from pod.training.run import progressive
 from pod.training.run.batches import StepBatches
 from pod.training.run.distill import make_distillation
@@ -123,7 +123,8 @@ class Trainer:
         trained = add_lora(model, self.lora) if self.lora else model.requires_grad_(True)
         distillation = make_distillation(self.args, model.config.layout, teacher)
         module = LanguageModelLoss(trained, self.args.loss_chunk_mib, distillation).train()
-        needed = checkpoint_bytes(module, self.args.dtype, self.args.zero_stage)
+        trainable = sum(one.numel() for one in module.parameters() if one.requires_grad)
+        needed = checkpoint_disk_bytes(trainable, self.args)
         self.engine: Any = start_engine(
             module, make_optimizer(module, self.args), deepspeed_config(self.args), self.mesh
         )

@@ -1,0 +1,262 @@
+"""How a recipe is trained on the ranks at hand: the fastest layout that fits, by the estimates of memory, traffic and time.
+
+A recipe fixes tokens per step, so that every layout reads the same rows in the same order under the same schedule. Fields that it
+leaves null are derived here, pinned ones are kept. Of the layouts that take at most `NEAR` times the fastest one's time the simplest
+is taken; nothing depends on chance, so that all ranks come to the same layout.
+"""
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pod.training.args import TrainArgs, TrainRecipe
+from pod.training.predict.devices import CPU_CORE, DEVICES, Device, known_device
+from pod.training.predict.job import Job, World
+from pod.training.predict.memory import Parts, host_bytes, resting_bytes, training_bytes
+from pod.training.predict.shapes import Lead, Shapes, carried_heads
+from pod.training.predict.step_time import StepTime, step_time
+from pod.training.run.mesh import check_world_size, local_world_size, planned_world_size
+from pod.training.run.ulysses import kv_head_repeats
+
+GIB = 2**30
+FIT = 0.92  # of a device's memory; the rest is for the allocator
+HOST_SHARE = 0.9  # of the machine's memory that offloading may take; the rest is for processes, pinning and the page cache
+NEAR = 1.02
+MOST_MICRO_BATCH = 8
+TILES = (0, 16_384, 4096)
+DERIVED = tuple(name for name in TrainArgs.__annotations__ if name != "max_steps")
+"""Fields of section `train` that are derived where a recipe leaves them null."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a run takes place.
+
+    Attributes:
+        device: its `memory_gib` is what one rank has.
+        host_gib: memory of one machine.
+    """
+
+    world: World
+    device: Device
+    host_gib: float
+
+    @property
+    def has_gpu(self) -> bool:
+        return self.device.name != CPU_CORE.name
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A layout and what it needs, by part.
+
+    Attributes:
+        job: with nothing left to derive.
+        memory, host: bytes of one rank on its device and in host memory.
+        pinned: fields that the recipe fixed.
+    """
+
+    job: Job
+    machine: Machine
+    memory: Parts
+    host: Parts
+    time: StepTime
+    pinned: frozenset[str]
+
+    @property
+    def share(self) -> float:
+        """Of the device's memory."""
+        return sum(self.memory.values()) / GIB / self.machine.device.memory_gib
+
+    @property
+    def host_bytes_per_machine(self) -> int:
+        return sum(self.host.values()) * self.machine.world.per_machine
+
+    @property
+    def fits(self) -> bool:
+        host = self.host_bytes_per_machine <= HOST_SHARE * self.machine.host_gib * GIB
+        return self.share <= FIT and host
+
+
+def this_machine(
+    ranks: int | None = None, per_machine: int | None = None, device: Device | None = None
+) -> Machine:
+    """The ranks of the launcher on the devices of this machine; all three can be given for others.
+
+    Raises:
+        ValueError: ranks that cannot lie on such machines.
+    """
+    size = ranks or planned_world_size()
+    world = World(size, per_machine or (local_world_size() if ranks is None else min(size, 8)))
+    host = host_memory_bytes() / GIB
+    if device is not None:
+        return Machine(world, device, device.host_gib * world.per_machine)
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        known = known_device(properties.name) or DEVICES["a100"]
+        found = dataclasses.replace(known, name=properties.name, memory_gib=properties.total_memory / GIB)
+        return Machine(world, found, host)
+    cores = (os.cpu_count() or 1) / world.per_machine
+    speed = {"bf16_tflops": CPU_CORE.bf16_tflops * cores, "fp32_tflops": CPU_CORE.fp32_tflops * cores}
+    return Machine(world, dataclasses.replace(CPU_CORE, memory_gib=host / world.per_machine, **speed), host)
+
+
+def host_memory_bytes() -> int:
+    """Memory of this machine, or of the control group that this process lives in when that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        file = Path("/sys/fs/cgroup") / name
+        if file.is_file() and (text := file.read_text(encoding="utf-8").strip()).isdigit():
+            total = min(total, int(text))
+    return total
+
+
+def plan(recipe: TrainRecipe, shapes: Shapes, lead: Lead, context_length: int, machine: Machine) -> Fit:
+    """The fastest layout that fits; where none does, the one that comes nearest (`Fit.fits` says which).
+
+    Raises:
+        ValueError: tokens per step, ranks, heads and pinned fields that no layout agrees with; the message names what is allowed.
+    """
+    splits = row_splits(recipe, shapes, context_length, machine.world.size)
+    pinned = frozenset(name for name in DERIVED if getattr(recipe, name) is not None)
+    timed = []
+    for split, memory in itertools.product(splits, memory_settings(recipe, lead, machine)):
+        args = _resolved(recipe, context_length, split | memory)
+        job = Job(shapes, lead, args, context_length, machine.world)
+        timed.append((step_time(job, machine.device), job))
+    timed.sort(key=lambda one: (one[0].expected, simplicity(one[1].args)))
+    fitting: list[Fit] = []
+    for time, job in timed:
+        if fitting and time.expected > NEAR * fitting[0].time.expected:
+            break
+        if sum(resting_bytes(job).values()) <= FIT * machine.device.memory_gib * GIB:
+            fit = Fit(job, machine, training_bytes(job), host_bytes(job), time, pinned)
+            fitting += [fit] if fit.fits else []
+    if fitting:
+        return min(fitting, key=lambda fit: simplicity(fit.job.args))
+    needs = (Fit(job, machine, training_bytes(job), host_bytes(job), time, pinned) for time, job in timed)
+    return min(needs, key=lambda fit: max(fit.share, fit.host_bytes_per_machine / GIB / machine.host_gib))
+
+
+def check_fits(fit: Fit) -> None:
+    """Raise ValueError where a layout needs more than there is; the message says what would help."""
+    if fit.fits:
+        return
+    needed, device = sum(fit.memory.values()) / GIB, fit.machine.device
+    host, host_usable = fit.host_bytes_per_machine / GIB, HOST_SHARE * fit.machine.host_gib
+    pins = ", ".join(f"{name}={getattr(fit.job.args, name)}" for name in sorted(fit.pinned))
+    what = f"{host:.1f} of {host_usable:.1f} GiB of host memory and " if host > host_usable else ""
+    raise ValueError(
+        f"no layout fits: the nearest one needs {what}{needed:.1f} GiB on a rank, usable are {FIT * device.memory_gib:.1f} "
+        f"({FIT:.0%} of {device.name}): use more ranks, shorter rows or train.method=lora"
+        + (f", or leave out what is pinned ({pins})" if pins else "")
+    )
+
+
+def row_splits(recipe: TrainRecipe, shapes: Shapes, context_length: int, ranks: int) -> list[dict[str, int]]:
+    """How the rows of a step can be dealt to ranks: `sequence_parallel_size`, `micro_batch_size`, `gradient_accumulation_steps`.
+
+    Raises:
+        ValueError: a pinned field that ranks, rows or heads do not allow.
+    """
+    rows = recipe.rows_per_step(context_length)
+    if recipe.sequence_parallel_size is not None:
+        check_world_size(ranks, recipe.sequence_parallel_size)
+        kv_head_repeats(shapes.query_heads, shapes.kv_heads, recipe.sequence_parallel_size)
+    splits = [
+        {
+            "sequence_parallel_size": size,
+            "micro_batch_size": micro,
+            "gradient_accumulation_steps": rows // groups // micro,
+        }
+        for size in _divisors(ranks)
+        if size <= min(shapes.query_heads, context_length) and rows % (groups := ranks // size) == 0
+        for micro in _divisors(rows // groups)
+    ]
+    if not splits:
+        raise ValueError(
+            f"{rows} rows of {context_length} tokens per step cannot be dealt to {ranks} ranks: the rows, times a "
+            f"sequence_parallel_size of at most {shapes.query_heads} (query heads), must be a multiple of the ranks; change "
+            "train.tokens_per_step or the ranks"
+        )
+    for name in ("sequence_parallel_size", "micro_batch_size", "gradient_accumulation_steps"):
+        value, allowed = getattr(recipe, name), sorted({split[name] for split in splits})
+        if value is not None and value not in allowed:
+            raise ValueError(
+                f"train.{name} is {value}, which {rows} rows of {context_length} tokens per step on {ranks} ranks do not "
+                f"allow: use {', '.join(map(str, allowed))}, or null"
+            )
+        splits = [split for split in splits if value in (None, split[name])]
+    return [
+        one for one in splits if recipe.micro_batch_size or one["micro_batch_size"] <= MOST_MICRO_BATCH
+    ] or splits
+
+
+def memory_settings(recipe: TrainRecipe, lead: Lead, machine: Machine) -> Iterator[dict[str, Any]]:
+    """What is kept, recomputed, divided and offloaded: all that go together and agree with what is pinned.
+
+    Without a GPU nothing is offloaded: it would stay in the same memory.
+    """
+    carries = ["keep", "recompute", "offload"] if carried_heads(lead) else ["keep"]
+    derived: dict[str, Any] = {
+        "gradient_checkpointing": ("none", "full"),
+        "carry": [carry for carry in carries if machine.has_gpu or carry != "offload"],
+        "mlp_tile_tokens": TILES,
+        "offload_checkpoints": (False, True) if machine.has_gpu else (False,),
+        "zero_stage": (1, 2, 3),
+        "offload_optimizer": ("none", "cpu") if machine.has_gpu else ("none",),
+        "offload_parameters": ("none", "cpu") if machine.has_gpu else ("none",),
+    }
+    choices = [
+        options if getattr(recipe, name) is None else (getattr(recipe, name),)
+        for name, options in derived.items()
+    ]
+    for values in itertools.product(*choices):
+        settings = dict(zip(derived, values, strict=True))
+        if _go_together(recipe, settings):
+            yield settings
+
+
+def _go_together(recipe: TrainRecipe, settings: dict[str, Any]) -> bool:
+    """Whether `TrainArgs` takes these settings; below stage 3, which keeps all gradients on the device, an optimizer on the host is
+    for those who pin both."""
+    moved = settings["carry"] != "keep" or settings["offload_checkpoints"]
+    divided = settings["offload_parameters"] != "none" or settings["offload_optimizer"] != "none"
+    whole = settings["zero_stage"] != 3 and not (recipe.zero_stage and recipe.offload_optimizer == "cpu")
+    drawn_anew = settings["carry"] == "recompute" and recipe.method == "lora" and recipe.lora_dropout > 0
+    return (
+        not (moved and settings["gradient_checkpointing"] == "none")
+        and not (divided and whole)
+        and not drawn_anew
+    )
+
+
+def simplicity(args: TrainArgs) -> tuple[Any, ...]:
+    """Less is simpler: what is moved or made again first, then how finely things are divided."""
+    moved = [args.offload_parameters, args.offload_optimizer]
+    return (
+        sum(place != "none" for place in moved) + args.offload_checkpoints,
+        ("keep", "recompute", "offload").index(args.carry),
+        args.gradient_checkpointing == "full",
+        args.mlp_tile_tokens > 0,
+        args.sequence_parallel_size,
+        args.zero_stage,
+        args.micro_batch_size,
+        -args.mlp_tile_tokens,
+    )
+
+
+def _resolved(recipe: TrainRecipe, context_length: int, derived: dict[str, Any]) -> TrainArgs:
+    given = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(TrainRecipe)}
+    settings: dict[str, Any] = given | derived | {"max_steps": recipe.steps(context_length)}
+    return TrainArgs(**settings)
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
