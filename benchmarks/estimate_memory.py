@@ -366,7 +366,12 @@ def against(case: Case, row: dict[str, Any]) -> dict[str, Any]:
     """A recorded measurement with the estimate of today."""
     parts = estimated(case)
     total = sum(parts.values())
-    return row | {"train": case.train, "estimated_bytes": total, "parts": parts, "ratio": total / row["measured_bytes"]}
+    return row | {
+        "train": case.train,
+        "estimated_bytes": total,
+        "parts": parts,
+        "ratio": total / row["measured_bytes"],
+    }
 
 
 def read_rows(path: Path) -> dict[str, dict[str, Any]]:

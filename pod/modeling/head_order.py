@@ -1,6 +1,7 @@
 """Heads in another order: the query heads of a layer, and the KV heads they belong to, permuted without changing the function."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,29 +12,28 @@ Order = Sequence[Sequence[int]]
 """``[L][Hq]``: which query head of the original weights stands at each place, as ``SharingPlan.head_order``."""
 
 
-def reordered_weights(
-    state: Mapping[str, Tensor], config: PodConfig, now: Order | None
-) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights of the projections that change when heads that stand in the order ``now`` move to ``config.head_order``.
+_PROJECTION = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:([qkv])_proj\.(?:weight|bias)|o_proj\.weight)")
+
+
+def reordered(name: str, weight: Tensor, config: PodConfig, now: Order | None) -> Tensor:
+    """The weight called ``name`` when heads that stand in the order ``now`` move to ``config.head_order``; ``weight`` itself
+    where nothing moves.
 
     Query heads are rows of ``q_proj`` and columns of ``o_proj``, KV heads rows of ``k_proj`` and ``v_proj``; biases of q, k
-    and v are rows too, norms of heads are shared by all. Layers whose order stays are left out. None = the original order.
+    and v are rows too, norms of heads are shared by all. None = the original order.
     """
-    layers, heads = config.num_hidden_layers, config.num_attention_heads
-    original = [list(range(heads))] * layers
-    for layer, (old, new) in enumerate(zip(now or original, config.head_order or original, strict=True)):
-        if list(old) == list(new):
-            continue
-        place = {head: at for at, head in enumerate(old)}
-        query = torch.tensor([place[head] for head in new])
-        key_value = query[:: config.num_key_value_groups] // config.num_key_value_groups
-        prefix = f"model.layers.{layer}.self_attn."
-        for name in ("q_proj", "k_proj", "v_proj"):
-            for kind in ("weight", "bias"):
-                if (weight := state.get(f"{prefix}{name}.{kind}")) is not None:
-                    index = query if name == "q_proj" else key_value
-                    yield f"{prefix}{name}.{kind}", _moved(weight, index, 0, config.head_dim)
-        yield f"{prefix}o_proj.weight", _moved(state[f"{prefix}o_proj.weight"], query, 1, config.head_dim)
+    found = _PROJECTION.fullmatch(name)
+    if found is None or (now is None and config.head_order is None):
+        return weight
+    original, layer = list(range(config.num_attention_heads)), int(found[1])
+    old, new = (original if order is None else list(order[layer]) for order in (now, config.head_order))
+    if old == new:
+        return weight
+    place = {head: at for at, head in enumerate(old)}
+    index = torch.tensor([place[head] for head in new])
+    if found[2] in ("k", "v"):
+        index = index[:: config.num_key_value_groups] // config.num_key_value_groups
+    return _moved(weight, index, 1 if found[2] is None else 0, config.head_dim)
 
 
 def _moved(weight: Tensor, index: Tensor, dim: int, head_dim: int) -> Tensor:

@@ -2,6 +2,8 @@
 
 import copy
 import os
+import re
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan
 
-from .head_order import reordered_weights
+from .head_order import Order, reordered
 from .rope_scaling import change_rope
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -78,45 +80,81 @@ def from_dense(source: PreTrainedModel, config: PodConfig, owned: bool = False) 
     Raises:
         ValueError: parameters that are missing, unexpected or of another shape.
     """
-    with torch.device("meta"):
-        model = PodForCausalLM(config)
-    state = source.state_dict()
-    for name, weight in reordered_weights(state, config, getattr(source.config, "head_order", None)):
-        state[name] = weight
-        if owned:
-            source.get_parameter(name).data = weight
-    if config.layout == "cla":
-        state = _average_blocks(state, config)
-    if config.tie_word_embeddings:
-        state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
+    model, state = empty_model(config), source.state_dict()
+    now = getattr(source.config, "head_order", None)
     expected = model.state_dict()
-    missing, unexpected = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
-    others = [name for name in expected.keys() & state.keys() if state[name].shape != expected[name].shape]
-    if missing or unexpected or others:
-        found = {"missing": missing, "unexpected": unexpected, "of another shape": sorted(others)}
-        raise ValueError(
-            f"checkpoint does not fit: {', '.join(f'{k} {v[:3]}' for k, v in found.items() if v)}"
-        )
-    model.load_state_dict(state, assign=True)
+    check_fit({name: weight.shape for name, weight in state.items()}, config, model)
+    for name in expected:
+        made = made_weight(name, state.__getitem__, state, config, now)
+        if owned and name in state and made is not state[name]:
+            source.get_parameter(name).data = made
+        expected[name] = state[name] = made
+    model.load_state_dict(expected, assign=True)
     model.tie_weights()
     if source.generation_config is not None:
         model.generation_config = source.generation_config
     return model
 
 
-def _average_blocks(state: dict[str, torch.Tensor], config: PodConfig) -> dict[str, torch.Tensor]:
-    """The state with one set of key and value weights per block of layers: their mean (Brandon et al. train from
-    scratch; the mean is how grouped-query attention merges heads, Ainslie et al., 2023, §2.1)."""
-    state = dict(state)
-    for block in config.sharing_plan.blocks(0):
-        prefixes = [f"model.layers.{layer}.self_attn." for layer in block]
-        lead = prefixes[0]
-        shared = [name.removeprefix(lead) for name in state if name.startswith((f"{lead}k_", f"{lead}v_"))]
-        for name in shared if len(block) > 1 else ():
-            weights = [state.pop(prefix + name) for prefix in prefixes if prefix + name in state]
-            wide = torch.stack(weights).to(compute_dtype(weights[0].dtype))
-            state[lead + name] = wide.mean(0).to(weights[0].dtype)
-    return state
+def empty_model(config: PodConfig) -> PodForCausalLM:
+    """A model on the meta device: shapes and names, no values."""
+    with torch.device("meta"):
+        return PodForCausalLM(config)
+
+
+def check_fit(shapes: Mapping[str, Sequence[int]], config: PodConfig, model: PodForCausalLM) -> None:
+    """Raise ValueError when weights of these names and shapes do not make the model."""
+    expected = model.state_dict()
+    sources = {name: sources_of(name, shapes, config) for name in expected}
+    used = {one for names in sources.values() for one in names}
+    found = {
+        "missing": used - shapes.keys(),
+        "unexpected": shapes.keys() - used,
+        "of another shape": {
+            one
+            for name, names in sources.items()
+            for one in names
+            if one in shapes and tuple(shapes[one]) != expected[name].shape
+        },
+    }
+    if any(found.values()):
+        raise ValueError(
+            f"checkpoint does not fit: {', '.join(f'{k} {sorted(v)[:3]}' for k, v in found.items() if v)}"
+        )
+
+
+def sources_of(name: str, have: Container[str], config: PodConfig) -> list[str]:
+    """The weights of a checkpoint that has the names ``have`` of which the model's weight ``name`` is made.
+
+    One but for keys and values of a ``cla`` layout, whose lead starts from all layers of its block; a tied output projection that
+    is not stored is the embedding.
+    """
+    if name == "lm_head.weight" and config.tie_word_embeddings and name not in have:
+        return ["model.embed_tokens.weight"]
+    found = re.fullmatch(r"model\.layers\.(\d+)\.(self_attn\.[kv]_.*)", name)
+    if config.layout != "cla" or found is None:
+        return [name]
+    block = next(block for block in config.sharing_plan.blocks(0) if int(found[1]) in block)
+    names = [f"model.layers.{layer}.{found[2]}" for layer in block]
+    return [one for one in names if one in have] or [name]
+
+
+def made_weight(
+    name: str, read: Callable[[str], torch.Tensor], have: Container[str], config: PodConfig, now: Order | None
+) -> torch.Tensor:
+    """The model's weight ``name`` from a checkpoint's: heads in the configuration's order, means over ``cla`` blocks (Brandon et
+    al. train from scratch; the mean is how grouped-query attention merges heads, Ainslie et al., 2023, §2.1).
+
+    Args:
+        read: a weight of the checkpoint by its name.
+        have: names of the checkpoint.
+        now: the order of its heads, see ``reordered``.
+    """
+    weights = [reordered(one, read(one), config, now) for one in sources_of(name, have, config)]
+    if len(weights) == 1:
+        return weights[0]
+    wide = torch.stack(weights).to(compute_dtype(weights[0].dtype))
+    return wide.mean(0).to(weights[0].dtype)
 
 
 def load_model(
@@ -154,7 +192,45 @@ def load_model(
     Raises:
         ValueError: families, keys, plans or layouts that do not fit; the message says what would.
     """
-    windows = {"num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
+    choices: dict[str, Any] = {
+        "plan": plan,
+        "num_sink_tokens": num_sink_tokens,
+        "num_recent_tokens": num_recent_tokens,
+        "attention_backend": attention_backend,
+        "layout": layout,
+        "rope": rope,
+        "max_position_embeddings": max_position_embeddings,
+    }
+    if isinstance(source, PreTrainedModel):
+        dense = source
+        wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        if wanted not in (None, source.dtype):
+            dense = copy.deepcopy(source).to(dtype=wanted)  # type: ignore[call-arg]
+    elif gguf_file is None and _model_type(source) == "pod":
+        own = PodConfig.from_pretrained(source)
+        config = target_config(own, **choices)
+        if (config.layout, config.head_order) == (own.layout, own.head_order):
+            model = PodForCausalLM.from_pretrained(source, config=config, dtype=dtype or "auto")
+            return _place(model, device)
+        dense = PodForCausalLM.from_pretrained(source, config=own, dtype=dtype or "auto")
+    else:
+        options = {} if gguf_file is None else {"gguf_file": gguf_file}
+        dense = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", **options)
+    config = target_config(dense.config, **choices)
+    config.dtype = dense.dtype
+    return _place(from_dense(dense, config, owned=dense is not source), device)
+
+
+def target_config(
+    source: Any,
+    plan: SharingPlan | str | os.PathLike | None = None,
+    layout: str | None = None,
+    attention_backend: str = "auto",
+    rope: dict[str, Any] | None = None,
+    max_position_embeddings: int | None = None,
+    **windows: int | None,
+) -> PodConfig:
+    """The configuration of what ``load_model`` makes of a checkpoint with this configuration (arguments and errors there)."""
     changes: dict[str, Any] = {name: tokens for name, tokens in windows.items() if tokens is not None}
     changes["attention_backend"] = attention_backend
     if layout is not None:
@@ -164,21 +240,22 @@ def load_model(
             raise ValueError("layout = 'dense' shares nothing: leave the plan out, or use layout = 'pod'")
         plan = plan if isinstance(plan, SharingPlan) else SharingPlan.load(plan)
         changes |= plan_fields(plan)
-    if isinstance(source, PreTrainedModel):
-        dense = source
-        wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        if wanted not in (None, source.dtype):
-            dense = copy.deepcopy(source).to(dtype=wanted)  # type: ignore[call-arg]
-    elif gguf_file is None and _model_type(source) == "pod":
-        config = PodConfig.from_pretrained(source)
-        changes |= rope_changes(config, rope, max_position_embeddings)
-        return _place(_load_export(source, config, changes, dtype), device)
-    else:
-        options = {} if gguf_file is None else {"gguf_file": gguf_file}
-        dense = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", **options)
-    changes |= rope_changes(dense.config, rope, max_position_embeddings)
-    config = convert_config(dense.config, dtype=dense.dtype, **changes)
-    return _place(from_dense(dense, config, owned=dense is not source), device)
+    changes |= rope_changes(source, rope, max_position_embeddings)
+    if source.model_type != "pod":
+        return convert_config(source, **changes)
+    stays = changes.get("layout", source.layout) == source.layout
+    if source.layout == "cla" and not stays:
+        raise ValueError(
+            "the checkpoint has layout 'cla', whose sharing layers have no key and value weights: it cannot become "
+            f"{changes['layout']!r}; start from the dense checkpoint"
+        )
+    if source.layout == "cla" and changes.get("lead", source.lead) != source.lead:
+        raise ValueError(
+            "the checkpoint was trained with its own blocks of layers and fits no other: leave plan out"
+        )
+    # another layout than the checkpoint's leaves its plan and windows behind
+    fresh: dict[str, Any] = {**plan_fields(None), "num_sink_tokens": None, "num_recent_tokens": None}
+    return PodConfig(**(source.to_dict() | ({} if stays else fresh) | changes))
 
 
 def rope_changes(
@@ -194,27 +271,6 @@ def rope_changes(
 
 def _place(model: PodForCausalLM, device: torch.device | str | None) -> PodForCausalLM:
     return model.to(device=device or "cpu").eval()  # type: ignore[call-arg]
-
-
-def _load_export(source: str | os.PathLike, config: PodConfig, changes: dict, dtype) -> PodForCausalLM:
-    """An export; under another layout with that layout's plan and windows unless ``changes`` names them."""
-    stays = changes.get("layout", config.layout) == config.layout
-    if config.layout == "cla" and not stays:
-        raise ValueError(
-            f"{source} has layout 'cla', whose sharing layers have no key and value weights: it cannot become "
-            f"{changes['layout']!r}; start from the dense checkpoint"
-        )
-    if config.layout == "cla" and changes.get("lead", config.lead) != config.lead:
-        raise ValueError(
-            f"{source} was trained with its own blocks of layers and fits no other: leave plan out"
-        )
-    fresh: dict[str, Any] = {**plan_fields(None), "num_sink_tokens": None, "num_recent_tokens": None}
-    target = PodConfig(**(config.to_dict() | ({} if stays else fresh) | changes))
-    if stays and target.head_order == config.head_order:
-        return PodForCausalLM.from_pretrained(source, config=target, dtype=dtype or "auto")
-    model = PodForCausalLM.from_pretrained(source, config=config, dtype=dtype or "auto")
-    target.dtype = model.dtype
-    return from_dense(model, target, owned=True)
 
 
 def _model_type(source: str | os.PathLike) -> str | None:

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 TESTED = "0.19.8"
@@ -60,6 +61,8 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.get_param_id": ("param",),
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.checkpoint_event_prologue": (),
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.checkpoint_event_epilogue": (),
+    "deepspeed.runtime.zero:Init": ("module", "config_dict_or_path", "dtype"),
+    "deepspeed.runtime.zero.partition_parameters:Init._convert_to_deepspeed_param": ("param",),
     "deepspeed.runtime.fp16.loss_scaler:LossScaler": (),
     "deepspeed.runtime.zero.config:ZeroStageEnum": (),
     "deepspeed.sequence.linear_cross_entropy:vocab_parallel_linear_cross_entropy": (
@@ -180,6 +183,48 @@ def start_engine(
         if kind is not Any and not isinstance(found, kind):
             raise _other_version(f"its engine's {path} is a {type(found).__name__} and no {kind.__name__}")
     return engine
+
+
+def place_weights(
+    module: nn.Module,
+    values: Callable[[nn.Parameter], Tensor],
+    settings: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Put the weights of a module where the engine wants them, one at a time: divided among all ranks in stage 3, else whole.
+
+    Rank 0 says what they are; in stage 3 the others hold them when this returns, else when `start_engine` does. A rank holds
+    its share and one weight.
+
+    Args:
+        values: of a weight, which may be on another device and of another type; called on rank 0 only, in the module's order.
+        settings: of the engine.
+        dtype, device: of all weights.
+    """
+    from deepspeed.runtime.zero import Init
+
+    divide = None
+    for parameter in module.parameters():
+        weight = torch.empty(parameter.shape, dtype=dtype, device=device)
+        if dist.get_rank() == 0:
+            weight.copy_(values(parameter))
+        parameter.data = weight
+        del weight
+        if settings["zero_optimization"]["stage"] < 3:
+            continue
+        if divide is None:
+            Init(nn.ParameterList([parameter]), config_dict_or_path=settings, dtype=dtype)
+            divide = parameter.convert_to_zero_parameters  # type: ignore[attr-defined]
+        else:
+            divide(param_list=[parameter])
+    for buffer in module.buffers():
+        buffer.data = buffer.to(device)
+
+
+def shape_of(parameter: nn.Parameter) -> torch.Size:
+    """Of the whole weight, also where it is divided."""
+    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 @contextlib.contextmanager

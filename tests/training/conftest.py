@@ -97,6 +97,7 @@ WORKERS = {  # worker_<name>.py, and how long it may take (seconds)
     "restart": 1200,
     "runs": 600,
     "seeing": 480,
+    "start": 600,
     "variants": 240,
 }
 

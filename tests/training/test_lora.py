@@ -8,7 +8,7 @@ from pod.modeling.loading import with_plan
 from pod.training.args import TrainArgs
 from pod.training.checkpoint import export as export_module
 from pod.training.checkpoint.export import export_adapter, restore_model
-from pod.training.checkpoint.files import TrainState, start_identity_of
+from pod.training.checkpoint.files import TrainState, samples_of, start_identity_of
 from pod.training.run.lora import add_lora, load_adapter, lora_settings
 
 LEAD = [[0, 0], [0, 1], [2, 1]]
@@ -116,7 +116,8 @@ def test_adapters_are_merged_into_their_own_start_model_only(checkpoint):
     folder, adapted, state = checkpoint
     rope = {"rope_type": "default", "rope_theta": 500.0}
     fields = {"lead": LEAD, "num_sink_tokens": 1, "num_recent_tokens": 4, "rope_parameters": rope}
-    state.identity |= start_identity_of(make_model(**fields))
+    base = make_model(**fields)
+    state.identity |= start_identity_of(base.config, samples_of(base))
     merged = restore_model(folder, state, lambda plan: make_model(**fields))
     with torch.no_grad():
         torch.testing.assert_close(merged(input_ids=IDS).logits, adapted(input_ids=IDS).logits)

@@ -11,11 +11,11 @@ from pod.modeling.rope_scaling import change_rope
 from pod.models import KNOWN_SIZES, ModelArgs
 from pod.training.run.start_model import (
     load_start_model,
-    load_teacher,
     model_config,
     plan_path,
     source_config,
     stand_in_plan,
+    teacher_args,
 )
 
 PLAN = [[0, None], [0, 1], [None, 1], [0, 3]]
@@ -213,7 +213,7 @@ def test_from_an_extended_dense_export_to_pod_and_back(args, tmp_path):
     again = replace(args, path=str(tmp_path / "pod"))
     kept, _ = model_config(again, tmp_path / "nothing")
     assert kept.lead == PLAN == load_start_model(again, None).config.lead
-    teacher = load_teacher(replace(again, layout="pod"))
+    teacher = load_start_model(teacher_args(replace(again, layout="pod")), None)
     assert torch.equal(teacher(ids).logits, dense(ids).logits)
 
 

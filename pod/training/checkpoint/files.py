@@ -27,6 +27,7 @@ from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
 from pod.training.checkpoint.snapshot import FileWriter, sync_to_disk
 from pod.training.checkpoint.universal import convert_on_rank_0, remove_universal
+from pod.training.run.mesh import from_rank_0
 
 SCHEMA_VERSION = 2
 STATE_NAME = "checkpoint.json"
@@ -43,6 +44,20 @@ _IDENTITY_ADVICE = {
 }
 _SHARDING = ("world_size", "zero_stage", "offload_optimizer", "offload_parameters")
 """Parts of a layout on which the files of a checkpoint depend; the sequence-parallel size is none of them."""
+
+Sample = tuple[tuple[int, ...], list[float]]
+Samples = dict[str, Sample]
+
+
+def sample_of(weight: torch.Tensor) -> Sample:
+    """Shape, and 16 values in bfloat16: a run in bfloat16 starts from these, its export in float32."""
+    flat = weight.detach().reshape(-1)
+    return tuple(weight.shape), flat[:: max(1, flat.numel() // 16)][:16].bfloat16().float().tolist()
+
+
+def samples_of(model: torch.nn.Module) -> Samples:
+    """Of all weights of a whole model."""
+    return {name: sample_of(parameter) for name, parameter in model.named_parameters()}
 
 
 @dataclass(kw_only=True)
@@ -79,12 +94,12 @@ def layout_of(args: TrainArgs, mesh: Any) -> dict[str, Any]:
 
 
 def identity_of(
-    model: torch.nn.Module, plan: SharingPlan, manifest: dict[str, Any], method: Any, dtype: str
+    config: Any, samples: Samples, plan: SharingPlan, manifest: dict[str, Any], method: Any, dtype: str
 ) -> dict[str, Any]:
-    """Fingerprints that a resumed run must share with its checkpoint; JSON."""
+    """Fingerprints that a resumed run must share with its checkpoint; JSON. The first two as in `start_identity_of`."""
     data = {name: manifest[name] for name in ("context_length", "tokenizer_sha256", "shards")}
     identity = {
-        **start_identity_of(model),
+        **start_identity_of(config, samples),
         "plan_sha256": _sha256([plan.lead, plan.head_order] if plan.head_order else plan.lead),
         "data_sha256": _sha256(data),
         "method": method,
@@ -93,18 +108,16 @@ def identity_of(
     return json.loads(json.dumps(identity))  # as it will be read again: tuples are lists there
 
 
-def start_identity_of(model: torch.nn.Module) -> dict[str, Any]:
+def start_identity_of(config: Any, samples: Samples) -> dict[str, Any]:
     """The part of an identity that is the start model's: its weights, layout, windows and RoPE.
 
-    The weights' is taken over names, shapes and a sample of 16 values of every weight, before training starts, in bfloat16: a run
-    in bfloat16 loads them so, its export in float32.
+    Args:
+        config: of the model.
+        samples: of its weights, in the model's order.
     """
     model_hash = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        values = parameter.detach().reshape(-1)
-        sample = values[:: max(1, values.numel() // 16)][:16].bfloat16().float()
-        model_hash.update(f"{name}{tuple(parameter.shape)}{sample.tolist()}".encode())
-    config: Any = model.config
+    for name, (shape, values) in samples.items():
+        model_hash.update(f"{name}{shape}{values}".encode())
     start = {
         "layout": config.layout,
         "windows": [config.num_sink_tokens, config.num_recent_tokens],
@@ -114,9 +127,9 @@ def start_identity_of(model: torch.nn.Module) -> dict[str, Any]:
     return json.loads(json.dumps(start))
 
 
-def check_start_model(state: TrainState, model: torch.nn.Module, checkpoint: Path) -> None:
+def check_start_model(state: TrainState, model: Any, checkpoint: Path) -> None:
     """Raise ValueError when `model` is not the one that a checkpoint's adapters were trained on."""
-    for key, value in start_identity_of(model).items():
+    for key, value in start_identity_of(model.config, samples_of(model)).items():
         if state.identity.get(key) != value:
             what, needed = _IDENTITY_ADVICE[key]
             raise ValueError(
@@ -204,16 +217,7 @@ def checkpoint_to_resume(folder: Path, args: TrainArgs, mesh: Any, identity: dic
         check_layout(state, layout_of(args, mesh), checkpoint)
         return checkpoint
 
-    found: list[Any] = [None, None]
-    if mesh.rank == 0:
-        try:
-            found[0] = look()
-        except ValueError as error:
-            found[1] = str(error)
-    dist.broadcast_object_list(found, src=0)
-    if found[1] is not None:
-        raise ValueError(found[1])
-    return found[0]
+    return from_rank_0(mesh.rank, look)
 
 
 class Checkpointer:

@@ -57,10 +57,10 @@ def deepspeed_config(args: TrainArgs) -> dict[str, Any]:
     }
 
 
-def start_engine(module: Any, optimizer: torch.optim.Optimizer, settings: dict[str, Any], mesh: Any) -> Any:
-    """The DeepSpeed engine that trains `module` on all ranks of a mesh."""
+def place_weights(module: Any, values: Any, settings: dict[str, Any], args: TrainArgs, mesh: Any) -> None:
+    """Fill and divide the weights of a module as these settings say, see `bridge.place_weights`."""
     size_offload_buffers(settings, module, mesh.world_size)
-    return bridge.start_engine(module, optimizer, settings, mesh.mpu)
+    bridge.place_weights(module, values, settings, getattr(torch, args.dtype), mesh.device)
 
 
 def size_offload_buffers(settings: dict[str, Any], module: Any, world_size: int) -> None:

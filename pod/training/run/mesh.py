@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +38,24 @@ class Mesh:
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor)
         return tensor.tolist()
+
+
+def from_rank_0(rank: int, function: Callable[[], Any]) -> Any:
+    """What `function` returns on rank 0, on all ranks, which call this together.
+
+    Raises:
+        ValueError: for a ValueError or OSError there, on all ranks.
+    """
+    found: list[Any] = [None, None]
+    if rank == 0:
+        try:
+            found[0] = function()
+        except (ValueError, OSError) as error:
+            found[1] = str(error)
+    dist.broadcast_object_list(found, src=0)
+    if found[1] is not None:
+        raise ValueError(found[1])
+    return found[0]
 
 
 def local_rank() -> int:

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import nn
 
+from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
 
 
@@ -30,8 +31,8 @@ def make_optimizer(module: nn.Module, args: TrainArgs) -> torch.optim.Optimizer:
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trainable:
         raise ValueError("no parameter is trainable: check train.method and train.lora_target_modules")
-    matrices = [parameter for parameter in trainable if parameter.ndim >= 2]
-    vectors = [parameter for parameter in trainable if parameter.ndim < 2]
+    matrices = [parameter for parameter in trainable if len(bridge.shape_of(parameter)) >= 2]
+    vectors = [parameter for parameter in trainable if len(bridge.shape_of(parameter)) < 2]
     groups = [
         {"params": matrices, "weight_decay": args.weight_decay},
         {"params": vectors, "weight_decay": 0.0},

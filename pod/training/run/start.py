@@ -9,27 +9,31 @@ from pod.data import PackedDataset
 from pod.data.args import DataArgs
 from pod.data.loader import read_manifest
 from pod.data.tokenizers import tokenizer_sha256
+from pod.modeling.shipped.llama import PodForCausalLM
 from pod.models import ModelArgs, resolve_model
-from pod.training.args import TrainRecipe
+from pod.training.args import TrainArgs, TrainRecipe
 from pod.training.observe.trackers import check_tracker
 from pod.training.predict import preflight
 from pod.training.predict.planner import Machine, this_machine
 from pod.training.predict.planner import plan as plan_run
 from pod.training.predict.shapes import Shapes
 from pod.training.predict.table import details, layout_line, table
-from pod.training.run.mesh import start_processes, stop_processes
+from pod.training.run.distill import needs_teacher
+from pod.training.run.mesh import Mesh, from_rank_0, start_processes, stop_processes
 from pod.training.run.start_model import (
+    Plan,
+    hollow_start_model,
     load_start_model,
-    load_teacher,
     model_config,
     plan_path,
     source_config,
+    teacher_args,
 )
+from pod.training.run.start_weights import StartWeights
 
 __all__ = [
     "estimate",
     "load_start_model",
-    "load_teacher",
     "model_config",
     "open_data",
     "plan_path",
@@ -72,6 +76,7 @@ def train(
     """
     from pod.training.observe.make import make_observers
     from pod.training.run.progressive import PlanSchedule
+    from pod.training.run.trainer import Trainer
 
     check_tracker(recipe.tracker)
     planned, plan = model_config(model_args, output_dir)
@@ -95,8 +100,19 @@ def train(
     preflight.agree(mesh, config, folder, facts)
     if mesh.rank == 0:
         print(table(fit, len(dataset) * dataset.context_length), flush=True)
-    trainer = _make_trainer(
-        model_args, args, dataset, mesh, folder, seed, config, schedule, observers, plan_file
+    model, teacher, weights = start_models(model_args, args, plan_file, mesh)
+    trainer = Trainer(
+        args,
+        model,
+        dataset,
+        mesh,
+        folder,
+        seed,
+        config,
+        schedule=schedule,
+        observers=observers,
+        teacher=teacher,
+        weights=weights,
     )
     state = trainer.train()
     if mesh.rank == 0:
@@ -113,26 +129,27 @@ def _check_row_length(config: dict[str, Any], dataset: PackedDataset, output_dir
         )
 
 
-def _make_trainer(
-    model_args, args, dataset, mesh, folder, seed, config, schedule, observers, plan_file
-) -> Any:
-    from pod.training.run.distill import needs_teacher
-    from pod.training.run.trainer import Trainer
+def start_models(
+    model_args: ModelArgs, args: TrainArgs, plan: Plan, mesh: Mesh
+) -> tuple[PodForCausalLM, PodForCausalLM | None, StartWeights]:
+    """What a trainer starts from: the model without its values, the teacher where one is needed, and the values, which rank 0
+    reads one at a time.
 
-    model = load_start_model(model_args, plan_file, args.dtype)
-    teacher = load_teacher(model_args, args.dtype) if needs_teacher(args, model.config.layout) else None
-    return Trainer(
-        args,
-        model,
-        dataset,
-        mesh,
-        folder,
-        seed,
-        config,
-        schedule=schedule,
-        observers=observers,
-        teacher=teacher,
-    )
+    Raises:
+        ValueError: on all ranks, when rank 0 cannot read a checkpoint; see `start_config`.
+    """
+    starts = [hollow_start_model(model_args, plan, args.dtype)]
+    if needs_teacher(args, starts[0][0].config.layout):
+        starts.append(hollow_start_model(teacher_args(model_args), None, args.dtype))
+    weights = StartWeights()
+
+    def open_checkpoints() -> None:
+        for hollow, open_checkpoint in starts:
+            weights.read(hollow, open_checkpoint())
+
+    from_rank_0(mesh.rank, open_checkpoints)
+    model, *teachers = [hollow for hollow, _ in starts]
+    return model, teachers[0] if teachers else None, weights
 
 
 def _digest(content: Any) -> str:

@@ -1,15 +1,23 @@
 """The model that a run starts from: its plan, its configuration without its weights, and the model itself."""
 
+import contextlib
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
-from pod.modeling.loading import convert_config, plan_fields, rope_changes
+from pod.modeling.loading import target_config
 from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.models import KNOWN_SIZES, PACKAGE, ModelArgs, resolve_model
+from pod.training.run.start_weights import Reader, hollow_model, weight_reader
+
+Plan = SharingPlan | str | Path | None
 
 
 def plan_path(model_args: ModelArgs, output_dir: Path) -> Path | None:
@@ -23,51 +31,75 @@ def plan_path(model_args: ModelArgs, output_dir: Path) -> Path | None:
     return default if model_args.layout in ("auto", "pod") and default.is_file() else None
 
 
-def load_start_model(model_args: ModelArgs, plan: Any, dtype: str = "float32") -> Any:
-    """The PodForCausalLM that training starts from, with the layout, plan, windows and RoPE of the recipe.
+def hollow_start_model(
+    model_args: ModelArgs, plan: Plan, dtype: str = "float32"
+) -> tuple[PodForCausalLM, Callable[[], Reader]]:
+    """The model that training starts from without its values, and what opens its checkpoint to read them.
 
     Args:
-        plan: a SharingPlan or the path of one; None = the layout's own (`cla`), the checkpoint's, or none.
-        dtype: of the weights. DeepSpeed makes bfloat16 of them before it takes its master weights, so that a run in bfloat16
-            loads half the bytes on every rank and trains the same bits.
+        plan: see `start_config`.
+        dtype: of the weights. The master weights of a run in bfloat16 are made from bfloat16.
 
     Raises:
-        ValueError: layout=pod without a plan; whatever does not fit the checkpoint.
+        ValueError: see `start_config`.
     """
-    import pod
-
-    layout = None if model_args.layout == "auto" else model_args.layout
-    path = resolve_model(model_args.path)
-    if layout == "cla" and plan is None and model_args.cla_factor != 2:
-        plan = _cla_plan(model_args, source_config(model_args)[0])
-    if layout in ("dense", "window"):
-        plan = None
-    model = pod.load_model(
-        path,
-        plan=plan,
-        num_sink_tokens=model_args.num_sink_tokens,
-        num_recent_tokens=model_args.num_recent_tokens,
-        dtype="float32" if layout == "cla" else dtype,  # means of weights are taken before they are rounded
-        gguf_file=model_args.gguf_file,
-        attention_backend=model_args.attention_backend,
-        layout=layout,
-        rope=model_args.rope,
-        max_position_embeddings=model_args.max_position_embeddings,
-    )
-    if layout == "pod" and model.config.sharing_plan.is_dense:
-        raise ValueError(_NO_PLAN)
-    return model.to(getattr(torch, dtype))
+    path, source = resolve_model(model_args.path), source_config(model_args)[0]
+    config = start_config(model_args, plan, source)
+    kind = config.dtype = getattr(torch, dtype)
+    model = hollow_model(config, kind)
+    with contextlib.suppress(OSError):  # most checkpoints have none of their own
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    # means of weights are taken before they are rounded
+    read_as = torch.float32 if config.layout == "cla" else kind
+    return model, partial(weight_reader, path, config, read_as, model_args.gguf_file)
 
 
-def load_teacher(model_args: ModelArgs, dtype: str = "float32") -> Any:
+def load_start_model(model_args: ModelArgs, plan: Plan, dtype: str = "float32") -> PodForCausalLM:
+    """The start model with its values, whole in host memory; arguments and errors as in `hollow_start_model`."""
+    model, open_checkpoint = hollow_start_model(model_args, plan, dtype)
+    read = open_checkpoint()
+    for name, parameter in model.named_parameters():
+        parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype).copy_(read(name))
+    return model
+
+
+def teacher_args(model_args: ModelArgs) -> ModelArgs:
     """The same start model in which every head leads: dense, with the same RoPE."""
-    return load_start_model(replace(model_args, layout="dense", plan=None), None, dtype)
+    return replace(model_args, layout="dense", plan=None)
 
 
 _NO_PLAN = (
     "model.layout is pod, and there is no plan but that in which every head leads: run launch/explore.py, set "
     "model.plan, or use layout=dense"
 )
+
+
+def start_config(model_args: ModelArgs, plan: Plan, source: Any) -> PodConfig:
+    """Configuration of the start model, with the layout, plan, windows and RoPE of the recipe.
+
+    Args:
+        plan: a SharingPlan or the path of one; None = the layout's own (`cla`), the checkpoint's, or none.
+        source: the checkpoint's configuration.
+
+    Raises:
+        ValueError: layout=pod without a plan; whatever does not fit the checkpoint.
+    """
+    layout = model_args.layout
+    if layout == "cla" and plan is None:
+        plan = SharingPlan.cla(source.num_hidden_layers, source.num_key_value_heads, model_args.cla_factor)
+    config = target_config(
+        source,
+        plan=None if layout in ("dense", "window") else plan,
+        layout=None if layout == "auto" else layout,
+        num_sink_tokens=model_args.num_sink_tokens,
+        num_recent_tokens=model_args.num_recent_tokens,
+        attention_backend=model_args.attention_backend,
+        rope=model_args.rope,
+        max_position_embeddings=model_args.max_position_embeddings,
+    )
+    if layout == "pod" and config.sharing_plan.is_dense:
+        raise ValueError(_NO_PLAN)
+    return config
 
 
 def model_config(
@@ -83,43 +115,13 @@ def model_config(
         ValueError: an unknown model, one that does not fit plan, layout or RoPE; no plan.
     """
     source, _ = source_config(model_args)
-    layout = model_args.layout
-    changes = rope_changes(source, model_args.rope, model_args.max_position_embeddings)
-    changes |= {
-        "num_sink_tokens": model_args.num_sink_tokens,
-        "num_recent_tokens": model_args.num_recent_tokens,
-    }
-    plan = None
-    if layout == "cla":
-        plan = SharingPlan.load(model_args.plan) if model_args.plan else _cla_plan(model_args, source)
-    elif layout in ("auto", "pod"):
-        file = plan_path(model_args, Path(output_dir))
-        plan = SharingPlan.load(file) if file else _own_plan(source)
-        if layout == "pod" and (plan is None or plan.is_dense):
-            if target_saving is None:
-                raise ValueError(_NO_PLAN)
-            plan = stand_in_plan(source.num_hidden_layers, source.num_key_value_heads, target_saving)
-    if layout != "auto":
-        changes["layout"] = "pod" if layout == "dense" else layout
-    elif source.model_type == "pod":
-        changes["layout"] = source.layout
-    changes |= plan_fields(plan)
-    if source.model_type == "pod":
-        config = PodConfig(**(source.to_dict() | changes))
-    else:
-        config = convert_config(source, **changes)
+    file = plan_path(model_args, Path(output_dir))
+    plan = SharingPlan.load(file) if file else None
+    own = source.model_type == "pod" and not source.sharing_plan.is_dense
+    if model_args.layout == "pod" and plan is None and not own and target_saving is not None:
+        plan = stand_in_plan(source.num_hidden_layers, source.num_key_value_heads, target_saving)
+    config = start_config(model_args, plan, source)
     return config, plan or config.sharing_plan
-
-
-def _own_plan(source: Any) -> SharingPlan | None:
-    """The plan of an export that is trained further."""
-    if source.model_type != "pod" or source.lead is None:
-        return None
-    return source.sharing_plan
-
-
-def _cla_plan(model_args: ModelArgs, source: Any) -> SharingPlan:
-    return SharingPlan.cla(source.num_hidden_layers, source.num_key_value_heads, model_args.cla_factor)
 
 
 def stand_in_plan(num_layers: int, num_key_value_heads: int, saving: float) -> SharingPlan:

@@ -33,16 +33,17 @@ from pod.training.run.engine import (
     deepspeed_config,
     drop_carry_hooks,
     gradient_scale,
+    place_weights,
     save_activations,
-    start_engine,
 )
 from pod.training.run.guard import Guard
 from pod.training.run.lora import add_lora, lora_settings
 from pod.training.run.loss import IGNORED_LABEL, LanguageModelLoss
-from pod.training.run.mesh import Mesh
+from pod.training.run.mesh import Mesh, from_rank_0
 from pod.training.run.optim import learning_rate, make_optimizer
 from pod.training.run.progressive import PlanSchedule
 from pod.training.run.run_control import RunControl
+from pod.training.run.start_weights import StartWeights
 from pod.training.run.ulysses import Ulysses
 
 
@@ -51,7 +52,7 @@ class Trainer:
 
     Args:
         args: section `train` of the recipe.
-        model: a PodForCausalLM with its plan, fp32, the same on every rank.
+        model: a PodForCausalLM with its plan, the same on every rank; its values are rank 0's.
         dataset: packed rows.
         mesh: the ranks.
         folder: <output_dir>/train.
@@ -60,6 +61,7 @@ class Trainer:
         schedule: the plan of every step; None = the model's own plan in all of them.
         observers: what looks at the model between steps (gates, evaluation, samples).
         teacher: the start model with every head leading, where distillation needs a copy (`distill.needs_teacher`).
+        weights: values of the weights of hollow models; None = the models have their own.
 
     Raises:
         ValueError: anything that cannot work, before the first step.
@@ -77,6 +79,7 @@ class Trainer:
         schedule: PlanSchedule | None = None,
         observers: list[Observer] | None = None,
         teacher: Any = None,
+        weights: StartWeights | None = None,
     ):
         self.args, self.mesh, self.folder, self.dataset = args, mesh, Path(folder), dataset
         self.plan: SharingPlan = model.config.sharing_plan
@@ -85,21 +88,11 @@ class Trainer:
         self.guard = Guard(args)
         self.control = RunControl(args, mesh, self.folder)
         self.lora = lora_settings(args) if args.method == "lora" else None
-        method = {"method": args.method, **(self.lora or {})}
-        self.identity = identity_of(model, self.plan, dataset.manifest, method, args.dtype)
-        self.state = TrainState(
-            layout=layout_of(args, mesh),
-            identity=self.identity,
-            config=config or {},
-            lora=self.lora,
-            tied_embeddings=bool(model.config.tie_word_embeddings),
-        )
-        self.resume_from = checkpoint_to_resume(self.folder, args, mesh, self.identity)
         self.cursor = dataset.cursor(seed)
         torch.manual_seed(seed + mesh.rank)
         self.causal_model: Any = model
         self.ulysses = self._attach_ulysses(model)
-        self._start_engine(model, teacher)
+        self._start_engine(model, teacher, weights or StartWeights(), config or {})
         mine = self.ulysses.slice if self.ulysses else slice(None)
         self.batches = StepBatches(args, dataset, self.cursor, mesh, mine)
 
@@ -118,16 +111,20 @@ class Trainer:
         model.model.sequence_parallel = ulysses
         return ulysses
 
-    def _start_engine(self, model: Any, teacher: Any) -> None:
+    def _start_engine(self, model: Any, teacher: Any, weights: StartWeights, config: dict[str, Any]) -> None:
         save_activations(model, self.args, self.dataset.context_length)
+        weights.sample(model)
         trained = add_lora(model, self.lora) if self.lora else model.requires_grad_(True)
         distillation = make_distillation(self.args, model.config.layout, teacher)
         module = LanguageModelLoss(trained, self.args.loss_chunk_mib, distillation).train()
         trainable = sum(one.numel() for one in module.parameters() if one.requires_grad)
         needed = checkpoint_disk_bytes(trainable, self.args)
-        self.engine: Any = start_engine(
-            module, make_optimizer(module, self.args), deepspeed_config(self.args), self.mesh
-        )
+        settings = deepspeed_config(self.args)
+        place_weights(module, weights, settings, self.args, self.mesh)
+        self.state = self._first_state(weights, config)
+        self.resume_from = checkpoint_to_resume(self.folder, self.args, self.mesh, self.state.identity)
+        optimizer = make_optimizer(module, self.args)
+        self.engine: Any = bridge.start_engine(module, optimizer, settings, self.mesh.mpu)
         drop_carry_hooks(model)
         self.checkpointer = Checkpointer(
             self.folder,
@@ -144,6 +141,17 @@ class Trainer:
             self.cursor.load_state_dict(self.state.cursor)
             if self.state.guard:
                 self.guard.load_state_dict(self.state.guard)
+
+    def _first_state(self, weights: StartWeights, config: dict[str, Any]) -> TrainState:
+        model, method = self.causal_model.config, {"method": self.args.method, **(self.lora or {})}
+        samples = from_rank_0(self.mesh.rank, lambda: weights.samples)
+        return TrainState(
+            layout=layout_of(self.args, self.mesh),
+            identity=identity_of(model, samples, self.plan, self.dataset.manifest, method, self.args.dtype),
+            config=config,
+            lora=self.lora,
+            tied_embeddings=bool(model.tie_word_embeddings),
+        )
 
     def _load(self, checkpoint: Path) -> None:
         """Weights, optimizer, random states and step of a checkpoint; data and guard stay where they stand."""

@@ -1,0 +1,142 @@
+"""Weights that rank 0 reads one at a time against whole models on every rank, and one rank's trouble. `worker_start.py OUT`."""
+
+import sys
+from pathlib import Path
+
+import tiny
+import torch
+from worker_runs import optimizer_hash
+
+STEPS = 3
+LORA = {"method": "lora", "lora_rank": 2, "lora_dropout": 0.3}
+TAUGHT = {"distill_logits": 0.5}
+CASES: dict[str, tuple[dict, dict]] = {
+    **{
+        f"stage{stage}": ({"layout": "pod"}, {"zero_stage": stage, "dtype": "float32"}) for stage in (1, 2, 3)
+    },
+    **{f"half{stage}": ({"layout": "pod"}, {"zero_stage": stage}) for stage in (1, 3)},
+    **{f"lora{stage}": ({"layout": "pod"}, {"zero_stage": stage, **LORA}) for stage in (1, 3)},
+    "cla": ({"layout": "cla"}, {"zero_stage": 3}),
+    "cla_lora_taught": ({"layout": "cla"}, {"zero_stage": 3, **LORA, **TAUGHT}),
+    "taught": ({"layout": "pod"}, {"zero_stage": 3, **TAUGHT}),
+    "window": ({"layout": "window", "num_sink_tokens": 0}, {"zero_stage": 3, "offload_parameters": "cpu"}),
+    "untied": ({"layout": "pod"}, {"zero_stage": 3, "dtype": "float32"}),
+}
+
+
+def checkpoint_of(name: str, out: Path) -> Path:
+    return out / ("untied" if name == "untied" else "start")
+
+
+def model_args(name: str, out: Path):
+    from pod.models import ModelArgs
+
+    choices = {"num_sink_tokens": 2, "num_recent_tokens": 5, **CASES[name][0]}
+    return ModelArgs(path=str(checkpoint_of(name, out)), **choices)
+
+
+def whole_models(args, model_args, plan):
+    """Student and teacher as they come from `pod.load_model`, which reads with transformers."""
+    import pod
+    from pod.training.run.distill import needs_teacher
+
+    def load(layout, plan):
+        model = pod.load_model(
+            model_args.path,
+            plan=plan,
+            layout=layout,
+            num_sink_tokens=model_args.num_sink_tokens,
+            num_recent_tokens=model_args.num_recent_tokens,
+            dtype="float32" if layout == "cla" else args.dtype,
+        )
+        return model.to(getattr(torch, args.dtype))
+
+    student = load(model_args.layout, plan)
+    return student, load("dense", None) if needs_teacher(args, student.config.layout) else None
+
+
+def left_to_the_engine(module, values, *others) -> None:
+    """In the place of `place_weights`: whole weights on every rank, which the engine divides."""
+    for parameter in module.parameters():
+        values(parameter)
+
+
+def train(name: str, out: Path) -> None:
+    """Both ways, one after the other on the same ranks."""
+    from pod.data import PackedDataset
+    from pod.training.args import TrainArgs
+    from pod.training.run import trainer as trainers
+    from pod.training.run.mesh import start_processes, stop_processes
+    from pod.training.run.start import start_models
+
+    chosen = model_args(name, out)
+    args = TrainArgs(loss_chunk_mib=1, learning_rate=1e-2, save_every_steps=0, **CASES[name][1])
+    plan = checkpoint_of(name, out) / "plan.json" if chosen.layout == "pod" else None
+    mesh, results, placing = start_processes(1), {}, trainers.place_weights
+    for way in ("placed", "whole"):
+        if way == "placed":
+            model, teacher, weights = start_models(chosen, args, plan, mesh)
+            trainers.place_weights = placing
+        else:
+            (model, teacher), weights = whole_models(args, chosen, plan), None
+            trainers.place_weights = left_to_the_engine
+        trainer = trainers.Trainer(
+            args,
+            model,
+            PackedDataset(out / "data"),
+            mesh,
+            out / f"{name}-{way}",
+            teacher=teacher,
+            weights=weights,
+        )
+        results[way] = {"losses": [trainer.step()["loss"] for _ in range(STEPS)]}
+        results[way] |= {"hash": optimizer_hash(trainer), "identity": trainer.state.identity}
+        results[way]["generation"] = model.generation_config.to_diff_dict().get("eos_token_id")
+        trainer.batches.close()
+    tiny.write_result(out, f"{name}_rank{mesh.rank}", results)
+    stop_processes()
+
+
+def damaged(out: Path) -> None:
+    """A checkpoint that rank 0 cannot use is refused by all ranks in the same words."""
+    from safetensors.torch import load_file, save_file
+
+    from pod.training.args import TrainArgs
+    from pod.training.run.mesh import start_processes, stop_processes
+    from pod.training.run.start import start_models
+
+    mesh = start_processes(1)
+    if mesh.rank == 0:
+        shard = sorted((out / "start").glob("*.safetensors"))[1]
+        weights = load_file(shard)
+        weights["model.surplus.weight"] = weights.pop(sorted(weights)[0])
+        save_file(weights, shard, metadata={"format": "pt"})
+    said = "accepted"
+    try:
+        start_models(model_args("stage1", out), TrainArgs(), out / "start" / "plan.json", mesh)
+    except ValueError as error:
+        said = str(error)
+    tiny.write_result(out, f"damaged_rank{mesh.rank}", {"said": said})
+    stop_processes()
+
+
+def main(out: Path) -> None:
+    import deepspeed  # noqa: F401  imported once, before the ranks are forked
+    import peft  # noqa: F401
+
+    import pod
+
+    tiny.make_data(out / "data")
+    order = [[0, 1, 2, 3, 4, 5], [4, 5, 0, 1, 3, 2], [2, 3, 4, 5, 0, 1], [0, 1, 3, 2, 4, 5]]
+    for name, tied in (("start", True), ("untied", False)):
+        stock = tiny.make_stock(tied)
+        stock.save_pretrained(out / name, max_shard_size="20KB")
+        pod.SharingPlan(lead=tiny.plan_rows(), head_order=order).save(out / name / "plan.json")
+    assert len(list((out / "start").glob("*.safetensors"))) > 3
+    for name in CASES:
+        tiny.run_ranks(2, train, name, out)
+    tiny.run_ranks(2, damaged, out)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
