@@ -15,11 +15,10 @@ from pod.training.observe.throughput import (
     Throughput,
     attention_flops,
     device_peak,
-    projection_weights,
     training_flops,
 )
 from pod.training.observe.trackers import JsonLines, Wandb, append_records, check_tracker, read_records
-from pod.training.predict.shapes import causal_pairs, proximal_pairs
+from pod.training.predict.shapes import Shapes, causal_pairs, proximal_pairs
 
 
 def test_missing_tracker_is_named(monkeypatch):
@@ -213,9 +212,8 @@ def test_weights_are_those_of_the_linear_layers(layout, lead):
     with torch.device("meta"):
         model = pod.PodForCausalLM(config)
     linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    assert projection_weights(config, config.sharing_plan.lead) == sum(
-        layer.weight.numel() for layer in linear
-    )
+    weights = Shapes.from_config(config).multiplied_weights(config.sharing_plan.lead)
+    assert weights == sum(layer.weight.numel() for layer in linear)
 
 
 def test_attention_counts_each_product_that_the_model_needs():
@@ -241,7 +239,7 @@ def test_attention_counts_each_product_that_the_model_needs():
 def test_training_counts_what_the_method_computes():
     config, lengths = small_config(), [40, 24]
     lead = config.sharing_plan.lead
-    weights = 2 * 64 * projection_weights(config, lead)
+    weights = 2 * 64 * Shapes.from_config(config).multiplied_weights(lead)
     attention = attention_flops(config, lead, lengths)
     full = training_flops(config, lead, TrainArgs(), lengths)
     assert full == 3 * (weights + attention)

@@ -12,21 +12,11 @@ from typing import Any
 import torch
 
 from pod.training.args import TrainArgs
-from pod.training.predict.shapes import Lead, Shapes, causal_pairs, proximal_pairs, teacher_plans
+from pod.training.predict.devices import peak_tflops
+from pod.training.predict.shapes import Lead, Shapes, causal_pairs, proximal_pairs
+from pod.training.predict.step_time import model_flops
 
 _SAMPLED_ROWS = 256
-
-
-def projection_weights(config: Any, lead: Lead) -> int:
-    """Weights that multiply every token: all linear layers and the output projection, not the embedding's rows."""
-    shapes = Shapes.from_config(config)
-    kv_weights = 2 * shapes.hidden * shapes.kv_heads * shapes.head_dim
-    total = shapes.vocab * shapes.hidden
-    for layer, row in enumerate(lead):
-        has_keys = config.layout != "cla" or row[0] == layer
-        query = 2 * shapes.hidden * shapes.query_heads * shapes.head_dim
-        total += query + kv_weights * has_keys + 3 * shapes.hidden * shapes.intermediate
-    return total
 
 
 def attention_flops(config: Any, lead: Lead, lengths: Iterable[int]) -> float:
@@ -47,21 +37,9 @@ def attention_flops(config: Any, lead: Lead, lengths: Iterable[int]) -> float:
 
 
 def training_flops(config: Any, lead: Lead, args: TrainArgs, lengths: Sequence[int]) -> float:
-    """Operations of one forward and backward over documents of these lengths (tokens), by the model's needs.
-
-    Backward takes two operations for each of forward: one for the gradient of the input, one for that of the weight,
-    which the frozen weights of LoRA do not need. Distillation adds the forward passes of its teacher.
-    """
-    tokens, attention = sum(lengths), attention_flops(config, lead, lengths)
-    weights = 2.0 * tokens * projection_weights(config, lead)
-    if args.method == "lora":
-        adapters = 2.0 * tokens * Shapes.from_config(config).lora_parameters(args)
-        total = 2 * weights + 3 * adapters + 3 * attention
-    else:
-        total = 3 * (weights + attention)
-    for plan in teacher_plans(lead, args):
-        total += 2.0 * tokens * projection_weights(config, plan) + attention_flops(config, plan, lengths)
-    return total
+    """Operations of one forward and backward over documents of these lengths (tokens), by the model's needs."""
+    shapes = Shapes.from_config(config)
+    return model_flops(shapes, lead, args, sum(lengths), lambda plan: attention_flops(config, plan, lengths))
 
 
 @dataclass(frozen=True)
@@ -101,7 +79,5 @@ def device_peak(args: TrainArgs, device: torch.device) -> float | None:
         return args.peak_tflops * 1e12
     if device.type != "cuda":
         return None
-    from pod.training.predict.devices import peak_tflops
-
     known = peak_tflops(torch.cuda.get_device_name(device), args.dtype)
     return None if known is None else known * 1e12

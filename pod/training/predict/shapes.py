@@ -94,6 +94,13 @@ class Shapes:
         absent = self.num_silent_layers * 2 * self.hidden * self.kv_heads * self.head_dim
         return self.dense_parameters - absent
 
+    def multiplied_weights(self, lead: Lead) -> int:
+        """Weights that multiply every token under a plan: all linear layers and the output projection, not the embedding's rows."""
+        linear = sum(rows * columns for rows, columns in self.linear_sizes.values())
+        silent = sum(row[0] != layer for layer, row in enumerate(lead)) if self.layout == "cla" else 0
+        absent = silent * 2 * self.hidden * self.kv_heads * self.head_dim
+        return self.layers * linear - absent + self.embedding_parameters
+
     def lora_parameters(self, args: TrainArgs) -> int:
         """Trainable weights of the adapters."""
         sizes = self.linear_sizes

@@ -5,13 +5,15 @@ attention reach `efficiency` of the peak, links `link_efficiency` of theirs. The
 gradients travelling entirely behind the arithmetic, and one after the other. All-to-alls always wait.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from pod.training.args import TrainArgs
 from pod.training.predict.communication import Traffic, communication
 from pod.training.predict.devices import Device
 from pod.training.predict.job import Job
 from pod.training.predict.memory import BYTES, host_bytes
-from pod.training.predict.shapes import carried_heads, teacher_plans
+from pod.training.predict.shapes import Lead, Shapes, carried_heads, teacher_plans
 
 LINK_EFFICIENCY = 0.7
 HOST_UPDATE_BYTES_PER_S = 20e9  # of a CPU that updates AdamW, per rank
@@ -56,26 +58,47 @@ def step_time(job: Job, device: Device) -> StepTime:
     return StepTime(parts, waiting + max(parts["arithmetic"], behind), sequential, flops)
 
 
-def rank_flops(job: Job) -> float:
-    """Floating-point operations of one rank for one micro-batch: forward, recomputation and backward.
+def model_flops(
+    shapes: Shapes, lead: Lead, args: TrainArgs, tokens: int, attention: Callable[[Lead], float]
+) -> float:
+    """Floating-point operations that one forward and backward of so many tokens need; nothing is counted twice.
 
-    Attention is that of the rank which a layer waits for.
+    Backward takes two operations for each of forward: one for the gradient of the input, one for that of the weight,
+    which the frozen weights of LoRA do not need. Distillation adds the forward passes of its teacher.
+
+    Args:
+        attention: operations of a forward pass's attention under a plan.
     """
+    weights = 2.0 * tokens * shapes.multiplied_weights(lead)
+    if args.method == "lora":
+        total = 2 * weights + 6.0 * tokens * shapes.lora_parameters(args) + 3 * attention(lead)
+    else:
+        total = 3 * (weights + attention(lead))
+    taught = (
+        2.0 * tokens * shapes.multiplied_weights(plan) + attention(plan) for plan in teacher_plans(lead, args)
+    )
+    return total + sum(taught)
+
+
+def rank_flops(job: Job) -> float:
+    """Those of one rank for one micro-batch, with all that is computed again: layers under checkpoints, tiles, logits, the carry,
+    and the logits of attention's backward. Attention is that of the rank which a layer waits for."""
     shapes, lead, args, tokens = job.shapes, job.lead, job.args, job.tokens
-    feed_forward = 2.0 * tokens * 3 * shapes.hidden * shapes.intermediate
-    linear = sum(rows * columns for rows, columns in shapes.linear_sizes.values())
-    projections = 2.0 * tokens * linear - feed_forward
     attention = attention_flops(job)
-    again = args.gradient_checkpointing == "full"
-    backward = 1 if args.method == "lora" else 2
-    tiled = job.tiles > 1
-    layer = (projections + feed_forward) * (1 + again + backward + args.teacher_passes) + feed_forward * tiled
-    head = 2.0 * tokens * shapes.vocab * shapes.hidden * (2 + backward + (args.distill_context > 0))
-    taught = sum(attention_flops(replace(job, lead=plan)) for plan in teacher_plans(lead, args))
-    carried = 0.0
+    head = 2.0 * tokens * shapes.embedding_parameters
+    layers = 2.0 * tokens * shapes.multiplied_weights(lead) - head
+    again = 0.5 * attention
+    if args.gradient_checkpointing == "full":
+        again += layers + attention
+    if job.tiles > 1:
+        again += 6.0 * tokens * shapes.layers * shapes.hidden * shapes.intermediate
+    if not args.teacher_passes:
+        again += head
     if args.carry == "recompute":
-        carried = 2.0 * tokens * shapes.hidden * shapes.carried_width * carried_heads(lead)
-    return shapes.layers * layer + head + attention * (1 + again + 2.5) + taught + carried
+        again += 2.0 * tokens * shapes.hidden * shapes.carried_width * carried_heads(lead)
+    return again + model_flops(
+        shapes, lead, args, tokens, lambda plan: attention_flops(replace(job, lead=plan))
+    )
 
 
 def attention_flops(job: Job) -> float:
