@@ -27,9 +27,8 @@ from pod.data import long_sequences
 from pod.files import read_json, write_json
 from pod.measure.machine import environment
 from pod.modeling.methods import simlayerkv
-from pod.modeling.methods.accumulate import AccumulatingLayer
 from pod.modeling.methods.adakv import AdaLayer
-from pod.modeling.methods.h2o import H2OLayer
+from pod.modeling.methods.h2o import AccumulatingLayer, H2OLayer
 from pod.modeling.methods.ranking import best_slots
 from pod.modeling.methods.razor import RazorLayer
 from pod.modeling.methods.shared_selection import SharedSelectionLayer

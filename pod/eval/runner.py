@@ -64,7 +64,7 @@ class Evaluation:
         specs = {name: spec for name in self.args.method_options if (spec := find_method(name).spec)}
         if specs:
             import pod  # which loads torch
-            from pod.modeling.methods.combine import all_parameters, parse
+            from pod.modeling.methods.base import all_parameters, parse
 
             for name, spec in specs.items():
                 parts = parse(pod.methods(), spec)[0]

@@ -1,19 +1,19 @@
-"""Loading: any Llama, Mistral, Qwen2 or Qwen3 checkpoint, or a PoD export, into the one decoder."""
+"""Loading: any Llama, Mistral, Qwen2 or Qwen3 checkpoint, or a PoD export, into the one decoder; with heads in another order, or another
+rotary embedding for longer contexts."""
 
 import copy
 import os
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from pod.modeling.shipped.attend import compute_dtype
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan
-
-from .head_order import reordered_weights
-from .rope_scaling import change_rope
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -231,3 +231,98 @@ def load_tokenizer(source: str | os.PathLike, gguf_file: str | None = None):
         # with our own configuration in hand transformers does not ask whether it may run the export's code
         options["config"] = PodConfig.from_pretrained(source)
     return AutoTokenizer.from_pretrained(source, **options)
+
+
+def reordered_weights(
+    state: Mapping[str, Tensor], config: PodConfig, now: Sequence[Sequence[int]] | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Names and weights of the projections that change when heads that stand in the order ``now`` move to ``config.head_order``, which
+    permutes query heads of a layer, and the KV heads they belong to, without changing the function.
+
+    Query heads are rows of ``q_proj`` and columns of ``o_proj``, KV heads rows of ``k_proj`` and ``v_proj``; biases of q, k
+    and v are rows too, norms of heads are shared by all. Layers whose order stays are left out. None = the original order, else
+    ``[L][Hq]``: which query head of the original weights stands at each place, as ``SharingPlan.head_order``.
+    """
+    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    original = [list(range(heads))] * layers
+    for layer, (old, new) in enumerate(zip(now or original, config.head_order or original, strict=True)):
+        if list(old) == list(new):
+            continue
+        place = {head: at for at, head in enumerate(old)}
+        query = torch.tensor([place[head] for head in new])
+        key_value = query[:: config.num_key_value_groups] // config.num_key_value_groups
+        prefix = f"model.layers.{layer}.self_attn."
+        for name in ("q_proj", "k_proj", "v_proj"):
+            for kind in ("weight", "bias"):
+                if (weight := state.get(f"{prefix}{name}.{kind}")) is not None:
+                    index = query if name == "q_proj" else key_value
+                    yield f"{prefix}{name}.{kind}", _moved(weight, index, 0, config.head_dim)
+        yield f"{prefix}o_proj.weight", _moved(state[f"{prefix}o_proj.weight"], query, 1, config.head_dim)
+
+
+def _moved(weight: Tensor, index: Tensor, dim: int, head_dim: int) -> Tensor:
+    """The weight with its heads, ``head_dim`` rows or columns each, taken in the order of ``index``."""
+    index = index.to(weight.device)
+    return weight.unflatten(dim, (-1, head_dim)).index_select(dim, index).flatten(dim, dim + 1)
+
+
+_KEYS = {
+    "default": set(),
+    "linear": {"factor"},
+    "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
+    "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"},
+}
+_DEFAULTS = {"llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}  # Llama 3.1's
+
+
+def change_rope(
+    rope: dict[str, Any], max_positions: int, changes: dict[str, Any], new_max: int | None = None
+) -> tuple[dict[str, Any], int]:
+    """RoPE parameters and longest context of a model after `changes`, a higher base or scaled positions.
+
+    Args:
+        rope: parameters of the checkpoint, as in transformers (`rope_type`, `rope_theta`, `factor`, …).
+        max_positions: the checkpoint's longest context in tokens.
+        changes: some of `rope_type`, `rope_theta`, and the keys of that type: `factor`, `low_freq_factor`,
+            `high_freq_factor`, `original_max_position_embeddings` (llama3, Llama 3.1's), `beta_fast`, `beta_slow`,
+            `attention_factor` (yarn, Peng et al., 2023). A type of the checkpoint's own keeps its other parameters.
+        new_max: longest context afterwards; None = original length x factor where positions are scaled anew (the checkpoint's
+            length, in proportion, where only the factor of its own scaling changes), else as it was.
+
+    Raises:
+        ValueError: keys of another type, a missing factor, a longer context with nothing changed.
+    """
+    own_type = rope.get("rope_type", "default")
+    rope_type = changes.get("rope_type", own_type)
+    if rope_type not in _KEYS:
+        raise ValueError(f"rope_type = {rope_type!r} is not supported; choose one of {', '.join(_KEYS)}")
+    for key in changes.keys() - _KEYS[rope_type] - {"rope_type", "rope_theta"}:
+        owners = ", ".join(name for name, keys in _KEYS.items() if key in keys) or "no rope_type"
+        raise ValueError(f"rope_{key} belongs to {owners}, and rope_type is {rope_type}: leave it out")
+    if new_max is not None and new_max > max_positions and not changes:
+        raise ValueError(
+            f"max_position_embeddings = {new_max} with the checkpoint's own RoPE, which was trained on {max_positions} "
+            "positions: set rope_theta, or rope_type with rope_factor, too"
+        )
+    kept = rope if rope_type == own_type else {"rope_theta": rope["rope_theta"]}
+    changed = {**_DEFAULTS.get(rope_type, {}), **kept, **changes, "rope_type": rope_type}
+    if rope_type == "default":
+        return changed, new_max or max_positions
+    # linear scaling keeps no record of the length before it
+    trained = rope.get("original_max_position_embeddings") or round(max_positions / rope.get("factor", 1.0))
+    original = changed.get("original_max_position_embeddings") or trained
+    if rope_type != "linear":
+        changed["original_max_position_embeddings"] = original
+    if "factor" not in changed:
+        if new_max is None:
+            needs = f"rope_factor, or the max_position_embeddings to reach from {original}"
+            raise ValueError(f"rope_type = {rope_type} needs {needs}")
+        changed["factor"] = new_max / original
+    if changed["factor"] < 1:
+        raise ValueError(f"rope_factor is {changed['factor']:g}, allowed are 1 and more")
+    scaled = changes.keys() & {"rope_type", "factor", "original_max_position_embeddings"}
+    if new_max is not None or not scaled:
+        return changed, new_max or max_positions
+    if rope_type == own_type and "original_max_position_embeddings" not in changes:
+        return changed, round(max_positions * changed["factor"] / rope["factor"])
+    return changed, round(original * changed["factor"])

@@ -9,7 +9,7 @@ import pytest
 
 import pod
 from pod.eval.catalogue import combinations, describe
-from pod.modeling.methods.combine import parse
+from pod.modeling.methods.base import parse
 
 PROMISED = [
     "pod+snapkv",
@@ -123,7 +123,7 @@ def test_a_value_of_another_kind_is_refused_in_one_line(tools, spec):
 
 def test_a_budget_is_a_whole_number(tools):
     model = tools.make_pod("llama", plan=False)
-    for budget in (None, 0, -1, 64.0, True, "64", math.inf, math.nan, [64]):
+    for budget in (None, 0, -1, 64.0, True, "64", math.inf, math.nan, [64.0], []):
         with pytest.raises(
             ValueError, match=r"^h2o needs budget=…, .* whole number of at least 1; got [^\n]+$"
         ):
