@@ -16,6 +16,7 @@ PROMISED = [
     "pod+pyramidkv",
     "pod+expected_attention",
     "adakv+int4",
+    "kvzip+int4",
     "pod+int4",
     "simlayerkv+int4",
     "razor+int4",
@@ -36,6 +37,8 @@ def options_of(spec):
         options["window"] = 8
     if "int4" in spec:
         options["group_size"] = 8
+    if "kvzip" in spec:
+        options["repeat_ids"] = [[1], [2], [3]]
     return options
 
 

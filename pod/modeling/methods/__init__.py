@@ -8,6 +8,7 @@ from pod.modeling.methods import (
     expected_attention,
     h2o,
     imdc,
+    kvzip,
     layouts,
     minicache,
     pyramidkv,
@@ -28,7 +29,7 @@ from pod.modeling.shipped.state import PACKAGES
 
 PACKAGES.add(__name__)
 
-_RANKINGS = shared_selection, pyramidkv, adakv, expected_attention, h2o, roco, d2o
+_RANKINGS = shared_selection, pyramidkv, adakv, expected_attention, kvzip, h2o, roco, d2o
 _OTHERS = simlayerkv, razor, quest, minicache, think
 _ALONE = (module.METHOD for module in (sliding, *_RANKINGS, *_OTHERS))
 _SELECTIONS = *windowed.METHODS, *_ALONE, *imdc.METHODS
