@@ -36,7 +36,7 @@ from pod.files import write_json
 from pod.measure.machine import environment
 from pod.measure.race import spread
 from pod.modeling.methods import imdc
-from pod.modeling.methods.imdc_schedule import Settings, prompt_schedule
+from pod.modeling.methods.imdc import Settings, prompt_schedule
 from pod.modeling.shipped.rows import Schedule
 
 RESULTS = Path(__file__).parent / "results" / "imdc.json"

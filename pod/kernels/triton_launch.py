@@ -1,4 +1,7 @@
-"""Where our Triton kernels can run, and one launch."""
+"""Where our Triton kernels can run, one launch, and how the decode kernels deal their programs to the heads of a row, by its length.
+
+``PART`` (see ``pod.kernels.triton_decode``): 0 all tokens; 1 all of leads, near ones of others; 2 distant ones of followers.
+"""
 
 import contextlib
 import os
@@ -6,6 +9,7 @@ import shutil
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 
@@ -29,3 +33,65 @@ def run(kernel, grid: tuple[int, ...], on: Tensor, *arguments, **options) -> Non
     """On the device of a tensor; waits for nothing."""
     with torch.cuda.device(on.device) if on.is_cuda else contextlib.nullcontext():
         kernel[grid](*arguments, **options)
+
+
+@triton.jit
+def tiles(length, tail, n_s, n_r, is_lead, is_window, PART: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(far tiles, near tiles) that a launch takes of a head with ``length`` tokens, the newest ``tail`` in tiles of their own."""
+    near = tl.minimum(length, n_s + n_r)
+    far_tiles = tl.where(is_window, 0, tl.cdiv(length - near, BLOCK_N))
+    tail = tl.where(is_window, 0, tail)
+    near_tiles = tl.cdiv(near - tail, BLOCK_N) + tl.cdiv(tail, BLOCK_N)
+    if PART == 1:
+        far_tiles = tl.where(is_lead, far_tiles, 0)
+    if PART == 2:
+        far_tiles = tl.where(is_lead, 0, far_tiles)
+        near_tiles = 0
+    return far_tiles, near_tiles
+
+
+@triton.jit
+def splits(
+    length, tail, leads, followers, windows, programs, n_s, n_r, PART: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """(programs of each lead, of each follower, of each window), dealt in this order. At least one where there is a tile.
+
+    Windows get their share first, rounded; what others have to do is finer and fits into the rest.
+    """
+    lead_far, lead_near = tiles(length, tail, n_s, n_r, True, False, PART, BLOCK_N)
+    far, near = tiles(length, tail, n_s, n_r, False, False, PART, BLOCK_N)
+    _, window_near = tiles(length, tail, n_s, n_r, False, True, PART, BLOCK_N)
+    lead_cost = 2 * (lead_far + lead_near)
+    if PART == 2:
+        return 0, tl.minimum(programs // tl.maximum(followers, 1), far), 0
+    cost = far + 2 * near
+    total = leads * lead_cost + followers * cost
+    window_cost = 2 * window_near
+    all_cost = tl.maximum(total + windows * window_cost, 1)
+    per_window = tl.maximum((2 * programs * window_cost + all_cost) // (2 * all_cost), 1)
+    per_window = tl.minimum(per_window, (programs - leads - followers) // tl.maximum(windows, 1))
+    per_window = tl.minimum(per_window, window_near)
+    programs -= windows * per_window
+    per_lead = tl.maximum(programs * lead_cost // tl.maximum(total, 1), 1)
+    per_lead = tl.minimum(per_lead, (programs - followers) // tl.maximum(leads, 1))
+    per_lead = tl.minimum(per_lead, lead_far + lead_near)
+    per_follower = (programs - leads * per_lead) // tl.maximum(followers, 1)
+    per_follower = tl.minimum(per_follower, far + near)
+    return per_lead, per_follower, per_window
+
+
+@triton.jit
+def dealt(index, leads, followers, per_lead, per_follower, per_window):
+    """(first program, number of programs) of the head at ``index`` of the table."""
+    of_leads, of_followers = tl.minimum(index, leads), tl.minimum(tl.maximum(index - leads, 0), followers)
+    of_windows = tl.maximum(index - leads - followers, 0)
+    first = of_leads * per_lead + of_followers * per_follower + of_windows * per_window
+    count = tl.where(index < leads, per_lead, tl.where(index < leads + followers, per_follower, per_window))
+    return first, count
+
+
+@triton.jit
+def boundary(split, count, far_tiles, near_tiles, near_cost):
+    """First tile of a split, so that all cost the same; far tiles come first."""
+    units = split * (far_tiles + near_tiles * near_cost) // count
+    return tl.where(units < far_tiles, units, far_tiles + (units - far_tiles) // near_cost)

@@ -85,18 +85,6 @@ class RetrievalHeads:
         found = SharingPlan.of_leads(leads, self.num_key_value_heads)
         return replace(found, provenance={"algorithm": "retrieval heads", "share": share, **self.provenance})
 
-    def describe(self, ratio: float = 5) -> str:
-        """What was chosen and what it really saves when each other head holds 1/ratio of a long text, in two lines."""
-        chosen, queries = sum(map(len, self.query_heads)), sum(map(len, self.echo))
-        kept, pairs = sum(map(len, self.key_value_heads)), len(self.echo) * self.num_key_value_heads
-        share = kept / pairs
-        smaller = 1 / (share + (1 - share) / ratio)
-        return (
-            f"retrieval heads: {chosen} of {queries} query heads ({chosen / queries:.1%}; induction {self.induction_share:g}, "
-            f"echo {self.echo_share:g}) protect {kept} of {pairs} KV heads ({share:.1%})\n"
-            f"KV cache of a long prompt: {smaller:.2f}x smaller with 1/{ratio:g} of it in the other heads"
-        )
-
     def check_fits(self, config: PodConfig) -> None:
         """Raise ValueError unless the scores are of a model of this shape, its heads in this order."""
         found = len(self.echo), len(self.echo[0]), self.num_key_value_heads

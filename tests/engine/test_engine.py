@@ -346,7 +346,7 @@ def test_memory_is_free_when_the_cache_is_gone(tools, how):
     gc.collect()
     gc.disable()
     try:
-        held = [tensor for _, tensor in cache._all_parts()]
+        held = [tensor for _, tensor, _ in cache._all_parts()]
         held = [weakref.ref(tensor) for tensor in held]
         assert len(held) > 10
         del cache

@@ -27,6 +27,7 @@ SMALL = {
     "pyramidkv": {"budget": 20, "window": 4, "kernel": 3},
     "adakv": {"budget": 20, "window": 6},
     "expected_attention": {"budget": 20},
+    "kvzip": {"budget": 20, "chunk_size": 25, "repeat_ids": [[5, 6], [7], [8, 9]]},
     "h2o": {"budget": 20, "num_recent_tokens": 6},
     "roco": {"budget": 20, "num_recent_tokens": 4},
     "d2o": {"budget": 20},

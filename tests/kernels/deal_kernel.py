@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from pod.kernels.triton_deal import splits, tiles
+from pod.kernels.triton_launch import splits, tiles
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 SNAP = {"budget": 14, "window": 4, "kernel": 3}
 CODEC = {"group_size": 8, "residual": 8}
 SIMLAYER = {"num_sink_tokens": 2, "num_recent_tokens": 6}
+KVZIP = {"budget": 12, "chunk_size": 10, "num_sink_tokens": 2, "repeat_ids": [[5, 9, 3], [7, 2], [4]]}
 RAZOR = {
     "heads": [[0], [1], [], [0, 1], []],
     "num_sink_tokens": 2,
@@ -72,6 +73,7 @@ SELECTIONS = [
         large=LARGE_STREAM,
         name="expected_attention-streaming",
     ),
+    Row("kvzip", KVZIP, large=LARGE | {"chunk_size": 2048}),
     Row("h2o", {"budget": 12}),
     Row("h2o", {"budget": 12} | STREAM, large=LARGE_STREAM, name="h2o-streaming"),
     Row("roco", {"budget": 13, "num_sink_tokens": 2, "num_recent_tokens": 3}),

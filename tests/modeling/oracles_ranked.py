@@ -36,6 +36,14 @@ Expected Attention (budget, num_sink_tokens s = 4, num_future_positions F = 512,
       query head. R = mean of the rotations at positions n .. n+F-1, n = tokens seen. mu = R mean, Sigma = R cov R^T.
     * The first s entries are always kept and not scored. For the others w_j = exp(k.mu/sqrt(d) + k.Sigma.k/(2d)),
       divided by the sum over them; score = (mean of w over G + epsilon) * |v|. Kept: the top (budget - s).
+KVzip (budget = mean over heads and layers, repeat_ids = (first, later, end), chunk_size c = 2048, num_sink_tokens s = 4)
+    * The first prompt behind which a head holds more than the budget is followed, out of the record, by passes over
+      r_0, r_1, …, each behind the text only: r_0 = first + end + text[:c], r_i = later + text[ic-8:ic] + end +
+      text[ic:ic+c], text = all ids so far (authors' code: self_task, 8 = prev_postfix_size). They attend to everything.
+    * Score of a token of chunk i = max over the tokens of r_i and the G heads of its weight in a softmax over the first
+      min(s, ic) tokens, the chunk and the tokens of r_i up to the query (authors' code: _get_score, sink = system prompt).
+    * Of all (layer, head, token) the top L*H*budget stay; the first s tokens are above all others. Ties: lower layer,
+      then head, then token. Nothing is evicted later.
 H2O (budget, num_recent_tokens = budget // 2)
     * Score = sum of A over all queries so far. If more than the budget is held: keep the last num_recent_tokens and
       the top (budget - num_recent_tokens) of the others. The same rule at a prompt's end and at a decode step.
@@ -179,6 +187,61 @@ class AdaKV(SnapKV):
             before, count = len(self.scored[h]), ends[h + 1] - ends[h]
             kept = best(list(range(before)), self.scored[h].__getitem__, min(count, before))
             heads[h] = [entries[j] for j in kept] + entries[before:]
+
+
+class KVzip(NaiveDecoder):
+    """What is attended to when the text is repeated."""
+
+    def setup(self, budget: int, repeat_ids, chunk_size: int = 2048, num_sink_tokens: int = 4) -> None:
+        self.budget, self.requests, self.size, self.sinks = budget, repeat_ids, chunk_size, num_sink_tokens
+        self.text: list[int] = []
+        self.reading: tuple[int, int] | None = None
+        self.is_done = False
+        self.found: dict[tuple[int, int, int], float] = {}
+
+    def feed(self, ids: Tensor, is_decode: bool) -> Tensor:
+        self.text += ids.tolist()
+        logits = super().feed(ids, is_decode)
+        if not is_decode and not self.is_done and len(self.entries[0][0]) > self.budget:
+            self.repeat()
+            self.evict()
+        return logits
+
+    def repeat(self) -> None:
+        entries, seen = self.entries, self.seen
+        first, later, end = self.requests
+        for start in range(0, seen, self.size):
+            self.reading = start, min(start + self.size, seen)
+            named = first if start == 0 else later + self.text[max(0, start - 8) : start]
+            again = torch.tensor(named + end + self.text[start : start + self.size])
+            self.entries = [[list(head) for head in layer] for layer in entries]
+            super().feed(again, False)
+            self.seen = seen
+        self.entries, self.reading = entries, None
+
+    def attend_head(self, layer: int, head: int, q: Tensor, entries: list[Entry]) -> tuple[Tensor, Tensor]:
+        if self.reading is not None:
+            start, stop = self.reading
+            held = len(entries) - self.num_new
+            for queries in self.turn(q, self.query_positions()):
+                for i, query in enumerate(queries):
+                    there = [*range(min(self.sinks, start)), *range(start, stop), *range(held, held + i + 1)]
+                    logits = torch.stack([query @ entries[j].k for j in there]) / math.sqrt(self.head_dim)
+                    for j, weight in zip(there, logits.softmax(0).tolist(), strict=True):
+                        if start <= j < stop:
+                            key = layer, head, j
+                            self.found[key] = max(self.found.get(key, 0.0), weight)
+        return super().attend_head(layer, head, q, entries)
+
+    def evict(self) -> None:
+        self.is_done = True
+        total = self.num_layers * self.num_heads * self.budget
+        ranked = sorted(self.found, key=lambda key: (key[2] >= self.sinks, -self.found[key], key))
+        first = [key for key in ranked if key[2] < self.sinks]
+        kept = {*first, *ranked[len(first) : total]}
+        for layer, heads in enumerate(self.entries):
+            for head, entries in enumerate(heads):
+                heads[head] = [entry for j, entry in enumerate(entries) if (layer, head, j) in kept]
 
 
 class ExpectedAttention(Streaming, NaiveDecoder):

@@ -9,13 +9,14 @@ import pytest
 
 import pod
 from pod.eval.catalogue import combinations, describe
-from pod.modeling.methods.combine import parse
+from pod.modeling.methods.base import parse
 
 PROMISED = [
     "pod+snapkv",
     "pod+pyramidkv",
     "pod+expected_attention",
     "adakv+int4",
+    "kvzip+int4",
     "pod+int4",
     "simlayerkv+int4",
     "razor+int4",
@@ -36,6 +37,8 @@ def options_of(spec):
         options["window"] = 8
     if "int4" in spec:
         options["group_size"] = 8
+    if "kvzip" in spec:
+        options["repeat_ids"] = [[1], [2], [3]]
     return options
 
 
@@ -123,7 +126,7 @@ def test_a_value_of_another_kind_is_refused_in_one_line(tools, spec):
 
 def test_a_budget_is_a_whole_number(tools):
     model = tools.make_pod("llama", plan=False)
-    for budget in (None, 0, -1, 64.0, True, "64", math.inf, math.nan, [64]):
+    for budget in (None, 0, -1, 64.0, True, "64", math.inf, math.nan, [64.0], []):
         with pytest.raises(
             ValueError, match=r"^h2o needs budget=…, .* whole number of at least 1; got [^\n]+$"
         ):

@@ -16,7 +16,7 @@ PROMPT, WARM_UP, TOKENS = (
 DEPTH, MOST = 32, 2000  # layers to which counts are scaled, and the operations allowed there
 SELECT = {"budget": 32, "window": 4, "kernel": 3}
 CODEC = {"group_size": 8, "residual": 8}
-# no simlayerkv and no adakv: which layers are lazy, and what a head holds, is decided for each row, so their cost differs by row
+# no simlayerkv, adakv and kvzip: which layers are lazy, and what a head holds, is decided for each row, so their cost differs by row
 METHODS = {
     "full": {},
     "full-capacity": {"capacity": 128},

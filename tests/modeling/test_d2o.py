@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import pod
-from pod.modeling.methods import merging
+from pod.modeling.methods import d2o
 from pod.modeling.methods.d2o import attention_variance, layer_budgets, smallest_budget
 from pod.modeling.shipped.stores import take_slots
 
@@ -54,18 +54,18 @@ def naive_merge(keys, values, kept, dropped):
 
 
 def merge_everything(keys, values, kept, dropped):
-    similarity, nearest = merging.nearest_kept(keys, kept, dropped)
+    similarity, nearest = d2o.nearest_kept(keys, kept, dropped)
     threshold = similarity.mean(-1)
-    weights = merging.merge_weights(similarity, nearest, similarity >= threshold[..., None], kept.shape[2])
-    merged = [merging.merge_tokens(x, kept, dropped, nearest, weights) for x in (keys, values)]
+    weights = d2o.merge_weights(similarity, nearest, similarity >= threshold[..., None], kept.shape[2])
+    merged = [d2o.merge_tokens(x, kept, dropped, nearest, weights) for x in (keys, values)]
     return *merged, threshold, weights, nearest
 
 
 @pytest.mark.parametrize("blocks", [(1 << 22, 32), (1, 1), (200, 3)])
 @pytest.mark.parametrize("count", [5, 30, 39])
 def test_merging_in_blocks_equals_loops(monkeypatch, blocks, count):
-    monkeypatch.setattr(merging, "_BLOCK_ELEMENTS", blocks[0])
-    monkeypatch.setattr(merging, "_LEAST_ROWS", blocks[1])
+    monkeypatch.setattr(d2o, "_BLOCK_ELEMENTS", blocks[0])
+    monkeypatch.setattr(d2o, "_LEAST_ROWS", blocks[1])
     keys, values = randn(2, 3, 40, 8), randn(2, 3, 40, 8, seed=1)
     kept, dropped = split(40, count)
     merged_keys, merged_values, threshold, weights, nearest = merge_everything(keys, values, kept, dropped)
@@ -95,11 +95,11 @@ def merge_one(keys, values, kept, dropped, threshold):
     """As ``D2OLayer`` does behind a decoded token."""
     (key, value), (keys, values) = (
         [take(x, slots) for x in (keys, values)]
-        for take, slots in ((merging.one_slot, dropped), (take_slots, kept))
+        for take, slots in ((d2o.one_slot, dropped), (take_slots, kept))
     )
-    similarity, nearest = merging.nearest_slot(keys, key)
-    share = merging.share_of_one(similarity, similarity >= threshold)
-    parts = (merging.merge_one(x, nearest, y, share) for x, y in ((keys, key), (values, value)))
+    similarity, nearest = d2o.nearest_slot(keys, key)
+    share = d2o.share_of_one(similarity, similarity >= threshold)
+    parts = (d2o.merge_one(x, nearest, y, share) for x, y in ((keys, key), (values, value)))
     return similarity, nearest, *parts
 
 
@@ -107,35 +107,35 @@ def merge_one(keys, values, kept, dropped, threshold):
 def test_merging_one_equals_merging_many(threshold):
     keys, values = randn(2, 3, 40, 3), randn(2, 3, 40, 3, seed=1)
     kept, dropped = split(40, 39)
-    similarity, nearest = merging.nearest_kept(keys, kept, dropped)
+    similarity, nearest = d2o.nearest_kept(keys, kept, dropped)
     bound = torch.full_like(similarity, threshold - 1)
     one = merge_one(keys, values, kept, dropped, bound)
     assert (one[0] - similarity).abs().max() <= 1e-14 and torch.equal(one[1], nearest)
-    weights = merging.merge_weights(similarity, nearest, similarity >= bound, 39)
+    weights = d2o.merge_weights(similarity, nearest, similarity >= bound, 39)
     for x, merged in zip((keys, values), one[2:], strict=True):
-        expected = merging.merge_tokens(x, kept, dropped, nearest, weights)
+        expected = d2o.merge_tokens(x, kept, dropped, nearest, weights)
         assert (merged - take_slots(expected, nearest)).abs().max() <= 1e-14
 
 
 def test_the_first_dropped_token_is_its_own_threshold_and_is_merged():
     similarity = torch.tensor([[[-0.3]], [[0.0]]], dtype=torch.float64)
-    share = merging.share_of_one(similarity, similarity >= similarity)
+    share = d2o.share_of_one(similarity, similarity >= similarity)
     expected = (similarity + 1).exp() / (math.e + (similarity + 1).exp())
     assert (share - expected).abs().max() <= 1e-15
-    assert merging.share_of_one(similarity, similarity >= similarity + 1e-15).max() == 0
+    assert d2o.share_of_one(similarity, similarity >= similarity + 1e-15).max() == 0
 
 
 def test_equally_similar_tokens_go_to_the_lower_slot():
     keys = torch.tensor([[1.0, 2], [2, -1], [1, 2], [1, 2], [2, -1]], dtype=torch.float64)[None, None]
     kept, dropped = torch.tensor([[[0, 1, 2]]]), torch.tensor([[[4, 3]]])
-    assert merging.nearest_kept(keys, kept, dropped)[1].tolist() == [[[1, 0]]]
-    assert merging.nearest_slot(keys[:, :, :3], keys[:, :, 3:4])[1].tolist() == [[[0]]]
+    assert d2o.nearest_kept(keys, kept, dropped)[1].tolist() == [[[1, 0]]]
+    assert d2o.nearest_slot(keys[:, :, :3], keys[:, :, 3:4])[1].tolist() == [[[0]]]
 
 
 def test_a_key_of_zeros_is_like_none():
     keys = torch.zeros(1, 1, 3, 2, dtype=torch.float64)
     keys[0, 0, 1] = torch.tensor([1e-200, 0.0])
-    similarity, nearest = merging.nearest_slot(keys, torch.zeros(1, 1, 1, 2, dtype=torch.float64))
+    similarity, nearest = d2o.nearest_slot(keys, torch.zeros(1, 1, 1, 2, dtype=torch.float64))
     assert (similarity.item(), nearest.item()) == (-1.0, 0)
 
 
@@ -158,8 +158,8 @@ def test_no_tensor_grows_with_the_square_of_the_prompt(tools, monkeypatch):
     from pod.kernels import statistics
 
     for module, name, value in [
-        (merging, "_BLOCK_ELEMENTS", 1 << 12),
-        (merging, "_LEAST_ROWS", 8),
+        (d2o, "_BLOCK_ELEMENTS", 1 << 12),
+        (d2o, "_LEAST_ROWS", 8),
         (statistics, "_CPU_ELEMENTS", 1 << 12),
         (statistics, "_LEAST_ROWS", 8),
     ]:
@@ -316,14 +316,14 @@ def test_threshold_follows_what_is_dropped(tools, monkeypatch):
     """Mean of the maxima after a prompt, then a moving average; nothing dropped leaves it alone."""
     seen = []
     for name in ("nearest_kept", "nearest_slot"):
-        original = getattr(merging, name)
+        original = getattr(d2o, name)
 
         def record(*arguments, original=original):
             out = original(*arguments)
             seen.append(out[0].mean(-1, keepdim=True))
             return out
 
-        monkeypatch.setattr(merging, name, record)
+        monkeypatch.setattr(d2o, name, record)
     model = tools.make_pod("llama", plan=False, num_hidden_layers=1)
     cache = pod.make_cache(model, "d2o", budget=12, beta=0.3)
     ids = tools.random_ids(1, 40)

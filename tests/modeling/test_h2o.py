@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import pod
-from pod.modeling.methods.accumulate import choose_slots
 from pod.modeling.methods.base import round_half_up
+from pod.modeling.methods.h2o import choose_slots
 from pod.modeling.shipped.stores import take_slots
 
 

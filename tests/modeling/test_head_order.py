@@ -5,8 +5,7 @@ import pytest
 import torch
 
 import pod
-from pod.modeling.head_order import reordered
-from pod.modeling.loading import from_dense, with_plan
+from pod.modeling.loading import from_dense, reordered, with_plan
 from pod.modeling.retrieval_heads import RetrievalHeads
 
 FAMILIES = ["llama", "llama-tied-biased-llama3", "mistral", "qwen2-tied", "qwen3"]

@@ -11,9 +11,9 @@ from oracle_tools import TURNS, run_cache
 from oracles_imdc import Chunked
 
 import pod
-from pod.modeling.methods import imdc, imdc_schedule
+from pod.modeling.methods import imdc
 from pod.modeling.methods.base import Request
-from pod.modeling.methods.imdc_schedule import Settings, prompt_schedule
+from pod.modeling.methods.imdc import Settings, prompt_schedule
 from pod.modeling.shipped.rope import Rope
 
 SLOT = 2 * 5 * 2 * 8 * 8  # bytes: keys and values, layers, KV heads, head_dim, fp64
@@ -213,7 +213,7 @@ def test_sharing_of_memories_is_seen(tools, monkeypatch):
         schedule = plan(settings, length, before)
         return replace(schedule, memory=tuple(tuple(m - 1 for m in sizes) for sizes in schedule.memory))
 
-    monkeypatch.setattr(imdc_schedule, "prompt_schedule", smaller)
+    monkeypatch.setattr(imdc, "prompt_schedule", smaller)
     assert (logits() - expected).abs().max() > 1e-6
 
 

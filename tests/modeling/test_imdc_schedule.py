@@ -5,7 +5,7 @@ from statistics import mean
 
 import pytest
 
-from pod.modeling.methods.imdc_schedule import (
+from pod.modeling.methods.imdc import (
     LARGEST_RATIO,
     Settings,
     decremental_chunks,

@@ -12,7 +12,7 @@ from oracle_tools import TURNS, NaiveDecoder, run_cache
 from oracles_imdc import Chunked, adaptive_sizes, make_schedule, memory_sizes, real_chunks
 
 import pod
-from pod.modeling.methods import imdc_schedule
+from pod.modeling.methods import imdc
 
 GROWTHS = ("linear", "sqrt", "square", "square-sqrt", "adaptive")
 EQUATIONS = {  # eqs. 1, 9, 8 as printed
@@ -73,15 +73,15 @@ def test_decremental_chunks_follow_equations_5_to_7():
 def test_schedules_equal_the_oracle_and_sum_to_the_prompt():
     refused = compressed = 0
     for mode, growth, prompt, chunk, budget, layers, held in random_schedules(1500):
-        settings = imdc_schedule.Settings(mode, growth, budget, chunk, layers)
+        settings = imdc.Settings(mode, growth, budget, chunk, layers)
         try:
             expected = make_schedule(mode, growth, prompt, chunk, budget, layers, held)
         except ValueError:
             with pytest.raises(ValueError, match="chunk_size"):
-                imdc_schedule.prompt_schedule(settings, prompt, held)
+                imdc.prompt_schedule(settings, prompt, held)
             refused += 1
             continue
-        ours = imdc_schedule.prompt_schedule(settings, prompt, held)
+        ours = imdc.prompt_schedule(settings, prompt, held)
         if expected is None:
             assert ours.memory is None and ours.chunk_sizes == [prompt]
             continue
@@ -113,7 +113,7 @@ def test_adaptive_shares_equal_the_oracle():
         if not sum(ratios):
             continue
         sizes = adaptive_sizes(layers * base, lowest, ratios, there)
-        assert tuple(sizes) == imdc_schedule.share_by_retention(layers * base, ratios, there, lowest)
+        assert tuple(sizes) == imdc.share_by_retention(layers * base, ratios, there, lowest)
         assert all(min(lowest, a) <= size <= a for size, a in zip(sizes, there, strict=True))
         can = sum(a if p else min(lowest, a) for p, a in zip(ratios, there, strict=True))
         assert sum(sizes) == min(layers * base, can) or (min(there) < base and sum(sizes) == sum(there))

@@ -24,6 +24,7 @@ CONVERSATIONS = {
 }
 WIDTHS = [(13, 17), (1, 2)]
 SNAP = {"budget": 14, "window": 4, "kernel": 3, "pool": "avg"}
+KVZIP = {"budget": 13, "chunk_size": 9, "num_sink_tokens": 2, "repeat_ids": [[5, 9, 3], [7, 2], [4]]}
 ROCO = {
     "budget": 14,
     "num_sink_tokens": 2,
@@ -47,6 +48,7 @@ RANKED = {
         "expected_attention",
         {"budget": 14, "num_sink_tokens": 0, "num_future_positions": 5, "epsilon": 0},
     ),
+    "kvzip": (oracles.KVzip, "kvzip", KVZIP),
     "h2o": (oracles.H2O, "h2o", {"budget": 13}),
     "h2o-recent": (oracles.H2O, "h2o", {"budget": 12, "num_recent_tokens": 2}),
     "roco": (oracles.RoCo, "roco", ROCO),
@@ -78,9 +80,8 @@ RANKED = {
 }
 
 ONE_EACH = [name for name, (_, spec, _) in RANKED.items() if name in (spec, "simlayerkv-prefill")]
-STREAMED = [
-    name for name in ONE_EACH if name not in ("full", "simlayerkv")
-]  # judged by the first decoded token
+# judged by the first decoded token; by the whole text
+STREAMED = [name for name in ONE_EACH if name not in ("full", "simlayerkv", "kvzip")]
 
 
 def at_share(values: list[float], share: float) -> float:

@@ -41,6 +41,7 @@ METHODS = {
     "pyramidkv": ALL | {"beta": 4},
     "adakv": ALL,
     "expected_attention": ALL,
+    "kvzip": ALL | {"repeat_ids": [[], [], []]},
     "h2o": ALL,
     "roco": ALL,
     "d2o": ALL,

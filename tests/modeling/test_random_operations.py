@@ -36,6 +36,7 @@ HEADS = [[0], [], [1], [], [0, 1]]
 SHORT = {"num_sink_tokens": 2, "num_recent_tokens": 3}
 STREAMING = {"prefill": "streaming", "chunk_size": 4}
 IMDC = {"budget": 5, "chunk_size": 4, "window": 2, "kernel": 3}
+KVZIP = {"budget": 6, "chunk_size": 4, "num_sink_tokens": 1, "repeat_ids": [[5, 9, 3], [7, 2], [4]]}
 
 
 def chunked(mode, pruner="snapkv"):
@@ -80,6 +81,7 @@ CASES = {
         {"budget": 7, "num_sink_tokens": 2},
         ranked.ExpectedAttention,
     ),
+    "kvzip": ("kvzip", KVZIP, ranked.KVzip),
     "h2o": ("h2o", {"budget": 6}, ranked.H2O),
     "roco": ("roco", {"budget": 8} | ROCO, ranked.RoCo),
     "d2o": ("d2o", {"budget": 8, "num_sink_tokens": 1, "gate": 1.0}, ranked.D2O),

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
-from pod.modeling.rope_scaling import change_rope
+from pod.modeling.loading import change_rope
 from pod.models import KNOWN_SIZES, ModelArgs
 from pod.training.run.start_model import (
     load_start_model,

@@ -58,6 +58,9 @@ def _dense(name: str, title: str, takes_budget: bool = True, **more: Any) -> Met
     return Method(**known | more)
 
 
+_REPEAT = "\n\nRepeat the previous context exactly."
+_REPEAT_FROM = "\n\nRepeat the part of the previous context exactly, starting with "
+"""KVzip's requests: for the first chunk of a text, and for a later one."""
 BASE = "full"
 """What every method is held against."""
 TRAINED = "model:dense_trained"
@@ -78,6 +81,7 @@ METHODS = {
         _dense("pyramidkv", "tokens picked by the prompt's end, fewer in higher layers"),
         _dense("adakv", "tokens picked by the prompt's end, more of them in heads that need them"),
         _dense("expected_attention", "tokens that queries to come should attend to"),
+        _dense("kvzip", "what the model reads when it repeats the text"),
         _dense("h2o", "heavy hitters + recent", grows=False),
         _dense("roco", "robust heavy hitters", grows=False),
         _dense("d2o", "dropped tokens merged into kept ones", grows=False),
@@ -204,3 +208,20 @@ def check_names(kind: str, names: object, find: Callable[[str], object]) -> None
         find(name)
     if len({safe_name(str(name)).lower() for name in names}) < len(names):
         raise ValueError(f"eval.{kind}s names one {kind} twice: {', '.join(names)}")
+
+
+def repeat_ids(tokenizer: Any) -> list[list[int]]:
+    """KVzip's requests in a tokenizer's ids, in the words of its authors: to repeat a text's first chunk; a later one, before the tokens
+    that it names; and what stands behind a request: the end of a question in the chat template, a line break without one."""
+    end = "\n"
+    if getattr(tokenizer, "chat_template", None):
+        asked = [{"role": "user", "content": _REPEAT.strip()}]
+        text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        end = text.rpartition(_REPEAT.strip())[2]
+    return [list(tokenizer.encode(x, add_special_tokens=False)) for x in (_REPEAT, _REPEAT_FROM, end)]
+
+
+def with_requests(method: str | None, options: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """The options of a method's name or spec, with KVzip's requests unless they have them."""
+    is_needed = re.search(r"\bkvzip\b", method or "") and "repeat_ids" not in options
+    return options | {"repeat_ids": repeat_ids(tokenizer)} if is_needed else options

@@ -15,7 +15,7 @@ from lm_eval.api.registry import register_model
 
 import pod
 from pod.eval.answer.budget import NO_LIMIT, ByteBudgets, Subject, measure_bytes, native_bytes_per_token
-from pod.eval.answer.methods import Method, find_method
+from pod.eval.answer.methods import Method, find_method, with_requests
 from pod.eval.answer.ranks import Ranks
 from pod.eval.answer.store import Store
 from pod.eval.lm.model import PodLM
@@ -127,9 +127,11 @@ class CommandLM(PodLM):
             attention_backend=attention_backend,
             device=_device(device, ranks),
         )
+        tokenizer = pod.load_tokenizer(pretrained, gguf_file)
+        options = with_requests(method, options, tokenizer)
         subject = make_subject(model, method, budget, _reference(model, plan, budget), options)
         length = int(max_length or model.config.max_position_embeddings)
-        encoder = Encoder(pod.load_tokenizer(pretrained, gguf_file), length, too_long, question_aware)
+        encoder = Encoder(tokenizer, length, too_long, question_aware)
         self.identity = {
             "pretrained": identity(pretrained),
             "method": subject.method.name,

@@ -4,25 +4,24 @@ from functools import partial
 
 from pod.modeling.methods import (
     adakv,
-    codecs,
     d2o,
     expected_attention,
     h2o,
     imdc,
+    kvzip,
     layouts,
-    local_window,
     minicache,
     pyramidkv,
     quest,
     razor,
     roco,
+    shared_selection,
     simlayerkv,
-    snapkv,
+    sliding,
     think,
     windowed,
 )
-from pod.modeling.methods.base import Method
-from pod.modeling.methods.combine import build_cache
+from pod.modeling.methods.base import Method, build_cache
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.rows import GroupedCache
@@ -30,12 +29,12 @@ from pod.modeling.shipped.state import PACKAGES
 
 PACKAGES.add(__name__)
 
-_RANKINGS = snapkv, pyramidkv, adakv, expected_attention, h2o, roco, d2o
+_RANKINGS = shared_selection, pyramidkv, adakv, expected_attention, kvzip, h2o, roco, d2o
 _OTHERS = simlayerkv, razor, quest, minicache, think
-_ALONE = (module.METHOD for module in (local_window, *_RANKINGS, *_OTHERS))
+_ALONE = (module.METHOD for module in (sliding, *_RANKINGS, *_OTHERS))
 _SELECTIONS = *windowed.METHODS, *_ALONE, *imdc.METHODS
 _METHODS: dict[str, Method] = {
-    method.name: method for method in (*layouts.METHODS, *_SELECTIONS, *codecs.METHODS)
+    method.name: method for method in (*layouts.LAYOUTS, *_SELECTIONS, *layouts.CODECS)
 }
 
 

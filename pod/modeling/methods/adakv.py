@@ -1,9 +1,9 @@
 """Ada-KV (Feng et al., 2024): SnapKV whose KV heads share the budget of their layer by how much of its best they hold.
 
-When a prompt ends, SnapKV's scores of all heads of a layer are ranked together. A head that has ``f`` of the layer's best
-``heads · budget`` tokens keeps its best ``(1 - safeguard) f + safeguard · budget`` (Algorithms 1 and 2; in the authors' code the
-safeguard is ``floor_alpha``). Cumulative sums are rounded, so that all heads together hold what they were given. Heads hold
-different numbers of tokens and nothing else.
+When a prompt ends, SnapKV's scores of all heads of a layer are ranked together. A head that has ``f`` of the layer's best ``heads ·
+budget`` tokens keeps its best ``(1 - safeguard) f + safeguard · budget`` (Algorithms 1 and 2; in the authors' code the safeguard is
+``floor_alpha``). Cumulative sums are rounded, so that all heads together hold what they were given. Heads hold different numbers of
+tokens and nothing else.
 """
 
 from fractions import Fraction
@@ -11,10 +11,9 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from pod.modeling.methods.base import Method, round_sums
+from pod.modeling.methods.base import PREFILL_PARAMETERS, Method, cache_of, round_sums
 from pod.modeling.methods.ranking import best_slots, ranking_parameters
 from pod.modeling.methods.shared_selection import SharedSelectionLayer
-from pod.modeling.methods.streaming import PREFILL_PARAMETERS, cache_of
 from pod.modeling.shipped.step import Step
 
 

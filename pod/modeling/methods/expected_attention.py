@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pod.modeling.methods.base import Method, Request
+from pod.modeling.methods.base import PREFILL_PARAMETERS, Method, Request, cache_of
 from pod.modeling.methods.ranking import Ranking
 from pod.modeling.methods.shared_selection import SharedSelectionLayer, free_own_keys
-from pod.modeling.methods.streaming import PREFILL_PARAMETERS, cache_of
 from pod.modeling.shipped.attend import compute_dtype
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.rope import rotate

@@ -1,19 +1,161 @@
-"""H2O (Zhang et al., 2023): recent tokens, and those that got the most attention so far (the heavy hitters).
+"""H2O (Zhang et al., 2023): recent tokens, and those that got the most attention so far (the heavy hitters); and what methods share that
+rank the tokens they hold: sums of attention per token, without ``n x n``, and the choice of what stays.
 
-When a prompt ends, and after each decoded token, every KV head drops the tokens with the least accumulated attention
-(section 4, Algorithm 1) until ``budget`` are left, the most recent ones apart. Attention is accumulated over the prompt and
-over decoding, mean over the query heads of a group; rows of a batch never mix. Keys keep their positions.
+The score of a token in a KV head is the attention that it got from every query that could see it (its own included), averaged over the
+query heads of the group. The sums of tokens that stay survive evictions and later prompts.
 """
 
-from pod.modeling.methods.accumulate import REFUSES_POD, AccumulatingLayer, choose_slots
-from pod.modeling.methods.base import Method, Request
-from pod.modeling.methods.streaming import PREFILL_PARAMETERS, cache_of
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pod.kernels.statistics import attention_column_sums
+from pod.modeling.methods.base import PREFILL_PARAMETERS, Method, Request, cache_of
 from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.grouped import slot_logits, weigh_slots
+from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.step import Step
+from pod.modeling.shipped.stores import numbers, places_of
+
+REFUSES_POD = {
+    "pod": "it drops a token per decoded token in each layer by that layer's own statistics, while followers of a PoD block use "
+    "the lead's keys and logits slot by slot"
+}
+
+
+class AccumulatingLayer(PodCacheLayer):
+    """A dense layer that holds some of the tokens seen, for rows that are alike (``rows.GroupedCache``).
+
+    Slots are held tokens, in every row and KV head equally many, in position order; keys keep their rotation. A method overrides
+    ``evict``, which calls ``keep``, and ``observe_prompt`` and ``observe_decode``, when it ranks by something else.
+
+    Attributes:
+        held: tokens held by each row and KV head.
+        statistics: name to ``[B, H, held]``; ``keep`` drops what belongs to dropped tokens. ``attention``: the sum over queries,
+            in at least fp32. What is no token's is ``[B, …, 1]``.
+    """
+
+    evicts = True
+
+    def clear(self) -> None:
+        super().clear()
+        self.lead_keys.is_tight = self.all_values.is_tight = True
+        self.held = 0
+        self.statistics: dict[str, Tensor] = {}
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        yield from super().parts()
+        yield from (("statistics", tensor) for tensor in self.statistics.values())
+
+    def select_rows(self, index: Tensor) -> None:
+        super().select_rows(index)
+        self.statistics = {name: x.index_select(0, index.to(x.device)) for name, x in self.statistics.items()}
+
+    def predicted_nbytes(self, length: int) -> int:
+        """For the tokens held now; ``length`` tokens were seen."""
+        statistics = sum(x.numel() * x.element_size() for x in self.statistics.values())
+        return super().predicted_nbytes(self.held) + statistics
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        q, k = step.rope.pair(q, k)
+        in_slots = replace(step, uniform_past=self.held)
+        self.held += step.num_new
+        self.weights: Tensor | None = None
+        out = self.attend_rotated(q, k, v, in_slots)
+        weights, self.weights = self.weights, None
+        if step.is_decode:
+            assert weights is not None
+            self.observe_decode(weights, step)
+        else:
+            self.observe_prompt(q, step)
+        return out
+
+    def _decode(self, q: Tensor, step: Step) -> Tensor:
+        logits = slot_logits(q, self.lead_keys.stored, self.held, self.scale)
+        self.weights = logits.softmax(-1)
+        return weigh_slots(self.weights, self.all_values.stored, q.dtype)
+
+    def settle(self, step: Step) -> None:
+        if step.ends_prompt or step.is_decode:
+            self.evict(step)
+            for store in (self.lead_keys, self.all_values):
+                store.settle(self.held)
+
+    def evict(self, step: Step) -> None:
+        """A prompt or chunk has ended, or a token was decoded: choose what stays, and call ``keep``."""
+        raise NotImplementedError
+
+    def keep(self, kept: Tensor | None, dropped: Tensor) -> None:
+        """Hold only the slots ``kept`` and not those ``dropped``, both from ``choose_slots``."""
+        if kept is None:
+            later = numbers(self.held - 1, dropped.device) >= dropped
+            places = _first_places(*dropped.shape[:2], self.held, dropped.device) + later
+        else:
+            places = places_of(kept, self.held)
+        for store in (self.lead_keys, self.all_values):
+            store.keep_places(places, self.held)
+        for name, x in self.statistics.items():
+            if x.shape[2] == self.held:  # of tokens, of which there is more than one
+                self.statistics[name] = x.flatten().index_select(0, places.flatten()).view(places.shape)
+        self.held = places.shape[2]
+
+    def observe_prompt(self, q: Tensor, step: Step) -> None:
+        """After a chunk of a prompt: its rotated queries ``[B, Hq, m, d]``; ``lead_keys.read(held)`` has its keys too."""
+        sums = attention_column_sums(q, self.lead_keys.read(self.held), scale=self.scale)
+        self.accumulate("attention", self.group_mean(sums))
+
+    def observe_decode(self, weights: Tensor, step: Step) -> None:
+        """After a decoded token: its attention ``[B, H, G, held]``, itself included."""
+        self.accumulate("attention", weights.mean(2))
+
+    def group_mean(self, sums: Tensor) -> Tensor:
+        """``[B, Hq, n]`` to ``[B, H, n]``."""
+        return sums.unflatten(1, (-1, self.groups)).mean(2)
+
+    def accumulate(self, name: str, addition: Tensor) -> None:
+        """Add a new tensor ``[B, H, held]`` to a statistic; new tokens, and a new statistic, start at 0."""
+        if name in self.statistics:
+            known = self.statistics[name]
+            addition[..., : known.shape[2]].add_(known)
+        self.statistics[name] = addition
+
+
+def choose_slots(scores: Tensor, count: int, num_first: int, num_last: int) -> tuple[Tensor | None, Tensor]:
+    """Keep the first and the last slots, and of those between the best.
+
+    Args:
+        scores: ``[B, H, n]``; in a tie the lower slot stays.
+        count: slots to keep, ``num_first + num_last <= count < n``.
+
+    Returns:
+        Slots kept ``[B, H, count]``, ascending, and slots dropped ``[B, H, n - count]``, worst last. Of a single dropped one, as
+        after a decoded token, None and that slot, without sorting.
+    """
+    n = scores.shape[2]
+    between = scores[..., num_first : n - num_last]
+    if n - count == 1:
+        last = num_first + between.shape[2] - 1
+        return None, last - between.flip(-1).argmin(dim=-1, keepdim=True)
+    scores = F.pad(between, (num_first, num_last), value=math.inf)
+    kept, dropped = scores.argsort(dim=-1, descending=True, stable=True).split((count, n - count), dim=-1)
+    return kept.sort(dim=-1).values, dropped
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def _first_places(batch: int, heads: int, held: int, device: torch.device) -> Tensor:
+    """Numbers of all but the last of ``held`` slots of each head, ``[B, H, held - 1]``."""
+    return places_of(numbers(held - 1, device).expand(batch, heads, -1), held)
 
 
 class H2OLayer(AccumulatingLayer):
-    """Heavy hitters and recent tokens, ``budget`` in all."""
+    """When a prompt ends, and after each decoded token, every KV head drops the tokens with the least accumulated attention (section 4,
+    Algorithm 1) until ``budget`` are left, the most recent ones apart."""
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
         super().__init__(config, layer_idx, request.codec)

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pod.modeling.methods.base import Method, Request
+from pod.modeling.methods.base import Method, Request, cache_of
 from pod.modeling.methods.ranking import best_slots
-from pod.modeling.methods.streaming import cache_of
 from pod.modeling.shipped.attend import Tokens, attend, compute_dtype, takes_gradients
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.grouped import attend_slots

@@ -8,10 +8,9 @@ the authors' group and by kvpress, the latter flattens in this way; the former j
 from collections.abc import Sequence
 from fractions import Fraction
 
-from pod.modeling.methods.base import Method, round_half_up, round_sums
+from pod.modeling.methods.base import PREFILL_PARAMETERS, Method, cache_of, round_half_up, round_sums
 from pod.modeling.methods.ranking import ranking_parameters
 from pod.modeling.methods.shared_selection import SharedSelectionLayer, free_own_keys
-from pod.modeling.methods.streaming import PREFILL_PARAMETERS, cache_of
 from pod.modeling.shipped.sharing import Lead
 
 

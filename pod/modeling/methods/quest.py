@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pod.modeling.methods.base import Method, Request
+from pod.modeling.methods.base import Method, Request, cache_of
 from pod.modeling.methods.ranking import best_slots
-from pod.modeling.methods.streaming import cache_of
 from pod.modeling.shipped.attend import compute_dtype
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.grouped import attend_slots

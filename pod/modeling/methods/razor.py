@@ -11,9 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pod.modeling.methods.base import Method, Request
+from pod.modeling.methods.base import Method, Request, cache_of
 from pod.modeling.methods.sliding import CompensationToken, SlidingTokens
-from pod.modeling.methods.streaming import cache_of
 from pod.modeling.retrieval_heads import plan_of_heads
 from pod.modeling.shipped.attend import Tokens, merge_heads, take_heads
 from pod.modeling.shipped.cache import PodCache
@@ -94,11 +93,7 @@ METHOD = Method(
         "share": (None, "share of KV heads that hold all, best first; None = the file's choice", 0.0, 1.0),
         "num_sink_tokens": (4, "first tokens that the other heads hold (tokens)", 0),
         "num_recent_tokens": (4000, "recent tokens that the other heads hold at least (tokens)", 1),
-        "compression": (
-            5.0,
-            "the others hold at least 1/compression of the tokens seen at a prompt's end",
-            1,
-        ),
+        "compression": (5.0, "the others hold at least 1/compression of what a prompt's end has seen", 1),
         "compensation": (True, "whether dropped tokens live on in one mean token"),
     },
     refuses={"pod": _SHARED, "cla": _SHARED},

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from pod.kernels.statistics import attention_column_sums
-from pod.modeling.methods.accumulate import REFUSES_POD, AccumulatingLayer, choose_slots
-from pod.modeling.methods.base import Method, Request, round_half_up
+from pod.modeling.methods.base import PREFILL_PARAMETERS, Method, Request, cache_of, round_half_up
+from pod.modeling.methods.h2o import REFUSES_POD, AccumulatingLayer, choose_slots
 from pod.modeling.methods.ranking import best_slots
-from pod.modeling.methods.streaming import PREFILL_PARAMETERS, cache_of
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.step import Step
 

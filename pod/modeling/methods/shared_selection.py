@@ -1,7 +1,10 @@
-"""A ranking of tokens, alone or with PoD: the lead of a block chooses, and its whole block keeps the same tokens.
+"""A ranking of tokens, alone or with PoD: the lead of a block chooses, and its whole block keeps the same tokens. SnapKV's is the usual.
 
-What is proximal or distant is judged by original positions. A head that follows holds its own keys only for kept
-tokens that are still proximal and drops them as they age; it holds values for all kept tokens (paper §4, PoD+SnapKV).
+SnapKV (Li et al., 2024): at the end of a prompt each KV head keeps ``budget`` tokens: the last ``window`` ones and the best of the rest by
+the pooled sum of the attention that the prompt's end gives them. Decoded tokens are all kept.
+
+What is proximal or distant is judged by original positions. A head that follows holds its own keys only for kept tokens that are still
+proximal and drops them as they age; it holds values for all kept tokens (paper §4, PoD+SnapKV).
 """
 
 import sys
@@ -14,8 +17,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pod.modeling.methods.base import Request
-from pod.modeling.methods.ranking import EndAttention, Ranking, best_slots
+from pod.modeling.methods.base import PREFILL_PARAMETERS, Method, Request, cache_of
+from pod.modeling.methods.ranking import EndAttention, Ranking, best_slots, ranking_parameters
 from pod.modeling.shipped.attend import Segments, Tokens, attend, take_heads, takes_gradients
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.grouped import attend_slots, slot_logits, weigh_slots
@@ -371,3 +374,14 @@ def first_and_last(first: int, last: int, count: int, device: torch.device) -> T
 def head_index(heads: tuple[int, ...], width: int, device: torch.device) -> Tensor:
     """Heads ``[len(heads)·width]`` of KV heads that are ``width`` wide."""
     return torch.tensor([head * width + i for head in heads for i in range(width)], device=device)
+
+
+METHOD = Method(
+    name="snapkv",
+    paper="SnapKV (Li et al., 2024)",
+    frees="prompt tokens that the end of the prompt does not attend to; decoded tokens stay",
+    axis="selection",
+    build=cache_of(SharedSelectionLayer, after_layers=free_own_keys),
+    parameters=ranking_parameters(window=32, kernel=5, pool="avg") | PREFILL_PARAMETERS,
+    takes_budget=True,
+)

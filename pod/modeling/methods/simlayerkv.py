@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from pod.kernels.statistics import attention_rows
-from pod.modeling.methods.base import Method, Parameter, Request
+from pod.modeling.methods.base import PREFILL_PARAMETERS, Method, Parameter, Request, cache_of
 from pod.modeling.methods.ranking import LastQueries
 from pod.modeling.methods.sliding import SlidingLayer
-from pod.modeling.methods.streaming import PREFILL_PARAMETERS, cache_of
 from pod.modeling.shipped.attend import Tokens, take_heads
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.step import Step

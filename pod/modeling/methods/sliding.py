@@ -1,7 +1,7 @@
 """Keys and values of some KV heads that are held whole at first, and later only where the first and recent tokens are.
 
-What RazorAttention's other heads, SimLayerKV's lazy layers and a local window have in common. Keys keep their rotation, so
-the order in which tokens lie in the ring of recent ones does not matter.
+What RazorAttention's other heads, SimLayerKV's lazy layers and a local window, which is here, have in common. Keys keep their rotation,
+so the order in which tokens lie in the ring of recent ones does not matter.
 """
 
 import math
@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pod.modeling.methods.base import PREFILL_PARAMETERS, Method, Request, cache_of
+from pod.modeling.methods.windowed import WINDOW_REFUSES_POD
 from pod.modeling.shipped.attend import (
     EVERYTHING,
     Tokens,
@@ -277,3 +279,30 @@ class SlidingLayer(CacheLayer):
 
 def _span(tokens: Tokens, start: int, stop: int) -> Tokens[Tensor]:
     return Tokens(*(span(x, start, stop) for x in tokens))
+
+
+class LocalLayer(SlidingLayer):
+    """A local window: the prompt is read with full attention, then only the most recent ``budget`` tokens stay, and slide on.
+
+    A decoded token attends to what is held and to itself before the oldest token leaves.
+    """
+
+    def __init__(self, config: PodConfig, layer_idx: int, request: Request):
+        super().__init__(config, 0, request.budget, request.codec)
+
+    def settle(self, step: Step) -> None:
+        if step.ends_prompt and not step.is_decode:
+            self.tokens.trim(self.num_recent_tokens)
+        super().settle(step)
+
+
+METHOD = Method(
+    name="local_window",
+    paper="Local window, a baseline of the D2O paper (Wan et al., 2024)",
+    frees="keys and values of all tokens but the recent ones, once the prompt has ended",
+    axis="selection",
+    build=cache_of(LocalLayer),
+    parameters=PREFILL_PARAMETERS,
+    takes_budget=True,
+    refuses=WINDOW_REFUSES_POD,
+)

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pod.modeling.methods.base import Method, Request
-from pod.modeling.methods.streaming import cache_of
+from pod.modeling.methods.base import Method, Request, cache_of
 from pod.modeling.shipped.attend import (
     CAUSAL,
     EVERYTHING,
@@ -195,11 +194,6 @@ METHODS = tuple(
     for name, paper, make_layer, parameters in (
         ("streamingllm", "StreamingLLM (Xiao et al., 2024)", StreamingLayer, _SINKS),
         ("lm_infinite", "LM-Infinite (Han et al., 2024)", LambdaLayer, _SINKS),
-        (
-            "wa",
-            "Window attention (Beltagy et al., 2020), the baseline WA of the PoD paper",
-            _window_layer,
-            {},
-        ),
+        ("wa", "Window attention (Beltagy et al., 2020), PoD's baseline WA", _window_layer, {}),
     )
 )

@@ -157,6 +157,10 @@ class PodCache(Cache):
     def end_piece(self, piece: Step) -> None:
         """All layers have seen the piece."""
 
+    def rereadings(self) -> Iterator[tuple[Tensor, Tensor, "PodCache"]]:
+        """What the model has to read behind a pass before it goes on: ids and mask, and the cache to read them with; here nothing."""
+        yield from ()
+
     def _uniform_past(self, compaction: Compaction | None) -> int | None:
         if compaction is not None:
             return None

@@ -19,9 +19,7 @@ from .rows import GroupedCache
 from .sharing import GROUP_SIZE, RESIDUAL
 from .stores import NATIVE, Codec
 
-_ASSISTED: dict[str, Any] = {
-    "extra_slots": 32
-}  # of a cache that generate() makes then; 20 candidates are usual
+_ASSISTED: dict[str, Any] = {"extra_slots": 32}  # of the cache that it makes then; 20 candidates are usual
 
 SUPPORTED = ">=5.17,<6"
 """Versions of transformers."""

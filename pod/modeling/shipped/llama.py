@@ -147,6 +147,8 @@ class PodModel(PodPreTrainedModel):
         else:
             inputs = past_key_values, attention_mask, position_ids, input_ids
             hidden_states = self._forward_cached(hidden_states, *inputs)
+            for again in past_key_values.rereadings():
+                self.forward(*again)
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
 
     def _forward_plain(self, hidden_states, attention_mask, doc_ids, position_ids) -> Tensor:

@@ -1,7 +1,8 @@
-"""A plan in words, and the whole curve: what every saving costs at least, and which roles the plans along it have."""
+"""A plan and chosen heads in words, and the whole curve: what every saving costs at least, and which roles the plans along it have."""
 
 from typing import Any
 
+from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.modeling.shipped.sharing import SharingPlan, roles_of
 from pod.training.plans.choose import Choice
 from pod.training.plans.explore_args import ExploreArgs
@@ -78,3 +79,16 @@ def describe_plan(plan: SharingPlan) -> str:
             f"longest block: {len(longest)} {'layer' if len(longest) == 1 else 'layers'} (KV head {head}: {layers})"
         )
     return "\n".join(lines)
+
+
+def describe_heads(heads: RetrievalHeads, ratio: float = 5) -> str:
+    """What was chosen and what it really saves when each other head holds 1/ratio of a long text, in two lines."""
+    chosen, queries = sum(map(len, heads.query_heads)), sum(map(len, heads.echo))
+    kept, pairs = sum(map(len, heads.key_value_heads)), len(heads.echo) * heads.num_key_value_heads
+    share = kept / pairs
+    smaller = 1 / (share + (1 - share) / ratio)
+    return (
+        f"retrieval heads: {chosen} of {queries} query heads ({chosen / queries:.1%}; induction {heads.induction_share:g}, "
+        f"echo {heads.echo_share:g}) protect {kept} of {pairs} KV heads ({share:.1%})\n"
+        f"KV cache of a long prompt: {smaller:.2f}x smaller with 1/{ratio:g} of it in the other heads"
+    )

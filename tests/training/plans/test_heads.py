@@ -15,6 +15,7 @@ from pod.recipe import load_recipe, run
 from pod.training.plans import heads as heads_module
 from pod.training.plans.heads import HEADS_NAME, head_scores, repeated_tokens, search_heads
 from pod.training.plans.recording import record_attention_inputs
+from pod.training.plans.report import describe_heads
 
 LAUNCHER = Path(__file__).parents[3] / "launch" / "explore.py"
 
@@ -145,7 +146,7 @@ def test_the_best_heads_of_the_whole_model_protect_their_groups():
     heads = some_heads()  # 14 % of 20 = 2.8 → 3, 1 % → 1
     assert heads.query_heads == ((0, 9), (4, 5))
     assert heads.key_value_heads == ((0, 4), (2,))
-    assert "3 of 10 KV heads (30.0%)" in heads.describe() and "2.27x smaller" in heads.describe()
+    assert "3 of 10 KV heads (30.0%)" in describe_heads(heads) and "2.27x smaller" in describe_heads(heads)
     assert some_heads(induction_share=0.0, echo_share=0.0).key_value_heads == ((), ())
     assert some_heads(induction_share=1.0).key_value_heads == (tuple(range(5)),) * 2
     ties = some_heads(induction=[[0.5] * 10] * 2, echo_share=0.0)
@@ -158,12 +159,12 @@ def test_the_figures_of_the_paper():
     heads = some_heads(
         induction=one_each, echo=one_each, num_key_value_heads=100, induction_share=0.15, echo_share=0.0
     )
-    assert "(15.0%)" in heads.describe() and "3.13x smaller" in heads.describe()
+    assert "(15.0%)" in describe_heads(heads) and "3.13x smaller" in describe_heads(heads)
     spread = [[float(head % 4 == 0 and head < 60) for head in range(100)]]
     heads = some_heads(
         induction=spread, echo=spread, num_key_value_heads=25, induction_share=0.15, echo_share=0.0
     )
-    assert "(60.0%)" in heads.describe() and "1.47x smaller" in heads.describe()
+    assert "(60.0%)" in describe_heads(heads) and "1.47x smaller" in describe_heads(heads)
 
 
 @pytest.fixture
@@ -181,7 +182,7 @@ def test_launcher_writes_the_heads_and_measures_once(launcher, overrides, tmp_pa
     launcher.main(load_recipe(None, overrides))
     printed = capsys.readouterr().out
     first = RetrievalHeads.load(path)
-    assert first.describe() in printed and str(path) in printed
+    assert describe_heads(first) in printed and str(path) in printed
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG") and "retrieval_heads.png" in printed
     assert (len(first.echo), len(first.echo[0]), first.num_key_value_heads) == (4, 4, 2)
     assert first.provenance["num_tokens"] == 12

@@ -1,0 +1,152 @@
+"""KVzip (Kim et al., 2025): when a prompt ends the model is asked to repeat it; what it attends to in doing so stays.
+
+``chunk_size`` tokens of the text at a time are read again behind all of it: a request (``repeat_ids``; from the second chunk on it names
+the last 8 tokens of the chunk before), then the chunk. These tokens see all that is held, and no layer holds them. The score of a pair is
+the largest weight that any of them gives it, in any query head of its group, by a softmax over the chunk, the first ``num_sink_tokens``
+tokens and the request up to the query: the authors' code, where the first tokens are the system prompt (in kvpress 4 tokens). The best
+``budget · layers · heads`` pairs of all layers and KV heads together stay, the first tokens of every head among them.
+
+The first prompt that ends with more than ``budget`` tokens held is compressed so, with all before it. What comes later, as questions and
+answers, stays whole.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from pod.kernels.statistics import attention_rows
+from pod.modeling.methods import adakv
+from pod.modeling.methods.base import Method, Request
+from pod.modeling.methods.ranking import LastQueries, best_slots
+from pod.modeling.shipped.attend import Tokens, attend, take_heads
+from pod.modeling.shipped.cache import PodCache
+from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.rows import GroupedCache
+from pod.modeling.shipped.step import Step
+
+
+class KVzipLayer(adakv.AdaLayer):
+    """Sees one row at a time. Every head is a bank of its own, as with Ada-KV.
+
+    Attributes:
+        is_compressed: whether a text was; waits: whether one is read again, by the next passes, until ``compress``.
+        heard: scores ``[H, c]`` of its chunks so far.
+    """
+
+    @staticmethod
+    def ranks(config: PodConfig, request: Request) -> LastQueries:
+        """Of the prompt itself nothing is observed."""
+        request.below_budget("num_sink_tokens")
+        return LastQueries(0)
+
+    def clear(self) -> None:
+        super().clear()
+        self.waits = self.is_compressed = False
+        self.heard: list[Tensor] = []
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        if not self.waits:
+            return super().attend(q, k, v, step)
+        q, k = step.rope.pair(q, k)
+        pairs = [(bank.keys.read(bank.held), bank.values.read(bank.held)) for bank in self.banks]
+        held = [torch.cat(tensors, dim=1) for tensors in zip(*pairs, strict=True)]
+        start, size = len(self.heard) * self.params["chunk_size"], self.params["chunk_size"]
+        first, chunk = min(start, self.params["num_sink_tokens"]), held[0][:, :, start : start + size]
+        keys = torch.cat((held[0][:, :, :first], chunk, k), dim=2)
+        parts = ((take_heads(q, [i], self.groups), take_heads(keys, [i])) for i in range(keys.shape[1]))
+        largest = torch.stack([attention_rows(*part, self.scale).amax((0, 1, 2)) for part in parts])
+        self.heard.append(largest[:, first : first + chunk.shape[2]])
+        tokens = Tokens(*(torch.cat(pair, dim=2) for pair in zip(held, (k, v), strict=True)))
+        return attend(q, tokens, scale=self.scale, backend=step.chunk_backend)[0]
+
+    def settle(self, step: Step) -> None:
+        if step.ends_prompt and not self.is_compressed and self.banks[0].held > self.budget:
+            self.waits = True
+        elif not self.waits:
+            super().settle(step)
+
+    def choose(self, step: Step) -> list[Tensor | None]:
+        return [None] * len(self.banks)
+
+
+def compress(layers: list[KVzipLayer]) -> None:
+    """Hold the best pairs of all layers of a row whose text was read again."""
+    heads = torch.cat([torch.cat(layer.heard, dim=1) for layer in layers])
+    heads[:, : layers[0].params["num_sink_tokens"]] = torch.inf
+    best = best_slots(heads.flatten(), layers[0].budget * len(heads)) // heads.shape[1]
+    sizes = best.bincount(minlength=len(heads)).tolist()
+    banks = [bank for layer in layers for bank in layer.banks]
+    for bank, head, size in zip(banks, heads, sizes, strict=True):
+        for store in (bank.keys, bank.values):
+            store.keep(best_slots(head, size)[None, None], bank.held)
+            store.settle(size)
+        bank.held = size
+    for layer in layers:
+        layer.waits, layer.is_compressed, layer.heard = False, True, []
+
+
+class RepeatingCache(GroupedCache):
+    """Has the model read the text of each row that waits again."""
+
+    def rereadings(self) -> Iterator[tuple[Tensor, Tensor, PodCache]]:
+        """See ``PodCache.rereadings``: the caches hold nothing of their own, but layers that hear."""
+        layers: dict[int, list] = {group.rows[0]: group.layers for group in self.groups}
+        waiting = {row: own for row, own in layers.items() if own[0].waits and not own[0].heard}
+        left = {row: self._requests(row, own[0]) for row, own in waiting.items()}
+        while any(left.values()):
+            chunks = [left[row].pop(0) if left.get(row) else [] for row in sorted(layers)]
+            rows = [torch.tensor(ids, dtype=torch.long, device=self.lengths.device) for ids in chunks]
+            ids, new = (pad_sequence(x, batch_first=True) for x in (rows, [torch.ones_like(x) for x in rows]))
+            seen = new.new_ones(len(new), self._columns) if self._seen_mask is None else self._seen_mask
+            view = copy.deepcopy(self, {id(x): x for x in (self.config, *layers.values())})
+            view._pending, self._pending = None, ()  # failing half-way leaves the cache unusable
+            yield ids, torch.cat((seen.long(), new), dim=1), view
+        for own in waiting.values():
+            compress(own)
+            self._pending = None
+
+    def _requests(self, row: int, layer: KVzipLayer) -> list[list[int]]:
+        """What is read again for each chunk of a row's text."""
+        if self._seen_ids is None:
+            raise ValueError(f"{self.spec} repeats a text: feed its input_ids, not inputs_embeds")
+        seen = torch.cat([ids[row] for ids in self._seen_ids])
+        text = (seen if self._seen_mask is None else seen[self._seen_mask[row]]).tolist()
+        (first, later, end), size = layer.params["repeat_ids"], layer.params["chunk_size"]
+        starts = range(0, len(text), size)
+        asked = [[*later, *text[max(0, at - 8) : at]] if at else first for at in starts]
+        return [[*ids, *end, *text[at : at + size]] for ids, at in zip(asked, starts, strict=True)]
+
+
+def _build(config: PodConfig, request: Request) -> PodCache:
+    ids, size = request.params["repeat_ids"], config.vocab_size
+    is_three = isinstance(ids, Sequence) and len(ids) == 3 and all(isinstance(x, Sequence) for x in ids)
+    if not is_three or not all(type(i) is int and 0 <= i < size for x in ids for i in x):
+        raise ValueError(
+            f"{request.spec} has the model repeat what it reads: give repeat_ids=repeat_ids(tokenizer) of pod.eval.answer.methods, three "
+            f"lists of token ids from 0 to {size - 1}; got {ids!r}"
+        )
+    KVzipLayer(config, 0, request)  # which checks the request
+    return RepeatingCache(config, partial(KVzipLayer, request=request), request.spec, rowwise=True)
+
+
+METHOD = Method(
+    name="kvzip",
+    paper="KVzip (Kim et al., 2025)",
+    frees="what the model does not attend to when it repeats a text; later prompts and decoded tokens stay",
+    axis="selection",
+    build=_build,
+    parameters={
+        "repeat_ids": (
+            None,
+            "request to repeat: three lists of token ids, see pod.eval.answer.methods.repeat_ids",
+        ),
+        "chunk_size": (2048, "tokens of a text that are repeated at once (tokens)", 1),
+        "num_sink_tokens": (4, "first tokens, always kept (tokens)", 1),
+    },
+    takes_budget=True,
+    refuses=adakv.METHOD.refuses,
+)
