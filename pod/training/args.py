@@ -1,33 +1,37 @@
-"""Sections `train` and `export` of a recipe. Standard library only."""
+"""Sections `train` and `export` of a recipe."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-@dataclass(kw_only=True)
+from pod.schema import BelowOne, Share, section
+
+
+@section
 class TrainRecipe:
     """Section `train` of a recipe: `deepspeed launch/train_pod.py --config …`. What is trained, and whatever of the how is pinned: a
     field that is null by default is derived from ranks and device (`pod.training.predict.planner`)."""
 
-    total_tokens: int | None = None
+    total_tokens: PositiveInt | None = None
     """Tokens of the whole run, padding included: the run takes total_tokens / tokens_per_step steps, rounded down."""
 
-    max_steps: int | None = None
+    max_steps: PositiveInt | None = None
     """Optimizer steps of the whole run. Where it is set total_tokens is not used; without both a run takes 100 steps."""
 
-    tokens_per_step: int | None = None
+    tokens_per_step: PositiveInt | None = None
     """Tokens of one optimizer step over all ranks, padding included: a multiple of data.context_length; null = one row."""
 
     allow_repeats: bool = False
     """Let the run read the data more than once; otherwise more tokens than the data has are refused."""
 
-    sequence_parallel_size: int | None = None
+    sequence_parallel_size: PositiveInt | None = None
     """Ranks that share one row (Ulysses); contiguous ranks form a group. Allowed: 1 to the number of query heads."""
 
-    micro_batch_size: int | None = None
+    micro_batch_size: PositiveInt | None = None
     """Packed rows that a sequence-parallel group takes through one forward and backward."""
 
-    gradient_accumulation_steps: int | None = None
+    gradient_accumulation_steps: PositiveInt | None = None
     """Micro-batches per optimizer step: rows per step / micro_batch_size / (ranks / sequence_parallel_size)."""
 
     zero_stage: Literal[1, 2, 3] | None = None
@@ -41,7 +45,7 @@ class TrainRecipe:
     `keep` on the device, `offload` in host memory (one copy each way per step and tensor), `recompute` nowhere: they are
     projected again from the lead's hidden state (1 to 3 % more arithmetic). Loss and gradients are the same."""
 
-    mlp_tile_tokens: int | None = None
+    mlp_tile_tokens: NonNegativeInt | None = None
     """Tokens per rank that a feed-forward layer works on at a time. Longer inputs go through in equal tiles, each of which is
     computed once more in backward, so that no [tokens, intermediate_size] is ever held whole; 0 = no tiles."""
 
@@ -60,48 +64,48 @@ class TrainRecipe:
     """Folder on a local NVMe disk for offload_optimizer=nvme and offload_parameters=nvme, which are never derived; each rank writes
     its own files there."""
 
-    prefetch_steps: int = 2
+    prefetch_steps: NonNegativeInt = 2
     """Steps whose rows are read ahead, in a thread, while the present step computes; 0 = read when they are needed. Metrics
     tell what is left to wait for as `data_wait_s`."""
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of weights, activations and gradients. Master weights and Adam's moments are float32 either way."""
 
-    learning_rate: float = 1e-5
+    learning_rate: PositiveFloat = 1e-5
     """Peak learning rate (paper: 1e-5)."""
 
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: Share = 0.1
     """Learning rate at the last step as a share of the peak; the cosine ends there (PoD names the cosine, no final rate; 0 = to zero)."""
 
-    warmup_ratio: float = 0.0
+    warmup_ratio: BelowOne = 0.0
     """Share of the steps in which the learning rate rises linearly from 0 to the peak (PoD names none)."""
 
-    weight_decay: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of AdamW on matrices; norms and biases have none."""
 
-    adam_beta1: float = 0.9
+    adam_beta1: BelowOne = 0.9
     """Decay of Adam's first moment."""
 
-    adam_beta2: float = 0.95
+    adam_beta2: BelowOne = 0.95
     """Decay of Adam's second moment."""
 
-    adam_epsilon: float = 1e-8
+    adam_epsilon: PositiveFloat = 1e-8
     """Term that keeps Adam's denominator from 0."""
 
-    max_grad_norm: float = 1.0
+    max_grad_norm: NonNegativeFloat = 1.0
     """Gradients are scaled down to this global 2-norm; 0 = no clipping."""
 
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are summed over ranks and micro-batches; bfloat16 halves the traffic and rounds every sum."""
 
-    loss_chunk_mib: int = 256
+    loss_chunk_mib: PositiveInt = 256
     """MiB of float32 logits that the loss holds at a time."""
 
     spike_factor: float = 0.0
     """A step whose loss exceeds this x the median loss of the last spike_window good steps is a bad step; 0 = only NaN and infinity
     are bad. Allowed: 0, or above 1."""
 
-    spike_window: int = 64
+    spike_window: PositiveInt = 64
     """Good steps whose median loss spike_factor multiplies; until a quarter of them have passed no step counts as a spike. They are
     counted anew when progressive_steps switches to the next plan."""
 
@@ -109,17 +113,17 @@ class TrainRecipe:
     """What follows a step with a NaN, an infinity or a spike. `skip`: its update is left out. `rewind`: the run returns to its last
     checkpoint and goes on behind the rows of the bad step, so that the rows read in between are not read again."""
 
-    max_skipped_steps: int = 3
+    max_skipped_steps: PositiveInt = 3
     """Bad steps in a row (each is skipped) after which the run stops."""
 
-    max_rewinds: int = 3
+    max_rewinds: NonNegativeInt = 3
     """Returns to a checkpoint, over the whole run, after which the next bad step stops the run."""
 
-    max_hours: float = 0.0
+    max_hours: NonNegativeFloat = 0.0
     """The run saves and ends with code 0 before this many hours have passed since it started, one step and one checkpoint ahead; 0 = no
     limit. The same command continues it."""
 
-    hang_timeout_s: float = 1800.0
+    hang_timeout_s: NonNegativeFloat = 1800.0
     """Seconds without progress (a micro-batch, an update, a written file) after which every rank writes the stacks of its threads to
     <output_dir>/train/hang-rank*.txt; 0 = no watchdog."""
 
@@ -129,81 +133,81 @@ class TrainRecipe:
     method: Literal["full", "lora"] = "full"
     """`full` trains every weight, `lora` low-rank adapters only (peft)."""
 
-    lora_rank: int = 16
+    lora_rank: PositiveInt = 16
     """Rank of the LoRA adapters."""
 
-    lora_alpha: float = 32.0
+    lora_alpha: PositiveFloat = 32.0
     """LoRA scale: the adapters' output is multiplied by lora_alpha / lora_rank."""
 
-    lora_dropout: float = 0.0
+    lora_dropout: BelowOne = 0.0
     """Dropout before the adapters, in [0, 1)."""
 
     lora_target_modules: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"])
     """Names of the linear layers that get an adapter."""
 
-    distill_logits: float = 0.0
+    distill_logits: Share = 0.0
     """Share of the loss that is the divergence from the dense model's next-token distributions, KL(teacher, student), in [0, 1]; the
     rest is cross entropy. The teacher is the start model with every head leading: under LoRA the same weights without adapters, else a
     frozen copy."""
 
-    distill_attention: float = 0.0
+    distill_attention: NonNegativeFloat = 0.0
     """Weight of the relative squared error of every layer's attention output against the teacher's, added to the loss."""
 
-    distill_temperature: float = 1.0
+    distill_temperature: PositiveFloat = 1.0
     """Both distributions of distill_logits are softened by this; the divergence is multiplied by its square."""
 
-    distill_context: float = 0.0
+    distill_context: NonNegativeFloat = 0.0
     """The divergence of a token counts 1 + distill_context x the nats, 0 to 5, by which the teacher's loss of it rises when every head of
     the teacher keeps only its window: tokens that need distant context teach more. Needs distill_logits."""
 
-    progressive_steps: int = 0
+    progressive_steps: NonNegativeInt = 0
     """Steps in which sharing grows from none to the plan; 0 = the whole plan from the first step. Needs the similarity that
     launch/explore.py wrote beside the plan."""
 
-    progressive_stages: int = 4
+    progressive_stages: PositiveInt = 4
     """Plans on the way; the last one is the plan itself."""
 
-    save_every_steps: int = 100
+    save_every_steps: NonNegativeInt = 100
     """Steps between checkpoints; one more is written at the end. 0 = only at the end."""
 
     save_mode: Literal["sync", "async"] = "sync"
     """`sync`: training waits until a checkpoint is on disk. `async`: it waits until the checkpoint is copied to host memory (its
     whole size, divided among the ranks) and goes on while a thread writes."""
 
-    keep_last: int = 2
+    keep_last: PositiveInt = 2
     """Checkpoints that are kept; older ones are removed after a newer one is complete."""
 
-    keep_every_steps: int = 0
+    keep_every_steps: NonNegativeInt = 0
     """Checkpoints of steps that this divides are never removed; 0 = all rotate."""
 
     resume: Literal["auto", "never"] = "auto"
     """`auto` continues from <output_dir>/train/latest when there is one, also with other numbers of ranks, another
     sequence_parallel_size or zero_stage; `never` refuses to start there."""
 
-    log_every_steps: int = 1
+    log_every_steps: PositiveInt = 1
     """Steps between two lines of metrics.jsonl (and of the tracker)."""
 
-    peak_tflops: float = 0.0
+    peak_tflops: NonNegativeFloat = 0.0
     """TFLOP/s of one device in `dtype`, against which metrics state model FLOPs utilisation (`mfu`); 0 = the data sheet's figure when the
     device is known, else no `mfu`."""
 
-    gate_every_steps: int = 0
+    gate_every_steps: NonNegativeInt = 0
     """Steps between two measurements of the gate: per layer and KV head, the mean share of attention that proximal tokens have, on
     one held-out row; 0 = never."""
 
-    eval_every_steps: int = 0
+    eval_every_steps: NonNegativeInt = 0
     """Steps between two evaluations on held-out rows: loss by position, passkey, and the samples below; 0 = never."""
 
-    eval_rows: int = 8
+    eval_rows: PositiveInt = 8
     """Held-out rows of data.context_length tokens per evaluation, over all ranks."""
 
-    eval_passkeys: int = 0
+    eval_passkeys: NonNegativeInt = 0
     """Passkey prompts per evaluation, of data.context_length tokens, at depths spread over them."""
 
     sample_prompts: list[str] = field(default_factory=list)
     """Texts that the model continues greedily at every evaluation, written to <output_dir>/train/samples.jsonl."""
 
-    sample_tokens: int = 48
+    sample_tokens: PositiveInt = 48
     """Tokens of each continuation."""
 
     tracker: Literal["none", "wandb", "tensorboard"] = "none"
@@ -213,24 +217,6 @@ class TrainRecipe:
     """`offline` writes a wandb run folder and contacts no server."""
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "total_tokens", "tokens_per_step", "micro_batch_size", "gradient_accumulation_steps",
-                     "sequence_parallel_size", "loss_chunk_mib", "max_skipped_steps", "lora_rank", "keep_last",
-                     "log_every_steps", "progressive_stages", "eval_rows", "sample_tokens", "spike_window"):  # fmt: skip
-            _at_least(name, getattr(self, name), 1)
-        for name in ("weight_decay", "max_grad_norm", "save_every_steps", "mlp_tile_tokens",
-                     "prefetch_steps", "max_rewinds", "max_hours", "hang_timeout_s", "keep_every_steps", "peak_tflops",
-                     "gate_every_steps", "eval_every_steps", "eval_passkeys", "progressive_steps",
-                     "distill_attention", "distill_context"):  # fmt: skip
-            _at_least(name, getattr(self, name), 0)
-        for name in ("learning_rate", "adam_epsilon", "lora_alpha", "distill_temperature"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, allowed are numbers above 0")
-        for name in ("adam_beta1", "adam_beta2", "lora_dropout", "warmup_ratio"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, allowed are 0 <= {name} < 1")
-        for name in ("min_lr_ratio", "distill_logits"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, allowed are 0 to 1")
         self._check_combinations()
         self._check_memory_settings()
 
@@ -317,18 +303,18 @@ class TrainRecipe:
         return self.total_tokens // each
 
 
-@dataclass(kw_only=True)
+@section
 class TrainArgs(TrainRecipe):
     """Section `train` with nothing left to derive: what trainer, engine and estimates work with."""
 
-    max_steps: int = 100
-    sequence_parallel_size: int = 1
-    micro_batch_size: int = 1
-    gradient_accumulation_steps: int = 1
+    max_steps: PositiveInt = 100
+    sequence_parallel_size: PositiveInt = 1
+    micro_batch_size: PositiveInt = 1
+    gradient_accumulation_steps: PositiveInt = 1
     zero_stage: Literal[1, 2, 3] = 3
     gradient_checkpointing: Literal["full", "none"] = "full"
     carry: Literal["keep", "offload", "recompute"] = "keep"
-    mlp_tile_tokens: int = 16_384
+    mlp_tile_tokens: NonNegativeInt = 16_384
     offload_checkpoints: bool = False
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
     offload_parameters: Literal["none", "cpu", "nvme"] = "none"
@@ -347,12 +333,7 @@ class TrainArgs(TrainRecipe):
         return -(-self.rank_tokens(context_length) // self.mlp_tile_tokens) if self.mlp_tile_tokens else 1
 
 
-def _at_least(name: str, value: float | None, least: int) -> None:
-    if value is not None and value < least:
-        raise ValueError(f"{name} is {value}, allowed are {least} and more")
-
-
-@dataclass(kw_only=True)
+@section
 class ExportArgs:
     """Section `export` of a recipe: `python launch/export_hf.py --config …`."""
 
