@@ -53,8 +53,7 @@ def steps_of(recipe: Recipe, config: Path, ranks: int = RANKS) -> list[Step]:
     def launch(name: str, *more: str) -> list[str]:
         return [sys.executable, str(ROOT / "launch" / name), "--config", str(config), *more]
 
-    export = Path(recipe.export.path or recipe.export_dir)
-    check = Path(recipe.output_dir) / "export_check.json"
+    export, check = recipe.export_dir, Path(recipe.output_dir) / "export_check.json"
     windows = recipe.model.num_sink_tokens + recipe.model.num_recent_tokens  # a prompt is to exceed them
     tokens = str(min(2 * windows, recipe.data.context_length))
     last = f"step-{recipe.train.steps(recipe.data.context_length):08d}"  # of which there is none where training was stopped before
@@ -171,19 +170,19 @@ def summary(recipe: Recipe, state: dict[str, Any], seconds: float) -> str:
     losses = [row["loss"] for row in map(json.loads, metrics) if "loss" in row]
     error = read_json(Path(recipe.output_dir) / "export_check.json")["relative_logit_error"]
     report = (recipe.eval_dir / "report.md").read_text(encoding="utf-8").split("\n* ")[0]
+    spent = sum(step["seconds"] for step in state.values())
     return (
         f"{report}\ntraining: {len(losses)} steps, loss {losses[0]:.3f} → {losses[-1]:.3f}\n"
         f"export: reloads in plain transformers with logits equal to {error:.0e} of their scale\n"
-        f"report: {recipe.eval_dir / 'report.html'}  ({seconds:.0f} s now, "
-        f"{sum(step['seconds'] for step in state.values()):.0f} s without caches)"
+        f"report: {recipe.eval_dir / 'report.html'}  ({seconds:.0f} s now, {spent:.0f} s without caches)"
     )
 
 
 def estimate(recipe: Recipe) -> str:
     """The commands, in order."""
     steps = steps_of(recipe, Path(recipe.output_dir) / "recipe.yaml")
-    lines = [f"{step.name}: {step.title}" for step in steps]
-    return "\n".join([*lines, "Each launcher's own --dry-run tells what its step needs."])
+    lines = (f"{step.name}: {step.title}\n" for step in steps)
+    return "".join(lines) + "Each launcher's own --dry-run tells what its step needs."
 
 
 def _start() -> None:

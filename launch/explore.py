@@ -158,10 +158,7 @@ def estimate(recipe: Recipe) -> str:
     from pod.training.plans.heads import describe_heads_cost
     from pod.training.run.start_model import model_config, source_config
 
-    try:
-        source_config(recipe.model)
-    except ValueError as error:
-        return f"No estimate: {error}"
+    source_config(recipe.model)
     dense = replace(recipe.model, layout="dense", plan=None)
     config, _ = model_config(dense, recipe.output_dir)
     if recipe.explore.heads:

@@ -21,7 +21,7 @@ def main(recipe: Recipe) -> None:
     checkpoint = checkpoint_to_export(Path(recipe.output_dir) / "train", recipe.export.checkpoint)
     if recipe.model.plan is not None:
         check_plan(checkpoint, Path(recipe.model.plan))
-    path = Path(recipe.export.path or Path(recipe.output_dir) / "export")
+    path = recipe.export_dir
     if recipe.export.adapter:
         export_adapter(checkpoint, path, recipe.model.path, recipe.export.dtype)
         print(f"exported the adapters of {checkpoint} to {path}", flush=True)

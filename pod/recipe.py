@@ -92,8 +92,8 @@ class Recipe:
 
     @property
     def export_dir(self) -> Path:
-        """Where export_hf.py writes the Hugging Face folder."""
-        return Path(self.output_dir) / "export"
+        """Where export_hf.py writes the Hugging Face folder: export.path, or <output_dir>/export."""
+        return Path(self.export.path or Path(self.output_dir) / "export")
 
     @property
     def eval_dir(self) -> Path:

@@ -180,8 +180,8 @@ def test_dry_run_without_the_model_says_so(config, environment, tmp_path):
     ]
     offline = {**environment, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=offline, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "No estimate: the configuration of model.path = nobody/nothing cannot be read here" in done.stdout
+    assert done.returncode == 2, done.stdout
+    assert "error: the configuration of model.path = nobody/nothing cannot be read here" in done.stderr
 
 
 def test_rows_of_another_length_than_the_recipes_are_refused(config, environment):

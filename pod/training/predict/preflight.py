@@ -25,7 +25,7 @@ from pod.training.predict.job import Job
 from pod.training.predict.memory import checkpoint_disk_bytes
 from pod.training.predict.planner import GIB, Fit, Machine
 from pod.training.predict.shapes import Shapes
-from pod.training.run.mesh import local_world_size
+from pod.training.run.mesh import SameOnAllRanks, local_world_size
 
 VERSIONED = ("torch", "deepspeed", "transformers", "peft", "pod-kv")
 _SHARED = "output_dir"
@@ -249,14 +249,14 @@ def agree(mesh: Any, config: dict[str, Any], folder: Path | str, facts: dict[str
         values = [one.get(name, "nothing") for one in everyone]
         if name == _SHARED and set(values) != {"seen"}:
             blind = _ranks([rank for rank, value in enumerate(values) if value != "seen"])
-            raise ValueError(
+            raise SameOnAllRanks(
                 f"{blind} cannot see what rank 0 writes into {folder}: put output_dir on a file system that all machines share"
             )
         others = [rank for rank, value in enumerate(values) if value != values[0]]
         if others:
             theirs = values[others[0]]
             detail = f" ({values[0]} on rank 0, {theirs} on rank {others[0]})" if len(theirs) < 40 else ""
-            raise ValueError(
+            raise SameOnAllRanks(
                 f"{_ranks(others)} and rank 0 disagree on {name}{detail}: use the same recipe, packages and files on all machines"
             )
 

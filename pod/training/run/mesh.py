@@ -40,11 +40,17 @@ class Mesh:
         return tensor.tolist()
 
 
+class SameOnAllRanks(ValueError):
+    """What every rank raises alike, so that the first may speak for all."""
+
+    of_all_ranks = True
+
+
 def from_rank_0(rank: int, function: Callable[[], Any]) -> Any:
     """What `function` returns on rank 0, on all ranks, which call this together.
 
     Raises:
-        ValueError: for a ValueError or OSError there, on all ranks.
+        SameOnAllRanks: for a ValueError or OSError there.
     """
     found: list[Any] = [None, None]
     if rank == 0:
@@ -54,7 +60,7 @@ def from_rank_0(rank: int, function: Callable[[], Any]) -> Any:
             found[1] = str(error)
     dist.broadcast_object_list(found, src=0)
     if found[1] is not None:
-        raise ValueError(found[1])
+        raise SameOnAllRanks(found[1])
     return found[0]
 
 

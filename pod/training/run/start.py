@@ -172,10 +172,7 @@ def estimate(
     Raises:
         ValueError: a model, plan, layout, RoPE, ranks or pinned fields that do not go together.
     """
-    try:
-        _, note = source_config(model_args)
-    except ValueError as error:
-        return f"No estimate: {error}"
+    _, note = source_config(model_args)
     config, plan = model_config(model_args, output_dir, target_saving)
     context_length, data_tokens = data_args.context_length, data_args.target_tokens
     if (Path(output_dir) / "data" / "manifest.json").is_file():
