@@ -5,6 +5,7 @@ import copy
 import os
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,18 +109,11 @@ def empty_model(config: PodConfig) -> PodForCausalLM:
 def check_fit(shapes: Mapping[str, Sequence[int]], config: PodConfig, model: PodForCausalLM) -> None:
     """Raise ValueError when weights of these names and shapes do not make the model."""
     expected = model.state_dict()
-    sources = {name: sources_of(name, shapes, config) for name in expected}
-    used = {one for names in sources.values() for one in names}
-    found = {
-        "missing": used - shapes.keys(),
-        "unexpected": shapes.keys() - used,
-        "of another shape": {
-            one
-            for name, names in sources.items()
-            for one in names
-            if one in shapes and tuple(shapes[one]) != expected[name].shape
-        },
-    }
+    pairs = [(name, one) for name in expected for one in sources_of(name, shapes, config)]
+    used = {one for _, one in pairs}
+    others = {one for name, one in pairs if one in shapes and tuple(shapes[one]) != expected[name].shape}
+    missing, unexpected = used - shapes.keys(), shapes.keys() - used
+    found = {"missing": missing, "unexpected": unexpected, "of another shape": others}
     if any(found.values()):
         raise ValueError(
             f"checkpoint does not fit: {', '.join(f'{k} {sorted(v)[:3]}' for k, v in found.items() if v)}"
@@ -148,10 +142,7 @@ def made_weight(
     """The model's weight ``name`` from a checkpoint's: heads in the configuration's order, means over ``cla`` blocks (Brandon et
     al. train from scratch; the mean is how grouped-query attention merges heads, Ainslie et al., 2023, §2.1).
 
-    Args:
-        read: a weight of the checkpoint by its name.
-        have: names of the checkpoint.
-        now: the order of its heads, see ``reordered``.
+    The checkpoint has the names ``have``, gives a weight by ``read(name)``, and its heads stand in the order ``now``.
     """
     weights = [reordered(one, read(one), config, now) for one in sources_of(name, have, config)]
     if len(weights) == 1:
@@ -195,15 +186,16 @@ def load_model(
     Raises:
         ValueError: families, keys, plans or layouts that do not fit; the message says what would.
     """
-    choices: dict[str, Any] = {
-        "plan": plan,
-        "num_sink_tokens": num_sink_tokens,
-        "num_recent_tokens": num_recent_tokens,
-        "attention_backend": attention_backend,
-        "layout": layout,
-        "rope": rope,
-        "max_position_embeddings": max_position_embeddings,
-    }
+    windows = {"num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
+    target = partial(
+        target_config,
+        plan=plan,
+        layout=layout,
+        attention_backend=attention_backend,
+        rope=rope,
+        max_position_embeddings=max_position_embeddings,
+        **windows,
+    )
     if isinstance(source, PreTrainedModel):
         dense = source
         wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -211,15 +203,12 @@ def load_model(
             dense = copy.deepcopy(source).to(dtype=wanted)  # type: ignore[call-arg]
     elif gguf_file is None and _model_type(source) == "pod":
         own = PodConfig.from_pretrained(source)
-        config = target_config(own, **choices)
-        if (config.layout, config.head_order) == (own.layout, own.head_order):
-            model = PodForCausalLM.from_pretrained(source, config=config, dtype=dtype or "auto")
-            return _place(model, device)
+        target(own)  # refused before weights are read
         dense = PodForCausalLM.from_pretrained(source, config=own, dtype=dtype or "auto")
     else:
         options = {} if gguf_file is None else {"gguf_file": gguf_file}
         dense = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", **options)
-    config = target_config(dense.config, **choices)
+    config = target(dense.config)
     config.dtype = dense.dtype
     return _place(from_dense(dense, config, owned=dense is not source), device)
 
@@ -243,7 +232,10 @@ def target_config(
             raise ValueError("layout = 'dense' shares nothing: leave the plan out, or use layout = 'pod'")
         plan = plan if isinstance(plan, SharingPlan) else SharingPlan.load(plan)
         changes |= plan_fields(plan)
-    changes |= rope_changes(source, rope, max_position_embeddings)
+    if rope or max_position_embeddings is not None:
+        own, longest = dict(source.rope_parameters), source.max_position_embeddings
+        own, longest = change_rope(own, longest, rope or {}, max_position_embeddings)
+        changes |= {"rope_parameters": own, "max_position_embeddings": longest}
     if source.model_type != "pod":
         return convert_config(source, **changes)
     stays = changes.get("layout", source.layout) == source.layout
@@ -259,17 +251,6 @@ def target_config(
     # another layout than the checkpoint's leaves its plan and windows behind
     fresh: dict[str, Any] = {**plan_fields(None), "num_sink_tokens": None, "num_recent_tokens": None}
     return PodConfig(**(source.to_dict() | ({} if stays else fresh) | changes))
-
-
-def rope_changes(
-    source: Any, rope: dict[str, Any] | None = None, max_position_embeddings: int | None = None
-) -> dict[str, Any]:
-    """The fields of ``PodConfig`` that another RoPE or longest context changes; {} for none. See ``change_rope``."""
-    if not rope and max_position_embeddings is None:
-        return {}
-    own, longest = dict(source.rope_parameters), source.max_position_embeddings
-    changed, longest = change_rope(own, longest, rope or {}, max_position_embeddings)
-    return {"rope_parameters": changed, "max_position_embeddings": longest}
 
 
 def _place(model: PodForCausalLM, device: torch.device | str | None) -> PodForCausalLM:

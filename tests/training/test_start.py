@@ -6,8 +6,8 @@ from safetensors.torch import save_file
 from worker_start import CASES
 
 import pod
-from pod.modeling.weight_files import WeightFiles, weight_files
 from pod.training.run.start_weights import hollow_model
+from pod.training.run.weight_files import WeightFiles, weight_files
 
 
 @pytest.mark.multiprocess

@@ -127,7 +127,7 @@ def main(out: Path) -> None:
     import pod
 
     tiny.make_data(out / "data")
-    order = [[0, 1, 2, 3, 4, 5], [4, 5, 0, 1, 3, 2], [2, 3, 4, 5, 0, 1], [0, 1, 3, 2, 4, 5]]
+    order = ((0, 1, 2, 3, 4, 5), (4, 5, 0, 1, 3, 2), (2, 3, 4, 5, 0, 1), (0, 1, 3, 2, 4, 5))
     for name, tied in (("start", True), ("untied", False)):
         stock = tiny.make_stock(tied)
         stock.save_pretrained(out / name, max_shard_size="20KB")

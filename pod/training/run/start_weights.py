@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig
 from pod.modeling.loading import check_fit, empty_model, load_model, made_weight
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM
-from pod.modeling.weight_files import weight_files
 from pod.training.checkpoint.files import Samples, sample_of
+from pod.training.run.weight_files import weight_files
 
 Reader = Callable[[str], Tensor]
 """A weight by the name that it has in the model; not to be written to."""
