@@ -5,7 +5,7 @@ Two on CPU:   DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 launch
 GPUs:         deepspeed launch/train_pod.py --config configs/llama3_8b_32k_pod.yaml
 Machines:     deepspeed --hostfile hosts.txt launch/train_pod.py --config …, or launch/slurm/
 
-Reads <output_dir>/data and <output_dir>/plan/plan.json, writes <output_dir>/train. SIGTERM and SIGUSR1 save and exit with code 0;
+Reads <output_dir>/data and <output_dir>/plan/plan.json, writes <output_dir>/train. SIGTERM, SIGUSR1 and Ctrl-C save and exit with code 0;
 the same command continues the run. model.layout says what is trained: PoD, dense, CLA or window attention.
 """
 

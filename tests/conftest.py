@@ -42,7 +42,7 @@ def launch(tmp_path):
     """`launch("explore.py", "--config", file)` runs a launcher in an empty folder and returns the finished process."""
 
     def start(
-        name: str, *arguments: object, timeout: float = 120, **environment: str
+        name: str, *arguments: object, timeout: float = 3600, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, str(ROOT / "launch" / name), *map(str, arguments)],

@@ -123,7 +123,7 @@ class TrainRecipe:
     """The run saves and ends with code 0 before this many hours have passed since it started, one step and one checkpoint ahead; 0 = no
     limit. The same command continues it."""
 
-    hang_timeout_s: NonNegativeFloat = 1800.0
+    hang_timeout_s: NonNegativeFloat = 900.0
     """Seconds without progress (a micro-batch, an update, a written file) after which every rank writes the stacks of its threads to
     <output_dir>/train/hang-rank*.txt; 0 = no watchdog."""
 
@@ -167,8 +167,9 @@ class TrainRecipe:
     progressive_stages: PositiveInt = 4
     """Plans on the way; the last one is the plan itself."""
 
-    save_every_steps: NonNegativeInt = 100
-    """Steps between checkpoints; one more is written at the end. 0 = only at the end."""
+    save_every_steps: NonNegativeInt | None = None
+    """Steps between checkpoints; one more is written at the end. 0 = only at the end, null = so that no more than 30 minutes of work
+    can be lost."""
 
     save_mode: Literal["sync", "async"] = "sync"
     """`sync`: training waits until a checkpoint is on disk. `async`: it waits until the checkpoint is copied to host memory (its

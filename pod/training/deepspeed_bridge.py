@@ -65,10 +65,13 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.partition_parameters:Init._convert_to_deepspeed_param": ("param",),
     "deepspeed.runtime.fp16.loss_scaler:LossScaler": (),
     "deepspeed.runtime.zero.config:ZeroStageEnum": (),
-    "deepspeed.sequence.linear_cross_entropy:vocab_parallel_linear_cross_entropy": (
-        "ignore_index",
-        "reduction",
-        "chunk_size",
+    "deepspeed.sequence.linear_cross_entropy:_VocabParallelLinearCrossEntropy.forward": (
+        "hidden",
+        "bias",
+        "target",
+        "tp_group",
+        "vocab_start_index",
+        "compute_dtype",
     ),
     "deepspeed.checkpoint.ds_to_universal:main": ("args",),
     "deepspeed.checkpoint.ds_to_universal:ProcessPoolExecutor": (),
@@ -268,15 +271,18 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, ignored
     Args:
         hidden: [B, n, hidden]; weight: [V, hidden]; labels: [B, n], `ignored` = no label.
     """
-    from deepspeed.sequence.linear_cross_entropy import vocab_parallel_linear_cross_entropy
+    from deepspeed.sequence.linear_cross_entropy import _VocabParallelLinearCrossEntropy
 
-    return vocab_parallel_linear_cross_entropy(
-        hidden, weight, labels, ignore_index=ignored, reduction="sum", chunk_size=rows
-    )
+    # What is around it waits for the device to compare labels with the vocabulary; the data did so when it was opened.
+    tokens, kind = hidden.reshape(-1, hidden.shape[-1]), torch.promote_types(hidden.dtype, weight.dtype)
+    vocabulary = (None, 0, weight.shape[0])  # no tensor parallelism
+    return _VocabParallelLinearCrossEntropy.apply(
+        tokens.contiguous(), weight.contiguous(), None, labels.reshape(-1), *vocabulary, ignored, rows, kind
+    ).sum()
 
 
-def local_square(parameter: nn.Parameter, engine: Any) -> float:
-    """Sum of squares of this rank's share of a reduced gradient; 0 when it has none.
+def local_square(parameter: nn.Parameter, engine: Any) -> Tensor | float:
+    """Sum of squares of this rank's share of a reduced gradient, on its device in fp64; 0 when it has none.
 
     For use between the last backward of a step and its update, under ZeRO 1, 2 and 3.
     """
@@ -293,7 +299,7 @@ def local_square(parameter: nn.Parameter, engine: Any) -> float:
         gradient = _fragment(parameter)
     if gradient is None:
         return 0.0
-    return float(torch.linalg.vector_norm(gradient.float(), dtype=torch.float64)) ** 2
+    return torch.linalg.vector_norm(gradient.float(), dtype=torch.float64) ** 2
 
 
 def _fragment(parameter: Any) -> Tensor | None:

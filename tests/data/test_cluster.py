@@ -400,7 +400,7 @@ def test_slurm_scripts_run_by_bash_give_the_same_bytes(
                 continue  # there is one shard: nothing for the second task
             environment = {**os.environ, **environment_of(number, rank), "OMP_NUM_THREADS": "1"}
             done = subprocess.run(
-                ["bash", script], env=environment, cwd="/", capture_output=True, text=True, timeout=300
+                ["bash", script], env=environment, cwd="/", capture_output=True, text=True, timeout=3600
             )
             assert done.returncode == 0, done.stderr
         finished.add(number)

@@ -191,7 +191,9 @@ def launch(tmp_path, *overrides):
     for override in overrides:
         command += ["--set", override]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    return subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=3600
+    )
 
 
 def test_launcher(tmp_path):

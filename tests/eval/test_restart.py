@@ -49,7 +49,7 @@ def start(folder, environment, *arguments, **changes):
 
 
 def end(process):
-    _, errors = process.communicate(timeout=240)
+    _, errors = process.communicate(timeout=3600)
     return process.returncode, errors
 
 

@@ -474,7 +474,9 @@ def test_command_line(place, tmp_path):
 
     def launch(*arguments):
         command = [sys.executable, str(ROOT / "launch" / "run_eval.py"), *arguments]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=3600, check=False
+        )
 
     wrong = launch("--methods", "full,snapk")
     assert wrong.returncode == 2

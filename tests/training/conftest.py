@@ -13,6 +13,8 @@ from pod.recipe import run
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+PATIENCE = 6 * 3600
+"""Seconds after which a worker hangs: far more than any takes on a busy machine."""
 
 
 def worker_environment() -> dict[str, str]:
@@ -30,10 +32,10 @@ def worker_environment() -> dict[str, str]:
     }
 
 
-def run_worker(script: str, folder: Path, timeout: int = 240) -> dict[str, dict]:
+def run_worker(script: str, folder: Path) -> dict[str, dict]:
     """Run `script` (in this folder) with `folder` as its argument; returns its JSON results by name."""
     command = [sys.executable, str(HERE / script), str(folder)]
-    done = subprocess.run(command, env=worker_environment(), capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(command, env=worker_environment(), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, f"{script} failed:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")}
 
@@ -80,29 +82,25 @@ def explore_overrides(tmp_path) -> list[str]:
     ]
 
 
-def every_layout() -> bool:
-    """Whether all layouts are asked for: hours on two cores."""
-    return os.environ.get("POD_ALL_LAYOUTS") == "1"
+WORKERS = (
+    "carry",
+    "cheaper",
+    "control",
+    "data",
+    "engine",
+    "estimate",
+    "kills",
+    "parallel",
+    "restart",
+    "runs",
+    "seeing",
+    "start",
+    "syncs",
+    "variants",
+)  # worker_<name>.py
 
 
-WORKERS = {  # worker_<name>.py, and how long it may take (seconds)
-    "carry": 240,
-    "cheaper": 600,
-    "control": 240,
-    "data": 240,
-    "engine": 400,
-    "estimate": 600,
-    "kills": 3600,
-    "parallel": 6 * 3600 if every_layout() else 400,
-    "restart": 1200,
-    "runs": 600,
-    "seeing": 480,
-    "start": 600,
-    "variants": 240,
-}
-
-
-def worker_fixtures(name: str, timeout: int) -> dict[str, object]:
+def worker_fixtures(name: str) -> dict[str, object]:
     """`<name>_folder`, where a worker script writes, and `<name>_results`, its JSON results by name; it runs once."""
 
     @pytest.fixture(scope="session", name=f"{name}_folder")
@@ -111,10 +109,10 @@ def worker_fixtures(name: str, timeout: int) -> dict[str, object]:
 
     @pytest.fixture(scope="session", name=f"{name}_results")
     def results(request) -> dict[str, dict]:
-        return run_worker(f"worker_{name}.py", request.getfixturevalue(f"{name}_folder"), timeout)
+        return run_worker(f"worker_{name}.py", request.getfixturevalue(f"{name}_folder"))
 
     return {f"{name}_folder": folder, f"{name}_results": results}
 
 
-for worker, seconds in WORKERS.items():
-    globals().update(worker_fixtures(worker, seconds))
+for worker in WORKERS:
+    globals().update(worker_fixtures(worker))

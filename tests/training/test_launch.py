@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from pod.files import read_json
@@ -58,8 +60,6 @@ train: {{max_steps: 1000000, allow_repeats: true, sequence_parallel_size: 2, dty
 
 def ranks_of(launcher: subprocess.Popen) -> list[int]:
     """Process ids of the training ranks below the launcher, oldest first."""
-    import psutil
-
     children = psutil.Process(launcher.pid).children(recursive=True)
     return [
         child.pid
@@ -69,52 +69,65 @@ def ranks_of(launcher: subprocess.Popen) -> list[int]:
 
 
 def wait_for_steps(metrics: Path, launcher: subprocess.Popen, steps: int) -> None:
-    deadline = time.monotonic() + 150
     while not metrics.is_file() or len(metrics.read_text(encoding="utf-8").splitlines()) < steps:
         assert launcher.poll() is None, launcher.communicate()[0][-4000:]
-        assert time.monotonic() < deadline, "no step within 150 s"
         time.sleep(0.2)
 
 
-def test_sigterm_to_a_rank_saves_and_every_process_exits_with_0_then_export(config, environment, tmp_path):
+@contextmanager
+def training(config: Path, environment: dict[str, str], steps: int):
+    """The `deepspeed` launcher with two ranks, in a process group of its own, after so many steps; nothing is left of it."""
     import socket
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        "deepspeed",
-        "--num_gpus",
-        "2",
-        "--master_port",
-        str(port),
-        "launch/train_pod.py",
-        "--config",
-        str(config),
-    ]
+        port = str(probe.getsockname()[1])
+    command = ["deepspeed", "--num_gpus", "2", "--master_port", port, "launch/train_pod.py", "--config"]
     launcher = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*command, str(config)],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
-    train = config.parent / "train"
     try:
-        wait_for_steps(train / "metrics.jsonl", launcher, 2)
-        os.kill(ranks_of(launcher)[-1], signal.SIGTERM)
-        output = launcher.communicate(timeout=90)[0]
+        wait_for_steps(config.parent / "train" / "metrics.jsonl", launcher, steps)
+        yield launcher
     finally:
-        if launcher.poll() is None:
-            for pid in [*ranks_of(launcher), launcher.pid]:
-                os.kill(pid, signal.SIGKILL)
-    assert launcher.returncode == 0, output[-4000:]
+        with suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
+
+
+def check_last_step(train: Path) -> int:
+    """The last step of metrics.jsonl, whose checkpoint must be whole."""
     last = json.loads((train / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])["step"]
     assert (train / "latest").read_text(encoding="utf-8").strip() == f"step-{last:08d}"
     state = read_json(train / f"step-{last:08d}" / "checkpoint.json")
     assert (state["step"], state["cursor"]["position"], state["layout"]["world_size"]) == (last, last, 2)
+    return last
+
+
+def test_sigterm_to_a_rank_saves_and_every_process_exits_with_0_then_export(config, environment, tmp_path):
+    train = config.parent / "train"
+    with training(config, environment, 2) as launcher:
+        os.kill(ranks_of(launcher)[-1], signal.SIGTERM)
+        output = launcher.communicate(timeout=3600)[0]
+    assert launcher.returncode == 0, output[-4000:]
+    last = check_last_step(train)
+
+    with training(config, environment, last + 1) as launcher:  # and Ctrl-C, which reaches launcher and ranks
+        ranks = [psutil.Process(rank) for rank in ranks_of(launcher)]
+        os.killpg(launcher.pid, signal.SIGINT)
+        psutil.wait_procs(ranks)
+    assert check_last_step(train) > last
 
     elsewhere = tmp_path / "cwd"  # launchers must not depend on the working directory
     elsewhere.mkdir()
     command = [sys.executable, str(ROOT / "launch" / "export_hf.py"), "--config", str(config)]
     done = subprocess.run(
-        command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=120
+        command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=3600
     )
     assert done.returncode == 0, done.stderr
     files = {path.name for path in (config.parent / "export").iterdir()}
@@ -134,7 +147,9 @@ def test_sigterm_to_a_rank_saves_and_every_process_exits_with_0_then_export(conf
 def test_what_cannot_work_is_one_line_and_exit_code_2(config, environment, tmp_path, override, says):
     command = [sys.executable, str(ROOT / "launch" / "train_pod.py"), "--config", str(config)]
     command += ["--set", "train.sequence_parallel_size=1", "--set", override]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=3600
+    )
     assert done.returncode == 2, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(errors) == 1
@@ -155,7 +170,7 @@ def test_dry_run_prints_bytes_by_part_and_starts_nothing(config, environment, tm
     ]
     done = subprocess.run(
         [*command, "--set", f"output_dir={tmp_path / 'new'}"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=3600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for word in (
@@ -179,7 +194,7 @@ def test_dry_run_without_the_model_says_so(config, environment, tmp_path):
         "model.path=nobody/nothing",
     ]
     offline = {**environment, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=offline, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=offline, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 2, done.stdout
     assert "error: the configuration of model.path = nobody/nothing cannot be read here" in done.stderr
 
@@ -188,7 +203,7 @@ def test_rows_of_another_length_than_the_recipes_are_refused(config, environment
     changes = ["data.context_length=32", "train.sequence_parallel_size=1"]
     sets = [word for change in changes for word in ("--set", change)]
     command = [sys.executable, "launch/train_pod.py", "--config", str(config), *sets]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600)
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
     assert (

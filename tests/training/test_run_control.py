@@ -1,6 +1,7 @@
 """Ends before the last step: signals, max_hours, hangs. On real ranks (worker_control.py) and with a clock of our own."""
 
 import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -110,8 +111,7 @@ def test_no_thread_without_a_timeout(tmp_path):
 
 
 def make_control(folder, monkeypatch, age: float = 0.0, **settings) -> tuple[RunControl, Clock]:
-    monkeypatch.setattr("pod.training.run.run_control.dist.all_reduce", lambda *arguments, **options: None)
-    clock, mesh = Clock(), SimpleNamespace(rank=0, world_size=1, device="cpu")
+    clock, mesh = Clock(), SimpleNamespace(rank=0, world_size=1, largest=lambda value: value)
     return RunControl(TrainArgs(**settings), mesh, folder, clock=clock, age=age), clock
 
 
@@ -169,6 +169,54 @@ def test_an_asynchronous_save_counts_until_it_is_published(tmp_path, monkeypatch
     control, clock = make_control(tmp_path, monkeypatch, max_hours=1.0)
     control.save_took(500.0)
     assert steps_until_stop(control, clock, [10.0] * 1000) == 3040.0  # 3600 - 1.1 x 510 = 3039
+
+
+def test_no_more_than_half_an_hour_of_work_is_at_risk(tmp_path, monkeypatch):
+    """Steps of 100 s, checkpoints of 50 s: 17 steps and a reserve of 10 s fit into 1800 s."""
+    control, clock = make_control(tmp_path, monkeypatch)
+    saves = []
+    with control.watching():
+        for step in range(1, 60):
+            control.alive("data")
+            clock.now += 100.0
+            assert control.should_stop(step) is None
+            if control.save_due:
+                saves.append(step)
+                control.alive("save")
+                clock.now += 50.0
+                control.alive("saved")
+    assert saves == [17, 34, 51]
+    control, clock = make_control(tmp_path, monkeypatch, save_every_steps=100)
+    assert steps_until_stop(control, clock, [1000.0] * 5) is None and not control.save_due
+
+
+def test_the_time_at_risk_is_said_and_what_to_do(tmp_path, monkeypatch):
+    control, clock = make_control(tmp_path, monkeypatch, gradient_accumulation_steps=16)
+    steps_until_stop(control, clock, [300.0, 107.2])
+    control.save_took(8.0)
+    assert control.time_at_risk() == (
+        "a signal is obeyed within 6.7 s (a micro-batch), the checkpoint takes 8.0 s, and deepspeed and torchrun wait 30 s"
+    )
+    control.save_took(25.0)
+    assert (
+        "too short, up to 30 minutes of work would be lost. To stop, send SIGUSR1" in control.time_at_risk()
+    )
+
+
+def test_ctrl_c_is_a_signal_and_the_second_one_ends(tmp_path, monkeypatch):
+    control, _ = make_control(tmp_path, monkeypatch, hang_timeout_s=0.0)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with control.watching():
+            assert not control.interrupted()
+            os.kill(os.getpid(), signal.SIGINT)
+            assert control.interrupted()
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+                signal.pause()
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, before if number == signal.SIGINT else signal.SIG_DFL)
 
 
 # -- real ranks ----------------------------------------------------------------------------------------------

@@ -13,11 +13,16 @@ pytestmark = pytest.mark.multiprocess
 
 @pytest.mark.parametrize(
     ("whole", "stopped", "resumed", "steps"),
-    [("whole", "stopped", "resumed", 2), ("lora", "lora_stopped", "lora_resumed", 3)],
+    [
+        ("whole", "stopped", "resumed", 2),
+        ("lora", "lora_stopped", "lora_resumed", 3),
+        ("parts", "parts_stopped", "parts_resumed", 2),
+    ],
 )
 def test_resumed_equals_uninterrupted_bit_for_bit(runs_results, whole, stopped, resumed, steps):
     expected, part, rest = (runs_results[name] for name in (whole, stopped, resumed))
-    assert part["step"] == steps, "SIGTERM to one rank must stop all ranks after the step in which it came"
+    # SIGTERM to one rank stops all ranks after the step in which it came, or before it when more micro-batches are to come
+    assert part["step"] == steps
     assert part["hash"] != expected["hash"]
     assert rest["hash"] == expected["hash"]  # master weights and both moments
     assert rest["steps"] == [1, 2, 3, 4, 5]  # each step once in metrics.jsonl
@@ -163,6 +168,6 @@ def test_export_needs_only_torch_and_transformers(runs_results, runs_folder, tmp
         "HOME": str(tmp_path),
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split()[-1] == "44"

@@ -114,6 +114,6 @@ def test_only_a_hang_starts_a_failed_job_again(slurm, variables, code, queue):
 def test_no_recipe_is_one_line(slurm):
     start, _ = slurm
     job = start()
-    _, error = job.communicate(timeout=60)
+    _, error = job.communicate(timeout=3600)
     assert job.returncode == 2
     assert error.decode().startswith("error: no recipe: sbatch launch/slurm/train.sbatch RECIPE.yaml")

@@ -21,6 +21,7 @@ FULL = {
     "warmup_ratio": 1 / STEPS,
 }
 LORA = {**FULL, "method": "lora", "lora_rank": 2, "lora_dropout": 0.2, "weight_decay": 0.1}
+PARTS = {**LORA, "gradient_accumulation_steps": 3}
 PROMPT = torch.arange(40).reshape(1, 40) % tiny.VOCAB
 
 
@@ -261,6 +262,9 @@ def main(out: Path, first: int = 0) -> None:
         (2, run, "lora", out, out / "lora", data, LORA),
         (2, run, "lora_stopped", out, out / "lora_stopped", data, LORA, 3),
         (2, run, "lora_resumed", out, out / "lora_stopped", data, LORA),
+        (2, run, "parts", out, out / "parts", data, PARTS),
+        (2, run, "parts_stopped", out, out / "parts_stopped", data, PARTS, 3),
+        (2, run, "parts_resumed", out, out / "parts_stopped", data, PARTS),
         (2, run, "half", out, out / "half", data, half),
         (2, run, "half_loaded", out, out / "half_loaded", data, half, None, torch.bfloat16),
         (2, nan_policy, out, data),

@@ -161,7 +161,7 @@ class PodModel(PodPreTrainedModel):
             hidden_states, doc_ids = take_columns(hidden_states, compaction.index), compaction.doc_ids
         positions = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None]
         if doc_ids is not None:
-            positions = document_positions(doc_ids)
+            positions = document_positions(doc_ids.to(hidden_states.device, non_blocking=True))
         if compaction is None and self.sequence_parallel is None:
             check_positions(position_ids, positions, None)
         hidden_states = self.run_layers(hidden_states, self.context(hidden_states, positions, doc_ids))

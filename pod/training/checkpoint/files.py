@@ -295,9 +295,7 @@ class Checkpointer:
         """
         if self._pending is None:
             return
-        finished = torch.tensor([self.writer.finished], dtype=torch.int32, device=self.mesh.device)
-        dist.all_reduce(finished, op=dist.ReduceOp.MIN)
-        if finished.item():
+        if not self.mesh.largest(not self.writer.finished):
             self._publish()
 
     def wait(self) -> None:
@@ -323,7 +321,7 @@ class Checkpointer:
         """
         state = read_state(checkpoint)
         own = same_shards(state.layout, self.layout)
-        random_states = self._read_own_files(checkpoint) if own else None
+        saved = self._read_own_files(checkpoint) if own else None
         universal = None if own else convert_on_rank_0(checkpoint, self.mesh, self.alive)
         try:
             if universal is None:
@@ -337,7 +335,7 @@ class Checkpointer:
             ) from error
         bridge.set_hyperparameters(self.engine, self._hyperparameters)
         bridge.set_step(self.engine, state.step)
-        self._set_random_states(state, random_states)
+        self._set_random_states(state, saved)
         self.latest = checkpoint
         return replace(state, layout=self.layout)
 
@@ -354,21 +352,17 @@ class Checkpointer:
         for shard in checkpoint.glob(f"*pp_rank_{self.mesh.rank}_*.pt"):
             if not zipfile.is_zipfile(shard):
                 reason = f"{shard.name} is cut off"
-        failed = torch.tensor([reason is not None], dtype=torch.int32, device=self.mesh.device)
-        dist.all_reduce(failed)
-        if failed.item():
+        if self.mesh.largest(reason is not None):
             reason = reason or "another rank failed, see its message"
             raise ValueError(f"checkpoint {checkpoint} cannot be read ({reason}): remove it")
         return states
 
-    def _set_random_states(self, state: TrainState, random_states: dict[str, torch.Tensor] | None) -> None:
-        if random_states is None:
+    def _set_random_states(self, state: TrainState, saved: dict[str, torch.Tensor] | None) -> None:
+        if saved is None:
             mixed = _sha256([state.cursor.get("seed", 0), state.step, self.mesh.rank])
             torch.manual_seed(int(mixed[:15], 16))
             return
-        torch.set_rng_state(random_states["cpu"])
-        if "cuda" in random_states:
-            torch.cuda.set_rng_state(random_states["cuda"])
+        set_random_states(saved)
 
     def _file_written(self) -> None:
         # Called in the writing thread it would hide a training step that hangs.
@@ -376,13 +370,10 @@ class Checkpointer:
             self.alive("save")
 
     def _write_own(self, temporary: Path, state: TrainState) -> Exception | None:
-        random_states = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_available():
-            random_states["cuda"] = torch.cuda.get_rng_state()
         try:
             with explain_disk_full(temporary / STATE_NAME):
                 own = temporary / f"random-{self.mesh.rank:05d}.safetensors"
-                save_file(random_states, own)
+                save_file(random_states(), own)
                 sync_to_disk(own)
                 if self.mesh.rank == 0:
                     self.describe(temporary)
@@ -428,8 +419,7 @@ class Checkpointer:
 
     def _agree(self, error: Exception | None, final: Path) -> None:
         """Raise on all ranks when any of them has an error."""
-        failed = torch.tensor([error is not None], dtype=torch.int32, device=self.mesh.device)
-        dist.all_reduce(failed)
+        failed = self.mesh.largest(error is not None)
         if isinstance(error, OSError) and "disk full" in str(error):
             raise error
         if error is not None:
@@ -437,7 +427,7 @@ class Checkpointer:
                 f"cannot write checkpoint {final} ({_first_line(error)}): check space, quota and permissions there, "
                 "or set another output_dir"
             ) from error
-        if failed.item():
+        if failed:
             raise OSError(f"cannot write checkpoint {final}: another rank failed, see its message")
 
     def _rotate(self, newest: Path) -> None:
@@ -447,6 +437,19 @@ class Checkpointer:
         for old in complete[: -self.args.keep_last]:
             if not (every and int(old.name.removeprefix("step-")) % every == 0):
                 _remove(old)
+
+
+def random_states() -> dict[str, torch.Tensor]:
+    """Of this rank's generators, by device."""
+    states = {"cpu": torch.get_rng_state()}
+    return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def set_random_states(states: dict[str, torch.Tensor]) -> None:
+    """Put back what `random_states` gave."""
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
 
 
 def _temporary(final: Path) -> Path:

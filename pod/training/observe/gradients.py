@@ -37,14 +37,15 @@ class GradientNorms(Observer):
         self.norms = {}
         if not trainer.monitor.logs(trainer.state.step + 1):
             return
-        squares: dict[str, float] = dict.fromkeys(GROUPS, 0.0)
+        zero = torch.zeros((), dtype=torch.float64, device=trainer.mesh.device)
+        squares = dict.fromkeys(GROUPS, zero)
         trained = set()
         for name, parameter in trainer.engine.module.named_parameters():
             if parameter.requires_grad:
                 group = group_of(name)
                 trained.add(group)
-                squares[group] += bridge.local_square(parameter, trainer.engine)
-        totals = trainer.mesh.sum(list(squares.values()))
+                squares[group] = squares[group] + bridge.local_square(parameter, trainer.engine)
+        totals = trainer.mesh.sum(torch.stack(list(squares.values())).tolist())  # waits for the device, once
         self.norms = {
             f"grad_norm_{group}": math.sqrt(total)
             for group, total in zip(squares, totals, strict=True)

@@ -223,6 +223,8 @@ def check_disk(job: Job, folder: Path) -> None:
 def kept_checkpoints(args: TrainArgs) -> int:
     """Most checkpoints that lie on disk at a time: the rotating ones, those kept for good, and one being written."""
     every = args.save_every_steps
+    if every is None:  # by the clock
+        return args.keep_last + 1
     made = args.max_steps // every + bool(args.max_steps % every) if every else 1
     forever = 0
     if args.keep_every_steps and every:

@@ -7,6 +7,7 @@ import torch
 from pod.data.order import RowCursor
 from pod.data.prefetch import Prefetcher
 from pod.training.args import TrainArgs
+from pod.training.run.loss import IGNORED_LABEL
 
 Batch = dict[str, torch.Tensor]
 
@@ -27,6 +28,7 @@ class StepBatches:
         self.dataset, self.mesh, self.tokens = dataset, mesh, tokens
         self.micro_batch_size = args.micro_batch_size
         self.rows_per_step = args.micro_batch_size * args.gradient_accumulation_steps * mesh.dp_size
+        self._num_labels = 0
         self.prefetcher = Prefetcher(self._load, cursor, self.rows_per_step, args.prefetch_steps)
 
     @property
@@ -34,11 +36,24 @@ class StepBatches:
         """Seconds that the last `next` waited for data, copies to the device left out."""
         return self.prefetcher.waited_s
 
+    @property
+    def num_labels(self) -> int:
+        """Of this rank in the step that the last `next` gave, counted before it went to the device."""
+        return self._num_labels
+
     def next(self) -> list[Batch]:
-        """Micro-batches on this rank's device: `input_ids`, `labels` int64 [B, slice], `doc_ids` int64 [B, context]."""
+        """Micro-batches: `input_ids`, `labels` int64 [B, slice] on this rank's device, `doc_ids` int64 [B, context] on the host, where
+        segments are made from them."""
+        batches = self.prefetcher.next()
+        self._num_labels = sum(int((batch["labels"] != IGNORED_LABEL).sum()) for batch in batches)
         return [
-            {name: value.to(self.mesh.device, non_blocking=True) for name, value in batch.items()}
-            for batch in self.prefetcher.next()
+            {
+                name: value.to(self.mesh.device, non_blocking=True)
+                for name, value in batch.items()
+                if name != "doc_ids"
+            }
+            | {"doc_ids": batch["doc_ids"]}
+            for batch in batches
         ]
 
     def close(self) -> None:

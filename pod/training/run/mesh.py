@@ -2,7 +2,11 @@
 
 import os
 import socket
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,13 +25,18 @@ class Mesh:
         sp_group: process group of the sequence-parallel group, None when sp_size is 1.
         mpu: what the engine takes so that it knows the groups, None when sp_size is 1.
         device: device of this rank.
+        host_group: all ranks, for numbers in host memory: agreeing on them waits for no GPU.
     """
 
-    def __init__(self, sp_size: int):
+    def __init__(self, sp_size: int, timeout_s: float | None = None):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.sp_size, self.dp_size = sp_size, self.world_size // sp_size
         self.dp_rank, self.sp_rank = divmod(self.rank, sp_size)
         self.device = torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+        limit = None if timeout_s is None else timedelta(seconds=timeout_s)
+        self.host_group: Any = (
+            dist.new_group(backend="gloo", timeout=limit) if self.device.type == "cuda" else None
+        )
         self.mpu: Any = None
         self.sp_group: Any = None
         if sp_size > 1:
@@ -35,9 +44,15 @@ class Mesh:
 
     def sum(self, values: list[float]) -> list[float]:
         """Sums over all ranks, in fp64."""
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, group=self.host_group)
         return tensor.tolist()
+
+    def largest(self, value: int) -> int:
+        """The largest of all ranks' values."""
+        tensor = torch.tensor([value])
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.host_group)
+        return int(tensor.tolist()[0])
 
 
 class SameOnAllRanks(ValueError):
@@ -52,16 +67,20 @@ def from_rank_0(rank: int, function: Callable[[], Any]) -> Any:
     Raises:
         SameOnAllRanks: for a ValueError or OSError there.
     """
-    found: list[Any] = [None, None]
-    if rank == 0:
-        try:
-            found[0] = function()
-        except (ValueError, OSError) as error:
-            found[1] = str(error)
-    dist.broadcast_object_list(found, src=0)
-    if found[1] is not None:
-        raise SameOnAllRanks(found[1])
-    return found[0]
+    with ThreadPoolExecutor(1) as pool:
+        work = pool.submit(function) if rank == 0 else None
+        found: list[Any] = [False, None, None]
+        while not found[0]:  # the others meet it in short waits, so that none runs into a time limit
+            if work is not None and work.done():
+                error = work.exception()
+                if error is not None and not isinstance(error, (ValueError, OSError)):
+                    raise error
+                found = [True, None if error else work.result(), error and str(error)]
+            dist.broadcast_object_list(found, src=0)
+            time.sleep(0 if found[0] else 0.02)
+    if found[2] is not None:
+        raise SameOnAllRanks(found[2])
+    return found[1]
 
 
 def local_rank() -> int:
@@ -113,7 +132,21 @@ def start_processes(sp_size: int, timeout_s: float | None = None) -> Mesh:
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank())
     bridge.join_ranks(timeout_s)
-    return Mesh(sp_size)
+    return Mesh(sp_size, timeout_s)
+
+
+def record_collectives(folder: Path) -> None:
+    """Let NCCL remember its last operations and write them beside the stacks of a hang when one runs into its time limit.
+
+    Call it before `start_processes`. What the environment says already holds.
+    """
+    settings = {
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(folder / "nccl-rank-"),
+    }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
 
 
 def stop_processes() -> None:

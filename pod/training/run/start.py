@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from pod.training.predict.planner import plan as plan_run
 from pod.training.predict.shapes import Shapes
 from pod.training.predict.table import details, layout_line, table
 from pod.training.run.distill import needs_teacher
-from pod.training.run.mesh import Mesh, from_rank_0, start_processes, stop_processes
+from pod.training.run.mesh import Mesh, from_rank_0, record_collectives, start_processes, stop_processes
 from pod.training.run.start_model import (
     Plan,
     hollow_start_model,
@@ -40,7 +41,7 @@ __all__ = [
     "train",
 ]
 
-GROUP_TIMEOUT_S = 1800.0  # PyTorch's own limit for an operation that waits for other ranks
+GROUP_TIMEOUT_S = 1350.0  # PyTorch's own limit is 30 minutes
 
 
 def open_data(model_args: ModelArgs, output_dir: Path, config: Any) -> PackedDataset:
@@ -89,9 +90,9 @@ def train(
     schedule = PlanSchedule.from_args(args, plan, plan_file)
     observers = make_observers(args, dataset, folder, planned, probes)
     folder.mkdir(parents=True, exist_ok=True)
-    mesh = start_processes(
-        args.sequence_parallel_size, timeout_s=max(GROUP_TIMEOUT_S, 4 * args.hang_timeout_s)
-    )
+    if args.hang_timeout_s:
+        record_collectives(folder)
+    mesh = start_processes(args.sequence_parallel_size, timeout_s=group_timeout_s(args))
     facts = {
         "the plan": _digest(plan.lead),
         "the data": _digest(dataset.manifest),
@@ -118,6 +119,11 @@ def train(
     if mesh.rank == 0:
         print(f"trained {state.step} of {args.max_steps} steps; checkpoints in {folder}", flush=True)
     stop_processes()
+
+
+def group_timeout_s(args: TrainArgs) -> float:
+    """Seconds after which an operation that waits for other ranks fails: later than the watchdog has reported it."""
+    return float(os.environ.get("POD_GROUP_TIMEOUT_S") or max(GROUP_TIMEOUT_S, 1.5 * args.hang_timeout_s))
 
 
 def _check_row_length(config: dict[str, Any], dataset: PackedDataset, output_dir: str) -> None:

@@ -22,6 +22,8 @@ from pod.training.checkpoint.files import (
     checkpoint_to_resume,
     identity_of,
     layout_of,
+    random_states,
+    set_random_states,
 )
 from pod.training.observe.metrics import Monitor
 from pod.training.observe.observers import Observer
@@ -38,13 +40,17 @@ from pod.training.run.engine import (
 )
 from pod.training.run.guard import Guard
 from pod.training.run.lora import add_lora, lora_settings
-from pod.training.run.loss import IGNORED_LABEL, LanguageModelLoss
+from pod.training.run.loss import LanguageModelLoss
 from pod.training.run.mesh import Mesh, from_rank_0
 from pod.training.run.optim import learning_rate, make_optimizer
 from pod.training.run.progressive import PlanSchedule
 from pod.training.run.run_control import RunControl
 from pod.training.run.start_weights import StartWeights
 from pod.training.run.ulysses import Ulysses
+
+
+class StoppedInStep(Exception):
+    """A signal came before the last micro-batch of a step; raised by all ranks."""
 
 
 class Trainer:
@@ -178,7 +184,7 @@ class Trainer:
             OSError: a checkpoint cannot be written.
         """
         self.monitor = Monitor.of(self)
-        self.saved_at = self.state.step if self.resume_from else -1
+        self.saved_at = self.started_at = self.state.step if self.resume_from else -1
         closing = [contextlib.closing(thing) for thing in (self.monitor, self.batches, self.checkpointer)]
         with self.control.watching(), closing[0], closing[1], closing[2]:
             if self.state.step == 0:
@@ -189,7 +195,10 @@ class Trainer:
                 # Asked of the schedule and not of the model: a run that is resumed here forgets too.
                 if self.schedule.switches_at(self.state.step):
                     self.guard.forget_losses()
-                values = self.step()
+                try:
+                    values = self.step()
+                except StoppedInStep:
+                    return self._stop_in_step()
                 verdict = self._judge(values)
                 self.monitor.step(self.state.step, values | self._observe())
                 if verdict == "rewind":
@@ -197,7 +206,7 @@ class Trainer:
                 self.checkpointer.poll()
                 reason = self.control.should_stop(self.state.step)
                 every = self.args.save_every_steps
-                due = reason or (every and self.state.step % every == 0)
+                due = self.control.save_due or (every and self.state.step % every == 0)
                 if due and self.saved_at != self.state.step:  # equal after a rewind
                     self._save()
                 if reason:
@@ -207,6 +216,15 @@ class Trainer:
             if self.saved_at != self.state.step:
                 self._save()
             self.checkpointer.wait()
+        return self.state
+
+    def _stop_in_step(self) -> TrainState:
+        """A signal came between micro-batches: keep the step before, which begins again when the run is resumed."""
+        set_random_states(self.random_states)
+        if self.state.step and self.saved_at != self.state.step:
+            self._save()
+        self.checkpointer.wait()
+        self.monitor.note(f"stopped by a signal in the step after step {self.state.step}, which is undone")
         return self.state
 
     def _observe(self) -> dict[str, float]:
@@ -219,6 +237,9 @@ class Trainer:
         self.control.alive("save")
         with self.monitor.part("save"):
             self.checkpointer.save(self.state)
+        self.control.alive("saved")
+        if self.saved_at < 0 or self.saved_at == self.started_at:
+            self.monitor.note(self.control.time_at_risk())
         self.saved_at = self.state.step
 
     def _rewind(self) -> None:
@@ -250,9 +271,10 @@ class Trainer:
             from the loss, `learning_rate`, `grad_norm`, `labels`, `data_wait_s`, `skipped` and `spike` (0 or 1). Numbers
             that are not finite are left out.
         """
+        self.random_states = random_states()
         self.control.alive("data")
         batches = self.batches.next()
-        num_labels, data_wait = self._agree_on_data(batches)
+        num_labels, data_wait = self._agree_on_data()
         rate = learning_rate(self.state.step, self.args)
         bridge.set_learning_rate(self.engine, rate)
         means, spike = self._accumulate(batches, max(num_labels, 1.0))
@@ -282,6 +304,8 @@ class Trainer:
         self.engine.train()
         for index, batch in enumerate(batches):
             last = index == len(batches) - 1
+            if index and self.control.interrupted():
+                raise StoppedInStep
             self.control.alive("forward")
             objective = self.engine(**batch)
             for name, value in self._parts(objective).items():
@@ -318,12 +342,11 @@ class Trainer:
         totals = self.mesh.sum(torch.stack([sums[name] for name in names]).tolist())
         return {name: total / num_labels for name, total in zip(names, totals, strict=True)}
 
-    def _agree_on_data(self, batches: list[dict[str, torch.Tensor]]) -> tuple[float, float]:
+    def _agree_on_data(self) -> tuple[float, float]:
         """Labels of the step over all ranks, and the seconds that the slowest of them waited for its rows."""
-        labels = float(sum((batch["labels"] != IGNORED_LABEL).sum() for batch in batches))
         waits = [0.0] * self.mesh.world_size
         waits[self.mesh.rank] = self.batches.waited_s  # one sum brings both: all others leave this place at 0
-        total, *waits = self.mesh.sum([labels, *waits])
+        total, *waits = self.mesh.sum([self.batches.num_labels, *waits])
         return total, max(waits)
 
     def _judge(self, values: dict[str, float]) -> str:

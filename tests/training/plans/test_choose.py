@@ -400,7 +400,7 @@ def test_two_ranks_make_the_plan_of_one(explore_launcher, overrides, tmp_path):
         for rank in range(2)
     ]
     try:
-        assert [process.wait(timeout=200) for process in processes] == [0, 0]
+        assert [process.wait(timeout=3600) for process in processes] == [0, 0]
     finally:
         for process in processes:
             process.kill()

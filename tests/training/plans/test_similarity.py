@@ -183,7 +183,7 @@ def run_ranks(tmp_path, world, num_sequences):
         for rank in range(world)
     ]
     try:
-        assert [process.wait(timeout=120) for process in processes] == [0] * world
+        assert [process.wait(timeout=3600) for process in processes] == [0] * world
     finally:
         for process in processes:
             process.kill()
