@@ -168,6 +168,15 @@ KNOWN_SIZES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131_072,
         "rope_parameters": _LLAMA31_ROPE,
     },
+    "meta-llama/Llama-3.1-70B": {
+        **_LLAMA3_8B,
+        "hidden_size": 8192,
+        "intermediate_size": 28_672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "max_position_embeddings": 131_072,
+        "rope_parameters": _LLAMA31_ROPE,
+    },
     # what configs/llama3_8b_32k_dense.yaml exports, for estimates before it has been run
     "runs/llama3_8b_32k_dense/export": {
         **_LLAMA3_8B,
@@ -175,7 +184,7 @@ KNOWN_SIZES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 16e6},
     },
 }
-"""Configurations of the models that the recipes in configs/ name, from their config.json: estimates work without a network."""
+"""Configurations of the models that recipes and docs/training.md name, from their config.json: estimates work without a network."""
 
 
 def resolve_model(path: str) -> str:

@@ -179,7 +179,7 @@ def test_dry_run_prints_bytes_by_part_and_starts_nothing(config, environment, tm
         "optimizer",
         "carry",
         "logits",
-        "disk per checkpoint",
+        "GiB per checkpoint",
     ):
         assert word in done.stdout
     assert not (tmp_path / "new").exists()

@@ -175,6 +175,16 @@ def resting_bytes(job: Job) -> Parts:
     }
 
 
+def start_bytes(job: Job) -> int:
+    """Most that a rank holds before its first step: while weights arrive, one at a time, and when the optimizer is made.
+
+    Below stage 3 DeepSpeed makes one flat copy of all weights beside them.
+    """
+    rest, weight = resting_bytes(job), job.shapes.embedding_parameters * BYTES[job.args.dtype]
+    arriving = rest["parameters"] * (1 if job.args.zero_stage == 3 else 2) + rest["teacher"] + weight
+    return max(arriving, sum(_merge(rest, _at_update(job)).values()))
+
+
 class _Step:
     """What one step of a job keeps and makes, in bytes."""
 

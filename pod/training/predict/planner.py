@@ -18,7 +18,7 @@ import torch
 from pod.training.args import TrainArgs, TrainRecipe
 from pod.training.predict.devices import CPU_CORE, DEVICES, Device, known_device
 from pod.training.predict.job import Job, World
-from pod.training.predict.memory import Parts, host_bytes, resting_bytes, training_bytes
+from pod.training.predict.memory import Parts, host_bytes, start_bytes, training_bytes
 from pod.training.predict.shapes import Lead, Shapes, carried_heads
 from pod.training.predict.step_time import StepTime, step_time
 from pod.training.run.mesh import check_world_size, local_world_size, planned_world_size
@@ -71,8 +71,8 @@ class Fit:
 
     @property
     def share(self) -> float:
-        """Of the device's memory."""
-        return sum(self.memory.values()) / GIB / self.machine.device.memory_gib
+        """Of the device's memory, at the start or at the peak of a step."""
+        return max(start_bytes(self.job), sum(self.memory.values())) / GIB / self.machine.device.memory_gib
 
     @property
     def host_bytes_per_machine(self) -> int:
@@ -135,7 +135,7 @@ def plan(recipe: TrainRecipe, shapes: Shapes, lead: Lead, context_length: int, m
     for time, job in timed:
         if fitting and time.expected > NEAR * fitting[0].time.expected:
             break
-        if sum(resting_bytes(job).values()) <= FIT * machine.device.memory_gib * GIB:
+        if start_bytes(job) <= FIT * machine.device.memory_gib * GIB:
             fit = Fit(job, machine, training_bytes(job), host_bytes(job), time, pinned)
             fitting += [fit] if fit.fits else []
     if fitting:
@@ -227,12 +227,12 @@ def _go_together(recipe: TrainRecipe, settings: dict[str, Any]) -> bool:
     """Whether `TrainArgs` takes these settings; below stage 3, which keeps all gradients on the device, an optimizer on the host is
     for those who pin both."""
     moved = settings["carry"] != "keep" or settings["offload_checkpoints"]
-    divided = settings["offload_parameters"] != "none" or settings["offload_optimizer"] != "none"
-    whole = settings["zero_stage"] != 3 and not (recipe.zero_stage and recipe.offload_optimizer == "cpu")
+    host = recipe.zero_stage is not None and recipe.offload_optimizer == "cpu"
+    whole = settings["offload_parameters"] == "none" and (host or settings["offload_optimizer"] == "none")
     drawn_anew = settings["carry"] == "recompute" and recipe.method == "lora" and recipe.lora_dropout > 0
     return (
         not (moved and settings["gradient_checkpointing"] == "none")
-        and not (divided and whole)
+        and (whole or settings["zero_stage"] == 3)
         and not drawn_anew
     )
 

@@ -47,11 +47,9 @@ def step_time(job: Job, device: Device) -> StepTime:
     parts = {"arithmetic": flops / (device.tflops(args.dtype) * 1e12 * device.efficiency)}
     parts |= {kind.kind: _seconds(kind, device) for kind in communication(job)}
     parts["update"] = _update_seconds(job, device)
-    moved = host_bytes(job)
-    copies = 2 * sum(moved.get(name, 0) for name in ("carry", "checkpoints of activations", "parameters"))
+    copies = _copied_bytes(job)
     if copies:
-        copied = copies * args.gradient_accumulation_steps
-        parts["copies to and from the host"] = copied / (device.host_gbps * 1e9 * LINK_EFFICIENCY)
+        parts["copies to and from the host"] = copies / (device.host_gbps * 1e9 * LINK_EFFICIENCY)
     waiting = parts.get("all-to-all of heads", 0.0) + parts["update"]
     sequential = sum(parts.values())
     behind = sequential - waiting - parts["arithmetic"]
@@ -113,6 +111,18 @@ def _seconds(traffic: Traffic, device: Device) -> float:
     inside = traffic.inside / (device.node_gbps * 1e9 * LINK_EFFICIENCY)
     between = traffic.between / (device.network_gbps * 1e9 * LINK_EFFICIENCY)
     return max(inside, between) if traffic.kind != "all-to-all of heads" else inside + between
+
+
+def _copied_bytes(job: Job) -> int:
+    """What a rank copies to and from the host in a step, the update left out: all that waits there, both ways in every micro-batch; sums
+    of gradients once out, then back and out again for each further micro-batch."""
+    args, moved = job.args, host_bytes(job)
+    copies = 2 * sum(moved.get(name, 0) for name in ("carry", "checkpoints of activations", "parameters"))
+    copies *= args.gradient_accumulation_steps
+    if args.offload_optimizer != "none":
+        share = job.shapes.trained_parameters(args) // job.world.size * BYTES[args.reduce_dtype]
+        copies += (2 * args.gradient_accumulation_steps - 1) * share
+    return copies
 
 
 def _update_seconds(job: Job, device: Device) -> float:

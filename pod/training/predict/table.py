@@ -1,12 +1,26 @@
 """What a planned run is and needs, as text: one table at the start of a run, the parts behind it for `--dry-run`."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
-from pod.training.predict.communication import Traffic, communication
-from pod.training.predict.memory import Parts, checkpoint_disk_bytes, nvme_bytes
+from pod.training.predict.communication import communication
+from pod.training.predict.memory import checkpoint_disk_bytes, nvme_bytes, start_bytes
 from pod.training.predict.planner import GIB, HOST_SHARE, Fit
 from pod.training.predict.shapes import heads_by_role
 from pod.training.predict.step_time import LINK_EFFICIENCY, attention_flops
+
+SHOWN = {
+    "sequence_parallel_size": "sequence parallel",
+    "micro_batch_size": "micro-batch",
+    "gradient_accumulation_steps": "accumulation",
+    "zero_stage": "ZeRO",
+    "gradient_checkpointing": "checkpointing",
+    "carry": "carry",
+    "mlp_tile_tokens": "MLP tiles",
+    "offload_checkpoints": "checkpoints to host",
+    "offload_optimizer": "optimizer to",
+    "offload_parameters": "parameters to",
+}
 
 
 def table(fit: Fit, data_tokens: int | None) -> str:
@@ -15,47 +29,37 @@ def table(fit: Fit, data_tokens: int | None) -> str:
     Args:
         data_tokens: of the prepared rows, padding included; None = not known yet.
     """
-    job, machine, time = fit.job, fit.machine, fit.time
+    job, device, time = fit.job, fit.machine.device, fit.time
     hours = [seconds * job.args.max_steps / 3600 for seconds in (time.overlapped, time.sequential)]
     verdict = "fits" if fit.fits else "DOES NOT FIT"
-    lines = [
-        ("what", _what(fit)),
-        ("data", _data(fit, data_tokens)),
-        ("ranks", _ranks(fit)),
-        ("layout", layout_line(fit)),
-        (
-            "memory",
-            f"{_gib(fit.memory)} of {machine.device.memory_gib:.1f} GiB per rank ({fit.share:.0%}): {verdict}",
-        ),
-        ("host", _host(fit)),
-        (
-            "time",
-            f"{hours[0]:,.1f} to {hours[1]:,.1f} hours on {machine.device.name}, {time.expected:,.2f} s a step",
-        ),
-    ]
-    return "\n".join(f"{name:<7} {text}" for name, text in lines)
+    usable = f"{HOST_SHARE * fit.machine.host_gib:.1f} usable GiB"
+    lines = {
+        "what": _what(fit),
+        "data": _data(fit, data_tokens),
+        "ranks": _ranks(fit),
+        "layout": layout_line(fit),
+        "memory": f"{_gib(sum(fit.memory.values()))} of {device.memory_gib:.1f} GiB per rank ({fit.share:.0%}): {verdict}",
+        "start": f"{_gib(start_bytes(job))} GiB per rank while weights arrive and the optimizer is made",
+        "host": f"{_gib(fit.host_bytes_per_machine)} of {usable} per machine for what is offloaded",
+        "time": f"{hours[0]:,.1f} to {hours[1]:,.1f} hours on {device.name}, {time.expected:,.2f} s a step",
+    }
+    return _lines(lines)
 
 
 def _what(fit: Fit) -> str:
-    job, args = fit.job, fit.job.args
-    tokens = job.rows_per_step * job.context_length
+    args, rows, length = fit.job.args, fit.job.rows_per_step, fit.job.context_length
     asked = "max_steps" + ("; total_tokens is not used" if args.total_tokens else "")
-    if args.total_tokens and args.max_steps == args.total_tokens // tokens:
+    if args.total_tokens and args.max_steps == args.total_tokens // (rows * length):
         asked = f"total_tokens {args.total_tokens:,}"
-    return (
-        f"{args.max_steps:,} steps ({asked}) of {job.rows_per_step} rows of {job.context_length:,} tokens = {tokens:,} a "
-        f"step; {job.shapes.parameters:,} parameters, {job.shapes.trained_parameters(args):,} trained"
-    )
+    trained = f"{fit.job.shapes.parameters:,} parameters, {fit.job.shapes.trained_parameters(args):,} trained"
+    return f"{args.max_steps:,} steps ({asked}) of {rows} x {length:,} = {rows * length:,} tokens; {trained}"
 
 
 def _data(fit: Fit, data_tokens: int | None) -> str:
     tokens = fit.job.args.max_steps * fit.job.rows_per_step * fit.job.context_length
-    of_data = (
-        f"of {data_tokens:,} = {tokens / data_tokens:.2f} epochs"
-        if data_tokens
-        else "of data that is not prepared yet"
-    )
-    return f"{tokens:,} tokens {of_data}"
+    if not data_tokens:
+        return f"{tokens:,} tokens of data that is not prepared yet"
+    return f"{tokens:,} tokens of {data_tokens:,} = {tokens / data_tokens:.2f} epochs"
 
 
 def _ranks(fit: Fit) -> str:
@@ -66,82 +70,55 @@ def _ranks(fit: Fit) -> str:
 
 def layout_line(fit: Fit) -> str:
     """Every field of the how that is not off, `*` behind what the recipe pinned."""
-    names = {
-        "sequence_parallel_size": "sequence parallel",
-        "micro_batch_size": "micro-batch",
-        "gradient_accumulation_steps": "accumulation",
-        "zero_stage": "ZeRO",
-        "gradient_checkpointing": "checkpointing",
-        "carry": "carry",
-        "mlp_tile_tokens": "MLP tiles",
-        "offload_checkpoints": "checkpoints to host",
-        "offload_optimizer": "optimizer to",
-        "offload_parameters": "parameters to",
-    }
-    shown = {name: getattr(fit.job.args, name) for name in names}
-    off = ("none", False, 0)
+    values = {name: getattr(fit.job.args, name) for name in SHOWN}
     return ", ".join(
-        f"{names[name]} {value}{'*' if name in fit.pinned else ''}"
-        for name, value in shown.items()
-        if value not in off or name in fit.pinned or name == "gradient_checkpointing"
-    )
-
-
-def _host(fit: Fit) -> str:
-    usable = HOST_SHARE * fit.machine.host_gib
-    return (
-        f"{fit.host_bytes_per_machine / GIB:.1f} of {usable:.1f} usable GiB per machine for what is offloaded"
+        f"{SHOWN[name]} {value}{'*' if name in fit.pinned else ''}"
+        for name, value in values.items()
+        if value not in ("none", False, 0) or name in fit.pinned or name == "gradient_checkpointing"
     )
 
 
 def details(fit: Fit) -> str:
     """The parts of the table's sums: plan, memory, host memory, files, disk, communication, time."""
-    job, args, device = fit.job, fit.job.args, fit.machine.device
-    lines = [*_plan_lines(fit), "memory per rank at the peak of a step:", *_part_lines(fit.memory)]
-    for title, parts in (
-        ("host memory per rank:", fit.host),
-        ("files per rank in offload_folder:", nvme_bytes(job)),
-    ):
-        lines += [title, *_part_lines(parts)] if parts else []
-    disk = checkpoint_disk_bytes(job.shapes.trained_parameters(args), args) / GIB
-    lines.append(f"disk per checkpoint: {disk:.3f} GiB, {args.keep_last} kept, one more while writing")
-    traffic = communication(job)
-    if traffic:
-        lines += ["communication per step, received by each rank:", *map(_traffic_line, traffic)]
-    lines += [
-        f"time per step on {device.name} ({device.tflops(args.dtype):g} TFLOP/s x {device.efficiency:g}, {device.node_gbps:g} "
-        f"GB/s inside, {device.network_gbps:g} GB/s between machines, links x {LINK_EFFICIENCY:g}):",
-        *(f"  {name:<26} {seconds:9.3f} s" for name, seconds in fit.time.parts.items()),
-        f"  {'step':<26} {fit.time.overlapped:9.3f} s with traffic behind arithmetic, {fit.time.sequential:.3f} s without",
+    job, args, device, time = fit.job, fit.job.args, fit.machine.device, fit.time
+    disk = _gib(checkpoint_disk_bytes(job.shapes.trained_parameters(args), args))
+    traffic = [
+        f"{one.kind} {_gib(one.inside)} inside a machine + {_gib(one.between)} from others"
+        for one in communication(job)
     ]
-    return "\n".join(lines)
+    figures = f"{device.tflops(args.dtype):g} TFLOP/s x {device.efficiency:g}, links x {LINK_EFFICIENCY:g}"
+    lines = {
+        "plan": _plan(fit),
+        "peak": _parts(fit.memory) + " GiB per rank",
+        "offload": _parts(fit.host) + " GiB of host memory per rank",
+        "files": _parts(nvme_bytes(job)) + " GiB per rank in offload_folder",
+        "disk": f"{disk} GiB per checkpoint, {args.keep_last} kept, one more while writing",
+        "traffic": ", ".join(traffic) + " GiB received by each rank in a step",
+        "step": ", ".join(f"{name} {seconds:,.3f}" for name, seconds in time.parts.items())
+        + f" s at {figures}: {time.overlapped:,.3f} with traffic behind arithmetic, {time.sequential:,.3f} without",
+    }
+    return _lines({name: text for name, text in lines.items() if not text.startswith(" ")})
 
 
-def _plan_lines(fit: Fit) -> list[str]:
+def _plan(fit: Fit) -> str:
     job, size = fit.job, fit.job.args.sequence_parallel_size
     roles = [heads_by_role(job.lead, layer) for layer in range(job.shapes.layers)]
     leads, follow, windows = (sum(map(len, heads)) for heads in zip(*roles, strict=True))
-    lines = []
-    if follow or windows:
-        lines.append(f"{leads} (layer, KV head) pairs lead, {follow} follow, {windows} keep their window")
-    if size > 1:
-        alone = attention_flops(replace(job, args=replace(job.args, sequence_parallel_size=1)))
-        share = attention_flops(job) * size / alone
-        lines.append(
-            f"attention waits in each layer for the rank that has most to do: {share:.2f} x an even share"
-        )
-    return lines
+    alone = attention_flops(replace(job, args=replace(job.args, sequence_parallel_size=1)))
+    share = attention_flops(job) * size / alone
+    return (
+        f"{leads} (layer, KV head) pairs lead, {follow} follow, {windows} keep their window; attention waits in each layer for "
+        f"{share:.2f} x an even share"
+    )
 
 
-def _part_lines(parts: Parts) -> list[str]:
-    shown = {name: value for name, value in parts.items() if value} | {"sum": sum(parts.values())}
-    return [f"  {name:<26} {value / GIB:9.3f} GiB" for name, value in shown.items()]
+def _parts(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {_gib(value)}" for name, value in parts.items() if value)
 
 
-def _traffic_line(traffic: Traffic) -> str:
-    inside, between = traffic.inside / GIB, traffic.between / GIB
-    return f"  {traffic.kind:<26} {inside:9.3f} GiB inside a machine, {between:9.3f} GiB from other machines"
+def _gib(value: int) -> str:
+    return f"{value / GIB:,.2f}"
 
 
-def _gib(parts: Parts) -> str:
-    return f"{sum(parts.values()) / GIB:.1f}"
+def _lines(texts: Mapping[str, str]) -> str:
+    return "\n".join(f"{name:<8}{text}" for name, text in texts.items())
