@@ -195,15 +195,8 @@ def load_model(
     Raises:
         ValueError: families, keys, plans or layouts that do not fit; the message says what would.
     """
-    choices: dict[str, Any] = {
-        "plan": plan,
-        "num_sink_tokens": num_sink_tokens,
-        "num_recent_tokens": num_recent_tokens,
-        "attention_backend": attention_backend,
-        "layout": layout,
-        "rope": rope,
-        "max_position_embeddings": max_position_embeddings,
-    }
+    windows = {"num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
+    choices = plan, layout, attention_backend, rope, max_position_embeddings
     if isinstance(source, PreTrainedModel):
         dense = source
         wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -211,7 +204,7 @@ def load_model(
             dense = copy.deepcopy(source).to(dtype=wanted)  # type: ignore[call-arg]
     elif gguf_file is None and _model_type(source) == "pod":
         own = PodConfig.from_pretrained(source)
-        config = target_config(own, **choices)
+        config = target_config(own, *choices, **windows)
         if (config.layout, config.head_order) == (own.layout, own.head_order):
             model = PodForCausalLM.from_pretrained(source, config=config, dtype=dtype or "auto")
             return _place(model, device)
@@ -219,7 +212,7 @@ def load_model(
     else:
         options = {} if gguf_file is None else {"gguf_file": gguf_file}
         dense = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", **options)
-    config = target_config(dense.config, **choices)
+    config = target_config(dense.config, *choices, **windows)
     config.dtype = dense.dtype
     return _place(from_dense(dense, config, owned=dense is not source), device)
 
@@ -243,7 +236,10 @@ def target_config(
             raise ValueError("layout = 'dense' shares nothing: leave the plan out, or use layout = 'pod'")
         plan = plan if isinstance(plan, SharingPlan) else SharingPlan.load(plan)
         changes |= plan_fields(plan)
-    changes |= rope_changes(source, rope, max_position_embeddings)
+    if rope or max_position_embeddings is not None:
+        own, longest = dict(source.rope_parameters), source.max_position_embeddings
+        changed, longest = change_rope(own, longest, rope or {}, max_position_embeddings)
+        changes |= {"rope_parameters": changed, "max_position_embeddings": longest}
     if source.model_type != "pod":
         return convert_config(source, **changes)
     stays = changes.get("layout", source.layout) == source.layout
@@ -259,17 +255,6 @@ def target_config(
     # another layout than the checkpoint's leaves its plan and windows behind
     fresh: dict[str, Any] = {**plan_fields(None), "num_sink_tokens": None, "num_recent_tokens": None}
     return PodConfig(**(source.to_dict() | ({} if stays else fresh) | changes))
-
-
-def rope_changes(
-    source: Any, rope: dict[str, Any] | None = None, max_position_embeddings: int | None = None
-) -> dict[str, Any]:
-    """The fields of ``PodConfig`` that another RoPE or longest context changes; {} for none. See ``change_rope``."""
-    if not rope and max_position_embeddings is None:
-        return {}
-    own, longest = dict(source.rope_parameters), source.max_position_embeddings
-    changed, longest = change_rope(own, longest, rope or {}, max_position_embeddings)
-    return {"rope_parameters": changed, "max_position_embeddings": longest}
 
 
 def _place(model: PodForCausalLM, device: torch.device | str | None) -> PodForCausalLM:
@@ -310,13 +295,9 @@ def reordered(name: str, weight: Tensor, config: PodConfig, now: Order | None) -
     index = torch.tensor([place[head] for head in new])
     if found[2] in ("k", "v"):
         index = index[:: config.num_key_value_groups] // config.num_key_value_groups
-    return _moved(weight, index, 1 if found[2] is None else 0, config.head_dim)
-
-
-def _moved(weight: Tensor, index: Tensor, dim: int, head_dim: int) -> Tensor:
-    """The weight with its heads, ``head_dim`` rows or columns each, taken in the order of ``index``."""
-    index = index.to(weight.device)
-    return weight.unflatten(dim, (-1, head_dim)).index_select(dim, index).flatten(dim, dim + 1)
+    dim = 1 if found[2] is None else 0
+    heads = weight.unflatten(dim, (-1, config.head_dim))
+    return heads.index_select(dim, index.to(weight.device)).flatten(dim, dim + 1)
 
 
 _KEYS = {
