@@ -29,10 +29,7 @@ from pod.modeling.shipped.llama import PodDecoderLayer, PodMLP
 from pod.modeling.shipped.step import Step
 
 _WARM_UPS = 2  # runs before a capture: kernels compile, libraries allocate
-_ROOM = 256  # tokens by which a full cache grows, at least; 1/8 of a long one
-_FIRST_ROOM = 256  # tokens that generate() reserves behind a prompt, at least; 1/8 of a long one
-
-
+_ROOM = 256  # tokens reserved behind a prompt, and by which a full cache grows, at least; 1/8 of a long one
 _STORED = ("keys", "window_keys", "values")
 """Stores of a layer, under the names that ``DecodeCall`` and ``NewToken`` have for them."""
 
@@ -59,11 +56,6 @@ class StaticStep:
         """The next token stands behind ``past`` tokens per row."""
         self.past.copy_(past) if isinstance(past, Tensor) else self.past.fill_(past)
         torch.add(self.past, 1, out=self.lengths)
-
-    def advance(self) -> None:
-        """To the token after this one."""
-        self.past.add_(1)
-        self.lengths.add_(1)
 
 
 class StaticLayer:
@@ -242,7 +234,7 @@ def attach_for_generation(cache: PodCache, prompt: int, longest: int) -> None:
     """
     if refusal(cache) is not None:
         return
-    capacity = min(longest, prompt + max(_FIRST_ROOM, prompt // 8))
+    capacity = min(longest, prompt + max(_ROOM, prompt // 8))
     if cache.engine is None:
         attach(cache, capacity)
     elif capacity > cache.layers[0].capacity:  # type: ignore[attr-defined]
@@ -520,5 +512,5 @@ def _record(run: Callable[[], Tensor], restart: Callable[[], None]) -> tuple[tor
 def _greedy_step(model: Any, bound: _Bound) -> Tensor:
     hidden_states = bound.run_layers(model.model, model.model.embed_tokens(bound.token))
     bound.token.copy_(model.lm_head(hidden_states[:, -1]).argmax(-1, keepdim=True))
-    bound.step.advance()
+    bound.step.place(bound.step.lengths)
     return bound.token

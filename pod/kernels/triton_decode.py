@@ -32,12 +32,8 @@ from pod.modeling.shipped.sharing import Roles
 _LOG2E = tl.constexpr(1.4426950408889634)
 _SPLITS = 64  # partial results that the merging kernel reads at a time
 
-ALL = 0
-"""A launch over all tokens."""
-FIRST = 1
-"""All tokens of leads, near ones of others."""
-SECOND = 2
-"""Distant tokens of followers, where a query head does not skip them."""
+ALL, FIRST, SECOND = range(3)
+"""``PART`` of a launch: all tokens; all of leads, near ones of others; distant ones of followers, where a query head reads them."""
 
 
 class Tile(NamedTuple):
@@ -270,13 +266,8 @@ def decode_kernel(
         skips = skips | (heads >= GROUPS)
         last = tl.where(tl.min(skips.to(tl.int32), 0) == 1, first, last)
 
-    q_low, q_high = native(
-        q + row * q_batch + (head * GROUPS + heads)[:, None] * q_head,
-        real[:, None],
-        PACKED,
-        HEAD_DIM,
-        BLOCK_D,
-    )
+    query_rows = q + row * q_batch + (head * GROUPS + heads)[:, None] * q_head
+    q_low, q_high = native(query_rows, real[:, None], PACKED, HEAD_DIM, BLOCK_D)
     dtype = q.dtype.element_ty
     keys += row * k_batch + index.to(tl.int64) * k_head
     window += row * w_batch + (index - leads).to(tl.int64) * w_head
@@ -444,15 +435,10 @@ def combine_kernel(
     total = 0.0
     result = tl.zeros([BLOCK_D], tl.float32)
     for part in tl.static_range(2 if WITH_GATE else 1):  # pyright: ignore[reportGeneralTypeIssues]
-        if WITH_GATE:
-            per_lead, per_follower, per_window = splits(
-                length, tail, leads, followers, windows, programs, n_s, n_r, part + 1, BLOCK_N
-            )
-        else:
-            per_lead, per_follower, per_window = splits(
-                length, tail, leads, followers, windows, programs, n_s, n_r,
-                0, BLOCK_N,  # pyright: ignore[reportArgumentType]
-            )  # fmt: skip
+        per_lead, per_follower, per_window = splits(
+            length, tail, leads, followers, windows, programs, n_s, n_r,
+            part + (1 if WITH_GATE else 0), BLOCK_N,
+        )  # fmt: skip
         first, count = dealt(index, leads, followers, per_lead, per_follower, per_window)
         offset = (part * rows + row) * programs
         peak, total, result = merge(

@@ -1,6 +1,6 @@
 """Where our Triton kernels can run, one launch, and how the decode kernels deal their programs to the heads of a row, by its length.
 
-``PART`` (see ``pod.kernels.triton_decode``): 0 all tokens; 1 all of leads, near ones of others; 2 distant ones of followers.
+``PART`` is that of ``pod.kernels.triton_decode``.
 """
 
 import contextlib

@@ -40,7 +40,6 @@ METHOD = Method(
     name="adakv",
     paper="Ada-KV (Feng et al., 2024), Algorithms 1 and 2, with SnapKV's scores",
     frees="prompt tokens that the end of the prompt does not attend to, fewer of them in heads that attend to many",
-    axis="selection",
     build=cache_of(AdaLayer, rowwise=True),
     parameters=ranking_parameters(window=32, kernel=7, pool="max")
     | {"safeguard": (0.2, "share of the budget that every head has, whatever the others need", 0, 1)}

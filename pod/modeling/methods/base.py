@@ -102,8 +102,8 @@ class Method:
         name: as in ``make_cache(model, name)``.
         paper: source.
         frees: what is not held any more.
-        axis: what the method decides.
         build: ``(config, request)`` to a ``PodCache``; of a codec to a ``Codec``.
+        axis: what the method decides.
         parameters: by name, given as ``Parameter`` or as a tuple of its fields.
         wraps: of the channels axis: ``(config, request)`` to a codec around the request's.
         behind: of the channels axis: selections that it can be combined with.
@@ -116,8 +116,8 @@ class Method:
     name: str
     paper: str
     frees: str
-    axis: Literal["layout", "selection", "channels", "codec"]
     build: Callable[[PodConfig, Request], Any]
+    axis: Literal["layout", "selection", "channels", "codec"] = "selection"
     wraps: Callable[[PodConfig, Request], Codec] | None = None
     behind: tuple[str, ...] = ()
     parameters: Mapping[str, Any] = field(default_factory=dict)

@@ -300,7 +300,6 @@ METHOD = Method(
     name="d2o",
     paper="D2O (Wan et al., 2024)",
     frees="tokens with the least accumulated attention, after merging them into similar ones; dense layers keep more",
-    axis="selection",
     build=cache_of(D2OLayer, decide=decide_weights, after_layers=set_weights),
     parameters={
         "num_sink_tokens": (4, "first tokens, always kept (tokens)", 0),

@@ -76,7 +76,6 @@ METHOD = Method(
     name="expected_attention",
     paper="Expected Attention (Devoto et al., 2025)",
     frees="prompt tokens that queries to come are not expected to attend to; decoded tokens stay",
-    axis="selection",
     build=cache_of(ExpectedLayer, after_layers=free_own_keys),
     parameters={
         "num_sink_tokens": (4, "first tokens, always kept and not observed (tokens)", 0),

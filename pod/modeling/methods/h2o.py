@@ -57,7 +57,6 @@ class AccumulatingLayer(PodCacheLayer):
         self.statistics = {name: x.index_select(0, index.to(x.device)) for name, x in self.statistics.items()}
 
     def predicted_nbytes(self, length: int) -> int:
-        """For the tokens held now; ``length`` tokens were seen."""
         statistics = sum(x.numel() * x.element_size() for x in self.statistics.values())
         return super().predicted_nbytes(self.held) + statistics
 
@@ -176,7 +175,6 @@ METHOD = Method(
     name="h2o",
     paper="H2O (Zhang et al., 2023)",
     frees="keys and values of all tokens but the recent ones and those with the most accumulated attention",
-    axis="selection",
     build=cache_of(H2OLayer),
     parameters={
         "num_recent_tokens": (None, "last tokens, always kept; None = half of the budget (tokens)", 1),

@@ -1,15 +1,13 @@
 """IMDC (Zeng et al., "Memorize Step by Step"): prompts are read in chunks over a compressed memory, so inputs may be unbounded.
 
-A chunk attends to the memory and to itself; then a pruner compresses both into the next memory. ``fm`` keeps a memory of ``budget``
-tokens throughout, ``im`` lets it grow to that, ``imdc`` shrinks the chunks as it grows; without ``update`` the memory itself stays, and
-what the pruner leaves of each chunk is appended (the fixed memory of appendix B.4). Keys are stored before RoPE, and positions count
-memory, chunk and decoded tokens anew at every step. Decoded tokens are appended; the next prompt starts from what is held.
+A chunk attends to the memory and to itself; then a pruner compresses both into the next memory, of ``m_i`` tokens in each layer after
+chunk ``i`` of ``n``. ``fm`` keeps ``m_i = budget`` throughout, ``im`` lets the memory grow to that (eqs. 1, 8, 9), ``imdc`` shrinks the
+chunks as it grows (eqs. 5 to 7), which makes ``c_i + m_{i-1}``, what chunk ``i`` attends over, constant; without ``update`` the memory
+itself stays, and what the pruner leaves of each chunk is appended (the fixed memory of appendix B.4). Keys are stored before RoPE, and
+positions count memory, chunk and decoded tokens anew at every step. Decoded tokens are appended; the next prompt starts from what is held.
 
-Schedules: a prompt is read in ``n`` chunks. After chunk ``i`` each layer keeps ``m_i`` tokens, so that chunk ``i`` attends over ``c_i +
-m_{i-1}`` of them. FM keeps ``m_i = m_max``; IM lets the memory grow (eqs. 1, 8, 9); IMDC also lets the chunks shrink (eqs. 5 to 7), which
-makes ``c_i + m_{i-1}`` constant. Sizes are exact fractions until they are rounded (halves up), so that a schedule is the same everywhere.
-The appendix says that SQRT starts slowly and SQUARE quickly; its equations, which are computed here, and its next sentence say the
-opposite (SQUARE <= LINEAR <= SQRT everywhere).
+Sizes are exact fractions until they are rounded (halves up), so that a schedule is the same everywhere. The appendix says that SQRT starts
+slowly and SQUARE quickly; its equations, which are computed here, and its next sentence say the opposite (SQUARE <= LINEAR <= SQRT).
 """
 
 import math
@@ -216,7 +214,6 @@ class MemoryLayer(CacheLayer):
         return self.tokens._asdict() | {"bookkeeping": self.queries}
 
     def predicted_nbytes(self, length: int) -> int:
-        """For the tokens held now; ``length`` tokens were seen."""
         return self.tokens.predicted_nbytes(self.held)
 
     # -- attention -------------------------------------------------------------------------------------------
@@ -320,7 +317,6 @@ METHODS = tuple(
         name=name,
         paper='IMDC, "Memorize Step by Step" (Zeng et al., 2024)',
         frees=f"what a pruner drops after each chunk of a prompt; memories {growth}",
-        axis="selection",
         build=partial(_build, name),
         parameters=_PARAMETERS | function,
         takes_budget=True,

@@ -137,7 +137,6 @@ METHOD = Method(
     name="kvzip",
     paper="KVzip (Kim et al., 2025)",
     frees="what the model does not attend to when it repeats a text; later prompts and decoded tokens stay",
-    axis="selection",
     build=_build,
     parameters={
         "repeat_ids": (

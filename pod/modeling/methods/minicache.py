@@ -194,7 +194,6 @@ METHOD = Method(
     paper="MiniCache (Liu et al., 2024)",
     frees="one of two directions per token in the pairs of the deeper half of the layers (1.3 times fewer bytes at d = 128); "
     "no token is dropped",
-    axis="selection",
     build=cache_of(_layer, after_layers=merge_pairs),
     parameters={
         "block": (128, "decoded tokens that are merged at once (tokens)", 1),

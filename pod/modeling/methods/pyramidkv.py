@@ -60,7 +60,6 @@ METHOD = Method(
     name="pyramidkv",
     paper="PyramidKV (Cai et al., 2024)",
     frees="prompt tokens that the end of the prompt does not attend to, more of them in higher layers",
-    axis="selection",
     build=cache_of(PyramidLayer, after_layers=free_own_keys),
     parameters=ranking_parameters(window=8, kernel=7, pool="max")
     | {"beta": (20, "mean budget over the last layer's", 1)}

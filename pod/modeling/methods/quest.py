@@ -97,7 +97,6 @@ METHOD = Method(
     paper="Quest (Tang et al., 2024)",
     frees="nothing: all tokens stay, with 1 / page_size more bytes for the bounds; decoding reads budget tokens per query "
     "head (behind a codec all are unpacked first: bytes are saved, time is not)",
-    axis="selection",
     build=cache_of(QuestLayer),
     parameters={
         "page_size": (16, "consecutive tokens that are read or skipped together (tokens)", 1),

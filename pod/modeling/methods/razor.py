@@ -45,7 +45,6 @@ class RazorLayer(CacheLayer):
         return full | self.near.stores() | {"compensation": self.compensation}
 
     def predicted_nbytes(self, length: int) -> int:
-        """For the tokens held now, and one compensation token; ``length`` tokens were seen."""
         extra = sum(x.numel() * x.element_size() for x in self.compensation.tensors())
         return self.everything.predicted_nbytes() + self.near.predicted_nbytes() + extra
 
@@ -83,7 +82,6 @@ METHOD = Method(
     name="razor",
     paper="RazorAttention (2024), §3.2, Algorithm 1, eqs. 4 and 5",
     frees="tokens between the first and the last ones in KV heads without a retrieval head; grows with the prompt by 1/compression",
-    axis="selection",
     build=_build,
     parameters={
         "heads": (

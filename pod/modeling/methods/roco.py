@@ -44,9 +44,8 @@ class RocoLayer(AccumulatingLayer):
             )
 
     def observe_prompt(self, q: Tensor, step: Step) -> None:
-        sums, squares = attention_column_sums(
-            q, self.lead_keys.read(self.held), scale=self.scale, squares=True
-        )
+        keys = self.lead_keys.read(self.held)
+        sums, squares = attention_column_sums(q, keys, scale=self.scale, squares=True)
         self._observe(self.group_mean(sums), self.group_mean(squares), step)
 
     def observe_decode(self, weights: Tensor, step: Step) -> None:
@@ -88,7 +87,6 @@ METHOD = Method(
     name="roco",
     paper="RoCo (Ren and Zhu, 2024)",
     frees="keys and values of the tokens with the lowest mean attention, unless it varies a lot",
-    axis="selection",
     build=cache_of(RocoLayer),
     parameters={
         "num_sink_tokens": (4, "first tokens, always kept (tokens)", 0),

@@ -120,9 +120,11 @@ class Bank:
         """int32 ``[B, leads, held]``; None where nothing is shared."""
         return None if self.places.is_empty else self.places.read(self.held)[..., 0]  # type: ignore[return-value]
 
-    def append(self, k: Tensor, v: Tensor, step: Step) -> None:
-        """TokenStore what comes, but followers' keys: ``[B, leads, m, d]`` and ``[B, leads + followers, m, d]``."""
+    def append(self, k: Tensor, own: Tensor, v: Tensor, step: Step) -> None:
+        """Store what comes: keys ``[B, leads, m, d]`` and ``[B, followers, m, d]``, values of both."""
         self.values.append(v, self.held)
+        if self.followers:
+            self.own.append(own)
         if self.leads:
             self.keys.append(k, self.held)
         if self.leads and self.shares:
@@ -188,7 +190,6 @@ class SharedSelectionLayer(PodCacheLayer):
         return {name: store for name, store, _ in self._held(0)} | rankings
 
     def predicted_nbytes(self, length: int) -> int:
-        """For the tokens held now, which depend on what was chosen."""
         return sum(store.predicted_nbytes(count) for _, store, count in self._held(length))
 
     # -- attention -------------------------------------------------------------------------------------------
@@ -203,16 +204,12 @@ class SharedSelectionLayer(PodCacheLayer):
                 bank.ranking.observe(own, step)
                 bank.keys.observe(take_heads(q, bank.leads, self.groups), step)
         for bank, own_q, own_k, own_v in zip(self.banks, *map(self._by_bank, (q, k, v)), strict=True):
-            bank.append(own_k[0], own_v[2], step)
+            bank.append(own_k[0], own_k[1], own_v[2], step)
             self._publish(bank, own_q[0], step, is_single)
-            if bank.followers and is_single:
-                bank.own.append(own_k[1])
             if is_single:
                 outs.append(self._decode_bank(bank, own_q, step))
             elif not step.is_fresh:
-                outs.append(self._attend_bank(bank, own_q, own_k[1], step))
-            if bank.followers and not is_single:
-                bank.own.append(own_k[1])
+                outs.append(self._attend_bank(bank, own_q, step))
         if step.is_fresh and not is_single:
             out = self._prefill(q, k, v, step)
             self._append_near(k, v, step)
@@ -279,17 +276,17 @@ class SharedSelectionLayer(PodCacheLayer):
             for place, head in bank.followed:
                 step.lead.selections[head].scored = logits[:, place], near[:, place]
 
-    def _attend_bank(self, bank: Bank, q: tuple[Tensor, ...], k: Tensor, step: Step) -> Tensor:
+    def _attend_bank(self, bank: Bank, q: tuple[Tensor, ...], step: Step) -> Tensor:
         """A chunk behind any past: slots ascend by position, and while nothing was dropped they are positions."""
         parts, values, split = [], bank.values.view(bank.held), len(bank.leads)
-        segments = Segments.whole(k.shape[0], step.num_new, bank.held)
+        segments = Segments.whole(len(step.rows), step.num_new, bank.held)
         if bank.leads:
             tokens = Tokens(bank.keys.view(bank.held), take_heads(values, range(split)))
             out, _ = attend(q[0], tokens, segments=segments, scale=self.scale, backend=step.chunk_backend)
             parts.append(out)
         if bank.followers:
             own = bank.own.store.read(len(bank.own)).transpose(2, 3)
-            keys = torch.cat((bank.own.spread(own, Tensor.new_zeros).transpose(2, 3), k), dim=2)
+            keys = bank.own.spread(own, Tensor.new_zeros).transpose(2, 3).contiguous()
             see, past = self._visibility, bank.held - step.num_new
             if past < step.rows[0][0]:
                 positions = [step.lead.selections[head].positions for head in bank.followers]
@@ -380,7 +377,6 @@ METHOD = Method(
     name="snapkv",
     paper="SnapKV (Li et al., 2024)",
     frees="prompt tokens that the end of the prompt does not attend to; decoded tokens stay",
-    axis="selection",
     build=cache_of(SharedSelectionLayer, after_layers=free_own_keys),
     parameters=ranking_parameters(window=32, kernel=5, pool="avg") | PREFILL_PARAMETERS,
     takes_budget=True,

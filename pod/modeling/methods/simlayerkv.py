@@ -156,7 +156,6 @@ METHOD = Method(
     name="simlayerkv",
     paper="SimLayerKV (Zhang et al., 2024), §5, eqs. 1 to 3",
     frees="tokens between the first and the last ones, in layers that attend to little else; the other layers hold all",
-    axis="selection",
     build=cache_of(SimLayer, rowwise=True),
     parameters={
         "threshold": (

@@ -13,15 +13,7 @@ from torch import Tensor
 
 from pod.modeling.methods.base import PREFILL_PARAMETERS, Method, Request, cache_of
 from pod.modeling.methods.windowed import WINDOW_REFUSES_POD
-from pod.modeling.shipped.attend import (
-    EVERYTHING,
-    Tokens,
-    attend,
-    compute_dtype,
-    merge,
-    span,
-    takes_gradients,
-)
+from pod.modeling.shipped.attend import EVERYTHING, Tokens, attend, compute_dtype, merge, takes_gradients
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.grouped import attend_slots
 from pod.modeling.shipped.step import CacheLayer, Step
@@ -158,9 +150,9 @@ class SlidingTokens:
         oldest = max(sinks, before - self.num_recent)  # the first recent token held
         tokens = self._in_order()
         if self.left is not None and after - num_recent > oldest:
-            self.left.add(_span(tokens, oldest, after - num_recent))
+            self.left.add(tokens.span(oldest, after - num_recent))
         if self.window is None or num_recent != self.num_recent:
-            parts = [_span(tokens, 0, min(sinks, after)), _span(tokens, oldest, after)]
+            parts = [tokens.span(0, min(sinks, after)), tokens.span(oldest, after)]
             stay = Tokens(*(torch.cat(pair, dim=2) for pair in zip(*parts, strict=True)))
             make = self.codec.window
             self.window = Pair(*(make(part, sinks, num_recent) for part in ("keys", "values")))
@@ -228,7 +220,7 @@ class SlidingTokens:
         assert self.window is not None and self.num_beside == 0
         if self.left is not None and self.entered >= self.num_sink_tokens + self.num_recent:
             slot = self.num_sink_tokens + (self.entered - self.num_sink_tokens) % self.num_recent
-            self.left.add(_span(self.window.read(self.entered), slot, slot + 1))
+            self.left.add(self.window.read(self.entered).span(slot, slot + 1))
         self.window.append(new, self.entered)
         self.entered += 1
 
@@ -273,12 +265,7 @@ class SlidingLayer(CacheLayer):
             self.tokens.settle()
 
     def predicted_nbytes(self, length: int) -> int:
-        """For the tokens held now; ``length`` tokens were seen."""
         return self.tokens.predicted_nbytes()
-
-
-def _span(tokens: Tokens, start: int, stop: int) -> Tokens[Tensor]:
-    return Tokens(*(span(x, start, stop) for x in tokens))
 
 
 class LocalLayer(SlidingLayer):
@@ -300,7 +287,6 @@ METHOD = Method(
     name="local_window",
     paper="Local window, a baseline of the D2O paper (Wan et al., 2024)",
     frees="keys and values of all tokens but the recent ones, once the prompt has ended",
-    axis="selection",
     build=cache_of(LocalLayer),
     parameters=PREFILL_PARAMETERS,
     takes_budget=True,

@@ -185,7 +185,6 @@ METHODS = tuple(
         name=name,
         paper=paper,
         frees=f"keys and values of all tokens but the {'first and the ' * bool(parameters)}recent ones",
-        axis="selection",
         build=cache_of(make_layer, takes_any_rows=True),
         parameters=parameters,
         takes_budget=True,

@@ -44,6 +44,10 @@ class Tokens(NamedTuple, Generic[SourceT]):
     keys: SourceT
     values: SourceT
 
+    def span(self, start: int, stop: int) -> "Tokens[Tensor]":
+        """``stop - start`` of them: views where they are tensors."""
+        return Tokens(*(span(x, start, stop) for x in self))
+
 
 class Lead(NamedTuple):
     """What heads that follow take from their leads for distant tokens (PoD, §2.2).

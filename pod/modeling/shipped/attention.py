@@ -6,7 +6,7 @@ position, never as module state or keyword, which keeps it exact under activatio
 Under cross-layer attention it starts with the lead's keys and values of all heads, and holds nothing else.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -136,7 +136,8 @@ class PodAttention(nn.Module):
             return self._attend_across(q, k, v, context, carry)
         lead, roles = None, roles_of(context.lead, self.layer_idx)
         if roles.followers:
-            lead = Lead(*(_carried(carry, roles.followers, part) for part in (0, 1)))
+            carried = [carry[2 * head : 2 * head + 2] for head in roles.followers]
+            lead = Lead(*(torch.cat(x, dim=1) for x in zip(*carried, strict=True)))  # type: ignore[arg-type]
         see = Visibility(self.num_sink_tokens, self.num_recent_tokens)
         out, _ = attend(q, Tokens(k, v), lead, see, context.segments, backend=context.backend, roles=roles)
         return out, next_carry(q, k, context.lead, self.layer_idx, carry)
@@ -150,11 +151,6 @@ class PodAttention(nn.Module):
         nothing = (None,) * len(carry)
         followed = is_followed(context.lead, self.layer_idx, 0)
         return out, (k, v, *nothing[2:]) if followed else nothing
-
-
-def _carried(carry: Carry, heads: Sequence[int], part: int) -> Tensor:
-    """Lead queries (part 0) or keys (part 1) of these KV heads, ``[B, h, n, d]``."""
-    return torch.cat([carry[2 * head + part] for head in heads], dim=1)  # type: ignore[misc]
 
 
 def next_carry(q: Tensor, k: Tensor, lead: PlanLead, layer_idx: int, carry: Carry) -> Carry:

@@ -252,8 +252,7 @@ class PodCache(Cache):
             ValueError: another schema or spec, or a model of another shape, plan or windows.
         """
         facts = state.facts
-        if facts.get("schema") != SCHEMA:
-            found = facts.get("schema")
+        if (found := facts.get("schema")) != SCHEMA:
             raise ValueError(f"the state has schema {found!r}, this version reads {SCHEMA}: make it anew")
         if (spec := facts["spec"]) != self.spec:
             raise ValueError(f"the state is that of a {spec} cache, this is a {self.spec} cache: make one")

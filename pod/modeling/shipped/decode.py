@@ -53,11 +53,6 @@ class DecodeBuffers:
     partial_lse: Tensor
 
     @property
-    def capacity(self) -> int:
-        """Tokens per row that there is room for."""
-        return self.logits.shape[3] - SPARE_COLUMNS
-
-    @property
     def programs(self) -> int:
         """Programs per row and launch."""
         return self.partial_lse.shape[2]

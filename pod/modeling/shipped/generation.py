@@ -53,12 +53,8 @@ class PodGenerationMixin(GenerationMixin):
             raise ValueError(
                 f"assisted decoding over a filled cache takes the whole conversation: pass all {columns} columns as input_ids"
             )
-        kwargs |= {
-            "generation_config": generation_config,
-            "input_ids": input_ids,
-            "model_kwargs": model_kwargs,
-        }
-        generator = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]
+        own = {"generation_config": generation_config, "input_ids": input_ids, "model_kwargs": model_kwargs}
+        generator = super()._get_candidate_generator(*args, **own, **kwargs)  # type: ignore[misc]
         if generator.requires_model_outputs:
             raise ValueError(
                 f"a {type(generator).__name__} is not supported: it reads hidden states; use an assistant_model or "
@@ -79,9 +75,8 @@ class PodGenerationMixin(GenerationMixin):
         cache = model_kwargs.get("past_key_values")
         if cache is not None:
             if not hasattr(cache, "begin_step"):
-                found = type(cache).__name__
                 raise ValueError(
-                    f"a {found} cannot serve a PoD model: make one with pod.make_cache(model, …)"
+                    f"a {type(cache).__name__} cannot serve a PoD model: make one with pod.make_cache(model, …)"
                 )
             cache._is_user_defined = True
         elif generation_config.use_cache is not False:

@@ -89,7 +89,7 @@ class PodCacheLayer(CacheLayer):
         return out
 
     def attend_rotated(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        """TokenStore and attend, for queries and keys that are already rotated."""
+        """Store and attend, for queries and keys that are already rotated."""
         roles = self.roles
         if roles.held:
             append_new(self.all_values, take_heads(v, roles.held), step)
@@ -200,7 +200,7 @@ class PodCacheLayer(CacheLayer):
 
 
 def append_new(store: TokenStore, x: Tensor, step: Step) -> None:
-    """TokenStore the new tokens ``[B, h, m, d]`` of a pass."""
+    """Store the new tokens ``[B, h, m, d]`` of a pass."""
     if step.uniform_past is None:
         store.append_ragged(x, step.segments)
     else:

@@ -168,11 +168,10 @@ class Newest:
 class _PackedStore(TokenStore):
     """What the stores of this file share: codes, and the newest tokens. Slots are those of the native store."""
 
-    def __init__(self, packing: Packing, residual: int, num_sink_tokens=None, num_recent_tokens=None):
+    def __init__(self, codes: Codes, residual: int, num_sink_tokens=None, num_recent_tokens=None):
         super().__init__(num_sink_tokens, num_recent_tokens)
-        self.packing, self.residual = packing, residual
-        self.newest = Newest(residual + packing.group_size, start=self.num_sink_tokens)
-        self.codes = Codes(packing)
+        self.codes, self.packing, self.residual = codes, codes.packing, residual
+        self.newest = Newest(residual + self.packing.group_size, start=self.num_sink_tokens)
 
     @property
     def length(self) -> int:
@@ -204,11 +203,9 @@ class _PackedStore(TokenStore):
         return self.newest.room - len(self.newest) - 1
 
     def crop(self, length: int) -> None:
-        """See ``TokenStore``."""
         self.newest.crop(length)
 
     def view(self, length: int) -> Tensor | Packed:
-        """See ``TokenStore.view``."""
         return self.stored
 
     def num_packed(self, length: int) -> int:
@@ -241,8 +238,7 @@ class PackedTokens(_PackedStore):
     """
 
     def __init__(self, packing: Packing, residual: int, capacity: int = 0):
-        super().__init__(packing, residual)
-        self.codes = Codes(packing, capacity=capacity)
+        super().__init__(Codes(packing, capacity=capacity), residual)
         self.packed_lengths: Tensor | None = None
         self.packed_stop = 0
 
@@ -285,7 +281,6 @@ class PackedTokens(_PackedStore):
             self.codes.reserve(self.newest.data, self.codes.capacity)
 
     def append(self, x: Tensor, past: int) -> None:
-        """``[b, h, m, d]`` behind the ``past`` tokens held."""
         assert past == self.length, "tokens are appended in order"
         self.newest.append(x)
         if self.is_static:
@@ -348,7 +343,6 @@ class PackedTokens(_PackedStore):
         self.newest.replace(take_slots(newest, slots) if slots.shape[2] else newest[:, :, :0].clone(), first)
 
     def keep_places(self, places: Tensor, length: int) -> None:
-        """See ``TokenStore``."""
         self.keep(places % length, length)
 
     def write(self, slots: Tensor, x: Tensor) -> None:
@@ -363,7 +357,6 @@ class PackedTokens(_PackedStore):
         return super().tensors() + ([] if self.packed_lengths is None else [self.packed_lengths])
 
     def check_integrity(self) -> None:
-        """See ``TokenStore.check_integrity``."""
         first, stop, most, room = self.newest.first, self.newest.stop, self.packed_stop, self.codes.slots
         assert first <= most <= max(stop, first), f"{first}, {most}, {stop} are packed, tokens"
         if self.packed_lengths is not None:
@@ -391,10 +384,9 @@ class QuantizedWindow(_PackedStore):
     """
 
     def __init__(self, packing: Packing, residual: int, num_sink_tokens: int, num_recent_tokens: int):
-        super().__init__(packing, residual, num_sink_tokens, num_recent_tokens)
-        assert num_recent_tokens > self.newest.room and not packing.per_channel
         self.ring = num_recent_tokens - residual  # slots of the packed ring
-        self.codes = Codes(packing, limit=self.ring)
+        super().__init__(Codes(packing, limit=self.ring), residual, num_sink_tokens, num_recent_tokens)
+        assert num_recent_tokens > self.newest.room and not packing.per_channel
         self.sinks: Tensor | None = None  # [b, h, <= num_sink_tokens, d]
 
     @property
@@ -403,7 +395,6 @@ class QuantizedWindow(_PackedStore):
         return sinks + self.newest.stop - self.num_sink_tokens
 
     def append(self, x: Tensor, past: int) -> None:
-        """``[b, h, m, d]`` behind ``past`` tokens per row."""
         assert past == self.length, "tokens are appended in order"
         sinks = x[:, :, : max(0, self.num_sink_tokens - past)]
         if self.sinks is None or sinks.shape[2]:
@@ -420,7 +411,6 @@ class QuantizedWindow(_PackedStore):
         return self.length if self.newest.first == self.num_sink_tokens else len(self.newest)
 
     def crop(self, length: int) -> None:
-        """See ``TokenStore``."""
         self.newest.crop(max(length, self.num_sink_tokens))
         if self.sinks is not None:
             self.sinks = self.sinks[:, :, :length]
@@ -466,7 +456,6 @@ class QuantizedWindow(_PackedStore):
         return super().tensors() + ([] if self.sinks is None else [self.sinks])
 
     def predicted_nbytes(self, length: int) -> int:
-        """Bytes when ``length`` tokens have settled."""
         packed = min(self.num_packed(length), self.ring)
         sinks = min(length, self.num_sink_tokens)
         return self._nbytes(packed, sinks + (self.newest.room if packed else length - sinks))

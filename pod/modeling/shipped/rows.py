@@ -373,8 +373,7 @@ class _GroupedLayer(CacheLayer):
         part, layer = step.groups[number][0], self.cache.groups[number].layers[self.layer_idx]
         if part.rope is None:
             part.rope, part.backend = step.rope.for_rows(rows, part.num_new), step.backend
-        q, k, v = qkv
-        out = layer.attend(q, k, v, part)
+        out = layer.attend(*qkv, part)
         layer.settle(part)
         return out
 

@@ -148,7 +148,7 @@ class CacheLayer(CacheLayerMixin):
         cls.is_croppable = vars(cls).get("is_croppable", False)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        """TokenStore the new tokens and attend.
+        """Store the new tokens and attend.
 
         Args:
             q: ``[B, Hq, m, d]``; k, v: ``[B, H, m, d]``; none of them rotated.
@@ -225,7 +225,8 @@ class CacheLayer(CacheLayerMixin):
                 assert held <= {len(lengths)}, f"{where}: {name} holds {held} rows, the cache {len(lengths)}"
 
     def predicted_nbytes(self, length: int) -> int:
-        """Bytes that the method's rule needs for rows of ``length`` tokens, without growth slack."""
+        """Bytes that the method's rule needs for rows of ``length`` tokens, without growth slack; where content decides what
+        stays, for the tokens held now."""
         stores = {name: store for name, store in self.stores().items() if not store.is_empty}
         return sum(store.predicted_nbytes(self.held_in(name, length)) for name, store in stores.items())
 

@@ -160,7 +160,7 @@ def attend_on_cuda(call: Call) -> tuple[Tensor, Tensor]:
         ("varlen", sizes, see[:3], has_lead, call.scale, device),
         lambda: make_plan(call.segments.all, sizes, see, has_lead, call.scale, device),
     )
-    keys, values = (span(x, 0, n) for x in call.tokens)
+    keys, values = call.tokens.span(0, n)
     lead = (None, None) if call.lead is None else (call.lead.queries, span(call.lead.keys, 0, n))
     return differentiable(
         (call.q, keys, values, *lead),
