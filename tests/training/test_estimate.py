@@ -150,6 +150,21 @@ def test_rest_is_divided_as_the_stages_say():
     assert rest(3, 8, distill_logits=0.5, method="lora")["teacher"] == 0
 
 
+def test_the_output_projections_gradient_is_copied_in_the_type_it_is_summed_in():
+    """Behind the loss: 6 bytes a weight, or 2 without the copy, which only stage 3 makes and only of an other type."""
+
+    def bytes_per_weight(**settings) -> float:
+        one = job(TrainArgs(**settings))
+        at_reduction = list(memory.moments(one))[1]
+        more = at_reduction["gradients"] - resting_bytes(one)["gradients"]
+        return more / LLAMA3_8B.embedding_parameters
+
+    assert bytes_per_weight() == 6
+    assert bytes_per_weight(reduce_dtype="bfloat16") == bytes_per_weight(zero_stage=1) == 2
+    assert bytes_per_weight(dtype="float32") == 4
+    assert bytes_per_weight(method="lora") == 0
+
+
 def test_need_of_context_costs_one_more_pass_of_the_teacher():
     def costs(**settings):
         args = TrainArgs(method="lora", sequence_parallel_size=4, distill_temperature=2.0, **settings)

@@ -96,14 +96,15 @@ def test_layouts_fit_and_are_resolved(fits):
         check_fits(fit)
 
 
-def test_no_layout_that_fits_is_clearly_faster(fits):
-    recipe, fit = TrainRecipe(**PAPER), fits[8]
+@pytest.mark.parametrize("gib", [80, 40, 24])
+def test_no_layout_that_fits_is_clearly_faster(gib):
+    recipe, fit = TrainRecipe(**PAPER), large(8, f"h100,memory_gib={gib}")
     for split in planner.row_splits(recipe, LLAMA3_8B, CONTEXT, 8):
         for settings in planner.memory_settings(recipe, SHARED, fit.machine):
             args = TrainArgs(**PAPER | split | settings | {"max_steps": 1192})
             job = Job(LLAMA3_8B, SHARED, args, CONTEXT, World(8, 8))
             if step_time(job, fit.machine.device).expected * NEAR < fit.time.expected:
-                assert sum(training_bytes(job).values()) > FIT * fit.machine.device.memory_gib * 2**30
+                assert sum(training_bytes(job).values()) > FIT * gib * 2**30
 
 
 def test_the_same_layout_every_time(fits):
