@@ -212,8 +212,7 @@ def attach(cache: PodCache, capacity: int, backend: str = "auto") -> "StaticEngi
     Raises:
         ValueError: a method that the engine does not serve, or a capacity below what the cache holds.
     """
-    reason = refusal(cache)
-    if reason is not None:
+    if (reason := refusal(cache)) is not None:
         raise ValueError(
             f"no decode engine here: {reason}; it serves full and pod caches without a codec: leave capacity out"
         )

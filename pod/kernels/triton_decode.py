@@ -266,8 +266,13 @@ def decode_kernel(
         skips = skips | (heads >= GROUPS)
         last = tl.where(tl.min(skips.to(tl.int32), 0) == 1, first, last)
 
-    query_rows = q + row * q_batch + (head * GROUPS + heads)[:, None] * q_head
-    q_low, q_high = native(query_rows, real[:, None], PACKED, HEAD_DIM, BLOCK_D)
+    q_low, q_high = native(
+        q + row * q_batch + (head * GROUPS + heads)[:, None] * q_head,
+        real[:, None],
+        PACKED,
+        HEAD_DIM,
+        BLOCK_D,
+    )
     dtype = q.dtype.element_ty
     keys += row * k_batch + index.to(tl.int64) * k_head
     window += row * w_batch + (index - leads).to(tl.int64) * w_head
@@ -435,10 +440,15 @@ def combine_kernel(
     total = 0.0
     result = tl.zeros([BLOCK_D], tl.float32)
     for part in tl.static_range(2 if WITH_GATE else 1):  # pyright: ignore[reportGeneralTypeIssues]
-        per_lead, per_follower, per_window = splits(
-            length, tail, leads, followers, windows, programs, n_s, n_r,
-            part + (1 if WITH_GATE else 0), BLOCK_N,
-        )  # fmt: skip
+        if WITH_GATE:
+            per_lead, per_follower, per_window = splits(
+                length, tail, leads, followers, windows, programs, n_s, n_r, part + 1, BLOCK_N
+            )
+        else:
+            per_lead, per_follower, per_window = splits(
+                length, tail, leads, followers, windows, programs, n_s, n_r,
+                0, BLOCK_N,  # pyright: ignore[reportArgumentType]
+            )  # fmt: skip
         first, count = dealt(index, leads, followers, per_lead, per_follower, per_window)
         offset = (part * rows + row) * programs
         peak, total, result = merge(
@@ -464,10 +474,8 @@ def unsupported(call: DecodeCall) -> str | None:
     if q.shape[-1] > 256:
         return f"head_dim {q.shape[-1]} (at most 256)"
     stores = [x for x in (call.keys, call.window_keys, call.values, *(call.near or ())) if x is not None]
-    if any(isinstance(x, Packed) for x in stores):
-        reason = _cannot_unpack(call)
-        if reason is not None:
-            return reason
+    if any(isinstance(x, Packed) for x in stores) and (reason := _cannot_unpack(call)) is not None:
+        return reason
     if any(x.stride(-1) != 1 for x in (q, call.out, *stores) if isinstance(x, Tensor)):
         return "features that are not neighbours in memory (stride 1 in the last dimension)"
     if call.near is not None and call.near.keys.stride() != call.near.values.stride():

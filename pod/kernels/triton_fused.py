@@ -126,9 +126,8 @@ def _add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tu
     total = x if delta is None else torch.empty_like(x)
     out, size = torch.empty_like(x), x.shape[-1]
     arguments = x, x if delta is None else delta, weight, total, out, eps
-    triton_launch.run(
-        add_norm_kernel, (x.numel() // size,), x, *arguments, **norm_options(delta is not None, size)
-    )
+    options = norm_options(delta is not None, size)
+    triton_launch.run(add_norm_kernel, (x.numel() // size,), x, *arguments, **options)
     return total, out
 
 
@@ -179,9 +178,8 @@ def rotate_options(with_norm: bool, groups: int, head_dim: int) -> dict[str, int
 def _gate(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = gate.contiguous(), up.contiguous()
     out, numbers = torch.empty_like(gate), gate.numel()
-    triton_launch.run(
-        gate_kernel, (triton.cdiv(numbers, GATE["BLOCK"]),), gate, gate, up, out, numbers, **GATE
-    )
+    grid = (triton.cdiv(numbers, GATE["BLOCK"]),)
+    triton_launch.run(gate_kernel, grid, gate, gate, up, out, numbers, **GATE)
     return out
 
 

@@ -38,8 +38,7 @@ class Parameter(NamedTuple):
         if value is self.default:
             return None
         like = self.least if self.default is None else self.default
-        kind = _kind_missed(like, value)
-        if kind is not None:
+        if (kind := _kind_missed(like, value)) is not None:
             return f"must be {kind}, as {like!r}"
         if self.choices and value not in self.choices:
             return f"is unknown; choose {', '.join(self.choices[:-1])} or {self.choices[-1]}"
@@ -276,7 +275,6 @@ def all_parameters(spec: str, chosen: list[Method], params: Mapping[str, Any]) -
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'none'}"
             raise ValueError(f"{spec} has no parameter {name!r}; {hint}")
-        reason = known[name].refusal(value)
-        if reason is not None:
+        if (reason := known[name].refusal(value)) is not None:
             raise ValueError(f"{spec}: {name} = {value!r} {reason}")
     return {name: parameter.default for name, parameter in known.items()} | dict(params)

@@ -5,7 +5,7 @@ to ``n_s + n_r`` tokens it hides nothing. Keys are stored before RoPE and rotate
 so that no angle grows with what was seen before a pass: with sinks the input may be unbounded.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,9 +33,8 @@ WINDOW_REFUSES_POD = {"pod": "a window has no distant token whose keys a block c
 
 def with_windows(config: PodConfig, num_sink_tokens: int, num_recent_tokens: int) -> PodConfig:
     """The model in which every head keeps a window of this size."""
-    plan = SharingPlan.windows(config.num_hidden_layers, config.num_key_value_heads)
-    changes: dict[str, Any] = {"num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
-    changes["lead"] = plan.lead
+    lead = SharingPlan.windows(config.num_hidden_layers, config.num_key_value_heads).lead
+    changes = {"lead": lead, "num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
     return PodConfig(**(config.to_dict() | changes))
 
 

@@ -234,8 +234,7 @@ def choose(what: str, table: Mapping[str, Any], order: Sequence[str], call: Any,
         raise ValueError(
             f"{what} backend {backend!r} is unknown; choose auto or one of {', '.join(sorted(table))}"
         )
-    reason = table[backend].unsupported(call)
-    if reason is not None:
+    if (reason := table[backend].unsupported(call)) is not None:
         raise ValueError(f"{what} backend {backend!r} cannot run: {reason}; choose auto or another backend")
     return table[backend]
 
@@ -295,11 +294,8 @@ def attend(
 def _by_role(call: Call, roles: Roles) -> Iterator[tuple[Sequence[int], Call]]:
     """A call for the heads of each role."""
     alone = call._replace(lead=None)
-    for heads, one in (
-        (roles.leads, alone._replace(visibility=CAUSAL)),
-        (roles.followers, call),
-        (roles.windows, alone),
-    ):
+    calls = alone._replace(visibility=CAUSAL), call, alone
+    for heads, one in zip((roles.leads, roles.followers, roles.windows), calls, strict=True):
         if heads:
             tokens = Tokens(*(take_heads(x, heads) for x in call.tokens))
             yield heads, one._replace(q=take_heads(call.q, heads, call.groups), tokens=tokens)

@@ -57,9 +57,8 @@ class PodMLP(nn.Module):
             parts = [x] if with_gradients else x.split(_MLP_TILE, dim=1)
         if len(parts) == 1:
             return self._gated(x)
-        if with_gradients:
-            return torch.cat([checkpoint(self._gated, part, use_reentrant=False) for part in parts], dim=1)
-        return torch.cat([self._gated(part) for part in parts], dim=1)
+        run = partial(checkpoint, self._gated, use_reentrant=False) if with_gradients else self._gated
+        return torch.cat([run(part) for part in parts], dim=1)
 
     def _gated(self, x: Tensor) -> Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
@@ -177,8 +176,7 @@ class PodModel(PodPreTrainedModel):
                 return torch.zeros_like(hidden_states)
             hidden_states = take_columns(hidden_states, compaction.index)
         if cache.engine is not None and step.is_decode and step.all_real:
-            out = cache.engine.decode(self, hidden_states, step)
-            if out is not None:
+            if (out := cache.engine.decode(self, hidden_states, step)) is not None:
                 cache.end_step(step)
                 return out
         out = None

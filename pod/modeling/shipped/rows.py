@@ -121,7 +121,6 @@ class GroupedCache(PodCache):
 
     Args:
         make_layer: ``(config, layer_idx) -> CacheLayer``: a child, which sees rows that are alike.
-        spec: name shown in reports and errors.
         rowwise: every row is a group of its own, for methods that decide by the content of a row.
         chunks: after which tokens of a prompt the method compresses, as ``FixedChunks``; None = once, when the prompt ends.
         decide: ``(children, step)``, called per group when all layers have seen a piece: a label for each row, by what it
@@ -373,7 +372,8 @@ class _GroupedLayer(CacheLayer):
         part, layer = step.groups[number][0], self.cache.groups[number].layers[self.layer_idx]
         if part.rope is None:
             part.rope, part.backend = step.rope.for_rows(rows, part.num_new), step.backend
-        out = layer.attend(*qkv, part)
+        q, k, v = qkv
+        out = layer.attend(q, k, v, part)
         layer.settle(part)
         return out
 

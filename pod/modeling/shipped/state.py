@@ -67,10 +67,8 @@ class Writer:
     def __init__(self, cache: Any):
         self.tensors: dict[str, Tensor] = {}
         self.met: list[Any] = []
-        self._known: dict[int, dict[str, Any]] = {
-            id(cache): {"common": "cache"},
-            id(cache.config): {"common": "config"},
-        }
+        common = {"cache": cache, "config": cache.config}
+        self._known: dict[int, dict[str, Any]] = {id(x): {"common": name} for name, x in common.items()}
         self._classes = known_classes()
 
     def write(self, value: Any, path: str) -> Any:

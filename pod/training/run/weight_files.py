@@ -54,7 +54,6 @@ def weight_files(source: str | os.PathLike) -> WeightFiles | None:
         except OSError:  # no such file, or no such model
             continue
         if found is not None:
-            return WeightFiles(
-                get_checkpoint_shard_files(str(source), found)[0] if name == _INDEX else [found]
-            )
+            files = get_checkpoint_shard_files(str(source), found)[0] if name == _INDEX else [found]
+            return WeightFiles(files)
     return None
