@@ -90,6 +90,7 @@ def test_limits_themselves_are_allowed(tmp_path):
         ({"max_steps": 250}, 3),
         ({"max_steps": 150}, 2),
         ({"max_steps": 1000, "save_every_steps": 0}, 1),
+        ({"max_steps": 1000, "save_every_steps": None, "keep_every_steps": 500}, 5),
         ({"max_steps": 1000, "keep_last": 1}, 2),
         ({"max_steps": 1000, "save_every_steps": None}, 3),  # by the clock
         ({"max_steps": 1000, "keep_every_steps": 500}, 5),
@@ -97,7 +98,7 @@ def test_limits_themselves_are_allowed(tmp_path):
     ],
 )
 def test_checkpoints_that_lie_on_disk_at_a_time(settings, most):
-    assert kept_checkpoints(TrainArgs(**{"save_every_steps": 100} | settings)) == most
+    assert kept_checkpoints(TrainArgs(**{"save_every_steps": 100, **settings})) == most
 
 
 def test_disk_too_small_for_the_checkpoints_that_will_be_kept(tmp_path, monkeypatch):

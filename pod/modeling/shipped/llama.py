@@ -175,10 +175,10 @@ class PodModel(PodPreTrainedModel):
                 cache.end_step(step)
                 return torch.zeros_like(hidden_states)
             hidden_states = take_columns(hidden_states, compaction.index)
-        if cache.engine is not None and step.is_decode and step.all_real:
-            if (out := cache.engine.decode(self, hidden_states, step)) is not None:
-                cache.end_step(step)
-                return out
+        runs = cache.engine is not None and step.is_decode and step.all_real
+        if runs and (out := cache.engine.decode(self, hidden_states, step)) is not None:
+            cache.end_step(step)
+            return out
         out = None
         for piece in cache.pieces(step):
             columns = None if piece.starts is None else piece_columns(piece.starts, piece.num_new)

@@ -38,7 +38,7 @@ class GradientNorms(Observer):
         if not trainer.monitor.logs(trainer.state.step + 1):
             return
         zero = torch.zeros((), dtype=torch.float64, device=trainer.mesh.device)
-        squares = dict.fromkeys(GROUPS, zero)
+        squares: dict[str, torch.Tensor] = dict.fromkeys(GROUPS, zero)
         trained = set()
         for name, parameter in trainer.engine.module.named_parameters():
             if parameter.requires_grad:

@@ -224,7 +224,7 @@ def kept_checkpoints(args: TrainArgs) -> int:
     """Most checkpoints that lie on disk at a time: the rotating ones, those kept for good, and one being written."""
     every = args.save_every_steps
     if every is None:  # by the clock
-        return args.keep_last + 1
+        return args.keep_last + 1 + args.max_steps // (args.keep_every_steps or args.max_steps + 1)
     made = args.max_steps // every + bool(args.max_steps % every) if every else 1
     forever = 0
     if args.keep_every_steps and every:
