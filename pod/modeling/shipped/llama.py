@@ -175,8 +175,8 @@ class PodModel(PodPreTrainedModel):
                 cache.end_step(step)
                 return torch.zeros_like(hidden_states)
             hidden_states = take_columns(hidden_states, compaction.index)
-        runs = cache.engine is not None and step.is_decode and step.all_real
-        if runs and (out := cache.engine.decode(self, hidden_states, step)) is not None:
+        engine = cache.engine if step.is_decode and step.all_real else None
+        if engine is not None and (out := engine.decode(self, hidden_states, step)) is not None:
             cache.end_step(step)
             return out
         out = None
