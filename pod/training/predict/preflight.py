@@ -57,6 +57,7 @@ def check(
     check_model(model_config, recipe, plan)
     check_data(model_config, manifest, tokenizer_sha256)
     check_tools(recipe, machine.world.size)
+    check_attention(model_config, recipe, machine)
     context = int(manifest["context_length"])
     fit = planner.plan(recipe, Shapes.from_config(model_config), plan.lead, context, machine)
     planner.check_fits(fit)
@@ -66,6 +67,19 @@ def check(
         check_can_write(recipe.offload_folder, "train.offload_folder")
     check_disk(fit.job, Path(folder))
     return fit
+
+
+def check_attention(config: Any, args: TrainRecipe, machine: Machine) -> None:
+    """Refuse what would silently keep every logit: no fused attention of a GPU takes float32.
+
+    Raises:
+        ValueError: float32 on a GPU, unless the reference is asked for by name.
+    """
+    if machine.has_gpu and args.dtype == "float32" and config.attention_backend == "auto":
+        raise ValueError(
+            "train.dtype is float32, which fused attention on a GPU does not take: all n x n logits would be kept for backward; "
+            "set dtype=bfloat16, or model.attention_backend=reference to have it so"
+        )
 
 
 def check_model(config: Any, args: TrainRecipe, plan: Any) -> None:
