@@ -110,6 +110,7 @@ def test_budget_below_the_length_changes_scores(name, scored, text, dense_model)
     """Compression is not bypassed, not even when a single token is scored."""
     bucket = Bucket(start=32, end=64, first=64 - scored)
     small = {"snapkv": {"window": 8}, "adakv": {"window": 8}, "imdc": {"window": 8, "chunk_size": 24}}
+    small["kvzip"] = {"repeat_ids": [[5, 6], [7], [8, 9]]}
     params = small.get(name, small["imdc"] if name in ("im", "fm") else {})
     full = score_by_forward(dense_model, text, [bucket])[0]
     roomy = score_by_decode(

@@ -31,7 +31,10 @@ def layout(ranks: int, zero: int, sp: int, accumulate: int, settings: dict) -> t
 
 
 def train_until(name, out, folder, data, settings, stop=None) -> None:
-    """Train, with SIGTERM in step `stop`; writes fingerprints of the state that was loaded and of the last one."""
+    """Train until SIGTERM ends the run after step `stop`; writes fingerprints of the state that was loaded and of the last one.
+
+    The signal comes in that step where it has one micro-batch, else in the next one, which is undone.
+    """
     from pod.training.run.mesh import stop_processes
 
     trainer = make_trainer(folder, data, settings)
@@ -45,7 +48,8 @@ def train_until(name, out, folder, data, settings, stop=None) -> None:
         trainer.cursor.load_state_dict(cursor)
         result["loaded_again"] = optimizer_hash(trainer)
     if stop is not None:
-        trainer.engine.module.loss_head.register_forward_pre_hook(signal_in_step(trainer, stop - 1))
+        step = stop - (trainer.args.gradient_accumulation_steps == 1)
+        trainer.engine.module.loss_head.register_forward_pre_hook(signal_in_step(trainer, step))
     state = trainer.train()
     result |= {"step": state.step, "rows": state.cursor["position"], "saved": optimizer_hash(trainer)}
     weights = full_weights(trainer)
