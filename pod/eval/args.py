@@ -137,9 +137,8 @@ class EvalArgs:
         for name in self.models:
             if not name.isidentifier() or name in ("dense", "unadapted", "adapted"):
                 raise ValueError(f"eval.models: {name!r} must be a word other than dense, unadapted, adapted")
-        for (
-            name
-        ) in self.method_options:  # of methods not asked for now, too: a run may be narrower than its recipe
+        # of methods not asked for now, too: a run may be narrower than its recipe
+        for name in self.method_options:
             find_method(name)
         self.method_options = with_preset(self.preset, self.methods, self.method_options)
         for name in ("passkey_lengths", "passkey_depths", "efficiency_lengths"):

@@ -17,7 +17,6 @@ from pod.training.predict.shapes import (
     continued_heads,
     fetched_heads,
     followers,
-    open_heads,
 )
 from pod.training.run import carry as carry_memory
 from pod.training.run.carry import OffloadedCarry, RecomputedCarry, leads_that_end, set_carry
@@ -30,6 +29,11 @@ N, GROUPS, HEAD_DIM = 44, 2, 8
 MODES = ("offload", "recompute")
 STORES = [("offload", False), ("recompute", False), ("keep", True), ("offload", True), ("recompute", True)]
 """(train.carry, train.offload_checkpoints) that move something."""
+
+
+def open_heads(lead):
+    """Most leads that are on the device at a time in a backward that fetches the carry or makes it again."""
+    return max(fetched_heads(lead, layer) for layer in range(len(lead)))
 
 
 def make_model(dtype=torch.float64, layout="pod", **changes):

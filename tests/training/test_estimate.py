@@ -5,11 +5,13 @@ All configurations, on an idle machine: `python benchmarks/estimate_memory.py`.
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import pod
+from pod.models import KNOWN_SIZES
 from pod.training.args import TrainArgs
 from pod.training.predict import devices, memory
 from pod.training.predict.communication import (
@@ -34,16 +36,7 @@ from pod.training.run.distill import linear_distillation
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
-LLAMA3_8B = Shapes(
-    hidden=4096,
-    layers=32,
-    query_heads=32,
-    kv_heads=8,
-    head_dim=128,
-    intermediate=14336,
-    vocab=128_256,
-    tied=False,
-)
+LLAMA3_8B = Shapes.from_config(SimpleNamespace(**KNOWN_SIZES["meta-llama/Meta-Llama-3-8B"]))
 DENSE = [[layer] * 8 for layer in range(32)]
 SHARED = [[layer - layer % 4] * 8 for layer in range(32)]
 PAPER = {"sequence_parallel_size": 4, "gradient_accumulation_steps": 64, "max_steps": 1192}

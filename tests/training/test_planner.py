@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pod.models import KNOWN_SIZES
 from pod.training.args import TrainArgs, TrainRecipe
 from pod.training.predict import planner
 from pod.training.predict.devices import get_device
@@ -17,16 +18,7 @@ from pod.training.predict.step_time import step_time
 from pod.training.predict.table import details, layout_line, table
 from pod.training.run.optim import learning_rate
 
-LLAMA3_8B = Shapes(
-    hidden=4096,
-    layers=32,
-    query_heads=32,
-    kv_heads=8,
-    head_dim=128,
-    intermediate=14336,
-    vocab=128_256,
-    tied=False,
-)
+LLAMA3_8B = Shapes.from_config(SimpleNamespace(**KNOWN_SIZES["meta-llama/Meta-Llama-3-8B"]))
 SMALL = Shapes(
     hidden=576, layers=3, query_heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=4096, tied=True
 )
@@ -105,6 +97,15 @@ def test_no_layout_that_fits_is_clearly_faster(gib):
             job = Job(LLAMA3_8B, SHARED, args, CONTEXT, World(8, 8))
             if step_time(job, fit.machine.device).expected * NEAR < fit.time.expected:
                 assert sum(training_bytes(job).values()) > FIT * gib * 2**30
+
+
+def test_a_start_that_does_not_fit_is_told_by_its_own_size(fits, monkeypatch):
+    """Where the start needs more than a step, the refusal names what it needs and not the step's peak, which would fit."""
+    fit = fits[8]
+    monkeypatch.setattr(planner, "start_bytes", lambda job: 100 * 2**30)
+    with pytest.raises(ValueError, match=r"needs 100\.0 GiB on a rank, usable are"):
+        check_fits(fit)
+    assert "memory  100.00 of" in table(fit, None)
 
 
 def test_the_same_layout_every_time(fits):

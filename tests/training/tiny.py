@@ -55,23 +55,24 @@ def make_model(
     return model
 
 
+STOCK_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "initializer_range": 0.15,
+}
+
+
 def make_stock(tied: bool = True):
     """A transformers Llama of about the same sizes, with two ends in its generation configuration."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        head_dim=8,
-        intermediate_size=48,
-        max_position_embeddings=256,
-        initializer_range=0.15,
-        tie_word_embeddings=tied,
-    )
+    config = LlamaConfig(**STOCK_SIZES, max_position_embeddings=256, tie_word_embeddings=tied)
     model = LlamaForCausalLM(config)
     model.generation_config.eos_token_id = [VOCAB - 1, VOCAB - 2]
     return model

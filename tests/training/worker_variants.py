@@ -31,15 +31,8 @@ def write_start_model(folder: Path) -> None:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=tiny.VOCAB,
-        hidden_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        head_dim=8,
-        intermediate_size=48,
+        **tiny.STOCK_SIZES,
         max_position_embeddings=START_CONTEXT,
-        initializer_range=0.15,
         tie_word_embeddings=True,
         bos_token_id=0,
         eos_token_id=tiny.VOCAB - 1,

@@ -70,9 +70,14 @@ class Fit:
     pinned: frozenset[str]
 
     @property
+    def needed_bytes(self) -> int:
+        """Most bytes of one rank on its device: at the start or at the peak of a step."""
+        return max(start_bytes(self.job), sum(self.memory.values()))
+
+    @property
     def share(self) -> float:
-        """Of the device's memory, at the start or at the peak of a step."""
-        return max(start_bytes(self.job), sum(self.memory.values())) / GIB / self.machine.device.memory_gib
+        """Of the device's memory."""
+        return self.needed_bytes / GIB / self.machine.device.memory_gib
 
     @property
     def host_bytes_per_machine(self) -> int:
@@ -148,7 +153,7 @@ def check_fits(fit: Fit) -> None:
     """Raise ValueError where a layout needs more than there is; the message says what would help."""
     if fit.fits:
         return
-    needed, device = sum(fit.memory.values()) / GIB, fit.machine.device
+    needed, device = fit.needed_bytes / GIB, fit.machine.device
     host, host_usable = fit.host_bytes_per_machine / GIB, HOST_SHARE * fit.machine.host_gib
     pins = ", ".join(f"{name}={getattr(fit.job.args, name)}" for name in sorted(fit.pinned))
     what = f"{host:.1f} of {host_usable:.1f} GiB of host memory and " if host > host_usable else ""

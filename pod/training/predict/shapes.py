@@ -199,11 +199,6 @@ def fetched_heads(lead: Lead, layer: int) -> int:
     return sum(first <= layer <= last for first, last in carried_spans(lead).values())
 
 
-def open_heads(lead: Lead) -> int:
-    """Most leads that are on the device at a time in a backward that fetches the carry or makes it again."""
-    return max(fetched_heads(lead, layer) for layer in range(len(lead)))
-
-
 def continued_heads(lead: Lead, layer: int) -> int:
     """KV heads whose block goes on above: gradients of the carry that arrive in this layer's backward."""
     return sum(owner <= layer < last for (owner, _), (_, last) in carried_spans(lead).items())

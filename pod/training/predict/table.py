@@ -38,7 +38,7 @@ def table(fit: Fit, data_tokens: int | None) -> str:
         "data": _data(fit, data_tokens),
         "ranks": _ranks(fit),
         "layout": layout_line(fit),
-        "memory": f"{_gib(sum(fit.memory.values()))} of {device.memory_gib:.1f} GiB per rank ({fit.share:.0%}): {verdict}",
+        "memory": f"{_gib(fit.needed_bytes)} of {device.memory_gib:.1f} GiB per rank ({fit.share:.0%}): {verdict}",
         "start": f"{_gib(start_bytes(job))} GiB per rank while weights arrive and the optimizer is made",
         "host": f"{_gib(fit.host_bytes_per_machine)} of {usable} per machine for what is offloaded",
         "time": f"{hours[0]:,.1f} to {hours[1]:,.1f} hours on {device.name}, {time.expected:,.2f} s a step",
