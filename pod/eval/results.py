@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,12 @@ class RunResults:
             write_json(self.path, self.content)
 
 
-def result_files(folder: str | os.PathLike) -> dict[str, dict]:
-    """The content of every result file of a folder, of any schema, by file name."""
-    found = {file.name: read_mapping(file) for file in sorted(Path(folder).glob("*.json"))}
-    return {name: content for name, content in found.items() if content and content.get("method")}
+def result_files(folder: str | os.PathLike) -> Iterator[tuple[str, dict]]:
+    """File name and content of every result file of a folder, of any schema, one at a time."""
+    for file in sorted(Path(folder).glob("*.json")):
+        content = read_mapping(file)
+        if content and content.get("method"):
+            yield file.name, content
 
 
 def fingerprint(inputs: Any) -> str:

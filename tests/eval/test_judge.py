@@ -196,6 +196,17 @@ def payload(scores, kind="binary", higher_is_better=True):
     return {"kind": kind, "metric": "m", "higher_is_better": higher_is_better, "samples": samples}
 
 
+def test_a_group_counts_its_tasks_by_their_weights():
+    rows = [
+        {"id": f"{task}{i}", "score": score, "subtask": task}
+        for task, scores in (("a", [1.0, 1.0]), ("b", [0.0, 1.0]))
+        for i, score in enumerate(scores)
+    ]
+    group = {"kind": "score", "samples": rows, "subtasks": {"a": {"weight": 3}, "b": {"weight": 1}}}
+    found = verdicts.estimate_of(group)
+    assert found is not None and found.value == pytest.approx(3 / 4 * 1 + 1 / 4 * 0.5)
+
+
 def test_marks_hold_for_the_page():
     """p = 0.031 alone is a mark, beside one more comparison it is not; losses of what is better low are gains."""
     own, base = payload([0] * 6 + [1] * 4), payload([1] * 10)

@@ -11,6 +11,7 @@ from typing import Any
 from pod.eval.answer.methods import BASE, METHODS, TRAINED
 from pod.eval.judge.verdicts import Against, Payload, compare, judged
 from pod.eval.report.names import categories_of, plain, suite_of
+from pod.eval.report.samples import Samples
 from pod.eval.results import SCHEMA_VERSION, result_files
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.suites.base import scored_payload
@@ -173,7 +174,8 @@ def merge(folders: Iterable[str | os.PathLike]) -> Comparison:
 
     Raises: ValueError when a folder holds no results.
     """
-    runs, entries = [read_run(folder) for folder in folders], list[Entry]()
+    shared: dict[Any, Any] = {}
+    runs, entries = [read_run(folder, shared) for folder in folders], list[Entry]()
     labels = [run.label for run in runs]
     for number, run in enumerate(runs, start=1):
         run.label += f" {number}" if labels.count(run.label) > 1 else ""
@@ -190,12 +192,17 @@ def merge(folders: Iterable[str | os.PathLike]) -> Comparison:
     return Comparison(runs, entries, _task_order(entries))
 
 
-def read_run(folder: str | os.PathLike) -> Run:
-    """A run's results from its output folder or its `eval` folder. What is of another dense model than the newest file is left out."""
+def read_run(folder: str | os.PathLike, shared: dict[Any, Any] | None = None) -> Run:
+    """A run's results from its output folder or its `eval` folder. What is of another dense model than the newest file is left out.
+
+    shared: columns of samples that other runs brought, by content (`Samples`).
+    """
     place = Path(folder) / "eval"
     place = place if any(place.glob("*.json")) else Path(folder)
-    files, results, left_out = result_files(place), dict[str, dict](), list[str]()
-    for name, content in files.items():
+    results, left_out, shared = dict[str, dict](), list[str](), {} if shared is None else shared
+    for name, content in result_files(place):
+        for part in tasks_of(content).values() if content.get("schema") == SCHEMA_VERSION else ():
+            part["samples"] = Samples(part["samples"], shared)
         if content.get("schema") == SCHEMA_VERSION and content["method"] != SPEED_RUN:
             results[content["method"]] = content
         else:  # speeds had a file of their own
