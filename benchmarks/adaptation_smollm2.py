@@ -42,7 +42,6 @@ TRAIN: dict[str, Any] = {
     "keep_last": 1,
 }
 FULL: dict[str, Any] = {"method": "full", "learning_rate": 5e-5}
-DISTILL: dict[str, Any] = {"distill_logits": 0.5}
 
 
 @dataclass(frozen=True)
@@ -64,13 +63,10 @@ class Row:
 
 def rows() -> list[Row]:
     """The most telling first."""
-    context = {**DISTILL, "distill_context": 2.0}
     return [
         Row("dense"),
         Row("roles_50", "roles_50"),
-        Row("roles_50-distilled", "roles_50", DISTILL),
         Row("roles_50-copies", "roles_50", text="copies"),
-        Row("roles_50-context", "roles_50", context),
         Row("bits_67", "bits_67"),
         Row("aligned_40", "aligned_40"),
         Row("sharing_40", "sharing_40"),
@@ -82,7 +78,6 @@ def rows() -> list[Row]:
         Row("sharing_35", "sharing_35"),
         Row("dense-full", None, FULL),
         Row("roles_50-full", "roles_50", FULL),
-        Row("roles_50-full-distilled", "roles_50", {**FULL, **DISTILL}),
     ]
 
 

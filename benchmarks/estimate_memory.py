@@ -22,7 +22,7 @@ import socket
 import sys
 import tempfile
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +128,6 @@ CASES = [
     Case("roles_recompute_carry", layout="roles", context=4096, train={"carry": "recompute"}),
     Case("roles_no_checkpoints", layout="roles", context=1024, train={"gradient_checkpointing": "none"}),
     Case("roles_sp2", ranks=2, layout="roles", context=4096, train={"sequence_parallel_size": 2}),
-    Case("pod_distill", context=1024, train={"distill_logits": 0.5}),
-    Case("pod_distill_lora", train={"distill_logits": 0.5, "method": "lora"}),
 ]
 
 
@@ -166,11 +164,6 @@ def make_data(folder: Path, case: Case) -> Path:
         folder, rows, context_length=case.context, vocab_size=case.vocab, tokenizer_sha256="random"
     )
     return folder
-
-
-def has_teacher(case: Case) -> bool:
-    """Whether a frozen copy of the start model is needed."""
-    return bool(case.train.get("distill_logits")) and case.train.get("method") != "lora"
 
 
 class Counted(LiveBytes):
@@ -225,11 +218,8 @@ def measure_rank(case: Case, rank: int, port: int, folder: Path, largest: int, p
         with Counted(largest) as live, host_side(live):
             torch.manual_seed(0)
             model = pod.PodForCausalLM(model_config(case))
-            teacher = (
-                pod.PodForCausalLM(model_config(replace(case, layout="dense"))) if has_teacher(case) else None
-            )
             data = PackedDataset(folder / "data")
-            trainer = Trainer(args, model, data, mesh, folder / "train", teacher=teacher)
+            trainer = Trainer(args, model, data, mesh, folder / "train")
             for _ in range(2):
                 trainer.step()
             live.restart()

@@ -31,11 +31,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pod.files import write_json
 from pod.measure.machine import environment
 from pod.models import ModelArgs
+from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
-from pod.training.run.engine import deepspeed_config, place_weights
+from pod.training.run.engine import deepspeed_config
 from pod.training.run.loss import LanguageModelLoss
 from pod.training.run.mesh import start_processes, stop_processes
-from pod.training.run.start import start_models
+from pod.training.run.start import start_model
 
 WAYS = ("streamed", "whole")
 RANKS = 4
@@ -118,9 +119,9 @@ def load(way: str, path: str) -> Any:
     mesh = start_processes(1)
     peak, began = Peak(), time.monotonic()
     if way == "streamed":
-        model, _, values = start_models(ModelArgs(path=path, layout="dense"), args, None, mesh)
+        model, values = start_model(ModelArgs(path=path, layout="dense"), args, None, mesh)
         module = LanguageModelLoss(model)
-        place_weights(module, values, deepspeed_config(args), args, mesh)
+        bridge.place_weights(module, values, deepspeed_config(args), torch.bfloat16, mesh.device)
     else:
         import deepspeed
 

@@ -141,8 +141,6 @@ def obstacle(model: Any, hidden_states: Tensor) -> str | None:
         return "autocast chooses dtypes"
     if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
         return "forward hooks on all modules"
-    if getattr(model, "on_attention", None) is not None:
-        return "on_attention looks at every layer"
     reasons = (_changed(*one, hidden_states.dtype) for one in _passed_over(model))
     return next((reason for reason in reasons if reason is not None), None)
 

@@ -52,17 +52,13 @@ class TrainRecipe:
     offload_checkpoints: bool | None = None
     """Let the hidden states that gradient_checkpointing keeps wait in host memory: one copy each way per layer and micro-batch."""
 
-    offload_optimizer: Literal["none", "cpu", "nvme"] | None = None
-    """Hold master weights, Adam's moments and reduced gradients (16 bytes per trained weight over all ranks) in host memory or in
-    files below offload_folder, and update on the CPU. Slower steps; for models whose optimizer does not fit."""
+    offload_optimizer: Literal["none", "cpu"] | None = None
+    """Hold master weights, Adam's moments and reduced gradients (16 bytes per trained weight over all ranks) in host memory, and
+    update on the CPU. Slower steps; for models whose optimizer does not fit."""
 
-    offload_parameters: Literal["none", "cpu", "nvme"] | None = None
-    """Hold each rank's share of the weights in host memory or in files and bring a layer to the device when it is used. Needs
+    offload_parameters: Literal["none", "cpu"] | None = None
+    """Hold each rank's share of the weights in host memory and bring a layer to the device when it is used. Needs
     zero_stage 3."""
-
-    offload_folder: str | None = None
-    """Folder on a local NVMe disk for offload_optimizer=nvme and offload_parameters=nvme, which are never derived; each rank writes
-    its own files there."""
 
     prefetch_steps: NonNegativeInt = 2
     """Steps whose rows are read ahead, in a thread, while the present step computes; 0 = read when they are needed. Metrics
@@ -106,8 +102,7 @@ class TrainRecipe:
     are bad. Allowed: 0, or above 1."""
 
     spike_window: PositiveInt = 64
-    """Good steps whose median loss spike_factor multiplies; until a quarter of them have passed no step counts as a spike. They are
-    counted anew when progressive_steps switches to the next plan."""
+    """Good steps whose median loss spike_factor multiplies; until a quarter of them have passed no step counts as a spike."""
 
     bad_step: Literal["skip", "rewind"] = "skip"
     """What follows a step with a NaN, an infinity or a spike. `skip`: its update is left out. `rewind`: the run returns to its last
@@ -144,28 +139,6 @@ class TrainRecipe:
 
     lora_target_modules: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"])
     """Names of the linear layers that get an adapter."""
-
-    distill_logits: Share = 0.0
-    """Share of the loss that is the divergence from the dense model's next-token distributions, KL(teacher, student), in [0, 1]; the
-    rest is cross entropy. The teacher is the start model with every head leading: under LoRA the same weights without adapters, else a
-    frozen copy."""
-
-    distill_attention: NonNegativeFloat = 0.0
-    """Weight of the relative squared error of every layer's attention output against the teacher's, added to the loss."""
-
-    distill_temperature: PositiveFloat = 1.0
-    """Both distributions of distill_logits are softened by this; the divergence is multiplied by its square."""
-
-    distill_context: NonNegativeFloat = 0.0
-    """The divergence of a token counts 1 + distill_context x the nats, 0 to 5, by which the teacher's loss of it rises when every head of
-    the teacher keeps only its window: tokens that need distant context teach more. Needs distill_logits."""
-
-    progressive_steps: NonNegativeInt = 0
-    """Steps in which sharing grows from none to the plan; 0 = the whole plan from the first step. Needs the similarity that
-    launch/explore.py wrote beside the plan."""
-
-    progressive_stages: PositiveInt = 4
-    """Plans on the way; the last one is the plan itself."""
 
     save_every_steps: NonNegativeInt | None = None
     """Steps between checkpoints; one more is written at the end. 0 = only at the end, null = so that no more than 30 minutes of work
@@ -224,15 +197,6 @@ class TrainRecipe:
     def _check_combinations(self) -> None:
         if self.spike_factor != 0 and not self.spike_factor > 1:
             raise ValueError(f"spike_factor is {self.spike_factor}, allowed are 0 (off) and numbers above 1")
-        if self.distill_context and not self.distill_logits:
-            raise ValueError(
-                f"distill_context is {self.distill_context} and distill_logits is 0, so that there is no divergence to weight: "
-                "set distill_logits"
-            )
-        if self.max_steps is not None and self.progressive_steps > self.max_steps:
-            raise ValueError(
-                f"progressive_steps is {self.progressive_steps}, allowed are 0 to max_steps ({self.max_steps})"
-            )
         for name in ("eval_passkeys", "sample_prompts"):
             if getattr(self, name) and not self.eval_every_steps:
                 raise ValueError(
@@ -260,22 +224,6 @@ class TrainRecipe:
                 f"offload_parameters is {self.offload_parameters} with zero_stage {self.zero_stage}: only stage 3 divides "
                 "weights; set zero_stage=3"
             )
-        if self.offload_optimizer == "nvme" and self.zero_stage in (1, 2):
-            raise ValueError(
-                f"offload_optimizer is nvme with zero_stage {self.zero_stage}: only stage 3 updates from files; set "
-                "zero_stage=3, or offload_optimizer=cpu"
-            )
-        if self.offloads_to_nvme and not self.offload_folder:
-            raise ValueError("offload to nvme needs offload_folder: name a folder on a local NVMe disk")
-
-    @property
-    def offloads_to_nvme(self) -> bool:
-        return "nvme" in (self.offload_optimizer, self.offload_parameters)
-
-    @property
-    def teacher_passes(self) -> int:
-        """Forward passes of a teacher over every micro-batch: none, the dense one, and that of windows for distill_context."""
-        return int(self.distill_logits > 0 or self.distill_attention > 0) + int(self.distill_context > 0)
 
     def rows_per_step(self, context_length: int) -> int:
         """Rows of `context_length` tokens of one optimizer step over all ranks.
@@ -317,8 +265,8 @@ class TrainArgs(TrainRecipe):
     carry: Literal["keep", "offload", "recompute"] = "keep"
     mlp_tile_tokens: NonNegativeInt = 16_384
     offload_checkpoints: bool = False
-    offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
-    offload_parameters: Literal["none", "cpu", "nvme"] = "none"
+    offload_optimizer: Literal["none", "cpu"] = "none"
+    offload_parameters: Literal["none", "cpu"] = "none"
 
     @property
     def warmup_steps(self) -> int:

@@ -31,7 +31,6 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "deepspeed:init_distributed": ("verbose", "timeout"),
     "deepspeed.ops:__compatible_ops__": (),
     "deepspeed.ops.op_builder.cpu.comm:ShareMemCommBuilder.NAME": (),
-    "deepspeed.ops.op_builder:AsyncIOBuilder.is_compatible": ("verbose",),
     "deepspeed.utils:logger.setLevel": (),
     "deepspeed.utils:safe_get_local_grad": ("param",),
     "deepspeed.utils.zero_to_fp32:get_fp32_state_dict_from_zero_checkpoint": (
@@ -151,13 +150,6 @@ def sequence_groups(size: int) -> tuple[Any, Any]:
 
     parallel_state_sp.initialize_sequence_parallel(size)
     return parallel_state_sp, parallel_state_sp.get_sequence_parallel_group()
-
-
-def file_access_works() -> bool:
-    """Whether libaio is here with its headers, which offload to files is built with."""
-    from deepspeed.ops.op_builder import AsyncIOBuilder  # type: ignore[attr-defined]
-
-    return AsyncIOBuilder().is_compatible(verbose=False)
 
 
 # Engine and steps
@@ -338,7 +330,7 @@ def write_through(engine: Any, wrap: Callable[[Any], Any]) -> Any:
 
 
 def save_engine(engine: Any, folder: Path) -> None:
-    """DeepSpeed's files into `folder`. Frozen weights are the start model's and left out: LoRA's base, a teacher."""
+    """DeepSpeed's files into `folder`. Frozen weights are the start model's and left out: LoRA's base."""
     mpu, engine.mpu = engine.mpu, None  # else the file takes sequence for tensor parallelism
     try:
         engine.save_checkpoint(

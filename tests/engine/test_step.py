@@ -230,15 +230,5 @@ def test_what_a_model_carries_counts(tools, change, reason):
     assert (cache.engine.unfused is None) if reason is None else (reason in cache.engine.unfused)
 
 
-def test_who_watches_every_layer_sees_it(tools):
-    model, seen = tools.make_pod("llama"), []
-    ids, mask = tools.random_ids(2, 9), torch.ones(2, 9, dtype=torch.long)
-    cache = pod.make_cache(model, "pod", capacity=32)
-    feed(model, cache, ids[:, :8], mask[:, :8])
-    model.model.on_attention = lambda index, out: seen.append(index)
-    feed(model, cache, ids[:, 8:], mask)
-    assert seen == [0, 1, 2, 3, 4] and cache.engine.unfused == "on_attention looks at every layer"
-
-
 if __name__ == "__main__":
     print(json.dumps(interpret()))

@@ -84,7 +84,6 @@ def explore_overrides(tmp_path) -> list[str]:
 
 WORKERS = (
     "carry",
-    "cheaper",
     "control",
     "data",
     "engine",

@@ -31,8 +31,6 @@ SMOLLM2 = Shapes(
         ("lora_target_modules", []),
         ("eval_passkeys", 3),  # and eval_every_steps is 0
         ("sample_prompts", ["Once"]),
-        ("distill_context", -1.0),
-        ("distill_context", 1.0),  # and distill_logits is 0
     ],
 )
 def test_bad_values_are_refused_by_name(field, value):

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from pod.training.checkpoint import snapshot
-from pod.training.checkpoint.files import Checkpointer, TrainState, check_layout, same_shards
+from pod.training.checkpoint.files import Checkpointer, same_shards
 from pod.training.checkpoint.snapshot import FileWriter, to_host
 
 pytestmark = pytest.mark.multiprocess
@@ -103,7 +103,6 @@ def test_rotation_keeps_the_last_and_every_nth(restart_results):
     [
         ("damaged", "was written by another layout of ranks and cannot be converted ("),
         ("space", "disk full: "),
-        ("nvme", "cannot be converted to another layout with offload to nvme: start 1 ranks"),
     ],
 )
 def test_what_cannot_be_converted_is_one_line(restart_results, case, says):
@@ -203,14 +202,6 @@ def test_only_what_shards_depend_on_makes_another_layout():
     assert same_shards(LAYOUT, {**LAYOUT, "sequence_parallel_size": 1})
     for key, value in {"world_size": 3, "zero_stage": 1, "offload_optimizer": "cpu"}.items():
         assert not same_shards(LAYOUT, {**LAYOUT, key: value})
-
-
-def test_nvme_continues_only_as_it_was():
-    nvme = {**LAYOUT, "offload_optimizer": "nvme"}
-    check_layout(TrainState(layout=nvme), nvme, Path("c"))
-    for one, other in ((nvme, LAYOUT), (LAYOUT, nvme), (nvme, {**nvme, "world_size": 4})):
-        with pytest.raises(ValueError, match="cannot be converted to another layout with offload to nvme"):
-            check_layout(TrainState(layout=one), other, Path("c"))
 
 
 @pytest.mark.parametrize(("content", "says"), [(b"", "header too small"), (None, "No such file")])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pod.training.args import TrainArgs
-from pod.training.run.engine import deepspeed_config, size_offload_buffers
+from pod.training.run.engine import deepspeed_config
 
 pytestmark = pytest.mark.multiprocess
 STAGES = (1, 2, 3)
@@ -77,37 +77,15 @@ def test_a_rewind_with_whole_weights_on_every_rank(engine_results):
     assert stage1["losses"] == pytest.approx(stage3["losses"], rel=1e-5)
 
 
-def test_the_plan_changes_between_steps_and_after_a_restart(engine_results):
-    whole, stopped = engine_results["plans"], engine_results["plans_stopped"]
-    assert whole["dense"] == [True, True, False, False, False, False]
-    assert stopped["dense"] == [False, False]  # steps 5 and 6
-    assert stopped["hash"] == whole["hash"]
-    assert stopped["losses"] == whole["losses"]
-    # the guard counts anew from the switch on: a model that shares more is no spike
-    for run in (whole, stopped):
-        assert run["remembered"] == [whole["losses"][str(step)] for step in (3, 4, 5, 6)]
-
-
 def test_settings_of_the_engine():
-    args = {"offload_optimizer": "nvme", "offload_parameters": "nvme", "offload_folder": "/disk"}
+    args = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
     settings = deepspeed_config(TrainArgs(**args, reduce_dtype="bfloat16"))
     zero = settings["zero_optimization"]
-    assert zero["offload_optimizer"] == {"device": "nvme", "nvme_path": "/disk", "pin_memory": GPU}
+    assert zero["offload_optimizer"] == zero["offload_param"] == {"device": "cpu", "pin_memory": GPU}
     assert settings["communication_data_type"] == settings["seq_parallel_communication_data_type"] == "bf16"
     assert settings["data_types"] == {"grad_accum_dtype": "bf16"}
-    size_offload_buffers(settings, _module(3000), world_size=4)
-    assert zero["offload_param"]["buffer_size"] == 750 + 1024
     plain = deepspeed_config(TrainArgs(zero_stage=1))
     assert plain["zero_optimization"]["stage"] == 1
     assert plain["bf16"] == {"enabled": True, "check_grad_overflow": True}
     assert plain["data_types"] == {"grad_accum_dtype": "fp32"}
     assert not {"offload_optimizer", "offload_param"} & set(plain["zero_optimization"])
-
-
-def test_optimizer_states_in_files_need_stage_3():
-    with pytest.raises(ValueError, match="offload_optimizer is nvme with zero_stage 2: only stage 3"):
-        TrainArgs(offload_optimizer="nvme", zero_stage=2, offload_folder="/disk")
-
-
-def _module(size):
-    return torch.nn.Linear(size, 1, bias=False)

@@ -14,7 +14,6 @@ from pod.training.predict.memory import checkpoint_disk_bytes
 from pod.training.predict.preflight import agree, check, kept_checkpoints
 
 GIB = 2**30
-CLA = {"layout": "cla", "lead": [[0, 0], [0, 0], [2, 2], [2, 2]]}
 
 
 def config(**changes):
@@ -68,8 +67,6 @@ def test_a_run_that_is_fine_is_not_refused(tmp_path):
         ({"settings": {"max_steps": 13}}, "13 steps of 1 rows read the data's 12 rows 1.08 times: prepare more data"),
         ({"settings": {"tokens_per_step": 65}}, "no whole rows of 64 tokens: nearest are 64, 128"),
         ({"world_size": 4, "manifest": {"context_length": 3}}, "1 rows of 3 tokens per step cannot be dealt to 4 ranks"),
-        ({"settings": {"distill_logits": 0.5}, "model": {"lead": None}}, "its own teacher"),
-        ({"settings": {"progressive_steps": 1}, "model": CLA}, "lets a plan grow, and model.layout cla shares by"),
     ],
 )  # fmt: skip
 def test_wrong_things_are_refused_by_name(tmp_path, changes, says):
@@ -123,23 +120,6 @@ def test_memory_of_the_machine_is_positive_and_bounded_by_its_pages():
     assert 2**20 < planner.host_memory_bytes() <= 2**50
 
 
-@pytest.mark.parametrize(
-    ("missing", "says"),
-    [("g++", "a C++ compiler"), ("ninja", "ninja to build"), ("libaio", "libaio with its headers")],
-)
-def test_nvme_offload_needs_what_builds_aio(tmp_path, monkeypatch, missing, says):
-    monkeypatch.delenv("CXX", raising=False)
-    present = {"g++", "c++", "ninja"} - ({"g++", "c++"} if missing == "g++" else {missing})
-    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}" if name in present else None)
-    import deepspeed.ops.op_builder as builders
-
-    builder = SimpleNamespace(is_compatible=lambda verbose: missing != "libaio")
-    monkeypatch.setattr(builders, "AsyncIOBuilder", lambda: builder)
-    settings = {"offload_optimizer": "nvme", "offload_folder": str(tmp_path), "zero_stage": 3}
-    assert says in refused(tmp_path, settings=settings)
-    run(tmp_path)
-
-
 def test_gpus_nccl_and_bfloat16(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -163,14 +143,6 @@ def test_gpus_nccl_and_bfloat16(tmp_path, monkeypatch):
 def test_an_output_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     assert "is not a folder; set another output_dir" in refused(tmp_path / "file" / "train")
-    settings = {"offload_parameters": "nvme", "offload_folder": str(tmp_path / "file" / "swap")}
-    assert "train.offload_folder" in _offload_message(tmp_path, settings)
-
-
-def _offload_message(folder, settings) -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preflight, "missing_for_aio", lambda: None)
-        return refused(folder, settings=settings)
 
 
 @pytest.fixture(scope="module")

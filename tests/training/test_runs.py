@@ -6,6 +6,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import tiny
 from packaging.requirements import Requirement
 
 pytestmark = pytest.mark.multiprocess
@@ -40,6 +41,24 @@ def test_lora_moves_adapters_only(runs_results):
     moved = runs_results["lora"]["moved"]
     assert len(moved) == 4 * 4 * 2
     assert all("lora_" in name for name in moved)
+
+
+def test_only_what_is_trained_has_optimizer_state(runs_results):
+    """Two moments, and padding."""
+    for name in ("lora", "whole"):
+        trained = runs_results[name]["trained"]
+        assert 2 * trained <= runs_results[name]["moments"] <= 2 * trained + 64
+    assert runs_results["lora"]["trained"] < runs_results["whole"]["trained"] / 10
+
+
+def test_an_exported_adapter_loads_with_peft_and_with_ours(runs_results):
+    result = runs_results["adapter"]
+    assert result["peft"] == result["ours"] == 0
+    assert result["none"] > 0.01, "the adapter does nothing"
+    assert result["lead"] == tiny.plan_rows()
+    names = {"adapter_config.json", "adapter_model.safetensors", "plan.json", "pod_config.json", "README.md"}
+    assert set(result["files"]) == names
+    assert result["files"]["adapter_model.safetensors"] < 4 * runs_results["lora"]["trained"] + 8192
 
 
 def test_latest_names_the_last_step_and_old_checkpoints_go(runs_results):

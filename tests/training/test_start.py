@@ -13,7 +13,7 @@ from pod.training.run.weight_files import WeightFiles, weight_files
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("case", CASES)
 def test_placed_weights_train_the_same_bits_as_whole_models(start_results, case):
-    """Stages, bfloat16, LoRA with dropout, means of layers, heads in another order, teachers, an output projection of its own."""
+    """Stages, bfloat16, LoRA with dropout, means of layers, heads in another order, an output projection of its own."""
     for rank in (0, 1):
         placed, whole = (start_results[f"{case}_rank{rank}"][way] for way in ("placed", "whole"))
         assert placed == whole

@@ -15,7 +15,6 @@ from pod.training.run.start_model import (
     plan_path,
     source_config,
     stand_in_plan,
-    teacher_args,
 )
 
 PLAN = [[0, None], [0, 1], [None, 1], [0, 3]]
@@ -213,8 +212,8 @@ def test_from_an_extended_dense_export_to_pod_and_back(args, tmp_path):
     again = replace(args, path=str(tmp_path / "pod"))
     kept, _ = model_config(again, tmp_path / "nothing")
     assert kept.lead == PLAN == load_start_model(again, None).config.lead
-    teacher = load_start_model(teacher_args(replace(again, layout="pod")), None)
-    assert torch.equal(teacher(ids).logits, dense(ids).logits)
+    unshared = load_start_model(replace(again, layout="dense"), None)
+    assert torch.equal(unshared(ids).logits, dense(ids).logits)
 
 
 def test_models_of_the_recipes_have_their_sizes_without_a_network(monkeypatch, tmp_path):

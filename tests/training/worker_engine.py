@@ -4,8 +4,6 @@ import contextlib
 import copy
 import itertools
 import json
-import os
-import signal
 import sys
 from pathlib import Path
 
@@ -153,35 +151,6 @@ def without_bad_rows(name, out, data) -> None:
         tiny.write_result(out, name, {"hash": fingerprint, "position": trainer.state.cursor["position"]})
 
 
-def changing_plan(name, out, data, stop=False) -> None:
-    """A schedule that goes from dense to the plan in step 3; `stop` ends the run after step 4, the same call continues it."""
-    from pod.data import PackedDataset
-    from pod.modeling.shipped.sharing import SharingPlan
-    from pod.training.args import TrainArgs
-    from pod.training.run.progressive import PlanSchedule
-    from pod.training.run.trainer import Trainer
-
-    model = tiny.make_model()
-    schedule = PlanSchedule([(0, SharingPlan.dense(4, 3)), (2, model.config.sharing_plan)])
-    args = TrainArgs(**{**TWO, "dtype": "float32", "max_steps": 6, "carry": "recompute"})
-    folder = out / f"run_{name}"
-    trainer = Trainer(args, model, PackedDataset(data), worker_parallel.mesh_of(2), folder, schedule=schedule)
-    if stop and trainer.state.step == 0:
-        trainer.engine.module.loss_head.register_forward_hook(
-            lambda *a: os.kill(os.getpid(), signal.SIGTERM) if trainer.state.step == 3 else None
-        )
-    leads = []
-    trainer.engine.module.loss_head.register_forward_hook(lambda *a: leads.append(model.model.lead))
-    trainer.train()
-    dense = SharingPlan.dense(4, 3).lead
-    fingerprint = optimizer_hash(trainer)
-    if trainer.mesh.rank == 0 and trainer.state.step == 6:
-        result = {"dense": [lead == dense for lead in leads], "hash": fingerprint}
-        result["losses"] = read_losses(folder)
-        result["remembered"] = list(trainer.guard.losses)
-        tiny.write_result(out, name, result)
-
-
 def main(out: Path) -> None:
     import deepspeed  # noqa: F401  imported once, before the ranks are forked
     import peft  # noqa: F401
@@ -204,9 +173,6 @@ def main(out: Path) -> None:
         (without_bad_rows, ("expected", out, data)),
         (rewound, ("killed", out, data, 5)),
         (rewound, ("killed", out, data)),
-        (changing_plan, ("plans", out, data)),
-        (changing_plan, ("plans_stopped", out, data, True)),
-        (changing_plan, ("plans_stopped", out, data, True)),
     ]
     for function, *calls in stages:
         tiny.run_ranks(2, worker_parallel.together, function, *calls)

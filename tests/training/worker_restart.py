@@ -270,8 +270,6 @@ def conversion(out, data) -> None:
     free, universal.shutil.disk_usage = universal.shutil.disk_usage, lambda path: _Free()
     result["space"] = _refusal(folder, data, settings)
     universal.shutil.disk_usage = free
-    nvme = {"zero_stage": 3, "offload_optimizer": "nvme", "offload_folder": str(out / "nvme")}
-    result["nvme"] = _refusal(folder, data, {**BASE, **nvme})
     result["child_alive"] = _orphan(folder)
     tiny.write_result(out, "conversion", result)
     stop_processes()

@@ -77,6 +77,10 @@ def run(name, out, folder, data, settings, stop_after=None, start_dtype=torch.fl
         trainer.engine.module.loss_head.register_forward_pre_hook(signal_in_step(trainer, stop_after - 1))
     state = trainer.train()
     weights, fingerprint = full_weights(trainer), optimizer_hash(trainer)
+    states = trainer.engine.optimizer.optimizer.state.values()
+    mine = sum(value.numel() for one in states for value in one.values() if value.numel() > 1)
+    (moments,) = trainer.mesh.sum([float(mine)])
+    trained = [p for p in trainer.engine.module.parameters() if p.requires_grad]
     if trainer.mesh.rank == 0:
         torch.save(weights, folder / "trained.pt")
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -94,6 +98,8 @@ def run(name, out, folder, data, settings, stop_after=None, start_dtype=torch.fl
             "losses": [line["loss"] for line in lines],
             "latest": (folder / "latest").read_text().strip(),
             "waits": [line["data_wait_s"] for line in lines],
+            "moments": moments,
+            "trained": sum(getattr(p, "ds_numel", p.numel()) for p in trained),
         }
         result["kept"] = sorted(path.name for path in folder.iterdir() if path.is_dir())
         tiny.write_result(out, name, result)
@@ -245,6 +251,37 @@ def exported(name, out, folder, dtype) -> None:
     tiny.write_result(out, f"export_{name}", result)
 
 
+def adapter(out, folder) -> None:
+    """The adapters alone, loaded by peft onto the start model and by our own loader onto a dense one."""
+    from peft import PeftModel
+    from safetensors.torch import load_file
+
+    import pod
+    from pod.training.checkpoint.export import checkpoint_to_export, export_adapter
+    from pod.training.run.lora import load_adapter
+
+    export_adapter(checkpoint_to_export(folder, None), out / "adapter", "tiny")
+    dense = pod.PodForCausalLM(pod.PodConfig(**{**tiny.make_model().config.to_dict(), "lead": None}))
+    dense.load_state_dict(tiny.make_model().state_dict())
+    dense.save_pretrained(out / "base")
+    expected = load_file(out / "lora_logits.safetensors")["logits"]
+    with torch.no_grad():
+        without = tiny.make_model().eval()(input_ids=PROMPT).logits
+        by_peft = PeftModel.from_pretrained(tiny.make_model(), str(out / "adapter")).eval()
+        ours = load_adapter(out / "adapter", str(out / "base")).eval()
+        found = {
+            "peft": by_peft(input_ids=PROMPT).logits,
+            "ours": ours(input_ids=PROMPT).logits,
+            "none": without,
+        }
+    result = {
+        name: float((logits - expected).abs().max() / expected.abs().max()) for name, logits in found.items()
+    }
+    result["lead"] = [list(row) for row in ours.get_base_model().config.lead]
+    result["files"] = {file.name: file.stat().st_size for file in (out / "adapter").iterdir()}
+    tiny.write_result(out, "adapter", result)
+
+
 def main(out: Path, first: int = 0) -> None:
     import deepspeed  # noqa: F401  imported once, before the ranks are forked
     import peft  # noqa: F401
@@ -272,6 +309,7 @@ def main(out: Path, first: int = 0) -> None:
         (2, disk_full, out, data),
         (1, exported, "whole", out, out / "whole", torch.float32),
         (1, exported, "lora", out, out / "lora", torch.float32),
+        (1, adapter, out, out / "lora"),
         (1, exported, "half", out, out / "half", torch.bfloat16),
     ]
     for stage in stages[first:]:

@@ -9,7 +9,6 @@ from worker_runs import optimizer_hash
 
 STEPS = 3
 LORA = {"method": "lora", "lora_rank": 2, "lora_dropout": 0.3}
-TAUGHT = {"distill_logits": 0.5}
 CASES: dict[str, tuple[dict, dict]] = {
     **{
         f"stage{stage}": ({"layout": "pod"}, {"zero_stage": stage, "dtype": "float32"}) for stage in (1, 2, 3)
@@ -17,8 +16,7 @@ CASES: dict[str, tuple[dict, dict]] = {
     **{f"half{stage}": ({"layout": "pod"}, {"zero_stage": stage}) for stage in (1, 3)},
     **{f"lora{stage}": ({"layout": "pod"}, {"zero_stage": stage, **LORA}) for stage in (1, 3)},
     "cla": ({"layout": "cla"}, {"zero_stage": 3}),
-    "cla_lora_taught": ({"layout": "cla"}, {"zero_stage": 3, **LORA, **TAUGHT}),
-    "taught": ({"layout": "pod"}, {"zero_stage": 3, **TAUGHT}),
+    "cla_lora": ({"layout": "cla"}, {"zero_stage": 3, **LORA}),
     "window": ({"layout": "window", "num_sink_tokens": 0}, {"zero_stage": 3, "offload_parameters": "cpu"}),
     "untied": ({"layout": "pod"}, {"zero_stage": 3, "dtype": "float32"}),
 }
@@ -35,24 +33,19 @@ def model_args(name: str, out: Path):
     return ModelArgs(path=str(checkpoint_of(name, out)), **choices)
 
 
-def whole_models(args, model_args, plan):
-    """Student and teacher as they come from `pod.load_model`, which reads with transformers."""
+def whole_model(args, model_args, plan):
+    """As it comes from `pod.load_model`, which reads with transformers."""
     import pod
-    from pod.training.run.distill import needs_teacher
 
-    def load(layout, plan):
-        model = pod.load_model(
-            model_args.path,
-            plan=plan,
-            layout=layout,
-            num_sink_tokens=model_args.num_sink_tokens,
-            num_recent_tokens=model_args.num_recent_tokens,
-            dtype="float32" if layout == "cla" else args.dtype,
-        )
-        return model.to(getattr(torch, args.dtype))
-
-    student = load(model_args.layout, plan)
-    return student, load("dense", None) if needs_teacher(args, student.config.layout) else None
+    model = pod.load_model(
+        model_args.path,
+        plan=plan,
+        layout=model_args.layout,
+        num_sink_tokens=model_args.num_sink_tokens,
+        num_recent_tokens=model_args.num_recent_tokens,
+        dtype="float32" if model_args.layout == "cla" else args.dtype,
+    )
+    return model.to(getattr(torch, args.dtype))
 
 
 def left_to_the_engine(module, values, *others) -> None:
@@ -64,31 +57,25 @@ def left_to_the_engine(module, values, *others) -> None:
 def train(name: str, out: Path) -> None:
     """Both ways, one after the other on the same ranks."""
     from pod.data import PackedDataset
+    from pod.training import deepspeed_bridge as bridge
     from pod.training.args import TrainArgs
-    from pod.training.run import trainer as trainers
     from pod.training.run.mesh import start_processes, stop_processes
-    from pod.training.run.start import start_models
+    from pod.training.run.start import start_model
+    from pod.training.run.trainer import Trainer
 
     chosen = model_args(name, out)
     args = TrainArgs(loss_chunk_mib=1, learning_rate=1e-2, save_every_steps=0, **CASES[name][1])
     plan = checkpoint_of(name, out) / "plan.json" if chosen.layout == "pod" else None
-    mesh, results, placing = start_processes(1), {}, trainers.place_weights
+    mesh, results, placing = start_processes(1), {}, bridge.place_weights
     for way in ("placed", "whole"):
         if way == "placed":
-            model, teacher, weights = start_models(chosen, args, plan, mesh)
-            trainers.place_weights = placing
+            model, weights = start_model(chosen, args, plan, mesh)
+            bridge.place_weights = placing
         else:
-            (model, teacher), weights = whole_models(args, chosen, plan), None
-            trainers.place_weights = left_to_the_engine
-        trainer = trainers.Trainer(
-            args,
-            model,
-            PackedDataset(out / "data"),
-            mesh,
-            out / f"{name}-{way}",
-            teacher=teacher,
-            weights=weights,
-        )
+            model, weights = whole_model(args, chosen, plan), None
+            bridge.place_weights = left_to_the_engine
+        data = PackedDataset(out / "data")
+        trainer = Trainer(args, model, data, mesh, out / f"{name}-{way}", weights=weights)
         results[way] = {"losses": [trainer.step()["loss"] for _ in range(STEPS)]}
         results[way] |= {"hash": optimizer_hash(trainer), "identity": trainer.state.identity}
         results[way]["generation"] = model.generation_config.to_diff_dict().get("eos_token_id")
@@ -103,7 +90,7 @@ def damaged(out: Path) -> None:
 
     from pod.training.args import TrainArgs
     from pod.training.run.mesh import start_processes, stop_processes
-    from pod.training.run.start import start_models
+    from pod.training.run.start import start_model
 
     mesh = start_processes(1)
     if mesh.rank == 0:
@@ -113,7 +100,7 @@ def damaged(out: Path) -> None:
         save_file(weights, shard, metadata={"format": "pt"})
     said = "accepted"
     try:
-        start_models(model_args("stage1", out), TrainArgs(), out / "start" / "plan.json", mesh)
+        start_model(model_args("stage1", out), TrainArgs(), out / "start" / "plan.json", mesh)
     except ValueError as error:
         said = str(error)
     tiny.write_result(out, f"damaged_rank{mesh.rank}", {"said": said})

@@ -6,7 +6,6 @@ position, never as module state or keyword, which keeps it exact under activatio
 Under cross-layer attention it starts with the lead's keys and values of all heads, and holds nothing else.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,8 +54,6 @@ class ForwardContext:
         segments: documents of the rows, None = every row is one.
         step: the cache's view of this pass, None without a cache.
         sequence_parallel: None, or how heads are exchanged between ranks.
-        on_attention: called with every layer's index and attention output ``[B, n, hidden]`` (after ``o_proj``), again
-            when a checkpointed layer is recomputed; for training objectives on it.
     """
 
     rope: Rope
@@ -65,7 +62,6 @@ class ForwardContext:
     segments: Segments | None = None
     step: Any = None
     sequence_parallel: SequenceParallel | None = None
-    on_attention: Callable[[int, Tensor], None] | None = None
 
 
 class PodAttention(nn.Module):
@@ -111,8 +107,6 @@ class PodAttention(nn.Module):
             if parallel is not None:
                 out = parallel.to_sequence(self.layer_idx, out)
         out = self.o_proj(out.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1))
-        if context.on_attention is not None:
-            context.on_attention(self.layer_idx, out)
         return out, carry
 
     def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:

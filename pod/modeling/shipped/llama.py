@@ -211,7 +211,6 @@ class PodModel(PodPreTrainedModel):
             backend=self.config.attention_backend,
             segments=None if doc_ids is None else Segments.of_documents(doc_ids, hidden_states.shape[0]),
             sequence_parallel=parallel,
-            on_attention=getattr(self, "on_attention", None),  # set by training
         )
 
     def run_layers(self, hidden_states: Tensor, context: ForwardContext) -> Tensor:

@@ -47,7 +47,7 @@ def check_plan(checkpoint: Path, plan_file: Path) -> None:
 
 
 def trained_weights(checkpoint: Path, state: TrainState) -> dict[str, torch.Tensor]:
-    """fp32 master weights of all ranks by the trained module's names; what was frozen (LoRA's base, a teacher) is left out.
+    """fp32 master weights of all ranks by the trained module's names; what was frozen (LoRA's base) is left out.
 
     Reads DeepSpeed's files, which are pickles: export only checkpoints that you wrote.
 

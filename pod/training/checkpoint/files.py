@@ -182,21 +182,6 @@ def same_shards(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(one.get(key) == other.get(key) for key in _SHARDING)
 
 
-def check_layout(state: TrainState, layout: dict[str, Any], checkpoint: Path) -> None:
-    """Raise ValueError when a checkpoint would have to be converted and cannot be."""
-    on_disk = "nvme" in [
-        each.get(key)
-        for each in (state.layout, layout)
-        for key in ("offload_optimizer", "offload_parameters")
-    ]
-    if on_disk and not same_shards(state.layout, layout):
-        raise ValueError(
-            f"checkpoint {checkpoint} cannot be converted to another layout with offload to nvme: start "
-            f"{state.layout.get('world_size')} ranks with the zero_stage and offload settings that wrote it, or use offload "
-            "to cpu"
-        )
-
-
 def checkpoint_to_resume(folder: Path, args: TrainArgs, mesh: Any, identity: dict[str, Any]) -> Path | None:
     """The checkpoint that a run continues from, None when it starts anew. Called by all ranks; rank 0 looks.
 
@@ -212,9 +197,7 @@ def checkpoint_to_resume(folder: Path, args: TrainArgs, mesh: Any, identity: dic
             raise ValueError(
                 f"{folder} already holds checkpoints: set train.resume=auto to continue, or another output_dir"
             )
-        state = read_state(checkpoint)
-        check_identity(state, identity, checkpoint)
-        check_layout(state, layout_of(args, mesh), checkpoint)
+        check_identity(read_state(checkpoint), identity, checkpoint)
         return checkpoint
 
     return from_rank_0(mesh.rank, look)

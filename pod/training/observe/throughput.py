@@ -39,7 +39,7 @@ def attention_flops(config: Any, lead: Lead, lengths: Iterable[int]) -> float:
 def training_flops(config: Any, lead: Lead, args: TrainArgs, lengths: Sequence[int]) -> float:
     """Operations of one forward and backward over documents of these lengths (tokens), by the model's needs."""
     shapes = Shapes.from_config(config)
-    return model_flops(shapes, lead, args, sum(lengths), lambda plan: attention_flops(config, plan, lengths))
+    return model_flops(shapes, lead, args, sum(lengths), attention_flops(config, lead, lengths))
 
 
 @dataclass(frozen=True)

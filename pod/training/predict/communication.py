@@ -39,15 +39,15 @@ def communication(job: Job) -> list[Traffic]:
 def weight_bytes(job: Job) -> int:
     """Bytes of weights that are brought together in a step, every rank's own share included.
 
-    Stage 3 gathers all weights in the forward and in the backward of every micro-batch (recomputing uses those of the backward),
-    and once for each pass of a teacher; stages 1 and 2 gather the trained weights after the update.
+    Stage 3 gathers all weights in the forward and in the backward of every micro-batch (recomputing uses those of the backward);
+    stages 1 and 2 gather the trained weights after the update.
     """
     shapes, args = job.shapes, job.args
     size = BYTES[args.dtype]
     if args.zero_stage < 3:
         return shapes.trained_parameters(args) * size
     held = shapes.parameters + (shapes.trained_parameters(args) if args.method == "lora" else 0)
-    return (2 + args.teacher_passes) * held * size * args.gradient_accumulation_steps
+    return 2 * held * size * args.gradient_accumulation_steps
 
 
 def gradient_bytes(job: Job) -> int:
@@ -62,7 +62,7 @@ def all_to_all_bytes(job: Job) -> int:
     args, lead = job.args, job.lead
     if args.sequence_parallel_size == 1:
         return 0
-    passes = 1 + (args.gradient_checkpointing == "full") + args.teacher_passes
+    passes = 1 + (args.gradient_checkpointing == "full")
     once = exchanged_bytes(job)
     total = passes * (once["to_heads"] + once["to_sequence"])
     total += once["to_heads_backward"] + once["to_sequence_backward"]

@@ -20,7 +20,6 @@ from pod.training.predict.shapes import (
     heads_by_role,
 )
 from pod.training.run import engine
-from pod.training.run.distill import needs_teacher
 from pod.training.run.loss import MEBIBYTE
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -162,12 +161,8 @@ def resting_bytes(job: Job) -> Parts:
         gradients = (
             trained * reduce
         )  # both stages hold the sum of every trained weight's gradients on every rank
-    teacher = 0
-    if needs_teacher(args, shapes.layout):
-        teacher = shapes.dense_parameters * size // (ranks if args.zero_stage == 3 else 1)
     return {
         "parameters": weights,
-        "teacher": teacher,
         "master weights": share * 4 if on_device else 0,
         "optimizer": share * 8 if on_device else 0,
         "gradients": gradients if on_device or args.zero_stage < 3 else 0,
@@ -181,7 +176,7 @@ def start_bytes(job: Job) -> int:
     Below stage 3 DeepSpeed makes one flat copy of all weights beside them.
     """
     rest, weight = resting_bytes(job), job.shapes.embedding_parameters * BYTES[job.args.dtype]
-    arriving = rest["parameters"] * (1 if job.args.zero_stage == 3 else 2) + rest["teacher"] + weight
+    arriving = rest["parameters"] * (1 if job.args.zero_stage == 3 else 2) + weight
     return max(arriving, sum(_merge(rest, _at_update(job)).values()))
 
 
@@ -236,17 +231,10 @@ class _Step:
         last, full, weight = shapes.layers - 1, args.method == "full", shapes.embedding_parameters
         block = min(args.loss_chunk_mib * MEBIBYTE, 4 * shapes.vocab * self.job.tokens)
         final = width.hidden + (0 if width.is_wide else width.fp32) + width.hidden * (1 + full)
-        distilled = 0
-        if args.distill_logits:
-            block = block * (2 if args.distill_temperature != 1 else 3) // 2
-            distilled = width.hidden * args.teacher_passes + (4 * weight if full else 0)
-        if args.distill_attention:
-            distilled += shapes.layers * width.hidden
         return {
             "activations": self.kept(last) + final + width.fp32,
             "carry": self.resting_carry(last),
             "logits": 2 * block,
-            "distillation": distilled,
             "gradients": weight * BYTES[args.dtype] if full else 0,
             "gathered": _gathered(self.job, weight, last, False),
         }
@@ -338,17 +326,6 @@ def host_bytes(job: Job) -> Parts:
         parts["parameters"] = shapes.parameters * size // ranks
     if args.save_mode == "async":
         parts["checkpoint"] = checkpoint_disk_bytes(trained, args) // ranks
-    return parts
-
-
-def nvme_bytes(job: Job) -> Parts:
-    """Bytes of one rank's files below `offload_folder`, by part."""
-    shapes, args, ranks = job.shapes, job.args, job.world.size
-    parts: Parts = {}
-    if args.offload_optimizer == "nvme":
-        parts["optimizer"] = shapes.trained_parameters(args) * 12 // ranks
-    if args.offload_parameters == "nvme":
-        parts["parameters"] = shapes.parameters * BYTES[args.dtype] // ranks
     return parts
 
 

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from pod.files import check_can_write
-from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs, TrainRecipe
 from pod.training.predict import planner
 from pod.training.predict.job import Job
@@ -54,7 +53,7 @@ def check(
         ValueError: in one line, the first thing that is wrong.
     """
     plan = model_config.sharing_plan if plan is None else plan
-    check_model(model_config, recipe, plan)
+    check_model(model_config, plan)
     check_data(model_config, manifest, tokenizer_sha256)
     check_tools(recipe, machine.world.size)
     check_attention(model_config, recipe, machine)
@@ -63,8 +62,6 @@ def check(
     planner.check_fits(fit)
     check_epochs(fit.job, int(manifest["num_rows"]))
     check_can_write(folder, "output_dir")
-    if recipe.offload_folder and recipe.offloads_to_nvme:
-        check_can_write(recipe.offload_folder, "train.offload_folder")
     check_disk(fit.job, Path(folder))
     return fit
 
@@ -82,11 +79,11 @@ def check_attention(config: Any, args: TrainRecipe, machine: Machine) -> None:
         )
 
 
-def check_model(config: Any, args: TrainRecipe, plan: Any) -> None:
+def check_model(config: Any, plan: Any) -> None:
     """Plan and layout against the configuration.
 
     Raises:
-        ValueError: a plan of other sizes, a layout without a plan that could grow, a teacher that is the student.
+        ValueError: a plan of other sizes.
     """
     try:
         plan.check_fits(config.num_hidden_layers, config.num_key_value_heads)
@@ -94,17 +91,6 @@ def check_model(config: Any, args: TrainRecipe, plan: Any) -> None:
         raise ValueError(
             f"the plan does not belong to this model: {error}; run launch/explore.py on it"
         ) from None
-    layout = getattr(config, "layout", "pod")
-    if args.progressive_steps and layout != "pod":
-        raise ValueError(
-            f"train.progressive_steps lets a plan grow, and model.layout {layout} shares by its weights or not at all: set "
-            "progressive_steps=0, or layout=pod"
-        )
-    if args.distill_logits and plan.num_leads == plan.num_pairs and layout == "pod":
-        raise ValueError(
-            "train.distill_logits has nothing to teach: every head of the plan leads, so that the model is its own teacher; "
-            "set distill_logits=0 or name a plan (model.plan)"
-        )
 
 
 def check_data(config: Any, manifest: dict[str, Any], tokenizer_sha256: str | None) -> None:
@@ -169,7 +155,7 @@ def check_tools(args: TrainRecipe, world_size: int) -> None:
     """Libraries and compilers that the settings need on this machine.
 
     Raises:
-        ValueError: NCCL without CUDA's build, no compiler for DeepSpeed's aio, peft missing.
+        ValueError: NCCL without CUDA's build, peft missing.
     """
     if torch.cuda.is_available():
         local = local_world_size()
@@ -190,27 +176,10 @@ def check_tools(args: TrainRecipe, world_size: int) -> None:
         raise ValueError(
             "this PyTorch has no gloo, which several ranks without GPUs need: install another build of torch"
         )
-    if args.offloads_to_nvme:
-        missing = missing_for_aio()
-        if missing:
-            raise ValueError(
-                f"offload to nvme needs {missing}, or set offload_optimizer and offload_parameters to cpu"
-            )
     if args.method == "lora" and not _installed("peft"):
         raise ValueError(
             "train.method=lora needs the package peft: pip install peft, or set train.method=full"
         )
-
-
-def missing_for_aio() -> str | None:
-    """What DeepSpeed's asynchronous file access lacks here, and how to get it; None when it can be built."""
-    if not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")):
-        return "a C++ compiler to build DeepSpeed's aio (apt install g++, or set CXX)"
-    if not shutil.which("ninja"):
-        return "ninja to build DeepSpeed's aio (pip install ninja)"
-    if not bridge.file_access_works():
-        return "libaio with its headers to build DeepSpeed's aio (apt install libaio-dev)"
-    return None
 
 
 def check_disk(job: Job, folder: Path) -> None:

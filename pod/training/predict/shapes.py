@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pod.modeling.shipped.sharing import Lead as PlanLead
 from pod.modeling.shipped.sharing import roles_of
 from pod.training.args import TrainArgs
 
@@ -83,16 +82,11 @@ class Shapes:
         return self.layers // 2 if self.silent_layers is None else self.silent_layers
 
     @property
-    def dense_parameters(self) -> int:
-        """All weights of the model with keys and values in every layer: a teacher's."""
-        heads = self.embedding_parameters * (1 if self.tied else 2)
-        return self.layers * self.layer_parameters + heads + self.hidden
-
-    @property
     def parameters(self) -> int:
         """All weights; under `cla` followers have no projections for keys and values."""
+        tables = self.embedding_parameters * (1 if self.tied else 2)
         absent = self.num_silent_layers * 2 * self.hidden * self.kv_heads * self.head_dim
-        return self.dense_parameters - absent
+        return self.layers * self.layer_parameters + tables + self.hidden - absent
 
     def multiplied_weights(self, lead: Lead) -> int:
         """Weights that multiply every token under a plan: all linear layers and the output projection, not the embedding's rows."""
@@ -127,17 +121,6 @@ class Shapes:
 
 def _silent_layers(config: Any) -> int:
     return sum(row[0] != layer for layer, row in enumerate(config.sharing_plan.lead))
-
-
-def teacher_plans(lead: Lead, args: TrainArgs) -> list[PlanLead]:
-    """Plans under which a teacher reads every micro-batch: every head leads, and for `distill_context` every head keeps its window.
-
-    Args:
-        lead: a plan of the same sizes.
-    """
-    dense: PlanLead = tuple((layer,) * len(row) for layer, row in enumerate(lead))
-    windows: PlanLead = tuple((None,) * len(row) for row in lead)
-    return [dense, windows][: args.teacher_passes]
 
 
 def causal_pairs(length: int) -> int:

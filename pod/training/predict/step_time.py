@@ -5,15 +5,14 @@ attention reach `efficiency` of the peak, links `link_efficiency` of theirs. The
 gradients travelling entirely behind the arithmetic, and one after the other. All-to-alls always wait.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pod.training.args import TrainArgs
 from pod.training.predict.communication import Traffic, communication
 from pod.training.predict.devices import Device
 from pod.training.predict.job import Job
 from pod.training.predict.memory import BYTES, host_bytes
-from pod.training.predict.shapes import Lead, Shapes, carried_heads, teacher_plans
+from pod.training.predict.shapes import Lead, Shapes, carried_heads
 
 LINK_EFFICIENCY = 0.7
 HOST_UPDATE_BYTES_PER_S = 20e9  # of a CPU that updates AdamW, per rank
@@ -56,26 +55,19 @@ def step_time(job: Job, device: Device) -> StepTime:
     return StepTime(parts, waiting + max(parts["arithmetic"], behind), sequential, flops)
 
 
-def model_flops(
-    shapes: Shapes, lead: Lead, args: TrainArgs, tokens: int, attention: Callable[[Lead], float]
-) -> float:
+def model_flops(shapes: Shapes, lead: Lead, args: TrainArgs, tokens: int, attention: float) -> float:
     """Floating-point operations that one forward and backward of so many tokens need; nothing is counted twice.
 
     Backward takes two operations for each of forward: one for the gradient of the input, one for that of the weight,
-    which the frozen weights of LoRA do not need. Distillation adds the forward passes of its teacher.
+    which the frozen weights of LoRA do not need.
 
     Args:
-        attention: operations of a forward pass's attention under a plan.
+        attention: operations of a forward pass's attention.
     """
     weights = 2.0 * tokens * shapes.multiplied_weights(lead)
     if args.method == "lora":
-        total = 2 * weights + 6.0 * tokens * shapes.lora_parameters(args) + 3 * attention(lead)
-    else:
-        total = 3 * (weights + attention(lead))
-    taught = (
-        2.0 * tokens * shapes.multiplied_weights(plan) + attention(plan) for plan in teacher_plans(lead, args)
-    )
-    return total + sum(taught)
+        return 2 * weights + 6.0 * tokens * shapes.lora_parameters(args) + 3 * attention
+    return 3 * (weights + attention)
 
 
 def rank_flops(job: Job) -> float:
@@ -85,18 +77,14 @@ def rank_flops(job: Job) -> float:
     attention = attention_flops(job)
     head = 2.0 * tokens * shapes.embedding_parameters
     layers = 2.0 * tokens * shapes.multiplied_weights(lead) - head
-    again = 0.5 * attention
+    again = 0.5 * attention + head
     if args.gradient_checkpointing == "full":
         again += layers + attention
     if job.tiles > 1:
         again += 6.0 * tokens * shapes.layers * shapes.hidden * shapes.intermediate
-    if not args.teacher_passes:
-        again += head
     if args.carry == "recompute":
         again += 2.0 * tokens * shapes.hidden * shapes.carried_width * carried_heads(lead)
-    return again + model_flops(
-        shapes, lead, args, tokens, lambda plan: attention_flops(replace(job, lead=plan))
-    )
+    return again + model_flops(shapes, lead, args, tokens, attention)
 
 
 def attention_flops(job: Job) -> float:

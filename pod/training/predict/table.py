@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pod.training.predict.communication import communication
-from pod.training.predict.memory import checkpoint_disk_bytes, nvme_bytes, start_bytes
+from pod.training.predict.memory import checkpoint_disk_bytes, start_bytes
 from pod.training.predict.planner import GIB, HOST_SHARE, Fit
 from pod.training.predict.shapes import heads_by_role
 from pod.training.predict.step_time import LINK_EFFICIENCY, attention_flops
@@ -79,7 +79,7 @@ def layout_line(fit: Fit) -> str:
 
 
 def details(fit: Fit) -> str:
-    """The parts of the table's sums: plan, memory, host memory, files, disk, communication, time."""
+    """The parts of the table's sums: plan, memory, host memory, disk, communication, time."""
     job, args, device, time = fit.job, fit.job.args, fit.machine.device, fit.time
     disk = _gib(checkpoint_disk_bytes(job.shapes.trained_parameters(args), args))
     traffic = [
@@ -91,7 +91,6 @@ def details(fit: Fit) -> str:
         "plan": _plan(fit),
         "peak": _parts(fit.memory) + " GiB per rank",
         "offload": _parts(fit.host) + " GiB of host memory per rank",
-        "files": _parts(nvme_bytes(job)) + " GiB per rank in offload_folder",
         "disk": f"{disk} GiB per checkpoint, {args.keep_last} kept, one more while writing",
         "traffic": ", ".join(traffic) + " GiB received by each rank in a step",
         "step": ", ".join(f"{name} {seconds:,.3f}" for name, seconds in time.parts.items())

@@ -37,8 +37,6 @@ def deepspeed_config(args: TrainArgs) -> dict[str, Any]:
     ):
         if device != "none":
             zero[name] = {"device": device, "pin_memory": torch.cuda.is_available()}
-        if device == "nvme":
-            zero[name]["nvme_path"] = args.offload_folder
     return {
         "train_micro_batch_size_per_gpu": args.micro_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
@@ -55,21 +53,6 @@ def deepspeed_config(args: TrainArgs) -> dict[str, Any]:
         "steps_per_print": 2**31,
         "wall_clock_breakdown": False,
     }
-
-
-def place_weights(module: Any, values: Any, settings: dict[str, Any], args: TrainArgs, mesh: Any) -> None:
-    """Fill and divide the weights of a module as these settings say, see `bridge.place_weights`."""
-    size_offload_buffers(settings, module, mesh.world_size)
-    bridge.place_weights(module, values, settings, getattr(torch, args.dtype), mesh.device)
-
-
-def size_offload_buffers(settings: dict[str, Any], module: Any, world_size: int) -> None:
-    """Buffers through which weights travel to and from files: each holds the largest share of a rank."""
-    offload = settings["zero_optimization"].get("offload_param", {})
-    if offload.get("device") == "nvme":
-        largest = max(parameter.numel() for parameter in module.parameters())
-        offload["buffer_size"] = -(-largest // world_size) + 1024  # the swapper aligns them
-        offload["buffer_count"] = 5
 
 
 def drop_carry_hooks(model: Any) -> None:

@@ -79,10 +79,6 @@ class Guard:
         self.rewinds += 1
         return "rewind"
 
-    def forget_losses(self) -> None:
-        """The model shares more from the next step on: losses until now are no measure of the coming ones."""
-        self.losses.clear()
-
     def rewound(self, saved: dict[str, Any]) -> None:
         """The run returned to a checkpoint with this state: its losses hold again, the rewinds so far still count."""
         rewinds = self.rewinds

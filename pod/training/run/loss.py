@@ -50,35 +50,15 @@ class LanguageModelLoss(nn.Module):
 
     Parameter names are those of `model` with the prefix "model."; the loss head's weight is the model's own.
 
-    Args:
-        distillation: see `distill.make_distillation`; None = cross entropy alone.
-
-    Attributes:
-        parts: detached sums over this rank's labels that the last forward pass in training made up its objective from;
-            empty without distillation.
     """
 
-    def __init__(self, model: nn.Module, chunk_mib: int = 256, distillation: Any = None):
+    def __init__(self, model: nn.Module, chunk_mib: int = 256):
         super().__init__()
         self.model = model
-        weight = causal_model(model).lm_head.weight
-        self.loss_head = (
-            LossHead(weight, chunk_mib) if distillation is None else distillation.make_head(weight, chunk_mib)
-        )
-        self.distillation = distillation
-        self.parts: dict[str, torch.Tensor] = {}
+        self.loss_head = LossHead(causal_model(model).lm_head.weight, chunk_mib)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, doc_ids: torch.Tensor) -> torch.Tensor:
-        """input_ids, labels: this rank's slice [B, n_local]; doc_ids: the whole rows [B, n]. Sum of the losses.
-
-        In training, with distillation, the sum of its objective; in evaluation always of cross entropy.
-        """
-        self.parts = {}
-        if self.training and self.distillation is not None:
-            objective, self.parts = self.distillation.objective(
-                self.model, self.loss_head, input_ids, labels, doc_ids
-            )
-            return objective
+        """input_ids, labels: this rank's slice [B, n_local]; doc_ids: the whole rows [B, n]. Sum of the losses."""
         decoder = causal_model(self.model).model
         hidden = decoder(input_ids=input_ids, doc_ids=doc_ids).last_hidden_state
         return self.loss_head(hidden, labels)

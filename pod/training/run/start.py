@@ -19,7 +19,6 @@ from pod.training.predict.planner import Machine, this_machine
 from pod.training.predict.planner import plan as plan_run
 from pod.training.predict.shapes import Shapes
 from pod.training.predict.table import details, layout_line, table
-from pod.training.run.distill import needs_teacher
 from pod.training.run.mesh import Mesh, from_rank_0, record_collectives, start_processes, stop_processes
 from pod.training.run.start_model import (
     Plan,
@@ -28,7 +27,6 @@ from pod.training.run.start_model import (
     model_config,
     plan_path,
     source_config,
-    teacher_args,
 )
 from pod.training.run.start_weights import StartWeights
 
@@ -76,7 +74,6 @@ def train(
         ValueError, OSError, RuntimeError: in one line that says what to do; nothing has been trained for a ValueError.
     """
     from pod.training.observe.make import make_observers
-    from pod.training.run.progressive import PlanSchedule
     from pod.training.run.trainer import Trainer
 
     check_tracker(recipe.tracker)
@@ -87,7 +84,6 @@ def train(
     fit = preflight.check(planned, recipe, dataset.manifest, folder, this_machine(), plan=plan)
     args = fit.job.args
     plan_file = plan_path(model_args, Path(output_dir))
-    schedule = PlanSchedule.from_args(args, plan, plan_file)
     observers = make_observers(args, dataset, folder, planned, probes)
     folder.mkdir(parents=True, exist_ok=True)
     if args.hang_timeout_s:
@@ -101,7 +97,7 @@ def train(
     preflight.agree(mesh, config, folder, facts)
     if mesh.rank == 0:
         print(table(fit, len(dataset) * dataset.context_length), flush=True)
-    model, teacher, weights = start_models(model_args, args, plan_file, mesh)
+    model, weights = start_model(model_args, args, plan_file, mesh)
     trainer = Trainer(
         args,
         model,
@@ -110,9 +106,7 @@ def train(
         folder,
         seed,
         config,
-        schedule=schedule,
         observers=observers,
-        teacher=teacher,
         weights=weights,
     )
     state = trainer.train()
@@ -135,27 +129,18 @@ def _check_row_length(config: dict[str, Any], dataset: PackedDataset, output_dir
         )
 
 
-def start_models(
+def start_model(
     model_args: ModelArgs, args: TrainArgs, plan: Plan, mesh: Mesh
-) -> tuple[PodForCausalLM, PodForCausalLM | None, StartWeights]:
-    """What a trainer starts from: the model without its values, the teacher where one is needed, and the values, which rank 0
-    reads one at a time.
+) -> tuple[PodForCausalLM, StartWeights]:
+    """What a trainer starts from: the model without its values, and the values, which rank 0 reads one at a time.
 
     Raises:
-        ValueError: on all ranks, when rank 0 cannot read a checkpoint; see `start_config`.
+        ValueError: on all ranks, when rank 0 cannot read the checkpoint; see `start_config`.
     """
-    starts = [hollow_start_model(model_args, plan, args.dtype)]
-    if needs_teacher(args, starts[0][0].config.layout):
-        starts.append(hollow_start_model(teacher_args(model_args), None, args.dtype))
+    model, open_checkpoint = hollow_start_model(model_args, plan, args.dtype)
     weights = StartWeights()
-
-    def open_checkpoints() -> None:
-        for hollow, open_checkpoint in starts:
-            weights.read(hollow, open_checkpoint())
-
-    from_rank_0(mesh.rank, open_checkpoints)
-    model, *teachers = [hollow for hollow, _ in starts]
-    return model, teachers[0] if teachers else None, weights
+    from_rank_0(mesh.rank, lambda: weights.read(model, open_checkpoint()))
+    return model, weights
 
 
 def _digest(content: Any) -> str:

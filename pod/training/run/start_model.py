@@ -63,11 +63,6 @@ def load_start_model(model_args: ModelArgs, plan: Plan, dtype: str = "float32") 
     return model
 
 
-def teacher_args(model_args: ModelArgs) -> ModelArgs:
-    """The same start model in which every head leads: dense, with the same RoPE."""
-    return replace(model_args, layout="dense", plan=None)
-
-
 _NO_PLAN = (
     "model.layout is pod, and there is no plan but that in which every head leads: run launch/explore.py, set "
     "model.plan, or use layout=dense"

@@ -1,7 +1,7 @@
 """The values that training starts from: one weight at a time, read by rank 0 and handed to all ranks by the engine's bridge.
 
-A model is built without values (`hollow_model`): every weight has its shape and type and shares one number. Adapters, loss and
-teacher are put around it as around any other; `bridge.place_weights` then fills and divides it weight by weight.
+A model is built without values (`hollow_model`): every weight has its shape and type and shares one number. Adapters and
+loss are put around it as around any other; `bridge.place_weights` then fills and divides it weight by weight.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -28,14 +28,11 @@ from pod.training.checkpoint.files import (
 from pod.training.observe.metrics import Monitor
 from pod.training.observe.observers import Observer
 from pod.training.predict.memory import checkpoint_disk_bytes
-from pod.training.run import progressive
 from pod.training.run.batches import StepBatches
-from pod.training.run.distill import make_distillation
 from pod.training.run.engine import (
     deepspeed_config,
     drop_carry_hooks,
     gradient_scale,
-    place_weights,
     save_activations,
 )
 from pod.training.run.guard import Guard
@@ -43,7 +40,6 @@ from pod.training.run.lora import add_lora, lora_settings
 from pod.training.run.loss import LanguageModelLoss
 from pod.training.run.mesh import Mesh, from_rank_0
 from pod.training.run.optim import learning_rate, make_optimizer
-from pod.training.run.progressive import PlanSchedule
 from pod.training.run.run_control import RunControl
 from pod.training.run.start_weights import StartWeights
 from pod.training.run.ulysses import Ulysses
@@ -64,10 +60,8 @@ class Trainer:
         folder: <output_dir>/train.
         seed: of the row order and of dropout.
         config: the resolved recipe, stored in checkpoints.
-        schedule: the plan of every step; None = the model's own plan in all of them.
         observers: what looks at the model between steps (gates, evaluation, samples).
-        teacher: the start model with every head leading, where distillation needs a copy (`distill.needs_teacher`).
-        weights: values of the weights of hollow models; None = the models have their own.
+        weights: values of the weights of a hollow model; None = the model has its own.
 
     Raises:
         ValueError: anything that cannot work, before the first step.
@@ -82,14 +76,11 @@ class Trainer:
         folder: Path,
         seed: int = 0,
         config: dict[str, Any] | None = None,
-        schedule: PlanSchedule | None = None,
         observers: list[Observer] | None = None,
-        teacher: Any = None,
         weights: StartWeights | None = None,
     ):
         self.args, self.mesh, self.folder, self.dataset = args, mesh, Path(folder), dataset
         self.plan: SharingPlan = model.config.sharing_plan
-        self.schedule = schedule or PlanSchedule([(0, self.plan)])
         self.observers = observers or []
         self.guard = Guard(args)
         self.control = RunControl(args, mesh, self.folder)
@@ -98,7 +89,7 @@ class Trainer:
         torch.manual_seed(seed + mesh.rank)
         self.causal_model: Any = model
         self.ulysses = self._attach_ulysses(model)
-        self._start_engine(model, teacher, weights or StartWeights(), config or {})
+        self._start_engine(model, weights or StartWeights(), config or {})
         mine = self.ulysses.slice if self.ulysses else slice(None)
         self.batches = StepBatches(args, dataset, self.cursor, mesh, mine)
 
@@ -117,16 +108,15 @@ class Trainer:
         model.model.sequence_parallel = ulysses
         return ulysses
 
-    def _start_engine(self, model: Any, teacher: Any, weights: StartWeights, config: dict[str, Any]) -> None:
+    def _start_engine(self, model: Any, weights: StartWeights, config: dict[str, Any]) -> None:
         save_activations(model, self.args, self.dataset.context_length)
         weights.sample(model)
         trained = add_lora(model, self.lora) if self.lora else model.requires_grad_(True)
-        distillation = make_distillation(self.args, model.config.layout, teacher)
-        module = LanguageModelLoss(trained, self.args.loss_chunk_mib, distillation).train()
+        module = LanguageModelLoss(trained, self.args.loss_chunk_mib).train()
         trainable = sum(one.numel() for one in module.parameters() if one.requires_grad)
         needed = checkpoint_disk_bytes(trainable, self.args)
         settings = deepspeed_config(self.args)
-        place_weights(module, weights, settings, self.args, self.mesh)
+        bridge.place_weights(module, weights, settings, getattr(torch, self.args.dtype), self.mesh.device)
         self.state = self._first_state(weights, config)
         self.resume_from = checkpoint_to_resume(self.folder, self.args, self.mesh, self.state.identity)
         optimizer = make_optimizer(module, self.args)
@@ -188,13 +178,8 @@ class Trainer:
         closing = [contextlib.closing(thing) for thing in (self.monitor, self.batches, self.checkpointer)]
         with self.control.watching(), closing[0], closing[1], closing[2]:
             if self.state.step == 0:
-                self._use_plan(self.schedule.plan_at(0))
                 self.monitor.values(0, self._observe())
             while self.state.step < self.args.max_steps:
-                self._use_plan(self.schedule.plan_at(self.state.step))
-                # Asked of the schedule and not of the model: a run that is resumed here forgets too.
-                if self.schedule.switches_at(self.state.step):
-                    self.guard.forget_losses()
                 try:
                     values = self.step()
                 except StoppedInStep:
@@ -258,18 +243,12 @@ class Trainer:
         self.monitor.rewind(self.state.step)
         self.monitor.note(f"back to step {self.state.step}; data goes on behind the rows of step {bad_step}")
 
-    def _use_plan(self, plan: SharingPlan) -> None:
-        """Share as `plan` says from the next step on."""
-        if plan.lead != self.causal_model.model.lead:
-            progressive.apply_plan(self.causal_model, self.ulysses, plan, self.args)
-
     def step(self) -> dict[str, float]:
         """One optimizer step over the next rows.
 
         Returns:
-            `loss` (mean cross entropy) and the means of the other parts of the objective, `objective` where it differs
-            from the loss, `learning_rate`, `grad_norm`, `labels`, `data_wait_s`, `skipped` and `spike` (0 or 1). Numbers
-            that are not finite are left out.
+            `loss` (mean cross entropy), `learning_rate`, `grad_norm`, `labels`, `data_wait_s`, `skipped` and `spike` (0 or
+            1). Numbers that are not finite are left out.
         """
         self.random_states = random_states()
         self.control.alive("data")
@@ -277,11 +256,11 @@ class Trainer:
         num_labels, data_wait = self._agree_on_data()
         rate = learning_rate(self.state.step, self.args)
         bridge.set_learning_rate(self.engine, rate)
-        means, spike = self._accumulate(batches, max(num_labels, 1.0))
+        loss, spike = self._accumulate(batches, max(num_labels, 1.0))
         skipped = bridge.was_skipped(self.engine)
         self.state.step += 1
         self.state.cursor = self.cursor.state_dict()
-        values = {name: mean for name, mean in means.items() if math.isfinite(mean)}
+        values = {"loss": loss} if math.isfinite(loss) else {}
         values |= {"learning_rate": rate, "labels": num_labels, "data_wait_s": data_wait}
         values |= {"skipped": float(skipped), "spike": float(spike)}
         norm = _as_float(self.engine.get_global_grad_norm())
@@ -289,18 +268,14 @@ class Trainer:
             values["grad_norm"] = norm
         return values
 
-    def _accumulate(
-        self, batches: list[dict[str, torch.Tensor]], num_labels: float
-    ) -> tuple[dict[str, float], bool]:
-        """Forward and backward of every micro-batch, and the update; returns means over the step's labels, and whether
-        the loss is a spike.
+    def _accumulate(self, batches: list[dict[str, torch.Tensor]], num_labels: float) -> tuple[float, bool]:
+        """Forward and backward of every micro-batch, and the update; returns the mean over the step's labels, and whether it
+        is a spike.
 
-        They are known on all ranks before the last backward, so that the update of a bad step can be left out.
+        The loss is known on all ranks before the last backward, so that the update of a bad step can be left out.
         """
         scale = gradient_scale(self.args, self.mesh) / num_labels
-        sums: dict[str, torch.Tensor] = {}
-        means: dict[str, float] = {}
-        spike = False
+        total, loss, spike = torch.zeros((), dtype=torch.float64, device=self.mesh.device), 0.0, False
         self.engine.train()
         for index, batch in enumerate(batches):
             last = index == len(batches) - 1
@@ -308,14 +283,12 @@ class Trainer:
                 raise StoppedInStep
             self.control.alive("forward")
             objective = self.engine(**batch)
-            for name, value in self._parts(objective).items():
-                sums[name] = sums[name] + value if name in sums else value
+            total = total + objective.detach().double()
             factor = scale
             if last:
-                means = self._means(sums, num_labels)
-                finite = all(map(math.isfinite, means.values()))
-                spike = finite and self.guard.is_spike(means["loss"])
-                if spike or not finite:
+                loss = self.mesh.sum([float(total)])[0] / num_labels
+                spike = self.guard.is_spike(loss)
+                if spike or not math.isfinite(loss):
                     # An infinite loss can have finite gradients, and a spike has: make the engine skip this step.
                     factor = math.nan
             self.control.alive("backward")
@@ -325,22 +298,7 @@ class Trainer:
                 for observer in self.observers:
                     observer.before_update(self)
             self.engine.step()
-        return means, spike
-
-    def _parts(self, objective: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Sums over this rank's labels of one micro-batch, by the names that metrics have."""
-        parts = dict(getattr(self.engine.module, "parts", None) or {})
-        if not parts:
-            return {"loss": objective.detach().double()}
-        parts["loss"] = parts.pop("cross_entropy")
-        parts["objective"] = objective.detach()
-        return {name: value.detach().double() for name, value in parts.items()}
-
-    def _means(self, sums: dict[str, torch.Tensor], num_labels: float) -> dict[str, float]:
-        """Means over all labels of the step on all ranks."""
-        names = sorted(sums)
-        totals = self.mesh.sum(torch.stack([sums[name] for name in names]).tolist())
-        return {name: total / num_labels for name, total in zip(names, totals, strict=True)}
+        return loss, spike
 
     def _agree_on_data(self) -> tuple[float, float]:
         """Labels of the step over all ranks, and the seconds that the slowest of them waited for its rows."""
