@@ -60,6 +60,10 @@ class TrainRecipe:
     """Hold each rank's share of the weights in host memory and bring a layer to the device when it is used. Needs
     zero_stage 3."""
 
+    fused_layers: Literal["auto", "compile", "none"] = "auto"
+    """Compute norms, rotary embedding and gated activations in one kernel each, by `torch.compile`; `auto`: where there is a GPU. The
+    loss differs by rounding."""
+
     prefetch_steps: NonNegativeInt = 2
     """Steps whose rows are read ahead, in a thread, while the present step computes; 0 = read when they are needed. Metrics
     tell what is left to wait for as `data_wait_s`."""

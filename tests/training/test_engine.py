@@ -11,7 +11,9 @@ STAGES = (1, 2, 3)
 GPU = torch.cuda.is_available()
 
 
-@pytest.mark.parametrize("run", ["zero1", "zero2", "host1", "host2", "host3", "host_weights", "host_states"])
+@pytest.mark.parametrize(
+    "run", ["zero1", "zero2", "host1", "host2", "host3", "host_weights", "host_states", "fused"]
+)
 def test_stages_and_offloads_train_the_same(engine_results, run):
     """Three steps; the second and third have the gradients of the steps before in them."""
     assert engine_results[run]["losses"] == pytest.approx(engine_results["zero3"]["losses"], rel=1e-6)

@@ -162,6 +162,7 @@ def main(out: Path) -> None:
     runs |= {f"host{stage}": {"zero_stage": stage, "offload_optimizer": "cpu"} for stage in STAGES}
     runs["host_weights"] = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
     runs["host_states"] = {"offload_checkpoints": True, "carry": "recompute"}
+    runs["fused"] = {"fused_layers": "compile"}
     runs = {name: {"dtype": "float32", **settings} for name, settings in runs.items()}
     halves = {f"half{stage}": {"zero_stage": stage} for stage in STAGES}
     halves |= {f"reduced{stage}": {"zero_stage": stage, "reduce_dtype": "bfloat16"} for stage in STAGES}

@@ -20,7 +20,7 @@ from .flash import FLASH
 from .generation import PodGenerationMixin, own_cache
 from .grouped import ATTEND_GROUPED, DECODE_GROUPED
 from .reference import ATTEND_REFERENCE, DECODE_REFERENCE
-from .rope import Rope, inverse_frequencies
+from .rope import Rope, inverse_frequencies, rotate
 from .step import check_positions, compaction_of, document_positions, piece_columns, put_columns, take_columns
 
 _MLP_TILE = 4096  # tokens
@@ -61,7 +61,10 @@ class PodMLP(nn.Module):
         return torch.cat([run(part) for part in parts], dim=1)
 
     def _gated(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.gate(self.gate_proj(x), self.up_proj(x)))
+
+    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.act_fn(gate) * up
 
 
 class PodDecoderLayer(nn.Module):
@@ -105,6 +108,7 @@ class PodModel(PodPreTrainedModel):
         self.lead = config.sharing_plan.lead
         self.sequence_parallel: SequenceParallel | None = None
         self.gradient_checkpointing = False
+        self.rotate = rotate
         self._frequencies: dict[torch.device, tuple[Tensor, float]] = {}
         self.post_init()
 
@@ -206,7 +210,7 @@ class PodModel(PodPreTrainedModel):
                 self._frequencies[device] = inverse_frequencies(self.config, device)
         parallel = self.sequence_parallel
         return ForwardContext(
-            rope=Rope(*self._frequencies[device], position_ids, hidden_states.dtype),
+            rope=Rope(*self._frequencies[device], position_ids, hidden_states.dtype, self.rotate),
             lead=self.lead if parallel is None else parallel.lead,
             backend=self.config.attention_backend,
             segments=None if doc_ids is None else Segments.of_documents(doc_ids, hidden_states.shape[0]),

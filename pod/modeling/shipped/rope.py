@@ -25,6 +25,30 @@ def inverse_frequencies(config: PodConfig, device: torch.device) -> tuple[Tensor
     return 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
 
 
+def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate ``[B, h, n, d]`` with the tables of its positions: long inputs in tiles, so that little is held in fp32."""
+    tile = max(1, _TILE_ELEMENTS // max(1, x[:, :, :1].numel()))
+    if x.shape[2] <= tile:
+        return rotate_whole(x, *tables)
+    cos, sin = (table.expand(-1, -1, x.shape[2], -1, -1) for table in tables)
+    parts = (
+        rotate_whole(*(part[:, :, start : start + tile] for part in (x, cos, sin)))
+        for start in range(0, x.shape[2], tile)
+    )
+    if torch.is_grad_enabled() and x.requires_grad:
+        return torch.cat(list(parts), dim=2)
+    out = torch.empty_like(x)
+    for start, part in zip(range(0, x.shape[2], tile), parts, strict=True):
+        out[:, :, start : start + tile] = part
+    return out
+
+
+def rotate_whole(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The same in one go."""
+    halves = x.to(cos.dtype).unflatten(3, (2, -1))
+    return torch.addcmul(halves * cos, halves.flip(3), sin).flatten(3).to(x.dtype)
+
+
 class Rope:
     """Rotates queries and keys at the positions of one forward pass, or at others that a cache chooses.
 
@@ -33,11 +57,18 @@ class Rope:
         attention_scaling: factor on cos and sin.
         position_ids: ``[B or 1, n]`` integers.
         dtype: dtype of the hidden states; angles and products use at least fp32.
+        rotate: another function of the same values than `rotate`, as training compiles it.
     """
 
     def __init__(
-        self, frequencies: Tensor, attention_scaling: float, position_ids: Tensor, dtype: torch.dtype
+        self,
+        frequencies: Tensor,
+        attention_scaling: float,
+        position_ids: Tensor,
+        dtype: torch.dtype,
+        rotate: Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] = rotate,
     ):
+        self.rotate = rotate
         self.frequencies = frequencies
         self.attention_scaling = attention_scaling
         self.compute_dtype = compute_dtype(dtype)
@@ -70,7 +101,7 @@ class Rope:
         """The same at positions ``[B or 1, n]`` that are computed once in a pass for each name."""
         if name not in self._other_tables:
             self._other_tables[name] = self.tables(positions())
-        return rotate(x, self._other_tables[name])
+        return self.rotate(x, self._other_tables[name])
 
     def for_rows(self, rows: Tensor | None, num_new: int) -> "Rope":
         """The same rotation for some rows of the batch (None = all) and their first ``num_new`` columns."""
@@ -83,27 +114,4 @@ class Rope:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate ``[B, h, n, d]`` at the positions of this forward pass."""
-        return rotate(x, self.own_tables)
-
-
-def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate ``[B, h, n, d]`` with the tables of its positions: long inputs in tiles, so that little is held in fp32."""
-    tile = max(1, _TILE_ELEMENTS // max(1, x[:, :, :1].numel()))
-    if x.shape[2] <= tile:
-        return _rotate(x, *tables)
-    cos, sin = (table.expand(-1, -1, x.shape[2], -1, -1) for table in tables)
-    parts = (
-        _rotate(*(part[:, :, start : start + tile] for part in (x, cos, sin)))
-        for start in range(0, x.shape[2], tile)
-    )
-    if torch.is_grad_enabled() and x.requires_grad:
-        return torch.cat(list(parts), dim=2)
-    out = torch.empty_like(x)
-    for start, part in zip(range(0, x.shape[2], tile), parts, strict=True):
-        out[:, :, start : start + tile] = part
-    return out
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    halves = x.to(cos.dtype).unflatten(3, (2, -1))
-    return torch.addcmul(halves * cos, halves.flip(3), sin).flatten(3).to(x.dtype)
+        return self.rotate(x, self.own_tables)

@@ -35,6 +35,7 @@ from pod.training.run.engine import (
     gradient_scale,
     save_activations,
 )
+from pod.training.run.fused_layers import fuse_layers
 from pod.training.run.guard import Guard
 from pod.training.run.lora import add_lora, lora_settings
 from pod.training.run.loss import LanguageModelLoss
@@ -110,6 +111,10 @@ class Trainer:
 
     def _start_engine(self, model: Any, weights: StartWeights, config: dict[str, Any]) -> None:
         save_activations(model, self.args, self.dataset.context_length)
+        if self.args.fused_layers == "compile" or (
+            self.args.fused_layers == "auto" and torch.cuda.is_available()
+        ):
+            fuse_layers(model)
         weights.sample(model)
         trained = add_lora(model, self.lora) if self.lora else model.requires_grad_(True)
         module = LanguageModelLoss(trained, self.args.loss_chunk_mib).train()

@@ -1,0 +1,32 @@
+"""Norms, rotary embedding and gated activation as one kernel each, forward and backward: `torch.compile` of these functions.
+
+Run one by one their operations read and write activations many times and keep float32 copies for backward. Attention and products
+with weights are left as they are. Values differ by rounding only.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pod.modeling.shipped.attend import rms_norm
+from pod.modeling.shipped.attention import RMSNorm
+from pod.modeling.shipped.llama import PodMLP
+from pod.modeling.shipped.rope import rotate_whole
+
+
+def fuse_layers(model: Any) -> None:
+    """Let a PodForCausalLM compute with compiled functions from now on; they are compiled when they are first used."""
+    activation = model.model.layers[0].mlp.act_fn
+
+    def gated(gate: Tensor, up: Tensor) -> Tensor:
+        return activation(gate) * up
+
+    functions: list[Any] = [rms_norm, rotate_whole, gated]
+    norm, rotation, gate = (torch.compile(one, dynamic=True) for one in functions)
+    model.model.rotate = lambda x, tables: rotation(x, *tables)
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.norm = norm
+        elif isinstance(module, PodMLP):
+            module.gate = gate
