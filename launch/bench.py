@@ -11,13 +11,10 @@ from pod.recipe import Recipe, run
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Shorthands for `--set bench.…=…`."""
-    parser.add_argument(
-        "--shapes", dest="bench.shapes", metavar="NAME", help="random weights of these shapes, as llama3-8b"
-    )
-    parser.add_argument(
-        "--lengths", dest="bench.lengths", type="[{}]".format, metavar="N,M", help="tokens, comma-separated"
-    )
-    parser.add_argument("--methods", dest="bench.methods", metavar="A,B", help="methods, comma-separated")
+    add = parser.add_argument
+    add("--shapes", dest="bench.shapes", metavar="NAME", help="random weights of these shapes, as llama3-8b")
+    add("--lengths", dest="bench.lengths", metavar="N,M", help="tokens, comma-separated")
+    add("--methods", dest="bench.methods", metavar="A,B", help="methods, comma-separated")
 
 
 def estimate(recipe: Recipe) -> str:

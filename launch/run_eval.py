@@ -11,53 +11,28 @@ from pod.recipe import Recipe, run
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Shorthands for `--set eval.methods=…`, `--set eval.tasks=…` and others."""
     steps = "answer: ask the models; score, report: from the answers that are kept, in seconds (default: all three)"
-    parser.add_argument("eval.steps", nargs="*", action=Steps, metavar="STEP", help=steps)
-    parser.add_argument(
-        "--methods", dest="eval.methods", metavar="A,B", help="methods to compare, comma-separated"
-    )
-    parser.add_argument(
-        "--list-methods",
-        action=ListMethods,
-        nargs=0,
-        help="list every method of pod.make_cache with its parameters, and stop",
-    )
-    parser.add_argument("--tasks", dest="eval.tasks", metavar="A,B", help="tasks, comma-separated")
-    parser.add_argument(
-        "--list-tasks", action=ListTasks, nargs=0, help="list every task with its options, and stop"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("eval.steps", nargs="*", metavar="STEP", help=steps)
+    add("--methods", dest="eval.methods", metavar="A,B", help="methods to compare, comma-separated")
+    add("--list-methods", action=List, nargs=0, help="list every method of pod.make_cache, and stop")
+    add("--tasks", dest="eval.tasks", metavar="A,B", help="tasks, comma-separated")
+    add("--list-tasks", action=List, nargs=0, help="list every task with its options, and stop")
+    add(
         "--data-dir",
         dest="eval.data_dir",
         metavar="FOLDER",
-        help="local copies of benchmark data, a folder per suite",
+        help="copies of benchmark data, a folder per suite",
     )
-    parser.add_argument("--limit", dest="eval.limit", metavar="N", help="samples per lm-eval task")
+    add("--limit", dest="eval.limit", metavar="N", help="samples per lm-eval task")
 
 
-class Steps(argparse.Action):
-    """`run_eval.py score report`: shorthand for `--set eval.steps=…`."""
-
-    def __call__(self, parser, namespace, values, *_: object) -> None:
-        setattr(namespace, self.dest, ",".join(values) or None)
-
-
-class ListMethods(argparse.Action):
-    """`--list-methods`: print what `pod.make_cache` can build, and stop."""
+class List(argparse.Action):
+    """`--list-methods`, `--list-tasks`: print what there is, and stop."""
 
     def __call__(self, parser, *_: object) -> None:
-        from pod.eval.lists import list_methods
+        from pod.eval import lists
 
-        print(list_methods())
-        parser.exit()
-
-
-class ListTasks(argparse.Action):
-    """`--list-tasks`: print what can be measured, and stop."""
-
-    def __call__(self, parser, *_: object) -> None:
-        from pod.eval.lists import list_tasks
-
-        print(list_tasks())
+        print(getattr(lists, self.dest)())
         parser.exit()
 
 

@@ -10,7 +10,6 @@ the same command continues the run. model.layout says what is trained: PoD, dens
 """
 
 import argparse
-import functools
 from dataclasses import asdict
 from typing import Any
 
@@ -43,40 +42,29 @@ def make_probes(recipe: Recipe) -> Any:
     return make_probes(tokenizer, [(one.text, one.key, one.depth) for one in prompts], args.sample_prompts)
 
 
-def estimate(recipe: Recipe, options: argparse.Namespace) -> str:
+def estimate(recipe: Recipe) -> str:
     from pod.training.predict.devices import get_device
     from pod.training.predict.planner import this_machine
     from pod.training.run.start import estimate
 
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_arguments(parser)
+    options = parser.parse_known_args()[0]
     device = get_device(options.device) if options.device else None
     machine = this_machine(options.ranks, options.ranks_per_node, device)
     saving = recipe.explore.target_saving
     return estimate(recipe.model, recipe.train, recipe.data, recipe.output_dir, machine, saving)
 
 
-def shorthands(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """`--max-hours 11.5` for `--set train.max_hours=11.5`, what a job script knows; other machines for `--dry-run`."""
-    parser.add_argument(
-        "--max-hours",
-        dest="train.max_hours",
-        metavar="HOURS",
-        help="short for --set train.max_hours=HOURS",
-    )
-    machines = parser.add_argument_group("with --dry-run: machines that need not be at hand")
-    machines.add_argument("--ranks", type=int, metavar="N", help="all ranks; default the launcher's")
-    machines.add_argument("--ranks-per-node", type=int, metavar="M", help="of one machine; default up to 8")
-    machines.add_argument(
-        "--device",
-        metavar="NAME",
-        help="h100, a100, … and figures of your own: h100,memory_gib=64,network_gbps=12.5",
-    )
-
-
-def machine_options() -> argparse.Namespace:
-    """`--ranks`, `--ranks-per-node` and `--device` of this command line."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    shorthands(parser)
-    return parser.parse_known_args()[0]
+    hours = "short for --set train.max_hours=HOURS"
+    parser.add_argument("--max-hours", dest="train.max_hours", metavar="HOURS", help=hours)
+    add = parser.add_argument_group("with --dry-run: machines that need not be at hand").add_argument
+    add("--ranks", type=int, metavar="N", help="all ranks; default the launcher's")
+    add("--ranks-per-node", type=int, metavar="M", help="of one machine; default up to 8")
+    device = "h100, a100, … and figures of your own: h100,memory_gib=64,network_gbps=12.5"
+    add("--device", metavar="NAME", help=device)
 
 
 if __name__ == "__main__":
@@ -84,6 +72,6 @@ if __name__ == "__main__":
         main,
         sections=("model", "train"),
         description=__doc__,
-        estimate=functools.partial(estimate, options=machine_options()),
-        extra_arguments=shorthands,
+        estimate=estimate,
+        extra_arguments=add_arguments,
     )

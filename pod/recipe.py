@@ -5,7 +5,6 @@ field has is an error that names the nearest one. `run` is the command line that
 """
 
 import argparse
-import dataclasses
 import os
 import sys
 import traceback
@@ -23,21 +22,14 @@ from pod.data.args import DataArgs
 from pod.eval.args import EvalArgs
 from pod.files import check_can_write
 from pod.models import ModelArgs
-from pod.schema import (
-    Loader,
-    build,
-    check_key,
-    explain,
-    field_docs,
-    fields_of,
-    hints_of,
-    nearest,
-    one_line,
-    section,
-    to_yaml,
-)
+from pod.schema import Loader, build, explain, field_docs, fields_of, hints_of, one_line, section, to_yaml
 from pod.training.args import ExportArgs, TrainRecipe
 from pod.training.plans.explore_args import ExploreArgs
+
+
+def _folder(name: str, doc: str) -> Any:
+    """A property of a recipe: a folder below its output_dir."""
+    return property(lambda recipe: Path(recipe.output_dir) / name, doc=doc)
 
 
 @section
@@ -75,49 +67,20 @@ class Recipe:
         if not self.output_dir:
             raise ValueError("output_dir is empty: name the folder that the run may write to, e.g. runs/demo")
 
-    @property
-    def plan_dir(self) -> Path:
-        """Where explore.py writes plan.json, similarity.safetensors and the pictures."""
-        return Path(self.output_dir) / "plan"
-
-    @property
-    def data_dir(self) -> Path:
-        """Where prepare_data.py writes the packed shards."""
-        return Path(self.output_dir) / "data"
-
-    @property
-    def train_dir(self) -> Path:
-        """Where train_pod.py writes step-N/, latest and metrics.jsonl."""
-        return Path(self.output_dir) / "train"
+    plan_dir = _folder("plan", "Where explore.py writes plan.json, the costs and the pictures.")
+    data_dir = _folder("data", "Where prepare_data.py writes the packed shards.")
+    train_dir = _folder("train", "Where train_pod.py writes step-N/, latest and metrics.jsonl.")
+    eval_dir = _folder("eval", "Where run_eval.py writes its JSON and report.html.")
+    bench_dir = _folder("bench", "Where bench.py writes its JSON.")
 
     @property
     def export_dir(self) -> Path:
         """Where export_hf.py writes the Hugging Face folder: export.path, or <output_dir>/export."""
         return Path(self.export.path or Path(self.output_dir) / "export")
 
-    @property
-    def eval_dir(self) -> Path:
-        """Where run_eval.py writes its JSON and report.html."""
-        return Path(self.output_dir) / "eval"
-
-    @property
-    def bench_dir(self) -> Path:
-        """Where bench.py writes its JSON."""
-        return Path(self.output_dir) / "bench"
-
     def plan_path(self) -> Path | None:
-        """`model.plan`, else the plan that explore.py left in `plan_dir`, else None (a dense model).
-
-        Raises: ValueError when `model.plan` is set and does not exist.
-        """
-        if self.model.plan is not None:
-            if not Path(self.model.plan).is_file():
-                raise ValueError(
-                    f"model.plan: {self.model.plan} does not exist; run launch/explore.py or correct the path"
-                )
-            return Path(self.model.plan)
-        default = self.plan_dir / "plan.json"
-        return default if default.is_file() else None
+        """The plan that the section `model` asks for, see `ModelArgs.plan_file`."""
+        return self.model.plan_file(self.output_dir)
 
 
 Main = Callable[[Recipe], None]
@@ -146,10 +109,10 @@ def run(
     if extra_arguments is not None:
         extra_arguments(parser)
     arguments = parser.parse_args(argv)
-    shorthands = {key: value for key, value in vars(arguments).items() if "." in key and value is not None}
-    overrides = arguments.set + [f"{key}={value}" for key, value in shorthands.items()]
+    shorthands = {key: value for key, value in vars(arguments).items() if "." in key}
+    overrides = [f"{key}={value}" for key, value in shorthands.items() if value not in (None, [])]
     try:
-        recipe = load_recipe(arguments.config, overrides)
+        recipe = load_recipe(arguments.config, arguments.set + overrides)
         if arguments.dry_run:
             if _rank() == 0:
                 print(to_yaml(recipe, {"output_dir", "seed", *sections}), end="")
@@ -180,52 +143,37 @@ def load_recipe(path: str | os.PathLike[str] | None, overrides: Sequence[str] = 
 
 
 def _apply_override(content: dict[str, Any], override: str) -> None:
-    """Put one `a.b=value` into the mapping, checking every part of the name so that a typo is named with its neighbour."""
+    """Put one `a.b=value` into the mapping."""
     name, sign, text = override.partition("=")
-    keys = name.strip().split(".")
-    if not sign or not all(keys):
+    *sections, last = name.strip().split(".")
+    if not sign or not all([*sections, last]):
         raise ValueError(f"--set {override!r}: expected section.field=value, e.g. --set train.max_steps=10")
-    cls: Any = Recipe
-    place = content
-    for depth, key in enumerate(keys):
-        where = ".".join(keys[:depth])
-        if not dataclasses.is_dataclass(cls):
-            break  # inside a dict field: keys are free
-        try:
-            check_key(typing.cast(type, cls), key, where)
-        except ValueError as error:
-            raise ValueError(f"--set {override}: {error}") from None
-        cls = hints_of(typing.cast(type, cls))[key]
-    for key in keys[:-1]:
-        if place.get(key) is None:
-            place[key] = {}
-        place = place[key]
-        if not isinstance(place, dict):
+    for key in sections:
+        inner = content[key] = content.get(key) or {}
+        if not isinstance(inner, dict):
             raise ValueError(f"--set {override!r}: {key} is not a section")
+        content = inner
     try:
         value = yaml.load(text, Loader=Loader)
-        # `data.sources=stdlib:` means the text, not the mapping {stdlib: null} that YAML sees in it
-        place[keys[-1]] = text if isinstance(value, dict) and not text.lstrip().startswith("{") else value
     except yaml.YAMLError as error:
         raise ValueError(f"--set {override!r}: the value is not valid YAML ({one_line(error)})") from None
+    # `data.sources=stdlib:` means the text, not the mapping {stdlib: null} that YAML sees in it
+    content[last] = text if isinstance(value, dict) and not text.lstrip().startswith("{") else value
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
-    except (FileNotFoundError, IsADirectoryError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"--config {path}: cannot be read ({one_line(error)}); see configs/ for examples"
         ) from None
     except yaml.YAMLError as error:
         raise ValueError(f"--config {path}: not valid YAML: {one_line(error)}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ValueError(
-            f"--config {path}: holds {type(content).__name__}, expected sections ({', '.join(fields_of(Recipe))})"
-        )
-    return content
+    if not isinstance(content, dict | None):
+        expected = ", ".join(fields_of(Recipe))
+        raise ValueError(f"--config {path}: holds {type(content).__name__}, expected sections ({expected})")
+    return content or {}
 
 
 def _parser(sections: Sequence[str], description: str | None) -> argparse.ArgumentParser:
@@ -235,18 +183,11 @@ def _parser(sections: Sequence[str], description: str | None) -> argparse.Argume
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML recipe; see configs/")
-    parser.add_argument(
-        "--set", metavar="A.B=VALUE", action="append", default=[], help="override one field (repeatable)"
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print the resolved recipe and the resource estimate, then stop",
-    )
-    parser.add_argument(
-        "--local_rank", type=int, default=-1, help=argparse.SUPPRESS
-    )  # the deepspeed launcher passes it
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="YAML recipe; see configs/")
+    add("--set", metavar="A.B=VALUE", action="append", default=[], help="override one field (repeatable)")
+    add("--dry-run", action="store_true", help="print the resolved recipe and what it needs, then stop")
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     return parser
 
 
@@ -255,10 +196,7 @@ def help_text(sections: Sequence[str]) -> str:
     lines = ["fields of the recipe (in --config or with --set):"]
     lines += explain(Recipe, "", skip_sections=True)
     for name in sections:
-        if name not in fields_of(Recipe):
-            raise ValueError(f"section {name!r} is not in the recipe{nearest(name, list(fields_of(Recipe)))}")
-        lines += ["", f"[{name}] {field_docs(Recipe).get(name, '')}"]
-        lines += explain(hints_of(Recipe)[name], name)
+        lines += ["", f"[{name}] {field_docs(Recipe)[name]}", *explain(hints_of(Recipe)[name], name)]
     return "\n".join(lines)
 
 

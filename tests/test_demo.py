@@ -34,17 +34,16 @@ def write_code(folder: Path) -> str:
     return f"import pathlib as p; f = p.Path({str(folder / 'work')!r}); f.mkdir(exist_ok=True); (f / 'out').write_text('x')"
 
 
-def test_a_finished_step_is_kept_until_its_output_or_inputs_change(demo, tmp_path):
-    step, state, recipe = make_step(demo, tmp_path, write_code(tmp_path)), {}, Recipe()
-    wanted = demo.fingerprint(step, recipe, "")
-    assert not demo.is_done(step, state, wanted)
-    demo.run_step(step, state, wanted, tmp_path)
-    assert demo.is_done(step, read_json(tmp_path / "demo.json"), wanted), "also after a restart"
-    assert not demo.is_done(step, state, demo.fingerprint(step, recipe, "another step before"))
-    (tmp_path / "work" / "out").write_text("changed by hand")
-    assert not demo.is_done(step, state, wanted)
-    (tmp_path / "work" / "out").unlink()
-    assert not demo.is_done(step, state, wanted)
+def test_a_finished_step_is_kept_until_its_inputs_change_or_its_output_is_gone(demo, tmp_path, capsys):
+    step, state = make_step(demo, tmp_path, write_code(tmp_path)), tmp_path / "demo.json"
+
+    def is_kept(inputs: str) -> bool:
+        demo.run_step(step, state, inputs)
+        return "nothing changed" in capsys.readouterr().out
+
+    assert [is_kept("a"), is_kept("a"), is_kept("b"), is_kept("b")] == [False, True, False, True]
+    step.output.unlink()
+    assert [is_kept("b"), is_kept("b")] == [False, True]
 
 
 def test_a_fingerprint_follows_the_sections_that_a_step_reads(demo, tmp_path):
@@ -58,36 +57,35 @@ def test_a_fingerprint_follows_the_sections_that_a_step_reads(demo, tmp_path):
 
 def test_other_code_or_versions_run_everything_again(demo, tmp_path, monkeypatch):
     (tmp_path / "pod").mkdir()
-    (tmp_path / "pod" / "a.py").write_text("1")
     monkeypatch.setattr(demo, "ROOT", tmp_path)
-    before = demo.code_digest()
-    assert demo.code_digest() == before
-    (tmp_path / "pod" / "a.py").write_text("2")
-    assert demo.code_digest() != before
-    (tmp_path / "pod" / "a.py").write_text("1")
-    monkeypatch.setattr(demo.importlib.metadata, "version", lambda name: "0")
-    assert demo.code_digest() != before
+    digests = []
+    for code, versions in (("1", "a"), ("2", "a"), ("1", "b"), ("1", "a")):
+        (tmp_path / "pod" / "a.py").write_text(code)
+        (tmp_path / "requirements.txt").write_text(versions)
+        digests.append(demo.code_digest())
+    assert len(set(digests)) == 3 and digests[0] == digests[3]
 
 
-def test_a_failed_step_is_recorded_and_named(demo, tmp_path):
-    step, state = make_step(demo, tmp_path, "raise SystemExit(3)"), {}
+def test_a_failed_step_is_named_and_done_again(demo, tmp_path):
+    state = tmp_path / "demo.json"
     with pytest.raises(RuntimeError, match="step work ended with code 3; finished steps are kept"):
-        demo.run_step(step, state, "inputs", tmp_path)
-    assert "seconds" not in read_json(tmp_path / "demo.json")["work"]
-    silent = make_step(demo, tmp_path, "pass")
+        demo.run_step(make_step(demo, tmp_path, "raise SystemExit(3)"), state, "inputs")
     with pytest.raises(RuntimeError, match=r"step work is not complete: .*out is missing"):
-        demo.run_step(silent, state, "inputs", tmp_path)
+        demo.run_step(make_step(demo, tmp_path, "pass"), state, "inputs")
+    assert not read_json(state)["work"]["done"]
 
 
 def test_unfinished_work_is_kept_for_the_same_inputs_and_removed_for_others(demo, tmp_path):
-    (tmp_path / "work").mkdir()
-    (tmp_path / "work" / "checkpoint").write_text("half way")
-    state = {"work": {"fingerprint": "same"}}
+    state, half = tmp_path / "demo.json", tmp_path / "work" / "checkpoint"
+    with pytest.raises(RuntimeError):
+        demo.run_step(make_step(demo, tmp_path, "raise SystemExit(3)"), state, "same")
+    half.parent.mkdir()
+    half.write_text("half way")
     step = make_step(demo, tmp_path, write_code(tmp_path))
-    demo.run_step(step, state, "same", tmp_path)
-    assert (tmp_path / "work" / "checkpoint").exists()
-    demo.run_step(step, state, "other", tmp_path)
-    assert not (tmp_path / "work" / "checkpoint").exists()
+    demo.run_step(step, state, "same")
+    assert half.exists()
+    demo.run_step(step, state, "other")
+    assert not half.exists()
 
 
 def test_training_runs_through_the_real_launcher_to_its_last_step(demo, tmp_path):

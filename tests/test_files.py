@@ -77,9 +77,10 @@ def test_abandoned_folder_of_a_dead_process_is_removed_and_of_a_living_one_kept(
     elsewhere = tmp_path / f".out.tmp-other-{host}-{finished.pid}-abc"
     for folder in (dead, alive, elsewhere):
         folder.mkdir()
-    with files.atomic_dir(tmp_path / "out"):
+    (file := tmp_path / f".rows.tmp-{host}-{finished.pid}-abc").write_text("half")
+    with files.atomic_dir(tmp_path / "out"), files.atomic_stream(tmp_path / "rows"):
         pass
-    assert not dead.exists() and alive.exists() and elsewhere.exists()
+    assert not file.exists() and not dead.exists() and alive.exists() and elsewhere.exists()
 
 
 @pytest.mark.parametrize(

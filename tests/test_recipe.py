@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import pytest
 
-from pod import recipe as recipes
 from pod.recipe import Recipe, load_recipe, run
 from pod.schema import build, explain, field_docs, section, to_yaml, type_name
 
@@ -27,6 +26,8 @@ def test_defaults_and_overrides(tmp_path):
     assert recipe.train.learning_rate == 2e-5, "YAML 1.1 would read 2e-5 as text"
     assert recipe.train.max_steps == 7
     assert recipe.data.sources == ["stdlib:"], "the text, not the mapping {stdlib: null}"
+    assert load_recipe(None, ["bench.lengths=8192,1_024"]).bench.lengths == [8192, 1024]
+    assert load_recipe(None, ["bench.lengths=8192"]).bench.lengths == [8192]
     assert load_recipe(None) == Recipe()
     assert load_recipe(write(tmp_path, "# nothing\n")) == Recipe()
 
@@ -40,21 +41,24 @@ def test_defaults_and_overrides(tmp_path):
             "unknown key 'num_sink_token' in model (did you mean 'model.num_sink_tokens'?)",
         ),
         ("learning_rate: 1.0", "(did you mean 'train.learning_rate'?)"),
-        ("model: {num_sink_tokens: many}", "model.num_sink_tokens is 'many', expected int"),
-        ("model: {num_sink_tokens: 1.5}", "model.num_sink_tokens is 1.5, expected int"),
-        ("model: {num_sink_tokens: true}", "model.num_sink_tokens is True, expected int"),
-        ("model: {num_sink_tokens: -1}", "model.num_sink_tokens is -1, allowed are 0 and more"),
+        ("model: {num_sink_tokens: many}", "model.num_sink_tokens is 'many': it should be a valid integer"),
+        ("model: {num_sink_tokens: 1.5}", "model.num_sink_tokens is 1.5: it should be a valid integer"),
+        ("model: {num_sink_tokens: true}", "model.num_sink_tokens is True: it should be a number"),
+        (
+            "model: {num_sink_tokens: -1}",
+            "model.num_sink_tokens is -1: it should be greater than or equal to 0",
+        ),
         (
             "model: {dtype: bfloat}",
-            "model.dtype is 'bfloat', allowed: float32, bfloat16, float64 (did you mean 'bfloat16'?)",
+            "model.dtype is 'bfloat': it should be 'float32', 'bfloat16' or 'float64' (did you mean 'bfloat16'?)",
         ),
-        ("model: [1]", "model is [1], expected a mapping"),
+        ("model: [1]", "model is [1]: it should be a dictionary"),
         ("seed: -3", "seed is -3"),
         ("seed: 1\nseed: 2", "key 'seed' stands twice"),
         ("model: {", "not valid YAML"),
         ("- a", "holds list, expected sections (output_dir"),
-        ("data: {sources: 3}", "data.sources is 3, expected list of str"),
-        ("data: {sources: [[a]]}", "data.sources[0] is ['a'], expected str"),
+        ("data: {sources: {a: 1}}", "data.sources is {'a': 1}: it should be a valid list"),
+        ("data: {sources: [[a]]}", "data.sources[0] is ['a']: it should be a valid string"),
     ],
 )
 def test_mistakes_in_the_file(tmp_path, text, message):
@@ -74,8 +78,8 @@ def test_mistakes_in_the_file(tmp_path, text, message):
         ("train.max_steps", "expected section.field=value"),
         (".max_steps=3", "expected section.field=value"),
         ("train.max_steps=[", "the value is not valid YAML"),
-        ("train.max_steps=ten", "train.max_steps is 'ten', expected int"),
-        ("train=3", "train is 3, expected a mapping"),
+        ("train.max_steps=ten", "train.max_steps is 'ten': it should be a valid integer"),
+        ("train=3", "train is 3: it should be a dictionary"),
     ],
 )
 def test_mistakes_in_overrides(override, message):
@@ -157,9 +161,6 @@ def test_every_kind_of_type():
     )
     assert isinstance(made.inner.rate, float)
     assert isinstance(made.sizes[1], int)
-    assert build(Outer, {"inner": {"rate": 1}, "either": 4}).either == 4, (
-        "a number stays one where a word would do too"
-    )
 
 
 @pytest.mark.parametrize(
@@ -167,20 +168,19 @@ def test_every_kind_of_type():
     [
         ({}, "inner is missing: set it in the config or with --set inner=…"),
         ({"inner": {}}, "inner.rate is missing"),
-        ({"inner": {"rate": "x"}}, "inner.rate is 'x', expected float"),
+        ({"inner": {"rate": "x"}}, "inner.rate is 'x': it should be a valid number"),
         (
             {"inner": {"rate": 1}, "many": [{"rat": 1}]},
             "unknown key 'rat' in many[0] (did you mean 'many[0].rate'?)",
         ),
         ({"inner": {"rate": 1}, "sizes": [1]}, "sizes[1] is missing"),
-        ({"inner": {"rate": 1}, "either": [1]}, "either is [1], expected int or str"),
-        ({"inner": {"rate": 1}, "mode": "4"}, "mode is '4', allowed: fast, slow, 3"),
-        ({"inner": {"rate": 1}, "mode": True}, "mode is True, allowed"),
-        ({"inner": {"rate": 1}, "table": {"a": "b"}}, "table.a is 'b', expected float"),
-        ({"inner": {"rate": 1}, "table": 3}, "table is 3, expected mapping of str to float"),
-        ({"inner": {"rate": 1}, "flag": "perhaps"}, "flag is 'perhaps', expected bool"),
-        ({"inner": {"rate": True}}, "inner.rate is True, expected float"),
-        ({"inner": {"rate": 1}, "maybe": "high"}, "maybe is 'high', expected float"),
+        ({"inner": {"rate": 1}, "mode": "4"}, "mode is '4': it should be 'fast', 'slow' or 3"),
+        ({"inner": {"rate": 1}, "mode": True}, "mode is True: it should be 'fast'"),
+        ({"inner": {"rate": 1}, "table": {"a": "b"}}, "table.a is 'b': it should be a valid number"),
+        ({"inner": {"rate": 1}, "table": 3}, "table is 3: it should be a valid dictionary"),
+        ({"inner": {"rate": 1}, "flag": "perhaps"}, "flag is 'perhaps': it should be a valid boolean"),
+        ({"inner": {"rate": True}}, "inner.rate is True: it should be a number"),
+        ({"inner": {"rate": 1}, "maybe": "high"}, "maybe is 'high': it should be a valid number"),
     ],
 )
 def test_mistakes_name_their_place(content, message):
@@ -193,22 +193,9 @@ def test_documentation_comes_from_the_text_under_each_field():
     assert field_docs(Inner) == {"rate": "Steps per second."}
     assert list(field_docs(Outer)) == [item.name for item in dataclasses.fields(Outer)]
     lines = explain(Outer, "outer")
-    assert "  outer.mode  (one of fast | slow | 3, default 'fast')" in lines
-    assert "  outer.inner  (Inner, required)" in lines
-    assert type_name(float | None) == "float or null"
-
-
-@section
-class Unions:
-    """A number or a word, in both orders."""
-
-    first: int | str = 0
-    last: str | int = 0
-
-
-def test_a_number_stays_a_number_whatever_the_order_of_a_union():
-    made = build(Unions, {"first": "4", "last": 4})
-    assert (made.first, made.last) == ("4", 4)
+    assert "  outer.mode  ('fast' | 'slow' | 3, default 'fast')" in lines
+    assert "      One of these." in lines
+    assert type_name(float | None) == "float | null"
 
 
 def test_yaml_round_trip_keeps_small_numbers(tmp_path):
@@ -305,8 +292,6 @@ def test_help_explains_the_sections_asked_for_and_no_others(capsys):
     assert "model.num_recent_tokens  (int, default 4080)" in text
     assert "output_dir  (str" in text
     assert "train.max_steps" not in text
-    with pytest.raises(ValueError, match="did you mean 'model'"):
-        recipes.help_text(["modle"])
 
 
 @pytest.mark.parametrize(

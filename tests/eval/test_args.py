@@ -29,9 +29,9 @@ def test_unknown_method_names_the_nearest(name, nearest):
     [
         ({"methods": []}, "at least one method"),
         ({"methods": ["full", "full"]}, "twice"),
-        ({"text_sequences": 0}, "text_sequences is 0, allowed are 1 and more"),
+        ({"text_sequences": 0}, "text_sequences is 0: it should be greater than 0"),
         ({"passkey_lengths": []}, "passkey_lengths is empty"),
-        ({"passkey_depths": [1.5]}, "passkey_depths\\[0\\] is 1.5, allowed are 0 to 1"),
+        ({"passkey_depths": [1.5]}, "passkey_depths\\[0\\] is 1.5: it should be less than or equal to 1"),
         ({"text_length": 256, "min_context": 256}, "less than text_length = 256"),
     ],
 )
@@ -66,8 +66,8 @@ def test_combinations_are_methods_too():
     ("options", "message"),
     [
         ({"snapkw": {}}, "unknown method 'snapkw'; did you mean 'snapkv'"),
-        ({"snapkv": 3}, "method_options.snapkv is 3, expected mapping"),
-        ([1], "method_options is .1., expected mapping"),
+        ({"snapkv": 3}, "method_options.snapkv is 3: it should be a valid dictionary"),
+        ([1], "method_options is .1.: it should be a valid dictionary"),
     ],
 )
 def test_wrong_method_options(options, message):

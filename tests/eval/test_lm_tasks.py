@@ -277,7 +277,7 @@ REFUSED = [
     ),
     (
         {"tasks": ["arc_easy"], "eval__task_options": {"arc_easy": {"limit": 0}}},
-        "limit is 0, allowed are 1 and more",
+        "limit is 0: it should be greater than 0",
     ),
     ({"tasks": ["humaneval"]}, "task humaneval executes code that the model writes: set eval.unsafe_code"),
     (

@@ -172,8 +172,8 @@ def args_of(**options) -> EvalArgs:
     [
         ({"max_batch": [[64, 3]]}, "only a GPU survives: set eval.task_options.efficiency.memory_limit_gib"),
         ({"max_batch": [[64]], "memory_limit_gib": 1}, r"max_batch\[0\]\[1\] is missing"),
-        ({"prefill_repeats": 0}, "prefill_repeats is 0, allowed are 1 and more"),
-        ({"memory_limit_gib": 0}, "memory_limit_gib is 0, allowed are numbers above 0"),
+        ({"prefill_repeats": 0}, "prefill_repeats is 0: it should be greater than 0"),
+        ({"memory_limit_gib": 0}, "memory_limit_gib is 0: it should be greater than 0"),
         ({"max_batches": [[64, 3]]}, "max_batch"),
     ],
 )

@@ -130,16 +130,10 @@ def test_changes_that_mean_nothing_are_refused(changes, new_max, message):
             "num_sink_tokens is 16, and layout=window has no sinks: set num_sink_tokens=0",
         ),
         ({"layout": "dense", "plan": "p.json"}, "plan is p.json, and layout=dense shares nothing"),
-        ({"cla_factor": 1}, "cla_factor is 1, allowed are 2 and more"),
-        ({"rope_theta": 0.0}, "rope_theta is 0.0, allowed are numbers above 0"),
-        ({"rope_factor": 0.5}, "rope_factor is 0.5, allowed are 1 and more"),
-        ({"rope_attention_factor": -1.0}, "rope_attention_factor is -1.0, allowed are numbers above 0"),
-        ({"max_position_embeddings": 0}, "max_position_embeddings is 0, allowed are 1"),
-        (
-            {"rope_low_freq_factor": 4.0},
-            "rope_low_freq_factor is 4.0, allowed are numbers below rope_high_freq_factor",
-        ),
-        ({"rope_beta_slow": 40.0}, "rope_beta_slow is 40.0, allowed are numbers below rope_beta_fast"),
+        ({"cla_factor": 1}, "cla_factor is 1: it should be greater than or equal to 2"),
+        ({"rope_theta": 0.0}, "rope_theta is 0.0: it should be greater than 0"),
+        ({"rope_factor": 0.5}, "rope_factor is 0.5: it should be greater than or equal to 1"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings is 0: it should be greater than 0"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(settings, message):

@@ -424,7 +424,7 @@ def test_two_ranks_make_the_plan_of_one(explore_launcher, overrides, tmp_path):
             "0.99, but the allowed roles save 0.000 to 0.854",
         ),
         (["explore.budget_length=7"], "2 + 5 are in every window"),
-        (["explore.cost=output"], "cost is 'output', allowed: projected, similarity"),
+        (["explore.cost=output"], "cost is 'output': it should be 'projected' or 'similarity'"),
     ],
 )
 def test_bad_settings_are_one_line(explore_refused, overrides, change, words):
