@@ -90,6 +90,7 @@ WORKERS = (
     "estimate",
     "kills",
     "parallel",
+    "recipe",
     "restart",
     "runs",
     "seeing",

@@ -1,0 +1,67 @@
+"""One recipe on 1, 2 and 4 ranks, as the planner lays it out. `worker_recipe.py OUT`."""
+
+import sys
+from pathlib import Path
+
+import tiny
+
+STEPS = 8
+LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)]
+"""Ranks and ranks per row."""
+
+
+def train(out: Path, data: Path, size: int) -> None:
+    """Losses of all steps, and the rows that each data-parallel rank read for them."""
+    from pod.data import PackedDataset
+    from pod.training.args import TrainRecipe
+    from pod.training.predict.planner import plan, this_machine
+    from pod.training.predict.shapes import Shapes
+    from pod.training.run.mesh import start_processes, stop_processes
+    from pod.training.run.trainer import Trainer
+
+    dataset, model = PackedDataset(data), tiny.make_model()
+    recipe = TrainRecipe(
+        tokens_per_step=4 * dataset.context_length,
+        max_steps=STEPS,
+        learning_rate=1e-2,
+        warmup_ratio=0.25,
+        weight_decay=0.1,
+        dtype="float32",
+        prefetch_steps=0,
+        sequence_parallel_size=size,
+    )
+    fit = plan(
+        recipe, Shapes.from_config(model.config), model.model.lead, dataset.context_length, this_machine()
+    )
+    mesh = start_processes(size)
+    rows, read = dataset.rows, list[list[int]]()
+
+    def recorded(numbers):
+        read[-1].extend(map(int, numbers))
+        return rows(numbers)
+
+    dataset.rows = recorded
+    name = f"ranks{mesh.world_size}_sp{size}"
+    trainer = Trainer(fit.job.args, model, dataset, mesh, out / name)
+    losses = []
+    for _ in range(STEPS):
+        read.append([])
+        losses.append(trainer.step()["loss"])
+    trainer.batches.close()
+    result = {"losses": losses, "read": read, "dp_rank": mesh.dp_rank, "steps": fit.job.args.max_steps}
+    tiny.write_result(out, f"{name}_rank{mesh.rank}", result)
+    stop_processes()
+
+
+def main(out: Path) -> None:
+    import deepspeed  # noqa: F401  imported once, before the ranks are forked
+
+    import pod  # noqa: F401
+
+    data = tiny.make_data(out / "data", rows=20)
+    for ranks, size in LAYOUTS:
+        tiny.run_ranks(ranks, train, out, data, size)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
