@@ -50,7 +50,7 @@ class Curve:
 
     @property
     def targets(self) -> Ints:
-        """The numbers of units that may be asked for: those that a plan saves."""
+        """The numbers of units that may be asked for."""
         return np.flatnonzero(np.isfinite(self.costs))
 
     def cheapest(self, units: int) -> int:
@@ -145,29 +145,6 @@ def solve_table(table: Sequence[Role], pair_units: int) -> Frontier:
     if not len(finite):
         raise ValueError("the costs allow no plan: some (layer, KV head) may do nothing")
     return Frontier(sizes, pair_units, reached[: finite[-1] + 1], table, heads, shares)
-
-
-def sum_of_costs(plan: SharingPlan, follow: ArrayLike | None, window: ArrayLike | None) -> float:
-    """What ``solve`` minimises, for any plan: the costs of its followers and windows.
-
-    Raises: ValueError for a plan of another size.
-    """
-    table = solve(follow, window).table
-    plan.check_fits(*table[0].costs.shape)
-    costs = {role.does: role.costs for role in table}
-    total = 0.0
-    for layer, row in enumerate(plan.lead):
-        for head, lead in enumerate(row):
-            if lead is None:
-                total += costs["window"][layer, head] if "window" in costs else np.inf
-            elif lead != layer:
-                total += costs["follow"][lead, layer, head] if "follow" in costs else np.inf
-    return float(total)
-
-
-def units_of(plan: SharingPlan) -> int:
-    """Units that a plan saves: one for a follower, two for a window."""
-    return plan.num_followers + PAIR_UNITS * plan.num_windows
 
 
 def check_role(role: Role) -> Role:

@@ -4,9 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
+from plan_sums import sum_of_costs
 
 from pod.training.plans.align import _Search, _slopes, align
-from pod.training.plans.solve import solve, sum_of_costs
+from pod.training.plans.solve import solve
 
 inf = np.inf
 
