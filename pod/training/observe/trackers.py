@@ -99,7 +99,7 @@ class Wandb:
         if not name.is_file():
             atomic_write_text(name, uuid.uuid4().hex[:8] + "\n")
         run_id = name.read_text(encoding="utf-8").strip()
-        where = {"project": "pod-kv", "dir": str(folder), "mode": args.wandb_mode}
+        where: dict[str, Any] = {"project": "pod-kv", "dir": str(folder), "mode": args.wandb_mode}
         self.run = wandb.init(id=run_id, resume="allow", config=config, **where)
         self.run.define_metric("*", step_metric="step")
 

@@ -31,7 +31,7 @@ class Map(NamedTuple):
     """values: ``[L, columns]``, NaN = nothing there; dots: (layer, column)."""
 
     title: str
-    values: ArrayLike
+    values: Any
     dots: Sequence[tuple[int, int]] = ()
 
 
