@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -22,8 +22,7 @@ from pod.training.plans.solve import Floats, Frontier
 Order = tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True)
-class Solved:
+class Solved(NamedTuple):
     """The least cost of every saving under some roles, and which saving is asked for.
 
     Attributes:
@@ -75,14 +74,14 @@ def find_plan(exploration: Exploration, say: Callable[[str], None] = print) -> C
 def choose_by_similarity(measured: Measured, explore: ExploreArgs, windows: dict[str, int]) -> Choice:
     """The paper's plan: greedy, or the followers of least ``Σ (1 - similarity with the lead)``."""
     similarity, provenance = measured.tensors["similarity"], measured.provenance
-    heads = provenance["num_key_value_heads"]
+    heads, solved = provenance["num_key_value_heads"], None
     follow = dissimilarity(similarity, heads)
     if explore.algorithm == "greedy":
         plan = greedy_plan(similarity, heads, explore.threshold, provenance)
-        return Choice(plan, follow, similarity=similarity)
-    frontier = frontier_of(explore, follow, None)
-    solved = Solved(frontier, target_units(frontier, explore, windows), follow)
-    plan = frontier.plan(solved.units, _provenance(explore, provenance, solved))
+    else:
+        frontier = frontier_of(explore, follow, None)
+        solved = Solved(frontier, target_units(frontier, explore, windows), follow)
+        plan = frontier.plan(solved.units, _provenance(explore, provenance, solved))
     return Choice(plan, follow, solved=solved, similarity=similarity)
 
 
@@ -90,17 +89,16 @@ def choose(costs: Measured, explore: ExploreArgs, windows: dict[str, int]) -> Ch
     """The plan of least cost at the target saving, heads aligned for it, and what forbidding each role, or packing, costs."""
     total = total_costs(costs.tensors, explore.retrieval_weight)
     best = _solve(total, explore, windows)
-    pair = best.frontier.pair_units
+    frontier, units = best.frontier, best.units
     provenance = costs.provenance | windows | {"retrieval_weight": explore.retrieval_weight}
     provenance = _provenance(explore, provenance, best)
-    if isinstance(best.frontier, PackedFrontier):
-        bound = best.frontier.bound[best.units :].min()
-        provenance |= {"bits": list(explore.bits), "plan_cost_bound": float(bound)}
+    if isinstance(frontier, PackedFrontier):
+        provenance |= {"bits": list(explore.bits), "plan_cost_bound": float(frontier.bound[units:].min())}
     without = {}
     for name, rest in _forbidding(explore).items():
-        without[name] = _solve(total, rest, windows, best.units / pair).frontier
-        provenance[f"plan_cost_without_{name}"] = without[name].cost_of(best.units, pair)
-    plan = best.frontier.plan(best.units, provenance)
+        without[name] = _solve(total, rest, windows, units / frontier.pair_units).frontier
+        provenance[f"plan_cost_without_{name}"] = without[name].cost_of(units, frontier.pair_units)
+    plan = frontier.plan(units, provenance)
     if best.kv_order is not None:
         plan = replace(plan, head_order=head_order(plan, best.kv_order, costs.tensors["order"]))
     return Choice(plan, best.follow, best.window, best, without)

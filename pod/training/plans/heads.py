@@ -150,7 +150,7 @@ def fitting_tokens(config: Any, wanted: int, repeats: int, num_ordinary: int) ->
 
 
 def describe_heads_cost(config: Any, explore: ExploreArgs) -> str:
-    """What the search needs, from the model's sizes: one forward pass, memory beside the weights."""
+    """What the search needs, from the model's sizes."""
     repeats = explore.head_repeats
     num_tokens = fitting_tokens(config, explore.head_tokens, repeats, config.vocab_size)
     block = (

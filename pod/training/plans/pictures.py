@@ -134,8 +134,8 @@ def pareto_picture(curve: dict[str, Any], subject: str) -> Figure:
     meanings = [ROLE_MEANINGS[role] for role in ROLE_COLOURS]
     below.stackplot(saving, *shares, colors=list(ROLE_COLOURS.values()), labels=meanings)
     if any(point["packed_layers"] for point in points):
-        heads = sum(points[0]["per_layer"][role][0] for role in ROLE_COLOURS)
-        packed = [heads * len(point["packed_layers"]) for point in points]
+        pairs = sum(points[0][role] for role in ROLE_COLOURS)
+        packed = [pairs * len(point["packed_layers"]) / curve["num_layers"] for point in points]
         below.plot(saving, packed, color="black", linestyle="--", label="stand in layers of 4 bits")
     below.set_ylabel("(layer, KV head)\npairs that …")
     below.legend(loc="lower left", fontsize=9)

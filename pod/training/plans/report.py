@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from pod.modeling.retrieval_heads import RetrievalHeads
-from pod.modeling.shipped.sharing import SharingPlan, roles_of
+from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.plans.choose import Choice
 from pod.training.plans.explore_args import ExploreArgs
 
@@ -38,21 +38,13 @@ def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dic
             "leads": plan.num_leads,
             "followers": plan.num_followers,
             "windows": plan.num_windows,
-            "per_layer": roles_per_layer(plan),
             "packed_layers": [layer for layer, bits in enumerate(plan.bits or ()) if bits < 16],
         }
         points.append(point)
     about = {name: getattr(explore, name) for name in ("budget_length", "cost", "retrieval_weight")}
+    about |= {"schema": SCHEMA_VERSION, "num_layers": choice.plan.num_layers, **windows}
     saving = choice.plan.saving(explore.budget_tokens, **windows)
-    return {"schema": SCHEMA_VERSION, **about, **windows, "chosen": {"units": chosen, "saving": saving}} | {
-        "points": points
-    }
-
-
-def roles_per_layer(plan: SharingPlan) -> dict[str, list[int]]:
-    """How many KV heads of each layer lead, follow and keep their window."""
-    roles = [roles_of(plan.lead, layer) for layer in range(plan.num_layers)]
-    return {name: [len(getattr(x, name)) for x in roles] for name in ("leads", "followers", "windows")}
+    return {**about, "chosen": {"units": chosen, "saving": saving}, "points": points}
 
 
 def about_plan(plan: SharingPlan, explore: ExploreArgs) -> str:

@@ -99,14 +99,12 @@ def curve():
         {
             "units": units, "saving": units / 16, "cost": cost, "leads": leads, "followers": followers,
             "windows": windows, "packed_layers": [3] if units > 4 else [], "cost_without": {"follow": 2 * cost, "window": None if units > 4 else 3 * cost},
-            "per_layer": {
-                "leads": [2, 2, 2, leads - 6], "followers": [0, 0, 0, followers], "windows": [0, 0, 0, windows]
-            },
         }
         for units, leads, followers, windows, cost in rows
     ]  # fmt: skip
     return {
         "points": points,
+        "num_layers": 4,
         "chosen": {"units": 4, "saving": 0.25},
         "budget_length": 64,
         "cost": "projected",
