@@ -58,7 +58,10 @@ def plan_at(kind: str, percent: int, own: Exploration) -> pod.SharingPlan | None
     if kind == "greedy":
         similarity = find_similarity(own)
         plans = (
-            greedy_plan(similarity.values, similarity.num_key_value_heads, t / 1000) for t in range(1001)
+            greedy_plan(
+                similarity.tensors["similarity"], similarity.provenance["num_key_value_heads"], t / 1000
+            )
+            for t in range(1001)
         )
         return min(plans, key=lambda plan: abs(plan.asymptotic_saving - percent / 100))
     if kind == "dp":
@@ -123,7 +126,7 @@ def main() -> None:
     if args.output.exists() and json.loads(args.output.read_text()).get("settings") == settings:
         rows = json.loads(args.output.read_text())["rows"]
     losses = Losses(own, args.sequences)
-    dense = pod.SharingPlan.dense(*np.shape(find_costs(own).values["window"]))
+    dense = pod.SharingPlan.dense(*np.shape(find_costs(own).tensors["window"]))
     cells = [
         ("dense", 0),
         *((k, p) for p in map(int, args.savings.split(",")) for k in args.kinds.split(",")),

@@ -74,10 +74,10 @@ those of windows alone say which heads razor keeps."""
 def make_plans() -> None:
     """Every kind at every saving, from the costs that explore measured."""
     from pod.training.plans.choose import choose
-    from pod.training.plans.costs import COSTS_NAME, PlanCosts
+    from pod.training.plans.measure import COSTS_NAME, Measured
 
     recipe = load_recipe(ROOT / "configs" / "plans_smollm2.yaml")
-    measured = {folder: PlanCosts.load(folder / COSTS_NAME) for folder in (PLANS, NARROW)}
+    measured = {folder: Measured.load(folder / COSTS_NAME) for folder in (PLANS, NARROW)}
     for kind, (changes, savings) in KINDS.items():
         costs = measured[NARROW if kind == "narrow" else PLANS]
         windows = {name: costs.provenance[name] for name in ("num_sink_tokens", "num_recent_tokens")}

@@ -26,7 +26,7 @@ from pod.models import resolve_model
 from pod.training.plans.greedy import dissimilarity, greedy_plan
 from pod.training.plans.recording import record_attention_rows
 from pod.training.plans.similarity import jensen_shannon_similarity
-from pod.training.plans.solve import solve, sum_of_costs
+from pod.training.plans.solve import solve
 
 RESULTS = Path(__file__).parent / "results" / "similarity_smollm2.json"
 FIRST_SENTENCE = "Emma Woodhouse, handsome, clever, and rich"
@@ -147,7 +147,11 @@ def main() -> None:
     texts = windows(tokens, args.start, args.count, args.length)
     for name, plan in plans(similarity, heads):
         row = evaluate(name, plan, args, folder, texts)
-        row["plan_cost"] = 0.0 if plan is None else sum_of_costs(plan, dissimilarity(similarity, heads), None)
+        costs = dissimilarity(similarity, heads)  # of a layer with itself 0
+        pairs = (
+            [] if plan is None else [(i, j, x) for i, row in enumerate(plan.lead) for j, x in enumerate(row)]
+        )
+        row["plan_cost"] = float(sum(costs[lead, layer, head] for layer, head, lead in pairs))
         dense = result["rows"][0]["perplexity"] if result["rows"] else row["perplexity"]
         row["perplexity_ratio_to_dense"] = row["perplexity"] / dense
         result["rows"].append(row)

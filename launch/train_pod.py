@@ -20,26 +20,30 @@ def main(recipe: Recipe) -> None:
     from pod.training.run.start import train
 
     train(
-        recipe.model, recipe.train, recipe.output_dir, recipe.seed, asdict(recipe), probes=make_probes(recipe)
+        recipe.model,
+        recipe.train,
+        recipe.output_dir,
+        recipe.seed,
+        asdict(recipe),
+        passkeys=make_passkeys(recipe),
     )
 
 
-def make_probes(recipe: Recipe) -> Any:
-    """Passkeys and texts for evaluation during training, tokenised; None when the recipe asks for none."""
-    args = recipe.train
-    if not args.eval_every_steps or not (args.eval_passkeys or args.sample_prompts):
-        return None
+def make_passkeys(recipe: Recipe) -> list[Any]:
+    """Passkeys for evaluation during training, tokenised."""
+    count = recipe.train.eval_passkeys
+    if not count:
+        return []
     import pod
     from pod.eval.suites.own.passkey import make_prompts
     from pod.models import resolve_model
-    from pod.training.observe.probes import make_probes
+    from pod.training.observe.validation import Passkey
 
     tokenizer = pod.load_tokenizer(resolve_model(recipe.model.path), gguf_file=recipe.model.gguf_file)
-    count = args.eval_passkeys
     depths = [0.5] if count == 1 else [index / (count - 1) for index in range(count)]
     length = recipe.data.context_length - 16  # room for the answer
-    prompts = make_prompts(tokenizer, [length], depths, 1, recipe.seed) if count else []
-    return make_probes(tokenizer, [(one.text, one.key, one.depth) for one in prompts], args.sample_prompts)
+    prompts = make_prompts(tokenizer, [length], depths, 1, recipe.seed)
+    return [Passkey.of(tokenizer, one.text, one.key, one.depth) for one in prompts]
 
 
 def estimate(recipe: Recipe) -> str:

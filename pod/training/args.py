@@ -174,7 +174,7 @@ class TrainRecipe:
     one held-out row; 0 = never."""
 
     eval_every_steps: NonNegativeInt = 0
-    """Steps between two evaluations on held-out rows: loss by position, passkey, and the samples below; 0 = never."""
+    """Steps between two evaluations on held-out rows: loss by position, and passkeys; 0 = never."""
 
     eval_rows: PositiveInt = 8
     """Held-out rows of data.context_length tokens per evaluation, over all ranks."""
@@ -182,13 +182,7 @@ class TrainRecipe:
     eval_passkeys: NonNegativeInt = 0
     """Passkey prompts per evaluation, of data.context_length tokens, at depths spread over them."""
 
-    sample_prompts: list[str] = field(default_factory=list)
-    """Texts that the model continues greedily at every evaluation, written to <output_dir>/train/samples.jsonl."""
-
-    sample_tokens: PositiveInt = 48
-    """Tokens of each continuation."""
-
-    tracker: Literal["none", "wandb", "tensorboard"] = "none"
+    tracker: Literal["none", "wandb"] = "none"
     """Where metrics go besides <output_dir>/train/metrics.jsonl."""
 
     wandb_mode: Literal["offline", "online"] = "offline"
@@ -201,11 +195,10 @@ class TrainRecipe:
     def _check_combinations(self) -> None:
         if self.spike_factor != 0 and not self.spike_factor > 1:
             raise ValueError(f"spike_factor is {self.spike_factor}, allowed are 0 (off) and numbers above 1")
-        for name in ("eval_passkeys", "sample_prompts"):
-            if getattr(self, name) and not self.eval_every_steps:
-                raise ValueError(
-                    f"{name} is set and eval_every_steps is 0, so that nothing would be asked: set eval_every_steps"
-                )
+        if self.eval_passkeys and not self.eval_every_steps:
+            raise ValueError(
+                "eval_passkeys is set and eval_every_steps is 0, so that nothing would be asked: set eval_every_steps"
+            )
         if not self.lora_target_modules:
             raise ValueError("lora_target_modules is empty: name linear layers, for example q_proj, k_proj")
 

@@ -32,7 +32,6 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "deepspeed.ops:__compatible_ops__": (),
     "deepspeed.ops.op_builder.cpu.comm:ShareMemCommBuilder.NAME": (),
     "deepspeed.utils:logger.setLevel": (),
-    "deepspeed.utils:safe_get_local_grad": ("param",),
     "deepspeed.utils.zero_to_fp32:get_fp32_state_dict_from_zero_checkpoint": (
         "checkpoint_dir",
         "tag",
@@ -271,35 +270,6 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, ignored
     return _VocabParallelLinearCrossEntropy.apply(
         tokens.contiguous(), weight.contiguous(), None, labels.reshape(-1), *vocabulary, ignored, rows, kind
     ).sum()
-
-
-def local_square(parameter: nn.Parameter, engine: Any) -> Tensor | float:
-    """Sum of squares of this rank's share of a reduced gradient, on its device in fp64; 0 when it has none.
-
-    For use between the last backward of a step and its update, under ZeRO 1, 2 and 3.
-    """
-    optimizer = engine.optimizer
-    if getattr(optimizer, "offload_optimizer", False) or getattr(optimizer, "cpu_offload", False):
-        # Offloaded gradients are already in host memory or on a disk; their norms were taken on the way.
-        norm = optimizer.norm_for_param_grads.get(optimizer.get_param_id(parameter))
-        return 0.0 if norm is None else float(norm) ** 2
-    if hasattr(parameter, "ds_id"):
-        from deepspeed.utils import safe_get_local_grad
-
-        gradient = safe_get_local_grad(parameter)
-    else:
-        gradient = _fragment(parameter)
-    if gradient is None:
-        return 0.0
-    return torch.linalg.vector_norm(gradient.float(), dtype=torch.float64) ** 2
-
-
-def _fragment(parameter: Any) -> Tensor | None:
-    """The part of a gradient that lies in this rank's partition under ZeRO 1 and 2; None when there is none."""
-    mapping = parameter._hp_mapping
-    return (
-        None if mapping is None else mapping.get_lp_grad_fragment(parameter._index_in_param_group).flatten()
-    )
 
 
 # Checkpoints

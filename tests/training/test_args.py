@@ -30,7 +30,6 @@ SMOLLM2 = Shapes(
         ("prefetch_steps", -1),
         ("lora_target_modules", []),
         ("eval_passkeys", 3),  # and eval_every_steps is 0
-        ("sample_prompts", ["Once"]),
     ],
 )
 def test_bad_values_are_refused_by_name(field, value):

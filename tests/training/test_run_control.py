@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from pod.training.args import TrainArgs
-from pod.training.observe.watchdog import Watchdog, where_ranks_are
+from pod.training.observe.watchdog import Watchdog
 from pod.training.run.run_control import RunControl
 
 
@@ -87,17 +87,6 @@ def test_report_names_rank_phase_step_and_seconds_with_the_stacks_of_all_threads
     assert "no progress for 61 s in phase backward after step 41" in text
     assert "test_report_names_rank_phase_step" in text
     assert capfd.readouterr().err.count("\n") == 1
-
-
-def test_summary_names_the_rank_that_the_others_wait_for(tmp_path):
-    for rank, phase in enumerate(["backward", "data", "backward", "backward"]):
-        watchdog = Watchdog(tmp_path, rank, 5, 60.0)
-        watchdog.beat(phase)
-        watchdog.step = 41
-        watchdog.report()
-    assert where_ranks_are(tmp_path, 5, 120.0) == (
-        "backward after step 41: ranks 0, 2, 3; data after step 41: rank 1; no report: rank 4"
-    )
 
 
 def test_no_thread_without_a_timeout(tmp_path):

@@ -19,10 +19,8 @@ def test_a_step_waits_for_the_device_twice(syncs_results, stage):
     places = syncs_results[f"stage{stage}"]["places"]
     waits = {name: count for name, count in places.items() if name not in ON_THE_HOST}
     own = {name: count for name, count in waits.items() if name.startswith("pod:")}
-    # the norms by kind of weight, in steps that record them, are read before the update
-    assert own == {"pod:_accumulate": 1, "pod:_as_float": 1, "pod:before_update": 1}
-    assert len(syncs_results[f"stage{stage}"]["norms"]) == 5
-    assert sum(waits.values()) - 3 <= (1 if stage == 3 else 4), (
+    assert own == {"pod:_accumulate": 1, "pod:_as_float": 1}
+    assert sum(waits.values()) - 2 <= (1 if stage == 3 else 4), (
         "DeepSpeed's own: is a gradient NaN or infinite?"
     )
 

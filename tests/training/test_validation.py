@@ -1,4 +1,4 @@
-"""Evaluation, samples and gradient norms: equal to plain PyTorch on any ranks, and unseen by training."""
+"""Evaluation and memory: equal to plain PyTorch on any ranks, and unseen by training."""
 
 import json
 
@@ -7,12 +7,9 @@ import pytest
 import torch
 
 from pod.training.args import TrainArgs
-from pod.training.observe.gradients import group_of
 from pod.training.observe.held_out import held_out_rows, lengthened, padded_row
 from pod.training.observe.make import make_observers
-from pod.training.observe.probes import Passkey, Probes, make_probes
-from pod.training.observe.samples import check_samples
-from pod.training.observe.validation import Evaluation, position_buckets
+from pod.training.observe.validation import Evaluation, Passkey, position_buckets
 from pod.training.run.reading import token_scores
 
 LAYOUTS = ["alone", "sp4", "sp2_dp2", "sp2_offload"]
@@ -61,7 +58,7 @@ def test_without_settings_nothing_is_evaluated(tmp_path):
     names = [
         type(one).__name__ for one in make_observers(TrainArgs(), Prepared(tmp_path, None), tmp_path, None)
     ]
-    assert names == ["GradientNorms", "PeakMemory"]
+    assert names == ["PeakMemory"]
 
 
 @pytest.mark.parametrize(
@@ -100,8 +97,6 @@ def test_scores_are_cross_entropy_in_chunks_of_any_size():
 class Spelling:
     """A tokenizer of characters that joins a space and the digit behind it, and puts a token before every text."""
 
-    eos_token_id = 1
-
     def __call__(self, text):
         ids = [0]
         for char in text:
@@ -111,16 +106,11 @@ class Spelling:
                 ids.append(ord(char))
         return {"input_ids": ids}
 
-    def decode(self, ids, skip_special_tokens):
-        return "".join(map(str, ids))
-
 
 def test_passkeys_are_split_where_prompt_and_number_part():
-    probes = make_probes(Spelling(), [("key is", "42", 0.25), ("key is ", "42", 0.5)], ["ab"])
-    assert probes.passkeys[0] == Passkey(prompt=(0, *map(ord, "key is")), answer=(1004, ord("2")), depth=0.25)
-    assert probes.passkeys[1].prompt == (0, *map(ord, "key is "))
-    assert probes.prompts == ((0, ord("a"), ord("b")),)
-    assert probes.end_ids == {1}
+    expected = Passkey(prompt=(0, *map(ord, "key is")), answer=(1004, ord("2")), depth=0.25)
+    assert Passkey.of(Spelling(), "key is", "42", 0.25) == expected
+    assert Passkey.of(Spelling(), "key is ", "42", 0.5).prompt == (0, *map(ord, "key is "))
 
 
 def test_prompts_that_do_not_fit_are_refused(tmp_path):
@@ -128,29 +118,6 @@ def test_prompts_that_do_not_fit_are_refused(tmp_path):
     long = Passkey(prompt=tuple(range(8)), answer=(1, 2, 3), depth=0.0)
     with pytest.raises(ValueError, match="a passkey prompt has 11 tokens, rows have 10"):
         Evaluation(TrainArgs(eval_every_steps=1), tmp_path, rows, [long])
-    probes = Probes(prompts=((1, 2, 3),), texts=("abc",))
-    with pytest.raises(
-        ValueError, match="'abc' has 3 tokens and is continued by 8; allowed are 1 and more, together at"
-    ):
-        check_samples(TrainArgs(sample_tokens=8), probes, 10)
-    check_samples(TrainArgs(sample_tokens=7), probes, 10)
-
-
-@pytest.mark.parametrize(
-    ("name", "group"),
-    [
-        ("model.model.embed_tokens.weight", "embedding"),
-        ("model.lm_head.weight", "embedding"),
-        ("model.model.layers.3.self_attn.k_proj.weight", "attention"),
-        ("model.model.layers.3.self_attn.k_norm.weight", "norms"),
-        ("model.model.layers.3.mlp.up_proj.bias", "mlp"),
-        ("model.model.layers.3.post_attention_layernorm.weight", "norms"),
-        ("model.model.norm.weight", "norms"),
-        ("model.base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight", "lora"),
-    ],
-)
-def test_every_weight_has_its_group(name, group):
-    assert group_of(name) == group
 
 
 def mean(values):
@@ -180,41 +147,10 @@ def test_evaluation_on_ranks_equals_plain_pytorch(seeing_results, name):
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_samples_are_greedy_and_end_at_an_end_token(seeing_results, name):
-    plain = seeing_results["plain"]
-    expected = []
-    for continued in plain["continued"]:
-        at = continued.index(plain["end"]) if plain["end"] in continued else len(continued)
-        expected.append(continued[:at])
-    assert [sample["token_ids"] for sample in seeing_results[name]["samples"]] == expected
-    assert len(expected[1]) < 6  # this one ends early
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_gradient_norms_of_groups_make_up_the_whole(seeing_results, name):
-    step, plain = seeing_results[name]["step"], seeing_results["plain"]
-    groups = {
-        key.removeprefix("grad_norm_"): value for key, value in step.items() if key.startswith("grad_norm_")
-    }
-    assert sum(norm**2 for norm in groups.values()) == pytest.approx(step["grad_norm"] ** 2, rel=1e-6)
-    assert groups == pytest.approx(plain[f"norms_{seeing_results[name]['rows']}"], rel=1e-6)
-    assert 0.1 < step["peak_memory_gib"] < 8
-
-
-@pytest.mark.multiprocess
-def test_frozen_weights_have_no_gradient_norm(seeing_results):
-    step = next(line for line in seeing_results["seen_lora"]["metrics"] if line["step"] == 1)
-    groups = [key for key in step if key.startswith("grad_norm_")]
-    assert groups == ["grad_norm_lora"]
-    assert step["grad_norm_lora"] == pytest.approx(step["grad_norm"], rel=1e-6)
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("name", LAYOUTS)
 def test_evaluation_leaves_the_model_as_it_was(seeing_results, name):
     seen = seeing_results[name]
     assert (seen["modes"], seen["row_length"], seen["traces"]) == ([True], 141, [False, False])
+    assert 0.1 < seen["memory"]["peak_memory_gib"] < 8
 
 
 @pytest.mark.multiprocess
@@ -236,7 +172,7 @@ def test_files_of_a_run_hold_a_line_per_measurement(seeing_results, seeing_folde
     folder = seeing_folder / "seen"
     steps = {
         name: [json.loads(line)["step"] for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-        for name in ("eval", "gates", "samples")
+        for name in ("eval", "gates")
     }
-    assert steps == {"eval": [0, 2, 3], "gates": [0, 2, 3], "samples": [0, 0, 0, 2, 2, 2, 3, 3, 3]}
+    assert steps == {"eval": [0, 2, 3], "gates": [0, 2, 3]}
     assert (folder / "gates.png").stat().st_size > 10_000

@@ -22,7 +22,6 @@ SETTINGS = {
     "gate_every_steps": 2,
     "eval_rows": 3,
     "eval_passkeys": 2,
-    "sample_tokens": 6,
     "max_steps": 3,
 }
 PROMPTS = ((3, 1, 4), (1, 5, 9, 2, 6, 5, 3, 5, 8), tuple(range(20)))
@@ -42,19 +41,17 @@ def add_held_out(folder: Path, seed: int = 5) -> Path:
     return folder
 
 
-def make_probes(model):
-    """Passkeys of which the untrained model says the first and the third, not the second; texts; one end token."""
-    from pod.training.observe.probes import Passkey, Probes
+def make_passkeys(model):
+    """Passkeys of which the untrained model says the first and the third, not the second."""
+    from pod.training.observe.validation import Passkey
 
     said = [plain_continuation(model, prompt, 3) for prompt in PROMPTS]
     wrong = (said[1][0], (said[1][1] + 1) % tiny.VOCAB, said[1][2])
     answers = (said[0], wrong, said[2])
-    passkeys = [
+    return [
         Passkey(prompt=prompt, answer=tuple(answer), depth=depth)
         for prompt, answer, depth in zip(PROMPTS, answers, (0.0, 0.5, 1.0), strict=True)
     ]
-    end = plain_continuation(model, PROMPTS[1], 6)[4]
-    return Probes(passkeys=tuple(passkeys), prompts=PROMPTS, texts=("a", "b", "c"), end_ids=frozenset([end]))
 
 
 @torch.no_grad()
@@ -122,38 +119,20 @@ def plain(out, data) -> None:
 
     dataset, model = PackedDataset(data), tiny.make_model(dtype=torch.float64)
     rows = held_out_rows(dataset, 3)
-    probes = make_probes(model)
-    result: dict = {"losses": naive_losses(model, rows), "end": min(probes.end_ids)}
+    result: dict = {"losses": naive_losses(model, rows)}
     for name, row in (("long", 0), ("packed", 2)):
         result[f"gates_{name}"] = naive_gates(model, rows["input_ids"][[row]], rows["doc_ids"][[row]])
     result["passkey_losses"] = []
-    for key in probes.passkeys:
+    for key in make_passkeys(model):
         ids = torch.tensor([[*key.prompt, *key.answer]])
         logits = model(input_ids=ids).logits[0, len(key.prompt) - 1 : -1].detach()
         loss = torch.nn.functional.cross_entropy(logits, torch.tensor(key.answer))
         result["passkey_losses"].append(float(loss))
-    result["continued"] = [plain_continuation(model, prompt, 6) for prompt in PROMPTS]
-    for step_rows in (1, 2):
-        result[f"norms_{step_rows}"] = plain_norms(dataset, step_rows)
     tiny.write_result(out, "plain", result)
 
 
-def plain_norms(dataset, step_rows: int) -> dict[str, float]:
-    """Gradient norms by group of one step over the first rows, without ranks, checkpoints or parts."""
-    from pod.training.observe.gradients import group_of
-
-    model = tiny.make_model(dtype=torch.float64)
-    batch = dataset.rows(dataset.cursor(0).peek(step_rows))
-    logits = model(input_ids=batch["input_ids"], doc_ids=batch["doc_ids"]).logits
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
-    squares: dict[str, float] = {}
-    for name, parameter in model.named_parameters():
-        squares[group_of(name)] = squares.get(group_of(name), 0.0) + float(parameter.grad.square().sum())
-    return {group: square**0.5 for group, square in squares.items()}
-
-
 def observed(name, out, settings, data, heads=(6, 3)) -> None:
-    """All observers of an untrained model, then one step."""
+    """All observers of an untrained model."""
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
     from pod.training.observe.gates import measure_gates
@@ -169,7 +148,7 @@ def observed(name, out, settings, data, heads=(6, 3)) -> None:
         start_processes(args.sequence_parallel_size),
         tiny.make_model(),
     )
-    observers = make_observers(args, dataset, out / name, model.config, make_probes(model))
+    observers = make_observers(args, dataset, out / name, model.config, make_passkeys(model))
     trainer = Trainer(args, model, dataset, mesh, out / name, observers=observers)
     trainer.monitor = Monitor.of(trainer)
     values: dict = {}
@@ -183,13 +162,10 @@ def observed(name, out, settings, data, heads=(6, 3)) -> None:
         "context" in model.model.__dict__,
         "forward" in trainer.engine.module.loss_head.__dict__,
     ]
-    first = trainer.step()
-    for observer in observers[:2]:  # gradient norms and memory
-        first |= observer.observe(trainer, 1)
-    result |= {"step": first, "rows": trainer.rows_per_step}
+    result["memory"] = observers[0].observe(trainer, 1)
     trainer.monitor.close()
     if mesh.rank == 0:
-        for file in ("eval", "samples", "gates"):
+        for file in ("eval", "gates"):
             lines = (out / name / f"{file}.jsonl").read_text(encoding="utf-8").splitlines()
             result[file] = [json.loads(line) for line in lines]
         tiny.write_result(out, name, result)
@@ -212,7 +188,7 @@ def trained(name, out, settings, data) -> None:
     )
     observers = None
     if args.eval_every_steps:
-        observers = make_observers(args, dataset, out / name, model.config, make_probes(model))
+        observers = make_observers(args, dataset, out / name, model.config, make_passkeys(model))
     trainer = Trainer(args, model, dataset, mesh, out / name, observers=observers)
     trainer.train()
     fingerprint = optimizer_hash(trainer)
@@ -230,7 +206,7 @@ def main(out: Path, *names: str) -> None:
     import pod  # noqa: F401
 
     data = add_held_out(tiny.make_data(out / "data", CONTEXT))
-    off = {"eval_every_steps": 0, "eval_passkeys": 0, "sample_prompts": [], "gate_every_steps": 0}
+    off = {"eval_every_steps": 0, "eval_passkeys": 0, "gate_every_steps": 0}
     dropout = {"sequence_parallel_size": 2, "method": "lora", "lora_rank": 2, "lora_dropout": 0.2}
     full = {"sequence_parallel_size": 2}
     runs = {

@@ -5,7 +5,8 @@ near 1, a head makes no use of the distant tokens whose logits it shares.
 """
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +23,23 @@ from pod.modeling.shipped.attend import (
     Visibility,
     attend,
 )
-from pod.modeling.shipped.sharing import Lead as PlanLead
 from pod.modeling.shipped.sharing import roles_of
 from pod.training.args import TrainArgs
 from pod.training.observe.held_out import Rows, lengthened
-from pod.training.observe.observers import Periodic
-from pod.training.observe.trackers import append_records
+from pod.training.observe.observers import Observer
+from pod.training.observe.trackers import append_record
 from pod.training.run.reading import read, reading, row_length_for
 
 FILE_NAME, PICTURE_NAME = "gates.jsonl", "gates.png"
 _NAME = "noting gates"  # of an implementation of attention, while a row is measured
 
 
-class Gates(Periodic):
+class Gates(Observer):
     """Every `gate_every_steps`, before the first step and at the last one, on one held-out row.
 
-    Metric: `gate`, the mean over followers. gates.jsonl has `lead` (the plan in force) and `gate`, both [layer][KV head]:
-    the mean over query heads of the group and tokens that have distant ones (null where there are none); for leads and
-    windows too, with their own queries and keys, of which a window makes no use. gates.png shows the last measurement
-    and the way there.
+    Metric: `gate`, the mean over followers. gates.jsonl has `lead` (the plan) and `gate`, both [layer][KV head]: the mean over query
+    heads of the group and tokens that have distant ones (null where there are none); for leads and windows too, with their own
+    queries and keys, of which a window makes no use. gates.png shows the last measurement.
     """
 
     def __init__(self, args: TrainArgs, folder: Path, rows: Rows):
@@ -49,21 +48,29 @@ class Gates(Periodic):
         self.row = {name: value[:1] for name, value in rows.items()}
 
     def measure(self, trainer: Any, step: int) -> dict[str, float]:
-        gates = measure_gates(trainer, self.row)
-        lead = trainer.causal_model.model.lead
+        gates, lead = measure_gates(trainer, self.row), trainer.causal_model.model.lead
         followers = [
             gate
-            for layer, row in enumerate(gates)
-            for head, gate in enumerate(row)
-            if gate is not None and lead[layer][head] not in (layer, None)
+            for layer, (row, owners) in enumerate(zip(gates, lead, strict=True))
+            for gate, owner in zip(row, owners, strict=True)
+            if gate is not None and owner not in (layer, None)
         ]
         if trainer.mesh.rank == 0:
-            from pod.training.observe.gate_pictures import save_gate_picture
+            from pod.training.plans.pictures import save_picture
 
-            record = {"gate": gates, "lead": [list(row) for row in lead]}
-            append_records(self.folder / FILE_NAME, step, [record])
-            save_gate_picture(self.folder / FILE_NAME, self.folder / PICTURE_NAME)
+            append_record(self.folder / FILE_NAME, step, {"gate": gates, "lead": [list(row) for row in lead]})
+            save_picture(gate_picture(gates, lead, step), self.folder / PICTURE_NAME)
         return {"gate": sum(followers) / len(followers)} if followers else {}
+
+
+def gate_picture(gates: list[list[float | None]], lead: Any, step: int) -> Any:
+    """Mean gate of each layer and KV head; dots: followers, whose gate decides."""
+    from pod.training.plans.pictures import Map, map_picture
+
+    dots = [(i, j) for i, row in enumerate(lead) for j, owner in enumerate(row) if owner not in (i, None)]
+    maps = [Map(f"after step {step}; dots: followers", gates, dots)]
+    title = "Gate: share of attention\nthat stays with sinks and recent tokens"
+    return map_picture(maps, title, "mean gate: 1 = distant tokens unused", "KV head")
 
 
 def check_gates(config: Any) -> None:
@@ -80,72 +87,50 @@ def measure_gates(trainer: Any, row: Rows) -> list[list[float | None]]:
 
     Heads are measured where Ulysses computes them; all data-parallel groups read the same row.
     """
-    config, mesh, ulysses = trainer.causal_model.config, trainer.mesh, trainer.ulysses
-    decoder = trainer.causal_model.model
+    config, ulysses, decoder = trainer.causal_model.config, trainer.ulysses, trainer.causal_model.model
+    lead = decoder.lead if ulysses is None else ulysses.lead
+    windows = config.num_sink_tokens, config.num_recent_tokens
+    totals = torch.zeros(2, config.num_hidden_layers, config.num_key_value_heads, dtype=torch.float64)
+    # A layer calls once for the heads of every role that it has.
+    roles = [(layer, roles_of(lead, layer)) for layer in range(len(lead))]
+    calls = ((layer, heads) for layer, x in roles for heads in (x.leads, x.followers, x.windows) if heads)
+
+    def note(call: Call) -> None:
+        layer, heads = next(calls)
+        keys = call.tokens.keys
+        q_lead, k_lead = (call.q, keys) if call.lead is None else call.lead[:2]
+        gates = proximal_share(call.q, keys, q_lead, k_lead, windows, call.segments)  # type: ignore[arg-type]
+        for head, of_head in zip(heads, gates.split(call.groups, dim=1), strict=True):
+            seen = of_head[of_head.isfinite()]
+            place = head if ulysses is None else ulysses.heads[layer][head]
+            totals[:, layer, place] += torch.tensor([float(seen.double().sum()), len(seen)])
+
     length = row_length_for(row["input_ids"].shape[1], trainer)
     row = lengthened(row, length)
-    totals = torch.zeros(2, config.num_hidden_layers, config.num_key_value_heads, dtype=torch.float64)
-    with reading(trainer, length):
-        lead = decoder.lead if ulysses is None else ulysses.lead
-        recorder = _Recorder(lead, (config.num_sink_tokens, config.num_recent_tokens))
-        with recorder.listening(decoder):
-            read(trainer, row["input_ids"], row["doc_ids"], row["labels"], lambda hidden, *_: hidden.sum())
-    for layer, heads in enumerate(recorder.layers):
-        for head, (total, count) in heads.items():
-            place = head if ulysses is None else ulysses.heads[layer][head]
-            totals[0, layer, place] += total
-            totals[1, layer, place] += count
-    sums, counts = torch.tensor(mesh.sum(totals.flatten().tolist())).view(totals.shape)
+    with reading(trainer, length), noted_calls(decoder, note):
+        read(trainer, row["input_ids"], row["doc_ids"], row["labels"], lambda hidden, *_: hidden.sum())
+    sums, counts = torch.tensor(trainer.mesh.sum(totals.flatten().tolist())).view(totals.shape)
     means = (sums / counts).tolist()  # nothing over nothing is NaN
-    return [[None if mean != mean else mean for mean in row] for row in means]
+    return [[None if math.isnan(mean) else mean for mean in row] for row in means]
 
 
-class _Recorder:
-    """Stands before a model's attention for one pass and notes every head's gates.
+@contextlib.contextmanager
+def noted_calls(decoder: Any, note: Callable[[Call], None]) -> Iterator[None]:
+    """Around one forward pass of a PodModel: `note` sees every call of its attention."""
+    config = decoder.config
+    backend = config.attention_backend
 
-    Args:
-        lead: plan of the heads that this rank computes.
-        windows: (n_s, n_r) in tokens.
+    def noted(call: Call) -> tuple[Tensor, Tensor]:
+        note(call)
+        return attend(*call, backend=backend)
 
-    Attributes:
-        layers: per layer, {head: (sum of gates, how many)}.
-    """
-
-    def __init__(self, lead: PlanLead, windows: tuple[int, int]):
-        self.windows = windows
-        self.layers: list[dict[int, tuple[float, int]]] = [{} for _ in lead]
-        # A layer calls once for the heads of every role that it has.
-        roles = (roles_of(lead, layer) for layer in range(len(lead)))
-        calls = ((x.leads, x.followers, x.windows) for x in roles)
-        self.calls = iter([(layer, heads) for layer, call in enumerate(calls) for heads in call if heads])
-
-    @contextlib.contextmanager
-    def listening(self, decoder: Any) -> Iterator[None]:
-        """Around one forward pass of a PodModel."""
-        config = decoder.config
-        backend = config.attention_backend
-
-        def noted(call: Call) -> tuple[Tensor, Tensor]:
-            self._note(call)
-            return attend(*call, backend=backend)
-
-        IMPLEMENTATIONS[_NAME] = Implementation(noted, lambda call: None)
-        config.attention_backend = _NAME
-        try:
-            yield
-        finally:
-            config.attention_backend = backend
-            del IMPLEMENTATIONS[_NAME]
-
-    def _note(self, call: Call) -> None:
-        layer, heads = next(self.calls)
-        q, keys = call.q, call.tokens.keys
-        q_lead, k_lead = (q, keys) if call.lead is None else call.lead[:2]
-        gates = proximal_share(q, keys, q_lead, k_lead, self.windows, call.segments)  # type: ignore[arg-type]
-        for at, head in enumerate(heads):
-            of_head = gates[:, at * call.groups : (at + 1) * call.groups]
-            seen = of_head.isfinite()
-            self.layers[layer][head] = (float(of_head[seen].double().sum()), int(seen.sum()))
+    IMPLEMENTATIONS[_NAME] = Implementation(noted, lambda call: None)
+    config.attention_backend = _NAME
+    try:
+        yield
+    finally:
+        config.attention_backend = backend
+        del IMPLEMENTATIONS[_NAME]
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Rows for evaluation during training, made of the held-out text that lies beside the prepared rows."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from pod.data.publish import HELD_OUT_LENGTHS, HELD_OUT_TOKENS
 
 Rows = dict[str, Tensor]
 """`input_ids`, `labels` (shifted), `doc_ids` (-1 = padding), each int64 [rows, length]."""
+FILLS = {"input_ids": 0, "labels": -100, "doc_ids": -1}
 
 
 def held_out_rows(dataset: Any, count: int) -> Rows:
@@ -23,75 +24,60 @@ def held_out_rows(dataset: Any, count: int) -> Rows:
     Raises:
         ValueError: nothing was held out when the data was prepared.
     """
-    length = dataset.context_length
-    documents = _Documents(dataset)
-    long = np.flatnonzero(documents.lengths >= length)[:count]
-    rows = [[documents[int(index)][:length]] for index in long]
-    rows += _packed(documents, length, count - len(rows))
+    length, documents = dataset.context_length, _documents(dataset)
+    rows = [[document[:length]] for document in documents if len(document) >= length][:count]
+    rows += _packed([x for x in documents if 0 < len(x) < length], length, count - len(rows))
     tokens = np.full((len(rows), length), dataset.manifest["pad_token_id"], dtype=np.int64)
     docs = np.full(tokens.shape, -1, dtype=np.int64)
     for at, row in enumerate(rows):
         filled = np.concatenate(row)
         tokens[at, : len(filled)] = filled
         docs[at, : len(filled)] = np.repeat(np.arange(len(row)), [len(document) for document in row])
-    return {
-        "input_ids": torch.from_numpy(tokens),
-        "labels": torch.from_numpy(shifted_labels(tokens, docs)),
-        "doc_ids": torch.from_numpy(docs),
-    }
+    found = {"input_ids": tokens, "labels": shifted_labels(tokens, docs), "doc_ids": docs}
+    return {name: torch.from_numpy(value) for name, value in found.items()}
 
 
-class _Documents:
+def _documents(dataset: Any) -> list[np.ndarray]:
     """The held-out documents, mapped from their file."""
-
-    def __init__(self, dataset: Any):
-        held_out = dataset.manifest.get("held_out") or {}
-        if not held_out.get("documents"):
-            raise ValueError(
-                "train.eval_every_steps and train.gate_every_steps need held-out text, and this data has none: set "
-                "data.held_out_fraction above 0 and prepare the data again, or set them to 0"
-            )
-        folder = dataset.path
-        self.lengths = np.load(folder / HELD_OUT_LENGTHS, allow_pickle=False)
-        self.ends = np.cumsum(self.lengths)
-        self.tokens = np.memmap(folder / HELD_OUT_TOKENS, dtype=held_out["token_dtype"], mode="r")
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        end = int(self.ends[index])
-        return np.asarray(self.tokens[end - int(self.lengths[index]) : end])
+    held_out = dataset.manifest.get("held_out") or {}
+    if not held_out.get("documents"):
+        raise ValueError(
+            "train.eval_every_steps and train.gate_every_steps need held-out text, and this data has none: set "
+            "data.held_out_fraction above 0 and prepare the data again, or set them to 0"
+        )
+    lengths = np.load(dataset.path / HELD_OUT_LENGTHS, allow_pickle=False)
+    tokens = np.memmap(dataset.path / HELD_OUT_TOKENS, dtype=held_out["token_dtype"], mode="r")
+    return np.split(tokens, np.cumsum(lengths)[:-1])
 
 
-def _packed(documents: _Documents, length: int, count: int) -> Iterator[list[np.ndarray]]:
+def _packed(documents: Sequence[np.ndarray], length: int, count: int) -> Iterator[list[np.ndarray]]:
     """Rows of documents shorter than a row, one after the other; the last row may have room left."""
     row: list[np.ndarray] = []
-    room, made = length, 0
-    for index in np.flatnonzero((documents.lengths < length) & (documents.lengths > 0)):
+    made = filled = 0
+    for document in documents:
         if made >= count:
             return
-        row.append(documents[int(index)][:room])
-        room -= len(row[-1])
-        if room == 0:
+        row.append(document[: length - filled])
+        filled += len(row[-1])
+        if filled == length:
             yield row
-            row, room, made = [], length, made + 1
+            row, filled, made = [], 0, made + 1
     if row and made < count:
         yield row
 
 
-def padded_row(token_ids: list[int], answer: int, length: int) -> Rows:
+def padded_row(token_ids: Sequence[int], answer: int, length: int) -> Rows:
     """One document as a row of `length` tokens; only its last `answer` tokens are labels."""
-    tokens = torch.zeros(1, length, dtype=torch.long)
-    docs, labels = torch.full_like(tokens, -1), torch.full_like(tokens, -100)
-    end = len(token_ids)
-    tokens[0, :end], docs[0, :end] = torch.tensor(token_ids), 0
-    if answer:
-        labels[0, end - 1 - answer : end - 1] = tokens[0, end - answer : end]
-    return {"input_ids": tokens, "labels": labels, "doc_ids": docs}
+    tokens, end = torch.tensor([token_ids]), len(token_ids)
+    labels = torch.full_like(tokens, FILLS["labels"])
+    labels[0, end - 1 - answer : end - 1] = tokens[0, end - answer :]
+    row = {"input_ids": tokens, "labels": labels, "doc_ids": torch.zeros_like(tokens)}
+    return lengthened(row, length)
 
 
 def lengthened(rows: Rows, length: int) -> Rows:
     """Rows with padding up to `length` tokens."""
     more = length - rows["input_ids"].shape[1]
-    fills = {"input_ids": 0, "labels": -100, "doc_ids": -1}
     return {
-        name: torch.nn.functional.pad(value, (0, more), value=fills[name]) for name, value in rows.items()
+        name: torch.nn.functional.pad(value, (0, more), value=FILLS[name]) for name, value in rows.items()
     }

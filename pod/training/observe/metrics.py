@@ -1,4 +1,4 @@
-"""What a run shows of itself: a progress bar, and the numbers of every step for metrics.jsonl, wandb or tensorboard."""
+"""What a run shows of itself: a progress bar, and the numbers of every step for metrics.jsonl and wandb."""
 
 import contextlib
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pod.training.args import TrainArgs
-from pod.training.observe.throughput import Throughput
+from pod.training.observe.throughput import peak_tokens_per_second
 from pod.training.observe.trackers import Tracker, make_trackers
 
 _REDRAW_S = 1.0  # on a terminal
@@ -23,7 +23,7 @@ class Monitor:
         first_step: steps already done (a resumed run).
         tokens_per_step: tokens of all ranks in one optimizer step, padding included.
         enabled: False on every rank but 0: all calls do nothing.
-        throughput: arithmetic per token and peak of the devices, for `mfu`.
+        peak: tokens per second that the devices could train at their peak, for `mfu`; None = not known.
     """
 
     def __init__(
@@ -34,45 +34,28 @@ class Monitor:
         tokens_per_step: int,
         config: dict[str, Any],
         enabled: bool,
-        throughput: Throughput | None = None,
+        peak: float | None = None,
     ):
-        self.args, self.tokens_per_step, self.enabled = args, tokens_per_step, enabled
-        self.throughput = throughput
-        self.parts: dict[str, float] = {}
-        self.totals: dict[str, float] = {}
+        self.args, self.tokens_per_step, self.enabled, self.peak = args, tokens_per_step, enabled, peak
         self.trackers: list[Tracker] = []
-        self._start_record(first_step, time.perf_counter())
-        if not enabled:
-            return
-        from tqdm import tqdm
+        self._start_record(first_step)
+        if enabled:
+            from tqdm import tqdm
 
-        self.trackers = make_trackers(Path(folder), args, first_step, config)
-        redraw = _REDRAW_S if sys.stderr.isatty() else _REDRAW_LOG_S
-        self.bar = tqdm(
-            total=args.max_steps,
-            initial=first_step,
-            desc="train",
-            unit="step",
-            mininterval=redraw,
-            smoothing=0.1,
-        )
+            self.trackers = make_trackers(Path(folder), args, first_step, config)
+            redraw = _REDRAW_S if sys.stderr.isatty() else _REDRAW_LOG_S
+            self.bar = tqdm(
+                desc="train", unit="step", total=args.max_steps, initial=first_step, mininterval=redraw
+            )
 
     @classmethod
     def of(cls, trainer: Any) -> "Monitor":
         """The monitor of a `Trainer` that is about to train; reads documents of some rows for `mfu` on rank 0."""
-        args, mesh, dataset = trainer.args, trainer.mesh, trainer.dataset
-        throughput = (
-            Throughput.of(trainer.causal_model.config, args, dataset, mesh) if mesh.rank == 0 else None
-        )
-        return cls(
-            trainer.folder,
-            args,
-            trainer.state.step,
-            trainer.rows_per_step * dataset.context_length,
-            trainer.state.config,
-            mesh.rank == 0,
-            throughput,
-        )
+        args, mesh, dataset, first = trainer.args, trainer.mesh, trainer.dataset, trainer.mesh.rank == 0
+        config = trainer.causal_model.config
+        peak = peak_tokens_per_second(config, args, dataset, mesh) if first else None
+        tokens = trainer.rows_per_step * dataset.context_length
+        return cls(trainer.folder, args, trainer.state.step, tokens, trainer.state.config, first, peak)
 
     def logs(self, step: int) -> bool:
         """Whether step `step` (counted from 1) gets a record; the same on all ranks."""
@@ -102,50 +85,34 @@ class Monitor:
         self.bar.update(1)
 
     def _record(self, step: int, values: dict[str, float]) -> None:
-        now = time.perf_counter()
         steps, waited = step - self.last_step, self.waited_s
-        seconds = max(now - self.last_time - sum(self.parts.values()), 1e-9)
+        seconds = max(time.perf_counter() - self.last_time - sum(self.parts.values()), 1e-9)
         rate = self.tokens_per_step * steps / seconds
         record = {**values, "tokens_per_second": rate}
         if "data_wait_s" in values:
             record |= {"data_wait_s": waited / steps, "compute_s": max(seconds - waited, 0.0) / steps}
         record |= {f"{name}_s": part for name, part in self.parts.items()}
-        mfu = self.throughput.mfu(rate) if self.throughput else None
-        if mfu is not None:
-            record["mfu"] = mfu
-        self._count("data", waited)
-        self._count("compute", seconds - waited)
-        self._start_record(step, now)
+        if self.peak:
+            record["mfu"] = rate / self.peak
+        self._start_record(step)
         self.bar.set_postfix_str(_summary(record, waited / seconds), refresh=False)  # drawn by update
-        for tracker in self.trackers:
-            tracker.log(step, record)
+        self.values(step, record)
 
-    def _start_record(self, step: int, now: float) -> None:
-        for name, part in self.parts.items():
-            self._count(name, part)
-        self.last_step, self.last_time, self.waited_s, self.parts = step, now, 0.0, {}
-
-    def _count(self, name: str, seconds: float) -> None:
-        self.totals[name] = self.totals.get(name, 0.0) + max(seconds, 0.0)
+    def _start_record(self, step: int) -> None:
+        self.last_step, self.last_time, self.waited_s = step, time.perf_counter(), 0.0
+        self.parts: dict[str, float] = {}
 
     def values(self, step: int, values: dict[str, float]) -> None:
-        """A record that belongs to no step's training, such as the evaluation before the first step; none when empty."""
-        if values:
-            for tracker in self.trackers:
-                tracker.log(step, values)
-
-    def text(self, step: int, name: str, text: str) -> None:
-        """A text for the trackers that show texts."""
-        for tracker in self.trackers:
-            tracker.text(step, name, text)
+        """A record as it is, such as the evaluation before the first step, which belongs to no step's training; none when empty."""
+        for tracker in self.trackers if values else ():
+            tracker.log(step, values)
 
     def rewind(self, step: int) -> None:
         """Forget the steps after `step`: they come again."""
-        self._start_record(step, time.perf_counter())
-        if not self.enabled:
-            return
-        self.bar.n = self.bar.last_print_n = step
-        self.bar.refresh()
+        self._start_record(step)
+        if self.enabled:
+            self.bar.n = self.bar.last_print_n = step
+            self.bar.refresh()
         for tracker in self.trackers:
             tracker.rewind(step)
 
@@ -155,15 +122,9 @@ class Monitor:
             self.bar.write(text)
 
     def close(self) -> None:
-        """End bar and trackers; a last line tells where the time went."""
-        if not self.enabled:
-            return
-        self._start_record(self.last_step, self.last_time)
-        self.bar.close()
-        total = sum(self.totals.values())
-        if total > 0 and len(self.totals) > 2:
-            shares = sorted(self.totals.items(), key=lambda item: -item[1])
-            print("time: " + ", ".join(f"{name} {part / total:.1%}" for name, part in shares), flush=True)
+        """End bar and trackers."""
+        if self.enabled:
+            self.bar.close()
         for tracker in self.trackers:
             tracker.close()
 
@@ -175,6 +136,4 @@ def _summary(record: dict[str, float], waiting: float) -> str:
         text += f", MFU {record['mfu']:.1%}"
     if "eval_loss" in record:
         text += f", held-out loss {record['eval_loss']:.4f}"
-    if waiting > 0.01:
-        text += f", {waiting:.0%} of it waiting for data"
-    return text
+    return text if waiting <= 0.01 else f"{text}, {waiting:.0%} of it waiting for data"

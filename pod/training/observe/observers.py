@@ -8,30 +8,18 @@ import torch
 
 
 class Observer:
-    """Called by all ranks in every step; what it does not define does nothing.
-
-    It changes nothing that training depends on: no weight, no random state, no position in the data.
-    """
-
-    def before_update(self, trainer: Any) -> None:
-        """After the last backward of a step, before its update: reduced gradients are there, not yet clipped."""
-
-    def observe(self, trainer: Any, step: int) -> dict[str, float]:
-        """After the update of step `step` (counted from 1; 0 = before the first); returns numbers for its metrics."""
-        return {}
-
-
-class Periodic(Observer):
-    """Something that takes its time: every so many steps, before the first step and at the last one.
+    """Called by all ranks after every step; changes nothing that training depends on: no weight, no random state, no position in
+    the data.
 
     Args:
-        every: steps between two measurements; 0 = never.
+        every: steps between two measurements, also before the first step and at the last one; 0 = never.
     """
 
     def __init__(self, every: int):
         self.every = every
 
     def observe(self, trainer: Any, step: int) -> dict[str, float]:
+        """Numbers for the metrics of step `step` (counted from 1; 0 = before the first)."""
         if not self.every or (step % self.every and step != trainer.args.max_steps):
             return {}
         with trainer.monitor.part("evaluate"):
@@ -42,15 +30,15 @@ class Periodic(Observer):
 
 
 class PeakMemory(Observer):
-    """`peak_memory_gib` of every recorded step: the most that the fullest rank ever held, of its device or, without one,
-    of its process."""
+    """`peak_memory_gib` of every recorded step: the most that the fullest rank ever held."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
 
     def observe(self, trainer: Any, step: int) -> dict[str, float]:
         if not step or not trainer.monitor.logs(step):
             return {}
-        peak = torch.tensor(peak_bytes(trainer.mesh.device) / 2**30, device=trainer.mesh.device)
-        torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX)
-        return {"peak_memory_gib": float(peak)}
+        return {"peak_memory_gib": trainer.mesh.largest(peak_bytes(trainer.mesh.device)) / 2**30}
 
 
 def peak_bytes(device: torch.device) -> int:

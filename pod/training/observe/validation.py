@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,37 @@ from torch import Tensor
 from pod.modeling.shipped.step import document_positions
 from pod.training.args import TrainArgs
 from pod.training.observe.held_out import Rows, lengthened, padded_row
-from pod.training.observe.observers import Periodic
-from pod.training.observe.probes import Passkey
-from pod.training.observe.trackers import append_records
+from pod.training.observe.observers import Observer
+from pod.training.observe.trackers import append_record
 from pod.training.run.loss import IGNORED_LABEL
 from pod.training.run.reading import read, reading, row_length_for, token_scores
 
 FILE_NAME = "eval.jsonl"
 _MOST_BUCKETS = 8
 _LEAST_BUCKET = 64  # tokens
+
+
+@dataclass(frozen=True)
+class Passkey:
+    """A prompt that hides a number, and the number: what the model must say next.
+
+    Attributes:
+        prompt, answer: token ids.
+        depth: where the number stands, 0 = at the beginning, 1 = at the end.
+    """
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    depth: float
+
+    @classmethod
+    def of(cls, tokenizer: Any, prompt: str, number: str, depth: float) -> "Passkey":
+        """Prompt and number, a space between them, are tokenised together, because their border may lie inside a token; then split."""
+        alone, whole = tokenizer(prompt)["input_ids"], tokenizer(f"{prompt} {number}")["input_ids"]
+        shared = 0
+        while shared < min(len(alone), len(whole) - 1) and alone[shared] == whole[shared]:
+            shared += 1
+        return cls(tuple(whole[:shared]), tuple(whole[shared:]), depth)
 
 
 def position_buckets(length: int) -> list[tuple[int, int]]:
@@ -34,7 +57,7 @@ def position_buckets(length: int) -> list[tuple[int, int]]:
     return [(start, min(end, length)) for start, end in itertools.pairwise(bounds)]
 
 
-class Evaluation(Periodic):
+class Evaluation(Observer):
     """Every `eval_every_steps`, before the first step and at the last one.
 
     Metrics: `eval_loss` (nats per token, over all tokens with a label), `eval_perplexity`, `eval_loss_<start>_<end>` by
@@ -46,82 +69,64 @@ class Evaluation(Periodic):
     def __init__(self, args: TrainArgs, folder: Path, rows: Rows, passkeys: Sequence[Passkey] = ()):
         super().__init__(args.eval_every_steps)
         self.path, self.passkeys = Path(folder) / FILE_NAME, passkeys
-        self.context_length = rows["input_ids"].shape[1]
-        for passkey in passkeys:
-            needed = len(passkey.prompt) + len(passkey.answer)
-            if needed > self.context_length:
-                raise ValueError(
-                    f"a passkey prompt has {needed} tokens, rows have {self.context_length}: prepare data with a longer "
-                    "data.context_length, or set train.eval_passkeys to 0"
-                )
-        self.rows = [
-            {name: value[at : at + 1] for name, value in rows.items()} for at in range(len(rows["labels"]))
-        ]
-        self.buckets = position_buckets(self.context_length)
+        self.num_texts, length = rows["input_ids"].shape
+        longest = max((len(key.prompt) + len(key.answer) for key in passkeys), default=0)
+        if longest > length:
+            raise ValueError(
+                f"a passkey prompt has {longest} tokens, rows have {length}: prepare data with a longer "
+                "data.context_length, or set train.eval_passkeys to 0"
+            )
+        self.rows = [{name: x[at : at + 1] for name, x in rows.items()} for at in range(self.num_texts)]
+        self.rows += [padded_row(key.prompt + key.answer, len(key.answer), length) for key in passkeys]
+        self.buckets = position_buckets(length)
 
     def measure(self, trainer: Any, step: int) -> dict[str, float]:
-        record = self._by_position(trainer)
-        if self.passkeys:
-            record |= self._passkeys(trainer)
+        texts, keys = self._sums(trainer)
+        record = self._by_position(texts) | (self._by_depth(keys) if self.passkeys else {})
         if trainer.mesh.rank == 0:
-            append_records(self.path, step, [record])
+            append_record(self.path, step, record)
         values = {name: value for name, value in record.items() if isinstance(value, float)}
         for bucket in record["eval_buckets"]:
             values[f"eval_loss_{bucket['start']}_{bucket['end']}"] = bucket["loss"]
         return values
 
-    def _by_position(self, trainer: Any) -> dict[str, Any]:
-        """Mean losses over all rows of all ranks, whole and by bucket."""
+    def _sums(self, trainer: Any) -> tuple[Tensor, Tensor]:
+        """Over all ranks: losses and tokens by bucket ``[2, buckets]``; losses and right tokens by passkey ``[2, passkeys]``."""
         ends = torch.tensor([end for _, end in self.buckets])
-        sums = torch.zeros(2, len(self.buckets), dtype=torch.float64)
+        texts = torch.zeros(2, len(self.buckets), dtype=torch.float64)
+        keys = torch.zeros(2, len(self.passkeys), dtype=torch.float64)
+        for index, losses, best, mine in scored_rows(trainer, self.rows):
+            row = {name: value[:, mine] for name, value in self.rows[index].items()}
+            labelled = row["labels"] != IGNORED_LABEL
+            right = (best == row["labels"])[labelled].double()
+            found = torch.stack([losses[labelled].double(), torch.ones_like(right)])
+            if index >= self.num_texts:
+                keys[:, index - self.num_texts] += torch.stack([found[0].sum(), right.sum()])
+            else:
+                positions = document_positions(self.rows[index]["doc_ids"])[:, mine] + 1
+                texts.index_add_(1, torch.bucketize(positions[labelled], ends, right=True), found)
+        sums = torch.tensor(trainer.mesh.sum([*texts.flatten().tolist(), *keys.flatten().tolist()]))
+        return sums[: texts.numel()].view(texts.shape), sums[texts.numel() :].view(keys.shape)
 
-        def add(index: int, losses: Tensor, best: Tensor, mine: slice) -> None:
-            row = self.rows[index]
-            positions = document_positions(row["doc_ids"])[:, mine][:, : losses.shape[1]] + 1
-            labelled = row["labels"][:, mine] != IGNORED_LABEL
-            bucket = torch.bucketize(positions[labelled], ends, right=True)
-            sums[0].index_add_(0, bucket, losses[labelled].double())
-            sums[1].index_add_(0, bucket, torch.ones_like(bucket, dtype=torch.float64))
-
-        score_rows(trainer, self.rows, add)
-        count = len(self.buckets)
-        totals = trainer.mesh.sum(sums.flatten().tolist())
-        losses, tokens = totals[:count], totals[count:]
+    def _by_position(self, sums: Tensor) -> dict[str, Any]:
         buckets = [
-            {"start": start, "end": end, "tokens": int(number), **_loss(loss, number)}
-            for (start, end), loss, number in zip(self.buckets, losses, tokens, strict=True)
-            if number
+            {"start": start, "end": end, "tokens": int(tokens), **_loss(loss, tokens)}
+            for (start, end), loss, tokens in zip(self.buckets, *sums.tolist(), strict=True)
+            if tokens
         ]
-        whole = {f"eval_{name}": value for name, value in _loss(sum(losses), sum(tokens)).items()}
-        return {**whole, "eval_buckets": buckets}
+        whole = _loss(*sums.sum(1).tolist())
+        return {f"eval_{name}": value for name, value in whole.items()} | {"eval_buckets": buckets}
 
-    def _passkeys(self, trainer: Any) -> dict[str, Any]:
-        """Which numbers the model continues with, all tokens of a prompt's number at once: greedy decoding says the
-        number exactly when each of its tokens is the most likely one after the true ones before it."""
-        rows = [
-            padded_row([*key.prompt, *key.answer], len(key.answer), self.context_length)
-            for key in self.passkeys
-        ]
-        hits, losses = [0.0] * len(rows), [0.0] * len(rows)
-
-        def add(index: int, loss: Tensor, best: Tensor, mine: slice) -> None:
-            labels = rows[index]["labels"][:, mine]
-            hits[index] += float(((best == labels) & (labels != IGNORED_LABEL)).sum())
-            losses[index] += float(loss.double().sum())
-
-        score_rows(trainer, rows, add)
-        totals = trainer.mesh.sum(hits + losses)
-        wanted = [len(key.answer) for key in self.passkeys]
-        right = [hit == number for hit, number in zip(totals, wanted, strict=False)]
+    def _by_depth(self, sums: Tensor) -> dict[str, Any]:
+        """All tokens of a number are judged at once: greedy decoding says the number exactly when each of its tokens is the most
+        likely one after the true ones before it."""
         details = [
-            {"depth": key.depth, "correct": correct, "loss": loss / number}
-            for key, correct, loss, number in zip(
-                self.passkeys, right, totals[len(rows) :], wanted, strict=True
-            )
+            {"depth": key.depth, "correct": right == len(key.answer), "loss": loss / len(key.answer)}
+            for key, loss, right in zip(self.passkeys, *sums.tolist(), strict=True)
         ]
         return {
-            "eval_passkey": sum(right) / len(right),
-            "eval_passkey_loss": sum(detail["loss"] for detail in details) / len(details),
+            "eval_passkey": sum(key["correct"] for key in details) / len(details),
+            "eval_passkey_loss": sum(key["loss"] for key in details) / len(details),
             "eval_passkeys": details,
         }
 
@@ -131,17 +136,17 @@ def _loss(total: float, tokens: float) -> dict[str, float]:
     return {"loss": loss, "perplexity": math.exp(min(loss, 100.0))}  # what a JSON number can hold
 
 
-def score_rows(trainer: Any, rows: Sequence[Rows], add: Callable[[int, Tensor, Tensor, slice], None]) -> None:
+def scored_rows(trainer: Any, rows: Sequence[Rows]) -> Iterator[tuple[int, Tensor, Tensor, slice]]:
     """Score rows of equal length, each on one sequence-parallel group.
 
-    Calls `add(index, losses, best, mine)` on every rank of that group: cross entropy and most likely next token
-    [1, n_local] of this rank's slice `mine` of row `index`, on the host and without padding beyond the row.
+    Yields, on every rank of that group, the index of a row, cross entropy and most likely next token ``[1, n_local]`` of this
+    rank's slice of it, on the host and without padding beyond the row, and the slice.
     """
     mesh, tokens = trainer.mesh, rows[0]["input_ids"].shape[1]
     length = row_length_for(tokens, trainer)
     chunk = trainer.engine.module.loss_head.chunk_bytes
     with reading(trainer, length) as whole:
-        mine = slice(whole.start, min(whole.stop, tokens))
+        mine = slice(whole.start, max(whole.start, min(whole.stop, tokens)))
         for start in range(0, len(rows), mesh.dp_size):
             index = start + mesh.dp_rank
             # All groups make equally many passes, as ZeRO needs it; one that has no row left repeats the first.
@@ -154,5 +159,5 @@ def score_rows(trainer: Any, rows: Sequence[Rows], add: Callable[[int, Tensor, T
 
             read(trainer, row["input_ids"], row["doc_ids"], row["labels"], score)
             if index < len(rows):
-                size = max(0, mine.stop - mine.start)
-                add(index, scores[0][:, :size].cpu(), scores[1][:, :size].cpu(), mine)
+                losses, best = (x[:, : mine.stop - mine.start].cpu() for x in scores)
+                yield index, losses, best, mine

@@ -7,7 +7,6 @@ thread beside it can, because collectives release Python's lock while they wait.
 import contextlib
 import faulthandler
 import os
-import re
 import socket
 import sys
 import threading
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Literal
 
 ABORT_CODE = 75  # EX_TEMPFAIL: a scheduler may start the run again
-_PLACE = re.compile(r"no progress for \d+ s in phase (\w+ after step \d+)")
 
 
 class Watchdog:
@@ -42,17 +40,13 @@ class Watchdog:
     ):
         self.folder, self.rank, self.world_size = Path(folder), rank, world_size
         self.timeout, self.action, self.clock = timeout, action, clock
+        self.path = self.folder / f"hang-rank{rank:05d}.txt"
         self.phase, self.step = "start", 0
         self._beat = clock()
         self._reported_at: float | None = None
         self._bytes_seen = -1
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-
-    @property
-    def path(self) -> Path:
-        """The file with this rank's stacks."""
-        return self.folder / f"hang-rank{self.rank:05d}.txt"
 
     def beat(self, phase: str) -> None:
         """This rank entered `phase`, which is progress."""
@@ -76,17 +70,13 @@ class Watchdog:
     def abort_after(self, error: BaseException) -> None:
         """End with code 75 when `error` of the main thread is how a reported hang looks from here: a rank that has given up
         breaks the connections of the others. Else return."""
-        recent = time.time() - self.timeout - 120.0
-        own = self._is_stuck()
+        recent, own = time.time() - self.timeout - 120.0, self._is_stuck()
         if self.action != "abort" or not (own or self._others_reported_since(recent)):
             return
         if not own:
             self.report()
-        print(
-            f"rank {self.rank} of {self.world_size} ends with the others: {error}",
-            file=sys.stderr,
-            flush=True,
-        )
+        line = f"rank {self.rank} of {self.world_size} ends with the others: {error}"
+        print(line, file=sys.stderr, flush=True)
         os._exit(ABORT_CODE)
 
     def _is_stuck(self) -> bool:
@@ -101,11 +91,11 @@ class Watchdog:
         return False
 
     def _run(self) -> None:
-        interval = min(self.timeout / 8, 30.0)
-        while not self._stop.wait(interval):
+        while not self._stop.wait(min(self.timeout / 8, 30.0)):
             if self.check():
                 self.report()
-                self._wait_for_peers()
+                # A launcher ends all ranks when one has ended: leave the others time for their stacks.
+                self._stop.wait(min(60.0, max(1.0, self.timeout / 20)))
                 if self.action == "abort" and not self._stop.is_set() and self._is_stuck():
                     os._exit(ABORT_CODE)  # exit handlers would wait for the same collective
 
@@ -125,10 +115,8 @@ class Watchdog:
         for the others sees theirs grow."""
         total = 0
         for file in self.folder.glob(".*/**/*"):
-            try:
+            with contextlib.suppress(OSError):  # renamed or removed since it was listed
                 total += file.stat().st_size
-            except OSError:  # renamed or removed since it was listed
-                continue
         changed, self._bytes_seen = total != self._bytes_seen, total
         return changed
 
@@ -144,38 +132,7 @@ class Watchdog:
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
                 file.write("\n")
-            print(f"{line}; stacks in {self.path}", file=sys.stderr, flush=True)
+            line += f"; stacks in {self.path}"
         except OSError as error:
-            print(f"{line}; its stacks cannot be written ({error})", file=sys.stderr, flush=True)
-
-    def _wait_for_peers(self) -> None:
-        """Leave the other ranks time for their stacks (a launcher ends all when one has ended); rank 0 then tells who waits
-        where, which names the rank that the others wait for."""
-        self._stop.wait(min(60.0, max(1.0, self.timeout / 20)))
-        if self.rank == 0 and self.world_size > 1:
-            print(
-                f"hang: {where_ranks_are(self.folder, self.world_size, 2 * self.timeout)}",
-                file=sys.stderr,
-                flush=True,
-            )
-
-
-def where_ranks_are(folder: Path, world_size: int, max_age: float) -> str:
-    """Which ranks are in which phase, from the reports of at most `max_age` seconds ago: "backward after step 7: ranks 0 to 2; …"."""
-    places: dict[str, list[int]] = {}
-    for rank in range(world_size):
-        file = Path(folder) / f"hang-rank{rank:05d}.txt"
-        place = "no report"
-        if file.is_file() and time.time() - file.stat().st_mtime <= max_age:
-            found = _PLACE.findall(file.read_text(encoding="utf-8", errors="replace"))
-            place = found[-1] if found else place
-        places.setdefault(place, []).append(rank)
-    return "; ".join(f"{place}: {_ranks(ranks)}" for place, ranks in places.items())
-
-
-def _ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if ranks == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    return "ranks " + ", ".join(map(str, ranks))
+            line += f"; its stacks cannot be written ({error})"
+        print(line, file=sys.stderr, flush=True)

@@ -4,40 +4,36 @@ KV heads of a layer may be permuted with their query heads without changing the 
 own place of a lower layer. The places are found by local search on the cost that ``solve`` minimises.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
 from pod.modeling.shipped.sharing import SharingPlan
-from pod.training.plans.solve import PAIR_UNITS, Floats, Frontier, Role, check_role, solve
+from pod.training.plans.solve import PAIR_UNITS, Floats, Frontier, solve
 
 Order = NDArray[np.intp]  # [L, H]: the original KV head at each place
 
 _MOST_SWAPS = 6  # before a restart
 
 
-@dataclass(frozen=True)
-class Alignment:
+class Alignment(NamedTuple):
     """Places of KV heads, and the costs in them.
 
     Attributes:
         kv_order: ``[L][H]``: the original KV head at each place.
         follow, window: costs as ``solve`` takes them, by place: ``[L, L, H]`` and ``[L, H]``.
-        cost_before, cost: of the best plan that saves the units, in the original order and in this one.
+        cost: of the best plan that saves the units.
     """
 
     kv_order: tuple[tuple[int, ...], ...]
     follow: Floats
     window: Floats | None
-    cost_before: float
     cost: float
 
 
-def align(
-    follow: ArrayLike, window: ArrayLike | None, units: int, restarts: int = 200, seed: int = 0
-) -> Alignment:
+def align(follow: Floats, window: Floats | None, units: int, restarts: int = 200, seed: int = 0) -> Alignment:
     """Places in which the plan that saves ``units`` costs little; never more than in the original order.
 
     Given a price per unit and all other layers, the best permutation of one layer, or of all layers above a cut together, is
@@ -52,23 +48,12 @@ def align(
         window: ``[L, H]``, see ``solve``.
         restarts: sweeps from a disturbed order; the same seed gives the same order.
 
-    Raises: ValueError for costs of another shape, or units that no plan in the original order saves.
+    Raises: ValueError for units that no plan in the original order saves.
     """
-    pairs = np.asarray(follow, dtype=np.float64)
-    if pairs.ndim != 4 or pairs.shape[2] != pairs.shape[3]:
-        shape = list(pairs.shape)
-        raise ValueError(f"costs to align must be [layers, layers, KV heads, KV heads], got shape {shape}")
-    layers, heads = pairs.shape[1:3]
-    pairs = check_role(Role("follow", 1, pairs.reshape(*pairs.shape[:2], -1))).costs.reshape(pairs.shape)
-    own = None if window is None else check_role(Role("window", PAIR_UNITS, np.asarray(window))).costs
-    if own is not None and own.shape != (layers, heads):
-        raise ValueError(
-            f"costs of 'window' must be [{layers}, {heads}] like those to align, got {list(own.shape)}"
-        )
-    order = np.tile(np.arange(heads), (layers, 1))
-    frontier = _solve(pairs, own, order)
+    order = np.tile(np.arange(follow.shape[-1]), (len(follow), 1))
+    frontier = _solve(follow, window, order)
     frontier.plan(units)  # refuses what cannot be
-    before = best = float(frontier.costs[units])
+    best = float(frontier.costs[units])
     rng = np.random.default_rng(seed)
     low, high = _slopes(frontier.costs, units)
     for restart in range(restarts + 1):
@@ -76,15 +61,14 @@ def align(
         for _ in range(1 + restart % _MOST_SWAPS if restart else 0):
             _swap(start, rng)
         price = (low + high) / 2 + (rng.uniform(low - high, high - low) if restart else 0.0)
-        for found in (start, _Search(pairs, own, price, start).run()):  # no price leads to some savings
-            costs = _solve(pairs, own, found).costs
+        for found in (start, _Search(follow, window, price, start).run()):  # no price leads to some savings
+            costs = _solve(follow, window, found).costs
             if costs[units] < best - 1e-12 * abs(best):
                 order, best = found, float(costs[units])
                 low, high = _slopes(costs, units)
-    order = _neighbours(order, _solve(pairs, own, order).plan(units))
-    placed = placed_costs(pairs, own, order)
-    cost = float(solve(*placed).costs[units])
-    return Alignment(tuple(map(tuple, order.tolist())), *placed, before, cost)
+    order = _neighbours(order, _solve(follow, window, order).plan(units))
+    placed = placed_costs(follow, window, order)
+    return Alignment(tuple(map(tuple, order.tolist())), *placed, float(solve(*placed).costs[units]))
 
 
 def placed_costs(follow: Floats, window: Floats | None, order: Order) -> tuple[Floats, Floats | None]:

@@ -100,18 +100,16 @@ class PackedFrontier(Curve):
         return replace(plan, bits=tuple(PACKED if one else 16 for one in packed) if any(packed) else None)
 
     def improved(self, units: int) -> "PackedFrontier":
-        """With the choices that are met when layers of the best one are turned, one by one, while that lowers the cost of so many
-        units or more."""
-        layers, wanted = self.sizes[0], slice(units, None)
-        packed = min(self.solved, key=lambda choice: self._cost_of(choice, wanted))
-        solved, least = dict(self.solved), self._cost_of(packed, wanted)
-        step = last = 0
-        while len(solved) < 2**layers and step - last <= layers:
-            other = _turned(packed, step % layers)
-            solved[other] = self._solve(other).costs
-            step += 1
-            if (cost := float(solved[other][wanted].min(initial=np.inf))) < least:
-                packed, least, last = other, cost, step
+        """With the choices that are met when layers of the best one are turned while that lowers the cost of so many units or more."""
+        wanted, solved = slice(units, None), dict(self.solved)
+        if len(solved) == 2 ** self.sizes[0]:
+            return self
+
+        def cost_of(choice: Choice) -> float:
+            solved[choice] = self._solve(choice).costs
+            return float(solved[choice][wanted].min(initial=np.inf))
+
+        _descend(min(solved, key=lambda choice: self._cost_of(choice, wanted)), cost_of)
         return _least_of(self, solved)
 
     def _cost_of(self, choice: Choice, units: slice) -> float:
@@ -144,22 +142,23 @@ def _found(costs: PackedCosts, bound: Floats) -> list[Choice]:
     found = [(False,) * layers]
     cheapest = costs.lead4.sum(axis=1).argsort()
     for price in [*np.diff(least) / np.diff(marks), None]:
-        packed = (True,) * layers if price is None else _descend(costs, found[-1], price)
+        packed = (True,) * layers
+        if price is not None:
+            packed = _descend(found[-1], lambda choice, at=price: float(costs.solve(choice, at).costs[0]))
         for layer in cheapest:
             if found[-1][layer] != packed[layer]:
                 found.append(_turned(found[-1], int(layer)))
     return found
 
 
-def _descend(costs: PackedCosts, packed: Choice, price: float) -> Choice:
-    """Turn layers, one by one, while that makes the best plan worth more at this price."""
-    worth = costs.solve(packed, price).costs[0]
-    step = last = 0
+def _descend(packed: Choice, cost_of: Callable[[Choice], float]) -> Choice:
+    """Turn layers, one by one, while that lowers the cost."""
+    least, step, last = cost_of(packed), 0, 0
     while step - last <= len(packed):
         other = _turned(packed, step % len(packed))
         step += 1
-        if (found := costs.solve(other, price).costs[0]) < worth - 1e-15:
-            packed, worth, last = other, found, step
+        if (cost := cost_of(other)) < least - 1e-15:
+            packed, least, last = other, cost, step
     return packed
 
 

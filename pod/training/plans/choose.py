@@ -3,33 +3,26 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor
 
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.plans.align import align
 from pod.training.plans.bits import PackedFrontier, solve_packed
-from pod.training.plans.costs import PlanCosts, sample_queries
-from pod.training.plans.exploration import (
-    Exploration,
-    frontier_of,
-    packed_costs,
-    target_units,
-)
+from pod.training.plans.costs import total_costs
+from pod.training.plans.exploration import Exploration, frontier_of, packed_costs, target_units
 from pod.training.plans.explore_args import ExploreArgs
 from pod.training.plans.greedy import dissimilarity, greedy_plan
-from pod.training.plans.measure import find_costs, find_similarity, quiet, repeated_sequences
+from pod.training.plans.measure import Measured, find_costs, find_similarity, repeated_sequences
 from pod.training.plans.plan_loss import plan_loss
-from pod.training.plans.similarity import Similarity
+from pod.training.plans.reuse import is_first_rank, quiet
 from pod.training.plans.solve import Floats, Frontier
 
 Order = tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True)
-class Solved:
+class Solved(NamedTuple):
     """The least cost of every saving under some roles, and which saving is asked for.
 
     Attributes:
@@ -53,24 +46,15 @@ class Choice:
         follow, window: costs by place, ``[L, L, H]`` and ``[L, H]``, None = not priced.
         solved: all allowed roles and bits, in the plan's order of heads; None for a greedy plan.
         without: ``follow``, ``window`` or ``4_bits`` → the same when it is forbidden, heads aligned for it alone.
-        similarity: what was measured for cost=similarity, else None.
+        similarity: ``[L, L, Hq]``, measured for cost=similarity, else None.
     """
 
     plan: SharingPlan
-    follow: Floats | None
-    window: Floats | None
+    follow: Floats
+    window: Floats | None = None
     solved: Solved | None = None
     without: dict[str, Frontier | PackedFrontier] = field(default_factory=dict)
-    similarity: Similarity | None = None
-
-
-def check_windows(explore: ExploreArgs, windows: dict[str, int]) -> None:
-    """Refuse, before anything is measured, sequences that the windows cover whole.
-
-    Raises: ValueError when a cost would find no distant token.
-    """
-    if explore.cost == "projected":
-        sample_queries(explore.sequence_length, explore.num_queries, **windows)
+    similarity: Tensor | None = None
 
 
 def find_plan(exploration: Exploration, say: Callable[[str], None] = print) -> Choice:
@@ -78,48 +62,45 @@ def find_plan(exploration: Exploration, say: Callable[[str], None] = print) -> C
 
     Raises: ValueError for texts, models, windows and files that do not fit.
     """
-    explore = exploration.explore
-    check_windows(explore, exploration.windows)
-    say = say if not dist.is_initialized() or dist.get_rank() == 0 else quiet
+    explore, say = exploration.explore, say if is_first_rank() else quiet
     if explore.cost == "similarity":
-        choice = choose_by_similarity(find_similarity(exploration, say), explore, exploration.windows)
-    else:
-        choice = choose(find_costs(exploration, say), explore, exploration.windows)
-    if explore.cost == "projected" and explore.loss_sequences:
-        choice = replace(choice, plan=_with_losses(exploration, choice))
+        return choose_by_similarity(find_similarity(exploration, say), explore, exploration.windows)
+    choice = choose(find_costs(exploration, say), explore, exploration.windows)
+    if explore.loss_sequences:
+        choice = replace(choice, plan=_with_losses(exploration, choice.plan))
     return choice
 
 
-def choose_by_similarity(similarity: Similarity, explore: ExploreArgs, windows: dict[str, int]) -> Choice:
+def choose_by_similarity(measured: Measured, explore: ExploreArgs, windows: dict[str, int]) -> Choice:
     """The paper's plan: greedy, or the followers of least ``Σ (1 - similarity with the lead)``."""
-    heads = similarity.num_key_value_heads
-    follow = dissimilarity(similarity.values, heads)
+    similarity, provenance = measured.tensors["similarity"], measured.provenance
+    heads, solved = provenance["num_key_value_heads"], None
+    follow = dissimilarity(similarity, heads)
     if explore.algorithm == "greedy":
-        plan = greedy_plan(similarity.values, heads, explore.threshold, similarity.provenance)
-        return Choice(plan, follow, None, similarity=similarity)
-    frontier = frontier_of(explore, follow, None)
-    solved = Solved(frontier, target_units(frontier, explore, windows), follow)
-    plan = frontier.plan(solved.units, _provenance(explore, similarity.provenance, solved))
-    return Choice(plan, follow, None, solved, similarity=similarity)
+        plan = greedy_plan(similarity, heads, explore.threshold, provenance)
+    else:
+        frontier = frontier_of(explore, follow, None)
+        solved = Solved(frontier, target_units(frontier, explore, windows), follow)
+        plan = frontier.plan(solved.units, _provenance(explore, provenance, solved))
+    return Choice(plan, follow, solved=solved, similarity=similarity)
 
 
-def choose(costs: PlanCosts, explore: ExploreArgs, windows: dict[str, int]) -> Choice:
+def choose(costs: Measured, explore: ExploreArgs, windows: dict[str, int]) -> Choice:
     """The plan of least cost at the target saving, heads aligned for it, and what forbidding each role, or packing, costs."""
-    total = costs.total(explore.retrieval_weight)
+    total = total_costs(costs.tensors, explore.retrieval_weight)
     best = _solve(total, explore, windows)
-    pair = best.frontier.pair_units
+    frontier, units = best.frontier, best.units
     provenance = costs.provenance | windows | {"retrieval_weight": explore.retrieval_weight}
     provenance = _provenance(explore, provenance, best)
-    if isinstance(best.frontier, PackedFrontier):
-        bound = best.frontier.bound[best.units :].min()
-        provenance |= {"bits": list(explore.bits), "plan_cost_bound": float(bound)}
+    if isinstance(frontier, PackedFrontier):
+        provenance |= {"bits": list(explore.bits), "plan_cost_bound": float(frontier.bound[units:].min())}
     without = {}
     for name, rest in _forbidding(explore).items():
-        without[name] = _solve(total, rest, windows, best.units / pair).frontier
-        provenance[f"plan_cost_without_{name}"] = without[name].cost_of(best.units, pair)
-    plan = best.frontier.plan(best.units, provenance)
+        without[name] = _solve(total, rest, windows, units / frontier.pair_units).frontier
+        provenance[f"plan_cost_without_{name}"] = without[name].cost_of(units, frontier.pair_units)
+    plan = frontier.plan(units, provenance)
     if best.kv_order is not None:
-        plan = replace(plan, head_order=head_order(plan, best.kv_order, costs.order))
+        plan = replace(plan, head_order=head_order(plan, best.kv_order, costs.tensors["order"]))
     return Choice(plan, best.follow, best.window, best, without)
 
 
@@ -167,7 +148,7 @@ def head_order(plan: SharingPlan, kv_order: Order, order: Tensor) -> Order | Non
 
     Args:
         kv_order: ``[L][H]``, the KV head at each place.
-        order: of query heads inside the groups of pairs, see `PlanCosts`; a follower's group stands as its lead's does.
+        order: of query heads inside the groups of pairs, see `match_query_heads`; a follower's group stands as its lead's does.
     """
     groups = order.shape[-1]
     rows = []
@@ -193,20 +174,17 @@ def _provenance(explore: ExploreArgs, measured: dict[str, Any], solved: Solved) 
     }
 
 
-def _with_losses(exploration: Exploration, choice: Choice) -> SharingPlan:
+def _with_losses(exploration: Exploration, plan: SharingPlan) -> SharingPlan:
     """The plan with its loss and that of the dense model in its provenance."""
-    plan = choice.plan
     dense = replace(SharingPlan.dense(plan.num_layers, plan.num_key_value_heads), head_order=plan.head_order)
     model = exploration.load_model(dense)
-    text = exploration.read(quiet)[0][: exploration.explore.loss_sequences]
-    repeated = repeated_sequences(exploration, model.config)
+    texts = {
+        "text": exploration.read(quiet)[0][: exploration.explore.loss_sequences],
+        "repeated": repeated_sequences(exploration, model.config),
+    }
     losses: dict[str, Any] = {
-        name: {
-            kind: plan_loss(model, one, sequences)
-            for kind, sequences in (("text", text), ("repeated", repeated))
-            if sequences
-        }
+        name: {kind: plan_loss(model, one, sequences) for kind, sequences in texts.items() if sequences}
         for name, one in (("dense", dense), ("plan", plan))
     }
-    losses |= {"sequences": len(text), "repeated_sequences": len(repeated)}
+    losses |= {"sequences": len(texts["text"]), "repeated_sequences": len(texts["repeated"])}
     return replace(plan, provenance=plan.provenance | {"losses": losses})

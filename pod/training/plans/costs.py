@@ -17,80 +17,26 @@ Beside the model this holds the distant attention rows of the sampled queries of
 of size ``n x n`` exists.
 """
 
-import json
-import os
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from pod.files import atomic_write_bytes
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.packed import Packing
 from pod.modeling.shipped.sharing import GROUP_SIZE, RESIDUAL
 from pod.training.plans.recording import AttentionInputs, record_attention_inputs
+from pod.training.plans.solve import Floats
 
-COSTS_NAME = "plan_costs.safetensors"
-SCHEMA_VERSION = "2"
 RETRIEVAL = "_retrieval"
 """Ends the name of a cost that was measured on repeated random tokens."""
 MAX_COST = 1000.0
 
 
-@dataclass(kw_only=True)
-class PlanCosts:
-    """Measured costs with what they were measured on."""
-
-    values: dict[str, Tensor]
-    """``window``, ``follow``, ``in_place``, ``lead4`` and ``follow4``, and the same with RETRIEVAL where it was measured: fp64, means over sequences."""
-
-    order: Tensor
-    """``[L, L, H, H, G]``: which query head of the follower's group stands at each place when it follows, those of the lead
-    standing as they are."""
-
-    provenance: dict[str, Any] = field(default_factory=dict)
-    """Model, sources, windows, n, q, N, seed and fingerprints."""
-
-    def total(self, retrieval_weight: float) -> dict[str, NDArray[np.float64]]:
-        """Cost on text plus `retrieval_weight` times that on repeated tokens, by role."""
-        return {
-            name: (self.values[name] + retrieval_weight * self.values.get(name + RETRIEVAL, 0.0)).numpy()
-            for name in self.values
-            if not name.endswith(RETRIEVAL)
-        }
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write safetensors with metadata, atomically."""
-        metadata = {"schema": SCHEMA_VERSION, "provenance": json.dumps(self.provenance, sort_keys=True)}
-        tensors = {name: value.contiguous() for name, value in {**self.values, "order": self.order}.items()}
-        atomic_write_bytes(path, save(tensors, metadata=metadata))
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "PlanCosts":
-        """Read what `save` wrote; ValueError of one line that names the file when it is something else."""
-        try:
-            with safe_open(os.fspath(path), framework="pt") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("schema") != SCHEMA_VERSION:
-                    raise KeyError(f"schema is {metadata.get('schema')}")
-                values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            order = values.pop("order")
-            return cls(values=values, order=order, provenance=json.loads(metadata["provenance"]))
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
-            raise ValueError(
-                f"{path} is not a file of plan costs of schema {SCHEMA_VERSION} ({error}): delete it and measure again"
-            ) from None
-
-
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """The queries that stand for a sequence, and which tokens each of them sees how.
 
     Attributes:
@@ -115,14 +61,9 @@ def sample_queries(n: int, num_queries: int, num_sink_tokens: int, num_recent_to
             f"{num_sink_tokens} sink and {num_recent_tokens} recent tokens: lower explore.num_queries or the windows, "
             "or raise explore.sequence_length"
         )
-    positions = n - 1 - torch.arange(num_queries) * (n - first) // num_queries
-    positions = positions.flip(0)
-    key = torch.arange(n)
-    return Sample(
-        positions,
-        key > positions[:, None],
-        (key >= num_sink_tokens) & (key <= positions[:, None] - num_recent_tokens),
-    )
+    positions = (n - 1 - torch.arange(num_queries) * (n - first) // num_queries).flip(0)
+    key, query = torch.arange(n), positions[:, None]
+    return Sample(positions, key > query, (key >= num_sink_tokens) & (key <= query - num_recent_tokens))
 
 
 def cost_shapes(num_layers: int, num_key_value_heads: int) -> dict[str, tuple[int, ...]]:
@@ -137,6 +78,14 @@ def cost_shapes(num_layers: int, num_key_value_heads: int) -> dict[str, tuple[in
     }
 
 
+def total_costs(tensors: Mapping[str, Tensor], retrieval_weight: float) -> dict[str, Floats]:
+    """Cost on text plus `retrieval_weight` times that on repeated tokens, by role."""
+    return {
+        name: (tensors[name] + retrieval_weight * tensors.get(name + RETRIEVAL, 0.0)).numpy()
+        for name in cost_shapes(1, 1)
+    }
+
+
 @torch.no_grad()
 def measure_costs(
     model: PodForCausalLM, input_ids: Tensor, num_queries: int, order: Tensor
@@ -147,7 +96,7 @@ def measure_costs(
         model: dense, with the windows of the plan to come (``num_sink_tokens``, ``num_recent_tokens``).
         input_ids: ``[1, n]``.
         num_queries: q, at most ``n - n_s - n_r``.
-        order: ``[L, L, H, H, G]``, see `PlanCosts`.
+        order: ``[L, L, H, H, G]``, see `match_query_heads`.
 
     Returns: fp64 on the CPU in the shapes of `cost_shapes`, from 0 to 1000.
     Raises: ValueError for a model with a plan, a sequence without enough distant tokens, and outputs that are not finite.
@@ -157,7 +106,7 @@ def measure_costs(
     costs = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
     served_by = order.argsort(-1)  # [.., g]: the lead's query head that serves query head g of the follower
     heads, groups = config.num_key_value_heads, config.num_key_value_groups
-    head = torch.arange(heads)
+    head, group = torch.arange(heads)[:, None], torch.arange(groups)
     for layer, own, lower in _layers(model, input_ids, num_queries):
         costs["window"][layer] = own.cost(own.near - own.out)
         for name, error in own.errors_of_packing().items():
@@ -167,9 +116,7 @@ def measure_costs(
             served = served_by[lead, layer].to(errors.device)  # [Hl, H, G]
             places = served[:, None, :, :, None, None].expand(-1, 1, -1, -1, *errors.shape[-2:])
             costs["follow"][lead, layer] = own.cost(errors.gather(1, places).squeeze(1))
-            group = torch.arange(groups)
-            straight = errors[head[:, None], group, head[:, None], group]  # [H, G, q, d]
-            costs["in_place"][lead, layer] = own.cost(straight)
+            costs["in_place"][lead, layer] = own.cost(errors[head, group, head, group])
     if not all(bool(value.isfinite().all()) for value in costs.values()):
         raise ValueError("the model gives NaN or infinite values on this text: try model.dtype=float32")
     # A relative error says no more beyond the limit, and integer sums over many sequences stay in range.
@@ -191,7 +138,8 @@ def measure_query_head_errors(model: PodForCausalLM, input_ids: Tensor, num_quer
 
 
 def match_query_heads(errors: Tensor, num_key_value_heads: int) -> Tensor:
-    """The order ``[L, L, H, H, G]`` of the query heads of every follower that costs least, each query head counted alone.
+    """The order of the query heads of every follower that costs least, each query head counted alone: ``[L, L, H, H, G]``, which query
+    head of the follower's group stands at each place when it follows, those of the lead standing as they are.
 
     Args:
         errors: ``[L, L, Hq, Hq]`` from `measure_query_head_errors`.
@@ -219,7 +167,7 @@ def _layers(
     """Every layer with the rows of all lower ones."""
     config = model.config
     sample = sample_queries(input_ids.shape[1], num_queries, config.num_sink_tokens, config.num_recent_tokens)
-    sample = Sample(*(x.to(input_ids.device) for x in (sample.positions, sample.future, sample.distant)))
+    sample = Sample(*(x.to(input_ids.device) for x in sample))
     lower: list[_Rows] = []
     for layer, inputs in enumerate(record_attention_inputs(model, input_ids)):
         projection: Any = model.model.layers[layer].self_attn

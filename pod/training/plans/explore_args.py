@@ -68,9 +68,6 @@ class ExploreArgs:
     num_queries: PositiveInt = 16
     """Last query positions q per sequence whose attention rows are compared (paper: 16)."""
 
-    save_every: PositiveInt = 8
-    """Sequences per process between two saves of the partial sums, from which an interrupted run continues."""
-
     heads: bool = False
     """Search for retrieval heads (RazorAttention) instead of making a plan; short: `--heads`. Needs no text."""
 

@@ -4,23 +4,19 @@ A head that has learnt to retrieve finds the earlier copies of the current token
 (*induction*), even in text without meaning. One forward pass; no matrix of n x n is ever held.
 """
 
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from pod.modeling.loading import load_model, load_tokenizer
 from pod.modeling.retrieval_heads import RetrievalHeads
-from pod.training.plans.exploration import keep_old, reusable, weights_stamp
+from pod.training.plans.exploration import Exploration
 from pod.training.plans.explore_args import ExploreArgs
 from pod.training.plans.recording import record_attention_inputs
-from pod.training.plans.similarity import from_first_rank, model_fingerprint
+from pod.training.plans.reuse import from_first_rank, keep_old, reusable, weights_stamp
 
 HEADS_NAME = "retrieval_heads.json"
 BLOCK_ELEMENTS = 1 << 24  # logits computed at a time
@@ -34,8 +30,7 @@ def repeated_tokens(
     Raises: ValueError when the vocabulary has fewer than K tokens left.
     """
     allowed = torch.ones(vocab_size, dtype=torch.bool)
-    special = [token for token in excluded if 0 <= token < vocab_size]
-    allowed[special] = False
+    allowed[[token for token in excluded if 0 <= token < vocab_size]] = False
     candidates = allowed.nonzero().flatten()
     if num_tokens < 2 or num_tokens > len(candidates):
         raise ValueError(f"{num_tokens} distinct tokens asked for, allowed are 2 to {len(candidates)}")
@@ -81,64 +76,44 @@ def search_heads(
     model: Any, input_ids: Tensor, num_tokens: int, progress: Callable[[], Any] | None = None
 ) -> tuple[tuple[tuple[float, ...], ...], tuple[tuple[float, ...], ...]]:
     """Echo and induction scores ``[L][Hq]`` of a dense model on ``[n]`` repeated tokens; ``progress`` after each layer."""
-    echo, induction = [], []
+    layers = []
     for inputs in record_attention_inputs(model, input_ids[None].to(model.device)):
-        scores = head_scores(inputs.q, inputs.k, num_tokens)
-        echo.append(tuple(scores[0].tolist()))
-        induction.append(tuple(scores[1].tolist()))
+        layers.append([tuple(scores.tolist()) for scores in head_scores(inputs.q, inputs.k, num_tokens)])
         if progress is not None:
             progress()
-    return tuple(echo), tuple(induction)
+    echo, induction = zip(*layers, strict=True)
+    return echo, induction
 
 
-def find_heads(
-    folder: str | os.PathLike[str],
-    model: dict[str, Any],
-    model_folder: str,
-    explore: ExploreArgs,
-    seed: int,
-    say: Callable[[str], None] = print,
-) -> RetrievalHeads:
-    """The retrieval heads of these settings: scores read from ``folder`` when they are there, else measured; then written.
+def find_heads(exploration: Exploration, say: Callable[[str], None] = print) -> RetrievalHeads:
+    """The retrieval heads of these settings: scores read from retrieval_heads.json in the folder when they are there, else measured;
+    then written. Needs no text.
 
     Other shares choose other heads from the same scores. Scores of other settings are kept under another name.
     Only rank 0 of several works and writes; all get the result.
-
-    Args:
-        folder: receives retrieval_heads.json.
-        model: path, gguf_file and dtype as in the recipe.
-        model_folder: folder or hub id of the dense model.
     """
-    found: RetrievalHeads | None = None
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        path = Path(folder) / HEADS_NAME
-        wanted = {
-            "model": model["path"],
-            "gguf_file": model["gguf_file"],
-            "dtype": model["dtype"],
-            "head_tokens": explore.head_tokens,
-            "head_repeats": explore.head_repeats,
-            "seed": seed,
-            "weights": weights_stamp(model_folder),
-        }
-        found = reusable(path, RetrievalHeads, wanted, say)
+    explore, path = exploration.explore, exploration.folder / HEADS_NAME
+    wanted = {name: exploration.settings[name] for name in ("model", "gguf_file", "dtype", "seed")} | {
+        "head_tokens": explore.head_tokens,
+        "head_repeats": explore.head_repeats,
+        "weights": weights_stamp(exploration.model_folder),
+    }
+
+    def find() -> RetrievalHeads:
+        found = reusable(path, RetrievalHeads.load, wanted, say)
         if found is None:
-            found = _search(wanted, model_folder, say)
+            found = _search(exploration, wanted, say)
             keep_old(path)
         found = replace(found, induction_share=explore.induction_share, echo_share=explore.echo_share)
         found.save(path)
-    found = from_first_rank(found)
-    assert found is not None
-    return found
+        return found
+
+    return from_first_rank(find)
 
 
-def _search(wanted: dict[str, Any], model_folder: str, say: Callable[[str], None]) -> RetrievalHeads:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    gguf_file, dtype = wanted["gguf_file"], getattr(torch, wanted["dtype"])
-    model = load_model(model_folder, gguf_file=gguf_file, dtype=dtype, device=device)
-    tokenizer = load_tokenizer(model_folder, gguf_file=gguf_file)
-    vocab, special = ordinary_vocabulary(tokenizer, model.config)
-    repeats = wanted["head_repeats"]
+def _search(exploration: Exploration, wanted: dict[str, Any], say: Callable[[str], None]) -> RetrievalHeads:
+    model, repeats = exploration.load(), wanted["head_repeats"]
+    vocab, special = ordinary_vocabulary(exploration.load_tokenizer(), model.config)
     num_tokens = fitting_tokens(model.config, wanted["head_tokens"], repeats, vocab - len(special))
     if num_tokens < wanted["head_tokens"]:
         say(
@@ -146,17 +121,11 @@ def _search(wanted: dict[str, Any], model_folder: str, say: Callable[[str], None
             f"{model.config.max_position_embeddings} tokens and knows {vocab - len(special)}"
         )
     ids = repeated_tokens(num_tokens, repeats, vocab, special, wanted["seed"])
-    layers = model.config.num_hidden_layers
-    with tqdm(total=layers, desc=f"heads, {len(ids)} tokens", unit="layer") as bar:
+    with tqdm(total=model.config.num_hidden_layers, desc=f"heads, {len(ids)} tokens", unit="layer") as bar:
         echo, induction = search_heads(model, ids, num_tokens, bar.update)
-    return RetrievalHeads(
-        echo=echo,
-        induction=induction,
-        num_key_value_heads=model.config.num_key_value_heads,
-        provenance=wanted
-        | {"num_tokens": num_tokens, "weights_sha256": model_fingerprint(model)}
-        | {"head_order": model.config.head_order},
-    )
+    provenance = wanted | {"num_tokens": num_tokens, "head_order": model.config.head_order}
+    heads = model.config.num_key_value_heads
+    return RetrievalHeads(echo=echo, induction=induction, num_key_value_heads=heads, provenance=provenance)
 
 
 def ordinary_vocabulary(tokenizer: Any, config: Any) -> tuple[int, set[int]]:
@@ -181,17 +150,13 @@ def fitting_tokens(config: Any, wanted: int, repeats: int, num_ordinary: int) ->
 
 
 def describe_heads_cost(config: Any, explore: ExploreArgs) -> str:
-    """What the search needs, from the model's sizes: one forward pass, memory beside the weights, disk."""
+    """What the search needs, from the model's sizes."""
     repeats = explore.head_repeats
     num_tokens = fitting_tokens(config, explore.head_tokens, repeats, config.vocab_size)
-    n, heads, layers = num_tokens * repeats, config.num_attention_heads, config.num_hidden_layers
-    block = max(BLOCK_ELEMENTS, heads * n) * 4  # bytes, fp32
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    flops = layers * heads * n * n * head_dim
-    return "\n".join(
-        (
-            f"retrieval heads: one forward pass over {repeats} x {num_tokens} = {n} tokens and {flops / 1e12:.1f} TFLOP of scores",
-            f"memory: the model, one layer's activations over {n} tokens and {2 * block / 1e6:.0f} MB of attention at a time",
-            f"disk: {40 * layers * heads / 1e6:.2f} MB for {HEADS_NAME}",
-        )
+    block = (
+        max(BLOCK_ELEMENTS, config.num_attention_heads * num_tokens * repeats) * 8
+    )  # bytes, two blocks of fp32
+    return (
+        f"retrieval heads: one forward pass over {repeats} x {num_tokens} = {num_tokens * repeats} tokens\n"
+        f"memory: the model, one layer's activations and {block / 1e6:.0f} MB of attention at a time"
     )

@@ -1,138 +1,218 @@
-"""What plans are made from, measured by all ranks or read from the folder where it lies: similarity, and costs of roles."""
+"""What plans are made from, measured by all ranks or read from the folder where it lies: similarity, and costs of roles.
 
+Every sequence contributes integers, what was measured in units of 2^-40, so that the sum does not depend on the order: one process,
+several ranks, and a run that was interrupted and continued with another number of ranks give the same bits.
+"""
+
+import hashlib
+import json
+import math
+import os
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 
-from pod.modeling.loading import load_tokenizer
+from pod.files import atomic_write_bytes
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.training.plans.costs import (
-    COSTS_NAME,
     RETRIEVAL,
-    PlanCosts,
     cost_shapes,
     match_query_heads,
     measure_costs,
     measure_query_head_errors,
 )
-from pod.training.plans.exploration import MATCHING_SEQUENCES, Exploration, keep_old, reusable, weights_stamp
+from pod.training.plans.exploration import MATCHING_SEQUENCES, Exploration
 from pod.training.plans.heads import fitting_tokens, ordinary_vocabulary, repeated_tokens
 from pod.training.plans.recording import record_attention_rows
-from pod.training.plans.similarity import (
-    SIMILARITY_NAME,
-    Similarity,
+from pod.training.plans.reuse import (
     from_first_rank,
-    jensen_shannon_similarity,
-    measure_mean,
-    model_fingerprint,
+    is_first_rank,
+    keep_old,
+    quiet,
+    reusable,
     sequence_fingerprint,
+    weights_stamp,
 )
+from pod.training.plans.similarity import jensen_shannon_similarity
 
+SIMILARITY_NAME, COSTS_NAME = "similarity.safetensors", "plan_costs.safetensors"
+SCHEMA_VERSION = "2"
 REPEATS = 4  # copies of the random tokens of a retrieval sequence
+UNIT = 2.0**-40  # of the integer sums, of which int64 holds those below 2^23
 Say = Callable[[str], None]
 
 
-def find_similarity(exploration: Exploration, say: Say = print) -> Similarity:
+@dataclass(frozen=True)
+class Measured:
+    """Tensors with what they were measured on.
+
+    Attributes:
+        tensors: means over sequences, fp64. A similarity: ``similarity`` ``[L, L, Hq]``. Costs: those of `cost_shapes`, the same with
+            RETRIEVAL where it was measured, and ``order`` ``[L, L, H, H, G]``, see `match_query_heads`.
+        provenance: model, number of its KV heads, sources, windows, n, q, N, seed and fingerprints.
+    """
+
+    tensors: dict[str, Tensor]
+    provenance: dict[str, Any]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write safetensors with metadata, atomically."""
+        metadata = {"schema": SCHEMA_VERSION, "provenance": json.dumps(self.provenance, sort_keys=True)}
+        tensors = {name: value.contiguous() for name, value in self.tensors.items()}
+        atomic_write_bytes(path, save(tensors, metadata=metadata))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Measured":
+        """Read what `save` wrote; ValueError of one line that names the file when it is something else."""
+        try:
+            with safe_open(os.fspath(path), framework="pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("schema") != SCHEMA_VERSION:
+                    raise KeyError(f"schema is {metadata.get('schema')}")
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return cls(tensors, json.loads(metadata["provenance"]))
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise ValueError(
+                f"{path} is no measurement of schema {SCHEMA_VERSION} ({error}): delete it and measure again"
+            ) from None
+
+
+def find_similarity(exploration: Exploration, say: Say = print) -> Measured:
     """The similarity of these settings, see `_find`."""
-    return _find(exploration, SIMILARITY_NAME, Similarity, _measure_similarity, {}, say)
+    return _find(exploration, SIMILARITY_NAME, _measure_similarity, {}, say)
 
 
-def find_costs(exploration: Exploration, say: Say = print) -> PlanCosts:
+def find_costs(exploration: Exploration, say: Say = print) -> Measured:
     """The costs of these settings, see `_find`."""
     wanted = exploration.windows | {"retrieval_sequences": exploration.explore.retrieval_sequences}
-    return _find(exploration, COSTS_NAME, PlanCosts, _measure_costs, wanted, say)
+    return _find(exploration, COSTS_NAME, _measure_costs, wanted, say)
 
 
-def _find(
-    exploration: Exploration, name: str, kind: Any, measure: Any, wanted: dict[str, Any], say: Say
-) -> Any:
-    """A `kind`, read from the folder when it is there, else measured (by all ranks) and written.
+def _find(exploration: Exploration, name: str, measure: Any, wanted: dict[str, Any], say: Say) -> Measured:
+    """Read from the folder when it is there, else measured (by all ranks) and written.
 
     A file of other settings is kept under another name. An interrupted measurement is continued.
 
     Args:
-        measure: (exploration, model, sequences, mean) → the fields of `kind`; mean: (name, measure of one sequence, sequences).
+        measure: (exploration, model, sequences, mean) → tensors; mean: (name, measure of one sequence, shape, sequences).
         wanted: what it depends on beside the settings.
-    Raises: ValueError for texts, models and partial files that do not fit.
+    Raises: ValueError for texts, models and files that do not fit.
     """
-    path, explore = exploration.folder / name, exploration.explore
+    path = exploration.folder / name
     wanted = exploration.settings | wanted | {"weights": weights_stamp(exploration.model_folder)}
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    found = from_first_rank(reusable(path, kind, wanted, say) if is_first else None)
+    found = from_first_rank(lambda: reusable(path, Measured.load, wanted, say))
     if found is not None:
         return found
     model = exploration.load_model()
     sequences, split = exploration.read(say)
-    fingerprint = wanted | {
-        "weights_sha256": model_fingerprint(model),
+    provenance = wanted | {
+        "num_key_value_heads": model.config.num_key_value_heads,
         "tokens_sha256": sequence_fingerprint(sequences),
     }
+    digest = hashlib.sha256(json.dumps(provenance, sort_keys=True).encode()).hexdigest()
+    partial = path.with_suffix(f".partial-{digest[:8]}")
 
-    def mean(part: str, measure_one: Callable[[Tensor], Tensor], texts: Sequence[Tensor]) -> Tensor:
+    def mean(part: str, measure_one: Any, shape: Sequence[int], texts: Sequence[Tensor]) -> Tensor:
         with tqdm(total=len(texts), desc=f"explore, {part}", unit="seq", disable=say is quiet) as bar:
             return measure_mean(
-                lambda input_ids: measure_one(input_ids.to(model.device)),
-                texts,
-                fingerprint=fingerprint,
-                partial_dir=path.with_suffix(".partial") / part,
-                save_every=explore.save_every,
-                progress=lambda done, total: bar.update(done - bar.n),
+                lambda input_ids: measure_one(input_ids.to(model.device)), shape, texts, partial / part, bar
             )
 
-    fields = measure(exploration, model, sequences, mean)
-    found = kind(**fields, provenance=fingerprint | {"split_used": split})
-    if is_first:
+    found = Measured(measure(exploration, model, sequences, mean), provenance | {"split_used": split})
+    if is_first_rank():
         keep_old(path)
         found.save(path)
-        shutil.rmtree(path.with_suffix(".partial"), ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
     return found
 
 
-def quiet(line: str) -> None:
-    """Ranks other than 0 say nothing."""
+def measure_mean(
+    measure: Callable[[Tensor], Tensor],
+    shape: Sequence[int],
+    sequences: Sequence[Tensor],
+    folder: Path,
+    bar: Any = None,
+) -> Tensor:
+    """The mean of what `measure` gives for each sequence (fp64), the same bits for any number of ranks and interruptions.
+
+    With torch.distributed initialised the ranks divide the sequences; all get the result.
+
+    Args:
+        measure: input_ids ``[1, n]`` → ``[*shape]``, whose sums stay below 2^23.
+        sequences: N tensors ``[n]`` of token ids, the same list on every rank.
+        folder: shared by all ranks and used for these sequences alone; holds what is measured, for a run that is interrupted, until
+            the caller deletes it.
+        bar: a progress bar of tqdm.
+    Raises: ValueError for no sequences, damaged files, and what `measure` raises.
+    """
+    if not sequences:
+        raise ValueError("no sequence to measure: give longer or more texts in explore.sources")
+    files = [folder / f"{index:06d}.safetensors" for index in range(len(sequences))]
+    done = from_first_rank(lambda: [index for index, file in enumerate(files) if file.exists()])
+    total = torch.zeros(tuple(shape), dtype=torch.int64)
+    for index in done if is_first_rank() else ():
+        total += Measured.load(files[index]).tensors["units"]
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    remaining = sorted({*range(len(sequences))} - {*done})
+    for count, index in enumerate(remaining[rank::world], start=1):
+        units = (measure(sequences[index].reshape(1, -1)) / UNIT).round().to(torch.int64)
+        Measured({"units": units}, {}).save(files[index])
+        total += units
+        if bar is not None:
+            bar.update(min(len(done) + count * world, len(sequences)) - bar.n)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total.double() * UNIT / len(sequences)
 
 
 def _measure_similarity(
     exploration: Exploration, model: PodForCausalLM, sequences: Sequence[Tensor], mean: Any
-) -> dict[str, Any]:
+) -> dict[str, Tensor]:
     def measure(input_ids: Tensor) -> Tensor:
         rows = record_attention_rows(model, input_ids, exploration.explore.num_queries)
         return jensen_shannon_similarity(torch.stack(list(rows)))
 
-    heads = model.config.num_key_value_heads
-    return {"values": mean("similarity", measure, sequences), "num_key_value_heads": heads}
+    layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
+    return {"similarity": mean("similarity", measure, (layers, layers, heads), sequences)}
 
 
 def _measure_costs(
     exploration: Exploration, model: PodForCausalLM, sequences: Sequence[Tensor], mean: Any
-) -> dict[str, Any]:
+) -> dict[str, Tensor]:
     """Query heads matched on a few sequences, then the cost of every role on all of them."""
-    queries, heads = exploration.explore.num_queries, model.config.num_key_value_heads
-    repeated = repeated_sequences(exploration, model.config)
+    queries, config = exploration.explore.num_queries, model.config
+    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    repeated = repeated_sequences(exploration, config)
     few = [*sequences[:MATCHING_SEQUENCES], *repeated]
-    errors = mean("query heads", lambda ids: measure_query_head_errors(model, ids, queries), few)
-    order = match_query_heads(errors, heads)
-    shapes = cost_shapes(model.config.num_hidden_layers, heads)
+    errors = mean(
+        "query heads",
+        lambda ids: measure_query_head_errors(model, ids, queries),
+        (layers, layers, heads, heads),
+        few,
+    )
+    order = match_query_heads(errors, config.num_key_value_heads)
+    shapes = cost_shapes(layers, config.num_key_value_heads)
+    sizes = [math.prod(shape) for shape in shapes.values()]
 
     def flat(input_ids: Tensor) -> Tensor:
         found = measure_costs(model, input_ids, queries, order)
         return torch.cat([found[name].flatten() for name in shapes])
 
-    values: dict[str, Tensor] = {}
-    for name, ending, kind in (("text", "", list(sequences)), ("repeated", RETRIEVAL, repeated)):
-        if kind:
-            parts = mean(name, flat, kind).split([int(np.prod(shape)) for shape in shapes.values()])
-            values |= {
-                key + ending: part.view(shape)
-                for (key, shape), part in zip(shapes.items(), parts, strict=True)
-            }
-    return {"values": values, "order": order}
+    tensors = {"order": order}
+    for name, ending, texts in (("text", "", list(sequences)), ("repeated", RETRIEVAL, repeated)):
+        parts = mean(name, flat, (sum(sizes),), texts).split(sizes) if texts else []
+        for (role, shape), part in zip(shapes.items(), parts, strict=False):
+            tensors[role + ending] = part.view(shape)
+    return tensors
 
 
 def repeated_sequences(exploration: Exploration, config: Any) -> list[Tensor]:
@@ -140,8 +220,7 @@ def repeated_sequences(exploration: Exploration, config: Any) -> list[Tensor]:
     explore, settings = exploration.explore, exploration.settings
     if not explore.retrieval_sequences:
         return []
-    tokenizer = load_tokenizer(exploration.model_folder, gguf_file=settings["gguf_file"])
-    vocab, special = ordinary_vocabulary(tokenizer, config)
+    vocab, special = ordinary_vocabulary(exploration.load_tokenizer(), config)
     length = explore.sequence_length // REPEATS
     num_tokens = fitting_tokens(config, length, REPEATS, vocab - len(special))
     seeds = range(settings["seed"], settings["seed"] + explore.retrieval_sequences)

@@ -1,4 +1,4 @@
-"""Attention rows of the last queries, layer by layer, without ever holding an n x n matrix or all layers at once."""
+"""What attention reads, layer by layer, without ever holding an n x n matrix or all layers at once."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,25 +10,6 @@ from pod.kernels.statistics import attention_rows
 from pod.modeling.shipped.attention import ForwardContext
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodDecoderLayer, PodForCausalLM
-
-
-@torch.no_grad()
-def record_attention_rows(model: PodForCausalLM, input_ids: Tensor, num_queries: int) -> Iterator[Tensor]:
-    """Yield, per layer, the softmaxed attention of the last ``num_queries`` tokens (eq. 1 of the PoD paper).
-
-    Args:
-        model: without a sharing plan; similarity is measured on the dense model.
-        input_ids: ``[1, n]``.
-        num_queries: ``q``, 1 … n.
-
-    Yields:
-        ``[Hq, q, n]`` fp32 (fp64 for fp64 models), one per layer, zero above the diagonal.
-    """
-    n = input_ids.shape[1]
-    if not 1 <= num_queries <= n:
-        raise ValueError(f"need 1 <= num_queries <= {n} tokens, got {num_queries}")
-    for inputs in record_attention_inputs(model, input_ids):
-        yield attention_rows(inputs.q[None, :, n - num_queries :], inputs.k[None])[0]
 
 
 class AttentionInputs(NamedTuple):
@@ -63,3 +44,17 @@ def record_attention_inputs(model: PodForCausalLM, input_ids: Tensor) -> Iterato
         q, k, v = layer.self_attn._project(normed)
         yield AttentionInputs(hidden_states[0], context.rope(q)[0], context.rope(k)[0], v[0])
         hidden_states, *carry = layer(hidden_states, context, *carry)
+
+
+@torch.no_grad()
+def record_attention_rows(model: PodForCausalLM, input_ids: Tensor, num_queries: int) -> Iterator[Tensor]:
+    """Yield, per layer of a dense model, the softmaxed attention of the last ``num_queries`` tokens of ``[1, n]`` (eq. 1 of the PoD
+    paper): ``[Hq, q, n]`` fp32 (fp64 for fp64 models), zero above the diagonal.
+
+    Raises: ValueError unless 1 <= num_queries <= n.
+    """
+    n = input_ids.shape[1]
+    if not 1 <= num_queries <= n:
+        raise ValueError(f"need 1 <= num_queries <= {n} tokens, got {num_queries}")
+    for inputs in record_attention_inputs(model, input_ids):
+        yield attention_rows(inputs.q[None, :, n - num_queries :], inputs.k[None])[0]

@@ -1,14 +1,19 @@
 """A plan and chosen heads in words, and the whole curve: what every saving costs at least, and which roles the plans along it have."""
 
+import math
 from typing import Any
 
 from pod.modeling.retrieval_heads import RetrievalHeads
-from pod.modeling.shipped.sharing import SharingPlan, roles_of
+from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.plans.choose import Choice
 from pod.training.plans.explore_args import ExploreArgs
 
-PARETO_NAME = "pareto.json"
 SCHEMA_VERSION = 1
+FORBIDDEN = {
+    "follow": "when no head may follow",
+    "window": "when no head may keep its window",
+    "4_bits": "when every layer keeps 16 bits",
+}
 
 
 def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dict[str, Any]:
@@ -19,66 +24,80 @@ def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dic
     own. ``saving`` is meant at ``budget_length`` tokens.
     """
     assert choice.solved is not None, "a greedy plan has no curve"
-    frontier, points = choice.solved.frontier, []
+    frontier, chosen = choice.solved.frontier, choice.solved.units
     pair = frontier.pair_units
-    for units in sorted(
-        {frontier.cheapest(x) for x in range(0, len(frontier.costs), pair // 2)} | {choice.solved.units}
-    ):
+    every = {frontier.cheapest(units) for units in range(0, len(frontier.costs), pair // 2)} | {chosen}
+    points = []
+    for units in sorted(every):
         plan = frontier.plan(units)
-        points.append(
-            {
-                "units": units,
-                "saving": plan.saving(explore.budget_tokens, **windows),
-                "cost": float(frontier.costs[units]),
-                "cost_without": {name: other.cost_of(units, pair) for name, other in choice.without.items()},
-                "leads": plan.num_leads,
-                "followers": plan.num_followers,
-                "windows": plan.num_windows,
-                "per_layer": roles_per_layer(plan),
-                "packed_layers": [layer for layer, bits in enumerate(plan.bits or ()) if bits < 16],
-            }
+        point = {
+            "units": units,
+            "saving": plan.saving(explore.budget_tokens, **windows),
+            "cost": float(frontier.costs[units]),
+            "cost_without": {name: other.cost_of(units, pair) for name, other in choice.without.items()},
+            "leads": plan.num_leads,
+            "followers": plan.num_followers,
+            "windows": plan.num_windows,
+            "packed_layers": [layer for layer, bits in enumerate(plan.bits or ()) if bits < 16],
+        }
+        points.append(point)
+    about = {name: getattr(explore, name) for name in ("budget_length", "cost", "retrieval_weight")}
+    about |= {"schema": SCHEMA_VERSION, "num_layers": choice.plan.num_layers, **windows}
+    saving = choice.plan.saving(explore.budget_tokens, **windows)
+    return {**about, "chosen": {"units": chosen, "saving": saving}, "points": points}
+
+
+def about_plan(plan: SharingPlan, explore: ExploreArgs) -> str:
+    """How the plan was made, of what model, on which text: a line."""
+    found, length = plan.provenance, explore.budget_length
+    how = f"greedy at threshold {explore.threshold:g}"
+    if explore.algorithm == "dp":
+        where = f"at {length:,} tokens" if length else "in the limit"
+        how = f"dp by {explore.cost}, target {explore.target_saving:.1%} {where}"
+    name = found["model"].rstrip("/").split("/")[-1].removeprefix("package:")
+    text = f"{found['num_sequences']} x {found['sequence_length']:,} tokens, {found['num_queries']} queries"
+    return f"{name}, {text}; {how}"
+
+
+def summary(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) -> str:
+    """What the plan is, what it costs, what other roles would cost, and its measured loss."""
+    found, n = plan.provenance, plan.provenance["sequence_length"]
+    sinks, recent = windows.values()
+    lines = [
+        f"plan: {about_plan(plan, explore)}",
+        describe_plan(plan),
+        f"KV saving at {n:,} tokens with {sinks} sink and {recent} recent tokens: {plan.saving(n, sinks, recent):.1%}",
+    ]
+    if plan.head_order is not None:
+        moved = sum(row != tuple(range(len(row))) for row in plan.head_order)
+        lines.append(
+            f"heads are re-ordered in {moved} of {plan.num_layers} layers; the model computes the same"
         )
-    return {
-        "schema": SCHEMA_VERSION,
-        "budget_length": explore.budget_length,
-        **windows,
-        "cost": explore.cost,
-        "retrieval_weight": explore.retrieval_weight,
-        "chosen": {
-            "units": choice.solved.units,
-            "saving": choice.plan.saving(explore.budget_tokens, **windows),
-        },
-        "points": points,
-    }
-
-
-def roles_per_layer(plan: SharingPlan) -> dict[str, list[int]]:
-    """How many KV heads of each layer lead, follow and keep their window."""
-    roles = [roles_of(plan.lead, layer) for layer in range(plan.num_layers)]
-    return {name: [len(getattr(x, name)) for x in roles] for name in ("leads", "followers", "windows")}
+    if "plan_cost" in found:
+        costs = [f"least cost at this saving: {found['plan_cost']:.4g}"]
+        for name, what in FORBIDDEN.items():
+            cost = found.get(f"plan_cost_without_{name}", math.nan)
+            if cost is None or not math.isnan(cost):
+                costs.append(f"{'not reachable' if cost is None else f'{cost:.4g}'} {what}")
+        lines.append("; ".join(costs))
+    losses = found.get("losses", {})
+    for kind, dense in losses.get("dense", {}).items():
+        own, what = losses["plan"][kind], "text" if kind == "text" else "repeated random tokens"
+        change = f"perplexity x {math.exp(own - dense):.3f}"
+        lines.append(f"measured loss on {what}: dense {dense:.4f}, plan {own:.4f} nats per token ({change})")
+    return "\n".join(lines)
 
 
 def describe_plan(plan: SharingPlan) -> str:
-    """A few lines about a plan: KV saving, what heads do, number of blocks, longest block, followers per KV head."""
-    blocks = [(head, block) for head in range(plan.num_key_value_heads) for block in plan.blocks(head)]
-    lines = [
-        f"KV saving (long sequences): {plan.asymptotic_saving:.1%}",
+    """KV saving, and what heads do, in two lines."""
+    packed = (
+        f"; {plan.bits.count(4)} of {plan.num_layers} layers in 4 bits" if plan.bits and plan.packs else ""
+    )
+    return (
+        f"KV saving (long sequences): {plan.asymptotic_saving:.1%}\n"
         f"roles of {plan.num_pairs} (layer, KV head) pairs: {plan.num_leads} lead, {plan.num_followers} follow, "
-        f"{plan.num_windows} keep their window"
-        + (
-            f"; {plan.bits.count(4)} of {plan.num_layers} layers in 4 bits"
-            if plan.bits and plan.packs
-            else ""
-        ),
-        f"blocks: {len(blocks)} in {plan.num_key_value_heads} KV heads of {plan.num_layers} layers",
-    ]
-    if blocks:
-        head, longest = max(blocks, key=lambda item: len(item[1]))
-        layers = ", ".join(map(str, longest))
-        lines.append(
-            f"longest block: {len(longest)} {'layer' if len(longest) == 1 else 'layers'} (KV head {head}: {layers})"
-        )
-    return "\n".join(lines)
+        f"{plan.num_windows} keep their window{packed}"
+    )
 
 
 def describe_heads(heads: RetrievalHeads, ratio: float = 5) -> str:

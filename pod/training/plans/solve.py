@@ -5,7 +5,7 @@ A role is a row of a small table: what it does about the open lead, what it save
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -50,7 +50,7 @@ class Curve:
 
     @property
     def targets(self) -> Ints:
-        """The numbers of units that may be asked for: those that a plan saves."""
+        """The numbers of units that may be asked for."""
         return np.flatnonzero(np.isfinite(self.costs))
 
     def cheapest(self, units: int) -> int:
@@ -97,10 +97,8 @@ class Frontier(Curve):
         Raises: ValueError for units that no plan saves.
         """
         if not 0 <= units < len(self.costs) or not np.isfinite(self.costs[units]):
-            raise ValueError(
-                f"no plan of the allowed roles saves {units} units; up to {len(self.costs) - 1} can be saved, "
-                "costs[units] says which: ask units_for"
-            )
+            most = len(self.costs) - 1
+            raise ValueError(f"no plan of the allowed roles saves {units} units; up to {most} can be saved")
         found = {"algorithm": "dp", "units": units, "cost": float(self.costs[units]), **(provenance or {})}
         columns: list[list[int | None]] = []
         for head in reversed(range(len(self._shares))):
@@ -119,78 +117,30 @@ def solve(follow: ArrayLike | None, window: ArrayLike | None) -> Frontier:
         window: cost of a window ``[L, H]``; it saves 2 units (keys and values). None = no windows.
             inf in either = not allowed there.
 
-    Raises: ValueError for costs of another shape, NaN, or none at all.
+    Raises: ValueError for no costs at all.
     """
-    table = [] if follow is None else [check_role(Role("follow", 1, np.asarray(follow)))]
-    table += [] if window is None else [check_role(Role("window", PAIR_UNITS, np.asarray(window)))]
+    table = [] if follow is None else [Role("follow", 1, np.asarray(follow, dtype=np.float64))]
+    table += [] if window is None else [Role("window", PAIR_UNITS, np.asarray(window, dtype=np.float64))]
     if not table:
         raise ValueError("costs of followers and of windows are None: give one of them, or every head leads")
-    table.insert(0, Role("lead", 0, np.zeros(table[0].costs.shape[-2:])))
-    return solve_table(table, PAIR_UNITS)
+    return solve_table([Role("lead", 0, np.zeros(table[0].costs.shape[-2:])), *table], PAIR_UNITS)
 
 
 def solve_table(table: Sequence[Role], pair_units: int) -> Frontier:
     """The frontier of any roles: an exact dynamic program per KV head, whose tables are then added head by head.
 
-    Raises: ValueError for costs that do not fit each other, or roles that allow no plan.
+    Raises: ValueError for roles that allow no plan.
     """
-    table = tuple(map(check_role, table))
-    sizes = table[0].costs.shape[-2:]
-    if any(role.costs.shape[-2:] != sizes for role in table):
-        shapes = [list(role.costs.shape) for role in table]
-        raise ValueError(f"costs of roles must be of the same layers and KV heads, got shapes {shapes}")
-    heads = _Heads.solve(table)
+    heads = _solve_heads(table)
     shares, reached = _divide(heads.least)
     finite = np.flatnonzero(np.isfinite(reached))
     if not len(finite):
         raise ValueError("the costs allow no plan: some (layer, KV head) may do nothing")
-    return Frontier(sizes, pair_units, reached[: finite[-1] + 1], table, heads, shares)
+    layers, width = table[0].costs.shape[-2:]
+    return Frontier((layers, width), pair_units, reached[: finite[-1] + 1], tuple(table), heads, shares)
 
 
-def sum_of_costs(plan: SharingPlan, follow: ArrayLike | None, window: ArrayLike | None) -> float:
-    """What ``solve`` minimises, for any plan: the costs of its followers and windows.
-
-    Raises: ValueError for a plan of another size.
-    """
-    table = solve(follow, window).table
-    plan.check_fits(*table[0].costs.shape)
-    costs = {role.does: role.costs for role in table}
-    total = 0.0
-    for layer, row in enumerate(plan.lead):
-        for head, lead in enumerate(row):
-            if lead is None:
-                total += costs["window"][layer, head] if "window" in costs else np.inf
-            elif lead != layer:
-                total += costs["follow"][lead, layer, head] if "follow" in costs else np.inf
-    return float(total)
-
-
-def units_of(plan: SharingPlan) -> int:
-    """Units that a plan saves: one for a follower, two for a window."""
-    return plan.num_followers + PAIR_UNITS * plan.num_windows
-
-
-def check_role(role: Role) -> Role:
-    """The role with a copy of its costs in fp64, inf where a follower would not lie above its lead.
-
-    Raises: ValueError for another shape, NaN or -infinity.
-    """
-    costs = np.array(role.costs, dtype=np.float64)
-    square = costs.ndim == 3 and costs.shape[0] == costs.shape[1]
-    if not (square if role.does == "follow" else costs.ndim == 2) or 0 in costs.shape:
-        shape = "[layers, layers, KV heads]" if role.does == "follow" else "[layers, KV heads]"
-        raise ValueError(f"costs of {role.does!r} must be {shape}, got shape {list(costs.shape)}")
-    if square:
-        costs[np.tril_indices(len(costs))] = np.inf
-    if np.isnan(costs).any() or np.isneginf(costs).any():
-        raise ValueError(
-            f"costs of {role.does!r} hold NaN or -infinity: delete the file of costs and measure again"
-        )
-    return Role(role.does, role.units, costs)
-
-
-@dataclass(frozen=True)
-class _Heads:
+class _Heads(NamedTuple):
     """The dynamic program of each KV head over (layer, open lead, saved units); lead 0 is none, ``1 + l`` is layer l.
 
     Attributes:
@@ -204,28 +154,6 @@ class _Heads:
     taken: list[NDArray[np.int8]]
     opened: list[Ints]
 
-    @classmethod
-    def solve(cls, table: Sequence[Role]) -> "_Heads":
-        layers, heads = table[0].costs.shape[-2:]
-        width = layers * max(role.units for role in table) + 1
-        best = np.full((heads, layers + 1, width), np.inf)
-        best[:, 0, 0] = 0.0
-        taken, opened = [], []
-        for layer in range(layers):
-            opened.append(best.argmin(axis=1))
-            options = np.full((len(table), *best.shape), np.inf)
-            for option, role in zip(options, table, strict=True):
-                before, after = best[..., : width - role.units], option[..., role.units :]
-                if role.does == "lead":
-                    after[:, 1 + layer] = before.min(axis=1) + role.costs[layer][:, None]
-                elif role.does == "follow":
-                    after[:, 1:] = before[:, 1:] + role.costs[:, layer].T[:, :, None]
-                else:
-                    after[:] = before + role.costs[layer][:, None, None]
-            taken.append(options.argmin(axis=0).astype(np.int8))
-            best = options.min(axis=0)
-        return cls(best.min(axis=1), best.argmin(axis=1), taken, opened)
-
     def lead_of(self, head: int, units: int, table: Sequence[Role]) -> list[int | None]:
         """What one head's layers follow when it saves so many units."""
         lead: list[int | None] = []
@@ -237,6 +165,29 @@ class _Heads:
             if role.does == "lead":
                 now = int(self.opened[layer][head, units])
         return lead[::-1]
+
+
+def _solve_heads(table: Sequence[Role]) -> _Heads:
+    layers, heads = table[0].costs.shape[-2:]
+    width = layers * max(role.units for role in table) + 1
+    best = np.full((heads, layers + 1, width), np.inf)
+    best[:, 0, 0] = 0.0
+    taken, opened = [], []
+    for layer in range(layers):
+        opened.append(best.argmin(axis=1))
+        options = np.full((len(table), *best.shape), np.inf)
+        lower = slice(1, 1 + layer)  # the leads that may be open
+        for option, role in zip(options, table, strict=True):
+            before, after = best[..., : width - role.units], option[..., role.units :]
+            if role.does == "lead":
+                after[:, 1 + layer] = before.min(axis=1) + role.costs[layer][:, None]
+            elif role.does == "follow":
+                after[:, lower] = before[:, lower] + role.costs[:layer, layer].T[:, :, None]
+            else:
+                after[:] = before + role.costs[layer][:, None, None]
+        taken.append(options.argmin(axis=0).astype(np.int8))
+        best = options.min(axis=0)
+    return _Heads(best.min(axis=1), best.argmin(axis=1), taken, opened)
 
 
 def _divide(least: Floats) -> tuple[list[Ints], Floats]:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from pod.modeling.shipped.llama import PodForCausalLM
 from pod.models import ModelArgs, resolve_model
 from pod.training.args import TrainArgs, TrainRecipe
 from pod.training.observe.trackers import check_tracker
+from pod.training.observe.validation import Passkey
 from pod.training.predict import preflight
 from pod.training.predict.planner import Machine, this_machine
 from pod.training.predict.planner import plan as plan_run
@@ -62,13 +64,13 @@ def train(
     output_dir: str,
     seed: int,
     config: dict[str, Any],
-    probes: Any = None,
+    passkeys: Sequence[Passkey] = (),
 ) -> None:
     """Train on all ranks that the launcher started.
 
     Args:
         config: the resolved recipe, the same on all ranks; stored in checkpoints.
-        probes: passkeys and texts for evaluation during training (`pod.training.observe.probes.Probes`).
+        passkeys: for evaluation during training.
 
     Raises:
         ValueError, OSError, RuntimeError: in one line that says what to do; nothing has been trained for a ValueError.
@@ -84,7 +86,7 @@ def train(
     fit = preflight.check(planned, recipe, dataset.manifest, folder, this_machine(), plan=plan)
     args = fit.job.args
     plan_file = plan_path(model_args, Path(output_dir))
-    observers = make_observers(args, dataset, folder, planned, probes)
+    observers = make_observers(args, dataset, folder, planned, passkeys)
     folder.mkdir(parents=True, exist_ok=True)
     if args.hang_timeout_s:
         record_collectives(folder)

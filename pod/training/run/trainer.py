@@ -61,7 +61,7 @@ class Trainer:
         folder: <output_dir>/train.
         seed: of the row order and of dropout.
         config: the resolved recipe, stored in checkpoints.
-        observers: what looks at the model between steps (gates, evaluation, samples).
+        observers: what looks at the model between steps (gates, evaluation).
         weights: values of the weights of a hollow model; None = the model has its own.
 
     Raises:
@@ -299,9 +299,6 @@ class Trainer:
             self.control.alive("backward")
             self.engine.backward(objective * factor, scale_wrt_gas=False)
             self.control.alive("update")
-            if last:
-                for observer in self.observers:
-                    observer.before_update(self)
             self.engine.step()
         return loss, spike
 

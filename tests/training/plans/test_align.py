@@ -4,9 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
+from plan_sums import sum_of_costs
 
 from pod.training.plans.align import _Search, _slopes, align
-from pod.training.plans.solve import solve, sum_of_costs
+from pod.training.plans.solve import solve
 
 inf = np.inf
 
@@ -47,7 +48,6 @@ def test_no_order_of_a_small_model_costs_less(layers, heads, windows):
         best = curves.min(axis=0)
         for units in np.flatnonzero(np.isfinite(best)):
             found = align(follow, window, int(units), restarts=40)
-            assert found.cost_before == pytest.approx(curves[0, units], abs=1e-12)
             assert found.cost == pytest.approx(best[units], abs=1e-12), (seed, units)
 
 
@@ -90,7 +90,7 @@ def test_a_planted_order_is_found_again(layers, heads, units):
     found = align(follow, None, units, restarts=20)
     assert found.cost == pytest.approx(least_cost(follow, None, place.tolist(), units), abs=1e-12)
     if heads > 1:
-        assert found.cost < 0.3 * found.cost_before
+        assert found.cost < 0.3 * solve(*by_place(follow, None, [range(heads)] * layers)).costs[units]
 
 
 def test_an_alignment_says_the_costs_by_place_and_permutes_every_layer():
@@ -112,7 +112,8 @@ def test_leads_come_before_windows_where_no_head_follows():
     follow, window = random_costs(5, 4, seed=3)
     found = align(follow + 100, window, 14, restarts=3)
     plan = solve(found.follow, found.window).plan(14)
-    assert plan.num_windows == 7 and found.cost == pytest.approx(found.cost_before)
+    before = least_cost(follow + 100, window, [range(4)] * 5, 14)
+    assert plan.num_windows == 7 and found.cost == pytest.approx(before)
     for row, old in zip(plan.lead, found.kv_order, strict=True):
         windows = [lead is None for lead in row]
         assert windows == sorted(windows)
@@ -129,14 +130,7 @@ def test_the_price_lies_between_the_slopes_of_the_curve():
     assert _slopes(np.array([0.0]), 0) == (0.0, 0.0)
 
 
-def test_costs_and_units_that_cannot_be_are_refused():
+def test_units_that_cannot_be_are_refused():
     follow, window = random_costs(3, 2, seed=1)
-    with pytest.raises(ValueError, match=r"got shape \[3, 3, 2\]"):
-        align(follow[..., 0], window, 2)
     with pytest.raises(ValueError, match="saves 11 units"):
         align(follow, window, 11)
-    with pytest.raises(ValueError, match=r"must be \[3, 2\] like those to align, got \[2, 2\]"):
-        align(follow, window[:2], 2)
-    follow[0, 2, 1, 0] = np.nan
-    with pytest.raises(ValueError, match="'follow' hold NaN"):
-        align(follow, window, 2)

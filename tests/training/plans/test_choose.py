@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from plan_sums import sum_of_costs, units_of
 
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.sharing import SharingPlan
@@ -18,11 +19,12 @@ from pod.models import resolve_model
 from pod.recipe import load_recipe, run
 from pod.training.plans import measure as measure_module
 from pod.training.plans.choose import choose, head_order
-from pod.training.plans.costs import PlanCosts, cost_shapes
+from pod.training.plans.costs import cost_shapes, total_costs
 from pod.training.plans.exploration import Exploration
+from pod.training.plans.measure import Measured
 from pod.training.plans.plan_loss import plan_loss
 from pod.training.plans.report import pareto
-from pod.training.plans.solve import solve, sum_of_costs, units_of
+from pod.training.plans.solve import solve
 
 LAUNCHER = Path(__file__).parents[3] / "launch" / "explore.py"
 WINDOWS = {"num_sink_tokens": 2, "num_recent_tokens": 5}
@@ -40,7 +42,7 @@ def overrides(explore_overrides):
 
 def plan_and_costs(tmp_path):
     folder = tmp_path / "run" / "plan"
-    return SharingPlan.load(folder / "plan.json"), PlanCosts.load(folder / "plan_costs.safetensors")
+    return SharingPlan.load(folder / "plan.json"), Measured.load(folder / "plan_costs.safetensors")
 
 
 def refuse(*args, **kwargs):
@@ -57,7 +59,7 @@ def random_costs(layers=5, heads=3, groups=2, seed=0):
         for end in ("", "_retrieval")
     }
     order = torch.rand(layers, layers, heads, heads, groups, generator=generator).argsort(-1)
-    return PlanCosts(values=values, order=order, provenance={"model": "m"})
+    return Measured(values | {"order": order}, {"model": "m"})
 
 
 def explore_args(**changes):
@@ -73,7 +75,7 @@ def test_without_alignment_the_plan_is_the_solvers(roles):
     )
     choice = choose(costs, explore, WINDOWS)
     total = {
-        name: (costs.values[name] + 0.5 * costs.values[f"{name}_retrieval"]).numpy()
+        name: (costs.tensors[name] + 0.5 * costs.tensors[f"{name}_retrieval"]).numpy()
         for name in cost_shapes(1, 1)
     }
     follow = total["in_place"] if "follow" in roles else None
@@ -105,7 +107,7 @@ def test_an_aligned_plan_costs_what_its_pairs_cost_and_stands_in_their_order():
     assert plan.head_order is not None and plan.num_followers > 1
     query = np.array(plan.head_order)
     head = query[:, ::2] // 2
-    total = costs.total(1.0)
+    total = total_costs(costs.tensors, 1.0)
     expected, turned = 0.0, 0
     for layer, row in enumerate(plan.lead):
         for place, lead in enumerate(row):
@@ -115,7 +117,7 @@ def test_an_aligned_plan_costs_what_its_pairs_cost_and_stands_in_their_order():
             elif lead != layer:
                 pair = lead, layer, head[lead, place], head[layer, place]
                 expected += total["follow"][pair]
-                assert inside == costs.order[pair].tolist()
+                assert inside == costs.tensors["order"][pair].tolist()
                 turned += inside == [1, 0]
             else:
                 assert inside == [0, 1]
@@ -140,7 +142,7 @@ def test_bits_are_chosen_with_the_roles():
     """Many tokens, so that 4 bits save as much as they do in the limit; packing costs little here and is taken first."""
     costs = random_costs()
     for name in ("lead4", "follow4"):
-        costs.values[name] *= 0.01
+        costs.tensors[name] *= 0.01
     windows = {"num_sink_tokens": 4, "num_recent_tokens": 12}
     explore = explore_args(bits="16,4", target_saving=0.75, budget_length=100_000, retrieval_weight=0.5)
     plan = choose(costs, explore, windows).plan
@@ -148,7 +150,7 @@ def test_bits_are_chosen_with_the_roles():
     assert plan.saving(100_000, **windows) >= 0.75 - 0.01
     found = plan.provenance
     assert found["plan_cost_bound"] <= found["plan_cost"] < found["plan_cost_without_4_bits"]
-    total = costs.total(0.5)
+    total = total_costs(costs.tensors, 0.5)
     cost = sum(
         total["window"][layer, head] if lead is None
         else (total["lead4"][layer, head] if plan.bits[layer] == 4 else 0.0) if lead == layer
@@ -167,12 +169,12 @@ def test_what_16_bits_cannot_save_exactly_costs_what_the_next_saving_costs():
     """The plan saves between 28 and 29 halves of 15 pairs; in 16 bits 28 and 30 can be saved, and 29 cannot."""
     costs = random_costs()
     for name in ("lead4", "follow4"):
-        costs.values[name] *= 0.01
+        costs.tensors[name] *= 0.01
     explore = explore_args(bits="16,4", target_saving=0.957, budget_length=100_000, retrieval_weight=0.0)
     choice = choose(costs, explore, {"num_sink_tokens": 4, "num_recent_tokens": 12})
     assert 28 < choice.solved.units * 2 / choice.solved.frontier.pair_units <= 29
     found = choice.plan.provenance["plan_cost_without_4_bits"]
-    assert found == pytest.approx(costs.values["window"].sum().item())
+    assert found == pytest.approx(costs.tensors["window"].sum().item())
 
 
 def test_the_curve_with_bits_says_what_its_plans_cost_and_what_forbidding_costs():
@@ -182,7 +184,7 @@ def test_the_curve_with_bits_says_what_its_plans_cost_and_what_forbidding_costs(
     )
     choice = choose(costs, explore, WINDOWS)
     curve = pareto(choice, explore, WINDOWS)
-    total, points = costs.total(0.0), curve["points"]
+    total, points = total_costs(costs.tensors, 0.0), curve["points"]
     assert [x["cost"] for x in points] == sorted({x["cost"] for x in points}) and len(points) > 20
     for point in points:
         plan = choice.solved.frontier.plan(point["units"])
@@ -196,7 +198,6 @@ def test_the_curve_with_bits_says_what_its_plans_cost_and_what_forbidding_costs(
             for layer, row in enumerate(plan.lead) for head, lead in enumerate(row)
         )  # fmt: skip
         assert point["cost"] == pytest.approx(own)
-        assert sum(map(sum, point["per_layer"].values())) == 15
         assert set(point["cost_without"]) == {"follow", "window", "4_bits"}
         assert all(
             cost is None or cost >= own - 1e-12
@@ -225,11 +226,11 @@ def test_explore_measures_chooses_and_writes(explore_launcher, overrides, tmp_pa
     plan, costs = plan_and_costs(tmp_path)
     assert {path.name for path in (tmp_path / "run" / "plan").iterdir()} == WRITTEN
     shapes = cost_shapes(4, 2)
-    assert {name: x.shape for name, x in costs.values.items()} == {
+    assert {name: x.shape for name, x in costs.tensors.items() if name != "order"} == {
         n + e: shapes[n] for n in shapes for e in ("", "_retrieval")
     }
-    assert all(costs.values[name].max() > 0 for name in ("window", "follow", "in_place"))
-    assert costs.values["lead4"].max() < 1e-9  # 48 tokens are too few to be packed
+    assert all(costs.tensors[name].max() > 0 for name in ("window", "follow", "in_place"))
+    assert costs.tensors["lead4"].max() < 1e-9  # 48 tokens are too few to be packed
     assert units_of(plan) >= 7  # 0.4 of 48 tokens of which 41 are distant, of 4 x 2 pairs: 7.5
     found = plan.provenance
     assert (
@@ -248,12 +249,11 @@ def test_explore_measures_chooses_and_writes(explore_launcher, overrides, tmp_pa
     assert point["cost"] == min(x["cost"] for x in curve["points"] if x["units"] >= 7)
     assert point["cost"] == found["plan_cost"] and point["windows"] == plan.num_windows
     assert point["cost_without"]["follow"] == found["plan_cost_without_follow"]
-    assert sum(point["per_layer"]["windows"]) == plan.num_windows
     for name in ("measure_costs", "measure_query_head_errors"):
         monkeypatch.setattr(measure_module, name, refuse)
     changes = ["explore.target_saving=0.2", "explore.retrieval_weight=3", "explore.align_heads=false"]
     explore_launcher.main(load_recipe(None, [*overrides, *changes]))
-    total = costs.total(3.0)
+    total = total_costs(costs.tensors, 3.0)
     frontier = solve(total["in_place"], total["window"])
     assert plan_and_costs(tmp_path)[0].lead == frontier.plan(4 + frontier.costs[4:].argmin()).lead
 
@@ -335,9 +335,9 @@ def test_other_settings_of_measuring_measure_again_and_keep_the_file(
     assert f"differs in {change.split('.')[1].split('=')[0]}" in capsys.readouterr().out
     new = plan_and_costs(tmp_path)[1]
     name = "window_retrieval" if "retrieval" in change else "window"
-    assert not torch.equal(old.values[name], new.values[name])
+    assert not torch.equal(old.tensors[name], new.tensors[name])
     (kept,) = (tmp_path / "run" / "plan").glob("plan_costs-*.safetensors")
-    assert torch.equal(PlanCosts.load(kept).values[name], old.values[name])
+    assert torch.equal(Measured.load(kept).tensors[name], old.tensors[name])
 
 
 def test_costs_of_an_old_schema_are_one_line(explore_launcher, overrides, tmp_path):
@@ -374,7 +374,7 @@ def test_an_interrupted_measurement_continues(explore_launcher, overrides, tmp_p
         return measure(*args)
 
     monkeypatch.setattr(measure_module, "measure_costs", interrupted)
-    recipe = load_recipe(None, [*overrides, "explore.save_every=1"])
+    recipe = load_recipe(None, [*overrides])
     with pytest.raises(KeyboardInterrupt):
         explore_launcher.main(recipe)
     explore_launcher.main(recipe)
@@ -383,7 +383,7 @@ def test_an_interrupted_measurement_continues(explore_launcher, overrides, tmp_p
     explore_launcher.main(load_recipe(None, [*overrides, f"output_dir={tmp_path / 'whole' / 'run'}"]))
     whole = plan_and_costs(tmp_path / "whole")
     assert cut[0] == whole[0]
-    assert all((cut[1].values[name] == whole[1].values[name]).all() for name in whole[1].values)
+    assert all((cut[1].tensors[name] == whole[1].tensors[name]).all() for name in whole[1].tensors)
 
 
 def test_two_ranks_make_the_plan_of_one(explore_launcher, overrides, tmp_path):

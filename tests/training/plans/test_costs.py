@@ -8,11 +8,12 @@ import torch
 import pod
 from pod.modeling.shipped.packed import Packing
 from pod.training.plans.costs import (
-    PlanCosts,
+    cost_shapes,
     match_query_heads,
     measure_costs,
     measure_query_head_errors,
     sample_queries,
+    total_costs,
 )
 from pod.training.plans.recording import record_attention_inputs
 
@@ -177,23 +178,14 @@ def test_weights_that_give_no_numbers_are_one_line(model, input_ids):
         measure_costs(broken, input_ids, 5, any_order(broken.config))
 
 
-def test_retrieval_adds_with_its_weight_and_files_return(tmp_path):
-    values = {name: torch.rand(2, 2) for name in ("window", "follow", "in_place")}
-    values |= {name + "_retrieval": torch.rand(2, 2) for name in ("window", "follow", "in_place")}
-    costs = PlanCosts(values=values, order=torch.tensor([[1, 0]]), provenance={"model": "m"})
-    costs.save(tmp_path / "costs.safetensors")
-    read = PlanCosts.load(tmp_path / "costs.safetensors")
-    assert read.provenance == {"model": "m"} and torch.equal(read.order, costs.order)
-    total = read.total(0.5)
-    assert set(total) == {"window", "follow", "in_place"}
-    expected = values["window"] + 0.5 * values["window_retrieval"]
+def test_retrieval_adds_with_its_weight():
+    tensors = {name + end: torch.rand(2, 2) for name in cost_shapes(2, 2) for end in ("", "_retrieval")}
+    total = total_costs(tensors, 0.5)
+    assert set(total) == set(cost_shapes(2, 2))
+    expected = tensors["window"] + 0.5 * tensors["window_retrieval"]
     assert torch.equal(torch.from_numpy(total["window"]), expected)
-    (tmp_path / "other.safetensors").write_bytes(b"no")
-    with pytest.raises(
-        ValueError, match="not a file of plan costs of schema 2 .*delete it and measure again"
-    ) as seen:
-        PlanCosts.load(tmp_path / "other.safetensors")
-    assert "\n" not in str(seen.value)
+    alone = {name: tensors[name] for name in total}
+    assert torch.equal(torch.from_numpy(total_costs(alone, 0.5)["follow"]), tensors["follow"])
 
 
 def test_queries_are_spread_over_all_positions_with_distant_tokens():

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+from plan_sums import sum_of_costs
 
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.plans.greedy import dissimilarity, greedy_plan
 from pod.training.plans.report import describe_plan
-from pod.training.plans.solve import solve, sum_of_costs
+from pod.training.plans.solve import solve
 
 
 def random_similarity(num_layers, num_query_heads, seed):
@@ -79,8 +80,6 @@ def test_description_counts_roles_and_blocks():
     assert (
         "62.5%" in text and "roles of 8 (layer, KV head) pairs: 2 lead, 2 follow, 4 keep their window" in text
     )
-    assert "blocks: 2 in 2 KV heads of 4 layers" in text
-    assert "longest block: 3 layers (KV head 0: 0, 1, 3)" in text
     assert "100.0%" in describe_plan(SharingPlan.windows(4, 2))
 
 

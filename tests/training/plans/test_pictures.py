@@ -5,20 +5,18 @@ from dataclasses import replace
 import matplotlib.image
 import numpy as np
 import pytest
-from matplotlib.patches import Rectangle
+from matplotlib.colors import to_rgb
 
 from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.plans.pictures import (
     SINGLE_COLOUR,
-    adjacent_similarity,
     block_picture,
-    cost_maps,
-    head_maps,
-    head_score_maps,
+    cost_picture,
+    head_score_picture,
     pareto_picture,
     save_picture,
-    save_similarity_pictures,
+    similarity_picture,
 )
 
 PLAN = SharingPlan(lead=((0, 0), (0, 1), (0, None), (3, 1)))
@@ -30,37 +28,26 @@ def similarity(num_layers=4, num_query_heads=6):
 
 def test_block_picture_marks_leads_and_greys_single_layers():
     axes = block_picture(PLAN, "m").axes[0]
-    leads = {(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines}
-    assert leads == {(0, 0), (1, 1)}
-    patches = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
-    cells = [patch for patch in patches if patch.get_fill()]
-    assert len(cells) == 7
-    grey = {
-        (round(cell.get_x() + 0.45), round(cell.get_y() + 0.5))
-        for cell in cells
-        if cell.get_facecolor()[:3]
-        == pytest.approx([int(SINGLE_COLOUR[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    leads = {
+        tuple(point)
+        for line in axes.lines
+        for point in zip(*line.get_data(), strict=True)
+        if line.get_marker() == "o"
     }
+    assert leads == {(0, 0), (1, 1)}
+    cells = axes.images[0].get_array()  # [L, H, 3]
+    grey = {(x, y) for y, x in np.argwhere((cells == to_rgb(SINGLE_COLOUR)).all(-1))}
     assert grey == {(0, 3), (1, 0)}
-    hollow = [x for x in patches if not x.get_fill() and x.get_edgecolor()[0] < 0.9]
-    assert [(round(x.get_x() + 0.41), round(x.get_y() + 0.4)) for x in hollow] == [(1, 2)]
+    assert np.argwhere((cells == 1).all(-1)).tolist() == [[2, 1]]  # the window
+    assert (cells[1, 0] == cells[0, 0]).all() and (cells[2, 0] == cells[0, 0]).all()
     title = axes.get_title()
     assert "31.2%" in title and "4 lead, 3 follow, 1 keep their window" in title
-
-
-def test_adjacent_curves_are_the_first_off_diagonal():
-    values = similarity()
-    lines = adjacent_similarity(values, 2, "m").axes[0].lines
-    expected = np.array([values[layer, layer - 1] for layer in (1, 2, 3)])
-    for head in range(6):
-        np.testing.assert_array_equal(lines[head].get_ydata(), expected[:, head])
-    np.testing.assert_allclose(lines[6].get_ydata(), expected.mean(1))
 
 
 @pytest.mark.parametrize(("query_heads", "kv_heads"), [(6, 2), (9, 3), (5, 5), (8, 1), (32, 8)])
 def test_one_heat_map_per_query_head(query_heads, kv_heads):
     values = similarity(4, query_heads)
-    figure = head_maps(values, kv_heads, "m")
+    figure = similarity_picture(values, kv_heads, "m")
     images = [axes.images[0] for axes in figure.axes if axes.images and axes.get_visible()]
     maps = images[:query_heads]
     assert len(images) >= query_heads
@@ -72,25 +59,18 @@ def test_one_heat_map_per_query_head(query_heads, kv_heads):
 def test_cost_maps_show_layers_over_leads_and_dot_what_the_plan_does():
     rng = np.random.default_rng(1)
     follow, window = rng.random((4, 4, 2)) + 0.1, rng.random((4, 2)) + 0.1
-    figure = cost_maps(follow, window, PLAN, "m")
-    dots = [
-        {(x, y) for line in axes.lines for x, y in zip(*line.get_data(), strict=True)}
-        for axes in figure.axes[:3]
-    ]
+    figure = cost_picture(follow, window, PLAN, "m")
+    dots = [{(x, y) for x, y in zip(*axes.lines[0].get_data(), strict=True)} for axes in figure.axes[:3]]
     for head, axes in enumerate(figure.axes[:2]):
-        image = axes.images[0]
-        for layer in range(4):
-            for lead in range(4):
-                assert np.ma.is_masked(image.get_array()[layer, lead]) == (lead >= layer)
-                if lead < layer:
-                    assert image.get_array()[layer, lead] == max(follow[lead, layer, head], image.norm.vmin)
+        shown = axes.images[0].get_array()
+        lower = np.tril(np.ones((4, 4), dtype=bool), -1)
+        np.testing.assert_array_equal(np.ma.getmaskarray(shown), ~lower)
+        np.testing.assert_array_equal(shown[lower], follow[:, :, head].T[lower])
         owners = [(layer, row[head]) for layer, row in enumerate(PLAN.lead)]
         assert dots[head] == {(lead, layer) for layer, lead in owners if lead not in (layer, None)}
-    low = figure.axes[2].images[0].norm.vmin
-    np.testing.assert_array_equal(figure.axes[2].images[0].get_array(), np.maximum(window, low))
+    np.testing.assert_array_equal(figure.axes[2].images[0].get_array(), window)
     assert dots[2] == {(1, 2)}
-    dense = cost_maps(None, np.zeros((4, 2)), SharingPlan.dense(4, 2), "m")
-    assert len(dense.axes) == 2 and not dense.axes[0].lines
+    assert len(cost_picture(np.zeros((4, 4, 2)), None, SharingPlan.dense(4, 2), "m").axes) == 3
 
 
 def test_score_maps_show_both_scores_of_every_query_head_and_dot_those_chosen():
@@ -102,7 +82,7 @@ def test_score_maps_show_both_scores_of_every_query_head_and_dot_those_chosen():
         induction_share=0.25,
         echo_share=0.25,
     )
-    for axes, scores in zip(head_score_maps(heads, "m").axes, (induction, echo), strict=False):
+    for axes, scores in zip(head_score_picture(heads, "m").axes, (induction, echo), strict=False):
         np.testing.assert_array_equal(axes.images[0].get_array(), scores)
         dots = {(layer, head) for head, layer in zip(*axes.lines[0].get_data(), strict=True)}
         best = {
@@ -110,7 +90,7 @@ def test_score_maps_show_both_scores_of_every_query_head_and_dot_those_chosen():
         }
         assert dots == best
     none = replace(heads, induction_share=0.0, echo_share=0.0)
-    assert not head_score_maps(none, "m").axes[0].lines[0].get_xdata().size
+    assert not head_score_picture(none, "m").axes[0].lines[0].get_xdata().size
 
 
 def curve():
@@ -119,14 +99,12 @@ def curve():
         {
             "units": units, "saving": units / 16, "cost": cost, "leads": leads, "followers": followers,
             "windows": windows, "packed_layers": [3] if units > 4 else [], "cost_without": {"follow": 2 * cost, "window": None if units > 4 else 3 * cost},
-            "per_layer": {
-                "leads": [2, 2, 2, leads - 6], "followers": [0, 0, 0, followers], "windows": [0, 0, 0, windows]
-            },
         }
         for units, leads, followers, windows, cost in rows
     ]  # fmt: skip
     return {
         "points": points,
+        "num_layers": 4,
         "chosen": {"units": 4, "saving": 0.25},
         "budget_length": 64,
         "cost": "projected",
@@ -136,24 +114,23 @@ def curve():
 def test_the_curve_shows_every_cost_and_role():
     figure = pareto_picture(curve(), "m")
     lines = {line.get_label(): line.get_data() for line in figure.axes[0].lines}
-    np.testing.assert_allclose(lines["allowed roles"][0], [0, 6.25, 25, 37.5])
-    np.testing.assert_allclose(lines["allowed roles"][1], [np.nan, 0.1, 0.4, 1.4])
+    np.testing.assert_allclose(lines["allowed"][0], [0, 6.25, 25, 37.5])
+    np.testing.assert_allclose(lines["allowed"][1], [np.nan, 0.1, 0.4, 1.4])
     np.testing.assert_allclose(lines["without follow"][1], [np.nan, 0.2, 0.8, 2.8])
     np.testing.assert_allclose(lines["without window"][1], [np.nan, 0.3, 1.2, np.nan])
     np.testing.assert_allclose(lines["the plan"], [[25], [0.4]])
-    for axes, role in zip(figure.axes[2:5], ("leads", "followers", "windows"), strict=True):
-        shown = axes.collections[0].get_array()
-        np.testing.assert_array_equal(shown, np.array([x["per_layer"][role] for x in curve()["points"]]).T)
-    packed = figure.axes[5].collections[0].get_array()
-    np.testing.assert_array_equal(packed, np.outer([0, 0, 0, 1], [0, 0, 0, 2]))
+    below = figure.axes[1]
+    heights = [area.get_paths()[0].get_extents().y1 for area in below.collections]
+    assert heights == [8, 8, 8]  # leads, followers, windows: stacked up to all pairs
+    np.testing.assert_array_equal(below.lines[0].get_ydata(), [0, 0, 0, 2])
 
 
 def test_files_are_readable_pictures(tmp_path):
-    paths = save_similarity_pictures(tmp_path / "plan", similarity(), 2, "m")
-    assert [path.name for path in paths] == ["adjacent_similarity.png", "similarity_heads.png"]
-    paths.append(save_picture(block_picture(PLAN, "m"), tmp_path / "plan" / "blocks.png"))
-    paths.append(save_picture(pareto_picture(curve(), "m"), tmp_path / "plan" / "pareto.png"))
-    assert {path.name for path in (tmp_path / "plan").iterdir()} == {path.name for path in paths}
-    for path in paths:
-        pixels = matplotlib.image.imread(path)
+    figures = {
+        "a": similarity_picture(similarity(), 2, "m"),
+        "b": block_picture(PLAN, "m"),
+        "c": pareto_picture(curve(), "m"),
+    }
+    for name, figure in figures.items():
+        pixels = matplotlib.image.imread(save_picture(figure, tmp_path / "plan" / f"{name}.png"))
         assert min(pixels.shape[:2]) > 300 and pixels[..., :3].std() > 0.01

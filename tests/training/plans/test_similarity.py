@@ -1,27 +1,21 @@
 """Jensen-Shannon similarity against its definition, and the same bits however the measurement is divided or interrupted."""
 
-import json
 import os
 import socket
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from pod.training.plans.explore_args import ExploreArgs
-from pod.training.plans.similarity import (
-    PartialSum,
-    Similarity,
-    jensen_shannon_similarity,
-    measure_mean,
-    model_fingerprint,
-    sequence_fingerprint,
-)
-
-FINGERPRINT = {"model": "a", "n": 12, "q": 3}
+from pod.training.plans.measure import Measured, measure_mean
+from pod.training.plans.reuse import sequence_fingerprint
+from pod.training.plans.similarity import jensen_shannon_similarity
 
 
 def random_rows(seed, num_layers=4, heads=3, queries=3, tokens=12, sharpness=3.0):
@@ -50,12 +44,11 @@ def some_sequences(count=5):
     return [torch.arange(12) + 7 * index for index in range(count)]
 
 
-def measure(folder, sequences=None, rows=rows_of, fingerprint=FINGERPRINT, **options):
+def measure(folder, sequences=None, rows=rows_of):
     def similarity_of(input_ids):
         return jensen_shannon_similarity(torch.stack(list(rows(input_ids))))
 
-    texts = sequences or some_sequences()
-    return measure_mean(similarity_of, texts, fingerprint=fingerprint, partial_dir=folder, **options)
+    return measure_mean(similarity_of, (4, 4, 3), sequences or some_sequences(), Path(folder))
 
 
 @pytest.mark.parametrize("tile", [None, 1, 7, 36, 1000])
@@ -100,8 +93,7 @@ def test_mean_over_sequences(tmp_path):
     assert (measure(tmp_path) - expected).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("save_every", [1, 2, 8])
-def test_an_interrupted_run_continues_exactly(tmp_path, save_every):
+def test_an_interrupted_run_continues_exactly(tmp_path):
     uninterrupted = measure(tmp_path / "whole")
     seen = []
 
@@ -112,43 +104,11 @@ def test_an_interrupted_run_continues_exactly(tmp_path, save_every):
         return rows_of(input_ids)
 
     with pytest.raises(KeyboardInterrupt):
-        measure(tmp_path / "cut", rows=failing, save_every=save_every)
+        measure(tmp_path / "cut", rows=failing)
     repeated = []
-    resumed = measure(
-        tmp_path / "cut", rows=lambda ids: repeated.append(int(ids[0, 0])) or rows_of(ids), save_every=2
-    )
+    resumed = measure(tmp_path / "cut", rows=lambda ids: repeated.append(int(ids[0, 0])) or rows_of(ids))
     assert torch.equal(resumed, uninterrupted)
-    assert len(repeated) == 5 - (3 // save_every) * save_every  # what was saved is not measured again
-
-
-@pytest.mark.parametrize(
-    "changed", [{"model": "b"}, {"n": 13}, {"q": 4}, {"sequences": sequence_fingerprint(some_sequences(4))}]
-)
-def test_partial_sums_of_other_settings_are_refused(tmp_path, changed):
-    measure(tmp_path)
-    name = next(iter(changed))
-    with pytest.raises(ValueError, match=rf"{name} = .*delete") as caught:
-        measure(tmp_path, fingerprint=FINGERPRINT | changed)
-    assert "\n" not in str(caught.value)
-
-
-def test_files_of_ranks_that_no_longer_exist_are_taken_over_once(tmp_path):
-    """Two of five sequences lie in rank 3's file; a crash left it beside the rank 0 that already holds it."""
-    expected = measure(tmp_path / "whole")
-    orphan = PartialSum.load(
-        tmp_path / "cut" / "rank-00003.safetensors", json.dumps(FINGERPRINT, sort_keys=True), 5
-    )
-    for index in (1, 4):
-        orphan.add(index, jensen_shannon_similarity(torch.stack(list(rows_of(some_sequences()[index])))))
-    orphan.save()
-    measured = []
-    found = measure(tmp_path / "cut", rows=lambda ids: measured.append(int(ids[0, 0])) or rows_of(ids))
-    assert torch.equal(found, expected)
-    assert measured == [0, 14, 21]
-    assert not orphan.path.exists()
-    orphan.save()
-    assert torch.equal(measure(tmp_path / "cut"), expected)
-    assert not orphan.path.exists()
+    assert repeated == [21, 28]  # what was saved is not measured again
 
 
 RANK_SCRIPT = """
@@ -158,7 +118,7 @@ spec = importlib.util.spec_from_file_location("helpers", sys.argv[1])
 helpers = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(helpers)
 dist.init_process_group("gloo")
-found = helpers.measure(sys.argv[2], helpers.some_sequences(int(sys.argv[4])), save_every=1)
+found = helpers.measure(sys.argv[2], helpers.some_sequences(int(sys.argv[4])))
 torch.save(found, f"{sys.argv[3]}-{dist.get_rank()}.pt")
 dist.barrier()
 dist.destroy_process_group()
@@ -204,27 +164,22 @@ def test_ranks_give_the_bits_of_one_process(tmp_path, world, num_sequences):
     assert torch.equal(measure(tmp_path / "cut", some_sequences(num_sequences), rows=not_again), alone)
 
 
-def test_similarity_file_round_trip_and_foreign_files(tmp_path):
+def test_file_round_trip_and_foreign_files(tmp_path):
     path = tmp_path / "similarity.safetensors"
     values = jensen_shannon_similarity(random_rows(1))
-    Similarity(values=values, num_key_value_heads=3, provenance={"model": "m", "n": 12}).save(path)
-    loaded = Similarity.load(path)
-    assert torch.equal(loaded.values, values)
-    assert (loaded.num_key_value_heads, loaded.provenance) == (3, {"model": "m", "n": 12})
+    Measured({"similarity": values}, {"model": "m", "n": 12}).save(path)
+    loaded = Measured.load(path)
+    assert torch.equal(loaded.tensors["similarity"], values)
+    assert loaded.provenance == {"model": "m", "n": 12}
     path.write_bytes(path.read_bytes()[:100])
-    for broken in (path, tmp_path / "missing.safetensors"):
+    foreign = tmp_path / "foreign.safetensors"
+    save_file({"similarity": values}, foreign, metadata={"schema": "1"})
+    for broken in (path, foreign, tmp_path / "missing.safetensors"):
         with pytest.raises(ValueError, match=broken.name):
-            Similarity.load(broken)
+            Measured.load(broken)
 
 
 def test_fingerprints_see_what_changed():
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 2)
-    before = model_fingerprint(model)
-    assert model_fingerprint(model) == before
-    with torch.no_grad():
-        model.weight[1, 2] += 1
-    assert model_fingerprint(model) != before
     one, two = torch.tensor([1, 2]), torch.tensor([3])
     assert sequence_fingerprint([one, two]) != sequence_fingerprint([one, two, two])
     assert sequence_fingerprint([one, two]) != sequence_fingerprint([torch.tensor([1]), torch.tensor([2, 3])])
