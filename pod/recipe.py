@@ -130,9 +130,9 @@ def run(
 def load_recipe(path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> Recipe:
     """Read a YAML recipe and apply overrides `section.field=value` (values are YAML); checks every key, type and value.
 
-    path: None means all defaults. Raises: ValueError with one line that names the file or the key and what is allowed.
+    path: None means all defaults; a file that `extends` another changes its fields. Raises: ValueError with one line that names the file or the key and what is allowed.
     """
-    content = _read_yaml(Path(path)) if path is not None else {}
+    content = _read_recipe(Path(path)) if path is not None else {}
     for override in overrides:
         _apply_override(content, override)
     try:
@@ -161,6 +161,23 @@ def _apply_override(content: dict[str, Any], override: str) -> None:
     content[last] = text if isinstance(value, dict) and not text.lstrip().startswith("{") else value
 
 
+def _read_recipe(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A file's sections; with `extends: FILE`, beside it, what it leaves out is as that recipe has it, field by field."""
+    own = _read_yaml(path)
+    name, above = own.pop("extends", None), (*above, path.resolve())
+    if name is None:
+        return own
+    if not isinstance(name, str) or (path.parent / name).resolve() in above:
+        raise ValueError(
+            f"--config {path}: extends is {name!r}, expected the name of another recipe beside it"
+        )
+    content = _read_recipe(path.parent / name, above)
+    for key, value in own.items():
+        both = isinstance(value, dict) and isinstance(content.get(key), dict)
+        content[key] = content[key] | value if both else value
+    return content
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
@@ -184,7 +201,7 @@ def _parser(sections: Sequence[str], description: str | None) -> argparse.Argume
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--config", metavar="FILE", help="YAML recipe; see configs/")
+    add("--config", metavar="FILE", help="YAML recipe, which may extend another; see configs/")
     add("--set", metavar="A.B=VALUE", action="append", default=[], help="override one field (repeatable)")
     add("--dry-run", action="store_true", help="print the resolved recipe and what it needs, then stop")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it

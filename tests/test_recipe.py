@@ -89,6 +89,30 @@ def test_mistakes_in_overrides(override, message):
     assert "\n" not in str(caught.value)
 
 
+def test_a_recipe_extends_another_field_by_field(tmp_path):
+    (tmp_path / "base.yaml").write_text(
+        "seed: 3\ntrain: {learning_rate: 2e-5, max_steps: 7}\neval: {methods: [full, pod]}"
+    )
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "middle.yaml").write_text(
+        "extends: ../base.yaml\ntrain: {max_steps: 8}\neval: {methods: [full]}"
+    )
+    own = tmp_path / "own.yaml"
+    own.write_text("extends: more/middle.yaml\noutput_dir: here")
+    recipe = load_recipe(own, ["train.max_steps=9"])
+    assert (recipe.seed, recipe.output_dir, recipe.eval.methods) == (3, "here", ["full"])
+    assert (recipe.train.learning_rate, recipe.train.max_steps) == (2e-5, 9)
+    assert load_recipe(own).train.max_steps == 8
+
+
+@pytest.mark.parametrize("name", ["own.yaml", "3", "[base.yaml]"])
+def test_a_recipe_extends_the_name_of_another(tmp_path, name):
+    own = tmp_path / "own.yaml"
+    own.write_text(f"extends: {name}")
+    with pytest.raises(ValueError, match=r"own.yaml: extends is .*, expected the name of another recipe"):
+        load_recipe(own)
+
+
 def test_missing_file_points_to_examples(tmp_path):
     with pytest.raises(ValueError, match=r"nowhere.yaml: cannot be read .* see configs/"):
         load_recipe(tmp_path / "nowhere.yaml")
