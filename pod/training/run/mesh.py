@@ -141,7 +141,7 @@ def record_collectives(folder: Path) -> None:
     Call it before `start_processes`. What the environment says already holds.
     """
     settings = {
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+        "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(folder / "nccl-rank-"),
     }
