@@ -78,10 +78,6 @@ class Recipe:
         """Where export_hf.py writes the Hugging Face folder: export.path, or <output_dir>/export."""
         return Path(self.export.path or Path(self.output_dir) / "export")
 
-    def plan_path(self) -> Path | None:
-        """The plan that the section `model` asks for, see `ModelArgs.plan_file`."""
-        return self.model.plan_file(self.output_dir)
-
 
 Main = Callable[[Recipe], None]
 Estimate = Callable[[Recipe], str]

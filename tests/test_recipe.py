@@ -227,15 +227,15 @@ def test_yaml_round_trip_keeps_small_numbers(tmp_path):
     assert load_recipe(write(tmp_path, to_yaml(recipe))) == recipe
 
 
-def test_plan_path(tmp_path):
+def test_the_plan_that_is_named_or_was_made(tmp_path):
     recipe = load_recipe(None, [f"output_dir={tmp_path}"])
-    assert recipe.plan_path() is None
+    assert recipe.model.plan_file(tmp_path) is None
     recipe.plan_dir.mkdir()
     (recipe.plan_dir / "plan.json").write_text("{}")
-    assert recipe.plan_path() == tmp_path / "plan" / "plan.json"
+    assert recipe.model.plan_file(tmp_path) == tmp_path / "plan" / "plan.json"
     recipe.model.plan = str(tmp_path / "other.json")
     with pytest.raises(ValueError, match=r"model.plan: .*other.json does not exist; run launch/explore.py"):
-        recipe.plan_path()
+        recipe.model.plan_file(tmp_path)
 
 
 def started(main, argv, **settings):

@@ -72,7 +72,10 @@ def _lead(recipe: "Recipe", config: Any) -> tuple[list[list[int | None]], str]:
 
     Raises: ValueError for a plan of another size.
     """
-    found, shares = recipe.plan_path(), (recipe.bench.share_followers, recipe.bench.share_windows)
+    found, shares = (
+        recipe.model.plan_file(recipe.output_dir),
+        (recipe.bench.share_followers, recipe.bench.share_windows),
+    )
     shape = config.num_hidden_layers, config.num_key_value_heads
     if found is not None:
         from pod.modeling.shipped.sharing import SharingPlan

@@ -12,7 +12,6 @@ from pod.models import KNOWN_SIZES, ModelArgs
 from pod.training.run.start_model import (
     load_start_model,
     model_config,
-    plan_path,
     source_config,
     stand_in_plan,
 )
@@ -153,7 +152,7 @@ def test_configuration_without_weights_is_the_loaded_models(args, start, tmp_pat
     settings |= {"rope_type": "yarn", "rope_factor": 2.0} if scaled else {}
     chosen = replace(args, **settings)
     config, planned = model_config(chosen, tmp_path)
-    model = load_start_model(chosen, plan_path(chosen, tmp_path))
+    model = load_start_model(chosen, chosen.plan_file(tmp_path))
     ours, theirs = config.to_dict(), model.config.to_dict()
     for key in ("dtype", "architectures", "_name_or_path", "transformers_version"):
         ours.pop(key, None), theirs.pop(key, None)
@@ -173,9 +172,9 @@ def test_the_plan_of_the_output_folder_is_for_pod_only(args, start, tmp_path):
     pod.SharingPlan(lead=PLAN).save(found)
     expected = {"auto": found, "pod": found, "dense": None, "cla": None, "window": None}
     for layout, file in expected.items():
-        assert plan_path(replace(args, layout=layout), tmp_path) == file
+        assert replace(args, layout=layout).plan_file(tmp_path) == file
     named = replace(args, plan=str(start / "plan.json"))
-    assert plan_path(named, tmp_path) == start / "plan.json"
+    assert named.plan_file(tmp_path) == start / "plan.json"
 
 
 def test_pod_without_a_plan_is_refused_before_and_after_loading(args, tmp_path):

@@ -15,19 +15,34 @@ SETTINGS = {"dtype": "float32", "loss_chunk_mib": 1, "max_steps": 1, "save_every
 
 def disagree(out: Path) -> None:
     """Two ranks whose recipes differ in one section."""
-    from pod.training.predict.preflight import agree
+    from pod.training.run.agreement import agree
     from pod.training.run.mesh import start_processes, stop_processes
 
     mesh = start_processes(1)
     recipe = {"seed": 0, "train": {"max_steps": 3 + mesh.rank}}
     result = {"error": None}
     try:
-        agree(mesh, {"seed": 0}, out / "agreed", {"name": "same"})
-        agree(mesh, recipe, out / "agreed", {"name": "x" * 99 if mesh.rank else ""})
+        agree({"seed": 0}, out / "agreed", {"name": "same"})
+        agree(recipe, out / "agreed", {"name": "x" * 99 if mesh.rank else ""})
     except ValueError as error:
         result["error"] = str(error)
     tiny.write_result(out, f"disagree_{mesh.rank}", result)
+    tiny.write_result(out, f"layout_{mesh.rank}", layouts(mesh.rank))
     stop_processes()
+
+
+def layouts(rank: int) -> dict[str, str]:
+    """What a rank would do alone and what both agree on, where the second one's device has a quarter of the memory."""
+    from test_planner import CONTEXT, LLAMA3_8B, PAPER, SHARED, machine
+
+    from pod.training.args import TrainRecipe
+    from pod.training.predict.planner import plan
+    from pod.training.predict.table import layout_line
+    from pod.training.run.agreement import agree_on_layout
+
+    recipe = TrainRecipe(**PAPER)
+    fit = plan(recipe, LLAMA3_8B, SHARED, CONTEXT, machine(8, f"h100,memory_gib={20 if rank else 80}"))
+    return {"alone": layout_line(fit), "agreed": layout_line(agree_on_layout(fit, recipe))}
 
 
 def one_step(out: Path, data: Path, name: str, settings: dict) -> None:

@@ -49,7 +49,7 @@ class Models:
     def __init__(self, recipe: "Recipe"):
         self.recipe, args = recipe, recipe.model
         self.export = Path(recipe.eval.pod_model or recipe.export_dir)
-        self.plan, windows = recipe.plan_path(), (args.num_sink_tokens, args.num_recent_tokens)
+        self.plan, windows = args.plan_file(recipe.output_dir), (args.num_sink_tokens, args.num_recent_tokens)
         self._loaded: dict[str, Any] = {}
         chosen = [find_method(name) for name in recipe.eval.methods]
         self.kinds = sorted({method.model for method in chosen})

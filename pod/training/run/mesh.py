@@ -109,15 +109,25 @@ def check_world_size(world_size: int, sp_size: int) -> None:
 
 
 def start_processes(sp_size: int, timeout_s: float | None = None) -> Mesh:
+    """`join_ranks`, and the groups of a known layout.
+
+    Raises:
+        ValueError: see `check_world_size` and `join_ranks`.
+    """
+    check_world_size(planned_world_size(), sp_size)
+    join_ranks(timeout_s)
+    return Mesh(sp_size, timeout_s)
+
+
+def join_ranks(timeout_s: float | None = None) -> None:
     """Join the ranks that the `deepspeed` launcher or torchrun started; without a launcher, be the only one.
 
     Args:
         timeout_s: seconds after which an operation that waits for other ranks fails; None = PyTorch's 30 minutes.
 
     Raises:
-        ValueError: see `check_world_size`; a DeepSpeed that is not the one that was tested, and lacks something.
+        ValueError: a DeepSpeed that is not the one that was tested, and lacks something.
     """
-    check_world_size(planned_world_size(), sp_size)
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if "RANK" not in os.environ:
@@ -132,13 +142,12 @@ def start_processes(sp_size: int, timeout_s: float | None = None) -> Mesh:
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank())
     bridge.join_ranks(timeout_s)
-    return Mesh(sp_size, timeout_s)
 
 
 def record_collectives(folder: Path) -> None:
     """Let NCCL remember its last operations and write them beside the stacks of a hang when one runs into its time limit.
 
-    Call it before `start_processes`. What the environment says already holds.
+    Call it before `join_ranks`. What the environment says already holds.
     """
     settings = {
         "TORCH_FR_BUFFER_SIZE": "2000",

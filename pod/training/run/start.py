@@ -1,7 +1,5 @@
 """From a recipe's sections to a running training: refuse what cannot work, load, train."""
 
-import hashlib
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,14 +18,14 @@ from pod.training.predict import preflight
 from pod.training.predict.planner import Machine, this_machine
 from pod.training.predict.planner import plan as plan_run
 from pod.training.predict.shapes import Shapes
-from pod.training.predict.table import details, layout_line, table
-from pod.training.run.mesh import Mesh, from_rank_0, record_collectives, start_processes, stop_processes
+from pod.training.predict.table import details, table
+from pod.training.run.agreement import agree, agree_on_layout, digest
+from pod.training.run.mesh import Mesh, from_rank_0, join_ranks, record_collectives, stop_processes
 from pod.training.run.start_model import (
     Plan,
     hollow_start_model,
     load_start_model,
     model_config,
-    plan_path,
     source_config,
 )
 from pod.training.run.start_weights import StartWeights
@@ -37,7 +35,6 @@ __all__ = [
     "load_start_model",
     "model_config",
     "open_data",
-    "plan_path",
     "train",
 ]
 
@@ -83,23 +80,20 @@ def train(
     dataset = open_data(model_args, Path(output_dir), planned)
     _check_row_length(config, dataset, output_dir)
     folder = Path(output_dir) / "train"
-    fit = preflight.check(planned, recipe, dataset.manifest, folder, this_machine(), plan=plan)
-    args = fit.job.args
-    plan_file = plan_path(model_args, Path(output_dir))
-    observers = make_observers(args, dataset, folder, planned, passkeys)
+    fit = preflight.check(planned, recipe, dataset.manifest, folder, this_machine())
+    observers = make_observers(fit.job.args, dataset, folder, planned, passkeys)
     folder.mkdir(parents=True, exist_ok=True)
-    if args.hang_timeout_s:
+    if recipe.hang_timeout_s:
         record_collectives(folder)
-    mesh = start_processes(args.sequence_parallel_size, timeout_s=group_timeout_s(args))
-    facts = {
-        "the plan": _digest(plan.lead),
-        "the data": _digest(dataset.manifest),
-        "the layout": layout_line(fit),
-    }
-    preflight.agree(mesh, config, folder, facts)
+    timeout_s = group_timeout_s(recipe)
+    join_ranks(timeout_s)
+    agree(config, folder, {"the plan": digest(plan.lead), "the data": digest(dataset.manifest)})
+    fit = agree_on_layout(fit, recipe)
+    args = fit.job.args
+    mesh = Mesh(args.sequence_parallel_size, timeout_s)
     if mesh.rank == 0:
         print(table(fit, len(dataset) * dataset.context_length), flush=True)
-    model, weights = start_model(model_args, args, plan_file, mesh)
+    model, weights = start_model(model_args, args, model_args.plan_file(output_dir), mesh)
     trainer = Trainer(
         args,
         model,
@@ -117,7 +111,7 @@ def train(
     stop_processes()
 
 
-def group_timeout_s(args: TrainArgs) -> float:
+def group_timeout_s(args: TrainRecipe) -> float:
     """Seconds after which an operation that waits for other ranks fails: later than the watchdog has reported it."""
     return float(os.environ.get("POD_GROUP_TIMEOUT_S") or max(GROUP_TIMEOUT_S, 1.5 * args.hang_timeout_s))
 
@@ -145,10 +139,6 @@ def start_model(
     return model, weights
 
 
-def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def estimate(
     model_args: ModelArgs,
     recipe: TrainRecipe,
@@ -163,7 +153,7 @@ def estimate(
         target_saving: of the plan that is still to be made, for layout=pod.
 
     Raises:
-        ValueError: a model, plan, layout, RoPE, ranks or pinned fields that do not go together.
+        ValueError: a model, plan, layout, RoPE, type, ranks or pinned fields that do not go together.
     """
     _, note = source_config(model_args)
     config, plan = model_config(model_args, output_dir, target_saving)
@@ -174,6 +164,7 @@ def estimate(
             manifest["context_length"],
             manifest["num_rows"] * manifest["context_length"],
         )
+    preflight.check_attention(config, recipe, machine)
     fit = plan_run(recipe, Shapes.from_config(config), plan.lead, context_length, machine)
     notes = [note] if note else []
     if plan.provenance.get("stand_in"):

@@ -20,17 +20,6 @@ from pod.training.run.start_weights import Reader, hollow_model, weight_reader
 Plan = SharingPlan | str | Path | None
 
 
-def plan_path(model_args: ModelArgs, output_dir: Path) -> Path | None:
-    """The plan to train: the recipe's, else <output_dir>/plan/plan.json when it exists and the layout asks for one.
-
-    None: the layout needs none, or there is none.
-    """
-    if model_args.plan is not None:
-        return Path(model_args.plan)
-    default = Path(output_dir) / "plan" / "plan.json"
-    return default if model_args.layout in ("auto", "pod") and default.is_file() else None
-
-
 def hollow_start_model(
     model_args: ModelArgs, plan: Plan, dtype: str = "float32"
 ) -> tuple[PodForCausalLM, Callable[[], Reader]]:
@@ -110,7 +99,7 @@ def model_config(
         ValueError: an unknown model, one that does not fit plan, layout or RoPE; no plan.
     """
     source, _ = source_config(model_args)
-    file = plan_path(model_args, Path(output_dir))
+    file = model_args.plan_file(output_dir)
     plan = SharingPlan.load(file) if file else None
     own = source.model_type == "pod" and not source.sharing_plan.is_dense
     if model_args.layout == "pod" and plan is None and not own and target_saving is not None:
