@@ -216,11 +216,11 @@ class TrainRecipe:
                 f"carry is recompute with lora_dropout {self.lora_dropout}: the dropout would be drawn anew; set "
                 "carry=offload, or lora_dropout=0"
             )
-        if self.offload_parameters not in (None, "none") and self.zero_stage in (1, 2):
-            raise ValueError(
-                f"offload_parameters is {self.offload_parameters} with zero_stage {self.zero_stage}: only stage 3 divides "
-                "weights; set zero_stage=3"
-            )
+        for name in ("offload_optimizer", "offload_parameters"):
+            if getattr(self, name) == "cpu" and self.zero_stage in (1, 2):
+                raise ValueError(
+                    f"{name} is cpu with zero_stage {self.zero_stage}: only stage 3 divides weights and gradients; set zero_stage=3"
+                )
 
     def rows_per_step(self, context_length: int) -> int:
         """Rows of `context_length` tokens of one optimizer step over all ranks.

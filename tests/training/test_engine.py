@@ -11,9 +11,7 @@ STAGES = (1, 2, 3)
 GPU = torch.cuda.is_available()
 
 
-@pytest.mark.parametrize(
-    "run", ["zero1", "zero2", "host1", "host2", "host3", "host_weights", "host_states", "fused"]
-)
+@pytest.mark.parametrize("run", ["zero1", "zero2", "host", "host_weights", "host_states", "fused"])
 def test_stages_and_offloads_train_the_same(engine_results, run):
     """Three steps; the second and third have the gradients of the steps before in them."""
     assert engine_results[run]["losses"] == pytest.approx(engine_results["zero3"]["losses"], rel=1e-6)
@@ -26,7 +24,7 @@ def test_states_of_checkpoints_in_host_memory_change_no_bit(engine_results):
 
 
 def test_offloads_are_really_on(engine_results):
-    assert [engine_results[f"host{stage}"]["offloads"][0] for stage in STAGES] == [True] * 3
+    assert engine_results["host"]["offloads"] == [True, False]
     assert engine_results["host_weights"]["offloads"] == [True, True]
     assert engine_results["zero3"]["offloads"] == [False, False]
     assert engine_results["host_states"]["memory"] == "RecomputedCarry"

@@ -12,14 +12,14 @@ import pytest
 import pod
 from pod.models import KNOWN_SIZES
 from pod.training.args import TrainArgs
-from pod.training.predict import devices, memory
+from pod.training.predict import memory
 from pod.training.predict.communication import (
     communication,
     exchanged_bytes,
     gradient_bytes,
     weight_bytes,
 )
-from pod.training.predict.devices import get_device, peak_tflops
+from pod.training.predict.devices import get_device, known_device
 from pod.training.predict.job import Job, World
 from pod.training.predict.memory import (
     checkpoint_disk_bytes,
@@ -274,15 +274,29 @@ def test_projecting_the_carry_again_takes_its_products():
 
 
 def test_devices_are_found_by_the_names_that_cuda_gives():
-    assert peak_tflops("NVIDIA H100 80GB HBM3", "bfloat16") == 989
-    assert peak_tflops("NVIDIA H100 PCIe", "bfloat16") == 756
-    assert peak_tflops("NVIDIA A100-SXM4-40GB", "float32") == 19.5
-    assert peak_tflops("Unknown", "bfloat16") is None
-    assert all(device.source for device in devices.DEVICES.values())
-    with pytest.raises(ValueError, match="device 'h101' is unknown, known are h200, h100"):
-        get_device("h101")
-    assert get_device("h100,memory_gib=64,network_gbps=12.5").memory_gib == 64
-    with pytest.raises(
-        ValueError, match="memory_gb=64 is no figure above 0 of a device; figures are bf16_tflops"
-    ):
-        get_device("h100,memory_gb=64")
+    names = {
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA H100 PCIe": "h100-pcie",
+        "NVIDIA H200": "h200",
+        "NVIDIA A100-SXM4-40GB": "a100-40gb",
+        "NVIDIA A100-SXM4-80GB": "a100",
+        "NVIDIA GeForce RTX 4090": "rtx4090",
+    }
+    found = {name: known_device(name) for name in names}
+    assert {name: device and device.name for name, device in found.items()} == names
+    assert known_device("Unknown") is None
+    h100 = get_device("h100,memory_gib=64,network_gbps=12.5")
+    assert (h100.memory_gib, h100.tflops("bfloat16"), h100.tflops("float32")) == (64, 989, 67)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("h101", "device 'h101' is unknown, known are h200, h100"),
+        ("h100,memory_gb=64", "memory_gb=64 is no figure above 0 of a device; figures are bf16_tflops"),
+        ("h100,memory_gib=0", "memory_gib=0 is no figure above 0"),
+    ],
+)
+def test_devices_that_are_not_known_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        get_device(text)

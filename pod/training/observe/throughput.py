@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pod.training.args import TrainArgs
-from pod.training.predict.devices import peak_tflops
+from pod.training.predict.devices import known_device
 from pod.training.predict.shapes import Lead, Shapes, causal_pairs, proximal_pairs
 from pod.training.predict.step_time import model_flops
 
@@ -54,5 +54,6 @@ def device_peak(args: TrainArgs, device: torch.device) -> float | None:
     """Operations per second of one device in `args.dtype`: the recipe's `peak_tflops`, else the data sheet's."""
     tflops = args.peak_tflops
     if not tflops and device.type == "cuda":
-        tflops = peak_tflops(torch.cuda.get_device_name(device), args.dtype)
+        known = known_device(torch.cuda.get_device_name(device))
+        tflops = 0.0 if known is None else known.tflops(args.dtype)
     return tflops * 1e12 if tflops else None

@@ -21,11 +21,7 @@ class World:
     local_size: int
 
     def __post_init__(self) -> None:
-        if (
-            self.size < 1
-            or self.local_size < 1
-            or (self.size > self.local_size and self.size % self.local_size)
-        ):
+        if self.local_size < 1 or self.size < 1 or self.size % min(self.size, self.local_size):
             raise ValueError(
                 f"{self.size} ranks cannot lie on machines of {self.local_size}: use a multiple of {self.local_size}, or fewer"
             )

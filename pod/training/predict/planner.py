@@ -229,17 +229,12 @@ def memory_settings(recipe: TrainRecipe, lead: Lead, machine: Machine) -> Iterat
 
 
 def _go_together(recipe: TrainRecipe, settings: dict[str, Any]) -> bool:
-    """Whether `TrainArgs` takes these settings; below stage 3, which keeps all gradients on the device, an optimizer on the host is
-    for those who pin both."""
+    """Whether `TrainArgs` takes these settings."""
     moved = settings["carry"] != "keep" or settings["offload_checkpoints"]
-    host = recipe.zero_stage is not None and recipe.offload_optimizer == "cpu"
-    whole = settings["offload_parameters"] == "none" and (host or settings["offload_optimizer"] == "none")
+    on_host = "cpu" in (settings["offload_optimizer"], settings["offload_parameters"])
     drawn_anew = settings["carry"] == "recompute" and recipe.method == "lora" and recipe.lora_dropout > 0
-    return (
-        not (moved and settings["gradient_checkpointing"] == "none")
-        and (whole or settings["zero_stage"] == 3)
-        and not drawn_anew
-    )
+    checkpoints = settings["gradient_checkpointing"] == "full"
+    return (checkpoints or not moved) and (settings["zero_stage"] == 3 or not on_host) and not drawn_anew
 
 
 def simplicity(args: TrainArgs) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ class Shapes:
     Attributes:
         layout: pod (dense without a plan), cla or window.
         windows: sink and recent tokens.
-        silent_layers: under `cla`, layers without projections for keys and values; None = every second one.
+        silent_layers: layers without projections for keys and values (cla).
     """
 
     hidden: int
@@ -32,23 +32,23 @@ class Shapes:
     tied: bool
     layout: str = "pod"
     windows: tuple[int, int] = (16, 4080)
-    silent_layers: int | None = None
+    silent_layers: int = 0
 
     @classmethod
     def from_config(cls, config: Any) -> "Shapes":
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        layout = getattr(config, "layout", "pod")
         return cls(
             hidden=config.hidden_size,
             layers=config.num_hidden_layers,
             query_heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
-            head_dim=head_dim,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
             intermediate=config.intermediate_size,
             vocab=config.vocab_size,
             tied=bool(config.tie_word_embeddings),
-            layout=getattr(config, "layout", "pod"),
+            layout=layout,
             windows=(getattr(config, "num_sink_tokens", 16), getattr(config, "num_recent_tokens", 4080)),
-            silent_layers=_silent_layers(config) if getattr(config, "layout", "pod") == "cla" else None,
+            silent_layers=_silent_layers(config.sharing_plan.lead) if layout == "cla" else 0,
         )
 
     @property
@@ -66,40 +66,42 @@ class Shapes:
         }
 
     @property
+    def linear_parameters(self) -> int:
+        """Weights of the linear layers of a decoder layer that has keys and values of its own."""
+        return sum(rows * columns for rows, columns in self.linear_sizes.values())
+
+    @property
     def layer_parameters(self) -> int:
-        """Weights of one decoder layer that has keys and values of its own (biases left out)."""
-        return sum(rows * columns for rows, columns in self.linear_sizes.values()) + 2 * self.hidden
+        """With its norms; biases left out."""
+        return self.linear_parameters + 2 * self.hidden
+
+    @property
+    def key_value_parameters(self) -> int:
+        """Of the projections for keys and values of a layer."""
+        return 2 * self.hidden * self.kv_heads * self.head_dim
 
     @property
     def embedding_parameters(self) -> int:
         return self.vocab * self.hidden
 
     @property
-    def num_silent_layers(self) -> int:
-        """Layers without projections for keys and values."""
-        if self.layout != "cla":
-            return 0
-        return self.layers // 2 if self.silent_layers is None else self.silent_layers
-
-    @property
     def parameters(self) -> int:
-        """All weights; under `cla` followers have no projections for keys and values."""
+        """All weights."""
         tables = self.embedding_parameters * (1 if self.tied else 2)
-        absent = self.num_silent_layers * 2 * self.hidden * self.kv_heads * self.head_dim
-        return self.layers * self.layer_parameters + tables + self.hidden - absent
+        layers = self.layers * self.layer_parameters - self.silent_layers * self.key_value_parameters
+        return layers + tables + self.hidden
 
     def multiplied_weights(self, lead: Lead) -> int:
         """Weights that multiply every token under a plan: all linear layers and the output projection, not the embedding's rows."""
-        linear = sum(rows * columns for rows, columns in self.linear_sizes.values())
-        silent = sum(row[0] != layer for layer, row in enumerate(lead)) if self.layout == "cla" else 0
-        absent = silent * 2 * self.hidden * self.kv_heads * self.head_dim
-        return self.layers * linear - absent + self.embedding_parameters
+        silent = _silent_layers(lead) if self.layout == "cla" else 0
+        layers = self.layers * self.linear_parameters - silent * self.key_value_parameters
+        return layers + self.embedding_parameters
 
     def lora_parameters(self, args: TrainArgs) -> int:
         """Trainable weights of the adapters."""
         sizes = self.linear_sizes
         layers = dict.fromkeys(sizes, self.layers)
-        layers |= dict.fromkeys(("k_proj", "v_proj"), self.layers - self.num_silent_layers)
+        layers |= dict.fromkeys(("k_proj", "v_proj"), self.layers - self.silent_layers)
         each = [layers[name] * sum(sizes[name]) for name in args.lora_target_modules if name in sizes]
         return args.lora_rank * sum(each)
 
@@ -109,9 +111,9 @@ class Shapes:
 
     def persistent_parameters(self, threshold: int) -> int:
         """Weights in tensors below `threshold` elements, which ZeRO-3 leaves whole on every rank."""
-        small = [rows * columns for rows, columns in self.linear_sizes.values() if rows * columns < threshold]
-        norms = 2 * self.hidden if self.hidden < threshold else 0
-        return self.layers * (sum(small) + norms) + (self.hidden if self.hidden < threshold else 0)
+        sizes = [rows * columns for rows, columns in self.linear_sizes.values()]
+        in_layer = sum(size for size in [*sizes, self.hidden, self.hidden] if size < threshold)
+        return self.layers * in_layer + (self.hidden if self.hidden < threshold else 0)
 
     @property
     def carried_width(self) -> int:
@@ -119,8 +121,8 @@ class Shapes:
         return (2 if self.layout == "cla" else self.query_heads // self.kv_heads + 1) * self.head_dim
 
 
-def _silent_layers(config: Any) -> int:
-    return sum(row[0] != layer for layer, row in enumerate(config.sharing_plan.lead))
+def _silent_layers(lead: Lead) -> int:
+    return sum(row[0] != layer for layer, row in enumerate(lead))
 
 
 def causal_pairs(length: int) -> int:
