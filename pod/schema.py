@@ -79,10 +79,16 @@ def _prepared(cls: type, given: Any) -> Any:
 
 
 def _prepared_value(name: Any, value: Any, hint: Any) -> Any:
-    if isinstance(value, bool) and {int, float} & {hint, *get_args(hint)}:
+    kinds = _kinds(hint)
+    if isinstance(value, bool) and kinds & {int, float}:
         raise ValueError(f"{name} is {value}: it should be a number")
-    is_list = any(get_origin(part) is list for part in (hint, *get_args(hint)))
-    return _split_commas(str(value)) if is_list and isinstance(value, (str, int, float)) else value
+    return _split_commas(str(value)) if list in kinds and isinstance(value, (str, int, float)) else value
+
+
+@functools.cache
+def _kinds(hint: Any) -> set[Any]:
+    """The types that a hint is made of: int and None of `int | None`, list and str of `list[str]`."""
+    return {get_origin(part) or part for part in (hint, *get_args(hint))}
 
 
 def _split_commas(text: str) -> list[str]:

@@ -10,6 +10,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,20 +55,27 @@ class Machine:
 
 @dataclass(frozen=True)
 class Fit:
-    """A layout and what it needs, by part.
+    """A layout and what it needs.
 
     Attributes:
         job: with nothing left to derive.
-        memory, host: bytes of one rank on its device and in host memory.
         pinned: fields that the recipe fixed.
     """
 
     job: Job
     machine: Machine
-    memory: Parts
-    host: Parts
     time: StepTime
     pinned: frozenset[str]
+
+    @cached_property
+    def memory(self) -> Parts:
+        """Bytes of one rank on its device at the peak of a step, by part."""
+        return training_bytes(self.job)
+
+    @cached_property
+    def host(self) -> Parts:
+        """Bytes of one rank in host memory, by part."""
+        return host_bytes(self.job)
 
     @property
     def needed_bytes(self) -> int:
@@ -130,23 +138,18 @@ def plan(recipe: TrainRecipe, shapes: Shapes, lead: Lead, context_length: int, m
     """
     splits = row_splits(recipe, shapes, context_length, machine.world.size)
     pinned = frozenset(name for name in DERIVED if getattr(recipe, name) is not None)
-    timed = []
+    fits = []
     for split, memory in itertools.product(splits, memory_settings(recipe, lead, machine)):
         args = _resolved(recipe, context_length, split | memory)
         job = Job(shapes, lead, args, context_length, machine.world)
-        timed.append((step_time(job, machine.device), job))
-    timed.sort(key=lambda one: (one[0].expected, simplicity(one[1].args)))
-    fitting: list[Fit] = []
-    for time, job in timed:
-        if fitting and time.expected > NEAR * fitting[0].time.expected:
-            break
-        if start_bytes(job) <= FIT * machine.device.memory_gib * GIB:
-            fit = Fit(job, machine, training_bytes(job), host_bytes(job), time, pinned)
-            fitting += [fit] if fit.fits else []
-    if fitting:
-        return min(fitting, key=lambda fit: simplicity(fit.job.args))
-    needs = (Fit(job, machine, training_bytes(job), host_bytes(job), time, pinned) for time, job in timed)
-    return min(needs, key=lambda fit: max(fit.share, fit.host_bytes_per_machine / GIB / machine.host_gib))
+        fits.append(Fit(job, machine, step_time(job, machine.device), pinned))
+    fits.sort(key=lambda fit: (fit.time.expected, simplicity(fit.job.args)))
+    fastest = next((fit for fit in fits if fit.fits), None)
+    if fastest is None:
+        return min(fits, key=lambda fit: max(fit.share, fit.host_bytes_per_machine / GIB / machine.host_gib))
+    least = fastest.time.expected
+    near = [fit for fit in fits if least <= fit.time.expected <= NEAR * least and fit.fits]
+    return min(near, key=lambda fit: simplicity(fit.job.args))
 
 
 def check_fits(fit: Fit) -> None:
