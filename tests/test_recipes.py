@@ -65,6 +65,7 @@ def test_training_is_estimated_for_every_recipe(name, dry_run):
         "demo_tiny.yaml": "164,544",
         "demo_cla.yaml": "131,197,248",
         "llama3_8b_32k_cla.yaml": "7,896,043,520",
+        "llama31_8b_128k_cla.yaml": "7,896,043,520",
     }
     expected = parameters.get(name, "8,030,261,248" if "8b" in name else "134,515,008")
     assert f"{expected} parameters" in text
