@@ -138,9 +138,10 @@ def plan(recipe: TrainRecipe, shapes: Shapes, lead: Lead, context_length: int, m
     """
     splits = row_splits(recipe, shapes, context_length, machine.world.size)
     pinned = frozenset(name for name in DERIVED if getattr(recipe, name) is not None)
+    given = _given(recipe) | {"max_steps": recipe.steps(context_length)}
     fits = []
     for split, memory in itertools.product(splits, memory_settings(recipe, lead, machine)):
-        args = _resolved(recipe, context_length, split | memory)
+        args = TrainArgs(**given | split | memory)
         job = Job(shapes, lead, args, context_length, machine.world)
         fits.append(Fit(job, machine, step_time(job, machine.device), pinned))
     fits.sort(key=lambda fit: (fit.time.expected, simplicity(fit.job.args)))
@@ -233,11 +234,17 @@ def memory_settings(recipe: TrainRecipe, lead: Lead, machine: Machine) -> Iterat
 
 def _go_together(recipe: TrainRecipe, settings: dict[str, Any]) -> bool:
     """Whether `TrainArgs` takes these settings."""
-    moved = settings["carry"] != "keep" or settings["offload_checkpoints"]
-    on_host = "cpu" in (settings["offload_optimizer"], settings["offload_parameters"])
-    drawn_anew = settings["carry"] == "recompute" and recipe.method == "lora" and recipe.lora_dropout > 0
-    checkpoints = settings["gradient_checkpointing"] == "full"
-    return (checkpoints or not moved) and (settings["zero_stage"] == 3 or not on_host) and not drawn_anew
+    try:
+        TrainArgs(**_given(recipe) | settings)
+    except ValueError:
+        return False
+    return True
+
+
+def _given(recipe: TrainRecipe) -> dict[str, Any]:
+    """What a recipe does not leave null."""
+    values = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(TrainRecipe)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def simplicity(args: TrainArgs) -> tuple[Any, ...]:
@@ -253,12 +260,6 @@ def simplicity(args: TrainArgs) -> tuple[Any, ...]:
         args.micro_batch_size,
         -args.mlp_tile_tokens,
     )
-
-
-def _resolved(recipe: TrainRecipe, context_length: int, derived: dict[str, Any]) -> TrainArgs:
-    given = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(TrainRecipe)}
-    settings: dict[str, Any] = given | derived | {"max_steps": recipe.steps(context_length)}
-    return TrainArgs(**settings)
 
 
 def _divisors(number: int) -> list[int]:

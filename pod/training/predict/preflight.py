@@ -129,13 +129,10 @@ def check_disk(job: Job, folder: Path) -> None:
 
 def kept_checkpoints(args: TrainArgs) -> int:
     """Most checkpoints that lie on disk at a time: the rotating ones, those kept for good, and one being written."""
-    every, for_good = args.save_every_steps, args.keep_every_steps
-    if every is None:  # by the clock
-        return args.keep_last + 1 + (args.max_steps // for_good if for_good else 0)
-    saved = range(every, args.max_steps + 1, every) if every else []
-    at_end = not every or args.max_steps % every > 0
-    forever = sum(step % for_good == 0 for step in saved) if for_good else 0
-    return min(len(saved) + at_end, args.keep_last + 1 + forever)
+    if args.save_every_steps == 0:  # only at the end
+        return 1
+    for_good = args.max_steps // args.keep_every_steps if args.keep_every_steps else 0
+    return args.keep_last + 1 + for_good
 
 
 def _gib(value: float) -> str:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pod.training.predict.communication import communication
 from pod.training.predict.memory import checkpoint_disk_bytes, start_bytes
 from pod.training.predict.planner import GIB, HOST_SHARE, Fit
 from pod.training.predict.shapes import heads_by_role
@@ -79,20 +78,15 @@ def layout_line(fit: Fit) -> str:
 
 
 def details(fit: Fit) -> str:
-    """The parts of the table's sums: plan, memory, host memory, disk, communication, time."""
+    """The parts of the table's sums: plan, memory, host memory, disk, time."""
     job, args, device, time = fit.job, fit.job.args, fit.machine.device, fit.time
     disk = _gib(checkpoint_disk_bytes(job.shapes.trained_parameters(args), args))
-    traffic = [
-        f"{one.kind} {_gib(one.inside)} inside a machine + {_gib(one.between)} from others"
-        for one in communication(job)
-    ]
     figures = f"{device.tflops(args.dtype):g} TFLOP/s x {device.efficiency:g}, links x {LINK_EFFICIENCY:g}"
     lines = {
         "plan": _plan(fit),
         "peak": _parts(fit.memory) + " GiB per rank",
         "offload": _parts(fit.host) + " GiB of host memory per rank",
         "disk": f"{disk} GiB per checkpoint, {args.keep_last} kept, one more while writing",
-        "traffic": ", ".join(traffic) + " GiB received by each rank in a step",
         "step": ", ".join(f"{name} {seconds:,.3f}" for name, seconds in time.parts.items())
         + f" s at {figures}: {time.overlapped:,.3f} with traffic behind arithmetic, {time.sequential:,.3f} without",
     }
