@@ -1,12 +1,10 @@
 """The whole chain on one machine: model → explore → prepare → train on 2 ranks → export → reload → evaluate → summary.
 
-Each step is the command that the README shows, in a process of its own. A step that ended is kept while its recipe and the code stay as
-they were; an interrupted training continues from its checkpoint. Without --config it runs configs/demo.yaml
-(SmolLM2-135M), with DEMO_TINY=1 configs/demo_tiny.yaml (a random model, seconds instead of minutes).
+Each step is the command that the README shows, in a process of its own, and keeps by itself what it finds done; an interrupted
+training continues from its checkpoint. Without --config it runs configs/demo.yaml (SmolLM2-135M), with DEMO_TINY=1
+configs/demo_tiny.yaml (a random model, seconds instead of minutes).
 """
 
-import dataclasses
-import hashlib
 import json
 import os
 import shlex
@@ -15,10 +13,10 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from pod.files import atomic_write_text, read_json, write_json
+from pod.files import atomic_write_text, read_json
 from pod.recipe import Recipe, run
 from pod.schema import to_yaml
 
@@ -28,20 +26,12 @@ RANKS = 2  # the least that shows ZeRO and Ulysses at work
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore::FutureWarning"}
 
 
-@dataclass(frozen=True)
-class Step:
-    """One command of the chain.
-
-    sections: of the recipe, those that it reads; output: what it writes last; folder: removed before a run with other inputs,
-    None where the step itself sorts out old content.
-    """
+class Step(NamedTuple):
+    """One command of the chain."""
 
     name: str
     title: str
     command: list[str]
-    sections: tuple[str, ...]
-    output: Path
-    folder: Path | None = None
 
 
 def steps_of(recipe: Recipe, config: Path, ranks: int = RANKS) -> list[Step]:
@@ -53,78 +43,50 @@ def steps_of(recipe: Recipe, config: Path, ranks: int = RANKS) -> list[Step]:
     export, check = recipe.export_dir, Path(recipe.output_dir) / "export_check.json"
     windows = recipe.model.num_sink_tokens + recipe.model.num_recent_tokens  # a prompt is to exceed them
     tokens = str(min(2 * windows, recipe.data.context_length))
-    last = f"step-{recipe.train.steps(recipe.data.context_length):08d}"  # of which there is none where training was stopped before
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     deepspeed = [str(BIN / "deepspeed"), "--num_gpus", str(ranks), "--master_port", str(port)]
     reload = [sys.executable, str(ROOT / "examples" / "check_export.py"), str(export), tokens, str(check)]
     steps = [
-        Step("explore", "costs of roles → plan", launch("explore.py"),
-             ("model", "explore", "data"), recipe.plan_dir / "plan.json", recipe.plan_dir),
-        Step("heads", "retrieval heads, for razor", launch("explore.py", "--heads"),
-             ("model", "explore"), recipe.plan_dir / "retrieval_heads.json"),
-        Step("prepare", "texts → tokens → length-balanced, packed rows", launch("prepare_data.py"),
-             ("data", "model"), recipe.data_dir / "manifest.json"),
-        Step("train", f"adaptation to the plan, {ranks} ranks", [*deepspeed, *launch("train_pod.py")[1:]],
-             ("model", "data", "train"), recipe.train_dir / last / "checkpoint.json", recipe.train_dir),
-        Step("export", "Hugging Face checkpoint with its own modeling code", launch("export_hf.py"),
-             ("model", "export"), export / "config.json"),
-        Step("reload", "the export in plain transformers, against the trained model", reload,
-             ("model", "export"), check),
-        Step("evaluate", "perplexity, passkey, bytes, decode speed → report", launch("run_eval.py"),
-             ("model", "data", "eval"), recipe.eval_dir / "report.html"),
-    ]  # fmt: skip
+        Step("explore", "costs of roles → plan", launch("explore.py")),
+        Step("heads", "retrieval heads, for razor", launch("explore.py", "--heads")),
+        Step("prepare", "texts → tokens → length-balanced, packed rows", launch("prepare_data.py")),
+        Step("train", f"adaptation to the plan, {ranks} ranks", [*deepspeed, *launch("train_pod.py")[1:]]),
+        Step("export", "Hugging Face checkpoint with its own modeling code", launch("export_hf.py")),
+        Step("reload", "the export in plain transformers, against the trained model", reload),
+        Step("evaluate", "perplexity, passkey, bytes, decode speed → report", launch("run_eval.py")),
+    ]
     return [step for step in steps if step.name != "heads" or "razor" in str(recipe.eval.methods)]
 
 
 def main(recipe: Recipe) -> None:
-    """Run the chain and print the summary."""
+    """Run the chain and print the summary. Raises: RuntimeError when a command fails."""
     import torch
 
     began, gpus, folder = time.perf_counter(), torch.cuda.device_count(), Path(recipe.output_dir)
     atomic_write_text(folder / "recipe.yaml", to_yaml(recipe))
-    steps, inputs = steps_of(recipe, folder / "recipe.yaml", 1 if gpus == 1 else RANKS), code_digest()
+    forget_other_training(recipe)
+    steps = steps_of(recipe, folder / "recipe.yaml", 1 if gpus == 1 else RANKS)
     for number, step in enumerate(steps, start=1):
-        inputs = fingerprint(step, recipe, inputs)
-        print(f"\n[{number}/{len(steps)}] {step.name}: {step.title}", flush=True)
-        run_step(step, folder / "demo.json", inputs, gpus > 0)
+        shown = [os.path.relpath(part) if os.path.isabs(part) else part for part in step.command]
+        print(f"\n[{number}/{len(steps)}] {step.name}: {step.title}\n$ {shlex.join(shown)}", flush=True)
+        started, code = time.perf_counter(), run_command(step.command, gpus > 0)
+        if code != 0:
+            raise RuntimeError(
+                f"step {step.name} ended with code {code}; run the same command again to go on"
+            )
+        print(f"{step.name}: {time.perf_counter() - started:.1f} s")
     print(f"\n{summary(recipe)}  ({time.perf_counter() - began:.0f} s)")
 
 
-def code_digest() -> str:
-    """Of the package, the launchers and the versions of what they stand on."""
-    files = sorted(file for part in ("pod", "launch") for file in (ROOT / part).rglob("*.py"))
-    content = (file.read_bytes() for file in (*files, ROOT / "requirements.txt"))
-    return hashlib.sha256(b"".join(content)).hexdigest()
-
-
-def fingerprint(step: Step, recipe: Recipe, previous: str) -> str:
-    """SHA-256 over all that decides a step's output: its part of the recipe, and the fingerprint of the step before; of the
-    first, the code's."""
-    sections = {name: dataclasses.asdict(getattr(recipe, name)) for name in step.sections}
-    inputs = [sections, recipe.seed, str(step.output), previous]
-    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
-
-
-def run_step(step: Step, state_file: Path, inputs: str, has_gpu: bool = False) -> None:
-    """Run one step unless it ended with these inputs, and record it. Raises: RuntimeError when the command fails."""
-    state = read_json(state_file) if state_file.is_file() else {}
-    before = state.get(step.name, {})
-    if before == {"inputs": inputs, "done": True} and step.output.exists():
-        print("kept, nothing changed")
-        return
-    if step.folder is not None and before.get("inputs") != inputs:
-        shutil.rmtree(step.folder, ignore_errors=True)  # made from other inputs
-    write_json(state_file, state | {step.name: {"inputs": inputs, "done": False}})
-    shown = [os.path.relpath(part) if os.path.isabs(part) else part for part in step.command]
-    print("$ " + shlex.join(shown), flush=True)
-    began, code = time.perf_counter(), run_command(step.command, has_gpu)
-    if code != 0 or not step.output.exists():
-        why = f"ended with code {code}" if code else f"is not complete: {step.output} is missing"
-        raise RuntimeError(f"step {step.name} {why}; finished steps are kept, run the same command again")
-    write_json(state_file, state | {step.name: {"inputs": inputs, "done": True}})
-    print(f"{step.name}: {time.perf_counter() - began:.1f} s")
+def forget_other_training(recipe: Recipe) -> None:
+    """Remove a training by another recipe, which this one would go on with; the other steps see by themselves what has changed."""
+    made_from = Path(recipe.output_dir) / "trained_by.yaml"
+    wanted = to_yaml(recipe, {"seed", "model", "explore", "data", "train"})
+    if not made_from.is_file() or made_from.read_text(encoding="utf-8") != wanted:
+        shutil.rmtree(recipe.train_dir, ignore_errors=True)
+        atomic_write_text(made_from, wanted)
 
 
 def run_command(command: list[str], has_gpu: bool) -> int:

@@ -1,4 +1,4 @@
-"""launch/demo.py: a step is skipped only when nothing that decides its output has changed."""
+"""launch/demo.py: the commands of the chain in their order; what an older recipe trained is not taken for this one's."""
 
 import importlib.util
 import sys
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from pod.files import read_json
 from pod.recipe import Recipe, load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,77 +23,61 @@ def demo():
     del sys.modules["launch_demo"]
 
 
-def make_step(demo, folder: Path, code: str):
-    """A step whose command is a line of Python that writes `out` in its folder."""
-    command = [sys.executable, "-c", code]
-    return demo.Step("work", "work", command, ("model", "train"), folder / "work" / "out", folder / "work")
+@pytest.fixture
+def chain(demo, tmp_path, monkeypatch):
+    """`chain("b", "explore.threshold=0.4")`: a demo of the steps a, b, c of which b fails; the steps that ran."""
+    monkeypatch.setattr(demo, "summary", lambda recipe: "")
+
+    def start(fails: str | None = None, *settings: str) -> list[str]:
+        ran = []
+        steps = [demo.Step(name, name, [name]) for name in "abc"]
+        monkeypatch.setattr(demo, "steps_of", lambda *_: steps)
+        monkeypatch.setattr(
+            demo, "run_command", lambda command, _: ran.append(command[0]) or int(command[0] == fails)
+        )
+        try:
+            demo.main(load_recipe(None, [f"output_dir={tmp_path}", *settings]))
+        except RuntimeError as error:
+            assert str(error).startswith(f"step {fails} ended with code 1; run the same command again")
+        return ran
+
+    return start
 
 
-def write_code(folder: Path) -> str:
-    return f"import pathlib as p; f = p.Path({str(folder / 'work')!r}); f.mkdir(exist_ok=True); (f / 'out').write_text('x')"
+def test_steps_run_in_their_order_until_one_fails(chain):
+    assert [chain(), chain("b"), chain()] == [list("abc"), list("ab"), list("abc")]
 
 
-def test_a_finished_step_is_kept_until_its_inputs_change_or_its_output_is_gone(demo, tmp_path, capsys):
-    step, state = make_step(demo, tmp_path, write_code(tmp_path)), tmp_path / "demo.json"
+def test_a_training_is_kept_for_the_same_recipe_and_removed_for_another(chain, tmp_path):
+    checkpoint = tmp_path / "train" / "latest"
 
-    def is_kept(inputs: str) -> bool:
-        demo.run_step(step, state, inputs)
-        return "nothing changed" in capsys.readouterr().out
+    def is_kept(*settings: str) -> bool:
+        checkpoint.parent.mkdir(exist_ok=True)
+        checkpoint.write_text("step-1")
+        chain(None, *settings)
+        return checkpoint.exists()
 
-    assert [is_kept("a"), is_kept("a"), is_kept("b"), is_kept("b")] == [False, True, False, True]
-    step.output.unlink()
-    assert [is_kept("b"), is_kept("b")] == [False, True]
-
-
-def test_a_fingerprint_follows_the_sections_that_a_step_reads(demo, tmp_path):
-    step = make_step(demo, tmp_path, "")
-    base = demo.fingerprint(step, Recipe(), "")
-    assert demo.fingerprint(step, load_recipe(None, ["train.max_steps=3"]), "") != base
-    assert demo.fingerprint(step, load_recipe(None, ["seed=3"]), "") != base
-    assert demo.fingerprint(step, load_recipe(None, ["explore.num_sequences=3"]), "") == base
-    assert demo.fingerprint(step, Recipe(), "other code, or another step before") != base
+    assert not is_kept()
+    assert is_kept() and is_kept("eval.limit=3"), "what is evaluated changes no weight"
+    for change in ("train.learning_rate=1e-3", "seed=3", "explore.threshold=0.4"):
+        assert not is_kept(change) and is_kept(change)
 
 
-def test_other_code_or_versions_run_everything_again(demo, tmp_path, monkeypatch):
-    (tmp_path / "pod").mkdir()
-    monkeypatch.setattr(demo, "ROOT", tmp_path)
-    digests = []
-    for code, versions in (("1", "a"), ("2", "a"), ("1", "b"), ("1", "a")):
-        (tmp_path / "pod" / "a.py").write_text(code)
-        (tmp_path / "requirements.txt").write_text(versions)
-        digests.append(demo.code_digest())
-    assert len(set(digests)) == 3 and digests[0] == digests[3]
+def test_a_command_gets_threads_of_its_own_without_a_gpu(demo, monkeypatch, capfd):
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    code = "import os; print(os.environ.get('DS_ACCELERATOR'), os.environ['PATH'].split(os.pathsep)[0])"
+    for more, expected in (["--num_gpus"], "cpu"), ([], "None"):
+        assert demo.run_command([sys.executable, "-c", code, *more], has_gpu=False) == 0
+        assert capfd.readouterr().out.split() == [expected, str(demo.BIN)]
+    assert demo.run_command([sys.executable, "-c", "raise SystemExit(3)"], has_gpu=False) == 3
 
 
-def test_a_failed_step_is_named_and_done_again(demo, tmp_path):
-    state = tmp_path / "demo.json"
-    with pytest.raises(RuntimeError, match="step work ended with code 3; finished steps are kept"):
-        demo.run_step(make_step(demo, tmp_path, "raise SystemExit(3)"), state, "inputs")
-    with pytest.raises(RuntimeError, match=r"step work is not complete: .*out is missing"):
-        demo.run_step(make_step(demo, tmp_path, "pass"), state, "inputs")
-    assert not read_json(state)["work"]["done"]
-
-
-def test_unfinished_work_is_kept_for_the_same_inputs_and_removed_for_others(demo, tmp_path):
-    state, half = tmp_path / "demo.json", tmp_path / "work" / "checkpoint"
-    with pytest.raises(RuntimeError):
-        demo.run_step(make_step(demo, tmp_path, "raise SystemExit(3)"), state, "same")
-    half.parent.mkdir()
-    half.write_text("half way")
-    step = make_step(demo, tmp_path, write_code(tmp_path))
-    demo.run_step(step, state, "same")
-    assert half.exists()
-    demo.run_step(step, state, "other")
-    assert not half.exists()
-
-
-def test_training_runs_through_the_real_launcher_to_its_last_step(demo, tmp_path):
+def test_training_runs_through_the_real_launcher_with_two_ranks(demo, tmp_path):
     recipe = load_recipe(ROOT / "configs" / "demo_tiny.yaml")
     step = next(step for step in demo.steps_of(recipe, tmp_path / "recipe.yaml") if step.name == "train")
     assert Path(step.command[0]).name == "deepspeed"
     assert step.command[1:3] == ["--num_gpus", "2"]
     assert "--master_port" in step.command
-    assert step.output.parent.name == f"step-{recipe.train.steps(recipe.data.context_length):08d}"
 
 
 def test_heads_are_searched_where_razor_is_asked(demo, tmp_path):
