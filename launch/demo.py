@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from pod.files import atomic_write_text, read_json
+from pod.files import atomic_write_text, read_json, write_json
 from pod.recipe import Recipe, run
 from pod.schema import to_yaml
 
@@ -64,7 +64,7 @@ def main(recipe: Recipe) -> None:
     """Run the chain and print the summary. Raises: RuntimeError when a command fails."""
     import torch
 
-    began, gpus, folder = time.perf_counter(), torch.cuda.device_count(), Path(recipe.output_dir)
+    gpus, folder, seconds = torch.cuda.device_count(), Path(recipe.output_dir), dict[str, float]()
     atomic_write_text(folder / "recipe.yaml", to_yaml(recipe))
     forget_other_training(recipe)
     steps = steps_of(recipe, folder / "recipe.yaml", 1 if gpus == 1 else RANKS)
@@ -72,12 +72,14 @@ def main(recipe: Recipe) -> None:
         shown = [os.path.relpath(part) if os.path.isabs(part) else part for part in step.command]
         print(f"\n[{number}/{len(steps)}] {step.name}: {step.title}\n$ {shlex.join(shown)}", flush=True)
         started, code = time.perf_counter(), run_command(step.command, gpus > 0)
+        seconds[step.name] = round(time.perf_counter() - started, 1)
         if code != 0:
             raise RuntimeError(
                 f"step {step.name} ended with code {code}; run the same command again to go on"
             )
-        print(f"{step.name}: {time.perf_counter() - started:.1f} s")
-    print(f"\n{summary(recipe)}  ({time.perf_counter() - began:.0f} s)")
+        print(f"{step.name}: {seconds[step.name]} s")
+    write_json(folder / "demo.json", seconds)
+    print(f"\n{summary(recipe)}  ({sum(seconds.values()):.0f} s)")
 
 
 def forget_other_training(recipe: Recipe) -> None:

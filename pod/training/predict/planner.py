@@ -138,10 +138,11 @@ def plan(recipe: TrainRecipe, shapes: Shapes, lead: Lead, context_length: int, m
     """
     splits = row_splits(recipe, shapes, context_length, machine.world.size)
     pinned = frozenset(name for name in DERIVED if getattr(recipe, name) is not None)
-    given = _given(recipe) | {"max_steps": recipe.steps(context_length)}
+    given: dict[str, Any] = _given(recipe) | {"max_steps": recipe.steps(context_length)}
     fits = []
     for split, memory in itertools.product(splits, memory_settings(recipe, lead, machine)):
-        args = TrainArgs(**given | split | memory)
+        layout: dict[str, Any] = {**given, **split, **memory}
+        args = TrainArgs(**layout)
         job = Job(shapes, lead, args, context_length, machine.world)
         fits.append(Fit(job, machine, step_time(job, machine.device), pinned))
     fits.sort(key=lambda fit: (fit.time.expected, simplicity(fit.job.args)))
