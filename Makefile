@@ -33,7 +33,7 @@ demo: $(STAMP)  ## the whole chain on SmolLM2-135M: explore, prepare, train on 2
 
 data: $(STAMP)  ## the standard library and the essays as packed rows, checked, with pictures: runs/data_stdlib_essays/data
 	@$(RUN) launch/prepare_data.py --config configs/data_stdlib_essays.yaml
-	@$(BIN)/pod-data verify runs/data_stdlib_essays/data --sources
+	@$(BIN)/pod-data verify runs/data_stdlib_essays/data
 	@$(BIN)/pod-data inspect runs/data_stdlib_essays/data --rows 2
 
 check-export: $(STAMP)  ## load the demo's export in a second venv that holds only torch and transformers

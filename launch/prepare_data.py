@@ -13,7 +13,6 @@ def estimate(recipe: Recipe) -> str:
 
 def main(recipe: Recipe) -> None:
     """Prepare the data of the recipe for the tokenizer of its model."""
-    from pod.data import PackedDataset
     from pod.data.job import Job
     from pod.data.prepare import PICTURE_NAME, prepare_job, summary
     from pod.modeling.loading import load_tokenizer
@@ -23,9 +22,6 @@ def main(recipe: Recipe) -> None:
         resolve_model(recipe.model.path), gguf_file=recipe.model.gguf_file
     )
     data = prepare_job(Job(recipe.data, tokenizer, recipe.data_dir, recipe.seed))
-    if not isinstance(data, PackedDataset):
-        print(data)
-        return
     print(summary(data.manifest))
     print(f"rows: {data.path}  picture: {data.path / PICTURE_NAME}")
     print(f"look into it: pod-data inspect {data.path} --rows 3")

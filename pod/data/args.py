@@ -7,7 +7,7 @@ from pydantic import PositiveInt
 
 from pod.schema import AtLeast2, BelowOne, section
 
-ESSAYS = "package:long_context_eval/data/synthetic/json/PaulGrahamEssays.json"
+ESSAYS = "package:long_context_eval/data/synthetic/json/PaulGrahamEssays.json#essays"
 
 
 @section
@@ -18,8 +18,7 @@ class DataArgs:
     """Where the documents are: files, folders or globs (txt, md, code, jsonl, json, parquet, arrow; also .gz .zst .bz2 .xz),
     MosaicML shards (a folder with index.json), `list:<file>` (paths or globs, one per line), `hub:<id>[:<config>][@<split>]`
     or a bare hub id `owner/name`, `stdlib:[<folder>]` (the running Python's standard library), `package:<import
-    name>/<file>` (a file of an installed package). A json file that is one long text may end in `#essays`,
-    `#chapters=<characters>` or `#whole` to say how it is split."""
+    name>/<file>` (a file of an installed package). `#essays` or `#chapters=<characters>` at the end splits each text."""
     weights: list[float] = field(default_factory=list)
     """Share of each source in the tokens of every length interval, in the order of `sources`; scaled to sum 1. Empty = all
     sources are one heap. A source that runs dry in an interval leaves its rest to the others, and the report says so."""
@@ -31,7 +30,7 @@ class DataArgs:
     token_bounds_field: str | None = None
     """Name of a field with [start, stop) pairs that cut a record's token ids into documents (ProLong: `indices`)."""
     tokenizer: str | None = None
-    """Folder, hub id or file (tokenizer.json, SentencePiece or tiktoken `tokenizer.model`, tekken.json); null = the model's."""
+    """Folder, hub id or tokenizer.json; null = the model's."""
     include: list[str] = field(default_factory=list)
     """File name patterns (`*.py`) that are read inside folders; empty = every file that is not hidden."""
     unreadable: Literal["error", "skip"] = "error"
@@ -46,18 +45,8 @@ class DataArgs:
     there, training and held-out text both come from what is read."""
     deduplicate: bool = True
     """Keep only the first of documents with identical text."""
-    near_duplicates: bool = False
-    """Also keep only one of documents that are nearly alike (MinHash; needs the extra `datatrove`, reads the sources twice)."""
-    min_characters: int = 0
-    """Documents with fewer characters are left out."""
     min_tokens: PositiveInt = 2
     """Pieces with fewer tokens are left out; a single token has no next one to predict."""
-    keep_pattern: str | None = None
-    """Regular expression: documents in which it is not found are left out."""
-    drop_pattern: str | None = None
-    """Regular expression: documents in which it is found are left out."""
-    languages: list[str] = field(default_factory=list)
-    """ISO 639-1 codes (`en`, `de`): documents in other languages are left out (needs the extra `language`)."""
     document_filter: str | None = None
     """`module:function` of your own: called with each `pod.data.Document`, keeps those for which it returns True."""
 
@@ -95,19 +84,6 @@ class DataArgs:
     result. Recipes with one work_dir, the same sources and tokenizer share the tokens."""
     keep_tokens: bool = False
     """Keep the tokens of all sources after success, so that another context, target or seed need not tokenise again."""
-    executor: Literal["processes", "datatrove", "slurm", "ray"] = "processes"
-    """What runs the passes: processes of this machine, or datatrove (extra `datatrove`) on this machine, on Slurm or on Ray.
-    The result is the same."""
-    tasks: PositiveInt = 64
-    """Tasks that datatrove splits a pass into."""
-    slurm_partition: str | None = None
-    """Partition of `executor: slurm`."""
-    slurm_time: str = "24:00:00"
-    """Time limit of each Slurm job."""
-    slurm_memory_gb: PositiveInt = 8
-    """Memory of each Slurm task in GB."""
-    slurm_options: dict[str, str] = field(default_factory=dict)
-    """Further `#SBATCH` lines, such as `account: lab`."""
 
     def __post_init__(self) -> None:
         if not self.sources:

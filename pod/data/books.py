@@ -1,4 +1,4 @@
-"""Long texts that are one record: split into essays or chapters, without loss."""
+"""Long texts that are one record: split into essays or chapters where the source asks for it, without loss."""
 
 from __future__ import annotations
 
@@ -9,32 +9,20 @@ _MONTH = "(?:January|February|March|April|May|June|July|August|September|October
 _DATE = rf"{_MONTH},? (?:19|20)\d\d"
 # An essay opens with its date, glued to the end of the essay before it and often to its own first word.
 ESSAY_OPENING = re.compile(rf"(?:(?<=\n)|(?<=\S)){_DATE}(?:, (?:rev\.? )?{_DATE})*(?=[A-Z\"'(\[_*]|[ \t]*\n)")
-MIN_ESSAYS = 20
-LONG_TEXT_CHARACTERS = 200_000
-CHAPTER_CHARACTERS = 20_000
-_FRAGMENT = re.compile(r"#(essays|whole|chapters=([1-9]\d*))$")
+_FRAGMENT = re.compile(r"#(essays|chapters=([1-9]\d*))$")
 
 Splitter = Callable[[str], list[str]]
 
 
 def split_fragment(source: str) -> tuple[str, Splitter | None]:
-    """The place of a source spec, and how its `#essays`, `#chapters=<characters>` or `#whole` splits it (None: no fragment)."""
+    """The place of a source spec, and how its `#essays` or `#chapters=<characters>` splits texts (None: no fragment)."""
     match = _FRAGMENT.search(source)
     if match is None:
         return source, None
     place, kind = source[: match.start()], match.group(1)
     if kind == "essays":
         return place, split_essays
-    if kind == "whole":
-        return place, lambda text: [text]
-    characters = int(match.group(2))
-    return place, lambda text: split_chapters(text, characters)
-
-
-def split_book(text: str) -> list[str]:
-    """A long text as essays if at least 20 dated openings are found, else as chapters of 20,000 characters."""
-    essays = split_essays(text)
-    return essays if len(essays) >= MIN_ESSAYS else split_chapters(text)
+    return place, lambda text: split_chapters(text, int(match.group(2)))
 
 
 def split_essays(text: str) -> list[str]:
@@ -44,7 +32,7 @@ def split_essays(text: str) -> list[str]:
     return [text[start:stop] for start, stop in zip(starts, [*starts[1:], len(text)], strict=True)]
 
 
-def split_chapters(text: str, characters: int = CHAPTER_CHARACTERS) -> list[str]:
+def split_chapters(text: str, characters: int) -> list[str]:
     """Pieces of at most `characters`, each ended at the last paragraph, line or word that fits; nothing is lost."""
     pieces, start = [], 0
     while len(text) - start > characters:

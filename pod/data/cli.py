@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -13,23 +12,19 @@ from typing import Any
 
 from tqdm import tqdm
 
-from pod.data.inspect import report, to_text
-from pod.data.pictures import draw_all
-from pod.data.verify import DamagedData, changed_sources, open_manifest, total_bytes, verify
-from pod.files import check_can_write
+from pod.data.overview import overview
+from pod.data.verify import DamagedData, open_manifest, open_rows, total_bytes, verify
 
 WHOLE, DAMAGED, WRONG_USE = 0, 1, 2
 DESCRIPTION = """Prepared data, the folder that launch/prepare_data.py writes: is it whole (verify), what is in it (inspect)?
-Exit code: 0 all is well, 1 the data is damaged or its sources changed (one line each), 2 wrong use."""
+Exit code: 0 all is well, 1 the data is damaged (one line each), 2 wrong use."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="replace"
-            )  # a terminal that is not UTF-8 shows ? for a bar, not an error
+            stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows ?, not an error
     arguments = _parser().parse_args(argv)
     try:
         code = arguments.run(arguments)
@@ -60,34 +55,17 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    check = commands.add_parser(
-        "verify", help="read every byte and compare it with the manifest", allow_abbrev=False
-    )
-    check.add_argument("folder", type=Path, help="folder of the prepared data, such as runs/demo/data")
-    check.add_argument(
-        "--sources",
-        action="store_true",
-        help="also: are the sources still the files that were read? (relative paths count from here)",
-    )
-    check.set_defaults(run=_verify)
-    look = commands.add_parser("inspect", help="print and draw what the data holds", allow_abbrev=False)
-    look.add_argument("folder", type=Path, help="folder of the prepared data, such as runs/demo/data")
+    check = commands.add_parser("verify", help="read every byte and compare it with the manifest")
+    look = commands.add_parser("inspect", help="print what the data holds")
+    for command, run in ((check, _verify), (look, _inspect)):
+        command.add_argument("folder", type=Path, help="folder of the prepared data, such as runs/demo/data")
+        command.set_defaults(run=run)
     look.add_argument("--rows", type=_count, default=0, metavar="N", help="also show N rows, decoded")
     look.add_argument(
         "--tokenizer",
         metavar="T",
-        help="folder, file or hub id of the tokenizer; default: the one in the manifest",
+        help="folder, hub id or tokenizer.json; default: the one in the manifest",
     )
-    look.add_argument(
-        "--pictures",
-        type=Path,
-        nargs="?",
-        const=Path(),
-        metavar="DIR",
-        help="draw lengths.png, packing.png and, for several sources, sources.png into DIR (default: the data's folder)",
-    )
-    look.add_argument("--json", action="store_true", help="print JSON instead of text")
-    look.set_defaults(run=_inspect)
     return parser
 
 
@@ -108,36 +86,25 @@ def _verify(arguments: argparse.Namespace) -> int:
             damages += 1
             with progress.external_write_mode():
                 print(f"damaged: {line}", flush=True)
-    if arguments.sources:
-        for line in changed_sources(manifest):
-            damages += 1
-            print(f"changed: {line}")
     if damages:
         return DAMAGED
     print(
         f"{folder} is whole: {manifest['num_rows']:,} rows, {manifest['num_tokens']:,} tokens, "
-        f"{manifest['num_documents']:,} documents in {len(manifest['shards']):,} shard"
-        + ("" if len(manifest["shards"]) == 1 else "s")
-        + (", sources unchanged" if arguments.sources else "")
+        f"{manifest['num_documents']:,} documents"
     )
     return WHOLE
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    folder: Path = arguments.folder
-    manifest = open_manifest(folder)
-    pictures = None
-    if arguments.pictures is not None:
-        pictures = folder if arguments.pictures == Path() else arguments.pictures
-        check_can_write(pictures, "--pictures")
+    manifest = open_manifest(arguments.folder)
+    data = open_rows(arguments.folder)
     tokenizer, note = _tokenizer(manifest, arguments.tokenizer) if arguments.rows else (None, None)
-    content = report(folder, manifest, arguments.rows, tokenizer)
-    print(json.dumps(content, indent=2) if arguments.json else to_text(content))
+    try:
+        print(overview(data, arguments.rows, tokenizer))
+    except ValueError as error:
+        raise DamagedData(" ".join(str(error).split())) from None
     if note:
         print(note, file=sys.stderr)
-    if pictures is not None:
-        drawn = draw_all(manifest, content["packing"], pictures)
-        print(f"pictures: {', '.join(map(str, drawn))}", file=sys.stderr if arguments.json else sys.stdout)
     return WHOLE
 
 

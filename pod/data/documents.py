@@ -55,8 +55,8 @@ class SourceReport:
     """Documents in which the name of a special token (`</s>`) became that token."""
     skipped_files: list[str] = field(default_factory=list)
     """The first of both with the reason."""
-    gates: dict[str, int] = field(default_factory=dict)
-    """Documents that a quality gate left out, by gate."""
+    filtered: int = 0
+    """Documents that `document_filter` left out."""
     origins: dict[str, int] = field(default_factory=dict)
     """Documents by the `source` field of their records."""
 
@@ -84,19 +84,10 @@ class SourceReport:
 
     def add(self, other: SourceReport) -> None:
         """Add the counts of another part of the same source."""
-        for name in (
-            "files",
-            "documents",
-            "characters",
-            "empty",
-            "skipped",
-            "records_skipped",
-            "special_documents",
-        ):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name, count in asdict(other).items():
+            if isinstance(count, int):
+                setattr(self, name, getattr(self, name) + count)
         self.skipped_files = (self.skipped_files + other.skipped_files)[:LISTED_SKIPS]
-        for gate, count in other.gates.items():
-            self.gates[gate] = self.gates.get(gate, 0) + count
         for origin, count in other.origins.items():
             known = origin in self.origins or len(self.origins) < LISTED_ORIGINS
             name = origin if known else "(others)"

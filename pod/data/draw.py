@@ -33,7 +33,7 @@ _LOT, _ORDER = 1, 2  # what a hash of the seed is for; pass n of the draw is ord
 
 
 class Pieces(Protocol):
-    """What is needed of a `pod.data.select.Selection`."""
+    """What is needed of a `pod.data.selection.Selection`."""
 
     @property
     def num_pieces(self) -> int: ...

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -110,8 +108,6 @@ def _split_documents(
         found = _of_prepared(job, prepared)
         if found is not None:
             return found
-        if args.near_duplicates:
-            return _by_selection(args, job.tokenizer)
     placed = []
     for batch in batches(_chosen(job, split)):
         placed.extend(zip((identity(document)[0] for document in batch), job.encode(batch), strict=True))
@@ -144,7 +140,7 @@ def _of_prepared(job: Job, prepared: str | Path | None) -> list[np.ndarray] | No
 
 
 def _chosen(job: Job, split: Split) -> Iterator[Document]:
-    """The documents of `split` in reading order, as preparation chooses them (near duplicates aside)."""
+    """The documents of `split` in reading order, as preparation chooses them."""
     args, seen = job.args, set()
     reports = [SourceReport(spec) for spec in args.sources]
     for unit in job.units():
@@ -161,18 +157,3 @@ def _chosen(job: Job, split: Split) -> Iterator[Document]:
                 yield document
         reports[unit.source].add(report)
     job.check_reports(reports)
-
-
-def _by_selection(args: DataArgs, tokenizer: Any) -> list[np.ndarray]:
-    """The held-out documents by the steps of preparation themselves, which know about near duplicates, in a temporary folder."""
-    with tempfile.TemporaryDirectory() as folder:
-        job = Job(replace(args, work_dir=None), tokenizer, Path(folder) / "data")
-        for number in range(len(job.units())):
-            job.tokenise(number)
-        parts = job.parts()
-        selection = job.selection(parts)
-        found = []
-        for piece in selection.held_out(0, selection.num_held_out).tolist():
-            part, _, length, start, _ = piece
-            found.append(parts[part].tokens(start, start + length))
-        return found

@@ -11,7 +11,6 @@ there already. So a step can run anywhere, be killed at any moment and be called
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import inspect
 import json
 import os
@@ -27,11 +26,11 @@ import numpy as np
 from pod.data.args import DataArgs
 from pod.data.documents import Document, SourceReport
 from pod.data.folders import has_other_users
-from pod.data.gates import Gates, imported_filter
+from pod.data.gates import imported_filter, passes
 from pod.data.loader import PackedDataset
 from pod.data.manifest import token_dtype
 from pod.data.row_plan import RowPlan, plan_rows
-from pod.data.select import Selection, select
+from pod.data.selection import Selection, select
 from pod.data.shards import DEFAULT_SHARD_BYTES, Row, rows_per_shard, write_shard
 from pod.data.token_store import Part, PartWriter, is_complete
 from pod.data.tokenizers import (
@@ -48,8 +47,8 @@ from pod.files import atomic_dir, explain_disk_full, read_json, write_json
 BATCH_CHARACTERS = 1_000_000
 BATCH_DOCUMENTS = 256
 
-NOT_DECIDING = {"workers", "work_dir", "keep_tokens", "executor", "tasks"}
-"""Settings that say how the data is made, not what it is; those of Slurm too."""
+NOT_DECIDING = {"workers", "work_dir", "keep_tokens"}
+"""Settings that say how the data is made, not what it is."""
 OF_READING = (
     "text_field",
     "token_field",
@@ -57,14 +56,10 @@ OF_READING = (
     "unreadable",
     "max_record_bytes",
     "max_documents",
-    "min_characters",
-    "keep_pattern",
-    "drop_pattern",
-    "languages",
     "document_filter",
 )
 """Settings that decide the tokens of a unit."""
-OF_SPLIT = ("sources", "include", "deduplicate", "near_duplicates", "held_out_fraction")
+OF_SPLIT = ("sources", "include", "deduplicate", "held_out_fraction")
 """Those that decide, with them, which documents are held out."""
 
 
@@ -152,11 +147,6 @@ class Job:
     def rows_dir(self) -> Path:
         """Folder of the plan of this very request for this output (others may share the work folder)."""
         return self.work_dir / f"rows-{_key([self.request, os.path.abspath(self.output_dir)])}"
-
-    @property
-    def cluster_dir(self) -> Path:
-        """Folder of a cluster executor's marks, scripts and logs."""
-        return self.work_dir / "cluster" / self.rows_dir.name.removeprefix("rows-")
 
     @property
     def staging_dir(self) -> Path:
@@ -285,17 +275,12 @@ class Job:
     def clean(self) -> None:
         """Remove plans and staging of this output, and the tokens unless `keep_tokens` or another run works with them."""
         shutil.rmtree(self.rows_dir, ignore_errors=True)
-        shutil.rmtree(self.cluster_dir, ignore_errors=True)
         for left in self.output_dir.parent.iterdir():
             if re.fullmatch(re.escape(self.output_dir.name) + r"\.rows-[0-9a-f]{12}", left.name):
                 shutil.rmtree(left, ignore_errors=True)
         if self.args.keep_tokens or has_other_users(self.tokens_dir, self.output_dir):
             return
         shutil.rmtree(self.tokens_dir, ignore_errors=True)
-        if self.args.near_duplicates:
-            from pod.data.minhash import near_dir
-
-            shutil.rmtree(near_dir(self), ignore_errors=True)
         if self.args.work_dir is None:
             shutil.rmtree(self.work_dir, ignore_errors=True)
 
@@ -326,11 +311,7 @@ class Job:
         return self.output_dir.parent / f"{self.output_dir.name}.{ending}"
 
     def _request(self) -> dict[str, Any]:
-        settings = {
-            name: value
-            for name, value in asdict(self.args).items()
-            if name not in NOT_DECIDING and not name.startswith("slurm_")
-        }
+        settings = {name: value for name, value in asdict(self.args).items() if name not in NOT_DECIDING}
         reading = reading_request(self.args, self.tokenizer, self.units())
         return {
             "settings": settings,
@@ -356,12 +337,12 @@ class Job:
         return all(needed != number for needed, _ in self.needed_units())
 
     def documents_of(self, unit: Unit, report: SourceReport) -> Iterator[Document]:
-        """The documents of a unit that the gates let through, at most `max_documents`; fills in `report`."""
-        gates, limit = Gates(self.args), self.args.max_documents
+        """The documents of a unit that `document_filter` lets through, at most `max_documents`; fills in `report`."""
+        name, limit = self.args.document_filter, self.args.max_documents
+        own_filter = imported_filter(name) if name else None
         for document in read_unit(unit, self.args, report):
-            reason = gates.reason(document)
-            if reason is not None:
-                report.gates[reason] = report.gates.get(reason, 0) + 1
+            if name and own_filter and not passes(own_filter, name, document):
+                report.filtered += 1
                 continue
             report.documents += 1
             report.characters += len(document.text)
@@ -394,15 +375,14 @@ class Job:
         return tokens
 
     def check_reports(self, reports: list[SourceReport]) -> None:
-        """A source without any document is a mistake of its name or of the gates."""
+        """A source without any document is a mistake of its name or of the filter."""
         for number, report in enumerate(reports):
             if report.documents:
                 continue
             detail = f" ({report.skipped_files[0]})" if report.skipped_files else ""
-            gated = sum(report.gates.values())
             raise ValueError(
                 f"source {self.args.sources[number]!r} holds no text: {report.files} files read, {report.empty} empty "
-                f"documents, {gated} left out by gates, {report.skipped + report.records_skipped} unreadable{detail}; "
+                f"documents, {report.filtered} filtered out, {report.skipped + report.records_skipped} unreadable{detail}; "
                 "remove it from data.sources or correct it"
             )
 
@@ -415,12 +395,7 @@ class Job:
 
     def selection(self, parts: list[Part]) -> Selection:
         """Which documents of `parts` train and which are held out; kept on disk."""
-        removed = None
-        if self.args.near_duplicates:
-            from pod.data.minhash import removed_documents
-
-            removed = removed_documents(self, parts)
-        return select(parts, self.args, self.rows_dir, removed=removed)
+        return select(parts, self.args, self.rows_dir)
 
     @property
     def _rows_per_shard(self) -> int:
@@ -449,8 +424,6 @@ def reading_request(args: DataArgs, tokenizer: Any, units: list[Unit] | None = N
     tokens["tokenizer_sha256"] = tokenizer_sha256(tokenizer)
     tokens["boundary_tokens"] = [list(boundary.before), list(boundary.after)]
     tokens["split_special_tokens"] = bool(getattr(tokenizer, "split_special_tokens", False))
-    if args.languages:
-        tokens["py3langid"] = importlib.metadata.version("py3langid")  # another model = other documents
     if args.document_filter:
         tokens["document_filter_sha256"] = _source_sha256(imported_filter(args.document_filter))
     split = {name: getattr(args, name) for name in OF_SPLIT}

@@ -115,7 +115,7 @@ class PackedDataset:
         tokens = np.empty((len(indices), self.context_length), dtype=np.int64)
         docs = np.full(tokens.shape, -1, dtype=np.int64)
         for at, index in enumerate(indices):
-            lengths, row = self._read(int(index))
+            lengths, row = self.row(int(index))
             tokens[at] = row
             docs[at, : lengths.sum()] = np.repeat(np.arange(len(lengths)), lengths)
         return {
@@ -126,7 +126,7 @@ class PackedDataset:
 
     def documents(self, index: int) -> list[np.ndarray]:
         """The token ids of each document of row `index`, in order, without padding; uint16 or uint32 [tokens]."""
-        lengths, row = self._read(index)
+        lengths, row = self.row(index)
         return np.split(np.asarray(row[: lengths.sum()]), np.cumsum(lengths)[:-1])
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
@@ -137,19 +137,8 @@ class PackedDataset:
         """A `RowCursor` over these rows; `position` = rows consumed so far (all data-parallel ranks together)."""
         return RowCursor(len(self), seed=seed, position=position)
 
-    def rows_for_step(
-        self, step: int, data_parallel_rank: int, data_parallel_size: int, rows_per_step: int, seed: int = 0
-    ) -> np.ndarray:
-        """Row indices, int64 [rows_per_step / data_parallel_size], of one data-parallel rank in step `step` (from 0).
-
-        `rows_per_step` counts the rows of all data-parallel ranks together; with it fixed, a step reads the same rows
-        on any number of ranks. Steps run on across the end of an epoch: every row is read exactly once per epoch.
-        """
-        cursor = self.cursor(seed, step * rows_per_step)
-        return cursor.peek(rows_per_step, data_parallel_rank, data_parallel_size)
-
-    def _read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Lengths of the documents of a row, int32 [documents], and its tokens, [context]."""
+    def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Lengths of the documents of a row, int32 [documents], and its tokens, [context]; `ValueError` for a damaged one."""
         number, at = self._locate(index)
         tokens, lengths, starts = self._shard(number)
         first, stop = int(starts[at]), int(starts[at + 1])

@@ -42,11 +42,6 @@ def one_per_row(lengths: np.ndarray, context_length: int) -> tuple[np.ndarray, n
     return np.arange(len(lengths)), np.arange(len(lengths) + 1)
 
 
-def padding_share(lengths: np.ndarray, num_rows: int, context_length: int) -> float:
-    """Share of all row positions that hold no token, 0..1."""
-    return 1 - float(lengths.sum()) / (num_rows * context_length)
-
-
 class _OpenRows:
     """Rows with room left, found by their room: per room a heap of row numbers, and the set of rooms in use as bits.
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Generic, TypeVar
 
 from pod.data.order import RowCursor
 
 T = TypeVar("T")
-
-CLOSE_SECONDS = 10.0
-"""How long closing waits for a load that is under way; the thread is a daemon and ends with the process."""
 
 
 class Prefetcher(Generic[T]):
@@ -34,83 +31,37 @@ class Prefetcher(Generic[T]):
         self.load, self.cursor, self.rows_per_step, self.depth = load, cursor, rows_per_step, depth
         self.waited_s = 0.0
         """Seconds that the last `next` took."""
-        self._ahead: _LoadAhead[T] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._ahead: deque[tuple[RowCursor, Future[T]]] = deque()
 
     def next(self) -> T:
         """The next step's item; the cursor moves behind it. Raises what `load` raised for this step; the cursor then stays."""
         began = time.perf_counter()
         if self.depth:
-            item = self._started().take()
+            if self._ahead and self._ahead[0][0] != self.cursor:
+                self.close()
+            self._load_ahead()
+            item = self._ahead[0][1].result()
+            self._ahead.popleft()
         else:
             item = self.load(replace(self.cursor))
         self.waited_s = time.perf_counter() - began
         self.cursor.position += self.rows_per_step
+        if self.depth:
+            self._load_ahead()
         return item
 
     def close(self) -> None:
         """End the thread and drop what it loaded; `next` starts it again at the cursor. Twice is as good as once."""
-        if self._ahead is not None:
-            self._ahead.close()
-            self._ahead = None
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+        self._thread = None
+        self._ahead.clear()
 
-    def _started(self) -> _LoadAhead[T]:
-        if self._ahead is not None and self._ahead.taken_up_to != self.cursor:
-            self.close()
-        if self._ahead is None:
-            self._ahead = _LoadAhead(self.load, replace(self.cursor), self.rows_per_step, self.depth)
-        return self._ahead
-
-
-class _LoadAhead(Generic[T]):
-    """The thread of a prefetcher and the items between it and the caller."""
-
-    def __init__(self, load: Callable[[RowCursor], T], start: RowCursor, rows_per_step: int, depth: int):
-        self.load, self.rows_per_step, self.depth = load, rows_per_step, depth
-        self.taken_up_to = start
-        self.ready: deque[T] = deque()
-        self.failure: BaseException | None = None
-        self.closed = False
-        self.changed = threading.Condition()
-        self.thread = threading.Thread(
-            target=self._run, args=(replace(start),), name="prefetch-rows", daemon=True
-        )
-        self.thread.start()
-
-    def take(self) -> T:
-        with self.changed:
-            # Steps before a failed one are still handed out; the failure comes at its own step, and again after it.
-            self.changed.wait_for(lambda: self.ready or self.failure is not None)
-            if not self.ready:
-                assert self.failure is not None
-                raise self.failure
-            item = self.ready.popleft()
-            self.changed.notify_all()
-        self.taken_up_to.position += self.rows_per_step
-        return item
-
-    def close(self) -> None:
-        with self.changed:
-            self.closed = True
-            self.ready.clear()
-            self.changed.notify_all()
-        self.thread.join(CLOSE_SECONDS)
-
-    def _run(self, cursor: RowCursor) -> None:
-        while self._wait_for_room():
-            try:
-                item = self.load(replace(cursor))
-            except BaseException as error:  # noqa: BLE001  raised in the caller's thread by `take`
-                with self.changed:
-                    self.failure = error
-                    self.changed.notify_all()
-                return
-            cursor.position += self.rows_per_step
-            with self.changed:
-                self.ready.append(item)
-                self.changed.notify_all()
-
-    def _wait_for_room(self) -> bool:
-        """Wait until fewer than `depth` items are ready; False when closed."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.closed or len(self.ready) < self.depth)
-            return not self.closed
+    def _load_ahead(self) -> None:
+        """Ask for the steps from the cursor on that nobody asked for yet."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch-rows")
+        for step in range(len(self._ahead), self.depth):
+            at = replace(self.cursor, position=self.cursor.position + step * self.rows_per_step)
+            self._ahead.append((at, self._thread.submit(self.load, replace(at))))

@@ -1,27 +1,23 @@
-"""Data preparation in one call: the steps of `pod.data.job` one after the other, on the processes of this machine or a cluster."""
+"""Data preparation in one call: the steps of `pod.data.job` one after the other, on the processes of this machine."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pod.data.args import DataArgs
 from pod.data.balance import IntervalReport, bounds_of
 from pod.data.folders import LOCK_SECONDS, Busy, check_replaceable, locked, remove_empty, user_lock
-from pod.data.inspect import left_out
 from pod.data.job import Job
 from pod.data.loader import PackedDataset
-from pod.data.pictures import short_number
-from pod.data.publish import PICTURE_NAME
+from pod.data.overview import left_out
+from pod.data.pictures import PICTURE_NAME, short_number
 from pod.data.records import one_line
 from pod.data.units import plan_units
 from pod.data.workers import cores, run_tasks
 from pod.files import check_can_write
-
-if TYPE_CHECKING:
-    from pod.data.cluster import Submitted
 
 __all__ = ["PICTURE_NAME", "estimate", "prepare", "prepare_job", "summary"]
 
@@ -46,17 +42,11 @@ def prepare(args: DataArgs, tokenizer: Any, output_dir: str | Path, *, seed: int
 
     Raises `ValueError` in one line for settings, sources and tokenizers that cannot work, `OSError` when the disk is full.
     """
-    if args.executor == "slurm":
-        raise ValueError(
-            "prepare() waits for its rows, executor=slurm only submits jobs: use launch/prepare_data.py"
-        )
-    done = prepare_job(Job(args, tokenizer, output_dir, seed))
-    assert isinstance(done, PackedDataset)
-    return done
+    return prepare_job(Job(args, tokenizer, output_dir, seed))
 
 
-def prepare_job(job: Job) -> PackedDataset | Submitted:
-    """Run all steps of `job` that are not done yet; with `executor: slurm` hand them to Slurm."""
+def prepare_job(job: Job) -> PackedDataset:
+    """Run all steps of `job` that are not done yet."""
     if job.is_current():
         with contextlib.suppress(Busy, OSError), _alone(job, 0):  # another run may work beside it
             job.clean()
@@ -64,12 +54,6 @@ def prepare_job(job: Job) -> PackedDataset | Submitted:
     check_replaceable(job.output_dir)
     for folder, setting in ((job.output_dir.parent, "output_dir"), (job.work_dir, "data.work_dir")):
         check_can_write(folder, setting)
-    if job.args.executor != "processes":
-        from pod.data.cluster import run_cluster
-
-        # Slurm's jobs outlive this process.
-        with contextlib.nullcontext() if job.args.executor == "slurm" else _alone(job):
-            return run_cluster(job)
     workers = job.args.workers or cores()
     with _alone(job):
         missing = job.missing_units()
@@ -113,7 +97,7 @@ def summary(manifest: dict[str, Any]) -> str:
             f"{short_number(interval['tokens_after']):>6} ({interval['documents_after']} documents)"
         )
     lines.extend(manifest["balance"]["notes"])
-    missing = [f"{row['documents']:,} {row['reason']}" for row in left_out(manifest)]
+    missing = [f"{count:,} {reason}" for reason, count in left_out(manifest)]
     if missing:
         lines.append("left out: " + ", ".join(missing))
     named = [name for source in manifest["read"]["sources"] for name in source["skipped_files"]]

@@ -11,10 +11,9 @@ import numpy as np
 
 from pod.data.documents import SourceReport
 from pod.data.folders import check_replaceable
-from pod.data.inspect import packing
-from pod.data.manifest import MANIFEST_NAME, token_dtype
-from pod.data.pictures import draw_all
-from pod.data.select import Counts, Selection
+from pod.data.manifest import MANIFEST_NAME, listed_files, token_dtype
+from pod.data.pictures import PICTURE_NAME, draw_lengths
+from pod.data.selection import Counts, Selection
 from pod.data.shards import write_manifest
 from pod.data.token_store import Part
 from pod.files import explain_disk_full, move_into_place, sha256_file
@@ -22,7 +21,6 @@ from pod.files import explain_disk_full, move_into_place, sha256_file
 if TYPE_CHECKING:
     from pod.data.job import Job
 
-PICTURE_NAME = "lengths.png"
 HELD_OUT_TOKENS, HELD_OUT_LENGTHS = "held_out.tokens.bin", "held_out.lengths.npy"
 POLICIES = ("cut_documents", "skipped_long", "skipped_long_tokens", "dropped_short", "dropped_short_tokens")
 _AT_ONCE = 4096
@@ -45,10 +43,6 @@ def publish(job: Job) -> None:
             "weights": plan.weights,
             "held_out": _write_held_out(folder, plan.selection, parts, token_dtype(job.vocab_size)),
         }
-        if job.args.near_duplicates:
-            from pod.data.minhash import Removed, near_dir
-
-            details["read"]["near"] = Removed(near_dir(job)).report
         for number, drawn in enumerate(plan.sources):
             details["read"]["sources"][number] |= drawn
         manifest = write_manifest(
@@ -60,8 +54,8 @@ def publish(job: Job) -> None:
             pad_token_id=job.pad_token_id,
             details=details,
         )
-        pictures = draw_all(manifest, packing(folder, manifest), folder)
-    _remove_strangers(folder, manifest, {picture.name for picture in pictures})
+        draw_lengths(manifest, folder / PICTURE_NAME)
+    _remove_strangers(folder, manifest)
     check_replaceable(job.output_dir)  # again: time has passed
     move_into_place(folder, job.output_dir)
 
@@ -118,11 +112,9 @@ def _write_held_out(folder: Path, selection: Selection, parts: list[Part], dtype
     }
 
 
-def _remove_strangers(folder: Path, manifest: dict[str, Any], pictures: set[str]) -> None:
+def _remove_strangers(folder: Path, manifest: dict[str, Any]) -> None:
     """Remove shards of an earlier, longer plan that was interrupted in the same folder, and temporary files."""
-    known = {MANIFEST_NAME, HELD_OUT_TOKENS, HELD_OUT_LENGTHS, *pictures}
-    for shard in manifest["shards"]:
-        known |= {entry["file"] for entry in shard.values() if isinstance(entry, dict)}
+    known = {MANIFEST_NAME, PICTURE_NAME} | {entry["file"] for entry in listed_files(manifest)}
     for file in folder.iterdir():
         if file.name not in known:
             os.unlink(file)

@@ -1,12 +1,13 @@
 """Readers of single files: text, jsonl, json, parquet and arrow, plain or compressed (.gz, .zst, .bz2, .xz).
 
-Each gives `Record`s one at a time and never holds more than the record at hand (tables: a small batch of rows).
+Each gives `Record`s one at a time and never holds more than the record at hand (tables: a small batch of rows, `.json`: one value).
 """
 
 from __future__ import annotations
 
 import bz2
 import codecs
+import contextlib
 import gzip
 import io
 import json
@@ -26,10 +27,9 @@ JSON_LINES = {".jsonl", ".ndjson"}
 TABLES = {".parquet": "parquet", ".arrow": "arrow"}
 DAMAGE = (OSError, EOFError, UnicodeError, zlib.error, lzma.LZMAError)
 BUFFER_BYTES = 2**20
-JSON_CHUNK_CHARACTERS = 2**18
+JSON_BYTES = 256 * 2**20
+"""Largest `.json` file that is one object or array: it is parsed whole."""
 ROWS_AT_A_TIME = 64
-LONGEST_WORD = 16
-"""Characters within which JSON cut off at any place is found wrong: `-Infinity`, an escape."""
 
 
 def kind_of(path: str | Path) -> str:
@@ -132,7 +132,7 @@ def _read_text(path: Path, fields: Fields, bad: Bad) -> Iterator[Record]:
         raise UnreadableFile(f"{path} is binary (it holds NUL characters), expected text")
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
-    yield Record(0, text)
+    yield Record(None, text)
 
 
 def _read_up_to(stream: IO[bytes], limit: int) -> bytes:
@@ -221,157 +221,55 @@ def _skip_line(stream: IO[bytes], at_most: int | None = None) -> int:
 def _read_json(path: Path, fields: Fields, bad: Bad) -> Iterator[Record]:
     """A `.json` file: JSON lines (Dolma names them so), or one object, or one array of objects or texts."""
     with open_bytes(path) as stream:
-        if _starts_with_object_line(stream, fields.max_bytes):
-            with open_bytes(path) as lines:
-                yield from _read_lines(path, lines, fields, bad)
-            return
+        is_lines = _holds_lines(stream, fields.max_bytes)
     with open_bytes(path) as stream:
-        values = enumerate(_json_values(path, io.TextIOWrapper(stream, "utf-8-sig"), fields.max_bytes, bad))
-        for number, value in values:
-            where = f"{path} record {number}"
-            if isinstance(value, str) and fields.tokens is None:
-                yield Record(number, value)
-                continue
-            try:
-                yield fields.record(number, value, where)
-            except BadRecord as error:
-                bad(str(error))
-
-
-def _starts_with_object_line(stream: IO[bytes], limit: int) -> bool:
-    """Whether the first line that is not blank is a whole JSON object, however long."""
-    first = True
-    while line := stream.readline(limit + 2):
-        if first:
-            line, first = line.removeprefix(codecs.BOM_UTF8), False
-        if not line.strip():
+        if is_lines:
+            yield from _read_lines(path, stream, fields, bad)
+            return
+        data = _read_up_to(stream, JSON_BYTES + 1)
+    for number, value in enumerate(_json_values(path, data)):
+        where = f"{path} record {number}"
+        try:
+            is_text = isinstance(value, str) and fields.tokens is None
+            record = Record(number, value) if is_text else fields.record(number, value, where)
+            fields.check_length(len(record.text.encode("utf-8", "surrogatepass")), where)
+        except BadRecord as error:
+            bad(str(error))
             continue
-        if not line.lstrip().startswith(b"{"):
+        yield record
+
+
+def _holds_lines(stream: IO[bytes], limit: int) -> bool:
+    """Whether one of the first two lines that are not blank is a whole JSON object, however long."""
+    seen = 0
+    while seen < 2 and (line := stream.readline(limit + 2)):
+        text = line.removeprefix(codecs.BOM_UTF8).strip()
+        if not text:
+            continue
+        if text.startswith(b"["):
             return False
         if not line.endswith(b"\n") and len(line) > limit:
             # Too long to look at: JSON lines if more lines follow, one large object if not.
             _skip_line(stream)
             return bool(stream.readline(limit).strip())
-        try:
-            return isinstance(json.loads(line), dict)
-        except (ValueError, RecursionError):
-            return False
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(json.loads(text), dict):
+                return True
+        seen += 1
     return False
 
 
-def _json_values(path: Path, stream: IO[str], limit: int, bad: Bad) -> Iterator[Any]:
-    """The elements of the array that a file holds, one at a time, or the one other value that it is.
-
-    A value of more than `limit` characters is refused; then nothing of the file is read on, for its end is not known.
-    """
-    text = _Window(path, stream, limit)
-    if text.peek() == "":
-        yield ""  # an empty file: one empty document
-        return
-    is_array = text.peek() == "["
-    if is_array:
-        text.skip()
-        if text.peek() == "]":
-            text.skip()
-        else:
-            yield from text.elements()
-    else:
-        value = text.value()
-        if value is _TOO_LONG:
-            bad(too_long(str(path), None, limit))
-            return
-        yield value
-    if text.peek() != "":
-        raise UnreadableFile(f"{path} is not JSON (extra data after its value at character {text.position})")
-
-
-_TOO_LONG = object()
-
-
-class _Window:
-    """The unread rest of a text stream, as much of it as the value at hand needs."""
-
-    def __init__(self, path: Path, stream: IO[str], limit: int):
-        self._path, self._stream, self._limit = path, stream, limit
-        self._text, self._at, self._before = "", 0, 0
-        self._decode = json.JSONDecoder().raw_decode
-
-    @property
-    def position(self) -> int:
-        """Characters of the stream before the next one."""
-        return self._before + self._at
-
-    def peek(self) -> str:
-        """The next character that is no space, "" at the end."""
-        while True:
-            while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
-                self._at += 1
-            if self._at < len(self._text) or not self._more(JSON_CHUNK_CHARACTERS):
-                return self._text[self._at : self._at + 1]
-
-    def skip(self) -> None:
-        """Pass the next character."""
-        self._at += 1
-
-    def value(self) -> Any:
-        """The next value, `_TOO_LONG` when it does not end within the limit."""
-        self.peek()
-        while True:
-            try:
-                value, end = self._decode(self._text, self._at)
-            except (ValueError, RecursionError) as error:
-                held = len(self._text) - self._at
-                left = self._limit + 1 - held
-                may_go_on = self._may_go_on(error)
-                # Twice as much each time, so that a long value is scanned a few times only.
-                if may_go_on and left > 0 and self._more(min(left, max(JSON_CHUNK_CHARACTERS, held))):
-                    continue
-                if may_go_on and left <= 0:
-                    return _TOO_LONG
-                raise UnreadableFile(
-                    f"{self._path} is not JSON ({self._reason(error)} at character {self._error_at(error)})"
-                ) from error
-            # A number or word at the end of what was read may go on.
-            if end == len(self._text) and not isinstance(value, (str, dict, list)) and self._more(64):
-                continue
-            if end - self._at > self._limit:
-                return _TOO_LONG
-            self._at = end
-            return value
-
-    def elements(self) -> Iterator[Any]:
-        """The values of an array whose bracket has been passed."""
-        while True:
-            value = self.value()
-            if value is _TOO_LONG:
-                raise UnreadableFile(
-                    too_long(f"{self._path} value at character {self.position}", None, self._limit)
-                )
-            yield value
-            mark = self.peek()
-            if mark not in (",", "]") or not mark:
-                raise UnreadableFile(
-                    f"{self._path} is not JSON (expected ',' or ']' at character {self.position})"
-                )
-            self.skip()
-            if mark == "]":
-                return
-
-    def _more(self, characters: int) -> bool:
-        chunk = self._stream.read(characters)
-        if chunk:
-            self._text, self._before, self._at = self._text[self._at :] + chunk, self._before + self._at, 0
-        return bool(chunk)
-
-    def _may_go_on(self, error: BaseException) -> bool:
-        """Whether the value may only be cut off where the window ends, rather than be wrong before."""
-        if not isinstance(error, json.JSONDecodeError) or error.msg.startswith("Unterminated string"):
-            return True
-        return error.pos > len(self._text) - LONGEST_WORD
-
-    def _reason(self, error: BaseException) -> str:
-        return error.msg if isinstance(error, json.JSONDecodeError) else one_line(error)
-
-    def _error_at(self, error: BaseException) -> int:
-        inside = error.pos if isinstance(error, json.JSONDecodeError) else self._at
-        return self._before + inside
+def _json_values(path: Path, data: bytes) -> list[Any]:
+    """The elements of the array that `data` holds, or the one other value that it is; none when it is blank."""
+    if len(data) > JSON_BYTES:
+        raise UnreadableFile(
+            f"{path} is one JSON value of more than {JSON_BYTES:,} bytes: make it JSON lines"
+        )
+    text = data.decode("utf-8-sig")
+    if not text.strip():
+        return []
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableFile(f"{path} is not JSON ({one_line(error)})") from error
+    return value if isinstance(value, list) else [value]

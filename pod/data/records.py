@@ -31,8 +31,8 @@ class SourceChanged(ValueError):
 class Record(NamedTuple):
     """What one record holds: a text, or token ids uint32 [n] with the bounds int64 [documents, 2] of its documents."""
 
-    place: int
-    """Its number in the file, or the byte where its line starts when only a part of the file is read."""
+    place: int | None
+    """Its number in the file, or the byte where its line starts when only a part of the file is read; None = it is the file."""
     text: str
     tokens: np.ndarray | None = None
     bounds: np.ndarray | None = None

@@ -12,7 +12,7 @@ from pod.data.args import DataArgs
 from pod.data.balance import ShareReport, balance_report
 from pod.data.draw import CHUNK_PIECES, draw
 from pod.data.pack import best_fit_rows, one_per_row
-from pod.data.select import Selection
+from pod.data.selection import Selection
 from pod.files import atomic_stream, explain_disk_full, read_json, write_json
 
 _ROWS, _STARTS, _DONE = "rows.bin", "row_starts.bin", "row_plan.json"

@@ -7,26 +7,14 @@ the record at hand. What cannot be read is an error that names the file, or is c
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Literal
 
 from pod.data.args import DataArgs
-from pod.data.books import split_book, split_chapters, split_essays
 from pod.data.documents import Document, SourceReport
-from pod.data.units import Unit, plan_units, read_unit, source_state
+from pod.data.units import plan_units, read_unit
 
-__all__ = [
-    "Document",
-    "SourceReport",
-    "Unit",
-    "load_documents",
-    "plan_units",
-    "read_documents",
-    "read_unit",
-    "source_state",
-    "split_book",
-    "split_chapters",
-    "split_essays",
-]
+__all__ = ["Document", "SourceReport", "load_documents", "read_documents"]
 
 
 def load_documents(
@@ -60,7 +48,8 @@ def read_documents(args: DataArgs, reports: list[SourceReport] | None = None) ->
         report = SourceReport(source)
         if reports is not None:
             reports.append(report)
-        for document in _of_source([unit for unit in units if unit.source == number], args, report):
+        own = (read_unit(unit, args, report) for unit in units if unit.source == number)
+        for document in chain.from_iterable(own):
             report.documents += 1
             report.characters += len(document.text)
             report.count_origin(document.origin)
@@ -73,8 +62,3 @@ def read_documents(args: DataArgs, reports: list[SourceReport] | None = None) ->
                 f"source {source!r} holds no text: {report.files} files read, {report.empty} empty documents, "
                 f"{report.skipped + report.records_skipped} unreadable{detail}; remove it from data.sources or correct it"
             )
-
-
-def _of_source(units: Iterable[Unit], args: DataArgs, report: SourceReport) -> Iterator[Document]:
-    for unit in units:
-        yield from read_unit(unit, args, report)

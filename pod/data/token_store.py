@@ -1,13 +1,12 @@
 """Tokens of all documents on disk between the passes: one *part* per unit of reading.
 
 A part is a folder: `tokens.bin` (uint16 or uint32, documents one after the other), `index.bin` (`DOCUMENT` records) and
-`part.json` (counts, checksums, what was left out). The folder appears in one step, so a part that exists is complete. Readers
+`part.json` (counts, what was left out). The folder appears in one step, so a part that exists is complete. Readers
 seek and read; nothing is mapped, so that memory does not grow with the corpus.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 from types import TracebackType
@@ -16,10 +15,10 @@ from typing import IO, Any
 import numpy as np
 
 from pod.data.documents import DOCUMENT, SourceReport
-from pod.files import explain_disk_full, read_json, sha256_file, write_json
+from pod.files import explain_disk_full, read_json, write_json
 
 TOKENS, INDEX, PART = "tokens.bin", "index.bin", "part.json"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 class PartWriter:
@@ -29,7 +28,6 @@ class PartWriter:
         self.folder, self.dtype = folder, dtype
         self._tokens: IO[bytes] = open(folder / TOKENS, "wb")  # noqa: SIM115 - closed by __exit__
         self._index: IO[bytes] = open(folder / INDEX, "wb")  # noqa: SIM115
-        self._hashes = hashlib.sha256(), hashlib.sha256()
         self.num_documents = self.num_tokens = 0
 
     def add(self, tokens: list[np.ndarray], places: list[int], digests: list[tuple[int, int]]) -> None:
@@ -39,8 +37,8 @@ class PartWriter:
         records = np.empty(len(tokens), dtype=DOCUMENT)
         records["tokens"] = [len(ids) for ids in tokens]
         records["place"], records["digest"] = places, digests
-        self._write(self._tokens, 0, np.concatenate(tokens).astype(self.dtype, copy=False).tobytes())
-        self._write(self._index, 1, records.tobytes())
+        self._write(self._tokens, np.concatenate(tokens).astype(self.dtype, copy=False).tobytes())
+        self._write(self._index, records.tobytes())
         self.num_documents += len(tokens)
         self.num_tokens += int(records["tokens"].sum(dtype=np.int64))
 
@@ -55,9 +53,6 @@ class PartWriter:
             "dtype": self.dtype.str,
             "documents": self.num_documents,
             "tokens": self.num_tokens,
-            "sha256": {
-                name: one.hexdigest() for name, one in zip((TOKENS, INDEX), self._hashes, strict=True)
-            },
             "report": report.as_dict(),
         }
         write_json(self.folder / PART, content)
@@ -71,10 +66,9 @@ class PartWriter:
         self._tokens.close()
         self._index.close()
 
-    def _write(self, stream: IO[bytes], which: int, data: bytes) -> None:
+    def _write(self, stream: IO[bytes], data: bytes) -> None:
         with explain_disk_full(self.folder, needed_bytes=len(data)):
             stream.write(data)
-        self._hashes[which].update(data)
 
 
 class Part:
@@ -122,14 +116,6 @@ class Part:
                 f"{self.folder / TOKENS} ends before token {stop}: remove {self.folder} and run again"
             )
         return found.astype(np.uint32, copy=False)
-
-    def verify(self) -> None:
-        """Read every byte and compare with the checksums; `ValueError` names the file."""
-        for name, expected in self.content["sha256"].items():
-            if sha256_file(self.folder / name) != expected:
-                raise ValueError(
-                    f"{self.folder / name} does not match its checksum: remove {self.folder} and run again"
-                )
 
 
 def is_complete(folder: Path) -> bool:

@@ -16,13 +16,11 @@ import numpy as np
 
 from pod.data.documents import Document
 from pod.data.records import one_line
-from pod.data.tokenizer_files import load_tokenizer_file
 
 OPENING_WORDS = 48
 OPENING_TOKENS = 64
 PROBE = "Zwölf 12,345 naïve café — def f(x):\n\treturn x**2  # 中文 😀 I'll we'VE\r\n\n   end"
-_OF_TRANSFORMERS = ("tokenizer_config.json", "tokenizer.json", "config.json")
-_ADVICE = "give its folder or hub id, or a tokenizer file"
+_ADVICE = "give its folder, its hub id or its tokenizer.json"
 _WORD = re.compile(r"[^\W_]+")
 
 
@@ -30,25 +28,20 @@ def load_tokenizer(tokenizer: Any, gguf_file: str | None = None) -> Any:
     """`tokenizer` itself if it is one already, else the one of a folder, hub id or file.
 
     Folders and hub ids are transformers' business (`AutoTokenizer`, which never runs code of theirs here), also a GGUF file
-    (named itself, or as `gguf_file` in a folder or hub id) and a `tokenizer.json` beside its `tokenizer_config.json`. Other
-    files are read by the library that defines them, see `tokenizer_files`; so is a folder with nothing but a
-    `tekken.json` or `tokenizer.model`, as the models' authors publish it.
+    (named itself, or as `gguf_file` in a folder or hub id) and a `tokenizer.json`, with the `tokenizer_config.json` beside it
+    if there is one. Training loads them in the same way.
 
     Raises `ValueError` in one line when there is no tokenizer or it is damaged.
     """
     if not isinstance(tokenizer, str | os.PathLike):
         return tokenizer
     path = Path(tokenizer)
-    if path.is_dir() and gguf_file is None and not any((path / name).is_file() for name in _OF_TRANSFORMERS):
-        lone = [path / name for name in ("tekken.json", "tokenizer.model") if (path / name).is_file()]
-        if lone:
-            return load_tokenizer_file(lone[0])
     if path.is_file():
         if path.suffix == ".gguf":
             return _from_transformers(path.parent, path.name)
         if path.name == "tokenizer.json" and (path.parent / "tokenizer_config.json").is_file():
             return _from_transformers(path.parent, None)
-        return load_tokenizer_file(path)
+        return _from_json(path)
     if path.suffix in (".model", ".json", ".gguf") and not path.exists():
         raise ValueError(f"no tokenizer in {str(tokenizer)!r} (no such file): {_ADVICE}")
     return _from_transformers(tokenizer, gguf_file)
@@ -63,6 +56,15 @@ def _from_transformers(source: str | os.PathLike[str], gguf_file: str | None) ->
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
     except Exception as error:  # damaged files end in bare Exception, KeyError, TypeError, ImportError …
         raise ValueError(f"no tokenizer in {str(source)!r} ({one_line(error)}): {_ADVICE}") from error
+
+
+def _from_json(path: Path) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        return PreTrainedTokenizerFast(tokenizer_file=str(path))
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise ValueError(f"{str(path)!r} is no tokenizer.json ({one_line(error)}): {_ADVICE}") from error
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:
@@ -119,8 +121,8 @@ class Encoder:
     The name of a special token inside a text (`</s>` in a web page) is what the tokenizer makes of it. transformers' tokenizers
     make it the special token, as nearly all training pipelines have it, and wanted where a corpus is written with a chat
     template. On text that nobody vouches for, such a page ends the document for the model in its middle: save the tokenizer
-    with `split_special_tokens = True` (it is honoured here), or leave the documents out with `drop_pattern`. SentencePiece,
-    tiktoken and tekken files never do this. `special_documents` counts the texts that it happened to.
+    with `split_special_tokens = True` (it is honoured here), or leave the documents out with `document_filter`.
+    `special_documents` counts the texts that it happened to.
     """
 
     def __init__(self, tokenizer: Any):

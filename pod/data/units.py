@@ -12,12 +12,11 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 from pod.data.args import DataArgs
-from pod.data.books import LONG_TEXT_CHARACTERS, Splitter, split_book, split_fragment
+from pod.data.books import Splitter, split_fragment
 from pod.data.documents import Document, SourceReport
 from pod.data.hub import HubShard, hub_shards, read_hub
 from pod.data.mds import MdsShard, read_shard
@@ -33,7 +32,7 @@ SMALLEST_RANGE_BYTES, RANGE_BYTES = 2**20, 64 * 2**20
 """Bytes in a range of a large jsonl file."""
 COMPRESSION = 4
 """Text is about this much larger than its compressed file."""
-READING_VERSION = 1
+READING_VERSION = 2
 """Raised when the same file would give other documents than before."""
 
 
@@ -79,7 +78,7 @@ class Unit:
     left_out: tuple[str, ...] = ()
     """Files of the source that are not read at all, each with the reason; named by its first unit."""
     split: str = ""
-    """The fragment of the source: how a record that is one long text is split."""
+    """The fragment of the source: how its texts are split."""
 
     @property
     def name(self) -> str:
@@ -136,17 +135,6 @@ def plan_units(args: DataArgs) -> list[Unit]:
     return units
 
 
-def source_state(source: str, include: Iterable[str] = ()) -> list[list[object]]:
-    """Names, sizes [bytes] and change times [ns] of a source's files, to see whether prepared data is up to date.
-
-    A hub data set is represented by its spec alone.
-    """
-    place, _ = split_fragment(source)
-    if hub_spec(place) is not None:
-        return [[source]]
-    return [[one.path, *_state(one.path)] for one in files_of(place, tuple(include)).found]
-
-
 def read_unit(unit: Unit, args: DataArgs, report: SourceReport) -> Iterator[Document]:
     """The documents of a unit, in order, without empty ones; what is left out goes into `report`, and the files read.
 
@@ -162,7 +150,7 @@ def read_unit(unit: Unit, args: DataArgs, report: SourceReport) -> Iterator[Docu
         prefix = f"{place}:" + (f"{unit.hub.index}:" if unit.hub.count > 1 else "")
         bad = _policy(unit, args, report)
         yield from _judged(
-            unit, args, report, None, _documents(read_hub(unit.hub, fields, bad), unit, prefix, bad)
+            unit, args, report, None, _documents(read_hub(unit.hub, fields, bad), unit, prefix, bad, splitter)
         )
     for part in unit.files:
         report.files += part.start == 0
@@ -217,42 +205,30 @@ def _judged(
 def _file_documents(
     part: FilePart, unit: Unit, fields: Fields, bad: Bad, splitter: Splitter | None
 ) -> Iterator[Document]:
-    """Documents of a file; a file with a single, very long JSON record is split."""
     path = Path(part.path)
     if part.shard is not None:
-        yield from _documents(read_shard(part.shard, fields, bad), unit, f"{path}:", bad)
-        return
-    records = read_records(path, fields, bad, part.start, part.stop)
-    if part.stop is not None:
-        yield from _documents(records, unit, f"{path}:byte ", bad)
-        return
-    first = next(records, None)
-    if first is None:
-        return
-    try:
-        second = next(records, None)
-    except UnreadableFile:
-        yield from _documents([first], unit, f"{path}:", bad)
-        raise
-    if second is not None:
-        yield from _documents(chain([first, second], records), unit, f"{path}:", bad)
-    elif first.tokens is not None:
-        yield from _documents([first], unit, f"{path}:", bad)
+        records = read_shard(part.shard, fields, bad)
     else:
-        is_book = path.name.endswith(".json") and len(first.text) >= LONG_TEXT_CHARACTERS
-        split = splitter or (split_book if is_book else None)
-        pieces = split(first.text) if split else [first.text]
-        for number, piece in enumerate(pieces):
-            name = f"{path}:{number}" if len(pieces) > 1 else str(path)
-            yield Document(piece, unit.spec, name, origin=first.origin)
+        records = read_records(path, fields, bad, part.start, part.stop)
+    prefix = f"{path}:byte " if part.stop is not None else f"{path}:"
+    yield from _documents(records, unit, prefix, bad, splitter)
 
 
-def _documents(records: Iterable[Record], unit: Unit, prefix: str, bad: Bad) -> Iterator[Document]:
-    """The documents of records: one each, or those that the bounds of a record of token ids say."""
+def _documents(
+    records: Iterable[Record], unit: Unit, prefix: str, bad: Bad, splitter: Splitter | None
+) -> Iterator[Document]:
+    """The documents of records: one each, or those that the bounds of token ids or the source's fragment say."""
     for record in records:
-        name = f"{prefix}{record.place}"
-        if record.tokens is None or record.bounds is None:
-            yield Document(record.text, unit.spec, name, record.tokens, record.origin)
+        name = prefix.removesuffix(":") if record.place is None else f"{prefix}{record.place}"
+        if record.tokens is None:
+            pieces = splitter(record.text) if splitter else [record.text]
+            for number, piece in enumerate(pieces):
+                yield Document(
+                    piece, unit.spec, f"{name}:{number}" if splitter else name, None, record.origin
+                )
+            continue
+        if record.bounds is None:
+            yield Document("", unit.spec, name, record.tokens, record.origin)
             continue
         for number, (start, stop) in enumerate(record.bounds.tolist()):
             # A copy: a document that waits in a batch must not keep the whole sample in memory.

@@ -154,8 +154,6 @@ def packed_details(lengths, held_out):
         "read": {
             "special_documents": 2,
             "duplicates": 5,
-            "near_duplicates": 3,
-            "near": {"removed": 3, "first_removed": ["b.txt: document 7"]},
             "other_split": 6,
             "capped": 7,
             "sources": packed_sources(tokens),
@@ -195,12 +193,12 @@ def packed_sources(tokens_after):
         "records_skipped": 2,
         "skipped_files": ["a.jsonl line 3 is not JSON"],
     }
-    one = {"source": "texts", "files": 2, "characters": 5000, "gates": {"language": 4}, "train_tokens": 900}
+    one = {"source": "texts", "files": 2, "characters": 5000, "filtered": 4, "train_tokens": 900}
     two = {
         "source": "more/*.txt",
         "files": 1,
         "characters": 700,
-        "gates": {"language": 1},
+        "filtered": 1,
         "train_tokens": 300,
     }
     return [
@@ -229,4 +227,4 @@ def no_pictures(monkeypatch):
     """They take longer than everything else in a small corpus."""
     from pod.data import publish
 
-    monkeypatch.setattr(publish, "draw_all", lambda *_: [])
+    monkeypatch.setattr(publish, "draw_lengths", lambda *_: None)

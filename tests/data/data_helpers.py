@@ -21,3 +21,13 @@ def read_all(args):
 def texts_of(args):
     """Texts of all documents."""
     return [document.text for document in read_all(args)[0]]
+
+
+def five_characters(document):
+    """A `data.document_filter`."""
+    return len(document.text) >= 5
+
+
+def none(document):
+    """One that keeps nothing."""
+    return False

@@ -15,7 +15,7 @@ from pod.data.job import Job
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(publish, "draw_all", lambda *_: [])
+    monkeypatch.setattr(publish, "draw_lengths", lambda *_: None)
     monkeypatch.setattr(units, "GROUP_BYTES", 4_000)
 
 
@@ -156,9 +156,3 @@ def test_folders_that_cannot_be_written(args, tokenizer, tmp_path):
         prepare(replace(args, work_dir=str(tmp_path / "file")), tokenizer, tmp_path / "data")
     with pytest.raises(ValueError, match=r"output_dir = .*file: .*file is not a folder; set another"):
         prepare(args, tokenizer, tmp_path / "file/data")
-
-
-def test_near_duplicates_in_a_shared_work_folder_are_found_once_at_a_time(args, tokenizer, tmp_path):
-    pytest.importorskip("datatrove")
-    args = replace(args, near_duplicates=True)
-    three_at_once(args, tokenizer, tmp_path)

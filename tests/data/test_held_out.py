@@ -99,7 +99,7 @@ def unread(monkeypatch):
 
 
 def test_prepared_data_gives_the_same_held_out_text(args, tokenizer, tmp_path, unread):
-    args = replace(args, boundary_tokens="eos", max_documents=100, min_characters=60)
+    args = replace(args, boundary_tokens="eos", max_documents=100)
     prepare(args, tokenizer, tmp_path / "data")
     tokens = held_out_tokens(args, tokenizer, 700)
     sequences = long_sequences(args, tokenizer, 8, 48, seed=1)
@@ -121,7 +121,7 @@ def test_prepared_data_gives_the_same_held_out_text(args, tokenizer, tmp_path, u
 
 def test_prepared_data_of_other_settings_or_damaged_is_not_used(args, tokenizer, tmp_path, corpus, make_text):
     prepare(args, tokenizer, tmp_path / "data")
-    for change in ({"boundary_tokens": "eos"}, {"min_characters": 220}):
+    for change in ({"boundary_tokens": "eos"}, {"max_documents": 100}):
         changed = replace(args, **change)
         tokens = held_out_tokens(changed, tokenizer, 500, prepared=tmp_path / "data").tolist()
         assert tokens == held_out_tokens(changed, tokenizer, 500).tolist()
@@ -141,7 +141,7 @@ def test_prepared_data_of_other_settings_or_damaged_is_not_used(args, tokenizer,
 
 
 def test_sources_are_read_as_preparation_reads_them(tmp_path, tokenizer, monkeypatch):
-    """Identical texts once, gates, max_documents counted behind the gates."""
+    """Identical texts once, max_documents counted behind the filter."""
     texts = ["w1 w2 w3", "w4 w5", "w1 w2 w3", "w6", "w1 w2 w3 ", "w7 w8 w9", "w10 w11"]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_text(text)
@@ -153,13 +153,13 @@ def test_sources_are_read_as_preparation_reads_them(tmp_path, tokenizer, monkeyp
 
     assert lengths() == [1, 2, 2, 3, 3, 3]
     assert lengths(deduplicate=False) == [1, 2, 2, 3, 3, 3, 3]
-    assert lengths(min_characters=5) == [2, 2, 3, 3, 3]
-    assert lengths(min_characters=5, max_documents=4) == [2, 3, 3]
+    assert lengths(document_filter="data_helpers:five_characters") == [2, 2, 3, 3, 3]
+    assert lengths(document_filter="data_helpers:five_characters", max_documents=4) == [2, 3, 3]
     with pytest.raises(ValueError, match="holds no text"):
-        lengths(min_characters=50)
+        lengths(text_field="body", include=["0.txt"], document_filter="data_helpers:none")
     monkeypatch.setattr(units, "GROUP_BYTES", 12)  # several units, over which max_documents counts on
     assert len(units.plan_units(DataArgs(sources=[str(tmp_path)]))) > 3
-    assert lengths(min_characters=5, max_documents=4) == [2, 3, 3]
+    assert lengths(document_filter="data_helpers:five_characters", max_documents=4) == [2, 3, 3]
     assert lengths(max_documents=6, deduplicate=False) == [1, 2, 3, 3, 3, 3]
 
 
@@ -171,26 +171,6 @@ def test_split_is_a_property_of_the_opening(make_text):
     for text in texts[:50]:
         other = "\n ** " + text.upper().replace(" ", ",\n ") + " another end"
         assert identity(Document(text, "", ""))[0] == identity(Document(other, "", ""))[0]
-
-
-def test_near_duplicates_of_training_text_are_not_held_out(tmp_path, tokenizer, make_text):
-    """One of two nearly identical texts goes, so held-out text is what the steps of preparation themselves hold out."""
-    pytest.importorskip("datatrove")
-    letters = str.maketrans("0123456789", "abcdefghij")  # MinHash takes all numbers for the same
-    lines = [make_text(300, seed).translate(letters) for seed in range(12)]
-    lines += [line.rsplit(" ", 1)[0] for line in lines[:6]]  # the last word is missing
-    (tmp_path / "texts.txt.d").mkdir()
-    for number, line in enumerate(lines):
-        (tmp_path / "texts.txt.d" / f"{number:02d}.txt").write_text(line)
-    args = DataArgs(
-        sources=[str(tmp_path / "texts.txt.d")], held_out_fraction=0.5, near_duplicates=True, workers=1
-    )
-    expected = sum(identity(Document(line, "", ""))[0] < 2**63 for line in lines[:12])
-    found = held_out._split_documents(args, tokenizer, "held_out", None)
-    assert len(found) == expected
-    prepare(args, tokenizer, tmp_path / "data")
-    again = held_out._of_prepared(held_out.Job(args, tokenizer, "unused"), tmp_path / "data")
-    assert [tokens.tolist() for tokens in found] == [tokens.tolist() for tokens in again]
 
 
 @pytest.mark.parametrize(

@@ -238,11 +238,6 @@ def test_worker_that_is_killed_is_named(texts, tokenizer, tmp_path, small_steps,
     assert "\n" not in str(info.value)
 
 
-def test_slurm_only_submits(texts, tokenizer, tmp_path):
-    with pytest.raises(ValueError, match=r"executor=slurm only submits jobs: use launch/prepare_data.py"):
-        prepare(settings(texts, executor="slurm"), tokenizer, tmp_path / "data")
-
-
 def test_held_out_documents_lie_beside_the_rows(texts, tokenizer, tmp_path):
     data = prepare(settings(texts, held_out_fraction=0.3), tokenizer, tmp_path / "data")
     told = data.manifest["held_out"]

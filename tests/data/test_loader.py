@@ -78,18 +78,6 @@ def test_order_is_a_permutation_of_seed_and_epoch(folder):
     assert first.tolist() == [0, 4, 9, 7, 1, 5, 6, 3, 8, 2]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_rows_for_step_partitions_the_stream(folder, ranks):
-    data = PackedDataset(folder)
-    stream = [
-        row
-        for step in range(5)
-        for rank in range(ranks)
-        for row in data.rows_for_step(step, rank, ranks, 6, seed=1)
-    ]
-    assert stream == [row for epoch in range(3) for row in data.order(1, epoch)]
-
-
 def test_cursor_resumes_on_other_rank_counts(folder):
     data = PackedDataset(folder)
     seen, state = [], None

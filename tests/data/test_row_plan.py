@@ -10,7 +10,7 @@ from pod.data.args import DataArgs
 from pod.data.documents import DOCUMENT, splitmix64
 from pod.data.draw import draw
 from pod.data.row_plan import RowPlan, plan_rows
-from pod.data.select import select
+from pod.data.selection import select
 from pod.files import read_json
 
 CONTEXT = 512

@@ -15,14 +15,9 @@ import pytest
 import zstandard
 
 from pod.data import load_documents
+from pod.data.books import split_chapters, split_essays
+from pod.data.documents import SourceReport
 from pod.data.places import hub_spec
-from pod.data.sources import (
-    SourceReport,
-    source_state,
-    split_book,
-    split_chapters,
-    split_essays,
-)
 
 TEXTS = ["first document", "zweites Dokument, 中文 😀", "third\nwith two lines"]
 LINES = "".join(
@@ -285,35 +280,25 @@ def essay_book(number=30):
 
 def test_books_are_split_without_loss(tmp_path):
     book, essays = essay_book()
-    assert split_essays(book) == essays == split_book(book)
+    assert split_essays(book) == essays
     prose = "".join(f"Sentence {i} of a text without dates. " + "\n\n" * (i % 9 == 0) for i in range(3000))
     chapters = split_chapters(prose, 5000)
     assert "".join(chapters) == prose and max(map(len, chapters)) <= 5000
     assert all(chapter.endswith("\n\n") for chapter in chapters[:-1])
     assert split_chapters("x" * 12000, 5000) == ["x" * 5000, "x" * 5000, "x" * 2000]
-    assert "".join(split_book(prose)) == prose and len(split_book(prose)) > 1
 
 
 def test_fragments_choose_the_split(tmp_path):
     book, essays = essay_book()
-    path = tmp_path / "book.json"
-    path.write_text(json.dumps({"text": book}))
-    assert texts_of(path) == [book]  # too short to be taken for a book unasked
-    assert texts_of(f"{path}#essays") == essays
-    assert "".join(texts_of(f"{path}#chapters=300")) == book
     long_book = book * 200
+    path = tmp_path / "book.json"
     path.write_text(json.dumps({"text": long_book}))
-    assert len(texts_of(path)) == 6000
-    assert texts_of(f"{path}#whole") == [long_book]
-    names = [document.name for document in load_documents([str(path)])]
+    assert texts_of(path) == [long_book], "nothing is split unasked, however long"
+    assert texts_of(f"{path}#essays") == essays * 200
+    assert "".join(texts_of(f"{path}#chapters=300")) == long_book
+    names = [document.name for document in load_documents([f"{path}#essays"])]
     assert len(set(names)) == 6000
-
-
-def test_source_state_sees_changes(tmp_path):
-    (tmp_path / "a.txt").write_text("one")
-    before = source_state(str(tmp_path))
-    assert before == source_state(str(tmp_path))
-    (tmp_path / "a.txt").write_text("one more")
-    changed = source_state(str(tmp_path))
-    (tmp_path / "b.txt").write_text("two")
-    assert before != changed != source_state(str(tmp_path))
+    (tmp_path / "two.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in (book, "short"))
+    )
+    assert texts_of(f"{tmp_path / 'two.jsonl'}#essays") == [*essays, "short"], "each text of a file"

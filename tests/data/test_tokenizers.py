@@ -269,10 +269,11 @@ def test_code_of_a_checkpoint_is_not_run(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("gone/tokenizer.model", None, r"no such file\): give its folder or hub id, or a tokenizer file"),
+        ("gone/tokenizer.model", None, r"no such file\): give its folder, its hub id or its tokenizer.json"),
         ("gone.json", None, "no such file"),
         ("empty/config.json", b"{}", "no tokenizer in .*empty"),
         ("bad/tokenizer.json", b"{", "no tokenizer in .*bad"),
+        ("bad/tokenizer.model", b"{", "no tokenizer in .*bad"),
     ],
 )
 def test_what_is_no_tokenizer_is_named_in_one_line(tmp_path, name, content, message):

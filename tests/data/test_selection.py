@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pod.data.args import DataArgs
 from pod.data.documents import DOCUMENT, PIECE, splitmix64
-from pod.data.select import Counts, Selection, select
+from pod.data.selection import Counts, Selection, select
 
 MASK = 2**64 - 1
 
@@ -41,23 +41,20 @@ def mix(value):
     return value ^ (value >> 31)
 
 
-def oracle(parts, args, removed):
+def oracle(parts, args):
     """(pieces, held-out pieces, counts per source), the long way round."""
     seen, read = set(), Counter()
     pieces, held, counts = [], [], [Counter() for _ in args.sources]
     hashes = [hashlib.sha256() for _ in args.sources]
     for number, part in enumerate(parts):
         count, start = counts[part.source], 0
-        for ordinal, (length, place, digest) in enumerate(part.documents.tolist()):
+        for length, place, digest in part.documents.tolist():
             first, start = start, start + length
             read[part.source] += 1
             if args.max_documents is not None and read[part.source] > args.max_documents:
                 count["capped"] += 1
                 continue
             hashes[part.source].update(b"".join(int(one).to_bytes(8, "little") for one in digest))
-            if ordinal in removed.get(number, ()):
-                count["near_duplicates"] += 1
-                continue
             if args.deduplicate and tuple(digest) in seen:
                 count["duplicates"] += 1
                 continue
@@ -101,11 +98,6 @@ def corpora(draw):
         st.lists(st.tuples(st.integers(0, num_sources - 1), st.lists(documents, max_size=9)), max_size=5)
     )
     parts = [FakePart(source, content) for source, content in sorted(sizes, key=lambda item: item[0])]
-    removed = {
-        number: np.array(sorted(draw(st.sets(st.integers(0, part.num_documents - 1)))), dtype=np.uint32)
-        for number, part in enumerate(parts)
-        if part.num_documents and draw(st.booleans())
-    }
     args = arguments(
         num_sources,
         max_documents=draw(st.sampled_from([None, None, 1, 5])),
@@ -116,16 +108,16 @@ def corpora(draw):
         min_tokens=draw(st.integers(1, 5)),
         held_out_fraction=draw(st.sampled_from([0.0, 0.25, 0.5, 0.3])),
     )
-    return parts, args, removed
+    return parts, args
 
 
 @settings(max_examples=120, deadline=None)
 @given(corpora(), st.sampled_from([1, 2, 3, 7, 100]), st.sampled_from([1, 2, 5, 100]))
-def test_same_as_plain_loops(tmp_path_factory, corpus, chunk, bucket):
-    parts, args, removed = corpus
+def test_same_as_plain_loops(tmp_path_factory, corpus, chunk, at_once):
+    parts, args = corpus
     folder = tmp_path_factory.mktemp("selection")
-    found = select(parts, args, folder, removed, chunk_documents=chunk, bucket_documents=bucket)
-    pieces, held, counts = oracle(parts, args, removed)
+    found = select(parts, args, folder, chunk_documents=chunk, scan_documents=at_once)
+    pieces, held, counts = oracle(parts, args)
     assert found.pieces(0, found.num_pieces).tolist() == pieces
     assert found.held_out(0, found.num_held_out).tolist() == held
     assert found.held_out_tokens == sum(piece[2] for piece in held)
@@ -154,9 +146,9 @@ def files(folder):
 def test_bytes_do_not_depend_on_chunks_or_on_the_cut_into_parts_of_duplicates(tmp_path):
     args = arguments(held_out_fraction=0.2)
     select(random_parts(), args, tmp_path / "a")
-    select(random_parts(), args, tmp_path / "b", chunk_documents=13, bucket_documents=17)
+    select(random_parts(), args, tmp_path / "b", chunk_documents=13, scan_documents=17)
     assert files(tmp_path / "a") == files(tmp_path / "b")
-    pieces, held, counts = oracle(random_parts(), args, {})
+    pieces, held, counts = oracle(random_parts(), args)
     found = Selection.open(tmp_path / "a")
     assert found.pieces(0, 10**9).tolist() == pieces and found.held_out(0, 10**9).tolist() == held
     assert counts[0]["duplicates"] == found.total.duplicates > 400
@@ -167,21 +159,6 @@ def test_bytes_stay_the_same_for_ever(tmp_path):
     select(random_parts(), arguments(held_out_fraction=0.2), tmp_path)
     found = {name: hashlib.sha256(data).hexdigest()[:16] for name, data in files(tmp_path).items()}
     assert found["pieces.bin"] == "11eaf7572e4e7196" and found["held_out.bin"] == "0ba81b5e355e3ff7"
-
-
-def test_a_near_duplicate_never_hides_the_copy_that_is_kept(tmp_path):
-    """The near-duplicate search kept the second of two identical texts: it stays, though the first one came before."""
-    parts = [FakePart(0, [(4, 0, 7, 7), (4, 0, 7, 7), (4, 0, 8, 8)])]
-    found = select(parts, arguments(), tmp_path, [np.array([0], np.uint32)])
-    assert found.pieces(0, 9)["start"].tolist() == [4, 8]
-    assert (found.total.near_duplicates, found.total.duplicates) == (1, 0)
-
-
-def test_removal_lists_of_other_data_are_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match="near duplicates name document 3 of books, which has 3: they were found on"
-    ):
-        select([FakePart(0, [(4, 0, 7, 7)] * 3, "books")], arguments(), tmp_path, {0: np.array([3])})
 
 
 def test_long_document_is_named(tmp_path):
@@ -227,8 +204,6 @@ def test_finished_selection_is_kept_and_an_unfinished_one_made_again(tmp_path):
     ):
         select(parts, arguments(), tmp_path)
     (tmp_path / "select.json").unlink()
-    for name in ("digests.tmp", "held_out.tmp"):  # as a killed run leaves them
-        (tmp_path / name).write_bytes(b"x" * 99)
     assert select(parts, arguments(), tmp_path) == found and files(tmp_path) == before
 
 
