@@ -191,7 +191,7 @@ def check_disk(job: Job, folder: Path) -> None:
         ValueError: how much is needed, and what for.
     """
     args = job.args
-    each = checkpoint_disk_bytes(job.shapes.trained_parameters(args), args)
+    each = checkpoint_disk_bytes(job.shapes.trained_parameters(args))
     saves = kept_checkpoints(args)
     held = _bytes_below(folder) if folder.is_dir() else 0
     free = shutil.disk_usage(_nearest(folder)).free

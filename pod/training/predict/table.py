@@ -81,7 +81,7 @@ def layout_line(fit: Fit) -> str:
 def details(fit: Fit) -> str:
     """The parts of the table's sums: plan, memory, host memory, disk, communication, time."""
     job, args, device, time = fit.job, fit.job.args, fit.machine.device, fit.time
-    disk = _gib(checkpoint_disk_bytes(job.shapes.trained_parameters(args), args))
+    disk = _gib(checkpoint_disk_bytes(job.shapes.trained_parameters(args)))
     traffic = [
         f"{one.kind} {_gib(one.inside)} inside a machine + {_gib(one.between)} from others"
         for one in communication(job)

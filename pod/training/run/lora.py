@@ -55,12 +55,8 @@ def lora_config(settings: dict[str, Any]) -> Any:
         raise ValueError(
             "train.method=lora needs the package peft: pip install peft, or set train.method=full"
         ) from None
-    return LoraConfig(
-        r=settings["lora_rank"],
-        lora_alpha=settings["lora_alpha"],
-        lora_dropout=settings["lora_dropout"],
-        target_modules=list(settings["lora_target_modules"]),
-    )
+    names = {"lora_rank": "r", "lora_target_modules": "target_modules"}
+    return LoraConfig(**{names.get(name, name): value for name, value in settings.items()})
 
 
 def load_adapter(folder: Path | str, base: Any, **options: Any) -> Any:

@@ -1,7 +1,5 @@
 """From a recipe's sections to a running training: refuse what cannot work, load, train."""
 
-import hashlib
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +9,9 @@ from pod.data import PackedDataset
 from pod.data.args import DataArgs
 from pod.data.loader import read_manifest
 from pod.data.tokenizers import tokenizer_sha256
-from pod.modeling.shipped.llama import PodForCausalLM
 from pod.models import ModelArgs, resolve_model
 from pod.training.args import TrainArgs, TrainRecipe
+from pod.training.checkpoint.identity import sha256_of
 from pod.training.observe.trackers import check_tracker
 from pod.training.observe.validation import Passkey
 from pod.training.predict import preflight
@@ -21,41 +19,35 @@ from pod.training.predict.planner import Machine, this_machine
 from pod.training.predict.planner import plan as plan_run
 from pod.training.predict.shapes import Shapes
 from pod.training.predict.table import details, layout_line, table
-from pod.training.run.mesh import Mesh, from_rank_0, record_collectives, start_processes, stop_processes
+from pod.training.run.mesh import from_rank_0, record_collectives, start_processes, stop_processes
 from pod.training.run.start_model import (
-    Plan,
     hollow_start_model,
-    load_start_model,
     model_config,
     plan_path,
     source_config,
 )
-from pod.training.run.start_weights import StartWeights
-
-__all__ = [
-    "estimate",
-    "load_start_model",
-    "model_config",
-    "open_data",
-    "plan_path",
-    "train",
-]
 
 GROUP_TIMEOUT_S = 1350.0  # PyTorch's own limit is 30 minutes
 
 
-def open_data(model_args: ModelArgs, output_dir: Path, config: Any) -> PackedDataset:
-    """The prepared rows, refused when they were prepared for another tokenizer or vocabulary.
+def open_data(model_args: ModelArgs, folder: Path, config: Any, asked: int | None) -> PackedDataset:
+    """The prepared rows in `folder`.
 
     Raises:
-        ValueError: no data, another tokenizer, ids above the vocabulary.
+        ValueError: no data, another tokenizer, ids above the vocabulary, rows of another length than `asked` tokens.
     """
     import pod
 
     tokenizer = pod.load_tokenizer(resolve_model(model_args.path), gguf_file=model_args.gguf_file)
-    return PackedDataset(
-        Path(output_dir) / "data", tokenizer_sha256=tokenizer_sha256(tokenizer), vocab_size=config.vocab_size
+    dataset = PackedDataset(
+        folder, tokenizer_sha256=tokenizer_sha256(tokenizer), vocab_size=config.vocab_size
     )
+    if asked not in (None, dataset.context_length):
+        raise ValueError(
+            f"data.context_length is {asked} and the rows in {folder} have {dataset.context_length} tokens: "
+            f"run launch/prepare_data.py again, or set data.context_length={dataset.context_length}"
+        )
+    return dataset
 
 
 def train(
@@ -80,37 +72,27 @@ def train(
 
     check_tracker(recipe.tracker)
     planned, plan = model_config(model_args, output_dir)
-    dataset = open_data(model_args, Path(output_dir), planned)
-    _check_row_length(config, dataset, output_dir)
+    asked = config.get("data", {}).get("context_length")
+    dataset = open_data(model_args, Path(output_dir) / "data", planned, asked)
     folder = Path(output_dir) / "train"
     fit = preflight.check(planned, recipe, dataset.manifest, folder, this_machine(), plan=plan)
     args = fit.job.args
-    plan_file = plan_path(model_args, Path(output_dir))
     observers = make_observers(args, dataset, folder, planned, passkeys)
     folder.mkdir(parents=True, exist_ok=True)
     if args.hang_timeout_s:
         record_collectives(folder)
     mesh = start_processes(args.sequence_parallel_size, timeout_s=group_timeout_s(args))
     facts = {
-        "the plan": _digest(plan.lead),
-        "the data": _digest(dataset.manifest),
+        "the plan": sha256_of(plan.lead)[:16],
+        "the data": sha256_of(dataset.manifest)[:16],
         "the layout": layout_line(fit),
     }
     preflight.agree(mesh, config, folder, facts)
     if mesh.rank == 0:
         print(table(fit, len(dataset) * dataset.context_length), flush=True)
-    model, weights = start_model(model_args, args, plan_file, mesh)
-    trainer = Trainer(
-        args,
-        model,
-        dataset,
-        mesh,
-        folder,
-        seed,
-        config,
-        observers=observers,
-        weights=weights,
-    )
+    model, weights = hollow_start_model(model_args, plan_path(model_args, Path(output_dir)), args.dtype)
+    from_rank_0(mesh.rank, weights.open)
+    trainer = Trainer(args, model, dataset, mesh, folder, seed, config, observers=observers, weights=weights)
     state = trainer.train()
     if mesh.rank == 0:
         print(f"trained {state.step} of {args.max_steps} steps; checkpoints in {folder}", flush=True)
@@ -120,33 +102,6 @@ def train(
 def group_timeout_s(args: TrainArgs) -> float:
     """Seconds after which an operation that waits for other ranks fails: later than the watchdog has reported it."""
     return float(os.environ.get("POD_GROUP_TIMEOUT_S") or max(GROUP_TIMEOUT_S, 1.5 * args.hang_timeout_s))
-
-
-def _check_row_length(config: dict[str, Any], dataset: PackedDataset, output_dir: str) -> None:
-    asked = config.get("data", {}).get("context_length")
-    if asked is not None and asked != dataset.context_length:
-        raise ValueError(
-            f"data.context_length is {asked} and the rows in {Path(output_dir) / 'data'} have {dataset.context_length} tokens: "
-            f"run launch/prepare_data.py again, or set data.context_length={dataset.context_length}"
-        )
-
-
-def start_model(
-    model_args: ModelArgs, args: TrainArgs, plan: Plan, mesh: Mesh
-) -> tuple[PodForCausalLM, StartWeights]:
-    """What a trainer starts from: the model without its values, and the values, which rank 0 reads one at a time.
-
-    Raises:
-        ValueError: on all ranks, when rank 0 cannot read the checkpoint; see `start_config`.
-    """
-    model, open_checkpoint = hollow_start_model(model_args, plan, args.dtype)
-    weights = StartWeights()
-    from_rank_0(mesh.rank, lambda: weights.read(model, open_checkpoint()))
-    return model, weights
-
-
-def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def estimate(
@@ -170,10 +125,8 @@ def estimate(
     context_length, data_tokens = data_args.context_length, data_args.target_tokens
     if (Path(output_dir) / "data" / "manifest.json").is_file():
         manifest = read_manifest(Path(output_dir) / "data")
-        context_length, data_tokens = (
-            manifest["context_length"],
-            manifest["num_rows"] * manifest["context_length"],
-        )
+        context_length = manifest["context_length"]
+        data_tokens = manifest["num_rows"] * context_length
     fit = plan_run(recipe, Shapes.from_config(config), plan.lead, context_length, machine)
     notes = [note] if note else []
     if plan.provenance.get("stand_in"):
