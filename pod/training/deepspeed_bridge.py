@@ -1,8 +1,7 @@
 """Everything that we touch of DeepSpeed, its private parts above all: nothing else in `pod` imports it.
 
-`check_parts` compares what is installed with what these functions use, so that another version fails at the start of a run in
-one line and not after the first checkpoint. Imports of DeepSpeed are inside functions: they take seconds, and a dry run needs
-none.
+`check_parts` compares what is installed with what is used, so that another version fails at the start of a run in one line and not
+after the first checkpoint. Imports of DeepSpeed are inside functions: they take seconds, and a dry run needs none.
 """
 
 import inspect
@@ -45,11 +44,7 @@ _PARTS = {
 
 
 def check_parts(parts: dict[str, str] | None = None) -> None:
-    """Whether the installed DeepSpeed has every part that is used here, with its parameters.
-
-    Raises:
-        ValueError: one line with the versions and the first part that is not as it was.
-    """
+    """ValueError, in one line with the versions, for the first part that the installed DeepSpeed has not as it is used here."""
     for part, names in (_PARTS if parts is None else parts).items():
         module, _, path = part.partition(":")
         try:

@@ -16,14 +16,8 @@ from pod.files import atomic_dir, write_json
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan
-from pod.training.checkpoint.identity import (
-    TrainState,
-    check_identity,
-    latest_checkpoint,
-    read_state,
-    samples_of,
-    start_identity_of,
-)
+from pod.training.checkpoint import identity
+from pod.training.checkpoint.identity import TrainState, latest_checkpoint, read_state
 from pod.training.checkpoint.shards import whole_weights
 from pod.training.run.lora import CONFIG_NAME, add_lora, lora_config
 
@@ -59,10 +53,7 @@ def trained_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def restore_model(checkpoint: Path, state: TrainState, start_model: Any = None) -> PodForCausalLM:
-    """The trained model, fp32, adapters merged.
-
-    Args:
-        start_model: function of a plan that loads the model that training started from; called for LoRA only.
+    """The trained model, fp32, adapters merged onto what `start_model` loads for a plan.
 
     Raises:
         ValueError: weights that do not fit the model; another start model, layout, windows or RoPE than the adapters'.
@@ -78,7 +69,8 @@ def restore_model(checkpoint: Path, state: TrainState, start_model: Any = None) 
     else:
         base = start_model(SharingPlan.load(checkpoint / "plan.json")).float()
         refusal = f"the adapters of checkpoint {checkpoint} were trained with {{what}}: use {{needed}}"
-        check_identity(state, start_identity_of(base.config, samples_of(base)), refusal)
+        own = identity.start_identity_of(base.config, identity.samples_of(base))
+        identity.check_identity(state, own, refusal)
         model = add_lora(base, state.lora)
         expected = {name for name in model.state_dict() if "lora_" in name}
     missing, unexpected = sorted(expected - weights.keys()), sorted(weights.keys() - expected)
@@ -103,7 +95,7 @@ def export(
 
     Args:
         tokenizer: saved beside the weights; None leaves it out.
-        dtype: of the exported weights; "auto" is the trained one.
+        dtype: "auto" is the trained one.
         start_model: see `restore_model`.
 
     Raises:

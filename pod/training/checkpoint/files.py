@@ -95,10 +95,8 @@ class Checkpointer:
     def load(self, checkpoint: Path) -> TrainState:
         """Weights, optimizer and this rank's random state from a checkpoint whose identity was checked; also in a running engine.
 
-        Where another number of ranks wrote it, random states begin anew from seed, step and rank.
-
-        Raises:
-            ValueError: missing or damaged files, on all ranks.
+        Where another number of ranks wrote it, random states begin anew from seed, step and rank. ValueError on all ranks for
+        missing or damaged files.
         """
         state, problem = read_state(checkpoint), None
         states: dict[str, torch.Tensor] = {}
@@ -195,8 +193,8 @@ class Checkpointer:
 
 def random_states() -> dict[str, torch.Tensor]:
     """Of this rank's generators, by device."""
-    states = {"cpu": torch.get_rng_state()}
-    return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+    cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    return {"cpu": torch.get_rng_state(), **cuda}
 
 
 def set_random_states(states: dict[str, torch.Tensor]) -> None:

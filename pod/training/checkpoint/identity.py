@@ -25,8 +25,8 @@ _ADVICE = {
     "dtype": ("another train.dtype", "the same train.dtype"),
 }
 
-Sample = tuple[tuple[int, ...], list[float]]
-Samples = dict[str, Sample]
+Samples = dict[str, str]
+"""Of the weights of a model by their names, see `sample_of`."""
 
 
 @dataclass(kw_only=True)
@@ -68,11 +68,7 @@ def read_state(checkpoint: Path) -> TrainState:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint under `folder`, None when there is none.
-
-    Raises:
-        ValueError: `latest` names a folder that is gone.
-    """
+    """The newest complete checkpoint under `folder`, None when there is none; ValueError when `latest` names one that is gone."""
     pointer = folder / LATEST_NAME
     if not pointer.is_file():
         return None
@@ -84,10 +80,11 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return checkpoint
 
 
-def sample_of(weight: torch.Tensor) -> Sample:
+def sample_of(weight: torch.Tensor) -> str:
     """Shape, and 16 values in bfloat16: a run in bfloat16 starts from these, its export in float32."""
     flat = weight.detach().reshape(-1)
-    return tuple(weight.shape), flat[:: max(1, flat.numel() // 16)][:16].bfloat16().float().tolist()
+    values = flat[:: max(1, flat.numel() // 16)][:16].bfloat16().float().tolist()
+    return f"{tuple(weight.shape)}{values}"
 
 
 def samples_of(model: torch.nn.Module) -> Samples:
@@ -112,7 +109,7 @@ def identity_of(
 
 def start_identity_of(config: Any, samples: Samples) -> dict[str, Any]:
     """The part of an identity that is the start model's: layout, windows, RoPE, and samples of its weights in its order; JSON."""
-    weights = "".join(f"{name}{shape}{values}" for name, (shape, values) in samples.items())
+    weights = "".join(f"{name}{sample}" for name, sample in samples.items())
     start = {
         "layout": config.layout,
         "windows": [config.num_sink_tokens, config.num_recent_tokens],
@@ -123,11 +120,8 @@ def start_identity_of(config: Any, samples: Samples) -> dict[str, Any]:
 
 
 def checkpoint_to_resume(folder: Path, resume: str, identity: dict[str, Any]) -> Path | None:
-    """The checkpoint that a run continues from, None when it starts anew.
-
-    Raises:
-        ValueError: `resume=never` and there are checkpoints, or the newest belongs to another run.
-    """
+    """The checkpoint that a run continues from, None when it starts anew; ValueError when the newest belongs to another run, or for
+    `resume=never` when there is one."""
     checkpoint = latest_checkpoint(folder)
     if checkpoint is None:
         return None

@@ -40,19 +40,16 @@ def host_pieces(pieces: Sequence[Piece]) -> list[Piece]:
 def write_pieces(folder: Path, rank: int, pieces: list[Piece], written: Callable[[], None]) -> None:
     """Write and sync this rank's files; empties `pieces`, so that their memory goes with them. Calls `written` after every file.
 
-    Raises:
-        OSError, SafetensorError: a file cannot be written.
+    Raises OSError, SafetensorError: a file cannot be written.
     """
     number = 0
     while pieces:
-        tensors: dict[str, Tensor] = {}
-        shapes: dict[str, str] = {}
-        size = 0
-        while pieces and size < FILE_BYTES:
+        tensors, shapes, room = {}, {}, FILE_BYTES
+        while pieces and room > 0:
             one = pieces.pop(0)
             tensors |= {f"{kind}/{one.start}/{one.name}": held.cpu() for kind, held in one.values.items()}
             shapes[one.name] = json.dumps(one.shape)
-            size += sum(held.nbytes for held in one.values.values())
+            room -= sum(held.nbytes for held in one.values.values())
         path = folder / f"weights-{rank:05d}-{number:03d}.safetensors"
         with explain_disk_full(path):
             save_file(tensors, path, metadata=shapes)
@@ -62,11 +59,7 @@ def write_pieces(folder: Path, rank: int, pieces: list[Piece], written: Callable
 
 
 def read_pieces(folder: Path, pieces: Sequence[Piece]) -> None:
-    """Fill the values of `pieces` from the files of all ranks that wrote.
-
-    Raises:
-        ValueError: in one line, a file that cannot be read, or files that do not hold all of it.
-    """
+    """Fill the values of `pieces` from the files of all ranks that wrote; ValueError, in one line, when they do not hold all of it."""
     wanted = {one.name: one for one in pieces}
     missing = sum(held.numel() for one in pieces for held in one.values.values())
     for file in _files(folder):

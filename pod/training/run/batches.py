@@ -30,11 +30,6 @@ class StepBatches:
         self.num_labels = 0
         """Of this rank in the step that the last `next` gave, counted before it went to the device."""
 
-    @property
-    def waited_s(self) -> float:
-        """Seconds that the last `next` waited for data, copies to the device left out."""
-        return self.prefetcher.waited_s
-
     def next(self) -> list[Batch]:
         """Micro-batches: `input_ids`, `labels` int64 [B, slice] on this rank's device, `doc_ids` int64 [B, context] on the host, where
         segments are made from them."""

@@ -123,7 +123,10 @@ class KeptCarry:
                 return self._pack(x)
             return x.new_zeros(()).expand(x.shape)  # handed on, so that any values do
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+        def unpack(packed: Tensor | Getter) -> Tensor:
+            return packed if isinstance(packed, Tensor) else packed()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
 
     def _layer_input(self, layer: Any, hidden_states: Tensor, *others: Any) -> Getter:
@@ -139,10 +142,6 @@ class KeptCarry:
 
     def _entry(self, x: Tensor) -> _Entry:
         return self._entries.setdefault(_identity(x), _Entry(StorageWeakRef(x.untyped_storage())))
-
-
-def _unpack(packed: Tensor | Getter) -> Tensor:
-    return packed if isinstance(packed, Tensor) else packed()
 
 
 class OffloadedCarry(KeptCarry):

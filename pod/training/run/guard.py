@@ -46,9 +46,7 @@ class Guard:
     def judge(self, step: int, loss: float, skipped: bool, can_rewind: bool = True) -> Verdict:
         """What follows step `step` (counted from 1), after its update was made or skipped.
 
-        Args:
-            loss: mean cross entropy of the step; NaN when it was not finite.
-            can_rewind: whether there is a checkpoint; without one a rewind is a skip.
+        Without a checkpoint (`can_rewind`) a rewind is a skip.
 
         Raises:
             RuntimeError: `max_skipped_steps` bad steps in a row, or one more than `max_rewinds` rewinds.

@@ -55,11 +55,7 @@ class SameOnAllRanks(ValueError):
 
 
 def from_rank_0(rank: int, function: Callable[[], Any]) -> Any:
-    """What `function` returns on rank 0, on all ranks, which call this together.
-
-    Raises:
-        SameOnAllRanks: for a ValueError or OSError there.
-    """
+    """What `function` returns on rank 0, on all ranks, which call this together; SameOnAllRanks for a ValueError or OSError there."""
     with ThreadPoolExecutor(1) as pool:
         work = pool.submit(function) if rank == 0 else None
         found: list[Any] = [False, None, None]
@@ -102,11 +98,8 @@ def check_world_size(world_size: int, sp_size: int) -> None:
 
 
 def start_processes(sp_size: int, timeout_s: float | None = None) -> Mesh:
-    """Join the ranks that the `deepspeed` launcher or torchrun started; without a launcher, be the only one.
-
-    Raises:
-        ValueError: see `check_world_size` and `bridge.join_ranks`.
-    """
+    """Join the ranks that the `deepspeed` launcher or torchrun started; without a launcher, be the only one. ValueError as in
+    `check_world_size` and `bridge.join_ranks`."""
     check_world_size(planned_world_size(), sp_size)
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

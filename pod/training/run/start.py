@@ -31,11 +31,7 @@ GROUP_TIMEOUT_S = 1350.0  # PyTorch's own limit is 30 minutes
 
 
 def open_data(model_args: ModelArgs, folder: Path, config: Any, asked: int | None) -> PackedDataset:
-    """The prepared rows in `folder`.
-
-    Raises:
-        ValueError: no data, another tokenizer, ids above the vocabulary, rows of another length than `asked` tokens.
-    """
+    """The prepared rows in `folder`; ValueError for none, another tokenizer or vocabulary, or rows of other than `asked` tokens."""
     import pod
 
     tokenizer = pod.load_tokenizer(resolve_model(model_args.path), gguf_file=model_args.gguf_file)
@@ -62,7 +58,6 @@ def train(
 
     Args:
         config: the resolved recipe, the same on all ranks; stored in checkpoints.
-        passkeys: for evaluation during training.
 
     Raises:
         ValueError, OSError, RuntimeError: in one line that says what to do; nothing has been trained for a ValueError.
@@ -114,11 +109,7 @@ def estimate(
 ) -> str:
     """Text for `--dry-run`: needs the model's configuration, not its weights; prepared data and plan when they exist.
 
-    Args:
-        target_saving: of the plan that is still to be made, for layout=pod.
-
-    Raises:
-        ValueError: a model, plan, layout, RoPE, ranks or pinned fields that do not go together.
+    A plan that is still to be made, for layout=pod, is one of `target_saving`. ValueError for what does not go together.
     """
     _, note = source_config(model_args)
     config, plan = model_config(model_args, output_dir, target_saving)
@@ -131,8 +122,8 @@ def estimate(
     notes = [note] if note else []
     if plan.provenance.get("stand_in"):
         notes.append(
-            f"no plan yet: estimated with {plan.num_leads} (layer, KV head) pairs that lead, {plan.num_followers} that follow and "
-            f"{plan.num_windows} windows, which save {plan.asymptotic_saving:.0%} of distant tokens' keys and values"
+            f"no plan yet: estimated with {plan.num_leads} (layer, KV head) pairs that lead and {plan.num_followers} that follow, which "
+            f"save {plan.asymptotic_saving:.0%} of distant tokens' keys and values"
         )
     if context_length > config.max_position_embeddings:
         notes.append(

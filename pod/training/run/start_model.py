@@ -54,11 +54,10 @@ def load_start_model(model_args: ModelArgs, plan: Plan, dtype: str = "float32") 
 
 
 def start_config(model_args: ModelArgs, plan: Plan, source: Any) -> PodConfig:
-    """Configuration of the start model, with the layout, plan, windows and RoPE of the recipe.
+    """Configuration of the start model (`source`: the checkpoint's), with the layout, plan, windows and RoPE of the recipe.
 
     Args:
         plan: a SharingPlan or the path of one; None = the layout's own (`cla`), the checkpoint's, or none.
-        source: the checkpoint's configuration.
 
     Raises:
         ValueError: layout=pod without a plan; whatever does not fit the checkpoint.

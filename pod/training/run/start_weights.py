@@ -39,8 +39,7 @@ def hollow_model(config: PodConfig, dtype: torch.dtype) -> PodForCausalLM:
 def weight_reader(path: str, config: PodConfig, dtype: torch.dtype, gguf_file: str | None = None) -> Reader:
     """Reads the weights of a model with `config` from a checkpoint, in `dtype`: one at a time from safetensors files, or all.
 
-    Raises:
-        ValueError, OSError: a checkpoint that cannot be read, or does not fit.
+    Raises ValueError or OSError for one that cannot be read, or does not fit.
     """
     files = None if gguf_file else weight_files(path)
     if files is None:

@@ -88,8 +88,7 @@ class Trainer:
 
     def _start_engine(self, model: Any, weights: StartWeights, config: dict[str, Any]) -> None:
         save_activations(model, self.args, self.dataset.context_length)
-        fused = self.args.fused_layers
-        if fused == "compile" or (fused == "auto" and torch.cuda.is_available()):
+        if {"auto": torch.cuda.is_available(), "compile": True, "none": False}[self.args.fused_layers]:
             fuse_layers(model)
         trained = add_lora(model, self.lora) if self.lora else model.requires_grad_(True)
         module = LanguageModelLoss(trained, self.args.loss_chunk_mib).train()
@@ -123,10 +122,8 @@ class Trainer:
         self.plan.save(folder / "plan.json")
 
     def train(self) -> TrainState:
-        """Run until `max_steps`, `max_hours` or a signal; saves at the end either way.
-
-        Raises RuntimeError for too many bad steps (`Guard.judge`), OSError where a checkpoint cannot be written.
-        """
+        """Run until `max_steps`, `max_hours` or a signal; saves at the end either way. RuntimeError for too many bad steps
+        (`Guard.judge`), OSError where a checkpoint cannot be written."""
         self.monitor = Monitor.of(self)
         self.saved_at = self.started_at = self.state.step if self.resume_from else -1
         closing = [contextlib.closing(thing) for thing in (self.monitor, self.batches, self.checkpointer)]
@@ -179,10 +176,8 @@ class Trainer:
         self.saved_at = self.state.step
 
     def _rewind(self) -> None:
-        """Weights, optimizer and step of the last checkpoint; data goes on behind the bad step.
-
-        A run that is killed before the next checkpoint comes to the same bad step again, and from there on does the same.
-        """
+        """Weights, optimizer and step of the last checkpoint; data goes on behind the bad step. A run that is killed before the next
+        checkpoint comes to the same bad step again, and from there on does the same."""
         checkpoint = self.checkpointer.latest
         assert checkpoint is not None, "the guard judged without a checkpoint"
         bad_step, cursor = self.state.step, self.state.cursor
@@ -244,7 +239,9 @@ class Trainer:
     def _agree_on_data(self) -> tuple[float, float]:
         """Labels of the step over all ranks, and the seconds that the slowest of them waited for its rows."""
         waits = [0.0] * self.mesh.world_size
-        waits[self.mesh.rank] = self.batches.waited_s  # one sum brings both: all others leave this place at 0
+        waits[self.mesh.rank] = (
+            self.batches.prefetcher.waited_s
+        )  # one sum brings both: all others leave this place at 0
         total, *waits = self.mesh.sum([self.batches.num_labels, *waits])
         return total, max(waits)
 

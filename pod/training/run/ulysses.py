@@ -37,11 +37,8 @@ def own_slice(sizes: Sequence[int], index: int) -> slice:
 
 
 def kv_head_repeats(num_attention_heads: int, num_key_value_heads: int, size: int) -> int:
-    """How often each KV head is replicated so that `size` ranks all get one: the smallest divisor r of G = Hq / H with H * r >= size.
-
-    Raises:
-        ValueError: if the group has more ranks than query heads; the message names the sizes that work.
-    """
+    """How often each KV head is replicated so that `size` ranks all get one: the smallest divisor r of G = Hq / H with H * r >= size;
+    ValueError, naming the sizes that work, for more ranks than query heads."""
     if size < 1:
         raise ValueError(f"sequence_parallel_size must be at least 1, got {size}")
     groups = num_attention_heads // num_key_value_heads
@@ -64,12 +61,9 @@ def head_pairs(lead: Lead, repeats: int, row_length: int, windows: tuple[int, in
 class Shares(NamedTuple):
     """Which heads the ranks of a sequence-parallel group compute."""
 
-    repeats: int
-    """Replicas of each KV head, which serve an equal part of its query heads."""
-    orders: tuple[tuple[int, ...], ...]
-    """See `place_heads`."""
-    waited: int
-    """(query, key) pairs of query heads that a forward pass waits for, summed over the layers."""
+    repeats: int  # replicas of each KV head, which serve an equal part of its query heads
+    orders: tuple[tuple[int, ...], ...]  # see `place_heads`
+    waited: int  # (query, key) pairs of query heads that a forward pass waits for, summed over the layers
 
 
 def share_heads(
@@ -80,15 +74,11 @@ def share_heads(
     row_length: int,
     windows: tuple[int, int],
 ) -> Shares:
-    """The shares of `size` ranks that take least time over attention and over sending keys and values.
+    """The shares of `size` ranks that take least time over attention and over sending keys and values; errors as in `kv_head_repeats`.
 
     Args:
-        lead: plan of the model, lead[layer][kv_head].
         row_length: tokens of a row over all ranks, taken for one document.
         windows: (n_s, n_r) in tokens.
-
-    Raises:
-        ValueError: see `kv_head_repeats`.
     """
     groups = num_attention_heads // num_key_value_heads
     least = kv_head_repeats(num_attention_heads, num_key_value_heads, size)
@@ -176,7 +166,6 @@ class Ulysses:
     """The sequence-parallel hook of `PodModel.sequence_parallel`.
 
     Args:
-        config: of the model.
         group: process group of the ranks that share a row, in the order of their slices.
         row_length: n, tokens of a row over all ranks; `set_row_length` changes it.
 
