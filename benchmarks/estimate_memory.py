@@ -243,7 +243,8 @@ def host_side(live: Counted):
     original = carry.KeptCarry.__init__
 
     def init(self, offload_inputs=False):
-        original(self, offload_inputs, live.host(carry.host_copy))
+        original(self, offload_inputs)
+        self.to_host = live.host(carry.host_copy)
 
     carry.KeptCarry.__init__ = init  # of this process alone
     yield

@@ -117,7 +117,8 @@ def make_step(
     """(forward and backward of a random row of that many tokens, update, decoder). Random weights."""
     import deepspeed
 
-    from pod.training.run.engine import deepspeed_config, drop_carry_hooks, save_activations
+    from pod.training.deepspeed_bridge import drop_carry_hooks
+    from pod.training.run.engine import deepspeed_config, save_activations
     from pod.training.run.loss import LanguageModelLoss
     from pod.training.run.mesh import start_processes
     from pod.training.run.optim import make_optimizer

@@ -35,8 +35,8 @@ from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
 from pod.training.run.engine import deepspeed_config
 from pod.training.run.loss import LanguageModelLoss
-from pod.training.run.mesh import start_processes, stop_processes
-from pod.training.run.start import start_model
+from pod.training.run.mesh import from_rank_0, start_processes, stop_processes
+from pod.training.run.start_model import hollow_start_model
 
 WAYS = ("streamed", "whole")
 RANKS = 4
@@ -119,7 +119,8 @@ def load(way: str, path: str) -> Any:
     mesh = start_processes(1)
     peak, began = Peak(), time.monotonic()
     if way == "streamed":
-        model, values = start_model(ModelArgs(path=path, layout="dense"), args, None, mesh)
+        model, values = hollow_start_model(ModelArgs(path=path, layout="dense"), None, args.dtype)
+        from_rank_0(mesh.rank, values.open)
         module = LanguageModelLoss(model)
         bridge.place_weights(module, values, deepspeed_config(args), torch.bfloat16, mesh.device)
     else:

@@ -10,11 +10,11 @@ from pod.schema import BelowOne, Share, section
 
 @section
 class TrainRecipe:
-    """Section `train` of a recipe: `deepspeed launch/train_pod.py --config …`. What is trained, and whatever of the how is pinned: a
-    field that is null by default is derived from ranks and device (`pod.training.predict.planner`)."""
+    """Section `train` of a recipe: `deepspeed launch/train_pod.py --config …`. A field that is null by default is derived from ranks
+    and device (`pod.training.predict.planner`)."""
 
     total_tokens: PositiveInt | None = None
-    """Tokens of the whole run, padding included: the run takes total_tokens / tokens_per_step steps, rounded down."""
+    """Tokens of the whole run, padding included; total_tokens / tokens_per_step steps, rounded down."""
 
     max_steps: PositiveInt | None = None
     """Optimizer steps of the whole run. Where it is set total_tokens is not used; without both a run takes 100 steps."""
@@ -41,32 +41,28 @@ class TrainRecipe:
     """`full`: keep one hidden state (and the carry) per layer and recompute the rest in backward; `none`: keep everything."""
 
     carry: Literal["keep", "offload", "recompute"] | None = None
-    """Where the queries and keys that lead layers hand to their followers wait for backward under gradient_checkpointing:
-    `keep` on the device, `offload` in host memory (one copy each way per step and tensor), `recompute` nowhere: they are
-    projected again from the lead's hidden state (1 to 3 % more arithmetic). Loss and gradients are the same."""
+    """Where the queries and keys that lead layers hand on wait for backward under gradient_checkpointing: `keep` on the device,
+    `offload` in host memory (one copy each way), `recompute` nowhere: projected again (1 to 3 % more arithmetic). The loss is the same."""
 
     mlp_tile_tokens: NonNegativeInt | None = None
-    """Tokens per rank that a feed-forward layer works on at a time. Longer inputs go through in equal tiles, each of which is
-    computed once more in backward, so that no [tokens, intermediate_size] is ever held whole; 0 = no tiles."""
+    """Tokens per rank that a feed-forward layer works on at a time; tiles are computed once more in backward, so that no
+    [tokens, intermediate_size] is ever held whole; 0 = no tiles."""
 
     offload_checkpoints: bool | None = None
-    """Let the hidden states that gradient_checkpointing keeps wait in host memory: one copy each way per layer and micro-batch."""
+    """Let the hidden states that gradient_checkpointing keeps wait in host memory: one copy each way per layer."""
 
     offload_optimizer: Literal["none", "cpu"] | None = None
-    """Hold master weights, Adam's moments and reduced gradients (16 bytes per trained weight over all ranks) in host memory, and
-    update on the CPU. Slower steps; for models whose optimizer does not fit."""
+    """`cpu`: hold master weights, moments and reduced gradients (16 bytes per trained weight over all ranks) and update there."""
 
     offload_parameters: Literal["none", "cpu"] | None = None
-    """Hold each rank's share of the weights in host memory and bring a layer to the device when it is used. Needs
-    zero_stage 3."""
+    """`cpu`: hold each rank's share of the weights there and bring a layer to the device when it is used. Needs zero_stage 3."""
 
     fused_layers: Literal["auto", "compile", "none"] = "auto"
     """Compute norms, rotary embedding and gated activations in one kernel each, by `torch.compile`; `auto`: where there is a GPU. The
     loss differs by rounding."""
 
     prefetch_steps: NonNegativeInt = 2
-    """Steps whose rows are read ahead, in a thread, while the present step computes; 0 = read when they are needed. Metrics
-    tell what is left to wait for as `data_wait_s`."""
+    """Steps whose rows a thread reads ahead; 0 = read when they are needed. Metrics tell what is left to wait for (`data_wait_s`)."""
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of weights, activations and gradients. Master weights and Adam's moments are float32 either way."""
@@ -75,7 +71,7 @@ class TrainRecipe:
     """Peak learning rate (paper: 1e-5)."""
 
     min_lr_ratio: Share = 0.1
-    """Learning rate at the last step as a share of the peak; the cosine ends there (PoD names the cosine, no final rate; 0 = to zero)."""
+    """Learning rate at the last step as a share of the peak, where the cosine ends (PoD names the cosine, no final rate)."""
 
     warmup_ratio: BelowOne = 0.0
     """Share of the steps in which the learning rate rises linearly from 0 to the peak (PoD names none)."""
@@ -96,21 +92,20 @@ class TrainRecipe:
     """Gradients are scaled down to this global 2-norm; 0 = no clipping."""
 
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which gradients are summed over ranks and micro-batches; bfloat16 halves the traffic and rounds every sum."""
+    """Type in which gradients are summed over ranks and micro-batches; bfloat16 halves the traffic, rounds every sum."""
 
     loss_chunk_mib: PositiveInt = 256
     """MiB of float32 logits that the loss holds at a time."""
 
     spike_factor: float = 0.0
-    """A step whose loss exceeds this x the median loss of the last spike_window good steps is a bad step; 0 = only NaN and infinity
-    are bad. Allowed: 0, or above 1."""
+    """A loss above this x the median of the last spike_window good steps is a bad step; 0 = only NaN and infinity are, else above 1."""
 
     spike_window: PositiveInt = 64
-    """Good steps whose median loss spike_factor multiplies; until a quarter of them have passed no step counts as a spike."""
+    """Good steps whose median loss spike_factor multiplies; none is a spike until a quarter of them have passed."""
 
     bad_step: Literal["skip", "rewind"] = "skip"
-    """What follows a step with a NaN, an infinity or a spike. `skip`: its update is left out. `rewind`: the run returns to its last
-    checkpoint and goes on behind the rows of the bad step, so that the rows read in between are not read again."""
+    """What follows a bad step. `skip`: its update is left out. `rewind`: the run returns to its last checkpoint and goes on behind
+    the rows of the bad step."""
 
     max_skipped_steps: PositiveInt = 3
     """Bad steps in a row (each is skipped) after which the run stops."""
@@ -119,11 +114,10 @@ class TrainRecipe:
     """Returns to a checkpoint, over the whole run, after which the next bad step stops the run."""
 
     max_hours: NonNegativeFloat = 0.0
-    """The run saves and ends with code 0 before this many hours have passed since it started, one step and one checkpoint ahead; 0 = no
-    limit. The same command continues it."""
+    """The run saves and ends with code 0 before so many hours have passed; the same command continues it. 0 = no limit."""
 
     hang_timeout_s: NonNegativeFloat = 900.0
-    """Seconds without progress (a micro-batch, an update, a written file) after which every rank writes the stacks of its threads to
+    """Seconds without progress (a micro-batch, an update, a written file) after which every rank writes its threads' stacks to
     <output_dir>/train/hang-rank*.txt; 0 = no watchdog."""
 
     hang_action: Literal["report", "abort"] = "report"
@@ -145,12 +139,10 @@ class TrainRecipe:
     """Names of the linear layers that get an adapter."""
 
     save_every_steps: NonNegativeInt | None = None
-    """Steps between checkpoints; one more is written at the end. 0 = only at the end, null = so that no more than 30 minutes of work
-    can be lost."""
+    """Steps between checkpoints; 0 = only at the end, null = so that no more than 30 minutes of work can be lost."""
 
     save_mode: Literal["sync", "async"] = "sync"
-    """`sync`: training waits until a checkpoint is on disk. `async`: it waits until the checkpoint is copied to host memory (its
-    whole size, divided among the ranks) and goes on while a thread writes."""
+    """`sync`: training waits until a checkpoint is on disk; `async`: until it is copied to host memory (divided among the ranks)."""
 
     keep_last: PositiveInt = 2
     """Checkpoints that are kept; older ones are removed after a newer one is complete."""
@@ -159,19 +151,16 @@ class TrainRecipe:
     """Checkpoints of steps that this divides are never removed; 0 = all rotate."""
 
     resume: Literal["auto", "never"] = "auto"
-    """`auto` continues from <output_dir>/train/latest when there is one, also with other numbers of ranks, another
-    sequence_parallel_size or zero_stage; `never` refuses to start there."""
+    """`auto` continues from <output_dir>/train/latest when there is one, on any ranks; `never` refuses to start there."""
 
     log_every_steps: PositiveInt = 1
     """Steps between two lines of metrics.jsonl (and of the tracker)."""
 
     peak_tflops: NonNegativeFloat = 0.0
-    """TFLOP/s of one device in `dtype`, against which metrics state model FLOPs utilisation (`mfu`); 0 = the data sheet's figure when the
-    device is known, else no `mfu`."""
+    """TFLOP/s of one device in `dtype`, for the metric `mfu`; 0 = the data sheet's figure when the device is known, else no `mfu`."""
 
     gate_every_steps: NonNegativeInt = 0
-    """Steps between two measurements of the gate: per layer and KV head, the mean share of attention that proximal tokens have, on
-    one held-out row; 0 = never."""
+    """Steps between two measurements of the gates: the share of attention that proximal tokens have, on one held-out row; 0 = never."""
 
     eval_every_steps: NonNegativeInt = 0
     """Steps between two evaluations on held-out rows: loss by position, and passkeys; 0 = never."""
@@ -189,27 +178,18 @@ class TrainRecipe:
     """`offline` writes a wandb run folder and contacts no server."""
 
     def __post_init__(self) -> None:
-        self._check_combinations()
-        self._check_memory_settings()
-
-    def _check_combinations(self) -> None:
+        """Settings that do not go together."""
         if self.spike_factor != 0 and not self.spike_factor > 1:
             raise ValueError(f"spike_factor is {self.spike_factor}, allowed are 0 (off) and numbers above 1")
         if self.eval_passkeys and not self.eval_every_steps:
-            raise ValueError(
-                "eval_passkeys is set and eval_every_steps is 0, so that nothing would be asked: set eval_every_steps"
-            )
+            raise ValueError("eval_passkeys is set and eval_every_steps is 0: set eval_every_steps")
         if not self.lora_target_modules:
             raise ValueError("lora_target_modules is empty: name linear layers, for example q_proj, k_proj")
-
-    def _check_memory_settings(self) -> None:
-        """Settings of which one moves what another keeps."""
-        if self.gradient_checkpointing == "none" and (
-            self.offload_checkpoints or self.carry not in (None, "keep")
-        ):
+        moves = self.offload_checkpoints or self.carry not in (None, "keep")
+        if self.gradient_checkpointing == "none" and moves:
             raise ValueError(
-                f"carry is {self.carry} and offload_checkpoints {self.offload_checkpoints}: they move what activation checkpoints "
-                "hold; set gradient_checkpointing=full, or carry=keep and offload_checkpoints=false"
+                f"carry is {self.carry} and offload_checkpoints {self.offload_checkpoints}: they move what checkpoints hold; "
+                "set gradient_checkpointing=full, or carry=keep and offload_checkpoints=false"
             )
         if self.carry == "recompute" and self.method == "lora" and self.lora_dropout:
             raise ValueError(
@@ -223,11 +203,7 @@ class TrainRecipe:
                 )
 
     def rows_per_step(self, context_length: int) -> int:
-        """Rows of `context_length` tokens of one optimizer step over all ranks.
-
-        Raises:
-            ValueError: tokens_per_step that are no whole rows.
-        """
+        """Rows of `context_length` tokens of one optimizer step over all ranks; ValueError when they are not whole."""
         tokens = self.tokens_per_step or context_length
         if tokens % context_length:
             below = tokens - tokens % context_length

@@ -1,22 +1,16 @@
 """Everything that we touch of DeepSpeed, its private parts above all: nothing else in `pod` imports it.
 
-`check_parts` compares what is installed with what these functions use, so that another version fails at the start of a run in
-one line and not after the first checkpoint. Imports of DeepSpeed are inside functions: they take seconds, and a dry run needs
-none.
+`check_parts` compares what is installed with what is used, so that another version fails at the start of a run in one line and not
+after the first checkpoint. Imports of DeepSpeed are inside functions: they take seconds, and a dry run needs none.
 """
 
-import contextlib
 import inspect
 import logging
-import os
-import shutil
 import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,86 +20,44 @@ from torch import Tensor, nn
 TESTED = "0.19.8"
 """The DeepSpeed that all tests of this project ran with."""
 
-_PARTS: dict[str, tuple[str, ...]] = {
-    "deepspeed:initialize": ("model", "optimizer", "config", "mpu"),
-    "deepspeed:init_distributed": ("verbose", "timeout"),
-    "deepspeed.ops:__compatible_ops__": (),
-    "deepspeed.ops.op_builder.cpu.comm:ShareMemCommBuilder.NAME": (),
-    "deepspeed.utils:logger.setLevel": (),
-    "deepspeed.utils.zero_to_fp32:get_fp32_state_dict_from_zero_checkpoint": (
-        "checkpoint_dir",
-        "tag",
-        "exclude_frozen_parameters",
-    ),
-    "deepspeed.runtime.sequence_parallel.parallel_state_sp:initialize_sequence_parallel": (
-        "sequence_parallel_size",
-    ),
-    "deepspeed.runtime.sequence_parallel.parallel_state_sp:get_sequence_parallel_group": (),
-    "deepspeed.runtime.engine:ZERO_OPTIMIZATION": (),
-    "deepspeed.runtime.engine:DeepSpeedEngine._do_optimizer_sanity_check": ("basic_optimizer",),
-    "deepspeed.runtime.engine:DeepSpeedEngine._copy_recovery_script": ("save_path",),
-    "deepspeed.runtime.engine:DeepSpeedEngine.save_checkpoint": (
-        "tag",
-        "save_latest",
-        "exclude_frozen_parameters",
-    ),
-    "deepspeed.runtime.engine:DeepSpeedEngine.load_checkpoint": ("tag", "load_module_strict"),
-    "deepspeed.runtime.engine:DeepSpeedEngine.backward": ("scale_wrt_gas",),
-    "deepspeed.runtime.engine:DeepSpeedEngine.get_global_grad_norm": (),
-    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.load_state_dict": ("checkpoint_folder",),
-    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.update_lp_params": (),
-    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.get_param_id": ("param",),
-    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.load_state_dict": ("checkpoint_folder",),
-    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.get_param_id": ("param",),
-    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.checkpoint_event_prologue": (),
-    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.checkpoint_event_epilogue": (),
-    "deepspeed.runtime.zero:Init": ("module", "config_dict_or_path", "dtype"),
-    "deepspeed.runtime.zero.partition_parameters:Init._convert_to_deepspeed_param": ("param",),
-    "deepspeed.runtime.fp16.loss_scaler:LossScaler": (),
-    "deepspeed.runtime.zero.config:ZeroStageEnum": (),
+_STAGE_1_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+_STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+_PARTS = {
+    "deepspeed.ops:__compatible_ops__": "",
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp:get_sequence_parallel_group": "",
+    "deepspeed.runtime.zero:Init": "module config_dict_or_path dtype",
+    "deepspeed.runtime.engine:ZERO_OPTIMIZATION": "",
+    f"{_ENGINE}._do_optimizer_sanity_check": "basic_optimizer",
+    f"{_ENGINE}.backward": "scale_wrt_gas",
+    f"{_ENGINE}.was_step_applied": "",
+    f"{_STAGE_1_2}.update_lp_params": "",
+    f"{_STAGE_3}.get_param_id": "param",
+    f"{_STAGE_3}.checkpoint_event_prologue": "",
+    f"{_STAGE_3}.checkpoint_event_epilogue": "",
+    f"{_STAGE_3}._reassign_or_swap_out_partitioned_parameters": "sub_group_id",
     "deepspeed.sequence.linear_cross_entropy:_VocabParallelLinearCrossEntropy.forward": (
-        "hidden",
-        "bias",
-        "target",
-        "tp_group",
-        "vocab_start_index",
-        "compute_dtype",
+        "hidden bias target tp_group vocab_start_index compute_dtype"
     ),
-    "deepspeed.checkpoint.ds_to_universal:main": ("args",),
-    "deepspeed.checkpoint.ds_to_universal:ProcessPoolExecutor": (),
-    "deepspeed.checkpoint.ds_to_universal:merge_zero3_slices": ("dp_degree", "dir", "slice_dir", "name"),
-    "deepspeed.checkpoint.ds_to_universal:_merge_zero_shards": ("param_base_path", "state", "tp_degree"),
-    "deepspeed.checkpoint.ds_to_universal:_save_checkpoint": ("file_path", "chkpt_sd"),
 }
 """`module:attribute` of what is used, and the names of parameters that are passed or stood in for."""
 
 
-def check_parts(parts: dict[str, tuple[str, ...]] | None = None) -> None:
-    """Whether the installed DeepSpeed has every part that is used here, with its parameters.
-
-    Raises:
-        ValueError: one line with the versions and the first part that is not as it was.
-    """
+def check_parts(parts: dict[str, str] | None = None) -> None:
+    """ValueError, in one line with the versions, for the first part that the installed DeepSpeed has not as it is used here."""
     for part, names in (_PARTS if parts is None else parts).items():
-        problem = _problem(part, names)
-        if problem is not None:
-            raise _other_version(problem)
-
-
-def _problem(part: str, names: tuple[str, ...]) -> str | None:
-    module, _, path = part.partition(":")
-    try:
-        found: Any = import_module(module)
-        for attribute in path.split("."):
-            found = getattr(found, attribute)
-    except (ImportError, AttributeError):
-        return f"{module}.{path} is missing"
-    taken = inspect.signature(found).parameters if names else {}
-    absent = sorted(set(names) - taken.keys())
-    # a decorated function shows no names
-    if absent and not any(one.kind is one.VAR_KEYWORD for one in taken.values()):
-        return f"{module}.{path} does not take {', '.join(absent)}"
-    return None
+        module, _, path = part.partition(":")
+        try:
+            found: Any = import_module(module)
+            for attribute in path.split("."):
+                found = getattr(found, attribute)
+        except (ImportError, AttributeError):
+            raise _other_version(f"{module}.{path} is missing") from None
+        taken = inspect.signature(found).parameters if names else {}
+        absent = sorted(set(names.split()) - taken.keys())
+        # a decorated function shows no names
+        if absent and not any(one.kind is one.VAR_KEYWORD for one in taken.values()):
+            raise _other_version(f"{module}.{path} does not take {', '.join(absent)}")
 
 
 def _other_version(problem: str) -> ValueError:
@@ -121,13 +73,10 @@ def _other_version(problem: str) -> ValueError:
 
 
 def join_ranks(timeout_s: float | None) -> None:
-    """Make the process group of the ranks that a launcher started.
+    """Make the process group of the ranks that a launcher started; ValueError as in `check_parts`.
 
     Args:
         timeout_s: seconds after which an operation that waits for other ranks fails; None = PyTorch's own.
-
-    Raises:
-        ValueError: see `check_parts`.
     """
     import deepspeed
     from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
@@ -157,25 +106,20 @@ def sequence_groups(size: int) -> tuple[Any, Any]:
 def start_engine(
     module: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any], mpu: Any
 ) -> Any:
-    """The engine that trains `module` on all ranks.
-
-    Raises:
-        ValueError: an engine or optimizer without the parts that are used here.
-    """
+    """The engine that trains `module` on all ranks; ValueError for one without the parts that are used here."""
     import deepspeed
+    from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 
-    with _zero_optimizer_in_every_stage():
-        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings, mpu=mpu)
-    parts = {"checkpoint_engine": Any, "mpu": Any, "global_steps": int, "optimizer.overflow": bool}
-    parts |= {"optimizer.optimizer": torch.optim.Optimizer, "optimizer.param_groups": list}
-    for path, kind in parts.items():
-        found: Any = engine
-        for name in path.split("."):
-            if not hasattr(found, name):
-                raise _other_version(f"its engine has no {path}")
-            found = getattr(found, name)
-        if kind is not Any and not isinstance(found, kind):
-            raise _other_version(f"its engine's {path} is a {type(found).__name__} and no {kind.__name__}")
+    # DeepSpeed takes its BF16_Optimizer for bfloat16 with float32 accumulation in stage 1. That keeps the float32 gradients of
+    # all weights on every rank and needs a model-parallel group, which there is none of with sequence parallelism.
+    DeepSpeedEngine._do_optimizer_sanity_check = lambda self, basic_optimizer: ZERO_OPTIMIZATION
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings, mpu=mpu)
+    stage_3 = settings["zero_optimization"]["stage"] == 3
+    flat = "fp32_partitioned_groups_flat" if stage_3 else "single_partition_of_fp32_groups"
+    kinds = {"optimizer": torch.optim.Optimizer, flat: list}
+    for name, kind in kinds.items():
+        if not isinstance(getattr(engine.optimizer, name, None), kind):
+            raise _other_version(f"its {type(engine.optimizer).__name__} has no {kind.__name__} {name}")
     return engine
 
 
@@ -186,15 +130,12 @@ def place_weights(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Put the weights of a module where the engine wants them, one at a time: divided among all ranks in stage 3, else whole.
-
-    Rank 0 says what they are; in stage 3 the others hold them when this returns, else when `start_engine` does. A rank holds
-    its share and one weight.
+    """Put the weights of a module where the engine wants them: divided among all ranks in stage 3, else whole. One at a time: a
+    rank holds its share and one weight.
 
     Args:
-        values: of a weight, which may be on another device and of another type; called on rank 0 only, in the module's order.
-        settings: of the engine.
-        dtype, device: of all weights.
+        values: of a weight, of any device and type; asked on rank 0 only, in the module's order. In stage 3 the other ranks hold
+            them when this returns, else when `start_engine` does.
     """
     from deepspeed.runtime.zero import Init
 
@@ -221,39 +162,17 @@ def shape_of(parameter: nn.Parameter) -> torch.Size:
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
-@contextlib.contextmanager
-def _zero_optimizer_in_every_stage() -> Iterator[None]:
-    """Around the start of an engine: no `BF16_Optimizer`.
+def drop_carry_hooks(model: Any) -> None:
+    """Take ZeRO-3's hooks off the modules that hand on the carry and own no weight: decoder layers and attention.
 
-    DeepSpeed takes it for bfloat16 with float32 accumulation in stage 1. It keeps the float32 gradients of all weights on
-    every rank and needs a model-parallel group, which there is none of with sequence parallelism.
+    The hooks fire once per carried tensor. How many there are depends on the heads that a rank computes, and ZeRO-3
+    stops ("disagreement on list contents") when ranks do not meet the same hooks. Their children's gather all weights.
     """
-    from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
-
-    original = DeepSpeedEngine._do_optimizer_sanity_check
-    DeepSpeedEngine._do_optimizer_sanity_check = lambda self, basic_optimizer: ZERO_OPTIMIZATION
-    try:
-        yield
-    finally:
-        DeepSpeedEngine._do_optimizer_sanity_check = original
-
-
-def drop_hooks(module: nn.Module) -> None:
-    """Take ZeRO-3's hooks off a module that owns no weights; those of its children stay."""
-    assert not list(module.parameters(recurse=False)), "this module's weights need ZeRO-3's hooks"
-    module._forward_pre_hooks.clear()
-    module._forward_hooks.clear()
-
-
-def set_learning_rate(engine: Any, rate: float) -> None:
-    """Of the coming update, for all groups of weights."""
-    for group in engine.optimizer.param_groups:
-        group["lr"] = rate
-
-
-def was_skipped(engine: Any) -> bool:
-    """Whether the last update was left out because a gradient was NaN or infinite."""
-    return bool(engine.optimizer.overflow)
+    for layer in model.model.layers:
+        for module in (layer, layer.self_attn):
+            assert not list(module.parameters(recurse=False)), "this module's weights need ZeRO-3's hooks"
+            module._forward_pre_hooks.clear()
+            module._forward_hooks.clear()
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int, rows: int) -> Tensor:
@@ -274,178 +193,81 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, ignored
 
 # Checkpoints
 
-
-def hyperparameters(engine: Any) -> list[dict[str, Any]]:
-    """Learning rate, decay and so on of each group of weights; a copy."""
-    return [
-        {name: value for name, value in group.items() if name != "params"}
-        for group in engine.optimizer.optimizer.param_groups
-    ]
+MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 
 
-def set_hyperparameters(engine: Any, groups: list[dict[str, Any]]) -> None:
-    """Put back what `hyperparameters` gave; a loaded checkpoint brings its own."""
-    for group, values in zip(engine.optimizer.optimizer.param_groups, groups, strict=True):
-        group.update(values)
+@dataclass(frozen=True)
+class Piece:
+    """What a rank holds of a trained weight, on its device or in host memory."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole weight."""
+    start: int
+    """First element of the flattened weight that is held here."""
+    values: dict[str, Tensor]
+    """[elements] in fp32, by kind: `MASTER`, and of an optimizer that has made an update `MOMENTS`."""
 
 
-def write_through(engine: Any, wrap: Callable[[Any], Any]) -> Any:
-    """Let `wrap(DeepSpeed's writer of files)` write the engine's checkpoints; returns it.
-
-    No recovery script is put beside them: launch/export_hf.py is the way out.
-    """
-    engine._copy_recovery_script = lambda path: None
-    engine.checkpoint_engine = wrap(engine.checkpoint_engine)
-    return engine.checkpoint_engine
-
-
-def save_engine(engine: Any, folder: Path) -> None:
-    """DeepSpeed's files into `folder`. Frozen weights are the start model's and left out: LoRA's base."""
-    mpu, engine.mpu = engine.mpu, None  # else the file takes sequence for tensor parallelism
-    try:
-        engine.save_checkpoint(
-            str(folder.parent), tag=folder.name, save_latest=False, exclude_frozen_parameters=True
-        )
-    finally:
-        engine.mpu = mpu
+def pieces(engine: Any) -> list[Piece]:
+    """This rank's part of the state that is trained; views, into which one may write before `renew_weights`."""
+    found = []
+    for name, parameter in engine.module.named_parameters():
+        place = _place(engine.optimizer, parameter) if parameter.requires_grad else None
+        if place is None:
+            continue
+        flat, offset, start, size = place
+        state = engine.optimizer.optimizer.state.get(flat, {})
+        whole = {MASTER: flat.detach()} | {kind: state[kind] for kind in MOMENTS if kind in state}
+        values = {kind: held.narrow(0, offset, size) for kind, held in whole.items()}
+        found.append(Piece(name, tuple(shape_of(parameter)), start, values))
+    return found
 
 
-def load_engine(engine: Any, folder: Path) -> None:
-    """Weights and optimizer from what the same layout of ranks saved; hyperparameters too.
-
-    Raises:
-        OSError, RuntimeError, EOFError: missing or damaged files.
-    """
-    path, _ = engine.load_checkpoint(str(folder.parent), tag=folder.name, load_module_strict=False)
-    if path is None:
-        raise OSError("files are missing")
-
-
-def set_step(engine: Any, step: int) -> None:
-    """The engine's own count of optimizer steps."""
-    engine.global_steps = step
-
-
-def trained_weights(folder: Path) -> dict[str, Tensor]:
-    """fp32 master weights of all ranks of a saved engine, by the module's names; frozen ones are left out.
-
-    Raises:
-        OSError, RuntimeError, KeyError, EOFError: missing or damaged files.
-    """
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    weights: Any = get_fp32_state_dict_from_zero_checkpoint(
-        str(folder.parent), tag=folder.name, exclude_frozen_parameters=True
+def _place(optimizer: Any, parameter: Any) -> tuple[Tensor, int, int, int] | None:
+    """What a rank holds of a weight: the flat tensor it lies in, offset there, first element of the weight, elements."""
+    if hasattr(parameter, "ds_id"):  # equal shares, the last ones filled up
+        group, offset, share = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        start = share * dist.get_rank(parameter.ds_process_group)
+        size = min(share, parameter.ds_numel - start)
+        return (optimizer.fp32_partitioned_groups_flat[group], offset, start, size) if size > 0 else None
+    held = parameter._hp_mapping
+    if held is None:
+        return None
+    flat = optimizer.single_partition_of_fp32_groups[held.param_group_index]
+    return (
+        flat,
+        held.hp_fragment_address.start,
+        held.lp_fragment_address.start,
+        held.hp_fragment_address.numel,
     )
-    return weights
 
 
-# Universal checkpoints
-#
-# What DeepSpeed leaves out, and is put right here: from stage 3 it writes plain tensors and no step per weight, where
-# stage 1 wants dictionaries, a step and a version; stage 3 loads one step tensor for all sub-groups, which then counts
-# once per sub-group; it leaves steps in host memory, where no fused optimizer on a GPU takes them; and it would give all
-# parameter groups the weight decay of the first.
-
-
-def convert_to_universal(source: Path, folder: Path, workers: int) -> None:
-    """Write `zero/<weight>/{fp32,exp_avg,exp_avg_sq,step}.pt` of a saved engine into `folder`.
-
-    It changes the working directory and parts of DeepSpeed: for a process of its own.
-    """
-    from deepspeed.checkpoint import ds_to_universal
-
-    # Processes of a pool would outlive a killed parent; reading, copying and writing tensors leaves Python's lock alone.
-    ds_to_universal.ProcessPoolExecutor = ThreadPoolExecutor
-    ds_to_universal.merge_zero3_slices = _merge_zero3_slices
-    os.chdir(folder)  # short names: DeepSpeed takes paths for patterns, and [ ] + mean something there
-    settings: Any = SimpleNamespace(
-        input_folder=os.path.relpath(source),
-        output_folder="converted",
-        num_extract_workers=workers,
-        num_merge_workers=workers,
-        keep_temp_folder=False,
-        strict=True,
-        inject_missing_state=True,
-    )
-    ds_to_universal.main(settings)
-    os.rename("converted/zero", "zero")
-    shutil.rmtree("converted")
-    Path("latest_universal").unlink(missing_ok=True)
-    _complete(Path("zero"))
-    os.chdir(source)
-
-
-def _merge_zero3_slices(dp_degree: int, dir: str, slice_dir: str, name: str) -> None:
-    """DeepSpeed's, but with the dictionaries that stages 1 and 2 read; stage 3 reads either."""
-    from deepspeed.checkpoint import ds_to_universal
-
-    for state in ("fp32", "exp_avg", "exp_avg_sq"):
-        (whole,) = ds_to_universal._merge_zero_shards(os.path.join(slice_dir, name), state, 1)
-        ds_to_universal._save_checkpoint(os.path.join(dir, name, f"{state}.pt"), {"param": whole})
-
-
-def _complete(zero: Path) -> None:
-    """Add what either stage misses in the other's files; drop rank 0's shard and all hyperparameters from the common part."""
-    from deepspeed import __version__
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-
-    with torch.serialization.safe_globals([LossScaler, ZeroStageEnum]):
-        common = torch.load(zero / "optimizer_state.pt", weights_only=True)
-    moments = sorted(zero.glob("*/exp_avg.pt"))
-    if "optimizer_state_dict" in common:  # stage 3
-        step = common["optimizer_state_dict"]["state"][0]["step"]
-        for file in moments:
-            torch.save(step, file.with_name("step.pt"))
-    else:
-        step = torch.load(moments[0].with_name("step.pt"), weights_only=True)
-    # their number counts, the recipe says what is in them
-    groups: list[dict] = [{} for _ in common["param_groups"]]
-    slim = {"overflow": False, "ds_version": __version__, "param_groups": groups}
-    slim["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": groups}
-    torch.save(slim, zero / "optimizer_state.pt")
-
-
-class _NoTensorParallel:
-    """What DeepSpeed asks a model-parallel unit for."""
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        return 0
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        return 1
-
-
-def load_universal(engine: Any, folder: Path) -> None:
-    """Weights and moments of a universal copy into the engine's own shards; called by all ranks.
-
-    Hyperparameters stay as they are.
-    """
+def set_updates(engine: Any, updates: int) -> None:
+    """Make the optimizer one that has made so many updates: `pieces` then has moments, to be filled, or none."""
     optimizer = engine.optimizer
-    whole_weights = engine.zero_optimization_stage() < 3
-    mpu = getattr(optimizer, "mpu", None)
-    optimizer.mpu = _NoTensorParallel()  # else sequence parallelism is taken for it
-    if not whole_weights:
-        optimizer.checkpoint_event_prologue()
-    try:
-        optimizer.load_state_dict(
-            state_dict_list=None, load_optimizer_states=True, checkpoint_folder=str(folder)
-        )
-    finally:
-        optimizer.mpu = mpu
-    place_steps(optimizer.optimizer)
-    if whole_weights:
+    whole = hasattr(optimizer, "single_partition_of_fp32_groups")
+    for flat in (
+        optimizer.single_partition_of_fp32_groups if whole else optimizer.fp32_partitioned_groups_flat
+    ):
+        state = optimizer.optimizer.state[flat]
+        if not updates:
+            state.clear()
+            continue
+        for kind in MOMENTS:
+            if kind not in state:
+                state[kind] = torch.zeros_like(flat, requires_grad=False)
+        # A fused update takes steps of no other device than the weights', and one tensor for several would count once for each.
+        state["step"] = torch.tensor(float(updates), device=flat.device)
+
+
+def renew_weights(engine: Any) -> None:
+    """Make the weights of all ranks from the master weights; called by all ranks."""
+    optimizer = engine.optimizer
+    if engine.zero_optimization_stage() < 3:
         optimizer.update_lp_params()
-    else:
-        optimizer.checkpoint_event_epilogue()
-
-
-def place_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Give every weight of a plain optimizer a step of its own, on the weight's device.
-
-    Fused updates take steps of no other device, and one tensor for several weights would count once for each.
-    """
-    for parameter, state in optimizer.state.items():
-        if isinstance(state.get("step"), Tensor):
-            state["step"] = state["step"].to(parameter.device, copy=True)
+        return
+    optimizer.checkpoint_event_prologue()
+    for group in range(len(optimizer.fp32_partitioned_groups_flat)):
+        optimizer._reassign_or_swap_out_partitioned_parameters(group)
+    optimizer.checkpoint_event_epilogue()

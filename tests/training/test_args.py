@@ -13,7 +13,7 @@ from pod.training.run.lora import add_lora, lora_settings
 from pod.training.run.loss import LossHead
 from pod.training.run.mesh import check_world_size
 from pod.training.run.optim import learning_rate, make_optimizer
-from pod.training.run.ulysses import kv_head_repeats, offsets, split_evenly
+from pod.training.run.ulysses import kv_head_repeats, split_evenly
 
 SMOLLM2 = Shapes(
     hidden=576, layers=30, query_heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152, tied=True
@@ -65,10 +65,6 @@ def test_impossible_sizes_are_refused_with_those_that_work():
         kv_head_repeats(9, 3, 10)
     with pytest.raises(ValueError, match="use 1, 2, 3, 6"):
         check_world_size(6, 4)
-
-
-def test_shares_cover_everything_once():
-    assert offsets(split_evenly(41, 3)) == [0, 14, 28, 41]
 
 
 def test_chunked_loss_and_gradients_equal_plain_cross_entropy():

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from pod.training import deepspeed_bridge as bridge
 
 BRIDGE = Path(bridge.__file__)
 PRIVATE = re.compile(
-    r"^\s*(from|import) deepspeed|\bds_(id|status|tensor|shape|numel)\b|_hp_mapping|fp32_partitioned|checkpoint_engine"
-    r"|_copy_recovery_script|optimizer\.optimizer|optimizer\.overflow|parallel_state_sp|__compatible_ops__|global_steps"
+    r"^\s*(from|import) deepspeed|\bds_(id|status|tensor|shape|numel)\b|_hp_mapping|fp32_partitioned|single_partition|grad_position"
+    r"|optimizer\.optimizer|optimizer\.overflow|parallel_state_sp|__compatible_ops__"
     r"|norm_for_param_grads|_do_optimizer_sanity_check",
     re.MULTILINE,
 )
@@ -35,9 +36,9 @@ def test_all_parts_are_in_the_installed_version():
 @pytest.mark.parametrize(
     ("part", "names", "says"),
     [
-        ("deepspeed.runtime.engine:DeepSpeedEngine._gone", (), r"DeepSpeedEngine\._gone is missing"),
-        ("deepspeed.no_such_module:thing", (), r"deepspeed\.no_such_module\.thing is missing"),
-        ("deepspeed:initialize", ("model", "modell"), r"deepspeed\.initialize does not take modell;"),
+        ("deepspeed.runtime.engine:DeepSpeedEngine._gone", "", r"DeepSpeedEngine\._gone is missing"),
+        ("deepspeed.no_such_module:thing", "", r"deepspeed\.no_such_module\.thing is missing"),
+        ("deepspeed:initialize", "model modell", r"deepspeed\.initialize does not take modell;"),
     ],
 )
 def test_another_version_is_named_in_one_line(part, names, says):
@@ -48,14 +49,19 @@ def test_another_version_is_named_in_one_line(part, names, says):
 
 
 def test_loaded_steps_lie_on_the_device_of_their_weights():
-    """A fused AdamW refuses others. The meta device stands for a GPU, the steps come from a file, one for all weights."""
+    """A fused AdamW refuses others. The meta device stands for a GPU."""
     weights = [torch.nn.Parameter(torch.zeros(3, device=device)) for device in ("meta", "meta", "cpu")]
     optimizer = torch.optim.AdamW(weights, fused=None)
-    step = torch.tensor(7.0)
-    for weight in weights:
-        optimizer.state[weight]["step"] = step
-    bridge.place_steps(optimizer)
-    steps = [optimizer.state[weight]["step"] for weight in weights]
-    assert [each.device.type for each in steps] == ["meta", "meta", "cpu"]
-    assert len({id(each) for each in steps}) == 3
-    assert steps[2] == 7 and steps[2] is not step
+    engine = SimpleNamespace(
+        optimizer=SimpleNamespace(optimizer=optimizer, fp32_partitioned_groups_flat=weights)
+    )
+    bridge.set_updates(engine, 7)
+    states = [optimizer.state[weight] for weight in weights]
+    assert [each["step"].device.type for each in states] == ["meta", "meta", "cpu"]
+    assert len({id(each["step"]) for each in states}) == 3
+    assert states[2]["step"] == 7 and states[2]["exp_avg"].tolist() == [0, 0, 0]
+    kept = states[2]["exp_avg"]
+    bridge.set_updates(engine, 8)
+    assert states[2]["exp_avg"] is kept and states[2]["step"] == 8
+    bridge.set_updates(engine, 0)
+    assert not any(optimizer.state[weight] for weight in weights)

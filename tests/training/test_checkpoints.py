@@ -1,34 +1,28 @@
-"""Checkpoints: another layout continues, asynchronous ones are whole, a running engine goes back, kills lose nothing."""
+"""Checkpoints: other ranks continue, asynchronous ones are whole, a running engine goes back, kills lose nothing."""
 
 import os
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from pod.training.checkpoint import snapshot
-from pod.training.checkpoint.files import Checkpointer, same_shards
-from pod.training.checkpoint.snapshot import FileWriter, to_host
+from pod.training.checkpoint import shards
+from pod.training.checkpoint.shards import host_pieces, read_pieces, whole_weights, write_pieces
+from pod.training.deepspeed_bridge import MASTER, MOMENTS, Piece
 
 pytestmark = pytest.mark.multiprocess
 CHAINS = ("full", "lora", "half")
 
 
 @pytest.mark.parametrize("chain", CHAINS)
-def test_a_converted_checkpoint_is_the_saved_state_bit_for_bit(restart_results, chain):
+def test_other_ranks_and_stages_load_the_saved_state_bit_for_bit(restart_results, chain):
     two, three, one = (restart_results[f"{chain}_on_{ranks}"] for ranks in (2, 3, 1))
     assert three["from"] == 2 and one["from"] == 4
     assert three["loaded"] == two["saved"]  # master weights and both moments
     assert one["loaded"] == three["saved"]
-    assert three["universal"] == ["universal-00000002"]
     assert [three["loaded_again"], one["loaded_again"]] == [three["loaded"], one["loaded"]], (
         "a rewind loads it too"
     )
-    assert one["left"] == ["step-00000004", "step-00000006"], (
-        "universal copies must go when a checkpoint is published"
-    )
+    assert one["left"] == ["step-00000004", "step-00000006"]
 
 
 @pytest.mark.parametrize("chain", CHAINS)
@@ -101,23 +95,19 @@ def test_rotation_keeps_the_last_and_every_nth(restart_results):
 @pytest.mark.parametrize(
     ("case", "says"),
     [
-        ("damaged", "was written by another layout of ranks and cannot be converted ("),
-        ("space", "disk full: "),
+        ("cut", "(weights-00001-000.safetensors: Error while deserializing header: incomplete"),
+        ("header", "(weights-00001-000.safetensors: Error while deserializing header: invalid"),
+        ("gone", " of its numbers are missing): remove it"),
     ],
 )
-def test_what_cannot_be_converted_is_one_line(restart_results, case, says):
-    message = restart_results["conversion"][case]
-    assert says in message
-    assert "\n" not in message
-
-
-def test_a_failed_conversion_leaves_nothing(restart_results):
-    assert restart_results["conversion"]["left"] == []
-
-
-def test_a_conversion_ends_with_its_parent(restart_results):
-    result = restart_results["conversion"]
-    assert result["child_alive"] == [True, False]
+def test_a_damaged_checkpoint_is_one_line_on_every_rank(restart_results, case, says):
+    """Agreed: a rank alone would leave its peers in the next collective."""
+    on_two, on_one = (
+        [restart_results[f"damaged_{rank}_of_{size}"][case] for rank in range(size)] for size in (2, 1)
+    )
+    assert says in on_two[1] and says in on_one[0]
+    assert says in on_two[0] or "(another rank failed, see its message)" in on_two[0]
+    assert all(one.startswith("checkpoint ") and "\n" not in one for one in on_two + on_one)
 
 
 def test_killed_runs_end_with_the_weights_of_an_uninterrupted_one(kills_results):
@@ -129,107 +119,43 @@ def test_killed_runs_end_with_the_weights_of_an_uninterrupted_one(kills_results)
         assert each["weights"] and each["optimizer"] and each["losses"], each
         assert each["left"] == ["step-00000009", "step-00000010"]  # nothing abandoned is left
     phases = {phase for moment in result["moments"] for phase in moment["seen"]}
-    assert "convert" in phases
     assert phases & {"save", "write", "publish"}
 
 
-def test_a_host_copy_owns_its_memory_and_keeps_what_is_shared():
-    weight = torch.arange(6.0)
-    content = {
-        "a": weight,
-        "view": weight[2:4],
-        "tied": [weight, (weight, 3)],
-        "shape": weight.shape,
-        "none": None,
-    }
-    copy = to_host(content)
-    weight.zero_()
-    assert copy["a"].tolist() == [0, 1, 2, 3, 4, 5]
-    assert copy["view"].tolist() == [2, 3]
-    assert copy["view"].untyped_storage().nbytes() == 8, "a view must not drag its whole storage along"
-    assert copy["tied"][0] is copy["a"] and copy["tied"][1][0] is copy["a"]
-    assert copy["tied"][1][1] == 3 and copy["none"] is None
-    assert copy["shape"] == torch.Size([6]) and isinstance(copy["shape"], torch.Size)
+def piece(name, shape, start, *values) -> Piece:
+    kinds = (MASTER, *MOMENTS)
+    return Piece(name, shape, start, dict(zip(kinds, map(torch.tensor, values), strict=False)))
 
 
-class _Engine:
-    def __init__(self, fails: bool = False):
-        self.saved: list[str] = []
-        self.fails = fails
-
-    def save(self, state_dict, path):
-        if self.fails:
-            raise RuntimeError("unexpected pos 64 vs 0")
-        Path(path).write_text(str(state_dict))
-        self.saved.append(path)
+def test_host_pieces_own_their_memory():
+    flat = torch.arange(6.0)
+    (copy,) = host_pieces([Piece("w", (2, 3), 2, {MASTER: flat[2:4]})])
+    flat.zero_()
+    assert copy.values[MASTER].tolist() == [2, 3]
+    assert copy.values[MASTER].untyped_storage().nbytes() == 8, "a view must not drag its whole storage along"
 
 
-def test_a_deferred_writer_writes_only_when_started(tmp_path):
-    engine, files = _Engine(), []
-    writer = FileWriter(engine, lambda: files.append(1))
-    writer.begin(deferred=True)
-    writer.save({"x": 1}, str(tmp_path / "a"))
-    assert engine.saved == [] and writer.finished
-    writer.start()
-    writer.join()
-    assert engine.saved == [str(tmp_path / "a")] and files == [1]
-    assert writer.error is None and writer.finished
-
-
-def test_a_writer_notes_errors_and_forgets_them_at_the_next_checkpoint(tmp_path, monkeypatch):
-    writer = FileWriter(_Engine(fails=True), lambda: None)
-    for deferred in (False, True):
-        writer.begin(deferred)
-        writer.save({}, str(tmp_path / "a"))
-        writer.start()
-        writer.join()
-        assert "unexpected pos" in str(writer.error)
-
-    def full(content):
-        raise MemoryError("no host memory")
-
-    monkeypatch.setattr(snapshot, "to_host", full)
-    writer.begin(deferred=True)
-    assert writer.error is None
-    writer.save({}, str(tmp_path / "a"))
-    assert "no host memory" in str(writer.error)
-
-
-LAYOUT = {"world_size": 2, "sequence_parallel_size": 2, "zero_stage": 3, "offload_optimizer": "none"}
-
-
-def test_only_what_shards_depend_on_makes_another_layout():
-    assert same_shards(LAYOUT, {**LAYOUT, "sequence_parallel_size": 1})
-    for key, value in {"world_size": 3, "zero_stage": 1, "offload_optimizer": "cpu"}.items():
-        assert not same_shards(LAYOUT, {**LAYOUT, key: value})
-
-
-@pytest.mark.parametrize(("content", "says"), [(b"", "header too small"), (None, "No such file")])
-def test_a_damaged_file_of_one_rank_is_one_line_on_every_rank(tmp_path, content, says):
-    """Read before the engine changes anything, and agreed: a rank alone would leave its peers in the first step."""
-    failed = []
-    checkpointer = Checkpointer.__new__(Checkpointer)
-    checkpointer.mesh = SimpleNamespace(rank=1, largest=lambda value: failed.append(value) or value)
-    if content is not None:
-        (tmp_path / "random-00001.safetensors").write_bytes(content)
-    with pytest.raises(
-        ValueError, match=rf"^checkpoint .* cannot be read \(random-00001.safetensors: .*{says}.*: remove it$"
-    ):
-        checkpointer._read_own_files(tmp_path)
-    assert failed == [1]
-
-    save_file({"cpu": torch.get_rng_state()}, tmp_path / "random-00001.safetensors")
-    assert torch.equal(checkpointer._read_own_files(tmp_path)["cpu"], torch.get_rng_state())
-    shard = tmp_path / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    torch.save({"moments": torch.zeros(1000)}, shard)
-    (tmp_path / "zero_pp_rank_11_mp_rank_00_optim_states.pt").touch()  # another rank's to complain about
-    checkpointer._read_own_files(tmp_path)
-    os.truncate(shard, 3000)
-    with pytest.raises(ValueError, match=r"cannot be read \(zero_pp_rank_1_mp.* is cut off\): remove it$"):
-        checkpointer._read_own_files(tmp_path)
-    shard.unlink()
-    checkpointer.mesh.largest = lambda value: 1  # the other rank's
-    with pytest.raises(
-        ValueError, match=r"cannot be read \(another rank failed, see its message\): remove it$"
-    ):
-        checkpointer._read_own_files(tmp_path)
+def test_pieces_are_cut_anew(tmp_path, monkeypatch):
+    """Three ranks hold a weight of 7 as 3, 3, 1, another of 2 lies on the last; files end after a piece."""
+    monkeypatch.setattr(shards, "FILE_BYTES", 1)
+    whole = {kind: torch.arange(7.0) + 10 * number for number, kind in enumerate((MASTER, *MOMENTS))}
+    for rank, (start, stop) in enumerate([(0, 3), (3, 6), (6, 7)]):
+        own = [Piece("a/b", (7,), start, {kind: held[start:stop] for kind, held in whole.items()})]
+        own += [piece("c", (1, 2), 0, [8.0, 9.0])] * (rank == 2)
+        written = []
+        write_pieces(tmp_path, rank, own, lambda: written.append(1))  # noqa: B023  called at once
+        assert own == [] and len(written) == 1 + (rank == 2)
+    for start, stop in [(0, 7), (2, 4), (5, 7), (3, 3)]:
+        got = Piece("a/b", (7,), start, {kind: torch.full((stop - start,), torch.nan) for kind in whole})
+        read_pieces(tmp_path, [got])
+        assert all(torch.equal(got.values[kind], held[start:stop]) for kind, held in whole.items())
+    weights = whole_weights(tmp_path)
+    assert torch.equal(weights["a/b"], whole[MASTER]) and torch.equal(
+        weights["c"], torch.tensor([[8.0, 9.0]])
+    )
+    with pytest.raises(ValueError, match="^2 of its numbers are missing$"):
+        read_pieces(tmp_path, [piece("d", (2,), 0, [0.0, 0.0])])
+    with pytest.raises(ValueError, match="^2 of its numbers are missing$"):
+        read_pieces(
+            tmp_path, [piece("c", (2,), 0, [0.0, 0.0], [0.0, 0.0])]
+        )  # written before the first update

@@ -162,7 +162,7 @@ def test_what_is_offloaded_lies_elsewhere():
     assert host_bytes(job(args, DENSE, context=8192)) == {
         "optimizer": count * 16 // 8,
         "parameters": count * 2 // 8,
-        "checkpoint": checkpoint_disk_bytes(count, args) // 8,
+        "checkpoint": checkpoint_disk_bytes(count) // 8,
     }
     assert host_bytes(job(TrainArgs(offload_checkpoints=True), DENSE, context=1000, ranks=1)) == {
         "checkpoints of activations": 32 * 1000 * 4096 * 2

@@ -105,7 +105,7 @@ def check_last_step(train: Path) -> int:
     last = json.loads((train / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])["step"]
     assert (train / "latest").read_text(encoding="utf-8").strip() == f"step-{last:08d}"
     state = read_json(train / f"step-{last:08d}" / "checkpoint.json")
-    assert (state["step"], state["cursor"]["position"], state["layout"]["world_size"]) == (last, last, 2)
+    assert (state["step"], state["cursor"]["position"], state["world_size"]) == (last, last, 2)
     return last
 
 

@@ -89,7 +89,7 @@ def test_checkpoints_that_lie_on_disk_at_a_time(settings, most):
 
 def test_disk_too_small_for_the_checkpoints_that_will_be_kept(tmp_path, monkeypatch):
     shapes = preflight.Shapes.from_config(config())
-    needed = 3 * checkpoint_disk_bytes(shapes.parameters, TrainArgs())
+    needed = 3 * checkpoint_disk_bytes(shapes.parameters)
     free = [needed]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
     settings = {"max_steps": 1000, "allow_repeats": True, "zero_stage": 3}

@@ -38,7 +38,7 @@ def read(out: Path, data: Path, phase: int) -> None:
         cursor.load_state_dict(json.loads(saved.read_text(encoding="utf-8")))
     tokens = slice(None)
     if mesh.sp_group is not None:
-        tokens = Ulysses(tiny.plan_rows(), 6, 3, mesh.sp_group, CONTEXT, (2, 5)).slice
+        tokens = Ulysses(tiny.make_model().config, mesh.sp_group, CONTEXT).slice
     batches = StepBatches(args, dataset, cursor, mesh, tokens)
     seen = [
         [{name: value.tolist() for name, value in batch.items()} for batch in batches.next()]

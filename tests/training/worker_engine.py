@@ -57,7 +57,7 @@ def bfloat16(name, out, settings, data) -> None:
     args = TrainArgs(loss_chunk_mib=1, learning_rate=1e-2, **settings)
     _, gradients, trainer = worker_parallel.one_step(args, model, dataset, out / f"run_{name}")
     _, expected = worker_parallel.reference(
-        args, plain, dataset.rows(dataset.cursor(0).peek(trainer.rows_per_step))
+        args, plain, dataset.rows(dataset.cursor(0).peek(trainer.batches.rows_per_step))
     )
     errors = {key: float((gradients[key] - g).norm() / g.norm()) for key, g in expected.items()}
     before, rank = optimizer_hash(trainer), trainer.mesh.rank

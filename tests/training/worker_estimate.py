@@ -73,7 +73,7 @@ def one_step(out: Path, data: Path, name: str, settings: dict) -> None:
                 "once": exchanged_bytes(job),
                 "all": all_to_all_bytes(job),
                 "disk": sum(file.stat().st_size for file in files),
-                "disk_estimate": checkpoint_disk_bytes(shapes.parameters, args),
+                "disk_estimate": checkpoint_disk_bytes(shapes.parameters),
             },
         )
     stop_processes()

@@ -1,9 +1,7 @@
 """Kill -9 of whole runs at random moments, again and again, until they end. `worker_kills.py OUT [KILLS]`.
 
-A run is a process group: its ranks, their writing threads and a conversion's child. Every third kill comes at a random
-moment of the whole run, every third while a checkpoint is written or published, every third while the checkpoint is
-converted for three ranks (which then never train). A run that ends is compared with one that nobody killed, and a new one
-begins.
+A run is a process group: its ranks and their writing threads. Every second kill comes at a random moment of the whole run, every
+second while a checkpoint is written or published. A run that ends is compared with one that nobody killed, and a new one begins.
 """
 
 import json
@@ -17,7 +15,6 @@ from pathlib import Path
 
 import tiny
 import torch
-from worker_restart import convert_here
 from worker_runs import full_weights, make_trainer, optimizer_hash
 
 STEPS = 10
@@ -32,7 +29,7 @@ SETTINGS = {
     "lora_rank": 2,
     "lora_dropout": 0.2,
 }
-PHASES = ["start", "load", "train", "save", "write", "publish", "convert", "loaded"]
+PHASES = ["start", "load", "train", "save", "write", "publish"]
 PLACE = mmap.mmap(-1, 16)  # shared with all forks: the phase of every rank, and of a writing thread
 
 
@@ -62,9 +59,9 @@ def train(out, folder, data, mode) -> None:
     module.Checkpointer.load = around(load, "load", rank, "train")
     trainer = make_trainer(folder, data, {**SETTINGS, "save_mode": mode})
     checkpointer = trainer.checkpointer
-    trainer.engine.save_checkpoint = around(trainer.engine.save_checkpoint, "save", rank, "train")
+    checkpointer.save = around(checkpointer.save, "save", rank, "train")
     checkpointer._publish = around(checkpointer._publish, "publish", rank, "train")
-    checkpointer.writer._write = around(checkpointer.writer._write, "write", 4 + rank, "start")
+    checkpointer._write = around(checkpointer._write, "write", 4 + rank, "start")
     enter("train", rank)
     state = trainer.train()
     weights, fingerprint = full_weights(trainer), optimizer_hash(trainer)
@@ -74,20 +71,6 @@ def train(out, folder, data, mode) -> None:
         result["left"] = sorted(path.name for path in folder.iterdir() if path.is_dir())
         torch.save({"result": result, "weights": weights}, out / f"{folder.name}.pt")
     stop_processes()
-
-
-def convert(out, folder, data) -> None:
-    """Three ranks convert and load the checkpoint of two, then wait to be killed."""
-    from pod.training.checkpoint import universal
-
-    rank = int(os.environ["RANK"])
-    if rank == 0:
-        convert_here()
-        problem = universal._space_problem
-        universal._space_problem = lambda checkpoint: (enter("convert", 0), problem(checkpoint))[1]
-    make_trainer(folder, data, {**SETTINGS, "sequence_parallel_size": 3, "zero_stage": 1})
-    enter("loaded", rank)
-    time.sleep(60)
 
 
 def start(ranks: int, function, *arguments) -> int:
@@ -113,15 +96,12 @@ def ended(group: int) -> bool:
     return bool(done)
 
 
-def kill_at(group: int, seconds: float, phases: set[str], then: float) -> list[str] | None:
-    """Kill after `seconds`, or `then` seconds after one of `phases` is entered; None when the run ended before."""
+def kill_at(group: int, seconds: float) -> list[str] | None:
+    """Kill after `seconds`; None when the run ended before."""
     began = time.monotonic()
     while time.monotonic() - began < seconds:
         if ended(group):
             return None
-        if phases & {PHASES[number] for number in PLACE[:16]}:
-            time.sleep(then)
-            break
         time.sleep(0.0005)
     if ended(group):
         return None
@@ -144,7 +124,7 @@ def latest_step(folder: Path) -> int:
         "random-00001.safetensors",
         "plan.json",
     } <= files, files
-    assert sum(file.endswith("_optim_states.pt") for file in files) == 2, files
+    assert sum(file.startswith("weights-") for file in files) == 2, files
     return int(name.removeprefix("step-"))
 
 
@@ -175,20 +155,12 @@ def main(out: Path, kills: int, seed: int = 0) -> None:
     rounds: list[dict] = []
     folder, last = out / "run0", 0
     while len(moments) < kills or last < STEPS:
-        kind = len(moments) % 3 if len(moments) < kills else 3
-        if kind == 2 and last:
-            group = start(3, convert, out, folder, data)
-            seen = kill_at(group, 60, {"convert"}, chance.uniform(0, 0.4))
+        kind = len(moments) % 2 if len(moments) < kills else 2
+        group = start(2, train, out, folder, data, chance.choice(["sync", "async"]))
+        if kind == 1:
+            seen = kill_after(group, chance.choice(["save", "write", "publish"]), chance)
         else:
-            group = start(2, train, out, folder, data, chance.choice(["sync", "async"]))
-            if kind == 0:
-                seen = kill_at(group, chance.uniform(0, length), set(), 0)
-            elif kind == 3:
-                seen = kill_at(group, 600, set(), 0)
-            else:
-                target = chance.choice(["save", "write", "publish"])
-                time.sleep(0.001)
-                seen = kill_after(group, target, chance)
+            seen = kill_at(group, chance.uniform(0, length) if kind == 0 else 600)
         step = latest_step(folder)
         assert step >= last, f"latest went back from {last} to {step}"
         last = step
@@ -213,7 +185,7 @@ def kill_after(group: int, target: str, chance: random.Random) -> list[str] | No
             skip -= 1
         inside = now
         if now and skip < 0:
-            return kill_at(group, chance.uniform(0, 0.01), set(), 0)
+            return kill_at(group, chance.uniform(0, 0.01))
         time.sleep(0.0003)
     raise SystemExit(f"no {target} was seen")
 

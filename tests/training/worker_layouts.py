@@ -51,9 +51,7 @@ def compare(rank, size, layout, heads):
     serial, split = make_model(layout, heads), make_model(layout, heads)
     serial_out = serial.model(ids, doc_ids=docs).last_hidden_state
     expected = gradients(serial, serial_out)
-    ulysses = Ulysses(
-        split.config.sharing_plan.lead, *heads, dist.group.WORLD, N, (2 * (layout == "roles"), 6)
-    )
+    ulysses = Ulysses(split.config, dist.group.WORLD, N)
     split.model.sequence_parallel = ulysses
     split.model.gradient_checkpointing_enable()
     split.train()

@@ -93,7 +93,7 @@ def compare(name, out, settings, data, heads=(6, 3), tied=True, plan=True, split
     if trainer.mesh.rank < trainer.mesh.world_size - 1:
         return  # the last rank, which holds other heads and tokens than rank 0, compares
     expected_loss, expected = reference(
-        args, plain, dataset.rows(dataset.cursor(0).peek(trainer.rows_per_step))
+        args, plain, dataset.rows(dataset.cursor(0).peek(trainer.batches.rows_per_step))
     )
     errors = {k: float((gradients[k] - g).norm() / g.norm()) for k, g in expected.items()}
     result = {"loss": abs(loss - expected_loss) / expected_loss, "gradient": max(errors.values())}
@@ -142,7 +142,7 @@ def many_steps(name, out, settings, data) -> None:
     for step in range(STEPS):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args)
-        loss = mean_loss(plain, dataset.rows(cursor.take(trainer.rows_per_step)))
+        loss = mean_loss(plain, dataset.rows(cursor.take(trainer.batches.rows_per_step)))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(plain.parameters(), args.max_grad_norm)

@@ -1,8 +1,7 @@
-"""Checkpoints across layouts, asynchronous ones, and loading into a running engine. `worker_restart.py OUT`."""
+"""Checkpoints on other ranks, asynchronous ones, and loading into a running engine. `worker_restart.py OUT`."""
 
 import json
 import os
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -39,9 +38,8 @@ def train_until(name, out, folder, data, settings, stop=None) -> None:
 
     trainer = make_trainer(folder, data, settings)
     loaded = optimizer_hash(trainer) if trainer.state.step else None
-    result = {"loaded": loaded, "from": trainer.state.step, "layout": trainer.state.layout}
-    result["universal"] = sorted(path.name for path in folder.glob("universal-*"))
-    if result["universal"]:  # as a rewind would
+    result = {"loaded": loaded, "from": trainer.state.step}
+    if trainer.state.world_size != trainer.mesh.world_size and loaded:  # as a rewind would
         cursor = trainer.cursor.state_dict()
         trainer.step()
         trainer.state = trainer.checkpointer.load(trainer.checkpointer.latest)
@@ -76,40 +74,8 @@ def compare(out, name: str, parts: list[str], whole: str) -> None:
     tiny.write_result(out, name, {"error": error, "moved": moved})
 
 
-def convert_here() -> None:
-    """Convert in a fork instead of a new interpreter, which pays for its imports again."""
-    from pod.training.checkpoint import universal
-
-    class Forked:
-        def __init__(self, checkpoint, target):
-            self.child = os.fork()
-            if self.child == 0:
-                code = 1
-                try:
-                    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-                    universal.convert(checkpoint, target)
-                    code = 0
-                finally:
-                    os._exit(code)
-            self.code = None
-
-        def running(self):
-            if self.code is None:
-                done, status = os.waitpid(self.child, os.WNOHANG)
-                self.code = os.waitstatus_to_exitcode(status) if done else None
-            return self.code is None
-
-        def problem(self):
-            return None if self.code == 0 else f"exit code {self.code}"
-
-    universal._Conversion = Forked
-
-
 def relayouts(out, data) -> None:
     """2 ranks, then 3, then 1, against 2 ranks all the way."""
-    from pod.training.checkpoint import universal
-
-    real = universal._Conversion
     chains = {
         "full": [layout(2, 3, 2, 1, BASE), layout(3, 1, 3, 1, BASE), layout(1, 3, 1, 1, BASE)],
         "lora": [layout(2, 1, 1, 3, LORA), layout(3, 3, 1, 2, LORA), layout(1, 2, 1, 6, LORA)],
@@ -120,12 +86,9 @@ def relayouts(out, data) -> None:
         tiny.run_ranks(ranks, train_until, f"{chain}_whole", out, out / f"{chain}_whole", data, settings)
         names = []
         for (ranks, settings), stop in zip(layouts, (2, 4, None), strict=True):
-            if len(names) == 2:
-                convert_here()  # the first conversion of all is made as users see it
             names.append(f"{chain}_on_{ranks}")
             tiny.run_ranks(ranks, train_until, names[-1], out, out / chain, data, settings, stop)
         compare(out, f"{chain}_difference", names, f"{chain}_whole")
-    universal._Conversion = real
 
 
 def rewinds(out, data) -> None:
@@ -175,20 +138,21 @@ def _save_with_other_decay(trainer) -> None:
 
 def asynchronous(out, data) -> None:
     """Training goes on while a checkpoint is written; nothing is published before all of it is there."""
+    from pod.training.checkpoint import files
     from pod.training.run.mesh import stop_processes
 
     folder = out / "async"
     settings = {**BASE, "save_mode": "async", "sequence_parallel_size": 2, "max_steps": 12}
     trainer = make_trainer(folder, data, settings)
     may_write = threading.Event()
-    engine_save = trainer.checkpointer.writer._engine.save
+    write_pieces = files.write_pieces
 
-    def held(state_dict, path):
+    def held(*arguments):
         assert may_write.wait(60)
-        engine_save(state_dict, path)
+        write_pieces(*arguments)
 
     if trainer.mesh.rank == 1:  # the other rank's files are there at once
-        trainer.checkpointer.writer._engine.save = held
+        files.write_pieces = held
     trainer.step()
     saved = optimizer_hash(trainer)
     trainer.checkpointer.save(trainer.state)
@@ -216,15 +180,16 @@ def asynchronous(out, data) -> None:
 
 def _failing_write(trainer, folder) -> dict:
     """One rank's thread cannot write: every rank hears of it at a step boundary, and saving works again afterwards."""
-    engine = trainer.checkpointer.writer._engine
-    working = engine.save
+    from pod.training.checkpoint import files
 
-    def broken(state_dict, path):
-        raise OSError(5, "Input/output error", path)
+    working = files.write_pieces
+
+    def broken(*arguments):
+        raise OSError(5, "Input/output error")
 
     trainer.step()
     if trainer.mesh.rank == 1:
-        engine.save = broken
+        files.write_pieces = broken
     trainer.checkpointer.save(trainer.state)
     error = "none"
     try:
@@ -234,7 +199,7 @@ def _failing_write(trainer, folder) -> dict:
     except OSError as raised:
         error = str(raised)
     left = sorted(path.name for path in folder.iterdir() if path.is_dir())
-    engine.save = working
+    files.write_pieces = working
     trainer.checkpointer.save(trainer.state)
     trainer.checkpointer.wait()
     return {"error": error, "left": left, "after": (folder / "latest").read_text().strip()}
@@ -252,62 +217,22 @@ def rotation(out, data) -> None:
     stop_processes()
 
 
-def conversion(out, data) -> None:
-    """The real child process: it fails in one line, is refused for space, and ends with its parent."""
-    import shutil
-
-    from pod.training.checkpoint import universal
+def damaged(out, data) -> None:
+    """A checkpoint of two ranks on two and on one: a file of rank 1 is cut off, or gone."""
     from pod.training.run.mesh import stop_processes
 
-    result = {}
-    folder = out / "broken"
-    shutil.copytree(out / "full", folder)
-    shard = next((folder / (folder / "latest").read_text().strip()).glob("*_optim_states.pt"))
-    shard.write_bytes(shard.read_bytes()[:100])
-    settings = {**BASE, "zero_stage": 1}
-    result["damaged"] = _refusal(folder, data, settings)
-    result["left"] = sorted(path.name for path in folder.glob("*universal-*"))
-    free, universal.shutil.disk_usage = universal.shutil.disk_usage, lambda path: _Free()
-    result["space"] = _refusal(folder, data, settings)
-    universal.shutil.disk_usage = free
-    result["child_alive"] = _orphan(folder)
-    tiny.write_result(out, "conversion", result)
+    result, rank = {}, int(os.environ["RANK"])
+    folder = out / "term"
+    file = next((folder / (folder / "latest").read_text().strip()).glob("weights-00001*"))
+    whole = file.read_bytes()
+    for case, content in (("cut", whole[:-100]), ("header", whole[:100]), ("gone", None)):
+        if rank == 0:
+            file.write_bytes(content) if content else file.unlink()
+        result[case] = _refusal(folder, data, BASE)
+    if rank == 0:
+        file.write_bytes(whole)
+    tiny.write_result(out, f"damaged_{rank}_of_{os.environ['WORLD_SIZE']}", result)
     stop_processes()
-
-
-def _orphan(folder) -> list[bool]:
-    """Whether a conversion's process lives, before and after its parent is killed; it must not finish the copy."""
-    from pod.training.checkpoint import universal
-
-    source = folder.parent / "full"
-    checkpoint = source / (source / "latest").read_text().strip()
-    read, write = os.pipe()
-    parent = os.fork()
-    if parent == 0:
-        child = universal._Conversion(checkpoint, universal.universal_folder(checkpoint))
-        os.write(write, str(child.process.pid).encode())
-        signal.pause()
-    os.close(write)  # so that a parent that failed is not waited for
-    pid = int(os.read(read, 20))
-    before = _lives(pid)
-    os.kill(parent, signal.SIGKILL)
-    os.waitpid(parent, 0)
-    for _ in range(600):
-        if not _lives(pid):
-            break
-        threading.Event().wait(0.1)
-    return [before, _lives(pid) or universal.universal_folder(checkpoint).exists()]
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-class _Free:
-    free = 10
 
 
 def _refusal(folder, data, settings) -> str:
@@ -339,7 +264,8 @@ def main(out: Path, first: int = 0) -> None:
         lambda: tiny.run_ranks(2, stopped, "term_resumed", out, data),
         lambda: tiny.run_ranks(1, rotation, out, data),
         lambda: relayouts(out, data),
-        lambda: tiny.run_ranks(1, conversion, out, data),
+        lambda: tiny.run_ranks(2, damaged, out, data),
+        lambda: tiny.run_ranks(1, damaged, out, data),
     ]
     for stage in stages[first:]:
         stage()

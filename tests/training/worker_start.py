@@ -59,8 +59,8 @@ def train(name: str, out: Path) -> None:
     from pod.data import PackedDataset
     from pod.training import deepspeed_bridge as bridge
     from pod.training.args import TrainArgs
-    from pod.training.run.mesh import start_processes, stop_processes
-    from pod.training.run.start import start_model
+    from pod.training.run.mesh import from_rank_0, start_processes, stop_processes
+    from pod.training.run.start_model import hollow_start_model
     from pod.training.run.trainer import Trainer
 
     chosen = model_args(name, out)
@@ -69,7 +69,8 @@ def train(name: str, out: Path) -> None:
     mesh, results, placing = start_processes(1), {}, bridge.place_weights
     for way in ("placed", "whole"):
         if way == "placed":
-            model, weights = start_model(chosen, args, plan, mesh)
+            model, weights = hollow_start_model(chosen, plan, args.dtype)
+            from_rank_0(mesh.rank, weights.open)
             bridge.place_weights = placing
         else:
             model, weights = whole_model(args, chosen, plan), None
@@ -88,9 +89,8 @@ def damaged(out: Path) -> None:
     """A checkpoint that rank 0 cannot use is refused by all ranks in the same words."""
     from safetensors.torch import load_file, save_file
 
-    from pod.training.args import TrainArgs
-    from pod.training.run.mesh import start_processes, stop_processes
-    from pod.training.run.start import start_model
+    from pod.training.run.mesh import from_rank_0, start_processes, stop_processes
+    from pod.training.run.start_model import hollow_start_model
 
     mesh = start_processes(1)
     if mesh.rank == 0:
@@ -100,7 +100,8 @@ def damaged(out: Path) -> None:
         save_file(weights, shard, metadata={"format": "pt"})
     said = "accepted"
     try:
-        start_model(model_args("stage1", out), TrainArgs(), out / "start" / "plan.json", mesh)
+        _, opened = hollow_start_model(model_args("stage1", out), out / "start" / "plan.json")
+        from_rank_0(mesh.rank, opened.open)
     except ValueError as error:
         said = str(error)
     tiny.write_result(out, f"damaged_rank{mesh.rank}", {"said": said})

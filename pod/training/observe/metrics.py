@@ -54,7 +54,7 @@ class Monitor:
         args, mesh, dataset, first = trainer.args, trainer.mesh, trainer.dataset, trainer.mesh.rank == 0
         config = trainer.causal_model.config
         peak = peak_tokens_per_second(config, args, dataset, mesh) if first else None
-        tokens = trainer.rows_per_step * dataset.context_length
+        tokens = trainer.batches.rows_per_step * dataset.context_length
         return cls(trainer.folder, args, trainer.state.step, tokens, trainer.state.config, first, peak)
 
     def logs(self, step: int) -> bool:

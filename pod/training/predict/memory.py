@@ -279,15 +279,14 @@ def host_bytes(job: Job) -> Parts:
     if args.offload_parameters == "cpu":
         parts["parameters"] = shapes.parameters * size // ranks
     if args.save_mode == "async":
-        parts["checkpoint"] = checkpoint_disk_bytes(trained, args) // ranks
+        parts["checkpoint"] = checkpoint_disk_bytes(trained) // ranks
     return parts
 
 
-def checkpoint_disk_bytes(trained: int, args: TrainArgs) -> int:
-    """Disk bytes of one checkpoint of all ranks: master weights and two moments in fp32, below stage 3 the weights too, plus 1 MiB.
+def checkpoint_disk_bytes(trained: int) -> int:
+    """Disk bytes of one checkpoint of all ranks: master weights and two moments in fp32, plus 1 MiB.
 
     Args:
         trained: weights that are trained.
     """
-    weights = BYTES[args.dtype] if args.zero_stage < 3 else 0
-    return (12 + weights) * trained + MEBIBYTE
+    return 12 * trained + MEBIBYTE

@@ -113,7 +113,7 @@ def check_disk(job: Job, folder: Path) -> None:
         ValueError: how much is needed, and what for.
     """
     args = job.args
-    each = checkpoint_disk_bytes(job.shapes.trained_parameters(args), args)
+    each = checkpoint_disk_bytes(job.shapes.trained_parameters(args))
     saves = kept_checkpoints(args)
     held = sum(file.stat().st_size for file in folder.glob("step-*/**/*") if file.is_file())
     place = Path(os.path.abspath(folder))

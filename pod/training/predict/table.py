@@ -80,7 +80,7 @@ def layout_line(fit: Fit) -> str:
 def details(fit: Fit) -> str:
     """The parts of the table's sums: plan, memory, host memory, disk, time."""
     job, args, device, time = fit.job, fit.job.args, fit.machine.device, fit.time
-    disk = _gib(checkpoint_disk_bytes(job.shapes.trained_parameters(args), args))
+    disk = _gib(checkpoint_disk_bytes(job.shapes.trained_parameters(args)))
     figures = f"{device.tflops(args.dtype):g} TFLOP/s x {device.efficiency:g}, links x {LINK_EFFICIENCY:g}"
     lines = {
         "plan": _plan(fit),

@@ -18,9 +18,7 @@ class StepBatches:
     Ranks of one sequence-parallel group read the same rows, data-parallel groups different ones.
 
     Args:
-        dataset: packed rows.
         cursor: where reading stands; moves with `next`, by the rows of all ranks.
-        mesh: the ranks (`dp_rank`, `dp_size`, `device`).
         tokens: slice of a row's positions that this rank holds.
     """
 
@@ -28,33 +26,19 @@ class StepBatches:
         self.dataset, self.mesh, self.tokens = dataset, mesh, tokens
         self.micro_batch_size = args.micro_batch_size
         self.rows_per_step = args.micro_batch_size * args.gradient_accumulation_steps * mesh.dp_size
-        self._num_labels = 0
         self.prefetcher = Prefetcher(self._load, cursor, self.rows_per_step, args.prefetch_steps)
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds that the last `next` waited for data, copies to the device left out."""
-        return self.prefetcher.waited_s
-
-    @property
-    def num_labels(self) -> int:
+        self.num_labels = 0
         """Of this rank in the step that the last `next` gave, counted before it went to the device."""
-        return self._num_labels
 
     def next(self) -> list[Batch]:
         """Micro-batches: `input_ids`, `labels` int64 [B, slice] on this rank's device, `doc_ids` int64 [B, context] on the host, where
         segments are made from them."""
         batches = self.prefetcher.next()
-        self._num_labels = sum(int((batch["labels"] != IGNORED_LABEL).sum()) for batch in batches)
-        return [
-            {
-                name: value.to(self.mesh.device, non_blocking=True)
-                for name, value in batch.items()
-                if name != "doc_ids"
-            }
-            | {"doc_ids": batch["doc_ids"]}
-            for batch in batches
-        ]
+        self.num_labels = sum(int((batch["labels"] != IGNORED_LABEL).sum()) for batch in batches)
+        for batch in batches:
+            for name in ("input_ids", "labels"):
+                batch[name] = batch[name].to(self.mesh.device, non_blocking=True)
+        return batches
 
     def close(self) -> None:
         """End the thread; `next` would start it again."""

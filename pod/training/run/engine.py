@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
 from pod.training.run.carry import set_carry
 
@@ -24,19 +23,15 @@ def gradient_scale(args: TrainArgs, mesh: Any) -> float:
 def deepspeed_config(args: TrainArgs) -> dict[str, Any]:
     """The engine's settings. `reduce_scatter` fixes the scale of gradients, see `gradient_scale`."""
     reduce_dtype = "fp32" if args.reduce_dtype == "float32" else "bf16"
-    zero: dict[str, Any] = {
+    cuda = torch.cuda.is_available()
+    offloads = {"offload_optimizer": args.offload_optimizer, "offload_param": args.offload_parameters}
+    zero = {
         "stage": args.zero_stage,
         "reduce_scatter": True,
-        "overlap_comm": torch.cuda.is_available(),
+        "overlap_comm": cuda,
         "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
         "stage3_prefetch_bucket_size": PREFETCH_ELEMENTS,
-    }
-    for name, device in (
-        ("offload_optimizer", args.offload_optimizer),
-        ("offload_param", args.offload_parameters),
-    ):
-        if device != "none":
-            zero[name] = {"device": device, "pin_memory": torch.cuda.is_available()}
+    } | {name: {"device": "cpu", "pin_memory": cuda} for name, place in offloads.items() if place == "cpu"}
     return {
         "train_micro_batch_size_per_gpu": args.micro_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
@@ -55,18 +50,6 @@ def deepspeed_config(args: TrainArgs) -> dict[str, Any]:
     }
 
 
-def drop_carry_hooks(model: Any) -> None:
-    """Take ZeRO-3's hooks off the modules that hand on the carry and own no weight: decoder layers and attention.
-
-    The hooks fire once per carried tensor. How many there are depends on the heads that a rank computes, and ZeRO-3
-    stops ("disagreement on list contents") when ranks do not meet the same hooks. Their children's hooks gather all
-    weights.
-    """
-    for layer in model.model.layers:
-        for module in (layer, layer.self_attn):
-            bridge.drop_hooks(module)
-
-
 def save_activations(model: Any, args: TrainArgs, row_length: int) -> None:
     """Set what a PodForCausalLM keeps for its backward: checkpoints, carry, feed-forward tiles.
 
@@ -75,10 +58,8 @@ def save_activations(model: Any, args: TrainArgs, row_length: int) -> None:
     """
     if args.gradient_checkpointing == "full":
         # The first name is transformers' newer one; both checkpoint without re-entering autograd.
-        enable = (
-            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        )
-        enable()
+        newer = getattr(model, "activation_checkpointing_enable", None)
+        (newer or model.gradient_checkpointing_enable)()
     set_carry(model, args.carry, args.offload_checkpoints)
     for layer in model.model.layers:
         layer.mlp.train_tiles = args.mlp_tiles(row_length)

@@ -19,17 +19,7 @@ class Guard:
 
     def __init__(self, args: TrainArgs):
         self.args = args
-        self.consecutive_skips = 0
-        self.rewinds = 0
-        self.losses: deque[float] = deque(maxlen=args.spike_window)
-
-    def is_spike(self, loss: float) -> bool:
-        """Whether `loss` (of the step whose update is still to come) is a spike.
-
-        NaN and infinity are none: they fill the gradients, where the engine finds them.
-        """
-        bar = self.spike_bar()
-        return bar is not None and math.isfinite(loss) and loss > bar
+        self.load_state_dict({})
 
     def spike_bar(self) -> float | None:
         """The loss above which the coming step is a spike; None while none is one."""
@@ -37,20 +27,26 @@ class Guard:
             return None
         return self.args.spike_factor * statistics.median(self.losses)
 
+    def is_spike(self, loss: float) -> bool:
+        """Whether `loss` (of the step whose update is still to come) is a spike; NaN and infinity are none."""
+        bar = self.spike_bar()
+        return bar is not None and math.isfinite(loss) and loss > bar
+
+    def is_bad(self, loss: float) -> bool:
+        """Whether the update must be left out."""
+        return not math.isfinite(loss) or self.is_spike(loss)
+
     def why_bad(self, loss: float) -> str:
         """What was wrong with a step that was skipped, in words; call it before `judge`."""
         if self.is_spike(loss):
-            return (
-                f"the loss was {loss:.4g}, above {self.spike_bar():.4g} = spike_factor x the running median"
-            )
+            bar = f"{self.spike_bar():.4g} = spike_factor x the running median"
+            return f"the loss was {loss:.4g}, above {bar}"
         return "the loss or a gradient was NaN or infinite"
 
     def judge(self, step: int, loss: float, skipped: bool, can_rewind: bool = True) -> Verdict:
         """What follows step `step` (counted from 1), after its update was made or skipped.
 
-        Args:
-            loss: mean cross entropy of the step; NaN when it was not finite.
-            can_rewind: whether there is a checkpoint; without one a rewind is a skip.
+        Without a checkpoint (`can_rewind`) a rewind is a skip.
 
         Raises:
             RuntimeError: `max_skipped_steps` bad steps in a row, or one more than `max_rewinds` rewinds.
@@ -59,41 +55,34 @@ class Guard:
             self.consecutive_skips = 0
             self.losses.append(loss)
             return "good"
-        reason = self.why_bad(loss)
+        reason, advice = self.why_bad(loss), "or resume from an earlier checkpoint"
         if self.args.bad_step == "rewind" and can_rewind:
-            return self._rewind(step, reason)
+            if self.rewinds >= self.args.max_rewinds:
+                raise RuntimeError(
+                    f"step {step} is bad ({reason}) after {self.rewinds} rewinds: lower train.learning_rate, check the data, "
+                    f"raise train.max_rewinds, {advice}"
+                )
+            self.rewinds += 1
+            return "rewind"
         self.consecutive_skips += 1
         if self.consecutive_skips >= self.args.max_skipped_steps:
             raise RuntimeError(
                 f"{self.consecutive_skips} bad steps in a row (at step {step} {reason}): lower train.learning_rate, check "
-                "the data, or resume from an earlier checkpoint"
+                f"the data, {advice}"
             )
         return "skip"
 
-    def _rewind(self, step: int, reason: str) -> Verdict:
-        if self.rewinds >= self.args.max_rewinds:
-            raise RuntimeError(
-                f"step {step} is bad ({reason}) after {self.rewinds} rewinds: lower train.learning_rate, check the data, "
-                "raise train.max_rewinds, or resume from an earlier checkpoint"
-            )
-        self.rewinds += 1
-        return "rewind"
-
     def rewound(self, saved: dict[str, Any]) -> None:
         """The run returned to a checkpoint with this state: its losses hold again, the rewinds so far still count."""
-        rewinds = self.rewinds
-        self.load_state_dict(saved)
-        self.rewinds, self.consecutive_skips = rewinds, 0
+        self.load_state_dict({**saved, "rewinds": self.rewinds, "consecutive_skips": 0})
 
     def state_dict(self) -> dict[str, Any]:
         """JSON; floats come back bit for bit."""
-        return {
-            "consecutive_skips": self.consecutive_skips,
-            "rewinds": self.rewinds,
-            "losses": list(self.losses),
-        }
+        counts = {"consecutive_skips": self.consecutive_skips, "rewinds": self.rewinds}
+        return {**counts, "losses": list(self.losses)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken; {} is the start of a run."""
-        self.consecutive_skips, self.rewinds = state.get("consecutive_skips", 0), state.get("rewinds", 0)
-        self.losses = deque(state.get("losses", ()), maxlen=self.args.spike_window)
+        self.consecutive_skips: int = state.get("consecutive_skips", 0)
+        self.rewinds: int = state.get("rewinds", 0)
+        self.losses: deque[float] = deque(state.get("losses", ()), maxlen=self.args.spike_window)

@@ -7,6 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from pod.modeling.loading import load_model
+from pod.modeling.shipped.config import PodConfig
+from pod.models import resolve_model
 from pod.training.args import TrainArgs
 
 SETTINGS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
@@ -55,12 +58,8 @@ def lora_config(settings: dict[str, Any]) -> Any:
         raise ValueError(
             "train.method=lora needs the package peft: pip install peft, or set train.method=full"
         ) from None
-    return LoraConfig(
-        r=settings["lora_rank"],
-        lora_alpha=settings["lora_alpha"],
-        lora_dropout=settings["lora_dropout"],
-        target_modules=list(settings["lora_target_modules"]),
-    )
+    names = {"lora_rank": "r", "lora_target_modules": "target_modules"}
+    return LoraConfig(**{names.get(name, name): value for name, value in settings.items()})
 
 
 def load_adapter(folder: Path | str, base: Any, **options: Any) -> Any:
@@ -75,10 +74,6 @@ def load_adapter(folder: Path | str, base: Any, **options: Any) -> Any:
         ValueError: a folder that holds no adapter of ours, or a base that does not fit.
     """
     from peft import PeftModel
-
-    from pod.modeling.loading import load_model
-    from pod.modeling.shipped.config import PodConfig
-    from pod.models import resolve_model
 
     file = Path(folder) / CONFIG_NAME
     if not file.is_file():

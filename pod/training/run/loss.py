@@ -19,12 +19,8 @@ IGNORED_LABEL = -100
 class LossHead(nn.Module):
     """Sum of the next-token losses of a row (slice), holding at most `chunk_mib` MiB of fp32 logits.
 
-    It registers the output projection (tied or not) as its own parameter: ZeRO-3 then gathers the weight around
+    It registers the output projection [V, hidden] (tied or not) as its own parameter: ZeRO-3 then gathers the weight around
     this module's forward and backward as it does for any other module.
-
-    Args:
-        weight: output projection [V, hidden], usually `model.lm_head.weight`.
-        chunk_mib: MiB of fp32 logits held at a time.
     """
 
     def __init__(self, weight: nn.Parameter, chunk_mib: int = 256):
@@ -39,26 +35,22 @@ class LossHead(nn.Module):
         return bridge.linear_cross_entropy(hidden, self.weight, labels, IGNORED_LABEL, rows)
 
 
-def causal_model(model: Any) -> Any:
-    """The PodForCausalLM inside a `peft` wrapper, or the model itself."""
-    unwrap = getattr(model, "get_base_model", None)
-    return unwrap() if unwrap is not None else model
-
-
 class LanguageModelLoss(nn.Module):
-    """Decoder plus chunked loss: the module that the DeepSpeed engine wraps.
+    """Decoder (a PodForCausalLM, or its `peft` wrapper) plus chunked loss: the module that the DeepSpeed engine wraps.
 
     Parameter names are those of `model` with the prefix "model."; the loss head's weight is the model's own.
-
     """
 
-    def __init__(self, model: nn.Module, chunk_mib: int = 256):
+    def __init__(self, model: Any, chunk_mib: int = 256):
         super().__init__()
         self.model = model
-        self.loss_head = LossHead(causal_model(model).lm_head.weight, chunk_mib)
+        self.loss_head = LossHead(self._causal_model.lm_head.weight, chunk_mib)
+
+    @property
+    def _causal_model(self) -> Any:
+        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, doc_ids: torch.Tensor) -> torch.Tensor:
         """input_ids, labels: this rank's slice [B, n_local]; doc_ids: the whole rows [B, n]. Sum of the losses."""
-        decoder = causal_model(self.model).model
-        hidden = decoder(input_ids=input_ids, doc_ids=doc_ids).last_hidden_state
+        hidden = self._causal_model.model(input_ids=input_ids, doc_ids=doc_ids).last_hidden_state
         return self.loss_head(hidden, labels)

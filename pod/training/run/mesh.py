@@ -19,12 +19,9 @@ class Mesh:
     """Where this rank stands, and the groups it talks in.
 
     Attributes:
-        rank, world_size: position among all ranks.
         sp_size, sp_rank: ranks that share a row, and which slice of it this rank holds.
         dp_size, dp_rank: groups that read different rows, and this rank's group.
-        sp_group: process group of the sequence-parallel group, None when sp_size is 1.
-        mpu: what the engine takes so that it knows the groups, None when sp_size is 1.
-        device: device of this rank.
+        sp_group, mpu: process group of a row's ranks, and what tells the engine; None when sp_size is 1.
         host_group: all ranks, for numbers in host memory: agreeing on them waits for no GPU.
     """
 
@@ -34,13 +31,9 @@ class Mesh:
         self.dp_rank, self.sp_rank = divmod(self.rank, sp_size)
         self.device = torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
         limit = None if timeout_s is None else timedelta(seconds=timeout_s)
-        self.host_group: Any = (
-            dist.new_group(backend="gloo", timeout=limit) if self.device.type == "cuda" else None
-        )
-        self.mpu: Any = None
-        self.sp_group: Any = None
-        if sp_size > 1:
-            self.mpu, self.sp_group = bridge.sequence_groups(sp_size)
+        cuda = self.device.type == "cuda"
+        self.host_group: Any = dist.new_group(backend="gloo", timeout=limit) if cuda else None
+        self.mpu, self.sp_group = bridge.sequence_groups(sp_size) if sp_size > 1 else (None, None)
 
     def sum(self, values: list[float]) -> list[float]:
         """Sums over all ranks, in fp64."""
@@ -62,11 +55,7 @@ class SameOnAllRanks(ValueError):
 
 
 def from_rank_0(rank: int, function: Callable[[], Any]) -> Any:
-    """What `function` returns on rank 0, on all ranks, which call this together.
-
-    Raises:
-        SameOnAllRanks: for a ValueError or OSError there.
-    """
+    """What `function` returns on rank 0, on all ranks, which call this together; SameOnAllRanks for a ValueError or OSError there."""
     with ThreadPoolExecutor(1) as pool:
         work = pool.submit(function) if rank == 0 else None
         found: list[Any] = [False, None, None]
@@ -101,7 +90,7 @@ def planned_world_size() -> int:
 def check_world_size(world_size: int, sp_size: int) -> None:
     """Raise ValueError when the ranks cannot be arranged in groups of `sp_size`, naming the sizes that can."""
     if world_size % sp_size:
-        allowed = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
+        allowed = ", ".join(str(size) for size in range(1, world_size + 1) if not world_size % size)
         raise ValueError(
             f"{world_size} ranks cannot form groups of sequence_parallel_size {sp_size}: use {allowed}, "
             f"or start a multiple of {sp_size} ranks (deepspeed --num_gpus N)"
@@ -131,31 +120,20 @@ def join_ranks(timeout_s: float | None = None) -> None:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if "RANK" not in os.environ:
-        alone = {
-            "RANK": 0,
-            "LOCAL_RANK": 0,
-            "WORLD_SIZE": 1,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": _free_port(),
-        }
-        os.environ.update({name: str(value) for name, value in alone.items()})
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank())
     bridge.join_ranks(timeout_s)
 
 
 def record_collectives(folder: Path) -> None:
-    """Let NCCL remember its last operations and write them beside the stacks of a hang when one runs into its time limit.
-
-    Call it before `join_ranks`. What the environment says already holds.
-    """
-    settings = {
-        "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(folder / "nccl-rank-"),
-    }
-    for name, value in settings.items():
-        os.environ.setdefault(name, value)
+    """Let NCCL write its last operations beside the stacks of a hang when one runs into its time limit; before `start_processes`."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(folder / "nccl-rank-"))
 
 
 def stop_processes() -> None:
@@ -163,9 +141,3 @@ def stop_processes() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -28,17 +28,14 @@ def make_optimizer(module: nn.Module, args: TrainArgs) -> torch.optim.Optimizer:
     Raises:
         ValueError: when nothing is trainable.
     """
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if not trainable:
+    groups: dict[float, list[nn.Parameter]] = {args.weight_decay: [], 0.0: []}
+    for one in module.parameters():
+        if one.requires_grad:
+            groups[args.weight_decay if len(bridge.shape_of(one)) >= 2 else 0.0].append(one)
+    if not any(groups.values()):
         raise ValueError("no parameter is trainable: check train.method and train.lora_target_modules")
-    matrices = [parameter for parameter in trainable if len(bridge.shape_of(parameter)) >= 2]
-    vectors = [parameter for parameter in trainable if len(bridge.shape_of(parameter)) < 2]
-    groups = [
-        {"params": matrices, "weight_decay": args.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [{"params": ones, "weight_decay": decay} for decay, ones in groups.items() if ones],
         lr=args.learning_rate,
         betas=(args.adam_beta1, args.adam_beta2),
         eps=args.adam_epsilon,

@@ -19,13 +19,11 @@ Reader = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @contextlib.contextmanager
 def reading(trainer: Any, row_length: int) -> Iterator[slice]:
-    """Make a trainer's model ready for rows of `row_length` tokens, which the sequence-parallel group must divide.
-
-    Yields this rank's slice of a row. Afterwards modes and row length are what they were.
-    """
+    """Make a trainer's model ready for rows of `row_length` tokens, which the sequence-parallel group must divide; yields this rank's
+    slice of a row. Afterwards modes and row length are what they were."""
     module, ulysses = trainer.engine.module, trainer.ulysses
     modes = [(part, part.training) for part in module.modules()]
-    trained_length = None if ulysses is None else ulysses.row_length
+    trained_length = trainer.dataset.context_length
     module.eval()
     try:
         if ulysses is not None:
@@ -66,10 +64,7 @@ def read(trainer: Any, input_ids: Tensor, doc_ids: Tensor, labels: Tensor, reade
 
 
 def token_scores(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_bytes: int) -> tuple[Tensor, Tensor]:
-    """Cross entropy in nats (fp32, 0 without a label) and the most likely next token, each [B, n].
-
-    Holds at most `chunk_bytes` of fp32 logits.
-    """
+    """Cross entropy in nats (fp32, 0 without a label) and the most likely next token, each [B, n]; at most `chunk_bytes` of logits."""
     rows, targets = hidden.flatten(0, 1), labels.flatten()
     size = max(1, chunk_bytes // (4 * weight.shape[0]))
     losses, best = [], []

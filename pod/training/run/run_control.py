@@ -25,11 +25,8 @@ class RunControl:
     """Watches one run; every method is called by all ranks at the same places.
 
     Args:
-        args: section `train` of the recipe.
-        mesh: the ranks.
         folder: <output_dir>/train.
-        clock: seconds.
-        age: seconds that this process has run already; None = ask the system.
+        clock, age: seconds, and how many of them this process has run already; None = ask the system.
     """
 
     def __init__(
@@ -50,13 +47,11 @@ class RunControl:
         )
         self.save_due = False
         self._saved_at = clock()
-        self._step_seconds: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
-        self._save_seconds = 0.0
         self._save_began: float | None = None
-        self._saved_since_asked = 0.0
-        self._asked_at: float | None = None
-        # The first step warms up: it stands for the others only until there is another one.
-        self._first_step: float | None = None
+        self._save_seconds = 0.0  # of the longest checkpoint
+        self._step_began: float | None = None
+        self._saved_in_step = 0.0
+        self._step_seconds: deque[float] = deque(maxlen=1 + _STEPS_REMEMBERED)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -87,11 +82,10 @@ class RunControl:
     def alive(self, phase: str) -> None:
         """This rank makes progress: it enters `phase` (data, forward, backward, update, save, evaluate).
 
-        A `save` lasts until the next phase begins, and within it every byte that reaches an unpublished checkpoint is
-        progress too. Called by the main thread, as often as one likes.
+        A `save` lasts until the next phase begins; in it every byte that reaches an unpublished checkpoint is progress too.
         """
         now = self.clock()
-        self._asked_at = now if self._asked_at is None else self._asked_at
+        self._step_began = now if self._step_began is None else self._step_began
         if phase != "save":
             self._end_save(now)
         elif self._save_began is None:
@@ -99,59 +93,49 @@ class RunControl:
         self.watchdog.beat(phase)
 
     def save_took(self, seconds: float) -> None:
-        """A checkpoint was published this many seconds after it was begun: what `max_hours` keeps for the last one.
-
-        Needed for asynchronous checkpoints only; a synchronous one lasts as long as its phase.
-        """
+        """A checkpoint was published this many seconds after it was begun: what `max_hours` keeps for the last one."""
         self._save_seconds = max(self._save_seconds, seconds)
 
     def _end_save(self, now: float) -> None:
         if self._save_began is not None:
             seconds, self._save_began, self._saved_at = now - self._save_began, None, now
-            self._saved_since_asked += seconds
+            self._saved_in_step += seconds
             self.save_took(seconds)
 
     def should_stop(self, step: int) -> str | None:
-        """Why the run must save and end now, the same answer on all ranks; None = go on.
-
-        Args:
-            step: steps done. Called once after each.
-        """
+        """Why the run must save and end after step `step`, the same answer on all ranks; None = go on. Sets `save_due`."""
         now = self.clock()
         self._end_save(now)
-        if self._asked_at is not None:
-            seconds = now - self._asked_at - self._saved_since_asked
-            if self._first_step is None:
-                self._first_step = seconds
-            else:
-                self._step_seconds.append(seconds)
-        self._asked_at, self._saved_since_asked = now, 0.0
+        if self._step_began is not None:
+            self._step_seconds.append(now - self._step_began - self._saved_in_step)
+        self._step_began, self._saved_in_step = now, 0.0
         self.watchdog.step = step
-        mine = _SIGNAL if self.stop_signal is not None else _GO_ON
-        if mine == _GO_ON and self.mesh.rank == 0 and self._out_of_time(now):
-            mine = _HOURS
-        elif mine == _GO_ON and self.mesh.rank == 0 and self._much_to_lose(now):
-            mine = _SAVE
-        code = self.mesh.largest(mine)
+        code = self.mesh.largest(self._wish(now))
         self.save_due = code != _GO_ON
-        return {
-            _GO_ON: None,
-            _SAVE: None,
-            _HOURS: f"max_hours = {self.args.max_hours:g} leaves no time for another step and its checkpoint: stopped",
-            _SIGNAL: "stopped by a signal",
-        }[code]
+        if code == _HOURS:
+            return f"max_hours = {self.args.max_hours:g} leaves no time for another step and its checkpoint: stopped"
+        return "stopped by a signal" if code == _SIGNAL else None
+
+    def _wish(self, now: float) -> int:
+        """What this rank asks for. Rank 0's clock decides for all."""
+        if self.stop_signal is not None:
+            return _SIGNAL
+        if self.mesh.rank:
+            return _GO_ON
+        step, limit = _RESERVE * self._longest_step(), self.args.max_hours * 3600
+        save = _RESERVE * self._save_seconds or _RESERVE * _FIRST_SAVE * limit
+        if limit and now - self.started + step + save >= limit:
+            return _HOURS
+        by_the_clock = self.args.save_every_steps is None
+        return _SAVE if by_the_clock and now - self._saved_at + step >= _MOST_LOST else _GO_ON
 
     def interrupted(self) -> bool:
         """Whether a rank got a signal, the same answer on all ranks; asked between the micro-batches of a step."""
         return bool(self.mesh.largest(self.stop_signal is not None))
 
-    def _much_to_lose(self, now: float) -> bool:
-        """Whether one more step would be more than may be lost. Rank 0's clock decides for all."""
-        own_choice = self.args.save_every_steps is None
-        return own_choice and now - self._saved_at + _RESERVE * self._longest_step() >= _MOST_LOST
-
     def _longest_step(self) -> float:
-        return max(self._step_seconds, default=self._first_step or 0.0)
+        """Of the last ones. The first step warms up: it stands for the others only until there is another one."""
+        return max([*self._step_seconds][1:] or self._step_seconds, default=0.0)
 
     def time_at_risk(self) -> str:
         """What a signal finds, in one line; after a step and a checkpoint were timed."""
@@ -166,11 +150,3 @@ class RunControl:
         every = self.args.save_every_steps
         lost = _MOST_LOST if every is None else (every or self.args.max_steps) * step
         return f"{line}: too short, up to {lost / 60:.0f} minutes of work would be lost. To stop, send SIGUSR1 to one rank's process"
-
-    def _out_of_time(self, now: float) -> bool:
-        """Whether one more step and a checkpoint may end after `max_hours`. Rank 0's clock decides for all."""
-        limit = self.args.max_hours * 3600
-        if not limit:
-            return False
-        save = self._save_seconds or _FIRST_SAVE * limit
-        return now - self.started + _RESERVE * (self._longest_step() + save) >= limit

@@ -9,9 +9,8 @@ from pod.data import PackedDataset
 from pod.data.args import DataArgs
 from pod.data.loader import read_manifest
 from pod.data.tokenizers import tokenizer_sha256
-from pod.modeling.shipped.llama import PodForCausalLM
 from pod.models import ModelArgs, resolve_model
-from pod.training.args import TrainArgs, TrainRecipe
+from pod.training.args import TrainRecipe
 from pod.training.observe.trackers import check_tracker
 from pod.training.observe.validation import Passkey
 from pod.training.predict import preflight
@@ -22,37 +21,28 @@ from pod.training.predict.table import details, table
 from pod.training.run.agreement import agree, agree_on_layout, digest
 from pod.training.run.mesh import Mesh, from_rank_0, join_ranks, record_collectives, stop_processes
 from pod.training.run.start_model import (
-    Plan,
     hollow_start_model,
-    load_start_model,
     model_config,
     source_config,
 )
-from pod.training.run.start_weights import StartWeights
-
-__all__ = [
-    "estimate",
-    "load_start_model",
-    "model_config",
-    "open_data",
-    "train",
-]
 
 GROUP_TIMEOUT_S = 1350.0  # PyTorch's own limit is 30 minutes
 
 
-def open_data(model_args: ModelArgs, output_dir: Path, config: Any) -> PackedDataset:
-    """The prepared rows, refused when they were prepared for another tokenizer or vocabulary.
-
-    Raises:
-        ValueError: no data, another tokenizer, ids above the vocabulary.
-    """
+def open_data(model_args: ModelArgs, folder: Path, config: Any, asked: int | None) -> PackedDataset:
+    """The prepared rows in `folder`; ValueError for none, another tokenizer or vocabulary, or rows of other than `asked` tokens."""
     import pod
 
     tokenizer = pod.load_tokenizer(resolve_model(model_args.path), gguf_file=model_args.gguf_file)
-    return PackedDataset(
-        Path(output_dir) / "data", tokenizer_sha256=tokenizer_sha256(tokenizer), vocab_size=config.vocab_size
+    dataset = PackedDataset(
+        folder, tokenizer_sha256=tokenizer_sha256(tokenizer), vocab_size=config.vocab_size
     )
+    if asked not in (None, dataset.context_length):
+        raise ValueError(
+            f"data.context_length is {asked} and the rows in {folder} have {dataset.context_length} tokens: "
+            f"run launch/prepare_data.py again, or set data.context_length={dataset.context_length}"
+        )
+    return dataset
 
 
 def train(
@@ -67,7 +57,6 @@ def train(
 
     Args:
         config: the resolved recipe, the same on all ranks; stored in checkpoints.
-        passkeys: for evaluation during training.
 
     Raises:
         ValueError, OSError, RuntimeError: in one line that says what to do; nothing has been trained for a ValueError.
@@ -77,8 +66,8 @@ def train(
 
     check_tracker(recipe.tracker)
     planned, plan = model_config(model_args, output_dir)
-    dataset = open_data(model_args, Path(output_dir), planned)
-    _check_row_length(config, dataset, output_dir)
+    asked = config.get("data", {}).get("context_length")
+    dataset = open_data(model_args, Path(output_dir) / "data", planned, asked)
     folder = Path(output_dir) / "train"
     fit = preflight.check(planned, recipe, dataset.manifest, folder, this_machine())
     observers = make_observers(fit.job.args, dataset, folder, planned, passkeys)
@@ -93,18 +82,9 @@ def train(
     mesh = Mesh(args.sequence_parallel_size, timeout_s)
     if mesh.rank == 0:
         print(table(fit, len(dataset) * dataset.context_length), flush=True)
-    model, weights = start_model(model_args, args, model_args.plan_file(output_dir), mesh)
-    trainer = Trainer(
-        args,
-        model,
-        dataset,
-        mesh,
-        folder,
-        seed,
-        config,
-        observers=observers,
-        weights=weights,
-    )
+    model, weights = hollow_start_model(model_args, model_args.plan_file(output_dir), args.dtype)
+    from_rank_0(mesh.rank, weights.open)
+    trainer = Trainer(args, model, dataset, mesh, folder, seed, config, observers=observers, weights=weights)
     state = trainer.train()
     if mesh.rank == 0:
         print(f"trained {state.step} of {args.max_steps} steps; checkpoints in {folder}", flush=True)
@@ -114,29 +94,6 @@ def train(
 def group_timeout_s(args: TrainRecipe) -> float:
     """Seconds after which an operation that waits for other ranks fails: later than the watchdog has reported it."""
     return float(os.environ.get("POD_GROUP_TIMEOUT_S") or max(GROUP_TIMEOUT_S, 1.5 * args.hang_timeout_s))
-
-
-def _check_row_length(config: dict[str, Any], dataset: PackedDataset, output_dir: str) -> None:
-    asked = config.get("data", {}).get("context_length")
-    if asked is not None and asked != dataset.context_length:
-        raise ValueError(
-            f"data.context_length is {asked} and the rows in {Path(output_dir) / 'data'} have {dataset.context_length} tokens: "
-            f"run launch/prepare_data.py again, or set data.context_length={dataset.context_length}"
-        )
-
-
-def start_model(
-    model_args: ModelArgs, args: TrainArgs, plan: Plan, mesh: Mesh
-) -> tuple[PodForCausalLM, StartWeights]:
-    """What a trainer starts from: the model without its values, and the values, which rank 0 reads one at a time.
-
-    Raises:
-        ValueError: on all ranks, when rank 0 cannot read the checkpoint; see `start_config`.
-    """
-    model, open_checkpoint = hollow_start_model(model_args, plan, args.dtype)
-    weights = StartWeights()
-    from_rank_0(mesh.rank, lambda: weights.read(model, open_checkpoint()))
-    return model, weights
 
 
 def estimate(
@@ -149,28 +106,22 @@ def estimate(
 ) -> str:
     """Text for `--dry-run`: needs the model's configuration, not its weights; prepared data and plan when they exist.
 
-    Args:
-        target_saving: of the plan that is still to be made, for layout=pod.
-
-    Raises:
-        ValueError: a model, plan, layout, RoPE, type, ranks or pinned fields that do not go together.
+    A plan that is still to be made, for layout=pod, is one of `target_saving`. ValueError for what does not go together.
     """
     _, note = source_config(model_args)
     config, plan = model_config(model_args, output_dir, target_saving)
     context_length, data_tokens = data_args.context_length, data_args.target_tokens
     if (Path(output_dir) / "data" / "manifest.json").is_file():
         manifest = read_manifest(Path(output_dir) / "data")
-        context_length, data_tokens = (
-            manifest["context_length"],
-            manifest["num_rows"] * manifest["context_length"],
-        )
+        context_length = manifest["context_length"]
+        data_tokens = manifest["num_rows"] * context_length
     preflight.check_attention(config, recipe, machine)
     fit = plan_run(recipe, Shapes.from_config(config), plan.lead, context_length, machine)
     notes = [note] if note else []
     if plan.provenance.get("stand_in"):
         notes.append(
-            f"no plan yet: estimated with {plan.num_leads} (layer, KV head) pairs that lead, {plan.num_followers} that follow and "
-            f"{plan.num_windows} windows, which save {plan.asymptotic_saving:.0%} of distant tokens' keys and values"
+            f"no plan yet: estimated with {plan.num_leads} (layer, KV head) pairs that lead and {plan.num_followers} that follow, which "
+            f"save {plan.asymptotic_saving:.0%} of distant tokens' keys and values"
         )
     if context_length > config.max_position_embeddings:
         notes.append(

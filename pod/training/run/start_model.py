@@ -1,36 +1,29 @@
 """The model that a run starts from: its plan, its configuration without its weights, and the model itself."""
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from pod.modeling.loading import target_config
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.models import KNOWN_SIZES, PACKAGE, ModelArgs, resolve_model
-from pod.training.run.start_weights import Reader, hollow_model, weight_reader
+from pod.training.run.start_weights import StartWeights, hollow_model, weight_reader
 
 Plan = SharingPlan | str | Path | None
 
 
 def hollow_start_model(
     model_args: ModelArgs, plan: Plan, dtype: str = "float32"
-) -> tuple[PodForCausalLM, Callable[[], Reader]]:
-    """The model that training starts from without its values, and what opens its checkpoint to read them.
+) -> tuple[PodForCausalLM, StartWeights]:
+    """The model that training starts from without its values, and what has them once it is opened.
 
-    Args:
-        plan: see `start_config`.
-        dtype: of the weights. The master weights of a run in bfloat16 are made from bfloat16.
-
-    Raises:
-        ValueError: see `start_config`.
+    The master weights of a run in bfloat16 are made from bfloat16. Plan and errors as in `start_config`.
     """
     path, source = resolve_model(model_args.path), source_config(model_args)[0]
     config = start_config(model_args, plan, source)
@@ -40,30 +33,23 @@ def hollow_start_model(
         model.generation_config = GenerationConfig.from_pretrained(path)
     # means of weights are taken before they are rounded
     read_as = torch.float32 if config.layout == "cla" else kind
-    return model, partial(weight_reader, path, config, read_as, model_args.gguf_file)
+    return model, StartWeights(model, partial(weight_reader, path, config, read_as, model_args.gguf_file))
 
 
 def load_start_model(model_args: ModelArgs, plan: Plan, dtype: str = "float32") -> PodForCausalLM:
     """The start model with its values, whole in host memory; arguments and errors as in `hollow_start_model`."""
-    model, open_checkpoint = hollow_start_model(model_args, plan, dtype)
-    read = open_checkpoint()
-    for name, parameter in model.named_parameters():
-        parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype).copy_(read(name))
+    model, weights = hollow_start_model(model_args, plan, dtype)
+    weights.open()
+    for parameter in model.parameters():
+        parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype).copy_(weights(parameter))
     return model
 
 
-_NO_PLAN = (
-    "model.layout is pod, and there is no plan but that in which every head leads: run launch/explore.py, set "
-    "model.plan, or use layout=dense"
-)
-
-
 def start_config(model_args: ModelArgs, plan: Plan, source: Any) -> PodConfig:
-    """Configuration of the start model, with the layout, plan, windows and RoPE of the recipe.
+    """Configuration of the start model (`source`: the checkpoint's), with the layout, plan, windows and RoPE of the recipe.
 
     Args:
         plan: a SharingPlan or the path of one; None = the layout's own (`cla`), the checkpoint's, or none.
-        source: the checkpoint's configuration.
 
     Raises:
         ValueError: layout=pod without a plan; whatever does not fit the checkpoint.
@@ -71,18 +57,16 @@ def start_config(model_args: ModelArgs, plan: Plan, source: Any) -> PodConfig:
     layout = model_args.layout
     if layout == "cla" and plan is None:
         plan = SharingPlan.cla(source.num_hidden_layers, source.num_key_value_heads, model_args.cla_factor)
-    config = target_config(
-        source,
-        plan=None if layout in ("dense", "window") else plan,
-        layout=None if layout == "auto" else layout,
-        num_sink_tokens=model_args.num_sink_tokens,
-        num_recent_tokens=model_args.num_recent_tokens,
-        attention_backend=model_args.attention_backend,
-        rope=model_args.rope,
-        max_position_embeddings=model_args.max_position_embeddings,
-    )
+    if layout in ("dense", "window"):
+        plan = None
+    same = ("num_sink_tokens", "num_recent_tokens", "attention_backend", "rope", "max_position_embeddings")
+    changes = {name: getattr(model_args, name) for name in same}
+    config = target_config(source, plan=plan, layout=None if layout == "auto" else layout, **changes)
     if layout == "pod" and config.sharing_plan.is_dense:
-        raise ValueError(_NO_PLAN)
+        raise ValueError(
+            "model.layout is pod, and there is no plan but that in which every head leads: run launch/explore.py, set "
+            "model.plan, or use layout=dense"
+        )
     return config
 
 
@@ -92,8 +76,7 @@ def model_config(
     """Configuration and plan of the model as it will be trained, without its weights.
 
     Args:
-        target_saving: what a stand-in for a missing plan saves under layout=pod, see `stand_in_plan`; its provenance says
-            `stand_in`. None = a missing plan is an error.
+        target_saving: of a `stand_in_plan` for a missing plan under layout=pod; None = a missing plan is an error.
 
     Raises:
         ValueError: an unknown model, one that does not fit plan, layout or RoPE; no plan.
@@ -109,30 +92,12 @@ def model_config(
 
 
 def stand_in_plan(num_layers: int, num_key_value_heads: int, saving: float) -> SharingPlan:
-    """A plan for estimates that saves about this share of the bytes of distant tokens' keys and values.
-
-    Blocks of nearly equal size, the same for all heads; above what they reach, windows spread evenly among leads.
-
-    Args:
-        saving: from 0 to 1.
-    """
-    provenance = {"stand_in": True, "target_saving": saving}
-    blocks = num_layers - round(2 * saving * num_layers)
-    if blocks < 1:
-        layers, heads = range(num_layers), range(num_key_value_heads)
-        pairs = num_layers * num_key_value_heads
-        windows = round(saving * pairs)
-        leads = [
-            [
-                head
-                for head in heads
-                if (layer * num_key_value_heads + head) * windows % pairs < pairs - windows
-            ]
-            for layer in layers
-        ]
-        return replace(SharingPlan.of_leads(leads, num_key_value_heads), provenance=provenance)
+    """A plan for estimates that saves about this share of the bytes of distant tokens' keys and values, with at most one block of
+    all layers: blocks of nearly equal size, the same for all heads."""
+    blocks = max(1, num_layers - round(2 * saving * num_layers))
     starts = [number * num_layers // blocks for number in range(blocks)]
     leads = [max(start for start in starts if start <= layer) for layer in range(num_layers)]
+    provenance = {"stand_in": True, "target_saving": saving}
     return SharingPlan(tuple((lead,) * num_key_value_heads for lead in leads), provenance)
 
 
@@ -149,14 +114,12 @@ def source_config(model_args: ModelArgs) -> tuple[Any, str | None]:
         return _known_config(name), None  # of one version only; reading it would convert the weights first
     try:
         return _read_config(model_args, local_files_only=True), None
-    except (OSError, ValueError) as error:
-        absent = error
-    if name in KNOWN_SIZES:
-        return _known_config(
-            name
-        ), f"{name} is not on this machine: its sizes are those that pod/models.py knows"
-    if isinstance(absent, ValueError):
-        raise absent
+    except (OSError, ValueError) as absent:
+        if name in KNOWN_SIZES:
+            note = f"{name} is not on this machine: its sizes are those that pod/models.py knows"
+            return _known_config(name), note
+        if isinstance(absent, ValueError):
+            raise
     try:
         return _read_config(model_args, local_files_only=False), None
     except OSError as error:
@@ -168,19 +131,15 @@ def source_config(model_args: ModelArgs) -> tuple[Any, str | None]:
 
 
 def _known_config(name: str) -> Any:
-    from transformers import AutoConfig
-
     sizes = dict(KNOWN_SIZES[name])
     return AutoConfig.for_model(sizes.pop("model_type"), **sizes)
 
 
 def _read_config(model_args: ModelArgs, local_files_only: bool) -> Any:
-    from transformers import AutoConfig, PreTrainedConfig
-
     path = resolve_model(model_args.path)
     options: dict[str, Any] = {"local_files_only": local_files_only}
     if model_args.gguf_file is not None:
         return AutoConfig.from_pretrained(path, gguf_file=model_args.gguf_file, **options)
-    if PreTrainedConfig.get_config_dict(path, **options)[0].get("model_type") == PodConfig.model_type:
-        return PodConfig.from_pretrained(path, **options)
-    return AutoConfig.from_pretrained(path, **options)
+    kind = PreTrainedConfig.get_config_dict(path, **options)[0].get("model_type")
+    reader = PodConfig if kind == PodConfig.model_type else AutoConfig
+    return reader.from_pretrained(path, **options)

@@ -4,21 +4,27 @@ A model is built without values (`hollow_model`): every weight has its shape and
 loss are put around it as around any other; `bridge.place_weights` then fills and divides it weight by weight.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import os
+from collections.abc import Callable
+from functools import lru_cache
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from pod.modeling.loading import check_fit, empty_model, load_model, made_weight
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM
-from pod.training.checkpoint.files import Samples, sample_of
-from pod.training.run.weight_files import weight_files
+from pod.training.checkpoint.identity import Samples, sample_of
 
 Reader = Callable[[str], Tensor]
-"""A weight by the name that it has in the model; not to be written to."""
+"""A weight by its name; it may lie in mapped pages of a file: copy it, never write to it."""
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_IGNORED = "rotary_emb.inv_freq"
+"""Old checkpoints hold tables that are computed today."""
 
 
 def hollow_model(config: PodConfig, dtype: torch.dtype) -> PodForCausalLM:
@@ -31,47 +37,76 @@ def hollow_model(config: PodConfig, dtype: torch.dtype) -> PodForCausalLM:
 
 
 def weight_reader(path: str, config: PodConfig, dtype: torch.dtype, gguf_file: str | None = None) -> Reader:
-    """Reads the weights of a model with `config` from a checkpoint, in `dtype`: one at a time from safetensors files. A checkpoint
-    of another kind is loaded whole.
+    """Reads the weights of a model with `config` from a checkpoint, in `dtype`: one at a time from safetensors files, or all.
 
-    Raises:
-        ValueError, OSError: a checkpoint that cannot be read, or does not fit.
+    Raises ValueError or OSError for one that cannot be read, or does not fit.
     """
-    have: Mapping[str, Tensor] | None = None if gguf_file else weight_files(path)
-    if have is None:
+    files = None if gguf_file else weight_files(path)
+    if files is None:
         print(f"note: {path} has no safetensors files: one rank loads it whole", flush=True)
         whole = load_model(path, dtype=dtype, gguf_file=gguf_file)
-        have, order = whole.state_dict(), whole.config.head_order
-        shapes: Mapping[str, Sequence[int]] = {name: weight.shape for name, weight in have.items()}
+        state, order = whole.state_dict(), whole.config.head_order
+        shapes, read = {name: tuple(weight.shape) for name, weight in state.items()}, state.__getitem__
     else:
-        shapes, order = have.shapes, PreTrainedConfig.get_config_dict(path)[0].get("head_order")
+        shapes, read = files
+        order = PreTrainedConfig.get_config_dict(path)[0].get("head_order")
     check_fit(shapes, config, empty_model(config))
-    return lambda name: made_weight(name, lambda one: have[one].to(dtype), have, config, order)
+    return lambda name: made_weight(name, lambda one: read(one).to(dtype), shapes, config, order)
+
+
+def weight_files(source: str | os.PathLike) -> tuple[dict[str, tuple[int, ...]], Reader] | None:
+    """Shapes by the names in the safetensors files of a folder or hub id, and what reads a weight of them; None without such files."""
+    opened = lru_cache(maxsize=1)(
+        lambda file: safe_open(file, framework="pt")
+    )  # pages of one file stay mapped
+    place: dict[str, str] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in _files(source):
+        for name in opened(file).keys():  # noqa: SIM118  not a dictionary
+            if not name.endswith(_IGNORED):
+                place[name], shapes[name] = file, tuple(opened(file).get_slice(name).get_shape())
+    return (shapes, lambda name: opened(place[name]).get_tensor(name)) if place else None
+
+
+def _files(source: str | os.PathLike) -> list[str]:
+    for name in (_INDEX, _SINGLE):
+        try:
+            found = cached_file(source, name)
+        except OSError:  # no such file, or no such model
+            continue
+        if found is not None:
+            return (
+                list(get_checkpoint_shard_files(str(source), found)[0] or ()) if name == _INDEX else [found]
+            )
+    return []
 
 
 class StartWeights:
-    """What rank 0 gives `bridge.place_weights`: a weight's own values, or those that a reader has for it.
+    """What rank 0 gives `bridge.place_weights`, with samples of every weight that was given, in the model's order.
 
-    Attributes:
-        samples: of every weight of `model` that was given, in its order.
+    Args:
+        model: before adapters are put on it.
+        opener: opens the checkpoint that has the values, None = the model has them.
     """
 
-    def __init__(self) -> None:
-        self._readers: dict[nn.Parameter, Callable[[], Tensor]] = {}
-        self._names: dict[nn.Parameter, str] = {}
+    def __init__(self, model: nn.Module, opener: Callable[[], Reader] | None = None):
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._opener = opener
+        self._reader: Reader | None = None
         self.samples: Samples = {}
 
-    def read(self, model: nn.Module, reader: Reader) -> None:
-        """Let the weights of a hollow model come from `reader`."""
-        for name, parameter in model.named_parameters():
-            self._readers[parameter] = partial(reader, name)
+    def open(self) -> None:
+        """Open the checkpoint; ValueError and OSError as in `weight_reader`."""
+        self._reader = self._opener() if self._opener else None
 
-    def sample(self, model: nn.Module) -> None:
-        """Remember samples of the weights of `model`."""
-        self._names = {parameter: name for name, parameter in model.named_parameters()}
+    def close(self) -> None:
+        """Let go of the checkpoint."""
+        self._reader = None
 
     def __call__(self, parameter: nn.Parameter) -> Tensor:
-        values = self._readers.pop(parameter, parameter.detach)()
-        if parameter in self._names:
-            self.samples[self._names[parameter]] = sample_of(values)
+        """The values of a weight; those of others (adapters) are their own."""
+        name = self._names.get(parameter)
+        values = parameter.detach() if name is None or self._reader is None else self._reader(name)
+        if name is not None:
+            self.samples[name] = sample_of(values)
         return values

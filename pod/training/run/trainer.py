@@ -16,22 +16,13 @@ from pod.files import write_json
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
-from pod.training.checkpoint.files import (
-    Checkpointer,
-    TrainState,
-    checkpoint_to_resume,
-    identity_of,
-    layout_of,
-    random_states,
-    set_random_states,
-)
+from pod.training.checkpoint.files import Checkpointer, random_states, set_random_states
+from pod.training.checkpoint.identity import TrainState, checkpoint_to_resume, identity_of
 from pod.training.observe.metrics import Monitor
 from pod.training.observe.observers import Observer
-from pod.training.predict.memory import checkpoint_disk_bytes
 from pod.training.run.batches import StepBatches
 from pod.training.run.engine import (
     deepspeed_config,
-    drop_carry_hooks,
     gradient_scale,
     save_activations,
 )
@@ -46,7 +37,7 @@ from pod.training.run.start_weights import StartWeights
 from pod.training.run.ulysses import Ulysses
 
 
-class StoppedInStep(Exception):
+class _StoppedInStep(Exception):
     """A signal came before the last micro-batch of a step; raised by all ranks."""
 
 
@@ -57,12 +48,10 @@ class Trainer:
         args: section `train` of the recipe.
         model: a PodForCausalLM with its plan, the same on every rank; its values are rank 0's.
         dataset: packed rows.
-        mesh: the ranks.
         folder: <output_dir>/train.
         seed: of the row order and of dropout.
         config: the resolved recipe, stored in checkpoints.
-        observers: what looks at the model between steps (gates, evaluation).
-        weights: values of the weights of a hollow model; None = the model has its own.
+        weights: values of a hollow model, opened; None = the model has its own.
 
     Raises:
         ValueError: anything that cannot work, before the first step.
@@ -89,133 +78,84 @@ class Trainer:
         self.cursor = dataset.cursor(seed)
         torch.manual_seed(seed + mesh.rank)
         self.causal_model: Any = model
-        self.ulysses = self._attach_ulysses(model)
-        self._start_engine(model, weights or StartWeights(), config or {})
+        self.ulysses: Ulysses | None = None
+        if mesh.sp_group is not None:
+            self.ulysses = Ulysses(model.config, mesh.sp_group, dataset.context_length)
+            model.model.sequence_parallel = self.ulysses
+        self._start_engine(model, weights or StartWeights(model), config or {})
         mine = self.ulysses.slice if self.ulysses else slice(None)
         self.batches = StepBatches(args, dataset, self.cursor, mesh, mine)
 
-    def _attach_ulysses(self, model: Any) -> Ulysses | None:
-        if self.mesh.sp_group is None:
-            return None
-        config = model.config
-        ulysses = Ulysses(
-            self.plan.lead,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            self.mesh.sp_group,
-            self.dataset.context_length,
-            (config.num_sink_tokens, config.num_recent_tokens),
-        )
-        model.model.sequence_parallel = ulysses
-        return ulysses
-
     def _start_engine(self, model: Any, weights: StartWeights, config: dict[str, Any]) -> None:
         save_activations(model, self.args, self.dataset.context_length)
-        if self.args.fused_layers == "compile" or (
-            self.args.fused_layers == "auto" and torch.cuda.is_available()
-        ):
+        if {"auto": torch.cuda.is_available(), "compile": True, "none": False}[self.args.fused_layers]:
             fuse_layers(model)
-        weights.sample(model)
         trained = add_lora(model, self.lora) if self.lora else model.requires_grad_(True)
         module = LanguageModelLoss(trained, self.args.loss_chunk_mib).train()
-        trainable = sum(one.numel() for one in module.parameters() if one.requires_grad)
-        needed = checkpoint_disk_bytes(trainable, self.args)
         settings = deepspeed_config(self.args)
         bridge.place_weights(module, weights, settings, getattr(torch, self.args.dtype), self.mesh.device)
-        self.state = self._first_state(weights, config)
-        self.resume_from = checkpoint_to_resume(self.folder, self.args, self.mesh, self.state.identity)
+        identity, self.resume_from = from_rank_0(self.mesh.rank, lambda: self._look(weights))
+        weights.close()
+        tied = bool(model.config.tie_word_embeddings)
+        self.state = TrainState(identity=identity, config=config, lora=self.lora, tied_embeddings=tied)
         optimizer = make_optimizer(module, self.args)
         self.engine: Any = bridge.start_engine(module, optimizer, settings, self.mesh.mpu)
-        drop_carry_hooks(model)
-        self.checkpointer = Checkpointer(
-            self.folder,
-            self.engine,
-            self.args,
-            self.mesh,
-            needed,
-            self._describe,
-            self.control.alive,
-            self.control.save_took,
-        )
+        bridge.drop_carry_hooks(model)
+        self.checkpointer = Checkpointer(self)
         if self.resume_from is not None:
-            self._load(self.resume_from)
+            self.state = self.checkpointer.load(self.resume_from)
             self.cursor.load_state_dict(self.state.cursor)
-            if self.state.guard:
-                self.guard.load_state_dict(self.state.guard)
+            self.guard.load_state_dict(self.state.guard)
 
-    def _first_state(self, weights: StartWeights, config: dict[str, Any]) -> TrainState:
-        model, method = self.causal_model.config, {"method": self.args.method, **(self.lora or {})}
-        samples = from_rank_0(self.mesh.rank, lambda: weights.samples)
-        return TrainState(
-            layout=layout_of(self.args, self.mesh),
-            identity=identity_of(model, samples, self.plan, self.dataset.manifest, method, self.args.dtype),
-            config=config,
-            lora=self.lora,
-            tied_embeddings=bool(model.tie_word_embeddings),
+    def _look(self, weights: StartWeights) -> tuple[dict[str, Any], Path | None]:
+        """What the run's checkpoints belong to, and the one that it continues from."""
+        args, method = self.args, {"method": self.args.method, **(self.lora or {})}
+        identity = identity_of(
+            self.causal_model.config, weights.samples, self.plan, self.dataset.manifest, method, args.dtype
         )
+        return identity, checkpoint_to_resume(self.folder, args.resume, identity)
 
-    def _load(self, checkpoint: Path) -> None:
-        """Weights, optimizer, random states and step of a checkpoint; data and guard stay where they stand."""
-        self.state = self.checkpointer.load(checkpoint)
-
-    def _describe(self, folder: Path) -> None:
+    def describe(self, folder: Path) -> None:
         """What export needs besides weights: configurations and plan."""
         self.causal_model.config.save_pretrained(folder)
-        generation_config = getattr(self.causal_model, "generation_config", None)
-        if generation_config is not None:
-            write_json(folder / "generation_config.json", generation_config.to_dict())
+        write_json(folder / "generation_config.json", self.causal_model.generation_config.to_dict())
         self.plan.save(folder / "plan.json")
 
-    @property
-    def rows_per_step(self) -> int:
-        """Rows of all ranks in one optimizer step."""
-        return self.batches.rows_per_step
-
     def train(self) -> TrainState:
-        """Run until `max_steps`, `max_hours` or a signal; saves at the end either way.
-
-        Raises:
-            RuntimeError: too many bad steps (`Guard.judge`).
-            OSError: a checkpoint cannot be written.
-        """
+        """Run until `max_steps`, `max_hours` or a signal; saves at the end either way. RuntimeError for too many bad steps
+        (`Guard.judge`), OSError where a checkpoint cannot be written."""
         self.monitor = Monitor.of(self)
         self.saved_at = self.started_at = self.state.step if self.resume_from else -1
         closing = [contextlib.closing(thing) for thing in (self.monitor, self.batches, self.checkpointer)]
         with self.control.watching(), closing[0], closing[1], closing[2]:
             if self.state.step == 0:
                 self.monitor.values(0, self._observe())
-            while self.state.step < self.args.max_steps:
-                try:
-                    values = self.step()
-                except StoppedInStep:
-                    return self._stop_in_step()
-                verdict = self._judge(values)
-                self.monitor.step(self.state.step, values | self._observe())
-                if verdict == "rewind":
-                    self._rewind()
-                self.checkpointer.poll()
-                reason = self.control.should_stop(self.state.step)
-                every = self.args.save_every_steps
-                due = self.control.save_due or (every and self.state.step % every == 0)
-                if due and self.saved_at != self.state.step:  # equal after a rewind
-                    self._save()
-                if reason:
-                    self.checkpointer.wait()
-                    self.monitor.note(f"{reason} after step {self.state.step}; the checkpoint is complete")
-                    return self.state
-            if self.saved_at != self.state.step:
-                self._save()
+            reason = None
+            while reason is None and self.state.step < self.args.max_steps:
+                reason = self._train_step()
+            self._save()
             self.checkpointer.wait()
+            if reason is not None:
+                self.monitor.note(reason)
         return self.state
 
-    def _stop_in_step(self) -> TrainState:
-        """A signal came between micro-batches: keep the step before, which begins again when the run is resumed."""
-        set_random_states(self.random_states)
-        if self.state.step and self.saved_at != self.state.step:
+    def _train_step(self) -> str | None:
+        """A step and what follows it; returns why the run ends before `max_steps`, None = it goes on."""
+        try:
+            values = self.step()
+        except _StoppedInStep:  # the step before is kept; this one begins again when the run is resumed
+            set_random_states(self.random_states)
+            return f"stopped by a signal in the step after step {self.state.step}, which is undone"
+        verdict = self._judge(values)
+        self.monitor.step(self.state.step, values | self._observe())
+        if verdict == "rewind":
+            self._rewind()
+        self.checkpointer.poll()
+        reason = self.control.should_stop(self.state.step)
+        every = self.args.save_every_steps
+        if self.control.save_due or (every and self.state.step % every == 0):
             self._save()
-        self.checkpointer.wait()
-        self.monitor.note(f"stopped by a signal in the step after step {self.state.step}, which is undone")
-        return self.state
+        return reason and f"{reason} after step {self.state.step}; the checkpoint is complete"
 
     def _observe(self) -> dict[str, float]:
         values: dict[str, float] = {}
@@ -224,24 +164,24 @@ class Trainer:
         return values
 
     def _save(self) -> None:
+        """A checkpoint of this step, unless there is one."""
+        if self.state.step in (0, self.saved_at):
+            return
         self.control.alive("save")
         with self.monitor.part("save"):
             self.checkpointer.save(self.state)
         self.control.alive("saved")
-        if self.saved_at < 0 or self.saved_at == self.started_at:
+        if self.saved_at == self.started_at:
             self.monitor.note(self.control.time_at_risk())
         self.saved_at = self.state.step
 
     def _rewind(self) -> None:
-        """Weights, optimizer and step of the last checkpoint; data goes on behind the bad step.
-
-        Guard and cursor are not in a checkpoint before the next one is written. A run that is killed until then comes to
-        the same bad step again, and from there on does the same.
-        """
+        """Weights, optimizer and step of the last checkpoint; data goes on behind the bad step. A run that is killed before the next
+        checkpoint comes to the same bad step again, and from there on does the same."""
         checkpoint = self.checkpointer.latest
         assert checkpoint is not None, "the guard judged without a checkpoint"
         bad_step, cursor = self.state.step, self.state.cursor
-        self._load(checkpoint)
+        self.state = self.checkpointer.load(checkpoint)  # data and guard stay where they stand
         self.guard.rewound(self.state.guard)
         self.state.cursor, self.state.guard = cursor, self.guard.state_dict()
         self.saved_at = self.state.step
@@ -251,61 +191,57 @@ class Trainer:
     def step(self) -> dict[str, float]:
         """One optimizer step over the next rows.
 
-        Returns:
-            `loss` (mean cross entropy), `learning_rate`, `grad_norm`, `labels`, `data_wait_s`, `skipped` and `spike` (0 or
-            1). Numbers that are not finite are left out.
+        Returns `loss` (mean cross entropy), `learning_rate`, `grad_norm`, `labels`, `data_wait_s`, `skipped` and `spike` (0 or 1);
+        numbers that are not finite are left out.
         """
         self.random_states = random_states()
         self.control.alive("data")
         batches = self.batches.next()
         num_labels, data_wait = self._agree_on_data()
         rate = learning_rate(self.state.step, self.args)
-        bridge.set_learning_rate(self.engine, rate)
-        loss, spike = self._accumulate(batches, max(num_labels, 1.0))
-        skipped = bridge.was_skipped(self.engine)
+        self.engine.optimizer.set_lr(rate)
+        loss = self._accumulate(batches, max(num_labels, 1.0))
+        skipped = not self.engine.was_step_applied()
         self.state.step += 1
+        self.state.updates += not skipped
         self.state.cursor = self.cursor.state_dict()
         values = {"loss": loss} if math.isfinite(loss) else {}
         values |= {"learning_rate": rate, "labels": num_labels, "data_wait_s": data_wait}
-        values |= {"skipped": float(skipped), "spike": float(spike)}
-        norm = _as_float(self.engine.get_global_grad_norm())
+        values |= {"skipped": float(skipped), "spike": float(self.guard.is_spike(loss))}
+        norm = self.engine.get_global_grad_norm()
         if not skipped and norm is not None:
-            values["grad_norm"] = norm
+            values["grad_norm"] = float(norm)
         return values
 
-    def _accumulate(self, batches: list[dict[str, torch.Tensor]], num_labels: float) -> tuple[float, bool]:
-        """Forward and backward of every micro-batch, and the update; returns the mean over the step's labels, and whether it
-        is a spike.
-
-        The loss is known on all ranks before the last backward, so that the update of a bad step can be left out.
-        """
-        scale = gradient_scale(self.args, self.mesh) / num_labels
-        total, loss, spike = torch.zeros((), dtype=torch.float64, device=self.mesh.device), 0.0, False
+    def _accumulate(self, batches: list[dict[str, torch.Tensor]], num_labels: float) -> float:
+        """Forward and backward of every micro-batch, and the update; returns the mean loss over the step's labels. It is known on all
+        ranks before the last backward, so that the update of a bad step can be left out."""
+        factor = gradient_scale(self.args, self.mesh) / num_labels
+        total, mean = torch.zeros((), dtype=torch.float64, device=self.mesh.device), math.nan
         self.engine.train()
         for index, batch in enumerate(batches):
             last = index == len(batches) - 1
             if index and self.control.interrupted():
-                raise StoppedInStep
+                raise _StoppedInStep
             self.control.alive("forward")
-            objective = self.engine(**batch)
-            total = total + objective.detach().double()
-            factor = scale
+            loss = self.engine(**batch)
+            total += loss.detach()
             if last:
-                loss = self.mesh.sum([float(total)])[0] / num_labels
-                spike = self.guard.is_spike(loss)
-                if spike or not math.isfinite(loss):
-                    # An infinite loss can have finite gradients, and a spike has: make the engine skip this step.
-                    factor = math.nan
+                mean = self.mesh.sum([float(total)])[0] / num_labels
+                # An infinite loss can have finite gradients, and a spike has: NaN makes the engine skip this step.
+                factor = math.nan if self.guard.is_bad(mean) else factor
             self.control.alive("backward")
-            self.engine.backward(objective * factor, scale_wrt_gas=False)
+            self.engine.backward(loss * factor, scale_wrt_gas=False)
             self.control.alive("update")
             self.engine.step()
-        return loss, spike
+        return mean
 
     def _agree_on_data(self) -> tuple[float, float]:
         """Labels of the step over all ranks, and the seconds that the slowest of them waited for its rows."""
         waits = [0.0] * self.mesh.world_size
-        waits[self.mesh.rank] = self.batches.waited_s  # one sum brings both: all others leave this place at 0
+        waits[self.mesh.rank] = (
+            self.batches.prefetcher.waited_s
+        )  # one sum brings both: all others leave this place at 0
         total, *waits = self.mesh.sum([self.batches.num_labels, *waits])
         return total, max(waits)
 
@@ -314,17 +250,9 @@ class Trainer:
         loss, skipped = values.get("loss", math.nan), bool(values["skipped"])
         if skipped:
             self.monitor.note(f"step {self.state.step} skipped: {self.guard.why_bad(loss)}")
-        verdict = self.guard.judge(self.state.step, loss, skipped, can_rewind=skipped and self._can_rewind())
+        if skipped and self.args.bad_step == "rewind":
+            self.checkpointer.wait()
+        can_rewind = self.checkpointer.latest is not None
+        verdict = self.guard.judge(self.state.step, loss, skipped, can_rewind)
         self.state.guard = self.guard.state_dict()
         return verdict
-
-    def _can_rewind(self) -> bool:
-        """Whether there is a checkpoint to return to; one that is being written is waited for."""
-        if self.args.bad_step != "rewind":
-            return False
-        self.checkpointer.wait()
-        return self.checkpointer.latest is not None
-
-
-def _as_float(value: Any) -> float | None:
-    return None if value is None else float(value)
