@@ -79,6 +79,13 @@ def test_a_dry_run_names_rows_that_are_too_long(dry_run):
     assert "rows of 32768 tokens are longer than the model's positions (16384)" in text
 
 
+def test_a_dry_run_refuses_attention_that_would_keep_every_logit(dry_run):
+    gpu = ("--device", "h100", "--set", "train.dtype=float32")
+    with pytest.raises(AssertionError, match="all n x n logits would be kept"):
+        dry_run("train_pod.py", "demo.yaml", *gpu)
+    assert dry_run("train_pod.py", "demo.yaml", *gpu, "--set", "model.attention_backend=reference")
+
+
 @pytest.mark.parametrize("name", LARGE)
 def test_a_run_reads_its_data_once(name):
     recipe = read(name)

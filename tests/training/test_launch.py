@@ -175,7 +175,7 @@ def test_dry_run_prints_bytes_by_part_and_starts_nothing(config, environment, tm
     assert done.returncode == 0, done.stderr
     for word in (
         "2 ranks = 1 data parallel x 2 sequence parallel",
-        "sequence parallel 2*",
+        "sequence_parallel_size 2*",
         "optimizer",
         "carry",
         "logits",

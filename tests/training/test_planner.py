@@ -303,7 +303,7 @@ def test_the_table_of_hundreds_of_gpus():
     fit = large(256, "h200", tokens_per_step=2**25, sequence_parallel_size=4)
     text = table(fit, 5 * 10**9) + details(fit)
     assert "256 ranks on 32 machines = 64 data parallel x 4 sequence parallel" in text
-    for part in ("fits", "sequence parallel 4*", "all-to-all of heads", "per checkpoint", "epochs"):
+    for part in ("fits", "sequence_parallel_size 4*", "all-to-all of heads", "per checkpoint", "epochs"):
         assert part in text
     with pytest.raises(ValueError, match="12 ranks cannot lie on machines of 8"):
         this_machine(12, 8, get_device("h100"))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from pod.training.predict.job import Job, World
 from pod.training.predict.memory import BYTES
+from pod.training.predict.shapes import silent_layers
 from pod.training.run.carry import leads_that_end
 
 
@@ -74,10 +75,10 @@ def all_to_all_bytes(job: Job) -> int:
 
 def exchanged_bytes(job: Job) -> dict[str, int]:
     """The same for one forward and one backward of a micro-batch; what `Ulysses.sent_bytes` counts on the first rank."""
-    shapes, lead, args, size = job.shapes, job.lead, job.args, BYTES[job.args.dtype]
+    shapes, args, size = job.shapes, job.args, BYTES[job.args.dtype]
     heads = shapes.kv_heads * job.shares.repeats
     groups = shapes.query_heads // heads
-    silent = sum(row[0] != layer for layer, row in enumerate(lead)) if shapes.layout == "cla" else 0
+    silent = silent_layers(job.lead) if shapes.layout == "cla" else 0
     slice_of_all = job.tokens * shapes.head_dim * size * heads
     row_of_own = args.micro_batch_size * job.context_length * shapes.head_dim * size * job.heads_per_rank
     per_head = shapes.layers * groups + 2 * (shapes.layers - silent)

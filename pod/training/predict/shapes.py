@@ -48,7 +48,7 @@ class Shapes:
             tied=bool(config.tie_word_embeddings),
             layout=layout,
             windows=(getattr(config, "num_sink_tokens", 16), getattr(config, "num_recent_tokens", 4080)),
-            silent_layers=_silent_layers(config.sharing_plan.lead) if layout == "cla" else 0,
+            silent_layers=silent_layers(config.sharing_plan.lead) if layout == "cla" else 0,
         )
 
     @property
@@ -93,7 +93,7 @@ class Shapes:
 
     def multiplied_weights(self, lead: Lead) -> int:
         """Weights that multiply every token under a plan: all linear layers and the output projection, not the embedding's rows."""
-        silent = _silent_layers(lead) if self.layout == "cla" else 0
+        silent = silent_layers(lead) if self.layout == "cla" else 0
         layers = self.layers * self.linear_parameters - silent * self.key_value_parameters
         return layers + self.embedding_parameters
 
@@ -121,7 +121,8 @@ class Shapes:
         return (2 if self.layout == "cla" else self.query_heads // self.kv_heads + 1) * self.head_dim
 
 
-def _silent_layers(lead: Lead) -> int:
+def silent_layers(lead: Lead) -> int:
+    """Layers that use keys and values of another one (cla)."""
     return sum(row[0] != layer for layer, row in enumerate(lead))
 
 

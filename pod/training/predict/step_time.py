@@ -25,13 +25,11 @@ class StepTime:
     Attributes:
         parts: seconds by name.
         overlapped, sequential: seconds of the step with and without traffic behind arithmetic.
-        flops: floating-point operations of one rank, recomputation included.
     """
 
     parts: dict[str, float]
     overlapped: float
     sequential: float
-    flops: float
 
     @property
     def expected(self) -> float:
@@ -52,7 +50,7 @@ def step_time(job: Job, device: Device) -> StepTime:
     waiting = parts.get("all-to-all of heads", 0.0) + parts["update"]
     sequential = sum(parts.values())
     behind = sequential - waiting - parts["arithmetic"]
-    return StepTime(parts, waiting + max(parts["arithmetic"], behind), sequential, flops)
+    return StepTime(parts, waiting + max(parts["arithmetic"], behind), sequential)
 
 
 def model_flops(shapes: Shapes, lead: Lead, args: TrainArgs, tokens: int, attention: float) -> float:

@@ -4,22 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pod.training.predict.memory import checkpoint_disk_bytes, start_bytes
-from pod.training.predict.planner import GIB, HOST_SHARE, Fit
+from pod.training.predict.planner import DERIVED, GIB, HOST_SHARE, Fit
 from pod.training.predict.shapes import heads_by_role
 from pod.training.predict.step_time import LINK_EFFICIENCY, attention_flops
-
-SHOWN = {
-    "sequence_parallel_size": "sequence parallel",
-    "micro_batch_size": "micro-batch",
-    "gradient_accumulation_steps": "accumulation",
-    "zero_stage": "ZeRO",
-    "gradient_checkpointing": "checkpointing",
-    "carry": "carry",
-    "mlp_tile_tokens": "MLP tiles",
-    "offload_checkpoints": "checkpoints to host",
-    "offload_optimizer": "optimizer to",
-    "offload_parameters": "parameters to",
-}
 
 
 def table(fit: Fit, data_tokens: int | None) -> str:
@@ -68,10 +55,10 @@ def _ranks(fit: Fit) -> str:
 
 
 def layout_line(fit: Fit) -> str:
-    """Every field of the how that is not off, `*` behind what the recipe pinned."""
-    values = {name: getattr(fit.job.args, name) for name in SHOWN}
+    """Every field of the how that is not off, as a recipe would pin it; `*` behind what it pinned."""
+    values = {name: getattr(fit.job.args, name) for name in DERIVED}
     return ", ".join(
-        f"{SHOWN[name]} {value}{'*' if name in fit.pinned else ''}"
+        f"{name} {value}{'*' if name in fit.pinned else ''}"
         for name, value in values.items()
         if value not in ("none", False, 0) or name in fit.pinned or name == "gradient_checkpointing"
     )
