@@ -9,7 +9,7 @@ from typing import Any
 
 from pod.training.args import TrainArgs
 from pod.training.observe.throughput import peak_tokens_per_second
-from pod.training.observe.trackers import Tracker, make_trackers
+from pod.training.observe.trackers import JsonLines, Wandb
 
 _REDRAW_S = 1.0  # on a terminal
 _REDRAW_LOG_S = 30.0  # where every drawing is one more line of a log file
@@ -37,12 +37,13 @@ class Monitor:
         peak: float | None = None,
     ):
         self.args, self.tokens_per_step, self.enabled, self.peak = args, tokens_per_step, enabled, peak
-        self.trackers: list[Tracker] = []
+        self.trackers: list[JsonLines | Wandb] = []
         self._start_record(first_step)
         if enabled:
             from tqdm import tqdm
 
-            self.trackers = make_trackers(Path(folder), args, first_step, config)
+            self.trackers = [JsonLines(folder / "metrics.jsonl", first_step)]
+            self.trackers += [Wandb(folder, args, config)] if args.tracker == "wandb" else []
             redraw = _REDRAW_S if sys.stderr.isatty() else _REDRAW_LOG_S
             self.bar = tqdm(
                 desc="train", unit="step", total=args.max_steps, initial=first_step, mininterval=redraw

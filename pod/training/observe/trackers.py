@@ -4,22 +4,10 @@ import importlib.util
 import json
 import uuid
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pod.files import atomic_write_text
 from pod.training.args import TrainArgs
-
-
-class Tracker(Protocol):
-    """Anything that takes one dictionary of numbers per step."""
-
-    def log(self, step: int, values: dict[str, float]) -> None: ...
-
-    def rewind(self, step: int) -> None:
-        """What was told of steps after `step` did not happen: they come again."""
-        ...
-
-    def close(self) -> None: ...
 
 
 def check_tracker(name: str) -> None:
@@ -28,12 +16,6 @@ def check_tracker(name: str) -> None:
         raise ValueError(
             "train.tracker=wandb needs the package wandb: pip install wandb, or set tracker=none"
         )
-
-
-def make_trackers(folder: Path, args: TrainArgs, first_step: int, config: dict[str, Any]) -> list[Tracker]:
-    """metrics.jsonl, and what `train.tracker` asks for; `first_step` = steps already done (a resumed run)."""
-    trackers: list[Tracker] = [JsonLines(folder / "metrics.jsonl", first_step)]
-    return [*trackers, Wandb(folder, args, config)] if args.tracker == "wandb" else trackers
 
 
 class JsonLines:
@@ -54,6 +36,7 @@ class JsonLines:
         self.file.flush()
 
     def rewind(self, step: int) -> None:
+        """What was told of steps after `step` did not happen: they come again."""
         self.close()
         self._open(step)
 

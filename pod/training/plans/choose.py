@@ -11,13 +11,13 @@ from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.plans.align import align
 from pod.training.plans.bits import PackedFrontier, solve_packed
 from pod.training.plans.costs import total_costs
-from pod.training.plans.exploration import Exploration, frontier_of, packed_costs, target_units
+from pod.training.plans.exploration import Exploration, allowed, packed_costs, target_units
 from pod.training.plans.explore_args import ExploreArgs
 from pod.training.plans.greedy import dissimilarity, greedy_plan
 from pod.training.plans.measure import Measured, find_costs, find_similarity, repeated_sequences
 from pod.training.plans.plan_loss import plan_loss
 from pod.training.plans.reuse import is_first_rank, quiet
-from pod.training.plans.solve import Floats, Frontier
+from pod.training.plans.solve import Floats, Frontier, solve
 
 Order = tuple[tuple[int, ...], ...]
 
@@ -79,7 +79,7 @@ def choose_by_similarity(measured: Measured, explore: ExploreArgs, windows: dict
     if explore.algorithm == "greedy":
         plan = greedy_plan(similarity, heads, explore.threshold, provenance)
     else:
-        frontier = frontier_of(explore, follow, None)
+        frontier = solve(follow, None)
         solved = Solved(frontier, target_units(frontier, explore, windows), follow)
         plan = frontier.plan(solved.units, _provenance(explore, provenance, solved))
     return Choice(plan, follow, solved=solved, similarity=similarity)
@@ -134,12 +134,12 @@ def _solve(
         units = units_of(packed)
         frontier = packed.improved(units)
     else:
-        frontier = frontier_of(explore, *placed)
+        frontier = solve(*allowed(explore, *placed))
         units = units_of(frontier)
         if explore.align_heads and "follow" in explore.roles and units:
-            found = align(total["follow"], total["window"] if "window" in explore.roles else None, units)
+            found = align(*allowed(explore, total["follow"], total["window"]), units)
             placed = found.follow, total["window"] if found.window is None else found.window
-            frontier, kv_order = frontier_of(explore, *placed), found.kv_order
+            frontier, kv_order = solve(*allowed(explore, *placed)), found.kv_order
     return Solved(frontier, frontier.cheapest(units), *placed, kv_order)
 
 

@@ -23,7 +23,7 @@ from pod.models import resolve_model
 from pod.training.plans.bits import PackedCosts
 from pod.training.plans.costs import cost_shapes, sample_queries
 from pod.training.plans.explore_args import ExploreArgs
-from pod.training.plans.solve import Curve, Floats, Frontier, solve
+from pod.training.plans.solve import Curve, Floats, solve
 
 MATCHING_SEQUENCES = 2
 """Sequences of text, beside all repeated ones, on which query heads are matched."""
@@ -141,27 +141,20 @@ def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> N
     if explore.algorithm == "dp":
         shapes = cost_shapes(config.num_hidden_layers, config.num_key_value_heads)
         free = {name: np.zeros(shape) for name, shape in shapes.items()}
-        frontier = frontier_of(explore, free["in_place"], free["window"])
-        if 4 in explore.bits:
-            frontier = packed_costs(explore, free, windows).solve(None)
-        target_units(frontier, explore, windows)
+        roles = allowed(explore, free["in_place"], free["window"])
+        packed = packed_costs(explore, free, windows).solve(None) if 4 in explore.bits else None
+        target_units(packed or solve(*roles), explore, windows)
 
 
-def frontier_of(explore: ExploreArgs, follow: Any, window: Any) -> Frontier:
-    """The frontier of the roles that the settings allow; costs as `solve` takes them."""
-    return solve(follow if "follow" in explore.roles else None, window if "window" in explore.roles else None)
+def allowed(explore: ExploreArgs, follow: Any, window: Any) -> tuple[Any, Any]:
+    """These costs, as `solve` takes them; None for those of a role that the settings do not allow."""
+    return follow if "follow" in explore.roles else None, window if "window" in explore.roles else None
 
 
 def packed_costs(explore: ExploreArgs, total: dict[str, Floats], windows: dict[str, int]) -> PackedCosts:
     """The costs of the roles that the settings allow where layers may be packed."""
-    return PackedCosts(
-        follow=total["in_place"] if "follow" in explore.roles else None,
-        window=total["window"] if "window" in explore.roles else None,
-        lead4=total["lead4"],
-        follow4=total["follow4"],
-        n=explore.budget_tokens,
-        near=sum(windows.values()),
-    )
+    roles, near = allowed(explore, total["in_place"], total["window"]), sum(windows.values())
+    return PackedCosts(*roles, total["lead4"], total["follow4"], explore.budget_tokens, near)
 
 
 def target_units(frontier: Curve, explore: ExploreArgs, windows: dict[str, int]) -> int:
@@ -193,21 +186,16 @@ def process_group(timeout: timedelta = timedelta(hours=6)) -> Iterator[int]:
 
 
 def describe_cost(config: Any, explore: ExploreArgs) -> str:
-    """What measuring needs, from the model's sizes: tokens to read, memory beside the weights, disk."""
+    """What measuring needs, from the model's sizes: tokens to read, memory beside the weights."""
     layers, heads = config.num_hidden_layers, config.num_attention_heads
     n, q, count = explore.sequence_length, explore.num_queries, explore.num_sequences
-    rows = f"{4 * layers * heads * q * n / 1e6:.0f} MB of attention rows ({layers} layers x {heads} heads x {q} x {n} fp32)"
-    one = 8 * layers * layers * heads  # bytes of what one sequence gives
-    text = f"one forward pass over {count} x {n} = {count * n} tokens"
-    if explore.cost == "similarity":
-        lines = [f"similarity: {text}", f"memory per rank: the model, {rows}"]
-    else:
-        repeated, few = explore.retrieval_sequences, min(count, MATCHING_SEQUENCES)
-        one *= heads
-        lines = [
-            f"costs of roles: {text} and {repeated} x {n} repeated ones, a second one over {repeated} + {few} sequences",
-            f"memory per rank: the model, {rows}",
-            f"loss of the dense model and of the plan: two forward passes over {min(explore.loss_sequences, count)} x {n} tokens",
-        ]
-    lines[0] += ", divided among the ranks"
-    return "\n".join([*lines, f"disk: up to {count * one / 1e6:.1f} MB while measuring"])
+    what = f"{explore.cost}: one forward pass over {count} x {n} = {count * n} tokens"
+    if explore.cost == "projected":
+        repeated = explore.retrieval_sequences
+        matching, losses = repeated + min(count, MATCHING_SEQUENCES), min(count, explore.loss_sequences)
+        what += f" and {repeated} x {n} repeated ones, one more over {matching} of them, two over {losses} for the loss"
+    rows = 4 * layers * heads * q * n  # bytes
+    return (
+        f"{what}, divided among the ranks\nmemory per rank: the model, {rows / 1e6:.0f} MB of attention rows "
+        f"({layers} layers x {heads} heads x {q} x {n} fp32)"
+    )

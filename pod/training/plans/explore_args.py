@@ -87,11 +87,6 @@ class ExploreArgs:
     def __post_init__(self) -> None:
         if not self.roles or len(set(self.roles)) < len(self.roles):
             raise ValueError(f"roles is {self.roles}, allowed are follow, window, or both")
-        if self.target_saving >= 0.5 and "window" not in self.roles and 4 not in self.bits:
-            raise ValueError(
-                f"target_saving is {self.target_saving} with roles={self.roles}: followers keep their values, which saves below "
-                "0.5; lower it, or allow windows: roles=[follow, window]"
-            )
         if sorted(self.bits) not in ([16], [4, 16]) or (4 in self.bits and self.cost == "similarity"):
             raise ValueError(
                 f"bits is {self.bits}, allowed are [16], or [16, 4] with cost=projected: which layers are packed is for the plan"
@@ -104,11 +99,6 @@ class ExploreArgs:
             raise ValueError(
                 f"cost is {self.cost!r}, but algorithm=greedy groups by similarity only: set cost=similarity and roles=follow, or "
                 "algorithm=dp"
-            )
-        if self.num_queries > self.sequence_length:
-            raise ValueError(
-                f"num_queries is {self.num_queries}, more than sequence_length ({self.sequence_length}): "
-                "ask for at most as many query positions as a sequence has"
             )
         if self.budget_length is None:
             self.budget_length = self.sequence_length

@@ -72,16 +72,16 @@ def head_scores(
     return totals[0] / (n - num_tokens), totals[1] / (n - num_tokens)
 
 
-def search_heads(
-    model: Any, input_ids: Tensor, num_tokens: int, progress: Callable[[], Any] | None = None
-) -> tuple[tuple[tuple[float, ...], ...], tuple[tuple[float, ...], ...]]:
-    """Echo and induction scores ``[L][Hq]`` of a dense model on ``[n]`` repeated tokens; ``progress`` after each layer."""
-    layers = []
-    for inputs in record_attention_inputs(model, input_ids[None].to(model.device)):
-        layers.append([tuple(scores.tolist()) for scores in head_scores(inputs.q, inputs.k, num_tokens)])
-        if progress is not None:
-            progress()
-    echo, induction = zip(*layers, strict=True)
+def search_heads(model: Any, input_ids: Tensor, num_tokens: int) -> tuple[Any, Any]:
+    """Echo and induction scores ``[L][Hq]`` of a dense model on ``[n]`` repeated tokens."""
+    layers = tqdm(
+        record_attention_inputs(model, input_ids[None].to(model.device)),
+        total=model.config.num_hidden_layers,
+        desc=f"heads, {len(input_ids)} tokens",
+        unit="layer",
+    )
+    scores = [head_scores(inputs.q, inputs.k, num_tokens) for inputs in layers]
+    echo, induction = (tuple(tuple(one.tolist()) for one in kind) for kind in zip(*scores, strict=True))
     return echo, induction
 
 
@@ -121,11 +121,13 @@ def _search(exploration: Exploration, wanted: dict[str, Any], say: Callable[[str
             f"{model.config.max_position_embeddings} tokens and knows {vocab - len(special)}"
         )
     ids = repeated_tokens(num_tokens, repeats, vocab, special, wanted["seed"])
-    with tqdm(total=model.config.num_hidden_layers, desc=f"heads, {len(ids)} tokens", unit="layer") as bar:
-        echo, induction = search_heads(model, ids, num_tokens, bar.update)
-    provenance = wanted | {"num_tokens": num_tokens, "head_order": model.config.head_order}
-    heads = model.config.num_key_value_heads
-    return RetrievalHeads(echo=echo, induction=induction, num_key_value_heads=heads, provenance=provenance)
+    echo, induction = search_heads(model, ids, num_tokens)
+    return RetrievalHeads(
+        echo=echo,
+        induction=induction,
+        num_key_value_heads=model.config.num_key_value_heads,
+        provenance=wanted | {"num_tokens": num_tokens, "head_order": model.config.head_order},
+    )
 
 
 def ordinary_vocabulary(tokenizer: Any, config: Any) -> tuple[int, set[int]]:
@@ -153,10 +155,9 @@ def describe_heads_cost(config: Any, explore: ExploreArgs) -> str:
     """What the search needs, from the model's sizes."""
     repeats = explore.head_repeats
     num_tokens = fitting_tokens(config, explore.head_tokens, repeats, config.vocab_size)
-    block = (
-        max(BLOCK_ELEMENTS, config.num_attention_heads * num_tokens * repeats) * 8
-    )  # bytes, two blocks of fp32
+    n = num_tokens * repeats
+    block = max(BLOCK_ELEMENTS, config.num_attention_heads * n) * 8  # bytes, two blocks of fp32
     return (
-        f"retrieval heads: one forward pass over {repeats} x {num_tokens} = {num_tokens * repeats} tokens\n"
+        f"retrieval heads: one forward pass over {repeats} x {num_tokens} = {n} tokens\n"
         f"memory: the model, one layer's activations and {block / 1e6:.0f} MB of attention at a time"
     )

@@ -417,7 +417,7 @@ def test_two_ranks_make_the_plan_of_one(explore_launcher, overrides, tmp_path):
         (["explore.algorithm=greedy"], "cost is 'projected', but algorithm=greedy"),
         (
             ["explore.roles=follow", "explore.target_saving=0.6"],
-            "saves below 0.5; lower it, or allow windows",
+            "0.6, but the allowed roles save 0.000 to 0.320 of the bytes",
         ),
         (
             ["explore.bits=[16,4]", "explore.target_saving=0.99"],
