@@ -1,7 +1,7 @@
 """Measure what each (layer, KV head) would cost in each role on long held-out text, and make the plan of least cost.
 
-Writes plan.json, plan_costs.safetensors, summary.txt, pareto.json (the least cost of every saving) and pictures of the plan, the
-costs and that curve into <output_dir>/plan. With the same model and text, other --roles, another --target-saving or
+Writes plan.json, plan_costs.safetensors, summary.txt, pareto.json (the least cost of every saving) and pictures of the plan
+and that curve into <output_dir>/plan. With the same model and text, other --roles, another --target-saving or
 retrieval_weight makes its plan from the costs that are there. Several ranks (torchrun or deepspeed) divide the sequences; an
 interrupted run continues where it was.
 
@@ -56,7 +56,6 @@ def write_plan(exploration: Any, choice: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     subject = report.about_plan(plan, explore)
     figures = {"blocks.png": pictures.block_picture(plan, subject)}
-    figures["costs.png"] = pictures.cost_picture(choice.follow, choice.window, plan, subject)
     if choice.solved is not None:
         curve = report.pareto(choice, explore, exploration.windows)
         atomic_write_text(folder / "pareto.json", as_json(curve))

@@ -30,5 +30,5 @@ def make_observers(
         observers.append(Gates(args, folder, held_out_rows(dataset, 1)))
     if args.eval_every_steps:
         rows = held_out_rows(dataset, args.eval_rows)
-        observers.append(Evaluation(args, folder, rows, passkeys))
+        observers.append(Evaluation(args, rows, passkeys))
     return observers

@@ -9,7 +9,7 @@ from typing import Any
 
 from pod.training.args import TrainArgs
 from pod.training.observe.throughput import peak_tokens_per_second
-from pod.training.observe.trackers import JsonLines, Wandb
+from pod.training.observe.trackers import JsonLines, Values, Wandb
 
 _REDRAW_S = 1.0  # on a terminal
 _REDRAW_LOG_S = 30.0  # where every drawing is one more line of a log file
@@ -71,7 +71,7 @@ class Monitor:
         finally:
             self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - started
 
-    def step(self, step: int, values: dict[str, float]) -> None:
+    def step(self, step: int, values: Values) -> None:
         """Record optimizer step `step` (counted from 1).
 
         Adds, over the steps since the last record: `tokens_per_second` of all ranks and `mfu` without the seconds of
@@ -85,7 +85,7 @@ class Monitor:
             self._record(step, values)
         self.bar.update(1)
 
-    def _record(self, step: int, values: dict[str, float]) -> None:
+    def _record(self, step: int, values: Values) -> None:
         steps, waited = step - self.last_step, self.waited_s
         seconds = max(time.perf_counter() - self.last_time - sum(self.parts.values()), 1e-9)
         rate = self.tokens_per_step * steps / seconds
@@ -103,7 +103,7 @@ class Monitor:
         self.last_step, self.last_time, self.waited_s = step, time.perf_counter(), 0.0
         self.parts: dict[str, float] = {}
 
-    def values(self, step: int, values: dict[str, float]) -> None:
+    def values(self, step: int, values: Values) -> None:
         """A record as it is, such as the evaluation before the first step, which belongs to no step's training; none when empty."""
         for tracker in self.trackers if values else ():
             tracker.log(step, values)
@@ -130,7 +130,7 @@ class Monitor:
             tracker.close()
 
 
-def _summary(record: dict[str, float], waiting: float) -> str:
+def _summary(record: Values, waiting: float) -> str:
     """What the bar shows beside steps and time to go."""
     text = f"loss {record.get('loss', float('nan')):.4f}, {record['tokens_per_second']:,.0f} tokens/s"
     if "mfu" in record:

@@ -27,14 +27,11 @@ class Solved(NamedTuple):
 
     Attributes:
         frontier: in an order of heads; units: of the saving, the number that costs least among so many and more.
-        follow, window: costs by place, ``[L, L, H]`` and ``[L, H]``, None = not priced.
         kv_order: ``[L][H]``, the KV head at each place; None = where they were.
     """
 
     frontier: Frontier | PackedFrontier
     units: int
-    follow: Floats
-    window: Floats | None = None
     kv_order: Order | None = None
 
 
@@ -43,15 +40,12 @@ class Choice:
     """A plan, and what else there was to choose from.
 
     Attributes:
-        follow, window: costs by place, ``[L, L, H]`` and ``[L, H]``, None = not priced.
         solved: all allowed roles and bits, in the plan's order of heads; None for a greedy plan.
         without: ``follow``, ``window`` or ``4_bits`` → the same when it is forbidden, heads aligned for it alone.
         similarity: ``[L, L, Hq]``, measured for cost=similarity, else None.
     """
 
     plan: SharingPlan
-    follow: Floats
-    window: Floats | None = None
     solved: Solved | None = None
     without: dict[str, Frontier | PackedFrontier] = field(default_factory=dict)
     similarity: Tensor | None = None
@@ -75,14 +69,13 @@ def choose_by_similarity(measured: Measured, explore: ExploreArgs, windows: dict
     """The paper's plan: greedy, or the followers of least ``Σ (1 - similarity with the lead)``."""
     similarity, provenance = measured.tensors["similarity"], measured.provenance
     heads, solved = provenance["num_key_value_heads"], None
-    follow = dissimilarity(similarity, heads)
     if explore.algorithm == "greedy":
         plan = greedy_plan(similarity, heads, explore.threshold, provenance)
     else:
-        frontier = solve(follow, None)
-        solved = Solved(frontier, target_units(frontier, explore, windows), follow)
+        frontier = solve(dissimilarity(similarity, heads), None)
+        solved = Solved(frontier, target_units(frontier, explore, windows))
         plan = frontier.plan(solved.units, _provenance(explore, provenance, solved))
-    return Choice(plan, follow, solved=solved, similarity=similarity)
+    return Choice(plan, solved, similarity=similarity)
 
 
 def choose(costs: Measured, explore: ExploreArgs, windows: dict[str, int]) -> Choice:
@@ -101,7 +94,7 @@ def choose(costs: Measured, explore: ExploreArgs, windows: dict[str, int]) -> Ch
     plan = frontier.plan(units, provenance)
     if best.kv_order is not None:
         plan = replace(plan, head_order=head_order(plan, best.kv_order, costs.tensors["order"]))
-    return Choice(plan, best.follow, best.window, best, without)
+    return Choice(plan, best, without)
 
 
 def _forbidding(explore: ExploreArgs) -> dict[str, ExploreArgs]:
@@ -128,19 +121,18 @@ def _solve(
         units = math.ceil(pairs * frontier.pair_units - 1e-9)
         return frontier.cheapest(min(units, len(frontier.costs) - 1))
 
-    placed, kv_order = (total["in_place"], total["window"]), None
+    kv_order = None
     if 4 in explore.bits:
         packed = solve_packed(packed_costs(explore, total, windows))
         units = units_of(packed)
         frontier = packed.improved(units)
     else:
-        frontier = solve(*allowed(explore, *placed))
+        frontier = solve(*allowed(explore, total["in_place"], total["window"]))
         units = units_of(frontier)
         if explore.align_heads and "follow" in explore.roles and units:
             found = align(*allowed(explore, total["follow"], total["window"]), units)
-            placed = found.follow, total["window"] if found.window is None else found.window
-            frontier, kv_order = solve(*allowed(explore, *placed)), found.kv_order
-    return Solved(frontier, frontier.cheapest(units), *placed, kv_order)
+            frontier, kv_order = solve(found.follow, found.window), found.kv_order
+    return Solved(frontier, frontier.cheapest(units), kv_order)
 
 
 def head_order(plan: SharingPlan, kv_order: Order, order: Tensor) -> Order | None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm, Normalize, to_rgb
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -35,21 +35,18 @@ class Map(NamedTuple):
     dots: Sequence[tuple[int, int]] = ()
 
 
-def map_picture(
-    maps: Sequence[Map], title: str, meaning: str, xlabel: str, columns: int = 0, norm: Any = None
-) -> Figure:
-    """Maps over layers under one scale of colours, 0 to 1 unless `norm` says otherwise; `meaning` of the colours."""
-    columns = columns or math.ceil(math.sqrt(len(maps)))
+def map_picture(maps: Sequence[Map], title: str, meaning: str, xlabel: str, columns: int = 0) -> Figure:
+    """Maps over layers, `columns` in a row (0 = all), under one scale of colours from 0 to 1 with this meaning."""
+    columns = columns or len(maps)
     rows = math.ceil(len(maps) / columns)
     figure = Figure(figsize=(2.9 * columns + 1.4, 2.9 * rows + 1.0), layout="constrained")
     grid: NDArray[Any] = figure.subplots(rows, columns, squeeze=False)
-    colours = matplotlib.colormaps["viridis" if norm is None else "viridis_r"].with_extremes(bad="#eeeeee")
-    norm = norm or Normalize(0, 1)
+    colours = matplotlib.colormaps["viridis"].with_extremes(bad="#eeeeee")
     for axes in grid.flat[len(maps) :]:
         axes.set_visible(False)
     for axes, one in zip(grid.flat, maps, strict=False):
         values = np.ma.masked_invalid(np.array(one.values, dtype=np.float64))
-        axes.imshow(values, norm=norm, origin="lower", cmap=colours, aspect="auto")
+        axes.imshow(values, vmin=0, vmax=1, origin="lower", cmap=colours, aspect="auto")
         dots = np.array(one.dots).reshape(-1, 2)
         axes.plot(dots[:, 1], dots[:, 0], linestyle="", marker="o", color="crimson", markersize=3)
         axes.set_title(one.title, fontsize=9)
@@ -76,36 +73,6 @@ def similarity_picture(similarity: ArrayLike, num_key_value_heads: int, subject:
     title = f"Attention similarity between layers\n{subject}"
     meaning = "similarity (1 − JSD₂): 1 = identical, 0 = disjoint"
     return map_picture(maps, title, meaning, "layer", columns=min(group * in_row, len(maps)))
-
-
-def cost_picture(
-    follow: NDArray[np.float64], window: NDArray[np.float64] | None, plan: SharingPlan, subject: str
-) -> Figure:
-    """What it costs each layer to follow each lower one, a map per KV head, and to keep its window, a map of all; dots where the
-    plan does it.
-
-    follow: ``[L, L, H]``, read where lead < layer; window: ``[L, H]``, None = not priced. By place.
-    """
-    layers, heads = plan.num_layers, plan.num_key_value_heads
-    pairs = [(layer, head, lead) for layer, row in enumerate(plan.lead) for head, lead in enumerate(row)]
-    lower = np.tril(np.ones((layers, layers), dtype=bool), k=-1)  # [layer, lead]
-    maps = [
-        Map(
-            f"follow, KV head {head}",
-            np.where(lower, follow[:, :, head].T, np.nan),
-            [(layer, lead) for layer, at, lead in pairs if at == head and lead not in (None, layer)],
-        )
-        for head in range(heads)
-    ]
-    if window is not None:
-        dots = [(layer, head) for layer, head, lead in pairs if lead is None]
-        maps.append(Map("window, by KV head", window, dots))
-    shown = np.concatenate([np.ravel(one.values) for one in maps])
-    shown = shown[np.isfinite(shown) & (shown > 0)]
-    low, high = np.quantile(shown, (0.02, 0.98)) if shown.size else (0.1, 1.0)
-    title = f"What roles cost; dots: what the plan does\n{subject}"
-    norm = LogNorm(low, max(high, 1.001 * low), clip=True)
-    return map_picture(maps, title, "cost (logarithmic)", "lead, or KV head", norm=norm)
 
 
 def head_score_picture(heads: RetrievalHeads, subject: str) -> Figure:

@@ -27,6 +27,7 @@ from pod.training.checkpoint.files import (
 )
 from pod.training.observe.metrics import Monitor
 from pod.training.observe.observers import Observer
+from pod.training.observe.trackers import Values
 from pod.training.predict.memory import checkpoint_disk_bytes
 from pod.training.run.batches import StepBatches
 from pod.training.run.engine import (
@@ -217,8 +218,8 @@ class Trainer:
         self.monitor.note(f"stopped by a signal in the step after step {self.state.step}, which is undone")
         return self.state
 
-    def _observe(self) -> dict[str, float]:
-        values: dict[str, float] = {}
+    def _observe(self) -> Values:
+        values: Values = {}
         for observer in self.observers:
             values |= observer.observe(self, self.state.step)
         return values

@@ -30,7 +30,7 @@ LAUNCHER = Path(__file__).parents[3] / "launch" / "explore.py"
 WINDOWS = {"num_sink_tokens": 2, "num_recent_tokens": 5}
 WRITTEN = {
     "plan.json", "plan_costs.safetensors", "pareto.json", "summary.txt",
-    "blocks.png", "costs.png", "pareto.png",
+    "blocks.png", "pareto.png",
 }  # fmt: skip
 
 

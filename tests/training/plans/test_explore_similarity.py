@@ -21,7 +21,6 @@ WRITTEN = {
     "summary.txt",
     "similarity.png",
     "blocks.png",
-    "costs.png",
     "pareto.json",
     "pareto.png",
 }

@@ -12,7 +12,6 @@ from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.plans.pictures import (
     SINGLE_COLOUR,
     block_picture,
-    cost_picture,
     head_score_picture,
     pareto_picture,
     save_picture,
@@ -54,23 +53,6 @@ def test_one_heat_map_per_query_head(query_heads, kv_heads):
     for head, image in enumerate(maps):
         np.testing.assert_array_equal(image.get_array(), values[:, :, head])
         assert image.axes.get_title() == f"query head {head} (KV head {head // (query_heads // kv_heads)})"
-
-
-def test_cost_maps_show_layers_over_leads_and_dot_what_the_plan_does():
-    rng = np.random.default_rng(1)
-    follow, window = rng.random((4, 4, 2)) + 0.1, rng.random((4, 2)) + 0.1
-    figure = cost_picture(follow, window, PLAN, "m")
-    dots = [{(x, y) for x, y in zip(*axes.lines[0].get_data(), strict=True)} for axes in figure.axes[:3]]
-    for head, axes in enumerate(figure.axes[:2]):
-        shown = axes.images[0].get_array()
-        lower = np.tril(np.ones((4, 4), dtype=bool), -1)
-        np.testing.assert_array_equal(np.ma.getmaskarray(shown), ~lower)
-        np.testing.assert_array_equal(shown[lower], follow[:, :, head].T[lower])
-        owners = [(layer, row[head]) for layer, row in enumerate(PLAN.lead)]
-        assert dots[head] == {(lead, layer) for layer, lead in owners if lead not in (layer, None)}
-    np.testing.assert_array_equal(figure.axes[2].images[0].get_array(), window)
-    assert dots[2] == {(1, 2)}
-    assert len(cost_picture(np.zeros((4, 4, 2)), None, SharingPlan.dense(4, 2), "m").axes) == 3
 
 
 def test_score_maps_show_both_scores_of_every_query_head_and_dot_those_chosen():
