@@ -13,11 +13,10 @@ With --heads it searches for the retrieval heads of RazorAttention instead, on r
 """
 
 import argparse
-import json
 from dataclasses import replace
 from typing import Any
 
-from pod.files import atomic_write_text
+from pod.files import atomic_write_text, write_json
 from pod.recipe import Recipe, run
 
 
@@ -58,7 +57,7 @@ def write_plan(exploration: Any, choice: Any) -> None:
     figures = {"blocks.png": pictures.block_picture(plan, subject)}
     if choice.solved is not None:
         curve = report.pareto(choice, explore, exploration.windows)
-        atomic_write_text(folder / "pareto.json", as_json(curve))
+        write_json(folder / "pareto.json", curve)
         figures["pareto.png"] = pictures.pareto_picture(curve, subject)
     if choice.similarity is not None:
         heads = plan.num_key_value_heads
@@ -70,12 +69,6 @@ def write_plan(exploration: Any, choice: Any) -> None:
     plan.save(folder / "plan.json")
     print(text)
     print(f"written: {folder / 'plan.json'}, {', '.join(figures)}")
-
-
-def as_json(curve: dict[str, Any]) -> str:
-    """JSON with a line for each point of the curve."""
-    points = ",\n".join(json.dumps(point, allow_nan=False) for point in curve["points"])
-    return json.dumps(curve | {"points": []})[:-2] + "\n" + points + "\n]}\n"
 
 
 def estimate(recipe: Recipe) -> str:

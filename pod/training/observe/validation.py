@@ -17,7 +17,6 @@ from pod.training.observe.trackers import Values
 from pod.training.run.loss import IGNORED_LABEL
 from pod.training.run.reading import read, reading, row_length_for, token_scores
 
-_MOST_BUCKETS = 8
 _LEAST_BUCKET = 64  # tokens
 
 
@@ -46,13 +45,9 @@ class Passkey:
 
 def position_buckets(length: int) -> list[tuple[int, int]]:
     """`[start, end)` of at most 8 ranges of positions, each from the second on twice as long as what lies before it."""
-    first = _LEAST_BUCKET
-    while first << (_MOST_BUCKETS - 1) < length:
-        first *= 2
-    bounds = [0, first]
-    while bounds[-1] < length:
-        bounds.append(2 * bounds[-1])
-    return [(start, min(end, length)) for start, end in itertools.pairwise(bounds)]
+    first = max(_LEAST_BUCKET, 1 << max(0, (length - 1).bit_length() - 7))
+    bounds = [0, *(first << doubled for doubled in range(8) if first << doubled < length), length]
+    return list(itertools.pairwise(bounds))
 
 
 class Evaluation(Observer):

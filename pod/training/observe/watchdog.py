@@ -1,7 +1,7 @@
 """A thread that notices when a rank hangs, and writes where.
 
-The main thread of a hanging rank usually waits inside a collective for a peer that will not come. It cannot tell; a
-thread beside it can, because collectives release Python's lock while they wait.
+The main thread of a hanging rank usually waits inside a collective for a peer that will not come; a thread beside it can tell,
+because collectives release Python's lock while they wait.
 """
 
 import contextlib
@@ -23,10 +23,8 @@ class Watchdog:
 
     Args:
         folder: <output_dir>/train; stacks go to hang-rankNNNNN.txt there.
-        rank, world_size: position among all ranks.
         timeout: seconds without a beat that count as a hang; 0 = never.
         action: `report`, or `abort` to end the process with code 75 after the report.
-        clock: seconds.
     """
 
     def __init__(

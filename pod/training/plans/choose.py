@@ -13,10 +13,10 @@ from pod.training.plans.bits import PackedFrontier, solve_packed
 from pod.training.plans.costs import total_costs
 from pod.training.plans.exploration import Exploration, allowed, packed_costs, target_units
 from pod.training.plans.explore_args import ExploreArgs
-from pod.training.plans.greedy import dissimilarity, greedy_plan
 from pod.training.plans.measure import Measured, find_costs, find_similarity, repeated_sequences
 from pod.training.plans.plan_loss import plan_loss
-from pod.training.plans.reuse import is_first_rank, quiet
+from pod.training.plans.reuse import from_first_rank, is_first_rank, quiet
+from pod.training.plans.similarity import dissimilarity, greedy_plan
 from pod.training.plans.solve import Floats, Frontier, solve
 
 Order = tuple[tuple[int, ...], ...]
@@ -60,9 +60,11 @@ def find_plan(exploration: Exploration, say: Callable[[str], None] = print) -> C
     if explore.cost == "similarity":
         return choose_by_similarity(find_similarity(exploration, say), explore, exploration.windows)
     choice = choose(find_costs(exploration, say), explore, exploration.windows)
-    if explore.loss_sequences:
-        choice = replace(choice, plan=_with_losses(exploration, choice.plan))
-    return choice
+    if not explore.loss_sequences:
+        return choice
+    losses = from_first_rank(lambda: _losses(exploration, choice.plan))
+    plan = replace(choice.plan, provenance=choice.plan.provenance | {"losses": losses})
+    return replace(choice, plan=plan)
 
 
 def choose_by_similarity(measured: Measured, explore: ExploreArgs, windows: dict[str, int]) -> Choice:
@@ -166,17 +168,14 @@ def _provenance(explore: ExploreArgs, measured: dict[str, Any], solved: Solved) 
     }
 
 
-def _with_losses(exploration: Exploration, plan: SharingPlan) -> SharingPlan:
-    """The plan with its loss and that of the dense model in its provenance."""
+def _losses(exploration: Exploration, plan: SharingPlan) -> dict[str, Any]:
+    """Of the dense model and of the plan, on text and on repeated tokens, and on how many sequences."""
     dense = replace(SharingPlan.dense(plan.num_layers, plan.num_key_value_heads), head_order=plan.head_order)
     model = exploration.load_model(dense)
-    texts = {
-        "text": exploration.read(quiet)[0][: exploration.explore.loss_sequences],
-        "repeated": repeated_sequences(exploration, model.config),
-    }
-    losses: dict[str, Any] = {
+    text = exploration.read(quiet)[0][: exploration.explore.loss_sequences]
+    texts = {"text": text, "repeated": repeated_sequences(exploration, model.config)}
+    losses = {
         name: {kind: plan_loss(model, one, sequences) for kind, sequences in texts.items() if sequences}
         for name, one in (("dense", dense), ("plan", plan))
     }
-    losses |= {"sequences": len(texts["text"]), "repeated_sequences": len(texts["repeated"])}
-    return replace(plan, provenance=plan.provenance | {"losses": losses})
+    return losses | {"sequences": len(text), "repeated_sequences": len(texts["repeated"])}

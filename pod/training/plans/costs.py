@@ -7,14 +7,11 @@ repeated, where copying is all there is to do; both in the same units, so that t
 
 * ``window`` ``[L, H]``: softmax over proximal tokens alone.
 * ``follow`` ``[L, L, H, H]`` = [lead layer, layer, KV head of the lead layer, KV head of the layer], zero unless lead < layer: own
-  logits for proximal tokens, the lead's for distant ones, one softmax (PoD, eq. 4). Heads of a layer can be re-ordered without
-  changing the model, so any head of a lower layer may lead; query heads are matched inside the pair of groups.
-* ``lead4``, ``follow4`` ``[L, H]``: 4 bits per number of a lead's keys and values, of a follower's values (the codec's usual groups;
-  its newest tokens stay native).
+  logits for proximal tokens, the lead's for distant ones, one softmax (PoD, eq. 4), query heads matched inside the pair of groups.
 * ``in_place`` ``[L, L, H]``: following the KV head of the same index, query head by query head, with nothing re-ordered.
+* ``lead4``, ``follow4`` ``[L, H]``: 4 bits per number of a lead's keys and values, of a follower's values; the newest tokens stay native.
 
-Beside the model this holds the distant attention rows of the sampled queries of all layers, ``4 · L · Hq · q · n`` bytes; nothing
-of size ``n x n`` exists.
+Beside the model this holds the distant attention rows of the sampled queries of all layers, ``4 · L · Hq · q · n`` bytes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -37,12 +34,7 @@ MAX_COST = 1000.0
 
 
 class Sample(NamedTuple):
-    """The queries that stand for a sequence, and which tokens each of them sees how.
-
-    Attributes:
-        positions: ``[q]`` query positions.
-        future, distant: ``[q, n]``.
-    """
+    """The queries that stand for a sequence, positions ``[q]``, and which tokens each of them sees how, ``[q, n]``."""
 
     positions: Tensor
     future: Tensor

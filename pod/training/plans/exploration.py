@@ -27,6 +27,7 @@ from pod.training.plans.solve import Curve, Floats, solve
 
 MATCHING_SEQUENCES = 2
 """Sequences of text, beside all repeated ones, on which query heads are matched."""
+POSITIONS = ("rope", "max_position_embeddings")
 DATA_SETTINGS = (*OF_READING, "boundary_tokens", *(name for name in OF_SPLIT if name != "sources"))
 
 
@@ -59,8 +60,10 @@ class Exploration:
     def of(cls, recipe: Any) -> "Exploration":
         """As a `Recipe` says."""
         model, explore, data = recipe.model, recipe.explore, recipe.data
-        positions = {name: getattr(model, name) for name in ("rope", "max_position_embeddings")}
-        settings = {name: value for name, value in positions.items() if value}
+        settings = {name: value for name in POSITIONS if (value := getattr(model, name))}
+        settings |= {
+            name: getattr(explore, name) for name in ("num_sequences", "sequence_length", "num_queries")
+        }
         settings |= {
             "model": model.path,
             "gguf_file": model.gguf_file,
@@ -68,9 +71,6 @@ class Exploration:
             "sources": list(explore.sources or data.sources),
             "split": "all" if explore.sources else "held_out",
             "data": {name: getattr(data, name) for name in DATA_SETTINGS},
-            "num_sequences": explore.num_sequences,
-            "sequence_length": explore.sequence_length,
-            "num_queries": explore.num_queries,
             "seed": recipe.seed,
         }
         folder = resolve_model(model.path)
@@ -78,21 +78,18 @@ class Exploration:
 
     def load_model(self, plan: SharingPlan | None = None) -> PodForCausalLM:
         """The model on this rank's device, dense unless there is a plan, with the windows; refuses what `check_model` refuses."""
-        changes = {name: self.settings.get(name) for name in ("rope", "max_position_embeddings")}
-        model = self.load(plan=plan, **changes, **self.windows)
+        positions = {name: self.settings.get(name) for name in POSITIONS}
+        model = self.load(plan=plan, **positions, **self.windows)
         check_model(model.config, self.explore, self.windows)
         return model
 
     def load(self, **changes: Any) -> PodForCausalLM:
         """The model as it is, but for `changes`, on this rank's device."""
-        settings, device = self.settings, torch.device("cpu")
+        dtype, device = getattr(torch, self.settings["dtype"]), "cpu"
         if torch.cuda.is_available():
-            local = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
-            device = torch.device("cuda", local)
-        dtype = getattr(torch, settings["dtype"])
-        return load_model(
-            self.model_folder, gguf_file=settings["gguf_file"], dtype=dtype, device=device, **changes
-        )
+            device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
+        gguf_file = self.settings["gguf_file"]
+        return load_model(self.model_folder, gguf_file=gguf_file, dtype=dtype, device=device, **changes)
 
     def load_tokenizer(self) -> Any:
         """The model's tokenizer: it reads its own tokens, whatever data.tokenizer says."""
@@ -174,8 +171,8 @@ def process_group(timeout: timedelta = timedelta(hours=6)) -> Iterator[int]:
 
     Only sums of a few megabytes travel, so gloo serves on every machine. The timeout is long because ranks wait for the slowest.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
-        yield dist.get_rank() if dist.is_initialized() else 0
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield 0
         return
     dist.init_process_group("gloo", timeout=timeout)
     try:

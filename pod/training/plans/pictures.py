@@ -162,16 +162,13 @@ def block_picture(plan: SharingPlan, subject: str) -> Figure:
         f"{plan.num_followers} follow, {plan.num_windows} keep their window",
         fontsize=11,
     )
-    handles = {
-        "lead of a block": Line2D([], [], linestyle="", marker="o", color="black", markersize=6),
-        "a block (colours only separate neighbours)": Patch(facecolor=BLOCK_COLOURS[0]),
-        "leads alone": Patch(facecolor=SINGLE_COLOUR),
-        "keeps its window: sinks and recent tokens": Patch(facecolor="white", edgecolor="black"),
-    }
-    labels = list(handles)
-    figure.legend(
-        list(handles.values()), labels, loc="outside lower center", ncols=2, fontsize=9, frameon=False
-    )
+    handles: list[Any] = [
+        Line2D([], [], linestyle="", marker="o", color="black", label="lead of a block"),
+        Patch(facecolor=BLOCK_COLOURS[0], label="a block (colours only separate neighbours)"),
+        Patch(facecolor=SINGLE_COLOUR, label="leads alone"),
+        Patch(facecolor="white", edgecolor="black", label="keeps its window: sinks and recent tokens"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=9, frameon=False)
     return figure
 
 

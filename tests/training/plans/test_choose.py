@@ -442,4 +442,4 @@ def test_dry_run_names_the_cost(explore_launcher, overrides, capsys):
     )
     printed = capsys.readouterr().out
     assert "roles: [window]" in printed
-    assert "costs of roles: one forward pass over 3 x 48 = 144 tokens and 2 x 48 repeated ones" in printed
+    assert "projected: one forward pass over 3 x 48 = 144 tokens and 2 x 48 repeated ones" in printed

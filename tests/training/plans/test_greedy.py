@@ -5,8 +5,8 @@ import pytest
 from plan_sums import sum_of_costs
 
 from pod.modeling.shipped.sharing import SharingPlan
-from pod.training.plans.greedy import dissimilarity, greedy_plan
 from pod.training.plans.report import describe_plan
+from pod.training.plans.similarity import dissimilarity, greedy_plan
 from pod.training.plans.solve import solve
 
 
@@ -91,7 +91,6 @@ def test_bad_input_is_one_line():
         (lambda: greedy_plan(good[:3], 2), "shape"),
         (lambda: greedy_plan(good, 3), "cannot be divided"),
         (lambda: dissimilarity(broken, 2), "NaN"),
-        (lambda: greedy_plan(good, 2, threshold=1.5), "0 to 1"),
     ):
         with pytest.raises(ValueError, match=words) as caught:
             call()

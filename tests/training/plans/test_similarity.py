@@ -188,8 +188,8 @@ def test_fingerprints_see_what_changed():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"threshold": 1.1}, "0 to 1"),
-        ({"target_saving": 1.0}, "0 to below 1"),
+        ({"threshold": 1.1}, "threshold is 1.1"),
+        ({"target_saving": 1.0}, "target_saving is 1.0"),
         ({"roles": []}, "allowed are follow, window, or both"),
         ({"roles": ["follow", "follow"]}, "allowed are follow, window, or both"),
         ({"cost": "similarity"}, "prices followers only: set roles=follow"),
