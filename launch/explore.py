@@ -55,7 +55,7 @@ def write_plan(exploration: Any, choice: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     subject = report.about_plan(plan, explore)
     figures = {"blocks.png": pictures.block_picture(plan, subject)}
-    if choice.solved is not None:
+    if choice.frontier is not None:
         curve = report.pareto(choice, explore, exploration.windows)
         write_json(folder / "pareto.json", curve)
         figures["pareto.png"] = pictures.pareto_picture(curve, subject)

@@ -23,7 +23,7 @@ from pod.models import resolve_model
 from pod.training.plans.bits import PackedCosts
 from pod.training.plans.costs import cost_shapes, sample_queries
 from pod.training.plans.explore_args import ExploreArgs
-from pod.training.plans.solve import Curve, Floats, solve
+from pod.training.plans.solve import Floats, solve
 
 MATCHING_SEQUENCES = 2
 """Sequences of text, beside all repeated ones, on which query heads are matched."""
@@ -140,7 +140,8 @@ def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> N
         free = {name: np.zeros(shape) for name, shape in shapes.items()}
         roles = allowed(explore, free["in_place"], free["window"])
         packed = packed_costs(explore, free, windows).solve(None) if 4 in explore.bits else None
-        target_units(packed or solve(*roles), explore, windows)
+        frontier = packed or solve(*roles)
+        frontier.units_for(explore.target_saving, explore.budget_tokens, **windows)
 
 
 def allowed(explore: ExploreArgs, follow: Any, window: Any) -> tuple[Any, Any]:
@@ -152,17 +153,6 @@ def packed_costs(explore: ExploreArgs, total: dict[str, Floats], windows: dict[s
     """The costs of the roles that the settings allow where layers may be packed."""
     roles, near = allowed(explore, total["in_place"], total["window"]), sum(windows.values())
     return PackedCosts(*roles, total["lead4"], total["follow4"], explore.budget_tokens, near)
-
-
-def target_units(frontier: Curve, explore: ExploreArgs, windows: dict[str, int]) -> int:
-    """The number of units that is nearest to `target_saving` at `budget_length` tokens.
-
-    Raises: ValueError for a saving out of reach.
-    """
-    try:
-        return frontier.units_for(explore.target_saving, explore.budget_tokens, **windows)
-    except ValueError as error:
-        raise ValueError(f"explore.{error}") from None
 
 
 @contextmanager

@@ -112,15 +112,13 @@ def find_heads(exploration: Exploration, say: Callable[[str], None] = print) -> 
 
 
 def _search(exploration: Exploration, wanted: dict[str, Any], say: Callable[[str], None]) -> RetrievalHeads:
-    model, repeats = exploration.load(), wanted["head_repeats"]
-    vocab, special = ordinary_vocabulary(exploration.load_tokenizer(), model.config)
-    num_tokens = fitting_tokens(model.config, wanted["head_tokens"], repeats, vocab - len(special))
-    if num_tokens < wanted["head_tokens"]:
+    model, asked, repeats = exploration.load(), wanted["head_tokens"], wanted["head_repeats"]
+    ids = ordinary_tokens(exploration.load_tokenizer(), model.config, asked, repeats, wanted["seed"])
+    num_tokens = len(ids) // repeats
+    if num_tokens < asked:
         say(
-            f"retrieval heads: {num_tokens} distinct tokens instead of {wanted['head_tokens']}: the model reads "
-            f"{model.config.max_position_embeddings} tokens and knows {vocab - len(special)}"
+            f"retrieval heads: {num_tokens} distinct tokens instead of {asked}: the model's context has no more"
         )
-    ids = repeated_tokens(num_tokens, repeats, vocab, special, wanted["seed"])
     echo, induction = search_heads(model, ids, num_tokens)
     return RetrievalHeads(
         echo=echo,
@@ -130,34 +128,30 @@ def _search(exploration: Exploration, wanted: dict[str, Any], say: Callable[[str
     )
 
 
-def ordinary_vocabulary(tokenizer: Any, config: Any) -> tuple[int, set[int]]:
-    """Ids below the first number are a tokenizer's and the model's; the set are the special ones among them."""
-    added = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    vocab = min(len(tokenizer), config.vocab_size)
-    return vocab, {id for id in added | set(tokenizer.all_special_ids) if id < vocab}
-
-
-def fitting_tokens(config: Any, wanted: int, repeats: int, num_ordinary: int) -> int:
-    """K: ``wanted`` distinct tokens, or what the context divided by ``repeats`` and the vocabulary allow.
+def ordinary_tokens(tokenizer: Any, config: Any, wanted: int, repeats: int, seed: int) -> Tensor:
+    """`repeated_tokens` that are not special: ``wanted`` distinct ones, or as many as the context and the vocabulary allow.
 
     Raises: ValueError when that is fewer than 2.
     """
-    fitting = min(wanted, config.max_position_embeddings // repeats, num_ordinary)
-    if fitting < 2:
+    added = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    vocab = min(len(tokenizer), config.vocab_size)
+    special = {id for id in added | set(tokenizer.all_special_ids) if id < vocab}
+    context = config.max_position_embeddings
+    num_tokens = min(wanted, context // repeats, vocab - len(special))
+    if num_tokens < 2:
         raise ValueError(
-            f"explore.head_repeats is {repeats}: a context of {config.max_position_embeddings} tokens and {num_ordinary} ordinary "
-            "tokens leave fewer than 2 distinct ones; repeat less often"
+            f"explore.head_repeats is {repeats}: a context of {context} tokens and {vocab - len(special)} ordinary tokens leave fewer "
+            "than 2 distinct ones; repeat less often"
         )
-    return fitting
+    return repeated_tokens(num_tokens, repeats, vocab, special, seed)
 
 
 def describe_heads_cost(config: Any, explore: ExploreArgs) -> str:
     """What the search needs, from the model's sizes."""
     repeats = explore.head_repeats
-    num_tokens = fitting_tokens(config, explore.head_tokens, repeats, config.vocab_size)
-    n = num_tokens * repeats
-    block = max(BLOCK_ELEMENTS, config.num_attention_heads * n) * 8  # bytes, two blocks of fp32
+    num_tokens = min(explore.head_tokens, config.max_position_embeddings // repeats)
+    block = 8 * max(BLOCK_ELEMENTS, config.num_attention_heads * num_tokens * repeats)  # bytes, two of fp32
     return (
-        f"retrieval heads: one forward pass over {repeats} x {num_tokens} = {n} tokens\n"
+        f"retrieval heads: one forward pass over {repeats} x {num_tokens} = {repeats * num_tokens} tokens\n"
         f"memory: the model, one layer's activations and {block / 1e6:.0f} MB of attention at a time"
     )

@@ -31,7 +31,7 @@ from pod.training.plans.costs import (
     measure_query_head_errors,
 )
 from pod.training.plans.exploration import MATCHING_SEQUENCES, Exploration
-from pod.training.plans.heads import fitting_tokens, ordinary_vocabulary, repeated_tokens
+from pod.training.plans.heads import ordinary_tokens
 from pod.training.plans.recording import record_attention_rows
 from pod.training.plans.reuse import (
     from_first_rank,
@@ -193,12 +193,8 @@ def _measure_costs(
     layers, heads = config.num_hidden_layers, config.num_attention_heads
     repeated = repeated_sequences(exploration, config)
     few = [*sequences[:MATCHING_SEQUENCES], *repeated]
-    errors = mean(
-        "query heads",
-        lambda ids: measure_query_head_errors(model, ids, queries),
-        (layers, layers, heads, heads),
-        few,
-    )
+    shape = layers, layers, heads, heads
+    errors = mean("query heads", lambda ids: measure_query_head_errors(model, ids, queries), shape, few)
     order = match_query_heads(errors, config.num_key_value_heads)
     shapes = cost_shapes(layers, config.num_key_value_heads)
     sizes = [math.prod(shape) for shape in shapes.values()]
@@ -220,8 +216,6 @@ def repeated_sequences(exploration: Exploration, config: Any) -> list[Tensor]:
     explore, settings = exploration.explore, exploration.settings
     if not explore.retrieval_sequences:
         return []
-    vocab, special = ordinary_vocabulary(exploration.load_tokenizer(), config)
-    length = explore.sequence_length // REPEATS
-    num_tokens = fitting_tokens(config, length, REPEATS, vocab - len(special))
+    tokenizer, num_tokens = exploration.load_tokenizer(), explore.sequence_length // REPEATS
     seeds = range(settings["seed"], settings["seed"] + explore.retrieval_sequences)
-    return [repeated_tokens(num_tokens, REPEATS, vocab, special, seed) for seed in seeds]
+    return [ordinary_tokens(tokenizer, config, num_tokens, REPEATS, seed) for seed in seeds]

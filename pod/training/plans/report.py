@@ -23,8 +23,8 @@ def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dic
     Heads stand in one order on the whole curve, that which was found for the chosen plan; a curve with a role forbidden has its
     own. ``saving`` is meant at ``budget_length`` tokens.
     """
-    assert choice.solved is not None, "a greedy plan has no curve"
-    frontier, chosen = choice.solved.frontier, choice.solved.units
+    assert choice.frontier is not None, "a greedy plan has no curve"
+    frontier, chosen = choice.frontier, choice.units
     pair = frontier.pair_units
     every = {frontier.cheapest(units) for units in range(0, len(frontier.costs), pair // 2)} | {chosen}
     points = []

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from pod.modeling.shipped.sharing import SharingPlan
@@ -31,10 +31,6 @@ def jensen_shannon_similarity(rows: Tensor, tile_elements: int | None = None) ->
     Returns: ``[L, L, Hq]`` fp64 on the CPU, symmetric, diagonal 1.
     Raises: ValueError when a row is no distribution.
     """
-    if rows.ndim != 4:
-        raise ValueError(
-            f"attention rows must be [layers, query heads, queries, tokens], got {list(rows.shape)}"
-        )
     tile = tile_elements or TILE_ELEMENTS.get(rows.device.type, 1 << 14)
     heads = [_head_similarity(rows[:, head], tile) for head in range(rows.shape[1])]
     return torch.stack(heads, dim=-1).cpu()
@@ -73,13 +69,11 @@ def greedy_plan(
     """Algorithm 1 (paper §2.1): a layer joins the current block iff it is similar to every layer of the block.
 
     Two layers are similar for a KV head when a strict majority of its G query heads have similarity >= ``threshold``
-    (paper B.2). The lead of a block is its lowest layer.
-
-    Raises: ValueError for a tensor that is no similarity.
+    (paper B.2). The lead of a block is its lowest layer. similarity: ``[L, L, Hq]``.
     """
-    grouped = group_query_heads(similarity, num_key_value_heads)
-    similar = is_similar(grouped, threshold)
-    num_layers = grouped.shape[0]
+    votes = group_query_heads(similarity, num_key_value_heads) >= threshold
+    similar = 2 * votes.sum(axis=-1) > votes.shape[-1]  # [L, L, H]
+    num_layers = len(similar)
     lead = np.zeros((num_layers, num_key_value_heads), dtype=np.int64)
     for head in range(num_key_value_heads):
         first = 0  # lowest layer of the current block
@@ -92,29 +86,11 @@ def greedy_plan(
 
 
 def dissimilarity(similarity: ArrayLike, num_key_value_heads: int) -> Floats:
-    """``[L, L, H]``: 1 - similarity with the lead, the mean over the G query heads of a KV head (METHODS.md §1).
-
-    Raises: ValueError for a tensor that is no similarity.
-    """
+    """``[L, L, H]``: 1 - similarity with the lead, the mean over the G query heads of a KV head (METHODS.md §1)."""
     return 1.0 - group_query_heads(similarity, num_key_value_heads).mean(axis=-1)
 
 
 def group_query_heads(similarity: ArrayLike, num_key_value_heads: int) -> Floats:
-    """``[L, L, Hq]`` → fp64 ``[L, L, H, G]``; ValueError unless it is a finite square tensor that H divides."""
+    """``[L, L, Hq]`` → fp64 ``[L, L, H, G]``."""
     values = np.asarray(similarity, dtype=np.float64)
-    if values.ndim != 3 or values.shape[0] != values.shape[1] or 0 in values.shape:
-        raise ValueError(f"similarity must be [layers, layers, query heads], got shape {list(values.shape)}")
-    if num_key_value_heads < 1 or values.shape[2] % num_key_value_heads:
-        raise ValueError(
-            f"{values.shape[2]} query heads cannot be divided among {num_key_value_heads} KV heads: "
-            "give the number of KV heads of the model that was measured"
-        )
-    if not np.isfinite(values).all():
-        raise ValueError("similarity holds NaN or infinity: delete the similarity file and measure again")
     return values.reshape(*values.shape[:2], num_key_value_heads, -1)
-
-
-def is_similar(grouped: Floats, threshold: float) -> NDArray[np.bool_]:
-    """``[L, L, H, G]`` → ``[L, L, H]``: whether more than half of the G query heads reach the threshold."""
-    votes = (grouped >= threshold).sum(axis=-1)
-    return 2 * votes > grouped.shape[-1]

@@ -72,7 +72,7 @@ class Curve:
         least, most = reachable[0] * unit, reachable[-1] * unit
         if not least - unit / 2 <= target_saving <= most + unit / 2:
             raise ValueError(
-                f"target_saving is {target_saving}, but the allowed roles save {least:.3f} to {most:.3f} of the bytes at {n} "
+                f"explore.target_saving is {target_saving}, but the allowed roles save {least:.3f} to {most:.3f} of the bytes at {n} "
                 f"tokens, of which {num_sink_tokens} + {num_recent_tokens} are in every window: choose a saving between, more "
                 "tokens, or more roles (followers save half of their bytes at most)"
             )
