@@ -74,14 +74,12 @@ def write_plan(exploration: Any, choice: Any) -> None:
 def estimate(recipe: Recipe) -> str:
     """Tokens, memory and disk; needs the model's config only."""
     from pod.training.plans.exploration import check_model, describe_cost, windows_of
-    from pod.training.plans.heads import describe_heads_cost
     from pod.training.run.start_model import model_config, source_config
 
     source_config(recipe.model)
     config, _ = model_config(replace(recipe.model, layout="dense", plan=None), recipe.output_dir)
-    if recipe.explore.heads:
-        return describe_heads_cost(config, recipe.explore)
-    check_model(config, recipe.explore, windows_of(recipe))
+    if not recipe.explore.heads:
+        check_model(config, recipe.explore, windows_of(recipe))
     return describe_cost(config, recipe.explore)
 
 

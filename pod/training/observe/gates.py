@@ -142,12 +142,10 @@ def proximal_share(
     """The gate of every query: `exp(lse_P) / (exp(lse_P) + exp(lse_D))`, in memory linear in n.
 
     Args:
-        q, q_lead: ``[B, Hq, n, d]``, rotated; k, k_lead: ``[B, H, n, d]``. A lead's own queries and keys stand for the
-            lead's.
+        q, q_lead: ``[B, Hq, n, d]``, rotated; k, k_lead: ``[B, H, n, d]``. A lead's own stand for the lead's.
         windows: (n_s, n_r) in tokens.
 
-    Returns:
-        ``[B, Hq, n]`` in at least fp32; NaN for queries that see no distant token.
+    Returns: ``[B, Hq, n]`` in at least fp32; NaN for queries that see no distant token.
     """
     see = Visibility(*windows)
     if q.device.type == "cpu":  # whose exponentials of 16-bit logits are rounded to five digits

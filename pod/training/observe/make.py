@@ -14,12 +14,7 @@ from pod.training.observe.validation import Evaluation, Passkey
 def make_observers(
     args: TrainArgs, dataset: Any, folder: Path, config: Any, passkeys: Sequence[Passkey] = ()
 ) -> list[Observer]:
-    """What a recipe asks for: memory always, gates and evaluation by their settings.
-
-    Args:
-        folder: <output_dir>/train.
-        config: the model's.
-        passkeys: for `eval_passkeys`.
+    """What a recipe asks for of a model of this config: memory always, gates (drawn in `folder`) and evaluation by their settings.
 
     Raises:
         ValueError: no held-out text, a layout without gates, passkey prompts longer than a row.

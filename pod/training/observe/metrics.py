@@ -19,9 +19,8 @@ class Monitor:
     """Progress bar and trackers of one run, and the time of its parts.
 
     Args:
-        folder: <output_dir>/train.
-        first_step: steps already done (a resumed run).
-        tokens_per_step: tokens of all ranks in one optimizer step, padding included.
+        folder: <output_dir>/train; first_step: steps already done (a resumed run).
+        tokens_per_step: of all ranks in one optimizer step, padding included.
         enabled: False on every rank but 0: all calls do nothing.
         peak: tokens per second that the devices could train at their peak, for `mfu`; None = not known.
     """
@@ -72,12 +71,8 @@ class Monitor:
             self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - started
 
     def step(self, step: int, values: Values) -> None:
-        """Record optimizer step `step` (counted from 1).
-
-        Adds, over the steps since the last record: `tokens_per_second` of all ranks and `mfu` without the seconds of
-        saving and evaluating, which are `save_s` and `evaluate_s` (sums, only where there were any); `data_wait_s` and
-        `compute_s`, the rest (seconds per step).
-        """
+        """Record optimizer step `step` (counted from 1), with, over the steps since the last record, `tokens_per_second` of all ranks
+        and `mfu` without saving and evaluating, `save_s` and `evaluate_s` (sums), `data_wait_s` and `compute_s` (per step)."""
         if not self.enabled:
             return
         self.waited_s += values.get("data_wait_s", 0.0)
@@ -104,7 +99,7 @@ class Monitor:
         self.parts: dict[str, float] = {}
 
     def values(self, step: int, values: Values) -> None:
-        """A record as it is, such as the evaluation before the first step, which belongs to no step's training; none when empty."""
+        """A record as it is, such as the evaluation before the first step; none when empty."""
         for tracker in self.trackers if values else ():
             tracker.log(step, values)
 

@@ -82,13 +82,11 @@ def total_costs(tensors: Mapping[str, Tensor], retrieval_weight: float) -> dict[
 def measure_costs(
     model: PodForCausalLM, input_ids: Tensor, num_queries: int, order: Tensor
 ) -> dict[str, Tensor]:
-    """The cost of every role of every pair on one sequence.
+    """The cost of every role of every pair on one sequence ``[1, n]``.
 
     Args:
         model: dense, with the windows of the plan to come (``num_sink_tokens``, ``num_recent_tokens``).
-        input_ids: ``[1, n]``.
-        num_queries: q, at most ``n - n_s - n_r``.
-        order: ``[L, L, H, H, G]``, see `match_query_heads`.
+        num_queries: q, at most ``n - n_s - n_r``; order: ``[L, L, H, H, G]``, see `match_query_heads`.
 
     Returns: fp64 on the CPU in the shapes of `cost_shapes`, from 0 to 1000.
     Raises: ValueError for a model with a plan, a sequence without enough distant tokens, and outputs that are not finite.
@@ -131,11 +129,7 @@ def measure_query_head_errors(model: PodForCausalLM, input_ids: Tensor, num_quer
 
 def match_query_heads(errors: Tensor, num_key_value_heads: int) -> Tensor:
     """The order of the query heads of every follower that costs least, each query head counted alone: ``[L, L, H, H, G]``, which query
-    head of the follower's group stands at each place when it follows, those of the lead standing as they are.
-
-    Args:
-        errors: ``[L, L, Hq, Hq]`` from `measure_query_head_errors`.
-    """
+    head of the follower's group stands at each place when it follows, those of the lead standing as they are."""
     heads, groups = num_key_value_heads, errors.shape[-1] // num_key_value_heads
     by_pair = errors.unflatten(3, (heads, groups)).unflatten(2, (heads, groups)).transpose(3, 4).numpy()
     order = torch.arange(groups).expand(*by_pair.shape[:4], groups).clone()

@@ -41,8 +41,7 @@ class Exploration:
     """What a plan is made of and from.
 
     Attributes:
-        folder: shared by all ranks; receives the measurements.
-        settings: everything that a similarity depends on, as JSON.
+        folder: shared by all ranks; receives the measurements. settings: everything that a similarity depends on, as JSON.
         model_folder: folder or hub id of the dense model.
         windows: ``num_sink_tokens`` and ``num_recent_tokens`` that the plan is for.
         prepared: folder of prepared data, or None; of the same sources, its held-out text saves reading them all again.
@@ -96,11 +95,8 @@ class Exploration:
         return load_tokenizer(self.model_folder, gguf_file=self.settings["gguf_file"])
 
     def read(self, say: Callable[[str], None]) -> tuple[Sequence[Tensor], str]:
-        """N token sequences ``[n]`` from explore.sources, else from what data.sources holds out of training.
-
-        Also returns which part of the sources they come from: all, held_out or train.
-        Sources too small to hold enough out give training text instead, and a line says so: a plan only describes the model.
-        """
+        """N token sequences ``[n]``, and which part of the sources they come from: all of explore.sources, else what data.sources
+        holds out of training, or, where that is too little, their training text: a plan only describes the model."""
         explore = self.explore
         # Weights belong to data.sources.
         sources = {"sources": explore.sources, "weights": []} if explore.sources else {}
@@ -174,6 +170,10 @@ def process_group(timeout: timedelta = timedelta(hours=6)) -> Iterator[int]:
 
 def describe_cost(config: Any, explore: ExploreArgs) -> str:
     """What measuring needs, from the model's sizes: tokens to read, memory beside the weights."""
+    if explore.heads:
+        num_tokens = min(explore.head_tokens, config.max_position_embeddings // explore.head_repeats)
+        n = explore.head_repeats * num_tokens
+        return f"retrieval heads: one forward pass over {explore.head_repeats} x {num_tokens} = {n} tokens"
     layers, heads = config.num_hidden_layers, config.num_attention_heads
     n, q, count = explore.sequence_length, explore.num_queries, explore.num_sequences
     what = f"{explore.cost}: one forward pass over {count} x {n} = {count * n} tokens"
@@ -181,8 +181,5 @@ def describe_cost(config: Any, explore: ExploreArgs) -> str:
         repeated = explore.retrieval_sequences
         matching, losses = repeated + min(count, MATCHING_SEQUENCES), min(count, explore.loss_sequences)
         what += f" and {repeated} x {n} repeated ones, one more over {matching} of them, two over {losses} for the loss"
-    rows = 4 * layers * heads * q * n  # bytes
-    return (
-        f"{what}, divided among the ranks\nmemory per rank: the model, {rows / 1e6:.0f} MB of attention rows "
-        f"({layers} layers x {heads} heads x {q} x {n} fp32)"
-    )
+    rows = f"{4e-6 * layers * heads * q * n:.0f} MB of attention rows ({layers} layers x {heads} heads x {q} x {n} fp32)"
+    return f"{what}, divided among the ranks\nmemory per rank: the model, {rows}"

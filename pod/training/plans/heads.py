@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.training.plans.exploration import Exploration
-from pod.training.plans.explore_args import ExploreArgs
 from pod.training.plans.recording import record_attention_inputs
 from pod.training.plans.reuse import from_first_rank, keep_old, reusable, weights_stamp
 
@@ -86,12 +85,8 @@ def search_heads(model: Any, input_ids: Tensor, num_tokens: int) -> tuple[Any, A
 
 
 def find_heads(exploration: Exploration, say: Callable[[str], None] = print) -> RetrievalHeads:
-    """The retrieval heads of these settings: scores read from retrieval_heads.json in the folder when they are there, else measured;
-    then written. Needs no text.
-
-    Other shares choose other heads from the same scores. Scores of other settings are kept under another name.
-    Only rank 0 of several works and writes; all get the result.
-    """
+    """The retrieval heads of these settings: scores read from retrieval_heads.json in the folder when they are there, else measured, by
+    rank 0 and without text; then written. Other shares choose other heads from the same scores."""
     explore, path = exploration.explore, exploration.folder / HEADS_NAME
     wanted = {name: exploration.settings[name] for name in ("model", "gguf_file", "dtype", "seed")} | {
         "head_tokens": explore.head_tokens,
@@ -144,14 +139,3 @@ def ordinary_tokens(tokenizer: Any, config: Any, wanted: int, repeats: int, seed
             "than 2 distinct ones; repeat less often"
         )
     return repeated_tokens(num_tokens, repeats, vocab, special, seed)
-
-
-def describe_heads_cost(config: Any, explore: ExploreArgs) -> str:
-    """What the search needs, from the model's sizes."""
-    repeats = explore.head_repeats
-    num_tokens = min(explore.head_tokens, config.max_position_embeddings // repeats)
-    block = 8 * max(BLOCK_ELEMENTS, config.num_attention_heads * num_tokens * repeats)  # bytes, two of fp32
-    return (
-        f"retrieval heads: one forward pass over {repeats} x {num_tokens} = {repeats * num_tokens} tokens\n"
-        f"memory: the model, one layer's activations and {block / 1e6:.0f} MB of attention at a time"
-    )

@@ -98,9 +98,8 @@ def find_costs(exploration: Exploration, say: Say = print) -> Measured:
 
 
 def _find(exploration: Exploration, name: str, measure: Any, wanted: dict[str, Any], say: Say) -> Measured:
-    """Read from the folder when it is there, else measured (by all ranks) and written.
-
-    A file of other settings is kept under another name. An interrupted measurement is continued.
+    """Read from the folder when it is there, else measured (by all ranks), an interrupted measurement continued, and written; a file
+    of other settings is kept under another name.
 
     Args:
         measure: (exploration, model, sequences, mean) → tensors; mean: (name, measure of one sequence, shape, sequences).
@@ -142,17 +141,15 @@ def measure_mean(
     folder: Path,
     bar: Any = None,
 ) -> Tensor:
-    """The mean of what `measure` gives for each sequence (fp64), the same bits for any number of ranks and interruptions.
-
-    With torch.distributed initialised the ranks divide the sequences; all get the result.
+    """The mean of what `measure` gives for each sequence (fp64), the same bits for any number of ranks, which divide the sequences,
+    and interruptions.
 
     Args:
         measure: input_ids ``[1, n]`` → ``[*shape]``, whose sums stay below 2^23.
         sequences: N tensors ``[n]`` of token ids, the same list on every rank.
-        folder: shared by all ranks and used for these sequences alone; holds what is measured, for a run that is interrupted, until
-            the caller deletes it.
+        folder: of these sequences alone, shared by all ranks; holds what is measured until the caller deletes it.
         bar: a progress bar of tqdm.
-    Raises: ValueError for no sequences, damaged files, and what `measure` raises.
+    Raises: ValueError for no sequences and damaged files.
     """
     if not sequences:
         raise ValueError("no sequence to measure: give longer or more texts in explore.sources")
