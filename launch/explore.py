@@ -24,7 +24,7 @@ def main(recipe: Recipe) -> None:
     """Measure, make the plan or find the heads, draw both."""
     from pod.training.plans.choose import find_plan
     from pod.training.plans.exploration import Exploration, process_group
-    from pod.training.plans.heads import find_heads
+    from pod.training.plans.measure import find_heads
 
     with process_group() as rank:
         exploration = Exploration.of(recipe)
@@ -37,7 +37,7 @@ def main(recipe: Recipe) -> None:
 
 def write_heads(exploration: Any, heads: Any) -> None:
     """A picture of the scores, and what the heads protect and save on the screen."""
-    from pod.training.plans.heads import HEADS_NAME
+    from pod.training.plans.measure import HEADS_NAME
     from pod.training.plans.pictures import head_score_picture, save_picture
     from pod.training.plans.report import describe_heads
 

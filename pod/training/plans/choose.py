@@ -13,9 +13,16 @@ from pod.training.plans.bits import PackedFrontier, solve_packed
 from pod.training.plans.costs import total_costs
 from pod.training.plans.exploration import Exploration, allowed, packed_costs
 from pod.training.plans.explore_args import ExploreArgs
-from pod.training.plans.measure import Measured, find_costs, find_similarity, repeated_sequences
+from pod.training.plans.measure import (
+    Measured,
+    find_costs,
+    find_similarity,
+    from_first_rank,
+    is_first_rank,
+    quiet,
+    repeated_sequences,
+)
 from pod.training.plans.plan_loss import plan_loss
-from pod.training.plans.reuse import from_first_rank, is_first_rank, quiet
 from pod.training.plans.similarity import dissimilarity, greedy_plan
 from pod.training.plans.solve import Floats, Frontier, solve
 

@@ -4,20 +4,15 @@ A head that has learnt to retrieve finds the earlier copies of the current token
 (*induction*), even in text without meaning. One forward pass; no matrix of n x n is ever held.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pod.modeling.retrieval_heads import RetrievalHeads
-from pod.training.plans.exploration import Exploration
 from pod.training.plans.recording import record_attention_inputs
-from pod.training.plans.reuse import from_first_rank, keep_old, reusable, weights_stamp
 
-HEADS_NAME = "retrieval_heads.json"
 BLOCK_ELEMENTS = 1 << 24  # logits computed at a time
 
 
@@ -82,45 +77,6 @@ def search_heads(model: Any, input_ids: Tensor, num_tokens: int) -> tuple[Any, A
     scores = [head_scores(inputs.q, inputs.k, num_tokens) for inputs in layers]
     echo, induction = (tuple(tuple(one.tolist()) for one in kind) for kind in zip(*scores, strict=True))
     return echo, induction
-
-
-def find_heads(exploration: Exploration, say: Callable[[str], None] = print) -> RetrievalHeads:
-    """The retrieval heads of these settings: scores read from retrieval_heads.json in the folder when they are there, else measured, by
-    rank 0 and without text; then written. Other shares choose other heads from the same scores."""
-    explore, path = exploration.explore, exploration.folder / HEADS_NAME
-    wanted = {name: exploration.settings[name] for name in ("model", "gguf_file", "dtype", "seed")} | {
-        "head_tokens": explore.head_tokens,
-        "head_repeats": explore.head_repeats,
-        "weights": weights_stamp(exploration.model_folder),
-    }
-
-    def find() -> RetrievalHeads:
-        found = reusable(path, RetrievalHeads.load, wanted, say)
-        if found is None:
-            found = _search(exploration, wanted, say)
-            keep_old(path)
-        found = replace(found, induction_share=explore.induction_share, echo_share=explore.echo_share)
-        found.save(path)
-        return found
-
-    return from_first_rank(find)
-
-
-def _search(exploration: Exploration, wanted: dict[str, Any], say: Callable[[str], None]) -> RetrievalHeads:
-    model, asked, repeats = exploration.load(), wanted["head_tokens"], wanted["head_repeats"]
-    ids = ordinary_tokens(exploration.load_tokenizer(), model.config, asked, repeats, wanted["seed"])
-    num_tokens = len(ids) // repeats
-    if num_tokens < asked:
-        say(
-            f"retrieval heads: {num_tokens} distinct tokens instead of {asked}: the model's context has no more"
-        )
-    echo, induction = search_heads(model, ids, num_tokens)
-    return RetrievalHeads(
-        echo=echo,
-        induction=induction,
-        num_key_value_heads=model.config.num_key_value_heads,
-        provenance=wanted | {"num_tokens": num_tokens, "head_order": model.config.head_order},
-    )
 
 
 def ordinary_tokens(tokenizer: Any, config: Any, wanted: int, repeats: int, seed: int) -> Tensor:

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from pod.training.plans.explore_args import ExploreArgs
-from pod.training.plans.measure import Measured, measure_mean
-from pod.training.plans.reuse import sequence_fingerprint
+from pod.training.plans.measure import Measured, measure_mean, sequence_fingerprint
 from pod.training.plans.similarity import jensen_shannon_similarity
 
 
