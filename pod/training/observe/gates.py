@@ -51,7 +51,7 @@ class Gates(Observer):
         places = [
             (i, j) for i, row in enumerate(lead) for j, owner in enumerate(row) if owner not in (i, None)
         ]
-        followers = [gates[i][j] for i, j in places if gates[i][j] is not None]
+        followers = [gate for i, j in places if (gate := gates[i][j]) is not None]
         if trainer.mesh.rank == 0:
             from pod.training.plans.pictures import save_picture
 
