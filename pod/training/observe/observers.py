@@ -10,8 +10,7 @@ from pod.training.observe.trackers import Values
 
 
 class Observer:
-    """Called by all ranks after every step; changes nothing that training depends on: no weight, no random state, no position in
-    the data.
+    """Called by all ranks after every step; changes nothing that training depends on: no weight, random state or position in the data.
 
     Args:
         every: steps between two measurements, also before the first step and at the last one; 0 = never.

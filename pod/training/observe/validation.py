@@ -22,12 +22,8 @@ _LEAST_BUCKET = 64  # tokens
 
 @dataclass(frozen=True)
 class Passkey:
-    """A prompt that hides a number, and the number: what the model must say next.
-
-    Attributes:
-        prompt, answer: token ids.
-        depth: where the number stands, 0 = at the beginning, 1 = at the end.
-    """
+    """A prompt that hides a number, and the number, which the model must say next, as token ids; depth: where the number stands, 0 = at
+    the beginning, 1 = at the end."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
 from pod.modeling.shipped.sharing import SharingPlan
-from pod.training.plans.solve import PAIR_UNITS, Floats, Frontier, solve
+from pod.training.plans.solve import PAIR_UNITS, Floats, solve
 
 Order = NDArray[np.intp]  # [L, H]: the original KV head at each place
 
@@ -48,7 +48,7 @@ def align(follow: Floats, window: Floats | None, units: int, restarts: int = 200
     Raises: ValueError for units that no plan in the original order saves.
     """
     order = np.tile(np.arange(follow.shape[-1]), (len(follow), 1))
-    frontier = _solve(follow, window, order)
+    frontier = solve(*placed_costs(follow, window, order))
     frontier.plan(units)  # refuses what cannot be
     best = float(frontier.costs[units])
     rng = np.random.default_rng(seed)
@@ -59,11 +59,11 @@ def align(follow: Floats, window: Floats | None, units: int, restarts: int = 200
             _swap(start, rng)
         price = (low + high) / 2 + (rng.uniform(low - high, high - low) if restart else 0.0)
         for found in (start, _Search(follow, window, price, start).run()):  # no price leads to some savings
-            costs = _solve(follow, window, found).costs
+            costs = solve(*placed_costs(follow, window, found)).costs
             if costs[units] < best - 1e-12 * abs(best):
                 order, best = found, float(costs[units])
                 low, high = _slopes(costs, units)
-    order = _neighbours(order, _solve(follow, window, order).plan(units))
+    order = _neighbours(order, solve(*placed_costs(follow, window, order)).plan(units))
     placed = placed_costs(follow, window, order)
     return Alignment(tuple(map(tuple, order.tolist())), *placed, float(solve(*placed).costs[units]))
 
@@ -73,10 +73,6 @@ def placed_costs(follow: Floats, window: Floats | None, order: Order) -> tuple[F
     layer = np.arange(len(order))
     placed = follow[layer[:, None, None], layer[None, :, None], order[:, None], order[None]]
     return placed, None if window is None else np.take_along_axis(window, order, axis=1)
-
-
-def _solve(follow: Floats, window: Floats | None, order: Order) -> Frontier:
-    return solve(*placed_costs(follow, window, order))
 
 
 def _slopes(costs: Floats, units: int) -> tuple[float, float]:

@@ -114,7 +114,7 @@ class PackedFrontier(Curve):
 
 
 def solve_packed(costs: PackedCosts) -> PackedFrontier:
-    """The frontier of all choices of bits where these are few, else of those that a search at prices along the whole curve finds."""
+    """The frontier of all choices of bits where these are few, else of those that a search finds."""
     layers, free = len(costs.lead4), costs.solve(None)
     solve = lru_cache(maxsize=_HELD)(costs.solve)
     few = 2**layers <= _FEW

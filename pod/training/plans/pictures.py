@@ -22,8 +22,11 @@ from pod.modeling.shipped.sharing import SharingPlan
 
 BLOCK_COLOURS = matplotlib.color_sequences["Set2"][:7]  # the eighth is grey
 SINGLE_COLOUR = "#d5d5d5"
-ROLE_COLOURS = {"leads": "#1f3b73", "followers": "#e08214", "windows": "#b8d7ef"}
-ROLE_MEANINGS = {"leads": "lead", "followers": "follow", "windows": "keep their window"}
+ROLES = {
+    "leads": ("lead", "#1f3b73"),
+    "followers": ("follow", "#e08214"),
+    "windows": ("keep their window", "#b8d7ef"),
+}
 FORBIDDEN_COLOURS = ("#b8d7ef", "#e08214", "#7a9a3a")
 
 
@@ -97,11 +100,11 @@ def pareto_picture(curve: dict[str, Any], subject: str) -> Figure:
     figure = Figure(figsize=(9, 7), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     _draw_curves(above, curve, saving)
-    shares = [[point[role] for point in points] for role in ROLE_COLOURS]
-    meanings = [ROLE_MEANINGS[role] for role in ROLE_COLOURS]
-    below.stackplot(saving, *shares, colors=list(ROLE_COLOURS.values()), labels=meanings)
+    shares = [[point[role] for point in points] for role in ROLES]
+    meanings, colours = zip(*ROLES.values(), strict=True)
+    below.stackplot(saving, *shares, colors=colours, labels=meanings)
     if any(point["packed_layers"] for point in points):
-        pairs = sum(points[0][role] for role in ROLE_COLOURS)
+        pairs = sum(points[0][role] for role in ROLES)
         packed = [pairs * len(point["packed_layers"]) / curve["num_layers"] for point in points]
         below.plot(saving, packed, color="black", linestyle="--", label="stand in layers of 4 bits")
     below.set_ylabel("(layer, KV head)\npairs that …")
@@ -117,22 +120,16 @@ def pareto_picture(curve: dict[str, Any], subject: str) -> Figure:
 
 def _draw_curves(axes: Axes, curve: dict[str, Any], saving: NDArray[np.float64]) -> None:
     points = curve["points"]
-    axes.plot(saving, _positive([x["cost"] for x in points]), color="black", linewidth=2.2, label="allowed")
+    axes.set_yscale("log", nonpositive="mask")
+    axes.plot(saving, [x["cost"] for x in points], color="black", linewidth=2.2, label="allowed")
     for name, colour in zip(points[0]["cost_without"], FORBIDDEN_COLOURS, strict=False):
-        costs = _positive([x["cost_without"][name] for x in points])
+        costs = np.array([x["cost_without"][name] for x in points], dtype=np.float64)  # None becomes NaN
         axes.plot(saving, costs, color=colour, linestyle="--", label=f"without {name.replace('_', ' ')}")
-    chosen = next(point for point in points if point["units"] == curve["chosen"]["units"])
-    at, marked = [100 * chosen["saving"]], _positive([chosen["cost"]])
-    axes.plot(at, marked, marker="o", color="crimson", linestyle="", label="the plan")
-    axes.set_yscale("log")
+    at = [point["units"] for point in points].index(curve["chosen"]["units"])
+    axes.plot(saving[at], points[at]["cost"], "o", color="crimson", linestyle="", label="the plan")
     axes.set_ylabel(f"cost `{curve['cost']}`, summed over pairs")
     axes.grid(alpha=0.25)
     axes.legend(fontsize=9)
-
-
-def _positive(costs: Sequence[float | None]) -> NDArray[np.float64]:
-    """What a logarithmic axis can show."""
-    return np.array([cost if cost and cost > 0 else np.nan for cost in costs])
 
 
 def block_picture(plan: SharingPlan, subject: str) -> Figure:

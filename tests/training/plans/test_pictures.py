@@ -97,9 +97,9 @@ def test_the_curve_shows_every_cost_and_role():
     figure = pareto_picture(curve(), "m")
     lines = {line.get_label(): line.get_data() for line in figure.axes[0].lines}
     np.testing.assert_allclose(lines["allowed"][0], [0, 6.25, 25, 37.5])
-    np.testing.assert_allclose(lines["allowed"][1], [np.nan, 0.1, 0.4, 1.4])
-    np.testing.assert_allclose(lines["without follow"][1], [np.nan, 0.2, 0.8, 2.8])
-    np.testing.assert_allclose(lines["without window"][1], [np.nan, 0.3, 1.2, np.nan])
+    np.testing.assert_allclose(lines["allowed"][1], [0, 0.1, 0.4, 1.4])
+    np.testing.assert_allclose(lines["without follow"][1], [0, 0.2, 0.8, 2.8])
+    np.testing.assert_allclose(lines["without window"][1], [0, 0.3, 1.2, np.nan])
     np.testing.assert_allclose(lines["the plan"], [[25], [0.4]])
     below = figure.axes[1]
     heights = [area.get_paths()[0].get_extents().y1 for area in below.collections]
