@@ -1,7 +1,7 @@
 """Measure what each (layer, KV head) would cost in each role on long held-out text, and make the plan of least cost.
 
-Writes plan.json, plan_costs.safetensors, summary.txt, pareto.json (the least cost of every saving) and pictures of the plan, the
-costs and that curve into <output_dir>/plan. With the same model and text, other --roles, another --target-saving or
+Writes plan.json, plan_costs.safetensors, summary.txt, pareto.json (the least cost of every saving) and pictures of the plan
+and that curve into <output_dir>/plan. With the same model and text, other --roles, another --target-saving or
 retrieval_weight makes its plan from the costs that are there. Several ranks (torchrun or deepspeed) divide the sequences; an
 interrupted run continues where it was.
 
@@ -13,11 +13,10 @@ With --heads it searches for the retrieval heads of RazorAttention instead, on r
 """
 
 import argparse
-import json
 from dataclasses import replace
 from typing import Any
 
-from pod.files import atomic_write_text
+from pod.files import atomic_write_text, write_json
 from pod.recipe import Recipe, run
 
 
@@ -25,7 +24,7 @@ def main(recipe: Recipe) -> None:
     """Measure, make the plan or find the heads, draw both."""
     from pod.training.plans.choose import find_plan
     from pod.training.plans.exploration import Exploration, process_group
-    from pod.training.plans.heads import find_heads
+    from pod.training.plans.measure import find_heads
 
     with process_group() as rank:
         exploration = Exploration.of(recipe)
@@ -38,7 +37,7 @@ def main(recipe: Recipe) -> None:
 
 def write_heads(exploration: Any, heads: Any) -> None:
     """A picture of the scores, and what the heads protect and save on the screen."""
-    from pod.training.plans.heads import HEADS_NAME
+    from pod.training.plans.measure import HEADS_NAME
     from pod.training.plans.pictures import head_score_picture, save_picture
     from pod.training.plans.report import describe_heads
 
@@ -56,10 +55,9 @@ def write_plan(exploration: Any, choice: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     subject = report.about_plan(plan, explore)
     figures = {"blocks.png": pictures.block_picture(plan, subject)}
-    figures["costs.png"] = pictures.cost_picture(choice.follow, choice.window, plan, subject)
-    if choice.solved is not None:
+    if choice.frontier is not None:
         curve = report.pareto(choice, explore, exploration.windows)
-        atomic_write_text(folder / "pareto.json", as_json(curve))
+        write_json(folder / "pareto.json", curve)
         figures["pareto.png"] = pictures.pareto_picture(curve, subject)
     if choice.similarity is not None:
         heads = plan.num_key_value_heads
@@ -73,23 +71,15 @@ def write_plan(exploration: Any, choice: Any) -> None:
     print(f"written: {folder / 'plan.json'}, {', '.join(figures)}")
 
 
-def as_json(curve: dict[str, Any]) -> str:
-    """JSON with a line for each point of the curve."""
-    points = ",\n".join(json.dumps(point, allow_nan=False) for point in curve["points"])
-    return json.dumps(curve | {"points": []})[:-2] + "\n" + points + "\n]}\n"
-
-
 def estimate(recipe: Recipe) -> str:
     """Tokens, memory and disk; needs the model's config only."""
     from pod.training.plans.exploration import check_model, describe_cost, windows_of
-    from pod.training.plans.heads import describe_heads_cost
     from pod.training.run.start_model import model_config, source_config
 
     source_config(recipe.model)
     config, _ = model_config(replace(recipe.model, layout="dense", plan=None), recipe.output_dir)
-    if recipe.explore.heads:
-        return describe_heads_cost(config, recipe.explore)
-    check_model(config, recipe.explore, windows_of(recipe))
+    if not recipe.explore.heads:
+        check_model(config, recipe.explore, windows_of(recipe))
     return describe_cost(config, recipe.explore)
 
 

@@ -1,6 +1,7 @@
 """Gates: exact against whole matrices, in linear memory, on any ranks; their picture."""
 
 import pytest
+import tiny
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -102,9 +103,9 @@ def test_layouts_without_a_gate_are_refused(layout):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gates_on_ranks_equal_whole_matrices(seeing_results, name):
     plain, seen = seeing_results["plain"], seeing_results[name]
-    for got, expected in ((seen["gates"][0]["gate"], "gates_long"), (seen["packed"], "gates_packed")):
+    for got, expected in ((seen["before"]["gates"], "gates_long"), (seen["packed"], "gates_packed")):
         torch.testing.assert_close(torch.tensor(got), torch.tensor(plain[expected]), rtol=1e-6, atol=0)
-    lead = seen["gates"][0]["lead"]
+    lead = tiny.plan_rows()
     followers = [
         gate
         for layer, row in enumerate(plain["gates_long"])
@@ -115,8 +116,9 @@ def test_gates_on_ranks_equal_whole_matrices(seeing_results, name):
 
 
 def test_picture_shows_a_cell_per_head_and_dots_followers():
-    lead = [[0, 0], [0, 1], [0, 1], [None, 3]]
-    axes = gate_picture([[0.5 + layer / 20, None] for layer in range(4)], lead, 20).axes[0]
+    axes = gate_picture([[0.5 + layer / 20, None] for layer in range(4)], [(1, 0), (2, 0), (2, 1)], 20).axes[
+        0
+    ]
     shown = axes.images[0].get_array()
     assert shown.shape == (4, 2) and shown.mask[:, 1].all() and not shown.mask[:, 0].any()
     assert set(zip(*axes.lines[0].get_data(), strict=True)) == {(0, 1), (0, 2), (1, 2)}

@@ -16,7 +16,7 @@ from pod.training.observe.throughput import (
     peak_tokens_per_second,
     training_flops,
 )
-from pod.training.observe.trackers import JsonLines, Wandb, append_record, check_tracker
+from pod.training.observe.trackers import JsonLines, Wandb, check_tracker
 from pod.training.predict.shapes import Shapes, causal_pairs, proximal_pairs
 
 
@@ -40,26 +40,15 @@ def test_resumed_metrics_drop_repeated_and_half_written_lines(tmp_path):
 
 
 def test_a_run_from_the_beginning_keeps_nothing(tmp_path):
-    append_record(tmp_path / "metrics.jsonl", 0, {"eval_loss": 1.0})
-    append_record(tmp_path / "metrics.jsonl", 1, {"loss": 1.0})
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n', encoding="utf-8")
     JsonLines(tmp_path / "metrics.jsonl", first_step=0).close()
     assert lines_of(tmp_path / "metrics.jsonl") == []
-
-
-def test_the_record_of_a_step_that_comes_again_replaces_the_old_one(tmp_path):
-    file = tmp_path / "eval.jsonl"
-    for step in (0, 2, 4):
-        append_record(file, step, {"run": 1})
-    with open(file, "a", encoding="utf-8") as stream:
-        stream.write('{"step": 6, "ru')
-    append_record(file, 2, {"run": 2})
-    assert [(line["step"], line["run"]) for line in lines_of(file)] == [(0, 1), (2, 2)]
 
 
 def test_wandb_gets_the_numbers_of_a_step(tmp_path):
     pytest.importorskip("wandb")
     monitor = Monitor(tmp_path, TrainArgs(max_steps=2, tracker="wandb"), 0, 64, {"seed": 0}, enabled=True)
-    monitor.values(0, {"eval_loss": 3.5})
+    monitor.values(0, {"eval_loss": 3.5, "gates": [[0.5]]})
     monitor.step(1, {"loss": 2.5, "learning_rate": 0.1})
     monitor.close()
     (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
@@ -70,7 +59,7 @@ def test_wandb_gets_the_numbers_of_a_step(tmp_path):
         assert time.monotonic() < deadline, f"{written} holds only {written.read_bytes()[:200]!r}"
         time.sleep(0.1)
     before, record = lines_of(tmp_path / "metrics.jsonl")
-    assert before == {"step": 0, "eval_loss": 3.5}
+    assert before == {"step": 0, "eval_loss": 3.5, "gates": [[0.5]]}
     assert (record["step"], record["loss"]) == (1, 2.5)
     assert record["tokens_per_second"] > 0
 

@@ -165,9 +165,6 @@ def observed(name, out, settings, data, heads=(6, 3)) -> None:
     result["memory"] = observers[0].observe(trainer, 1)
     trainer.monitor.close()
     if mesh.rank == 0:
-        for file in ("eval", "gates"):
-            lines = (out / name / f"{file}.jsonl").read_text(encoding="utf-8").splitlines()
-            result[file] = [json.loads(line) for line in lines]
         tiny.write_result(out, name, result)
     stop_processes()
 

@@ -27,48 +27,44 @@ from pod.modeling.shipped.sharing import roles_of
 from pod.training.args import TrainArgs
 from pod.training.observe.held_out import Rows, lengthened
 from pod.training.observe.observers import Observer
-from pod.training.observe.trackers import append_record
+from pod.training.observe.trackers import Values
 from pod.training.run.reading import read, reading, row_length_for
 
-FILE_NAME, PICTURE_NAME = "gates.jsonl", "gates.png"
 _NAME = "noting gates"  # of an implementation of attention, while a row is measured
 
 
 class Gates(Observer):
     """Every `gate_every_steps`, before the first step and at the last one, on one held-out row.
 
-    Metric: `gate`, the mean over followers. gates.jsonl has `lead` (the plan) and `gate`, both [layer][KV head]: the mean over query
-    heads of the group and tokens that have distant ones (null where there are none); for leads and windows too, with their own
-    queries and keys, of which a window makes no use. gates.png shows the last measurement.
+    Metrics: `gate`, the mean over followers, and `gates` [layer][KV head]: the mean over query heads of the group and tokens that
+    have distant ones (null where there are none); for leads and windows too, with their own queries and keys, of which a window
+    makes no use. gates.png in `folder` shows the last ones.
     """
 
     def __init__(self, args: TrainArgs, folder: Path, rows: Rows):
         super().__init__(args.gate_every_steps)
-        self.folder = Path(folder)
+        self.folder = folder
         self.row = {name: value[:1] for name, value in rows.items()}
 
-    def measure(self, trainer: Any, step: int) -> dict[str, float]:
+    def measure(self, trainer: Any, step: int) -> Values:
         gates, lead = measure_gates(trainer, self.row), trainer.causal_model.model.lead
-        followers = [
-            gate
-            for layer, (row, owners) in enumerate(zip(gates, lead, strict=True))
-            for gate, owner in zip(row, owners, strict=True)
-            if gate is not None and owner not in (layer, None)
+        places = [
+            (i, j) for i, row in enumerate(lead) for j, owner in enumerate(row) if owner not in (i, None)
         ]
+        followers = [gate for i, j in places if (gate := gates[i][j]) is not None]
         if trainer.mesh.rank == 0:
             from pod.training.plans.pictures import save_picture
 
-            append_record(self.folder / FILE_NAME, step, {"gate": gates, "lead": [list(row) for row in lead]})
-            save_picture(gate_picture(gates, lead, step), self.folder / PICTURE_NAME)
-        return {"gate": sum(followers) / len(followers)} if followers else {}
+            save_picture(gate_picture(gates, places, step), self.folder / "gates.png")
+        mean = {"gate": sum(followers) / len(followers)} if followers else {}
+        return {**mean, "gates": gates}
 
 
-def gate_picture(gates: list[list[float | None]], lead: Any, step: int) -> Any:
+def gate_picture(gates: list[list[float | None]], followers: list[tuple[int, int]], step: int) -> Any:
     """Mean gate of each layer and KV head; dots: followers, whose gate decides."""
     from pod.training.plans.pictures import Map, map_picture
 
-    dots = [(i, j) for i, row in enumerate(lead) for j, owner in enumerate(row) if owner not in (i, None)]
-    maps = [Map(f"after step {step}; dots: followers", gates, dots)]
+    maps = [Map(f"after step {step}; dots: followers", gates, followers)]
     title = "Gate: share of attention\nthat stays with sinks and recent tokens"
     return map_picture(maps, title, "mean gate: 1 = distant tokens unused", "KV head")
 
@@ -146,12 +142,10 @@ def proximal_share(
     """The gate of every query: `exp(lse_P) / (exp(lse_P) + exp(lse_D))`, in memory linear in n.
 
     Args:
-        q, q_lead: ``[B, Hq, n, d]``, rotated; k, k_lead: ``[B, H, n, d]``. A lead's own queries and keys stand for the
-            lead's.
+        q, q_lead: ``[B, Hq, n, d]``, rotated; k, k_lead: ``[B, H, n, d]``. A lead's own stand for the lead's.
         windows: (n_s, n_r) in tokens.
 
-    Returns:
-        ``[B, Hq, n]`` in at least fp32; NaN for queries that see no distant token.
+    Returns: ``[B, Hq, n]`` in at least fp32; NaN for queries that see no distant token.
     """
     see = Visibility(*windows)
     if q.device.type == "cpu":  # whose exponentials of 16-bit logits are rounded to five digits

@@ -16,13 +16,10 @@ FILLS = {"input_ids": 0, "labels": -100, "doc_ids": -1}
 
 
 def held_out_rows(dataset: Any, count: int) -> Rows:
-    """At most `count` rows of `dataset.context_length` tokens, the same in every run.
+    """At most `count` rows of `dataset.context_length` tokens, the same in every run; ValueError without held-out text.
 
     Documents of at least that length come first, one row from the beginning of each, so that every position has context;
     the other rows are packed with shorter documents in the order of the file, the last document of a row cut.
-
-    Raises:
-        ValueError: nothing was held out when the data was prepared.
     """
     length, documents = dataset.context_length, _documents(dataset)
     rows = [[document[:length]] for document in documents if len(document) >= length][:count]

@@ -14,12 +14,7 @@ from pod.training.observe.validation import Evaluation, Passkey
 def make_observers(
     args: TrainArgs, dataset: Any, folder: Path, config: Any, passkeys: Sequence[Passkey] = ()
 ) -> list[Observer]:
-    """What a recipe asks for: memory always, gates and evaluation by their settings.
-
-    Args:
-        folder: <output_dir>/train.
-        config: the model's.
-        passkeys: for `eval_passkeys`.
+    """What a recipe asks for of a model of this config: memory always, gates (drawn in `folder`) and evaluation by their settings.
 
     Raises:
         ValueError: no held-out text, a layout without gates, passkey prompts longer than a row.
@@ -30,5 +25,5 @@ def make_observers(
         observers.append(Gates(args, folder, held_out_rows(dataset, 1)))
     if args.eval_every_steps:
         rows = held_out_rows(dataset, args.eval_rows)
-        observers.append(Evaluation(args, folder, rows, passkeys))
+        observers.append(Evaluation(args, rows, passkeys))
     return observers

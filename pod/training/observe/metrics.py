@@ -9,7 +9,7 @@ from typing import Any
 
 from pod.training.args import TrainArgs
 from pod.training.observe.throughput import peak_tokens_per_second
-from pod.training.observe.trackers import Tracker, make_trackers
+from pod.training.observe.trackers import JsonLines, Values, Wandb
 
 _REDRAW_S = 1.0  # on a terminal
 _REDRAW_LOG_S = 30.0  # where every drawing is one more line of a log file
@@ -19,9 +19,8 @@ class Monitor:
     """Progress bar and trackers of one run, and the time of its parts.
 
     Args:
-        folder: <output_dir>/train.
-        first_step: steps already done (a resumed run).
-        tokens_per_step: tokens of all ranks in one optimizer step, padding included.
+        folder: <output_dir>/train; first_step: steps already done (a resumed run).
+        tokens_per_step: of all ranks in one optimizer step, padding included.
         enabled: False on every rank but 0: all calls do nothing.
         peak: tokens per second that the devices could train at their peak, for `mfu`; None = not known.
     """
@@ -37,12 +36,13 @@ class Monitor:
         peak: float | None = None,
     ):
         self.args, self.tokens_per_step, self.enabled, self.peak = args, tokens_per_step, enabled, peak
-        self.trackers: list[Tracker] = []
+        self.trackers: list[JsonLines | Wandb] = []
         self._start_record(first_step)
         if enabled:
             from tqdm import tqdm
 
-            self.trackers = make_trackers(Path(folder), args, first_step, config)
+            self.trackers = [JsonLines(folder / "metrics.jsonl", first_step)]
+            self.trackers += [Wandb(folder, args, config)] if args.tracker == "wandb" else []
             redraw = _REDRAW_S if sys.stderr.isatty() else _REDRAW_LOG_S
             self.bar = tqdm(
                 desc="train", unit="step", total=args.max_steps, initial=first_step, mininterval=redraw
@@ -70,13 +70,9 @@ class Monitor:
         finally:
             self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - started
 
-    def step(self, step: int, values: dict[str, float]) -> None:
-        """Record optimizer step `step` (counted from 1).
-
-        Adds, over the steps since the last record: `tokens_per_second` of all ranks and `mfu` without the seconds of
-        saving and evaluating, which are `save_s` and `evaluate_s` (sums, only where there were any); `data_wait_s` and
-        `compute_s`, the rest (seconds per step).
-        """
+    def step(self, step: int, values: Values) -> None:
+        """Record optimizer step `step` (counted from 1), with, over the steps since the last record, `tokens_per_second` of all ranks
+        and `mfu` without saving and evaluating, `save_s` and `evaluate_s` (sums), `data_wait_s` and `compute_s` (per step)."""
         if not self.enabled:
             return
         self.waited_s += values.get("data_wait_s", 0.0)
@@ -84,7 +80,7 @@ class Monitor:
             self._record(step, values)
         self.bar.update(1)
 
-    def _record(self, step: int, values: dict[str, float]) -> None:
+    def _record(self, step: int, values: Values) -> None:
         steps, waited = step - self.last_step, self.waited_s
         seconds = max(time.perf_counter() - self.last_time - sum(self.parts.values()), 1e-9)
         rate = self.tokens_per_step * steps / seconds
@@ -102,8 +98,8 @@ class Monitor:
         self.last_step, self.last_time, self.waited_s = step, time.perf_counter(), 0.0
         self.parts: dict[str, float] = {}
 
-    def values(self, step: int, values: dict[str, float]) -> None:
-        """A record as it is, such as the evaluation before the first step, which belongs to no step's training; none when empty."""
+    def values(self, step: int, values: Values) -> None:
+        """A record as it is, such as the evaluation before the first step; none when empty."""
         for tracker in self.trackers if values else ():
             tracker.log(step, values)
 
@@ -129,7 +125,7 @@ class Monitor:
             tracker.close()
 
 
-def _summary(record: dict[str, float], waiting: float) -> str:
+def _summary(record: Values, waiting: float) -> str:
     """What the bar shows beside steps and time to go."""
     text = f"loss {record.get('loss', float('nan')):.4f}, {record['tokens_per_second']:,.0f} tokens/s"
     if "mfu" in record:

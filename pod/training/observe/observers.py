@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from pod.training.observe.trackers import Values
+
 
 class Observer:
-    """Called by all ranks after every step; changes nothing that training depends on: no weight, no random state, no position in
-    the data.
+    """Called by all ranks after every step; changes nothing that training depends on: no weight, random state or position in the data.
 
     Args:
         every: steps between two measurements, also before the first step and at the last one; 0 = never.
@@ -18,14 +19,14 @@ class Observer:
     def __init__(self, every: int):
         self.every = every
 
-    def observe(self, trainer: Any, step: int) -> dict[str, float]:
+    def observe(self, trainer: Any, step: int) -> Values:
         """Numbers for the metrics of step `step` (counted from 1; 0 = before the first)."""
         if not self.every or (step % self.every and step != trainer.args.max_steps):
             return {}
         with trainer.monitor.part("evaluate"):
             return self.measure(trainer, step)
 
-    def measure(self, trainer: Any, step: int) -> dict[str, float]:
+    def measure(self, trainer: Any, step: int) -> Values:
         raise NotImplementedError
 
 
@@ -35,7 +36,7 @@ class PeakMemory(Observer):
     def __init__(self) -> None:
         super().__init__(1)
 
-    def observe(self, trainer: Any, step: int) -> dict[str, float]:
+    def observe(self, trainer: Any, step: int) -> Values:
         if not step or not trainer.monitor.logs(step):
             return {}
         return {"peak_memory_gib": trainer.mesh.largest(peak_bytes(trainer.mesh.device)) / 2**30}

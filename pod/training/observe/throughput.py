@@ -40,20 +40,14 @@ def training_flops(config: Any, lead: Lead, args: TrainArgs, lengths: Sequence[i
 
 def peak_tokens_per_second(config: Any, args: TrainArgs, dataset: Any, mesh: Any) -> float | None:
     """Tokens and padding that all devices could train at their peak, a mean over at most 256 rows of the data set; None when the peak
-    is not known."""
-    peak = device_peak(args, mesh.device)
-    if peak is None:
+    is not known: the recipe's `peak_tflops`, else the data sheet's."""
+    peak = args.peak_tflops
+    if not peak and mesh.device.type == "cuda":
+        known = known_device(torch.cuda.get_device_name(mesh.device))
+        peak = 0.0 if known is None else known.tflops(args.dtype)
+    if not peak:
         return None
     rows = range(0, len(dataset), -(-len(dataset) // _SAMPLED_ROWS))
     lengths = [len(document) for row in rows for document in dataset.documents(row)]
     flops = training_flops(config, config.sharing_plan.lead, args, lengths)
-    return peak * mesh.world_size * len(rows) * dataset.context_length / flops
-
-
-def device_peak(args: TrainArgs, device: torch.device) -> float | None:
-    """Operations per second of one device in `args.dtype`: the recipe's `peak_tflops`, else the data sheet's."""
-    tflops = args.peak_tflops
-    if not tflops and device.type == "cuda":
-        known = known_device(torch.cuda.get_device_name(device))
-        tflops = 0.0 if known is None else known.tflops(args.dtype)
-    return tflops * 1e12 if tflops else None
+    return peak * 1e12 * mesh.world_size * len(rows) * dataset.context_length / flops

@@ -1,25 +1,17 @@
 """Where the numbers of a run go: JSON lines and wandb, through one small interface. Rank 0 only."""
 
+import contextlib
 import importlib.util
 import json
 import uuid
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pod.files import atomic_write_text
 from pod.training.args import TrainArgs
 
-
-class Tracker(Protocol):
-    """Anything that takes one dictionary of numbers per step."""
-
-    def log(self, step: int, values: dict[str, float]) -> None: ...
-
-    def rewind(self, step: int) -> None:
-        """What was told of steps after `step` did not happen: they come again."""
-        ...
-
-    def close(self) -> None: ...
+Values = dict[str, Any]
+"""Numbers by name, and lists of them, which wandb does not show."""
 
 
 def check_tracker(name: str) -> None:
@@ -30,14 +22,8 @@ def check_tracker(name: str) -> None:
         )
 
 
-def make_trackers(folder: Path, args: TrainArgs, first_step: int, config: dict[str, Any]) -> list[Tracker]:
-    """metrics.jsonl, and what `train.tracker` asks for; `first_step` = steps already done (a resumed run)."""
-    trackers: list[Tracker] = [JsonLines(folder / "metrics.jsonl", first_step)]
-    return [*trackers, Wandb(folder, args, config)] if args.tracker == "wandb" else trackers
-
-
 class JsonLines:
-    """One JSON object per line; a resumed run first drops the lines of steps it will repeat."""
+    """One JSON object per line; a resumed run first drops the lines of steps it will repeat, and what a killed one left half-written."""
 
     def __init__(self, path: Path, first_step: int):
         self.path = path
@@ -46,43 +32,24 @@ class JsonLines:
 
     def _open(self, last_step: int) -> None:
         """Drop what lies behind `last_step`, and go on at the end."""
-        _write_lines(self.path, _records_until(self.path, last_step))
+        kept = []
+        for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else ():
+            with contextlib.suppress(json.JSONDecodeError):
+                kept += [line + "\n"] if json.loads(line)["step"] <= last_step else []
+        atomic_write_text(self.path, "".join(kept))
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
 
-    def log(self, step: int, values: dict[str, float]) -> None:
+    def log(self, step: int, values: Values) -> None:
         self.file.write(json.dumps({"step": step, **values}) + "\n")
         self.file.flush()
 
     def rewind(self, step: int) -> None:
+        """What was told of steps after `step` did not happen: they come again."""
         self.close()
         self._open(step)
 
     def close(self) -> None:
         self.file.close()
-
-
-def append_record(path: Path, step: int, record: dict[str, Any]) -> None:
-    """Add the line of a step to a JSON-lines file; older lines of this and of later steps, and torn ones, go.
-
-    So a file needs no state in a checkpoint: a run that was killed or went back writes its steps again.
-    """
-    _write_lines(path, [*_records_until(path, step - 1), {"step": step, **record}])
-
-
-def _write_lines(path: Path, records: list[dict[str, Any]]) -> None:
-    atomic_write_text(path, "".join(json.dumps(record) + "\n" for record in records))
-
-
-def _records_until(path: Path, last_step: float) -> list[dict[str, Any]]:
-    """The lines of steps up to `last_step`; what a killed run left half-written is none."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        records += [record] if record["step"] <= last_step else []
-    return records
 
 
 class Wandb:
@@ -103,8 +70,9 @@ class Wandb:
         self.run = wandb.init(id=run_id, resume="allow", config=config, **where)
         self.run.define_metric("*", step_metric="step")
 
-    def log(self, step: int, values: dict[str, float]) -> None:
-        self.run.log({"step": step, **values})
+    def log(self, step: int, values: Values) -> None:
+        numbers = {name: value for name, value in values.items() if not isinstance(value, list)}
+        self.run.log({"step": step, **numbers})
 
     def rewind(self, step: int) -> None:
         """Nothing to take back: repeated steps are drawn at the same places."""

@@ -4,7 +4,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,23 +13,17 @@ from pod.modeling.shipped.step import document_positions
 from pod.training.args import TrainArgs
 from pod.training.observe.held_out import Rows, lengthened, padded_row
 from pod.training.observe.observers import Observer
-from pod.training.observe.trackers import append_record
+from pod.training.observe.trackers import Values
 from pod.training.run.loss import IGNORED_LABEL
 from pod.training.run.reading import read, reading, row_length_for, token_scores
 
-FILE_NAME = "eval.jsonl"
-_MOST_BUCKETS = 8
 _LEAST_BUCKET = 64  # tokens
 
 
 @dataclass(frozen=True)
 class Passkey:
-    """A prompt that hides a number, and the number: what the model must say next.
-
-    Attributes:
-        prompt, answer: token ids.
-        depth: where the number stands, 0 = at the beginning, 1 = at the end.
-    """
+    """A prompt that hides a number, and the number, which the model must say next, as token ids; depth: where the number stands, 0 = at
+    the beginning, 1 = at the end."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -48,13 +41,9 @@ class Passkey:
 
 def position_buckets(length: int) -> list[tuple[int, int]]:
     """`[start, end)` of at most 8 ranges of positions, each from the second on twice as long as what lies before it."""
-    first = _LEAST_BUCKET
-    while first << (_MOST_BUCKETS - 1) < length:
-        first *= 2
-    bounds = [0, first]
-    while bounds[-1] < length:
-        bounds.append(2 * bounds[-1])
-    return [(start, min(end, length)) for start, end in itertools.pairwise(bounds)]
+    first = max(_LEAST_BUCKET, 1 << max(0, (length - 1).bit_length() - 7))
+    bounds = [0, *(first << doubled for doubled in range(8) if first << doubled < length), length]
+    return list(itertools.pairwise(bounds))
 
 
 class Evaluation(Observer):
@@ -62,13 +51,12 @@ class Evaluation(Observer):
 
     Metrics: `eval_loss` (nats per token, over all tokens with a label), `eval_perplexity`, `eval_loss_<start>_<end>` by
     position (tokens of the same document before the predicted one), `eval_passkey` (share of prompts whose number is
-    the model's greedy continuation) and `eval_passkey_loss` (nats per token of the number). All of it, and the
-    passkeys by depth, goes to eval.jsonl.
+    the model's greedy continuation), `eval_passkey_loss` (nats per token of the number), and both by depth in `eval_passkeys`.
     """
 
-    def __init__(self, args: TrainArgs, folder: Path, rows: Rows, passkeys: Sequence[Passkey] = ()):
+    def __init__(self, args: TrainArgs, rows: Rows, passkeys: Sequence[Passkey] = ()):
         super().__init__(args.eval_every_steps)
-        self.path, self.passkeys = Path(folder) / FILE_NAME, passkeys
+        self.passkeys = passkeys
         self.num_texts, length = rows["input_ids"].shape
         longest = max((len(key.prompt) + len(key.answer) for key in passkeys), default=0)
         if longest > length:
@@ -80,15 +68,14 @@ class Evaluation(Observer):
         self.rows += [padded_row(key.prompt + key.answer, len(key.answer), length) for key in passkeys]
         self.buckets = position_buckets(length)
 
-    def measure(self, trainer: Any, step: int) -> dict[str, float]:
+    def measure(self, trainer: Any, step: int) -> Values:
         texts, keys = self._sums(trainer)
-        record = self._by_position(texts) | (self._by_depth(keys) if self.passkeys else {})
-        if trainer.mesh.rank == 0:
-            append_record(self.path, step, record)
-        values = {name: value for name, value in record.items() if isinstance(value, float)}
-        for bucket in record["eval_buckets"]:
-            values[f"eval_loss_{bucket['start']}_{bucket['end']}"] = bucket["loss"]
-        return values
+        total, tokens = texts.sum(1).tolist()
+        loss = total / max(tokens, 1.0)
+        values: Values = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100.0))}  # fits into JSON
+        for (start, end), total, tokens in zip(self.buckets, *texts.tolist(), strict=True):
+            values |= {f"eval_loss_{start}_{end}": total / tokens} if tokens else {}
+        return values | (self._by_depth(keys) if self.passkeys else {})
 
     def _sums(self, trainer: Any) -> tuple[Tensor, Tensor]:
         """Over all ranks: losses and tokens by bucket ``[2, buckets]``; losses and right tokens by passkey ``[2, passkeys]``."""
@@ -108,16 +95,7 @@ class Evaluation(Observer):
         sums = torch.tensor(trainer.mesh.sum([*texts.flatten().tolist(), *keys.flatten().tolist()]))
         return sums[: texts.numel()].view(texts.shape), sums[texts.numel() :].view(keys.shape)
 
-    def _by_position(self, sums: Tensor) -> dict[str, Any]:
-        buckets = [
-            {"start": start, "end": end, "tokens": int(tokens), **_loss(loss, tokens)}
-            for (start, end), loss, tokens in zip(self.buckets, *sums.tolist(), strict=True)
-            if tokens
-        ]
-        whole = _loss(*sums.sum(1).tolist())
-        return {f"eval_{name}": value for name, value in whole.items()} | {"eval_buckets": buckets}
-
-    def _by_depth(self, sums: Tensor) -> dict[str, Any]:
+    def _by_depth(self, sums: Tensor) -> Values:
         """All tokens of a number are judged at once: greedy decoding says the number exactly when each of its tokens is the most
         likely one after the true ones before it."""
         details = [
@@ -129,11 +107,6 @@ class Evaluation(Observer):
             "eval_passkey_loss": sum(key["loss"] for key in details) / len(details),
             "eval_passkeys": details,
         }
-
-
-def _loss(total: float, tokens: float) -> dict[str, float]:
-    loss = total / max(tokens, 1.0)
-    return {"loss": loss, "perplexity": math.exp(min(loss, 100.0))}  # what a JSON number can hold
 
 
 def scored_rows(trainer: Any, rows: Sequence[Rows]) -> Iterator[tuple[int, Tensor, Tensor, slice]]:

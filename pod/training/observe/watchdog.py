@@ -1,7 +1,7 @@
 """A thread that notices when a rank hangs, and writes where.
 
-The main thread of a hanging rank usually waits inside a collective for a peer that will not come. It cannot tell; a
-thread beside it can, because collectives release Python's lock while they wait.
+The main thread of a hanging rank usually waits inside a collective for a peer that will not come; a thread beside it can tell,
+because collectives release Python's lock while they wait.
 """
 
 import contextlib
@@ -23,10 +23,8 @@ class Watchdog:
 
     Args:
         folder: <output_dir>/train; stacks go to hang-rankNNNNN.txt there.
-        rank, world_size: position among all ranks.
         timeout: seconds without a beat that count as a hang; 0 = never.
         action: `report`, or `abort` to end the process with code 75 after the report.
-        clock: seconds.
     """
 
     def __init__(
@@ -71,7 +69,8 @@ class Watchdog:
         """End with code 75 when `error` of the main thread is how a reported hang looks from here: a rank that has given up
         breaks the connections of the others. Else return."""
         recent, own = time.time() - self.timeout - 120.0, self._is_stuck()
-        if self.action != "abort" or not (own or self._others_reported_since(recent)):
+        others = [file for file in self.folder.glob("hang-rank*.txt") if file != self.path]
+        if self.action != "abort" or not (own or any(file.stat().st_mtime >= recent for file in others)):
             return
         if not own:
             self.report()
@@ -82,13 +81,6 @@ class Watchdog:
     def _is_stuck(self) -> bool:
         """Whether this rank has made no progress since it reported a hang."""
         return self._reported_at is not None and self._beat < self._reported_at
-
-    def _others_reported_since(self, moment: float) -> bool:
-        for file in self.folder.glob("hang-rank*.txt"):
-            with contextlib.suppress(OSError):
-                if file != self.path and file.stat().st_mtime >= moment:
-                    return True
-        return False
 
     def _run(self) -> None:
         while not self._stop.wait(min(self.timeout / 8, 30.0)):

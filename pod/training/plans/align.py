@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
 from pod.modeling.shipped.sharing import SharingPlan
-from pod.training.plans.solve import PAIR_UNITS, Floats, Frontier, solve
+from pod.training.plans.solve import PAIR_UNITS, Floats, solve
 
 Order = NDArray[np.intp]  # [L, H]: the original KV head at each place
 
@@ -23,8 +23,7 @@ class Alignment(NamedTuple):
 
     Attributes:
         kv_order: ``[L][H]``: the original KV head at each place.
-        follow, window: costs as ``solve`` takes them, by place: ``[L, L, H]`` and ``[L, H]``.
-        cost: of the best plan that saves the units.
+        follow, window: costs as ``solve`` takes them; cost: of the best plan that saves the units.
     """
 
     kv_order: tuple[tuple[int, ...], ...]
@@ -36,11 +35,9 @@ class Alignment(NamedTuple):
 def align(follow: Floats, window: Floats | None, units: int, restarts: int = 200, seed: int = 0) -> Alignment:
     """Places in which the plan that saves ``units`` costs little; never more than in the original order.
 
-    Given a price per unit and all other layers, the best permutation of one layer, or of all layers above a cut together, is
-    an assignment problem that is solved exactly; sweeps over the layers repeat both until nothing improves. Each restart
-    swaps one to six random heads of the best order so far and sweeps again. The price is the slope of the frontier at ``units``, or near it.
-    Where no block of the best plan crosses a cut, heads that lead more come before heads that keep more windows, so that
-    neighbours hold the same; with windows only that is leads before windows in every layer.
+    Given a price per unit, near the slope of the frontier at ``units``, and all other layers, the best permutation of one layer, or
+    of all layers above a cut together, is an assignment problem that is solved exactly; sweeps over the layers repeat both until
+    nothing improves. Each restart swaps one to six random heads of the best order so far and sweeps again.
 
     Args:
         follow: cost of a follower ``[L, L, H, H]`` = [lead, layer, KV head of the lead, KV head of the layer], read where
@@ -51,7 +48,7 @@ def align(follow: Floats, window: Floats | None, units: int, restarts: int = 200
     Raises: ValueError for units that no plan in the original order saves.
     """
     order = np.tile(np.arange(follow.shape[-1]), (len(follow), 1))
-    frontier = _solve(follow, window, order)
+    frontier = solve(*placed_costs(follow, window, order))
     frontier.plan(units)  # refuses what cannot be
     best = float(frontier.costs[units])
     rng = np.random.default_rng(seed)
@@ -62,24 +59,20 @@ def align(follow: Floats, window: Floats | None, units: int, restarts: int = 200
             _swap(start, rng)
         price = (low + high) / 2 + (rng.uniform(low - high, high - low) if restart else 0.0)
         for found in (start, _Search(follow, window, price, start).run()):  # no price leads to some savings
-            costs = _solve(follow, window, found).costs
+            costs = solve(*placed_costs(follow, window, found)).costs
             if costs[units] < best - 1e-12 * abs(best):
                 order, best = found, float(costs[units])
                 low, high = _slopes(costs, units)
-    order = _neighbours(order, _solve(follow, window, order).plan(units))
+    order = _neighbours(order, solve(*placed_costs(follow, window, order)).plan(units))
     placed = placed_costs(follow, window, order)
     return Alignment(tuple(map(tuple, order.tolist())), *placed, float(solve(*placed).costs[units]))
 
 
 def placed_costs(follow: Floats, window: Floats | None, order: Order) -> tuple[Floats, Floats | None]:
-    """Costs of followers and windows ``[L, L, H, H]`` and ``[L, H]`` by place, when ``order[L, H]`` stands there: ``[L, L, H]`` and ``[L, H]``."""
+    """The costs that ``align`` takes by place, as ``solve`` takes them, when ``order[L, H]`` stands there."""
     layer = np.arange(len(order))
     placed = follow[layer[:, None, None], layer[None, :, None], order[:, None], order[None]]
     return placed, None if window is None else np.take_along_axis(window, order, axis=1)
-
-
-def _solve(follow: Floats, window: Floats | None, order: Order) -> Frontier:
-    return solve(*placed_costs(follow, window, order))
 
 
 def _slopes(costs: Floats, units: int) -> tuple[float, float]:
@@ -173,7 +166,8 @@ def _assign(costs: Floats, now: Order) -> Order:
 
 
 def _neighbours(order: Order, plan: SharingPlan) -> Order:
-    """The same plan with leads before windows: between cuts that no block crosses places may be sorted."""
+    """The same plan with heads that lead more before heads that keep more windows, so that neighbours hold the same: between cuts that
+    no block crosses places may be sorted."""
     layers, heads = order.shape
     crossed = {
         layer

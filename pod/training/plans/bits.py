@@ -1,9 +1,9 @@
 """Bits in the budget: each layer holds what its heads keep in 16 or in 4 bits, and each head leads, follows or keeps its window.
 
 Given the bits of every layer the plans of least cost are exact (``solve_table``). Which layers are packed is found by local search:
-at a price per saved unit layers are turned while that makes the best plan worth more, for prices all along the curve; what is found
-is solved exactly, and the curve is the least of all. Around a saving that is asked for, layers are turned once more. Of few layers all
-choices are solved. A plan in which every *pair* had bits of its own bounds what any can cost.
+layers are turned while that makes the best plan cheaper, at prices per saved unit all along the curve and at the saving that is asked
+for; the curve is the least of what is found. Of few layers all choices are solved. A plan in which every *pair* had bits of its own
+bounds what any can cost.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -91,10 +91,7 @@ class PackedFrontier(Curve):
         return np.arange(len(self.costs))
 
     def plan(self, units: int, provenance: dict[str, Any] | None = None) -> SharingPlan:
-        """A plan that saves ``units`` at least cost.
-
-        Raises: ValueError for units that no plan saves.
-        """
+        """A plan that saves ``units`` at least cost; ValueError for units that no plan saves."""
         packed = min(self.solved, key=lambda choice: self._cost_of(choice, slice(units, units + 1)))
         plan = self._solve(packed).plan(units, provenance)
         return replace(plan, bits=tuple(PACKED if one else 16 for one in packed) if any(packed) else None)
@@ -117,7 +114,7 @@ class PackedFrontier(Curve):
 
 
 def solve_packed(costs: PackedCosts) -> PackedFrontier:
-    """The frontier of all choices of bits where these are few, else of those that a search at prices along the whole curve finds."""
+    """The frontier of all choices of bits where these are few, else of those that a search finds."""
     layers, free = len(costs.lead4), costs.solve(None)
     solve = lru_cache(maxsize=_HELD)(costs.solve)
     few = 2**layers <= _FEW

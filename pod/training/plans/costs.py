@@ -7,14 +7,11 @@ repeated, where copying is all there is to do; both in the same units, so that t
 
 * ``window`` ``[L, H]``: softmax over proximal tokens alone.
 * ``follow`` ``[L, L, H, H]`` = [lead layer, layer, KV head of the lead layer, KV head of the layer], zero unless lead < layer: own
-  logits for proximal tokens, the lead's for distant ones, one softmax (PoD, eq. 4). Heads of a layer can be re-ordered without
-  changing the model, so any head of a lower layer may lead; query heads are matched inside the pair of groups.
-* ``lead4``, ``follow4`` ``[L, H]``: 4 bits per number of a lead's keys and values, of a follower's values (the codec's usual groups;
-  its newest tokens stay native).
+  logits for proximal tokens, the lead's for distant ones, one softmax (PoD, eq. 4), query heads matched inside the pair of groups.
 * ``in_place`` ``[L, L, H]``: following the KV head of the same index, query head by query head, with nothing re-ordered.
+* ``lead4``, ``follow4`` ``[L, H]``: 4 bits per number of a lead's keys and values, of a follower's values; the newest tokens stay native.
 
-Beside the model this holds the distant attention rows of the sampled queries of all layers, ``4 · L · Hq · q · n`` bytes; nothing
-of size ``n x n`` exists.
+Beside the model this holds the distant attention rows of the sampled queries of all layers, ``4 · L · Hq · q · n`` bytes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -37,12 +34,7 @@ MAX_COST = 1000.0
 
 
 class Sample(NamedTuple):
-    """The queries that stand for a sequence, and which tokens each of them sees how.
-
-    Attributes:
-        positions: ``[q]`` query positions.
-        future, distant: ``[q, n]``.
-    """
+    """The queries that stand for a sequence, positions ``[q]``, and which tokens each of them sees how, ``[q, n]``."""
 
     positions: Tensor
     future: Tensor
@@ -90,13 +82,11 @@ def total_costs(tensors: Mapping[str, Tensor], retrieval_weight: float) -> dict[
 def measure_costs(
     model: PodForCausalLM, input_ids: Tensor, num_queries: int, order: Tensor
 ) -> dict[str, Tensor]:
-    """The cost of every role of every pair on one sequence.
+    """The cost of every role of every pair on one sequence ``[1, n]``.
 
     Args:
         model: dense, with the windows of the plan to come (``num_sink_tokens``, ``num_recent_tokens``).
-        input_ids: ``[1, n]``.
-        num_queries: q, at most ``n - n_s - n_r``.
-        order: ``[L, L, H, H, G]``, see `match_query_heads`.
+        num_queries: q, at most ``n - n_s - n_r``; order: ``[L, L, H, H, G]``, see `match_query_heads`.
 
     Returns: fp64 on the CPU in the shapes of `cost_shapes`, from 0 to 1000.
     Raises: ValueError for a model with a plan, a sequence without enough distant tokens, and outputs that are not finite.
@@ -139,11 +129,7 @@ def measure_query_head_errors(model: PodForCausalLM, input_ids: Tensor, num_quer
 
 def match_query_heads(errors: Tensor, num_key_value_heads: int) -> Tensor:
     """The order of the query heads of every follower that costs least, each query head counted alone: ``[L, L, H, H, G]``, which query
-    head of the follower's group stands at each place when it follows, those of the lead standing as they are.
-
-    Args:
-        errors: ``[L, L, Hq, Hq]`` from `measure_query_head_errors`.
-    """
+    head of the follower's group stands at each place when it follows, those of the lead standing as they are."""
     heads, groups = num_key_value_heads, errors.shape[-1] // num_key_value_heads
     by_pair = errors.unflatten(3, (heads, groups)).unflatten(2, (heads, groups)).transpose(3, 4).numpy()
     order = torch.arange(groups).expand(*by_pair.shape[:4], groups).clone()

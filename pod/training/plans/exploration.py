@@ -23,10 +23,11 @@ from pod.models import resolve_model
 from pod.training.plans.bits import PackedCosts
 from pod.training.plans.costs import cost_shapes, sample_queries
 from pod.training.plans.explore_args import ExploreArgs
-from pod.training.plans.solve import Curve, Floats, Frontier, solve
+from pod.training.plans.solve import Floats, solve
 
 MATCHING_SEQUENCES = 2
 """Sequences of text, beside all repeated ones, on which query heads are matched."""
+POSITIONS = ("rope", "max_position_embeddings")
 DATA_SETTINGS = (*OF_READING, "boundary_tokens", *(name for name in OF_SPLIT if name != "sources"))
 
 
@@ -40,8 +41,7 @@ class Exploration:
     """What a plan is made of and from.
 
     Attributes:
-        folder: shared by all ranks; receives the measurements.
-        settings: everything that a similarity depends on, as JSON.
+        folder: shared by all ranks; receives the measurements. settings: everything that a similarity depends on, as JSON.
         model_folder: folder or hub id of the dense model.
         windows: ``num_sink_tokens`` and ``num_recent_tokens`` that the plan is for.
         prepared: folder of prepared data, or None; of the same sources, its held-out text saves reading them all again.
@@ -59,8 +59,10 @@ class Exploration:
     def of(cls, recipe: Any) -> "Exploration":
         """As a `Recipe` says."""
         model, explore, data = recipe.model, recipe.explore, recipe.data
-        positions = {name: getattr(model, name) for name in ("rope", "max_position_embeddings")}
-        settings = {name: value for name, value in positions.items() if value}
+        settings = {name: value for name in POSITIONS if (value := getattr(model, name))}
+        settings |= {
+            name: getattr(explore, name) for name in ("num_sequences", "sequence_length", "num_queries")
+        }
         settings |= {
             "model": model.path,
             "gguf_file": model.gguf_file,
@@ -68,9 +70,6 @@ class Exploration:
             "sources": list(explore.sources or data.sources),
             "split": "all" if explore.sources else "held_out",
             "data": {name: getattr(data, name) for name in DATA_SETTINGS},
-            "num_sequences": explore.num_sequences,
-            "sequence_length": explore.sequence_length,
-            "num_queries": explore.num_queries,
             "seed": recipe.seed,
         }
         folder = resolve_model(model.path)
@@ -78,32 +77,26 @@ class Exploration:
 
     def load_model(self, plan: SharingPlan | None = None) -> PodForCausalLM:
         """The model on this rank's device, dense unless there is a plan, with the windows; refuses what `check_model` refuses."""
-        changes = {name: self.settings.get(name) for name in ("rope", "max_position_embeddings")}
-        model = self.load(plan=plan, **changes, **self.windows)
+        positions = {name: self.settings.get(name) for name in POSITIONS}
+        model = self.load(plan=plan, **positions, **self.windows)
         check_model(model.config, self.explore, self.windows)
         return model
 
     def load(self, **changes: Any) -> PodForCausalLM:
         """The model as it is, but for `changes`, on this rank's device."""
-        settings, device = self.settings, torch.device("cpu")
+        dtype, device = getattr(torch, self.settings["dtype"]), "cpu"
         if torch.cuda.is_available():
-            local = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
-            device = torch.device("cuda", local)
-        dtype = getattr(torch, settings["dtype"])
-        return load_model(
-            self.model_folder, gguf_file=settings["gguf_file"], dtype=dtype, device=device, **changes
-        )
+            device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
+        gguf_file = self.settings["gguf_file"]
+        return load_model(self.model_folder, gguf_file=gguf_file, dtype=dtype, device=device, **changes)
 
     def load_tokenizer(self) -> Any:
         """The model's tokenizer: it reads its own tokens, whatever data.tokenizer says."""
         return load_tokenizer(self.model_folder, gguf_file=self.settings["gguf_file"])
 
     def read(self, say: Callable[[str], None]) -> tuple[Sequence[Tensor], str]:
-        """N token sequences ``[n]`` from explore.sources, else from what data.sources holds out of training.
-
-        Also returns which part of the sources they come from: all, held_out or train.
-        Sources too small to hold enough out give training text instead, and a line says so: a plan only describes the model.
-        """
+        """N token sequences ``[n]``, and which part of the sources they come from: all of explore.sources, else what data.sources
+        holds out of training, or, where that is too little, their training text: a plan only describes the model."""
         explore = self.explore
         # Weights belong to data.sources.
         sources = {"sources": explore.sources, "weights": []} if explore.sources else {}
@@ -141,38 +134,21 @@ def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> N
     if explore.algorithm == "dp":
         shapes = cost_shapes(config.num_hidden_layers, config.num_key_value_heads)
         free = {name: np.zeros(shape) for name, shape in shapes.items()}
-        frontier = frontier_of(explore, free["in_place"], free["window"])
-        if 4 in explore.bits:
-            frontier = packed_costs(explore, free, windows).solve(None)
-        target_units(frontier, explore, windows)
+        roles = allowed(explore, free["in_place"], free["window"])
+        packed = packed_costs(explore, free, windows).solve(None) if 4 in explore.bits else None
+        frontier = packed or solve(*roles)
+        frontier.units_for(explore.target_saving, explore.budget_tokens, **windows)
 
 
-def frontier_of(explore: ExploreArgs, follow: Any, window: Any) -> Frontier:
-    """The frontier of the roles that the settings allow; costs as `solve` takes them."""
-    return solve(follow if "follow" in explore.roles else None, window if "window" in explore.roles else None)
+def allowed(explore: ExploreArgs, follow: Any, window: Any) -> tuple[Any, Any]:
+    """These costs, as `solve` takes them; None for those of a role that the settings do not allow."""
+    return follow if "follow" in explore.roles else None, window if "window" in explore.roles else None
 
 
 def packed_costs(explore: ExploreArgs, total: dict[str, Floats], windows: dict[str, int]) -> PackedCosts:
     """The costs of the roles that the settings allow where layers may be packed."""
-    return PackedCosts(
-        follow=total["in_place"] if "follow" in explore.roles else None,
-        window=total["window"] if "window" in explore.roles else None,
-        lead4=total["lead4"],
-        follow4=total["follow4"],
-        n=explore.budget_tokens,
-        near=sum(windows.values()),
-    )
-
-
-def target_units(frontier: Curve, explore: ExploreArgs, windows: dict[str, int]) -> int:
-    """The number of units that is nearest to `target_saving` at `budget_length` tokens.
-
-    Raises: ValueError for a saving out of reach.
-    """
-    try:
-        return frontier.units_for(explore.target_saving, explore.budget_tokens, **windows)
-    except ValueError as error:
-        raise ValueError(f"explore.{error}") from None
+    roles, near = allowed(explore, total["in_place"], total["window"]), sum(windows.values())
+    return PackedCosts(*roles, total["lead4"], total["follow4"], explore.budget_tokens, near)
 
 
 @contextmanager
@@ -181,8 +157,8 @@ def process_group(timeout: timedelta = timedelta(hours=6)) -> Iterator[int]:
 
     Only sums of a few megabytes travel, so gloo serves on every machine. The timeout is long because ranks wait for the slowest.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
-        yield dist.get_rank() if dist.is_initialized() else 0
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield 0
         return
     dist.init_process_group("gloo", timeout=timeout)
     try:
@@ -193,21 +169,17 @@ def process_group(timeout: timedelta = timedelta(hours=6)) -> Iterator[int]:
 
 
 def describe_cost(config: Any, explore: ExploreArgs) -> str:
-    """What measuring needs, from the model's sizes: tokens to read, memory beside the weights, disk."""
+    """What measuring needs, from the model's sizes: tokens to read, memory beside the weights."""
+    if explore.heads:
+        num_tokens = min(explore.head_tokens, config.max_position_embeddings // explore.head_repeats)
+        n = explore.head_repeats * num_tokens
+        return f"retrieval heads: one forward pass over {explore.head_repeats} x {num_tokens} = {n} tokens"
     layers, heads = config.num_hidden_layers, config.num_attention_heads
     n, q, count = explore.sequence_length, explore.num_queries, explore.num_sequences
-    rows = f"{4 * layers * heads * q * n / 1e6:.0f} MB of attention rows ({layers} layers x {heads} heads x {q} x {n} fp32)"
-    one = 8 * layers * layers * heads  # bytes of what one sequence gives
-    text = f"one forward pass over {count} x {n} = {count * n} tokens"
-    if explore.cost == "similarity":
-        lines = [f"similarity: {text}", f"memory per rank: the model, {rows}"]
-    else:
-        repeated, few = explore.retrieval_sequences, min(count, MATCHING_SEQUENCES)
-        one *= heads
-        lines = [
-            f"costs of roles: {text} and {repeated} x {n} repeated ones, a second one over {repeated} + {few} sequences",
-            f"memory per rank: the model, {rows}",
-            f"loss of the dense model and of the plan: two forward passes over {min(explore.loss_sequences, count)} x {n} tokens",
-        ]
-    lines[0] += ", divided among the ranks"
-    return "\n".join([*lines, f"disk: up to {count * one / 1e6:.1f} MB while measuring"])
+    what = f"{explore.cost}: one forward pass over {count} x {n} = {count * n} tokens"
+    if explore.cost == "projected":
+        repeated = explore.retrieval_sequences
+        matching, losses = repeated + min(count, MATCHING_SEQUENCES), min(count, explore.loss_sequences)
+        what += f" and {repeated} x {n} repeated ones, one more over {matching} of them, two over {losses} for the loss"
+    rows = f"{4e-6 * layers * heads * q * n:.0f} MB of attention rows ({layers} layers x {heads} heads x {q} x {n} fp32)"
+    return f"{what}, divided among the ranks\nmemory per rank: the model, {rows}"

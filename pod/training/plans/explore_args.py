@@ -13,19 +13,16 @@ class ExploreArgs:
     """Section `explore` of a recipe: `launch/explore.py`."""
 
     algorithm: Literal["dp", "greedy"] = "dp"
-    """How roles are chosen: `dp` finds the plan of least cost at `target_saving`, `greedy` is the paper's Algorithm 1 at `threshold`
-    (with cost=similarity and roles=follow)."""
+    """`dp`: the plan of least cost at `target_saving`; `greedy`: the paper's Algorithm 1 at `threshold` (with cost=similarity)."""
 
     threshold: Share = 0.5
     """Greedy only: similarity from which two layers may share, 0 to 1 (paper: 0.5)."""
 
     target_saving: BelowOne = 0.35
-    """Dp only: share of the KV cache bytes to save at `budget_length` tokens, 0 to below 1; from 0.5 on with windows only, as
-    followers keep their values."""
+    """Dp only: share of the KV cache bytes to save at `budget_length` tokens, 0 to below 1; followers save half of theirs at most."""
 
     budget_length: NonNegativeInt | None = None
-    """Dp only: tokens at which `target_saving` is meant, more than the windows hold; 0 = in the limit of long sequences (as in the
-    paper), empty = `sequence_length`."""
+    """Dp only: tokens at which `target_saving` is meant; 0 = in the limit of long sequences (paper), empty = `sequence_length`."""
 
     cost: Literal["projected", "similarity"] = "projected"
     """What a role costs. `projected`: squared error behind the output projection relative to the residual stream, on text and on
@@ -45,8 +42,8 @@ class ExploreArgs:
     other share (the model computes the same). The plan records the order."""
 
     retrieval_sequences: NonNegativeInt = 2
-    """Projected only: sequences of random tokens, repeated four times, that are measured beside the text (RazorAttention's search
-    for retrieval heads uses such), since ordinary text seldom needs heads that find earlier copies; 0 = text alone."""
+    """Projected only: sequences of random tokens, repeated four times, that are measured beside the text, which seldom needs heads
+    that find earlier copies; 0 = text alone."""
 
     retrieval_weight: NonNegativeFloat = 1.0
     """Projected only: weight of the cost on repeated tokens; that on text has weight 1. Both are in the same units."""
@@ -56,8 +53,7 @@ class ExploreArgs:
     of the chosen plan is measured; 0 = it is not."""
 
     sources: list[str] = field(default_factory=list)
-    """Where the long texts come from, as in data.sources; empty = the recipe's data.sources. Texts are taken from
-    the part of the sources that is held out of training where that is possible."""
+    """Where the long texts come from, as in data.sources; empty = what data.sources holds out of training, where that suffices."""
 
     num_sequences: PositiveInt = 64
     """Sequences N to average over (paper: 1000)."""
@@ -78,20 +74,14 @@ class ExploreArgs:
     """Heads only: how often the K tokens are repeated (paper: 4)."""
 
     induction_share: Share = 0.14
-    """Heads only: share of the query heads protected for their attention to what followed earlier copies of a token
-    (paper: 0.14)."""
+    """Heads only: share of the query heads kept for their attention to what followed earlier copies of a token (paper: 0.14)."""
 
     echo_share: Share = 0.01
-    """Heads only: share of the query heads protected for their attention to earlier copies of a token (paper: 0.01)."""
+    """Heads only: share of the query heads kept for their attention to earlier copies of a token (paper: 0.01)."""
 
     def __post_init__(self) -> None:
         if not self.roles or len(set(self.roles)) < len(self.roles):
             raise ValueError(f"roles is {self.roles}, allowed are follow, window, or both")
-        if self.target_saving >= 0.5 and "window" not in self.roles and 4 not in self.bits:
-            raise ValueError(
-                f"target_saving is {self.target_saving} with roles={self.roles}: followers keep their values, which saves below "
-                "0.5; lower it, or allow windows: roles=[follow, window]"
-            )
         if sorted(self.bits) not in ([16], [4, 16]) or (4 in self.bits and self.cost == "similarity"):
             raise ValueError(
                 f"bits is {self.bits}, allowed are [16], or [16, 4] with cost=projected: which layers are packed is for the plan"
@@ -104,11 +94,6 @@ class ExploreArgs:
             raise ValueError(
                 f"cost is {self.cost!r}, but algorithm=greedy groups by similarity only: set cost=similarity and roles=follow, or "
                 "algorithm=dp"
-            )
-        if self.num_queries > self.sequence_length:
-            raise ValueError(
-                f"num_queries is {self.num_queries}, more than sequence_length ({self.sequence_length}): "
-                "ask for at most as many query positions as a sequence has"
             )
         if self.budget_length is None:
             self.budget_length = self.sequence_length

@@ -4,21 +4,15 @@ A head that has learnt to retrieve finds the earlier copies of the current token
 (*induction*), even in text without meaning. One forward pass; no matrix of n x n is ever held.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pod.modeling.retrieval_heads import RetrievalHeads
-from pod.training.plans.exploration import Exploration
-from pod.training.plans.explore_args import ExploreArgs
 from pod.training.plans.recording import record_attention_inputs
-from pod.training.plans.reuse import from_first_rank, keep_old, reusable, weights_stamp
 
-HEADS_NAME = "retrieval_heads.json"
 BLOCK_ELEMENTS = 1 << 24  # logits computed at a time
 
 
@@ -72,91 +66,32 @@ def head_scores(
     return totals[0] / (n - num_tokens), totals[1] / (n - num_tokens)
 
 
-def search_heads(
-    model: Any, input_ids: Tensor, num_tokens: int, progress: Callable[[], Any] | None = None
-) -> tuple[tuple[tuple[float, ...], ...], tuple[tuple[float, ...], ...]]:
-    """Echo and induction scores ``[L][Hq]`` of a dense model on ``[n]`` repeated tokens; ``progress`` after each layer."""
-    layers = []
-    for inputs in record_attention_inputs(model, input_ids[None].to(model.device)):
-        layers.append([tuple(scores.tolist()) for scores in head_scores(inputs.q, inputs.k, num_tokens)])
-        if progress is not None:
-            progress()
-    echo, induction = zip(*layers, strict=True)
+def search_heads(model: Any, input_ids: Tensor, num_tokens: int) -> tuple[Any, Any]:
+    """Echo and induction scores ``[L][Hq]`` of a dense model on ``[n]`` repeated tokens."""
+    layers = tqdm(
+        record_attention_inputs(model, input_ids[None].to(model.device)),
+        total=model.config.num_hidden_layers,
+        desc=f"heads, {len(input_ids)} tokens",
+        unit="layer",
+    )
+    scores = [head_scores(inputs.q, inputs.k, num_tokens) for inputs in layers]
+    echo, induction = (tuple(tuple(one.tolist()) for one in kind) for kind in zip(*scores, strict=True))
     return echo, induction
 
 
-def find_heads(exploration: Exploration, say: Callable[[str], None] = print) -> RetrievalHeads:
-    """The retrieval heads of these settings: scores read from retrieval_heads.json in the folder when they are there, else measured;
-    then written. Needs no text.
-
-    Other shares choose other heads from the same scores. Scores of other settings are kept under another name.
-    Only rank 0 of several works and writes; all get the result.
-    """
-    explore, path = exploration.explore, exploration.folder / HEADS_NAME
-    wanted = {name: exploration.settings[name] for name in ("model", "gguf_file", "dtype", "seed")} | {
-        "head_tokens": explore.head_tokens,
-        "head_repeats": explore.head_repeats,
-        "weights": weights_stamp(exploration.model_folder),
-    }
-
-    def find() -> RetrievalHeads:
-        found = reusable(path, RetrievalHeads.load, wanted, say)
-        if found is None:
-            found = _search(exploration, wanted, say)
-            keep_old(path)
-        found = replace(found, induction_share=explore.induction_share, echo_share=explore.echo_share)
-        found.save(path)
-        return found
-
-    return from_first_rank(find)
-
-
-def _search(exploration: Exploration, wanted: dict[str, Any], say: Callable[[str], None]) -> RetrievalHeads:
-    model, repeats = exploration.load(), wanted["head_repeats"]
-    vocab, special = ordinary_vocabulary(exploration.load_tokenizer(), model.config)
-    num_tokens = fitting_tokens(model.config, wanted["head_tokens"], repeats, vocab - len(special))
-    if num_tokens < wanted["head_tokens"]:
-        say(
-            f"retrieval heads: {num_tokens} distinct tokens instead of {wanted['head_tokens']}: the model reads "
-            f"{model.config.max_position_embeddings} tokens and knows {vocab - len(special)}"
-        )
-    ids = repeated_tokens(num_tokens, repeats, vocab, special, wanted["seed"])
-    with tqdm(total=model.config.num_hidden_layers, desc=f"heads, {len(ids)} tokens", unit="layer") as bar:
-        echo, induction = search_heads(model, ids, num_tokens, bar.update)
-    provenance = wanted | {"num_tokens": num_tokens, "head_order": model.config.head_order}
-    heads = model.config.num_key_value_heads
-    return RetrievalHeads(echo=echo, induction=induction, num_key_value_heads=heads, provenance=provenance)
-
-
-def ordinary_vocabulary(tokenizer: Any, config: Any) -> tuple[int, set[int]]:
-    """Ids below the first number are a tokenizer's and the model's; the set are the special ones among them."""
-    added = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    vocab = min(len(tokenizer), config.vocab_size)
-    return vocab, {id for id in added | set(tokenizer.all_special_ids) if id < vocab}
-
-
-def fitting_tokens(config: Any, wanted: int, repeats: int, num_ordinary: int) -> int:
-    """K: ``wanted`` distinct tokens, or what the context divided by ``repeats`` and the vocabulary allow.
+def ordinary_tokens(tokenizer: Any, config: Any, wanted: int, repeats: int, seed: int) -> Tensor:
+    """`repeated_tokens` that are not special: ``wanted`` distinct ones, or as many as the context and the vocabulary allow.
 
     Raises: ValueError when that is fewer than 2.
     """
-    fitting = min(wanted, config.max_position_embeddings // repeats, num_ordinary)
-    if fitting < 2:
+    added = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    vocab = min(len(tokenizer), config.vocab_size)
+    special = {id for id in added | set(tokenizer.all_special_ids) if id < vocab}
+    context = config.max_position_embeddings
+    num_tokens = min(wanted, context // repeats, vocab - len(special))
+    if num_tokens < 2:
         raise ValueError(
-            f"explore.head_repeats is {repeats}: a context of {config.max_position_embeddings} tokens and {num_ordinary} ordinary "
-            "tokens leave fewer than 2 distinct ones; repeat less often"
+            f"explore.head_repeats is {repeats}: a context of {context} tokens and {vocab - len(special)} ordinary tokens leave fewer "
+            "than 2 distinct ones; repeat less often"
         )
-    return fitting
-
-
-def describe_heads_cost(config: Any, explore: ExploreArgs) -> str:
-    """What the search needs, from the model's sizes."""
-    repeats = explore.head_repeats
-    num_tokens = fitting_tokens(config, explore.head_tokens, repeats, config.vocab_size)
-    block = (
-        max(BLOCK_ELEMENTS, config.num_attention_heads * num_tokens * repeats) * 8
-    )  # bytes, two blocks of fp32
-    return (
-        f"retrieval heads: one forward pass over {repeats} x {num_tokens} = {num_tokens * repeats} tokens\n"
-        f"memory: the model, one layer's activations and {block / 1e6:.0f} MB of attention at a time"
-    )
+    return repeated_tokens(num_tokens, repeats, vocab, special, seed)

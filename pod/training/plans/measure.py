@@ -1,4 +1,4 @@
-"""What plans are made from, measured by all ranks or read from the folder where it lies: similarity, and costs of roles.
+"""What plans are made from, measured by all ranks or read from the folder where it lies: similarity, costs of roles, retrieval heads.
 
 Every sequence contributes integers, what was measured in units of 2^-40, so that the sum does not depend on the order: one process,
 several ranks, and a run that was interrupted and continued with another number of ranks give the same bits.
@@ -9,8 +9,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 
-from pod.files import atomic_write_bytes
+from pod.files import atomic_write_bytes, sha256_file
+from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.training.plans.costs import (
     RETRIEVAL,
@@ -31,20 +32,16 @@ from pod.training.plans.costs import (
     measure_query_head_errors,
 )
 from pod.training.plans.exploration import MATCHING_SEQUENCES, Exploration
-from pod.training.plans.heads import fitting_tokens, ordinary_vocabulary, repeated_tokens
+from pod.training.plans.heads import ordinary_tokens, search_heads
 from pod.training.plans.recording import record_attention_rows
-from pod.training.plans.reuse import (
-    from_first_rank,
-    is_first_rank,
-    keep_old,
-    quiet,
-    reusable,
-    sequence_fingerprint,
-    weights_stamp,
-)
 from pod.training.plans.similarity import jensen_shannon_similarity
 
-SIMILARITY_NAME, COSTS_NAME = "similarity.safetensors", "plan_costs.safetensors"
+SIMILARITY_NAME, COSTS_NAME, HEADS_NAME = (
+    "similarity.safetensors",
+    "plan_costs.safetensors",
+    "retrieval_heads.json",
+)
+WEIGHT_SUFFIXES = {".safetensors", ".gguf", ".bin"}
 SCHEMA_VERSION = "2"
 REPEATS = 4  # copies of the random tokens of a retrieval sequence
 UNIT = 2.0**-40  # of the integer sums, of which int64 holds those below 2^23
@@ -97,10 +94,48 @@ def find_costs(exploration: Exploration, say: Say = print) -> Measured:
     return _find(exploration, COSTS_NAME, _measure_costs, wanted, say)
 
 
-def _find(exploration: Exploration, name: str, measure: Any, wanted: dict[str, Any], say: Say) -> Measured:
-    """Read from the folder when it is there, else measured (by all ranks) and written.
+def find_heads(exploration: Exploration, say: Say = print) -> RetrievalHeads:
+    """The retrieval heads of these settings: scores read from retrieval_heads.json in the folder when they are there, else measured, by
+    rank 0 and without text; then written. Other shares choose other heads from the same scores."""
+    explore, path = exploration.explore, exploration.folder / HEADS_NAME
+    wanted = {name: exploration.settings[name] for name in ("model", "gguf_file", "dtype", "seed")} | {
+        "head_tokens": explore.head_tokens,
+        "head_repeats": explore.head_repeats,
+        "weights": weights_stamp(exploration.model_folder),
+    }
 
-    A file of other settings is kept under another name. An interrupted measurement is continued.
+    def find() -> RetrievalHeads:
+        found = reusable(path, RetrievalHeads.load, wanted, say)
+        if found is None:
+            found = _search(exploration, wanted, say)
+            keep_old(path)
+        found = replace(found, induction_share=explore.induction_share, echo_share=explore.echo_share)
+        found.save(path)
+        return found
+
+    return from_first_rank(find)
+
+
+def _search(exploration: Exploration, wanted: dict[str, Any], say: Say) -> RetrievalHeads:
+    model, asked, repeats = exploration.load(), wanted["head_tokens"], wanted["head_repeats"]
+    ids = ordinary_tokens(exploration.load_tokenizer(), model.config, asked, repeats, wanted["seed"])
+    num_tokens = len(ids) // repeats
+    if num_tokens < asked:
+        say(
+            f"retrieval heads: {num_tokens} distinct tokens instead of {asked}: the model's context has no more"
+        )
+    echo, induction = search_heads(model, ids, num_tokens)
+    return RetrievalHeads(
+        echo=echo,
+        induction=induction,
+        num_key_value_heads=model.config.num_key_value_heads,
+        provenance=wanted | {"num_tokens": num_tokens, "head_order": model.config.head_order},
+    )
+
+
+def _find(exploration: Exploration, name: str, measure: Any, wanted: dict[str, Any], say: Say) -> Measured:
+    """Read from the folder when it is there, else measured (by all ranks), an interrupted measurement continued, and written; a file
+    of other settings is kept under another name.
 
     Args:
         measure: (exploration, model, sequences, mean) → tensors; mean: (name, measure of one sequence, shape, sequences).
@@ -142,17 +177,15 @@ def measure_mean(
     folder: Path,
     bar: Any = None,
 ) -> Tensor:
-    """The mean of what `measure` gives for each sequence (fp64), the same bits for any number of ranks and interruptions.
-
-    With torch.distributed initialised the ranks divide the sequences; all get the result.
+    """The mean of what `measure` gives for each sequence (fp64), the same bits for any number of ranks, which divide the sequences,
+    and interruptions.
 
     Args:
         measure: input_ids ``[1, n]`` → ``[*shape]``, whose sums stay below 2^23.
         sequences: N tensors ``[n]`` of token ids, the same list on every rank.
-        folder: shared by all ranks and used for these sequences alone; holds what is measured, for a run that is interrupted, until
-            the caller deletes it.
+        folder: of these sequences alone, shared by all ranks; holds what is measured until the caller deletes it.
         bar: a progress bar of tqdm.
-    Raises: ValueError for no sequences, damaged files, and what `measure` raises.
+    Raises: ValueError for no sequences and damaged files.
     """
     if not sequences:
         raise ValueError("no sequence to measure: give longer or more texts in explore.sources")
@@ -193,12 +226,8 @@ def _measure_costs(
     layers, heads = config.num_hidden_layers, config.num_attention_heads
     repeated = repeated_sequences(exploration, config)
     few = [*sequences[:MATCHING_SEQUENCES], *repeated]
-    errors = mean(
-        "query heads",
-        lambda ids: measure_query_head_errors(model, ids, queries),
-        (layers, layers, heads, heads),
-        few,
-    )
+    shape = layers, layers, heads, heads
+    errors = mean("query heads", lambda ids: measure_query_head_errors(model, ids, queries), shape, few)
     order = match_query_heads(errors, config.num_key_value_heads)
     shapes = cost_shapes(layers, config.num_key_value_heads)
     sizes = [math.prod(shape) for shape in shapes.values()]
@@ -220,8 +249,66 @@ def repeated_sequences(exploration: Exploration, config: Any) -> list[Tensor]:
     explore, settings = exploration.explore, exploration.settings
     if not explore.retrieval_sequences:
         return []
-    vocab, special = ordinary_vocabulary(exploration.load_tokenizer(), config)
-    length = explore.sequence_length // REPEATS
-    num_tokens = fitting_tokens(config, length, REPEATS, vocab - len(special))
+    tokenizer, num_tokens = exploration.load_tokenizer(), explore.sequence_length // REPEATS
     seeds = range(settings["seed"], settings["seed"] + explore.retrieval_sequences)
-    return [repeated_tokens(num_tokens, REPEATS, vocab, special, seed) for seed in seeds]
+    return [ordinary_tokens(tokenizer, config, num_tokens, REPEATS, seed) for seed in seeds]
+
+
+def reusable(path: Path, load: Callable[[Path], Any], wanted: dict[str, Any], say: Say) -> Any:
+    """What `load` reads at `path` when its provenance has these settings, else None."""
+    if not path.exists():
+        return None
+    found = load(path)
+    changed = sorted(key for key, value in wanted.items() if found.provenance.get(key) != value)
+    if not changed:
+        say(f"explore: {path} is of these settings, nothing is measured again")
+        return found
+    say(f"explore: {path} differs in {', '.join(changed)}: measuring again, the old file is kept")
+    return None
+
+
+def keep_old(path: Path) -> None:
+    """Move a file of other settings out of the way, under a name with its hash."""
+    if path.exists():
+        os.replace(path, path.with_name(f"{path.stem}-{sha256_file(path)[:8]}{path.suffix}"))
+
+
+def weights_stamp(model_folder: str) -> str:
+    """Tells that weight files were replaced, without reading them: the config's hash and each file's name, size and time.
+
+    Empty for a hub id.
+    """
+    folder, parts = Path(model_folder), []
+    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if file.suffix in WEIGHT_SUFFIXES:
+            state = file.stat()
+            parts.append(f"{file.name} {state.st_size} {state.st_mtime_ns}")
+        elif file.name == "config.json":
+            parts.append(sha256_file(file))
+    return "; ".join(parts)
+
+
+def sequence_fingerprint(sequences: Iterable[Tensor]) -> str:
+    """Hash of all token ids and of where sequences begin."""
+    digest = hashlib.sha256()
+    for sequence in sequences:
+        digest.update(len(sequence).to_bytes(8, "little"))
+        digest.update(sequence.to(torch.int64).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def is_first_rank() -> bool:
+    """Whether this process is rank 0, or the only one."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def from_first_rank(function: Callable[[], Any]) -> Any:
+    """What `function` returns on rank 0, on every rank."""
+    box = [function() if is_first_rank() else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def quiet(line: str) -> None:
+    """What ranks other than 0 say: nothing."""

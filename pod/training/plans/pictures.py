@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm, Normalize, to_rgb
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -22,8 +22,11 @@ from pod.modeling.shipped.sharing import SharingPlan
 
 BLOCK_COLOURS = matplotlib.color_sequences["Set2"][:7]  # the eighth is grey
 SINGLE_COLOUR = "#d5d5d5"
-ROLE_COLOURS = {"leads": "#1f3b73", "followers": "#e08214", "windows": "#b8d7ef"}
-ROLE_MEANINGS = {"leads": "lead", "followers": "follow", "windows": "keep their window"}
+ROLES = {
+    "leads": ("lead", "#1f3b73"),
+    "followers": ("follow", "#e08214"),
+    "windows": ("keep their window", "#b8d7ef"),
+}
 FORBIDDEN_COLOURS = ("#b8d7ef", "#e08214", "#7a9a3a")
 
 
@@ -35,21 +38,18 @@ class Map(NamedTuple):
     dots: Sequence[tuple[int, int]] = ()
 
 
-def map_picture(
-    maps: Sequence[Map], title: str, meaning: str, xlabel: str, columns: int = 0, norm: Any = None
-) -> Figure:
-    """Maps over layers under one scale of colours, 0 to 1 unless `norm` says otherwise; `meaning` of the colours."""
-    columns = columns or math.ceil(math.sqrt(len(maps)))
+def map_picture(maps: Sequence[Map], title: str, meaning: str, xlabel: str, columns: int = 0) -> Figure:
+    """Maps over layers, `columns` in a row (0 = all), under one scale of colours from 0 to 1 with this meaning."""
+    columns = columns or len(maps)
     rows = math.ceil(len(maps) / columns)
     figure = Figure(figsize=(2.9 * columns + 1.4, 2.9 * rows + 1.0), layout="constrained")
     grid: NDArray[Any] = figure.subplots(rows, columns, squeeze=False)
-    colours = matplotlib.colormaps["viridis" if norm is None else "viridis_r"].with_extremes(bad="#eeeeee")
-    norm = norm or Normalize(0, 1)
+    colours = matplotlib.colormaps["viridis"].with_extremes(bad="#eeeeee")
     for axes in grid.flat[len(maps) :]:
         axes.set_visible(False)
     for axes, one in zip(grid.flat, maps, strict=False):
         values = np.ma.masked_invalid(np.array(one.values, dtype=np.float64))
-        axes.imshow(values, norm=norm, origin="lower", cmap=colours, aspect="auto")
+        axes.imshow(values, vmin=0, vmax=1, origin="lower", cmap=colours, aspect="auto")
         dots = np.array(one.dots).reshape(-1, 2)
         axes.plot(dots[:, 1], dots[:, 0], linestyle="", marker="o", color="crimson", markersize=3)
         axes.set_title(one.title, fontsize=9)
@@ -78,36 +78,6 @@ def similarity_picture(similarity: ArrayLike, num_key_value_heads: int, subject:
     return map_picture(maps, title, meaning, "layer", columns=min(group * in_row, len(maps)))
 
 
-def cost_picture(
-    follow: NDArray[np.float64], window: NDArray[np.float64] | None, plan: SharingPlan, subject: str
-) -> Figure:
-    """What it costs each layer to follow each lower one, a map per KV head, and to keep its window, a map of all; dots where the
-    plan does it.
-
-    follow: ``[L, L, H]``, read where lead < layer; window: ``[L, H]``, None = not priced. By place.
-    """
-    layers, heads = plan.num_layers, plan.num_key_value_heads
-    pairs = [(layer, head, lead) for layer, row in enumerate(plan.lead) for head, lead in enumerate(row)]
-    lower = np.tril(np.ones((layers, layers), dtype=bool), k=-1)  # [layer, lead]
-    maps = [
-        Map(
-            f"follow, KV head {head}",
-            np.where(lower, follow[:, :, head].T, np.nan),
-            [(layer, lead) for layer, at, lead in pairs if at == head and lead not in (None, layer)],
-        )
-        for head in range(heads)
-    ]
-    if window is not None:
-        dots = [(layer, head) for layer, head, lead in pairs if lead is None]
-        maps.append(Map("window, by KV head", window, dots))
-    shown = np.concatenate([np.ravel(one.values) for one in maps])
-    shown = shown[np.isfinite(shown) & (shown > 0)]
-    low, high = np.quantile(shown, (0.02, 0.98)) if shown.size else (0.1, 1.0)
-    title = f"What roles cost; dots: what the plan does\n{subject}"
-    norm = LogNorm(low, max(high, 1.001 * low), clip=True)
-    return map_picture(maps, title, "cost (logarithmic)", "lead, or KV head", norm=norm)
-
-
 def head_score_picture(heads: RetrievalHeads, subject: str) -> Figure:
     """Induction and echo scores, layer × query head (RazorAttention §3.3); dots: heads chosen for either, whose KV heads keep all."""
     dots = [(layer, head) for layer, chosen in enumerate(heads.query_heads) for head in chosen]
@@ -130,11 +100,11 @@ def pareto_picture(curve: dict[str, Any], subject: str) -> Figure:
     figure = Figure(figsize=(9, 7), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     _draw_curves(above, curve, saving)
-    shares = [[point[role] for point in points] for role in ROLE_COLOURS]
-    meanings = [ROLE_MEANINGS[role] for role in ROLE_COLOURS]
-    below.stackplot(saving, *shares, colors=list(ROLE_COLOURS.values()), labels=meanings)
+    shares = [[point[role] for point in points] for role in ROLES]
+    meanings, colours = zip(*ROLES.values(), strict=True)
+    below.stackplot(saving, *shares, colors=colours, labels=meanings)
     if any(point["packed_layers"] for point in points):
-        pairs = sum(points[0][role] for role in ROLE_COLOURS)
+        pairs = sum(points[0][role] for role in ROLES)
         packed = [pairs * len(point["packed_layers"]) / curve["num_layers"] for point in points]
         below.plot(saving, packed, color="black", linestyle="--", label="stand in layers of 4 bits")
     below.set_ylabel("(layer, KV head)\npairs that …")
@@ -150,22 +120,16 @@ def pareto_picture(curve: dict[str, Any], subject: str) -> Figure:
 
 def _draw_curves(axes: Axes, curve: dict[str, Any], saving: NDArray[np.float64]) -> None:
     points = curve["points"]
-    axes.plot(saving, _positive([x["cost"] for x in points]), color="black", linewidth=2.2, label="allowed")
+    axes.set_yscale("log", nonpositive="mask")
+    axes.plot(saving, [x["cost"] for x in points], color="black", linewidth=2.2, label="allowed")
     for name, colour in zip(points[0]["cost_without"], FORBIDDEN_COLOURS, strict=False):
-        costs = _positive([x["cost_without"][name] for x in points])
+        costs = np.array([x["cost_without"][name] for x in points], dtype=np.float64)  # None becomes NaN
         axes.plot(saving, costs, color=colour, linestyle="--", label=f"without {name.replace('_', ' ')}")
-    chosen = next(point for point in points if point["units"] == curve["chosen"]["units"])
-    at, marked = [100 * chosen["saving"]], _positive([chosen["cost"]])
-    axes.plot(at, marked, marker="o", color="crimson", linestyle="", label="the plan")
-    axes.set_yscale("log")
+    at = [point["units"] for point in points].index(curve["chosen"]["units"])
+    axes.plot(saving[at], points[at]["cost"], "o", color="crimson", linestyle="", label="the plan")
     axes.set_ylabel(f"cost `{curve['cost']}`, summed over pairs")
     axes.grid(alpha=0.25)
     axes.legend(fontsize=9)
-
-
-def _positive(costs: Sequence[float | None]) -> NDArray[np.float64]:
-    """What a logarithmic axis can show."""
-    return np.array([cost if cost and cost > 0 else np.nan for cost in costs])
 
 
 def block_picture(plan: SharingPlan, subject: str) -> Figure:
@@ -195,16 +159,13 @@ def block_picture(plan: SharingPlan, subject: str) -> Figure:
         f"{plan.num_followers} follow, {plan.num_windows} keep their window",
         fontsize=11,
     )
-    handles = {
-        "lead of a block": Line2D([], [], linestyle="", marker="o", color="black", markersize=6),
-        "a block (colours only separate neighbours)": Patch(facecolor=BLOCK_COLOURS[0]),
-        "leads alone": Patch(facecolor=SINGLE_COLOUR),
-        "keeps its window: sinks and recent tokens": Patch(facecolor="white", edgecolor="black"),
-    }
-    labels = list(handles)
-    figure.legend(
-        list(handles.values()), labels, loc="outside lower center", ncols=2, fontsize=9, frameon=False
-    )
+    handles: list[Any] = [
+        Line2D([], [], linestyle="", marker="o", color="black", label="lead of a block"),
+        Patch(facecolor=BLOCK_COLOURS[0], label="a block (colours only separate neighbours)"),
+        Patch(facecolor=SINGLE_COLOUR, label="leads alone"),
+        Patch(facecolor="white", edgecolor="black", label="keeps its window: sinks and recent tokens"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=9, frameon=False)
     return figure
 
 

@@ -23,8 +23,8 @@ def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dic
     Heads stand in one order on the whole curve, that which was found for the chosen plan; a curve with a role forbidden has its
     own. ``saving`` is meant at ``budget_length`` tokens.
     """
-    assert choice.solved is not None, "a greedy plan has no curve"
-    frontier, chosen = choice.solved.frontier, choice.solved.units
+    assert choice.frontier is not None, "a greedy plan has no curve"
+    frontier, chosen = choice.frontier, choice.units
     pair = frontier.pair_units
     every = {frontier.cheapest(units) for units in range(0, len(frontier.costs), pair // 2)} | {chosen}
     points = []
@@ -90,14 +90,12 @@ def summary(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) ->
 
 def describe_plan(plan: SharingPlan) -> str:
     """KV saving, and what heads do, in two lines."""
-    packed = (
-        f"; {plan.bits.count(4)} of {plan.num_layers} layers in 4 bits" if plan.bits and plan.packs else ""
+    text = (
+        f"KV saving (long sequences): {plan.asymptotic_saving:.1%}\nroles of {plan.num_pairs} (layer, KV head) pairs: "
+        f"{plan.num_leads} lead, {plan.num_followers} follow, {plan.num_windows} keep their window"
     )
-    return (
-        f"KV saving (long sequences): {plan.asymptotic_saving:.1%}\n"
-        f"roles of {plan.num_pairs} (layer, KV head) pairs: {plan.num_leads} lead, {plan.num_followers} follow, "
-        f"{plan.num_windows} keep their window{packed}"
-    )
+    bits = plan.bits or ()
+    return f"{text}; {bits.count(4)} of {len(bits)} layers in 4 bits" if 4 in bits else text
 
 
 def describe_heads(heads: RetrievalHeads, ratio: float = 5) -> str:

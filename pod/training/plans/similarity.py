@@ -1,11 +1,19 @@
-"""Attention similarity between layers, per query head, from the rows of the last q queries of long sequences (paper §2.1).
+"""The paper's plan: attention similarity between layers, per query head, from the rows of the last q queries of long sequences (§2.1),
+greedy Algorithm 1 on it, and similarity as a cost of pairs for exact plans.
 
 ``sim_h(a, b) = 1 - mean JSD₂(S_a, S_b)`` over N sequences and q rows, with logarithms to base 2: 1 = identical, 0 = disjoint.
 (The paper's equation 2 prints the mean divergence itself but reads it as 0 = dissimilar, 1 = identical.)
 """
 
+from typing import Any
+
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
+
+from pod.modeling.shipped.sharing import SharingPlan
+from pod.training.plans.solve import Floats
 
 TILE_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 20}
 """Positions compared at a time: in cache on a CPU, about 256 MB on a GPU."""
@@ -23,10 +31,6 @@ def jensen_shannon_similarity(rows: Tensor, tile_elements: int | None = None) ->
     Returns: ``[L, L, Hq]`` fp64 on the CPU, symmetric, diagonal 1.
     Raises: ValueError when a row is no distribution.
     """
-    if rows.ndim != 4:
-        raise ValueError(
-            f"attention rows must be [layers, query heads, queries, tokens], got {list(rows.shape)}"
-        )
     tile = tile_elements or TILE_ELEMENTS.get(rows.device.type, 1 << 14)
     heads = [_head_similarity(rows[:, head], tile) for head in range(rows.shape[1])]
     return torch.stack(heads, dim=-1).cpu()
@@ -54,3 +58,39 @@ def _head_similarity(rows: Tensor, tile: int) -> Tensor:
 
 def _x_log2_x(x: Tensor) -> Tensor:
     return x.clamp_min(torch.finfo(x.dtype).tiny).log2_().mul_(x)
+
+
+def greedy_plan(
+    similarity: ArrayLike,
+    num_key_value_heads: int,
+    threshold: float = 0.5,
+    provenance: dict[str, Any] | None = None,
+) -> SharingPlan:
+    """Algorithm 1 (paper §2.1): a layer joins the current block iff it is similar to every layer of the block.
+
+    Two layers are similar for a KV head when a strict majority of its G query heads have similarity >= ``threshold``
+    (paper B.2). The lead of a block is its lowest layer. similarity: ``[L, L, Hq]``.
+    """
+    votes = group_query_heads(similarity, num_key_value_heads) >= threshold
+    similar = 2 * votes.sum(axis=-1) > votes.shape[-1]  # [L, L, H]
+    num_layers = len(similar)
+    lead = np.zeros((num_layers, num_key_value_heads), dtype=np.int64)
+    for head in range(num_key_value_heads):
+        first = 0  # lowest layer of the current block
+        for layer in range(num_layers):
+            if not similar[layer, first:layer, head].all():
+                first = layer
+            lead[layer, head] = first
+    found = {"algorithm": "greedy", "threshold": threshold, **(provenance or {})}
+    return SharingPlan(lead=tuple(map(tuple, lead.tolist())), provenance=found)
+
+
+def dissimilarity(similarity: ArrayLike, num_key_value_heads: int) -> Floats:
+    """``[L, L, H]``: 1 - similarity with the lead, the mean over the G query heads of a KV head (METHODS.md §1)."""
+    return 1.0 - group_query_heads(similarity, num_key_value_heads).mean(axis=-1)
+
+
+def group_query_heads(similarity: ArrayLike, num_key_value_heads: int) -> Floats:
+    """``[L, L, Hq]`` → fp64 ``[L, L, H, G]``."""
+    values = np.asarray(similarity, dtype=np.float64)
+    return values.reshape(*values.shape[:2], num_key_value_heads, -1)

@@ -39,8 +39,7 @@ class Curve:
     """The least cost of every saving.
 
     Attributes:
-        sizes: layers and KV heads.
-        pair_units: units that a pair would save that holds no distant token.
+        sizes: layers and KV heads; pair_units: units that a pair would save that holds no distant token.
         costs: least cost by number of saved units; inf where no plan saves just so many. The last one is finite.
     """
 
@@ -63,9 +62,9 @@ class Curve:
         return float(least) if np.isfinite(least) else None
 
     def units_for(self, target_saving: float, n: int, num_sink_tokens: int, num_recent_tokens: int) -> int:
-        """The reachable number of units whose saving is nearest to a share of the KV bytes at ``n`` tokens (ties: fewer).
+        """The number of units whose saving is nearest to a share of the KV bytes at ``n`` tokens (ties: fewer).
 
-        Raises: ValueError for a saving beyond what these roles reach at that length, by more than half a unit.
+        Raises: ValueError for a saving that these roles miss at that length by more than half a unit.
         """
         layers, heads = self.sizes
         unit = max(0, n - num_sink_tokens - num_recent_tokens) / n / (self.pair_units * layers * heads)
@@ -73,7 +72,7 @@ class Curve:
         least, most = reachable[0] * unit, reachable[-1] * unit
         if not least - unit / 2 <= target_saving <= most + unit / 2:
             raise ValueError(
-                f"target_saving is {target_saving}, but the allowed roles save {least:.3f} to {most:.3f} of the bytes at {n} "
+                f"explore.target_saving is {target_saving}, but the allowed roles save {least:.3f} to {most:.3f} of the bytes at {n} "
                 f"tokens, of which {num_sink_tokens} + {num_recent_tokens} are in every window: choose a saving between, more "
                 "tokens, or more roles (followers save half of their bytes at most)"
             )
@@ -89,12 +88,10 @@ class Frontier(Curve):
     _shares: list[Ints]  # per head: units that it saves when it and the heads before it save u
 
     def plan(self, units: int, provenance: dict[str, Any] | None = None) -> SharingPlan:
-        """A plan that saves ``units`` at least cost.
+        """A plan that saves ``units`` at least cost; ValueError for units that no plan saves.
 
         Among equals, from the last layer down, the lowest open lead and then the role that stands first in the table is
         taken, and later heads save less.
-
-        Raises: ValueError for units that no plan saves.
         """
         if not 0 <= units < len(self.costs) or not np.isfinite(self.costs[units]):
             most = len(self.costs) - 1

@@ -20,6 +20,7 @@ from pod.training.checkpoint.files import Checkpointer, random_states, set_rando
 from pod.training.checkpoint.identity import TrainState, checkpoint_to_resume, identity_of
 from pod.training.observe.metrics import Monitor
 from pod.training.observe.observers import Observer
+from pod.training.observe.trackers import Values
 from pod.training.run.batches import StepBatches
 from pod.training.run.engine import (
     deepspeed_config,
@@ -157,8 +158,8 @@ class Trainer:
             self._save()
         return reason and f"{reason} after step {self.state.step}; the checkpoint is complete"
 
-    def _observe(self) -> dict[str, float]:
-        values: dict[str, float] = {}
+    def _observe(self) -> Values:
+        values: Values = {}
         for observer in self.observers:
             values |= observer.observe(self, self.state.step)
         return values

@@ -10,8 +10,8 @@ from pod.modeling.shipped.sharing import SharingPlan
 from pod.recipe import load_recipe, run
 from pod.training.plans import exploration as explore_module
 from pod.training.plans import measure as measure_module
-from pod.training.plans.greedy import dissimilarity, greedy_plan
 from pod.training.plans.measure import Measured
+from pod.training.plans.similarity import dissimilarity, greedy_plan
 from pod.training.plans.solve import solve
 
 LAUNCHER = Path(__file__).parents[3] / "launch" / "explore.py"
@@ -21,7 +21,6 @@ WRITTEN = {
     "summary.txt",
     "similarity.png",
     "blocks.png",
-    "costs.png",
     "pareto.json",
     "pareto.png",
 }

@@ -12,8 +12,9 @@ import torch
 import pod
 from pod.modeling.retrieval_heads import RetrievalHeads, plan_of_heads
 from pod.recipe import load_recipe, run
-from pod.training.plans import heads as heads_module
-from pod.training.plans.heads import HEADS_NAME, head_scores, repeated_tokens, search_heads
+from pod.training.plans import measure as measure_module
+from pod.training.plans.heads import head_scores, repeated_tokens, search_heads
+from pod.training.plans.measure import HEADS_NAME
 from pod.training.plans.recording import record_attention_inputs
 from pod.training.plans.report import describe_heads
 
@@ -89,9 +90,8 @@ def test_scores_equal_those_of_the_whole_matrix(num_key_value_heads, qk_norm, nu
     ids = repeated_tokens(num_tokens, repeats, 50, seed=3)
     expected = scores_by_definition(naive_attention(model, ids), num_tokens)
     assert expected.std() > 1e-3
-    layers = []
-    found = search_heads(model, ids, num_tokens, lambda: layers.append(1))
-    assert (torch.tensor(found, dtype=torch.float64) - expected).abs().max() <= 1e-9 and len(layers) == 3
+    found = search_heads(model, ids, num_tokens)
+    assert (torch.tensor(found, dtype=torch.float64) - expected).abs().max() <= 1e-9
     for queries in (1, 7):  # at a time
         recorded = record_attention_inputs(model, ids[None])
         blocked = [head_scores(x.q, x.k, num_tokens, 6 * len(ids) * queries) for x in recorded]
@@ -188,8 +188,8 @@ def test_launcher_writes_the_heads_and_measures_once(launcher, overrides, tmp_pa
     assert first.provenance["num_tokens"] == 12
 
     loaded = []
-    search = heads_module._search
-    monkeypatch.setattr(heads_module, "_search", lambda *args: loaded.append(1) or search(*args))
+    search = measure_module._search
+    monkeypatch.setattr(measure_module, "_search", lambda *args: loaded.append(1) or search(*args))
     launcher.main(load_recipe(None, [*overrides, "explore.induction_share=0.5", "explore.echo_share=0"]))
     again = RetrievalHeads.load(path)
     assert not loaded and again.induction == first.induction and sum(map(len, again.query_heads)) == 8

@@ -12,7 +12,6 @@ from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.plans.pictures import (
     SINGLE_COLOUR,
     block_picture,
-    cost_picture,
     head_score_picture,
     pareto_picture,
     save_picture,
@@ -54,23 +53,6 @@ def test_one_heat_map_per_query_head(query_heads, kv_heads):
     for head, image in enumerate(maps):
         np.testing.assert_array_equal(image.get_array(), values[:, :, head])
         assert image.axes.get_title() == f"query head {head} (KV head {head // (query_heads // kv_heads)})"
-
-
-def test_cost_maps_show_layers_over_leads_and_dot_what_the_plan_does():
-    rng = np.random.default_rng(1)
-    follow, window = rng.random((4, 4, 2)) + 0.1, rng.random((4, 2)) + 0.1
-    figure = cost_picture(follow, window, PLAN, "m")
-    dots = [{(x, y) for x, y in zip(*axes.lines[0].get_data(), strict=True)} for axes in figure.axes[:3]]
-    for head, axes in enumerate(figure.axes[:2]):
-        shown = axes.images[0].get_array()
-        lower = np.tril(np.ones((4, 4), dtype=bool), -1)
-        np.testing.assert_array_equal(np.ma.getmaskarray(shown), ~lower)
-        np.testing.assert_array_equal(shown[lower], follow[:, :, head].T[lower])
-        owners = [(layer, row[head]) for layer, row in enumerate(PLAN.lead)]
-        assert dots[head] == {(lead, layer) for layer, lead in owners if lead not in (layer, None)}
-    np.testing.assert_array_equal(figure.axes[2].images[0].get_array(), window)
-    assert dots[2] == {(1, 2)}
-    assert len(cost_picture(np.zeros((4, 4, 2)), None, SharingPlan.dense(4, 2), "m").axes) == 3
 
 
 def test_score_maps_show_both_scores_of_every_query_head_and_dot_those_chosen():
@@ -115,9 +97,9 @@ def test_the_curve_shows_every_cost_and_role():
     figure = pareto_picture(curve(), "m")
     lines = {line.get_label(): line.get_data() for line in figure.axes[0].lines}
     np.testing.assert_allclose(lines["allowed"][0], [0, 6.25, 25, 37.5])
-    np.testing.assert_allclose(lines["allowed"][1], [np.nan, 0.1, 0.4, 1.4])
-    np.testing.assert_allclose(lines["without follow"][1], [np.nan, 0.2, 0.8, 2.8])
-    np.testing.assert_allclose(lines["without window"][1], [np.nan, 0.3, 1.2, np.nan])
+    np.testing.assert_allclose(lines["allowed"][1], [0, 0.1, 0.4, 1.4])
+    np.testing.assert_allclose(lines["without follow"][1], [0, 0.2, 0.8, 2.8])
+    np.testing.assert_allclose(lines["without window"][1], [0, 0.3, 1.2, np.nan])
     np.testing.assert_allclose(lines["the plan"], [[25], [0.4]])
     below = figure.axes[1]
     heights = [area.get_paths()[0].get_extents().y1 for area in below.collections]

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from pod.training.plans.explore_args import ExploreArgs
-from pod.training.plans.measure import Measured, measure_mean
-from pod.training.plans.reuse import sequence_fingerprint
+from pod.training.plans.measure import Measured, measure_mean, sequence_fingerprint
 from pod.training.plans.similarity import jensen_shannon_similarity
 
 
@@ -82,8 +81,6 @@ def test_rows_that_are_no_distribution_are_refused():
     rows[1, 2, 0, 3] = float("nan")
     with pytest.raises(ValueError, match="NaN"):
         jensen_shannon_similarity(rows)
-    with pytest.raises(ValueError, match="layers, query heads"):
-        jensen_shannon_similarity(random_rows(0)[0])
 
 
 def test_mean_over_sequences(tmp_path):
@@ -188,9 +185,8 @@ def test_fingerprints_see_what_changed():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"threshold": 1.1}, "0 to 1"),
-        ({"target_saving": 1.0}, "0 to below 1"),
-        ({"target_saving": 0.5, "roles": ["follow"]}, "saves below 0.5; lower it, or allow windows"),
+        ({"threshold": 1.1}, "threshold is 1.1"),
+        ({"target_saving": 1.0}, "target_saving is 1.0"),
         ({"roles": []}, "allowed are follow, window, or both"),
         ({"roles": ["follow", "follow"]}, "allowed are follow, window, or both"),
         ({"cost": "similarity"}, "prices followers only: set roles=follow"),
@@ -198,7 +194,6 @@ def test_fingerprints_see_what_changed():
         ({"budget_length": -1}, "budget_length is -1"),
         ({"retrieval_weight": -0.5}, "retrieval_weight is -0.5"),
         ({"num_sequences": 0}, "num_sequences is 0"),
-        ({"num_queries": 9, "sequence_length": 8}, "more than sequence_length"),
     ],
 )
 def test_explore_args_say_what_is_allowed(values, words):
