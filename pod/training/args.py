@@ -52,7 +52,8 @@ class TrainRecipe:
     """Let the hidden states that gradient_checkpointing keeps wait in host memory: one copy each way per layer."""
 
     offload_optimizer: Literal["none", "cpu"] | None = None
-    """`cpu`: hold master weights, moments and reduced gradients (16 bytes per trained weight over all ranks) and update there."""
+    """`cpu`: hold master weights, moments and reduced gradients (16 bytes per trained weight over all ranks) and update there. Needs
+    zero_stage 3."""
 
     offload_parameters: Literal["none", "cpu"] | None = None
     """`cpu`: hold each rank's share of the weights there and bring a layer to the device when it is used. Needs zero_stage 3."""

@@ -37,6 +37,14 @@ def test_bad_values_are_refused_by_name(field, value):
         TrainArgs(**{field: value})
 
 
+@pytest.mark.parametrize("field", ["offload_optimizer", "offload_parameters"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_only_stage_3_lets_optimizer_or_weights_wait_on_the_host(field, stage):
+    with pytest.raises(ValueError, match=f"{field} is cpu with zero_stage {stage}: only stage 3"):
+        TrainArgs(**{field: "cpu", "zero_stage": stage})
+    assert getattr(TrainArgs(**{field: "cpu"}), field) == "cpu"
+
+
 def test_schedule_warms_up_then_follows_a_cosine_to_the_ratio():
     args = TrainArgs(max_steps=11, warmup_ratio=0.2, learning_rate=1.0, min_lr_ratio=0.1)
     rates = [learning_rate(step, args) for step in range(11)]
