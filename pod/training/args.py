@@ -160,9 +160,6 @@ class TrainRecipe:
     peak_tflops: NonNegativeFloat = 0.0
     """TFLOP/s of one device in `dtype`, for the metric `mfu`; 0 = the data sheet's figure when the device is known, else no `mfu`."""
 
-    gate_every_steps: NonNegativeInt = 0
-    """Steps between two measurements of the gates: the share of attention that proximal tokens have, on one held-out row; 0 = never."""
-
     eval_every_steps: NonNegativeInt = 0
     """Steps between two evaluations on held-out rows: loss by position, and passkeys; 0 = never."""
 

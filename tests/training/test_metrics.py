@@ -48,7 +48,7 @@ def test_a_run_from_the_beginning_keeps_nothing(tmp_path):
 def test_wandb_gets_the_numbers_of_a_step(tmp_path):
     pytest.importorskip("wandb")
     monitor = Monitor(tmp_path, TrainArgs(max_steps=2, tracker="wandb"), 0, 64, {"seed": 0}, enabled=True)
-    monitor.values(0, {"eval_loss": 3.5, "gates": [[0.5]]})
+    monitor.values(0, {"eval_loss": 3.5, "eval_buckets": [[0.5]]})
     monitor.step(1, {"loss": 2.5, "learning_rate": 0.1})
     monitor.close()
     (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
@@ -59,7 +59,7 @@ def test_wandb_gets_the_numbers_of_a_step(tmp_path):
         assert time.monotonic() < deadline, f"{written} holds only {written.read_bytes()[:200]!r}"
         time.sleep(0.1)
     before, record = lines_of(tmp_path / "metrics.jsonl")
-    assert before == {"step": 0, "eval_loss": 3.5, "gates": [[0.5]]}
+    assert before == {"step": 0, "eval_loss": 3.5, "eval_buckets": [[0.5]]}
     assert (record["step"], record["loss"]) == (1, 2.5)
     assert record["tokens_per_second"] > 0
 

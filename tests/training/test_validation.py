@@ -49,13 +49,11 @@ def test_little_held_out_text_makes_one_row_with_padding(tmp_path):
 def test_data_without_held_out_text_is_refused(tmp_path, lengths):
     args = TrainArgs(eval_every_steps=5)
     with pytest.raises(ValueError, match="data.held_out_fraction above 0"):
-        make_observers(args, Prepared(tmp_path, lengths), tmp_path, None)
+        make_observers(args, Prepared(tmp_path, lengths))
 
 
 def test_without_settings_nothing_is_evaluated(tmp_path):
-    names = [
-        type(one).__name__ for one in make_observers(TrainArgs(), Prepared(tmp_path, None), tmp_path, None)
-    ]
+    names = [type(one).__name__ for one in make_observers(TrainArgs(), Prepared(tmp_path, None))]
     assert names == ["PeakMemory"]
 
 
@@ -161,10 +159,3 @@ def test_training_does_not_notice_that_it_is_watched(seeing_results, name):
     losses = [[line["loss"] for line in run["metrics"] if line["step"]] for run in (seen, unseen)]
     assert losses[0] == losses[1]
     assert watched[0]["eval_loss"] > watched[-1]["eval_loss"]
-
-
-@pytest.mark.multiprocess
-def test_a_run_draws_its_last_gates(seeing_results, seeing_folder):
-    watched = [line["step"] for line in seeing_results["seen"]["metrics"] if "gates" in line]
-    assert watched == [0, 2, 3]
-    assert (seeing_folder / "seen" / "gates.png").stat().st_size > 10_000

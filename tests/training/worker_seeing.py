@@ -19,7 +19,6 @@ SETTINGS = {
     "max_grad_norm": 1e-3,
     "save_every_steps": 0,
     "eval_every_steps": 2,
-    "gate_every_steps": 2,
     "eval_rows": 3,
     "eval_passkeys": 2,
     "max_steps": 3,
@@ -63,44 +62,6 @@ def plain_continuation(model, prompt, new_tokens: int) -> list[int]:
 
 
 @torch.no_grad()
-def naive_gates(model, input_ids, doc_ids) -> list[list[float | None]]:
-    """Mean share of proximal tokens per layer and KV head, from whole n x n matrices."""
-    from pod.modeling.shipped.step import document_positions
-
-    config, decoder = model.config, model.model
-    positions = document_positions(doc_ids)
-    hidden = decoder.embed_tokens(input_ids)
-    context = decoder.context(hidden, positions, doc_ids=doc_ids)
-    queries, keys, carry = [], [], (None,) * (2 * config.num_key_value_heads)
-    for layer in decoder.layers:
-        q, k, _ = layer.self_attn._project(layer.input_layernorm(hidden))
-        queries.append(context.rope(q)[0])
-        keys.append(context.rope(k)[0])
-        hidden, *carry = layer(hidden, context, *carry)
-    distance = positions[0][:, None] - positions[0]
-    visible = (doc_ids[0][:, None] == doc_ids[0]) & (doc_ids[0] >= 0) & (distance >= 0)
-    near = visible & ((positions[0] < config.num_sink_tokens) | (distance < config.num_recent_tokens))
-    far = visible & ~near
-    sees_far = far.any(-1)
-    groups = config.num_key_value_groups
-    gates = []
-    for layer, row in enumerate(decoder.lead):
-        gates.append([])
-        for head, owner in enumerate(row):
-            lead = layer if owner is None else owner
-            shares = []
-            for query_head in range(head * groups, (head + 1) * groups):
-                scale = config.head_dim**-0.5
-                own = queries[layer][query_head] @ keys[layer][head].T * scale
-                leads = queries[lead][query_head] @ keys[lead][head].T * scale
-                weights = torch.where(near, own, leads).masked_fill(~visible, float("-inf")).softmax(-1)
-                shares.append((weights * near).sum(-1)[sees_far])
-            mean = torch.cat(shares).mean()
-            gates[-1].append(None if mean.isnan() else float(mean))
-    return gates
-
-
-@torch.no_grad()
 def naive_losses(model, rows) -> list[list[float]]:
     """[position of the predicted token in its document, loss] of every label."""
     from pod.modeling.shipped.step import document_positions
@@ -120,8 +81,6 @@ def plain(out, data) -> None:
     dataset, model = PackedDataset(data), tiny.make_model(dtype=torch.float64)
     rows = held_out_rows(dataset, 3)
     result: dict = {"losses": naive_losses(model, rows)}
-    for name, row in (("long", 0), ("packed", 2)):
-        result[f"gates_{name}"] = naive_gates(model, rows["input_ids"][[row]], rows["doc_ids"][[row]])
     result["passkey_losses"] = []
     for key in make_passkeys(model):
         ids = torch.tensor([[*key.prompt, *key.answer]])
@@ -135,8 +94,6 @@ def observed(name, out, settings, data, heads=(6, 3)) -> None:
     """All observers of an untrained model."""
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.observe.gates import measure_gates
-    from pod.training.observe.held_out import held_out_rows
     from pod.training.observe.make import make_observers
     from pod.training.observe.metrics import Monitor
     from pod.training.run.mesh import start_processes, stop_processes
@@ -148,14 +105,13 @@ def observed(name, out, settings, data, heads=(6, 3)) -> None:
         start_processes(args.sequence_parallel_size),
         tiny.make_model(),
     )
-    observers = make_observers(args, dataset, out / name, model.config, make_passkeys(model))
+    observers = make_observers(args, dataset, make_passkeys(model))
     trainer = Trainer(args, model, dataset, mesh, out / name, observers=observers)
     trainer.monitor = Monitor.of(trainer)
     values: dict = {}
     for observer in observers:
         values |= observer.observe(trainer, 0)
-    packed = {key: value[2:3] for key, value in held_out_rows(dataset, 3).items()}
-    result: dict = {"before": values, "packed": measure_gates(trainer, packed)}
+    result: dict = {"before": values}
     result["modes"] = sorted({module.training for module in trainer.engine.module.modules()})
     result["row_length"] = trainer.ulysses.row_length if trainer.ulysses else CONTEXT
     result["traces"] = [
@@ -185,7 +141,7 @@ def trained(name, out, settings, data) -> None:
     )
     observers = None
     if args.eval_every_steps:
-        observers = make_observers(args, dataset, out / name, model.config, make_passkeys(model))
+        observers = make_observers(args, dataset, make_passkeys(model))
     trainer = Trainer(args, model, dataset, mesh, out / name, observers=observers)
     trainer.train()
     fingerprint = optimizer_hash(trainer)
@@ -197,13 +153,12 @@ def trained(name, out, settings, data) -> None:
 
 def main(out: Path, *names: str) -> None:
     import deepspeed  # noqa: F401  imported once, before the ranks are forked
-    import matplotlib.backends.backend_agg  # noqa: F401
     import peft  # noqa: F401
 
     import pod  # noqa: F401
 
     data = add_held_out(tiny.make_data(out / "data", CONTEXT))
-    off = {"eval_every_steps": 0, "eval_passkeys": 0, "gate_every_steps": 0}
+    off = {"eval_every_steps": 0, "eval_passkeys": 0}
     dropout = {"sequence_parallel_size": 2, "method": "lora", "lora_rank": 2, "lora_dropout": 0.2}
     full = {"sequence_parallel_size": 2}
     runs = {

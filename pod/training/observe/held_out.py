@@ -39,7 +39,7 @@ def _documents(dataset: Any) -> list[np.ndarray]:
     held_out = dataset.manifest.get("held_out") or {}
     if not held_out.get("documents"):
         raise ValueError(
-            "train.eval_every_steps and train.gate_every_steps need held-out text, and this data has none: set "
+            "train.eval_every_steps needs held-out text, and this data has none: set "
             "data.held_out_fraction above 0 and prepare the data again, or set them to 0"
         )
     lengths = np.load(dataset.path / HELD_OUT_LENGTHS, allow_pickle=False)

@@ -70,7 +70,7 @@ def train(
     dataset = open_data(model_args, Path(output_dir) / "data", planned, asked)
     folder = Path(output_dir) / "train"
     fit = preflight.check(planned, recipe, dataset.manifest, folder, this_machine())
-    observers = make_observers(fit.job.args, dataset, folder, planned, passkeys)
+    observers = make_observers(fit.job.args, dataset, passkeys)
     folder.mkdir(parents=True, exist_ok=True)
     if recipe.hang_timeout_s:
         record_collectives(folder)
