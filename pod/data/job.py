@@ -201,10 +201,9 @@ class Job:
                 tokens = self.encode(batch, report)
                 places, digests = zip(*map(identity, batch), strict=True)
                 part.add(tokens, list(places), list(digests))
-                size = sum(len(one.text) or 4 * len(one.tokens) for one in batch)
-                size = (
-                    min(size, unit.text_bytes - counted) if unit.text_bytes else size
-                )  # of hub shards it is not known
+                size = sum(len(one.text) for one in batch)
+                if unit.text_bytes:  # of hub shards they are not known
+                    size = min(size, unit.text_bytes - counted)
                 counted += size
                 count(size)
             part.finish(unit.name, report)
