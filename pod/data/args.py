@@ -15,10 +15,10 @@ class DataArgs:
     """Which documents, how many tokens of each length interval, and how they are packed into rows."""
 
     sources: list[str] = field(default_factory=lambda: ["stdlib:", ESSAYS])
-    """Where the documents are: files, folders or globs (txt, md, code, jsonl, json, parquet, arrow; also .gz .zst .bz2 .xz),
-    MosaicML shards (a folder with index.json), `list:<file>` (paths or globs, one per line), `hub:<id>[:<config>][@<split>]`
-    or a bare hub id `owner/name`, `stdlib:[<folder>]` (the running Python's standard library), `package:<import
-    name>/<file>` (a file of an installed package). `#essays` or `#chapters=<characters>` at the end splits each text."""
+    """Where the documents are: files, folders or globs (jsonl, json, parquet, arrow, and texts: txt, md, code …; also .gz .zst .bz2
+    .xz), MosaicML shards (a folder with index.json), `list:<file>` (paths or globs, one per line),
+    `hub:<id>[:<config>][@<split>]`, `stdlib:[<folder>]` (the running Python's standard library), `package:<import name>/<file>`
+    (a file of an installed package). `#essays` or `#chapters=<characters>` at the end splits each text."""
     weights: list[float] = field(default_factory=list)
     """Share of each source in the tokens of every length interval, in the order of `sources`; scaled to sum 1. Empty = all
     sources are one heap. A source that runs dry in an interval leaves its rest to the others, and the report says so."""
@@ -32,7 +32,7 @@ class DataArgs:
     tokenizer: str | None = None
     """Folder, hub id or tokenizer.json; null = the model's."""
     include: list[str] = field(default_factory=list)
-    """File name patterns (`*.py`) that are read inside folders; empty = every file that is not hidden."""
+    """File name patterns (`*.log`) of what is read, whatever its kind; empty = files of known kinds, others are an error."""
     unreadable: Literal["error", "skip"] = "error"
     """What cannot be read: `error` stops and names it; `skip` leaves out a bad record (not JSON, not UTF-8, without the field,
     too long) or the rest of a damaged file, counts it and lists the first ones in the manifest. The few deliberately broken

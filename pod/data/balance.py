@@ -105,7 +105,7 @@ def set_quotas(reports: list[IntervalReport], target_tokens: int | None, exhaust
     else:
         share = target_tokens // len(reports)
     for report in reports:
-        report.ran_dry = report.tokens_before < share
+        report.ran_dry = report.tokens_before < share and (target_tokens is not None or exhausted == "stop")
     empty = [report.name for report in reports if not report.tokens_before]
     if empty and exhausted != "redistribute":
         raise ValueError(
@@ -212,6 +212,10 @@ def balance_report(
     after = [interval.tokens_after for interval in intervals]
     share = max(1, (args.target_tokens or sum(after)) // len(intervals))
     notes = []
+    if args.target_tokens is None and args.exhausted == "redistribute":
+        notes.append(
+            "data.target_tokens is not set: everything is drawn, and the intervals are as unequal as the sources"
+        )
     for interval in intervals:
         if not interval.ran_dry:
             continue

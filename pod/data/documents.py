@@ -64,6 +64,11 @@ class SourceReport:
         """For the manifest."""
         return asdict(self)
 
+    @property
+    def skips(self) -> int:
+        """Unreadable files and records."""
+        return self.skipped + self.records_skipped
+
     def skip(self, reason: str) -> None:
         """Count an unreadable file."""
         self.skipped += 1
@@ -95,7 +100,8 @@ class SourceReport:
 
     def _name(self, reason: str) -> None:
         if len(self.skipped_files) < LISTED_SKIPS:
-            self.skipped_files.append(reason)
+            # A file name need not be UTF-8; what is printed must.
+            self.skipped_files.append(reason.encode("utf-8", "backslashreplace").decode())
 
 
 def splitmix64(values: np.ndarray | int) -> np.ndarray:

@@ -141,7 +141,10 @@ class Job:
     @property
     def tokens_dir(self) -> Path:
         """Folder of the parts."""
-        return self.work_dir / f"tokens-{_key(self.request['reading']['tokens'])}"
+        settings = {
+            name: value for name, value in self.request["reading"]["tokens"].items() if name != "unreadable"
+        }
+        return self.work_dir / f"tokens-{_key(settings)}"
 
     @property
     def rows_dir(self) -> Path:
@@ -181,8 +184,8 @@ class Job:
         """Numbers of the units that pass 1 still has to tokenise."""
         return [number for number, part in self.needed_units() if part is None]
 
-    def tokenise(self, number: int, count: Callable[[int], None] = lambda tokens: None) -> None:
-        """Read, judge, tokenise and store unit `number`; `count` is told of every token written."""
+    def tokenise(self, number: int, count: Callable[[int], None] = lambda size: None) -> None:
+        """Read, judge, tokenise and store unit `number`; `count` is told of its bytes of text (`Unit.text_bytes`)."""
         if self._part(number) is not None or self._is_beyond_limit(number):
             return
         unit, args = self.units()[number], self.args
@@ -193,13 +196,18 @@ class Job:
             atomic_dir(target, replace=target.exists()) as folder,
             PartWriter(folder, token_dtype(self.vocab_size)) as part,
         ):
-            documents = self.documents_of(unit, report)
-            for batch in batches(documents):
+            counted = 0
+            for batch in batches(self.documents_of(unit, report)):
                 tokens = self.encode(batch, report)
                 places, digests = zip(*map(identity, batch), strict=True)
                 part.add(tokens, list(places), list(digests))
-                count(sum(map(len, tokens)))
+                size = sum(len(one.text) for one in batch)
+                if unit.text_bytes:  # of hub shards they are not known
+                    size = min(size, unit.text_bytes - counted)
+                counted += size
+                count(size)
             part.finish(unit.name, report)
+            count(max(0, unit.text_bytes - counted))
 
     # Pass 2
 
@@ -327,7 +335,11 @@ class Job:
             folder = self.part_dir(number)
             if not is_complete(folder):
                 return None
-            known[number] = Part(folder, self.units()[number].source)
+            unit = self.units()[number]
+            part = Part(folder, unit.source)
+            if part.report.skips and self.args.unreadable == "error" and not unit.tolerate:
+                return None  # made under another policy; reading it again says what is wrong
+            known[number] = part
         return known[number]
 
     def _is_beyond_limit(self, number: int) -> bool:

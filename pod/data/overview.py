@@ -53,13 +53,18 @@ def left_out(manifest: dict[str, Any]) -> Iterator[tuple[str, int]]:
             yield reason, counts[name]
 
 
+def pieces(manifest: dict[str, Any]) -> str:
+    """What the rows hold: documents, or pieces where long ones were cut."""
+    return "pieces" if (manifest.get("policies") or {}).get("cut_documents") else "documents"
+
+
 def clean(text: str) -> str:
     """Text on one line, with everything that a terminal would act upon (line breaks, escapes, direction marks) spelled out."""
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
 def _totals(manifest: dict[str, Any]) -> Iterator[str]:
-    yield f"tokens      {manifest['num_tokens']:,} of {manifest['num_documents']:,} documents"
+    yield f"tokens      {manifest['num_tokens']:,} of {manifest['num_documents']:,} {pieces(manifest)}"
     padding = 100 * manifest.get("padding_share", 0)
     yield f"rows        {manifest['num_rows']:,} of {manifest['context_length']:,} tokens, padding {padding:.2f} %"
     yield f"vocabulary  {manifest['vocab_size']:,}, tokenizer {manifest['tokenizer_sha256'][:12]}"

@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pod.data.mds import MdsShard, mds_shards, read_index
+from pod.data.readers import is_known, kind_of
 from pod.data.records import one_line
 
+_NOTES = re.compile(
+    r"(readme|licen[cs]e|copying|notice|citation|changelog|dataset_?card)[\w-]*(\.(md|txt|rst|cff))?"
+)
 STDLIB_OUTSIDE = {"site-packages", "dist-packages"}
 MDS_INDEX = "index.json"
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class FoundFile(NamedTuple):
@@ -51,34 +54,30 @@ def files_of(place: str, include: tuple[str, ...] = ()) -> Files:
         return _listed_files(Path(place.removeprefix("list:")).expanduser(), include)
     path = _package_path(place) if place.startswith("package:") else Path(place).expanduser()
     if path.is_file():
-        index = read_index(path) if path.name == MDS_INDEX else None
-        return Files(_shards(path.parent, index) if index is not None else [FoundFile(str(path))])
+        if not include and not is_known(path):
+            raise ValueError(
+                f"{_unknown(path)}; make it one of these, or name it in data.include to read it as one text"
+            )
+        return Files(_file_or_shards(str(path)))
     if path.is_dir():
         return _folder_files(path, include)
     if glob.has_magic(place):
         names = sorted(name for name in glob.glob(str(path), recursive=True) if os.path.isfile(name))
         if names:
-            return Files([FoundFile(name) for name in names])
+            return _found(names, include)
         raise ValueError(f"no file matches {place!r}: correct data.sources")
     raise ValueError(
-        f"source {place!r} does not exist: expected a file, folder or glob, hub:<id>, list:<file>, stdlib: or "
-        "package:<name>/<file>"
+        f"source {place!r} does not exist here: expected a file, folder or glob of this machine (copy or mount what lies "
+        "elsewhere), hub:<id> for a data set of the Hugging Face hub, list:<file>, stdlib: or package:<name>/<file>"
     )
 
 
 def hub_spec(place: str) -> tuple[str, str | None, str] | None:
-    """(id, config, split) of a hub data set, None for anything local."""
-    explicit = place.startswith("hub:")
-    if place.startswith("list:"):
+    """(id, config, split) of `hub:<id>[:<config>][@<split>]`, None for anything local."""
+    if not place.startswith("hub:"):
         return None
     rest, _, split = place.removeprefix("hub:").partition("@")
     name, _, config = rest.partition(":")
-    if not explicit and (
-        Path(place).expanduser().exists() or not _HUB_ID.fullmatch(name) or name.startswith(".")
-    ):
-        return None
-    if not explicit and Path(name).suffix and not config and not split:
-        return None  # `texts/book.txt` is a file that does not exist, not a data set
     return name, config or None, split or "train"
 
 
@@ -101,20 +100,44 @@ def _folder_files(folder: Path, include: tuple[str, ...]) -> Files:
             if shard.path not in seen and _matches(shard.path, include):
                 files.found.append(shard)
             seen.add(shard.path)
-        for path in (os.path.join(parent, name) for name in names):
-            if path in of_shards or not _matches(path, include):
-                continue
-            if indexed and not include:
-                files.left_out.append(
-                    f"{path} stands beside MDS shards and is not read; data.include can ask for it"
-                )
-            else:
-                files.found.append(FoundFile(path))
+        others = [os.path.join(parent, name) for name in names]
+        own = _found([path for path in others if path not in of_shards], include, bool(indexed))
+        files.found += own.found
+        files.left_out += own.left_out
+        files.unreadable += own.unreadable
     if not files.found:
         wanted = f" matching {', '.join(include)}" if include else ""
         why = f" that can be read ({files.unreadable[0]})" if files.unreadable else ""
         raise ValueError(f"folder {folder} holds no file{wanted}{why}: correct data.sources or data.include")
     return files
+
+
+def _found(paths: list[str], include: tuple[str, ...], beside_shards: bool = False) -> Files:
+    """Which of the files of a folder or glob are read: those of a known kind, and no notes about the records beside them."""
+    if include:
+        return Files([one for path in paths if _matches(path, include) for one in _file_or_shards(path)])
+    files = Files()
+    folders = {os.path.dirname(path) for path in paths if is_known(path) and kind_of(path) != "text"}
+    for path in paths:
+        folder, name = os.path.split(path)
+        if beside_shards or (folder in folders and _NOTES.fullmatch(name.lower())):
+            what = "MDS shards" if beside_shards else "records"
+            files.left_out.append(f"{path} stands beside {what} and is not read; data.include can ask for it")
+        elif is_known(path):
+            files.found += _file_or_shards(path)
+        else:
+            files.unreadable.append(_unknown(path))
+    return files
+
+
+def _file_or_shards(path: str) -> list[FoundFile]:
+    """The file, or the shards that it names when it is the index of a MosaicML data set."""
+    index = read_index(Path(path)) if os.path.basename(path) == MDS_INDEX else None
+    return [FoundFile(path)] if index is None else _shards(Path(path).parent, index)
+
+
+def _unknown(path: str | Path) -> str:
+    return f"{path} is of no kind that is read (jsonl, json, parquet, arrow, texts by their suffixes)"
 
 
 def _matches(path: str, include: tuple[str, ...]) -> bool:

@@ -12,7 +12,7 @@ from pod.data.balance import IntervalReport, bounds_of
 from pod.data.folders import LOCK_SECONDS, Busy, check_replaceable, locked, remove_empty, user_lock
 from pod.data.job import Job
 from pod.data.loader import PackedDataset
-from pod.data.overview import left_out
+from pod.data.overview import left_out, pieces
 from pod.data.pictures import PICTURE_NAME, short_number
 from pod.data.records import one_line
 from pod.data.units import plan_units
@@ -50,6 +50,7 @@ def prepare_job(job: Job) -> PackedDataset:
     if job.is_current():
         with contextlib.suppress(Busy, OSError), _alone(job, 0):  # another run may work beside it
             job.clean()
+        print(f"{job.output_dir} is up to date: the same settings, tokenizer and sources")
         return PackedDataset(job.output_dir)
     check_replaceable(job.output_dir)
     for folder, setting in ((job.output_dir.parent, "output_dir"), (job.work_dir, "data.work_dir")):
@@ -61,7 +62,15 @@ def prepare_job(job: Job) -> PackedDataset:
         if kept:
             print(f"{kept} of {len(job.units())} units of the sources are tokenised already")
         job.warm_up()
-        run_tasks(job.tokenise, missing, workers, description="tokenise", unit="tokens")
+        sizes = [unit.text_bytes for unit in job.units()]
+        total, left = sum(sizes), sum(sizes[number] for number in missing)
+        progress = {
+            "description": "tokenise",
+            "unit": "B of text",
+            "total": total or None,
+            "done": total - left,
+        }
+        run_tasks(job.tokenise, missing, workers, **progress)
         plan = job.plan()
         shards = range(job.num_shards())
         run_tasks(job.write_shard, shards, workers, description="write", unit="rows", total=plan.num_rows)
@@ -88,13 +97,13 @@ def _alone(job: Job, seconds: float | None = None) -> Iterator[None]:
 def summary(manifest: dict[str, Any]) -> str:
     """The manifest in a few lines: totals, intervals, and what the policies left out."""
     lines = [
-        f"{manifest['num_tokens']:,} tokens of {manifest['num_documents']:,} documents in {manifest['num_rows']:,} rows of "
+        f"{manifest['num_tokens']:,} tokens of {manifest['num_documents']:,} {pieces(manifest)} in {manifest['num_rows']:,} rows of "
         f"{manifest['context_length']} (padding {100 * manifest['padding_share']:.2f} %)"
     ]
     for interval in manifest["intervals"]:
         lines.append(
             f"  {interval['name']:>9} tokens: {short_number(interval['tokens_before']):>6} → "
-            f"{short_number(interval['tokens_after']):>6} ({interval['documents_after']} documents)"
+            f"{short_number(interval['tokens_after']):>6} ({interval['documents_after']:,} {pieces(manifest)})"
         )
     lines.extend(manifest["balance"]["notes"])
     missing = [f"{count:,} {reason}" for reason, count in left_out(manifest)]
@@ -132,14 +141,23 @@ def _cost(args: DataArgs) -> list[str]:
     if not size:
         return ["sources: of unknown size (hub data sets)"]
     tokens, workers = size / BYTES_PER_TOKEN, args.workers or cores()
-    hours = tokens / (TOKENS_PER_SECOND * workers) / 3600
+    time = _duration(tokens / (TOKENS_PER_SECOND * workers))
+    limit = ", less where data.max_documents ends it" if args.max_documents else ""
     memory = PARENT_GIGABYTES + WORKER_GIGABYTES * workers
     return [
-        f"sources: about {_gigabytes(size)} of text or {short_number(tokens)} tokens; pass 1 takes about {hours:.2g} h on "
-        f"{workers} cores and {_gigabytes(2 * tokens)} of disk in the work folder (vocabularies above 65,536: twice as much)",
+        f"sources: about {_gigabytes(size)} of text or {short_number(tokens)} tokens; reading takes about {time} on "
+        f"{workers} core{'s' * (workers > 1)} and {_gigabytes(2 * tokens)} of disk in the work folder (vocabularies above 65,536: "
+        f"twice as much){limit}",
         f"memory: about {memory:.1f} GB, and {RECORD_FACTOR * args.max_record_bytes / 1e9:.1f} GB more for each worker that meets "
         f"a record of {args.max_record_bytes / 1e6:.0f} MB",
     ]
+
+
+def _duration(seconds: float) -> str:
+    for size, unit in ((3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.2g} {unit}"
+    return f"{max(1, round(seconds))} s"
 
 
 def _gigabytes(size: float) -> str:

@@ -23,25 +23,39 @@ from typing import IO, Any
 from pod.data.records import Bad, BadRecord, Fields, Record, UnreadableFile, one_line, too_long
 
 COMPRESSED = {".gz", ".zst", ".bz2", ".xz"}
-JSON_LINES = {".jsonl", ".ndjson"}
+JSON_LINES = {".jsonl", ".jsonlines", ".ndjson"}
 TABLES = {".parquet": "parquet", ".arrow": "arrow"}
+_TEXTS = """txt text md markdown rst tex org adoc
+py pyi pyx c h cc cpp cxx hh hpp hxx cu cuh m java kt scala go rs swift cs js mjs jsx ts tsx rb php pl pm lua r hs ml clj ex erl
+f f90 sh bash zsh ps1 bat sql css scss proto cmake mk tcl vim el lisp asm s v sv vhd dart zig nim sol gradle
+yaml yml toml ini cfg"""
+TEXTS = {f".{name}" for name in _TEXTS.split()}
+"""Suffixes of files that are one text each; so are files without a suffix."""
 DAMAGE = (OSError, EOFError, UnicodeError, zlib.error, lzma.LZMAError)
-BUFFER_BYTES = 2**20
+BUFFER_BYTES, ZSTD_BUFFER_BYTES = 2**20, 2**13
 JSON_BYTES = 256 * 2**20
 """Largest `.json` file that is one object or array: it is parsed whole."""
 ROWS_AT_A_TIME = 64
 
 
 def kind_of(path: str | Path) -> str:
-    """`parquet`, `arrow`, `lines`, `json` or `text`, by the name alone; unknown endings are text."""
-    root, suffix = os.path.splitext(str(path).lower())
-    if suffix in TABLES:
-        return TABLES[suffix]
-    if suffix in COMPRESSED:
-        suffix = os.path.splitext(root)[1]
+    """`parquet`, `arrow`, `lines`, `json` or `text`, by the name alone; what is unknown but wanted is text."""
+    suffix = _suffix(path)
     if suffix in JSON_LINES:
         return "lines"
-    return "json" if suffix == ".json" else "text"
+    return TABLES.get(suffix) or ("json" if suffix == ".json" else "text")
+
+
+def is_known(path: str | Path) -> bool:
+    """Whether a file's name says how it is read."""
+    suffix = _suffix(path)
+    return not suffix or suffix in TEXTS | JSON_LINES or suffix in TABLES or suffix in (".json", ".mds")
+
+
+def _suffix(path: str | Path) -> str:
+    """The suffix in lower case, that of compression taken away."""
+    root, suffix = os.path.splitext(str(path).lower())
+    return os.path.splitext(root)[1] if suffix in COMPRESSED else suffix
 
 
 def is_compressed(path: str | Path) -> bool:
@@ -52,7 +66,7 @@ def is_compressed(path: str | Path) -> bool:
 def read_records(
     path: Path, fields: Fields, bad: Bad, start: int = 0, stop: int | None = None
 ) -> Iterator[Record]:
-    """Records of a file in its order; the format follows from its name, everything unknown is one text.
+    """Records of a file in its order; the format follows from its name.
 
     `start`, `stop`: bytes of a plain jsonl file; its records are those whose lines begin in [start, stop).
     `bad` is called for records that cannot be used and may raise. Raises `UnreadableFile` as soon as damage of the file
@@ -105,9 +119,9 @@ def open_zstd(path: Path) -> IO[bytes]:
     """Buffered stream of a zstd file of one or more frames."""
     import pyarrow
 
-    # zstandard's own reader ends silently on a truncated file, this one raises.
+    # zstandard's own reader ends silently on a truncated file, this one raises, and what it has in its buffer then is lost.
     stream: Any = pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
-    return io.BufferedReader(stream, BUFFER_BYTES)
+    return io.BufferedReader(stream, ZSTD_BUFFER_BYTES)
 
 
 def _read_text(path: Path, fields: Fields, bad: Bad) -> Iterator[Record]:

@@ -127,7 +127,8 @@ def plan_units(args: DataArgs) -> list[Unit]:
         files = files_of(place, tuple(args.include))
         if files.unreadable and args.unreadable == "error" and not files.tolerate:
             raise ValueError(
-                f"{files.unreadable[0]}: make it readable, name the other folders, or set data.unreadable=skip"
+                f"{files.unreadable[0]} ({len(files.unreadable)} such): correct it, name what to read in data.include, or set "
+                "data.unreadable=skip"
             )
         for number, group in enumerate(_groups(files, may_cut=not split)):
             left_out = () if number else (*files.left_out, *files.unreadable)

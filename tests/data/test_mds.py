@@ -206,6 +206,13 @@ def text_samples(*texts):
 COLUMNS = {"text": "str", "n": "int"}
 
 
+def test_a_glob_of_indexes_reads_their_shards():
+    """As the 128K recipe names ProLong's folders."""
+    assert texts_of(WRITTEN / "t*" / "index.json") == TEXTS
+    documents, _ = read_all(WRITTEN / "pro*" / "index.json", **PRO_LONG)
+    assert len(documents) == len(read_all(WRITTEN / "prolong", **PRO_LONG)[0]) > 0
+
+
 def test_own_writer_writes_as_the_real_one(tmp_path):
     """Byte for byte but the JSON header, which no reader needs."""
     columns = {"domain": "str", "indices": "ndarray:uint32", "input_ids": "ndarray:uint32", "length": "int"}

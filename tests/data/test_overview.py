@@ -22,7 +22,7 @@ class Spelling:
 def test_every_number_is_shown(packed_folder):
     text = overview(PackedDataset(packed_folder()), rows=8, tokenizer=Spelling())
     for part in (
-        "498 of 49 documents",
+        "498 of 49 pieces",
         "8 of 64 tokens, padding 2.73 %",
         "40 tokens of 6 documents",
         "8 documents, into pieces of 64 and a rest",

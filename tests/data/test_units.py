@@ -482,7 +482,7 @@ def shard_records(shards):
 def test_hub_shards_are_units_in_the_order_of_the_stream(monkeypatch):
     stream = datasets.IterableDataset.from_generator(shard_records, gen_kwargs={"shards": list(range(4))})
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
-    args = DataArgs(sources=["some/set", "hub:other:en@test"])
+    args = DataArgs(sources=["hub:some/set", "hub:other:en@test"])
     planned = plan_units(args)
     assert [(unit.source, unit.hub.index, unit.hub.count) for unit in planned] == [
         (s, i, 4) for s in (0, 1) for i in range(4)
@@ -492,7 +492,7 @@ def test_hub_shards_are_units_in_the_order_of_the_stream(monkeypatch):
     documents, report = read_all(args)
     assert [one.text for one in documents] == [record["text"] for record in stream] * 2
     assert report.files == 2 and {one.origin for one in documents} == {"s"}
-    assert len({one.name for one in documents}) == 24 and documents[4].name == "some/set:1:1"
+    assert len({one.name for one in documents}) == 24 and documents[4].name == "hub:some/set:1:1"
 
 
 def test_hub_reads_a_folder_of_parquet_through_datasets(tmp_path, monkeypatch):
@@ -537,7 +537,7 @@ class Stream(list):
 
 
 def test_hub_data_sets_of_another_size_are_others(monkeypatch):
-    args = DataArgs(sources=["some/set"])
+    args = DataArgs(sources=["hub:some/set"])
     found = []
     for size in (7, 7, 8):
         monkeypatch.setattr(datasets, "load_dataset", lambda *_, size=size, **__: Stream(size))
@@ -549,14 +549,14 @@ def test_hub_data_sets_of_another_size_are_others(monkeypatch):
 def test_hub_records_follow_the_policy(monkeypatch):
     records = [{"text": "one"}, {"text": 3}, {"text": "ü" * 10}, {"text": "two"}]
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: iter(records))
-    args = DataArgs(sources=["some/set"], unreadable="skip", max_record_bytes=19)
+    args = DataArgs(sources=["hub:some/set"], unreadable="skip", max_record_bytes=19)
     documents, report = read_all(args)
     assert [one.text for one in documents] == ["one", "two"] and report.records_skipped == 2
     assert (
         "record 1: field 'text' is a int" in report.skipped_files[0]
         and "record 2 is 20 bytes" in report.skipped_files[1]
     )
-    assert [one.name for one in documents] == ["some/set:0", "some/set:3"]
+    assert [one.name for one in documents] == ["hub:some/set:0", "hub:some/set:3"]
     with pytest.raises(
         ValueError, match="record 1: field 'text' is a int, expected text; repair or remove it"
     ):
@@ -567,6 +567,6 @@ def test_an_endless_hub_shard_is_read_as_far_as_asked(monkeypatch):
     monkeypatch.setattr(
         datasets, "load_dataset", lambda *_, **__: ({"text": str(n)} for n in itertools.count())
     )
-    args = DataArgs(sources=["some/set"])
+    args = DataArgs(sources=["hub:some/set"])
     reading = read_unit(plan_units(args)[0], args, SourceReport(""))
     assert [one.text for one in itertools.islice(reading, 3)] == ["0", "1", "2"]

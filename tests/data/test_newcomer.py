@@ -1,0 +1,178 @@
+"""What a newcomer's corpus stumbles over: odd suffixes, notes beside data, damaged files, mistyped paths, names that are no UTF-8."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+import zstandard
+from data_helpers import read_all, texts_of
+
+from pod.data import DataArgs, prepare
+from pod.data.prepare import estimate, summary
+from pod.data.units import plan_units
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def lines(*texts):
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+@pytest.mark.parametrize("name", ["a.jsonlines", "a.ndjson", "a.JSONL", "a.jsonlines.gz"])
+def test_json_lines_by_any_of_their_names(tmp_path, name):
+    content = lines("one", "two")
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    assert texts_of(DataArgs(sources=[str(tmp_path)])) == ["one", "two"]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jl", "a.jsonl.bak", "a.csv.gz", "a.pdf", "a.tsv", "a.unheard"])
+def test_files_of_unknown_kind_are_refused_by_name(tmp_path, name):
+    (tmp_path / "good.txt").write_text("good")
+    (tmp_path / name).write_bytes(b"x,y\n1,2\n")
+    for source in (tmp_path, tmp_path / name):
+        with pytest.raises(ValueError, match=rf"{name} is of no kind that is read .*data.include") as info:
+            plan_units(DataArgs(sources=[str(source)]))
+        assert "\n" not in str(info.value)
+    documents, report = read_all(DataArgs(sources=[str(tmp_path)], unreadable="skip"))
+    assert [one.text for one in documents] == ["good"] and name in report.skipped_files[0]
+    if not name.endswith(".gz"):
+        assert texts_of(DataArgs(sources=[str(tmp_path)], include=["a.*"])) == ["x,y\n1,2\n"], (
+            "asked for outright"
+        )
+
+
+@pytest.mark.parametrize("name", ["README.md", "LICENSE", "readme_first.txt"])
+def test_notes_beside_records_are_named_and_not_read(tmp_path, name):
+    (tmp_path / "part.jsonl").write_bytes(lines("one"))
+    (tmp_path / "two.md").write_text("two")
+    (tmp_path / name).write_text("about the corpus")
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / name).write_text("a text among texts")
+    documents, report = read_all(DataArgs(sources=[str(tmp_path)]))
+    assert [one.text for one in documents] == ["one", "two", "a text among texts"]
+    assert f"{name} stands beside" in report.skipped_files[0] and "data.include" in report.skipped_files[0]
+    assert texts_of(DataArgs(sources=[str(tmp_path)], include=[name])) == [
+        "about the corpus",
+        "a text among texts",
+    ]
+
+
+def test_a_damaged_first_line_costs_one_record(tmp_path):
+    path = tmp_path / "dolma-0001.json.gz"
+    path.write_bytes(gzip.compress(b'"text": "cut", "id": 3}\n' + lines("one", "two")))
+    documents, report = read_all(DataArgs(sources=[str(path)], unreadable="skip"))
+    assert [one.text for one in documents] == ["one", "two"] and report.records_skipped == 1
+    with pytest.raises(ValueError, match="json.gz line 1 is not JSON"):
+        texts_of(DataArgs(sources=[str(path)]))
+
+
+def test_a_truncated_zst_gives_all_that_is_there(tmp_path):
+    texts = [f"{number} " + os.urandom(200).hex() for number in range(4000)]
+    whole = zstandard.compress(lines(*texts))
+    (tmp_path / "a.jsonl.zst").write_bytes(whole[: len(whole) // 2])
+    documents, report = read_all(DataArgs(sources=[str(tmp_path)], unreadable="skip"))
+    # all but the last block, at most 128 KB (RFC 8878)
+    assert report.skipped == 1 and [one.text for one in documents] == texts[: len(documents)]
+    assert len(documents) > 2000 - 128 * 1024 / 400 - 1
+    with pytest.raises(ValueError, match="a.jsonl.zst cannot be read to its end"):
+        texts_of(DataArgs(sources=[str(tmp_path)]))
+
+
+@pytest.mark.parametrize(
+    "place", ["my_texts/corpus", "s3://bucket/data.jsonl", "https://example.org/a.jsonl"]
+)
+def test_a_mistyped_place_answers_at_once(monkeypatch, place):
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asked the hub"))
+    with pytest.raises(ValueError, match=f"source '{place}' does not exist here.*hub:") as info:
+        plan_units(DataArgs(sources=[place]))
+    assert "\n" not in str(info.value)
+
+
+def test_file_names_that_are_no_utf8(tmp_path, tokenizer, make_text):
+    name = os.fsencode(tmp_path) + b"/caf\xe9.jsonl"
+    with open(name, "wb") as stream:
+        stream.write(lines(make_text(50, 1)) + b"{\n")
+    sizes = {"context_length": 64, "shortest_interval": 32, "held_out_fraction": 0}
+    args = DataArgs(sources=[os.fsdecode(name)], unreadable="skip", workers=1, **sizes)
+    data = prepare(args, tokenizer, tmp_path / "out")
+    summary(data.manifest).encode()  # as a terminal does
+    assert r"caf\udce9.jsonl line 2" in data.manifest["read"]["sources"][0]["skipped_files"][0]
+
+
+def test_the_command_line_runs_as_a_file():
+    """Its folder comes first on the path then, and must not hide the standard library's modules."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "pod/data/cli.py", "--help"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0 and "COMMAND" in done.stdout, done.stderr
+
+
+def test_the_command_line_loads_no_library_for_help():
+    program = "import sys, pod.data.cli; print([n for n in ('torch', 'transformers', 'datasets', 'matplotlib') if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_finished_preparation_says_so(tmp_path, tokenizer, corpus, capsys):
+    args = DataArgs(sources=[str(corpus([30, 50, 70] * 5))], context_length=64, shortest_interval=32)
+    prepare(args, tokenizer, tmp_path / "data")
+    assert "up to date" not in capsys.readouterr().out
+    prepare(args, tokenizer, tmp_path / "data")
+    assert f"{tmp_path / 'data'} is up to date" in capsys.readouterr().out
+
+
+def test_tokenising_shows_percent_and_time_left(tmp_path, tokenizer, corpus, capsys, small_steps):
+    folder = corpus([300] * 40)
+    args = DataArgs(sources=[str(folder)], context_length=64, shortest_interval=32, workers=1)
+    prepare(args, tokenizer, tmp_path / "data")
+    bar = next(
+        line for line in capsys.readouterr().err.replace("\r", "\n").splitlines()[::-1] if "tokenise" in line
+    )
+    assert "tokenise: 100%" in bar and "<00:00" in bar
+
+
+def test_everything_drawn_is_no_drought(tmp_path, tokenizer, corpus):
+    args = DataArgs(sources=[str(corpus([30, 50, 70, 20] * 5))], context_length=64, shortest_interval=32)
+    notes = prepare(args, tokenizer, tmp_path / "data").manifest["balance"]["notes"]
+    assert len(notes) == 1 and "data.target_tokens is not set" in notes[0]
+
+
+def test_skipping_keeps_the_finished_work(tmp_path, tokenizer, corpus, monkeypatch, small_steps):
+    from pod.data import job
+
+    folder = corpus([100] * 60)
+    (folder / "99999.txt").write_bytes(b"\xff\xfe\xff")
+    args = DataArgs(sources=[str(folder)], context_length=64, shortest_interval=32, workers=1)
+    with pytest.raises(ValueError, match="99999.txt"):
+        prepare(args, tokenizer, tmp_path / "data")
+    read, tokenised = job.read_unit, []
+    monkeypatch.setattr(job, "read_unit", lambda unit, *rest: tokenised.append(unit) or read(unit, *rest))
+    args.unreadable = "skip"
+    prepare(args, tokenizer, tmp_path / "data")
+    assert len(tokenised) == 1, "the unit with the bad file, no other"
+
+
+def test_what_was_skipped_is_an_error_again_when_asked(tmp_path, tokenizer, corpus):
+    folder = corpus([100] * 10)
+    (folder / "99999.txt").write_bytes(b"\xff\xfe\xff")
+    args = DataArgs(
+        sources=[str(folder)], context_length=64, shortest_interval=32, unreadable="skip", keep_tokens=True
+    )
+    prepare(args, tokenizer, tmp_path / "data")
+    args.unreadable = "error"
+    with pytest.raises(ValueError, match="99999.txt"):
+        prepare(args, tokenizer, tmp_path / "data")
+
+
+def test_dry_run_speaks_of_minutes_and_seconds(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"x" * 4_000_000)
+    text = estimate(DataArgs(sources=[str(tmp_path)], workers=1))
+    assert "takes about 1 s on 1 core" in text and " h on" not in text
