@@ -128,7 +128,8 @@ class PodModel(PodPreTrainedModel):
             input_ids: ``[B, n]``, or ``inputs_embeds`` ``[B, n, hidden]``.
             attention_mask: ``[B, seen + n]`` padding mask, 1 = token, 0 = padding. Padding gets a zero output.
             past_key_values: a cache from ``make_cache``; it holds the ``seen`` columns.
-            use_cache: True creates a cache when none is given.
+            use_cache: True creates a cache when none is given; None: outside of training, and where nothing rules a cache out, as
+                the configuration says.
             doc_ids: ``[B, n]`` documents of packed rows (no cache); with sequence parallelism the ids of the
                 whole row, while ``input_ids`` is this rank's share.
             position_ids: only checked: positions follow from the mask, the cache and the documents.
@@ -139,6 +140,8 @@ class PodModel(PodPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training and doc_ids is None and self.sequence_parallel is None
         if use_cache and past_key_values is None:
             past_key_values = own_cache(self.config)
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
