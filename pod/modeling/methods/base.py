@@ -7,6 +7,7 @@ ways: whole, or chunk by chunk.
 
 import difflib
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -256,6 +257,9 @@ def _check_model(spec: str, config: PodConfig, chosen: dict[str, Method]) -> Non
             f"{spec} needs a model without a sharing plan: load the dense checkpoint, or name the layout, as in "
             f"{'pod' if spec == 'full' else f'pod+{spec}'!r}"
         )
+    if config.layout == named == "pod" and config.sharing_plan.is_dense:
+        what = "the model shares nothing, so that 'pod' holds what 'full' holds"
+        warnings.warn(f"{what}: load it with pod.load_model(…, plan=…)", stacklevel=4)
     if config.layout != "pod" and (named != config.layout or "selection" in chosen):
         raise ValueError(
             f"{spec!r} does not fit this model: it was trained with layout = {config.layout!r}, which decides what its "
