@@ -10,12 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from pod.modeling.shipped.attend import compute_dtype
 from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.llama import PodForCausalLM
+from pod.modeling.shipped.llama import PodForCausalLM, PodModel
 from pod.modeling.shipped.sharing import SharingPlan
+
+AutoConfig.register(PodConfig.model_type, PodConfig)
+AutoModel.register(PodConfig, PodModel)
+AutoModelForCausalLM.register(PodConfig, PodForCausalLM)
 
 _PROJECTION = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:([qkv])_proj\.(?:weight|bias)|o_proj\.weight)")
 Order = Sequence[Sequence[int]]
@@ -196,6 +200,11 @@ def load_model(
         max_position_embeddings=max_position_embeddings,
         **windows,
     )
+    if not isinstance(source, str | os.PathLike | PreTrainedModel):
+        raise ValueError(
+            f"source is a {type(source).__name__}: give a folder, a hub id or a transformers model (an adapter of peft "
+            "is merged into it first, by merge_and_unload())"
+        )
     if isinstance(source, PreTrainedModel):
         dense = source
         wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype

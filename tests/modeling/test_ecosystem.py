@@ -1,10 +1,8 @@
 """At home in the ecosystem: arguments and answers of stock models, adapters of peft, first mistakes."""
 
-import copy
-
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, DynamicCache, Trainer, TrainingArguments
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import pod
 
@@ -58,7 +56,11 @@ def test_from_pretrained_refuses_what_only_load_model_converts(tools, tmp_path, 
     """Biases and norms of heads would be dropped without a word."""
     stock = tools.make_stock(family)
     stock.save_pretrained(tmp_path)
-    for load in (pod.PodForCausalLM.from_pretrained, pod.PodModel.from_pretrained, pod.PodConfig.from_pretrained):
+    for load in (
+        pod.PodForCausalLM.from_pretrained,
+        pod.PodModel.from_pretrained,
+        pod.PodConfig.from_pretrained,
+    ):
         with pytest.raises(ValueError, match=rf"'{stock.config.model_type}'.*pod\.load_model\(…\)") as caught:
             load(tmp_path)
         assert "\n" not in str(caught.value)
@@ -75,7 +77,12 @@ def test_a_pod_cache_of_a_dense_model_says_that_it_is_full(tools, recwarn):
     with pytest.warns(UserWarning, match="'pod' holds what 'full' holds.*load_model"):
         pod.make_cache(dense, "pod")
     recwarn.clear()
-    pod.make_cache(dense), pod.make_cache(dense, "full"), pod.make_cache(sharing, "pod"), pod.make_cache(sharing)
+    (
+        pod.make_cache(dense),
+        pod.make_cache(dense, "full"),
+        pod.make_cache(sharing, "pod"),
+        pod.make_cache(sharing),
+    )
     assert not recwarn.list
 
 
@@ -84,7 +91,11 @@ def test_a_pod_cache_of_a_dense_model_says_that_it_is_full(tools, recwarn):
 
 @torch.no_grad()
 def test_hidden_states_are_those_of_the_stock_model(tools):
-    stock, model, ids = tools.make_stock("qwen3"), tools.make_pod("qwen3", plan=False), tools.random_ids(2, 20)
+    stock, model, ids = (
+        tools.make_stock("qwen3"),
+        tools.make_pod("qwen3", plan=False),
+        tools.random_ids(2, 20),
+    )
     expected = stock(ids, output_hidden_states=True).hidden_states
     for use_cache in (True, False):
         found = model(ids, output_hidden_states=True, use_cache=use_cache).hidden_states
@@ -182,7 +193,9 @@ def packed(tools):
     """Documents, and them as `transformers` packs them for a trainer."""
     rows = [tools.random_ids(1, length, seed=length)[0] for length in LENGTHS]
     examples = [{"input_ids": row.tolist()} for row in rows]
-    collate = DataCollatorWithFlattening(return_tensors="pt", return_flash_attn_kwargs=True, return_seq_idx=True)
+    collate = DataCollatorWithFlattening(
+        return_tensors="pt", return_flash_attn_kwargs=True, return_seq_idx=True
+    )
     return rows, collate(examples)
 
 
@@ -254,7 +267,9 @@ def test_gradients_do_not_depend_on_how_trainer_cuts_its_batch(tools, tmp_path):
             learning_rate=1e-2, optim="sgd", report_to="none", use_cpu=True, save_strategy="no", max_grad_norm=0.0,
         )  # fmt: skip
         model = tools.make_pod()
-        Trainer(model, args, train_dataset=[{"input_ids": row} for row in rows], data_collator=collate).train()
+        Trainer(
+            model, args, train_dataset=[{"input_ids": row} for row in rows], data_collator=collate
+        ).train()
         found.append(list(model.parameters()))
     start = list(tools.make_pod().parameters())
     assert max((a - b).abs().max() for a, b in zip(*found, strict=True)) <= 1e-9

@@ -395,7 +395,7 @@ def _check_inputs(hidden_states, attention_mask, doc_ids, cache, parallel) -> No
             )
         raise ValueError(
             f"attention_mask is {list(attention_mask.shape)}, but {seen} columns are in the cache and {n} are new for "
-            f"{batch} rows: pass a mask of {expected} and only the new tokens"
+            f"{batch} rows: pass a mask of {expected} and only the new tokens; for another prompt call reset() of the cache"
         )
     if doc_ids is not None and cache is not None:
         raise ValueError("doc_ids are for packed training rows and cannot be combined with a cache")

@@ -240,7 +240,7 @@ class CacheLayer(CacheLayerMixin):
 
     def _refuse(self, *args, **kwargs) -> Any:
         raise ValueError(
-            "PoD caches attend themselves and count their tokens: only PodForCausalLM fills them"
+            "only PodForCausalLM fills a PoD cache, which attends itself: pod.load_model(…) makes one of a stock model"
         )
 
     # What transformers asks of a layer.
