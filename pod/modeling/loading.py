@@ -200,26 +200,19 @@ def load_model(
         max_position_embeddings=max_position_embeddings,
         **windows,
     )
-    if not isinstance(source, str | os.PathLike | PreTrainedModel):
-        raise ValueError(
-            f"source is a {type(source).__name__}: give a folder, a hub id or a transformers model (an adapter of peft "
-            "is merged into it first, by merge_and_unload())"
-        )
     if isinstance(source, PreTrainedModel):
         dense = source
         wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         if wanted not in (None, source.dtype):
             dense = copy.deepcopy(source).to(dtype=wanted)  # type: ignore[call-arg]
-    elif gguf_file is None and _model_type(source) == "pod":
-        own = PodConfig.from_pretrained(source)
-        target(own)  # refused before weights are read
-        dense = PodForCausalLM.from_pretrained(source, config=own, dtype=dtype or "auto")
     else:
         options = {} if gguf_file is None else {"gguf_file": gguf_file}
+        target(_read_config(source, **options))  # refused before weights are read
         dense = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", **options)
     config = target(dense.config)
     config.dtype = dense.dtype
-    return _place(from_dense(dense, config, owned=dense is not source), device)
+    model: Any = from_dense(dense, config, owned=dense is not source)
+    return model.to(device=device or "cpu").eval()
 
 
 def target_config(
@@ -262,13 +255,18 @@ def target_config(
     return PodConfig(**(source.to_dict() | ({} if stays else fresh) | changes))
 
 
-def _place(model: PodForCausalLM, device: torch.device | str | None) -> PodForCausalLM:
-    return model.to(device=device or "cpu").eval()  # type: ignore[call-arg]
-
-
-def _model_type(source: str | os.PathLike) -> str | None:
+def _read_config(source: Any, **options: Any) -> Any:
+    if not isinstance(source, str | os.PathLike):
+        raise ValueError(
+            f"source is a {type(source).__name__}: give a folder, a hub id or a transformers model (an adapter of peft "
+            "is merged into it first, by merge_and_unload())"
+        )
+    name = os.fspath(source)
+    is_path = name.startswith((".", "~", os.sep)) or os.path.isdir(os.path.dirname(name))
+    if is_path and not os.path.isdir(os.path.expanduser(name)):
+        raise ValueError(f"cannot load a model from {name}: there is no such folder")
     try:
-        return PodConfig.get_config_dict(source)[0].get("model_type")
+        return AutoConfig.from_pretrained(source, **options)
     except OSError as error:
         raise ValueError(f"cannot load a model from {source}: {str(error).splitlines()[0]}") from error
 
@@ -276,9 +274,6 @@ def _model_type(source: str | os.PathLike) -> str | None:
 def load_tokenizer(source: str | os.PathLike, gguf_file: str | None = None):
     """The tokenizer that belongs to a checkpoint (folder or hub id)."""
     options: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
-    if gguf_file is None and _model_type(source) == "pod":
-        # with our own configuration in hand transformers does not ask whether it may run the export's code
-        options["config"] = PodConfig.from_pretrained(source)
     return AutoTokenizer.from_pretrained(source, **options)
 
 
