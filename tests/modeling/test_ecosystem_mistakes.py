@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, GPT2Config, MistralConfig
 
 import pod
 
@@ -88,6 +88,28 @@ def test_models_in_memory(tools):
         plan = pod.SharingPlan(tools.lead)
         again = pod.load_model(source, plan=plan, num_sink_tokens=4, num_recent_tokens=11)
         assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_what_cannot_be_loaded_is_known_before_weights_are_read(tmp_path, monkeypatch):
+    """A folder that is not there is not looked for on the hub; a family is told by its configuration alone."""
+
+    def never(*arguments, **options):
+        raise AssertionError("the hub was asked, or weights")
+
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    for hub in ("AutoConfig", "AutoModelForCausalLM"):
+        monkeypatch.setattr(f"pod.modeling.loading.{hub}.from_pretrained", never)
+    for missing in (str(tmp_path / "nowhere"), "./nowhere", "runs/export", "~/no/such/folder"):
+        assert (
+            complaint(pod.load_model, missing)
+            == f"cannot load a model from {missing}: there is no such folder"
+        )
+    monkeypatch.undo()
+    monkeypatch.setattr("pod.modeling.loading.AutoModelForCausalLM.from_pretrained", never)
+    for config in (GPT2Config(), MistralConfig(sliding_window=9)):
+        config.save_pretrained(tmp_path / "other")
+        assert config.model_type in complaint(pod.load_model, tmp_path / "other")
 
 
 AUTO = """

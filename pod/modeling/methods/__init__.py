@@ -61,9 +61,8 @@ def make_cache(
     """
     config = getattr(model, "config", None)
     if not hasattr(config, "own_method"):
-        raise ValueError(
-            f"a {type(model).__name__} has no PoD cache: give the model that pod.load_model(…) makes of it"
-        )
+        kind = type(model).__name__
+        raise ValueError(f"a {kind} has no PoD cache: give the model that pod.load_model(…) makes of it")
     name = config.own_method if spec is None else spec
     build = partial(build_cache, _METHODS, config, name, params=params)
     if isinstance(budget, list):

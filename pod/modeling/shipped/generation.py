@@ -107,10 +107,8 @@ class PodGenerationMixin(GenerationMixin):
 def check_cache(cache: Any) -> None:
     """Raise ``ValueError`` for a cache of another library."""
     if not hasattr(cache, "begin_step"):
-        raise ValueError(
-            f"a {type(cache).__name__} cannot serve a PoD model: pass one of pod.make_cache(model, …), or none for the "
-            "model's own"
-        )
+        kind = type(cache).__name__
+        raise ValueError(f"a {kind} cannot serve a PoD model: pass none, or one of pod.make_cache(model, …)")
 
 
 @cache

@@ -388,14 +388,10 @@ def _check_inputs(hidden_states, attention_mask, doc_ids, cache, parallel) -> No
     if n == 0:
         raise ValueError("input_ids has 0 columns: feed at least one token")
     if attention_mask is not None and list(attention_mask.shape) != expected:
-        if attention_mask.dim() != 2:
-            raise ValueError(
-                f"attention_mask must be a 2-D padding mask {expected}, got {attention_mask.dim()}-D: "
-                "causal and window masks are part of the model"
-            )
         raise ValueError(
-            f"attention_mask is {list(attention_mask.shape)}, but {seen} columns are in the cache and {n} are new for "
-            f"{batch} rows: pass a mask of {expected} and only the new tokens; for another prompt call reset() of the cache"
+            f"attention_mask is {list(attention_mask.shape)}, but {seen} columns are in the cache and {n} are new for {batch} "
+            f"rows: pass a mask of {expected} and only the new tokens (a 2-D padding mask: causal and window masks are part of "
+            "the model); for another prompt call reset() of the cache"
         )
     if doc_ids is not None and cache is not None:
         raise ValueError("doc_ids are for packed training rows and cannot be combined with a cache")
