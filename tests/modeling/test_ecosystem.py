@@ -1,5 +1,7 @@
 """At home in the ecosystem: arguments and answers of stock models, adapters of peft, first mistakes."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
@@ -7,6 +9,13 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 import pod
 
 TOLERANCE = 1e-9
+
+
+@pytest.fixture
+def tools(tools):
+    """With models that are configured as users have them."""
+    tools.make_pod = partial(tools.make_pod, use_cache=True)
+    return tools
 
 
 @torch.no_grad()
@@ -231,8 +240,11 @@ def test_positions_that_are_no_packing_stay_errors(tools):
     with pytest.raises(ValueError, match=r"position_ids\[0, 4\] = 5"):
         model(ids, position_ids=jump)
     restart = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
-    with pytest.raises(ValueError, match="doc_ids .*cannot be combined with a cache"):
+    with pytest.raises(ValueError, match=r"position_ids\[0, 4\] = 0, but mask and cache make it 4"):
         model(ids, position_ids=restart, past_key_values=pod.make_cache(model))
+    for packing in ({"position_ids": restart}, {"cu_seq_lens_q": torch.tensor([0, 4, 8])}):
+        with pytest.raises(ValueError, match="doc_ids .*cannot be combined with a cache"):
+            model(ids, use_cache=True, **packing)
     mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
     padded = (mask.cumsum(1) - 1).clamp(min=0)  # zero again in the padding, which is no document
     expected = model(ids[:, 3:]).logits

@@ -175,7 +175,8 @@ class PodModel(PodPreTrainedModel):
             logger.warning_once(f"PodModel ignores arguments that it does not know: {', '.join(unknown)}")
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if doc_ids is None and self.sequence_parallel is None:
-            doc_ids = packed_documents(hidden_states.shape[:2], position_ids, cu_seq_lens_q, attention_mask)
+            positions = position_ids if past_key_values is None else None
+            doc_ids = packed_documents(hidden_states.shape[:2], positions, cu_seq_lens_q, attention_mask)
         if use_cache is None:
             alone = doc_ids is None and self.sequence_parallel is None
             use_cache = self.config.use_cache and not self.training and alone
