@@ -1,6 +1,7 @@
 """Methods by name: a method is a cache that you hand to ``generate()``. One file each; registered here once."""
 
 from functools import partial
+from typing import Any
 
 from pod.modeling.methods import (
     adakv,
@@ -59,7 +60,7 @@ def make_cache(
         ValueError: unknown name or parameter, methods that do not go together (with the reason), a budget that is too
             small, a method that does not fit the model.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not hasattr(config, "own_method"):
         kind = type(model).__name__
         raise ValueError(f"a {kind} has no PoD cache: give the model that pod.load_model(…) makes of it")

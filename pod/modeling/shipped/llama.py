@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import can_return_tuple, logging
+from transformers.utils import logging
+from transformers.utils.generic import can_return_tuple
 
 from .attend import IMPLEMENTATIONS, Linear, Segments, check_backend, compute_dtype
 from .attention import Carry, ForwardContext, PodAttention, RMSNorm, SequenceParallel
@@ -191,7 +192,7 @@ class PodModel(PodPreTrainedModel):
         else:
             states = self._forward_cached(*inputs, input_ids)
             for again in past_key_values.rereadings():
-                self.forward(*again)
+                self(*again)
         every = states.split(self.config.hidden_size, dim=-1)
         return BaseModelOutputWithPast(
             last_hidden_state=every[-1],  # type: ignore[arg-type]

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from pod.modeling.shipped.config import PodConfig
+
 _KEYS = {
     "default": set(),
     "linear": {"factor"},
@@ -9,6 +11,14 @@ _KEYS = {
     "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"},
 }
 _DEFAULTS = {"llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}  # Llama 3.1's
+
+
+def extend(config: PodConfig, rope: dict[str, Any] | None, max_position_embeddings: int | None) -> None:
+    """Set what a recipe changes in the configuration of a model that has rotated nothing yet; see ``change_rope``."""
+    if rope or max_position_embeddings is not None:
+        own = dict(config.rope_parameters), config.max_position_embeddings
+        changed = change_rope(*own, rope or {}, max_position_embeddings)
+        config.rope_parameters, config.max_position_embeddings = changed
 
 
 def change_rope(
