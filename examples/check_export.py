@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import pod
 
@@ -25,7 +26,9 @@ def main(folder: str, length: int, out: Path) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     text = " ".join(Path(pod.__file__).with_name("recipe.py").read_text(encoding="utf-8").split())
     prompt = torch.tensor([tokenizer(text)["input_ids"][:length]])
-    stock = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+    # with pod imported, AutoModelForCausalLM takes the package's class
+    own_code: Any = get_class_from_dynamic_module("llama.PodForCausalLM", folder)
+    stock = own_code.from_pretrained(folder, dtype=torch.float32).eval()
     theirs, their_tokens = answer(stock, prompt)
     ours, our_tokens = answer(pod.load_model(folder, dtype=torch.float32), prompt)
     error = float((theirs - ours).abs().max() / ours.abs().max())

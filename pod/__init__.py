@@ -1,6 +1,9 @@
 """pod-kv: long-context language models that hold less memory without forgetting (PoD, Proximal over Distant)."""
 
 import importlib
+import importlib.util
+import sys
+from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -47,3 +50,30 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+_AUTO = "transformers.models.auto.modeling_auto"
+
+
+class _WithAutoClasses(MetaPathFinder):
+    """Has ``AutoModelForCausalLM`` know our classes as soon as somebody imports it: before, nothing of transformers is needed."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname != _AUTO:
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = importlib.util.find_spec(fullname)
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: Any) -> None:
+            execute(module)
+            importlib.import_module("pod.modeling.loading")
+
+        spec.loader.exec_module = execute_and_register
+        return spec
+
+
+if _AUTO in sys.modules:
+    importlib.import_module("pod.modeling.loading")
+else:
+    sys.meta_path.insert(0, _WithAutoClasses())

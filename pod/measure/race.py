@@ -71,7 +71,7 @@ def without_attention(model: Any) -> Iterator[None]:
 @torch.no_grad()
 def warm_up(model: Any, prompt: Tensor) -> None:
     """A short pass without a cache."""
-    model(input_ids=prompt[:, :_WARM_UP_TOKENS], logits_to_keep=1)
+    model(input_ids=prompt[:, :_WARM_UP_TOKENS], use_cache=False, logits_to_keep=1)
 
 
 @torch.no_grad()

@@ -1,5 +1,4 @@
-"""Loading: any Llama, Mistral, Qwen2 or Qwen3 checkpoint, or a PoD export, into the one decoder; with heads in another order, or another
-rotary embedding for longer contexts."""
+"""Loading: any Llama, Mistral, Qwen2 or Qwen3 checkpoint, or a PoD export, into the one decoder; with heads in another order."""
 
 import copy
 import os
@@ -10,12 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from pod.modeling.shipped.attend import compute_dtype
 from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.llama import PodForCausalLM
+from pod.modeling.shipped.llama import PodForCausalLM, PodModel
 from pod.modeling.shipped.sharing import SharingPlan
+
+AutoConfig.register(PodConfig.model_type, PodConfig)
+AutoModel.register(PodConfig, PodModel)
+AutoModelForCausalLM.register(PodConfig, PodForCausalLM)
 
 _PROJECTION = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:([qkv])_proj\.(?:weight|bias)|o_proj\.weight)")
 Order = Sequence[Sequence[int]]
@@ -161,8 +164,6 @@ def load_model(
     attention_backend: str = "auto",
     device: torch.device | str | None = None,
     layout: str | None = None,
-    rope: dict[str, Any] | None = None,
-    max_position_embeddings: int | None = None,
 ) -> PodForCausalLM:
     """Load a dense checkpoint or a PoD export, in evaluation mode.
 
@@ -180,37 +181,26 @@ def load_model(
             Another layout than the checkpoint's is where training starts, with the checkpoint's plan and windows left
             behind; a ``cla`` model starts from the mean key and value weights of each block of layers. ``dense`` is
             ``pod`` without sharing, whatever plan the checkpoint has.
-        rope, max_position_embeddings: RoPE parameters to change, and the longest context in tokens, see ``change_rope``;
-            None keeps the checkpoint's.
 
     Raises:
         ValueError: families, keys, plans or layouts that do not fit; the message says what would.
     """
     windows = {"num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
-    target = partial(
-        target_config,
-        plan=plan,
-        layout=layout,
-        attention_backend=attention_backend,
-        rope=rope,
-        max_position_embeddings=max_position_embeddings,
-        **windows,
-    )
+    wishes = {"plan": plan, "layout": layout, "attention_backend": attention_backend}
+    target = partial(target_config, **wishes, **windows)  # type: ignore[arg-type]
     if isinstance(source, PreTrainedModel):
         dense = source
         wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         if wanted not in (None, source.dtype):
             dense = copy.deepcopy(source).to(dtype=wanted)  # type: ignore[call-arg]
-    elif gguf_file is None and _model_type(source) == "pod":
-        own = PodConfig.from_pretrained(source)
-        target(own)  # refused before weights are read
-        dense = PodForCausalLM.from_pretrained(source, config=own, dtype=dtype or "auto")
     else:
         options = {} if gguf_file is None else {"gguf_file": gguf_file}
+        target(_read_config(source, **options))  # refused before weights are read
         dense = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", **options)
     config = target(dense.config)
     config.dtype = dense.dtype
-    return _place(from_dense(dense, config, owned=dense is not source), device)
+    model: Any = from_dense(dense, config, owned=dense is not source)
+    return model.to(device=device or "cpu").eval()
 
 
 def target_config(
@@ -218,8 +208,6 @@ def target_config(
     plan: SharingPlan | str | os.PathLike | None = None,
     layout: str | None = None,
     attention_backend: str = "auto",
-    rope: dict[str, Any] | None = None,
-    max_position_embeddings: int | None = None,
     **windows: int | None,
 ) -> PodConfig:
     """The configuration of what ``load_model`` makes of a checkpoint with this configuration (arguments and errors there)."""
@@ -232,10 +220,6 @@ def target_config(
             raise ValueError("layout = 'dense' shares nothing: leave the plan out, or use layout = 'pod'")
         plan = plan if isinstance(plan, SharingPlan) else SharingPlan.load(plan)
         changes |= plan_fields(plan)
-    if rope or max_position_embeddings is not None:
-        own, longest = dict(source.rope_parameters), source.max_position_embeddings
-        own, longest = change_rope(own, longest, rope or {}, max_position_embeddings)
-        changes |= {"rope_parameters": own, "max_position_embeddings": longest}
     if source.model_type != "pod":
         return convert_config(source, **changes)
     stays = changes.get("layout", source.layout) == source.layout
@@ -253,13 +237,18 @@ def target_config(
     return PodConfig(**(source.to_dict() | ({} if stays else fresh) | changes))
 
 
-def _place(model: PodForCausalLM, device: torch.device | str | None) -> PodForCausalLM:
-    return model.to(device=device or "cpu").eval()  # type: ignore[call-arg]
-
-
-def _model_type(source: str | os.PathLike) -> str | None:
+def _read_config(source: Any, **options: Any) -> Any:
+    if not isinstance(source, str | os.PathLike):
+        raise ValueError(
+            f"source is a {type(source).__name__}: give a folder, a hub id or a transformers model (an adapter of peft "
+            "is merged into it first, by merge_and_unload())"
+        )
+    name = os.fspath(source)
+    is_path = name.startswith((".", "~", os.sep)) or os.path.isdir(os.path.dirname(name))
+    if is_path and not os.path.isdir(os.path.expanduser(name)):
+        raise ValueError(f"cannot load a model from {name}: there is no such folder")
     try:
-        return PodConfig.get_config_dict(source)[0].get("model_type")
+        return AutoConfig.from_pretrained(source, **options)
     except OSError as error:
         raise ValueError(f"cannot load a model from {source}: {str(error).splitlines()[0]}") from error
 
@@ -267,9 +256,6 @@ def _model_type(source: str | os.PathLike) -> str | None:
 def load_tokenizer(source: str | os.PathLike, gguf_file: str | None = None):
     """The tokenizer that belongs to a checkpoint (folder or hub id)."""
     options: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
-    if gguf_file is None and _model_type(source) == "pod":
-        # with our own configuration in hand transformers does not ask whether it may run the export's code
-        options["config"] = PodConfig.from_pretrained(source)
     return AutoTokenizer.from_pretrained(source, **options)
 
 
@@ -298,65 +284,3 @@ def _moved(weight: Tensor, index: Tensor, dim: int, head_dim: int) -> Tensor:
     """The weight with its heads, ``head_dim`` rows or columns each, taken in the order of ``index``."""
     index = index.to(weight.device)
     return weight.unflatten(dim, (-1, head_dim)).index_select(dim, index).flatten(dim, dim + 1)
-
-
-_KEYS = {
-    "default": set(),
-    "linear": {"factor"},
-    "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
-    "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"},
-}
-_DEFAULTS = {"llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}  # Llama 3.1's
-
-
-def change_rope(
-    rope: dict[str, Any], max_positions: int, changes: dict[str, Any], new_max: int | None = None
-) -> tuple[dict[str, Any], int]:
-    """RoPE parameters and longest context of a model after `changes`, a higher base or scaled positions.
-
-    Args:
-        rope: parameters of the checkpoint, as in transformers (`rope_type`, `rope_theta`, `factor`, …).
-        max_positions: the checkpoint's longest context in tokens.
-        changes: some of `rope_type`, `rope_theta`, and the keys of that type: `factor`, `low_freq_factor`,
-            `high_freq_factor`, `original_max_position_embeddings` (llama3, Llama 3.1's), `beta_fast`, `beta_slow`,
-            `attention_factor` (yarn, Peng et al., 2023). A type of the checkpoint's own keeps its other parameters.
-        new_max: longest context afterwards; None = original length x factor where positions are scaled anew (the checkpoint's
-            length, in proportion, where only the factor of its own scaling changes), else as it was.
-
-    Raises:
-        ValueError: keys of another type, a missing factor, a longer context with nothing changed.
-    """
-    own_type = rope.get("rope_type", "default")
-    rope_type = changes.get("rope_type", own_type)
-    if rope_type not in _KEYS:
-        raise ValueError(f"rope_type = {rope_type!r} is not supported; choose one of {', '.join(_KEYS)}")
-    for key in changes.keys() - _KEYS[rope_type] - {"rope_type", "rope_theta"}:
-        owners = ", ".join(name for name, keys in _KEYS.items() if key in keys) or "no rope_type"
-        raise ValueError(f"rope_{key} belongs to {owners}, and rope_type is {rope_type}: leave it out")
-    if new_max is not None and new_max > max_positions and not changes:
-        raise ValueError(
-            f"max_position_embeddings = {new_max} with the checkpoint's own RoPE, which was trained on {max_positions} "
-            "positions: set rope_theta, or rope_type with rope_factor, too"
-        )
-    kept = rope if rope_type == own_type else {"rope_theta": rope["rope_theta"]}
-    changed = {**_DEFAULTS.get(rope_type, {}), **kept, **changes, "rope_type": rope_type}
-    if rope_type == "default":
-        return changed, new_max or max_positions
-    # linear scaling keeps no record of the length before it
-    trained = rope.get("original_max_position_embeddings") or round(max_positions / rope.get("factor", 1.0))
-    original = changed.get("original_max_position_embeddings") or trained
-    if rope_type != "linear":
-        changed["original_max_position_embeddings"] = original
-    if "factor" not in changed:
-        if new_max is None:
-            needs = f"rope_factor, or the max_position_embeddings to reach from {original}"
-            raise ValueError(f"rope_type = {rope_type} needs {needs}")
-        changed["factor"] = new_max / original
-    if changed["factor"] < 1:
-        raise ValueError(f"rope_factor is {changed['factor']:g}, allowed are 1 and more")
-    scaled = changes.keys() & {"rope_type", "factor", "original_max_position_embeddings"}
-    if new_max is not None or not scaled:
-        return changed, new_max or max_positions
-    if rope_type == own_type and "original_max_position_embeddings" not in changes:
-        return changed, round(max_positions * changed["factor"] / rope["factor"])
-    return changed, round(original * changed["factor"])

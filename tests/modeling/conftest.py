@@ -63,12 +63,23 @@ def lead_for(stock):
     return [[row[head % 2] for head in range(heads)] for row in LEAD]
 
 
-def make_pod(family="llama", dtype=torch.float64, windows=(4, 11), plan=True, backend="auto", **changes):
+def make_pod(
+    family="llama",
+    dtype=torch.float64,
+    windows=(4, 11),
+    plan=True,
+    backend="auto",
+    use_cache=False,
+    **changes,
+):
+    """``use_cache``: of the configuration; False, so that ``model(ids)`` is the pass without a cache, as in training."""
     stock = make_stock(family, dtype, **changes)
     plan = pod.SharingPlan(lead_for(stock)) if plan else None
-    return pod.load_model(
+    model = pod.load_model(
         stock, plan=plan, num_sink_tokens=windows[0], num_recent_tokens=windows[1], attention_backend=backend
     )
+    model.config.use_cache = use_cache
+    return model
 
 
 def random_ids(batch, n, seed=0):

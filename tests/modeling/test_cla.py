@@ -122,7 +122,7 @@ def test_carry_holds_keys_and_values_of_a_block_until_its_last_layer(tools):
     carries = []
     for layer in model.model.layers:
         layer.register_forward_hook(lambda module, inputs, output: carries.append(output[1:]))
-    model(tools.random_ids(1, 32))
+    model(tools.random_ids(1, 32), use_cache=False)
     size = 2 * 2 * 32 * 8 * 8  # keys and values, 2 KV heads, 32 tokens, d = 8, 8 B
     held = [[x for x in carry if x is not None] for carry in carries]
     assert [sum(x.untyped_storage().nbytes() for x in tensors) for tensors in held] == [size, 0, size, 0, 0]
@@ -133,7 +133,7 @@ def test_compiles_without_graph_breaks(tools):
     ids = tools.random_ids(1, 50)
     with torch.no_grad():
         compiled = torch.compile(model.model, fullgraph=True, backend="eager")
-        out = compiled(input_ids=ids).last_hidden_state
+        out = compiled(input_ids=ids, use_cache=False).last_hidden_state
         assert (out - model.model(input_ids=ids).last_hidden_state).abs().max() <= 1e-12
 
 

@@ -7,8 +7,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
-from pod.modeling.loading import change_rope
 from pod.models import KNOWN_SIZES, ModelArgs
+from pod.training.run.longer_context import change_rope
 from pod.training.run.start_model import (
     load_start_model,
     model_config,
@@ -71,8 +71,8 @@ def test_changed_rope_is_what_a_stock_model_with_it_computes(way):
     rope, positions = change_rope(PLAIN, 64, changes, new_max)
     stock, ids = make_stock(rope, positions), torch.arange(200).reshape(1, 200) % 64
     expected = stock(ids).logits
-    got = pod.load_model(make_stock(PLAIN, 64), rope=changes, max_position_embeddings=new_max)
-    assert got.config.max_position_embeddings == positions
+    got = pod.load_model(make_stock(PLAIN, 64))
+    got.config.rope_parameters = rope
     assert (got(ids).logits - expected).abs().max() <= 2e-5 * expected.abs().max()
     assert (pod.load_model(make_stock(PLAIN, 64))(ids).logits - expected).abs().max() > 1e-2
 

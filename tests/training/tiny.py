@@ -55,6 +55,14 @@ def make_model(
     return model
 
 
+def exported_class(folder) -> type:
+    """The class that an export brings along: by their names the auto classes take the package's, once that is imported."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    name = json.loads((Path(folder) / "config.json").read_text())["auto_map"]["AutoModelForCausalLM"]
+    return get_class_from_dynamic_module(name, str(folder))
+
+
 STOCK_SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 48,

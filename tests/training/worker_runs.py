@@ -215,7 +215,6 @@ def _save_error(trainer) -> str:
 def exported(name, out, folder, dtype) -> None:
     """Export, reload with Auto classes and remote code, compare logits with the weights at the end of training."""
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM
 
     from pod.training.checkpoint.export import checkpoint_to_export, export
     from pod.training.run.lora import add_lora
@@ -233,9 +232,11 @@ def exported(name, out, folder, dtype) -> None:
         model = add_lora(model, {**settings, "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]})
     model.to(dtype).load_state_dict(weights, strict=False)
     plain = model.get_base_model() if hasattr(model, "get_base_model") else model
-    loaded = AutoModelForCausalLM.from_pretrained(
-        out / f"{name}_export", trust_remote_code=True, dtype="auto"
-    ).eval()
+    loaded = (
+        tiny.exported_class(out / f"{name}_export")
+        .from_pretrained(out / f"{name}_export", dtype="auto")
+        .eval()
+    )
     with torch.no_grad():
         expected, got = plain.eval()(input_ids=PROMPT).logits, loaded(input_ids=PROMPT).logits
     save_file({"logits": expected, "input_ids": PROMPT.contiguous()}, out / f"{name}_logits.safetensors")

@@ -108,8 +108,6 @@ def exports(out: Path) -> None:
     """Export the runs on two ranks and load them as a user does who has transformers only."""
     from functools import partial
 
-    from transformers import AutoModelForCausalLM
-
     from pod.training.checkpoint.export import checkpoint_to_export, export
     from pod.training.run.lora import add_lora, lora_settings
 
@@ -131,7 +129,7 @@ def exports(out: Path) -> None:
         _, unexpected = trained.load_state_dict(
             torch.load(folder / "trained.pt", weights_only=True), strict=False
         )
-        loaded = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True).eval()
+        loaded = tiny.exported_class(path).from_pretrained(path).eval()
         with torch.no_grad():
             expected, got = trained.eval()(input_ids=PROMPT).logits, loaded(input_ids=PROMPT).logits
         generated = loaded.generate(PROMPT, max_new_tokens=4, do_sample=False, eos_token_id=-1)

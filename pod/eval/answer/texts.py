@@ -45,7 +45,7 @@ def score_by_forward(model: Any, tokens: Tensor, buckets: list[Bucket]) -> list[
 
     Only for methods whose decode path equals that pass (`Method.one_shot`).
     """
-    hidden = model.model(input_ids=tokens).last_hidden_state
+    hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
     return [
         token_nll(
             model.lm_head, hidden[:, bucket.first - 1 : bucket.end - 1], tokens[:, bucket.first : bucket.end]
@@ -105,7 +105,7 @@ def forward_error(model: Any, cache: Any, tokens: Tensor, bucket: Bucket, checke
 @torch.no_grad()
 def predict_by_forward(model: Any, tokens: Tensor, last: int) -> Tensor:
     """The model's predictions [B, last] of the last tokens of `tokens` [B, n], each from everything before it, in one pass."""
-    hidden = model.model(input_ids=tokens[:, :-1]).last_hidden_state
+    hidden = model.model(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
     return model.lm_head(hidden[:, -last:]).argmax(dim=-1)
 
 
@@ -124,7 +124,7 @@ def predict_by_window(model: Any, tokens: Tensor, last: int, window: int, rows_a
     end = tokens.shape[1]
     pieces = torch.stack([tokens[:, p - window : p] for p in range(end - last, end)], dim=1)
     found = [
-        model.lm_head(model.model(input_ids=part).last_hidden_state[:, -1]).argmax(dim=-1)
+        model.lm_head(model.model(input_ids=part, use_cache=False).last_hidden_state[:, -1]).argmax(dim=-1)
         for part in pieces.flatten(0, 1).split(rows_at_once)
     ]
     return torch.cat(found).view(len(tokens), last)

@@ -1,6 +1,7 @@
 """Methods by name: a method is a cache that you hand to ``generate()``. One file each; registered here once."""
 
 from functools import partial
+from typing import Any
 
 from pod.modeling.methods import (
     adakv,
@@ -59,8 +60,12 @@ def make_cache(
         ValueError: unknown name or parameter, methods that do not go together (with the reason), a budget that is too
             small, a method that does not fit the model.
     """
-    name = model.config.own_method if spec is None else spec
-    build = partial(build_cache, _METHODS, model.config, name, params=params)
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "own_method"):
+        kind = type(model).__name__
+        raise ValueError(f"a {kind} has no PoD cache: give the model that pod.load_model(…) makes of it")
+    name = config.own_method if spec is None else spec
+    build = partial(build_cache, _METHODS, config, name, params=params)
     if isinstance(budget, list):
         sizes = list(dict.fromkeys(budget)) or [0]  # which is refused
         cache = GroupedCache.of_kinds([build(size) for size in sizes], [sizes.index(size) for size in budget])

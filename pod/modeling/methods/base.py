@@ -7,6 +7,7 @@ ways: whole, or chunk by chunk.
 
 import difflib
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -182,7 +183,7 @@ def build_cache(
     selection, channels, codec = map(chosen.get, ("selection", "channels", "codec"))
     if (reason := refusal(layout, *chosen.values())) is not None:
         raise ValueError(f"{spec!r} is not possible: {reason}")
-    _check_model(spec, config, chosen)
+    _check_model(registry, spec, config, chosen)
     builder = selection or channels or layout
     # where a selection builds the cache, what only a layout's own cache can do is not on offer
     offered = [method for method in chosen.values() if builder is layout or method is not layout]
@@ -248,14 +249,19 @@ def refusal(layout: Method, *others: Method) -> str | None:
     return None
 
 
-def _check_model(spec: str, config: PodConfig, chosen: dict[str, Method]) -> None:
+def _check_model(
+    registry: Mapping[str, Method], spec: str, config: PodConfig, chosen: dict[str, Method]
+) -> None:
     """Models of a trained layout and caches of that layout go together, and with nothing else than a codec."""
     named = chosen["layout"].name if "layout" in chosen else None
     if config.layout == "pod" and named in (None, "full") and not config.sharing_plan.is_dense:
-        raise ValueError(
-            f"{spec} needs a model without a sharing plan: load the dense checkpoint, or name the layout, as in "
-            f"{'pod' if spec == 'full' else f'pod+{spec}'!r}"
-        )
+        reason = refusal(registry["pod"], *(chosen[axis] for axis in chosen if axis != "layout"))
+        parts = ["pod", *(part for part in spec.split("+") if part.strip() != "full")]
+        hint = f", or name the layout, as in {'+'.join(parts)!r}" if reason is None else f" ({reason})"
+        raise ValueError(f"{spec} needs a model without a sharing plan: load the dense checkpoint{hint}")
+    if config.layout == named == "pod" and config.sharing_plan.is_dense:
+        what = "the model shares nothing, so that 'pod' holds what 'full' holds"
+        warnings.warn(f"{what}: load it with pod.load_model(…, plan=…)", stacklevel=4)
     if config.layout != "pod" and (named != config.layout or "selection" in chosen):
         raise ValueError(
             f"{spec!r} does not fit this model: it was trained with layout = {config.layout!r}, which decides what its "

@@ -57,6 +57,7 @@ class ForwardContext:
         segments: documents of the rows, None = every row is one.
         step: the cache's view of this pass, None without a cache.
         sequence_parallel: None, or how heads are exchanged between ranks.
+        everything: whether what every layer gets is part of the result.
     """
 
     rope: Rope
@@ -65,6 +66,7 @@ class ForwardContext:
     segments: Segments | None = None
     step: Any = None
     sequence_parallel: SequenceParallel | None = None
+    everything: bool = False
 
 
 class PodAttention(nn.Module):

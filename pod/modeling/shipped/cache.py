@@ -189,7 +189,7 @@ class PodCache(Cache):
         if batch != self.batch_size:
             raise ValueError(
                 f"the cache holds {self.batch_size} rows, the batch has {batch}: a filled cache cannot be used "
-                "with num_beams, num_return_sequences or another batch; start with an empty one"
+                "with num_beams, num_return_sequences or another batch; call reset() or make a new cache"
             )
 
     def _check_mask(self, attention_mask: Tensor | None) -> None:
@@ -217,7 +217,7 @@ class PodCache(Cache):
         if new < 1:
             raise ValueError(
                 f"the cache already holds {self._columns} columns and the mask has {columns}: pass at least one new "
-                "token, and an attention_mask over seen and new tokens"
+                "token, and an attention_mask over seen and new tokens; for another prompt call reset() or make a new cache"
             )
         if has_embeds or self._seen_ids is None or input_ids.shape[1] == new:
             return
@@ -229,7 +229,8 @@ class PodCache(Cache):
         if not is_equal:
             raise ValueError(
                 f"input_ids do not start with the {self._columns} columns in the cache: pass the whole conversation, "
-                f"or only the {new} new tokens with an attention_mask of {columns} columns"
+                f"or only the {new} new tokens with an attention_mask of {columns} columns; for another prompt call "
+                "reset() or make a new cache"
             )
 
     # -- what is held, as tensors and facts ------------------------------------------------------------------

@@ -69,6 +69,14 @@ class PodConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
+        """See transformers; ValueError for a checkpoint of another family, which has fields and weights of other meanings."""
+        family = config_dict.get("model_type", cls.model_type)
+        if family != cls.model_type:
+            raise ValueError(f"a {family!r} checkpoint has to be converted: use pod.load_model(…)")
+        return super().from_dict(config_dict, **kwargs)
+
     def __post_init__(self, **kwargs: Any):
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads

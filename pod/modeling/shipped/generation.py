@@ -74,10 +74,7 @@ class PodGenerationMixin(GenerationMixin):
             )
         cache = model_kwargs.get("past_key_values")
         if cache is not None:
-            if not hasattr(cache, "begin_step"):
-                raise ValueError(
-                    f"a {type(cache).__name__} cannot serve a PoD model: make one with pod.make_cache(model, …)"
-                )
+            check_cache(cache)
             cache._is_user_defined = True
         elif generation_config.use_cache is not False:
             assisted = generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION
@@ -105,6 +102,13 @@ class PodGenerationMixin(GenerationMixin):
             if cache.made_by_generate and not has_beams and PodCache.attach_engine is not None:
                 PodCache.attach_engine(cache, columns, max(columns + 1, generation_config.max_length or 0))
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+
+
+def check_cache(cache: Any) -> None:
+    """Raise ``ValueError`` for a cache of another library."""
+    if not hasattr(cache, "begin_step"):
+        kind = type(cache).__name__
+        raise ValueError(f"a {kind} cannot serve a PoD model: pass none, or one of pod.make_cache(model, …)")
 
 
 @cache

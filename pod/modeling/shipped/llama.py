@@ -10,6 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import logging
+from transformers.utils.generic import can_return_tuple
 
 from .attend import IMPLEMENTATIONS, Linear, Segments, check_backend, compute_dtype
 from .attention import Carry, ForwardContext, PodAttention, RMSNorm, SequenceParallel
@@ -17,13 +19,32 @@ from .cache import PodCache
 from .config import PodConfig
 from .decode import DECODERS
 from .flash import FLASH
-from .generation import PodGenerationMixin, own_cache
+from .generation import PodGenerationMixin, check_cache, own_cache
 from .grouped import ATTEND_GROUPED, DECODE_GROUPED
 from .reference import ATTEND_REFERENCE, DECODE_REFERENCE
 from .rope import Rope, inverse_frequencies, rotate
-from .step import check_positions, compaction_of, document_positions, piece_columns, put_columns, take_columns
+from .step import (
+    check_positions,
+    compaction_of,
+    document_positions,
+    keep_columns,
+    packed_documents,
+    piece_columns,
+    put_columns,
+    take_columns,
+)
 
+logger = logging.get_logger(__name__)
 _MLP_TILE = 4096  # tokens
+_SAID_TWICE = {
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+    "cache_position",
+    "num_items_in_batch",
+}
+"""Arguments of trainers and of `generate()` that say nothing beyond those of `forward`."""
 
 IMPLEMENTATIONS |= {"grouped": ATTEND_GROUPED, "flash": FLASH, "reference": ATTEND_REFERENCE}
 DECODERS |= {"grouped": DECODE_GROUPED, "reference": DECODE_REFERENCE}
@@ -112,6 +133,7 @@ class PodModel(PodPreTrainedModel):
         self._frequencies: dict[torch.device, tuple[Tensor, float]] = {}
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -121,6 +143,10 @@ class PodModel(PodPreTrainedModel):
         use_cache: bool | None = None,
         doc_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        **others: Any,
     ) -> BaseModelOutputWithPast:
         """Hidden states after the final norm.
 
@@ -128,34 +154,57 @@ class PodModel(PodPreTrainedModel):
             input_ids: ``[B, n]``, or ``inputs_embeds`` ``[B, n, hidden]``.
             attention_mask: ``[B, seen + n]`` padding mask, 1 = token, 0 = padding. Padding gets a zero output.
             past_key_values: a cache from ``make_cache``; it holds the ``seen`` columns.
-            use_cache: True creates a cache when none is given.
+            use_cache: True creates a cache when none is given; None: as the configuration says, but for training and documents.
             doc_ids: ``[B, n]`` documents of packed rows (no cache); with sequence parallelism the ids of the
-                whole row, while ``input_ids`` is this rank's share.
-            position_ids: only checked: positions follow from the mask, the cache and the documents.
+                whole row, while ``input_ids`` is this rank's share. None = as ``packed_documents`` reads them.
+            position_ids: checked, as positions follow from the mask, the cache and the documents.
+            cu_seq_lens_q: see ``packed_documents``.
+            output_hidden_states: also what every layer gets, ``[B, n, hidden]`` each, and the result; zero on padding.
+            others: as stock models take them; what is not known there is named in a warning.
 
         Raises:
-            ValueError: masks that are not 2-D, a cache that does not continue, documents together with a cache.
+            ValueError: masks that are not 2-D, a cache that does not continue, documents together with a cache, attentions
+                that are asked for.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
+        if self.config.output_attentions if output_attentions is None else output_attentions:
+            raise ValueError(
+                "output_attentions=True: no attention weights are formed here; the dense model of transformers has them"
+            )
+        if unknown := sorted(others.keys() - _SAID_TWICE):
+            logger.warning_once(f"PodModel ignores arguments that it does not know: {', '.join(unknown)}")
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if doc_ids is None and self.sequence_parallel is None:
+            positions = position_ids if past_key_values is None else None
+            doc_ids = packed_documents(hidden_states.shape[:2], positions, cu_seq_lens_q, attention_mask)
+        if use_cache is None:
+            alone = doc_ids is None and self.sequence_parallel is None
+            use_cache = self.config.use_cache and not self.training and alone
         if use_cache and past_key_values is None:
             past_key_values = own_cache(self.config)
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-        if past_key_values is not None and self.training and self.gradient_checkpointing:
-            raise ValueError("no cache is filled under activation checkpointing: call model.eval() first")
-        _check_inputs(hidden_states, attention_mask, seen, doc_ids, past_key_values, self.sequence_parallel)
+        everything = (
+            self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        )
+        inputs = hidden_states, attention_mask, doc_ids, position_ids, past_key_values, bool(everything)
         if past_key_values is None:
-            hidden_states = self._forward_plain(hidden_states, attention_mask, doc_ids, position_ids)
+            states = self._forward_plain(*inputs)
         else:
-            inputs = past_key_values, attention_mask, position_ids, input_ids
-            hidden_states = self._forward_cached(hidden_states, *inputs)
+            states = self._forward_cached(*inputs, input_ids)
             for again in past_key_values.rereadings():
-                self.forward(*again)
-        return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
+                self(*again)
+        every = states.split(self.config.hidden_size, dim=-1)
+        return BaseModelOutputWithPast(
+            last_hidden_state=every[-1],  # type: ignore[arg-type]
+            past_key_values=past_key_values,
+            hidden_states=every if everything else None,  # type: ignore[arg-type]
+        )
 
-    def _forward_plain(self, hidden_states, attention_mask, doc_ids, position_ids) -> Tensor:
+    def _forward_plain(
+        self, hidden_states, attention_mask, doc_ids, position_ids, cache, everything
+    ) -> Tensor:
         """No cache: training, scoring, packed documents, sequence parallelism."""
+        _check_inputs(hidden_states, attention_mask, doc_ids, cache, self.sequence_parallel)
         compaction = compaction_of(attention_mask, hidden_states.shape[1])
         if compaction is not None:
             if doc_ids is not None:
@@ -167,19 +216,29 @@ class PodModel(PodPreTrainedModel):
             positions = document_positions(doc_ids.to(hidden_states.device, non_blocking=True))
         if compaction is None and self.sequence_parallel is None:
             check_positions(position_ids, positions, None)
-        hidden_states = self.run_layers(hidden_states, self.context(hidden_states, positions, doc_ids))
+        context = self.context(hidden_states, positions, doc_ids)
+        context.everything = everything
+        hidden_states = self.run_layers(hidden_states, context)
         return hidden_states if compaction is None else compaction.scatter(hidden_states)
 
-    def _forward_cached(self, hidden_states, cache, attention_mask, position_ids, input_ids) -> Tensor:
+    @torch.compiler.disable  # lengths are numbers: compiled, every token would be another program
+    def _forward_cached(
+        self, hidden_states, attention_mask, doc_ids, position_ids, cache, everything, input_ids
+    ) -> Tensor:
         """With a cache: padding is squeezed out first, so that layers see left-aligned rows of real tokens."""
+        check_cache(cache)
+        if self.training and self.gradient_checkpointing:
+            raise ValueError("no cache is filled under activation checkpointing: call model.eval() first")
+        _check_inputs(hidden_states, attention_mask, doc_ids, cache, self.sequence_parallel)
         cache.check_fits(self.config)
         step, compaction = cache.begin_step(hidden_states, attention_mask, input_ids, position_ids)
+        repeats = 1, 1, len(self.layers) + 1 if everything else 1
         if compaction is not None:
             if not compaction.counts.any():
                 cache.end_step(step)
-                return torch.zeros_like(hidden_states)
+                return torch.zeros_like(hidden_states).repeat(repeats)
             hidden_states = take_columns(hidden_states, compaction.index)
-        engine = cache.engine if step.is_decode and step.all_real else None
+        engine = cache.engine if step.is_decode and step.all_real and not everything else None
         if engine is not None and (out := engine.decode(self, hidden_states, step)) is not None:
             cache.end_step(step)
             return out
@@ -189,13 +248,13 @@ class PodModel(PodPreTrainedModel):
             part = hidden_states if columns is None else take_columns(hidden_states, columns)
             context = self.context(part, piece.positions)
             context.step, piece.rope, piece.backend = piece, context.rope, context.backend
-            step.rope = context.rope
+            context.everything, step.rope = everything, context.rope
             part = self.run_layers(part, context)
             cache.end_piece(piece)
             if columns is None:
                 out = part
             else:
-                out = torch.zeros_like(hidden_states) if out is None else out
+                out = torch.zeros_like(hidden_states).repeat(repeats) if out is None else out
                 put_columns(out, columns, piece.counts, part)
         cache.end_step(step)
         assert out is not None, "a pass without a piece"
@@ -218,14 +277,19 @@ class PodModel(PodPreTrainedModel):
         )
 
     def run_layers(self, hidden_states: Tensor, context: ForwardContext) -> Tensor:
+        """``[B, n, hidden]`` to the same, behind the final norm; with ``everything`` behind what every layer gets."""
         carry: Carry = (None,) * (2 * len(context.lead[0]))
+        before = []
         for layer in self.layers:
+            if context.everything:
+                before.append(hidden_states)
             if self.gradient_checkpointing and self.training:
                 hidden_states, *rest = self._checkpoint(layer, hidden_states, context, carry)
             else:
                 hidden_states, *rest = layer(hidden_states, context, *carry)
             carry = tuple(rest)
-        return self.norm(hidden_states)
+        hidden_states = self.norm(hidden_states)
+        return torch.cat((*before, hidden_states), dim=-1) if before else hidden_states
 
     def _checkpoint(
         self, layer: nn.Module, hidden_states: Tensor, context: ForwardContext, carry: Carry
@@ -257,6 +321,7 @@ class PodForCausalLM(PodPreTrainedModel, PodGenerationMixin):
             next_sequence_length = input_ids.shape[1] - kwargs["past_key_values"].get_seq_length()
         return super().prepare_inputs_for_generation(input_ids, next_sequence_length, **kwargs)  # type: ignore[misc]
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -267,32 +332,43 @@ class PodForCausalLM(PodPreTrainedModel, PodGenerationMixin):
         use_cache: bool | None = None,
         doc_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
-        logits_to_keep: int = 0,
-        return_dict: bool = True,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: int | Tensor | None = None,
+        **others: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits of the last ``logits_to_keep`` columns (0 = all), and the mean next-token loss for ``labels``.
+        """Logits of the columns that ``keep_columns`` keeps, and the mean next-token loss for ``labels``.
 
         ``labels`` ``[B, n]`` are shifted here (``labels = input_ids`` is usual); -100 and the last column are
-        ignored. With ``doc_ids`` no label crosses a document. Other arguments as in ``PodModel.forward``.
+        ignored. With documents no label crosses one. Instead of their mean ``num_items_in_batch`` gives their sum over
+        that number, as trainers want it that accumulate gradients. Other arguments as in ``PodModel.forward``.
         """
-        if not return_dict:
-            raise ValueError("return_dict=False is not supported: read the fields of the returned object")
+        if labels is not None and doc_ids is None and self.model.sequence_parallel is None:
+            packed = position_ids, others.get("cu_seq_lens_q"), attention_mask
+            doc_ids = packed_documents(labels.shape, *packed)
         inputs = input_ids, attention_mask, past_key_values, inputs_embeds, use_cache, doc_ids, position_ids
-        outputs = self.model(*inputs)
-        hidden_states = outputs.last_hidden_state[:, -logits_to_keep if logits_to_keep else None :]
-        logits = self.lm_head(hidden_states)
+        outputs = self.model(*inputs, **others, return_dict=True)
+        logits = self.lm_head(keep_columns(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
-            if logits_to_keep or self.model.sequence_parallel is not None:
+            if logits.shape[:-1] != labels.shape or self.model.sequence_parallel is not None:
                 raise ValueError("labels need all logits: no logits_to_keep, no sequence parallelism")
-            loss = next_token_loss(logits, labels, doc_ids, attention_mask)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
+            loss = next_token_loss(logits, labels, doc_ids, attention_mask, num_items_in_batch)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
 
 
 def next_token_loss(
-    logits: Tensor, labels: Tensor, doc_ids: Tensor | None, attention_mask: Tensor | None
+    logits: Tensor,
+    labels: Tensor,
+    doc_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    num_items: int | Tensor | None,
 ) -> Tensor:
-    """Mean cross-entropy in nats over the labelled next tokens, in at least fp32.
+    """Mean cross-entropy in nats over the labelled next tokens, or its sum over ``num_items``, in at least fp32.
 
     Padding is no label and predicts none, and no label crosses a document.
     """
@@ -303,23 +379,21 @@ def next_token_loss(
         real = attention_mask[:, -labels.shape[1] :].bool()
         targets = targets.masked_fill(~(real[:, 1:] & real[:, :-1]), -100)
     wide = logits[:, :-1].to(compute_dtype(logits.dtype))
-    return nn.functional.cross_entropy(wide.flatten(0, 1), targets.flatten())
+    loss = partial(nn.functional.cross_entropy, wide.flatten(0, 1), targets.flatten())
+    return loss() if num_items is None else loss(reduction="sum") / num_items
 
 
-def _check_inputs(hidden_states, attention_mask, seen, doc_ids, cache, parallel) -> None:
+def _check_inputs(hidden_states, attention_mask, doc_ids, cache, parallel) -> None:
     batch, n, _ = hidden_states.shape
+    seen = 0 if cache is None else cache.get_seq_length()
     expected = [batch, seen + n]
     if n == 0:
         raise ValueError("input_ids has 0 columns: feed at least one token")
     if attention_mask is not None and list(attention_mask.shape) != expected:
-        if attention_mask.dim() != 2:
-            raise ValueError(
-                f"attention_mask must be a 2-D padding mask {expected}, got {attention_mask.dim()}-D: "
-                "causal and window masks are part of the model"
-            )
         raise ValueError(
-            f"attention_mask is {list(attention_mask.shape)}, but {seen} columns are in the cache and {n} are new for "
-            f"{batch} rows: pass a mask of {expected} and only the new tokens"
+            f"attention_mask is {list(attention_mask.shape)}, but {seen} columns are in the cache and {n} are new for {batch} "
+            f"rows: pass a mask of {expected} and only the new tokens (a 2-D padding mask: causal and window masks are part of "
+            "the model); for another prompt call reset() of the cache"
         )
     if doc_ids is not None and cache is not None:
         raise ValueError("doc_ids are for packed training rows and cannot be combined with a cache")

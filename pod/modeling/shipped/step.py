@@ -240,7 +240,7 @@ class CacheLayer(CacheLayerMixin):
 
     def _refuse(self, *args, **kwargs) -> Any:
         raise ValueError(
-            "PoD caches attend themselves and count their tokens: only PodForCausalLM fills them"
+            "only PodForCausalLM fills a PoD cache, which attends itself: pod.load_model(…) makes one of a stock model"
         )
 
     # What transformers asks of a layer.
@@ -294,6 +294,26 @@ def document_positions(doc_ids: Tensor) -> Tensor:
     return index - torch.where(starts, index, 0).cummax(dim=1).values
 
 
+def packed_documents(
+    shape: Sequence[int],
+    position_ids: Tensor | None,
+    cu_seq_lens: Tensor | None,
+    attention_mask: Tensor | None,
+) -> Tensor | None:
+    """``[B, n]`` documents of rows that a trainer has packed; None = every row is one.
+
+    They end at the cumulative lengths ``[documents + 1]`` of the whole batch, without these where positions start again at 0 in
+    rows without padding.
+    """
+    if cu_seq_lens is not None:
+        tokens = torch.arange(shape[0] * shape[1], device=cu_seq_lens.device)
+        return torch.bucketize(tokens, cu_seq_lens[1:].long(), right=True).view(*shape)
+    if position_ids is None or shape[1] == 1 or not (attention_mask is None or attention_mask.all()):
+        return None
+    starts = position_ids == 0
+    return starts.cumsum(1).expand(*shape) if starts[:, 1:].any() else None
+
+
 def compaction_of(attention_mask: Tensor | None, n: int) -> Compaction | None:
     """The compaction of the last ``n`` columns of a padding mask (nonzero = token); None when there is no padding."""
     if attention_mask is None:
@@ -314,6 +334,15 @@ def piece_columns(starts: Tensor, width: int) -> Tensor:
 def take_columns(x: Tensor, columns: Tensor) -> Tensor:
     """``[B, n, c]`` to ``[B, width, c]``; columns beyond the last one repeat it."""
     return x.gather(1, columns.clamp(max=x.shape[1] - 1)[..., None].expand(-1, -1, x.shape[2]))
+
+
+def keep_columns(x: Tensor, kept: int | Tensor) -> Tensor:
+    """The last ``kept`` columns of ``[B, n, c]`` (0 = all), or those at places ``[m]`` or ``[B, m]``; of a mask ``[B, n]`` ``[m, c]``."""
+    if isinstance(kept, int):
+        return x[:, -kept:] if kept else x
+    if kept.dim() == 2:
+        return x[kept] if kept.dtype == torch.bool else torch.take_along_dim(x, kept[..., None], 1)
+    return x[:, kept]
 
 
 def put_columns(target: Tensor, columns: Tensor, counts: Tensor, x: Tensor) -> None:

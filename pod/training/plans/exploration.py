@@ -24,6 +24,7 @@ from pod.training.plans.bits import PackedCosts
 from pod.training.plans.costs import cost_shapes, sample_queries
 from pod.training.plans.explore_args import ExploreArgs
 from pod.training.plans.solve import Floats, solve
+from pod.training.run.longer_context import extend
 
 MATCHING_SEQUENCES = 2
 """Sequences of text, beside all repeated ones, on which query heads are matched."""
@@ -77,8 +78,8 @@ class Exploration:
 
     def load_model(self, plan: SharingPlan | None = None) -> PodForCausalLM:
         """The model on this rank's device, dense unless there is a plan, with the windows; refuses what `check_model` refuses."""
-        positions = {name: self.settings.get(name) for name in POSITIONS}
-        model = self.load(plan=plan, **positions, **self.windows)
+        model = self.load(plan=plan, **self.windows)
+        extend(model.config, *(self.settings.get(name) for name in POSITIONS))
         check_model(model.config, self.explore, self.windows)
         return model
 

@@ -13,6 +13,7 @@ from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.models import KNOWN_SIZES, PACKAGE, ModelArgs, resolve_model
+from pod.training.run.longer_context import extend
 from pod.training.run.start_weights import StartWeights, hollow_model, weight_reader
 
 Plan = SharingPlan | str | Path | None
@@ -59,9 +60,10 @@ def start_config(model_args: ModelArgs, plan: Plan, source: Any) -> PodConfig:
         plan = SharingPlan.cla(source.num_hidden_layers, source.num_key_value_heads, model_args.cla_factor)
     if layout in ("dense", "window"):
         plan = None
-    same = ("num_sink_tokens", "num_recent_tokens", "attention_backend", "rope", "max_position_embeddings")
+    same = ("num_sink_tokens", "num_recent_tokens", "attention_backend")
     changes = {name: getattr(model_args, name) for name in same}
     config = target_config(source, plan=plan, layout=None if layout == "auto" else layout, **changes)
+    extend(config, model_args.rope, model_args.max_position_embeddings)
     if layout == "pod" and config.sharing_plan.is_dense:
         raise ValueError(
             "model.layout is pod, and there is no plan but that in which every head leads: run launch/explore.py, set "

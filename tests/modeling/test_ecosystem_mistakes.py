@@ -1,0 +1,164 @@
+"""Likely first mistakes, each answered in one line that says what to do; and `torch.compile` around a decoding step."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import DynamicCache, GPT2Config, MistralConfig
+
+import pod
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def complaint(function, *arguments, **options):
+    """The message of a ValueError of one line."""
+    with pytest.raises(ValueError) as caught:
+        function(*arguments, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_stock_models_and_pod_caches(tools):
+    stock, model, ids = tools.make_stock(), tools.make_pod(plan=False), tools.random_ids(1, 12)
+    for other in (stock, "runs/demo/export", model.config, None):
+        said = complaint(pod.make_cache, other)
+        assert type(other).__name__ in said and "pod.load_model" in said
+    for use in (stock, lambda ids, **given: stock.generate(ids, max_new_tokens=2, **given)):
+        said = complaint(use, ids, past_key_values=pod.make_cache(model))
+        assert "only PodForCausalLM" in said and "pod.load_model" in said
+    for cache in (DynamicCache(), ((ids, ids),)):
+        said = complaint(model, ids, past_key_values=cache)
+        assert f"a {type(cache).__name__} cannot serve" in said and "pod.make_cache" in said
+        assert model(ids).logits.shape == (1, 12, 97)
+
+
+def test_a_used_cache_for_another_prompt(tools):
+    model, cache = tools.make_pod(), None
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    cache = pod.make_cache(model)
+    model.generate(tools.random_ids(1, 20), past_key_values=cache, **options)
+    for batch, n in ((1, 20), (1, 40), (2, 40)):
+        ids = tools.random_ids(batch, n, seed=5)
+        assert re.search(
+            r"reset\(\) or make a new", complaint(model.generate, ids, past_key_values=cache, **options)
+        )
+    ids = tools.random_ids(1, 9, seed=5)
+    assert "reset()" in complaint(model, ids, attention_mask=torch.ones_like(ids), past_key_values=cache)
+    cache.reset()
+    assert torch.equal(model.generate(ids, past_key_values=cache, **options), model.generate(ids, **options))
+
+
+OPTIONS = {"think": {"window": 4}, "razor": {"retrieval_heads": "sharing"}}
+
+
+@pytest.mark.parametrize("codec", ["", "int4"])
+@pytest.mark.parametrize("spec", sorted(set(pod.methods()) - {"pod", "cla", "window"}))
+def test_pod_plus_is_suggested_where_it_is_allowed_and_only_there(tools, spec, codec):
+    """What is suggested can be made, for a budget; what is not suggested is refused, for the reason that was given."""
+    method, model = pod.methods()[spec], tools.make_pod()
+    if codec and method.axis == "codec":
+        pytest.skip("two codecs")
+    spec = f"{spec}+{codec}" if codec else spec
+    said = complaint(pod.make_cache, model, spec)
+    suggested = re.search(r"as in '([^']*)'", said)
+    options = {"budget": 200} if method.takes_budget else {}
+    if suggested:
+        assert pod.make_cache(model, suggested[1], **options).spec == suggested[1]
+    else:
+        reason = re.search(r"load the dense checkpoint \((.*)\)$", said)[1]
+        assert reason in complaint(pod.make_cache, model, f"pod+{spec}", **options)
+
+
+def test_models_in_memory(tools):
+    """Of transformers, of ours; an adapter has to be merged, anything else is refused."""
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    adapted = get_peft_model(tools.make_stock(), config)
+    assert (
+        "PeftModelForCausalLM" in (said := complaint(pod.load_model, adapted)) and "merge_and_unload" in said
+    )
+    assert "Linear" in complaint(pod.load_model, nn.Linear(2, 2))
+    ids, model = tools.random_ids(1, 20), tools.make_pod()
+    for source in (model, adapted.merge_and_unload()):
+        plan = pod.SharingPlan(tools.lead)
+        again = pod.load_model(source, plan=plan, num_sink_tokens=4, num_recent_tokens=11)
+        assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_what_cannot_be_loaded_is_known_before_weights_are_read(tmp_path, monkeypatch):
+    """A folder that is not there is not looked for on the hub; a family is told by its configuration alone."""
+
+    def never(*arguments, **options):
+        raise AssertionError("the hub was asked, or weights")
+
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    for hub in ("AutoConfig", "AutoModelForCausalLM"):
+        monkeypatch.setattr(f"pod.modeling.loading.{hub}.from_pretrained", never)
+    for missing in (str(tmp_path / "nowhere"), "./nowhere", "runs/export", "~/no/such/folder"):
+        assert (
+            complaint(pod.load_model, missing)
+            == f"cannot load a model from {missing}: there is no such folder"
+        )
+    monkeypatch.undo()
+    monkeypatch.setattr("pod.modeling.loading.AutoModelForCausalLM.from_pretrained", never)
+    for config in (GPT2Config(), MistralConfig(sliding_window=9)):
+        config.save_pretrained(tmp_path / "other")
+        assert config.model_type in complaint(pod.load_model, tmp_path / "other")
+
+
+AUTO = """
+import sys
+{first}
+{second}
+config = AutoConfig.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+assert (type(config), type(model)) == (pod.PodConfig, pod.PodForCausalLM), (type(config), type(model))
+assert type(AutoModel.from_pretrained(sys.argv[1])) is pod.PodModel
+assert pod.make_cache(model, "pod+int4").spec == "pod+int4"
+"""
+
+
+@pytest.mark.parametrize("pod_first", [True, False])
+def test_auto_classes_know_the_model_once_pod_is_imported(tools, tmp_path, pod_first):
+    """An export's own code is not asked for, and `trust_remote_code` neither."""
+    pod.PodConfig.register_for_auto_class()
+    pod.PodForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+    tools.make_pod().save_pretrained(tmp_path)
+    lines = ["import pod", "from transformers import AutoConfig, AutoModel, AutoModelForCausalLM"]
+    first, second = lines if pod_first else lines[::-1]
+    code = AUTO.format(first=first, second=second)
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", ["pod", "int4"])
+def test_a_compiled_model_is_not_compiled_again_for_every_token(tools, spec):
+    model, ids = tools.make_pod(plan=spec == "pod"), tools.random_ids(1, 30)
+    torch._dynamo.reset()
+    programs = []
+
+    def count(graph, inputs):
+        programs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=count)
+
+    def decode(model):
+        cache, fed, tokens, seen = pod.make_cache(model, spec), ids, [], []
+        for _ in range(12):
+            fed = model(fed, past_key_values=cache).logits[:, -1:].argmax(-1)
+            tokens.append(fed)
+            seen.append(len(programs))
+        return torch.cat(tokens, dim=1), seen
+
+    tokens, seen = decode(compiled)
+    assert programs and seen[-1] == seen[3], seen
+    assert torch.equal(tokens, decode(model)[0])
+    torch._dynamo.reset()
